@@ -15,6 +15,7 @@ from synkhronos.casts import check_dense
 from synkhronos.checks import check_choice, check_list, describe
 from synkhronos.data import Data
 from synkhronos.data.rows import get_share
+from synkhronos.data.shared import check_session, copy_to_shared, locate
 from synkhronos.devices import Selection
 from synkhronos.devices.reductions import REDUCTIONS, list_collective_ops
 from synkhronos.graphs import library_of
@@ -134,14 +135,14 @@ def match_values(values: Any, variables: Sequence[Any], is_single: bool) -> list
 def as_data(session: Session, variable: Any, value: Any) -> Data:
     """Return a value as Data of the variable's dtype and number of dimensions; other arrays are copied."""
     if isinstance(value, Data):
-        value._check_session(session, "values")
+        check_session(value, session, "values")
         if value.dtype != variable.type.dtype or value.ndim != variable.type.ndim:
             raise TypeError(
                 f"values: {describe(variable)} needs {variable.type.dtype} of {variable.type.ndim} dimensions, got "
                 f"Data of {value.dtype} and {value.ndim} dimensions"
             )
         return value
-    return Data._from_array(_convert(variable, value))
+    return copy_to_shared(_convert(variable, value))
 
 
 def _convert(variable: Any, value: Any) -> np.ndarray:
@@ -196,9 +197,9 @@ def share_selection(selection: Selection, buffers: list[Data]) -> range | Shared
     """
     if isinstance(selection, range):
         return selection
-    index = Data._from_array(selection)
+    index = copy_to_shared(selection)
     buffers.append(index)
-    return index._location()
+    return locate(index)
 
 
 def share_by_rank(selection: Selection, size: int, buffers: list[Data]) -> list[range | SharedArray]:

@@ -37,6 +37,7 @@ from synkhronos.collectives.commands import (
 )
 from synkhronos.data import Data
 from synkhronos.data.rows import get_share, select
+from synkhronos.data.shared import locate
 from synkhronos.graphs import library_of
 from synkhronos.graphs.mirror import reset_jumps
 from synkhronos.ranks import Session, WeakKeys
@@ -99,7 +100,7 @@ def broadcast(shared_vars: Any, values: Any = None, nccl: bool = True) -> None:
             session.run(Broadcast(get_mirror_keys(session, arrays), nccl))
             return
         rows = tuple(select_all(value) for value in staged)
-        locations = tuple(value._location() for value in staged)
+        locations = tuple(locate(value) for value in staged)
         session.run(Assign(get_mirror_keys(session, arrays), locations, (rows,) * session.size))
 
 
@@ -149,7 +150,7 @@ def scatter(shared_vars: Any, values: Any, batch: Any = None) -> None:
             for r in range(session.size):
                 bounds = get_share(len(selection), session.size, r)
                 check_shape(variable, (bounds.stop - bounds.start, *value.shape[1:]))
-        locations = tuple(value._location() for value in staged)
+        locations = tuple(locate(value) for value in staged)
         buffers: list[Data] = []
         by_variable = [share_by_rank(selection, session.size, buffers) for selection in selections]
         session.run(Assign(get_mirror_keys(session, variables), locations, tuple(zip(*by_variable, strict=True))))
@@ -434,7 +435,7 @@ def set_value(rank: int, shared_vars: Any, values: Any, batch: Any = None) -> No
             session.run(SetStreams(keys, [value for _, value in states], only_rank=rank))
         if not variables:
             return
-        locations = tuple(value._location() for value in staged)
+        locations = tuple(locate(value) for value in staged)
         nothing = (None,) * len(variables)
         session.run(
             Assign(

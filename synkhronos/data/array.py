@@ -7,9 +7,7 @@ segments that are new or have been released.
 from __future__ import annotations
 
 import gc
-import io
 import math
-import os
 import weakref
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -69,7 +67,7 @@ class Data:
             raise ValueError(
                 f"ndim: expected a number of dimensions that NumPy supports, got {ndim}: {error}"
             ) from None
-        self._session.notify_at_close(self)
+        self._session.notify_at_close(self, Data._drop)
 
     # -- attributes ------------------------------------------------------------------------------------------
 
@@ -242,30 +240,7 @@ class Data:
         if memory is not None and memory() is not None:
             gc.collect()  # compilers leave reference cycles that hold the inputs they compiled for
 
-    # -- internal: all of it in the turn of a call -------------------------------------------------------------
-
-    @classmethod
-    def _from_array(cls, array: np.ndarray) -> Data:
-        """Return a copy of an array in shared memory."""
-        made = cls(array.dtype, array.ndim)
-        made._resize(array.shape)[...] = array
-        return made
-
-    @classmethod
-    def _create_with_file(cls, shape: tuple[int, ...], dtype: npt.DTypeLike, name: str) -> tuple[Data, io.FileIO]:
-        """Return a new array of zeros with the open file of its memory, which a process that is no rank can map.
-
-        It takes the session's turn itself.
-        """
-        made = cls(dtype, len(shape), name=name)
-        session, nbytes = made._session, max(1, math.prod(shape) * made._dtype.itemsize)
-        with session.turn:
-            session.settle()
-            file = session.memory.file(nbytes)
-            duplicate = io.FileIO(os.dup(file.fileno()), "r+")  # the other is closed once all ranks have mapped it
-            made._use_segment(session.memory.enter(file, nbytes))
-            made._reshape(shape)
-        return made, duplicate
+    # -- internal, in the turn of a call; other packages use `shared` -----------------------------------------
 
     def _location(self) -> SharedArray:
         """Return the description of the array that a command carries."""
@@ -277,13 +252,6 @@ class Data:
         assert self._segment is not None
         return SharedArray(self._segment.key, self._dtype.str, self._array.shape)
 
-    def _check_session(self, session: ranks.Session, name: str) -> None:
-        """Raise ValueError if this object was created in an earlier session; ``name`` is the argument's."""
-        if not self._belongs_to(session):
-            raise ValueError(
-                f"{name}: this Data object was made before the present fork(), and its memory is freed: make a new one"
-            )
-
     def _belongs_to(self, session: ranks.Session) -> bool:
         """Whether this object was created in this session, and the session still runs."""
         return self._session is session and session.closed is None
@@ -294,10 +262,6 @@ class Data:
             return self._array
         self._reshape(shape)
         return self._array
-
-    def _on_session_close(self) -> None:
-        """Release the memory when the session ends."""
-        self._drop()
 
     def _check_open(self) -> None:
         """Raise RuntimeError if the session has ended."""
@@ -364,6 +328,7 @@ class Data:
         self._session.memory.release_with(self, "segment", segment.key)
 
     def _drop(self, keep_array: bool = False) -> None:
+        """Release the memory."""
         if self._segment is not None:
             self._session.memory.release("segment", self._segment.key)
         self._segment = None

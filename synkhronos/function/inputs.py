@@ -1,7 +1,7 @@
 """Inputs of a call: checks in the master, and arrays in shared memory that all ranks can read.
 
-A `Data` object is in shared memory already.  Any other array is copied into a buffer that the function keeps for this
-input from call to call; of a scattered input only the selected rows are copied.
+A `Data` object is in shared memory already.  Any other array is copied into memory that later calls use again; of a
+scattered input only the selected rows are copied.
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ from typing import Any
 
 import numpy as np
 
-from synkhronos import ranks
 from synkhronos.casts import check_dense
 from synkhronos.data import Data
 from synkhronos.data.rows import as_index_array, max_row, min_row, select, select_unbounded
-from synkhronos.devices import Selection, take_rows
+from synkhronos.data.shared import Buffers, check_session, locate
+from synkhronos.devices import Selection
 from synkhronos.function.call import BroadcastInput, ScatteredInput
 from synkhronos.function.program import Program
 from synkhronos.ranks import Session, SharedArray
@@ -33,7 +33,8 @@ class CallInputs:
 
     def __init__(self, program: Program):
         self.program = program
-        self._buffers: dict[Any, Data] = {}
+        self._buffers = Buffers()
+        self._names = [f"input {i} ({e.name or e.variable}) of {program.name}" for i, e in enumerate(program.inputs)]
         self._by_name = {e.name: i for i, e in enumerate(program.inputs) if e.name is not None}
         self._dtypes = [np.dtype(entry.variable.type.dtype) for entry in program.inputs]
         shapes = [program.library.get_fixed_shape(entry.variable) for entry in program.inputs]
@@ -101,53 +102,45 @@ class CallInputs:
             if i >= n:
                 located.append(self._broadcast(i, value))
             elif not isinstance(value, Data):
-                buffer = self._get_buffer(i, value.dtype, value.ndim)
-                take_rows(value, rows, buffer._resize((len(rows), *value.shape[1:])))
-                located.append(ScatteredInput(buffer._location(), range(len(rows)), 0, is_mutable))
+                array = self._buffers.write(i, value, rows)
+                located.append(ScatteredInput(array, range(len(rows)), 0, is_mutable))
             elif value.minibatch and _is_listed(batch):
                 # A minibatch has its rows in the order of the list.
-                located.append(ScatteredInput(value._location(), range(len(rows)), 0, is_mutable))
+                located.append(ScatteredInput(locate(value), range(len(rows)), 0, is_mutable))
             else:
                 selected: range | SharedArray
                 if isinstance(rows, range):
                     selected = rows
                 else:
-                    selected = index = self._share_index("batch", rows) if index is None else index
+                    selected = index = self._buffers.write("batch", rows) if index is None else index
                 offset = low if value.minibatch else 0
-                located.append(ScatteredInput(value._location(), selected, offset, is_mutable))
+                located.append(ScatteredInput(locate(value), selected, offset, is_mutable))
         return tuple(located), len(rows)
 
     def _check(self, position: int, value: Any, session: Session) -> Data | np.ndarray:
         """Return the value of an input, as an array of its dtype unless it is a Data object."""
-        entry = self.program.inputs[position]
+        entry, name = self.program.inputs[position], self._names[position]
         kind = entry.variable.type
         if isinstance(value, Data):
-            if not value._belongs_to(session):
-                value._check_session(session, self._describe(position))
+            check_session(value, session, name)
             if value.dtype != self._dtypes[position] or value.ndim != kind.ndim:
                 raise TypeError(
-                    f"{self._describe(position)}: expected {kind.dtype} of {kind.ndim} dimensions, "
+                    f"{name}: expected {kind.dtype} of {kind.ndim} dimensions, "
                     f"got Data of {value.dtype} and {value.ndim} dimensions"
                 )
             checked: Data | np.ndarray = value
         else:
             if type(value) is not np.ndarray:
-                check_dense(value, self._describe(position))
+                check_dense(value, name)
             try:
                 checked = self.program.library.filter(kind, value, entry.strict, entry.allow_downcast)
             except (TypeError, ValueError, AttributeError) as error:
                 wrong = ValueError if isinstance(error, ValueError) else TypeError
-                raise wrong(f"{self._describe(position)}: expected {kind}, got {_shorten(value)}: {error}") from None
+                raise wrong(f"{name}: expected {kind}, got {_shorten(value)}: {error}") from None
         fixed = self._fixed_shapes[position]
         if fixed is not None and any(f is not None and f != s for f, s in zip(fixed, checked.shape, strict=True)):
-            raise ValueError(
-                f"{self._describe(position)}: expected shape {fixed} (None is any length), got {checked.shape}"
-            )
+            raise ValueError(f"{name}: expected shape {fixed} (None is any length), got {checked.shape}")
         return checked
-
-    def _describe(self, position: int) -> str:
-        entry = self.program.inputs[position]
-        return f"input {position} ({entry.name or entry.variable}) of {self.program.name}"
 
     def _select_rows(self, values: Sequence[Data | np.ndarray], batch: Any) -> tuple[Selection, int]:
         """Select rows of the scattered inputs for all ranks together.
@@ -180,24 +173,8 @@ class CallInputs:
         return rows, low
 
     def _broadcast(self, position: int, value: Data | np.ndarray) -> BroadcastInput:
-        if not isinstance(value, Data):
-            buffer = self._get_buffer(position, value.dtype, value.ndim)
-            buffer._resize(value.shape)[...] = value
-            value = buffer
-        return BroadcastInput(value._location(), self.program.inputs[position].mutable)
-
-    def _get_buffer(self, key: Any, dtype: np.dtype, ndim: int) -> Data:
-        """Return the shared memory that this function keeps under a key, such as an input's position."""
-        buffer = self._buffers.get(key)
-        session = ranks.session()
-        if buffer is None or buffer.dtype != dtype or not buffer._belongs_to(session):
-            buffer = self._buffers[key] = Data(dtype, ndim)
-        return buffer
-
-    def _share_index(self, key: Any, index: np.ndarray) -> SharedArray:
-        buffer = self._get_buffer(key, np.dtype(np.int64), 1)
-        buffer._resize(index.shape)[...] = index
-        return buffer._location()
+        array = locate(value) if isinstance(value, Data) else self._buffers.write(position, value)
+        return BroadcastInput(array, self.program.inputs[position].mutable)
 
     def share_batch_s(self, session: Session, batch_s: Any) -> tuple[Any, ...]:
         """Check ``batch_s`` and put its indexes into shared memory; only the ranks know how many rows they have.
@@ -214,7 +191,7 @@ class CallInputs:
                 select(selection, 0, "batch_s")  # checks that the bounds are integers
                 shared.append(selection)
             else:
-                shared.append(self._share_index(("batch_s", r), check_indexes(selection, "batch_s")))
+                shared.append(self._buffers.write(("batch_s", r), check_indexes(selection, "batch_s")))
         return tuple(shared * session.size if by_rank is None else shared)
 
 

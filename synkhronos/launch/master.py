@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from synkhronos.data import data
+from synkhronos.data.shared import create_unpublished
 from synkhronos.launch import binding, program
 from synkhronos.launch.settings import FAILURE, PROCESSES, SETTINGS, Settings
 from synkhronos.processes import fork_bound
@@ -85,8 +85,7 @@ def _run(settings: Settings, plan: dict[str, Any]) -> int:
     rule = settings.make_rule()
     size, dtype = run(program.build, settings, rule)[0]
     memory = shared_memory(rule, session().size, size, np.dtype(dtype))
-    flag = data(shape=(1,), dtype="int64")
-    flag._is_published = False
+    flag = create_unpublished((1,), "int64")
     path = Path(settings.folder) / "timeline.json"
     recording = timeline(path) if settings.timeline else contextlib.nullcontext()
     # Before this there is nothing to save, and signals end the run.  The supervisor bounds the time to save.

@@ -28,6 +28,7 @@ from synkhronos import ranks
 from synkhronos.casts import as_numbers, check_cast
 from synkhronos.checks import check_at_least, check_choice, check_flag, check_index, describe
 from synkhronos.data import Data
+from synkhronos.data.shared import create_with_file
 from synkhronos.devices import Selection
 from synkhronos.graphs import library_of
 from synkhronos.loading.augment import make_generator
@@ -359,19 +360,6 @@ class Loader:
             self._pool.ring.free(unit - 1)  # a loop that the caller has left did not free it
         return self._pool, unit
 
-    def _open_feed(self, epoch: int, row: int, unit_rows: int, seed: int, consumers: int) -> Feed:
-        """Return a feed of an epoch's rows, from position ``row`` on."""
-        plan = ReadPlan(epoch, row, seed)
-        layout = RingLayout(consumers, self.processes, self.depth * consumers, unit_rows)
-        pool, unit = self._prepare_pool(plan, layout, True)
-        self._position = None  # until `_record_position` is called
-        return Feed(pool, unit, plan, len(self))
-
-    def _record_position(self, feed: Feed, row: int) -> None:
-        """Record that all rows of a feed before position ``row`` have been taken and freed."""
-        unit, plan = feed.find_unit(row), feed.plan._replace(row=row)
-        self._position = (plan.next_epoch() if row == len(self) else plan), unit
-
     def close(self) -> None:
         """End the loader processes and free their memory; the next batch starts new ones."""
         pool, self._pool, self._position = self._pool, None, None
@@ -431,6 +419,26 @@ class Feed:
             self._ring.free(unit)
 
 
+def cast_rows(loader: Loader, variables: Sequence[Any]) -> None:
+    """Cast a loader's rows to the dtypes of variables; raise TypeError or ValueError if they can't be cast safely."""
+    loader._cast_to(variables)
+
+
+def open_feed(loader: Loader, epoch: int, row: int, unit_rows: int, seed: int, consumers: int) -> Feed:
+    """Return a feed of an epoch's rows, from position ``row`` on."""
+    plan = ReadPlan(epoch, row, seed)
+    layout = RingLayout(consumers, loader.processes, loader.depth * consumers, unit_rows)
+    pool, unit = loader._prepare_pool(plan, layout, True)
+    loader._position = None  # until `record_position` is called
+    return Feed(pool, unit, plan, len(loader))
+
+
+def record_position(loader: Loader, feed: Feed, row: int) -> None:
+    """Record that all rows of a feed before position ``row`` have been taken and freed."""
+    unit, plan = feed.find_unit(row), feed.plan._replace(row=row)
+    loader._position = (plan.next_epoch() if row == len(loader) else plan), unit
+
+
 class _LoaderPool:
     """Loader processes and the ring's memory, in the process that owns them.
 
@@ -475,7 +483,7 @@ class _LoaderPool:
                 for number in range(layout.loaders):
                     self.pids.append(start_loader(number, layout, packet, files, process_end))
             if self._session is not None:
-                self._session.notify_at_close(self)
+                self._session.notify_at_close(self, _LoaderPool.close)
         except BaseException:
             self.close()
             raise
@@ -506,8 +514,6 @@ class _LoaderPool:
             if isinstance(data, Data):
                 data.free_memory()
 
-    _on_session_close = close
-
 
 def _kill(pids: list[int]) -> None:
     """Kill loader processes, which have nothing to clean up, and wait for them."""
@@ -535,7 +541,7 @@ def _reap_abandoned() -> None:
 def _allocate(shape: tuple[int, ...], dtype: np.dtype, in_session: bool) -> tuple[Any, Any]:
     """Allocate memory that loader processes can map; return it as an array, or as Data in a session, and its file."""
     if in_session:
-        return Data._create_with_file(shape, dtype, "batches")
+        return create_with_file(shape, dtype, "batches")
     nbytes = max(1, math.prod(shape) * dtype.itemsize)
     file = create_unlinked(nbytes)
     return Segment(0, file.fileno(), nbytes).array(shape, dtype), file

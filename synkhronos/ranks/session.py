@@ -13,9 +13,9 @@ import pickle
 import signal
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 from synkhronos.ranks import worker
 from synkhronos.ranks.control import FOR_COMMAND, FOR_JOIN, MAILBOX, POLL, SPIN, Control
@@ -32,6 +32,7 @@ from synkhronos.ranks.weak import WeakKeys
 from synkhronos.ranks.workers import Workers
 
 _log = logging.getLogger("synkhronos")
+T = TypeVar("T")
 
 #: Seconds that workers get to exit by themselves before they are killed.
 GRACE = 2.0
@@ -98,7 +99,7 @@ class Session:
         #: Whether all ranks are known to have finished the last command.
         self._idle = True
         self.registry = Registry()
-        self._at_close: WeakKeys[Any, bool] = WeakKeys()
+        self._at_close: WeakKeys[Any, Callable[[Any], None]] = WeakKeys()
         self._peers = PeerWatch(self._is_unfinished, self._raise_if_peer_died, link.find_loss)
         here = link.here
         # Copies of this process inherit its memory; workers that start anew, and an agent, get it as an open file.
@@ -489,9 +490,9 @@ class Session:
             self.link.end(kill, GRACE, is_hurried)
             self._free()
 
-    def notify_at_close(self, owner: Any) -> None:
-        """Have ``owner._on_session_close()`` called when the session ends, if the owner still exists then."""
-        self._at_close[owner] = True
+    def notify_at_close(self, owner: T, release: Callable[[T], None]) -> None:
+        """Have ``release(owner)`` called when the session ends, if the owner still exists then."""
+        self._at_close[owner] = release
 
     def _free(self) -> None:
         self._peers.stop()
@@ -502,7 +503,8 @@ class Session:
         self.rank.spans_hosts = False
         self.rank.fail()
         for owner in list(self._at_close):
-            owner._on_session_close()
+            if (release := self._at_close.get(owner)) is not None:
+                release(owner)
         self.workers.close()
         self.memory.free()
         self.rank.registry.clear()

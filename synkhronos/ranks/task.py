@@ -23,6 +23,7 @@ from __future__ import annotations
 import pickle
 import time
 from collections.abc import Hashable, Sequence
+from functools import singledispatch
 from time import perf_counter
 from types import TracebackType
 from typing import Any, NoReturn
@@ -50,6 +51,18 @@ ACQUIRE, READ, WRITE, RELEASE = range(4)
 
 #: Contiguous bytes in shared memory: key of the segment, offset, number of bytes.
 Span = tuple[int, int, int]
+
+
+@singledispatch
+def find_span(rows: Any) -> Span:
+    """Return the position of contiguous rows in shared memory; a class of rows registers its own implementation.
+
+    Raises
+    ------
+    ValueError
+        If the rows are not contiguous, or are those of a file.
+    """
+    raise TypeError(f"rows: expected rows of a Data object, got {type(rows).__name__}")
 
 
 class RankTask:
@@ -398,6 +411,6 @@ class Lock:
         self._copy(WRITE, rows)
 
     def _copy(self, kind: int, rows: Sequence[Any]) -> None:
-        spans = [each._get_span() for each in rows]
+        spans = [find_span(each) for each in rows]
         if self._mutex is None:
             self._task._request(kind, self._number, spans)

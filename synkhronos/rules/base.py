@@ -9,7 +9,8 @@ from typing import Any, ClassVar
 import numpy as np
 
 from synkhronos.checks import check_at_least, check_number
-from synkhronos.data import Data, data
+from synkhronos.data import Data
+from synkhronos.data.shared import create_unpublished
 from synkhronos.devices import HOST, find_device
 from synkhronos.rules.state import State, concatenate
 from synkhronos.tasks import Worker
@@ -276,12 +277,8 @@ def shared_memory(rule: Rule, n_ranks: int, size: int, dtype: np.dtype) -> dict[
         memory = rules.shared_memory(rule, n_ranks=2, size=1000, dtype=np.dtype("float32"))
         synk.run(program, rule, params, memory)
     """
-    memory = {
-        name: data(shape=shape, dtype=dtype) for name, (shape, dtype) in rule.memory(n_ranks, size, dtype).items()
-    }
-    for each in memory.values():
-        each._is_published = False
-    return memory
+    memory = rule.memory(n_ranks, size, dtype)
+    return {name: create_unpublished(shape, item_dtype) for name, (shape, item_dtype) in memory.items()}
 
 
 def reduce_by_rows(state: State, vector: Any, reduce: Callable[[Any], Any], precision: str | None = None) -> Any:

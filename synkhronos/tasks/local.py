@@ -16,7 +16,7 @@ from synkhronos.devices import HOST, Device, Selection, find_device, take_rows
 from synkhronos.engines import Runner
 from synkhronos.function.program import PLAIN, Program
 from synkhronos.ranks import Rank, SharedArray
-from synkhronos.ranks.task import RankTask, Span
+from synkhronos.ranks.task import RankTask, Span, find_span
 
 
 class LocalRows:
@@ -86,18 +86,6 @@ class LocalRows:
                     "(rows.here)"
                 )
 
-    def _get_span(self) -> Span:
-        """Return the position of contiguous rows in shared memory; raise ValueError for other rows."""
-        rows, key = self._selected, self._location.key
-        if self._rank.segments[key].is_file:
-            raise ValueError("rows: expected rows in memory that ranks write, got rows of a file")
-        if rows is None:
-            return key, self._location.offset, self._array.nbytes
-        if not isinstance(rows, range) or rows.step != 1:
-            raise ValueError("rows: expected contiguous rows, such as rows[3:5]")
-        row_nbytes = self._array[0].nbytes if len(self._array) else 0
-        return key, self._location.offset + rows.start * row_nbytes, len(rows) * row_nbytes
-
     def to_device(self, device: Device) -> Any:
         """Return a copy of the rows as an array on a device."""
         return device.load(self._rank, self._location, self._get_selection())
@@ -116,7 +104,7 @@ class LocalRows:
         value : array_like, or array on a GPU
             Array of the rows' shape.  An array on a GPU is copied directly into the shared memory.
         """
-        key, offset, _ = self._get_span()
+        key, offset, _ = find_span(self)
         rows, device = self._selected, find_device(value)
         target = self._array[rows.start : rows.stop] if isinstance(rows, range) else self.array
         if device is HOST:
@@ -132,6 +120,19 @@ class LocalRows:
 
     def __repr__(self) -> str:
         return f"<synkhronos.LocalRows: {self.dtype}, shape {self.shape}>"
+
+
+@find_span.register
+def _(rows: LocalRows) -> Span:
+    selected, location = rows._selected, rows._location
+    if rows._rank.segments[location.key].is_file:
+        raise ValueError("rows: expected rows in memory that ranks write, got rows of a file")
+    if selected is None:
+        return location.key, location.offset, rows._array.nbytes
+    if not isinstance(selected, range) or selected.step != 1:
+        raise ValueError("rows: expected contiguous rows, such as rows[3:5]")
+    row_nbytes = rows._array[0].nbytes if len(rows._array) else 0
+    return location.key, location.offset + selected.start * row_nbytes, len(selected) * row_nbytes
 
 
 class LocalFunction:

@@ -17,6 +17,7 @@ import numpy as np
 from synkhronos import ranks
 from synkhronos.collectives.arguments import get_mirror_keys
 from synkhronos.data import Data
+from synkhronos.data.shared import check_session, is_published, locate
 from synkhronos.devices import HOST
 from synkhronos.function import Function, get_dispatcher
 from synkhronos.function.notice import warn_if_slow
@@ -194,9 +195,9 @@ class _ProgramPickler(pickle.Pickler):
                 self.functions.append(dispatcher.key)
             return "function", dispatcher.key
         if isinstance(value, Data):
-            value._check_session(self.session, "an argument")
-            location = value._location()
-            if value._is_published:
+            check_session(value, self.session, "an argument")
+            location = locate(value)
+            if is_published(value):
                 self.arrays.append(location)
             return "data", location
         if getattr(value, "container", None) is not None and any(lib.is_shared(value) for lib in loaded_libraries()):

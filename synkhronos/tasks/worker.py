@@ -433,6 +433,11 @@ class Group:
         return [each for _, each in by_member]
 
 
+def get_rank(worker: Worker) -> Rank:
+    """Return the rank on which a program runs, for other packages of the library."""
+    return worker._rank
+
+
 def _find_device(rank: Rank, value: Any, op: str = "sum") -> Device:
     """Return the device that can transfer and reduce an array directly: the rank's GPU, or else the host."""
     device: Device = rank.device

@@ -12,6 +12,7 @@ from synkhronos import ranks
 from synkhronos.data import Data
 from synkhronos.data.parts import PartsData, iterate_shuffled
 from synkhronos.loading import Loader
+from synkhronos.loading.loader import open_feed
 from synkhronos.training.plan import InOrder, Source
 
 
@@ -52,7 +53,7 @@ class EpochData:
         if self.loader is not None:
             size = ranks.session().size
             unit, takers = (self.batch * size, 1) if all_together else (self.batch, size)
-            return self.loader._open_feed(epoch, first, unit, self.seed, takers)
+            return open_feed(self.loader, epoch, first, unit, self.seed, takers)
         if epoch != self._shuffled:
             if self.pools is None:
                 self.order[...] = np.random.default_rng((self.seed, epoch)).permutation(self.count)

@@ -25,7 +25,7 @@ from synkhronos.data import Data
 from synkhronos.data.parts import iterate_in_order
 from synkhronos.graphs import library_of
 from synkhronos.loading import Loader, LoadError
-from synkhronos.loading.loader import Feed
+from synkhronos.loading.loader import Feed, cast_rows, record_position
 from synkhronos.ranks import WorkerError
 from synkhronos.rules import BSP, EAMSGD, Rule
 from synkhronos.tasks import run
@@ -206,7 +206,7 @@ class Trainer:
         if keep_best is not None and keep_best[0] not in names:
             raise ValueError(f"checkpoint: keep_best expects one of {', '.join(names)}, got {keep_best[0]!r}")
         if isinstance(valid, Loader):
-            valid._cast_to([*self._model.x, *self._model.y])
+            cast_rows(valid, [*self._model.x, *self._model.y])
         valid_data = valid if valid is None or isinstance(valid, Loader) else self._data(valid[0], valid[1], "valid")
         recorders = list(recorder) if isinstance(recorder, list | tuple) else [] if recorder is None else [recorder]
         for one in recorders:
@@ -388,7 +388,7 @@ class Trainer:
                 ended = self._train_apart(plan, source, course.taken)
             end, outcomes = min(end for end, _ in ended), [outcome for _, outcome in ended]
             if course.loader is not None and isinstance(source, Feed):
-                course.loader._record_position(source, end)
+                record_position(course.loader, source, end)
             if end == plan.last and not any(outcome.rows for outcome in outcomes):
                 said = f"none of the rows from {plan.first:,} to {end:,} of epoch {plan.epoch} could be read"
                 raise LoadError(said, plan.epoch, end)
@@ -486,7 +486,7 @@ class Trainer:
             return None
         if y_data is not None:
             raise TypeError(f"y_data: expected None, as the loader has all inputs, got {type(y_data).__name__}")
-        x_data._cast_to([*self._model.x, *self._model.y])
+        cast_rows(x_data, [*self._model.x, *self._model.y])
         return x_data
 
     def _data(self, x_data: Any, y_data: Any, name: str) -> tuple[list[Data], int]:

@@ -15,6 +15,7 @@ from system import run_code
 
 import synkhronos as synk
 from synkhronos import devices, ranks
+from synkhronos.data.shared import locate
 from synkhronos.devices import JAX, PYGPU, cuda
 from synkhronos.devices.cuda.group import NcclGroup
 from synkhronos.devices.cuda.nccl import NcclCommunicator, ReduceSpan
@@ -701,7 +702,7 @@ def test_pages_are_unlocked_before_they_are_unmapped(fork, staging):
     fork(2)
     rank = ranks.session().rank
     arrays = [synk.data(np.ones(n)) for n in (10, 5000, 3)]
-    keys = [array._location().key for array in arrays]
+    keys = [locate(array).key for array in arrays]
     for key in keys:
         assert staging.lock_segment(rank, key) == staging.lock_segment(rank, key)
     assert len(staging.driver.locked) == len(rank.segments.at_drop) + 2 == 3
@@ -766,5 +767,5 @@ def test_a_segment_that_could_not_be_locked_is_forgotten(fork, staging, monkeypa
 
     monkeypatch.setattr(staging, "lock_pages", interrupted)
     with pytest.raises(KeyboardInterrupt):
-        staging.lock_segment(rank, array._location().key)
+        staging.lock_segment(rank, locate(array).key)
     assert not staging.driver.locked and not staging._locked

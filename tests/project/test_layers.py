@@ -81,6 +81,66 @@ def test_imports_go_down(package):
                 assert LAYER[other] < LAYER[package], f"{path} imports {other}, which is not below {package}"
 
 
+def is_private(name):
+    return name.startswith("_") and not name.endswith("__")
+
+
+def private_names_of(tree):
+    """Yield the private names that a module defines: its own, and those of its classes and their instances."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            yield node.name
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            yield node.id
+        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and is_self(node.value):
+            yield node.attr
+
+
+def is_self(node):
+    return isinstance(node, ast.Name) and node.id in ("self", "cls")
+
+
+def find_private_uses(trees):
+    """Return where a package uses a private name that another package defines, and it does not.
+
+    A class may use those of its base class.
+
+    Parameters
+    ----------
+    trees : list of (package, place, tree)
+    """
+    defined = {}
+    for package, _, tree in trees:
+        defined.setdefault(package, set()).update(filter(is_private, private_names_of(tree)))
+    everywhere = set().union(*defined.values())
+    uses = []
+    for package, place, tree in trees:
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Attribute) and not is_self(node.value):
+                names = [node.attr]
+            elif isinstance(node, ast.ImportFrom) and (node.module or "").startswith("synkhronos."):
+                names = [alias.name for alias in node.names]
+            else:
+                continue
+            foreign = everywhere - defined[package]
+            uses += [f"{place}:{node.lineno}: {name}" for name in names if is_private(name) and name in foreign]
+    return uses
+
+
+def test_no_package_uses_private_names_of_another():
+    trees = [(package_of(path), path.relative_to(PACKAGE), ast.parse(path.read_text())) for path in FILES]
+    assert find_private_uses(trees) == []
+
+
+def test_find_private_uses():
+    first = "class A:\n    def _f(self):\n        self._x = 1\n        other._x = 2"
+    second = "from synkhronos.a import _g\n\ndef f(a):\n    return a._f() + a._x + a._replace()"
+    third = "class B(A):\n    def f(self):\n        return self._f()"
+    trees = [("a", "a.py", ast.parse(f"{first}\n\ndef _g():\n    pass")), ("b", "b.py", ast.parse(second))]
+    trees += [("c", "c.py", ast.parse(third))]
+    assert sorted(find_private_uses(trees)) == ["b.py:1: _g", "b.py:4: _f", "b.py:4: _x"]
+
+
 def module_of(path):
     parts = path.relative_to(PACKAGE).with_suffix("").parts
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)

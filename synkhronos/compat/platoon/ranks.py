@@ -22,6 +22,7 @@ from synkhronos.ranks import WorkerError
 from synkhronos.ranks.errors import Cancelled, cause_of_death
 from synkhronos.ranks.worker import end_with
 from synkhronos.tasks import Worker, run
+from synkhronos.tasks.worker import get_rank
 
 
 class ScriptError(Exception):
@@ -72,7 +73,7 @@ def _watch_other_hosts() -> Iterator[None]:
 
     def watch() -> None:
         while not has_ended.wait(POLL * 4):
-            rank = None if link.current is None else link.current.worker._rank
+            rank = None if link.current is None else get_rank(link.current.worker)
             if rank is not None and rank.has_failed(rank.command):
                 _report(0, "a worker of another host has failed; see the logs of all workers")
                 return
@@ -135,7 +136,7 @@ def _host_of(worker: Worker, plan: WorkersPlan) -> Iterator[None]:
     ScriptError
         If that controller has failed.
     """
-    folder, first = os.path.dirname(plan.logs[0]), worker._rank.control.here.start
+    folder, first = os.path.dirname(plan.logs[0]), get_rank(worker).control.here.start
     if plan.hosts is None or not first:
         link.current = link.ControllerLink(worker, plan.address, f"{folder}/controller_cpu.err", worker.progress)
         yield
@@ -186,7 +187,7 @@ def _run_file(worker: Worker, plan: WorkersPlan) -> None:
         if isinstance(error, EndOfBatches) and error.is_idle:
             sys.stderr.write("this worker has ended: there are no more mini-batches\n")
             return
-        worker._rank.check()  # raises if a peer has failed before: this error may be a consequence
+        get_rank(worker).check()  # raises if a peer has failed before: this error may be a consequence
         traceback.print_exc()
         status, what = 1, f"raised {type(error).__name__}: {error}"
     who = f"worker {worker.number} ({plan.devices[worker.number]}, process {os.getpid()})"

@@ -14,6 +14,7 @@ from commands import InCollective, Reduced, between, digest, in_groups
 
 import synkhronos as synk
 from synkhronos import ranks
+from synkhronos.data.shared import locate
 
 HOSTS = os.environ["HOSTS"].split(",")
 
@@ -169,7 +170,7 @@ def theano():
     data = synk.data(np.arange(1000, dtype="float32"))
     with ranks.session().turn:
         for op in ("sum", "max"):
-            results = ranks.session().run(Reduced(op, data._location()))
+            results = ranks.session().run(Reduced(op, locate(data)))
             assert results == results[:1] * n
             print(op, results[0])
     print(*synk.run(between))

@@ -22,6 +22,7 @@ import numpy as np
 
 import synkhronos as synk
 from synkhronos import ranks
+from synkhronos.data.shared import create_unpublished
 from synkhronos.devices import HOST
 from synkhronos.hosts.pipes import Pipe
 from synkhronos.ranks import Command
@@ -178,8 +179,7 @@ class Orders:
             hold(self.folder, 0)
             on = []
         if place in ("lock", "exchange"):
-            rows = synk.data(shape=(LARGE,), dtype="float64")
-            rows._is_published = False  # else hosts were busy with that first
+            rows = create_unpublished((LARGE,), "float64")  # else hosts were busy with its rows first
             return all(synk.run(locked, self.folder, place, tuple(on), action, rows))
         with ranks.session().turn:
             ranks.session().settle()

@@ -21,6 +21,7 @@ from library import shared, tensor
 import synkhronos as synk
 from synkhronos import ranks
 from synkhronos.data.rows import get_share
+from synkhronos.data.shared import create_unpublished
 from synkhronos.training import make_train_function, updates
 
 HOSTS = os.environ.get("HOSTS", "").split(",")  # Open MPI's does not pass it on to the ranks of other hosts
@@ -421,8 +422,7 @@ def locks() -> None:
 
     before = synk.bytes_sent()
     for who in range(n + 3):  # from n on nobody fails
-        rows = synk.data(shape=(n + 3, 1000 if who % 2 else 1_500_000), dtype="float32")
-        rows._is_published = False
+        rows = create_unpublished((n + 3, 1000 if who % 2 else 1_500_000), "float32")
         rows[...] = 5
         assert synk.run(programs.last, rows) == [5.0] + [0.0] * (n - 1)
         rows[...] = 0

@@ -18,6 +18,7 @@ from synkhronos.compat.platoon.channel.group import Failure
 from synkhronos.compat.platoon.channel.sockets import POLL
 from synkhronos.compat.platoon.util import PlatoonError
 from synkhronos.tasks import Worker as RankWorker
+from synkhronos.tasks.worker import get_rank
 
 #: Seconds that connecting with the controller may take.
 _CONNECT = 60.0
@@ -47,7 +48,7 @@ class ControllerLink:
 
     def __init__(self, worker: RankWorker, address: str, log: str, progress: Callable[[], None]):
         self.worker, self.address, self._log = worker, address, log
-        here = worker._rank.control.here
+        here = get_rank(worker).control.here
         self.local_rank, self.local_size = worker.number - here.start, len(here)
         self._sending = threading.Lock()
         connection = sockets.connect(address, progress, _CONNECT)

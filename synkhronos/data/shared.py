@@ -1,0 +1,85 @@
+"""Data objects as other packages use them: the descriptions that commands carry, and memory for temporary arrays.
+
+The caller holds the session's turn, except for functions that create Data of a given shape.
+"""
+
+from __future__ import annotations
+
+import io
+import math
+import os
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from synkhronos import ranks
+from synkhronos.data.array import Data, data
+from synkhronos.devices import Selection, take_rows
+from synkhronos.ranks import Session, SharedArray
+
+
+def locate(array: Data) -> SharedArray:
+    """Return the location that a command carries in place of the array."""
+    return array._location()
+
+
+def check_session(array: Data, session: Session, name: str) -> None:
+    """Raise ValueError if a Data object was created in an earlier session; ``name`` is the argument's."""
+    if not array._belongs_to(session):
+        raise ValueError(
+            f"{name}: this Data object was made before the present fork(), and its memory is freed: make a new one"
+        )
+
+
+def is_published(array: Data) -> bool:
+    """Whether the rows that other hosts read are sent to them.  If not, ranks transfer rows themselves."""
+    return array._is_published
+
+
+def create_unpublished(shape: tuple[int, ...], dtype: npt.DTypeLike) -> Data:
+    """Return a new array of zeros whose rows ranks transfer between hosts themselves, under a lock of a task."""
+    made = data(shape=shape, dtype=dtype)
+    made._is_published = False
+    return made
+
+
+def copy_to_shared(array: np.ndarray) -> Data:
+    """Return a copy of an array in shared memory."""
+    made = Data(array.dtype, array.ndim)
+    made._resize(array.shape)[...] = array
+    return made
+
+
+def create_with_file(shape: tuple[int, ...], dtype: np.dtype, name: str) -> tuple[Data, io.FileIO]:
+    """Return a new array of zeros with the open file of its memory, which a process that is no rank can map."""
+    made = Data(dtype, len(shape), name=name)
+    session, nbytes = made._session, max(1, math.prod(shape) * dtype.itemsize)
+    with session.turn:
+        session.settle()
+        file = session.memory.file(nbytes)
+        duplicate = io.FileIO(os.dup(file.fileno()), "r+")  # the other is closed once all ranks have mapped it
+        made._use_segment(session.memory.enter(file, nbytes))
+        made._reshape(shape)
+    return made, duplicate
+
+
+class Buffers:
+    """Shared memory for arrays that are written in every call, by key."""
+
+    def __init__(self) -> None:
+        self._buffers: dict[Any, Data] = {}
+
+    def write(self, key: Any, array: np.ndarray, rows: Selection | None = None) -> SharedArray:
+        """Copy the rows of an array (None: all) into the memory of a key, and return its location.
+
+        All arrays of a key have the same number of dimensions.
+        """
+        buffer = self._buffers.get(key)
+        if buffer is None or buffer.dtype != array.dtype or not buffer._belongs_to(ranks.session()):
+            buffer = self._buffers[key] = Data(array.dtype, array.ndim)
+        if rows is None:
+            buffer._resize(array.shape)[...] = array
+        else:
+            take_rows(array, rows, buffer._resize((len(rows), *array.shape[1:])))
+        return buffer._location()
