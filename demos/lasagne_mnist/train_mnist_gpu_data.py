@@ -44,7 +44,7 @@ class GpuData:
     options : Namespace
         Parsed command line.
     n_ranks : int
-        What `synk.fork` returned.
+        Number of ranks.
     """
 
     def __init__(self, network: Network, parts: list[Part], options: argparse.Namespace, n_ranks: int) -> None:

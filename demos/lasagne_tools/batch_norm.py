@@ -1,18 +1,12 @@
-"""Batch normalisation as a Lasagne layer, which Lasagne 0.1 does not have.
+"""Batch normalisation as a Lasagne layer, which Lasagne 0.1 lacks.
 
-`BatchNormLayer`
-    Gives every channel mean 0 and variance 1, then a scale and a shift that are learned.
-`running_averages`
-    The shared variables that such layers remember their statistics in.
+In training, the layer normalises by the statistics of the batch; with ``deterministic=True``, by running averages of
+these. It does not update the averages by itself: ``get_output(network, average_updates=updates)`` adds their new values
+to the dict `updates`, an argument of the training function.
 
-Training normalises by the statistics of the batch and moves running averages towards them; with
-``deterministic=True`` the running averages take their place.  A layer does not change its averages by itself:
-``get_output(network, average_updates=updates)`` puts what is to become of them into the dict `updates`, which then
-goes to the function that trains.
-
-On several ranks a batch is the rows of one rank, so that each rank normalises by its own statistics.  Give the new
-averages to `make_train_function` or `make_trainer` as ``extra_updates``: they are then averaged over the ranks.  In a
-function of your own each rank has averages of its own, until ``synk.all_reduce(running_averages(network))``.
+On several ranks, each rank normalises by the statistics of its own rows. Pass the averages' updates to
+`make_train_function` or `make_trainer` as ``extra_updates``, which averages them over the ranks. In a function of your
+own, each rank has its own averages until ``synk.all_reduce(running_averages(network))``.
 """
 
 from __future__ import annotations
@@ -31,33 +25,33 @@ class BatchNormLayer(lasagne.layers.Layer):
     Parameters
     ----------
     incoming : Layer or tuple
-        The layer below, or the shape of the input: rows first, channels second, then any positions.
+        Previous layer, or shape of the input: (rows, channels, ...).
     epsilon : float
-        Is added to the variance, so that a constant channel does not divide by zero; more than 1e-5.
+        Added to the variance, so that a constant channel does not divide by zero; above 1e-5.
     alpha : float
-        The step of the running averages, from 0 (they stay) to 1 (they are the last batch's statistics).
+        Weight of a batch in the running averages, from 0 to 1.
     beta, gamma : shared variable, array, callable or None
-        The initial shift and scale of each channel, as for other Lasagne layers; None leaves it out.
+        Initial shift and scale of each channel, as in other Lasagne layers; None for no shift or scale.
     nonlinearity : callable or None
         Applied at the end.
     **kwargs
-        For the base class: ``name``.
+        Arguments of the base class, such as ``name``.
 
     Attributes
     ----------
     beta, gamma : shared variable of shape (channels,), or None
-        Shift and scale.  They are trained; weight decay leaves them alone.
+        Shift and scale: trainable, not regularizable.
     mean, variance : shared variables of shape (channels,)
-        The running averages, tagged ``running_average``.
+        Running averages, tagged ``running_average``.
 
     Notes
     -----
     .. math:: y = \gamma\, \frac{x - \mu}{\sqrt{\sigma^2 + \epsilon}} + \beta
 
-    Mean :math:`\mu` and variance :math:`\sigma^2` are taken over rows and positions.  The variance is that of the
-    batch itself, a division by the number of values, in training and in the running average alike.
+    Mean :math:`\mu` and variance :math:`\sigma^2` are those of rows and positions.  The variance is the biased one
+    (divided by the number of values), also in the running average.
 
-    Put it between a layer without biases and its nonlinearity: the shift takes the biases' place.
+    Use it between a layer without biases and its nonlinearity: the shift replaces the biases.
 
     References
     ----------
@@ -107,18 +101,18 @@ class BatchNormLayer(lasagne.layers.Layer):
         average_updates: MutableMapping[Any, Any] | None = None,
         **kwargs: Any,
     ) -> Any:
-        """Normalise.
+        """Return the normalised input.
 
         Parameters
         ----------
         input : tensor variable
-            What the layer below computes.
+            Output of the previous layer.
         deterministic : bool
             Whether to use the running averages instead of the batch's own statistics.
         average_updates : dict, optional
-            Where to put the running averages' new values; nothing is put there when `deterministic`.
+            Receives the running averages' new values, unless `deterministic`.
         **kwargs
-            Ignored: what other layers take.
+            Ignored arguments of other layers.
 
         Returns
         -------
@@ -128,12 +122,11 @@ class BatchNormLayer(lasagne.layers.Layer):
         beta = T.zeros_like(self.mean) if self.beta is None else self.beta
         gamma = T.ones_like(self.mean) if self.gamma is None else self.gamma
         if deterministic:
-            # A rule that has a momentum of its own (DiLoCo, SlowMo) may have taken the average below zero.
+            # Exchange rules with momentum (DiLoCo, SlowMo) may make the averaged variance negative.
             scale = gamma / T.sqrt(T.maximum(self.variance, 0) + self.epsilon)
             distance = input - self._per_channel(self.mean)
             return self.nonlinearity(distance * self._per_channel(scale) + self._per_channel(beta))
-        # One operation, with a gradient of its own: a GPU waits for memory here, and this reads the input as few times
-        # as can be.
+        # One operation with its own gradient: it is bound by memory, and reads its input fewer times than the formula.
         axes = tuple(axis for axis in range(input.ndim) if axis != 1)
         normalised, mean, invstd = T.nnet.bn.batch_normalization_train(input, gamma, beta, axes, self.epsilon)
         if average_updates is not None:
@@ -143,7 +136,7 @@ class BatchNormLayer(lasagne.layers.Layer):
         return self.nonlinearity(normalised)
 
     def _per_channel(self, vector: Any) -> Any:
-        """Lay a vector along the input's axis 1."""
+        """Return a vector broadcast along all axes of the input but axis 1."""
         return vector.dimshuffle("x", 0, *["x"] * (len(self.input_shape) - 2))
 
 

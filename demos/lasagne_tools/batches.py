@@ -1,14 +1,4 @@
-"""Which rows a step takes, and a validation piece by piece.
-
-`shuffled_batches`
-    An epoch's batches: all rows.
-`full_batches`
-    The same without the last batch, where that is smaller than the others.
-`evaluate_in_slices`
-    What ``num_slices`` does for the ranks, for one process.
-`take_steps`
-    What ``TrainFunction.steps`` does for the ranks, for one process.
-"""
+"""Batches of shuffled rows, and the serial equivalents of ``TrainFunction.steps`` and ``num_slices``."""
 
 from __future__ import annotations
 
@@ -21,26 +11,26 @@ __all__ = ["evaluate_in_slices", "full_batches", "shuffled_batches", "take_steps
 
 
 def shuffled_batches(rng: np.random.Generator, n_rows: int, batch_size: int) -> list[np.ndarray]:
-    """Shuffle, and cut into batches.
+    """Return an epoch's batches of shuffled rows.
 
     Parameters
     ----------
     rng : Generator
-        What shuffles.
+        Source of the permutation.
     n_rows, batch_size : int
-        How many rows there are, and how many of them a step takes.
+        Number of rows, of the data and of a step.
 
     Returns
     -------
     list of ndarray of int
-        Indexes of rows.  The last batch has what is left.
+        Indexes of rows.  The last batch may be shorter.
     """
     order = rng.permutation(n_rows)
     return [order[first : first + batch_size] for first in range(0, n_rows, batch_size)]
 
 
 def full_batches(rng: np.random.Generator, n_rows: int, batch_size: int) -> list[np.ndarray]:
-    """Shuffle, and cut into batches of one size; the rows that are left over wait for another epoch.
+    """Return an epoch's batches of equal size; the remaining rows are omitted.
 
     Parameters
     ----------
@@ -50,27 +40,26 @@ def full_batches(rng: np.random.Generator, n_rows: int, batch_size: int) -> list
     Returns
     -------
     list of ndarray of int
-        Indexes of rows; an empty list where there are fewer rows than a batch has.
+        Indexes of rows; an empty list if there are fewer rows than `batch_size`.
     """
     return shuffled_batches(rng, n_rows, batch_size)[: n_rows // batch_size]
 
 
 def evaluate_in_slices(function: Callable[..., Any], images: Any, labels: Any, n_slices: int) -> tuple[float, float]:
-    """Compute the mean loss and error of many images piece by piece, to save memory.
+    """Compute the mean loss and error of many images in slices, to save memory.
 
     Parameters
     ----------
     function : callable
-        Returns the mean loss and error of the images and labels that it is given.
+        Returns the mean loss and error of images and labels.
     images, labels : arrays
-        All of them.
     n_slices : int
-        How many pieces to make; fewer, where there are fewer images.
+        Number of slices; at most the number of images.
 
     Returns
     -------
     loss, error : float
-        Means in which each piece weighs as many rows as it has.
+        Means over all rows.
     """
     pieces = np.array_split(np.arange(len(labels)), min(n_slices, len(labels)))
     values = [function(images[rows], labels[rows]) for rows in pieces]
@@ -90,11 +79,10 @@ def take_steps(
     Parameters
     ----------
     gradient : callable
-        Takes images and labels, keeps their gradient, and returns their loss.
+        Stores the gradient of some images and labels, and returns their loss.
     update : callable
-        Moves the parameters by that gradient.
+        Updates the parameters with this gradient.
     images, labels : arrays
-        All of them.
     batches : sequence of ndarray of int
         Indexes of rows.
 

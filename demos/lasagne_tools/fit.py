@@ -1,12 +1,4 @@
-"""Epochs with a progress bar, and their times.
-
-`Trainer`
-    What every script provides: batches, a step, a validation.
-`Run`
-    What a run showed.
-`fit`
-    Trains for some epochs.
-"""
+"""Loop over epochs with a progress bar, which times training steps."""
 
 from __future__ import annotations
 
@@ -31,22 +23,22 @@ class Trainer(Protocol):
     Attributes
     ----------
     n_ranks : int
-        Processes that compute.
+        Number of ranks.
     """
 
     n_ranks: int
 
     def batches(self, rng: np.random.Generator) -> Sequence[Any]:
-        """Shuffle the training data, and return an epoch's batches in the form that `train` takes."""
+        """Return an epoch's batches of shuffled rows, as arguments of `train`."""
 
     def shares(self, batch: Any) -> list[int]:
         """Return the number of rows of a batch that each rank computes."""
 
     def train(self, batches: Sequence[Any]) -> list[Any]:
-        """Take a step for each batch; return the mean losses before these, scalars that a GPU may still compute."""
+        """Take a step for each batch; return the loss before each, which a GPU may still be computing."""
 
     def validate(self) -> tuple[float, float]:
-        """Return the mean loss, and the share of wrong answers from 0 to 1, of the validation data."""
+        """Return the mean loss and the error rate (0 to 1) of the validation data."""
 
 
 @dataclass
@@ -58,19 +50,19 @@ class Run:
     title : str
         Label in tables and pictures.
     n_ranks : int
-        Processes that computed.
+        Number of ranks.
     losses : list of float
-        The mean training loss of each epoch.
+        Mean training loss of each epoch.
     validation : list of (float, float)
-        Loss, and error from 0 to 1, after each epoch.
+        Loss and error rate after each epoch.
     test : (float, float) or None
-        The same of the test data, at the end.
+        Loss and error rate of the test data, at the end.
     setup_seconds : float
-        From the start to the end of the first steps: building, forking, compiling.
+        Time to fork, build and compile, until the first steps are done.
     seconds : float
-        Time of all training steps but those for which something was compiled.
+        Time of all training steps, except those that compiled.
     images : list of int
-        How many images each rank computed in that time.
+        Number of images that each rank computed in this time.
     """
 
     title: str
@@ -83,7 +75,7 @@ class Run:
     images: list[int] = field(default_factory=list)
 
     def speed(self, images: int) -> float:
-        """Return images a second; not a number when all steps were the first of their kind."""
+        """Return images per second; NaN if every step compiled."""
         return images / self.seconds if sum(self.images) else math.nan
 
 
@@ -97,14 +89,14 @@ def fit(trainer: Trainer, options: argparse.Namespace, title: str, start: float)
     options : Namespace
         Parsed command line; uses `epochs`, `steps`, `at_once`, `seed` and `quiet`.
     title : str
-        What to call the run.
+        Name of the run.
     start : float
-        When it began, by `perf_counter`.
+        Start of the program, by `perf_counter`.
 
     Returns
     -------
     Run
-        The curves and the times.
+        Losses, errors and times.
     """
     rng = np.random.default_rng(options.seed)
     run = Run(title, trainer.n_ranks, images=[0] * trainer.n_ranks)
@@ -118,7 +110,7 @@ def fit(trainer: Trainer, options: argparse.Namespace, title: str, start: float)
                 raise SystemExit("there are fewer images than one batch has: choose a smaller batch size")
             bar.total = options.epochs * len(batches)
             shares = [trainer.shares(batch) for batch in batches]
-            # A short run has steps that are counted, too.
+            # At least three calls in an epoch: the first one, which compiles, is not counted.
             at_once = min(options.at_once, max(1, len(batches) // 3))
             losses: list[Any] = []
             begin = perf_counter()
@@ -126,7 +118,7 @@ def fit(trainer: Trainer, options: argparse.Namespace, title: str, start: float)
                 some = slice(first, first + at_once)
                 kind = str(shares[some])
                 if kind not in compiled:
-                    # Something is compiled for these steps, which are waited for and not counted.
+                    # These steps compile, so they are not counted.
                     bar.set_description(f"{title}, compiling")
                     values = [float(loss) for loss in losses]
                     run.seconds += perf_counter() - begin
@@ -139,7 +131,7 @@ def fit(trainer: Trainer, options: argparse.Namespace, title: str, start: float)
                     losses += trainer.train(batches[some])
                     run.images = [sum(images) for images in zip(run.images, *shares[some], strict=True)]
                 bar.update(len(shares[some]))
-            # Losses are read once an epoch. To read one waits for the GPUs, which then wait for the next step.
+            # Losses are read once per epoch: reading one waits for the GPUs, which are then idle until the next step.
             values = [float(loss) for loss in losses]
             run.seconds += perf_counter() - begin
             run.losses.append(float(np.average(values, weights=[sum(share) for share in shares])))

@@ -1,20 +1,4 @@
-"""The arguments that all scripts take.
-
-`parser`
-    An argument parser that prints defaults and examples.
-`add_device`
-    GPUs or CPU cores.
-`add_ranks`
-    The same, how many ranks, and whether to compare with one process.
-`add_training`
-    Epochs, the update rule, the seed.
-`fill_in`
-    What depends on other arguments.
-`positive`
-    The type of a number that is at least 1.
-`serial_command`
-    The same arguments for the script that runs in one process.
-"""
+"""Command line arguments of all scripts."""
 
 from __future__ import annotations
 
@@ -25,7 +9,7 @@ from typing import Any
 
 from synkhronos.training import updates
 
-# The update rules, and a learning rate with which each trains the demos' networks well.
+# Update rules, with a learning rate that suits the demos' networks.
 LEARNING_RATES = {
     "sgd": 0.1,
     "momentum": 0.05,
@@ -40,16 +24,16 @@ LEARNING_RATES = {
 
 
 def parser(description: str, examples: list[str], script: str) -> argparse.ArgumentParser:
-    """Return a parser without arguments.
+    """Return an argument parser that prints examples.
 
     Parameters
     ----------
     description : str
-        What the script does.
+        Description of the script.
     examples : list of str
-        Arguments to show under the list of options.
+        Examples of arguments, printed below the options.
     script : str
-        The path of the script.
+        Path of the script.
     """
     name = Path(script).name
     lines = "\n".join(f"  python {name} {example}".rstrip() for example in examples)
@@ -58,18 +42,18 @@ def parser(description: str, examples: list[str], script: str) -> argparse.Argum
         description=description,
         epilog=f"examples:\n{lines}",
         formatter_class=argparse.RawDescriptionHelpFormatter,
-        # serial_command() knows the arguments by their whole names.
+        # serial_command() compares arguments with their full names.
         allow_abbrev=False,
     )
 
 
 def add_device(arguments: Any) -> None:
-    """Add the choice between GPUs and CPU cores.
+    """Add ``--gpu`` and ``--cpu``.
 
     Parameters
     ----------
     arguments : ArgumentParser or group of one
-        Where to add it.
+        Parser to extend.
     """
     add = arguments.add_mutually_exclusive_group().add_argument
     which = {"dest": "use_gpu", "action": "store_const"}
@@ -78,12 +62,12 @@ def add_device(arguments: Any) -> None:
 
 
 def add_ranks(arguments: argparse.ArgumentParser) -> None:
-    """Add what `synkhronos.fork` is told, and ``--compare``.
+    """Add the arguments of `synkhronos.fork`, and ``--compare``.
 
     Parameters
     ----------
     arguments : ArgumentParser
-        Where to add it.
+        Parser to extend.
     """
     group = arguments.add_argument_group("ranks")
     add = group.add_argument
@@ -93,12 +77,12 @@ def add_ranks(arguments: argparse.ArgumentParser) -> None:
 
 
 def add_training(arguments: argparse.ArgumentParser, epochs: int, at_once: int = 1) -> None:
-    """Add what says how to train.
+    """Add epochs, update rule, learning rate and seed.
 
     Parameters
     ----------
     arguments : ArgumentParser
-        Where to add it.
+        Parser to extend.
     epochs, at_once : int
         Defaults.
     """
@@ -122,7 +106,7 @@ def add_training(arguments: argparse.ArgumentParser, epochs: int, at_once: int =
 
 
 def fill_in(options: argparse.Namespace) -> None:
-    """Choose the learning rate where none was given, and the rule by its name.
+    """Set the default learning rate, and look up the update rule.
 
     Parameters
     ----------
@@ -135,7 +119,7 @@ def fill_in(options: argparse.Namespace) -> None:
 
 
 def positive(text: str) -> int:
-    """Return the number that a text gives, if it is at least 1."""
+    """Return the text as an integer; raise ArgumentTypeError if it is below 1."""
     number = int(text)
     if number < 1:
         raise argparse.ArgumentTypeError(f"{number} is not at least 1")
@@ -143,14 +127,14 @@ def positive(text: str) -> int:
 
 
 def serial_command(script: Path, result: Path) -> list[str]:
-    """Return the command that trains in one process with the arguments that this script was given.
+    """Return the command of the serial script with this script's arguments.
 
     Parameters
     ----------
     script : Path
-        The script that runs in one process.
+        Path of the serial script.
     result : Path
-        Where it writes its figures.
+        File for its results.
     """
     arguments, skip = [], False
     for word in sys.argv[1:]:

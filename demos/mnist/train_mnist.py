@@ -184,7 +184,7 @@ class Run:
 
     @property
     def images_per_second(self) -> float:
-        """Speed of training; not a number when there was only one step, which is not timed."""
+        """Speed of training; NaN after only one step, which is not timed."""
         return self.n_images / self.seconds if self.seconds else float("nan")
 
 

@@ -95,7 +95,7 @@ def make_up(counts: Sequence[int], n_classes: int, size: int, seed: int, allocat
 
 
 def read_folder(folder: Path, size: int, validation: float, seed: int, allocate: Allocate) -> tuple[list[Part], int]:
-    """Read images whose subfolder is their class.
+    """Read images from one subfolder per class.
 
     Parameters
     ----------

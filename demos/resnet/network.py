@@ -80,13 +80,13 @@ def build(
     Parameters
     ----------
     blocks : sequence of int
-        How many bottleneck blocks each stage has; those of `BLOCKS`, for example.
+        Number of bottleneck blocks of each stage; see `BLOCKS`.
     width : int
         Filters of the first convolution, and of the inner ones of the first stage.  Each stage doubles it.
     size : int
         Height and width of an image.
     n_classes : int
-        How many classes there are.
+        Number of classes.
     weight_decay : float
         Factor of the sum of squared weights in the loss.
     seed : int
@@ -121,7 +121,7 @@ def build(
 
 
 def residual_layers(layer: Any, blocks: Sequence[int], width: int, n_classes: int) -> Any:
-    """Put a residual network on a layer, and return its last layer; the arguments are those of `build`."""
+    """Append a residual network to a layer, and return its last layer; see `build` for the arguments."""
     layer = _normalised_conv(layer, width, 7, stride=2, nonlinearity=_rectify)
     layer = _layers.MaxPool2DLayer(layer, pool_size=3, stride=2, pad=1)
     for stage, n_blocks in enumerate(blocks):

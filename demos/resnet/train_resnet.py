@@ -50,7 +50,7 @@ class AllRanks:
     options : Namespace
         Parsed command line.
     n_ranks : int
-        What `synk.fork` returned.
+        Number of ranks.
     """
 
     def __init__(self, network: Network, parts: list[Part], options: argparse.Namespace, n_ranks: int) -> None:
@@ -93,7 +93,7 @@ class AllRanks:
 
 
 def main() -> None:
-    """Train, and print what came out."""
+    """Train, and print the results."""
     parser = common.parser(__doc__.splitlines()[0], EXAMPLES, __file__)
     add_arguments(parser)
     common.add_ranks(parser)

@@ -84,7 +84,7 @@ class OneProcess:
 
 
 def main() -> None:
-    """Train, and print what came out."""
+    """Train, and print the results."""
     parser = common.parser(__doc__.splitlines()[0], EXAMPLES, __file__)
     add_arguments(parser)
     common.add_device(parser)

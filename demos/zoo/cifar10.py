@@ -1,4 +1,4 @@
-"""The network of seven layers on which elastic averaging was shown, for CIFAR-10.
+"""Network of seven layers for CIFAR-10, from the paper on elastic averaging.
 
 References
 ----------
@@ -17,7 +17,7 @@ from lasagne_tools.layers import ConvLayer
 
 
 class Cifar10(Classifier):
-    """Three convolutions, two pools, two dense layers: 351,946 parameters. It takes 28x28 pixels of 32x32."""
+    """Three convolutions, two pools, two dense layers: 351,946 parameters. Its inputs are crops of 28x28 pixels."""
 
     batch_size, n_epochs, rate, decay = 128, 60, 0.01, 1e-4
     falls = {40: 0.1}

@@ -54,7 +54,7 @@ class GAN(ZooModel):
     settings = (*ZooModel.settings, "critic_steps", "noise", "width")
 
     def losses(self, real: Any, fake: Any) -> tuple[Any, Any]:
-        """Return the critic's loss and the generator's, given what the critic says of real and of made digits."""
+        """Return the losses of critic and generator, from the critic's outputs for real and for generated digits."""
         raise NotImplementedError(f"{type(self).__name__}.losses()")
 
     def critic_updates(self, loss: Any, params: list[Any]) -> Any:
@@ -88,7 +88,7 @@ class GAN(ZooModel):
         self.inputs, self.params = [x, z], [*self.of_generator, *self.of_critic]
 
     def compile_iter_fns(self) -> None:
-        """Compile a step of each, and what validates."""
+        """Compile the steps of critic and generator, and the validation function."""
         x, z = self.inputs
         critic, generator = self.losses_of_both
         self.shared_lr = theano.shared(np.float32(self.rate), "learning_rate")

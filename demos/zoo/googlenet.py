@@ -41,7 +41,7 @@ HELPERS = (3, 6)
 
 
 class GoogLeNet(Classifier):
-    """Nine modules of four branches: 6,998,552 parameters, and 6,379,728 of what helps to train."""
+    """Nine modules of four branches: 6,998,552 parameters, and 6,379,728 of the auxiliary classifiers."""
 
     batch_size, n_epochs, rate, decay = 32, 70, 0.01, 2e-4
     falls = {20: 0.1, 40: 0.1, 60: 0.1}

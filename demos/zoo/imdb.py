@@ -21,7 +21,7 @@ from zoo_model import ZooModel
 
 
 class MeanOverWords(MergeLayer):
-    """The mean of what a layer says of each word of a text, given which words there are."""
+    """Mean of a layer's output over the words of a text; a mask marks the words."""
 
     def get_output_shape_for(self, input_shapes: list[Any]) -> tuple[Any, ...]:
         """Return the output's shape."""
@@ -84,7 +84,7 @@ class LSTM(ZooModel):
         return [np.where(texts < self.words, texts, 1), batch[1]]
 
     def made_up_texts(self, count: int, seed: int) -> list[np.ndarray]:
-        """Return texts of many lengths, in which a word in six is of a hundred that tell the mood."""
+        """Return texts of different lengths, in which one word in six depends on the class."""
         rng = np.random.default_rng(seed)
         y = rng.integers(2, size=count, dtype=np.int32)
         x = rng.integers(202, max(203, self.words), size=(count, self.length), dtype=np.int32)
