@@ -61,12 +61,12 @@ class ChangeCheck:
         """Whether ranks that step together should compare their steps now."""
         return not self._is_compared and len(self._steps) == _COMPARED
 
-    def check_change(self, learning_rate: float | None, epoch_ended: bool) -> None:
+    def check_change(self, learning_rate: float, epoch_ended: bool) -> None:
         """Raise an error if no parameter has changed, as soon as that is certain to be a mistake.
 
         Parameters
         ----------
-        learning_rate : float or None
+        learning_rate : float
             Nothing is checked at a learning rate of 0.
         epoch_ended : bool
             Whether an epoch has ended: then two steps suffice for the check, instead of 50.

@@ -122,13 +122,13 @@ class _Check:
             instance.train_iter(i, recorder)
             recorder.stepped()
         recorder.write()
-        loss = recorder.mean_loss()
-        if loss is None:
+        meter = recorder.meter
+        if not meter.weight:
             self.problems.append(
                 ": train_iter() has not called recorder.train_error(count, cost, error): no cost will be recorded"
             )
-        elif not np.isfinite(loss):
-            self.problems.append(f": the cost is {loss} after {recorder.total} iterations")
+        elif not np.isfinite(loss := meter.loss / meter.weight):
+            self.problems.append(f": the cost is {loss} after {meter.step} iterations")
         if digest(Vector(list(instance.params))) == before:
             self.problems.append(": train_iter() changes none of params")
         self.call_optional(instance, "reset_iter", "train")

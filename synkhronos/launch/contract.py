@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import math
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -314,8 +315,8 @@ def _group_function(function: Any, found: Groups, seen: set[int]) -> None:
             found.others.append(shared)
 
 
-def learning_rate(model: Any) -> float | None:
-    """Return the model's learning rate: the value of ``shared_lr``, ``lr`` or ``learning_rate``; None without any."""
+def learning_rate(model: Any) -> float:
+    """Return the model's learning rate: the value of ``shared_lr``, ``lr`` or ``learning_rate``; NaN without any."""
     for name in ("shared_lr", "lr", "learning_rate"):
         value: Any = getattr(model, name, None)
         if hasattr(value, "get_value"):
@@ -325,4 +326,4 @@ def learning_rate(model: Any) -> float | None:
                 return float(value)
             except (TypeError, ValueError):
                 continue
-    return None
+    return math.nan

@@ -44,8 +44,10 @@ from synkhronos.training import rank_state
 from synkhronos.training.checkpoint import Checkpoint, load_meta
 from synkhronos.training.early_stop import EarlyStop, to_cost
 from synkhronos.training.loop import RankLoop
+from synkhronos.training.meter import Outcome
 from synkhronos.training.nonfinite import describe_nonfinite
 from synkhronos.training.recorder import Recorder, cut
+from synkhronos.training.report import Report
 from synkhronos.training.stop import StopAgreement, StopPoll
 
 #: Key under which a rank keeps its instance between tasks.
@@ -256,10 +258,10 @@ class ClassLoop(RankLoop):
         Recorder that the class' methods get.
     reports : Recorder or None
         Recorder of the epochs' reports, on rank 0.
-    is_new : bool
-        Whether no step has been taken: the first one may compile functions.
     is_last_step : bool
         Whether the present step is the last of its batch.
+    outcomes : list of Outcome
+        Totals of all ranks' training in the epoch.
     trained : float
         End of the epoch's training, by `time.perf_counter`.
     count : int
@@ -290,13 +292,14 @@ class ClassLoop(RankLoop):
         lines = Recorder(self.folder) if is_here else output.RemoteRecords()
         folder = self.folder if is_here else None
         self.recorder = ClassRecorder(worker.number, lines, settings.every, self.rows, folder)
-        self.seconds = self.recorder.seconds
+        self.seconds = self.recorder.meter.seconds
         self.state = State(self.groups.params, self.groups.optimizer, shared, self.groups.n_averages)
         worker.kept(_KEPT)["state"] = self.state
         self.reports = Recorder(self.folder) if worker.number == 0 else None
         own = model.vels if isinstance(rule, SummedGradients) else self.groups.params
         self.change_check = ChangeCheck(list(model.params), own)
-        self.is_new, self.is_last_step = True, True
+        self.is_last_step = True
+        self.outcomes: list[Outcome] = []
         self.trained = 0.0
         self.count = 0
         self.has_ended = False
@@ -339,26 +342,26 @@ class ClassLoop(RankLoop):
             if not is_resumed:
                 self.warm_up(epoch)
             self.recorder.learning_rate = contract.learning_rate(self.model)
-            if self.recorder.learning_rate is not None:
+            if not math.isnan(self.recorder.learning_rate):
                 self.state.learning_rate = self.recorder.learning_rate
-            self.recorder.begin_epoch(epoch)
             if is_resumed:
-                self.recorder.resume_epoch(*self.within["record"])
+                self.recorder.begin_epoch(epoch, *self.within["record"])
             else:
+                self.recorder.begin_epoch(epoch)
                 self.within = {"batch": 0, "generators": _generators()}
             is_ended = self.train_epoch()
-            loss = self.check_loss()
+            report = self.make_report(epoch)
+            loss = None if math.isnan(report.loss) else report.loss
             rank_state.set_reported_params(self.worker, _KEPT, self.rule)
-            validation: dict[str, float] = {}
             has_stopped = False
             if not is_ended:
-                validation, has_stopped, is_ended = self.validate()
+                report.validation, has_stopped, is_ended = self.validate()
             if is_ended:
                 self.save(epoch, {}, is_within=True)
                 return True
             self.within = {"batch": 0}
-            self.report(epoch, loss, validation)
-            metrics = validation if loss is None else {"loss": loss, **validation}
+            self.write_report(report)
+            metrics = report.validation if loss is None else {"loss": loss, **report.validation}
             is_best = self.observe(metrics)
             done = epoch + 1
             last = has_stopped or done == epochs or self.is_exhausted()
@@ -440,8 +443,11 @@ class ClassLoop(RankLoop):
         self.run()
         self.count = self.within["batch"] * self.worker.size
         self.recorder.write()
+        outcome = self.recorder.meter.outcome(self.recorder.learning_rate)
+        ended = self.worker.exchange((outcome, self.has_ended))
+        self.outcomes = [outcome for outcome, _ in ended]
         self.trained = time.perf_counter()
-        if self.settings.saves_on_signal and any(self.worker.exchange(self.has_ended)):
+        if any(has_ended for _, has_ended in ended):
             return True
         self.recorder.clear_train_info()
         self.reset("train")
@@ -473,11 +479,10 @@ class ClassLoop(RankLoop):
         batch, self.is_last_step = batches
         recorder = self.recorder
         self.worker.progress()
-        began, before = time.perf_counter(), dict(recorder.seconds)
+        began, before = time.perf_counter(), dict(recorder.meter.seconds)
         with as_the_class_computes():
             self.model.train_iter(batch, recorder)
-        recorder.stepped(time.perf_counter() - began if self.is_new else None)
-        self.is_new = False
+        recorder.stepped(time.perf_counter() - began)
         self.note_compute(began, before)
         return int(self.is_last_step or not self.rule.asynchronous)
 
@@ -546,27 +551,29 @@ class ClassLoop(RankLoop):
         before : dict of str to float
             Seconds by activity at the start.
         """
-        seconds = self.recorder.seconds
+        seconds = self.seconds
         noted = sum(value - before.get(name, 0.0) for name, value in seconds.items() if name != "compute")
         seconds["compute"] = before["compute"] + max(0.0, time.perf_counter() - began - noted)
 
-    def check_loss(self) -> float | None:
-        """Return the mean cost of the epoch over all ranks; None if the class recorded none.
+    def make_report(self, epoch: int) -> Report:
+        """Return the report of an epoch's training; its loss is NaN if the class recorded no cost.
 
         Raises
         ------
         FloatingPointError
-            If it is infinite or NaN.
+            If the loss is infinite or NaN.
         """
-        costs, weights = zip(*self.worker.exchange(self.recorder.loss_sums()), strict=True)
-        loss = sum(costs) / sum(weights) if sum(weights) else None
-        if loss is not None and not np.isfinite(loss):
+        n_ranks = self.worker.size
+        seen = self.recorder.meter.step * self.rows * n_ranks
+        elapsed = self.trained - self.recorder.epoch_began
+        report = Report.from_outcomes(self.outcomes, epoch + 1, seen, f"{n_ranks} x {self.rows}", elapsed)
+        if any(outcome.weight for outcome in self.outcomes) and not math.isfinite(report.loss):
             data = getattr(self.model, "train_data", None)  # an attribute of `Model`
             arrays = [a for a in data if hasattr(a, "dtype")] if isinstance(data, list) else []
             row = describe_nonfinite({f"load()'s training array {i}": array for i, array in enumerate(arrays)})
             why = f"{row}; nothing of it was saved" if row else "nothing of it was saved"
-            raise FloatingPointError(f"the cost is {loss} in epoch {self.recorder.epoch + 1}: {why}")
-        return loss
+            raise FloatingPointError(f"the cost is {report.loss} in epoch {epoch + 1}: {why}")
+        return report
 
     def validate(self) -> tuple[dict[str, float], bool, bool]:
         """Validate the reported parameters, those that stand for all ranks.
@@ -609,29 +616,18 @@ class ClassLoop(RankLoop):
             self.model.current_info = recorder.get_latest_val_info()
         return means, any(stopped for _, _, stopped, _ in shown), False
 
-    def report(self, epoch: int, loss: float | None, validation: dict[str, float]) -> None:
-        """Print and write the report of an epoch, on rank 0; a collective of all ranks."""
-        recorder, size = self.recorder, self.worker.size
-        seconds = self.worker.exchange((recorder.seconds, recorder.steps))
-        timed = sum(steps - recorder.untimed for _, steps in seconds)
-        rate = timed * self.rows / (self.trained - recorder.epoch_began)
+    def write_report(self, report: Report) -> None:
+        """Print and write the report of an epoch, on rank 0."""
         if self.reports is None:
             return
-        record = {
-            "epoch": epoch + 1,
-            "seen": recorder.total * self.rows * size,
-            "steps": sum(steps for _, steps in seconds),
-            "loss": loss,
-            "validation": validation,
-            "learning_rate": recorder.learning_rate,
-            "rows_per_second": rate,
-            "seconds": {name: float(np.mean([each.get(name, 0.0) for each, _ in seconds])) for name in seconds[0][0]},
-            "batch": f"{size} x {self.rows}",
-        }
-        self.reports.write(record)
-        shown = {"cost": loss, **{f"validation {name}": value for name, value in validation.items()}}
-        said = ", ".join(f"{name} {value:.4g}" for name, value in shown.items() if value is not None)
-        sys.stdout.write(f"epoch {epoch + 1} done: {said}; batch {record['batch']}, {rate:,.0f} {recorder.unit}/s\n")
+        self.reports.write(report.record())
+        shown = {} if math.isnan(report.loss) else {"cost": report.loss}
+        shown |= {f"validation {name}": value for name, value in report.validation.items()}
+        said = ", ".join(f"{name} {value:.4g}" for name, value in shown.items())
+        sys.stdout.write(
+            f"epoch {report.epoch} done: {said}; batch {report.batch}, {report.rows_per_second:,.0f} "
+            f"{self.recorder.unit}/s\n"
+        )
 
     def reset(self, mode: str) -> None:
         """Call the class' ``reset_iter``, if it has one: its next batch of training or validation is the first.
@@ -697,9 +693,9 @@ class ClassLoop(RankLoop):
         if isinstance(self.rule, SummedGradients):
             self.rule.store(self.state)
         found = rank_state.collect_state(self.worker, _KEPT, self.groups, False)
-        recorder = self.recorder
-        within = {**self.within, "record": [recorder.steps, *recorder.loss_sums()]} if is_within else None
-        mine = found, _generators(), recorder.total, within
+        meter = self.recorder.meter
+        within = {**self.within, "record": [meter.steps, meter.loss, meter.weight]} if is_within else None
+        mine = found, _generators(), meter.step, within
         if self.worker.number:
             self.worker.send(mine, 0)
         else:
@@ -715,7 +711,7 @@ class ClassLoop(RankLoop):
             states = [found for found, *_ in gathered]
             rank_state.write_states(
                 self.open_checkpoints(),
-                recorder.total,
+                meter.step,
                 self.describe(),
                 states,
                 self.state.shared,
@@ -747,7 +743,7 @@ class ClassLoop(RankLoop):
         self.state = worker.kept(_KEPT)["state"]
         if isinstance(self.rule, SummedGradients):
             self.rule.restore(self.state)
-        self.recorder.total = meta["totals"][worker.number % len(meta["totals"])]
+        self.recorder.meter.step = meta["totals"][worker.number % len(meta["totals"])]
         if worker.number < len(meta["host_generators"]):
             _set_generators(meta["host_generators"][worker.number])
         if worker.number == 0:

@@ -4,7 +4,7 @@ A class gets it as an argument of ``train_iter``, ``val_iter`` and ``print_info`
 it, and the run counts the steps::
 
     train_iter: start(), end("calc"), train_error(...)  --+
-    run:        begin_epoch(), stepped()                --+--> write(): a line of the run's folder, and on the console
+    run:        begin_epoch(), stepped()                --+--> Meter --> write_rank(): a line, printed and recorded
     val_iter:   val_error(...)                          -----> validation_sums(): the epoch's report, over all ranks
 
 Methods of Theano-MPI's recorder that the run makes superfluous do nothing.
@@ -12,9 +12,11 @@ Methods of Theano-MPI's recorder that the run makes superfluous do nothing.
 
 from __future__ import annotations
 
+import math
 import re
 import sys
 import time
+from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -22,6 +24,7 @@ from typing import Any
 import numpy as np
 
 from synkhronos.launch.output import RemoteRecords
+from synkhronos.training.meter import Meter, Outcome
 from synkhronos.training.recorder import Recorder
 
 #: Names of activities: Theano-MPI's, and those of this library's records.
@@ -47,21 +50,14 @@ class ClassRecorder:
     ----------
     verbose : bool
         Whether this is rank 0's recorder.
-    seconds : dict of str to float
-        Time by activity since the run began: compute, exchange, wait, load, and the class' own.
-    learning_rate : float or None
-        Learning rate of the next lines; set by the run.
+    meter : Meter
+        Counters of the epoch's training, and of the time since the run began.
+    learning_rate : float
+        Learning rate of the next lines; set by the run, NaN if it is unknown.
     epoch : int
         Number of the epoch, from 0.
-    steps : int
-        Number of steps in this epoch.
-    total : int
-        Number of steps since the run began, including those before a resumption.
-    untimed : int
-        Number of the epoch's first steps that do not count in its speed: those before a resumption, and steps in which
-        functions may have been compiled.
     epoch_began : float
-        Beginning of the time in which the epoch's other steps were taken, by `time.perf_counter`.
+        Beginning of the epoch, or of its resumption, by `time.perf_counter`.
 
     Examples
     --------
@@ -89,10 +85,10 @@ class ClassRecorder:
         self._latest: list[Any] | None = None
         self.unit = "rows" if rows > 1 else "batches"
         self._recorder = recorder
-        self.seconds = dict.fromkeys(("compute", "exchange", "wait", "load"), 0.0)
+        self.meter = Meter(rank, [self], _read_costs)
         self._began: float | None = None
-        self.learning_rate: float | None = None
-        self.epoch = self.total = 0
+        self._last_weight: Any = 0
+        self.learning_rate = math.nan
         self.clear_train_info()
         self._forget_validation()
         self.begin_epoch(0)
@@ -125,7 +121,8 @@ class ClassRecorder:
         if self._began is None:
             raise RuntimeError(f"recorder.end({mode!r}): expected recorder.start() before it")
         word = _WORDS.get(mode, mode)
-        self.seconds[word] = self.seconds.get(word, 0.0) + time.perf_counter() - self._began
+        seconds = self.meter.seconds
+        seconds[word] = seconds.get(word, 0.0) + time.perf_counter() - self._began
         self._began = None
 
     def train_error(self, count: int, cost: Any, error: Any = None, weight: Any = 1) -> None:
@@ -140,21 +137,20 @@ class ClassRecorder:
         weight : scalar
             Number of items that cost and error are means over.  A cost of weight 0 is ignored.
         """
-        self._costs.append(cost)
-        self._weights.append(weight)
+        self.meter.add_loss(cost, weight)
+        self._last_weight = weight
         if error is not None:
-            self._errors.append(error)
+            self._errors.append((error, weight))
 
     def print_train_info(self, count: int) -> None:
         """Write and print a line, if ``every`` steps have been taken since the last one."""
-        if self._steps() >= self.every:
-            self.write()
+        self.write(last=False)
 
     def clear_train_info(self) -> None:
         """Discard the costs and errors since the last line."""
-        self._costs: list[Any] = []
-        self._weights: list[Any] = []
-        self._errors: list[Any] = []
+        self.meter.discard_losses()
+        self._errors: list[tuple[Any, Any]] = []
+        self._last_weight = 0
 
     def val_error(self, count: int, cost: Any, error: Any = None, error_top_5: Any = None, rows: float = 1) -> None:
         """Add a batch to the validation.
@@ -248,98 +244,49 @@ class ClassRecorder:
         if means:
             self._latest = [count, *(means.get(name) for name in ("cost", "error", "top5"))]
 
-    def begin_epoch(self, epoch: int) -> None:
-        """Reset the counters at the start of an epoch."""
-        self.epoch, self.steps, self.loss, self._noted = epoch, 0, 0.0, 0.0
-        self.epoch_began = self._line_began = time.perf_counter()
-        self._written, self._line_seconds = 0, dict(self.seconds)
-        self.untimed = 0
-
-    def resume_epoch(self, steps: int, loss: float, noted: float) -> None:
-        """Set the counters to those of a checkpoint within the epoch.
+    def begin_epoch(self, epoch: int, steps: int = 0, loss: float = 0.0, weight: float = 0.0) -> None:
+        """Begin an epoch, or continue it from a checkpoint.
 
         Parameters
         ----------
+        epoch : int
+            Number of the epoch, from 0.
         steps : int
             Number of steps of the epoch before the checkpoint.
         loss : float
             Sum of their costs, each times its weight.
-        noted : float
+        weight : float
             Sum of their weights.
         """
-        self.steps = self._written = self.untimed = steps
-        self.loss, self._noted = loss, noted
+        self.epoch, self.epoch_began = epoch, time.perf_counter()
+        rows = steps * self.rows
+        self.meter.begin(Outcome(loss, weight, rows, steps, {}, math.nan, (rows, 0.0)))
 
-    def stepped(self, compiled: float | None = None) -> None:
-        """Count an iteration.
+    def stepped(self, seconds: float = 0.0) -> None:
+        """Count an iteration; ``seconds`` is its duration, which does not count in the speed if it is the first."""
+        self.meter.count_step(self.rows)
+        self.meter.launched(1, self.rows, seconds)
 
-        Parameters
-        ----------
-        compiled : float, optional
-            Seconds of an iteration that may have compiled functions: it does not count in the speed.
-        """
-        self.steps += 1
-        self.total += 1
-        if compiled is not None:  # rows per second are computed without it
-            self.untimed += 1
-            self.epoch_began += compiled
-            self._line_began += compiled
+    def write(self, last: bool = True) -> None:
+        """Write and print a line about the iterations since the last one; without ``last``, if a line is due."""
+        self.meter.write(self.epoch, self.meter.step * self.rows, self.learning_rate, last)
 
-    def _steps(self) -> int:
-        """Return the number of steps since the last line."""
-        return self.steps - self._written
-
-    def write(self) -> None:
-        """Write and print a line about the iterations since the last one, if there were any."""
-        if not self._steps():
-            return
-        weights = [_mean(weight) for weight in self._weights]
-        cost = self._weighted_sum(self._costs, weights)
-        self.loss += cost
-        self._noted += sum(weights)
-        now = time.perf_counter()
-        timed = self._steps() - (self.untimed if not self._written else 0)
-        rate = timed * self.rows / (now - self._line_began)
-        loss = cost / sum(weights) if sum(weights) else None
+    def write_rank(self, rank: int, record: dict[str, Any]) -> None:
+        """Write and print a line, for the meter."""
         if self._recorder is not None:
-            self._recorder.write_rank(
-                self.rank,
-                {
-                    "epoch": self.epoch,
-                    "step": self.total,
-                    "seen": self.total * self.rows,
-                    "rows": self._steps() * self.rows,
-                    "loss": loss,
-                    "learning_rate": self.learning_rate,
-                    "rows_per_second": rate,
-                    **{name: value - self._line_seconds.get(name, 0.0) for name, value in self.seconds.items()},
-                },
-            )
-        shown = [f"epoch {self.epoch + 1}, iteration {self.total}"]
-        shown += [f"cost {loss:.4g}"] if loss is not None else []
-        if self._errors and loss is not None:
-            weights = weights if len(weights) == len(self._errors) else [1.0] * len(self._errors)
-            shown += [f"error {self._weighted_sum(self._errors, weights) / sum(weights):.4g}"]
-        sys.stdout.write(f"{', '.join(shown)}; {rate:,.0f} {self.unit}/s\n")
+            self._recorder.write_rank(rank, record)
+        shown = [f"epoch {self.epoch + 1}, iteration {record['step']}"]
+        if record["loss"] is not None:
+            shown += [f"cost {record['loss']:.4g}"]
+            errors = _read_costs([error for error, _ in self._errors], [weight for _, weight in self._errors])
+            if total := sum(weight for _, weight in errors):
+                shown += [f"error {sum(error for error, _ in errors) / total:.4g}"]
+        sys.stdout.write(f"{', '.join(shown)}; {record['rows_per_second']:,.0f} {self.unit}/s\n")
         self.clear_train_info()
-        self._written, self._line_began, self._line_seconds = self.steps, now, dict(self.seconds)
-
-    @staticmethod
-    def _weighted_sum(values: list[Any], weights: list[float]) -> float:
-        """Return the sum of values times weights; a value of weight 0 is ignored, even if it is NaN."""
-        return sum(weight * _mean(value) for value, weight in zip(values, weights, strict=True) if weight)
 
     def last_weight(self) -> float:
         """Return the weight of the last cost; 0 if there was none since the last line."""
-        return _mean(self._weights[-1]) if self._weights else 0.0
-
-    def loss_sums(self) -> tuple[float, float]:
-        """Return the sum of the epoch's costs, each times its weight, and that of the weights, up to the last line."""
-        return self.loss, self._noted
-
-    def mean_loss(self) -> float | None:
-        """Return the mean cost of the epoch up to the last line; None if the class recorded none."""
-        return self.loss / self._noted if self._noted else None
+        return _mean(self._last_weight)
 
     def validation_sums(self) -> tuple[float, dict[str, float]]:
         """Return the sums of a validation, and reset them.
@@ -358,6 +305,11 @@ class ClassRecorder:
     def _forget_validation(self) -> None:
         self._val: dict[str, float] = {}
         self._val_rows: float = 0
+
+
+def _read_costs(costs: Sequence[Any], weights: Sequence[Any]) -> list[tuple[float, float]]:
+    """Return each cost times its weight, and its weight; a cost of weight 0 is ignored, even if it is NaN."""
+    return [(w * _mean(cost) if w else 0.0, w) for cost, w in zip(costs, map(_mean, weights), strict=True)]
 
 
 def _mean(value: Any) -> float:

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -30,7 +30,7 @@ from synkhronos.loading.loader import Feed
 from synkhronos.rules import Rule, State
 from synkhronos.tasks import LocalFunction, LocalRows, Worker
 from synkhronos.tracing.recorder import TRACED, TracedMethod
-from synkhronos.training.meter import Meter, Outcome, timed
+from synkhronos.training.meter import Meter, Outcome, ReadLosses, timed
 from synkhronos.training.model import Model
 from synkhronos.training.plan import Plan, Source
 from synkhronos.training.rank_state import set_reported_params
@@ -178,10 +178,15 @@ class _Rows(TrainingLoop):
 
     def record(self, batches: Batches) -> None:
         """Write the records that are due, and move the progress bar."""
-        self.meter.write(batches.end, self.rate)
-        if self._bar is not None:
-            self._bar.update(batches.end - self._bar.n)
         self.end = batches.end
+        self.write_lines()
+        if self._bar is not None:
+            self._bar.update(self.end - self._bar.n)
+
+    def write_lines(self, last: bool = False) -> None:
+        """Write the recorders' lines that are due; with ``last``, of all steps since their last ones."""
+        plan = self.plan
+        self.meter.write(plan.epoch, plan.epoch * plan.count + self.end, self.rate, last)
 
     @abstractmethod
     def put_rate(self, rate: float) -> None:
@@ -216,7 +221,8 @@ class _Rows(TrainingLoop):
         with self.meter.timed("compute") as launch:
             losses = self.launch(rows)
             for (loss, weight), some in zip(losses, rows, strict=True):
-                self.meter.add(loss, weight, len(some))
+                self.meter.add_loss(loss, len(some) if weight is None else weight)
+                self.meter.count_step(len(some))
             self.free_launched(places, len(losses))
         self.meter.launched(len(rows), len(rows[0]), launch.spent)
         return len(batches.starts)
@@ -338,7 +344,10 @@ class RowLoop(_Rows, RankLoop):
         taken: LocalRows,
     ):
         kinds = worker.kept(plan.name).setdefault("kinds", set())
-        meter = Meter(worker.number, plan, step.read, state.step, kinds, lambda: worker.waited)
+        read = make_reader(step.read, plan.has_weight)
+        meter = Meter(worker.number, plan.recorders, read, kinds, state.step, lambda: worker.waited)
+        if plan.before:
+            meter.begin(plan.before[worker.number])
         super().__init__(plan, source, meter, plan.batch, worker.is_master)
         self.worker, self.rule, self.state, self.watch = worker, rule, state, worker.progress
         self._step, self._rate, self._taken, self.seconds = step, rate, taken, meter.seconds
@@ -445,6 +454,21 @@ class RowLoop(_Rows, RankLoop):
             self.state.own["batches"] = 0.0
 
 
+def make_reader(fetch: Callable[[Sequence[Any]], Sequence[Any]], has_weight: bool) -> ReadLosses:
+    """Return the reader of a `Meter` for the losses of `TrainFunction.weighted_steps`.
+
+    Parameters
+    ----------
+    fetch : callable
+        Copies a list of arrays to the host.
+    has_weight : bool
+        Whether losses are multiplied by weights.  Else they are means, and their weights are numbers of rows.
+    """
+    if has_weight:
+        return lambda losses, weights: zip(map(float, fetch(losses)), map(float, fetch(weights)), strict=True)
+    return lambda losses, rows: [(float(loss) * n, n) for loss, n in zip(fetch(losses), rows, strict=True)]
+
+
 def train(
     worker: Worker,
     plan: Plan,
@@ -489,5 +513,5 @@ def train(
     loop.finish_steps()
     with loop.meter.timed("exchange"):
         set_reported_params(worker, plan.name, rule)
-    loop.meter.write(loop.end, loop.rate, last=True)
+    loop.write_lines(last=True)
     return loop.end, loop.meter.outcome(loop.rate)

@@ -3,22 +3,23 @@
 To read a loss is to wait for the step that computes it.  So a step's loss stays on the device until its value is
 needed, and on GPUs the host goes on to launch the next steps::
 
-    add(loss, weight, rows) --> unread losses --> read_losses() --> sums --> outcome(): a Report
-                                                                     |
-                                                                     +----> write(): a line of each Recorder
+    add_loss(loss, weight) --> unread losses --> read_losses() --> sums since the report --> outcome(): a Report
+                                                             |
+                                                             +---> sums since the line ----> write(): a line
 
-A line of a recorder has the differences of the sums since the recorder's last line.
+Losses are added one by one, in the order of the steps.  So sums do not depend on when losses are read.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from synkhronos.training.plan import Plan
+#: Reads losses and weights from the device: returns the sum of each loss' items, and its weight.
+ReadLosses = Callable[[Sequence[Any], Sequence[Any]], Iterable[tuple[float, float]]]
 
 
 class Outcome(NamedTuple):
@@ -34,7 +35,7 @@ class Outcome(NamedTuple):
     seconds : dict of str to float
         Time by activity: compute, exchange, wait, load.
     learning_rate : float
-        Learning rate of the last step.
+        Learning rate of the last step; NaN if it is unknown.
     first : (int, float)
         Rows and seconds of launches that were the first of their kind, which may have compiled functions.
     """
@@ -118,28 +119,54 @@ class timed:  # noqa: N801 - used as a function
             self._seconds[self._name] += self.spent
 
 
-class Meter:
-    """Counters of a rank's time, rows and losses since the last report; writes the records that are due.
+class LineRecorder(Protocol):
+    """Recorder of a rank's lines: a `Recorder`, or the launcher's.
 
-    The counters start from ``plan.before``, if the plan continues an interval.
+    Attributes
+    ----------
+    every : int
+        Number of steps between two lines.
+    """
+
+    every: int
+
+    def write_rank(self, rank: int, record: dict[str, Any]) -> None:
+        """Write a line of a rank."""
+
+
+class _Line:
+    """Counters at a recorder's last line, and sums since then."""
+
+    def __init__(self, recorder: LineRecorder):
+        self.recorder = recorder
+
+    def begin(self, meter: Meter) -> None:
+        """Begin a line at the present counters."""
+        self.steps, self.rows, self.first, self.seconds = meter.steps, meter.rows, meter.first, dict(meter.seconds)
+        self.loss = self.weight = 0.0
+        self.began = time.perf_counter()
+
+
+class Meter:
+    """Counters of a rank's time, rows and losses since the last report; writes the lines that are due.
 
     Parameters
     ----------
     rank : int
-    plan : Plan
+    recorders : sequence of LineRecorder
     read : callable
-        Copies a list of losses or weights to the host.
+        Reads losses and weights; see `ReadLosses`.
+    kinds : set of (int, int), optional
+        Kinds of launches so far: their number of steps, and of rows per step.  The meter adds new ones.
     step : int
         Number of steps that the rank has taken so far.
-    kinds : set of (int, int)
-        Kinds of launches so far: their number of steps, and of rows per step.  The meter adds new ones.
     waited : callable
         Returns the seconds for which this rank has waited for others so far.
 
     Attributes
     ----------
     seconds : dict of str to float
-        Time by activity: compute, exchange, wait, load.
+        Time by activity since the meter was made: compute, exchange, wait, load.
     rows, steps : int
     loss, weight, first
         As in `Outcome`; without the losses that are not read yet.
@@ -148,32 +175,41 @@ class Meter:
     """
 
     def __init__(
-        self, rank: int, plan: Plan, read: Any, step: int, kinds: set[Any], waited: Callable[[], float] = float
+        self,
+        rank: int,
+        recorders: Sequence[LineRecorder],
+        read: ReadLosses,
+        kinds: set[Any] | None = None,
+        step: int = 0,
+        waited: Callable[[], float] = float,
     ):
-        self._rank, self._plan, self._read, self._waited = rank, plan, read, waited
+        self._rank, self._read, self._waited, self.step = rank, read, waited, step
+        self._kinds = set() if kinds is None else kinds
         self.seconds = dict.fromkeys(("compute", "exchange", "wait", "load"), 0.0)
-        self.rows = self.steps = 0
+        self._lines = [_Line(recorder) for recorder in recorders]
+        self.begin()
+
+    def begin(self, before: Outcome | None = None) -> None:
+        """Begin an interval between two reports, or continue one of which a checkpoint has the outcome ``before``."""
         self.loss = self.weight = 0.0
-        self.step = step
+        self.rows = self.steps = 0
         self.first = 0, 0.0
-        if plan.before:
-            before: Outcome = plan.before[rank]
-            self.loss, self.weight, self.first = before.loss, before.weight, before.first
-            self.rows, self.steps = before.rows, before.steps
-            self.seconds |= before.seconds
-        self._kinds = kinds
-        self._losses: list[Any] = []
-        #: Weight and rows of each unread loss; the weight is None if it is the number of rows.
-        self._weights: list[tuple[Any, int]] = []
-        #: Counters at each recorder's last line.
-        self._written = {
-            recorder.folder: (self.steps, self.rows, self.loss, self.weight, time.perf_counter(), dict(self.seconds))
-            for recorder in plan.recorders
-        }
+        if before is not None:
+            self.loss, self.weight, self.rows, self.steps, seconds, _, self.first = before
+            self.seconds.update(seconds)
+        self.discard_losses()
+        for line in self._lines:
+            line.begin(self)
 
     def timed(self, name: str) -> timed:
         """Add the duration of a block to an activity's time; see `timed`."""
         return timed(self.seconds, name, self._waited)
+
+    def count_step(self, rows: int) -> None:
+        """Count a step of so many rows."""
+        self.rows += rows
+        self.steps += 1
+        self.step += 1
 
     def launched(self, steps: int, rows: int, seconds: float) -> None:
         """Record the duration of a launch if it is the first of its kind.
@@ -191,71 +227,82 @@ class Meter:
             self._kinds.add((steps, rows))
             self.first = self.first[0] + steps * rows, self.first[1] + seconds
 
-    def add(self, loss: Any, weight: Any, rows: int) -> None:
-        """Count a step.
-
-        Parameters
-        ----------
-        loss : array
-            Mean loss if ``weight`` is None, else the loss times the weight.  It may be on the device.
-        weight : array or None
-            Weight of the loss in a mean; None for the number of rows.
-        rows : int
-            Number of rows of the step.
-        """
+    def add_loss(self, loss: Any, weight: Any) -> None:
+        """Add a loss and its weight, which may be on the device, to those that are not read yet."""
         self._losses.append(loss)
-        self._weights.append((weight, rows))
-        self.rows += rows
-        self.steps += 1
-        self.step += 1
+        self._weights.append(weight)
+
+    def discard_losses(self) -> None:
+        """Discard the losses that are not read yet."""
+        self._losses: list[Any] = []
+        self._weights: list[Any] = []
+
+    def read_losses(self, besides: int = 0) -> None:
+        """Wait for the unread losses, all but the last ``besides``, and add them to the sums."""
+        n_ready = len(self._losses) - besides
+        if n_ready > 0:
+            for loss, weight in self._read(self._losses[:n_ready], self._weights[:n_ready]):
+                self.loss += loss
+                self.weight += weight
+                for line in self._lines:
+                    line.loss += loss
+                    line.weight += weight
+            del self._losses[:n_ready], self._weights[:n_ready]
 
     def outcome(self, rate: float) -> Outcome:
         """Return the totals; ``rate`` is the last learning rate.  Losses that are not read are missing from it."""
         return Outcome(self.loss, self.weight, self.rows, self.steps, self.seconds, rate, self.first)
 
-    def read_losses(self, besides: int = 0) -> None:
-        """Wait for the unread losses, all but the last ``besides``, and add them to the sum."""
-        ready = len(self._losses) - besides
-        if ready > 0:
-            values = np.array(self._read(self._losses[:ready]), np.float64).reshape(-1)
-            weights, rows = zip(*self._weights[:ready], strict=True)
-            if weights[0] is None:
-                self.loss += float(values @ np.array(rows))
-                self.weight += sum(rows)
-            else:
-                self.loss += float(values.sum())
-                self.weight += float(np.sum(self._read(list(weights)), dtype=np.float64))
-            del self._losses[:ready], self._weights[:ready]
-
-    def write(self, place: int, rate: float, last: bool = False) -> None:
+    def write(self, epoch: int, seen: int, rate: float, last: bool = False) -> None:
         """Write a line to each recorder that is due: ``every`` steps after its last line, or at the last step.
 
         Parameters
         ----------
-        place : int
-            Position in the epoch up to which rows have been distributed.
+        epoch : int
+            Number of complete epochs.
+        seen : int
+            Number of rows trained on so far.
         rate : float
-            Learning rate of the last step.
+            Learning rate of the last step; NaN if it is unknown.
         last : bool
             Write a line to every recorder if there were steps since its last one.
         """
-        for recorder in self._plan.recorders:
-            steps, rows, loss, weight, since, seconds = self._written[recorder.folder]
-            if self.steps == steps or self.steps - steps < recorder.every and not last:
+        for line in self._lines:
+            if self.steps - line.steps < (1 if last else line.recorder.every):
                 continue
             self.read_losses()
-            now = time.perf_counter()
-            recorder.write_rank(
-                self._rank,
-                {
-                    "epoch": self._plan.epoch,
-                    "step": self.step,
-                    "seen": self._plan.epoch * self._plan.count + place,
-                    "rows": self.rows - rows,
-                    "loss": (self.loss - loss) / (self.weight - weight) if self.weight != weight else None,
-                    "learning_rate": rate,
-                    "rows_per_second": (self.rows - rows) / (now - since),
-                    **{name: value - seconds[name] for name, value in self.seconds.items()},
-                },
-            )
-            self._written[recorder.folder] = self.steps, self.rows, self.loss, self.weight, now, dict(self.seconds)
+            rows, first = self.rows - line.rows, (self.first[0] - line.first[0], self.first[1] - line.first[1])
+            record = {
+                "epoch": epoch,
+                "step": self.step,
+                "seen": seen,
+                "rows": rows,
+                "loss": line.loss / line.weight if line.weight else None,
+                "learning_rate": rate,
+                "rows_per_second": rows_per_second(rows, time.perf_counter() - line.began, first),
+                **{name: value - line.seconds.get(name, 0.0) for name, value in self.seconds.items()},
+            }
+            line.begin(self)
+            line.recorder.write_rank(self._rank, record)
+
+
+def rows_per_second(rows: int, seconds: float, first: tuple[int, float]) -> float:
+    """Return the speed of a training without launches that may have compiled functions, if there were others.
+
+    Parameters
+    ----------
+    rows : int
+    seconds : float
+        Duration of the training on these rows.
+    first : (int, float)
+        As in `Outcome`.
+
+    Examples
+    --------
+    >>> rows_per_second(60, 4.0, (20, 2.0)), rows_per_second(20, 2.0, (20, 2.0))
+    (20.0, 10.0)
+    """
+    first_rows, first_seconds = first
+    if first_rows == rows and first_seconds:
+        first_rows, first_seconds = 0, 0.0
+    return (rows - first_rows) / (seconds - first_seconds)

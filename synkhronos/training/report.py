@@ -13,8 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from synkhronos.training.meter import Outcome
-from synkhronos.training.plan import Plan
+from synkhronos.training.meter import Outcome, rows_per_second
 
 
 @dataclass
@@ -36,7 +35,7 @@ class Report:
     validation : dict of str to float
         Metrics over all rows of the validation data.
     learning_rate : float
-        Last learning rate.
+        Last learning rate; NaN if it is unknown.
     rows_per_second : float
         Rows of all ranks per second since the last report, without launches that may have compiled functions.
     seconds : dict of str to float
@@ -56,36 +55,39 @@ class Report:
     batch: str
 
     @classmethod
-    def _from_outcomes(cls, outcomes: Sequence[Outcome], plan: Plan, n_ranks: int) -> Report:
+    def from_outcomes(
+        cls, outcomes: Sequence[Outcome], epoch: float, seen: int, batch: str, elapsed: float | None = None
+    ) -> Report:
         """Return the report of an interval.
 
         Parameters
         ----------
         outcomes : sequence of Outcome
             One per rank; the master's alone under BSP on gradients.
-        plan : Plan
-            Plan of the interval's last steps.
-        n_ranks : int
+        epoch, seen, batch
+            Attributes.
+        elapsed : float, optional
+            Seconds of the interval; default: the sum of the ranks' mean time by activity.
         """
         rows = sum(outcome.rows for outcome in outcomes)
         weight = sum(outcome.weight for outcome in outcomes)
         seconds = {
-            name: float(np.mean([outcome.seconds[name] for outcome in outcomes])) for name in outcomes[0].seconds
+            name: float(np.mean([outcome.seconds.get(name, 0.0) for outcome in outcomes]))
+            for name in outcomes[0].seconds
         }
-        compiled = sum(outcome.first[0] for outcome in outcomes)
-        compiling = float(np.mean([outcome.first[1] for outcome in outcomes]))
-        if compiled == rows:  # without these launches there would be no speed to report
-            compiled, compiling = 0, 0.0
+        first_rows = sum(outcome.first[0] for outcome in outcomes)
+        first_seconds = float(np.mean([outcome.first[1] for outcome in outcomes]))
+        elapsed = sum(seconds.values()) if elapsed is None else elapsed
         return cls(
-            epoch=plan.epoch + plan.last / plan.count,
-            seen=plan.epoch * plan.count + plan.last,
+            epoch=epoch,
+            seen=seen,
             steps=sum(outcome.steps for outcome in outcomes),
             loss=sum(outcome.loss for outcome in outcomes) / weight if weight else math.nan,
             validation={},
             learning_rate=next(outcome.learning_rate for outcome in outcomes if outcome.rows),
-            rows_per_second=(rows - compiled) / (sum(seconds.values()) - compiling),
+            rows_per_second=rows_per_second(rows, elapsed, (first_rows, first_seconds)),
             seconds=seconds,
-            batch=f"{n_ranks} x {plan.batch} = {n_ranks * plan.batch}",
+            batch=batch,
         )
 
     def record(self) -> dict[str, Any]:

@@ -33,7 +33,7 @@ from synkhronos.training import rank_state, schedules
 from synkhronos.training.checkpoint import Checkpoint, CheckpointError
 from synkhronos.training.early_stop import to_cost
 from synkhronos.training.epoch_data import EpochData, get_rank_pools
-from synkhronos.training.loop import CommandLoop, train
+from synkhronos.training.loop import CommandLoop, make_reader, train
 from synkhronos.training.meter import Meter, Outcome
 from synkhronos.training.metrics import Metric, MetricTotals, parse_metrics
 from synkhronos.training.model import Model, Rows, Updates, add_clipping, by_own_gradient, identify_rule
@@ -279,7 +279,13 @@ class Trainer:
                 place.row, place.outcomes = self._interval(course, plan)
             if _must_stop(plan):
                 self._stop(course, checkpoint)
-            report = Report._from_outcomes(place.outcomes, plan, ranks.session().size)
+            n_ranks = ranks.session().size
+            report = Report.from_outcomes(
+                place.outcomes,
+                plan.epoch + plan.last / plan.count,
+                plan.epoch * plan.count + plan.last,
+                f"{n_ranks} x {plan.batch} = {n_ranks * plan.batch}",
+            )
             if valid is not None:
                 report.validation = self._validated(valid, course.batch, plan)
                 if _must_stop(plan):
@@ -423,14 +429,16 @@ class Trainer:
     def _train_together(self, plan: Plan, source: Source) -> tuple[int, Outcome]:
         """Take steps of all ranks at once."""
         assert self._together is not None
-        meter = Meter(0, plan, lambda losses: [float(loss) for loss in losses], self._place.steps, self._kinds)
+        meter = Meter(0, plan.recorders, make_reader(list, plan.has_weight), self._kinds, self._place.steps)
+        if plan.before:
+            meter.begin(plan.before[0])
         rows = plan.batch * ranks.session().size
         loop = CommandLoop(plan, source, meter, rows, self._model, self._together, self.learning_rate, self._rate)
         try:
             loop.run()
         finally:
             self._rate = loop.rate
-        meter.write(loop.end, loop.rate, last=True)
+        loop.write_lines(last=True)
         self._place.steps = meter.step
         return loop.end, meter.outcome(loop.rate)
 

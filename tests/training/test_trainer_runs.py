@@ -14,7 +14,6 @@ import synkhronos as synk
 from synkhronos import rules
 from synkhronos.training import Checkpoint, CheckpointError, Recorder, Report, make_trainer, schedules
 from synkhronos.training.meter import Outcome
-from synkhronos.training.plan import Plan
 from synkhronos.training.recorder import read
 from synkhronos.training.updates import nesterov_momentum, sgd
 
@@ -307,10 +306,9 @@ def test_an_interrupt_of_gossip_leaves_a_mean(fork, monkeypatch, place):
 
 
 def test_the_learning_rate_is_that_of_a_rank_that_has_taken_a_step():
-    plan = Plan("", 0, 5, 5, 0, 60, None, [], False, [range(2)])
     seconds = {"compute": 1.0}
     idle, busy = Outcome(0.0, 0.0, 0, 0, seconds, 0.0, (0, 0.0)), Outcome(5.0, 5.0, 5, 1, seconds, 0.1, (0, 0.0))
-    assert Report._from_outcomes([idle, busy], plan, 2).learning_rate == 0.1
+    assert Report.from_outcomes([idle, busy], 0.5, 5, "2 x 5").learning_rate == 0.1
 
 
 @pytest.mark.parametrize("name", ["BSP", "LocalSGD"])
@@ -386,6 +384,22 @@ def test_each_rank_writes_lines(fork, tmp_path, name):
     for line in of_ranks:
         assert {"epoch", "step", "loss", "learning_rate", "compute", "exchange", "wait", "load"} <= set(line)
         assert line["loss"] > 0 and line["rows_per_second"] > 0
+
+
+@pytest.mark.parametrize("name", ["BSP", "LocalSGD"])
+def test_losses_are_added_in_the_order_of_steps(fork, tmp_path, name):
+    """Lines of a recorder, at which losses are read, do not change the last bits of a report's loss."""
+    fork(1)
+    recorders = [], [Recorder(tmp_path / "often", every=1)], [Recorder(tmp_path / "rarely", every=3)]
+    options = {"batch_size": 1, "epochs": 4}
+    losses = [[report.loss for report in Model(name).epochs(recorder=each, **options)] for each in recorders]
+    assert losses[0] == losses[1] == losses[2]
+    if name == "BSP":
+        return  # one command takes many steps, and has one line
+    often, rarely = (read(tmp_path / name)["rank-0"] for name in ("often", "rarely"))
+    for i, line in enumerate(rarely):
+        steps = [each["loss"] for each in often[3 * i : 3 * i + 3]]
+        assert line["loss"] == sum(steps) / 3
 
 
 def test_records_are_cut_where_training_goes_on(fork, tmp_path):
