@@ -47,7 +47,7 @@ from synkhronos.training.loop import RankLoop
 from synkhronos.training.meter import Outcome
 from synkhronos.training.nonfinite import describe_nonfinite
 from synkhronos.training.recorder import Recorder, cut
-from synkhronos.training.report import Report
+from synkhronos.training.report import Report, make_report
 from synkhronos.training.stop import StopAgreement, StopPoll
 
 #: Key under which a rank keeps its instance between tasks.
@@ -566,7 +566,7 @@ class ClassLoop(RankLoop):
         n_ranks = self.worker.size
         seen = self.recorder.meter.step * self.rows * n_ranks
         elapsed = self.trained - self.recorder.epoch_began
-        report = Report.from_outcomes(self.outcomes, epoch + 1, seen, f"{n_ranks} x {self.rows}", elapsed)
+        report = make_report(self.outcomes, epoch + 1, seen, f"{n_ranks} x {self.rows}", elapsed)
         if any(outcome.weight for outcome in self.outcomes) and not math.isfinite(report.loss):
             data = getattr(self.model, "train_data", None)  # an attribute of `Model`
             arrays = [a for a in data if hasattr(a, "dtype")] if isinstance(data, list) else []

@@ -54,42 +54,6 @@ class Report:
     seconds: dict[str, float]
     batch: str
 
-    @classmethod
-    def from_outcomes(
-        cls, outcomes: Sequence[Outcome], epoch: float, seen: int, batch: str, elapsed: float | None = None
-    ) -> Report:
-        """Return the report of an interval.
-
-        Parameters
-        ----------
-        outcomes : sequence of Outcome
-            One per rank; the master's alone under BSP on gradients.
-        epoch, seen, batch
-            Attributes.
-        elapsed : float, optional
-            Seconds of the interval; default: the sum of the ranks' mean time by activity.
-        """
-        rows = sum(outcome.rows for outcome in outcomes)
-        weight = sum(outcome.weight for outcome in outcomes)
-        seconds = {
-            name: float(np.mean([outcome.seconds.get(name, 0.0) for outcome in outcomes]))
-            for name in outcomes[0].seconds
-        }
-        first_rows = sum(outcome.first[0] for outcome in outcomes)
-        first_seconds = float(np.mean([outcome.first[1] for outcome in outcomes]))
-        elapsed = sum(seconds.values()) if elapsed is None else elapsed
-        return cls(
-            epoch=epoch,
-            seen=seen,
-            steps=sum(outcome.steps for outcome in outcomes),
-            loss=sum(outcome.loss for outcome in outcomes) / weight if weight else math.nan,
-            validation={},
-            learning_rate=next(outcome.learning_rate for outcome in outcomes if outcome.rows),
-            rows_per_second=rows_per_second(rows, elapsed, (first_rows, first_seconds)),
-            seconds=seconds,
-            batch=batch,
-        )
-
     def record(self) -> dict[str, Any]:
         """Return the attributes as a dict, for a recorder."""
         return dict(vars(self))
@@ -102,3 +66,38 @@ class Report:
             f"epoch {self.epoch:g}: loss {self.loss:.4g}{valid}; batch {self.batch}, "
             f"learning rate {self.learning_rate:.3g}, {self.rows_per_second:,.0f} rows/s ({shares})"
         )
+
+
+def make_report(
+    outcomes: Sequence[Outcome], epoch: float, seen: int, batch: str, elapsed: float | None = None
+) -> Report:
+    """Return the report of an interval.
+
+    Parameters
+    ----------
+    outcomes : sequence of Outcome
+        One per rank; the master's alone under BSP on gradients.
+    epoch, seen, batch
+        Attributes of the report.
+    elapsed : float, optional
+        Seconds of the interval; default: the sum of the ranks' mean time by activity.
+    """
+    rows = sum(outcome.rows for outcome in outcomes)
+    weight = sum(outcome.weight for outcome in outcomes)
+    seconds = {
+        name: float(np.mean([outcome.seconds.get(name, 0.0) for outcome in outcomes])) for name in outcomes[0].seconds
+    }
+    first_rows = sum(outcome.first[0] for outcome in outcomes)
+    first_seconds = float(np.mean([outcome.first[1] for outcome in outcomes]))
+    elapsed = sum(seconds.values()) if elapsed is None else elapsed
+    return Report(
+        epoch=epoch,
+        seen=seen,
+        steps=sum(outcome.steps for outcome in outcomes),
+        loss=sum(outcome.loss for outcome in outcomes) / weight if weight else math.nan,
+        validation={},
+        learning_rate=next(outcome.learning_rate for outcome in outcomes if outcome.rows),
+        rows_per_second=rows_per_second(rows, elapsed, (first_rows, first_seconds)),
+        seconds=seconds,
+        batch=batch,
+    )

@@ -42,7 +42,7 @@ from synkhronos.training.nonfinite import describe_nonfinite
 from synkhronos.training.plan import Plan, Source
 from synkhronos.training.progress import Progress, TrainerState
 from synkhronos.training.recorder import Recorder
-from synkhronos.training.report import Report
+from synkhronos.training.report import Report, make_report
 from synkhronos.training.schedules import Schedule, as_schedule
 from synkhronos.training.stop import StopSignals, requested_stop
 from synkhronos.training.train_function import TrainFunction
@@ -280,7 +280,7 @@ class Trainer:
             if _must_stop(plan):
                 self._stop(course, checkpoint)
             n_ranks = ranks.session().size
-            report = Report.from_outcomes(
+            report = make_report(
                 place.outcomes,
                 plan.epoch + plan.last / plan.count,
                 plan.epoch * plan.count + plan.last,

@@ -12,9 +12,10 @@ from trainer_model import ALL, ROWS, SYNCHRONOUS, Model, X, Y
 
 import synkhronos as synk
 from synkhronos import rules
-from synkhronos.training import Checkpoint, CheckpointError, Recorder, Report, make_trainer, schedules
+from synkhronos.training import Checkpoint, CheckpointError, Recorder, make_trainer, schedules
 from synkhronos.training.meter import Outcome
 from synkhronos.training.recorder import read
+from synkhronos.training.report import make_report
 from synkhronos.training.updates import nesterov_momentum, sgd
 
 # -- going on ------------------------------------------------------------------------------------------------
@@ -308,7 +309,7 @@ def test_an_interrupt_of_gossip_leaves_a_mean(fork, monkeypatch, place):
 def test_the_learning_rate_is_that_of_a_rank_that_has_taken_a_step():
     seconds = {"compute": 1.0}
     idle, busy = Outcome(0.0, 0.0, 0, 0, seconds, 0.0, (0, 0.0)), Outcome(5.0, 5.0, 5, 1, seconds, 0.1, (0, 0.0))
-    assert Report.from_outcomes([idle, busy], 0.5, 5, "2 x 5").learning_rate == 0.1
+    assert make_report([idle, busy], 0.5, 5, "2 x 5").learning_rate == 0.1
 
 
 @pytest.mark.parametrize("name", ["BSP", "LocalSGD"])
