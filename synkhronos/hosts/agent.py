@@ -62,13 +62,13 @@ from synkhronos.hosts.page_table import PAGE, PageTable, find_pages, put_pages, 
 from synkhronos.hosts.pipes import FRAME, NEWS, PipeLayout
 from synkhronos.hosts.task import TaskAgent
 from synkhronos.ranks.agreement import StepTally, close_command
+from synkhronos.ranks.child_process import ignore_job_signals
 from synkhronos.ranks.control import FOR_COMMAND, FOR_JOIN, FOR_STEP, SLOT, SPIN, Control
 from synkhronos.ranks.errors import cause_of_death
 from synkhronos.ranks.rank import HEAD
 from synkhronos.ranks.segments import Receiver, Segment, Unmapped, announce, create_unlinked, is_closed
 from synkhronos.ranks.task_memory import TaskMemory
 from synkhronos.ranks.threads import available_cores
-from synkhronos.ranks.worker import ignore_signals_to_all
 from synkhronos.ranks.workers import Workers
 
 #: Prefixes of the environment variables by which launchers identify MPI processes.
@@ -434,7 +434,7 @@ def _open(path: str, nbytes: int) -> io.FileIO:
 
 def main(address: str) -> None:
     """Run an agent until the ranks end; the first host's agent connects to the master at ``address``."""
-    ignore_signals_to_all()
+    ignore_job_signals()
     os.environ.pop("MPI4PY_RC_INITIALIZE", None)  # set for scripts that must not initialise MPI
     import mpi4py
 

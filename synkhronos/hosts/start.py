@@ -27,6 +27,7 @@ from synkhronos.hosts.names import Host, describe_host, find_host, number_ranks
 from synkhronos.hosts.page_table import SegmentAccess
 from synkhronos.hosts.pipes import PipeLayout
 from synkhronos.ranks import Command, SharedArray
+from synkhronos.ranks.child_process import JOB_SIGNALS, ignore_job_signals
 from synkhronos.ranks.control import MAILBOX, Control
 from synkhronos.ranks.errors import cause_of_death
 from synkhronos.ranks.interrupts import defer_signals
@@ -34,7 +35,6 @@ from synkhronos.ranks.link import Link
 from synkhronos.ranks.memory import Release
 from synkhronos.ranks.row_access import RowAccess, find_row_accesses
 from synkhronos.ranks.segments import SegmentTable, is_closed
-from synkhronos.ranks.worker import SENT_TO_ALL, ignore_signals_to_all
 
 #: Seconds that the agents may take to start.
 _START = 60.0
@@ -50,14 +50,14 @@ _VARIABLES = re.compile(
 
 def serve() -> NoReturn:
     """Run this host's agent in a script that ``mpirun`` has started on every host, and exit with it."""
-    ignore_signals_to_all()
+    ignore_job_signals()
     raise SystemExit(subprocess.call(mpirun.agent_command(""), stdin=subprocess.DEVNULL, close_fds=False))
 
 
 @contextlib.contextmanager
 def blocked_signals() -> Iterator[None]:
     """Have processes that are started meanwhile begin with the signals blocked that schedulers send to all."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, SENT_TO_ALL)
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, JOB_SIGNALS)
     try:
         yield
     finally:

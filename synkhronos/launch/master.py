@@ -23,7 +23,7 @@ from synkhronos.launch import binding, program
 from synkhronos.launch.settings import FAILURE, PROCESSES, SETTINGS, Settings
 from synkhronos.processes import fork_bound
 from synkhronos.ranks import WorkerError, session
-from synkhronos.ranks.worker import end_with
+from synkhronos.ranks.child_process import exit_with_parent
 from synkhronos.rules import shared_memory
 from synkhronos.tasks import run
 from synkhronos.tracing import timeline
@@ -42,7 +42,7 @@ def main(folder: str, plan: dict[str, Any]) -> int:
         From the supervisor: ``supervisor``, its process ID; ``consoles``, a pipe for each rank of this host; ``hosts``,
         the pipe of other hosts, or None; ``masks``, the cores of each rank; ``allowed``, all cores.
     """
-    end_with(plan["supervisor"], in_main_thread=True)
+    exit_with_parent(plan["supervisor"], in_main_thread=True)
     for stream in (sys.stdout, sys.stderr):  # the supervisor reads UTF-8, whatever the locale
         stream.reconfigure(encoding="utf-8", errors="backslashreplace", line_buffering=True)  # type: ignore[union-attr]
     settings = Settings.load(Path(folder) / SETTINGS)

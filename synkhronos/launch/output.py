@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import Any
 
 from synkhronos.ranks.errors import cause_of_death
-from synkhronos.ranks.worker import SENT_TO_ALL
+from synkhronos.ranks.child_process import JOB_SIGNALS
 from synkhronos.training.recorder import RANK_FILE, line_of
 
 #: Maximal characters of a line; longer lines are split, which bounds the memory.
@@ -49,7 +49,7 @@ _pump: subprocess.Popen[bytes] | None = None
 #: the last lines of a rank that is killed.
 _PUMP_CODE = f"""
 import os, signal, sys
-for number in {sorted(map(int, SENT_TO_ALL))}:
+for number in {sorted(map(int, JOB_SIGNALS))}:
     signal.signal(number, signal.SIG_IGN)  # a scheduler's: the rank handles it
 name = sys.argv[1].encode()
 for line in sys.stdin.buffer:

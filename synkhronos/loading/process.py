@@ -31,10 +31,10 @@ from synkhronos.data.rows import get_share
 from synkhronos.loading.augment import make_generator
 from synkhronos.loading.ring import READ, SKIPPED, ReadPlan, Ring, RingLayout, iterate_units, order_rows
 from synkhronos.loading.sources import ArraySource, IterableSource, describe_row
+from synkhronos.ranks.child_process import JOB_SIGNALS, exit_with_parent, spawn
 from synkhronos.ranks.pickle_parts import measure_parts, read_parts, write_parts
 from synkhronos.ranks.segments import create_unlinked, map_file
 from synkhronos.ranks.threads import ONE_THREAD
-from synkhronos.ranks.worker import SENT_TO_ALL, end_with, spawn
 
 _log = logging.getLogger("synkhronos")
 
@@ -129,10 +129,10 @@ def main() -> NoReturn:
     """Run the loader process that `start_loader` has started."""
     number, layout, nbytes, files, owner, in_main_thread = json.loads(sys.argv[2])
     # These signals reach every process of a terminal or a job.  The owner handles them, and the process ends with it.
-    for sent in (signal.SIGINT, *SENT_TO_ALL):
+    for sent in (signal.SIGINT, *JOB_SIGNALS):
         signal.signal(sent, signal.SIG_IGN)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT, *SENT_TO_ALL})
-    end_with(owner, in_main_thread)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT, *JOB_SIGNALS})
+    exit_with_parent(owner, in_main_thread)
     layout = RingLayout(*layout)
     task_file, end, words, *arrays = files
     memory = np.frombuffer(map_file(words, layout.nbytes), np.uint8)

@@ -98,6 +98,35 @@ class Cancelled(Exception):
     """Another rank failed; unwinds this rank's part of the command and never leaves the library."""
 
 
+def describe_effect(
+    effect: str | None, partial_effect: str | None, applied: list[int], busy: list[int], size: int
+) -> str:
+    """Return a sentence on the ranks on which a failed command has applied its effect; "" for one without an effect.
+
+    Parameters
+    ----------
+    effect, partial_effect : str or None
+        As of `synkhronos.ranks.Command`.
+    applied, busy : list of int
+        Ranks that have applied the effect, and ranks that have not finished the command.
+    size : int
+        Number of ranks.
+    """
+    if effect is None:
+        return ""
+    if undecided := [r for r in busy if r not in applied]:
+        on = f"ranks {applied}" if applied else "no rank"
+        return f"{effect} on {on} so far; ranks {undecided} are still busy, and may do so yet."
+    if not applied:
+        return f"{effect} on no rank."
+    if partial_effect is not None:
+        return partial_effect
+    others = [r for r in range(size) if r not in applied]
+    if not others:
+        return f"{effect} on all ranks."
+    return f"{effect} on ranks {applied}, and not on ranks {others}: broadcast() makes them equal again."
+
+
 #: In place of the exit code of a process whose status was collected elsewhere; larger than any exit code.
 UNKNOWN = 1 << 16
 

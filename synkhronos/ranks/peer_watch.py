@@ -12,7 +12,6 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
-import select
 import signal
 import socket
 import struct
@@ -23,6 +22,7 @@ from types import FrameType
 from typing import Any
 
 from synkhronos.ranks.interrupts import handler_of, put_back, set_handler
+from synkhronos.ranks.segments import is_closed
 
 #: Seconds that a process may take from closing its files to its exit.
 _LAST_MOMENTS = 1.0
@@ -39,12 +39,12 @@ class PeerWatch:
 
     Parameters
     ----------
-    is_pending : callable
+    has_peer_died : callable
+        Returns whether a worker has exited, or another machine is lost.
+    has_pending_alone : callable
         Returns whether an operation with the workers is pending although no command runs; its results would be wrong.
-    fail : callable
+    raise_error : callable
         Raises the user's error in that case.
-    find_loss : callable
-        Returns a description of another machine's failure, or None.
 
     Attributes
     ----------
@@ -55,28 +55,21 @@ class PeerWatch:
     """
 
     def __init__(
-        self, is_pending: Callable[[], bool], fail: Callable[[], None], find_loss: Callable[[], object]
+        self,
+        has_peer_died: Callable[[], bool],
+        has_pending_alone: Callable[[], bool],
+        raise_error: Callable[[], None],
     ) -> None:
-        self._is_pending = is_pending
-        self._fail = fail
-        self._find_loss = find_loss
+        self._has_peer_died, self._has_pending_alone, self._raise_error = has_peer_died, has_pending_alone, raise_error
         self.busy_thread = 0
         self.has_raised = False
         self._owner = os.getpid()
-        self._watched: dict[int, socket.socket] = {}
+        self._channels: Mapping[int, socket.socket] = {}
         self._before: Any = None
 
-    def start(self, workers: Mapping[int, socket.socket], agent: socket.socket | None = None) -> None:
-        """Watch processes.
-
-        Parameters
-        ----------
-        workers : dict of int to socket
-            This process' end of each worker's socket pair, by process id.
-        agent : socket, optional
-            The same of this machine's agent.
-        """
-        if not (workers or agent) or threading.current_thread() is not threading.main_thread():
+    def start(self, channels: Mapping[int, socket.socket]) -> None:
+        """Watch the processes at the other ends of sockets: the workers, and this machine's agent."""
+        if not channels or threading.current_thread() is not threading.main_thread():
             return
         before = handler_of(signal.SIGURG)
         if isinstance(getattr(before, "__self__", None), PeerWatch):
@@ -84,9 +77,8 @@ class PeerWatch:
         if before not in (signal.SIG_DFL, signal.SIG_IGN):
             return  # the user's own handler
         set_handler(signal.SIGURG, self._handle)
-        self._before = before
-        self._watched.update(workers)
-        for channel in [*workers.values(), *([agent] if agent else [])]:
+        self._before, self._channels = before, channels
+        for channel in channels.values():
             with contextlib.suppress(OSError):
                 # To this thread and no other: it may be in a system call, which only its own signals cut short.
                 fcntl.fcntl(channel, _F_SETOWN_EX, struct.pack("ii", _F_OWNER_TID, self._owner))
@@ -95,10 +87,9 @@ class PeerWatch:
 
     def stop(self) -> None:
         """Restore the signal's previous handler."""
-        self._watched.clear()
         # The session refers to this object: no reference back.
-        self._is_pending = lambda: False
-        self._fail = self._find_loss = lambda: None
+        self._has_peer_died = self._has_pending_alone = lambda: False
+        self._raise_error = lambda: None
         if self._before is not None and threading.current_thread() is threading.main_thread():
             put_back(signal.SIGURG, self._handle, self._before)
             self._before = None
@@ -108,33 +99,17 @@ class PeerWatch:
         if os.getpid() != self._owner:
             return
         if self.busy_thread == threading.get_ident():
-            if self._has_peer_died():
+            if self._wait_for_exit():
                 self.busy_thread, self.has_raised = 0, True
                 raise PeerDied
-        elif self._is_pending() and self._has_peer_died():
-            self._fail()
+        elif self._has_pending_alone() and self._wait_for_exit():
+            self._raise_error()
 
-    def _has_peer_died(self) -> bool:
-        """Whether a worker has exited; closing its files alone does not count."""
-        if self._find_loss() is not None:
-            return True
-        poll = select.poll()
-        pids = {}
-        for pid, channel in self._watched.items():
-            poll.register(channel, 0)
-            pids[channel.fileno()] = pid
-        gone = [pids[fd] for fd, event in poll.poll(0) if event & select.POLLHUP]
+    def _wait_for_exit(self) -> bool:
+        """Return whether a worker has exited; one that closes its files may be about to."""
         deadline = time.monotonic() + _LAST_MOMENTS
-        while gone and time.monotonic() < deadline:
-            if any(has_exited(pid) for pid in gone):
-                return True
+        while not self._has_peer_died():
+            if time.monotonic() > deadline or not any(map(is_closed, list(self._channels.values()))):
+                return False
             time.sleep(0.001)
-        return False
-
-
-def has_exited(pid: int) -> bool:
-    """Whether a child process has exited; its exit status stays available to `os.waitpid`."""
-    try:
-        return os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
-    except ChildProcessError:
         return True

@@ -103,7 +103,7 @@ class Rank:
         Operations that commands have started and that may outlast them.
     at_finish : list of callable
         Called at the end of the current command.
-    peer_died : callable
+    has_peer_died : callable
         Returns True once a peer process has exited.  Only the master's rank is informed.
     device : Device
         What this rank computes with; set by `synkhronos.devices`.
@@ -136,7 +136,7 @@ class Rank:
         self._commits = True
         self.at_finish: list[Callable[[], None]] = []
         self.pending: list[PendingOperation] = []
-        self.peer_died: Callable[[], bool] = lambda: False
+        self.has_peer_died: Callable[[], bool] = lambda: False
 
     def begin(self, command: int) -> None:
         """Start counting the steps of a new command."""

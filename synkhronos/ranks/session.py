@@ -1,6 +1,33 @@
 """The master's view of the ranks: a session runs commands on all ranks, one at a time, and ends the ranks.
 
-There is at most one session in a process: `fork` starts it, `session` returns it, `close` ends it.
+There is at most one session in a process::
+
+              fork()                 close(), or the death of a worker or host
+    no session ────> idle ──────────────────────────────────────────> closed
+                    │    ^
+         run():     │    │  all ranks have finished the command
+         post it    v    │
+                   running ──── close(), death ─────────────────────> closed
+
+A command is posted by one word in shared memory, `Control.POSTED`, and finished by one word for each rank, `done`::
+
+    master (`run`)                                             worker r (`worker._serve`)
+    ──────────────                                             ──────────────────────────
+    wait until no rank is busy, release garbage (`flush`)      sleep until POSTED is a new number
+    write segments and the pickled command; POSTED = number ─> map the segments, unpickle the command
+    command.run(rank)     <──── barriers, slots ────>          command.run(rank)
+      │ exception: FAILED = number, wake all ranks               │ exception: report, FAILED = number, wake all ranks
+      │ FAILED by another rank: Cancelled at the next wait       │ FAILED by another rank: Cancelled at the next wait
+    done[root] = number                                        done[r] = number; the last one wakes the master
+    wait until every rank has finished (`_join`)      <─────────────┘
+    no rank failed: return the master's result
+    a rank failed:  cancel pending operations, raise the master's error, or a WorkerError made of the reports
+
+While the master waits it polls the workers' lives (`_watch`); while it computes, a signal interrupts it (`PeerWatch`).
+A death ends the session: the other workers are killed, and the call raises a WorkerError.
+
+If an interrupt ends the master's part, `_join` waits for a moment only.  The workers may still be busy with the command
+then: the next call waits for them (`settle`) before it writes memory that they may read.
 """
 
 from __future__ import annotations
@@ -19,7 +46,7 @@ from typing import Any, TypeVar
 
 from synkhronos.ranks import worker
 from synkhronos.ranks.control import FOR_COMMAND, FOR_JOIN, MAILBOX, POLL, SPIN, Control
-from synkhronos.ranks.errors import Cancelled, FailureReport, WorkerError, cause_of_death
+from synkhronos.ranks.errors import Cancelled, FailureReport, WorkerError, cause_of_death, describe_effect
 from synkhronos.ranks.interrupts import defer_signals
 from synkhronos.ranks.link import Link, LocalLink
 from synkhronos.ranks.memory import Memory
@@ -36,19 +63,25 @@ T = TypeVar("T")
 
 #: Seconds that workers get to exit by themselves before they are killed.
 GRACE = 2.0
-
-
+#: Seconds for which an interrupted master waits for the workers.
+_INTERRUPTED_GRACE = GRACE / 4
 #: Key of the agent's channel among the workers' channels.
 _AGENT = -1
+_NESTED_CALL = (
+    "this call was made from inside another call (a signal handler, a finalizer, or an operation's own code): make it "
+    "after that call has returned.  A handler can set a flag, which the program checks between calls"
+)
 
 
 class Session:
-    """The master and the workers that it forked.
+    """The master and the workers that it started.
 
     A call that uses the ranks holds the session's lock, whatever threads and signal handlers do meanwhile::
 
         with session.turn:
             session.settle()
+            ...
+            session.run(command)
 
     Functions that users call do so; functions that these call rely on it.
 
@@ -86,21 +119,19 @@ class Session:
         self, size: int, root: int, timeout: float | None = None, fresh: bool = False, link: Link | None = None
     ):
         self.size = size
-        self.link = link = LocalLink(size) if link is None else link
         self.timeout = timeout
-        self._began = 0.0
-        self._pickled: dict[Any, bytes] = {}
+        self.link = link = LocalLink(size) if link is None else link
         self.is_copy = False
-        self._turn = threading.RLock()
         self.closed: str | None = None
-        self._death: tuple[str, int] | None = None
-        self._command = 0
+        self._dead_rank: int | None = None
+        self._turn = threading.RLock()
+        self._command, self._began = 0, 0.0
         self._running = False
         #: Whether all ranks are known to have finished the last command.
         self._idle = True
+        self._pickled: dict[Any, bytes] = {}
         self.registry = Registry()
         self._at_close: WeakKeys[Any, Callable[[Any], None]] = WeakKeys()
-        self._peers = PeerWatch(self._is_unfinished, self._raise_if_peer_died, link.find_loss)
         here = link.here
         # Copies of this process inherit its memory; workers that start anew, and an agent, get it as an open file.
         is_open = size > 1 and (fresh or link.shares_file)
@@ -109,24 +140,24 @@ class Session:
         fd = -1 if self._file is None else self._file.fileno()
         self._control = Control(size, spin, fd, here=here, extra=link.extra)
         self.rank = Rank(root, root, self._control, self._watch, ThreadShare(len(here), environment=False))
+        self.rank.has_peer_died = self._has_peer_died
         self.workers = Workers(root, self._control, self._file if fresh else None)
         self.memory = Memory(self.rank, self.workers.channels, self._run_when_idle)
-        self.rank.peer_died = self._has_peer_died
+        self._peers = PeerWatch(self._has_peer_died, self._has_pending_alone, self._raise_if_peer_died)
 
     def start(self, profile: bool) -> None:
         """Start the workers.  If that fails half-way, `close` ends those that were started."""
         with defer_signals():
             self.workers.start(profile)
-            watched = {pid: self.workers.channels[number] for number, pid in self.workers.pids.items()}
             agent = self.link.start(self._control, self._file, self.rank.root, profile)
             if agent is not None:
                 self.workers.channels[_AGENT] = agent
             if self._file is not None:
                 self._file.close()
             self._file = None
-            self._peers.start(watched, agent)
+            self._peers.start(self.workers.channels)
 
-    # -- commands --------------------------------------------------------------------------------------------
+    # -- one call at a time ----------------------------------------------------------------------------------
 
     @property
     def turn(self) -> contextlib.AbstractContextManager[Any]:
@@ -141,7 +172,7 @@ class Session:
             If this thread holds it: it is in the middle of another call.
         """
         if self._is_my_turn():
-            raise RuntimeError(_ANOTHER)
+            raise RuntimeError(_NESTED_CALL)
         return self._turn
 
     @property
@@ -154,13 +185,33 @@ class Session:
             If this thread is in the middle of another command.
         """
         if self._running and self._is_my_turn():
-            raise RuntimeError(_ANOTHER)
+            raise RuntimeError(_NESTED_CALL)
         return self._turn
 
     def _is_my_turn(self) -> bool:
         """Whether this thread holds the lock."""
         owned: bool = self._turn._is_owned()  # type: ignore[attr-defined] # as threading.Condition does
         return owned
+
+    def settle(self) -> None:
+        """Wait until no rank is busy: an interrupt may have left the workers with a command to finish.
+
+        Memory that ranks may still read must not be written before.
+        """
+        self._running = False  # an interrupt may have left it; only the holder of the lock runs commands
+        self._wait_until_idle()
+
+    def _wait_until_idle(self) -> None:
+        if self._running:
+            raise RuntimeError(_NESTED_CALL)
+        if self.closed is None:
+            self.memory.notice_orphans()
+            if not self._idle:
+                self._join()
+        if self.closed is not None:  # a worker's death may have closed it just now
+            raise RuntimeError(self.closed)
+
+    # -- commands --------------------------------------------------------------------------------------------
 
     def run(self, command: Command) -> Any:
         """Run a command on every rank and return the result of the master's part.  The lock has to be held.
@@ -175,23 +226,10 @@ class Session:
         self.flush()
         return self._run(command)
 
-    def settle(self) -> None:
-        """Wait until no rank is busy: an interrupt may have left the workers with a command to finish.
-
-        Memory that ranks may still read must not be written before.
-        """
-        self._running = False  # an interrupt may have left it; only the holder of the lock runs commands
+    def flush(self) -> None:
+        """Release on the workers, now, what was released here.  The lock has to be held."""
         self._wait_until_idle()
-
-    def _wait_until_idle(self) -> None:
-        if self._running:
-            raise RuntimeError(_ANOTHER)
-        if self.closed is None:
-            self.memory.notice_orphans()
-            if not self._idle:
-                self._join()
-        if self.closed is not None:  # a worker's death may have closed it just now
-            raise RuntimeError(self.closed)
+        self.memory.flush()
 
     def _run_when_idle(self, command: Command) -> Any:
         self._wait_until_idle()
@@ -225,9 +263,9 @@ class Session:
                 self._raise_if_peer_died()
             # A worker in compiled code may take long to finish after the master was interrupted, or exits by a signal
             # handler: `settle` waits for it, or `close` ends it.
-            self._join(None if mine is None or isinstance(mine, Exception) else GRACE / 4)
+            self._join(None if mine is None or isinstance(mine, Exception) else _INTERRUPTED_GRACE)
             has_failed = control.words[Control.FAILED] == number
-            reports = self._reports() if has_failed else []
+            reports = self._read_reports(number) if has_failed else []
             if has_failed and self.link.find_loss() is not None:
                 self._raise_if_peer_died()  # reports may only follow from the loss of a machine, which is the cause
             rank.cancel_failed()
@@ -239,88 +277,23 @@ class Session:
         if mine is None and not reports and self.closed is None:
             return result
         try:
-            raise self._error(command, number, mine, reports)
+            raise self._make_error(command, number, mine, reports)
         finally:
             del mine  # the error refers to this frame, and the frame to the error: a cycle that keeps memory
 
-    def _error(
-        self, command: Command, number: int, mine: BaseException | None, reports: Sequence[FailureReport]
-    ) -> BaseException:
-        """Return the exception that a failed call raises."""
-        error: Exception
-        if self.closed is not None:  # no rank is left that could report more
-            if isinstance(mine, WorkerError) or not isinstance(mine, Exception | None):
-                return mine
-            if self._death is not None:  # seen first by another observer, such as a guard's thread
-                error = WorkerError(*self._death)
-            else:
-                error = RuntimeError(f"while this call ran, {self.closed}")
-            error.__cause__ = None if isinstance(mine, Cancelled) else mine
-            return error
-        effect, busy = self._effect(command, number), self._still_busy(number)
-        if reports and (mine is None or isinstance(mine, Cancelled)):
-            error = WorkerError._from_reports(reports, effect)
-            error.__cause__ = None
-            return error
-        assert mine is not None
-        waits = f"The next call waits for ranks {busy}, which are still busy with this one; close() ends them."
-        for note in [*(report.summary() for report in reports), effect, waits if busy else ""]:
-            if note:
-                mine.add_note(note)
-        return mine
-
-    def _still_busy(self, number: int) -> list[int]:
-        """Return the ranks that have not finished a posted command: an interrupted master does not wait for them."""
-        if self._control.words[Control.POSTED] != number:
-            return []
-        return [r for r in range(self.size) if self._control.done[r] < number]
-
-    def _effect(self, command: Command, number: int) -> str:
-        """Return a sentence on which ranks a failed command has applied its effect; "" for a command without one."""
-        effect = command.effect
-        if effect is None:
-            return ""
-        applied = [r for r in range(self.size) if self._control.committed[r] == number]
-        busy = [r for r in self._still_busy(number) if r not in applied]
-        if busy:
-            on = f"ranks {applied}" if applied else "no rank"
-            return f"{effect} on {on} so far; ranks {busy} are still busy, and may do so yet."
-        others = [r for r in range(self.size) if r not in applied]
-        if not applied:
-            return f"{effect} on no rank."
-        if command.partial_effect is not None:
-            return command.partial_effect
-        if not others:
-            return f"{effect} on all ranks."
-        return f"{effect} on ranks {applied}, and not on ranks {others}: broadcast() makes them equal again."
-
     def _post(self, number: int, command: Command) -> None:
+        """Send a command to the workers; one that is too long for the mailbox through a segment of its own."""
         message = self._pickle(command)
         if len(message) <= MAILBOX - self.link.plan_nbytes:
             self._send(number, command, message, None)
             return
-        parcel = self.memory.create(len(message), in_command=True)
+        segment = self.memory.create(len(message), in_command=True)
         try:
-            memoryview(parcel.buffer).cast("B")[: len(message)] = message
-            location = SharedArray(parcel.key, "u1", (len(message),))
+            memoryview(segment.buffer).cast("B")[: len(message)] = message
+            location = SharedArray(segment.key, "u1", (len(message),))
             self._send(number, command, pickle.dumps(worker.Parcel(location), pickle.HIGHEST_PROTOCOL), location)
         finally:
-            self.memory.release("segment", parcel.key)
-
-    def _send(self, number: int, command: Command, message: bytes, location: SharedArray | None) -> None:
-        """Write a message into the mailbox and wake the workers; ``location`` is the segment of a long command."""
-        control, words = self._control, self._control.words
-        self.memory.announce()
-        control.mailbox[: len(message)] = message
-        words[Control.LENGTH] = len(message)
-        plan = self.link.make_plan(command, location, self.rank.segments)
-        control.mailbox[len(message) : len(message) + len(plan)] = plan
-        words[Control.PLAN] = len(plan)
-        words[Control.ANNOUNCED] = self.memory.last_key
-        words[Control.POSTED] = number
-        control.fence()
-        for r in self.workers.pids:
-            control.ring(r, FOR_COMMAND)
+            self.memory.release("segment", segment.key)
 
     def _pickle(self, command: Command) -> bytes:
         """Return the pickled command, from a cache if it was sent before: a training loop repeats a few commands."""
@@ -338,7 +311,23 @@ class Session:
                 self._pickled[key] = message
         return message
 
+    def _send(self, number: int, command: Command, message: bytes, location: SharedArray | None) -> None:
+        """Write a message into the mailbox and wake the workers; ``location`` is the segment of a long command."""
+        control, words = self._control, self._control.words
+        self.memory.announce()
+        control.mailbox[: len(message)] = message
+        words[Control.LENGTH] = len(message)
+        plan = self.link.make_plan(command, location, self.rank.segments)
+        control.mailbox[len(message) : len(message) + len(plan)] = plan
+        words[Control.PLAN] = len(plan)
+        words[Control.ANNOUNCED] = self.memory.last_key
+        words[Control.POSTED] = number
+        control.fence()
+        for r in self.workers.pids:
+            control.ring(r, FOR_COMMAND)
+
     def _join(self, limit: float | None = None) -> None:
+        """Wait until all ranks have finished the last command, at most ``limit`` seconds."""
         control, me = self._control, self.rank.number
         done, number = control.done, control.words[Control.POSTED]
         if done[me] < number:  # an interrupt ended the master's part before it was marked as done
@@ -355,25 +344,63 @@ class Session:
         control.wait(me, finished, FOR_JOIN, self._watch, POLL)
         self._idle = min(done) >= number
 
-    def _reports(self) -> list[FailureReport]:
+    # -- the error of a failed command -------------------------------------------------------------------------
+
+    def _read_reports(self, number: int) -> list[FailureReport]:
+        """Return the reports of the workers whose part of a command raised an exception."""
         control = self._control
         return [
             replace(pickle.loads(control.read_report(r)), host=self.link.host_name(r))
             for r in range(self.size)
             if r != self.rank.root
-            and control.done[r] == self._command == control.words[Control.POSTED]
+            and control.done[r] == number == control.words[Control.POSTED]
             and control.report_length[r]
         ]
 
-    # -- lives -----------------------------------------------------------------------------------------------
+    def _make_error(
+        self, command: Command, number: int, mine: BaseException | None, reports: Sequence[FailureReport]
+    ) -> BaseException:
+        """Return the exception that a failed call raises; ``mine`` is that of the master's part."""
+        error: Exception
+        if self.closed is not None:  # no rank is left that could report more
+            if isinstance(mine, WorkerError) or not isinstance(mine, Exception | None):
+                return mine
+            if self._dead_rank is not None:  # seen first by another observer, such as a guard's thread
+                error = WorkerError(self.closed, self._dead_rank)
+            else:
+                error = RuntimeError(f"while this call ran, {self.closed}")
+            error.__cause__ = None if isinstance(mine, Cancelled) else mine
+            return error
+        applied = [r for r in range(self.size) if self._control.committed[r] == number]
+        busy = self._find_busy(number)
+        effect = describe_effect(command.effect, command.partial_effect, applied, busy, self.size)
+        if reports and (mine is None or isinstance(mine, Cancelled)):
+            error = WorkerError._from_reports(reports, effect)
+            error.__cause__ = None
+            return error
+        assert mine is not None
+        waits = f"The next call waits for ranks {busy}, which are still busy with this one; close() ends them."
+        for note in [*(report.summary() for report in reports), effect, waits if busy else ""]:
+            if note:
+                mine.add_note(note)
+        return mine
+
+    def _find_busy(self, number: int) -> list[int]:
+        """Return the ranks that have not finished a posted command: an interrupted master does not wait for them."""
+        if self._control.words[Control.POSTED] != number:
+            return []
+        return [r for r in range(self.size) if self._control.done[r] < number]
+
+    # -- deaths and time limits --------------------------------------------------------------------------------
 
     def _watch(self) -> None:
+        """End the session and raise WorkerError if a peer has died, or exceeds the time limit."""
         if self.timeout is not None and time.monotonic() - self._began > self.timeout:
-            self._look_for_the_late(self.timeout)
+            self._raise_if_late(self.timeout)
         self._raise_if_peer_died()
 
-    def _look_for_the_late(self, timeout: float) -> None:
-        """Fail if a rank has shown no progress for ``timeout`` seconds, or since the command began."""
+    def _raise_if_late(self, timeout: float) -> None:
+        """Raise if a rank has shown no progress for ``timeout`` seconds, or since the command began."""
         control = self._control
         began, now = int(self._began * 1e9), time.monotonic_ns()
         silent = [r for r in range(self.size) if now - max(began, control.progress[r]) > timeout * 1e9]
@@ -383,20 +410,19 @@ class Session:
             return  # a rank that waits for one that makes progress is not late
         who, number = (f"rank {late[0]}", late[0]) if late else ("the ranks", self.rank.number)
         limit = f"the {timeout:g} seconds that fork(timeout=...) allows"
-        self._fail(f"{who} did not finish within {limit}; the workers were ended.", number)
-
-    def _is_unfinished(self) -> bool:
-        """Whether an operation with the workers is pending although no command runs."""
-        # While the ranks are being ended, their exits are expected.
-        if self.closed is not None or self._running:
-            return False
-        return self.rank.has_pending()
+        self._end_with_error(f"{who} did not finish within {limit}; the workers were ended.", number)
 
     def _has_peer_died(self) -> bool:
         """Whether a worker has exited, as far as this machine knows."""
         return self.workers.has_any_exited() or self.link.find_loss() is not None
 
+    def _has_pending_alone(self) -> bool:
+        """Whether an operation with the workers is pending although no command runs."""
+        # While the ranks are being ended, their exits are expected.
+        return self.closed is None and not self._running and self.rank.has_pending()
+
     def _raise_if_peer_died(self) -> None:
+        """End the session and raise WorkerError if a worker or another machine has died."""
         peers = self._peers
         busy_thread, peers.busy_thread = peers.busy_thread, 0  # no PeerDied while this handles it
         dead = self.workers.first_dead()
@@ -404,14 +430,14 @@ class Session:
             number, pid, code = dead
             host = self.link.host_name(number)
             who = f"rank {number} on host {host}" if host else f"rank {number}"
-            self._fail(f"{who} (process {pid}) {cause_of_death(code)}; the other workers were ended.", number)
+            self._end_with_error(f"{who} (process {pid}) {cause_of_death(code)}; the other workers were ended.", number)
         lost = self.link.find_loss()
         if lost is not None:
-            self._fail(f"{lost[0]}; the workers were ended.", lost[1])
+            self._end_with_error(f"{lost[0]}; the workers were ended.", lost[1])
         peers.busy_thread = busy_thread
 
-    def _fail(self, message: str, number: int) -> None:
-        """End all workers and raise a WorkerError with this message."""
+    def _end_with_error(self, message: str, number: int) -> None:
+        """Kill all workers, close the session and raise a WorkerError with this message about a rank."""
         if self.closed is not None:
             return  # the session is being closed: in another thread, or by a handler in this one
         if self.rank.has_pending():
@@ -421,8 +447,14 @@ class Session:
             )
         message += " Call synkhronos.fork() to start again."
         self.close(kill=True)
-        self.closed, self._death = message, (message, number)
+        self.closed, self._dead_rank = message, number
         raise WorkerError(message, number)
+
+    # -- the end -----------------------------------------------------------------------------------------------
+
+    def notify_at_close(self, owner: T, release: Callable[[T], None]) -> None:
+        """Have ``release(owner)`` called when the session ends, if the owner still exists then."""
+        self._at_close[owner] = release
 
     def close(self, kill: bool = False) -> None:
         """End the workers and free all shared memory.  The second call does nothing.
@@ -448,8 +480,8 @@ class Session:
             kill = kill or not is_mine
             self._peers.busy_thread = 0
             if not kill:
-                for one in self.rank.pending:
-                    one.finish()
+                for operation in self.rank.pending:
+                    operation.finish()
                 # Workers may still be busy with a command that an interrupt left.
                 self._join(GRACE)
                 kill = min(self._control.done) < self._control.words[Control.POSTED]
@@ -490,10 +522,6 @@ class Session:
             self.link.end(kill, GRACE, is_hurried)
             self._free()
 
-    def notify_at_close(self, owner: T, release: Callable[[T], None]) -> None:
-        """Have ``release(owner)`` called when the session ends, if the owner still exists then."""
-        self._at_close[owner] = release
-
     def _free(self) -> None:
         self._peers.stop()
         # A call may be waiting for the workers: another thread's, or the one that a handler interrupted.
@@ -511,62 +539,11 @@ class Session:
         self.registry.clear()
         # Break reference cycles, which would keep the memory until the next collection.
         self.rank.watch = lambda: None
-        self.rank.peer_died = lambda: False
+        self.rank.has_peer_died = lambda: False
         self.rank.threads.restore()
 
-    def flush(self) -> None:
-        """Release on the workers, now, what was released here.  The lock has to be held."""
-        self._wait_until_idle()
-        self.memory.flush()
 
-
-_ANOTHER = (
-    "this call was made from inside another call (a signal handler, a finalizer, or an operation's own code): make it "
-    "after that call has returned.  A handler can set a flag, which the program checks between calls"
-)
 _current: Session | None = None
-
-
-def _note_copy() -> None:
-    """Record, in a process forked from the master, that the session belongs to its parent."""
-    if _current is not None:
-        _current.is_copy = True
-
-
-os.register_at_fork(after_in_child=_note_copy)  # cheaper than os.getpid() in each call
-
-
-def session() -> Session:
-    """Return the running session.
-
-    Raises
-    ------
-    RuntimeError
-        If there is none: before `fork`, after `close`, or after the death of a worker.
-    """
-    if _current is None:
-        raise RuntimeError("no ranks are running: call synkhronos.fork() first")
-    if _current.closed is not None:
-        raise RuntimeError(_current.closed)
-    if _current.is_copy:
-        raise RuntimeError(
-            "the ranks belong to the process that called synkhronos.fork(), of which this one is a copy: "
-            "call synkhronos.fork() here for ranks of its own"
-        )
-    return _current
-
-
-def inherited_session() -> Session | None:
-    """Return the running session of the master that this process is a fork of; None in any other process."""
-    return _current if _current is not None and _current.is_copy and _current.closed is None else None
-
-
-def check_free() -> None:
-    """Raise RuntimeError if a session of this process is running."""
-    if _current is not None and _current.closed is None and not _current.is_copy:
-        raise RuntimeError(
-            f"{_current.size} ranks are running already: call synkhronos.close() before synkhronos.fork()"
-        )
 
 
 def fork(
@@ -614,3 +591,45 @@ def close() -> None:
     """End the session, if there is one."""
     if _current is not None:
         _current.close()
+
+
+def session() -> Session:
+    """Return the running session.
+
+    Raises
+    ------
+    RuntimeError
+        If there is none: before `fork`, after `close`, or after the death of a worker.
+    """
+    if _current is None:
+        raise RuntimeError("no ranks are running: call synkhronos.fork() first")
+    if _current.closed is not None:
+        raise RuntimeError(_current.closed)
+    if _current.is_copy:
+        raise RuntimeError(
+            "the ranks belong to the process that called synkhronos.fork(), of which this one is a copy: "
+            "call synkhronos.fork() here for ranks of its own"
+        )
+    return _current
+
+
+def inherited_session() -> Session | None:
+    """Return the running session of the master that this process is a fork of; None in any other process."""
+    return _current if _current is not None and _current.is_copy and _current.closed is None else None
+
+
+def check_free() -> None:
+    """Raise RuntimeError if a session of this process is running."""
+    if _current is not None and _current.closed is None and not _current.is_copy:
+        raise RuntimeError(
+            f"{_current.size} ranks are running already: call synkhronos.close() before synkhronos.fork()"
+        )
+
+
+def _note_copy() -> None:
+    """Record, in a process forked from the master, that the session belongs to its parent."""
+    if _current is not None:
+        _current.is_copy = True
+
+
+os.register_at_fork(after_in_child=_note_copy)  # cheaper than os.getpid() in each call

@@ -2,27 +2,23 @@
 
 from __future__ import annotations
 
-import contextlib
 import cProfile
-import ctypes
 import gc
 import io
 import json
 import os
 import pickle
-import select
 import signal
 import socket
 import stat
 import sys
-import threading
 import traceback
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from types import FrameType
 from typing import Any, NoReturn
 
+from synkhronos.ranks.child_process import JOB_SIGNALS, exit_with_parent, spawn
 from synkhronos.ranks.control import FOR_COMMAND, FOR_JOIN, SLOT, Control
 from synkhronos.ranks.errors import Cancelled, FailureReport
 from synkhronos.ranks.rank import Command, Rank
@@ -35,9 +31,6 @@ IDLE_POLL = 0.5
 MAX_CACHED = 32
 #: Maximal number of bytes of a cached command.
 MAX_CACHED_NBYTES = 1 << 14
-#: Signals that a closed terminal or a scheduler sends to every process of a program.
-SENT_TO_ALL = {signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2}
-_PR_SET_PDEATHSIG = 1
 
 
 class Exit(Command):
@@ -60,10 +53,10 @@ class Parcel(Command):
 
 
 def main(
-    number: int,
-    root: int,
     control: Control,
     channel: socket.socket,
+    number: int,
+    root: int,
     profile: bool,
     master: int,
     in_main_thread: bool,
@@ -75,11 +68,11 @@ def main(
 
     Parameters
     ----------
-    number, root : int
-        This rank and the master's.
     control : Control
     channel : socket
         Receives segments.
+    number, root : int
+        This rank and the master's.
     profile : bool
         Write a profile at exit.
     master : int
@@ -89,7 +82,7 @@ def main(
     """
     code = 1
     try:
-        end_with(master, in_main_thread)
+        exit_with_parent(master, in_main_thread)
         _detach_from_master(channel, master)
 
         def watch() -> None:
@@ -114,79 +107,32 @@ def main(
             os._exit(code)
 
 
-def start_anew(
-    number: int,
-    root: int,
-    control: Control,
-    memory: io.FileIO,
-    channel: socket.socket,
-    profile: bool,
-    in_main_thread: bool,
-) -> int:
+def spawn_worker(control: Control, memory: io.FileIO, channel: socket.socket, *settings: Any) -> int:
     """Start a worker as a new process and return its process id.
 
-    It inherits the environment, the arguments' files and `sys.path`, and imports what it needs.
-    """
-    layout = (
-        control.size,
-        control.spin,
-        memory.fileno(),
-        True,
-        [control.here.start, control.here.stop],
-        len(control.extra),
-    )
-    settings = (number, root, layout, channel.fileno(), profile, os.getpid(), in_main_thread)
-    files = (memory.fileno(), channel.fileno())
-    return spawn("synkhronos.ranks.worker", "started_anew", settings, files, in_main_thread, os.environ)
-
-
-def spawn(
-    module: str,
-    function: str,
-    settings: Sequence[Any],
-    files: Sequence[int],
-    in_main_thread: bool,
-    environment: Mapping[str, str],
-) -> int:
-    """Start a new Python process that calls a function, and return its process id.
-
-    The process starts with SIGINT and `SENT_TO_ALL` blocked; the function sets their handlers and unblocks them.
+    It inherits the environment, `sys.path` and two files, and imports what it needs.
 
     Parameters
     ----------
-    module, function : str
-    settings : sequence
-        Passed as JSON in ``sys.argv[2]``.
-    files : sequence of int
-        File descriptors to inherit.
-    in_main_thread : bool
-        Whether the kernel may kill the process when this thread ends.
-    environment : mapping
+    control : Control
+    memory : file
+        The control memory.
+    channel : socket
+    *settings
+        The other arguments of `main`.
     """
-    path = json.dumps([os.path.abspath(folder) for folder in sys.path])
-    code = "import json, os, sys; sys.path[:] = json.loads(sys.argv[1]); "
-    if in_main_thread:  # the master may die during the imports, which take long
-        code += f"import ctypes; ctypes.CDLL(None).prctl({_PR_SET_PDEATHSIG}, {signal.SIGKILL:d}, 0, 0, 0); "
-    code += f"os.getppid() == {os.getpid()} or os._exit(1); "
-    code += f"from {module} import {function}; {function}()"
-    arguments = [sys.executable, "-c", code, path, json.dumps(settings)]
-    for file in files:
-        os.set_inheritable(file, True)
-    try:
-        return os.posix_spawn(sys.executable, arguments, environment, setsigmask={signal.SIGINT, *SENT_TO_ALL})
-    finally:
-        for file in files:
-            os.set_inheritable(file, False)
+    here, files = control.here, (memory.fileno(), channel.fileno())
+    layout = control.size, control.spin, memory.fileno(), True, [here.start, here.stop], len(control.extra)
+    arguments = layout, channel.fileno(), settings
+    return spawn("synkhronos.ranks.worker", "run_spawned", arguments, files, settings[-1], os.environ)
 
 
-def started_anew() -> NoReturn:
-    """Run the worker that `start_anew` started."""
-    number, root, (size, spin, memory, made, here, extra), channel, profile, master, in_main_thread = json.loads(
-        sys.argv[2]
-    )
+def run_spawned() -> NoReturn:
+    """Run the worker that `spawn_worker` started."""
+    (size, spin, memory, made, here, extra), channel, settings = json.loads(sys.argv[2])
     control = Control(size, spin, memory, made, range(*here), extra)
     os.close(memory)
-    main(number, root, control, socket.socket(fileno=channel), profile, master, in_main_thread)
+    main(control, socket.socket(fileno=channel), *settings)
 
 
 def _serve(rank: Rank, channel: socket.socket) -> None:
@@ -246,9 +192,9 @@ def _detach_from_master(channel: socket.socket, master: int) -> None:
     signal.set_wakeup_fd(-1)
     # Ctrl-C is sent to every process of the terminal; the master decides what it means.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    for number in SENT_TO_ALL:
+    for number in JOB_SIGNALS:
         signal.signal(number, partial(_follow_master, master))
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT, *SENT_TO_ALL})
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT, *JOB_SIGNALS})
     for name in ("CHLD", "ALRM", "URG"):
         signal.signal(getattr(signal, f"SIG{name}"), signal.SIG_DFL)
 
@@ -274,12 +220,6 @@ def _detach_from_master(channel: socket.socket, master: int) -> None:
         setattr(sys, name, open(fd, "w", buffering=1, errors="backslashreplace", closefd=False))
 
 
-def ignore_signals_to_all() -> None:
-    """Have this process go on when a scheduler signals all processes of a job: it ends with the master."""
-    for number in SENT_TO_ALL:
-        signal.signal(number, signal.SIG_IGN)
-
-
 def _follow_master(master: int, number: int, frame: FrameType | None) -> None:
     """Exit by a signal, unless the master handles or ignores it: it then continues and needs its workers."""
     try:
@@ -290,23 +230,3 @@ def _follow_master(master: int, number: int, frame: FrameType | None) -> None:
     if not any(mask >> number - 1 & 1 for mask in masks):
         signal.signal(number, signal.SIG_DFL)
         os.kill(os.getpid(), number)
-
-
-def end_with(master: int, in_main_thread: bool) -> None:
-    """Have this process killed when the master (its parent) dies, even in the middle of compiled code.
-
-    The kernel's signal comes when the thread ends that called fork: too early if that is not the master's main thread.
-    Then a thread of this process watches instead, which cannot act while compiled code holds the GIL.
-    """
-    if in_main_thread:
-        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    elif hasattr(os, "pidfd_open"):  # missing if Python was built on an old kernel
-        with contextlib.suppress(ProcessLookupError):
-            threading.Thread(target=_kill_at_the_end_of, args=(os.pidfd_open(master),), daemon=True).start()
-    if os.getppid() != master:  # it died before the call above
-        os._exit(1)
-
-
-def _kill_at_the_end_of(process: int) -> None:
-    select.select([process], [], [])
-    os.kill(os.getpid(), signal.SIGKILL)

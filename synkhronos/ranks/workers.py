@@ -17,7 +17,6 @@ from collections.abc import Callable
 from synkhronos.ranks import worker
 from synkhronos.ranks.control import Control
 from synkhronos.ranks.errors import UNKNOWN
-from synkhronos.ranks.peer_watch import has_exited
 
 
 class Workers:
@@ -58,20 +57,17 @@ class Workers:
         for stream in (sys.stdout, sys.stderr):
             if stream is not None:
                 stream.flush()  # otherwise the child would write the buffer again
-        master, in_main_thread = os.getpid(), threading.current_thread() is threading.main_thread()
+        in_main_thread = threading.current_thread() is threading.main_thread()
+        settings = number, self._root, profile, os.getpid(), in_main_thread
         with theirs, warnings.catch_warnings():
             # Python and JAX warn of forking beside threads: a lock that one of them holds stays locked in the child.
             # The worker acquires no lock of the master: it opens its own streams, never runs the master's exit
             # handlers, and refuses to use a JAX that was initialised before.
             warnings.simplefilter("ignore")
             if self._file is not None:
-                self.pids[number] = worker.start_anew(
-                    number, self._root, self._control, self._file, theirs, profile, in_main_thread
-                )
-                return
-            pid = os.fork()
-            if pid == 0:
-                worker.main(number, self._root, self._control, theirs, profile, master, in_main_thread)
+                pid = worker.spawn_worker(self._control, self._file, theirs, *settings)
+            elif not (pid := os.fork()):
+                worker.main(self._control, theirs, *settings)
         self.pids[number] = pid
 
     @property
@@ -81,7 +77,7 @@ class Workers:
 
     def has_any_exited(self) -> bool:
         """Whether a worker has exited."""
-        return any(has_exited(pid) for pid in list(self.pids.values()))
+        return any(_has_exited(pid) for pid in list(self.pids.values()))
 
     def first_dead(self) -> tuple[int, int, int] | None:
         """Return rank, process id and exit code of a worker that has exited; None if all live."""
@@ -112,6 +108,14 @@ class Workers:
         for channel in self.channels.values():
             channel.close()
         self.channels.clear()
+
+
+def _has_exited(pid: int) -> bool:
+    """Whether a child process has exited; its exit status stays available to `os.waitpid`."""
+    try:
+        return os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
+    except ChildProcessError:
+        return True
 
 
 def _exit_code(pid: int) -> int | None:

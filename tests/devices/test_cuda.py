@@ -127,7 +127,7 @@ class Gpu:
     def has_failed(self, command):
         return command == self.failed
 
-    def peer_died(self):
+    def has_peer_died(self):
         return self.is_dead
 
     def barrier(self, look=None):

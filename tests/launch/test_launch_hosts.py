@@ -108,7 +108,7 @@ def test_the_first_failure_of_another_host_comes_last(tmp_path):
 KINDS = {
     "supervisor": r"\S*python\S* -m synkhronos train",
     "rank 0": r"\S*python\S* -m synkhronos\.launch\.master",
-    "rank of another host": r"\S*python\S* -c .* started_anew\(\)",
+    "rank of another host": r"\S*python\S* -c .* run_spawned\(\)",
     "agent": r"\S*python\S* -c .*hosts\.agent import",
     "mpirun": r"\S*(mpirun|prterun) -",  # which Open MPI's becomes
     "what passes lines on": r"\S*python\S* -ISc .*os\.write",

@@ -68,8 +68,8 @@ def start_controller(
     hosts : Hosts or None
     """
     code = (
-        "from synkhronos.ranks.worker import end_with; "
-        f"end_with({os.getpid()}, True); from synkhronos.compat.platoon import program; program.main()"
+        "from synkhronos.ranks.child_process import exit_with_parent; "
+        f"exit_with_parent({os.getpid()}, True); from synkhronos.compat.platoon import program; program.main()"
     )
     package = str(Path(__file__).resolve().parents[3])  # children run this very library
     path = os.pathsep.join(filter(None, [package, os.environ.get("PYTHONPATH", "")]))

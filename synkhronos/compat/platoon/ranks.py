@@ -19,8 +19,8 @@ from synkhronos.compat.platoon.channel.sockets import POLL
 from synkhronos.compat.platoon.program import Hosts, run_file, start_controller
 from synkhronos.compat.platoon.util import EndOfBatches
 from synkhronos.ranks import WorkerError
+from synkhronos.ranks.child_process import exit_with_parent
 from synkhronos.ranks.errors import Cancelled, cause_of_death
-from synkhronos.ranks.worker import end_with
 from synkhronos.tasks import Worker, run
 from synkhronos.tasks.worker import get_rank
 
@@ -32,7 +32,7 @@ class ScriptError(Exception):
 def main() -> None:
     """Fork the ranks of a `WorkersPlan`, and run the worker's file on each; the process of worker 0."""
     plan = WorkersPlan(**json.loads(sys.argv[1]))
-    end_with(plan.controller, in_main_thread=True)
+    exit_with_parent(plan.controller, in_main_thread=True)
     on_gpu = plan.devices[0] != "cpu"
     hosts = [] if plan.hosts is None else [f"{name}:{len(each)}" for name, each in plan.hosts["devices"].items()]
     if on_gpu:

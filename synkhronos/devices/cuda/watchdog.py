@@ -176,7 +176,7 @@ class CollectiveWatchdog(PendingOperation):
     def finish(self) -> None:
         """Wait until the stream is idle, or a peer has exited."""
         self._staging.set_current()
-        while self._pending_command and not self.is_stream_idle() and not self._rank.peer_died():
+        while self._pending_command and not self.is_stream_idle() and not self._rank.has_peer_died():
             time.sleep(GPU_POLL_SECONDS)
 
     def end(self) -> None:
@@ -196,7 +196,7 @@ class CollectiveWatchdog(PendingOperation):
         failed, since, pause = 0, 0.0, PEER_POLL_SECONDS
         while not self._stop.wait(pause):
             command, pause = self._pending_command, PEER_POLL_SECONDS
-            has_peer_died = bool(command) and self._rank.peer_died()
+            has_peer_died = bool(command) and self._rank.has_peer_died()
             if not (has_peer_died or (command and self._rank.has_failed(command))):
                 failed = 0
                 continue

@@ -148,7 +148,7 @@ def at_fork(how: str, on: int = 2, fresh: bool = False) -> None:
     if how == "limit":
         _become_nobody()
     before = start()
-    real_fork, real_leave, real_start = os.fork, worker._detach_from_master, worker.start_anew
+    real_fork, real_leave, real_start = os.fork, worker._detach_from_master, worker.spawn_worker
     usual = resource.getrlimit(resource.RLIMIT_NPROC)
     forked: list[int] = []
 
@@ -175,7 +175,7 @@ def at_fork(how: str, on: int = 2, fresh: bool = False) -> None:
             tell("inside", pids={on: os.getpid()})
             hold("python")
 
-    def start_anew(*arguments: Any) -> int:
+    def spawn_worker(*arguments: Any) -> int:
         if len(forked) == 2 and how == "raise":
             raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))
         forked.append(real_start(*arguments))
@@ -184,11 +184,11 @@ def at_fork(how: str, on: int = 2, fresh: bool = False) -> None:
             hold("python")
         return forked[-1]
 
-    os.fork, worker._detach_from_master, worker.start_anew = fork, leave, start_anew
+    os.fork, worker._detach_from_master, worker.spawn_worker = fork, leave, spawn_worker
     if fresh:
         _need_fresh_processes()
     outcome = attempt(lambda: synk.fork(4, use_gpu=False))
-    os.fork, worker._detach_from_master, worker.start_anew = real_fork, real_leave, real_start
+    os.fork, worker._detach_from_master, worker.spawn_worker = real_fork, real_leave, real_start
     resource.setrlimit(resource.RLIMIT_NPROC, usual)
     tell("outcome", **outcome)
     tell("dead", before=before, after=footprint())

@@ -1,0 +1,94 @@
+"""Child processes that exit with their parent: their start, and the signals that they handle.
+
+Workers, loader processes and agents are such processes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import json
+import os
+import select
+import signal
+import sys
+import threading
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+#: Signals that a closed terminal or a scheduler sends to every process of a job.
+JOB_SIGNALS = {signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2}
+_PR_SET_PDEATHSIG = 1
+
+
+def spawn(
+    module: str,
+    function: str,
+    settings: Sequence[Any],
+    files: Sequence[int],
+    in_main_thread: bool,
+    environment: Mapping[str, str],
+) -> int:
+    """Start a new Python process that calls a function, and return its process id.
+
+    It inherits `sys.path`.  It starts with SIGINT and `JOB_SIGNALS` blocked; the function sets their handlers and
+    unblocks them.
+
+    Parameters
+    ----------
+    module, function : str
+    settings : sequence
+        Passed as JSON in ``sys.argv[2]``.
+    files : sequence of int
+        File descriptors to inherit.
+    in_main_thread : bool
+        Whether the kernel may kill the process when this thread ends.
+    environment : mapping
+    """
+    path = json.dumps([os.path.abspath(folder) for folder in sys.path])
+    code = "import json, os, sys; sys.path[:] = json.loads(sys.argv[1]); "
+    if in_main_thread:  # the parent may die during the imports, which take long
+        code += f"import ctypes; ctypes.CDLL(None).prctl({_PR_SET_PDEATHSIG}, {signal.SIGKILL:d}, 0, 0, 0); "
+    code += f"os.getppid() == {os.getpid()} or os._exit(1); "
+    code += f"from {module} import {function}; {function}()"
+    arguments = [sys.executable, "-c", code, path, json.dumps(settings)]
+    for file in files:
+        os.set_inheritable(file, True)
+    try:
+        return os.posix_spawn(sys.executable, arguments, environment, setsigmask={signal.SIGINT, *JOB_SIGNALS})
+    finally:
+        for file in files:
+            os.set_inheritable(file, False)
+
+
+def exit_with_parent(parent: int, in_main_thread: bool) -> None:
+    """Have this process killed when its parent dies, even in the middle of compiled code.
+
+    The kernel's signal is sent when the thread ends that started this process: too early if that is not the parent's
+    main thread.  Then a thread of this process watches instead, which cannot act while compiled code holds the GIL.
+
+    Parameters
+    ----------
+    parent : int
+        Process id of the parent, which may have exited already.
+    in_main_thread : bool
+        Whether the parent's main thread started this process.
+    """
+    if in_main_thread:
+        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    elif hasattr(os, "pidfd_open"):  # missing if Python was built on an old kernel
+        with contextlib.suppress(ProcessLookupError):
+            threading.Thread(target=_kill_after, args=(os.pidfd_open(parent),), daemon=True).start()
+    if os.getppid() != parent:  # it died before the call above
+        os._exit(1)
+
+
+def _kill_after(process: int) -> None:
+    select.select([process], [], [])
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def ignore_job_signals() -> None:
+    """Ignore `JOB_SIGNALS`: this process ends with its parent, which handles them."""
+    for number in JOB_SIGNALS:
+        signal.signal(number, signal.SIG_IGN)
