@@ -324,7 +324,7 @@ def list_test_files(*names: str) -> list[str]:
 
 
 #: What `test` runs on JAX arrays beside all tests on NumPy's: two minutes of it.
-IN_BRIEF = list_test_files("collectives", "jax", "modes", "rules", "timeline", "updates")
+IN_BRIEF = list_test_files("collectives", "jax", "lowering", "modes", "rules", "timeline", "updates")
 #: What `test --quick` runs, with PyTensor alone: what most changes break, in a minute.
 QUICK = list_test_files(
     *("layers", "rows", "reduce", "graphs", "data", "collectives", "tasks", "threads", "update_rule"),

@@ -11,7 +11,6 @@ import math
 import operator
 import os
 import pickle
-import re
 import signal
 import subprocess
 import sys
@@ -19,14 +18,11 @@ import textwrap
 import time
 import weakref
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from faults.harness import code_run_by
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from library import DEVICE, INTERPRETED, XLA, function, grad, read, shared
+from library import DEVICE, INTERPRETED, XLA, read, shared
 from library import tensor as T
 from system import lives
 
@@ -39,7 +35,6 @@ from synkhronos.engines.xla import Executable, FusedReduction, XlaEngine
 from synkhronos.function.program import PLAIN
 from synkhronos.graphs import library_of
 from synkhronos.launch.contract import group_variables
-from synkhronos.lowering import scatter
 from synkhronos.ranks import Command
 from synkhronos.ranks.interrupts import defer_signals
 from synkhronos.training import make_train_function, make_train_function_serial
@@ -936,51 +931,6 @@ def test_variables_may_change_places(fork):
 # -- dtypes ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("rows", [100, 1000])
-def test_a_range_may_be_longer_than_its_bounds_have_bits(fork, rows):
-    # PyTensor 3.0 keeps the 0 of a range in eight bits, and had NumPy subtract it from the number of rows.
-    fork(2)
-    x, y = T.dmatrix("x"), T.lvector("y")
-    f = synk.function([x, y], (x[T.arange(y.shape[0]), y], "gather"))
-    values, columns = np.random.default_rng(0).normal(size=(2 * rows, 3)), np.arange(2 * rows) % 3
-    np.testing.assert_array_equal(f(values, columns), values[np.arange(2 * rows), columns])
-
-
-@pytest.mark.parametrize(
-    ("bounds", "dtype", "expected"),
-    [
-        (lambda n: (n, -1, -1), "int64", [3, 2, 1, 0]),
-        (lambda n: (n, -1, -1), "uint8", [3, 2, 1, 0]),  # the step is none of the dtype's
-        (lambda n: (n, 5.5), "float64", [3.0, 4.0, 5.0]),
-        (lambda n: (0, n, 0.5), "float64", [0, 0.5, 1, 1.5, 2, 2.5]),
-        (lambda n: (0, n, 2), "int32", [0, 2]),
-    ],
-)
-def test_ranges_are_what_numpys_are(fork, bounds, dtype, expected):
-    fork(2)
-    x = T.dvector("x")
-    f = synk.function([x], (T.arange(*bounds(x.shape[0]), dtype=dtype), None))
-    result = f(np.zeros(6))
-    assert result.dtype == dtype and np.asarray(result).tolist() == expected
-
-
-def test_what_is_float32_is_computed_in_float32(fork):
-    # JAX's own promotions make float64 of a float32 divided by an integer.
-    fork(2)
-    x, y = T.fmatrix("x"), T.fvector("y")
-    w = shared(np.zeros(3, "float32"), "w")
-    loss = ((T.dot(x, w) - y) ** 2).mean()
-    gradient = grad(loss, w)
-    f = synk.function([x, y], [loss, (gradient, "avg")], updates=[(w, w - np.float32(0.1) * gradient)])
-    value = np.ones((4, 3), "float32")
-    for result in f(value, value[:, 0]):
-        assert result.dtype == "float32"
-    assert w.get_value().dtype == "float32" and synk.get_value(1, w).dtype == "float32"
-    run = f._program.compiled[PLAIN].runner
-    text = run._run.lower(*run._get_arguments((value[:2], value[:2, 0]))).as_text()
-    assert "xf32>" in text and not re.search(r"xf64>", text)  # but for numbers: counts of rows
-
-
 @pytest.mark.parametrize("dtype", ["float16", "float32", "float64", "complex64", "int8", "uint16", "int64", "bool"])
 def test_shared_variables_keep_their_dtype(fork, dtype):
     fork(2)
@@ -1260,104 +1210,6 @@ def alarms():
     signal.signal(signal.SIGALRM, before)
 
 
-# -- lengths that follow from integers -------------------------------------------------------------------------
-
-
-@pytest.fixture
-def table():
-    return np.random.default_rng(0).normal(size=(25, 3))
-
-
-def test_rows_by_a_symbolic_index(fork, table):
-    fork(2)
-    x, i, rows = shared(table, "x"), T.lscalar("i"), T.dmatrix("rows")
-    w = shared(np.zeros(3), "w")
-    updates = [(w, w + rows.sum(axis=0))]
-    f = synk.function([], [(rows, None), (rows.shape[0], "sum")], [i], updates, {rows: x[i * 10 : (i + 1) * 10]})
-    total = 0
-    for index in (0, 1, 2, 1):
-        part = table[index * 10 : (index + 1) * 10]
-        result, count = f(index)
-        np.testing.assert_array_equal(result, part)
-        assert int(count) == 2 * len(part)
-        total = total + part.sum(axis=0)
-    for rank in range(2):
-        np.testing.assert_allclose(synk.get_value(rank, w), total)
-    # All full batches are one launch, the last is another.
-    assert f._program.compiled[PLAIN].runner._run._cache_size() == 2
-    np.testing.assert_array_equal(f.as_theano(2)[0], table[20:])
-
-
-def test_rows_by_an_index_beside_scattered_rows(fork, table):
-    fork(2)
-    x, i, y = shared(table, "x"), T.iscalar("i"), T.dvector("y")
-    f = synk.function([y], (y + x[i : i + 3, 0].sum(), "gather"), [i])
-    for index in (4, 24):
-        np.testing.assert_allclose(f(np.arange(5.0), index), np.arange(5.0) + table[index : index + 3, 0].sum())
-
-
-def test_what_an_index_was_is_kept_for_the_launch(fork, table):
-    fork(2)
-    x, i = shared(table, "x"), T.lscalar("i")
-    f = synk.function([], (x[i : i + 2], None), [i])
-    index = synk.data(np.asarray(0))
-    results = []
-    for k in range(20):
-        index[...] = k
-        results.append(f(index))
-    for k, result in enumerate(results):
-        np.testing.assert_array_equal(result, table[k : k + 2])
-
-
-def test_a_shared_counter_picks_rows(fork, table):
-    fork(2)
-    x, i = shared(table, "x"), shared(np.int64(0), "i")
-    f = synk.function([], (x[i * 10 : (i + 1) * 10], None), updates=[(i, i + 1, None)])
-    for part in (table[:10], table[10:20], table[20:], table[30:]):
-        np.testing.assert_array_equal(f(), part)
-
-
-def test_lengths_are_given(fork):
-    fork(2)
-    n = T.iscalar("n")
-    f = synk.function([], (T.arange(n) * 2.0, None), [n])
-    for k in (3, 5, 0):
-        np.testing.assert_array_equal(f(k), 2.0 * np.arange(k))
-
-
-def test_as_many_are_drawn_as_there_are_rows(fork, table):
-    fork(2)
-    x, i = shared(table, "x"), T.lscalar("i")
-    rows = x[i * 10 : (i + 1) * 10]
-    drawn = T.random.RandomStream(1).uniform(size=rows.shape)
-    f = synk.function([], (drawn, "gather"), [i])
-    assert np.asarray(f(0)).shape == (20, 3) and np.asarray(f(2)).shape == (10, 3)
-    assert len(np.unique(np.asarray(f(1)))) == 60
-
-
-def test_a_training_function_whose_counter_picks_rows(fork, table):
-    fork(2)
-    x, y, i = T.dvector("x"), T.dvector("y"), shared(np.int64(0), "i")
-    w = shared(np.zeros(3), "w")
-    loss = ((T.dot(shared(table)[i * 10 : (i + 1) * 10], w) - y.mean()) ** 2).mean() + 0 * x.sum()
-    train = make_train_function(loss, [w], x, y, sgd, extra_updates=[(i, i + 1)], learning_rate=0.1)
-    expected = np.zeros(3)
-    for index in range(3):
-        train(np.zeros(4), np.ones(4))
-        rows = table[index * 10 : (index + 1) * 10]
-        expected -= 0.1 * 2 / len(rows) * rows.T @ (rows @ expected - 1)
-    np.testing.assert_allclose(w.get_value(), expected)
-    assert int(i.get_value()) == 3
-
-
-def test_a_length_that_an_array_decides_is_refused(fork):
-    fork(2)
-    x = T.dvector("x")
-    f = synk.function([x], (x[: x.argmax()], None))
-    with pytest.raises(NotImplementedError, match="length of a slice depends on what arrays hold"):
-        f(np.ones(4))
-
-
 class Draws:
     """A class of the launcher, whose functions it has compiled by itself; all ranks give the same seed."""
 
@@ -1393,36 +1245,3 @@ def test_what_was_written_in_place_is_another_array_in_the_same_memory():
         written = JAX.refresh(array, is_there)
         # What JAX has read of the old one it would not read again.
         assert written is not array and JAX.pointer(written) == at
-
-
-# -- many numbers into few places ------------------------------------------------------------------------------
-
-
-@settings(max_examples=8, deadline=None)  # XLA compiles for each
-@given(
-    st.integers(1, 9), st.lists(st.integers(1, 3), max_size=2), st.integers(0, 60), st.integers(2, 40), st.integers(0)
-)
-def test_adding_into_copies_of_places_is_adding_into_places(places, rest, rows, n_copies, seed):
-    rng = np.random.default_rng(seed)
-    x, y = rng.normal(size=(places, *rest)), rng.normal(size=(rows, *rest))
-    index = rng.integers(-places, places, rows).astype(rng.choice(["int8", "int32", "int64"]))
-    expected = x.copy()
-    np.add.at(expected, index, y)
-    np.testing.assert_allclose(scatter.add_rows(x, y, index, n_copies), expected, atol=1e-9)
-    # As JAX does, and no other way: out of bounds is nowhere.
-    np.testing.assert_array_equal(scatter.add_rows(x, y, np.full(rows, places), n_copies), x)
-
-
-def test_what_many_rows_add_to_few_effects_is_added_into_copies_on_a_gpu(fork, monkeypatch):
-    fork(1)
-    rng = np.random.default_rng(0)
-    effects, index, weights = T.dvector("effects"), T.lvector("index"), T.dvector("weights")
-    gradient = grad((T.exp(effects[index]) * weights).sum(), effects)
-    inputs = [rng.normal(size=5), rng.integers(-5, 5, 20_000), rng.normal(size=20_000)]
-    expected = function([effects, index, weights], gradient)(*inputs)
-    add_rows, taken = scatter.add_rows, []
-    monkeypatch.setattr(scatter, "JAX", SimpleNamespace(is_on_gpu=True))
-    monkeypatch.setattr(scatter, "add_rows", lambda *given: (taken.append(given[-1]), add_rows(*given))[1])
-    result = synk.function([index, weights], (gradient, "sum"), bcast_inputs=[effects])(*inputs[1:], inputs[0])
-    np.testing.assert_allclose(result, expected, rtol=1e-9)
-    assert taken == [15]
