@@ -100,8 +100,8 @@ class Copies:
         self.values = [library.get(shared) for library, shared in zip(self.libraries, self.shareds, strict=True)]
         mine = tuple([(value.shape, value.dtype, array_device(value).name) for value in self.values])
         communicator = rank.device.get_communicator(rank)
-        exchange = rank.exchange if is_changed else rank.exchange_cached
-        by_rank = tuple(exchange((mine, communicator.epoch)))
+        all_gather = rank.all_gather if is_changed else rank.all_gather_cached
+        by_rank = tuple(all_gather((mine, communicator.epoch)))
         plans = rank.registry.get(_TransferPlans)
         plan = plans.get((by_rank, nccl))
         if plan is None:
@@ -366,7 +366,7 @@ class Reduce(Command):
         plans = rank.registry.get(_AllReducePlans)
         last, is_changed = plans.get(self), False
         if last is not None and last.is_valid(rank):
-            if rank.agree(last.digest):
+            if rank.is_same_on_all(last.digest):
                 return last
             is_changed = True
         copies = self._exchange_layouts(rank, is_changed)
@@ -405,7 +405,7 @@ class AllReducePlan(NamedTuple):
     epoch : int
         Number of the device's connection.
     digest : bytes
-        Digest of all of it.  Each rank on which the plan is still valid passes it to `Rank.agree`.
+        Digest of all of it.  Each rank on which the plan is still valid passes it to `Rank.is_same_on_all`.
     """
 
     variables: list[tuple[Any, Any, Device, ArrayLayout]]
@@ -490,7 +490,7 @@ class GetStreams(Command):
     def run(self, rank: Rank) -> Any:
         """Return for each rank the state of each variable."""
         shareds = [get_object(rank, key) for key in self.keys]
-        return rank.exchange([library_of(shared).copy_generator(shared) for shared in shareds])
+        return rank.all_gather([library_of(shared).copy_generator(shared) for shared in shareds])
 
 
 @dataclass(frozen=True, slots=True)

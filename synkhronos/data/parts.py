@@ -268,7 +268,7 @@ class _LoadRows(Command):
             if rank.number == here.start:
                 file = files.enter_context(create_unlinked(nbytes, [allocated]))
                 descriptor = os.getpid(), file.fileno()
-            pid, number = rank.exchange(descriptor)[here.start]
+            pid, number = rank.all_gather(descriptor)[here.start]
             if rank.number != here.start:
                 file = files.enter_context(io.FileIO(f"/proc/{pid}/fd/{number}", "r+"))
             segment = Segment(self.key, file.fileno(), nbytes, here=allocated)
@@ -291,7 +291,7 @@ class _LoadRows(Command):
 
     def _agree(self, rank: Rank, rows: np.ndarray | None) -> tuple[tuple[int, ...], str]:
         """Return a row's shape and the dtype; raise ValueError if they differ between ranks."""
-        by_rank = rank.exchange(None if rows is None else (rows.shape[1:], rows.dtype.str))
+        by_rank = rank.all_gather(None if rows is None else (rows.shape[1:], rows.dtype.str))
         first: tuple[tuple[int, ...], str] = by_rank[0]  # rank 0 always has rows
         for r, other in enumerate(by_rank):
             if other not in (None, first):

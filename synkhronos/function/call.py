@@ -277,7 +277,7 @@ class RankCall:
                 rows = range(min(lengths))[selected]
         except IndexError as error:
             problem = f"{error} on rank {self._rank.number}"
-        problems = [p for p in self._rank.exchange_cached(problem) if p is not None]
+        problems = [p for p in self._rank.all_gather_cached(problem) if p is not None]
         if problems or rows is None:
             raise IndexError(problems[0]) if self._rank.is_master else Cancelled
         return rows

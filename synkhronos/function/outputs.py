@@ -284,7 +284,7 @@ def _reduce_arrays(rank: Rank, mine: RankOutputs) -> Any:
     """Reduce outputs of any shape: all ranks exchange the layouts, and large arrays are streamed."""
     host = [None if op.name is None else np.asarray(v) for v, op in zip(mine.values, mine.spec.ops, strict=False)]
     own: Any = (mine.n_rows, [_pack_array(value) for value in host] if mine.n_rows else [])
-    by_rank = rank.exchange(own) if rank.size > 1 else [own]
+    by_rank = rank.all_gather(own) if rank.size > 1 else [own]
     contributors = [r for r, (n_rows, _) in enumerate(by_rank) if n_rows]
     if not contributors:
         return _reduce_values(mine, by_rank) if rank.is_master else None

@@ -213,7 +213,7 @@ class ReceiveObjects(Command):
             importlib.invalidate_caches()
         if self.code:
             outdated = () if rank.is_master else find_outdated_modules(self.code)
-            outdated_anywhere = set().union(*rank.exchange_cached(outdated))
+            outdated_anywhere = set().union(*rank.all_gather_cached(outdated))
             if outdated_anywhere:
                 return outdated_anywhere
         if rank.is_master:

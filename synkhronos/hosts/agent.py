@@ -61,7 +61,7 @@ from synkhronos.hosts.names import describe_host, number_ranks
 from synkhronos.hosts.page_table import PAGE, PageTable, find_pages, put_pages, take_pages
 from synkhronos.hosts.pipes import FRAME, NEWS, PipeLayout
 from synkhronos.hosts.task import TaskAgent
-from synkhronos.ranks.agreement import StepTally, close_command
+from synkhronos.ranks.agreement import StepTally, record_common_step
 from synkhronos.ranks.child_process import ignore_job_signals
 from synkhronos.ranks.control import FOR_COMMAND, FOR_JOIN, FOR_STEP, SLOT, SPIN, Control
 from synkhronos.ranks.errors import cause_of_death
@@ -194,7 +194,7 @@ class Agent:
             self._send_step(step)
         if sends_failed:
             self._mail.send_all(self._mail.others, FAILED, failed)
-            self._close_commands()
+            self._decide_commands()
         news |= sends_step or sends_failed
         if not self._is_first:
             news |= self._send_done(done)
@@ -366,12 +366,12 @@ class Agent:
         if number > words[Control.FAILED]:
             words[Control.FAILED] = number
             self._control.ring_all()
-        self._close_commands()
+        self._decide_commands()
 
-    def _close_commands(self) -> None:
-        """Close the failed commands that all hosts have reported."""
-        for number, step in self._tally.take_closed():
-            close_command(self._control.words, number, step)
+    def _decide_commands(self) -> None:
+        """Record the last common step of failed commands that all hosts have reported."""
+        for number, step in self._tally.take_decided():
+            record_common_step(self._control.words, number, step)
             self._control.ring_here(FOR_STEP)
 
     def _on_done(

@@ -306,7 +306,9 @@ class Bridge:
 
     def try_acquire(self, lock: int, rank: int) -> int | None:
         """Acquire a lock of this host for a rank of another host; return its turn, or None if it is not free."""
-        if self._owners[lock] != self._memory.agent_owner and not self._memory.get_mutex(self._segment, lock).take(0):
+        if self._owners[lock] != self._memory.agent_owner and not self._memory.get_semaphore(
+            self._segment, lock
+        ).acquire(0):
             return None
         self._owners[lock] = rank + 1
         turn = self._turns[lock]
@@ -316,7 +318,7 @@ class Bridge:
     def release(self, lock: int) -> None:
         """Release a lock of this host that a rank of another host held."""
         self._owners[lock] = 0
-        self._memory.get_mutex(self._segment, lock).ring()
+        self._memory.get_semaphore(self._segment, lock).release()
 
     def _ring(self, source: int, target: int) -> memoryview:
         return self._memory.view_channel(self._segment, source, target)

@@ -28,7 +28,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from synkhronos.devices import Selection
-from synkhronos.ranks.control import POLL, Bell
+from synkhronos.ranks.control import POLL, Semaphore
 from synkhronos.ranks.errors import UNKNOWN, cause_of_death, shorten
 
 #: Status of a row, one byte: not readable, or read.
@@ -190,7 +190,7 @@ class Ring:
         self._filled, self._failed, self._sleeping, self._skipped, self._freed, self.unit_lengths = fields
         self.row_status = memory[layout.status_offset : layout.nbytes].reshape(slots, unit_rows)
         self._bells = [
-            Bell(memory, layout.bells_offset + i * _BELL_NBYTES, initialised) for i in range(consumers + loaders)
+            Semaphore(memory, layout.bells_offset + i * _BELL_NBYTES, initialised) for i in range(consumers + loaders)
         ]
         self._fence_lock = threading.Lock()
 
@@ -234,7 +234,7 @@ class Ring:
         self._fence()
         for i in processes:
             if self._sleeping[i]:
-                self._bells[i].ring()
+                self._bells[i].release()
 
     def _fence(self) -> None:
         """Make this process's writes visible before its next reads: see `synkhronos.ranks.control.Control.fence`."""

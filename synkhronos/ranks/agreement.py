@@ -3,7 +3,7 @@
 A collective on GPUs that one rank does not start never ends for the others, so all must cancel it; one that all ranks
 have started completes, so none may cancel it.  When a command fails, the ranks therefore need the same answer to "up
 to which step had all of us arrived?", although they see the failure at different times.  The answer is written once;
-the command is then *closed*.
+the command is then *decided*.
 
 *On one machine* ranks see each other's counters.  A rank that fails marks the command as failed, reads the counters
 and writes the answer, unless another rank has.
@@ -15,17 +15,17 @@ have reached, and reports nothing more for a command once it is known to have fa
     open ──┬── all its ranks have reached a step ───────>  STEP, at each step
            └── a rank of it has failed,
                or another host has sent FAILED ─────────>  FAILED, once, and no STEP of this command after it
-    closed ─── all hosts have sent FAILED ──────────────>  nothing: the answer is the minimum of all last STEPs
+    decided ── all hosts have sent FAILED ──────────────>  nothing: the answer is the minimum of all last STEPs
 
 Messages of a host arrive in order.  So once all hosts have sent FAILED, each host knows the same last STEP of every
 host.  No rank takes part: one that computes for minutes delays nobody.  A host that stops sending is lost, and all
 workers with it.
 
-Two invariants make this correct.  Whoever closes a command (a failing rank, an agent) reads the counters *after* the
-failure was marked; a rank looks for the mark *after* it has written that it arrived.  So a rank that sees all ranks
-arrived and no failure has been seen by whoever closes, too: it passes a step only if the answer includes that step.
-And a host starts the next command only when the last one is closed there: every other host has sent FAILED before it
-receives that command.
+Two invariants make this correct.  The process that decides (a failing rank, an agent) reads the counters *after* the
+failure was marked; a rank looks for the mark *after* it has written that it arrived.  So if a rank sees all ranks
+arrived and no failure, the deciding process sees them arrived, too: a rank passes a step only if the answer includes
+that step.  And a host starts the next command only when the last one is decided there: every other host has sent FAILED
+before it receives that command.
 
 `tests/ranks/test_agreement.py` explores all interleavings.
 """
@@ -42,17 +42,17 @@ from synkhronos.ranks.control import Control
 STEP_BITS = 24
 
 
-def close_command(words: Any, command: int, step: int) -> None:
+def record_common_step(words: Any, command: int, step: int) -> None:
     """Record the last step that all ranks reached in a failed command.
 
     There is one word for this command and one for the next: a rank has finished with it before a third is posted.
     """
-    words[Control.CLOSED + (command & 1)] = max(step, command << STEP_BITS)
+    words[Control.COMMON_STEP + (command & 1)] = max(step, command << STEP_BITS)
 
 
 def last_common_step(words: Any, command: int) -> int | None:
-    """Return the last step that all ranks reached in a failed command; None until the command is closed."""
-    step: int = words[Control.CLOSED + (command & 1)]
+    """Return the last step that all ranks reached in a failed command; None until the command is decided."""
+    step: int = words[Control.COMMON_STEP + (command & 1)]
     return step if step >> STEP_BITS == command else None
 
 
@@ -70,7 +70,7 @@ class StepTally:
     steps : list of int
         Last reported step of each host.
     failures : list of deque of (int, int)
-        Failed commands of each host that are not closed, each with the last step reported before.
+        Failed commands of each host that are not decided, each with the last step reported before.
     failed : int
         Last failed command that this host has reported.
     """
@@ -113,11 +113,11 @@ class StepTally:
         """Record a host's FAILED."""
         self.failures[host].append((command, self.steps[host]))
 
-    def take_closed(self) -> Sequence[tuple[int, int]]:
-        """Return the commands closed since the last call, each with the last step that all ranks reached."""
-        closed = []
+    def take_decided(self) -> Sequence[tuple[int, int]]:
+        """Return the commands decided since the last call, each with the last step that all ranks reached."""
+        decided = []
         while all(self.failures):
-            of_all = [each.popleft() for each in self.failures]
-            (command,) = {command for command, _ in of_all}
-            closed.append((command, min(step for _, step in of_all)))
-        return closed
+            failures = [reported.popleft() for reported in self.failures]
+            (command,) = {command for command, _ in failures}
+            decided.append((command, min(step for _, step in failures)))
+        return decided

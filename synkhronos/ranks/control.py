@@ -42,20 +42,20 @@ SPIN = 250e-6
 #: Reasons for which a rank sleeps; a writer rings the ranks that sleep for its reason.
 AWAKE, FOR_COMMAND, FOR_STEP, FOR_JOIN, FOR_TASK = range(5)
 
-_FIXED = 10  # words before the counters of the ranks
-_BELL = 64  # bytes for a semaphore: more than any system's takes, and a cache line
+_N_WORDS = 10  # words before the counters of the ranks
+_SEMAPHORE = 64  # bytes for a semaphore: more than any system's takes, and a cache line
 
 
-def _places(size: int, n_here: int, extra: int) -> tuple[int, int, int, int, int]:
-    """Return the offsets of the mailbox, scratch memory, bells, the link's memory, and slots."""
-    mailbox_at = _paged((_FIXED + 7 * size) * 8)
-    scratch_at = mailbox_at + MAILBOX
-    bells_at = scratch_at + 2 * n_here * SCRATCH
-    extra_at = bells_at + (size + 1) * _BELL
-    return mailbox_at, scratch_at, bells_at, extra_at, _paged(extra_at + extra)
+def _compute_offsets(size: int, n_here: int, extra: int) -> tuple[int, int, int, int, int]:
+    """Return the offsets of the mailbox, scratch memory, semaphores, the link's memory, and slots."""
+    mailbox = _round_to_pages((_N_WORDS + 7 * size) * 8)
+    scratch = mailbox + MAILBOX
+    semaphores = scratch + 2 * n_here * SCRATCH
+    link = semaphores + (size + 1) * _SEMAPHORE
+    return mailbox, scratch, semaphores, link, _round_to_pages(link + extra)
 
 
-def _paged(nbytes: int) -> int:
+def _round_to_pages(nbytes: int) -> int:
     return -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
 
 
@@ -70,7 +70,7 @@ class Control:
         Seconds for which to spin on a counter before sleeping.
     file : int, optional
         File descriptor of shared memory to use, for processes that do not inherit this one's.
-    made : bool
+    initialised : bool
         Whether another process has initialised that memory.
     here : range, optional
         Ranks of this machine; the agents of `synkhronos.hosts` write the counters of the others.  Default: all.
@@ -81,7 +81,7 @@ class Control:
     ----------
     words : memoryview of uint64
         Single words, indexed by the constants of this class: the last command posted, the last that failed, the length
-        of the message in the mailbox, and others.  `CLOSED` and the next word belong to `agreement`.
+        of the message in the mailbox, and others.  `COMMON_STEP` and the next word belong to `agreement`.
     done : memoryview of uint64
         Last command that each rank has finished.
     arrived : memoryview of uint64
@@ -96,43 +96,44 @@ class Control:
         Last command whose effect each rank has applied.
     progress : memoryview of uint64
         Time of each rank's last sign of progress, in nanoseconds of the monotonic clock.
+    deciding : Semaphore
+        Lock of the rank that decides a failed command: see `agreement`.
     """
 
-    POSTED, FAILED, LENGTH, ANNOUNCED, PLAN, ENDING, NEWS, SENT, CLOSED = range(9)
+    POSTED, FAILED, LENGTH, ANNOUNCED, PLAN, ENDING, NEWS, SENT, COMMON_STEP = range(9)
 
     def __init__(
         self,
         size: int,
         spin: float,
         file: int = -1,
-        made: bool = False,
+        initialised: bool = False,
         here: range | None = None,
         extra: int = 0,
     ):
         self.size = size
         self.here = range(size) if here is None else here
         self.spin = spin
-        n_words = _FIXED + 7 * size
-        places = _places(size, len(self.here), extra)
-        mailbox_at, self._scratch_at, bells_at, extra_at, self._slots_at = places
-        nbytes = self._slots_at + 3 * size * SLOT
+        n_words = _N_WORDS + 7 * size
+        mailbox, self._scratch_at, semaphores, link, slots = _compute_offsets(size, len(self.here), extra)
+        nbytes = slots + 3 * size * SLOT
         self._memory = mmap.mmap(-1, nbytes) if file < 0 else map_file(file, nbytes)
-        self.words = memoryview(self._memory)[: n_words * 8].cast("Q")
+        memory = memoryview(self._memory)
+        self.words = memory[: n_words * 8].cast("Q")
         self.done, self.arrived, self.sleeping, self.report_length, self.core, self.committed, self.progress = (
-            self.words[_FIXED + i * size : _FIXED + (i + 1) * size] for i in range(7)
+            self.words[_N_WORDS + i * size : _N_WORDS + (i + 1) * size] for i in range(7)
         )
-        self.mailbox = memoryview(self._memory)[mailbox_at : mailbox_at + MAILBOX]
-        self.extra = memoryview(self._memory)[extra_at : extra_at + extra]
-        self._bells = [Bell(self._memory, bells_at + rank * _BELL, made) for rank in range(size)]
-        #: Its owner may close a failed command: see `agreement`.
-        self.closing = Mutex(self._memory, bells_at + size * _BELL, made)
-        if not made:
-            self.closing.ring()
+        self.mailbox = memory[mailbox : mailbox + MAILBOX]
+        self.extra = memory[link : link + extra]
+        *self._bells, self.deciding = (
+            Semaphore(self._memory, semaphores + i * _SEMAPHORE, initialised) for i in range(size + 1)
+        )
+        if not initialised:
+            self.deciding.release()
         self._fence_lock = threading.Lock()
         # The slots of this machine's ranks come first.
-        starts = [self._slots_at + 3 * ((rank - self.here.start) % size) * SLOT for rank in range(size)]
-        whole = memoryview(self._memory)
-        self._slots = [[whole[at + i * SLOT : at + (i + 1) * SLOT] for i in range(3)] for at in starts]
+        starts = [slots + 3 * ((rank - self.here.start) % size) * SLOT for rank in range(size)]
+        self._slots = [[memory[at + i * SLOT : at + (i + 1) * SLOT] for i in range(3)] for at in starts]
 
     @staticmethod
     def create(size: int, n_here: int, extra: int = 0) -> io.FileIO:
@@ -140,8 +141,8 @@ class Control:
 
         One page of each slot of the others is allocated: values that ranks publish are rarely longer.
         """
-        slots_at = _places(size, n_here, extra)[-1]
-        others = range(slots_at + 3 * n_here * SLOT, slots_at + 3 * size * SLOT, SLOT)
+        slots = _compute_offsets(size, n_here, extra)[-1]
+        others = range(slots + 3 * n_here * SLOT, slots + 3 * size * SLOT, SLOT)
         return create_unlinked(others.stop, [range(others.start), *(range(at, at + mmap.PAGESIZE) for at in others)])
 
     def slot(self, rank: int, which: int) -> memoryview:
@@ -174,7 +175,7 @@ class Control:
     def ring(self, rank: int, reason: int) -> None:
         """Wake a rank if it sleeps for this reason.  Call `fence` between the write and this."""
         if self.sleeping[rank] == reason:
-            self._bells[rank].ring()
+            self._bells[rank].release()
 
     def ring_here(self, reason: int) -> None:
         """Wake the ranks of this machine that sleep for this reason; call it after the write that they wait for."""
@@ -187,7 +188,7 @@ class Control:
         self.fence()
         for rank in range(self.size):
             if self.sleeping[rank] != AWAKE:
-                self._bells[rank].ring()
+                self._bells[rank].release()
 
     def wait(self, me: int, ready: Callable[[], bool], reason: int, watch: Callable[[], None], poll: float) -> None:
         """Wait until a condition on the counters holds.
@@ -266,47 +267,39 @@ class _Timespec(ctypes.Structure):
     _fields_ = [("seconds", ctypes.c_long), ("ns", ctypes.c_long)]
 
 
-class Bell:
-    """An unnamed semaphore in shared memory, on which one process sleeps.
+class Semaphore:
+    """An unnamed semaphore in shared memory: a rank's bell, or a lock between processes, which starts locked.
 
     A named semaphore would leave its name behind if the process were killed before it is unlinked.
 
     Parameters
     ----------
     memory : buffer
-    at : int
-        Offset in bytes.
-    made : bool
+    offset : int
+        First byte in the memory.
+    initialised : bool
         Whether another process has initialised it.
     """
 
-    def __init__(self, memory: Any, at: int, made: bool):
-        self._memory = (ctypes.c_char * _BELL).from_buffer(memory, at)  # a reference keeps the memory mapped
+    def __init__(self, memory: Any, offset: int, initialised: bool):
+        self._memory = (ctypes.c_char * _SEMAPHORE).from_buffer(memory, offset)  # this reference keeps it mapped
         self._semaphore = ctypes.c_void_p(ctypes.addressof(self._memory))
         self._deadline = _Timespec()
         self._until = ctypes.byref(self._deadline)
-        if not made and _libc.sem_init(self._semaphore, 1, 0):
+        if not initialised and _libc.sem_init(self._semaphore, 1, 0):
             raise OSError(ctypes.get_errno(), "a semaphore could not be initialised")
 
-    def ring(self) -> None:
-        """Wake the process that waits, or the next one that does."""
+    def release(self) -> None:
+        """Increment the semaphore: wake the process that waits, or the next one that does."""
         _libc.sem_post(self._semaphore)
 
-    def wait(self, seconds: float) -> bool:
-        """Wait for a ring, or for a signal handler to run; return False after ``seconds`` without either."""
-        return not (self._wait(seconds) and ctypes.get_errno() == errno.ETIMEDOUT)
-
-    def _wait(self, seconds: float) -> int:
-        """Return 0 once the semaphore has been decremented."""
+    def acquire(self, seconds: float) -> bool:
+        """Decrement the semaphore; return False if it is zero for ``seconds``, or a signal handler runs."""
         deadline, until = self._deadline, time.clock_gettime(_CLOCK) + seconds
         deadline.seconds = whole = int(until)
         deadline.ns = int((until - whole) * 1e9)
-        return int(_sem_wait(self._semaphore, _CLOCK, self._until))
+        return not _sem_wait(self._semaphore, _CLOCK, self._until)
 
-
-class Mutex(Bell):
-    """A lock between processes, released by `ring`; it starts locked."""
-
-    def take(self, seconds: float) -> bool:
-        """Acquire the lock; return False if it is not free within ``seconds``."""
-        return self._wait(seconds) == 0
+    def wait(self, seconds: float) -> bool:
+        """Decrement the semaphore, or wait for a signal handler to run; return False after ``seconds``."""
+        return self.acquire(seconds) or ctypes.get_errno() != errno.ETIMEDOUT

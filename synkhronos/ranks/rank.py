@@ -15,7 +15,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Iterator
 from typing import Any
 
-from synkhronos.ranks.agreement import STEP_BITS, close_command, last_common_step
+from synkhronos.ranks.agreement import STEP_BITS, last_common_step, record_common_step
 from synkhronos.ranks.control import FOR_STEP, POLL, SLOT, Control
 from synkhronos.ranks.errors import Cancelled
 from synkhronos.ranks.interrupts import defer_signals
@@ -29,11 +29,11 @@ _log = logging.getLogger("synkhronos")
 _STEP_MASK = (1 << STEP_BITS) - 1
 
 
-#: Maximal number of values whose pickled bytes `Rank.exchange_cached` keeps.
+#: Maximal number of values whose pickled bytes `Rank.all_gather_cached` keeps.
 _KNOWN = 64
 #: Header of a slot: number of bytes of the whole message, and the step for which it was written.
 HEAD = struct.Struct("=QQ")
-#: Number of bytes that one `Rank.gather`, or one round of `Rank.exchange`, transports.
+#: Number of bytes that one `Rank.gather`, or one round of `Rank.all_gather`, transports.
 ROOM = SLOT - HEAD.size
 
 
@@ -122,7 +122,7 @@ class Rank:
         self.root = root
         self.is_master = number == root
         self.control = control
-        #: Whether there are ranks on other machines; their agents then close failed commands.
+        #: Whether there are ranks on other machines; their agents then decide failed commands.
         self.spans_hosts = len(control.here) < control.size
         self.watch = watch
         self.threads = threads
@@ -150,7 +150,7 @@ class Rank:
         failed = self.control.words[Control.FAILED]
         if not 0 < self.command <= failed:
             return
-        self._wait_until_closed(failed)  # it may be the next one, which is closed after this one
+        self._wait_until_decided(failed)  # it may be the next one, which is decided after this one
         if self.last_common_step(self.command) is None:
             return
         for one in self.pending:
@@ -218,11 +218,11 @@ class Rank:
         with defer_signals():  # peers wait for all of it once the first line is done
             words[Control.FAILED] = command
             control.fence()
-            # One of the ranks that fail at the same time closes the command; on several hosts the agents do.
-            if not self.spans_hosts and control.closing.take(0):
+            # One of the ranks that fail at the same time decides the command; on several hosts the agents do.
+            if not self.spans_hosts and control.deciding.acquire(0):
                 if last_common_step(words, command) is None:
-                    close_command(words, command, min(control.arrived))
-                control.closing.ring()
+                    record_common_step(words, command, min(control.arrived))
+                control.deciding.release()
             control.ring_all()
 
     @property
@@ -231,29 +231,29 @@ class Rank:
         return self._step + 1
 
     def last_common_step(self, command: int) -> int | None:
-        """Return the last step that all ranks reached in a failed command; None until it is closed."""
+        """Return the last step that all ranks reached in a failed command; None until it is decided."""
         return last_common_step(self.control.words, command)
 
     def have_all_reached(self, step: int) -> bool:
         """Whether all ranks had reached a step of this failed command; the answer is the same on all ranks."""
-        self._wait_until_closed(self.command)
+        self._wait_until_decided(self.command)
         return (self.last_common_step(self.command) or 0) >= step
 
-    def _wait_until_closed(self, command: int) -> None:
+    def _wait_until_decided(self, command: int) -> None:
         words = self.control.words
         self.control.wait(self.number, lambda: last_common_step(words, command) is not None, FOR_STEP, self.watch, POLL)
 
-    def exchange(self, value: Any) -> list[Any]:
+    def all_gather(self, value: Any) -> list[Any]:
         """All-gather a picklable value: return every rank's value, in rank order."""
         payload = pickle.dumps(value, pickle.HIGHEST_PROTOCOL)
-        return [pickle.loads(whole) for whole in self.exchange_bytes(payload)]
+        return [pickle.loads(whole) for whole in self.all_gather_bytes(payload)]
 
-    def exchange_cached(self, value: Hashable) -> list[Any]:
+    def all_gather_cached(self, value: Hashable) -> list[Any]:
         """All-gather an immutable value that is often the same: only a digest travels when all ranks agree."""
         payload, digest = self._pickled(value)
-        if self.agree(digest):  # nearly always
+        if self.is_same_on_all(digest):  # nearly always
             return [value] * self.size
-        return [pickle.loads(whole) for whole in self.exchange_bytes(payload)]
+        return [pickle.loads(whole) for whole in self.all_gather_bytes(payload)]
 
     def digest(self, value: Hashable) -> bytes:
         """Return the digest of a value that `exchange_cached` compares."""
@@ -269,7 +269,7 @@ class Rank:
             found = known[value] = payload, hashlib.blake2b(payload, digest_size=16).digest()
         return found
 
-    def agree(self, digest: bytes) -> bool:
+    def is_same_on_all(self, digest: bytes) -> bool:
         """Return whether all ranks passed the same digest; takes one step."""
         step = self._open_slot(digest)
         self.barrier()
@@ -277,7 +277,7 @@ class Rank:
         mine = slot(self.number, which)[:n]
         return all(slot(r, which)[:n] == mine for r in range(self.size) if r != self.number)
 
-    def exchange_bytes(self, payload: bytes) -> list[bytes]:
+    def all_gather_bytes(self, payload: bytes) -> list[bytes]:
         """All-gather bytes, `ROOM` of them a step, and return every rank's bytes in rank order."""
         parts: list[list[bytes]] = [[] for _ in range(self.size)]
         at = longest = 0

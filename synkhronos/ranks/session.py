@@ -527,7 +527,7 @@ class Session:
         # A call may be waiting for the workers: another thread's, or the one that a handler interrupted.
         for r in range(self.size):
             self._control.done[r] = self._control.words[Control.POSTED]
-        self._control.closing.ring()  # its owner has exited, as have the agents
+        self._control.deciding.release()  # its owner has exited, as have the agents
         self.rank.spans_hosts = False
         self.rank.fail()
         for owner in list(self._at_close):

@@ -28,7 +28,7 @@ from time import perf_counter
 from types import TracebackType
 from typing import Any, NoReturn
 
-from synkhronos.ranks.control import FOR_TASK, POLL, Mutex
+from synkhronos.ranks.control import FOR_TASK, POLL, Semaphore
 from synkhronos.ranks.errors import Cancelled
 from synkhronos.ranks.rank import Rank
 from synkhronos.ranks.task_memory import (
@@ -134,23 +134,23 @@ class RankTask:
             If another rank is at a barrier with another description.
         """
         with _PublishedWait(self, STEP, self.rank.next_step, f"at {place}"):
-            by_rank = self.rank.exchange_cached((place, value))
+            by_rank = self.rank.all_gather_cached((place, value))
         self.progress()
         if any(other != place for other, _ in by_rank):
-            self.fail(
+            self.raise_in_master(
                 "the ranks wait for each other in different places: "
                 + ", ".join(f"rank {r} is at {other}" for r, (other, _) in enumerate(by_rank))
             )
         return [each for _, each in by_rank]
 
-    def exchange(self, place: str, value: Any) -> list[Any]:
+    def all_gather(self, place: str, value: Any) -> list[Any]:
         """All-gather a picklable value: return every rank's value, in rank order."""
         payload = pickle.dumps(value, pickle.HIGHEST_PROTOCOL)
         self.barrier(place)
         with _PublishedWait(self, STEP, self.rank.next_step, f"at {place}"):
-            return [pickle.loads(each) for each in self.rank.exchange_bytes(payload)]
+            return [pickle.loads(each) for each in self.rank.all_gather_bytes(payload)]
 
-    def fail(self, message: str) -> NoReturn:
+    def raise_in_master(self, message: str) -> NoReturn:
         """Fail on all ranks, which have found the same problem: RuntimeError in the master, `Cancelled` in workers."""
         raise RuntimeError(message) if self.rank.is_master else Cancelled
 
@@ -215,15 +215,15 @@ class RankTask:
         if not 0 <= number < self.memory.locks:
             raise ValueError(f"expected a lock from 0 to {self.memory.locks - 1}, got {number}")
         is_here = self.memory.find_home(number) in self.rank.control.here
-        return Lock(self, number, self.memory.get_mutex(self._segment, number) if is_here else None)
+        return Lock(self, number, self.memory.get_semaphore(self._segment, number) if is_here else None)
 
-    def _acquire(self, number: int, mutex: Mutex, timeout: float | None = None) -> int | None:
+    def _acquire(self, number: int, semaphore: Semaphore, timeout: float | None = None) -> int | None:
         """Acquire a lock of this host and return its turn; None if it was not free within ``timeout`` seconds."""
-        if not mutex.take(0):
+        if not semaphore.acquire(0):
             deadline = float("inf") if timeout is None else time.monotonic() + timeout
             # A wait with a time limit ends, so that it is no part of a deadlock.
             with _PublishedWait(self, LOCK if timeout is None else NOTHING, 0, f"for lock {number}", number):
-                while not mutex.take(max(0.0, min(POLL, deadline - time.monotonic()))):
+                while not semaphore.acquire(max(0.0, min(POLL, deadline - time.monotonic()))):
                     self.rank.check()
                     if time.monotonic() >= deadline:
                         return None
@@ -234,7 +234,7 @@ class RankTask:
         self._turns[number] = turn + 1
         return turn
 
-    def _release(self, number: int, mutex: Mutex) -> None:
+    def _release(self, number: int, semaphore: Semaphore) -> None:
         """Release a lock of this host, or pass it to the agent if a rank of another host waits for it.
 
         Otherwise ranks of this host, which are faster, could starve the others.
@@ -244,7 +244,7 @@ class RankTask:
             self._owners[number] = self.memory.agent_owner
         else:
             self._owners[number] = 0
-            mutex.ring()
+            semaphore.release()
 
     def _request(self, kind: int, number: int, spans: Sequence[Span] = ()) -> int:
         """Send a request about a lock of another host to this host's agent; return the answer, 0 for RELEASE."""
@@ -342,8 +342,8 @@ class Lock:
         Number of times that ranks had acquired the lock before; no two turns are equal.
     """
 
-    def __init__(self, task: RankTask, number: int, mutex: Mutex | None):
-        self._task, self._number, self._mutex = task, number, mutex
+    def __init__(self, task: RankTask, number: int, semaphore: Semaphore | None):
+        self._task, self._number, self._semaphore = task, number, semaphore
         self.turn = -1
 
     def __enter__(self) -> Lock:
@@ -373,8 +373,8 @@ class Lock:
         ValueError
             If there is a time limit and the lock is on another host.
         """
-        if self._mutex is not None:
-            turn = self._task._acquire(self._number, self._mutex, timeout)
+        if self._semaphore is not None:
+            turn = self._task._acquire(self._number, self._semaphore, timeout)
         elif timeout is None:
             turn = self._task._request(ACQUIRE, self._number)
         else:
@@ -386,10 +386,10 @@ class Lock:
 
     def release(self) -> None:
         """Release the lock."""
-        if self._mutex is None:
+        if self._semaphore is None:
             self._task._request(RELEASE, self._number)
         else:
-            self._task._release(self._number, self._mutex)
+            self._task._release(self._number, self._semaphore)
 
     def read(self, *rows: Any) -> None:
         """Copy rows from the lock's host to this rank's host; only while this rank holds the lock.
@@ -412,5 +412,5 @@ class Lock:
 
     def _copy(self, kind: int, rows: Sequence[Any]) -> None:
         spans = [find_span(each) for each in rows]
-        if self._mutex is None:
+        if self._semaphore is None:
             self._task._request(kind, self._number, spans)

@@ -7,7 +7,7 @@ from functools import cached_property
 from itertools import accumulate
 from typing import Any
 
-from synkhronos.ranks.control import Mutex
+from synkhronos.ranks.control import Semaphore
 from synkhronos.ranks.segments import Segment
 
 #: Number of bytes of the text that describes what a rank waits for.
@@ -88,7 +88,7 @@ class TaskMemory:
     def prepare(self, segment: Segment) -> None:
         """Initialise the locks: once on each host, before its ranks map the memory."""
         for lock in range(self.locks):
-            Mutex(segment.buffer, self._locks_offset + _LINE * lock, made=False).ring()
+            Semaphore(segment.buffer, self._locks_offset + _LINE * lock, initialised=False).release()
 
     def view_words(self, segment: Segment) -> list[memoryview]:
         """Return one view for each kind of word, in the order of `_word_counts`."""
@@ -96,9 +96,9 @@ class TaskMemory:
         words = memoryview(segment.buffer)[: sum(counts) * WORD].cast("Q")
         return [words[end - count : end] for count, end in zip(counts, accumulate(counts), strict=True)]
 
-    def get_mutex(self, segment: Segment, lock: int) -> Mutex:
+    def get_semaphore(self, segment: Segment, lock: int) -> Semaphore:
         """Return the semaphore of a lock."""
-        return Mutex(segment.buffer, self._locks_offset + _LINE * lock, made=True)
+        return Semaphore(segment.buffer, self._locks_offset + _LINE * lock, initialised=True)
 
     def view_text(self, segment: Segment, rank: int) -> memoryview:
         """Return the memory of the text that describes what a rank waits for."""

@@ -145,7 +145,7 @@ class RunProgram(_RunProgramFields, Command):
 
     def _gather_results(self, rank: Rank, payload: bytes) -> list[Any]:
         """Gather the pickled results of all ranks in the master."""
-        lengths = rank.exchange(len(payload))
+        lengths = rank.all_gather(len(payload))
         layouts = [((length,), np.dtype(np.uint8)) for length in lengths]
         out = [np.empty(*layout) for layout in layouts] if rank.is_master else None
         HOST.get_communicator(rank).gather(np.frombuffer(payload, np.uint8), rank.root, layouts, out)

@@ -119,12 +119,12 @@ class Worker:
 
     def exchange(self, value: Any) -> list[Any]:
         """All-gather a picklable value: return the values of all ranks, in rank order."""
-        return self._task.exchange("exchange()", value)
+        return self._task.all_gather("exchange()", value)
 
     def decide(self, value: Any, root: int = 0) -> Any:
         """Broadcast one rank's value: return it on all ranks, for a common decision such as an early stop."""
         root = check_index(root, "root", self.size)
-        values = self._task.exchange("decide()", value if self.number == root else None)
+        values = self._task.all_gather("decide()", value if self.number == root else None)
         return values[root]
 
     def all_reduce(self, array: Any, op: str = "avg", overwrite: bool = False) -> Any:
@@ -156,12 +156,12 @@ class Worker:
         kind = _describe_reduction(value, op, device)
         kinds = self._task.barrier("all_reduce()", kind)
         if any(each != kind for each in kinds):
-            self._task.fail(f"all_reduce: expected the same shape, dtype and op on all ranks, got {kinds}")
+            self._task.raise_in_master(f"all_reduce: expected the same shape, dtype and op on all ranks, got {kinds}")
         if self.size == 1:
             return value
         communicator = device.get_communicator(self._rank)
         if device is not HOST:
-            communicator.connect(self._rank.exchange_cached(communicator.epoch))
+            communicator.connect(self._rank.all_gather_cached(communicator.epoch))
             value = device.as_writable(value, is_referenced=False) if overwrite else _copy_array(device, value)
         value = device.refresh(value, communicator.all_reduce(value, op))
         communicator.wait_started()

@@ -76,14 +76,14 @@ def _estimate_clock_offset(rank: Rank) -> int:
     for _ in range(_CLOCK_READINGS):
         rank.barrier()
         mine = time.monotonic_ns()
-        offsets.append(rank.exchange(mine)[rank.root] - mine)
+        offsets.append(rank.all_gather(mine)[rank.root] - mine)
     return int(statistics.median(offsets))
 
 
 def _gather(rank: Rank, mine: RankSpans) -> list[RankSpans] | None:
     """Gather a value of any size in the master."""
     payload = zlib.compress(pickle.dumps(mine, pickle.HIGHEST_PROTOCOL), 1)
-    longest = max(rank.exchange(len(payload)))
+    longest = max(rank.all_gather(len(payload)))
     received: list[list[bytes]] = [[] for _ in range(rank.size)]
     for start in range(0, longest, ROOM):
         parts = rank.gather(payload[start : start + ROOM])

@@ -77,7 +77,7 @@ class Step(_StepFields, Command):
         """
         gradient, update = self.gradient.bind(rank), self.update.bind(rank)
         fused = self._fuse(rank, gradient, update)
-        if self.times > 1 and not all(rank.exchange_cached(fused is not None)):
+        if self.times > 1 and not all(rank.all_gather_cached(fused is not None)):
             return None
         if fused is not None:
             gradient.runner = fused

@@ -62,7 +62,7 @@ class Where(Command):
         from cuda.core import Device
 
         ARRAYS.staging.set_current()
-        return rank.exchange((ARRAYS.owns(ARRAYS.empty((1,), np.dtype("float32"))), str(Device(0).pci_bus_id)))
+        return rank.all_gather((ARRAYS.owns(ARRAYS.empty((1,), np.dtype("float32"))), str(Device(0).pci_bus_id)))
 
 
 def places():
@@ -483,7 +483,7 @@ class InCollective(Command):
 
     def run(self, rank):
         communicator = ARRAYS.get_communicator(rank)
-        communicator.connect(rank.exchange(communicator.epoch))
+        communicator.connect(rank.all_gather(communicator.epoch))
         array = ARRAYS.from_host(np.ones(1 << 20, "float32"))
         if rank.number == self.culprit:
             time.sleep(0.1)  # the others are inside by now
@@ -496,7 +496,7 @@ class Leaving(InCollective):
 
     def run(self, rank):
         communicator = ARRAYS.get_communicator(rank)
-        communicator.connect(rank.exchange(communicator.epoch))
+        communicator.connect(rank.all_gather(communicator.epoch))
         array = ARRAYS.from_host(np.ones(1 << 20, "float32"))
         if rank.number == self.culprit:
             threading.Timer(0.5, DEEDS[self.deed]).start()
@@ -517,7 +517,7 @@ class InWaited(InCollective):
 
     def run(self, rank):
         communicator, layout = ARRAYS.get_communicator(rank), ((1 << 20,), np.dtype(np.float32))
-        communicator.connect(rank.exchange(communicator.epoch))
+        communicator.connect(rank.all_gather(communicator.epoch))
         array, room = ARRAYS.from_host(np.ones(*layout)), ARRAYS.empty(*layout)
         if rank.number == self.culprit:
             time.sleep(0.1)  # the other is inside by now
@@ -1174,7 +1174,7 @@ class InUse(Command):
             stats = jax.devices()[0].memory_stats()  # None for the CPU, which pretended GPUs are
             on_gpu = stats["bytes_in_use"] if stats else sum(array.nbytes for array in jax.live_arrays())
         resident = int(Path("/proc/self/statm").read_text().split()[1]) * 4096
-        return rank.exchange((on_gpu, resident))
+        return rank.all_gather((on_gpu, resident))
 
 
 def test_memory_stays_flat_over_a_thousand_calls(fork):

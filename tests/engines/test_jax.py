@@ -199,7 +199,7 @@ class Unread(Command):
     """A command: how many calls' outputs each rank keeps."""
 
     def run(self, rank):
-        return rank.exchange(len(_get_unread(rank)))
+        return rank.all_gather(len(_get_unread(rank)))
 
 
 def unread():

@@ -227,7 +227,7 @@ class Compiled(Command):
     def run(self, rank):
         compiled = [c for key in self.keys for c in get_object(rank, key).compiled.values()]
         stats = [c.function.vm.jit_fn.stats for c in compiled]
-        return rank.exchange([(sum(s.cache_hits.values()), sum(s.cache_misses.values())) for s in stats])
+        return rank.all_gather([(sum(s.cache_hits.values()), sum(s.cache_misses.values())) for s in stats])
 
 
 @pytest.mark.skipif(NAME == "theano" or XLA, reason="Numba compiles at the first call")

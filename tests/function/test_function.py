@@ -1229,7 +1229,7 @@ class StoreSizes(Command):
     """A command: how many functions each rank keeps."""
 
     def run(self, rank):
-        return rank.exchange(sum(isinstance(key, tuple) and key[0] == "function" for key in rank.objects))
+        return rank.all_gather(sum(isinstance(key, tuple) and key[0] == "function" for key in rank.objects))
 
 
 # -- as_theano and build_inputs --------------------------------------------------------------------------------

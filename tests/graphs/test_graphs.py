@@ -269,7 +269,7 @@ class Keys(Command):
     """A command: the keys of all shared variables on each rank."""
 
     def run(self, rank):
-        return rank.exchange(sorted(key for key in rank.objects if isinstance(key, tuple) and key[0] == "shared"))
+        return rank.all_gather(sorted(key for key in rank.objects if isinstance(key, tuple) and key[0] == "shared"))
 
 
 class Describe(Command):
@@ -280,7 +280,7 @@ class Describe(Command):
 
     def run(self, rank):
         shareds = [get_object(rank, key) for key in self.keys]
-        return rank.exchange([(shared.name, library_of(shared).get(shared).tolist()) for shared in shareds])
+        return rank.all_gather([(shared.name, library_of(shared).get(shared).tolist()) for shared in shareds])
 
 
 def mirror():

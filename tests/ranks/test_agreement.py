@@ -21,7 +21,7 @@ from library import DEVICE
 from synkhronos.devices.cuda.watchdog import CollectiveWatchdog
 from synkhronos.hosts.agent import Agent
 from synkhronos.ranks import Cancelled
-from synkhronos.ranks.agreement import STEP_BITS, StepTally, close_command, last_common_step
+from synkhronos.ranks.agreement import STEP_BITS, StepTally, last_common_step, record_common_step
 from synkhronos.ranks.control import Control
 from synkhronos.ranks.rank import Rank
 
@@ -45,7 +45,7 @@ class Memory:
 
     def __init__(self, here, size):
         self.here, self.size = here, size
-        self.words, self.arrived, self.done = [0] * (Control.CLOSED + 2), [0] * size, [0] * size
+        self.words, self.arrived, self.done = [0] * (Control.COMMON_STEP + 2), [0] * size, [0] * size
 
     def fence(self):
         pass
@@ -54,7 +54,7 @@ class Memory:
         pass
 
     ring_here = ring_all = lambda self, reason=0: None
-    closing = SimpleNamespace(take=lambda seconds: True, ring=lambda: None)
+    deciding = SimpleNamespace(acquire=lambda seconds: True, release=lambda: None)
 
     def wait(self, me, ready, reason, watch, poll):
         if not ready():
@@ -238,7 +238,7 @@ class World:
         """The end of the command on a rank that leaves it."""
         rank = self.ranks[r]
         if self.pcs[r] == FAILED:
-            rank.fail()  # closes on one host what it has said before
+            rank.fail()  # decides on one host
         elif self.waits:  # what `CollectiveWatchdog.meet` does: who finds that all have come goes on
             has_come = self.watchdogs[r]._started_step == rank._step
             self.passed[r] = 1 if has_come and rank.have_all_reached(rank._step) else -1
@@ -332,8 +332,8 @@ class World:
             self.close(h)
 
     def close(self, h):
-        for number, step in self.tallies[h].take_closed():
-            close_command(self.memories[h].words, number, step)
+        for number, step in self.tallies[h].take_decided():
+            record_common_step(self.memories[h].words, number, step)
 
     # -- what has to be true -----------------------------------------------------------------------------------
 
@@ -414,9 +414,9 @@ def test_all_ranks_find_the_same_whatever_comes_first(counts, faults, waits):
 
 
 @pytest.mark.parametrize("waits", [True, False])
-def test_on_one_host_ranks_that_each_close_the_command_are_found_out(monkeypatch, waits):
+def test_on_one_host_ranks_that_each_decide_the_command_are_found_out(monkeypatch, waits):
     def fail(self):
-        close_command(self.control.words, FIRST, min(self.control.arrived))
+        record_common_step(self.control.words, FIRST, min(self.control.arrived))
 
     monkeypatch.setattr(Rank, "fail", fail)
     with pytest.raises(AssertionError, match="never ends, and nobody gives it up"):
@@ -433,7 +433,7 @@ def test_on_one_host_who_looks_before_it_says_that_it_failed_is_found_out(monkey
     def fail(self):
         words = self.control.words
         words[Control.FAILED] = FIRST
-        close_command(words, FIRST, words[Control.LENGTH])
+        record_common_step(words, FIRST, words[Control.LENGTH])
 
     told = World.out
     monkeypatch.setattr(World, "out", out)
@@ -462,11 +462,11 @@ def test_an_agent_that_reads_in_the_wrong_order_is_found_out():
 
 @pytest.mark.parametrize("waits", [True, False])
 def test_a_host_that_decides_by_what_it_has_heard_so_far_is_found_out(monkeypatch, waits):
-    def closed(self):
+    def decided(self):
         heard = [each.popleft() for each in self.failures if each]
         return [(command, min(self.steps)) for command, _ in heard]
 
-    monkeypatch.setattr(StepTally, "take_closed", closed)
+    monkeypatch.setattr(StepTally, "take_decided", decided)
     with pytest.raises(AssertionError, match="never ends, and nobody gives it up"):
         explore(World((1, 1), waits))
 

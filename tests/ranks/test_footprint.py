@@ -46,7 +46,7 @@ class Stores(Command):
 
     def run(self, rank):
         gc.collect()
-        return rank.exchange((len(rank.objects), len(rank.segments)))
+        return rank.all_gather((len(rank.objects), len(rank.segments)))
 
 
 class Faults(Command):
@@ -58,7 +58,7 @@ class Faults(Command):
                 before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
             temporaries = [np.full(100_000, float(turn)) for _ in range(4)]
             del temporaries
-        return rank.exchange(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+        return rank.all_gather(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
 
 
 @pytest.mark.any_library

@@ -15,7 +15,7 @@ import pytest
 
 from synkhronos import ranks
 from synkhronos.ranks import Command, segments
-from synkhronos.ranks.control import MAILBOX, SLOT, Bell, Control
+from synkhronos.ranks.control import MAILBOX, SLOT, Control, Semaphore
 from synkhronos.ranks.errors import Cancelled, cause_of_death
 from synkhronos.ranks.interrupts import defer_signals, put_back
 from synkhronos.ranks.rank import Rank
@@ -60,7 +60,7 @@ def test_what_is_noted_of_an_object_goes_with_it():
 
 
 def test_a_wait_is_as_long_as_it_is_to_be_whatever_becomes_of_the_wall_clock(monkeypatch):
-    bell = Bell(mmap.mmap(-1, mmap.PAGESIZE), 0, False)
+    bell = Semaphore(mmap.mmap(-1, mmap.PAGESIZE), 0, False)
     monkeypatch.setattr(time, "time", lambda: 0.0)
     began = time.monotonic()
     assert not bell.wait(0.1)
@@ -80,7 +80,7 @@ class Exchange(Command):
     def run(self, rank):
         for size in self.sizes:
             mine = (rank.number, b"x" * (size * (rank.number + 1)))
-            everyone = rank.exchange(mine)
+            everyone = rank.all_gather(mine)
             assert everyone == [(r, b"x" * (size * (r + 1))) for r in range(rank.size)]
         return len(everyone)
 
@@ -96,7 +96,7 @@ class MixedSteps(Command):
                 assert shown == [[b"%d %d" % (r, k) for r in range(rank.size)] for k in range(i % 4)]
             if i % 3 == 0:
                 rank.barrier()
-            assert rank.exchange((i, rank.number)) == [(i, r) for r in range(rank.size)]
+            assert rank.all_gather((i, rank.number)) == [(i, r) for r in range(rank.size)]
 
 
 @dataclass(frozen=True)
@@ -120,7 +120,7 @@ class RaiseLate(Command):
 
     def run(self, rank):
         rank.barrier()
-        rank.exchange(rank.number)
+        rank.all_gather(rank.number)
         if rank.number == self.who:
             raise OSError("x" * 10 * SLOT)
         rank.barrier()
@@ -131,7 +131,7 @@ class Long(Command):
     payload: bytes
 
     def run(self, rank):
-        return len(self.payload), rank.exchange(len(self.payload))
+        return len(self.payload), rank.all_gather(len(self.payload))
 
 
 @dataclass(frozen=True)
@@ -172,7 +172,7 @@ class Fill(Command):
 @dataclass(frozen=True)
 class CountSegments(Command):
     def run(self, rank):
-        return rank.exchange((len(rank.segments), len(os.listdir("/proc/self/fd"))))
+        return rank.all_gather((len(rank.segments), len(os.listdir("/proc/self/fd"))))
 
 
 @dataclass(frozen=True)
@@ -191,7 +191,7 @@ class Sleep(Command):
 @dataclass(frozen=True)
 class Signals(Command):
     def run(self, rank):
-        return rank.exchange(
+        return rank.all_gather(
             (
                 signal.getsignal(signal.SIGINT) == signal.SIG_IGN,
                 signal.getsignal(signal.SIGALRM) == signal.SIG_DFL,
@@ -617,7 +617,7 @@ class Note(Command):
 @dataclass(frozen=True)
 class Notes(Command):
     def run(self, rank):
-        return rank.exchange(rank.objects.pop("notes", []))
+        return rank.all_gather(rank.objects.pop("notes", []))
 
 
 @dataclass(frozen=True)
@@ -784,7 +784,7 @@ class Left(Exception):
 
 class Found(Command):
     def run(self, rank):
-        return rank.exchange(rank.objects["found"])
+        return rank.all_gather(rank.objects["found"])
 
 
 @pytest.mark.parametrize("all_come", [False, True])
@@ -805,7 +805,7 @@ class DieInBetween(Command):
     def run(self, rank):
         step = rank.next_step
         if not rank.is_master:
-            rank.control.closing.take = lambda seconds: os.kill(os.getpid(), signal.SIGKILL)
+            rank.control.deciding.acquire = lambda seconds: os.kill(os.getpid(), signal.SIGKILL)
             raise KeyError
         try:
             rank.barrier()

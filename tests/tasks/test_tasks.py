@@ -208,7 +208,7 @@ def test_a_lock_that_a_rank_of_another_host_waits_for_is_handed_to_the_agent(n_r
     with task.get_lock(0):
         bridge.set_wanted(0, True)
         assert bridge.try_acquire(0, 7) is None
-    assert not memory.get_mutex(segment, 0).take(0)  # a rank of this host would have to wait
+    assert not memory.get_semaphore(segment, 0).acquire(0)  # a rank of this host would have to wait
     assert bridge.try_acquire(0, 7) == 1
     bridge.set_wanted(0, False)
     bridge.release(0)

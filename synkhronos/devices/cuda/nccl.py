@@ -113,7 +113,7 @@ class NcclCommunicator(Communicator):
 
     def connect(self, epochs: Sequence[int]) -> None:
         """Connect all ranks unless ``epochs``, one for each rank, shows that they share a connection."""
-        self._connect_ranks(epochs, range(self._rank.size), self._rank.exchange)
+        self._connect_ranks(epochs, range(self._rank.size), self._rank.all_gather)
 
     def _connect_ranks(
         self, epochs: Sequence[int], members: Sequence[int], exchange: Callable[[Any], Sequence[Any]]

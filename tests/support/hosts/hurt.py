@@ -96,7 +96,7 @@ class Part(Command):
             else:
                 act(self.folder, rank.number, self.action)
         if self.place == "step":
-            rank.exchange(rank.number)
+            rank.all_gather(rank.number)
         array = np.full(LARGE, 1.0 + rank.number)
         HOST.get_communicator(rank).all_reduce(array, "sum")
         rank.barrier()
@@ -136,7 +136,7 @@ class Know(Command):
 
     def run(self, rank: ranks.Rank) -> list[tuple[str, int]]:
         """Return the namespaces' names and the process ids."""
-        return rank.exchange((os.readlink("/proc/self/ns/pid"), os.getpid()))
+        return rank.all_gather((os.readlink("/proc/self/ns/pid"), os.getpid()))
 
 
 @dataclass(frozen=True)
@@ -147,7 +147,7 @@ class Read(Command):
 
     def run(self, rank: ranks.Rank) -> int:
         """Return the sum of all bytes, on all ranks."""
-        return sum(rank.exchange(int(self.location.view(rank.segments).sum())))
+        return sum(rank.all_gather(int(self.location.view(rank.segments).sum())))
 
 
 class Orders:

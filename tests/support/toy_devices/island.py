@@ -125,14 +125,14 @@ class Bridge(Communicator):
 
     def connect(self, epochs):
         if not self.epoch or set(epochs) != {self.epoch}:
-            self._rank.exchange("connect")
+            self._rank.all_gather("connect")
             self._epoch = max(epochs) + 1
 
     def _send(self, array):
         """Return all ranks' items."""
         assert self.epoch, "not connected"
         counts["collectives"] += 1
-        return [pickle.loads(each) for each in self._rank.exchange_bytes(pickle.dumps(array.items()))]
+        return [pickle.loads(each) for each in self._rank.all_gather_bytes(pickle.dumps(array.items()))]
 
     def all_reduce(self, array, op):
         array.items()[...] = _combine(op, self._send(array))
