@@ -28,8 +28,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from synkhronos.ranks.errors import cause_of_death
 from synkhronos.ranks.child_process import JOB_SIGNALS
+from synkhronos.ranks.errors import cause_of_death
 from synkhronos.training.recorder import RANK_FILE, line_of
 
 #: Maximal characters of a line; longer lines are split, which bounds the memory.

@@ -256,7 +256,7 @@ class Rank:
         return [pickle.loads(whole) for whole in self.all_gather_bytes(payload)]
 
     def digest(self, value: Hashable) -> bytes:
-        """Return the digest of a value that `exchange_cached` compares."""
+        """Return the digest of a value that `all_gather_cached` compares."""
         return self._pickled(value)[1]
 
     def _pickled(self, value: Hashable) -> tuple[bytes, bytes]:
