@@ -207,14 +207,14 @@ class _PartialArray(SharedArray):
 
     __slots__ = ()
 
-    def rows_of(self, size: int, ranks: range) -> range:
+    def find_local_rows(self, size: int, ranks: range) -> range:
         """Return the rows on a host with these ranks."""
         return _rows_of_ranks(self.shape[0], size, ranks)
 
 
 def _load_rows(session: Session, load: Any, length: int) -> tuple[int, tuple[int, ...], str]:
     """Load all rows on the ranks; return the segment's key, the array's shape, and its dtype."""
-    key = session.memory.key_of_parts()
+    key = session.memory.create_parts_key()
     function = _LoadFunction(load)
     try:
         Mirror.get(session).send([(("load", key), function)], [])

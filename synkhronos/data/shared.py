@@ -57,9 +57,9 @@ def create_with_file(shape: tuple[int, ...], dtype: np.dtype, name: str) -> tupl
     session, nbytes = made._session, max(1, math.prod(shape) * dtype.itemsize)
     with session.turn:
         session.settle()
-        file = session.memory.file(nbytes)
+        file = session.memory.create_file(nbytes)
         duplicate = io.FileIO(os.dup(file.fileno()), "r+")  # the other is closed once all ranks have mapped it
-        made._use_segment(session.memory.enter(file, nbytes))
+        made._use_segment(session.memory.add_file(file, nbytes))
         made._reshape(shape)
     return made, duplicate
 

@@ -19,7 +19,7 @@ import numpy as np
 
 from synkhronos.devices import HOST, ArrayLayout
 from synkhronos.function.reduce import Accumulator, ReductionOp
-from synkhronos.ranks import ROOM, Cancelled, Rank
+from synkhronos.ranks import MAX_SLOT_NBYTES, Cancelled, Rank
 
 #: Number of bytes up to which an array is exchanged with its shape.
 SMALL_NBYTES = 1 << 12
@@ -136,7 +136,7 @@ class RankOutputs(NamedTuple):
         nbytes = 0
         for mine in calls:
             size = None if mine.spec.scalar_dtypes is None else _record_dtype(mine.spec.scalar_dtypes).itemsize
-            if waiting and (size is None or nbytes + size > ROOM):
+            if waiting and (size is None or nbytes + size > MAX_SLOT_NBYTES):
                 results += _reduce_scalars_of_many(rank, waiting)
                 waiting, nbytes = [], 0
             if size is None:

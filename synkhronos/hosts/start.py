@@ -31,9 +31,8 @@ from synkhronos.ranks.child_process import JOB_SIGNALS, ignore_job_signals
 from synkhronos.ranks.control import MAILBOX, Control
 from synkhronos.ranks.errors import cause_of_death
 from synkhronos.ranks.interrupts import defer_signals
-from synkhronos.ranks.link import Link
+from synkhronos.ranks.link import Link, RowAccess, find_row_accesses
 from synkhronos.ranks.memory import Release
-from synkhronos.ranks.row_access import RowAccess, find_row_accesses
 from synkhronos.ranks.segments import SegmentTable, is_closed
 
 #: Seconds that the agents may take to start.
@@ -257,12 +256,12 @@ class MpiLink(Link):
 
     def make_plan(self, command: Command, parcel: SharedArray | None, segments: SegmentTable) -> bytes:
         """Return, pickled, the rows that each other host reads, the segments to release, and the memory of a task."""
-        dropped = [key for what, key in command.let_go if what == "segment"] if isinstance(command, Release) else []
+        dropped = [key for what, key in command.released if what == "segment"] if isinstance(command, Release) else []
         needed: list[list[SegmentAccess]] = []
         for name, ranks in zip(self.names, self.ranks_by_host, strict=True):
             needed.append([])
             for access in find_row_accesses((command, parcel), self.size, ranks):
-                there = access.array.rows_of(self.size, ranks)
+                there = access.array.find_local_rows(self.size, ranks)
                 if there is None:
                     needed[-1].append(_to_segment_access(access))
                     continue

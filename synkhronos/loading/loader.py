@@ -36,7 +36,7 @@ from synkhronos.loading.process import LoaderTask, pack_task, start_loader
 from synkhronos.loading.ring import RESUME_HINT, LoadError, ReadPlan, Ring, RingLayout
 from synkhronos.loading.sources import IterableSource, as_source, describe_row
 from synkhronos.ranks.interrupts import defer_signals
-from synkhronos.ranks.segments import Segment, check_room, create_unlinked
+from synkhronos.ranks.segments import Segment, check_free_memory, create_unlinked
 
 #: Number of rows that are tried, with on_error="skip", to find one that can be read.
 _MAX_SAMPLES = 100
@@ -460,7 +460,7 @@ class _LoaderPool:
         files = []
         nbytes = layout.nbytes + sum(math.prod(shape) * dtype.itemsize for shape, dtype in shapes)
         try:
-            check_room(nbytes)
+            check_free_memory(nbytes)
             for shape, dtype in [((layout.nbytes,), np.dtype(np.uint8)), *shapes]:
                 array, file = _allocate(shape, dtype, in_session)
                 self.data.append(array)

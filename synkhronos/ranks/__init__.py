@@ -4,16 +4,15 @@ This package knows nothing of graphs, devices, or the meaning of arrays.
 """
 
 from synkhronos.ranks.errors import Cancelled, WorkerError
-from synkhronos.ranks.rank import ROOM, Command, Rank
-from synkhronos.ranks.registry import PendingOperation
-from synkhronos.ranks.row_access import RowAccess
+from synkhronos.ranks.link import RowAccess
+from synkhronos.ranks.rank import MAX_SLOT_NBYTES, Command, PendingOperation, Rank
 from synkhronos.ranks.segments import Segment, SharedArray
 from synkhronos.ranks.session import Session, check_free, close, fork, inherited_session, session
 from synkhronos.ranks.threads import available_cores
 from synkhronos.ranks.weak import WeakKeys
 
 __all__ = [
-    "ROOM",
+    "MAX_SLOT_NBYTES",
     "Cancelled",
     "Command",
     "Rank",

@@ -33,7 +33,7 @@ class defer_signals:  # noqa: N801 - a block, as the functions of contextlib are
 
     def __enter__(self) -> Self:
         #: Signals that have been deferred, and the time of the first.
-        self._came: list[int] = []
+        self._deferred: list[int] = []
         self._since = 0.0
         self._handlers: dict[int, Any] = {}
         self._entering, self._holds, self._left = True, False, False
@@ -62,21 +62,21 @@ class defer_signals:  # noqa: N801 - a block, as the functions of contextlib are
             self._restore(list(self._handlers.items()))
         finally:
             self._holds, self._left = False, True
-            came, self._came = self._came, []
-            self._raise(came)
+            deferred, self._deferred = self._deferred, []
+            self._raise(deferred)
 
-    def is_holding(self, besides: int) -> bool:
+    def has_deferred(self, besides: int) -> bool:
         """Whether a signal other than this number is deferred."""
-        return any(number != besides for number in self._came)
+        return any(number != besides for number in self._deferred)
 
     def restart_patience(self) -> None:
         """Count `PATIENCE` from now on, before a wait that follows other long work."""
-        if self._came:
+        if self._deferred:
             self._since = time.monotonic()
 
     def deliver_if_late(self) -> None:
         """Stop deferring if a signal has been deferred for `PATIENCE` seconds; for a wait inside the block."""
-        if self._came and time.monotonic() > self._since + PATIENCE:
+        if self._deferred and time.monotonic() > self._since + PATIENCE:
             self._leave()
 
     def _restore(self, handlers: list[tuple[int, Any]]) -> None:
@@ -99,9 +99,9 @@ class defer_signals:  # noqa: N801 - a block, as the functions of contextlib are
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         if self._holds:
-            if number not in self._came:
+            if number not in self._deferred:
                 self._since = self._since or time.monotonic()
-                self._came.append(number)
+                self._deferred.append(number)
             return
         # The signal arrived while the handlers were being replaced or restored.
         handler = self._handlers[number]
@@ -111,7 +111,7 @@ class defer_signals:  # noqa: N801 - a block, as the functions of contextlib are
             handler(number, frame)
 
 
-def handler_of(number: int) -> Any:
+def get_handler(number: int) -> Any:
     """Return a signal's handler outside of all `defer_signals` blocks."""
     handler = _handler_of(number)
     while isinstance(block := getattr(handler, "__self__", None), defer_signals):
@@ -130,7 +130,7 @@ def set_handler(number: int, handler: Any) -> None:
     block._handlers[number] = handler
 
 
-def put_back(number: int, handler: Any, before: Any) -> None:
+def restore_handler(number: int, handler: Any, before: Any) -> None:
     """Restore a signal's previous handler if ``handler`` is still installed."""
-    if handler_of(number) == handler:
+    if get_handler(number) == handler:
         set_handler(number, before)

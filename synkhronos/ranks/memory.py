@@ -20,7 +20,7 @@ from synkhronos.ranks.rank import Command, Rank
 from synkhronos.ranks.segments import Segment, announce, create_unlinked
 
 #: Kind of a thing that is released: a segment, or an object in `Rank.objects`.
-What = Literal["segment", "object"]
+Kind = Literal["segment", "object"]
 
 #: Maximal number of segments that are not announced yet: each holds a file descriptor.
 _UNANNOUNCED = 64
@@ -29,18 +29,18 @@ _UNANNOUNCED = 64
 class Release(Command):
     """Drop segments and objects on every rank, after the master has."""
 
-    __slots__ = ("let_go",)
+    __slots__ = ("released",)
 
-    def __init__(self, let_go: list[tuple[What, Any]]):
-        self.let_go = let_go
+    def __init__(self, released: list[tuple[Kind, Any]]):
+        self.released = released
 
     def run(self, rank: Rank) -> None:
         """Drop them on this rank."""
-        memory = [rank.segments.drop(key) for what, key in self.let_go if what == "segment"]
+        memory = [rank.segments.drop(key) for what, key in self.released if what == "segment"]
         if not rank.is_master and any(one is not None and one() is not None for one in memory):
             # Compilers leave cycles that hold the inputs for which they compiled, and an idle worker collects none.
             gc.collect()
-        for what, key in self.let_go:
+        for what, key in self.released:
             if what == "object":
                 rank.objects.pop(key, None)
 
@@ -70,8 +70,8 @@ class Memory:
         self._run = run
         self._is_freed = False
         self._unannounced: list[tuple[Segment, io.FileIO, set[int]]] = []
-        self._garbage: list[tuple[What, Any]] = []
-        self._owned: dict[tuple[What, Any], weakref.ref[Any]] = {}
+        self._garbage: list[tuple[Kind, Any]] = []
+        self._owned: dict[tuple[Kind, Any], weakref.ref[Any]] = {}
         self._orphaned: list[Any] = []
 
     def create(self, nbytes: int, in_command: bool = False) -> Segment:
@@ -90,10 +90,10 @@ class Memory:
         OSError
             If this process has too many files open.
         """
-        return self.enter(self.file(nbytes, in_command), max(1, nbytes), in_command)
+        return self.add_file(self.create_file(nbytes, in_command), max(1, nbytes), in_command)
 
-    def file(self, nbytes: int, in_command: bool = False) -> io.FileIO:
-        """Create shared memory as an open file, which `enter` makes a segment; errors are those of `create`."""
+    def create_file(self, nbytes: int, in_command: bool = False) -> io.FileIO:
+        """Create shared memory as an open file, which `add_file` makes a segment; errors are those of `create`."""
         nbytes = max(1, nbytes)
         self.notice_orphans()
         try:
@@ -102,12 +102,12 @@ class Memory:
             useful = self._garbage if isinstance(error, MemoryError) else error.errno == errno.EMFILE
             if not useful or in_command:
                 raise
-            self.flush(in_any_case=True)  # also closes the files that wait to be announced
+            self.flush(force=True)  # also closes the files that wait to be announced
             return create_unlinked(nbytes)
 
-    def enter(self, file: io.FileIO, nbytes: int, in_command: bool = False) -> Segment:
+    def add_file(self, file: io.FileIO, nbytes: int, in_command: bool = False) -> Segment:
         """Make a file a segment, which every rank has under the same key from the next command on."""
-        return self._added(Segment(self.last_key + 1, file.fileno(), nbytes), file, in_command)
+        return self._add(Segment(self.last_key + 1, file.fileno(), nbytes), file, in_command)
 
     def open(self, path: str) -> Segment:
         """Map a user's file as a segment, which every rank has under the same key from the next command on.
@@ -123,14 +123,14 @@ class Memory:
         with defer_signals():
             file = io.FileIO(path)
         nbytes = os.fstat(file.fileno()).st_size
-        return self._added(Segment(self.last_key + 1, file.fileno(), nbytes, is_file=True), file, False)
+        return self._add(Segment(self.last_key + 1, file.fileno(), nbytes, is_file=True), file, False)
 
-    def key_of_parts(self) -> int:
+    def create_parts_key(self) -> int:
         """Return a key for memory that the ranks of each host create themselves within a command."""
         self._last_part -= 1
         return self._last_part
 
-    def _added(self, segment: Segment, file: io.FileIO, in_command: bool) -> Segment:
+    def _add(self, segment: Segment, file: io.FileIO, in_command: bool) -> Segment:
         with defer_signals():  # a worker would wait forever for a key that is never announced
             self.last_key += 1
             self._rank.segments.add(segment)
@@ -139,7 +139,7 @@ class Memory:
             else:
                 file.close()
         if len(self._unannounced) > _UNANNOUNCED and not in_command:
-            self.flush(in_any_case=True)
+            self.flush(force=True)
         return segment
 
     def announce(self) -> None:
@@ -153,7 +153,7 @@ class Memory:
             del self._unannounced[0]
             file.close()
 
-    def release(self, what: What, key: Any) -> None:
+    def release(self, what: Kind, key: Any) -> None:
         """Release a segment or an object: here at once, on the other ranks with the next command."""
         if self._is_freed:
             return
@@ -164,7 +164,7 @@ class Memory:
             self._rank.objects.pop(key, None)
         self._garbage.append((what, key))
 
-    def release_with(self, owner: object, what: What, key: Any) -> None:
+    def release_with(self, owner: object, what: Kind, key: Any) -> None:
         """Release a segment or an object after its owner is collected: at the next command or creation of memory.
 
         No Python code runs at the collection itself: an interrupt in the middle of it would be swallowed.
@@ -177,12 +177,12 @@ class Memory:
             self.release(*self._orphaned[0].key)
             del self._orphaned[0]
 
-    def flush(self, in_any_case: bool = False) -> None:
-        """Release on the workers what was released here; ``in_any_case``: announce new segments even if nothing was."""
-        if self._garbage or in_any_case:
+    def flush(self, force: bool = False) -> None:
+        """Release on the workers what was released here; ``force``: announce new segments even if nothing was."""
+        if self._garbage or force:
             release = Release(self._garbage[:])
             self._run(release)
-            del self._garbage[: len(release.let_go)]  # only now: an interrupt may come at any moment
+            del self._garbage[: len(release.released)]  # only now: an interrupt may come at any moment
 
     def free(self) -> None:
         """Free everything in this process: the ranks have ended."""

@@ -21,12 +21,12 @@ from collections.abc import Callable, Mapping
 from types import FrameType
 from typing import Any
 
-from synkhronos.ranks.interrupts import handler_of, put_back, set_handler
+from synkhronos.ranks.interrupts import get_handler, restore_handler, set_handler
 from synkhronos.ranks.segments import is_closed
 
 #: Seconds that a process may take from closing its files to its exit.
 _LAST_MOMENTS = 1.0
-# What Python's fcntl has no names for: Linux' numbers are the same on all its processors.
+# Python's fcntl has no names for these: Linux' numbers are the same on all its processors.
 _F_SETSIG, _F_SETOWN_EX, _F_OWNER_TID = 10, 15, 0
 
 
@@ -71,7 +71,7 @@ class PeerWatch:
         """Watch the processes at the other ends of sockets: the workers, and this machine's agent."""
         if not channels or threading.current_thread() is not threading.main_thread():
             return
-        before = handler_of(signal.SIGURG)
+        before = get_handler(signal.SIGURG)
         if isinstance(getattr(before, "__self__", None), PeerWatch):
             before = signal.SIG_DFL  # of ranks that were closed in a thread
         if before not in (signal.SIG_DFL, signal.SIG_IGN):
@@ -91,7 +91,7 @@ class PeerWatch:
         self._has_peer_died = self._has_pending_alone = lambda: False
         self._raise_error = lambda: None
         if self._before is not None and threading.current_thread() is threading.main_thread():
-            put_back(signal.SIGURG, self._handle, self._before)
+            restore_handler(signal.SIGURG, self._handle, self._before)
             self._before = None
 
     def _handle(self, number: int, frame: FrameType | None) -> None:

@@ -13,17 +13,17 @@ import pickle
 import struct
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Iterator
-from typing import Any
+from typing import Any, TypeVar
 
 from synkhronos.ranks.agreement import STEP_BITS, last_common_step, record_common_step
 from synkhronos.ranks.control import FOR_STEP, POLL, SLOT, Control
 from synkhronos.ranks.errors import Cancelled
 from synkhronos.ranks.interrupts import defer_signals
-from synkhronos.ranks.registry import PendingOperation, Registry
 from synkhronos.ranks.segments import SegmentTable
 from synkhronos.ranks.task_memory import TaskMemory
 from synkhronos.ranks.threads import ThreadShare
 
+T = TypeVar("T")
 _log = logging.getLogger("synkhronos")
 
 _STEP_MASK = (1 << STEP_BITS) - 1
@@ -33,8 +33,8 @@ _STEP_MASK = (1 << STEP_BITS) - 1
 _KNOWN = 64
 #: Header of a slot: number of bytes of the whole message, and the step for which it was written.
 HEAD = struct.Struct("=QQ")
-#: Number of bytes that one `Rank.gather`, or one round of `Rank.all_gather`, transports.
-ROOM = SLOT - HEAD.size
+#: Maximal number of bytes that one `Rank.gather`, or one round of `Rank.all_gather`, transports.
+MAX_SLOT_NBYTES = SLOT - HEAD.size
 
 
 class Command(ABC):
@@ -75,6 +75,49 @@ class Command(ABC):
         """Run this rank's part and return its result; a session returns that of the master's rank."""
 
 
+class Registry:
+    """One object for each class, created when it is first asked for.
+
+    A layer above stores its state on a rank, or in a session, under a class of its own; it ends with the session.
+    """
+
+    def __init__(self) -> None:
+        self._by_class: dict[type, Any] = {}
+
+    def get(self, kind: type[T], make: Callable[[], T] | None = None) -> T:
+        """Return the object of class ``kind``; the first call creates it with ``make``, or with ``kind`` itself."""
+        found: T | None = self._by_class.get(kind)
+        if found is None:
+            found = self._by_class[kind] = (make or kind)()
+        return found
+
+    def clear(self) -> None:
+        """Remove all objects."""
+        self._by_class.clear()
+
+
+class PendingOperation:
+    """An operation that a command starts and that may outlast it.
+
+    Examples are a collective on GPUs that nobody waits for, and outputs that have not been read yet.  Each rank has a
+    list of its pending operations, `Rank.pending`.  The methods of this class do nothing; a subclass overrides those
+    that apply.
+    """
+
+    def finish(self) -> None:
+        """Wait for completion.  Called in the master, while the workers still run, before an orderly end."""
+
+    def cancel(self, command: int) -> None:
+        """Cancel the part that a command started which has failed on some rank: it could wait forever for a peer."""
+
+    def end(self) -> None:
+        """Release everything that could wait for a peer: the ranks end, and memory is freed after this call."""
+
+    def is_unfinished(self) -> bool:
+        """Whether an operation in which the peers take part has not completed."""
+        return False
+
+
 class Rank:
     """A process among the ranks: the one that runs this.
 
@@ -101,7 +144,7 @@ class Rank:
         State that layers above keep on each rank.
     pending : list of PendingOperation
         Operations that commands have started and that may outlast them.
-    at_finish : list of callable
+    on_finish : list of callable
         Called at the end of the current command.
     has_peer_died : callable
         Returns True once a peer process has exited.  Only the master's rank is informed.
@@ -134,7 +177,7 @@ class Rank:
         self._step = 0
         self._known: dict[Any, Any] = {}
         self._commits = True
-        self.at_finish: list[Callable[[], None]] = []
+        self.on_finish: list[Callable[[], None]] = []
         self.pending: list[PendingOperation] = []
         self.has_peer_died: Callable[[], bool] = lambda: False
 
@@ -178,9 +221,9 @@ class Rank:
             self._commits = True
 
     def finish(self) -> None:
-        """Call and remove the functions in `at_finish`.  Called at the end of every command, failed or not."""
-        while self.at_finish:
-            self.at_finish.pop()()
+        """Call and remove the functions in `on_finish`.  Called at the end of every command, failed or not."""
+        while self.on_finish:
+            self.on_finish.pop()()
 
     def arrive(self) -> None:
         """Arrive at the next step without waiting for the others."""
@@ -278,22 +321,22 @@ class Rank:
         return all(slot(r, which)[:n] == mine for r in range(self.size) if r != self.number)
 
     def all_gather_bytes(self, payload: bytes) -> list[bytes]:
-        """All-gather bytes, `ROOM` of them a step, and return every rank's bytes in rank order."""
+        """All-gather bytes, `MAX_SLOT_NBYTES` of them a step, and return every rank's bytes in rank order."""
         parts: list[list[bytes]] = [[] for _ in range(self.size)]
         at = longest = 0
         while not at or at < longest:
-            step = self._open_slot(memoryview(payload)[at : at + ROOM], len(payload))
+            step = self._open_slot(memoryview(payload)[at : at + MAX_SLOT_NBYTES], len(payload))
             self.barrier()
             for r, some in enumerate(parts):
                 slot = self.control.slot(r, step & 1)
                 length, _ = HEAD.unpack_from(slot)
-                some.append(bytes(slot[HEAD.size : HEAD.size + max(0, min(length - at, ROOM))]))
+                some.append(bytes(slot[HEAD.size : HEAD.size + max(0, min(length - at, MAX_SLOT_NBYTES))]))
                 longest = max(longest, length)
-            at += ROOM
+            at += MAX_SLOT_NBYTES
         return [b"".join(some) for some in parts]
 
     def gather(self, value: bytes) -> list[bytes] | None:
-        """Gather at most `ROOM` bytes of each rank in the master; workers do not wait.
+        """Gather at most `MAX_SLOT_NBYTES` bytes of each rank in the master; workers do not wait.
 
         Returns
         -------

@@ -29,30 +29,30 @@ import posix_ipc
 from synkhronos.ranks.interrupts import defer_signals
 
 _ANNOUNCEMENT = struct.Struct("=QQ?")  # key, bytes, whether it is a file
-#: Bytes of shared memory from which on `check_room` looks at what is free.
+#: Bytes of shared memory from which on `check_free_memory` looks at what is free.
 _LARGE = 64 << 20
 #: Advice of errors that report a lack of shared memory.
-_ROOM = (
+_MEMORY_ADVICE = (
     "see `df -h /dev/shm`, free Data objects that are no longer needed, or start the container with a larger --shm-size"
 )
 #: Part of the free memory that is left to other programs.
 _SPARED = 1 / 16
 
 
-def check_room(nbytes: int) -> None:
-    """Raise MemoryError if there is not so much room for shared memory: in ``/dev/shm``, and in memory.
+def check_free_memory(nbytes: int) -> None:
+    """Raise MemoryError if ``/dev/shm``, or the machine's memory, has fewer bytes free.
 
     The kernel does not refuse what memory can't hold: it kills programs.
     """
     if nbytes < _LARGE:
         return
     with contextlib.suppress(FileNotFoundError):
-        of = os.statvfs("/dev/shm")
-        free, memory = of.f_bavail * of.f_frsize, int(free_memory() * (1 - _SPARED))
+        disk = os.statvfs("/dev/shm")
+        free, memory = disk.f_bavail * disk.f_frsize, int(free_memory() * (1 - _SPARED))
         if nbytes > min(free, memory):
             raise MemoryError(
-                f"no room for {nbytes:,} bytes of shared memory: {_ROOM}; /dev/shm has {free:,} bytes left, and "
-                f"memory {memory:,}"
+                f"no room for {nbytes:,} bytes of shared memory: {_MEMORY_ADVICE}; /dev/shm has {free:,} bytes left, "
+                f"and memory {memory:,}"
             )
 
 
@@ -105,7 +105,7 @@ def create_unlinked(nbytes: int, runs: Iterable[range] | None = None) -> io.File
             f"no shared memory of {nbytes:,} bytes: this process may make no file of more than {largest:,} bytes, "
             "see `ulimit -f`"
         )
-    check_room(wanted)
+    check_free_memory(wanted)
     with defer_signals():
         file = io.FileIO(_open_unlinked(), "r+")  # closed with its last reference
     try:
@@ -115,7 +115,7 @@ def create_unlinked(nbytes: int, runs: Iterable[range] | None = None) -> io.File
     except (OSError, OverflowError) as error:  # OverflowError: more than an off_t holds
         file.close()
         if isinstance(error, OverflowError) or error.errno in (errno.ENOSPC, errno.ENOMEM, errno.EFBIG):
-            raise MemoryError(f"no room for {wanted:,} bytes of shared memory: {_ROOM}") from error
+            raise MemoryError(f"no room for {wanted:,} bytes of shared memory: {_MEMORY_ADVICE}") from error
         raise
     return file
 
@@ -210,7 +210,7 @@ class SharedArray(NamedTuple):  # a tuple, because it is pickled with every call
         """Return the array as a view of this rank's mapping."""
         return segments[self.key].array(self.shape, self.dtype, self.offset)
 
-    def rows_of(self, size: int, ranks: range) -> range | None:
+    def find_local_rows(self, size: int, ranks: range) -> range | None:
         """Return the rows that the host of these ranks alone holds; None if any row can be sent to any host."""
         return None
 
@@ -224,12 +224,12 @@ class SegmentTable:
 
     Attributes
     ----------
-    at_drop : list of callable
+    on_drop : list of callable
         Called with a segment before it is dropped, so that a device releases its registration of the memory first.
     """
 
     def __init__(self) -> None:
-        self.at_drop: list[Callable[[Segment], None]] = []
+        self.on_drop: list[Callable[[Segment], None]] = []
         self._segments: dict[int, Segment] = {}
         self._unmapped: dict[int, Unmapped] = {}
 
@@ -254,8 +254,8 @@ class SegmentTable:
         """Drop a segment and return a weak reference to its memory, which is freed with its last view."""
         segment = self._segments.get(key)
         if segment is not None:
-            for tell in self.at_drop:
-                tell(segment)
+            for notify in self.on_drop:
+                notify(segment)
         self._segments.pop(key, None)
         self._unmapped.pop(key, None)
         return None if segment is None else weakref.ref(segment.buffer)

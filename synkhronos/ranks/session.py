@@ -51,8 +51,7 @@ from synkhronos.ranks.interrupts import defer_signals
 from synkhronos.ranks.link import Link, LocalLink
 from synkhronos.ranks.memory import Memory
 from synkhronos.ranks.peer_watch import PeerDied, PeerWatch
-from synkhronos.ranks.rank import Command, Rank
-from synkhronos.ranks.registry import Registry
+from synkhronos.ranks.rank import Command, Rank, Registry
 from synkhronos.ranks.segments import SharedArray
 from synkhronos.ranks.threads import ThreadShare, available_cores
 from synkhronos.ranks.weak import WeakKeys
@@ -516,7 +515,7 @@ class Session:
 
             # The first worker's exit raises SIGURG, which is no reason to hurry the others.
             def is_hurried() -> bool:
-                return signals.is_holding(besides=signal.SIGURG)
+                return signals.has_deferred(besides=signal.SIGURG)
 
             self.workers.end(0.0 if kill else GRACE, is_hurried)
             self.link.end(kill, GRACE, is_hurried)

@@ -14,7 +14,7 @@ from typing import NamedTuple
 from synkhronos import ranks
 from synkhronos.checks import check_at_least, check_flag
 from synkhronos.engines.xla_profile import Operation, XlaProfile
-from synkhronos.ranks import ROOM, Command, PendingOperation, Rank
+from synkhronos.ranks import MAX_SLOT_NBYTES, Command, PendingOperation, Rank
 from synkhronos.ranks.session import Session
 from synkhronos.tracing.chrome import RankSpans, write_trace
 from synkhronos.tracing.recorder import Span, SpanRecorder
@@ -85,8 +85,8 @@ def _gather(rank: Rank, mine: RankSpans) -> list[RankSpans] | None:
     payload = zlib.compress(pickle.dumps(mine, pickle.HIGHEST_PROTOCOL), 1)
     longest = max(rank.all_gather(len(payload)))
     received: list[list[bytes]] = [[] for _ in range(rank.size)]
-    for start in range(0, longest, ROOM):
-        parts = rank.gather(payload[start : start + ROOM])
+    for start in range(0, longest, MAX_SLOT_NBYTES):
+        parts = rank.gather(payload[start : start + MAX_SLOT_NBYTES])
         if parts is not None:
             for chunks, part in zip(received, parts, strict=True):
                 chunks.append(part)

@@ -17,7 +17,7 @@ from typing import Any, Self
 
 import numpy as np
 
-from synkhronos.ranks.interrupts import handler_of, put_back, set_handler
+from synkhronos.ranks.interrupts import get_handler, restore_handler, set_handler
 from synkhronos.tasks import LocalRows, Worker
 
 #: Signals of a scheduler or a closed terminal that ask a training to save and to exit.
@@ -56,7 +56,7 @@ class StopSignals:
     def __enter__(self) -> Self:
         if threading.current_thread() is threading.main_thread():
             for number in STOP_SIGNALS:
-                if handler_of(number) == signal.SIG_DFL:
+                if get_handler(number) == signal.SIG_DFL:
                     self._before[number] = signal.SIG_DFL
                     set_handler(number, self._receive)
         return self
@@ -64,7 +64,7 @@ class StopSignals:
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         global _requested
         for number, before in self._before.items():
-            put_back(number, self._receive, before)
+            restore_handler(number, self._receive, before)
         if self._signalled_at:
             number, _requested = _requested, 0
             if self._grace is not None and kind in (

@@ -705,7 +705,7 @@ def test_pages_are_unlocked_before_they_are_unmapped(fork, staging):
     keys = [locate(array).key for array in arrays]
     for key in keys:
         assert staging.lock_segment(rank, key) == staging.lock_segment(rank, key)
-    assert len(staging.driver.locked) == len(rank.segments.at_drop) + 2 == 3
+    assert len(staging.driver.locked) == len(rank.segments.on_drop) + 2 == 3
     del arrays[1]
     ranks.session().flush()
     assert len(staging.driver.locked) == len(staging._locked) == 2

@@ -17,7 +17,7 @@ from synkhronos import ranks
 from synkhronos.ranks import Command, segments
 from synkhronos.ranks.control import MAILBOX, SLOT, Control, Semaphore
 from synkhronos.ranks.errors import Cancelled, cause_of_death
-from synkhronos.ranks.interrupts import defer_signals, put_back
+from synkhronos.ranks.interrupts import defer_signals, restore_handler
 from synkhronos.ranks.rank import Rank
 
 pytestmark = pytest.mark.any_library
@@ -401,7 +401,7 @@ def test_memory_is_not_taken_from_other_programs(monkeypatch):
     ):
         segments.create_unlinked(128 * MIB)
     assert not opened
-    segments.check_room(120 * MIB)
+    segments.check_free_memory(120 * MIB)
 
 
 def test_segments_come_and_go_on_all_ranks(session):
@@ -604,7 +604,7 @@ class Note(Command):
     def run(self, rank):
         notes = rank.objects.setdefault("notes", [])
         notes.append(self.what)
-        rank.at_finish.append(lambda: notes.append(f"{self.what} finished"))
+        rank.on_finish.append(lambda: notes.append(f"{self.what} finished"))
         if self.early and rank.number != self.culprit:
             rank.commit()
         rank.barrier()
@@ -739,8 +739,8 @@ def test_a_handler_can_be_taken_away_while_signals_are_held_back():
     before = signal.signal(signal.SIGALRM, handler)
     try:
         with defer_signals():
-            put_back(signal.SIGALRM, handler, signal.SIG_IGN)
-            put_back(signal.SIGINT, handler, signal.SIG_IGN)  # which it isn't
+            restore_handler(signal.SIGALRM, handler, signal.SIG_IGN)
+            restore_handler(signal.SIGINT, handler, signal.SIG_IGN)  # which it isn't
         assert signal.getsignal(signal.SIGALRM) is signal.SIG_IGN
         assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
     finally:

@@ -336,7 +336,7 @@ class Staging:
         """Note that copies have been started; the command waits for them at its end, also if it fails."""
         if not self._has_pending_copies:
             self._has_pending_copies = True
-            rank.at_finish.append(self._finish_copies)
+            rank.on_finish.append(self._finish_copies)
 
     def _finish_copies(self) -> None:
         if self._has_pending_copies:
@@ -422,8 +422,8 @@ class Staging:
         segment = rank.segments[key]
         address, _ = self._locked.get(segment, (None, 0))
         if address is None:
-            if self._unlock_segment not in rank.segments.at_drop:
-                rank.segments.at_drop.append(self._unlock_segment)
+            if self._unlock_segment not in rank.segments.on_drop:
+                rank.segments.on_drop.append(self._unlock_segment)
             address = segment.array((0,), np.uint8).ctypes.data
             first, last = segment.here.start // mmap.PAGESIZE * mmap.PAGESIZE, segment.here.stop
             try:
