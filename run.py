@@ -27,6 +27,7 @@ import fcntl
 import hashlib
 import json
 import os
+import re
 import shlex
 import shutil
 import subprocess
@@ -482,6 +483,25 @@ def counts(report: Path, status: int) -> str:
     return f"{text}, {skipped} skipped" if skipped else text
 
 
+def messages(options: argparse.Namespace, rest: list[str]) -> int:
+    """Write tests/messages.txt anew: the errors of all tests that compare theirs with it, or of the named files."""
+    golden = ROOT / "tests" / "messages.txt"
+    users = [path for path in (ROOT / "tests").glob("*/test_*.py") if "from messages import" in path.read_text()]
+    files = rest or sorted(str(path.relative_to(ROOT)) for path in users)
+    # A test file's name stands at the margin, and its messages below.
+    parts = re.split(r"(?m)^(?=\S)", golden.read_text())
+    golden.write_text("".join(part for part in parts if part.split("\n")[0] not in files))
+    with_pymc = [name for name in WITH_PYMC if name in files]
+    jobs = [(PYTENSOR, files), (THEANO, files), *([(PYMC, with_pymc)] if with_pymc else [])]
+    return max(
+        call(
+            [prepare(environment.name, "test").python, "-m", "pytest", "-q", "-m", "", *names],
+            SYNKHRONOS_MESSAGES="write",
+        )
+        for environment, names in jobs
+    )
+
+
 def lint(options: argparse.Namespace, rest: list[str]) -> int:
     """Check style, format, types and names: ruff, mypy and tests/support/lint_names.py."""
     python = prepare(PYTENSOR.name, "dev").python
@@ -578,6 +598,7 @@ def parser() -> argparse.ArgumentParser:
     test_parser.add_argument(
         "--quick", action="store_true", help="run tests that take a minute, with PyTensor unless --env names another"
     )
+    add(messages, passes_on=True)
     add(lint)
     add(docs)
     bench_parser = add(bench, passes_on=True)

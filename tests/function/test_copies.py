@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from library import function, shared
 from library import tensor as T
+from messages import raises
 
 import synkhronos as synk
 from synkhronos.training import make_train_function
@@ -68,7 +69,7 @@ def test_functions_are_pickled_without_ranks_and_called_with_others(fork):
     synk.close()
     kept = pickle.dumps(f)
     g = pickle.loads(kept)
-    with pytest.raises(RuntimeError, match="call synkhronos.fork"):
+    with raises(RuntimeError):
         g(VALUE)
     fork(3)
     assert [float(g(VALUE)), float(g(VALUE)), float(f(VALUE))] == [12, 18, 12]

@@ -5,6 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
+from messages import raises
 
 from synkhronos.devices.reductions import REDUCTIONS
 from synkhronos.function.reduce import Accumulator, ReductionOp
@@ -150,5 +151,5 @@ def test_an_unknown_op_is_named_with_the_known_ones(op):
 
 @pytest.mark.parametrize("op", [1, np.add, ["sum"], True])
 def test_an_op_is_a_word(op):
-    with pytest.raises(TypeError, match="outputs"):
+    with raises(TypeError, "outputs"):
         ReductionOp.parse(op, "outputs: the op of output 0")

@@ -1,0 +1,71 @@
+"""``raises`` of tests/support/messages.py, and the file of messages with which it compares."""
+
+import messages
+import pytest
+from messages import check_golden, normalise, raises, read_golden, write_golden
+from paths import ROOT
+
+pytestmark = pytest.mark.any_library
+FILE = "tests/project/test_messages_file.py"
+
+
+@pytest.fixture
+def golden(tmp_path, monkeypatch):
+    monkeypatch.setattr(messages, "GOLDEN", tmp_path / "messages.txt")
+    monkeypatch.delenv("SYNKHRONOS_MESSAGES", raising=False)
+    write_golden(messages.GOLDEN, {FILE: {"ValueError: count: expected 1, got 2"}})
+    return messages.GOLDEN
+
+
+def fail_with(error):
+    raise error
+
+
+def test_an_error_as_recorded_passes(golden):
+    with raises(ValueError, "count") as caught:
+        fail_with(ValueError("count: expected 1, got 2"))
+    assert caught.type is ValueError
+
+
+@pytest.mark.parametrize(
+    ("error", "argument", "complaint"),
+    [
+        (ValueError("count: expected one, got 2"), "count", "does not have this message"),
+        (ValueError("count: expected 1, got 2"), "size", "'size' is not in"),
+        (ValueError("count: expected 1, got 2"), "coun", "'coun' is not in"),
+        (UnicodeError("count: expected 1, got 2"), "count", "does not have this message"),
+    ],
+)
+def test_another_message_argument_or_type_fails(golden, error, argument, complaint):
+    with pytest.raises((AssertionError, pytest.fail.Exception), match=complaint), raises(ValueError, argument):
+        fail_with(error)
+
+
+def test_no_error_fails(golden):
+    with pytest.raises(pytest.fail.Exception, match="DID NOT RAISE"), raises(ValueError):
+        pass
+
+
+def test_new_messages_are_added_only_when_asked(golden, monkeypatch):
+    monkeypatch.setenv("SYNKHRONOS_MESSAGES", "write")
+    check_golden(golden, "tests/other.py", "TypeError: size")
+    assert read_golden(golden) == {
+        FILE: {"ValueError: count: expected 1, got 2"},
+        "tests/other.py": {"TypeError: size"},
+    }
+    monkeypatch.delenv("SYNKHRONOS_MESSAGES")
+    with pytest.raises(pytest.fail.Exception, match="does not have this message"):
+        check_golden(golden, "tests/other.py", "TypeError: another")
+
+
+def test_what_differs_from_run_to_run_is_replaced(tmp_path):
+    error = RuntimeError(f"rank 1 (process 4711), <f at 0x7f00>, {tmp_path / 'a.npy'}, {ROOT}/b, synk_function_12")
+    error.add_note("a note")
+    assert (
+        normalise(error) == "RuntimeError: rank 1 (process N), <f at 0xN>, TMP/a.npy, ROOT/b, synk_function_N\\na note"
+    )
+
+
+def test_every_section_is_of_a_test_file():
+    for name in read_golden(ROOT / "tests" / "messages.txt"):
+        assert "from messages import" in (ROOT / name).read_text(), name
