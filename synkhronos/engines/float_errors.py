@@ -24,8 +24,27 @@ class _SetFloatErrors(_SetFloatErrorsFields, Command):
             np.seterr(**{kind: "warn" if how in ("call", "log") else how for kind, how in self.settings})  # type: ignore[arg-type]
 
 
-class _SentSettings(dict[str, Any]):
-    """Settings that the workers have."""
+class _SentSettings:
+    """Record of the settings that the workers have.
+
+    Attributes
+    ----------
+    settings : dict or None
+        As of `numpy.geterr`; None if they are not known.
+    """
+
+    def __init__(self) -> None:
+        self.settings: dict[str, Any] | None = None
+
+    @classmethod
+    def create(cls, session: Session) -> _SentSettings:
+        """Return a record that forgets the settings when workers are replaced."""
+        sent = cls()
+        session.notify_at_replacement(sent, cls._forget)
+        return sent
+
+    def _forget(self) -> None:
+        self.settings = None
 
 
 def sync_float_errors(session: Session) -> None:
@@ -33,7 +52,7 @@ def sync_float_errors(session: Session) -> None:
     if session.size == 1:
         return
     settings = np.geterr()
-    sent = session.registry.get(_SentSettings)
-    if sent != settings:
+    sent = session.registry.get(_SentSettings, lambda: _SentSettings.create(session))
+    if sent.settings != settings:
         session.run(_SetFloatErrors(tuple((kind, str(how)) for kind, how in settings.items())))
-        sent.update(settings)
+        sent.settings = settings

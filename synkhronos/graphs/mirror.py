@@ -72,7 +72,23 @@ class Mirror:
     @classmethod
     def get(cls, session: Session) -> Mirror:
         """Return the session's mirror."""
-        return session.registry.get(cls, lambda: cls(session))
+        return session.registry.get(cls, lambda: cls._create(session))
+
+    @classmethod
+    def _create(cls, session: Session) -> Mirror:
+        mirror = cls(session)
+        session.notify_at_replacement(mirror, cls._separate_streams)
+        return mirror
+
+    def _separate_streams(self) -> None:
+        """Move the random generators of new workers apart: the workers are copies of the master."""
+        session = self._session()
+        assert session is not None
+        generators = [shared for shared in self._keys if library_of(shared).is_generator(shared)]
+        keys = [self._keys.get(shared) for shared in generators]
+        starts = [_choose_start(session, shared) for shared in generators]
+        if generators:
+            session.run(JumpStreams(tuple(zip(keys, starts, strict=True))))
 
     def get_key(self, shared: Any) -> tuple[str, int] | None:
         """Return a shared variable's key; None if the workers don't have the variable."""
@@ -226,12 +242,29 @@ class ReceiveObjects(Command):
         for key, value in values:
             rank.objects[key] = _StrongReference(value)
         for (_, shared), start in zip(values, starts, strict=False):
-            library = library_of(shared)
-            if library.is_generator(shared):
-                library.set_generator(shared, jump_to_rank(library, library.copy_generator(shared), rank, start))
+            if library_of(shared).is_generator(shared):
+                _jump(shared, rank, start)
         for _, value in values[len(starts) :]:
             value.to_device()
         return set()
+
+
+@dataclass(frozen=True, slots=True)
+class JumpStreams(Command):
+    """Command that jumps with random generators of the workers to each rank's streams.
+
+    Attributes
+    ----------
+    starts : tuple of (key, int)
+        Keys of the generators, and the number of jumps at which their streams start.
+    """
+
+    starts: tuple[tuple[Any, int], ...]
+
+    def run(self, rank: Rank) -> None:
+        """Jump on this rank; the master keeps its streams."""
+        for key, start in self.starts:
+            _jump(get_object(rank, key), rank, start)
 
 
 @contextlib.contextmanager
@@ -345,6 +378,12 @@ def jump_to_rank(library: GraphLibrary, value: Any, rank: Rank, start: int = 0) 
     """
     n_jumps = (rank.number - rank.root) % rank.size
     return library.jump(value, start + n_jumps) if n_jumps else value
+
+
+def _jump(shared: Any, rank: Rank, start: int) -> None:
+    """Move a random generator to a rank's own place in its stream; see `jump_to_rank`."""
+    library = library_of(shared)
+    library.set_generator(shared, jump_to_rank(library, library.copy_generator(shared), rank, start))
 
 
 def reset_jumps(session: Session, generators: Iterable[Any]) -> None:

@@ -3,7 +3,7 @@
 This package knows nothing of graphs, devices, or the meaning of arrays.
 """
 
-from synkhronos.ranks.errors import Cancelled, WorkerError
+from synkhronos.ranks.errors import Cancelled, Death, WorkerError
 from synkhronos.ranks.link import RowAccess
 from synkhronos.ranks.rank import MAX_SLOT_NBYTES, Command, PendingOperation, Rank
 from synkhronos.ranks.segments import Segment, SharedArray
@@ -15,6 +15,7 @@ __all__ = [
     "MAX_SLOT_NBYTES",
     "Cancelled",
     "Command",
+    "Death",
     "Rank",
     "RowAccess",
     "Segment",

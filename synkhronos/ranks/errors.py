@@ -6,6 +6,7 @@ import signal
 import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 
 @dataclass(frozen=True)
@@ -92,6 +93,25 @@ class WorkerError(RuntimeError):
             head += f"\n{effect}"
         head += f"\n\nThe traceback of rank {first.rank}:\n{first.traceback}"
         return cls(head, first.rank, first.traceback, {report.rank: report.summary() for report in reports})
+
+
+class Death(NamedTuple):
+    """Exit of a worker that ended a session.
+
+    Attributes
+    ----------
+    rank : int
+    host : str
+        Name of the rank's machine; "" if there is only one.
+    pid : int
+    cause : str
+        Description of the exit, such as "was killed by SIGKILL".
+    """
+
+    rank: int
+    host: str
+    pid: int
+    cause: str
 
 
 class Cancelled(Exception):

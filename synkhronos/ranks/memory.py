@@ -184,6 +184,13 @@ class Memory:
             self._run(release)
             del self._garbage[: len(release.released)]  # only now: an interrupt may come at any moment
 
+    def forget_workers(self) -> None:
+        """Forget what the workers have not received: new ones inherit the present segments and objects."""
+        for _, file, _ in self._unannounced:
+            file.close()
+        self._unannounced.clear()
+        self._garbage.clear()
+
     def free(self) -> None:
         """Free everything in this process: the ranks have ended."""
         self._is_freed = True

@@ -11,6 +11,7 @@ import hashlib
 import logging
 import pickle
 import struct
+import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Iterator
 from typing import Any, TypeVar
@@ -180,6 +181,20 @@ class Rank:
         self.on_finish: list[Callable[[], None]] = []
         self.pending: list[PendingOperation] = []
         self.has_peer_died: Callable[[], bool] = lambda: False
+
+    def restart(self, control: Control, watch: Callable[[], None]) -> None:
+        """Continue as the master of new workers, with new counters; segments and mirrored objects stay."""
+        self.control, self.watch = control, watch
+        self.registry.clear()
+        self._known.clear()
+
+    def inherit(self, master: Rank) -> None:
+        """Take over the segments and mirrored objects of the master, which this process is a fork of.
+
+        The objects that a rank keeps for itself stay with the master.
+        """
+        self.segments = master.segments.copy()
+        self.objects = {key: value for key, value in master.objects.items() if isinstance(value, weakref.ref)}
 
     def begin(self, command: int) -> None:
         """Start counting the steps of a new command."""

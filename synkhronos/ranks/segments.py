@@ -260,6 +260,12 @@ class SegmentTable:
         self._unmapped.pop(key, None)
         return None if segment is None else weakref.ref(segment.buffer)
 
+    def copy(self) -> SegmentTable:
+        """Return a table of the same segments, without callbacks."""
+        table = SegmentTable()
+        table._segments, table._unmapped = dict(self._segments), dict(self._unmapped)
+        return table
+
     def clear(self) -> None:
         """Drop all segments."""
         for key in list(self._segments):

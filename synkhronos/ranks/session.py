@@ -40,13 +40,13 @@ import pickle
 import signal
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
 
 from synkhronos.ranks import worker
 from synkhronos.ranks.control import FOR_COMMAND, FOR_JOIN, MAILBOX, POLL, SPIN, Control
-from synkhronos.ranks.errors import Cancelled, FailureReport, WorkerError, cause_of_death, describe_effect
+from synkhronos.ranks.errors import Cancelled, Death, FailureReport, WorkerError, cause_of_death, describe_effect
 from synkhronos.ranks.interrupts import defer_signals
 from synkhronos.ranks.link import Link, LocalLink
 from synkhronos.ranks.memory import Memory
@@ -112,6 +112,8 @@ class Session:
         Why the session has ended, as a message for the user; None while it runs.
     is_copy : bool
         Whether this process is a fork of the master.
+    death : Death or None
+        The worker's exit that closed the session, if one did.
     """
 
     def __init__(
@@ -122,7 +124,11 @@ class Session:
         self.link = link = LocalLink(size) if link is None else link
         self.is_copy = False
         self.closed: str | None = None
+        self.death: Death | None = None
         self._dead_rank: int | None = None
+        self._profile, self._first = False, None  # type: bool, Command | None
+        #: Number of `keep_memory` contexts, and whether a death has left the memory in one of them.
+        self._n_keepers, self._has_kept_memory = 0, False
         self._turn = threading.RLock()
         self._command, self._began = 0, 0.0
         self._running = False
@@ -131,6 +137,7 @@ class Session:
         self._pickled: dict[Any, bytes] = {}
         self.registry = Registry()
         self._at_close: WeakKeys[Any, Callable[[Any], None]] = WeakKeys()
+        self._at_replacement: WeakKeys[Any, Callable[[Any], None]] = WeakKeys()
         here = link.here
         # Copies of this process inherit its memory; workers that start anew, and an agent, get it as an open file.
         is_open = size > 1 and (fresh or link.shares_file)
@@ -144,10 +151,23 @@ class Session:
         self.memory = Memory(self.rank, self.workers.channels, self._run_when_idle)
         self._peers = PeerWatch(self._has_peer_died, self._has_pending_alone, self._raise_if_peer_died)
 
-    def start(self, profile: bool) -> None:
-        """Start the workers.  If that fails half-way, `close` ends those that were started."""
+    def start(self, profile: bool, first: Command | None = None) -> None:
+        """Start the workers and run a first command; if either fails, end the session and raise the error."""
+        self._profile, self._first = profile, first
+        try:
+            self._start_workers()
+            with self.turn:
+                self.settle()
+                if first is not None:
+                    self.run(first)
+        except BaseException:
+            self.close(kill=True)
+            raise
+
+    def _start_workers(self) -> None:
+        profile = self._profile
         with defer_signals():
-            self.workers.start(profile)
+            self.workers.start(profile, self.rank, self.memory.last_key)
             agent = self.link.start(self._control, self._file, self.rank.root, profile)
             if agent is not None:
                 self.workers.channels[_AGENT] = agent
@@ -429,13 +449,15 @@ class Session:
             number, pid, code = dead
             host = self.link.host_name(number)
             who = f"rank {number} on host {host}" if host else f"rank {number}"
-            self._end_with_error(f"{who} (process {pid}) {cause_of_death(code)}; the other workers were ended.", number)
+            death = Death(number, host, pid, cause_of_death(code))
+            message = f"{who} (process {pid}) {death.cause}; the other workers were ended."
+            self._end_with_error(message, number, death)
         lost = self.link.find_loss()
         if lost is not None:
             self._end_with_error(f"{lost[0]}; the workers were ended.", lost[1])
         peers.busy_thread = busy_thread
 
-    def _end_with_error(self, message: str, number: int) -> None:
+    def _end_with_error(self, message: str, number: int, death: Death | None = None) -> None:
         """Kill all workers, close the session and raise a WorkerError with this message about a rank."""
         if self.closed is not None:
             return  # the session is being closed: in another thread, or by a handler in this one
@@ -445,8 +467,9 @@ class Session:
                 "values computed from them, are invalid in this process too. Restore them from saved values."
             )
         message += " Call synkhronos.fork() to start again."
+        self._has_kept_memory = self._n_keepers > 0 and death is not None
         self.close(kill=True)
-        self.closed, self._dead_rank = message, number
+        self.closed, self._dead_rank, self.death = message, number, death
         raise WorkerError(message, number)
 
     # -- the end -----------------------------------------------------------------------------------------------
@@ -529,17 +552,84 @@ class Session:
         self._control.deciding.release()  # its owner has exited, as have the agents
         self.rank.spans_hosts = False
         self.rank.fail()
-        for owner in list(self._at_close):
-            if (release := self._at_close.get(owner)) is not None:
-                release(owner)
+        if not self._has_kept_memory:
+            _call_all(self._at_close)
         self.workers.close()
-        self.memory.free()
-        self.rank.registry.clear()
-        self.registry.clear()
         # Break reference cycles, which would keep the memory until the next collection.
         self.rank.watch = lambda: None
         self.rank.has_peer_died = lambda: False
+        if not self._has_kept_memory:
+            self._free_memory()
+
+    def _free_memory(self) -> None:
+        self.memory.free()
+        self.rank.registry.clear()
+        self.registry.clear()
         self.rank.threads.restore()
+
+    # -- new workers after a death -----------------------------------------------------------------------------
+
+    @property
+    def can_replace_workers(self) -> bool:
+        """Whether `replace_workers` is possible: the workers are forks of this process, on this machine."""
+        return isinstance(self.link, LocalLink) and self.workers.are_forks
+
+    @contextlib.contextmanager
+    def keep_memory(self) -> Iterator[None]:
+        """Context in which a worker's death leaves Data and mirrored objects, so that workers can be replaced.
+
+        If the session is closed by a death at the end of the context, the memory is freed.
+        """
+        self._n_keepers += self.can_replace_workers
+        try:
+            yield
+        finally:
+            self._n_keepers -= self.can_replace_workers
+            if self._has_kept_memory and not self._n_keepers:
+                with defer_signals():
+                    self._has_kept_memory = False
+                    _call_all(self._at_close)
+                    self._free_memory()
+
+    def replace_workers(self) -> None:
+        """Start new workers after a death within `keep_memory`.
+
+        They are copies of this process as it is now: they inherit its segments, and its mirrored objects with their
+        present values and compiled functions.
+
+        Raises
+        ------
+        RuntimeError
+            If no worker's death has closed the session within `keep_memory`.
+        WorkerError
+            If a new worker dies.
+        """
+        if not self._has_kept_memory:
+            raise RuntimeError("replace_workers: no worker has died within keep_memory()")
+        with defer_signals():
+            # The counters and semaphores of the old workers stay as they died.
+            self._control = Control(self.size, self._control.spin, here=self.link.here)
+            self.rank.restart(self._control, self._watch)
+            self.rank.has_peer_died = self._has_peer_died
+            self.memory.forget_workers()
+            self._peers = PeerWatch(self._has_peer_died, self._has_pending_alone, self._raise_if_peer_died)
+            self._running, self._idle = False, True
+            self._dead_rank = self.death = self.closed = None
+            self._has_kept_memory = False
+        self.start(self._profile, self._first)
+        with self.turn:
+            self.settle()
+            _call_all(self._at_replacement)
+
+    def notify_at_replacement(self, owner: T, renew: Callable[[T], None]) -> None:
+        """Have ``renew(owner)`` called when workers have been replaced, in a call's turn, if the owner still exists."""
+        self._at_replacement[owner] = renew
+
+
+def _call_all(callbacks: WeakKeys[Any, Callable[[Any], None]]) -> None:
+    for owner in list(callbacks):
+        if (call := callbacks.get(owner)) is not None:
+            call(owner)
 
 
 _current: Session | None = None
@@ -574,11 +664,7 @@ def fork(
         # An interrupt must not come between the change of this process' state and the assignment.
         with defer_signals():
             session = _current = Session(size, root, timeout, fresh, link)
-        session.start(profile)
-        if first is not None:
-            with session.turn:
-                session.settle()
-                session.run(first)
+        session.start(profile, first)
     except BaseException:
         if session is not None:
             session.close(kill=True)

@@ -60,6 +60,7 @@ def main(
     profile: bool,
     master: int,
     in_main_thread: bool,
+    inherited: tuple[Rank, int] | None = None,
 ) -> NoReturn:
     """Run the master's commands until it ends; never returns.
 
@@ -79,6 +80,8 @@ def main(
         Process id of the master, which may have exited already, so that it is no longer this process' parent.
     in_main_thread : bool
         Whether the master forked in its main thread.
+    inherited : (Rank, int), optional
+        The master's rank, whose segments and objects a fork has, and the key of its newest segment.
     """
     code = 1
     try:
@@ -90,12 +93,16 @@ def main(
                 os._exit(1)
 
         rank = Rank(number, root, control, watch, ThreadShare(len(control.here), environment=True))
+        newest = 0
+        if inherited is not None:
+            master_rank, newest = inherited
+            rank.inherit(master_rank)
         if profile:
             profiler = cProfile.Profile()
-            profiler.runcall(_serve, rank, channel)
+            profiler.runcall(_serve, rank, channel, newest)
             profiler.dump_stats(f"synkhronos_rank{number}_{os.getpid()}.prof")
         else:
-            _serve(rank, channel)
+            _serve(rank, channel, newest)
         code = 0
     except BaseException:
         traceback.print_exc()
@@ -135,9 +142,10 @@ def run_spawned() -> NoReturn:
     main(control, socket.socket(fileno=channel), *settings)
 
 
-def _serve(rank: Rank, channel: socket.socket) -> None:
+def _serve(rank: Rank, channel: socket.socket, mapped: int) -> None:
+    """Run commands; ``mapped`` is the key of the newest segment that this rank has."""
     control, words = rank.control, rank.control.words
-    posted, last, mapped = Control.POSTED, 0, 0
+    posted, last = Control.POSTED, 0
     cache: dict[bytes, Command] = {}
     receiver = Receiver(channel)
     while True:

@@ -17,6 +17,7 @@ from collections.abc import Callable
 from synkhronos.ranks import worker
 from synkhronos.ranks.control import Control
 from synkhronos.ranks.errors import UNKNOWN
+from synkhronos.ranks.rank import Rank
 
 
 class Workers:
@@ -43,13 +44,23 @@ class Workers:
         self.pids: dict[int, int] = {}
         self.channels: dict[int, socket.socket] = {}
 
-    def start(self, profile: bool) -> None:
-        """Start all workers, with signals deferred: no child may be forgotten, or go on as a second master."""
+    def start(self, profile: bool, master: Rank, newest: int) -> None:
+        """Start all workers, with signals deferred: no child may be forgotten, or go on as a second master.
+
+        Parameters
+        ----------
+        profile : bool
+        master : Rank
+            The master's rank; forks inherit its segments and mirrored objects.
+        newest : int
+            Key of its newest segment.
+        """
+        self._control = master.control
         for number in self._control.here:
             if number != self._root:
-                self._start_one(number, profile)
+                self._start_one(number, profile, (master, newest))
 
-    def _start_one(self, number: int, profile: bool) -> None:
+    def _start_one(self, number: int, profile: bool, inherited: tuple[Rank, int]) -> None:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         # Numbers of standard streams that the user closed are free, but a worker uses them as standard streams.
         ours, theirs = _above_standard_streams(ours), _above_standard_streams(theirs)
@@ -67,7 +78,7 @@ class Workers:
             if self._file is not None:
                 pid = worker.spawn_worker(self._control, self._file, theirs, *settings)
             elif not (pid := os.fork()):
-                worker.main(self._control, theirs, *settings)
+                worker.main(self._control, theirs, *settings, inherited)
         self.pids[number] = pid
 
     @property

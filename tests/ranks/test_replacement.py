@@ -1,0 +1,138 @@
+"""New workers after a death: they inherit Data, functions and variables, and nothing of the old ones is left."""
+
+import os
+import signal
+import warnings
+
+import numpy as np
+import pytest
+from library import DEVICE, HOSTS, fork_ranks, read, shared
+from library import tensor as T
+from trainer_model import noise_like_a_row
+
+import synkhronos as synk
+from synkhronos import ranks
+from synkhronos.function.function import get_dispatcher
+
+pytestmark = [
+    pytest.mark.skipif(DEVICE != "host" or bool(HOSTS), reason="workers that are forks of this process"),
+    pytest.mark.new_ranks,
+]
+
+
+@pytest.fixture
+def session():
+    fork_ranks(3)
+    yield ranks.session()
+    synk.close()
+
+
+def kill(session, rank=1):
+    """Kill a worker; return when it has exited."""
+    os.kill(session.workers.pids[rank], signal.SIGKILL)
+    os.waitid(os.P_PID, session.workers.pids[rank], os.WEXITED | os.WNOWAIT)
+
+
+def lose(session, call, rank=1):
+    kill(session, rank)
+    with pytest.raises(synk.WorkerError, match="SIGKILL"):
+        call()
+
+
+def test_new_workers_have_data_functions_and_variables(session):
+    x, w = T.dmatrix("x"), shared(np.zeros(3), "w")
+    f = synk.function([x], [(x.sum(), "sum")], updates=[(w, w + x.sum(axis=0))])
+    data = synk.data(np.ones((6, 3)))
+    f(data)
+    with session.keep_memory():
+        for rank in (1, 2):
+            lose(session, lambda: f(data), rank)
+            assert session.death.rank == rank and "SIGKILL" in session.death.cause
+            before = w.get_value()
+            session.replace_workers()
+            assert session.death is None and len(session.workers.pids) == 2
+            np.testing.assert_array_equal(synk.gather(w, nd_up=1), [before] * 3)
+            assert float(read(f(data)[0])) == 18.0
+        data.free_memory()
+        more = synk.data(np.arange(6.0).reshape(3, 2))
+        g = synk.function([x], [(x.sum(), "sum")])
+        assert float(read(g(more)[0])) == 15.0
+
+
+def test_compiled_functions_are_inherited(session):
+    x = T.dmatrix("x")
+    f = synk.function([x], (x.sum(), "sum"))
+    data = synk.data(np.ones((6, 3)))
+    f(data)
+    with session.keep_memory():
+        lose(session, lambda: f(data))
+        session.replace_workers()
+        assert session.run(CountCompiled(get_dispatcher(f).key)) == [1, 1, 1]
+
+
+class CountCompiled(ranks.Command):
+    """All-gather the number of a function's compiled variants."""
+
+    def __init__(self, key):
+        self.key = key
+
+    def run(self, rank):
+        return rank.all_gather(len(rank.objects[self.key]().compiled))
+
+
+def test_streams_of_new_workers_differ(session):
+    x = T.dmatrix("x")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        noise = noise_like_a_row()
+    f = synk.function([x], (noise + 0 * x.sum(), "gather"))
+    data = synk.data(np.ones((6, 3)))
+    drawn = [read(f(data))]
+    with session.keep_memory():
+        lose(session, lambda: f(data))
+        session.replace_workers()
+        drawn.append(read(f(data)))
+    numbers = np.concatenate(drawn)
+    assert len(numbers) == 24 and len(np.unique(numbers)) == 24
+
+
+def test_settings_reach_new_workers(session):
+    x = T.dmatrix("x")
+    f = synk.function([x], (x.sum(), "sum"))
+    data = synk.data(np.ones((6, 3)))
+    f(data)
+    with session.keep_memory():
+        lose(session, lambda: f(data))
+        with np.errstate(divide="ignore"):  # at the fork alone
+            session.replace_workers()
+        f(data)
+        assert session.run(AskErrors()) == [np.geterr()["divide"]] * 3
+
+
+class AskErrors(ranks.Command):
+    def run(self, rank):
+        return rank.all_gather(np.geterr()["divide"])
+
+
+def test_after_the_context_a_death_frees_all(session):
+    x = T.dmatrix("x")
+    f = synk.function([x], (x.sum(), "sum"))
+    data = synk.data(np.ones((6, 3)))
+    with session.keep_memory():
+        lose(session, lambda: f(data))
+    with pytest.raises(RuntimeError, match="no worker has died within"):
+        session.replace_workers()
+    with pytest.raises(RuntimeError, match="memory was freed"):
+        data[0]
+    assert not len(session.rank.segments)
+
+
+def test_a_death_outside_the_context_frees_all(session):
+    x = T.dmatrix("x")
+    f = synk.function([x], (x.sum(), "sum"))
+    data = synk.data(np.ones((6, 3)))
+    with session.keep_memory():
+        f(data)
+    lose(session, lambda: f(data))
+    with pytest.raises(RuntimeError, match="memory was freed"):
+        data[0]
