@@ -34,7 +34,7 @@ class _SentSettings:
     """
 
     def __init__(self) -> None:
-        self.settings: dict[str, Any] | None = None
+        self.settings: Any = None
 
     @classmethod
     def create(cls, session: Session) -> _SentSettings:

@@ -167,7 +167,7 @@ class Session:
     def _start_workers(self) -> None:
         profile = self._profile
         with defer_signals():
-            self.workers.start(profile, self.rank, self.memory.last_key)
+            self.workers.start(profile, (self.rank, self.memory.last_key))
             agent = self.link.start(self._control, self._file, self.rank.root, profile)
             if agent is not None:
                 self.workers.channels[_AGENT] = agent

@@ -44,23 +44,22 @@ class Workers:
         self.pids: dict[int, int] = {}
         self.channels: dict[int, socket.socket] = {}
 
-    def start(self, profile: bool, master: Rank, newest: int) -> None:
+    def start(self, profile: bool, inherited: tuple[Rank, int] | None = None) -> None:
         """Start all workers, with signals deferred: no child may be forgotten, or go on as a second master.
 
         Parameters
         ----------
         profile : bool
-        master : Rank
-            The master's rank; forks inherit its segments and mirrored objects.
-        newest : int
-            Key of its newest segment.
+        inherited : (Rank, int), optional
+            The master's rank, whose segments and mirrored objects forks inherit, and the key of its newest segment.
         """
-        self._control = master.control
+        if inherited is not None:
+            self._control = inherited[0].control
         for number in self._control.here:
             if number != self._root:
-                self._start_one(number, profile, (master, newest))
+                self._start_one(number, profile, inherited)
 
-    def _start_one(self, number: int, profile: bool, inherited: tuple[Rank, int]) -> None:
+    def _start_one(self, number: int, profile: bool, inherited: tuple[Rank, int] | None) -> None:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         # Numbers of standard streams that the user closed are free, but a worker uses them as standard streams.
         ours, theirs = _above_standard_streams(ours), _above_standard_streams(theirs)
