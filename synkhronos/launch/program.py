@@ -4,11 +4,7 @@ The master runs three tasks on all ranks.  Each rank keeps its instance from `bu
 
     enter()     redirect output, print device and cores
     build()     make and check the instance, compile its functions, make parameters equal on all ranks
-    train()     epochs of a ClassLoop:
-
-        train_epoch() --> validate() --> report() --> adjust_hyperp() --> save()
-              ^                                                             |
-              +-------------------------------------------------------------+
+    train()     epochs of a ClassLoop
 
 A signal may end an epoch after any batch.  The checkpoint then has the number of batches, and the state of random
 generators at the start of the epoch: a class knows by itself which rows it has taken, so it has to skip these batches,
@@ -42,7 +38,8 @@ from synkhronos.rules.state import Vector
 from synkhronos.tasks import LocalRows, Worker
 from synkhronos.training import rank_state
 from synkhronos.training.checkpoint import Checkpoint, load_meta
-from synkhronos.training.early_stop import EarlyStop, to_cost
+from synkhronos.training.early_stop import EarlyStop
+from synkhronos.training.epoch_loop import EpochLoop
 from synkhronos.training.loop import RankLoop
 from synkhronos.training.meter import Outcome
 from synkhronos.training.nonfinite import describe_nonfinite
@@ -234,7 +231,7 @@ def train(
         run.model.cleanup()
 
 
-class ClassLoop(RankLoop):
+class ClassLoop(EpochLoop, RankLoop):
     """Loop of one rank with an instance of the user's class, which chooses its rows and takes the steps.
 
     Parameters
@@ -267,7 +264,11 @@ class ClassLoop(RankLoop):
     count : int
         Number of this rank's batches in the epoch times the number of ranks; an argument of ``val_iter``.
     has_ended : bool
-        Whether a signal has ended the training on this rank.
+        Whether a signal has ended the training: on this rank, then on some rank.
+    n_epochs : int
+        Number of epochs to train in total; `n_reports` of them are complete.
+    class_stops : bool
+        Whether ``val_iter`` has returned ``"stop"`` on some rank.
     within : dict
         Position in the epoch, for a checkpoint: the number of batches trained on, and the state of the generators at
         the epoch's start.
@@ -303,7 +304,10 @@ class ClassLoop(RankLoop):
         self.trained = 0.0
         self.count = 0
         self.has_ended = False
-        self.stop = EarlyStop()
+        self.early_stop = EarlyStop()
+        self.patience, self.saves_best = settings.patience, settings.keep_best is not None
+        self.checkpoint_every = settings.checkpoint
+        self.n_epochs, self.class_stops = 0, False
         self.agreement, self.poll = StopAgreement(worker), StopPoll(worker, flag)
         # A resumption within an epoch replaces it: see `replay`.
         self.within: dict[str, Any] = {"batch": 0}
@@ -328,65 +332,32 @@ class ClassLoop(RankLoop):
                 f"{self.settings.modelclass} lacks:\n  attribute n_epochs: expected a number of epochs, got "
                 f"{epochs!r}; or give --set epochs=N"
             )
-        first = 0
+        self.n_epochs = int(epochs)
         if path is None:
             self.rule.setup(self.worker, self.state)
         else:
-            first = self.resume(path)
-        done = first
-        for epoch in range(first, int(epochs)):
-            if self.is_exhausted():  # the checkpoint is that of a run that its patience had ended
-                break
-            self.model.epoch = epoch
-            is_resumed = self.within["batch"] > 0
-            if not is_resumed:
-                self.warm_up(epoch)
-            self.recorder.learning_rate = contract.learning_rate(self.model)
-            if not math.isnan(self.recorder.learning_rate):
-                self.state.learning_rate = self.recorder.learning_rate
-            if is_resumed:
-                self.recorder.begin_epoch(epoch, *self.within["record"])
-            else:
-                self.recorder.begin_epoch(epoch)
-                self.within = {"batch": 0, "generators": _generators()}
-            is_ended = self.train_epoch()
-            report = self.make_report(epoch)
-            loss = None if math.isnan(report.loss) else report.loss
-            rank_state.set_reported_params(self.worker, _KEPT, self.rule)
-            has_stopped = False
-            if not is_ended:
-                report.validation, has_stopped, is_ended = self.validate()
-            if is_ended:
-                self.save(epoch, {}, is_within=True)
-                return True
-            self.within = {"batch": 0}
-            self.write_report(report)
-            metrics = report.validation if loss is None else {"loss": loss, **report.validation}
-            is_best = self.observe(metrics)
-            done = epoch + 1
-            last = has_stopped or done == epochs or self.is_exhausted()
-            self.save_snapshot(epoch, last)
-            contract.call(self.model.adjust_hyperp, epoch)
-            if callable(getattr(self.model, "print_info", None)):
-                contract.call(self.model.print_info, self.recorder, verbose=self.worker.number == 0)
-            every = self.settings.checkpoint
-            if every and (done % every == 0 or last) or is_best and self.settings.keep_best:
-                self.save(done, metrics)
-            if has_stopped and self.worker.number == 0:
-                sys.stdout.write(f"val_iter() has returned 'stop': the run ends after epoch {done}\n")
-            if self.is_exhausted() and self.worker.number == 0:
+            self.n_reports = self.resume(path)
+        is_master, n_before = self.worker.number == 0, self.n_reports
+        for _ in self.iterate_reports():
+            if self.class_stops and is_master:
+                sys.stdout.write(f"val_iter() has returned 'stop': the run ends after epoch {self.n_reports}\n")
+            if self.is_exhausted() and is_master:
+                stop = self.early_stop
                 sys.stdout.write(
-                    f"{self.stop.measure}: no better for {self.stop.since} epochs; the run ends after {done}\n"
+                    f"{stop.measure}: no better for {stop.since} epochs; the run ends after {self.n_reports}\n"
                 )
-            if last:
-                break
-            self.state.vector = self.worker.kept(_KEPT)["own"]
-        if done == first:  # the run had ended between its last checkpoint and the following lines
+        if self.has_ended:
+            return True
+        if self.n_reports == n_before:  # the run had ended between its last checkpoint and the following lines
             rank_state.set_reported_params(self.worker, _KEPT, self.rule)
         self.save_params("params.npz")
         if self.settings.keep_best:
             self.save_best()
         return False
+
+    def is_complete(self) -> bool:
+        """Whether all epochs are trained, or the class ends the training."""
+        return self.n_reports >= self.n_epochs or self.class_stops
 
     def warm_up(self, epoch: int) -> None:
         """Multiply ``shared_lr`` by the fifth root of the number of ranks, in each of epochs 1 to 5 (the first is 0).
@@ -405,15 +376,11 @@ class ClassLoop(RankLoop):
         if self.worker.number == 0:
             sys.stdout.write(f"warm-up: shared_lr is {float(shared.get_value()):.4g} from epoch {epoch + 1} on\n")
 
-    def observe(self, metrics: dict[str, float]) -> bool:
-        """Compare an epoch with the best one so far.
+    def observe(self, report: Report) -> bool:
+        """Compare an epoch with the best one so far; return whether it is better.
 
-        The metric is that of ``keep_best``, by default the first one of the validation.
-
-        Returns
-        -------
-        bool
-            Whether the epoch is the best one; False if neither ``patience`` nor ``keep_best`` is set.
+        The metric is that of ``keep_best``, by default the first one of the validation.  Nothing is compared if neither
+        ``patience`` nor ``keep_best`` is set.
 
         Raises
         ------
@@ -422,24 +389,35 @@ class ClassLoop(RankLoop):
         """
         if self.settings.patience is None and self.settings.keep_best is None:
             return False
+        metrics = report.metrics
         name, mode = self.settings.keep_best or (next((n for n in metrics if n != "loss"), "cost"), "min")
         if name not in metrics:
             found = ", ".join(metrics) or "nothing"
             raise contract.ContractError(
                 f"keep_best, patience: {self.settings.modelclass} lacks:\n  metric {name!r}, got {found}"
             )
-        self.stop.begin(f"{name} {mode}")
-        return self.stop.observe(to_cost(metrics, (name, mode)))
-
-    def is_exhausted(self) -> bool:
-        """Return True if the metric has not improved for ``patience`` epochs."""
-        return self.settings.patience is not None and self.stop.since >= self.settings.patience
+        self.metric = name, mode
+        self.early_stop.begin(f"{name} {mode}")
+        return super().observe(report)
 
     # -- an epoch --------------------------------------------------------------------------------------------
 
-    def train_epoch(self) -> bool:
-        """Train to the end of an epoch; return True if a signal has ended the training on some rank."""
-        self.has_ended = False
+    def train(self) -> bool:
+        """Train to the end of an epoch; return whether a signal has ended the training on some rank."""
+        epoch, is_resumed = self.n_reports, self.within["batch"] > 0
+        if "own" in self.worker.kept(_KEPT):  # those of the report are in their place
+            self.state.vector = self.worker.kept(_KEPT).pop("own")
+        self.model.epoch = epoch
+        if not is_resumed:
+            self.warm_up(epoch)
+        self.recorder.learning_rate = contract.learning_rate(self.model)
+        if not math.isnan(self.recorder.learning_rate):
+            self.state.learning_rate = self.recorder.learning_rate
+        if is_resumed:
+            self.recorder.begin_epoch(epoch, *self.within["record"])
+        else:
+            self.recorder.begin_epoch(epoch)
+            self.within = {"batch": 0, "generators": _generators()}
         self.run()
         self.count = self.within["batch"] * self.worker.size
         self.recorder.write()
@@ -447,14 +425,15 @@ class ClassLoop(RankLoop):
         ended = self.worker.exchange((outcome, self.has_ended))
         self.outcomes = [outcome for outcome, _ in ended]
         self.trained = time.perf_counter()
-        if any(has_ended for _, has_ended in ended):
-            return True
-        self.recorder.clear_train_info()
-        self.reset("train")
-        self.change_check.check_change(self.recorder.learning_rate, epoch_ended=True)
-        if self.rule.asynchronous:
-            self.change_check.compare(self.worker)
-        return False
+        self.has_ended = any(has_ended for _, has_ended in ended)
+        if not self.has_ended:
+            self.recorder.clear_train_info()
+            self.reset("train")
+            self.change_check.check_change(self.recorder.learning_rate, epoch_ended=True)
+            if self.rule.asynchronous:
+                self.change_check.compare(self.worker)
+        rank_state.set_reported_params(self.worker, _KEPT, self.rule)
+        return self.has_ended
 
     def iterate_batches(self) -> Iterator[tuple[int, bool]]:
         """Yield for each step the number of its batch, and whether it is the batch's last step."""
@@ -555,7 +534,7 @@ class ClassLoop(RankLoop):
         noted = sum(value - before.get(name, 0.0) for name, value in seconds.items() if name != "compute")
         seconds["compute"] = before["compute"] + max(0.0, time.perf_counter() - began - noted)
 
-    def make_report(self, epoch: int) -> Report:
+    def make_report(self) -> Report:
         """Return the report of an epoch's training; its loss is NaN if the class recorded no cost.
 
         Raises
@@ -563,28 +542,24 @@ class ClassLoop(RankLoop):
         FloatingPointError
             If the loss is infinite or NaN.
         """
-        n_ranks = self.worker.size
+        n_ranks, epoch = self.worker.size, self.n_reports + 1
         seen = self.recorder.meter.step * self.rows * n_ranks
         elapsed = self.trained - self.recorder.epoch_began
-        report = make_report(self.outcomes, epoch + 1, seen, f"{n_ranks} x {self.rows}", elapsed)
+        report = make_report(self.outcomes, epoch, seen, f"{n_ranks} x {self.rows}", elapsed)
         if any(outcome.weight for outcome in self.outcomes) and not math.isfinite(report.loss):
             data = getattr(self.model, "train_data", None)  # an attribute of `Model`
             arrays = [a for a in data if hasattr(a, "dtype")] if isinstance(data, list) else []
             row = describe_nonfinite({f"load()'s training array {i}": array for i, array in enumerate(arrays)})
             why = f"{row}; nothing of it was saved" if row else "nothing of it was saved"
-            raise FloatingPointError(f"the cost is {report.loss} in epoch {epoch + 1}: {why}")
+            raise FloatingPointError(f"the cost is {report.loss} in epoch {epoch}: {why}")
         return report
 
-    def validate(self) -> tuple[dict[str, float], bool, bool]:
+    def validate(self, report: Report) -> bool:
         """Validate the reported parameters, those that stand for all ranks.
 
         Returns
         -------
-        means : dict of str to float
-            Mean cost and errors over all ranks.
-        has_stopped : bool
-            Whether ``val_iter`` has returned ``"stop"`` on some rank.
-        is_ended : bool
+        bool
             Whether a signal has ended the training meanwhile; then the validation is incomplete, and has no means.
         """
         recorder = self.recorder
@@ -603,18 +578,36 @@ class ClassLoop(RankLoop):
             is_ended = self.is_ended(together=False)
         self.reset("val")
         shown = self.worker.exchange((*recorder.validation_sums(), has_stopped, is_ended))
-        if any(ended for *_, ended in shown):
-            return {}, False, True
+        self.has_ended = any(ended for *_, ended in shown)
+        if self.has_ended:
+            return True
         sums: dict[str, float] = {}
         total = sum(rows for rows, *_ in shown)
         for _, found, *_ in shown:
             for name, value in found.items():
                 sums[name] = sums.get(name, 0.0) + value
-        means = {name: value / total for name, value in sums.items()}  # without weight there are no sums
+        report.validation = means = {name: value / total for name, value in sums.items()}  # no sums without weight
         recorder.note_validation(self.count, means)
         if means:
             self.model.current_info = recorder.get_latest_val_info()
-        return means, any(stopped for _, _, stopped, _ in shown), False
+        self.class_stops = any(stopped for _, _, stopped, _ in shown)
+        return False
+
+    def stop(self) -> None:
+        """Write a checkpoint within the epoch, after a signal; raise FloatingPointError if the loss is not finite."""
+        self.make_report()
+        self.save(None)
+
+    def advance(self, report: Report) -> None:
+        """Begin the next epoch."""
+        self.within = {"batch": 0}
+
+    def adapt(self, report: Report) -> None:
+        """Call the class' ``save``, ``adjust_hyperp`` and ``print_info`` after an epoch."""
+        self.save_snapshot(self.n_reports - 1, self.is_over())
+        contract.call(self.model.adjust_hyperp, self.n_reports - 1)
+        if callable(getattr(self.model, "print_info", None)):
+            contract.call(self.model.print_info, self.recorder, verbose=self.worker.number == 0)
 
     def write_report(self, report: Report) -> None:
         """Print and write the report of an epoch, on rank 0."""
@@ -678,18 +671,15 @@ class ClassLoop(RankLoop):
             self.checkpoint = Checkpoint(folder, settings.keep, keep_best=settings.keep_best)
         return self.checkpoint
 
-    def save(self, epochs: int, metrics: dict[str, float], is_within: bool = False) -> None:
+    def save(self, report: Report | None) -> None:
         """Write a checkpoint of all ranks; a collective.
 
         Parameters
         ----------
-        epochs : int
-            Number of completed epochs.
-        metrics : dict of str to float
-            Metrics of the last epoch.
-        is_within : bool
-            Whether the checkpoint is within the next epoch.
+        report : Report or None
+            Report of the last epoch; None within an epoch.
         """
+        is_within = report is None
         if isinstance(self.rule, SummedGradients):
             self.rule.store(self.state)
         found = rank_state.collect_state(self.worker, _KEPT, self.groups, False)
@@ -701,9 +691,9 @@ class ClassLoop(RankLoop):
         else:
             gathered = [mine, *map(self.worker.receive, range(1, self.worker.size))]
             meta = {
-                "epochs": epochs,
+                "epochs": self.n_reports,
                 "model": f"{self.settings.modelfile}:{self.settings.modelclass}",
-                "stop": self.stop.to_json(),
+                "stop": self.early_stop.to_json(),
                 "host_generators": [each for _, each, *_ in gathered],
                 "totals": [each for _, _, each, _ in gathered],
                 "within": [each for *_, each in gathered] if is_within else None,
@@ -717,7 +707,7 @@ class ClassLoop(RankLoop):
                 self.state.shared,
                 False,
                 meta,
-                metrics,
+                {} if report is None else report.metrics,
             )
         self.worker.barrier("the checkpoint is written")
 
@@ -732,9 +722,9 @@ class ClassLoop(RankLoop):
         worker = self.worker
         meta = worker.decide(load_meta(path) if worker.number == 0 else None)
         rank_state.check_meta(path, meta, self.describe(), _TYPES)
-        self.stop = EarlyStop.from_json(meta["stop"])
+        self.early_stop = EarlyStop.from_json(meta["stop"])
         if self.settings.keep_best:
-            self.stop.begin(" ".join(self.settings.keep_best))
+            self.early_stop.begin(" ".join(self.settings.keep_best))
         for epoch in range(meta["epochs"]):  # a checkpoint has learning rates in shared variables only
             contract.call(self.model.adjust_hyperp, epoch)
         if meta["within"]:

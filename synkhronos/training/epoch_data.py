@@ -24,17 +24,13 @@ class EpochData:
     #: Number of rows of the data.
     length: int
     batch: int
-    epochs: int
     seed: int
-    every: int | None
-    progress: bool
     loader: Loader | None
     #: Ranks of each host, if ranks take only rows of their own host; else None.
     pools: list[range] | None = field(init=False)
     #: Number of rows of an epoch.
     count: int = field(init=False)
     order: Data = field(init=False)
-    taken: Data = field(init=False)
     _shuffled: int = field(default=-1, init=False)
 
     def __post_init__(self) -> None:
@@ -42,8 +38,7 @@ class EpochData:
         self.count = self.length if self.pools is None else sum(map(len, self._of_parts(0)))
 
     def make(self) -> None:
-        """Allocate the arrays that all ranks read."""
-        self.taken = synk.data(shape=(ranks.session().size + 1,), dtype="int64")
+        """Allocate the array of the order, which all ranks read."""
         if self.loader is None:
             self.order = synk.data(shape=(self.count,), dtype="int64")
         self._shuffled = -1
@@ -70,10 +65,6 @@ class EpochData:
     def parts(self) -> list[int] | None:
         """Return the batch and the numbers of ranks by host if hosts have different rows, else None."""
         return None if self.pools is None else [self.batch, *map(len, self.pools)]
-
-    def end(self, row: int, n_ranks: int) -> int:
-        """Return the position of the next report after the position `row`."""
-        return self.count if self.every is None else min(self.count, row + self.every * self.batch * n_ranks)
 
 
 def get_rank_pools(data: list[Data]) -> list[range] | None:

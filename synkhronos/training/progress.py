@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from dataclasses import dataclass, field
 from typing import Any
@@ -41,7 +42,7 @@ class Progress:
         Outcomes of the ranks between ``start`` and ``row``, if a signal stopped the training between two reports.
     metrics : dict of str to float
         Loss and validation of the last report.
-    stop : EarlyStop
+    early_stop : EarlyStop
         Best report so far.
     steps : int
         Steps that all ranks have taken together; where ranks step by themselves, they count them.
@@ -52,7 +53,7 @@ class Progress:
     start: int = 0
     outcomes: list[Outcome] = field(default_factory=list)
     metrics: dict[str, float] = field(default_factory=dict)
-    stop: EarlyStop = field(default_factory=EarlyStop)
+    early_stop: EarlyStop = field(default_factory=EarlyStop)
     steps: int = 0
 
 
@@ -69,6 +70,14 @@ class TrainerState:
         Whether all ranks have equal parameters after each step; they need no shared memory then.
     update_rule : (str, dict)
         Name and options of the update rule.
+
+    Attributes
+    ----------
+    place : Progress
+    rate : float
+        Value of the learning rate's variable on all ranks; NaN if it is unknown.
+    memory : dict of str to Data
+        Shared memory of the rule.
     """
 
     def __init__(
@@ -76,14 +85,19 @@ class TrainerState:
     ):
         self.name, self.rule, self.groups, self.alike = name, rule, groups, alike
         self.update_rule = update_rule
-        #: Shared memory of the rule.
+        self._session: Any = None
+        self.place, self.rate = Progress(), math.nan
         self.memory: dict[str, Data] = {}
 
     def begin(self, session: ranks.Session, trainer: Any) -> None:
-        """Start on new ranks, which release the state when the trainer is released."""
+        """Start anew on new ranks, which release the state when the trainer is released."""
+        if self._session is session:
+            return
+        self.place, self.rate = Progress(), math.nan
         self._renew_memory()
         if not self.alike:
             session.memory.release_with(trainer, "object", ("kept", self.name))
+        self._session = session
 
     def _renew_memory(self) -> None:
         self.memory = {}
@@ -94,8 +108,9 @@ class TrainerState:
     def _describe(self) -> dict[str, Any]:
         return rank_state.describe_training("trainer", self.rule, self.groups, self.update_rule)
 
-    def save(self, checkpoint: Checkpoint, course: EpochData, place: Progress, schedule: Schedule, seen: int) -> None:
+    def save(self, checkpoint: Checkpoint, data: EpochData, schedule: Schedule, seen: int) -> None:
         """Write a checkpoint of all ranks; right after a report it has the metrics of this report."""
+        place = self.place
         by_rank = run(rank_state.collect_state, self.name, self.groups, self.alike)
         meta = {
             "seen": seen,
@@ -104,31 +119,31 @@ class TrainerState:
             "start": place.start,
             "outcomes": [list(outcome) for outcome in place.outcomes],
             "metrics": place.metrics,
-            "stop": place.stop.to_json(),
-            "seed": course.seed,
-            "count": course.length,
-            "parts": course.parts(),
-            "batch_size": course.batch,
+            "stop": place.early_stop.to_json(),
+            "seed": data.seed,
+            "count": data.length,
+            "parts": data.parts(),
+            "batch_size": data.batch,
             "schedule": schedules.get_state(schedule),
             "steps_taken": place.steps,
         }
-        shared = {name: data.data for name, data in self.memory.items()}
+        shared = {name: array.data for name, array in self.memory.items()}
         metrics = {} if place.outcomes else place.metrics
         rank_state.write_states(checkpoint, seen, self._describe(), by_rank, shared, self.alike, meta, metrics)
 
-    def restore(self, path: str | os.PathLike[str], course: EpochData, schedule: Schedule) -> tuple[Progress, int]:
-        """Restore all ranks from a checkpoint; return the progress, and the number of rows seen."""
+    def restore(self, path: str | os.PathLike[str], data: EpochData, schedule: Schedule) -> int:
+        """Restore all ranks and the place from a checkpoint; return the number of rows seen."""
         meta = load_meta(path)
         rank_state.check_meta(path, meta, self._describe(), _TYPES)
-        if meta["count"] != course.length or meta["seed"] != course.seed:
+        if meta["count"] != data.length or meta["seed"] != data.seed:
             raise CheckpointError(
-                f"{path} is of {meta['count']} rows and seed {meta['seed']}, got {course.length} and "
-                f"{course.seed}: the order of rows would be another"
+                f"{path} is of {meta['count']} rows and seed {meta['seed']}, got {data.length} and "
+                f"{data.seed}: the order of rows would be another"
             )
-        if meta["row"] and meta["parts"] != course.parts():
+        if meta["row"] and meta["parts"] != data.parts():
             raise CheckpointError(
                 f"{path} was written within an epoch over data_parts, of {_describe_parts(meta['parts'])}, got "
-                f"{_describe_parts(course.parts())}: the order of rows would be another; a checkpoint of an epoch's "
+                f"{_describe_parts(data.parts())}: the order of rows would be another; a checkpoint of an epoch's "
                 "end will do"
             )
         n_outcomes = 1 if self.alike else ranks.session().size
@@ -138,7 +153,7 @@ class TrainerState:
             start=meta["start"],
             outcomes=split_outcomes([Outcome(*each) for each in meta["outcomes"]], n_outcomes),
             metrics=meta["metrics"],
-            stop=EarlyStop.from_json(meta["stop"]),
+            early_stop=EarlyStop.from_json(meta["stop"]),
             steps=meta["steps_taken"],
         )
         if self.memory:
@@ -148,7 +163,8 @@ class TrainerState:
         if not self.alike:
             run(rank_state.set_reported_params, self.name, self.rule)
         schedules.set_state(schedule, meta["schedule"])
-        return place, meta["seen"]
+        self.place = place
+        return int(meta["seen"])
 
 
 def _describe_parts(parts: list[int] | None) -> str:

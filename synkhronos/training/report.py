@@ -34,6 +34,8 @@ class Report:
         weight, if it has one.  NaN if the weights are all 0.
     validation : dict of str to float
         Metrics over all rows of the validation data.
+    metrics : dict of str to float
+        Loss and validation by name; without the loss if it is NaN.
     learning_rate : float
         Last learning rate; NaN if it is unknown.
     rows_per_second : float
@@ -53,6 +55,11 @@ class Report:
     rows_per_second: float
     seconds: dict[str, float]
     batch: str
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """Loss and validation by name; without the loss if it is NaN."""
+        return self.validation if math.isnan(self.loss) else {"loss": self.loss, **self.validation}
 
     def record(self) -> dict[str, Any]:
         """Return the attributes as a dict, for a recorder."""

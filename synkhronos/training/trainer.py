@@ -6,6 +6,7 @@ trainer validates, yields a report, and saves a checkpoint if one is due.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import math
 import signal
@@ -31,8 +32,9 @@ from synkhronos.rules import BSP, EAMSGD, Rule
 from synkhronos.tasks import run
 from synkhronos.training import rank_state, schedules
 from synkhronos.training.checkpoint import Checkpoint, CheckpointError
-from synkhronos.training.early_stop import to_cost
+from synkhronos.training.early_stop import EarlyStop
 from synkhronos.training.epoch_data import EpochData, get_rank_pools
+from synkhronos.training.epoch_loop import EpochLoop
 from synkhronos.training.loop import CommandLoop, make_reader, train
 from synkhronos.training.meter import Meter, Outcome
 from synkhronos.training.metrics import Metric, MetricTotals, parse_metrics
@@ -83,7 +85,6 @@ class Trainer:
         self.optimizer = model.optimizer_state
         self.ema = model.ema
         self._model = model
-        self._name = f"trainer {next(_names)}"
         groups = rank_state.Groups.from_model(model, params, rule)
         self._validate = validate
         inputs = [*model.x, *model.y]
@@ -99,12 +100,11 @@ class Trainer:
             self._together = TrainFunction(model, rule.precision, num_slices)
         else:
             self._step = _local_step(model)
-        self._on_ranks = TrainerState(self._name, rule, groups, self._together is not None, update_rule)
-        self._session: Any = None
-        self._place, self._rate = Progress(), math.nan
+        name = f"trainer {next(_names)}"
+        self._state = TrainerState(name, rule, groups, self._together is not None, update_rule)
         self._kinds: set[Any] = set()
-        self._course: EpochData | None = None
-        self._checkpoint: Checkpoint | None = None
+        #: Loop of the last call of `epochs`.
+        self._loop: _TrainerLoop | None = None
 
     # -- going through epochs --------------------------------------------------------------------------------
 
@@ -218,118 +218,31 @@ class Trainer:
             raise TypeError(f"checkpoint: expected a Checkpoint, got {checkpoint!r}")
         if resume == "latest" and checkpoint is None:
             raise ValueError("resume: expected a path, or checkpoint=..., in which to look for the latest")
-        return self._epochs(
-            EpochData(data, count, batch_size, epochs, seed, every, progress, loader),
+        loop = _TrainerLoop(
+            self,
+            EpochData(data, count, batch_size, seed, loader),
+            epochs,
+            every,
             valid_data,
             patience,
             recorders,
             checkpoint,
-            resume,
-            grace,
+            progress,
         )
+        return self._iterate_reports(loop, resume, grace)
 
-    def _epochs(
-        self,
-        course: EpochData,
-        valid: tuple[list[Data], int] | Loader | None,
-        patience: int | None,
-        recorders: list[Any],
-        checkpoint: Checkpoint | None,
-        resume: Any,
-        grace: float,
-    ) -> Iterator[Report]:
-        if checkpoint is None:
-            yield from self._reports(course, valid, patience, recorders, None, resume)
-            return
-        checkpoint.lock()
-        try:
-            with StopSignals(grace):
-                yield from self._reports(course, valid, patience, recorders, checkpoint, resume)
-                if requested_stop():
-                    raise SystemExit(128 + requested_stop())
-        finally:
-            checkpoint.unlock()
-
-    def _reports(
-        self,
-        course: EpochData,
-        valid: tuple[list[Data], int] | Loader | None,
-        patience: int | None,
-        recorders: list[Any],
-        checkpoint: Checkpoint | None,
-        resume: Any,
-    ) -> Iterator[Report]:
-        self._begin(course, resume, checkpoint, recorders)
-        reports = 0
-        first = "loss" if valid is None else next(iter(self._validate))
-        keep_best = None if checkpoint is None else checkpoint.keep_best
-        metric = keep_best or (first, "min")
-        measures = "loss" if valid is None else f"validation {first}"
-        if metric != (first, "min"):
-            measures += f", {' '.join(metric)}"
-        if self._place.stop.begin(measures):
-            schedules.reset_best(self.schedule)
-        while not self._is_over(course, patience):
-            place = self._place  # another one after `restore_best`
-            last = course.end(place.start, ranks.session().size)
-            if last < place.row:  # of a checkpoint of more ranks
-                last = course.end(place.row, ranks.session().size)
-            plan = self._plan(course, last, recorders, checkpoint is not None)
-            if place.row < last and not _must_stop(plan):
-                place.row, place.outcomes = self._interval(course, plan)
-            if _must_stop(plan):
-                self._stop(course, checkpoint)
-            n_ranks = ranks.session().size
-            report = make_report(
-                place.outcomes,
-                plan.epoch + plan.last / plan.count,
-                plan.epoch * plan.count + plan.last,
-                f"{n_ranks} x {plan.batch} = {n_ranks * plan.batch}",
-            )
-            if valid is not None:
-                report.validation = self._validated(valid, course.batch, plan)
-                if _must_stop(plan):
-                    self._stop(course, checkpoint)
-            numbers = [report.loss, *report.validation.values()]
-            if not all(map(math.isfinite, numbers)):
-                raise FloatingPointError(
-                    f"the loss is {report.loss} after {report.seen:,} rows, validation {report.validation}: "
-                    f"{self._explain(report, course, last, valid)}; nothing was saved since"
-                )
-            place.outcomes = []
-            place.row = place.start = 0 if last == course.count else last
-            place.epoch += last == course.count
-            reports += 1
-            observe: Callable[[float], None] | None = getattr(self.schedule, "observe", None)
-            if observe is not None:
-                observe(next(iter(report.validation.values()), report.loss))
-            place.metrics = {"loss": report.loss, **report.validation}
-            is_best = place.stop.observe(to_cost(place.metrics, metric)) and keep_best is not None
-            for one in recorders:
-                one.write(report.record())
+    def _iterate_reports(self, loop: _TrainerLoop, resume: Any, grace: float) -> Iterator[Report]:
+        checkpoint = loop.checkpoint
+        with contextlib.ExitStack() as stack:
             if checkpoint is not None:
-                if is_best or reports % checkpoint.every == 0 or self._is_over(course, patience):
-                    self._on_ranks.save(checkpoint, course, place, self.schedule, report.seen)
-            yield report
-
-    def _explain(
-        self, report: Report, course: EpochData, last: int, valid: tuple[list[Data], int] | Loader | None
-    ) -> str:
-        """Return why a loss may be NaN or infinite: a row of the data, or else the learning rate."""
-        x, y = ([describe(v) for v in variables] for variables in (self._model.x, self._model.y))
-        words = ""
-        if course.loader is None:
-            names = [*(f"x_data, {name}," for name in x), *(f"y_data, {name}," for name in y)]
-            rows = course.order.data[self._place.start : last]
-            words = describe_nonfinite(dict(zip(names, course.data, strict=True)), rows)
-        if not words and isinstance(valid, tuple):
-            names = [f"valid, {name}," for name in (*x, *y)]
-            words = describe_nonfinite(dict(zip(names, valid[0], strict=True)))
-        return words or f"the learning rate of {report.learning_rate:g} may be too high"
-
-    def _is_over(self, course: EpochData, patience: int | None) -> bool:
-        """Whether there is nothing left to train."""
-        return self._place.epoch >= course.epochs or patience is not None and self._place.stop.since >= patience
+                checkpoint.lock()
+                stack.callback(checkpoint.unlock)
+                stack.enter_context(StopSignals(grace))
+            self._loop = loop
+            loop.begin(resume)
+            yield from loop.iterate_reports()
+            if checkpoint is not None and requested_stop():
+                raise SystemExit(128 + requested_stop())
 
     def restore_best(self) -> Path:
         """Restore all ranks from the best checkpoint of the last call of `epochs`.
@@ -349,9 +262,9 @@ class Trainer:
         CheckpointError
             If there is none, or it is damaged.
         """
-        checkpoint, course = self._checkpoint, self._course
-        is_begun = course is not None and self._session is ranks.session()
-        if checkpoint is None or course is None or checkpoint.keep_best is None or not is_begun:
+        loop = self._loop
+        checkpoint = None if loop is None or loop.session is not ranks.session() else loop.checkpoint
+        if loop is None or checkpoint is None or checkpoint.keep_best is None:
             raise RuntimeError(
                 "restore_best(): expected a call of epochs(..., checkpoint=Checkpoint(folder, keep_best=...)) before it"
             )
@@ -360,129 +273,8 @@ class Trainer:
             raise CheckpointError(
                 f"{checkpoint.folder}: expected a checkpoint with {checkpoint.keep_best[0]}, found none"
             )
-        self._place, _ = self._on_ranks.restore(path, course, self.schedule)
+        self._state.restore(path, loop.data, self.schedule)
         return path
-
-    # -- one interval ----------------------------------------------------------------------------------------
-
-    def _plan(self, course: EpochData, last: int, recorders: list[Any], can_stop: bool) -> Plan:
-        """Return the plan of an interval, from the present place to the next report."""
-        return Plan(
-            self._name,
-            self._place.row,
-            last,
-            course.batch,
-            self._place.epoch,
-            course.count,
-            self.schedule,
-            [one for one in recorders if isinstance(one, Recorder)],
-            course.progress,
-            course.pools or [range(ranks.session().size)],
-            can_stop,
-            self._place.outcomes,
-            self._model.weight is not None,
-        )
-
-    def _interval(self, course: EpochData, plan: Plan) -> tuple[int, list[Outcome]]:
-        """Train until the next report, or until a signal comes; return the place, and what the ranks have done."""
-        together = self._together is not None
-        try:
-            source = course.source(plan.epoch, plan.first, together)
-            if together:
-                ended = [self._train_together(plan, source)]
-            else:
-                ended = self._train_apart(plan, source, course.taken)
-            end, outcomes = min(end for end, _ in ended), [outcome for _, outcome in ended]
-            if course.loader is not None and isinstance(source, Feed):
-                record_position(course.loader, source, end)
-            if end == plan.last and not any(outcome.rows for outcome in outcomes):
-                said = f"none of the rows from {plan.first:,} to {end:,} of epoch {plan.epoch} could be read"
-                raise LoadError(said, plan.epoch, end)
-        except (LoadError, WorkerError):
-            if course.loader is not None:
-                course.loader.close()  # one may have died
-            raise
-        return end, outcomes
-
-    def _stop(self, course: EpochData, checkpoint: Checkpoint | None) -> NoReturn:
-        """Save the place between two reports, and end the program by the signal that came."""
-        number = requested_stop()
-        words, place = f"{signal.Signals(number).name}: training ends", self._place
-        if checkpoint is not None and all(math.isfinite(outcome.loss) for outcome in place.outcomes):
-            seen = place.epoch * course.count + place.row
-            self._on_ranks.save(checkpoint, course, place, self.schedule, seen)
-            words += f"; go on with resume={str(checkpoint.path(seen))!r}"
-        sys.stderr.write(f"{words}\n")
-        raise SystemExit(128 + number)
-
-    def _train_apart(self, plan: Plan, source: Source, taken: Data) -> list[tuple[int, Outcome]]:
-        """Have each rank take its own steps."""
-        taken[...] = 0
-        groups = self._on_ranks.groups
-        exchanged = groups.params, groups.optimizer, groups.n_averages
-        memory = self._on_ranks.memory
-        ended: list[tuple[int, Outcome]] = run(
-            train, plan, self.rule, self._step, self.learning_rate, exchanged, source, taken, memory
-        )
-        return ended
-
-    def _train_together(self, plan: Plan, source: Source) -> tuple[int, Outcome]:
-        """Take steps of all ranks at once."""
-        assert self._together is not None
-        meter = Meter(0, plan.recorders, make_reader(list, plan.has_weight), self._kinds, self._place.steps)
-        if plan.before:
-            meter.begin(plan.before[0])
-        rows = plan.batch * ranks.session().size
-        loop = CommandLoop(plan, source, meter, rows, self._model, self._together, self.learning_rate, self._rate)
-        try:
-            loop.run()
-        finally:
-            self._rate = loop.rate
-        loop.write_lines(last=True)
-        self._place.steps = meter.step
-        return loop.end, meter.outcome(loop.rate)
-
-    def _validated(self, valid: tuple[list[Data], int] | Loader, batch: int, plan: Plan) -> dict[str, float]:
-        """Return the metrics over all rows, each row counted once; of some rows if a signal comes."""
-        assert self._validation is not None
-        totals, step = MetricTotals(self._validate), batch * ranks.session().size
-        chosen: Iterable[Any]
-        if isinstance(valid, Loader):
-            chosen = valid.epoch(0, step)
-        elif get_rank_pools(valid[0]):
-            chosen = iterate_in_order(valid[1], step, ranks.session().size)
-        else:
-            chosen = (slice(start, min(valid[1], start + step)) for start in range(0, valid[1], step))
-        for rows in chosen:
-            if totals.rows and _must_stop(plan):
-                break
-            data = valid.data if isinstance(valid, Loader) else valid[0]
-            values = self._validation(*data, batch=rows)
-            totals.add(values, rows.stop - rows.start if isinstance(rows, slice) else len(rows))
-        if not totals.rows:
-            raise LoadError("none of the rows of the validation data could be read")
-        return totals.results()
-
-    # -- beginning, and going on -----------------------------------------------------------------------------
-
-    def _begin(self, course: EpochData, resume: Any, checkpoint: Checkpoint | None, recorders: list[Any]) -> None:
-        """Make what the ranks need, once, and go on from a checkpoint if there is one."""
-        session = ranks.session()
-        if self._session is not session:
-            self._on_ranks.begin(session, self)
-            self._session, self._place, self._rate = session, Progress(), math.nan
-        course.make()
-        self._course, self._checkpoint = course, checkpoint
-        if resume == "latest":
-            assert checkpoint is not None
-            resume = next(reversed(checkpoint.paths()), None)
-        if resume is not None:
-            self._place, seen = self._on_ranks.restore(resume, course, self.schedule)
-            for one in recorders:
-                if isinstance(one, Recorder):
-                    one.cut(seen)
-        elif checkpoint is not None:
-            checkpoint.refuse_others(self._place.epoch * course.count + self._place.row)
 
     # -- data ------------------------------------------------------------------------------------------------
 
@@ -514,8 +306,275 @@ class Trainer:
         return data, lengths.pop()
 
 
-def _must_stop(plan: Plan) -> bool:
-    return plan.can_stop and bool(requested_stop())
+class _TrainerLoop(EpochLoop):
+    """Loop over the epochs of one call of `Trainer.epochs`, in the master.
+
+    Parameters
+    ----------
+    trainer : Trainer
+    data : EpochData
+    n_epochs : int
+    every : int or None
+        Number of each rank's steps in an interval; None for those of an epoch.
+    valid : (list of Data, int) or Loader or None
+        Validation data and their number of rows.
+    patience : int or None
+    recorders : list
+        Objects with ``write``.
+    checkpoint : Checkpoint or None
+    shows_progress : bool
+        Whether to show a progress bar.
+    """
+
+    def __init__(
+        self,
+        trainer: Trainer,
+        data: EpochData,
+        n_epochs: int,
+        every: int | None,
+        valid: tuple[list[Data], int] | Loader | None,
+        patience: int | None,
+        recorders: list[Any],
+        checkpoint: Checkpoint | None,
+        shows_progress: bool,
+    ):
+        self.trainer, self.data, self.n_epochs, self.every, self.valid = trainer, data, n_epochs, every, valid
+        self.patience, self.recorders, self.checkpoint = patience, recorders, checkpoint
+        self.shows_progress = shows_progress
+        self.first_metric = "loss" if valid is None else next(iter(trainer._validate))
+        keep_best = None if checkpoint is None else checkpoint.keep_best
+        self.metric = keep_best or (self.first_metric, "min")
+        self.saves_best = keep_best is not None
+        self.checkpoint_every = 0 if checkpoint is None else checkpoint.every
+
+    @property
+    def place(self) -> Progress:
+        """Place of the trainer, which `Trainer.restore_best` may change between two reports."""
+        return self.trainer._state.place
+
+    @property
+    def early_stop(self) -> EarlyStop:  # type: ignore[override]
+        """Best report so far."""
+        return self.place.early_stop
+
+    def begin(self, resume: Any) -> None:
+        """Make what the ranks need, and restore a checkpoint if there is one."""
+        trainer, checkpoint, state = self.trainer, self.checkpoint, self.trainer._state
+        self.session = ranks.session()
+        state.begin(self.session, trainer)
+        self.taken = synk.data(shape=(self.session.size + 1,), dtype="int64")
+        self.data.make()
+        if resume == "latest":
+            assert checkpoint is not None
+            resume = next(reversed(checkpoint.paths()), None)
+        if resume is not None:
+            seen = state.restore(resume, self.data, trainer.schedule)
+            for one in self.recorders:
+                if isinstance(one, Recorder):
+                    one.cut(seen)
+        elif checkpoint is not None:
+            checkpoint.refuse_others(self.place.epoch * self.data.count + self.place.row)
+        measure = "loss" if self.valid is None else f"validation {self.first_metric}"
+        if self.metric != (self.first_metric, "min"):
+            measure += f", {' '.join(self.metric)}"
+        if self.early_stop.begin(measure):
+            schedules.reset_best(trainer.schedule)
+
+    def is_complete(self) -> bool:
+        """Whether all epochs are trained."""
+        return self.place.epoch >= self.n_epochs
+
+    def is_signalled(self) -> bool:
+        """Whether a signal stops the training."""
+        return self.checkpoint is not None and bool(requested_stop())
+
+    # -- an interval -----------------------------------------------------------------------------------------
+
+    def train(self) -> bool:
+        """Train to the end of the interval; return whether a signal has stopped it before."""
+        place = self.place
+        self.last = self._end_interval(place.start)
+        if self.last < place.row:  # of a checkpoint of more ranks
+            self.last = self._end_interval(place.row)
+        if place.row < self.last and not self.is_signalled():
+            place.row, place.outcomes = self._train_interval()
+        return self.is_signalled()
+
+    def _end_interval(self, row: int) -> int:
+        """Return the place of the next report after a place."""
+        if self.every is None:
+            return self.data.count
+        return min(self.data.count, row + self.every * self.data.batch * ranks.session().size)
+
+    def _plan(self) -> Plan:
+        """Return the plan of an interval, from the present place to the next report."""
+        trainer, data, place = self.trainer, self.data, self.place
+        return Plan(
+            trainer._state.name,
+            place.row,
+            self.last,
+            data.batch,
+            place.epoch,
+            data.count,
+            trainer.schedule,
+            [one for one in self.recorders if isinstance(one, Recorder)],
+            self.shows_progress,
+            data.pools or [range(ranks.session().size)],
+            self.checkpoint is not None,
+            place.outcomes,
+            trainer._model.weight is not None,
+        )
+
+    def _train_interval(self) -> tuple[int, list[Outcome]]:
+        """Train until the next report, or until a signal; return the place, and the ranks' outcomes."""
+        plan, loader = self._plan(), self.data.loader
+        together = self.trainer._together is not None
+        try:
+            source = self.data.source(plan.epoch, plan.first, together)
+            ended = [self._train_together(plan, source)] if together else self._train_apart(plan, source)
+            end, outcomes = min(end for end, _ in ended), [outcome for _, outcome in ended]
+            if loader is not None and isinstance(source, Feed):
+                record_position(loader, source, end)
+            if end == plan.last and not any(outcome.rows for outcome in outcomes):
+                said = f"none of the rows from {plan.first:,} to {end:,} of epoch {plan.epoch} could be read"
+                raise LoadError(said, plan.epoch, end)
+        except (LoadError, WorkerError):
+            if loader is not None:
+                loader.close()  # one may have died
+            raise
+        return end, outcomes
+
+    def _train_apart(self, plan: Plan, source: Source) -> list[tuple[int, Outcome]]:
+        """Have each rank take its own steps."""
+        trainer, state = self.trainer, self.trainer._state
+        self.taken[...] = 0
+        exchanged = state.groups.params, state.groups.optimizer, state.groups.n_averages
+        ended: list[tuple[int, Outcome]] = run(
+            train,
+            plan,
+            trainer.rule,
+            trainer._step,
+            trainer.learning_rate,
+            exchanged,
+            source,
+            self.taken,
+            state.memory,
+        )
+        return ended
+
+    def _train_together(self, plan: Plan, source: Source) -> tuple[int, Outcome]:
+        """Take steps of all ranks at once."""
+        trainer, place = self.trainer, self.place
+        assert trainer._together is not None
+        meter = Meter(0, plan.recorders, make_reader(list, plan.has_weight), trainer._kinds, place.steps)
+        if plan.before:
+            meter.begin(plan.before[0])
+        rows = plan.batch * ranks.session().size
+        loop = CommandLoop(
+            plan, source, meter, rows, trainer._model, trainer._together, trainer.learning_rate, trainer._state.rate
+        )
+        try:
+            loop.run()
+        finally:
+            trainer._state.rate = loop.rate
+        loop.write_lines(last=True)
+        place.steps = meter.step
+        return loop.end, meter.outcome(loop.rate)
+
+    def make_report(self) -> Report:
+        """Return the report of the interval, without validation."""
+        place, data, n_ranks = self.place, self.data, ranks.session().size
+        return make_report(
+            place.outcomes,
+            place.epoch + self.last / data.count,
+            place.epoch * data.count + self.last,
+            f"{n_ranks} x {data.batch} = {n_ranks * data.batch}",
+        )
+
+    def validate(self, report: Report) -> bool:
+        """Compute the metrics over all rows, each row counted once; return whether a signal has stopped it."""
+        trainer, valid = self.trainer, self.valid
+        if valid is None:
+            return False
+        assert trainer._validation is not None
+        totals, step = MetricTotals(trainer._validate), self.data.batch * ranks.session().size
+        chosen: Iterable[Any]
+        if isinstance(valid, Loader):
+            chosen = valid.epoch(0, step)
+        elif get_rank_pools(valid[0]):
+            chosen = iterate_in_order(valid[1], step, ranks.session().size)
+        else:
+            chosen = (slice(start, min(valid[1], start + step)) for start in range(0, valid[1], step))
+        for rows in chosen:
+            if totals.rows and self.is_signalled():
+                break
+            data = valid.data if isinstance(valid, Loader) else valid[0]  # a loader has data from its first batch on
+            values = trainer._validation(*data, batch=rows)
+            totals.add(values, rows.stop - rows.start if isinstance(rows, slice) else len(rows))
+        if not totals.rows:
+            raise LoadError("none of the rows of the validation data could be read")
+        report.validation = totals.results()
+        return self.is_signalled()
+
+    def advance(self, report: Report) -> None:
+        """Begin the next interval.
+
+        Raises
+        ------
+        FloatingPointError
+            If the loss or a metric is infinite or NaN.
+        """
+        if not all(map(math.isfinite, [report.loss, *report.validation.values()])):
+            raise FloatingPointError(
+                f"the loss is {report.loss} after {report.seen:,} rows, validation {report.validation}: "
+                f"{self._explain(report)}; nothing was saved since"
+            )
+        place, is_epoch_over = self.place, self.last == self.data.count
+        place.outcomes, place.metrics = [], report.metrics
+        place.row = place.start = 0 if is_epoch_over else self.last
+        place.epoch += is_epoch_over
+
+    def _explain(self, report: Report) -> str:
+        """Return why a loss may be NaN or infinite: a row of the data, or else the learning rate."""
+        model, data, valid = self.trainer._model, self.data, self.valid
+        x, y = ([describe(v) for v in variables] for variables in (model.x, model.y))
+        words = ""
+        if data.loader is None:
+            names = [*(f"x_data, {name}," for name in x), *(f"y_data, {name}," for name in y)]
+            rows = data.order.data[self.place.start : self.last]
+            words = describe_nonfinite(dict(zip(names, data.data, strict=True)), rows)
+        if not words and isinstance(valid, tuple):
+            names = [f"valid, {name}," for name in (*x, *y)]
+            words = describe_nonfinite(dict(zip(names, valid[0], strict=True)))
+        return words or f"the learning rate of {report.learning_rate:g} may be too high"
+
+    def write_report(self, report: Report) -> None:
+        """Pass a report to the recorders."""
+        for one in self.recorders:
+            one.write(report.record())
+
+    def adapt(self, report: Report) -> None:
+        """Let the schedule observe the first metric of the validation, or the loss."""
+        observe: Callable[[float], None] | None = getattr(self.trainer.schedule, "observe", None)
+        if observe is not None:
+            observe(next(iter(report.validation.values()), report.loss))
+
+    def save(self, report: Report) -> None:
+        """Write a checkpoint after a report."""
+        assert self.checkpoint is not None
+        self.trainer._state.save(self.checkpoint, self.data, self.trainer.schedule, report.seen)
+
+    def stop(self) -> NoReturn:
+        """Save the place between two reports, and end the program by the signal."""
+        number = requested_stop()
+        words, place, checkpoint = f"{signal.Signals(number).name}: training ends", self.place, self.checkpoint
+        assert checkpoint is not None
+        if all(math.isfinite(outcome.loss) for outcome in place.outcomes):
+            seen = place.epoch * self.data.count + place.row
+            self.trainer._state.save(checkpoint, self.data, self.trainer.schedule, seen)
+            words += f"; go on with resume={str(checkpoint.path(seen))!r}"
+        sys.stderr.write(f"{words}\n")
+        raise SystemExit(128 + number)
 
 
 def _local_step(model: Model) -> synk.Function:

@@ -26,7 +26,6 @@ from synkhronos.launch.settings import find_module
 from synkhronos.ranks import available_cores
 from synkhronos.rules import BSP
 from synkhronos.training import Checkpoint, CheckpointError, rank_state
-from synkhronos.training.early_stop import EarlyStop
 from synkhronos.training.model import by_own_gradient
 from synkhronos.training.updates import (
     adadelta,
@@ -176,7 +175,13 @@ def test_a_metric_that_the_class_does_not_report():
     ]:
         settings = SimpleNamespace(keep_best=keep_best, patience=3, modelclass="A")
         with pytest.raises(ContractError, match=words):
-            program.ClassLoop.observe(SimpleNamespace(settings=settings, stop=EarlyStop()), metrics)
+            program.ClassLoop.observe(SimpleNamespace(settings=settings), SimpleNamespace(metrics=metrics))
+
+
+@pytest.mark.any_library
+def test_a_run_of_fewer_epochs_than_its_checkpoint_has_trains_none():
+    run = SimpleNamespace(n_reports=3, n_epochs=2, class_stops=False)
+    assert program.ClassLoop.is_complete(run)
 
 
 def step(update_rule):
@@ -579,15 +584,15 @@ def test_a_row_of_a_model_that_is_no_number_is_named():
     recorder.write()
     run = SimpleNamespace(
         worker=SimpleNamespace(size=1), recorder=recorder, outcomes=[recorder.meter.outcome(0.1)], rows=1,
-        trained=recorder.epoch_began + 1, model=SimpleNamespace(train_data=[np.arange(5), rows]),
+        trained=recorder.epoch_began + 1, n_reports=1, model=SimpleNamespace(train_data=[np.arange(5), rows]),
     )  # fmt: skip
     with pytest.raises(
         FloatingPointError, match=r"the cost is nan in epoch 2: row 3 of load\(\)'s training array 1 has inf"
     ):
-        ClassLoop.make_report(run, 1)
+        ClassLoop.make_report(run)
     run.model = SimpleNamespace(train_data="a class of somebody's")
     with pytest.raises(FloatingPointError, match="the cost is nan in epoch 2: nothing of it was saved"):
-        ClassLoop.make_report(run, 1)
+        ClassLoop.make_report(run)
 
 
 @pytest.mark.any_library
