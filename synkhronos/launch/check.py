@@ -18,6 +18,7 @@ from typing import Any
 
 import numpy as np
 
+from synkhronos.compat.startup import prepare_ranks
 from synkhronos.launch import contract
 from synkhronos.launch.change_check import SAME_STEPS, digest, find_equal_steps
 from synkhronos.launch.recorder import ClassRecorder
@@ -47,8 +48,7 @@ def check(model: str, asked: Mapping[str, Any] | None = None) -> int:
         settings = resolve([{"model": model, "devices": "cpu"}, asked or {}])
     except SettingsError as error:
         return _print(f"{error}\n", 2)
-    import synkhronos.compat  # noqa: F401 - classes import theano
-
+    prepare_ranks(on_gpu=False)
     with tempfile.TemporaryDirectory() as folder:
         checked = _Check(settings, Path(folder))
         try:

@@ -73,6 +73,12 @@ def _parser() -> argparse.ArgumentParser:
         metavar="PATH",
         help="resume from the latest checkpoint in --folder, or from the one at PATH",
     )
+    train.add_argument(
+        "--restarts",
+        type=int,
+        metavar="N",
+        help="after a failure, start the ranks again from the newest checkpoint, at most N times (default: 0)",
+    )
     train.add_argument("--dry-run", action="store_true", help="print all settings, and start nothing")
     check = commands.add_parser(
         "check", parents=[sets], help="list what a class is missing, and run three iterations of it"
@@ -92,7 +98,7 @@ def _train(options: argparse.Namespace, arguments: list[str]) -> int:
     from synkhronos.launch.settings import join_tables, read_environment, read_session, resolve
     from synkhronos.launch.supervisor import find_versions
 
-    named = ("ranks", "devices", "hosts", "folder", "bind", "resume")
+    named = ("ranks", "devices", "hosts", "folder", "bind", "resume", "restarts")
     given = {name: getattr(options, name) for name in named if getattr(options, name) is not None}
     sources = [join_tables([_sets(options), given]), read_environment(os.environ)]
     if options.session is not None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import random
 import sys
 import traceback
@@ -18,6 +17,7 @@ from typing import Any
 
 import numpy as np
 
+from synkhronos.compat.startup import prepare_ranks
 from synkhronos.data.shared import create_unpublished
 from synkhronos.launch import binding, program
 from synkhronos.launch.settings import FAILURE, PROCESSES, SETTINGS, Settings
@@ -27,7 +27,6 @@ from synkhronos.ranks.child_process import exit_with_parent
 from synkhronos.rules import shared_memory
 from synkhronos.tasks import run
 from synkhronos.tracing import timeline
-from synkhronos.training.checkpoint import paths_in
 from synkhronos.training.stop import StopSignals, requested_stop
 
 
@@ -40,7 +39,8 @@ def main(folder: str, plan: dict[str, Any]) -> int:
         The run's folder.
     plan : dict
         From the supervisor: ``supervisor``, its process ID; ``consoles``, a pipe for each rank of this host; ``hosts``,
-        the pipe of other hosts, or None; ``masks``, the cores of each rank; ``allowed``, all cores.
+        the pipe of other hosts, or None; ``masks``, the cores of each rank; ``allowed``, all cores; ``checkpoint``, the
+        path of the one to resume from, or None.
     """
     exit_with_parent(plan["supervisor"], in_main_thread=True)
     for stream in (sys.stdout, sys.stderr):  # the supervisor reads UTF-8, whatever the locale
@@ -63,15 +63,7 @@ def main(folder: str, plan: dict[str, Any]) -> int:
 
 def _run(settings: Settings, plan: dict[str, Any]) -> int:
     """Train; return 0, or 128 plus the number of the signal at which a checkpoint was written."""
-    if settings.on_gpu:
-        _set_flag("PYTENSOR_FLAGS", "mode", "JAX")  # a class compiles its functions itself
-    _set_flag("THEANO_FLAGS", "compile.wait", "1")  # seconds between two tries for the compiler's lock, not 5 to 10
-
-    import synkhronos.compat  # noqa: F401 - classes import theano
-
-    # Before the fork: ranks that import Theano each by itself wait for one another's lock of its compiler.
-    with contextlib.suppress(ImportError):
-        import theano  # noqa: F401
+    prepare_ranks(settings.on_gpu)
     np.random.seed(settings.seed)
     random.seed(settings.seed)
     masks = plan["masks"]
@@ -90,22 +82,8 @@ def _run(settings: Settings, plan: dict[str, Any]) -> int:
     recording = timeline(path) if settings.timeline else contextlib.nullcontext()
     # Before this there is nothing to save, and signals end the run.  The supervisor bounds the time to save.
     with recording, StopSignals(None, flag.data) if settings.saves_on_signal else contextlib.nullcontext():
-        is_stopped = run(program.train, settings, rule, memory, _checkpoint(settings), flag)[0]
+        is_stopped = run(program.train, settings, rule, memory, plan["checkpoint"], flag)[0]
         return 128 + requested_stop() if is_stopped else 0
-
-
-def _set_flag(variable: str, name: str, value: str) -> None:
-    """Set a flag of the graph library, unless the user has set it."""
-    flags = os.environ.get(variable, "")
-    if f"{name}=" not in flags:
-        os.environ[variable] = ",".join(filter(None, [flags, f"{name}={value}"]))
-
-
-def _checkpoint(settings: Settings) -> str | None:
-    """Return the path of the checkpoint to resume from, or None."""
-    if settings.resume != "latest":
-        return settings.resume
-    return str(paths_in(Path(settings.folder) / "checkpoints")[-1])
 
 
 if __name__ == "__main__":

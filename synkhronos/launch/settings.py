@@ -48,6 +48,7 @@ _RANGES = {
     "every": (1, None),
     "checkpoint": (0, None),
     "keep": (1, None),
+    "restarts": (0, None),
     "patience": (1, None),
 }
 #: The settings that are true or false.
@@ -103,6 +104,8 @@ class Settings:
     keep: int = 3
     #: Seconds that ranks have to write a checkpoint and exit after a scheduler's signal; 0 kills them at once.
     grace: float = 30.0
+    #: Maximal number of restarts from the newest checkpoint after a failure.
+    restarts: int = 0
     #: Number of epochs without an improvement after which the run stops; None for no early stop.
     patience: int | None = None
     #: Metric whose best checkpoint is kept, and "min" or "max".
@@ -343,6 +346,8 @@ def _check_folder(settings: Settings) -> Settings:
         asked = getattr(settings, name)
         if asked and find_spec("safetensors") is None:
             raise SettingsError(f"{name}: needs safetensors: pip install 'synkhronos[training]'")
+    if settings.restarts and not (settings.checkpoint or settings.keep_best):
+        raise SettingsError("restarts: needs checkpoints: set 'checkpoint', the number of epochs between two")
     _check_writable(folder)
     if (folder / "checkpoints").exists() and not (folder / "checkpoints").is_dir():
         raise SettingsError(f"folder: {folder / 'checkpoints'} has to be a folder, or nothing yet")

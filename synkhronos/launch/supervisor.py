@@ -9,6 +9,8 @@
         │ forks
         workers: the other ranks
 
+After a failure the supervisor starts the ranks again from the newest checkpoint, at most ``restarts`` times.
+
 Whichever of them is killed, the others end: the kernel kills a child when its parent dies, the master watches its
 workers, and the supervisor waits for the master.
 
@@ -63,8 +65,8 @@ def prepare(settings: Settings, command: list[str]) -> IO[str]:
         raise SettingsError(f"folder: {folder} can't be made or written: {error}") from None
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        for name in (FAILURE, PROCESSES):
-            (folder / name).unlink(missing_ok=True)
+        for path in (*folder.glob(FAILURE.replace(".", "*.")), folder / PROCESSES):
+            path.unlink(missing_ok=True)
         settings.save(folder / SETTINGS)
         _write_run_file(folder, {**find_versions(settings.root), "command": command, "began": _now()}, _RESERVED_BYTES)
     except BlockingIOError:
@@ -143,6 +145,12 @@ class Supervisor:
         self._signalled_at = 0.0
         self._deadline = float("inf")
         self._master: subprocess.Popen[bytes] | None = None
+        self._n_restarts = 0
+        self._old_checkpoints = self._list_checkpoints()
+        #: Checkpoint that the ranks resume from.
+        self._checkpoint = settings.resume
+        if settings.resume == "latest":
+            self._checkpoint = str(paths_in(self.folder / "checkpoints")[-1])
         self._console = Console(1, self._check_deadline)
         self._errors = Console(2, self._check_deadline)
 
@@ -156,15 +164,19 @@ class Supervisor:
         }
         end: dict[str, Any] = {"status": 1}
         try:
-            # One per rank of this machine, and one for all other hosts.
-            pipes = [os.pipe() for _ in range(len(self.settings.devices) + bool(self.settings.hosts))]
-            try:
-                self._start([write for _, write in pipes])
-            finally:
-                for _, write in pipes:
-                    os.close(write)
-            self._read([read for read, _ in pipes])
-            end = self._end()
+            while True:
+                # One per rank of this machine, and one for all other hosts.
+                pipes = [os.pipe() for _ in range(len(self.settings.devices) + bool(self.settings.hosts))]
+                try:
+                    self._start([write for _, write in pipes])
+                finally:
+                    for _, write in pipes:
+                        os.close(write)
+                self._read([read for read, _ in pipes])
+                end = self._end()
+                if not end["status"] or "signal" in end or self._n_restarts == self.settings.restarts:
+                    break
+                self._prepare_restart()
         except BaseException as error:
             end["error"] = f"{type(error).__name__}: {error}"
             raise
@@ -201,6 +213,7 @@ class Supervisor:
             "supervisor": os.getpid(),
             "consoles": consoles[:n_here],
             "hosts": consoles[n_here] if settings.hosts else None,
+            "checkpoint": self._checkpoint,
             "masks": masks,
             "allowed": allowed,
         }
@@ -271,22 +284,52 @@ class Supervisor:
         """Copy the output of the ranks into their logs and to the console, there with the rank before each line."""
         assert self._master is not None
         with contextlib.ExitStack() as stack, selectors.DefaultSelector() as selector:
-            output = RunOutput(self.folder, self.settings.resume is not None, self._console, self._errors)
+            is_continued = self.settings.resume is not None or self._n_restarts > 0
+            output = RunOutput(self.folder, is_continued, self._console, self._errors)
             stack.callback(output.close)
             for rank, pipe in enumerate(pipes):
                 stack.callback(os.close, pipe)
                 name = f"rank-{rank}.log" if rank < len(self.settings.devices) else ""
                 selector.register(pipe, selectors.EVENT_READ, LineSplitter(name, output))
+            end_of_wait = float("inf")
             while selector.get_map():
                 events = selector.select(0.2)
                 for key, _ in events:
                     if not key.data.feed(os.read(key.fd, 1 << 16)):
                         selector.unregister(key.fd)
                 if self._master.poll() is not None and not events:
-                    break  # a child of a rank may keep the pipes open
+                    # A process that a rank has started may keep the pipes open.  Ranks that are killed close theirs
+                    # after their devices, which a restart needs.
+                    self._kill()
+                    end_of_wait = min(end_of_wait, time.monotonic() + _GRACE)
+                    if self._n_restarts == self.settings.restarts or time.monotonic() > end_of_wait:
+                        break
                 self._check_deadline()
             for key in list(selector.get_map().values()):
                 key.data.feed(b"")
+
+    # -- restarts --------------------------------------------------------------------------------------------
+
+    def _list_checkpoints(self) -> set[tuple[Path, int]]:
+        """Return the checkpoints in the run's folder with the times at which they were written."""
+        return {(path, path.stat().st_mtime_ns) for path in paths_in(self.folder / "checkpoints")}
+
+    def _prepare_restart(self) -> None:
+        """Choose the newest checkpoint of this run, or the one it began with, and keep the failure under another name.
+
+        Without any checkpoint the run starts from its beginning, so that its records are removed.
+        """
+        self._n_restarts += 1
+        with contextlib.suppress(FileNotFoundError):
+            os.rename(self.folder / FAILURE, self.folder / FAILURE.replace(".", f"-{self._n_restarts}."))
+        written = {path for path, _ in self._list_checkpoints() - self._old_checkpoints}
+        if new := [path for path in paths_in(self.folder / "checkpoints") if path in written]:
+            self._checkpoint = str(new[-1])
+        if self._checkpoint is None:
+            for file in self.folder.glob("*.jsonl"):
+                file.unlink()
+        where = self._checkpoint or "the beginning, as it has no checkpoint"
+        self._errors.write(f"restart {self._n_restarts} of {self.settings.restarts} from {where}\n")
 
     # -- the end ---------------------------------------------------------------------------------------------
 
@@ -323,6 +366,8 @@ class Supervisor:
         noted: dict[str, Any] = {}
         with contextlib.suppress(OSError, ValueError):
             noted = json.loads((self.folder / "run.json").read_text())
+        if self._n_restarts:
+            noted["restarts"] = self._n_restarts
         try:
             _write_run_file(self.folder, {**noted, "ended": _now(), **end})
         except OSError as error:

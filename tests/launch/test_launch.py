@@ -66,6 +66,14 @@ def test_a_class_of_theano_mpi_trains(tmp_path, rule):
     assert [array.shape for array in np.load(folder / "params.npz").values()] == [(5, 8), (8,), (8, 2)]
 
 
+def test_the_launcher_does_not_initialise_mpi_and_a_class_may(tmp_path, monkeypatch):
+    pytest.importorskip("mpi4py")
+    monkeypatch.setitem(ENVIRONMENT, "MPI4PY_RC_INITIALIZE", "1")  # mpi4py's default, which the tests turn off
+    train(tmp_path, "UsesMpi", epochs=1)
+    for rank in (0, 1):
+        assert "imported before: False size: 1 sum: 3" in (tmp_path / f"rank-{rank}.log").read_text()
+
+
 def test_a_run_records_a_timeline(tmp_path):
     train(tmp_path, epochs=1, timeline="true")
     spans = [e for e in json.loads((tmp_path / "timeline.json").read_text())["traceEvents"] if e["ph"] == "X"]

@@ -13,8 +13,9 @@ import time
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
-from launch_runs import ENVIRONMENT, command, train
+from launch_runs import ENVIRONMENT, command, lines, train
 from paths import SUPPORT
 from system import children_of, lives, names, names_left
 
@@ -38,6 +39,82 @@ def test_the_first_failure_comes_last(tmp_path):
 def test_a_rank_that_ends_by_itself(tmp_path):
     done = train(tmp_path, "Exits", status=1)
     assert re.search(r"rank 1 .* exited with code 7", done.stderr)
+
+
+def restarted(folder, victim, epochs, *arguments, status=0, **settings):
+    """Train with one rank that dies in some epochs; return the command's result."""
+    pytest.importorskip("safetensors")
+    marks = folder / "marks"
+    marks.mkdir(parents=True)
+    config = {"config__marks": f"'{marks}'", "config__victim": victim, "config__epochs": epochs}
+    return train(folder / "run", "DiesOnce", *arguments, status=status, checkpoint=1, **config, **settings)
+
+
+@pytest.mark.faults
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_run_is_restarted_from_its_newest_checkpoint(tmp_path, victim):
+    restarted(tmp_path / "whole", 2, [])
+    done = restarted(tmp_path / "parts", victim, [1, 2], "--restarts=3")
+    run = tmp_path / "parts" / "run"
+    newest = [run / "checkpoints" / f"rows-{9 * epoch:012d}" for epoch in (1, 2)]
+    assert [line for line in done.stderr.splitlines() if line.startswith("restart ")] == [
+        f"restart {i} of 3 from {path}" for i, path in enumerate(newest, 1)
+    ]
+    noted = json.loads((run / "run.json").read_text())
+    assert noted["status"] == 0 and noted["restarts"] == 2
+    assert [path.name for path in sorted(run.glob("failure*"))] == ["failure-1.txt", "failure-2.txt"]
+    assert f"rank {victim}" in (run / "failure-1.txt").read_text() and "SIGKILL" in (run / "failure-2.txt").read_text()
+    whole, parts = (np.load(folder / "params.npz") for folder in (tmp_path / "whole" / "run", run))
+    assert all(np.array_equal(whole[name], parts[name]) for name in whole)
+    for name in ("reports", "rank-0", "rank-1"):  # as if nothing had happened
+        of_whole, of_parts = (lines(folder, name) for folder in (tmp_path / "whole" / "run", run))
+        assert [(each["epoch"], each["loss"]) for each in of_parts] == [
+            (each["epoch"], each["loss"]) for each in of_whole
+        ]
+    log = (run / "rank-0.log").read_text()
+    assert log.count("process ") == 3 and "epoch 1 done" in log  # that of all three
+
+
+@pytest.mark.faults
+def test_a_run_without_a_checkpoint_is_restarted_from_its_beginning(tmp_path):
+    done = restarted(tmp_path, 1, [0], "--restarts=1", every=1)
+    assert "restart 1 of 1 from the beginning, as it has no checkpoint" in done.stderr
+    assert [line["step"] for line in lines(tmp_path / "run", "rank-0")] == list(range(1, 28))
+
+
+@pytest.mark.faults
+def test_restarts_are_limited_and_the_last_failure_counts(tmp_path):
+    done = restarted(tmp_path, 1, [0, 1, 2], "--restarts=2", status=1, config__raising="true")
+    assert done.stderr.rstrip().endswith("ValueError: epoch 2 is damaged")
+    assert "epoch 2" in (tmp_path / "run" / "failure.txt").read_text()
+    assert "epoch 1" in (tmp_path / "run" / "failure-2.txt").read_text()
+    assert json.loads((tmp_path / "run" / "run.json").read_text())["restarts"] == 2
+
+
+@pytest.mark.faults
+def test_a_run_that_was_resumed_is_restarted_from_where_it_began(tmp_path):
+    """Later checkpoints than the one to resume from are of a training that was left."""
+    restarted(tmp_path, 2, [])
+    first = tmp_path / "run" / "checkpoints" / "rows-000000000009"
+    (tmp_path / "marks").rmdir()
+    done = restarted(tmp_path, 1, [1], "--resume", first, "--restarts=1")
+    assert f"restart 1 of 1 from {first}" in done.stderr
+    assert [report["epoch"] for report in lines(tmp_path / "run", "reports")] == [1, 2, 3]
+
+
+@pytest.mark.faults
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_run_that_a_signal_has_ended_is_not_restarted(tmp_path, number):
+    pytest.importorskip("safetensors")
+    process = scheduled(tmp_path, False, checkpoint=1, restarts=3)
+    try:
+        started(tmp_path, process)
+        process.send_signal(number)
+        _, said = process.communicate(timeout=LIMIT)
+        assert process.returncode == 128 + number and "restart" not in said
+    finally:
+        process.kill()
+        process.communicate()
 
 
 def test_a_cost_that_is_no_number_is_not_saved(tmp_path):

@@ -104,6 +104,20 @@ def test_the_first_failure_of_another_host_comes_last(tmp_path):
     assert "[rank 1] process" in said
 
 
+@pytest.mark.hosts
+@pytest.mark.faults
+@pytest.mark.any_library
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_run_on_two_hosts_is_restarted(tmp_path, victim):
+    pytest.importorskip("safetensors")
+    config = {"config.marks": f"'{tmp_path}'", "config.victim": victim, "config.epochs": "[1]"}
+    run = start(["a:1", "b:1"], tmp_path / "run", "others.py:DiesOnce", checkpoint=1, restarts=1, **config)
+    _, errors = ended(run, 0)
+    assert "restart 1 of 1 from " in errors and "rows-000000000009" in errors
+    assert [line["epoch"] for line in lines(tmp_path / "run", "reports")] == [1, 2]
+    assert [line["step"] for line in lines(tmp_path / "run", "rank-1")] == [9, 18]
+
+
 #: The processes of a run, by their command lines.
 KINDS = {
     "supervisor": r"\S*python\S* -m synkhronos train",

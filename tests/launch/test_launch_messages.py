@@ -79,6 +79,8 @@ SETTINGS = {
     "devices, many": ({"devices": ["cpu"] * 2000}, r"devices: expected at most 1024, got 2000"),
     "every": ({"every": 0}, r"every: expected at least 1, got 0"),
     "checkpoint": ({"checkpoint": -1}, r"checkpoint: expected no negative number, got -1"),
+    "restarts": ({"restarts": -1}, r"restarts: expected at least 0, got -1"),
+    "restarts alone": ({"restarts": 1}, r"restarts: needs checkpoints: set 'checkpoint', the number of epochs between"),
     "patience": ({"patience": 0}, r"patience: expected at least 1, got 0"),
     "keep_best, a name": ({"keep_best": "accuracy"}, r"keep_best: expected one of loss, cost, error, top5, got 'accuracy'"),
     "keep_best": ({"keep_best": ["error", "least"]}, r"keep_best: expected a metric's name, or a pair such as \('accuracy', 'max'\), got"),

@@ -18,6 +18,7 @@ from synkhronos.compat.platoon.channel.group import Failure, WorkersPlan
 from synkhronos.compat.platoon.channel.sockets import POLL
 from synkhronos.compat.platoon.program import Hosts, run_file, start_controller
 from synkhronos.compat.platoon.util import EndOfBatches
+from synkhronos.compat.startup import prepare_ranks
 from synkhronos.ranks import WorkerError
 from synkhronos.ranks.child_process import exit_with_parent
 from synkhronos.ranks.errors import Cancelled, cause_of_death
@@ -35,13 +36,9 @@ def main() -> None:
     exit_with_parent(plan.controller, in_main_thread=True)
     on_gpu = plan.devices[0] != "cpu"
     hosts = [] if plan.hosts is None else [f"{name}:{len(each)}" for name, each in plan.hosts["devices"].items()]
-    if on_gpu:
-        _set_flag("PYTENSOR_FLAGS", "mode", "JAX")
     if on_gpu and not hosts:
         os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(_visible(device) for device in plan.devices)
-    _set_flag("THEANO_FLAGS", "compile.wait", "1")  # seconds between two looks at the compiler's lock, not 5 to 10
-    with contextlib.suppress(ImportError):  # once for all ranks
-        import theano  # noqa: F401
+    prepare_ranks(on_gpu)
     synkhronos.fork(None if hosts else len(plan.devices), use_gpu=on_gpu, hosts=hosts)
     try:
         with _watch_other_hosts() if hosts else contextlib.nullcontext():
@@ -91,13 +88,6 @@ def _report(rank: int, message: str, is_own: bool = False) -> None:
     """Report a failure to the first controller."""
     if link.current is not None:
         link.current.report(Failure(rank, 2, message, is_own))
-
-
-def _set_flag(variable: str, name: str, value: str) -> None:
-    """Set a flag of the graph library, unless the user has."""
-    flags = os.environ.get(variable, "")
-    if f"{name}=" not in flags:
-        os.environ[variable] = ",".join(filter(None, [flags, f"{name}={value}"]))
 
 
 def _visible(device: str) -> str:

@@ -35,6 +35,21 @@ class Traced(MLP):
             json.dump({"own": self.own, "trace": self.trace, "random": float(np.random.random())}, file)
 
 
+class UsesMpi(MLP):
+    """Uses MPI by itself: each rank is an MPI process of its own."""
+
+    def __init__(self, config):
+        super().__init__(config)
+        is_imported = "mpi4py" in sys.modules
+        from mpi4py import MPI
+
+        print("imported before:", is_imported, "size:", MPI.COMM_WORLD.Get_size(), "sum:", MPI.COMM_WORLD.allreduce(3))
+        self.finalize = MPI.Finalize
+
+    def cleanup(self):
+        self.finalize()
+
+
 class Wider(MLP):
     """Rank 1 has other shapes."""
 
@@ -111,6 +126,24 @@ class FailsOnOne(MLP):
         if self.rank == 1 and count == 3:
             raise ValueError("the third batch is damaged")
         super().train_iter(count, recorder)
+
+
+class DiesOnce(MLP):
+    """One rank ends in the third step of some epochs, once in each; rank 2 is no rank: then nothing happens."""
+
+    def train_iter(self, count, recorder):
+        mark = os.path.join(self.folder, f"died-{self.epoch}")
+        if self.rank == self.victim and count == 2 and self.epoch in self.epochs and not os.path.exists(mark):
+            open(mark, "w").close()
+            if self.is_raising:
+                raise ValueError(f"epoch {self.epoch} is damaged")
+            os.kill(os.getpid(), signal.SIGKILL)
+        super().train_iter(count, recorder)
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.folder, self.victim, self.epochs = config["marks"], config["victim"], config["epochs"]
+        self.is_raising = config.get("raising", False)
 
 
 class Exits(MLP):

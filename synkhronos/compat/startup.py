@@ -1,0 +1,42 @@
+"""Preparation of a process whose ranks run a program that imports ``theano``."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+
+
+def prepare_ranks(on_gpu: bool) -> None:
+    """Set the graph libraries' flags, and import ``theano`` for all ranks that this process will fork.
+
+    - Ranks that imported Theano each by itself would wait for one another's lock of its compiler.
+    - Theano imports mpi4py where it is installed, for Ops that send and receive, and so initialises MPI.  Forked ranks
+      would be copies of one MPI process, which may not call MPI, and a run that is killed would leave MPI's shared
+      memory in /dev/shm.  So Theano is imported as if mpi4py were missing.  A program that imports mpi4py itself
+      initialises MPI in its own process, after the fork.
+
+    Parameters
+    ----------
+    on_gpu : bool
+        Whether PyTensor compiles in JAX mode by default: a program compiles its functions itself.
+    """
+    if on_gpu:
+        _set_default("PYTENSOR_FLAGS", "mode", "JAX")
+    _set_default("THEANO_FLAGS", "compile.wait", "1")  # seconds between two tries for the compiler's lock, not 5 to 10
+    is_hidden = "mpi4py" not in sys.modules
+    if is_hidden:
+        sys.modules["mpi4py"] = None  # type: ignore[assignment]
+    try:
+        with contextlib.suppress(ImportError):
+            import theano  # noqa: F401
+    finally:
+        if is_hidden:
+            del sys.modules["mpi4py"]
+
+
+def _set_default(variable: str, name: str, value: str) -> None:
+    """Set a flag of a graph library, unless the user has set it."""
+    flags = os.environ.get(variable, "")
+    if f"{name}=" not in flags:
+        os.environ[variable] = ",".join(filter(None, [flags, f"{name}={value}"]))
