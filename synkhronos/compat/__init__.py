@@ -2,9 +2,9 @@
 
     >>> import synkhronos.compat  # the program's first line
 
-Where Theano 1.0.5 is installed, ``import theano`` imports it; this package then only sets a BLAS for it (`real`) and
-provides modules that programs of its time import (`gaps`).  Where it is not installed, an import hook (`hook`) provides
-``theano``, ``theano.tensor``, ... from the modules in `tree`, which are built on PyTensor.  The environment variable
+Where Theano 1.0.5 is installed, ``import theano`` imports it; this package then patches it (`real`) and provides
+modules that programs of its time import.  Where it is not installed, an import hook (`hook`) provides ``theano``,
+``theano.tensor``, ... from the modules in `tree`, which are built on PyTensor.  The environment variable
 ``SYNKHRONOS_THEANO`` selects one of the two: ``theano`` or ``pytensor``.
 
 The package could be a distribution of its own.  Its interface with the rest of Synkhronos:
@@ -25,7 +25,7 @@ import importlib.util
 import os
 import sys
 
-from synkhronos.compat import copies, gaps, hook, real
+from synkhronos.compat import hook, real
 
 __all__ = ["chosen", "install"]
 
@@ -55,9 +55,9 @@ def install() -> str:
     >>> install()
     'pytensor'
     """
-    gaps.install()
+    hook.install_gaps()
     hook.serve_alias("platoon")
-    copies.install()
+    hook.install_theanompi()
     if hook.is_installed():
         return "pytensor"
     selected = os.environ.get(VARIABLE, "")

@@ -5,8 +5,6 @@ from __future__ import annotations
 import logging
 from typing import Any
 
-from synkhronos.compat.unsupported import explain_unsupported
-
 _LOG = logging.getLogger("synkhronos")
 
 #: Flags with the same meaning in both libraries; Theano writes a dot for PyTensor's two underscores.
@@ -106,6 +104,20 @@ _FIXED: dict[str, Any] = {
 }
 
 
+def explain_unsupported(name: str) -> str:
+    """Return the message for a module or name of Theano that `synkhronos.compat` does not provide.
+
+    Examples
+    --------
+    >>> explain_unsupported("theano.gpuarray").split(";")[0]
+    'theano.gpuarray is not provided by synkhronos.compat on PyTensor'
+    """
+    return (
+        f"{name} is not provided by synkhronos.compat on PyTensor; the page docs/from_theano.rst, "
+        '"From Theano", lists the names that are'
+    )
+
+
 def to_pytensor_flags(theano_flags: str, given: str = "") -> str:
     """Translate flags for Theano to flags for PyTensor.
 
@@ -134,7 +146,7 @@ def to_pytensor_flags(theano_flags: str, given: str = "") -> str:
         passed.insert(0, "mode=JAX")
     dropped = [name for name in flags if name not in _SHARED and name != "device"]
     if dropped:
-        _LOG.info("PyTensor has no use for these of THEANO_FLAGS: %s", ", ".join(dropped))
+        _LOG.info("flags without a meaning in PyTensor are ignored: %s", ", ".join(dropped))
     return ",".join(passed + ([given] if given else []))
 
 

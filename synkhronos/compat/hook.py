@@ -1,8 +1,10 @@
-"""Import hooks that provide ``theano`` from PyTensor, and packages here under the names of other libraries.
+"""Import hooks that provide modules under the names of other libraries.
 
-The modules in `tree` are ordinary modules under other names: ``theano.a.b`` is the file ``tree/a/b.py``.  Each of them
-re-exports PyTensor's functions and defines those whose arguments differ.  Modules and names that are not there raise
-errors with the message of `unsupported`.
+- `TreeFinder`: ``theano`` on PyTensor.  The modules in `tree` are ordinary modules under other names: ``theano.a.b`` is
+  the file ``tree/a/b.py``.  Modules and names that are missing there raise errors that say so.
+- `AliasFinder`: ``platoon``, the package `synkhronos.compat.platoon`.
+- `TheanoMpiFinder`: ``theanompi``, with this library's rules, and the user's copy of Theano-MPI for all else.
+- `GapFinder`: modules that programs of Theano's time import, and that are missing today.
 """
 
 from __future__ import annotations
@@ -18,10 +20,18 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from synkhronos.compat.flags import to_pytensor_flags
-from synkhronos.compat.unsupported import explain_unsupported
+from synkhronos.compat.flags import explain_unsupported, to_pytensor_flags
 
-_TREE = Path(__file__).parent / "tree"
+_HERE = Path(__file__).parent
+_TREE = _HERE / "tree"
+#: Theano 1.0 lacks two modules of its earlier versions, setuptools 82 lacks pkg_resources, and hickle is rarely
+#: installed; Lasagne 0.1 and Theano-MPI's models import them.
+_GAPS = {
+    "hickle": _HERE / "lost" / "hickle.py",
+    "pkg_resources": _HERE / "lost" / "pkg_resources.py",
+    "theano.compat.python2x": _TREE / "compat" / "python2x.py",
+    "theano.tensor.signal.downsample": _TREE / "tensor" / "signal" / "downsample.py",
+}
 _IMPORT_FROM = dis.opmap["IMPORT_FROM"]
 
 
@@ -85,6 +95,48 @@ class _NamespaceLoader(importlib.machinery.SourceFileLoader):
             raise AttributeError(text, name=name, obj=module)
 
         module.__getattr__ = getattr_  # type: ignore[method-assign]
+
+
+def install_theanompi() -> None:
+    """Provide ``theanompi`` from now on, with precedence over an installed Theano-MPI."""
+    if not any(isinstance(finder, TheanoMpiFinder) for finder in sys.meta_path):
+        sys.meta_path.insert(0, TheanoMpiFinder())
+
+
+class TheanoMpiFinder(importlib.abc.MetaPathFinder):
+    """Finds ``theanompi`` here; its other modules are in the user's copy."""
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        """Return the spec of the package; raise ModuleNotFoundError for modules that the user's copy lacks."""
+        if fullname == "theanompi":
+            return importlib.util.spec_from_file_location(fullname, _HERE / "theanompi" / "__init__.py")
+        if fullname.startswith("theanompi.") and importlib.machinery.PathFinder.find_spec(fullname, path) is None:
+            raise ModuleNotFoundError(
+                f"{fullname}: layers, models and data are those of your copy of Theano-MPI: put the folder in which "
+                f"its folder theanompi lies into PYTHONPATH, or give that folder as the setting root; searched in "
+                f"{', '.join(map(str, path or ()))}",
+                name=fullname,
+            )
+        return None
+
+
+def install_gaps() -> None:
+    """Provide the modules of `_GAPS` from now on, where they are missing."""
+    if not any(isinstance(finder, GapFinder) for finder in sys.meta_path):
+        sys.meta_path.append(GapFinder())  # the last: asked only for modules that no other finder has
+
+
+class GapFinder(importlib.abc.MetaPathFinder):
+    """Finds the modules of `_GAPS`."""
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        """Return the spec of a module, or None."""
+        file = _GAPS.get(fullname)
+        return None if file is None else importlib.util.spec_from_file_location(fullname, file)
 
 
 def serve_alias(name: str, always: bool = False) -> None:

@@ -62,19 +62,9 @@ class ChangeCheck:
         return not self._is_compared and len(self._steps) == _COMPARED
 
     def check_change(self, learning_rate: float, epoch_ended: bool) -> None:
-        """Raise an error if no parameter has changed, as soon as that is certain to be a mistake.
+        """Raise TrainingError if no parameter has changed since before the first step.
 
-        Parameters
-        ----------
-        learning_rate : float
-            Nothing is checked at a learning rate of 0.
-        epoch_ended : bool
-            Whether an epoch has ended: then two steps suffice for the check, instead of 50.
-
-        Raises
-        ------
-        TrainingError
-            If no parameter differs from its value before the first step.
+        The check takes 50 steps, or 2 if the epoch has ended.  At a learning rate of 0 nothing is checked.
         """
         if self._has_changed or self._n_steps < (2 if epoch_ended else _STEPS) or learning_rate == 0:
             return
@@ -86,14 +76,9 @@ class ChangeCheck:
             )
 
     def compare(self, worker: Worker) -> None:
-        """Raise an error if two ranks have computed equal steps; a collective of all ranks, once in a run.
+        """Raise TrainingError if two ranks have computed equal first steps; a collective of all ranks, once in a run.
 
         Ranks that have taken no step, or whose steps have changed nothing, are not compared.
-
-        Raises
-        ------
-        TrainingError
-            If the digests of the first steps of two ranks are equal.
         """
         if self._is_compared:
             return

@@ -22,7 +22,7 @@ from synkhronos.compat.startup import prepare_ranks
 from synkhronos.launch import contract
 from synkhronos.launch.change_check import SAME_STEPS, digest, find_equal_steps
 from synkhronos.launch.recorder import ClassRecorder
-from synkhronos.launch.settings import Settings, SettingsError, resolve
+from synkhronos.launch.settings import Settings, resolve
 from synkhronos.rules.state import Vector
 
 #: Iterations for which the class is run.
@@ -30,24 +30,8 @@ _ITERATIONS = 3
 
 
 def check(model: str, asked: Mapping[str, Any] | None = None) -> int:
-    """Check a class, and print the problems found.
-
-    Parameters
-    ----------
-    model : str
-        ``FILE:CLASS``.
-    asked : dict, optional
-        Further settings, such as ``config`` and ``rule``.
-
-    Returns
-    -------
-    int
-        Exit status: 0 without problems, 1 with problems, 2 if a setting is wrong.
-    """
-    try:
-        settings = resolve([{"model": model, "devices": "cpu"}, asked or {}])
-    except SettingsError as error:
-        return _print(f"{error}\n", 2)
+    """Check a class, ``FILE:CLASS``, with further settings; print the problems, and return 1 if there are any, or 0."""
+    settings = resolve([{"model": model, "devices": "cpu"}, asked or {}])
     prepare_ranks(on_gpu=False)
     with tempfile.TemporaryDirectory() as folder:
         checked = _Check(settings, Path(folder))
@@ -99,9 +83,7 @@ class _Check:
         """Return an instance for a rank."""
         np.random.seed(rank)
         random.seed(rank)
-        seed = self.settings.seed
-        config = {"rank": rank, "size": size, "verbose": rank == 0, "seed": seed, "mname": self.settings.modelclass}
-        instance = contract.make_instance(self.kind, {**config, **self.settings.config})
+        instance = contract.make_instance(self.kind, contract.make_config(self.settings, rank, size))
         instance.epoch = 0
         return instance
 

@@ -12,12 +12,15 @@ import math
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from synkhronos.graphs import library_of, loaded_libraries
 from synkhronos.training.rank_state import Groups
+
+if TYPE_CHECKING:
+    from synkhronos.launch.settings import Settings
 
 #: Required methods, and the purpose of each in error messages.
 METHODS = {
@@ -94,6 +97,12 @@ def load_class(root: str, module: str, class_name: str) -> Any:
     return found
 
 
+def make_config(settings: Settings, rank: int, size: int) -> dict[str, Any]:
+    """Return the config of a rank's instance."""
+    names = {"rank": rank, "size": size, "verbose": rank == 0, "seed": settings.seed, "mname": settings.modelclass}
+    return {**names, **settings.config}
+
+
 def make_instance(kind: type, config: dict[str, Any]) -> Any:
     """Return an instance of a class; its constructor takes the config or no argument.
 
@@ -113,13 +122,8 @@ def compile_functions(model: Any, sync_type: str) -> None:
     """Call ``compile_iter_fns``, with ``sync_type`` if it has this parameter.
 
     Theano-MPI's classes compile two functions, for gradients and for updates, if ``size > 1``.  Without an exchange of
-    gradients they have to compile one.  So ``size`` is 1 during the call, unless gradients are exchanged.
-
-    Parameters
-    ----------
-    model : instance
-    sync_type : {"avg", "cdd"}
-        Theano-MPI's name for an exchange of parameters, or of gradients.
+    gradients they have to compile one.  So ``size`` is 1 during the call, unless gradients are exchanged: "cdd" is
+    Theano-MPI's name for that, and "avg" for an exchange of parameters.
     """
     parameters = inspect.signature(model.compile_iter_fns).parameters.values()
     size = getattr(model, "size", 1)
@@ -138,20 +142,15 @@ def compile_functions(model: Any, sync_type: str) -> None:
 
 
 def compile_for(model: Any, average: str | None, name: str) -> str:
-    """Compile an instance's functions for BSP on several ranks.
+    """Compile an instance's functions for BSP on several ranks; return the kind of exchange: "gradient" or "params".
 
     Parameters
     ----------
     model : instance
     average : {"gradient", "params", None}
-        Values that ranks exchange after each step; None: gradients if the class has ``vels`` and ``vels2``.
+        Kind of exchange that is asked for; None: gradients if the class has ``vels`` and ``vels2``.
     name : str
         Name of the class in errors.
-
-    Returns
-    -------
-    str
-        ``"gradient"`` or ``"params"``.
 
     Raises
     ------
@@ -194,22 +193,16 @@ def sub_batches(model: Any) -> int:
 
 
 def next_batch(answer: Any, batch: int, following: int) -> tuple[int, bool]:
-    """Interpret the return value of ``val_iter``.
+    """Return the number of the next batch of the validation, and whether ``val_iter`` has ended it and the run.
 
     Parameters
     ----------
     answer : None, int or "stop"
-        Return value: the number of the next batch, or the end of the validation and of the run.
+        Return value of ``val_iter``.
     batch : int
         Number of the batch that was validated.
     following : int
         Number of the next batch if the return value is not a number.
-
-    Returns
-    -------
-    batch : int
-        Number of the next batch.
-    has_stopped : bool
 
     Raises
     ------
@@ -284,16 +277,9 @@ def group_variables(model: Any, leave_out_normalization: bool = False) -> Groups
 
 
 def _group_function(function: Any, found: Groups, seen: set[int]) -> None:
-    """Add the variables of a compiled function to their groups.
+    """Add the variables of a compiled function to their groups; other objects have none.
 
-    Parameters
-    ----------
-    function : object
-        Objects that are not compiled functions have no variables.
-    found : Groups
-        Groups to extend.
-    seen : set of int
-        Identities of variables that are in a group, or in none by intention; extended, too.
+    ``seen`` has the identities of variables that are in a group, or in none by intention; it is extended, too.
     """
     for entry in getattr(getattr(function, "maker", None), "inputs", ()):
         shared = entry.variable
@@ -322,8 +308,5 @@ def learning_rate(model: Any) -> float:
         if hasattr(value, "get_value"):
             value = value.get_value()
         if value is not None and np.ndim(value) == 0:
-            try:
-                return float(value)
-            except (TypeError, ValueError):
-                continue
+            return float(value)
     return math.nan

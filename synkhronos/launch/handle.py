@@ -44,21 +44,9 @@ def _read_exchange(rule: Rule) -> Iterator[dict[str, Any]]:
 
 
 class LaunchedRun:
-    """Handle of a run in other processes, which the constructor starts.
+    """Handle of a run in other processes, which the constructor starts with the settings of ``rule.init``.
 
-    Parameters
-    ----------
-    rule : Rule
-    devices : list of str, str or None
-        One for each rank, such as ``"cuda0"`` or ``"cpu"``; None for the default.
-    modelfile, modelclass : str
-    **others
-        Further settings.
-
-    Raises
-    ------
-    SettingsError
-        If a setting is wrong; nothing has been started then.
+    A wrong setting raises SettingsError, before anything is started.
     """
 
     def __init__(self, rule: Rule, devices: Sequence[str] | str | None, modelfile: str, modelclass: str, **others: Any):

@@ -68,24 +68,15 @@ _TYPES: dict[str, Any] = {
 
 
 def enter(worker: Worker, consoles: list[int], masks: list[list[int]], devices: list[str], by_host: list[range]) -> int:
-    """Redirect this rank's output to its own pipe, and print its device and cores.
+    """Redirect this rank's output to its own pipe, print its device and cores, and return its process ID.
 
     Parameters
     ----------
     worker : Worker
-    consoles : list of int
-        File descriptors of the pipes of ranks on the first host.
-    masks : list of list of int
-        Cores of these ranks; empty if they are not bound.
-    devices : list of str
-        Devices of these ranks.
+    consoles, masks, devices : list
+        File descriptors of the pipes, cores and devices of ranks on the first host.  No masks: ranks are not bound.
     by_host : list of range
         Ranks of each host.
-
-    Returns
-    -------
-    int
-        ID of this process.
     """
     import synkhronos.compat  # noqa: F401 - classes import theano; ranks of other hosts are no copies of the master
 
@@ -127,21 +118,10 @@ def as_the_class_computes() -> Iterator[None]:
 
 
 def build(worker: Worker, settings: Settings, rule: Rule) -> tuple[int, str]:
-    """Make, check and compile this rank's instance; all ranks get the parameters of rank 0.
+    """Make, check and compile this rank's instance; return the number of elements that ranks exchange, and their dtype.
 
-    The instance, its groups of variables and the kind of its exchange are kept for `train`.
-
-    Parameters
-    ----------
-    worker : Worker
-    settings : Settings
-    rule : Rule
-
-    Returns
-    -------
-    size : int
-        Number of elements that ranks exchange.
-    dtype : str
+    All ranks get the parameters of rank 0.  The instance, its groups of variables and the kind of its exchange are kept
+    for `train`.
 
     Raises
     ------
@@ -151,14 +131,8 @@ def build(worker: Worker, settings: Settings, rule: Rule) -> tuple[int, str]:
     kind = contract.load_class(settings.root, settings.modelfile, settings.modelclass)
     loaded_libraries()  # before the class compiles: all ranks compile at once
     contract.check(kind, settings.modelclass)
-    config = {
-        "rank": worker.number,
-        "size": worker.size,
-        "verbose": worker.number == 0,
-        "seed": settings.seed,
-        "mname": settings.modelclass,
-    }
-    model = contract.make_instance(kind, {**config, **settings.config})
+    config = contract.make_config(settings, worker.number, worker.size)
+    model = contract.make_instance(kind, config)
     for name in ("rank", "size", "verbose", "seed"):
         if not hasattr(model, name) and not hasattr(kind, "__slots__"):
             setattr(model, name, config[name])
@@ -205,15 +179,10 @@ def train(
 
     Parameters
     ----------
-    worker : Worker
-    settings : Settings
-    rule : Rule
-    shared : dict of str to LocalRows
-        Shared memory of the rule.
+    worker, settings, rule, shared, flag
+        As in `ClassLoop`.
     path : str or None
         Checkpoint to resume from.
-    flag : LocalRows
-        Flag of `synkhronos.training.stop.StopPoll`.
 
     Returns
     -------
@@ -498,11 +467,8 @@ class ClassLoop(EpochLoop, RankLoop):
     def is_ended(self, together: bool) -> bool:
         """Return True if a signal ends the training here.
 
-        Parameters
-        ----------
-        together : bool
-            Whether all ranks call this after equally many steps, and agree on the answer.  Otherwise this rank polls
-            the flag, and other ranks may read the signal later.
+        All ranks agree if they call this ``together``, after equally many steps.  Otherwise this rank polls the flag,
+        and other ranks may read the signal later.
         """
         if not self.settings.saves_on_signal:
             return False
@@ -523,12 +489,7 @@ class ClassLoop(EpochLoop, RankLoop):
     def note_compute(self, began: float, before: dict[str, float]) -> None:
         """Add an iteration's time to ``compute``, less the time that the class has recorded for other activities.
 
-        Parameters
-        ----------
-        began : float
-            Start of the iteration, by `time.perf_counter`.
-        before : dict of str to float
-            Seconds by activity at the start.
+        ``began`` is its start by `time.perf_counter`; ``before`` has the seconds by activity at that time.
         """
         seconds = self.seconds
         noted = sum(value - before.get(name, 0.0) for name, value in seconds.items() if name != "compute")
@@ -623,12 +584,7 @@ class ClassLoop(EpochLoop, RankLoop):
         )
 
     def reset(self, mode: str) -> None:
-        """Call the class' ``reset_iter``, if it has one: its next batch of training or validation is the first.
-
-        Parameters
-        ----------
-        mode : {"train", "val"}
-        """
+        """Call the class' ``reset_iter`` with "train" or "val", if it has one: its next batch is the first."""
         method = getattr(self.model, "reset_iter", None)
         if callable(method):
             contract.call(method, mode)
@@ -672,13 +628,7 @@ class ClassLoop(EpochLoop, RankLoop):
         return self.checkpoint
 
     def save(self, report: Report | None) -> None:
-        """Write a checkpoint of all ranks; a collective.
-
-        Parameters
-        ----------
-        report : Report or None
-            Report of the last epoch; None within an epoch.
-        """
+        """Write a checkpoint of all ranks after an epoch, or without its report within an epoch; a collective."""
         is_within = report is None
         if isinstance(self.rule, SummedGradients):
             self.rule.store(self.state)
@@ -712,13 +662,7 @@ class ClassLoop(EpochLoop, RankLoop):
         self.worker.barrier("the checkpoint is written")
 
     def resume(self, path: str) -> int:
-        """Restore a checkpoint, which rank 0 reads for all ranks, and remove later lines of records.
-
-        Returns
-        -------
-        int
-            Number of completed epochs.
-        """
+        """Restore a checkpoint, which rank 0 reads for all ranks; cut the records; return the number of epochs."""
         worker = self.worker
         meta = worker.decide(load_meta(path) if worker.number == 0 else None)
         rank_state.check_meta(path, meta, self.describe(), _TYPES)

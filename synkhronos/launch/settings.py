@@ -348,7 +348,6 @@ def _check_folder(settings: Settings) -> Settings:
             raise SettingsError(f"{name}: needs safetensors: pip install 'synkhronos[training]'")
     if settings.restarts and not (settings.checkpoint or settings.keep_best):
         raise SettingsError("restarts: needs checkpoints: set 'checkpoint', the number of epochs between two")
-    _check_writable(folder)
     if (folder / "checkpoints").exists() and not (folder / "checkpoints").is_dir():
         raise SettingsError(f"folder: {folder / 'checkpoints'} has to be a folder, or nothing yet")
     if settings.resume is None:
@@ -365,22 +364,6 @@ def _check_folder(settings: Settings) -> Settings:
     if not (path / "meta.json").exists():
         raise SettingsError(f"resume: expected 'latest' or a checkpoint's folder, got {settings.resume!r}")
     return dataclasses.replace(settings, resume=str(path))
-
-
-def _check_writable(folder: Path) -> None:
-    """Refuse a folder that can't be made or written, without making it."""
-    there = next(each for each in (folder, *folder.parents) if os.path.lexists(each))
-    if not there.is_dir():
-        raise SettingsError(f"folder: expected a folder, or nothing yet, got the file {there}")
-    for path in (folder, *(there / part for part in folder.relative_to(there).parts)):
-        try:
-            os.stat(path)
-        except FileNotFoundError:
-            continue
-        except (OSError, ValueError) as error:  # a name is too long, or has a null character
-            raise SettingsError(f"folder: {str(folder)!r} can't be made: {error}") from None
-    if not os.access(there, os.W_OK | os.X_OK):
-        raise SettingsError(f"folder: {folder} can't be made or written: no permission to write in {there}")
 
 
 def find_rule_name(text: str) -> str:

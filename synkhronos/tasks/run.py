@@ -70,13 +70,9 @@ def run(program: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any]:
     Examples
     --------
     >>> import synkhronos as synk
-    >>> from synkhronos.tasks import examples
     >>> n = synk.fork(3, use_gpu=False)
-    >>> for greeting in synk.run(examples.greet, "hello"):
-    ...     print(greeting)
-    hello from rank 0 of 3
-    hello from rank 1 of 3
-    hello from rank 2 of 3
+    >>> synk.run(repr)
+    ['<synkhronos.Worker 0 of 3>', '<synkhronos.Worker 1 of 3>', '<synkhronos.Worker 2 of 3>']
     >>> synk.close()
     """
     if not callable(program):

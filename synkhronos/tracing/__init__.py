@@ -2,9 +2,9 @@
 
 ::
 
-    timeline("run.json")          every rank: recorder.install(), which replaces the methods in TRACED by timed ones
+    timeline("run.json")          every rank: SpanRecorder.install(), which replaces the methods in TRACED by timed ones
     ...                           each timed call appends one span (name, category, start, end, thread)
-    stop, or the ranks' end       every rank: recorder.remove(); the master gathers the spans and writes the file
+    stop, or the ranks' end       every rank: remove(); the master gathers the spans and writes the file
     python -m synkhronos show     report: where each rank's time went, and the critical path of the calls
 
 Nothing is recorded, and nothing is paid for, while no timeline is open.

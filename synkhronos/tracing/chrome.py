@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import IO, Any, cast
 
 from synkhronos.engines.xla_profile import Operation
-from synkhronos.tracing.recorder import Span
+from synkhronos.tracing.spans import Span
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from synkhronos.tracing.chrome import read_trace
-from synkhronos.tracing.recorder import CALL, IDLE, WAIT
+from synkhronos.tracing.spans import CALL, IDLE, WAIT
 
 #: Name of the master's time between its calls.
 OWN = "the script itself"

@@ -17,7 +17,7 @@ from synkhronos.engines.xla_profile import Operation, XlaProfile
 from synkhronos.ranks import MAX_SLOT_NBYTES, Command, PendingOperation, Rank
 from synkhronos.ranks.session import Session
 from synkhronos.tracing.chrome import RankSpans, write_trace
-from synkhronos.tracing.recorder import Span, SpanRecorder
+from synkhronos.tracing.spans import Span, SpanRecorder
 
 #: Readings of two clocks from which the offset between hosts is estimated.
 _CLOCK_READINGS = 15

@@ -29,7 +29,7 @@ import synkhronos as synk
 from synkhronos.loading.loader import Feed
 from synkhronos.rules import Rule, State
 from synkhronos.tasks import LocalFunction, LocalRows, Worker
-from synkhronos.tracing.recorder import TRACED, TracedMethod
+from synkhronos.tracing.spans import TRACED, TracedMethod
 from synkhronos.training.meter import Meter, Outcome, ReadLosses, timed
 from synkhronos.training.model import Model
 from synkhronos.training.plan import Plan, Source

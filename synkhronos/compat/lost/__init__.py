@@ -1,1 +1,1 @@
-"""Modules that `synkhronos.compat.gaps` gives back under their own names."""
+"""Modules that `synkhronos.compat.hook.GapFinder` provides under their own names."""

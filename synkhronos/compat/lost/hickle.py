@@ -1,4 +1,4 @@
-"""The module ``hickle`` where it is not installed: Theano-MPI's model files import it, and not all of them use it."""
+"""Stand-in for ``hickle``, which Theano-MPI's model files import without always using it."""
 
 from typing import Any, NoReturn
 

@@ -30,7 +30,7 @@ class Distribution:
 
 
 def get_distribution(dist: str) -> Distribution:
-    """Return an installed package by its name.
+    """Return the installed package of this name.
 
     Examples
     --------

@@ -1,15 +1,15 @@
 """The module ``theano``, on PyTensor.
 
-The modules of this tree hold what PyTensor has, and in its place what had other arguments or another name in Theano.
+The modules of this tree re-export PyTensor's names, and define functions whose name or arguments differ from Theano's.
 """
 
 import pytensor
 
 from synkhronos.compat.flags import Config
 
-#: The version of Theano whose names these are.
+#: Version of Theano whose interface this is.
 __version__ = "1.0.5"
-#: Tells this module from Theano itself.
+#: Marks this module as not being Theano itself.
 __served_on__ = "pytensor"
 
 config = Config(pytensor.config)

@@ -1,4 +1,4 @@
-"""The module ``theano.compat.python2x``, which gave Python 2.6 what later versions have by themselves."""
+"""The module ``theano.compat.python2x``, which backported parts of the standard library to Python 2.6."""
 
 from collections import OrderedDict
 

@@ -55,9 +55,7 @@ def function(
     profile: Any = None,
     on_unused_input: str | None = None,
 ) -> Any:
-    """Compile a function; the arguments are Theano's, and PyTensor's too.
-
-    Outputs in a dict, with strings as keys, are returned in a dict.
+    """Compile a function; outputs in a dict, with strings as keys, are returned in a dict.
 
     Examples
     --------
@@ -88,22 +86,14 @@ def function(
 
 
 def shared(value: Any, name: str | None = None, strict: bool = False, allow_downcast: Any = None, **kwargs: Any) -> Any:
-    """Make a shared variable.
+    """Create a shared variable.
 
     Parameters
     ----------
-    value : array or number
-    name : str, optional
-    strict : bool
-        Whether new values have to have the type exactly.
-    allow_downcast : bool, optional
-        Whether new values may lose precision.
+    value, name, strict, allow_downcast
+        As in PyTensor.
     **kwargs
-        ``borrow``; ``broadcastable``, for which PyTensor's type has lengths of one; ``target``, which is dropped.
-
-    Returns
-    -------
-    shared variable
+        ``borrow``; ``broadcastable``, a pattern of dimensions of length 1; ``target``, which is ignored.
 
     Examples
     --------

@@ -1,4 +1,4 @@
-"""The module ``theano.gof``, on PyTensor: graphs and what is in them."""
+"""The module ``theano.gof``, on PyTensor: graphs and their nodes."""
 
 import inspect
 from typing import Any
@@ -14,14 +14,10 @@ from pytensor.link.c.type import EnumList, Generic, generic
 
 
 class Op(pytensor.graph.op.Op):
-    """The base class of a program's own Ops, with methods as Theano called them.
-
-    ``infer_shape(self, node, shapes)`` is called so in each version of PyTensor; ``grad`` and ``R_op`` are PyTensor's
-    words still.
-    """
+    """Base class of a program's own Ops; ``infer_shape(self, node, shapes)`` works in each version of PyTensor."""
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
-        """Let ``infer_shape`` take the arguments of either version."""
+        """Wrap ``infer_shape``, which some versions of PyTensor call with a graph before the node."""
         method: Any = cls.__dict__.get("infer_shape")
         if method is not None and len(inspect.signature(method).parameters) == 3:
 

@@ -1,4 +1,4 @@
-"""The module ``theano.gof.graph``, on PyTensor: walks through graphs."""
+"""The module ``theano.gof.graph``, on PyTensor: traversal of graphs."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -9,34 +9,22 @@ from pytensor.graph.traversal import graph_inputs as _graph_inputs
 
 
 def inputs(variable_list: Iterable[Any], blockers: Any = None) -> list[Any]:
-    """Return the variables that no Op has computed, above some variables."""
+    """Return the inputs of the graph that computes some variables: those without an Apply node."""
     return list(_graph_inputs(list(variable_list), blockers))
 
 
 def variables(i: Iterable[Any], o: Iterable[Any]) -> set[Any]:
-    """Return the variables between inputs and outputs, both included."""
+    """Return the variables between inputs ``i`` and outputs ``o``, both included."""
     return set(ancestors(list(o), list(i))) | set(i) | set(o)
 
 
 def ops(i: Iterable[Any], o: Iterable[Any]) -> set[Any]:
-    """Return the Apply nodes between inputs and outputs."""
+    """Return the Apply nodes between inputs ``i`` and outputs ``o``."""
     return set(io_toposort(list(i), list(o)))
 
 
 def is_same_graph(var1: Any, var2: Any, givens: Any = None, debug: bool = False) -> bool:
-    """Whether two variables are computed in the same way.
-
-    Parameters
-    ----------
-    var1, var2 : variable
-    givens : dict, optional
-        Variables of either graph, and what stands in their places.
-    debug : bool
-        Without a meaning here.
-
-    Returns
-    -------
-    bool
+    """Return True if two variables are equal computations, after the replacements ``givens``; ignore ``debug``.
 
     Examples
     --------

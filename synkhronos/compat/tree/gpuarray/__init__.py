@@ -1,4 +1,4 @@
-"""The module ``theano.gpuarray``, on PyTensor: what programs ask before they use its Ops, which are not there."""
+"""The module ``theano.gpuarray``, on PyTensor: checks for a GPU, without the Ops."""
 
 from typing import Any
 
@@ -6,21 +6,14 @@ import pytensor
 from theano.compile import shared as gpuarray_shared_constructor
 from theano.gpuarray import basic_ops, dnn
 
-#: Whether Theano computes on a GPU.
+#: Whether Theano's own GPU back end is active.
 pygpu_activated = False
 
 
 def use(device: str, *args: Any, **kwargs: Any) -> None:
-    """Compute on GPUs from now on, as the flag ``device=cuda`` asks for: functions that name no mode get JAX mode.
+    """Make JAX mode the default, if ``device`` begins with cuda, gpu or opencl; ignore all else.
 
-    Which GPU a rank has is for `synkhronos.fork` to say.
-
-    Parameters
-    ----------
-    device : str
-        ``"cuda"``, ``"gpu"`` or ``"opencl"``, a number behind it dropped; what else is asked for changes nothing.
-    *args, **kwargs
-        Dropped.
+    `synkhronos.fork` assigns a GPU to each rank, so that the number of the device has no effect.
     """
     if device.startswith(("cuda", "gpu", "opencl")):
         pytensor.config.mode = "JAX"

@@ -1,4 +1,4 @@
-"""The module ``theano.gpuarray.basic_ops``, on PyTensor: arrays need not be moved."""
+"""The module ``theano.gpuarray.basic_ops``, on PyTensor: transfers that return their argument."""
 
 from typing import Any
 
@@ -6,7 +6,7 @@ import pytensor.tensor as pt
 
 
 def as_gpuarray_variable(x: Any, *args: Any, **kwargs: Any) -> Any:
-    """Return the array itself, as a variable."""
+    """Return the argument as a variable."""
     return pt.as_tensor_variable(x)
 
 

@@ -1,4 +1,4 @@
-"""The module ``theano.gpuarray.dnn``, on PyTensor: convolution and pooling by XLA or NumPy in the place of cuDNN."""
+"""The module ``theano.gpuarray.dnn``, on PyTensor: cuDNN's functions, computed by XLA or NumPy."""
 
 from typing import Any
 

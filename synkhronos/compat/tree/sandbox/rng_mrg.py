@@ -1,3 +1,3 @@
-"""The module ``theano.sandbox.rng_mrg``, on PyTensor: the same streams as in ``theano.tensor.shared_randomstreams``."""
+"""The module ``theano.sandbox.rng_mrg``, on PyTensor."""
 
 from synkhronos.compat.streams import RandomStreams as MRG_RandomStreams

@@ -10,7 +10,7 @@ from theano.updates import OrderedUpdates
 
 
 def _with_updates(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Have a loop return its updates beside its outputs, as Theano's loops do."""
+    """Return a loop that returns its outputs and its updates, as Theano's loops do."""
 
     def loop(*args: Any, **kwargs: Any) -> Any:
         with warnings.catch_warnings():

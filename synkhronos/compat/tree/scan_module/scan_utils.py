@@ -10,23 +10,17 @@ from pytensor.scan.utils import expand_empty, until
 def clone(
     output: Any, replace: Any = None, strict: bool = True, share_inputs: bool = True, copy_inputs: Any = None
 ) -> Any:
-    """Copy a graph, with variables replaced.
+    """Copy a graph with replaced variables.
 
     Parameters
     ----------
     output : variable or list of variables
     replace : dict or list of pairs, optional
-        What takes the place of which variable.
+        Replacement of each variable.
     strict : bool
-        Whether a replacement has to have the type of what it replaces.
+        Whether replacements have to have the same type.
     share_inputs : bool
-        Whether the copy has the same shared variables and inputs.
-    copy_inputs : bool, optional
-        The same, by its old name.
-
-    Returns
-    -------
-    variable or list of variables
+        Whether the copy has the same shared variables and inputs; ``copy_inputs`` is its old name.
 
     Examples
     --------

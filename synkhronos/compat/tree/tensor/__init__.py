@@ -1,9 +1,9 @@
-"""The module ``theano.tensor``, on PyTensor: all of ``pytensor.tensor``, and over it what ``basic`` defines."""
+"""The module ``theano.tensor``, on PyTensor: the names of ``pytensor.tensor``, overridden by those of ``basic``."""
 
 from types import ModuleType
 
 import pytensor.tensor as _pytensor
-import theano.tensor.sort  # before the functions of these modules' names, which stay
+import theano.tensor.sort  # before functions with the modules' names, which override them
 import theano.tensor.var
 
 globals().update({n: v for n, v in vars(_pytensor).items() if not n.startswith("_") and not isinstance(v, ModuleType)})

@@ -1,6 +1,6 @@
-"""The module ``theano.tensor.basic``, on PyTensor: functions whose arguments or names have changed since Theano.
+"""The module ``theano.tensor.basic``, on PyTensor: functions whose names or arguments differ from Theano's.
 
-Each takes what Theano's took, and hands it to PyTensor's.  All other names are those of ``pytensor.tensor``.
+All other names are those of ``pytensor.tensor``.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -56,7 +56,7 @@ def __getattr__(name: str) -> Any:
     return getattr(pt, name)
 
 
-# -- names that have changed -----------------------------------------------------------------------------------------
+# -- other names -----------------------------------------------------------------------------------------------------
 
 abs_ = pt.abs
 inv = pt.reciprocal
@@ -74,15 +74,15 @@ def extract_constant(x: Any, elemwise: bool = True, only_process_constants: bool
 
 
 def shape_i(var: Any, i: int, fgraph: Any = None) -> Any:
-    """Return one of a variable's lengths."""
+    """Return a variable's length on axis ``i``."""
     return var.shape[i]
 
 
 def alloc(value: Any, *shape: Any) -> Any:
     """Fill an array with a value.
 
-    The type knows lengths that are constants, or next to one, as with Theano.  PyTensor simplifies all that a length
-    is computed from, a network's layers too, and so took most of the time to make a deep one whose layers pad.
+    As in Theano, the type has the lengths that are constants or simple expressions of one.  `pytensor.tensor.alloc`
+    would simplify the graphs of all lengths, which include a network's layers, and dominate the time to build it.
 
     Examples
     --------
@@ -115,22 +115,22 @@ def _filled(value: int, shape: Any, dtype: Any) -> Any:
 
 
 def addbroadcast(x: Any, *axes: int) -> Any:
-    """Make dimensions broadcastable; their lengths have to be one."""
+    """Make dimensions of length 1 broadcastable."""
     return pt.specify_broadcastable(x, *axes) if axes else x
 
 
 def unbroadcast(x: Any, *axes: int) -> Any:
-    """Return the variable: what PyTensor knows of its lengths does not stand in the way."""
+    """Return the variable unchanged: a known length of 1 does not restrict its use in PyTensor."""
     return x
 
 
 def patternbroadcast(x: Any, broadcastable: Sequence[bool]) -> Any:
-    """Make the dimensions broadcastable where the pattern says so."""
+    """Make the dimensions broadcastable for which the pattern is true."""
     return addbroadcast(x, *(axis for axis, b in enumerate(broadcastable) if b))
 
 
 def makeKeepDims(x: Any, y: Any, axis: Any) -> Any:  # noqa: N802 - Theano's name
-    """Give a reduced variable back the dimensions that were reduced, with length one."""
+    """Return ``y``, a reduction of ``x``, with the reduced dimensions inserted as length 1."""
     x = pt.as_tensor_variable(x)
     axes = range(x.ndim) if axis is None else [axis] if isinstance(axis, int) else axis
     return pt.expand_dims(y, [a % x.ndim for a in axes])
@@ -140,14 +140,14 @@ def makeKeepDims(x: Any, y: Any, axis: Any) -> Any:  # noqa: N802 - Theano's nam
 
 
 def _constructor(name: str) -> Callable[..., Any]:
-    """Return a function that makes variables; unlike PyTensor's it takes a dtype without its keyword."""
+    """Return a constructor of variables that takes the dtype as a positional argument, unlike PyTensor's."""
     make = getattr(pt, name)
 
     def construct(name: str | None = None, dtype: Any = None, **kwargs: Any) -> Any:
         return make(name, dtype=dtype, **kwargs)
 
     construct.__name__ = construct.__qualname__ = name
-    construct.__doc__ = f"Return a symbolic {name}: a name and a dtype, floatX by default."
+    construct.__doc__ = f"Return a symbolic {name} of a name and a dtype, by default floatX."
     return construct
 
 
@@ -156,21 +156,14 @@ tensor3, tensor4, tensor5, tensor6, tensor7 = (_constructor(f"tensor{n}") for n 
 
 
 def tensor(dtype: Any = None, broadcastable: Iterable[bool] | None = None, name: Any = None, **kwargs: Any) -> Any:
-    """Return a symbolic variable.
+    """Return a symbolic variable, by Theano's arguments or by PyTensor's.
 
     Parameters
     ----------
     dtype : str
-        Or the name, with the dtype as the keyword that is left, as PyTensor has it.
-    broadcastable : sequence of bool
-        A dimension for each: whether its length is one and stands for any.
+    broadcastable : sequence of bool, optional
+        Whether each dimension has length 1 and is broadcast.  Without it the arguments are those of PyTensor.
     name : str, optional
-    **kwargs
-        ``shape``, as PyTensor has it.
-
-    Returns
-    -------
-    variable
 
     Examples
     --------
@@ -182,21 +175,21 @@ def tensor(dtype: Any = None, broadcastable: Iterable[bool] | None = None, name:
     return TensorType(dtype, shape=tuple(1 if b else None for b in broadcastable))(name)
 
 
-# -- arguments that have changed -------------------------------------------------------------------------------------
+# -- other arguments -------------------------------------------------------------------------------------------------
 
 
 def dot(a: Any, b: Any) -> Any:
-    """Multiply vectors and matrices; with more dimensions the last of the first and the last but one of the second."""
+    """Return the dot product, over the last axis of ``a`` and the last but one of ``b``."""
     return pt.dot(a, b)
 
 
 def flatten(x: Any, ndim: int | None = None, outdim: int | None = None) -> Any:
-    """Join the last dimensions, so that ``ndim`` (by its old name, ``outdim``) are left; 1 by default."""
+    """Flatten the last dimensions to have ``ndim`` in all, by default 1; ``outdim`` is the old name."""
     return pt.flatten(x, ndim=ndim or outdim or 1)
 
 
 def stack(*tensors: Any, **kwargs: Any) -> Any:
-    """Join along a new axis; the tensors come in a list, or, as in old programs, one by one."""
+    """Stack tensors along a new axis; they are a list, or as in old programs separate arguments."""
     if "tensors" in kwargs:
         tensors = (kwargs.pop("tensors"), *tensors)
     axis = kwargs.get("axis", 0)
@@ -213,7 +206,7 @@ def mean(
 
 
 def reshape(x: Any, newshape: Any, ndim: int | None = None) -> Any:
-    """Give an array another shape; ``ndim`` says its length where it is not known."""
+    """Reshape an array; ``ndim`` is the length of ``newshape``, where that is unknown."""
     return pt.reshape(x, newshape, ndim=ndim)
 
 
@@ -231,20 +224,20 @@ def repeat(x: Any, repeats: Any, axis: int | None = None) -> Any:
 
 
 def split(x: Any, splits_size: Any, n_splits: int, axis: int = 0) -> Any:
-    """Cut an array into ``n_splits`` parts."""
+    """Split an array into ``n_splits`` parts of lengths ``splits_size``."""
     return pt.split(x, splits_size, n_splits=n_splits, axis=axis)
 
 
 def choose(a: Any, choices: Any, out: Any = None, mode: str = "raise") -> Any:
-    """Pick elements from a list of arrays."""
+    """Choose each element from one of several arrays."""
     return pt.choose(a, choices, mode=mode)
 
 
-# -- functions that PyTensor has dropped -----------------------------------------------------------------------------
+# -- functions that PyTensor lacks -----------------------------------------------------------------------------------
 
 
 def batched_dot(a: Any, b: Any) -> Any:
-    """Multiply matrices, or vectors, pair by pair along the first axis.
+    """Return the dot products of pairs along the first axis.
 
     Examples
     --------
@@ -267,17 +260,14 @@ def batched_dot(a: Any, b: Any) -> Any:
 
 
 def batched_tensordot(x: Any, y: Any, axes: Any = 2) -> Any:
-    """Sum products over axes of two tensors, pair by pair along the first axis.
+    """Return the tensor products of pairs along the first axis, summed over some axes.
 
     Parameters
     ----------
     x, y : variable
     axes : int, or (list of int, list of int)
-        How many axes: the last of the first and the first after the pairs' of the second; or which of each.
-
-    Returns
-    -------
-    variable
+        Number of axes summed over: the last of ``x``, and the first of ``y`` after the axis of pairs; or the axes of
+        each.
 
     Examples
     --------
@@ -302,7 +292,7 @@ def batched_tensordot(x: Any, y: Any, axes: Any = 2) -> Any:
 def topk_and_argtopk(
     x: Any, kth: Any, axis: int | None = -1, sorted: bool = True, idx_dtype: str = "int64"
 ) -> list[Any]:
-    """Return the k largest elements along an axis, or with a negative k the smallest, and where they are."""
+    """Return the k largest elements along an axis, or with a negative k the smallest, and their indexes."""
     x = pt.as_tensor_variable(x)
     if axis is None:
         x, axis = x.flatten(), 0
@@ -322,5 +312,5 @@ def topk(x: Any, kth: Any, axis: int = -1, sorted: bool = True, idx_dtype: str =
 
 
 def argtopk(x: Any, kth: Any, axis: int = -1, sorted: bool = True, idx_dtype: str = "int64") -> Any:
-    """Return where the k largest elements along an axis are, or with a negative k the smallest."""
+    """Return the indexes of the k largest elements along an axis, or with a negative k the smallest."""
     return topk_and_argtopk(x, kth, axis, idx_dtype=idx_dtype)[1]

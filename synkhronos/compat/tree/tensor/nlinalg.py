@@ -1,4 +1,4 @@
-"""The module ``theano.tensor.nlinalg``, on PyTensor: linear algebra that Theano took from NumPy."""
+"""The module ``theano.tensor.nlinalg``, on PyTensor: NumPy's linear algebra."""
 
 from pytensor.tensor.basic import ExtractDiag, diag
 from pytensor.tensor.basic import diag as alloc_diag

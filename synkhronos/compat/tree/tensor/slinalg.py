@@ -1,4 +1,4 @@
-"""The module ``theano.tensor.slinalg``, on PyTensor: linear algebra that Theano took from SciPy."""
+"""The module ``theano.tensor.slinalg``, on PyTensor: SciPy's linear algebra."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""The module ``theano.tensor.var`` on PyTensor: classes of variables.
+"""The module ``theano.tensor.var``, on PyTensor: classes of variables.
 
 The truth value of a variable is True, as in Theano, so that ``if not input:`` tests whether there is one.
 """
@@ -13,7 +13,7 @@ from pytensor.tensor.variable import TensorVariable as _TensorVariable
 
 
 class _SymbolicOnly(type):
-    """In PyTensor shared variables and constants are tensor variables too; programs tell them apart by their class."""
+    """Metaclass that excludes shared variables and constants, which are tensor variables in PyTensor."""
 
     def __instancecheck__(cls, instance: Any) -> bool:
         return isinstance(instance, _TensorVariable) and not isinstance(instance, SharedVariable | Constant)
@@ -32,17 +32,17 @@ class TensorVariable(metaclass=_SymbolicOnly):
     """
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
-        """Make one of PyTensor's."""
+        """Return a variable of PyTensor."""
         return _TensorVariable(*args, **kwargs)
 
 
 def _is_true(self: Any) -> bool:
-    """Return True, but for comparisons: Python makes ``(a < b) and (b < c)`` of ``a < b < c``."""
+    """Return True; raise TypeError for comparisons, since Python evaluates ``a < b < c`` as ``a < b and b < c``."""
     op = getattr(self.owner, "op", None)
     if isinstance(getattr(op, "scalar_op", None), LT | LE | GT | GE):
         raise TypeError(
-            "a comparison of variables is neither true nor false before it is computed: use T.switch or theano.ifelse, "
-            "and (a < b) & (b < c) in the place of a < b < c"
+            "a symbolic comparison has no truth value: use T.switch or theano.ifelse, and (a < b) & (b < c) instead of "
+            "a < b < c"
         )
     return True
 

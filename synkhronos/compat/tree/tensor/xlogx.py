@@ -1,4 +1,4 @@
-"""The module ``theano.tensor.xlogx``, on PyTensor: products with logarithms, 0 where the first factor is 0."""
+"""The module ``theano.tensor.xlogx``, on PyTensor: products with logarithms, with 0 * log(0) = 0."""
 
 from typing import Any
 

@@ -1,3 +1,3 @@
-"""The module ``theano.sandbox.cuda.dnn``, on PyTensor: convolution and pooling in the place of cuDNN."""
+"""The module ``theano.sandbox.cuda.dnn``, on PyTensor."""
 
 from theano.gpuarray.dnn import dnn_available, dnn_conv, dnn_pool

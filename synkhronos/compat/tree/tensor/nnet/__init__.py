@@ -1,4 +1,4 @@
-"""The module ``theano.tensor.nnet``, on PyTensor: what neural networks are made of."""
+"""The module ``theano.tensor.nnet``, on PyTensor: neural networks."""
 
 from theano.tensor.nnet import abstract_conv, bn, conv, neighbours, nnet, sigm
 from theano.tensor.nnet.abstract_conv import (

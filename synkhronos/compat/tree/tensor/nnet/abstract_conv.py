@@ -1,7 +1,6 @@
 """The module ``theano.tensor.nnet.abstract_conv``, on PyTensor: convolutions.
 
-The shapes that may be given beside inputs and filters were hints to Theano; only those that say the result's shape
-have a meaning here.
+Shapes of inputs and filters are optimisation hints in Theano, and ignored here; shapes of results are used.
 """
 
 import functools
@@ -17,50 +16,49 @@ from synkhronos.compat.ops.convolution import Conv, ConvGradInputs, ConvGradWeig
 from synkhronos.compat.ops.windows import integer
 
 
-def padding_of(border_mode: Any, n: int) -> Padding:
-    """Return a border mode as `Conv` takes it.
+def to_padding(border_mode: Any, n: int) -> Padding:
+    """Convert Theano's border mode to the padding of `Conv`.
 
     Examples
     --------
-    >>> padding_of((1, (2, 0)), 2)
+    >>> to_padding((1, (2, 0)), 2)
     ((1, 1), (2, 0))
     """
     if border_mode in ("valid", "full", "half"):
         return border_mode
     if isinstance(border_mode, str):
         raise ValueError(
-            f'invalid border_mode {border_mode!r}, which must be either "valid", "full", "half", an integer or a '
-            f"tuple of length {n}"
+            f"border_mode: expected 'valid', 'full', 'half', an integer or a tuple of {n}, got {border_mode!r}"
         )
     modes = list(border_mode) if isinstance(border_mode, tuple | list) else [border_mode] * n
     if len(modes) != n:
-        raise ValueError(f"invalid border_mode {border_mode} which must be a tuple of length {n}")
+        raise ValueError(f"border_mode: expected a tuple of {n}, got {border_mode}")
     pairs = [mode if isinstance(mode, tuple | list) else (mode, mode) for mode in modes]
     padding = tuple((integer(before), integer(behind)) for before, behind in pairs)
     if min(map(min, padding)) < 0:
-        raise ValueError(f"invalid border_mode {border_mode}: a padding must be at least 0")
+        raise ValueError(f"border_mode: expected no negative padding, got {border_mode}")
     return padding
 
 
-def _op(
+def _make_op(
     op: Any,
     n: int,
-    border_mode: Any,
-    subsample: Any,
-    filter_flip: Any,
-    filter_dilation: Any,
-    groups: Any,
-    unshared: Any,
+    border_mode: Any = "valid",
+    subsample: Any = None,
+    filter_flip: bool = True,
+    filter_dilation: Any = None,
+    num_groups: int = 1,
+    unshared: bool = False,
 ) -> Any:
-    """Return one of the Ops over n axes, with Theano's settings."""
+    """Return an Op over ``n`` axes with Theano's settings, in Theano's order."""
     if unshared:
-        raise NotImplementedError("convolutions with filters of their own for each place (unshared) are not available")
+        raise NotImplementedError("unshared: separate filters for each position are not supported")
     stride, dilation = ((1,) * n if s is None else [integer(k) for k in s] for s in (subsample, filter_dilation))
-    return op(n, padding_of(border_mode, n), stride, dilation, filter_flip, integer(groups))
+    return op(n, to_padding(border_mode, n), stride, dilation, filter_flip, integer(num_groups))
 
 
-def _of_shape(shape: Sequence[Any], known: Sequence[Any], dtype: str) -> Any:
-    """Return an array of a shape, which nobody reads; lengths that are not given come from elsewhere."""
+def _make_placeholder(shape: Sequence[Any], known: Sequence[Any], dtype: str) -> Any:
+    """Return an array whose shape alone is used; lengths that are None are taken from ``known``."""
     lengths = [k if s is None else s for s, k in zip(shape, known, strict=True)]
     return pt.alloc(np.zeros((), dtype), *lengths)
 
@@ -88,32 +86,26 @@ def _conv(
     Parameters
     ----------
     n : int
-        Over how many axes: 2 for images, 3 for volumes.
+        Number of spatial axes: 2 for images, 3 for volumes.
     input : variable
         (batch, input channels, *spatial).
     filters : variable
         (output channels, input channels / ``num_groups``, *spatial).
     input_shape, filter_shape, image_shape : optional
-        Not needed.
+        Ignored.
     border_mode : 'valid', 'full', 'half', int or tuple
-        What is put around the images: nothing; all that a filter can reach; half of that; or this many zeros, by
-        axis, or by axis and side.
-    subsample : sequence of int, optional
-        From one window to the next, by axis; 1 by default.
+        Padding with zeros: none; all but one element of a filter; half of a filter; or numbers, by axis, or by axis and
+        side.
+    subsample, filter_dilation : sequence of int, optional
+        Distances between windows, and between a filter's elements, by axis; by default 1.
     filter_flip : bool
-        Whether filters are turned around.
-    filter_dilation : sequence of int, optional
-        From one of a filter's elements to the next, by axis; 1 by default.
+        Whether filters are flipped, as in the mathematical convolution.
     num_groups : int
-        Into how many parts the channels are split.
+        Number of groups of channels.
     unshared : bool
         Has to be False.
     **kwargs
-        Dropped, with a warning.
-
-    Returns
-    -------
-    variable
+        Ignored, with a warning.
 
     Examples
     --------
@@ -122,24 +114,14 @@ def _conv(
            [4., 4.]])
     """
     if kwargs:
-        warnings.warn(f"conv{n}d has no use for {', '.join(kwargs)}", stacklevel=2)
-    return _op(Conv, n, border_mode, subsample, filter_flip, filter_dilation, num_groups, unshared)(input, filters)
+        warnings.warn(f"conv{n}d: ignored arguments: {', '.join(kwargs)}", stacklevel=2)
+    return _make_op(Conv, n, border_mode, subsample, filter_flip, filter_dilation, num_groups, unshared)(input, filters)
 
 
 def _conv_grad_wrt_inputs(
-    n: int,
-    output_grad: Any,
-    filters: Any,
-    input_shape: Any,
-    filter_shape: Any = None,
-    border_mode: Any = "valid",
-    subsample: Any = None,
-    filter_flip: bool = True,
-    filter_dilation: Any = None,
-    num_groups: int = 1,
-    unshared: bool = False,
+    n: int, output_grad: Any, filters: Any, input_shape: Any, filter_shape: Any = None, *settings: Any, **named: Any
 ) -> Any:
-    """Return the gradient of a convolution with respect to its input, whose spatial shape has to be given.
+    """Return the gradient of a convolution by its input, whose spatial shape is required; settings as in `conv2d`.
 
     Examples
     --------
@@ -147,38 +129,26 @@ def _conv_grad_wrt_inputs(
     array([[1., 1.],
            [1., 1.]])
     """
-    op = _op(ConvGradInputs, n, border_mode, subsample, filter_flip, filter_dilation, num_groups, unshared)
-    return _grad_inputs(op, output_grad, filters, input_shape)
+    return _grad_inputs(_make_op(ConvGradInputs, n, *settings, **named), output_grad, filters, input_shape)
 
 
 def _grad_inputs(op: Any, output_grad: Any, filters: Any, input_shape: Any) -> Any:
     g, w = pt.as_tensor_variable(output_grad), pt.as_tensor_variable(filters)
     known = [g.shape[0], w.shape[1] * op.groups, *[None] * op.n]
-    return op(w, g, _of_shape(input_shape, known, w.dtype))
+    return op(w, g, _make_placeholder(input_shape, known, w.dtype))
 
 
 def _conv_grad_wrt_weights(
-    n: int,
-    input: Any,
-    output_grad: Any,
-    filter_shape: Any,
-    input_shape: Any = None,
-    border_mode: Any = "valid",
-    subsample: Any = None,
-    filter_flip: bool = True,
-    filter_dilation: Any = None,
-    num_groups: int = 1,
-    unshared: bool = False,
+    n: int, input: Any, output_grad: Any, filter_shape: Any, input_shape: Any = None, *settings: Any, **named: Any
 ) -> Any:
-    """Return the gradient of a convolution with respect to its filters, whose spatial shape has to be given."""
-    op = _op(ConvGradWeights, n, border_mode, subsample, filter_flip, filter_dilation, num_groups, unshared)
-    return _grad_weights(op, input, output_grad, filter_shape)
+    """Return the gradient of a convolution by its filters, whose spatial shape is required; settings as in `conv2d`."""
+    return _grad_weights(_make_op(ConvGradWeights, n, *settings, **named), input, output_grad, filter_shape)
 
 
 def _grad_weights(op: Any, input: Any, output_grad: Any, filter_shape: Any) -> Any:
     x, g = pt.as_tensor_variable(input), pt.as_tensor_variable(output_grad)
     known = [g.shape[1], x.shape[1] // op.groups, *[None] * op.n]
-    return op(x, g, _of_shape(filter_shape, known, x.dtype))
+    return op(x, g, _make_placeholder(filter_shape, known, x.dtype))
 
 
 def _separable_conv(
@@ -195,8 +165,8 @@ def _separable_conv(
     filter_flip: bool = True,
     filter_dilation: Any = None,
 ) -> Any:
-    """Convolve each channel by itself, and then mix the channels."""
-    op = _op(Conv, n, border_mode, subsample, filter_flip, filter_dilation, num_channels, False)
+    """Convolve each channel separately, then combine the channels by filters of one element."""
+    op = _make_op(Conv, n, border_mode, subsample, filter_flip, filter_dilation, num_channels)
     return _conv(n, op(input, depthwise_filters), pointwise_filters)
 
 
@@ -213,13 +183,11 @@ def conv2d_transpose(
     filter_shape: Any = None,
     border_mode: Any = "valid",
     input_dilation: Any = None,
-    filter_flip: bool = True,
-    filter_dilation: Any = None,
-    num_groups: int = 1,
-    unshared: bool = False,
+    *settings: Any,
+    **named: Any,
 ) -> Any:
     """Return the transposed convolution: the gradient of a `conv2d` with strides ``input_dilation``."""
-    op = _op(ConvGradInputs, 2, border_mode, input_dilation, filter_flip, filter_dilation, num_groups, unshared)
+    op = _make_op(ConvGradInputs, 2, border_mode, input_dilation, *settings, **named)
     return _grad_inputs(op, input, filters, output_shape)
 
 
@@ -234,13 +202,13 @@ def causal_conv1d(
     num_groups: int = 1,
     unshared: bool = False,
 ) -> Any:
-    """Convolve (batch, channels, length) so that each output depends on what comes before (arXiv:1609.03499)."""
+    """Convolve (batch, channels, length) with the present and past elements of each window (arXiv:1609.03499)."""
     before = filter_dilation * (integer(filter_shape[2]) - 1)
-    op = _op(Conv, 1, ((before, 0),), (subsample,), filter_flip, (filter_dilation,), num_groups, unshared)
+    op = _make_op(Conv, 1, ((before, 0),), (subsample,), filter_flip, (filter_dilation,), num_groups, unshared)
     return op(input, filters)
 
 
-# -- as Ops ----------------------------------------------------------------------------------------------------------
+# -- Ops -------------------------------------------------------------------------------------------------------------
 
 
 class AbstractConv:
@@ -251,9 +219,9 @@ class AbstractConv:
     convdim : int
         2 or 3.
     imshp, kshp : optional
-        Not needed.
-    border_mode, subsample, filter_flip, filter_dilation, num_groups, unshared
-        As for `conv2d`.
+        Ignored.
+    *settings, **named
+        As in `conv2d`, from ``border_mode`` on.
 
     Examples
     --------
@@ -265,20 +233,9 @@ class AbstractConv:
 
     _op: Any = Conv
 
-    def __init__(
-        self,
-        convdim: int,
-        imshp: Any = None,
-        kshp: Any = None,
-        border_mode: Any = "valid",
-        subsample: Any = None,
-        filter_flip: bool = True,
-        filter_dilation: Any = None,
-        num_groups: int = 1,
-        unshared: bool = False,
-    ):
+    def __init__(self, convdim: int, imshp: Any = None, kshp: Any = None, *settings: Any, **named: Any):
         self.convdim, self.imshp, self.kshp = convdim, imshp, kshp
-        self.op = _op(self._op, convdim, border_mode, subsample, filter_flip, filter_dilation, num_groups, unshared)
+        self.op = _make_op(self._op, convdim, *settings, **named)
 
     def __call__(self, img: Any, kern: Any) -> Any:
         """Convolve images with filters."""
@@ -286,7 +243,7 @@ class AbstractConv:
 
 
 class AbstractConv_gradInputs(AbstractConv):  # noqa: N801 - Theano's name
-    """The gradient of a convolution with respect to its input: a transposed convolution.
+    """The gradient of a convolution by its input: a transposed convolution.
 
     Examples
     --------
@@ -298,56 +255,33 @@ class AbstractConv_gradInputs(AbstractConv):  # noqa: N801 - Theano's name
     _op = ConvGradInputs
 
     def __call__(self, kern: Any, topgrad: Any, shape: Any, add_assert_shape: bool = True) -> Any:  # type: ignore[override]
-        """Return the gradient, of a spatial shape."""
+        """Return the gradient of the given spatial shape."""
         return _grad_inputs(self.op, topgrad, kern, (None, None, *(shape[i] for i in range(self.convdim))))
 
 
 class AbstractConv_gradWeights(AbstractConv):  # noqa: N801 - Theano's name
-    """The gradient of a convolution with respect to its filters."""
+    """The gradient of a convolution by its filters."""
 
     _op = ConvGradWeights
 
     def __call__(self, img: Any, topgrad: Any, shape: Any, add_assert_shape: bool = True) -> Any:  # type: ignore[override]
-        """Return the gradient, of a spatial shape."""
+        """Return the gradient of the given spatial shape."""
         return _grad_weights(self.op, img, topgrad, (None, None, *(shape[i] for i in range(self.convdim))))
 
 
-class _ImageConvolution(AbstractConv):
-    """A convolution of images."""
+def _fix_convdim(base: type, n: int) -> type:
+    """Return a subclass for ``n`` spatial axes, under Theano's name: ``AbstractConv2d_gradInputs``."""
+    name = base.__name__.replace("AbstractConv", f"AbstractConv{n}d")
 
-    def __init__(self, *args: Any, **kwargs: Any):
-        super().__init__(2, *args, **kwargs)
+    def __init__(self: Any, *settings: Any, **named: Any) -> None:  # noqa: N807
+        base.__init__(self, n, *settings, **named)  # type: ignore[misc]
 
-
-class _VolumeConvolution(AbstractConv):
-    """A convolution in three dimensions."""
-
-    def __init__(self, *args: Any, **kwargs: Any):
-        super().__init__(3, *args, **kwargs)
+    return type(name, (base,), {"__init__": __init__, "__doc__": base.__doc__, "__module__": __name__})
 
 
-class AbstractConv2d(_ImageConvolution):
-    """A convolution of images."""
-
-
-class AbstractConv2d_gradInputs(_ImageConvolution, AbstractConv_gradInputs):  # noqa: N801 - Theano's name
-    """The gradient of a convolution of images with respect to these."""
-
-
-class AbstractConv2d_gradWeights(_ImageConvolution, AbstractConv_gradWeights):  # noqa: N801 - Theano's name
-    """The gradient of a convolution of images with respect to the filters."""
-
-
-class AbstractConv3d(_VolumeConvolution):
-    """A convolution in three dimensions."""
-
-
-class AbstractConv3d_gradInputs(_VolumeConvolution, AbstractConv_gradInputs):  # noqa: N801 - Theano's name
-    """The gradient of a convolution in three dimensions with respect to its input."""
-
-
-class AbstractConv3d_gradWeights(_VolumeConvolution, AbstractConv_gradWeights):  # noqa: N801 - Theano's name
-    """The gradient of a convolution in three dimensions with respect to the filters."""
+AbstractConv2d, AbstractConv3d = (_fix_convdim(AbstractConv, n) for n in (2, 3))
+AbstractConv2d_gradInputs, AbstractConv3d_gradInputs = (_fix_convdim(AbstractConv_gradInputs, n) for n in (2, 3))
+AbstractConv2d_gradWeights, AbstractConv3d_gradWeights = (_fix_convdim(AbstractConv_gradWeights, n) for n in (2, 3))
 
 
 # -- shapes ----------------------------------------------------------------------------------------------------------
@@ -360,7 +294,7 @@ def get_conv_output_shape(
     subsample: Sequence[int],
     filter_dilation: Sequence[int] | None = None,
 ) -> tuple[Any, ...]:
-    """Return the shape of a convolution's output, None where a length is None.
+    """Return the shape of a convolution's output; lengths computed from None are None.
 
     Examples
     --------
@@ -368,7 +302,7 @@ def get_conv_output_shape(
     (8, 4, 4, None)
     """
     n = len(image_shape) - 2
-    op = Conv(n, padding_of(border_mode, n), subsample, filter_dilation)
+    op = Conv(n, to_padding(border_mode, n), subsample, filter_dilation)
     return (image_shape[0], kernel_shape[0], *op.out_spatial(image_shape[2:], kernel_shape[-n:]))
 
 
@@ -376,7 +310,7 @@ def get_conv_output_shape(
 
 
 def bilinear_kernel_1D(ratio: int, normalize: bool = True) -> Any:  # noqa: N802 - Theano's name
-    """Return the filter that upsamples one axis by an integer, by linear interpolation.
+    """Return the filter of a linear interpolation that upsamples one axis by an integer.
 
     Examples
     --------
@@ -389,7 +323,7 @@ def bilinear_kernel_1D(ratio: int, normalize: bool = True) -> Any:  # noqa: N802
 
 
 def bilinear_kernel_2D(ratio: Any, normalize: bool = True) -> Any:  # noqa: N802 - Theano's name
-    """Return the filter that upsamples rows and columns by integers."""
+    """Return the filter of a bilinear interpolation that upsamples rows and columns by integers."""
     vertical, horizontal = ratio if isinstance(ratio, tuple) else (ratio, ratio)
     return bilinear_kernel_1D(vertical, normalize)[:, None] * bilinear_kernel_1D(horizontal, normalize)[None, :]
 
@@ -402,20 +336,9 @@ def bilinear_upsampling(
     num_input_channels: Any = None,
     use_1D_kernel: bool = True,  # noqa: N803 - Theano's name
 ) -> Any:
-    """Enlarge images by an integer, by linear interpolation.
+    """Upsample images by an integer ``ratio``, by bilinear interpolation.
 
-    Parameters
-    ----------
-    input : tensor4
-    ratio : int
-    frac_ratio : optional
-        Has to be None: fractions are not available.
-    batch_size, num_input_channels, use_1D_kernel : optional
-        Not needed.
-
-    Returns
-    -------
-    tensor4
+    ``frac_ratio`` has to be None; ``batch_size``, ``num_input_channels`` and ``use_1D_kernel`` are ignored.
 
     Examples
     --------
@@ -423,13 +346,13 @@ def bilinear_upsampling(
     (1, 1, 4, 6)
     """
     if frac_ratio is not None:
-        raise NotImplementedError("bilinear_upsampling by fractions is not available")
+        raise NotImplementedError("frac_ratio: bilinear_upsampling by fractions is not supported")
     if ratio is None:
-        raise ValueError("No ratio (or frac_ratio) provided")
+        raise ValueError("ratio: expected an integer, got None")
     ratio = integer(ratio)
     x = pt.as_tensor_variable(input)
     batch, channels, rows, columns = (x.shape[i] for i in range(4))
-    # Each image's edge counts twice, and each channel is an image of its own.
+    # Edges are repeated, and channels are upsampled as separate images.
     x = pt.concatenate([x[:, :, :1], x, x[:, :, -1:]], axis=2)
     x = pt.concatenate([x[..., :1], x, x[..., -1:]], axis=3)
     pad = 2 * ratio - (ratio - 1) // 2 - 1

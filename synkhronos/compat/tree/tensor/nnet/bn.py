@@ -11,7 +11,7 @@ from synkhronos.compat.ops.normalization import BatchNormTrain
 
 
 def batch_normalization(inputs: Any, gamma: Any, beta: Any, mean: Any, std: Any, mode: str = "low_mem") -> Any:
-    """Normalise with a mean and a standard deviation that are given, and scale and shift."""
+    """Normalise by given means and standard deviations, then scale and shift."""
     if mode not in ("low_mem", "high_mem"):
         raise ValueError('mode must be either "low_mem", "high_mem"')
     return (inputs - mean) * (gamma / std) + beta
@@ -31,15 +31,7 @@ def _axes(axes: Any, ndim: int) -> tuple[int, ...]:
 
 
 class _Layout:
-    """The parameters' layout: all dimensions, or only those that are not normalised.
-
-    Parameters
-    ----------
-    inputs : variable
-    axes : tuple of int
-    gamma : variable
-        Tells the layout.
-    """
+    """Layout of the parameters, as that of ``gamma``: all dimensions, or only those that are not normalised."""
 
     def __init__(self, inputs: Any, axes: tuple[int, ...], gamma: Any):
         self.axes = axes
@@ -49,13 +41,13 @@ class _Layout:
         self.pattern = [self.remaining_axes.index(a) if a in self.remaining_axes else "x" for a in range(inputs.ndim)]
 
     def spread(self, name: str, parameter: Any) -> Any:
-        """Return a parameter so that it broadcasts."""
+        """Return a parameter that broadcasts against the inputs."""
         wanted = self.ndim if self.is_full else len(self.remaining_axes)
         parameter = pt.as_tensor_variable(parameter)
         if parameter.ndim != wanted:
             raise ValueError(
-                f"{name} has {parameter.ndim} dimensions and should have {wanted}: as many as the inputs, or one for "
-                "each axis that is not normalized, and all parameters alike"
+                f"{name}: expected {wanted} dimensions, as gamma, got {parameter.ndim}: parameters have those "
+                "of the inputs, or those that are not normalized"
             )
         return pt.specify_broadcastable(parameter, *self.axes) if self.is_full else parameter.dimshuffle(*self.pattern)
 
@@ -81,29 +73,28 @@ def batch_normalization_train(
     running_mean: Any = None,
     running_var: Any = None,
 ) -> tuple[Any, ...]:
-    """Normalise by the inputs' own mean and variance, and scale and shift.
+    """Normalise by the mean and variance of the inputs, then scale and shift.
 
     Parameters
     ----------
     inputs : variable
     gamma, beta : variable
-        Scale and shift: as many dimensions as the inputs, with length one on ``axes``, or without those.
+        Scale and shift: with as many dimensions as the inputs, of length 1 on ``axes``, or without ``axes``.
     axes : 'per-activation', 'spatial' or tuple of int
-        What is averaged over: the first axis; all but the second; or others.
+        Axes that are averaged over: the first one; all but the second; or others.
     epsilon : float
         Added to the variance.
     running_average_factor : float
-        The weight of these inputs in the running averages.
+        Weight of these inputs in the running averages.
     running_mean, running_var : variable, optional
-        The running averages until now.
+        Running averages so far.
 
     Returns
     -------
-    output : variable
-    mean, invstd : variable
-        The mean, and one over the standard deviation.
+    output, mean, invstd : variable
+        The last is the reciprocal of the standard deviation.
     new_running_mean, new_running_var : variable
-        Where running averages are given.
+        Only with running averages.
 
     Examples
     --------
@@ -116,11 +107,11 @@ def batch_normalization_train(
     layout = _Layout(inputs, _axes(axes, inputs.ndim), gamma)
     scale, shift = layout.spread("gamma", gamma), layout.spread("beta", beta)
     if (running_mean is None) != (running_var is None):
-        raise ValueError("running_mean and running_var must either both be given or both be None")
+        raise ValueError("running_mean, running_var: expected both or neither")
     output, mean, invstd = BatchNormTrain(layout.axes, _epsilon(epsilon, "float64"))(inputs, scale, shift)
     results = [mean, invstd]
     if running_mean is not None:
-        # What the difference rounds off is small beside variance and epsilon together, as which it is used.
+        # The rounding error of this difference is small compared with var + epsilon, as which it is used.
         var = pt.maximum(1 / invstd**2 - _epsilon(epsilon, invstd.dtype), 0)
         factor = running_average_factor
         count = pt.cast(pt.prod([inputs.shape[a] for a in layout.axes]), inputs.dtype)
@@ -139,19 +130,7 @@ def batch_normalization_test(
     axes: str | Sequence[int] = "per-activation",
     epsilon: float = 1e-4,
 ) -> Any:
-    """Normalise with a mean and a variance that are given, and scale and shift.
-
-    Parameters
-    ----------
-    inputs : variable
-    gamma, beta, mean, var : variable
-        Laid out as in `batch_normalization_train`.
-    axes : 'per-activation', 'spatial' or tuple of int
-    epsilon : float
-
-    Returns
-    -------
-    variable
+    """Normalise by given means and variances, then scale and shift; parameters as in `batch_normalization_train`.
 
     Examples
     --------

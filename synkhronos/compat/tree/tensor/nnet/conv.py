@@ -1,4 +1,4 @@
-"""The module ``theano.tensor.nnet.conv``, on PyTensor: convolution by its older name."""
+"""The module ``theano.tensor.nnet.conv``, on PyTensor: the interface of convolution before ``abstract_conv``."""
 
 from typing import Any
 
@@ -14,8 +14,8 @@ def conv2d(
     subsample: Any = (1, 1),
     **kargs: Any,
 ) -> Any:
-    """Convolve; arguments that chose among Theano's implementations are dropped."""
+    """Convolve images with filters; arguments that select one of Theano's implementations are ignored."""
     for name in ("imshp_logical", "kshp_logical"):
         if kargs.get(name) is not None:
-            raise NotImplementedError(f"conv2d without {name} only; conv2d_grad_wrt_inputs upsamples")
+            raise NotImplementedError(f"conv2d: {name} is not supported; use conv2d_grad_wrt_inputs to upsample")
     return _conv2d(input, filters, image_shape, filter_shape, border_mode, subsample)

@@ -1,4 +1,4 @@
-"""The module ``theano.tensor.nnet.neighbours``, on PyTensor: images as rows of neighbourhoods."""
+"""The module ``theano.tensor.nnet.neighbours``, on PyTensor: images as matrices of neighbourhoods."""
 
 from typing import Any
 
@@ -10,23 +10,20 @@ from synkhronos.compat.ops.windows import integer
 
 
 def images2neibs(ten4: Any, neib_shape: Any, neib_step: Any = None, mode: str = "valid") -> Any:
-    """Return a matrix with a row for each neighbourhood.
+    """Return a matrix with a row for each neighbourhood of some images.
 
     Parameters
     ----------
     ten4 : tensor4
-        Images in lists of lists: (., ., rows, columns).
+        Images: (list, image, rows, columns).
     neib_shape : (int, int)
         Rows and columns of a neighbourhood.
     neib_step : (int, int), optional
-        From one to the next; a neighbourhood's shape by default.
+        Distances between neighbourhoods; by default their shape.
     mode : {'valid', 'ignore_borders', 'half', 'full', 'wrap_centered'}
-        Whether neighbourhoods lie within the images, and fill them exactly or not; or reach over the edge by half of
-        them, or by all but one element, where zeros are; or are centred on each element, and go on at the other side.
-
-    Returns
-    -------
-    matrix
+        Neighbourhoods within the images, which they have to fill exactly; the same without this condition;
+        neighbourhoods that extend over the edges, onto zeros, by half of their length or by all but one element;
+        neighbourhoods centred on each element, continued at the opposite edge.
 
     Examples
     --------
@@ -42,10 +39,10 @@ def images2neibs(ten4: Any, neib_shape: Any, neib_step: Any = None, mode: str = 
         x = pt.pad(x, [(0, 0), (0, 0), (pad[0], pad[0]), (pad[1], pad[1])])
     elif mode == "wrap_centered":
         if any(n % 2 == 0 for n in shape):
-            raise TypeError(f"neighbourhoods have a centre if their lengths are odd, not {shape}")
+            raise TypeError(f"neib_shape: expected odd lengths with mode={mode!r}, got {shape}")
     elif mode not in ("valid", "ignore_borders"):
-        raise NotImplementedError(f"unknown mode {mode!r}")
-    # Rows and columns of all neighbourhoods' elements: (places, within).
+        raise NotImplementedError(f"images2neibs: unknown mode {mode!r}")
+    # Indexes of all neighbourhoods' elements on each axis: (neighbourhoods, positions within).
     index = []
     for axis, (n, s) in enumerate(zip(shape, step, strict=True)):
         length = x.shape[2 + axis]
@@ -54,8 +51,7 @@ def images2neibs(ten4: Any, neib_shape: Any, neib_step: Any = None, mode: str = 
             index.append((starts[:, None] + np.arange(n)) % length)
             continue
         if mode != "ignore_borders":
-            # Where it is not known, it is checked as the function runs.
-            message = f"images have a length of {n} + {s} * k on axis {2 + axis} in mode {mode!r}"
+            message = f"images2neibs: expected a length of {n} + {s} * k on axis {2 + axis} with mode={mode!r}"
             length = Assert(message)(length, pt.eq((length - n) % s, 0))
         index.append((pt.arange((length - n) // s + 1) * s)[:, None] + np.arange(n))
     rows, columns = index
@@ -64,19 +60,9 @@ def images2neibs(ten4: Any, neib_shape: Any, neib_step: Any = None, mode: str = 
 
 
 def neibs2images(neibs: Any, neib_shape: Any, original_shape: Any, mode: str = "valid") -> Any:
-    """Return the images that `images2neibs` made a matrix of, with neighbourhoods side by side.
+    """Return the images of shape ``original_shape`` from a matrix of `images2neibs` with the default step.
 
-    Parameters
-    ----------
-    neibs : matrix
-    neib_shape : (int, int)
-    original_shape : sequence of 4 int
-    mode : {'valid', 'ignore_borders'}
-        With the latter, what lay at the border is zero.
-
-    Returns
-    -------
-    tensor4
+    With ``mode="ignore_borders"``, borders outside of all neighbourhoods are zero.
 
     Examples
     --------
@@ -85,7 +71,7 @@ def neibs2images(neibs: Any, neib_shape: Any, original_shape: Any, mode: str = "
            [2., 3.]])
     """
     if mode not in ("valid", "ignore_borders"):
-        raise NotImplementedError(f"neibs2images does not know mode {mode!r}")
+        raise NotImplementedError(f"neibs2images: unknown mode {mode!r}")
     h, w = _numbers(neib_shape)
     a, b, rows, columns = (original_shape[i] for i in range(4))
     neibs = pt.as_tensor_variable(neibs)

@@ -21,7 +21,7 @@ def _rows(c: Any) -> Any:
 
 
 def softmax(c: Any) -> Any:
-    """Return softmax of each row; of a vector, as one row of a matrix.
+    """Return softmax of each row; a vector becomes a matrix of one row.
 
     Examples
     --------
@@ -45,7 +45,7 @@ def softmax_with_bias(x: Any, b: Any) -> Any:
 
 
 def relu(x: Any, alpha: Any = 0) -> Any:
-    """Return a number, or if it is negative, ``alpha`` times it.
+    """Return ``x``, and ``alpha * x`` where it is negative.
 
     Examples
     --------
@@ -79,12 +79,12 @@ def softsign(x: Any) -> Any:
 
 
 def binary_crossentropy(output: Any, target: Any) -> Any:
-    """Return the crossentropy of probabilities, element by element; stable where they come from a sigmoid."""
+    """Return the elementwise crossentropy of probabilities; numerically stable if ``output`` is a sigmoid."""
     return -(target * pt.log(output) + (1.0 - target) * pt.log(1.0 - output))
 
 
 def sigmoid_binary_crossentropy(output: Any, target: Any) -> Any:
-    """Return the crossentropy of a sigmoid's probabilities, from the sigmoid's argument."""
+    """Return the elementwise crossentropy of ``sigmoid(output)``."""
     return target * softplus(-output) + (1 - target) * softplus(output)
 
 
@@ -94,13 +94,9 @@ def categorical_crossentropy(coding_dist: Any, true_dist: Any) -> Any:
     Parameters
     ----------
     coding_dist : matrix
-        Probabilities, a row for each example.
+        Predicted probabilities, a row for each example.
     true_dist : matrix or vector of integers
-        Probabilities too, or the number of the class.
-
-    Returns
-    -------
-    vector
+        True probabilities, or classes.
 
     Examples
     --------
@@ -113,7 +109,8 @@ def categorical_crossentropy(coding_dist: Any, true_dist: Any) -> Any:
         return -pt.sum(true_dist * pt.log(coding_dist), axis=coding_dist.ndim - 1)
     if true_dist.ndim == coding_dist.ndim - 1:
         return crossentropy(coding_dist, true_dist)
-    raise TypeError("rank mismatch between coding and true distributions")
+    n = coding_dist.ndim
+    raise TypeError(f"true_dist: expected {n} or {n - 1} dimensions, got {true_dist.ndim}")
 
 
 crossentropy_categorical_1hot = crossentropy
@@ -126,40 +123,29 @@ def crossentropy_softmax_1hot(x: Any, y_idx: Any, **kwargs: Any) -> Any:
 
 
 def crossentropy_softmax_1hot_with_bias(x: Any, b: Any, y_idx: Any, **kwargs: Any) -> Any:
-    """Return the crossentropy of softmax of rows plus a vector, and the probabilities."""
+    """Return the crossentropy of softmax of ``x + b``, and the probabilities."""
     return crossentropy_softmax_1hot(x + b, y_idx)
 
 
 def crossentropy_softmax_argmax_1hot_with_bias(x: Any, b: Any, y_idx: Any, **kwargs: Any) -> Any:
-    """Return the crossentropy of softmax of rows plus a vector, the probabilities, and the likeliest class."""
+    """Return the crossentropy of softmax of ``x + b``, the probabilities, and the most probable class."""
     losses, p = crossentropy_softmax_1hot(x + b, y_idx)
     return losses, p, pt.argmax(p, axis=1).astype(y_idx.dtype)
 
 
 def crossentropy_softmax_max_and_argmax_1hot(x: Any, y_idx: Any, **kwargs: Any) -> Any:
-    """Return the crossentropy of softmax, the probabilities, the largest one of each row, and its class."""
+    """Return the crossentropy of softmax, the probabilities, and the maximum of each row with its class."""
     losses, p = crossentropy_softmax_1hot(x, y_idx)
     return losses, p, pt.max(p, axis=1), pt.argmax(p, axis=1)
 
 
 def crossentropy_softmax_max_and_argmax_1hot_with_bias(x: Any, b: Any, y_idx: Any, **kwargs: Any) -> Any:
-    """Return what `crossentropy_softmax_max_and_argmax_1hot` does, of rows plus a vector."""
+    """Return the outputs of `crossentropy_softmax_max_and_argmax_1hot` for ``x + b``."""
     return crossentropy_softmax_max_and_argmax_1hot(x + b, y_idx)
 
 
 def confusion_matrix(actual: Any, pred: Any) -> list[Any]:
-    """Count predictions by class.
-
-    Parameters
-    ----------
-    actual, pred : vector
-
-    Returns
-    -------
-    matrix
-        Rows are actual classes and columns predicted ones.
-    vector
-        The classes in order.
+    """Return the counts of predictions, a row per actual and a column per predicted class, and the sorted classes.
 
     Examples
     --------
@@ -191,24 +177,18 @@ def h_softmax(
     b2: Any,
     target: Any = None,
 ) -> Any:
-    """Return softmax in two levels (Goodman, arXiv:cs/0108006).
+    """Return hierarchical softmax in two levels (Goodman, arXiv:cs/0108006): all probabilities, or the targets'.
 
     Parameters
     ----------
     x : matrix
-    batch_size : int
-    n_outputs, n_classes, n_outputs_per_class : int
+    batch_size, n_outputs, n_classes, n_outputs_per_class : int
     W1, b1 : matrix, vector
-        From ``x`` to classes.
+        Weights of the classes.
     W2, b2 : tensor3, matrix
-        From ``x`` to outputs, for each class.
+        Weights of the outputs, for each class.
     target : vector of integers, optional
-        Which output of each row is asked for.
-
-    Returns
-    -------
-    variable
-        The probabilities of all outputs, or of the targets.
+        One output for each row.
     """
     classes = softmax(pt.dot(x, W1) + b1)
     if target is None:

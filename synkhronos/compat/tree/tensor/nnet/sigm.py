@@ -1,4 +1,4 @@
-"""The module ``theano.tensor.nnet.sigm``, on PyTensor: the sigmoid and what is like it."""
+"""The module ``theano.tensor.nnet.sigm``, on PyTensor: the sigmoid and approximations of it."""
 
 from typing import Any
 
@@ -8,7 +8,7 @@ from pytensor.tensor import sigmoid, softplus
 
 
 def _float(x: Any) -> Any:
-    """Return a variable of floats: the narrowest in which Theano computed with it."""
+    """Return a variable of floats, in the dtype to which Theano converted it."""
     x = pt.as_tensor_variable(x)
     if x.dtype.startswith("float"):
         return x
@@ -16,7 +16,7 @@ def _float(x: Any) -> Any:
 
 
 def ultra_fast_sigmoid(x: Any) -> Any:
-    """Return the sigmoid, made of a fraction and straight lines; it is off by 0.02 at most.
+    """Return an approximation of the sigmoid by a rational and linear functions; its error is at most 0.02.
 
     Examples
     --------
@@ -31,7 +31,7 @@ def ultra_fast_sigmoid(x: Any) -> Any:
 
 
 def hard_sigmoid(x: Any) -> Any:
-    """Return zero, a straight line, and one in the place of the sigmoid.
+    """Return the approximation ``clip(0.2 * x + 0.5, 0, 1)`` of the sigmoid.
 
     Examples
     --------

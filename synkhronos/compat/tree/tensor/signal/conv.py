@@ -1,4 +1,4 @@
-"""The module ``theano.tensor.signal.conv``, on PyTensor: convolution of stacks of images by stacks of filters."""
+"""The module ``theano.tensor.signal.conv``, on PyTensor: convolution of stacks of images with stacks of filters."""
 
 from typing import Any
 
@@ -16,21 +16,16 @@ def conv2d(
     subsample: Any = (1, 1),
     **kargs: Any,
 ) -> Any:
-    """Convolve each image with each filter.
+    """Convolve each image with each filter; the result has an axis for each stack.
 
     Parameters
     ----------
     input, filters : matrix or tensor3
-        One, or a stack of them.
+        A single one, or a stack.
     image_shape, filter_shape : optional
-        Not needed.
+        Ignored.
     border_mode : {'valid', 'full'}
     subsample : (int, int)
-
-    Returns
-    -------
-    matrix, tensor3 or tensor4
-        With an axis for each stack.
 
     Examples
     --------
@@ -39,7 +34,7 @@ def conv2d(
     """
     x, w = pt.as_tensor_variable(input), pt.as_tensor_variable(filters)
     if x.ndim not in (2, 3) or w.ndim not in (2, 3):
-        raise ValueError("signal.conv.conv2d needs images and filters of 2 or 3 dimensions")
+        raise ValueError(f"conv2d: expected input and filters of 2 or 3 dimensions, got {x.ndim} and {w.ndim}")
     x4 = x[:, None] if x.ndim == 3 else x[None, None]
     w4 = w[:, None] if w.ndim == 3 else w[None, None]
     output = Conv(2, border_mode, subsample)(x4, w4)

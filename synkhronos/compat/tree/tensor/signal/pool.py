@@ -22,29 +22,24 @@ def _pool(
     st: Any = None,
     padding: Any = None,
 ) -> Any:
-    """Pool the last axes.
+    """Pool the last ``n`` axes.
 
     Parameters
     ----------
     n : int
-        How many axes.
     input : variable
     ws : sequence of int
-        The lengths of a window, a number for each axis.
+        Lengths of a window.
     ignore_border : bool
-        Whether windows that reach over the edge are left out; False by default, with a warning.
+        Whether windows that extend over the edge are omitted; False by default, with a warning.
     stride : sequence of int, optional
-        From one window to the next; a window's lengths by default.
+        Distances between windows; by default their lengths.
     pad : sequence of int, optional
-        What is added on each side; nothing by default.
+        Padding on each side; by default none.
     mode : {'max', 'sum', 'average_inc_pad', 'average_exc_pad'}
-        Whether the mean counts what was added.
+        The mean includes or excludes the padding.
     ds, st, padding : optional
         Old names of ``ws``, ``stride`` and ``pad``.
-
-    Returns
-    -------
-    variable
 
     Examples
     --------
@@ -56,11 +51,11 @@ def _pool(
     if ws is None:
         raise ValueError("You must provide a tuple value for the window size.")
     if ignore_border is None:
-        warnings.warn(f"pool_{n}d() without ignore_border takes it to be False, as Theano did", stacklevel=2)
+        warnings.warn(f"pool_{n}d: ignore_border is not given; it is False by default, as in Theano", stacklevel=2)
         ignore_border = False
     x = pt.as_tensor_variable(input)
     if x.ndim < n:
-        raise NotImplementedError(f"pool_{n}d requires a dimension >= {n}")
+        raise NotImplementedError(f"pool_{n}d: expected at least {n} dimensions, got {x.ndim}")
     settings = (ws, ws if stride is None else stride, pad or (0,) * n)
     window, step, around = ([integer(setting[axis]) for axis in range(n)] for setting in settings)
     return Pool(window, step, around, mode.replace("max_deterministic", "max"), ignore_border)(x)
