@@ -325,7 +325,7 @@ def test_devices_of_the_configuration_and_no_controller(tmp_path):
     _, _, logs = run(tmp_path, "alone", PLATOON_DEVICES="cpu,cpu,cpu")
     assert [logs[f"worker_cpu-{rank}.out"] for rank in range(3)] == ["rank 0\n", "rank 1\n", "rank 2\n"]
     _, err, _ = run(tmp_path, "alone", "-D", "cpu", "-w=ask", status=1, PLATOON_DEVICES="cpu,cpu,cpu")
-    assert "no answer to the request 'next': Controller has no handle_control()" in err
+    assert "Controller has no handle_control(), to answer the request 'next'" in err
 
 
 @pytest.mark.any_library

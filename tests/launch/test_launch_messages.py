@@ -6,12 +6,10 @@ Each entry has what is typed, the exit status, and a part of what is said.
 import dataclasses
 import datetime
 import json
-import os
 import re
 import subprocess
 import sys
 import textwrap
-from pathlib import Path
 
 import pytest
 from launch_runs import ENVIRONMENT, run, train
@@ -187,18 +185,6 @@ def test_a_file_that_can_not_be_imported_by_its_name_is_refused(monkeypatch, tmp
     found = resolve([{**asked, "modelfile": "v1.2/my_net.py"}])
     monkeypatch.setattr(sys, "path", list(sys.path))
     assert contract.load_class(found.root, found.modelfile, "Net").__module__ == "my_net"
-
-
-def test_a_folder_that_nobody_may_write_is_refused(monkeypatch, tmp_path):
-    monkeypatch.chdir(SUPPORT)
-    (tmp_path / "ours").mkdir()
-    monkeypatch.setattr(os, "access", lambda path, mode: Path(path) != tmp_path / "ours")
-    for folder in ("ours", "ours/a/b"):
-        with pytest.raises(
-            SettingsError, match=r"folder: .* can't be made or written: no permission to write in .*ours"
-        ):
-            resolve([{**MODEL, "folder": str(tmp_path / folder)}])
-    assert not list((tmp_path / "ours").iterdir())
 
 
 def test_a_folder_that_can_not_be_made_after_all_is_refused_by_its_name(tmp_path):

@@ -1,7 +1,7 @@
 """Base class of the Ops here, and their registration with JAX and Numba.
 
-Each Op is defined once.  Its ``perform`` uses NumPy and serves modes on the CPU: PyTensor's C mode directly, Numba as a
-call of Python.  For JAX mode, `register_lowering` adds a function of JAX arrays.
+Each Op is defined once.  Its ``perform`` uses NumPy, for all modes on the CPU; Numba calls it in object mode.  For JAX
+mode, `register_lowering` adds a function of JAX arrays.
 
 JAX may only be imported in the ranks, after the fork, and importing Numba takes a second.  The Ops are therefore
 registered with PyTensor's dispatchers when the first function is compiled for one of them, by a rewrite that changes

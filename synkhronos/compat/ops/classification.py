@@ -1,8 +1,7 @@
 """Softmax and crossentropy with stable gradients.
 
-The logarithm of a probability that rounds to zero is lost, and so is the gradient through it.  Theano's rewrites
-replace functions of probabilities by functions of scores.  Here the gradient through softmax is built in its stable
-form.  A rewrite, besides PyTensor's own, makes the value stable.
+A probability that rounds to zero has no finite logarithm, and no gradient.  The gradient through softmax is therefore
+built without a division by probabilities, and a rewrite computes the crossentropy of softmax from the scores.
 """
 
 from __future__ import annotations
@@ -56,19 +55,13 @@ def log_softmax(x: Any) -> Any:
 
 
 def crossentropy(probabilities: Any, classes: Any) -> Any:
-    """Return minus the logarithm of the probability of each row's class.
+    """Return minus the logarithm of the probability of each row's class: a vector.
 
     Parameters
     ----------
-    probabilities : variable
+    probabilities : matrix
         A row for each example.
-    classes : variable
-        A vector of integers.
-
-    Returns
-    -------
-    variable
-        A vector.
+    classes : vector of integers
 
     Examples
     --------
@@ -79,17 +72,17 @@ def crossentropy(probabilities: Any, classes: Any) -> Any:
 
 
 class Softmax(special.Softmax):
-    """PyTensor's softmax; its gradient takes out the division by probabilities that gradients of logarithms make."""
+    """PyTensor's softmax, with a gradient that cancels divisions by its probabilities."""
 
     def pullback(self, inputs: Any, outputs: Any, output_grads: Any) -> list[Any]:
-        """Return the gradient with respect to the scores."""
+        """Return the gradient by the scores."""
         (probabilities,), (g,) = outputs, output_grads
         product = _times(g, probabilities)
         return [product - probabilities * product.sum(axis=self.axis, keepdims=True)]
 
 
 def _times(g: Any, p: Any) -> Any:
-    """Return ``g * p``, without what divides by ``p`` in ``g``."""
+    """Return ``g * p``; divisions by ``p`` within ``g`` are cancelled."""
     if g.owner is not None and g.type.ndim == p.type.ndim:
         op, inputs = g.owner.op, g.owner.inputs
         if isinstance(op, OneHotCrossentropyGrad) and inputs[1] is p:
@@ -110,24 +103,24 @@ class OneHot(NumpyOp):
     __props__ = ()
 
     def make_node(self, classes: Any, like: Any) -> Apply:
-        """Take classes, and a matrix with a column for each class."""
+        """Return the node of classes and a matrix with a column for each class."""
         classes, like = pt.as_tensor_variable(classes), pt.as_tensor_variable(like)
         return Apply(self, [classes, like], [TensorType("bool", shape=like.type.shape)()])
 
     def output_shape(self, classes: Any, like: Any) -> tuple[Any, ...]:
-        """Return the shape of the matrix."""
+        """Return the shape of ``like``."""
         return tuple(like)
 
     def compute(self, classes: np.ndarray, like: np.ndarray) -> np.ndarray:
-        """Compare."""
+        """Compare classes with the numbers of columns."""
         return np.arange(like.shape[1]) == classes[:, None]
 
     def connection_pattern(self, node: Any) -> list[list[bool]]:
-        """There are no gradients."""
+        """Return that no input has a gradient."""
         return [[False], [False]]
 
     def pullback(self, inputs: Any, outputs: Any, output_grads: Any) -> list[Any]:
-        """Return none."""
+        """Return disconnected gradients."""
         return [disconnected_type(), disconnected_type()]
 
 
@@ -135,7 +128,7 @@ _one_hot = OneHot()
 
 
 def _minus_at_classes(g: Any, p: Any, classes: Any) -> Any:
-    """Return minus ``g`` at each row's class: the gradient by logarithms, and by probabilities times these."""
+    """Return ``-g`` at each row's class, else 0: the gradient of the crossentropy by logarithms of probabilities."""
     return pt.switch(_one_hot(classes, p), -g[:, None], np.zeros((), p.dtype))
 
 
@@ -145,7 +138,7 @@ class OneHotCrossentropy(NumpyOp):
     Parameters
     ----------
     of_logarithms : bool
-        Whether the logarithms are given already.
+        Whether the input has logarithms of probabilities.
     """
 
     __props__ = ("of_logarithms",)
@@ -154,32 +147,32 @@ class OneHotCrossentropy(NumpyOp):
         self.of_logarithms = of_logarithms
 
     def make_node(self, p: Any, classes: Any) -> Apply:
-        """Take a matrix and a vector of integers."""
+        """Return the node of a matrix and a vector of integers."""
         p, classes = pt.as_tensor_variable(p), pt.as_tensor_variable(classes)
         if p.ndim != 2 or classes.ndim != 1:
-            raise TypeError(f"a matrix and a vector are needed, not {p.type} and {classes.type}")
+            raise TypeError(f"crossentropy: expected a matrix and a vector, got {p.type} and {classes.type}")
         if classes.dtype not in ("int8", "int16", "int32", "int64", "uint8", "uint16", "uint32"):
-            raise TypeError(f"classes are integers, not {classes.dtype}")
+            raise TypeError(f"classes: expected integers, got {classes.dtype}")
         return Apply(self, [p, classes], [TensorType(p.dtype, shape=classes.type.shape)()])
 
     def output_shape(self, p: Any, classes: Any) -> tuple[Any, ...]:
-        """Return a vector's."""
+        """Return the shape of a vector with an element for each row."""
         return (p[0],)
 
     def compute(self, p: np.ndarray, classes: np.ndarray) -> np.ndarray:
-        """Pick and take the logarithm."""
+        """Select each row's probability, and compute its logarithm."""
         if len(p) != len(classes):
-            raise ValueError(f"{len(p)} rows of probabilities and {len(classes)} classes")
+            raise ValueError(f"classes: expected {len(p)}, one for each row of probabilities, got {len(classes)}")
         picked = p[np.arange(len(p)), classes]
         with np.errstate(divide="ignore"):
             return -picked if self.of_logarithms else -np.log(picked)
 
     def connection_pattern(self, node: Any) -> list[list[bool]]:
-        """Classes have no gradient."""
+        """Return that classes have no gradient."""
         return [[True], [False]]
 
     def pullback(self, inputs: Any, outputs: Any, output_grads: Any) -> list[Any]:
-        """Return the gradient with respect to the probabilities."""
+        """Return the gradient by the probabilities."""
         p, classes = inputs
         (g,) = output_grads
         gradient = _minus_at_classes if self.of_logarithms else OneHotCrossentropyGrad()
@@ -187,21 +180,21 @@ class OneHotCrossentropy(NumpyOp):
 
 
 class OneHotCrossentropyGrad(NumpyOp):
-    """The gradient of `OneHotCrossentropy`: one element in a row."""
+    """The gradient of `OneHotCrossentropy` by the probabilities: one nonzero element in each row."""
 
     __props__ = ()
 
     def make_node(self, g: Any, p: Any, classes: Any) -> Apply:
-        """Take the output's gradient, probabilities and classes."""
+        """Return the node of the output's gradient, probabilities and classes."""
         inputs = [pt.as_tensor_variable(v) for v in (g, p, classes)]
         return Apply(self, inputs, [TensorType(inputs[1].dtype, shape=inputs[1].type.shape)()])
 
     def output_shape(self, g: Any, p: Any, classes: Any) -> tuple[Any, ...]:
-        """Return the probabilities'."""
+        """Return the shape of the probabilities."""
         return tuple(p)
 
     def compute(self, g: np.ndarray, p: np.ndarray, classes: np.ndarray) -> np.ndarray:
-        """Divide by the probabilities."""
+        """Compute ``-g / p`` at each row's class."""
         result = np.zeros(p.shape, p.dtype)
         rows = np.arange(len(p))
         with np.errstate(divide="ignore", invalid="ignore"):
@@ -209,11 +202,11 @@ class OneHotCrossentropyGrad(NumpyOp):
         return result
 
     def connection_pattern(self, node: Any) -> list[list[bool]]:
-        """Classes have no gradient."""
+        """Return that classes have no gradient."""
         return [[True], [True], [False]]
 
     def pullback(self, inputs: Any, outputs: Any, output_grads: Any) -> list[Any]:
-        """Return the gradients with respect to the output's gradient and the probabilities."""
+        """Return the gradients by the output's gradient and by the probabilities."""
         g, p, classes = inputs
         (d,) = output_grads
         here = _one_hot(classes, p)

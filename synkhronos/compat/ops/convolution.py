@@ -1,7 +1,7 @@
 """Convolution over one to three axes, and its two gradients.
 
-Each of the three Ops is linear in both of its arguments, and the gradients of each are the other two.  Arrays have
-Theano's layout: (batch, channel, *spatial) and (output channel, input channel, *spatial).
+Each of the three Ops is bilinear, and its gradients are the other two.  Images are (batch, channel, *spatial), filters
+(output channel, input channel, *spatial).
 """
 
 from __future__ import annotations
@@ -17,25 +17,25 @@ from pytensor.graph.basic import Apply
 from pytensor.tensor.type import TensorType
 
 from synkhronos.compat.ops.base import NumpyOp, register_lowering
-from synkhronos.compat.ops.windows import fold, unfold, zeros_around
+from synkhronos.compat.ops.windows import fold, pad_zeros, unfold
 
-__all__ = ["Conv", "ConvGradInputs", "ConvGradWeights", "Padding", "output_length", "pads"]
+__all__ = ["Conv", "ConvGradInputs", "ConvGradWeights", "Padding", "output_length", "compute_padding"]
 
-#: "valid", "full", "half", or what is put before and behind each axis.
+#: "valid", "full", "half", or the padding before and behind each axis.
 Padding = str | tuple[tuple[int, int], ...]
 
-#: Columns of at most this many bytes are made at a time.
+#: Maximal bytes of columns in memory at a time.
 _COLUMN_BYTES = 2**25
-#: Number of channels up to which a GPU is used badly.
-_FEW = 4
+#: Maximal number of input channels for which `_conv_or_blocks` combines positions to channels.
+_MAX_FEW_CHANNELS = 4
 
 
-def pads(padding: Padding, kernel: Sequence[int], dilation: Sequence[int]) -> list[tuple[Any, Any]]:
-    """Return what is put before and behind each axis.
+def compute_padding(padding: Padding, kernel: Sequence[int], dilation: Sequence[int]) -> list[tuple[Any, Any]]:
+    """Return the padding before and behind each axis.
 
     Examples
     --------
-    >>> pads("half", (3, 5), (1, 1))
+    >>> compute_padding("half", (3, 5), (1, 1))
     [(1, 1), (2, 2)]
     """
     reach = [(k - 1) * d for k, d in zip(kernel, dilation, strict=True)]
@@ -46,7 +46,7 @@ def pads(padding: Padding, kernel: Sequence[int], dilation: Sequence[int]) -> li
     if padding == "half":
         return [((r + 1) // 2, (r + 1) // 2) for r in reach]
     if isinstance(padding, str):
-        raise ValueError(f"padding {padding!r} is none of 'valid', 'full' and 'half'")
+        raise ValueError(f"padding: expected 'valid', 'full' or 'half', got {padding!r}")
     return list(padding)
 
 
@@ -70,15 +70,15 @@ class _ConvolutionOp(NumpyOp):
         Number of spatial axes.
     padding : Padding
     stride, dilation : tuple of int
-        Of the windows, and within one.
+        Distances between windows, and between a filter's elements.
     flip : bool
-        Whether the filters are turned around, as in mathematics, or not, as in most programs of today.
+        Whether filters are flipped: a convolution, else a cross-correlation.
     groups : int
-        Into how many the channels are split; each output channel sees one of them.
+        Number of groups of channels; an output channel depends on the input channels of one group.
     """
 
     __props__ = ("n", "padding", "stride", "dilation", "flip", "groups")
-    #: The first two inputs are factors of products that are summed; `synkhronos.lowering.precision` asks.
+    #: The Op sums products of its first two inputs; read by `synkhronos.lowering.precision`.
     multiplies = True
 
     def __init__(
@@ -97,69 +97,69 @@ class _ConvolutionOp(NumpyOp):
         self.flip = bool(flip)
         self.groups = int(groups)
         if len(self.stride) != n or len(self.dilation) != n:
-            raise ValueError(f"{n} strides and dilations are needed, not {self.stride} and {self.dilation}")
+            raise ValueError(f"stride, dilation: expected {n} numbers each, got {self.stride} and {self.dilation}")
 
-    def _like(self, op: type[_ConvolutionOp]) -> Any:
+    def _with_class(self, op: type[_ConvolutionOp]) -> Any:
         return op(self.n, self.padding, self.stride, self.dilation, self.flip, self.groups)
 
-    def _arguments(self, *variables: Any) -> list[Any]:
+    def _as_arguments(self, *variables: Any) -> list[Any]:
         """Return the inputs as variables of one dtype and of the right number of dimensions."""
         tensors = [pt.as_tensor_variable(v) for v in variables]
         for tensor in tensors:
             if tensor.ndim != self.n + 2:
-                raise TypeError(f"{type(self).__name__} needs arrays of {self.n + 2} dimensions, not {tensor.type}")
+                raise TypeError(f"{type(self).__name__}: expected {self.n + 2} dimensions, got {tensor.type}")
         dtype = np.result_type(*(t.dtype for t in tensors[:2]))
         if not np.issubdtype(dtype, np.floating):
             dtype = np.dtype("float64")
         return [t.astype(dtype.name) for t in tensors[:2]] + tensors[2:]
 
-    def _output(self, first: Any, *shape: Any) -> Any:
+    def _make_output(self, first: Any, *shape: Any) -> Any:
         return TensorType(first.dtype, shape=tuple(s if isinstance(s, int) else None for s in shape))()
 
-    def pads(self, kernel: Sequence[int]) -> list[tuple[Any, Any]]:
-        """Return what is put around each axis."""
-        return pads(self.padding, kernel, self.dilation)
+    def get_padding(self, kernel: Sequence[int]) -> list[tuple[Any, Any]]:
+        """Return the padding before and behind each axis."""
+        return compute_padding(self.padding, kernel, self.dilation)
 
-    def out_spatial(self, image: Sequence[Any], kernel: Sequence[Any]) -> list[Any]:
-        """Return the output's spatial lengths for numbers or variables; None where one of the two is None."""
-        around = self.pads([1 if k is None else k for k in kernel])
+    def compute_output_spatial(self, image: Sequence[Any], kernel: Sequence[Any]) -> list[Any]:
+        """Return the output's spatial lengths, of numbers or variables; None if a length is None."""
+        around = self.get_padding([1 if k is None else k for k in kernel])
         sizes = zip(image, kernel, around, self.stride, self.dilation, strict=True)
         return [None if s is None or k is None else output_length(s, k, a, n, d) for s, k, a, n, d in sizes]
 
-    def _columns(self, padded: np.ndarray, kernel: Sequence[int], out: Sequence[int]) -> np.ndarray:
+    def _to_columns(self, padded: np.ndarray, kernel: Sequence[int], out: Sequence[int]) -> np.ndarray:
         """Return (batch, groups, channels of a group * kernel, *out)."""
         columns = unfold(padded, kernel, out, self.stride, self.dilation)
         batch, channels = columns.shape[:2]
         return columns.reshape(batch, self.groups, channels // self.groups * int(np.prod(kernel)), int(np.prod(out)))
 
-    def _turned(self, weights: np.ndarray) -> np.ndarray:
-        """Return filters as they are multiplied, or what is computed so as filters."""
+    def _flip(self, weights: np.ndarray) -> np.ndarray:
+        """Return filters flipped if the Op flips them: from Theano's order to that of the product, or back."""
         return np.flip(weights, tuple(range(2, self.n + 2))) if self.flip else weights
 
-    def _matrix(self, weights: np.ndarray) -> np.ndarray:
+    def _to_matrix(self, weights: np.ndarray) -> np.ndarray:
         """Return the filters as (groups, outputs of a group, channels of a group * kernel)."""
-        weights = self._turned(weights)
+        weights = self._flip(weights)
         return weights.reshape(self.groups, weights.shape[0] // self.groups, -1)
 
-    def _batches(self, images: np.ndarray, kernel: Sequence[int], out: Sequence[int]) -> list[slice]:
-        """Return parts of the batch, so that one part's columns stay small."""
+    def _split_batch(self, images: np.ndarray, kernel: Sequence[int], out: Sequence[int]) -> list[slice]:
+        """Return slices of the batch whose columns take at most `_COLUMN_BYTES`."""
         row = images.shape[1] * int(np.prod(kernel)) * int(np.prod(out)) * images.itemsize
         step = max(1, _COLUMN_BYTES // max(1, row))
         return [slice(i, i + step) for i in range(0, images.shape[0], step)]
 
-    def _padded(self, images: np.ndarray, kernel: Sequence[int]) -> np.ndarray:
-        around = self.pads(kernel)
+    def _pad(self, images: np.ndarray, kernel: Sequence[int]) -> np.ndarray:
+        around = self.get_padding(kernel)
         return np.pad(images, [(0, 0), (0, 0), *around]) if any(map(any, around)) else images
 
     def _check_channels(self, images: Sequence[int], weights: Sequence[int]) -> None:
         if images[1] != weights[1] * self.groups or weights[0] % self.groups:
             raise ValueError(
-                f"filters of shape {tuple(weights)} in {self.groups} groups don't fit images of shape {tuple(images)}"
+                f"filters of shape {tuple(weights)} in {self.groups} groups do not fit images of shape {tuple(images)}"
             )
 
 
 class Conv(_ConvolutionOp):
-    """Convolve images with filters.
+    """Convolution of images with filters.
 
     Examples
     --------
@@ -169,46 +169,46 @@ class Conv(_ConvolutionOp):
     """
 
     def make_node(self, images: Any, weights: Any) -> Apply:
-        """Take images and filters."""
-        x, w = self._arguments(images, weights)
-        spatial = self.out_spatial(x.type.shape[2:], w.type.shape[2:])
-        return Apply(self, [x, w], [self._output(x, x.type.shape[0], w.type.shape[0], *spatial)])
+        """Return the node of images and filters."""
+        x, w = self._as_arguments(images, weights)
+        spatial = self.compute_output_spatial(x.type.shape[2:], w.type.shape[2:])
+        return Apply(self, [x, w], [self._make_output(x, x.type.shape[0], w.type.shape[0], *spatial)])
 
     def output_shape(self, x: Any, w: Any) -> tuple[Any, ...]:
         """Return the output's shape."""
-        return (x[0], w[0], *self.out_spatial(x[2:], w[2:]))
+        return (x[0], w[0], *self.compute_output_spatial(x[2:], w[2:]))
 
     def compute(self, x: np.ndarray, w: np.ndarray) -> np.ndarray:
         """Multiply the filters by the columns of all windows."""
         self._check_channels(x.shape, w.shape)
         kernel = w.shape[2:]
-        out = self.out_spatial(x.shape[2:], kernel)
+        out = self.compute_output_spatial(x.shape[2:], kernel)
         if min(out) < 1:
-            raise ValueError(f"filters of shape {w.shape} don't fit into images of shape {x.shape}")
+            raise ValueError(f"filters of shape {w.shape} are larger than images of shape {x.shape}")
         result = np.empty((x.shape[0], w.shape[0], *out), x.dtype)
-        matrix = self._matrix(w)
-        for part in self._batches(x, kernel, out):
-            columns = self._columns(self._padded(x[part], kernel), kernel, out)
+        matrix = self._to_matrix(w)
+        for part in self._split_batch(x, kernel, out):
+            columns = self._to_columns(self._pad(x[part], kernel), kernel, out)
             result[part] = np.matmul(matrix, columns).reshape(result[part].shape)
         return result
 
     def pullback(self, inputs: Any, outputs: Any, output_grads: Any) -> list[Any]:
-        """Return the gradients with respect to images and filters."""
+        """Return the gradients by images and by filters."""
         x, w = inputs
         (g,) = output_grads
-        return [self._like(ConvGradInputs)(w, g, x), self._like(ConvGradWeights)(x, g, w)]
+        return [self._with_class(ConvGradInputs)(w, g, x), self._with_class(ConvGradWeights)(x, g, w)]
 
 
 class _ConvGrad(_ConvolutionOp):
-    """Base class of the two gradients.  Only the shape of the third input is used."""
+    """Base class of the two gradients; their output has the shape of the third input, whose values are not used."""
 
     def make_node(self, factor: Any, output_grad: Any, like: Any) -> Apply:
-        """Take images or filters, the output's gradient, and what the result is the gradient of."""
-        factor, g, like = self._arguments(factor, output_grad, like)
-        return Apply(self, [factor, g, like], [self._output(factor, *like.type.shape)])
+        """Return the node of images or filters, the output's gradient, and an array of the result's shape."""
+        factor, g, like = self._as_arguments(factor, output_grad, like)
+        return Apply(self, [factor, g, like], [self._make_output(factor, *like.type.shape)])
 
     def connection_pattern(self, node: Any) -> list[list[bool]]:
-        """Only the shape of the third input matters."""
+        """Return that the third input has no gradient."""
         return [[True], [True], [False]]
 
     def output_shape(self, factor: Any, g: Any, like: Any) -> tuple[Any, ...]:
@@ -217,61 +217,61 @@ class _ConvGrad(_ConvolutionOp):
 
 
 class ConvGradWeights(_ConvGrad):
-    """The gradient with respect to the filters, of images; the third input tells the filters' shape."""
+    """The gradient by the filters; inputs: images, the output's gradient, an array of the filters' shape."""
 
     def compute(self, x: np.ndarray, g: np.ndarray, like: np.ndarray) -> np.ndarray:
         """Multiply the gradient by the columns, and sum over the batch."""
         self._check_channels(x.shape, like.shape)
         kernel, out = like.shape[2:], g.shape[2:]
         matrix = np.zeros((self.groups, like.shape[0] // self.groups, like[0].size), x.dtype)
-        for part in self._batches(x, kernel, out):
-            columns = self._columns(self._padded(x[part], kernel), kernel, out)
+        for part in self._split_batch(x, kernel, out):
+            columns = self._to_columns(self._pad(x[part], kernel), kernel, out)
             rows = g[part].reshape(-1, self.groups, g.shape[1] // self.groups, int(np.prod(out)))
-            # The batch beside the places: one product for each group, and no sum over many small ones.
+            # One product for each group, over batch and positions, instead of a sum of many small ones.
             by_filter = rows.transpose(1, 2, 0, 3).reshape(*matrix.shape[:2], -1)
             by_weight = columns.transpose(1, 2, 0, 3).reshape(self.groups, matrix.shape[2], -1)
             matrix += np.matmul(by_filter, by_weight.swapaxes(-1, -2))
-        return self._turned(matrix.reshape(like.shape))
+        return self._flip(matrix.reshape(like.shape))
 
     def pullback(self, inputs: Any, outputs: Any, output_grads: Any) -> list[Any]:
-        """Return the gradients with respect to images and the output's gradient."""
+        """Return the gradients by images and by the output's gradient."""
         x, g, _ = inputs
         (d,) = output_grads
-        return [self._like(ConvGradInputs)(d, g, x), self._like(Conv)(x, d), disconnected_type()]
+        return [self._with_class(ConvGradInputs)(d, g, x), self._with_class(Conv)(x, d), disconnected_type()]
 
 
 class ConvGradInputs(_ConvGrad):
-    """The gradient with respect to the images, or transposed convolution; the third input tells the images' shape."""
+    """The gradient by the images, a transposed convolution; inputs: filters, the output's gradient, any images."""
 
     def compute(self, w: np.ndarray, g: np.ndarray, like: np.ndarray) -> np.ndarray:
         """Multiply the filters, transposed, by the gradient, and add up the windows."""
         self._check_channels(like.shape, w.shape)
         kernel, out = w.shape[2:], g.shape[2:]
-        if tuple(out) != tuple(self.out_spatial(like.shape[2:], kernel)):
-            raise ValueError(f"images of shape {like.shape} give no output of shape {g.shape}")
-        around = self.pads(kernel)
+        if tuple(out) != tuple(self.compute_output_spatial(like.shape[2:], kernel)):
+            raise ValueError(f"images of shape {like.shape} have no output of shape {g.shape}")
+        around = self.get_padding(kernel)
         padded = [s + a + b for s, (a, b) in zip(like.shape[2:], around, strict=True)]
         inside = tuple(slice(a, a + s) for s, (a, _) in zip(like.shape[2:], around, strict=True))
-        matrix = self._matrix(w).swapaxes(-1, -2)
+        matrix = self._to_matrix(w).swapaxes(-1, -2)
         result = np.empty(like.shape, w.dtype)
-        for part in self._batches(like, kernel, out):
+        for part in self._split_batch(like, kernel, out):
             rows = g[part].reshape(-1, self.groups, g.shape[1] // self.groups, int(np.prod(out)))
             columns = np.matmul(matrix, rows).reshape(-1, like.shape[1], *kernel, *out)
             result[part] = fold(columns, padded, self.stride, self.dilation)[(slice(None), slice(None), *inside)]
         return result
 
     def pullback(self, inputs: Any, outputs: Any, output_grads: Any) -> list[Any]:
-        """Return the gradients with respect to filters and the output's gradient."""
+        """Return the gradients by filters and by the output's gradient."""
         w, g, _ = inputs
         (d,) = output_grads
-        return [self._like(ConvGradWeights)(d, g, w), self._like(Conv)(d, w), disconnected_type()]
+        return [self._with_class(ConvGradWeights)(d, g, w), self._with_class(Conv)(d, w), disconnected_type()]
 
 
 # -- XLA -----------------------------------------------------------------------------------------------------------
 
 
 def _xla_conv(op: _ConvolutionOp, x: Any, w: Any) -> Any:
-    """One convolution of XLA's; shapes are numbers when a function is traced, so that paddings are too."""
+    """Return XLA's convolution."""
     from jax import lax
 
     letters = "DHW"[-op.n :]
@@ -279,45 +279,45 @@ def _xla_conv(op: _ConvolutionOp, x: Any, w: Any) -> Any:
         x,
         w,
         window_strides=op.stride,
-        padding=op.pads(w.shape[2:]),
+        padding=op.get_padding(w.shape[2:]),
         rhs_dilation=op.dilation,
         dimension_numbers=(f"NC{letters}", f"OI{letters}", f"NC{letters}"),
         feature_group_count=op.groups,
     )
 
 
-def _conv_of_few(op: _ConvolutionOp, x: Any, w: Any) -> Any:
-    """Return the convolution; on GPUs one of few channels by strides as one of more channels without strides.
+def _conv_or_blocks(op: _ConvolutionOp, x: Any, w: Any) -> Any:
+    """Return the convolution; on GPUs, replace strides over few channels by more channels (space to depth).
 
-    Each block of an image that a stride passes over becomes one place with a channel for each of its numbers, and so do
-    the filters.  GPUs multiply channels in eights: of three, five would be zeros.  Networks begin with such a layer.
+    A block of an image as large as the stride becomes one position with a channel for each of its numbers, and filters
+    likewise.  GPUs multiply channels in eights, so that a network's first layer with three channels would waste five.
     """
     import jax
 
     kernel = w.shape[2:]
     by_strides = min(op.stride) > 1 and all(k >= s for k, s in zip(kernel, op.stride, strict=True))
-    is_other = not by_strides or w.shape[1] > _FEW or op.groups > 1 or max(op.dilation) > 1
+    is_other = not by_strides or w.shape[1] > _MAX_FEW_CHANNELS or op.groups > 1 or max(op.dilation) > 1
     if is_other or jax.default_backend() != "gpu":
         return _xla_conv(op, x, w)
     places = [-(-k // s) for k, s in zip(kernel, op.stride, strict=True)]
-    out = op.out_spatial(x.shape[2:], kernel)
-    before = [a for a, _ in op.pads(kernel)]
-    images = _blocks(x, before, [n + p - 1 for n, p in zip(out, places, strict=True)], op.stride)
-    return _xla_conv(Conv(op.n), images, _blocks(w, [0] * op.n, places, op.stride))
+    out = op.compute_output_spatial(x.shape[2:], kernel)
+    before = [a for a, _ in op.get_padding(kernel)]
+    images = _to_blocks(x, before, [n + p - 1 for n, p in zip(out, places, strict=True)], op.stride)
+    return _xla_conv(Conv(op.n), images, _to_blocks(w, [0] * op.n, places, op.stride))
 
 
-def _blocks(array: Any, before: Sequence[int], counts: Sequence[int], block: Sequence[int]) -> Any:
-    """Return images or filters as blocks, ``counts`` on each axis: with zeros around, and channels a multiple of 8."""
-    array = zeros_around(array, before, [n * b for n, b in zip(counts, block, strict=True)])
+def _to_blocks(array: Any, before: Sequence[int], counts: Sequence[int], block: Sequence[int]) -> Any:
+    """Return images or filters in ``counts`` blocks on each axis, padded with zeros; channels are a multiple of 8."""
+    array = pad_zeros(array, before, [n * b for n, b in zip(counts, block, strict=True)])
     array = array.reshape(*array.shape[:2], *itertools.chain(*zip(counts, block, strict=True)))
     counted, within = range(2, array.ndim, 2), range(3, array.ndim, 2)
     array = array.transpose(0, 1, *within, *counted).reshape(array.shape[0], -1, *counts)
     channels = array.shape[1]
-    return zeros_around(array, [0] * array.ndim, [array.shape[0], channels + -channels % 8, *counts])
+    return pad_zeros(array, [0] * array.ndim, [array.shape[0], channels + -channels % 8, *counts])
 
 
-def _turned(op: _ConvolutionOp, w: Any) -> Any:
-    """Return filters as XLA takes them, or what XLA returns as filters."""
+def _flip(op: _ConvolutionOp, w: Any) -> Any:
+    """Return filters flipped if the Op flips them: from Theano's order to XLA's, or back."""
     from jax import lax
 
     return lax.rev(w, tuple(range(2, op.n + 2))) if op.flip else w
@@ -325,7 +325,7 @@ def _turned(op: _ConvolutionOp, w: Any) -> Any:
 
 @register_lowering(Conv)
 def _conv_xla(op: Conv, x: Any, w: Any) -> Any:
-    return _conv_of_few(op, x, _turned(op, w))
+    return _conv_or_blocks(op, x, _flip(op, w))
 
 
 @register_lowering(ConvGradWeights)
@@ -333,18 +333,18 @@ def _grad_weights_xla(op: ConvGradWeights, x: Any, g: Any, like: Any) -> Any:
     import jax
 
     shape = jax.ShapeDtypeStruct(like.shape, x.dtype)
-    (result,) = jax.linear_transpose(lambda w: _conv_of_few(op, x, w), shape)(g)
-    return _turned(op, result)
+    (result,) = jax.linear_transpose(lambda w: _conv_or_blocks(op, x, w), shape)(g)
+    return _flip(op, result)
 
 
 @register_lowering(ConvGradInputs)
 def _grad_inputs_xla(op: ConvGradInputs, w: Any, g: Any, like: Any) -> Any:
     import jax
 
-    w = _turned(op, w)
+    w = _flip(op, w)
     if op.flip and max(op.stride) > 1:
-        # XLA knows this gradient by filters that are turned around.  Turned twice they would be so no more, and XLA
-        # would put the zeros between the gradient's elements and multiply with them.
+        # XLA recognises this gradient by its flipped filters.  Two flips would cancel, and XLA would insert zeros
+        # between the gradient's elements and multiply with them.
         w = jax.lax.optimization_barrier(w)
     shape = jax.ShapeDtypeStruct(like.shape, w.dtype)
     (result,) = jax.linear_transpose(lambda x: _xla_conv(op, x, w), shape)(g)

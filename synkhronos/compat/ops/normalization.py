@@ -1,8 +1,7 @@
 """Batch normalisation by the statistics of the batch, and its gradient in closed form.
 
-Memory traffic dominates the time.  XLA computes each of the two Ops in two passes, one that only sums and one that only
-writes.  From plain expressions and their gradients it makes kernels that do both in one pass, which is slower, and
-computes the same sums several times.
+Memory traffic dominates the time.  XLA computes each of the two Ops in two passes, one that sums and one that writes.
+Plain expressions and their gradients would be compiled to slower kernels, and sums computed several times.
 """
 
 from __future__ import annotations
@@ -33,18 +32,18 @@ class _BatchNorm(NumpyOp):
     axes: tuple[int, ...]
 
     def statistics_shape(self, shape: Sequence[Any]) -> tuple[Any, ...]:
-        """Return the shape of statistics: one on the axes that are summed over."""
+        """Return the shape of statistics: 1 on the axes that are reduced."""
         return tuple(1 if axis in self.axes else length for axis, length in enumerate(shape))
 
     def count(self, shape: Sequence[int]) -> int:
-        """Return how many elements a sum has."""
+        """Return the number of elements of a sum."""
         return math.prod(shape[axis] for axis in self.axes)
 
-    def first(self, x: Any, module: Any = np) -> Any:
-        """Return one element of each sum, to take distances from; zeros where the sums have none.
+    def get_reference(self, x: Any, module: Any = np) -> Any:
+        """Return one element of each sum, which is subtracted from all; zeros for empty sums.
 
-        Sums of numbers far from zero round badly, and so does the mean of squares less the square of the mean; with
-        distances from any one of the numbers it is neither.
+        Sums of numbers far from zero have large rounding errors, and so has the difference of the mean square and the
+        squared mean.
         """
         if 0 in x.shape:
             return module.zeros(self.statistics_shape(x.shape), x.dtype)
@@ -62,7 +61,7 @@ class BatchNormTrain(_BatchNorm):
     Parameters
     ----------
     axes : sequence of int
-        What mean and variance are taken over.
+        Axes of mean and variance.
     epsilon : float
         Added to the variance: ``invstd`` is ``1 / sqrt(variance + epsilon)``.
 
@@ -82,20 +81,19 @@ class BatchNormTrain(_BatchNorm):
         self.epsilon = float(epsilon)
 
     def make_node(self, x: Any, scale: Any, shift: Any) -> Apply:
-        """Take an array; scale and shift have as many dimensions, and length one on the axes."""
+        """Return the node of an array, scale and shift, which have length 1 on the axes."""
         x, scale, shift = (pt.as_tensor_variable(v) for v in (x, scale, shift))
         if x.dtype not in ("float16", "float32", "float64"):
             x = x.astype("float64")
-        # As the class's expression has it.
         dtype = upcast(x.dtype, scale.dtype, shift.dtype)
-        scale, shift = (self._factor(x, v).astype(dtype) for v in (scale, shift))
+        scale, shift = (self._broadcast_factor(x, v).astype(dtype) for v in (scale, shift))
         statistics = [TensorType(x.dtype, shape=self.statistics_shape(x.type.shape))() for _ in range(2)]
         return Apply(self, [x, scale, shift], [TensorType(dtype, shape=x.type.shape)(), *statistics])
 
-    def _factor(self, x: Any, factor: Any) -> Any:
+    def _broadcast_factor(self, x: Any, factor: Any) -> Any:
         """Return scale or shift in the statistics' shape."""
         if factor.ndim != x.ndim or not all(factor.type.broadcastable[a] for a in self.axes):
-            raise TypeError(f"scale and shift need {x.ndim} dimensions, of length 1 on {self.axes}, not {factor.type}")
+            raise TypeError(f"scale, shift: expected {x.ndim} dimensions, length 1 on {self.axes}, got {factor.type}")
         if any(f and not k for f, k in zip(factor.type.broadcastable, self._broadcastable(x), strict=True)):
             return pt.alloc(factor, *self.statistics_shape(tuple(x.shape)))
         return factor
@@ -104,23 +102,23 @@ class BatchNormTrain(_BatchNorm):
         return tuple(length == 1 for length in self.statistics_shape(x.type.shape))
 
     def connection_pattern(self, node: Any) -> list[list[bool]]:
-        """Statistics depend on the array alone."""
+        """Return that statistics depend on the array only."""
         return [[True, True, True], [True, False, False], [True, False, False]]
 
     def check(self, x: Any, *factors: Any) -> None:
-        """Refuse factors of other lengths: they would be broadcast, and the gradient be wrong."""
+        """Raise ValueError for factors of other shapes, which would be broadcast, with a wrong gradient."""
         for factor in factors:
             if factor.shape != self.statistics_shape(x.shape):
                 raise ValueError(
-                    f"scale and shift of {x.shape} must be {self.statistics_shape(x.shape)}, not {factor.shape}"
+                    f"scale, shift: expected shape {self.statistics_shape(x.shape)} for {x.shape}, got {factor.shape}"
                 )
 
     def perform(self, node: Any, inputs: Any, output_storage: Any, params: Any = None) -> None:
-        """Compute with NumPy: the variance of what is centred already."""
+        """Compute with NumPy; the variance from centred values."""
         x, scale, shift = inputs
         self.check(*inputs)
         wide = x.astype(np.result_type(x, np.float32), copy=False)
-        first = self.first(wide)
+        first = self.get_reference(wide)
         distance = wide - first
         offset = distance.mean(axis=self.axes, keepdims=True)
         centred = distance - offset
@@ -138,14 +136,14 @@ class BatchNormTrain(_BatchNorm):
             dx, dscale, dshift = BatchNormTrainGrad(self.axes)(x, dy, scale, mean, invstd)
             terms.append(dx)
         if rest[0] is not None:
-            terms.append(pt.zeros_like(x) + rest[0] / _count(x, self.axes))
+            terms.append(pt.zeros_like(x) + rest[0] / _count_elements(x, self.axes))
         if rest[1] is not None:
-            terms.append((x - mean) * (-rest[1] * invstd**3 / _count(x, self.axes)))
+            terms.append((x - mean) * (-rest[1] * invstd**3 / _count_elements(x, self.axes)))
         return [sum(terms[1:], terms[0]), dscale, dshift]
 
 
 class BatchNormTrainGrad(_BatchNorm):
-    """The gradient of `BatchNormTrain` by its first output.
+    """The gradient of `BatchNormTrain`'s first output by its inputs.
 
     Parameters
     ----------
@@ -159,14 +157,14 @@ class BatchNormTrainGrad(_BatchNorm):
         self.axes = tuple(sorted(int(a) for a in axes))
 
     def make_node(self, x: Any, dy: Any, scale: Any, mean: Any, invstd: Any) -> Apply:
-        """Take the array, the output's gradient, the scale and the statistics."""
+        """Return the node of the array, the output's gradient, the scale and the statistics."""
         inputs = [pt.as_tensor_variable(v) for v in (x, dy, scale, mean, invstd)]
         x, _, scale = inputs[:3]
         sums = [TensorType(scale.dtype, shape=self.statistics_shape(x.type.shape))() for _ in range(2)]
         return Apply(self, inputs, [x.type(), *sums])
 
     def gradients(self, count: Any, x: Any, dy: Any, scale: Any, mean: Any, invstd: Any) -> tuple[Any, Any, Any]:
-        """Return the gradients by array, scale and shift: of NumPy's arrays, or of variables as an expression."""
+        """Return the gradients by array, scale and shift, of NumPy arrays or of variables."""
         xhat = (x - mean) * invstd
         dshift = dy.sum(axis=self.axes, keepdims=True)
         dscale = (dy * xhat).sum(axis=self.axes, keepdims=True)
@@ -179,16 +177,16 @@ class BatchNormTrainGrad(_BatchNorm):
         _store(node, output_storage, *self.gradients(self.count(x.shape), x, *others))
 
     def pullback(self, inputs: Any, outputs: Any, output_grads: Any) -> list[Any]:
-        """Return the gradients, from the same formulas as an expression."""
-        # Of copies: one input may be computed from another, which is not this gradient's business.
+        """Return the gradients of the expression of `gradients`."""
+        # Copies, since one input may depend on another.
         copies = x, *others = [v.copy() for v in inputs]
-        pairs = zip(self.gradients(_count(x, self.axes), x, *others), output_grads, strict=True)
-        # Copies again: the array's gradient goes through both sums, and what is known of a variable ends the way there.
+        pairs = zip(self.gradients(_count_elements(x, self.axes), x, *others), output_grads, strict=True)
+        # Copies again: the gradient stops at variables in known_grads, but that of the array passes through both sums.
         known = {v.copy(): g for v, g in pairs if not isinstance(g.type, DisconnectedType)}
         return list(grad(None, copies, known_grads=known, disconnected_inputs="ignore"))
 
 
-def _count(x: Any, axes: Sequence[int]) -> Any:
+def _count_elements(x: Any, axes: Sequence[int]) -> Any:
     return pt.cast(pt.prod([x.shape[axis] for axis in axes]), x.dtype)
 
 
@@ -200,15 +198,15 @@ def _store(node: Any, output_storage: Any, *values: np.ndarray) -> None:
 # -- XLA -----------------------------------------------------------------------------------------------------------
 
 
-def _wide(*arrays: Any) -> Any:
-    """Return the dtype of sums: float64 where an array has it, else float32."""
+def _choose_sum_dtype(*arrays: Any) -> Any:
+    """Return the dtype of sums: float64 if an array has it, else float32."""
     import jax.numpy as jnp
 
     return jnp.float64 if any(a.dtype == jnp.float64 for a in arrays) else jnp.float32
 
 
-def _dtype(array: Any) -> Any:
-    """Return an array's dtype in the graph; `synkhronos.lowering.precision` hands float32 over in bfloat16."""
+def _get_graph_dtype(array: Any) -> Any:
+    """Return an array's dtype in the graph: `synkhronos.lowering.precision` passes float32 as bfloat16."""
     import jax.numpy as jnp
 
     return jnp.float32 if array.dtype == jnp.bfloat16 else array.dtype
@@ -219,27 +217,27 @@ def _batch_norm_xla(op: BatchNormTrain, x: Any, scale: Any, shift: Any) -> Any:
     import jax.numpy as jnp
 
     op.check(x, scale, shift)
-    wide = x.astype(_wide(x))
-    # Both sums come of one reading.
-    first = op.first(wide, jnp)
+    wide = x.astype(_choose_sum_dtype(x))
+    # Both sums are computed in one pass.
+    first = op.get_reference(wide, jnp)
     distance = wide - first
     offset = distance.mean(axis=op.axes, keepdims=True)
     var = jnp.maximum(jnp.square(distance).mean(axis=op.axes, keepdims=True) - jnp.square(offset), 0)
     mean, invstd = offset + first, 1 / jnp.sqrt(var + op.epsilon)
     y = (wide - mean) * (scale * invstd) + shift
-    return y.astype(scale.dtype), mean.astype(_dtype(x)), invstd.astype(_dtype(x))
+    return y.astype(scale.dtype), mean.astype(_get_graph_dtype(x)), invstd.astype(_get_graph_dtype(x))
 
 
 @register_lowering(BatchNormTrainGrad)
 def _batch_norm_grad_xla(op: BatchNormTrainGrad, *inputs: Any) -> Any:
-    wide = _wide(*inputs)
+    wide = _choose_sum_dtype(*inputs)
     x, dy, scale, mean, invstd = (v.astype(wide) for v in inputs)
     centred = x - mean
     dshift = dy.sum(axis=op.axes, keepdims=True)
     dscale = (dy * centred).sum(axis=op.axes, keepdims=True) * invstd
-    # What has one number for each channel is put together first: two products for each element are left.
+    # Factors of each channel are combined first, so that two products for each element remain.
     of_dy = scale * invstd
     of_centred = -of_dy * invstd * dscale / op.count(x.shape)
     constant = -of_dy * dshift / op.count(x.shape)
     dx = of_dy * dy + of_centred * centred + constant
-    return dx.astype(_dtype(inputs[0])), dscale.astype(inputs[2].dtype), dshift.astype(inputs[2].dtype)
+    return dx.astype(_get_graph_dtype(inputs[0])), dscale.astype(inputs[2].dtype), dshift.astype(inputs[2].dtype)

@@ -17,7 +17,7 @@ from pytensor.graph.basic import Apply
 from pytensor.tensor.type import TensorType
 
 from synkhronos.compat.ops.base import NumpyOp, register_lowering
-from synkhronos.compat.ops.windows import offsets, zeros_around
+from synkhronos.compat.ops.windows import iterate_window_slices, pad_zeros
 
 __all__ = ["MODES", "MaxPoolGrad", "MaxPoolPick", "Pool", "SumPoolGrad"]
 
@@ -30,10 +30,10 @@ class _PoolingOp(NumpyOp):
     Parameters
     ----------
     window, stride, pad : tuple of int
-        A number for each pooled axis; ``pad`` is added on both sides.
+        Lengths of a window, distances between windows, and padding on both sides, by axis.
     mode : {'max', 'sum', 'average_inc_pad', 'average_exc_pad'}
     ignore_border : bool
-        Whether windows that reach over the edge are left out.
+        Whether windows that extend over the edge are omitted.
     """
 
     __props__ = ("window", "stride", "pad", "mode", "ignore_border")
@@ -48,24 +48,24 @@ class _PoolingOp(NumpyOp):
         self.ignore_border = bool(ignore_border)
         self.n = len(self.window)
         if mode not in MODES:
-            raise ValueError(f"pooling mode {mode!r} is none of {', '.join(MODES)}")
+            raise ValueError(f"mode: expected one of {', '.join(MODES)}, got {mode!r}")
         if min(self.window + self.stride) < 1 or len(self.stride) != self.n or len(self.pad) != self.n:
-            raise ValueError(f"{self.n} windows, strides and pads are needed, not {window}, {stride} and {pad}")
+            raise ValueError(f"expected {self.n} windows, strides and pads, got {window}, {stride} and {pad}")
         if any(self.pad) and not ignore_border:
-            raise NotImplementedError("padding works only with ignore_border=True")
+            raise NotImplementedError("pad: expected no padding without ignore_border=True")
         if any(p >= w for p, w in zip(self.pad, self.window, strict=True)):
-            raise NotImplementedError("padding must be smaller than the window")
+            raise NotImplementedError("pad: expected less than the window")
 
-    def _like(self, op: type[_PoolingOp]) -> Any:
+    def _with_class(self, op: type[_PoolingOp]) -> Any:
         return op(self.window, self.stride, self.pad, self.mode, self.ignore_border)
 
-    def _inputs(self, *variables: Any) -> list[Any]:
+    def _as_inputs(self, *variables: Any) -> list[Any]:
         tensors = [pt.as_tensor_variable(v) for v in variables]
         if tensors[0].ndim < self.n:
-            raise TypeError(f"pooling over {self.n} axes needs as many dimensions, not {tensors[0].type}")
+            raise TypeError(f"pooling: expected at least {self.n} dimensions, got {tensors[0].type}")
         return tensors
 
-    def out_length(self, axis: int, length: Any) -> Any:
+    def compute_output_length(self, axis: int, length: Any) -> Any:
         """Return the number of windows on an axis, for a number or a variable."""
         window, stride = self.window[axis], self.stride[axis]
         length = length + 2 * self.pad[axis]
@@ -76,43 +76,45 @@ class _PoolingOp(NumpyOp):
             return (length - 1) // stride + 1
         return largest((length - 1 - window) // stride + 1, 0) + 1
 
-    def out_spatial(self, spatial: Sequence[Any]) -> tuple[Any, ...]:
+    def compute_output_spatial(self, spatial: Sequence[Any]) -> tuple[Any, ...]:
         """Return the number of windows on each axis."""
-        return tuple(self.out_length(axis, length) for axis, length in enumerate(spatial))
+        return tuple(self.compute_output_length(axis, length) for axis, length in enumerate(spatial))
 
-    def around(self, spatial: Sequence[int]) -> list[tuple[int, int]]:
-        """Return what is put before and behind each axis for all windows to be whole."""
+    def compute_padding(self, spatial: Sequence[int]) -> list[tuple[int, int]]:
+        """Return the padding before and behind each axis with which all windows are complete."""
         pairs = []
-        for axis, out in enumerate(self.out_spatial(spatial)):
+        for axis, out in enumerate(self.compute_output_spatial(spatial)):
             needed = (out - 1) * self.stride[axis] + self.window[axis] - self.pad[axis] - spatial[axis]
             pairs.append((self.pad[axis], max(needed, self.pad[axis] if self.ignore_border else 0)))
         return pairs
 
-    def counts(self, spatial: Sequence[int], dtype: Any) -> np.ndarray:
-        """Return by how much each window's sum is divided for its mean."""
+    def count_elements(self, spatial: Sequence[int], dtype: Any) -> np.ndarray:
+        """Return the number of elements by which each window's sum is divided for its mean."""
         per_axis = []
-        for axis, (length, out) in enumerate(zip(spatial, self.out_spatial(spatial), strict=True)):
+        for axis, (length, out) in enumerate(zip(spatial, self.compute_output_spatial(spatial), strict=True)):
             pad = self.pad[axis]
             first, last = (-pad, length + pad) if self.mode == "average_inc_pad" else (0, length)
             starts = np.arange(out) * self.stride[axis] - pad
             per_axis.append(np.minimum(starts + self.window[axis], last) - np.maximum(starts, first))
         return functools.reduce(np.multiply.outer, per_axis).astype(dtype)
 
-    def places(self, spatial: Sequence[int]) -> Any:
-        """Yield the slices that pick each place out of all windows of the padded array."""
-        for _, window in offsets(self.window, self.out_spatial(spatial), self.stride, (1,) * self.n):
+    def iterate_windows(self, spatial: Sequence[int]) -> Any:
+        """Yield the slices that select each position of all windows in the padded array."""
+        for _, window in iterate_window_slices(
+            self.window, self.compute_output_spatial(spatial), self.stride, (1,) * self.n
+        ):
             yield (Ellipsis, *window)
 
-    def padded(self, x: np.ndarray, value: Any) -> np.ndarray:
-        """Return the array with a value around it."""
-        around = self.around(x.shape[-self.n :])
+    def add_padding(self, x: np.ndarray, value: Any) -> np.ndarray:
+        """Return the array padded with a value."""
+        around = self.compute_padding(x.shape[-self.n :])
         if not any(map(any, around)):
             return x
         return np.pad(x, [(0, 0)] * (x.ndim - self.n) + around, constant_values=value)
 
-    def inside(self, spatial: Sequence[int]) -> tuple[Any, ...]:
-        """Return the slices that cut off what was put around."""
-        return (Ellipsis, *(slice(a, a + s) for s, (a, _) in zip(spatial, self.around(spatial), strict=True)))
+    def get_crop(self, spatial: Sequence[int]) -> tuple[Any, ...]:
+        """Return the slices that remove the padding."""
+        return (Ellipsis, *(slice(a, a + s) for s, (a, _) in zip(spatial, self.compute_padding(spatial), strict=True)))
 
 
 class Pool(_PoolingOp):
@@ -130,42 +132,46 @@ class Pool(_PoolingOp):
         return (0,) if self.mode == "max" else ()
 
     def make_node(self, x: Any) -> Apply:
-        """Take an array."""
-        (x,) = self._inputs(x)
+        """Return the node of an array."""
+        (x,) = self._as_inputs(x)
         lead, spatial = x.type.shape[: -self.n], x.type.shape[-self.n :]
-        out = [None if s is None else int(self.out_length(axis, s)) for axis, s in enumerate(spatial)]
+        out = [None if s is None else int(self.compute_output_length(axis, s)) for axis, s in enumerate(spatial)]
         return Apply(self, [x], [TensorType(x.dtype, shape=(*lead, *out))()])
 
     def output_shape(self, x: Any) -> tuple[Any, ...]:
         """Return the output's shape."""
-        return (*x[: -self.n], *self.out_spatial(x[-self.n :]))
+        return (*x[: -self.n], *self.compute_output_spatial(x[-self.n :]))
 
     def compute(self, x: np.ndarray) -> np.ndarray:
-        """Go through the places of a window."""
+        """Reduce over the positions in a window."""
         spatial = x.shape[-self.n :]
         combine = np.maximum if self.mode == "max" else np.add
-        padded = self.padded(x, _lowest(x.dtype) if self.mode == "max" else 0)
+        padded = self.add_padding(x, _get_lowest(x.dtype) if self.mode == "max" else 0)
         result: Any = None
-        for window in self.places(spatial):
+        for window in self.iterate_windows(spatial):
             result = padded[window].copy() if result is None else combine(result, padded[window], out=result)
-        return result / self.counts(spatial, x.dtype) if self.mode.startswith("average") else result
+        return result / self.count_elements(spatial, x.dtype) if self.mode.startswith("average") else result
 
     def pullback(self, inputs: Any, outputs: Any, output_grads: Any) -> list[Any]:
-        """Return the gradient with respect to the array."""
+        """Return the gradient by the array."""
         (x,), (g,) = inputs, output_grads
-        return [self._like(MaxPoolGrad)(x, outputs[0], g) if self.mode == "max" else self._like(SumPoolGrad)(g, x)]
+        return [
+            self._with_class(MaxPoolGrad)(x, outputs[0], g)
+            if self.mode == "max"
+            else self._with_class(SumPoolGrad)(g, x)
+        ]
 
 
 class SumPoolGrad(_PoolingOp):
-    """The gradient of sums and means; the second input tells the array's shape."""
+    """The gradient of sums and means; inputs: the output's gradient, and an array of the result's shape."""
 
     def make_node(self, g: Any, like: Any) -> Apply:
-        """Take the output's gradient and the array."""
-        g, like = self._inputs(g, like)
+        """Return the node of the output's gradient and the array."""
+        g, like = self._as_inputs(g, like)
         return Apply(self, [g, like], [TensorType(g.dtype, shape=like.type.shape)()])
 
     def connection_pattern(self, node: Any) -> list[list[bool]]:
-        """Only the shape of the second input matters."""
+        """Return that the second input has no gradient."""
         return [[True], [False]]
 
     def output_shape(self, g: Any, like: Any) -> tuple[Any, ...]:
@@ -173,29 +179,29 @@ class SumPoolGrad(_PoolingOp):
         return tuple(like)
 
     def compute(self, g: np.ndarray, like: np.ndarray) -> np.ndarray:
-        """Add each window's share to all of its places."""
+        """Add each window's share to all of its elements."""
         spatial = like.shape[-self.n :]
-        share = g / self.counts(spatial, g.dtype) if self.mode.startswith("average") else g
-        lengths = [a + s + b for s, (a, b) in zip(spatial, self.around(spatial), strict=True)]
+        share = g / self.count_elements(spatial, g.dtype) if self.mode.startswith("average") else g
+        lengths = [a + s + b for s, (a, b) in zip(spatial, self.compute_padding(spatial), strict=True)]
         result = np.zeros((*like.shape[: -self.n], *lengths), g.dtype)
-        for window in self.places(spatial):
+        for window in self.iterate_windows(spatial):
             result[window] += share
-        return result[self.inside(spatial)]
+        return result[self.get_crop(spatial)]
 
     def pullback(self, inputs: Any, outputs: Any, output_grads: Any) -> list[Any]:
-        """Return the gradient with respect to the output's gradient: pooling."""
-        return [self._like(Pool)(output_grads[0]), disconnected_type()]
+        """Return the gradient by the output's gradient: pooling."""
+        return [self._with_class(Pool)(output_grads[0]), disconnected_type()]
 
 
 class MaxPoolGrad(_PoolingOp):
-    """The gradient of the maximum: each window's goes to all of its elements that equal the maximum."""
+    """The gradient of the maximum, which goes to all elements of a window that equal the maximum."""
 
     #: Positions of inputs that may be rounded; read by `synkhronos.lowering.precision`.
     rounded = (0, 2)
 
     def make_node(self, x: Any, y: Any, g: Any) -> Apply:
-        """Take the array, the maxima, and their gradient."""
-        x, y, g = self._inputs(x, y, g)
+        """Return the node of the array, the maxima, and their gradient."""
+        x, y, g = self._as_inputs(x, y, g)
         return Apply(self, [x, y, g], [TensorType(g.dtype, shape=x.type.shape)()])
 
     def output_shape(self, x: Any, y: Any, g: Any) -> tuple[Any, ...]:
@@ -203,25 +209,25 @@ class MaxPoolGrad(_PoolingOp):
         return tuple(x)
 
     def compute(self, x: np.ndarray, y: np.ndarray, g: np.ndarray) -> np.ndarray:
-        """Compare place by place."""
-        padded = self.padded(x, _lowest(x.dtype))
+        """Compare each position of the windows with the maxima."""
+        padded = self.add_padding(x, _get_lowest(x.dtype))
         result = np.zeros(padded.shape, g.dtype)
-        for window in self.places(x.shape[-self.n :]):
+        for window in self.iterate_windows(x.shape[-self.n :]):
             result[window] += np.where(padded[window] == y, g, 0)
-        return result[self.inside(x.shape[-self.n :])]
+        return result[self.get_crop(x.shape[-self.n :])]
 
     def pullback(self, inputs: Any, outputs: Any, output_grads: Any) -> list[Any]:
-        """Return the gradient with respect to the maxima's; which element is the maximum does not change."""
+        """Return the gradient by the maxima's gradient; array and maxima have none."""
         x, y, _ = inputs
-        return [pt.zeros_like(x), pt.zeros_like(y), self._like(MaxPoolPick)(x, y, output_grads[0])]
+        return [pt.zeros_like(x), pt.zeros_like(y), self._with_class(MaxPoolPick)(x, y, output_grads[0])]
 
 
 class MaxPoolPick(_PoolingOp):
-    """The sum of one array's elements over the places where another has its windows' maxima."""
+    """Sums of one array's elements at the positions of another array's maxima, by window."""
 
     def make_node(self, x: Any, y: Any, d: Any) -> Apply:
-        """Take the array, the maxima, and the array to pick from."""
-        x, y, d = self._inputs(x, y, d)
+        """Return the node of the array, its maxima, and the array that is summed."""
+        x, y, d = self._as_inputs(x, y, d)
         return Apply(self, [x, y, d], [TensorType(d.dtype, shape=y.type.shape)()])
 
     def output_shape(self, x: Any, y: Any, d: Any) -> tuple[Any, ...]:
@@ -229,20 +235,20 @@ class MaxPoolPick(_PoolingOp):
         return tuple(y)
 
     def compute(self, x: np.ndarray, y: np.ndarray, d: np.ndarray) -> np.ndarray:
-        """Compare place by place."""
-        padded, picked = self.padded(x, _lowest(x.dtype)), self.padded(d, 0)
+        """Compare each position of the windows with the maxima."""
+        padded, picked = self.add_padding(x, _get_lowest(x.dtype)), self.add_padding(d, 0)
         result = np.zeros(y.shape, d.dtype)
-        for window in self.places(x.shape[-self.n :]):
+        for window in self.iterate_windows(x.shape[-self.n :]):
             result += np.where(padded[window] == y, picked[window], 0)
         return result
 
     def pullback(self, inputs: Any, outputs: Any, output_grads: Any) -> list[Any]:
-        """Return the gradient with respect to the array picked from."""
+        """Return the gradient by the array that is summed."""
         x, y, _ = inputs
-        return [pt.zeros_like(x), pt.zeros_like(y), self._like(MaxPoolGrad)(x, y, output_grads[0])]
+        return [pt.zeros_like(x), pt.zeros_like(y), self._with_class(MaxPoolGrad)(x, y, output_grads[0])]
 
 
-def _lowest(dtype: Any) -> Any:
+def _get_lowest(dtype: Any) -> Any:
     return np.iinfo(dtype).min if np.dtype(dtype).kind in "iub" else -np.inf  # of JAX's bfloat16 the kind is V
 
 
@@ -253,7 +259,7 @@ def _reduce(op: _PoolingOp, x: Any, start: Any, combine: Any) -> Any:
     from jax import lax
 
     lead = x.ndim - op.n
-    padding = [(0, 0)] * lead + op.around(x.shape[lead:])
+    padding = [(0, 0)] * lead + op.compute_padding(x.shape[lead:])
     ones = (1,) * lead
     return lax.reduce_window(x, start, combine, (*ones, *op.window), (*ones, *op.stride), padding)
 
@@ -261,7 +267,7 @@ def _reduce(op: _PoolingOp, x: Any, start: Any, combine: Any) -> Any:
 def _xla_max(op: _PoolingOp, x: Any) -> Any:
     from jax import lax
 
-    return _reduce(op, x, np.asarray(_lowest(x.dtype), x.dtype), lax.max)
+    return _reduce(op, x, np.asarray(_get_lowest(x.dtype), x.dtype), lax.max)
 
 
 @register_lowering(Pool)
@@ -271,7 +277,7 @@ def _pool_xla(op: Pool, x: Any) -> Any:
     if op.mode == "max":
         return _xla_max(op, x)
     sums = _reduce(op, x, np.zeros((), x.dtype), lax.add)
-    return sums / op.counts(x.shape[-op.n :], x.dtype) if op.mode.startswith("average") else sums
+    return sums / op.count_elements(x.shape[-op.n :], x.dtype) if op.mode.startswith("average") else sums
 
 
 @register_lowering(SumPoolGrad)
@@ -280,18 +286,18 @@ def _sum_grad_xla(op: SumPoolGrad, g: Any, like: Any) -> Any:
     from jax import lax
 
     if op.mode.startswith("average"):
-        g = g / op.counts(like.shape[-op.n :], g.dtype)
+        g = g / op.count_elements(like.shape[-op.n :], g.dtype)
     shape = jax.ShapeDtypeStruct(like.shape, g.dtype)
-    # JAX knows the transposed of a sum over windows by lax.add only.
+    # JAX can transpose reduce_window for lax.add only.
     (result,) = jax.linear_transpose(lambda x: _reduce(op, x, 0.0, lax.add), shape)(g)
     return result
 
 
-def _maxima(op: _PoolingOp, x: Any) -> tuple[Any, Any]:
-    """Return the array, and its windows' maxima.
+def _recompute_maxima(op: _PoolingOp, x: Any) -> tuple[Any, Any]:
+    """Return the array, and its windows' maxima computed from it again.
 
-    The maxima are computed anew from an array that XLA may not compute twice: it could round the two differently, and
-    no element would equal the maximum.
+    The barrier keeps XLA from computing the array twice: the two could be rounded differently, so that no element would
+    equal the maximum.
     """
     from jax import lax
 
@@ -305,38 +311,38 @@ def _max_grad_xla(op: MaxPoolGrad, x: Any, y: Any, g: Any) -> Any:
 
     spatial = x.shape[-op.n :]
     lead = x.ndim - op.n
-    x, top = _maxima(op, x)
+    x, top = _recompute_maxima(op, x)
     g = g.astype(jnp.promote_types(g.dtype, jnp.float32))  # an element's sum is rounded once
-    # The array in blocks of a stride: all elements at one place of their blocks are in equally many windows, which
-    # begin in the same block or in one of those before.
+    # The array is divided into blocks as long as a stride.  All elements at one position of their blocks are in equally
+    # many windows, which begin in the same block or in an earlier one.
     blocks = [(pad + n - 1) // s + 1 for n, s, pad in zip(spatial, op.stride, op.pad, strict=True)]
     before = [(w - 1) // s for w, s in zip(op.window, op.stride, strict=True)]
 
-    x = zeros_around(x, op.pad, [n * s for n, s in zip(blocks, op.stride, strict=True)])
-    top, g = (zeros_around(v, before, [n + b for n, b in zip(blocks, before, strict=True)]) for v in (top, g))
+    x = pad_zeros(x, op.pad, [n * s for n, s in zip(blocks, op.stride, strict=True)])
+    top, g = (pad_zeros(v, before, [n + b for n, b in zip(blocks, before, strict=True)]) for v in (top, g))
 
-    def at(place: tuple[int, ...]) -> Any:
-        """Return the gradient at one place of all blocks; on axes that the place leaves open, at all places."""
-        axis = len(place)
+    def gather_position(position: tuple[int, ...]) -> Any:
+        """Return the gradient at one position of all blocks, and at all positions on further axes."""
+        axis = len(position)
         if axis < op.n:
-            parts = jnp.stack([at((*place, i)) for i in range(op.stride[axis])], lead + axis + 1)
+            parts = jnp.stack([gather_position((*position, i)) for i in range(op.stride[axis])], lead + axis + 1)
             return parts.reshape(*parts.shape[: lead + axis], -1, *parts.shape[lead + axis + 2 :])
-        here = x[(Ellipsis, *(slice(i, None, s) for i, s in zip(place, op.stride, strict=True)))]
+        here = x[(Ellipsis, *(slice(i, None, s) for i, s in zip(position, op.stride, strict=True)))]
         total = jnp.zeros(here.shape, g.dtype)
-        reach = [range(-(-(w - i) // s)) for i, w, s in zip(place, op.window, op.stride, strict=True)]
+        reach = [range(-(-(w - i) // s)) for i, w, s in zip(position, op.window, op.stride, strict=True)]
         for back in itertools.product(*reach):
             window = (Ellipsis, *(slice(b - k, b - k + n) for b, k, n in zip(before, back, blocks, strict=True)))
             total = total + jnp.where(here == top[window], g[window], 0)
         return total
 
-    return at(())[(Ellipsis, *(slice(p, p + n) for p, n in zip(op.pad, spatial, strict=True)))]
+    return gather_position(())[(Ellipsis, *(slice(p, p + n) for p, n in zip(op.pad, spatial, strict=True)))]
 
 
 @register_lowering(MaxPoolPick)
 def _max_pick_xla(op: MaxPoolPick, x: Any, y: Any, d: Any) -> Any:
     import jax.numpy as jnp
 
-    x, top = _maxima(op, x)
-    around = [(0, 0)] * (x.ndim - op.n) + op.around(x.shape[-op.n :])
-    padded, picked = jnp.pad(x, around, constant_values=_lowest(x.dtype)), jnp.pad(d, around)
-    return sum(jnp.where(padded[window] == top, picked[window], 0) for window in op.places(x.shape[-op.n :]))
+    x, top = _recompute_maxima(op, x)
+    around = [(0, 0)] * (x.ndim - op.n) + op.compute_padding(x.shape[-op.n :])
+    padded, picked = jnp.pad(x, around, constant_values=_get_lowest(x.dtype)), jnp.pad(d, around)
+    return sum(jnp.where(padded[window] == top, picked[window], 0) for window in op.iterate_windows(x.shape[-op.n :]))

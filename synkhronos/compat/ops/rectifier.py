@@ -1,4 +1,4 @@
-"""The rectifier, max(x, 0), with a gradient that is computed from its output alone."""
+"""The rectifier ``max(x, 0)``, whose gradient needs its output only."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["rectifier"]
 
 
 def rectifier(x: Any) -> Any:
-    """Return what is positive, and 0 for the rest.
+    """Return ``max(x, 0)``.
 
     Examples
     --------
@@ -26,21 +26,21 @@ def rectifier(x: Any) -> Any:
 
 
 class _Maximum(Maximum):
-    """The larger of two, of which the second is zero.
+    """Maximum of a number and zero.
 
-    The gradient passes where the output is positive.  What the output was computed from need not be kept for that: XLA
-    keeps one byte for each element, and in a residual network this saves a fourth of what is read and written.
+    The gradient passes where the output is positive, so that XLA does not keep the input for it.  In a residual network
+    this saves a quarter of the memory traffic.
     """
 
     associative = False
 
     def pullback(self, inputs: Any, outputs: Any, gout: Any) -> list[Any]:
-        """Return the gradients with respect to both."""
+        """Return the gradients by both inputs."""
         (_, zero), (y,), (g,) = inputs, outputs, gout
         if y.type in ps.discrete_types:
             return list(super().pullback(inputs, outputs, gout))
         nothing = ps.constant(0, dtype=g.dtype)
-        # Not where it is larger: what is no number lets the gradient through.
+        # `le`, not `gt`: the gradient passes where the output is NaN.
         return [ps.switch(ps.le(y, ps.constant(0, dtype=y.dtype)), nothing, g), zero.zeros_like()]
 
 

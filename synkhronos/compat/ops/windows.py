@@ -1,6 +1,5 @@
-"""Windows of an array as columns, and back.
+"""Windows of an array as columns (im2col), and the transposed operation (col2im).
 
-`unfold` copies the elements of each window side by side.  `fold`, its transpose, adds windows where they overlap.
 Loops run over the few positions within a window, never over the windows.
 """
 
@@ -14,42 +13,42 @@ import numpy as np
 import pytensor.tensor as pt
 from pytensor.tensor.exceptions import NotScalarConstantError
 
-__all__ = ["fold", "integer", "offsets", "unfold", "zeros_around"]
+__all__ = ["fold", "to_integer", "iterate_window_slices", "unfold", "pad_zeros"]
 
 
-def integer(value: Any) -> int:
-    """Return an integer, also of a constant variable: a graph is built for one window.
+def to_integer(value: Any) -> int:
+    """Convert a number or a constant variable to an integer.
 
     Examples
     --------
-    >>> integer(pt.constant(3))
+    >>> to_integer(pt.constant(3))
     3
     """
     try:
         return int(pt.get_scalar_constant_value(value))
     except NotScalarConstantError:
-        raise TypeError(f"windows, strides, paddings and dilations have to be numbers, not {value}") from None
+        raise TypeError(f"windows, strides, paddings and dilations: expected integers, got {value}") from None
 
 
-def offsets(
+def iterate_window_slices(
     kernel: Sequence[int], out: Sequence[int], stride: Sequence[int], dilation: Sequence[int]
 ) -> Iterator[tuple[tuple[int, ...], tuple[slice, ...]]]:
-    """Yield each place in a window, and the slices that pick it out of all windows.
+    """Yield each position in a window, and the slices that select it in all windows.
 
     Examples
     --------
-    >>> list(offsets((2,), (3,), (2,), (1,)))
+    >>> list(iterate_window_slices((2,), (3,), (2,), (1,)))
     [((0,), (slice(0, 5, 2),)), ((1,), (slice(1, 6, 2),))]
     """
-    for place in itertools.product(*map(range, kernel)):
-        starts = [p * d for p, d in zip(place, dilation, strict=True)]
-        yield place, tuple(slice(a, a + (n - 1) * s + 1, s) for a, n, s in zip(starts, out, stride, strict=True))
+    for position in itertools.product(*map(range, kernel)):
+        starts = [p * d for p, d in zip(position, dilation, strict=True)]
+        yield position, tuple(slice(a, a + (n - 1) * s + 1, s) for a, n, s in zip(starts, out, stride, strict=True))
 
 
 def unfold(
     array: np.ndarray, kernel: Sequence[int], out: Sequence[int], stride: Sequence[int], dilation: Sequence[int]
 ) -> np.ndarray:
-    """Return the windows of (batch, channel, *spatial) as (batch, channel, *kernel, *out).
+    """Return the windows of an array (batch, channel, *spatial) as (batch, channel, *kernel, *out).
 
     Examples
     --------
@@ -58,13 +57,13 @@ def unfold(
            [1., 2., 3.]])
     """
     columns: Any = np.empty((*array.shape[:2], *kernel, *out), array.dtype)
-    for place, window in offsets(kernel, out, stride, dilation):
-        columns[(slice(None), slice(None), *place)] = array[(slice(None), slice(None), *window)]
+    for position, window in iterate_window_slices(kernel, out, stride, dilation):
+        columns[(slice(None), slice(None), *position)] = array[(slice(None), slice(None), *window)]
     return columns
 
 
 def fold(columns: Any, spatial: Sequence[int], stride: Sequence[int], dilation: Sequence[int]) -> np.ndarray:
-    """Return (batch, channel, *spatial) with each window of (batch, channel, *kernel, *out) added in its place.
+    """Return the sum (batch, channel, *spatial) of windows (batch, channel, *kernel, *out), at their positions.
 
     Examples
     --------
@@ -74,13 +73,13 @@ def fold(columns: Any, spatial: Sequence[int], stride: Sequence[int], dilation: 
     n = len(spatial)
     kernel, out = columns.shape[2 : 2 + n], columns.shape[2 + n :]
     array: Any = np.zeros((*columns.shape[:2], *spatial), columns.dtype)
-    for place, window in offsets(kernel, out, stride, dilation):
-        array[(slice(None), slice(None), *window)] += columns[(slice(None), slice(None), *place)]
+    for position, window in iterate_window_slices(kernel, out, stride, dilation):
+        array[(slice(None), slice(None), *window)] += columns[(slice(None), slice(None), *position)]
     return array
 
 
-def zeros_around(array: Any, before: Sequence[int], lengths: Sequence[int]) -> Any:
-    """Return an array of JAX's with so many zeros ``before`` its last axes, and behind them up to these lengths."""
+def pad_zeros(array: Any, before: Sequence[int], lengths: Sequence[int]) -> Any:
+    """Return a JAX array padded with ``before`` zeros on its last axes, and behind them to ``lengths``."""
     from jax import lax
 
     lead = array.ndim - len(lengths)

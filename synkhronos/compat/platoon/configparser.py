@@ -1,7 +1,7 @@
 """Hosts and devices from Platoon's environment variables and files.
 
-The first source that names them counts: ``PLATOON_DEVICES`` or ``PLATOON_HOSTS``, the files of ``PLATOONRC`` from the
-last to the first, ``./.platoonrc``, ``~/.platoonrc``.
+Sources in order of precedence: ``PLATOON_DEVICES`` or ``PLATOON_HOSTS``, the files of ``PLATOONRC`` from the last to
+the first, ``./.platoonrc``, ``~/.platoonrc``.
 """
 
 from __future__ import annotations

@@ -14,14 +14,14 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from synkhronos.compat.platoon import configparser
-from synkhronos.compat.platoon.program import Hosts, start_controller
+from synkhronos.compat.platoon.processes import Hosts, start_controller
 from synkhronos.hosts.names import is_this_machine, parse_hosts
 
-#: Exit statuses: a worker or the controller has failed; wrong arguments; a process could not be started or was killed.
+#: Exit statuses, see `main`.
 FAILED, WRONG_ARGUMENTS, SYSTEM_ERROR = 1, 2, 3
-#: Seconds that the controller gets to end the workers after Ctrl-C.
+#: Seconds that the controller has to end the workers after Ctrl-C.
 _GRACE = 10.0
-#: Bytes of the controller's errors that are printed.
+#: Maximal bytes of the controller's errors that are printed.
 _SHOWN = 8000
 
 
@@ -31,18 +31,10 @@ def script() -> None:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run an experiment.
+    """Run an experiment, and return the exit status.
 
-    Parameters
-    ----------
-    arguments : list of str
-        Of the command line.
-
-    Returns
-    -------
-    int
-        0 if the controller and all workers have ended with 0; 1 if one of them failed; 2 for wrong arguments; 3 if the
-        operating system could not start a process, or the experiment was interrupted.
+    It is 0 if the controller and all workers exited with 0; 1 if one of them failed; 2 for wrong arguments; 3 if a
+    process could not be started or was killed, or the experiment was interrupted.
     """
     options = _parser().parse_args(arguments)
     name = options.experiment_name
@@ -102,12 +94,12 @@ def _start(options: argparse.Namespace, logs: Path, on_hosts: dict[str, list[str
 
 
 def _find_devices(hosts: Sequence[str]) -> dict[str, list[str]]:
-    """Return the devices of each host, which are configured.
+    """Return the configured devices of each host.
 
     Raises
     ------
     ValueError
-        If a host is named twice, a host's devices are missing, or they are neither cores alone nor GPUs in order.
+        If a host is named twice or has no devices, or the devices are neither all cores nor GPUs in order.
     """
     found = {}
     for host in hosts:
@@ -149,14 +141,14 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _make_logs_folder(name: str) -> Path:
-    """Create the folder of an experiment's logs, whose name is the time; a number follows if there is one already."""
+    """Create a folder for the logs of an experiment, named by the time, and by a number if that folder exists."""
     folder = started = Path("PLATOON_LOGS", name, time.strftime("%Y-%m-%d_%H-%M-%S"))
     number = 0
     while True:
         try:
             folder.mkdir(parents=True)
             return folder
-        except FileExistsError:  # of an experiment that began in the same second
+        except FileExistsError:  # another experiment started in the same second
             number += 1
             folder = started.with_name(f"{started.name}_{number}")
 

@@ -1,4 +1,4 @@
-"""All-reduce as an Op of the graph library; workers have to compute functions with it in the same order."""
+"""All-reduce as an Op; all workers have to call functions with it in the same order."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from synkhronos.compat.platoon.training.global_dynamics import existing_worker
 
 
 class AllReduce(theano.Op):
-    """The reduction of an array over all workers.
+    """Reduction of an array over all workers.
 
     Parameters
     ----------
@@ -36,41 +36,27 @@ class AllReduce(theano.Op):
         return f"AllReduce{{{self.op}}}"
 
     def make_node(self, src: Any, dest: Any = None) -> Any:
-        """Return the node; the result has the type of ``src``, and takes no memory of ``dest``."""
+        """Return the node; the result has the type of ``src``, and does not use the memory of ``dest``."""
         src = tensor.as_tensor_variable(src)
         if dest is not None and tensor.as_tensor_variable(dest).type != src.type:
             raise TypeError(f"dest: expected {src.type}, as src, got {tensor.as_tensor_variable(dest).type}")
         return theano.Apply(self, [src], [src.type()])
 
     def perform(self, node: Any, inputs: Any, outputs: Any, *_: Any) -> None:
-        """Reduce."""
+        """Reduce the input over all workers."""
         outputs[0][0] = self.worker.all_reduce(inputs[0], self.op)
 
     def infer_shape(self, *arguments: Any) -> list[Any]:
-        """Return the shape of the result, which is that of the array."""
+        """Return the shape of the input."""
         return [arguments[-1][0]]
 
     def do_constant_folding(self, *_: Any) -> bool:
-        """Return False: compiling a function would wait for the other workers."""
+        """Return False: a compilation would wait for the other workers."""
         return False
 
 
 def AllReduceSum(src: Any, dest: Any = None, inplace: bool = False, worker: Worker | None = None) -> Any:  # noqa: N802
-    """Return the sum of an array over all workers.
-
-    Parameters
-    ----------
-    src : tensor variable
-    dest : tensor variable, optional
-        Its type has to be that of ``src``.
-    inplace : bool
-        Accepted for Platoon's programs; no array is overwritten.
-    worker : Worker, optional
-
-    Returns
-    -------
-    tensor variable
-    """
+    """Return the sum of an array over all workers; ``dest`` has to have the type of ``src``, ``inplace`` is ignored."""
     return AllReduce("sum", worker)(src, dest)
 
 
@@ -90,7 +76,7 @@ def AllReduceMin(src: Any, dest: Any = None, inplace: bool = False, worker: Work
 
 
 def _register_with_jax() -> None:
-    """Have JAX mode call `Worker.all_reduce` from compiled code, in the order of the graph."""
+    """Lower the Op in JAX mode to an ordered callback of `Worker.all_reduce`."""
     try:
         import jax
         from jax.experimental import io_callback

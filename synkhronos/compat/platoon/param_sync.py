@@ -1,4 +1,4 @@
-"""Rules by which a worker's parameters and the shared ones change at `Worker.sync_params`."""
+"""Exchange rules between a worker's parameters and the shared ones, for `Worker.sync_params`."""
 
 from __future__ import annotations
 
@@ -9,21 +9,10 @@ import numpy as np
 
 
 class ParamSyncRule:
-    """Base class of rules: a rule has either `update_params` or `theano_update`."""
+    """Base class of rules; a subclass defines either `update_params` or `theano_update`."""
 
     def make_update_function(self, local_params: Sequence[Any]) -> Callable[[Sequence[np.ndarray]], None]:
-        """Return the function that `Worker.sync_params` calls with the shared parameters.
-
-        Parameters
-        ----------
-        local_params : list of shared variable
-            The worker's parameters.
-
-        Returns
-        -------
-        callable
-            Changes the shared parameters, a list of ndarray, in place, and sets the worker's.
-        """
+        """Return a function that updates the shared parameters, its argument, in place, and sets the worker's."""
         try:
             function = self.theano_update(local_params)
         except NotImplementedError:
@@ -42,16 +31,16 @@ class ParamSyncRule:
             param.set_value(value)
 
     def theano_update(self, local_params: Sequence[Any]) -> Callable[..., Sequence[np.ndarray]]:
-        """Return a compiled function: from the shared parameters to their new values; it updates the worker's."""
+        """Return a compiled function that maps the shared parameters to new values, and updates the worker's."""
         raise NotImplementedError
 
     def update_params(self, local_params: list[np.ndarray], master_params: Sequence[np.ndarray]) -> None:
-        """Change values of the worker's parameters and the shared parameters in place."""
+        """Update the values of the worker's and of the shared parameters in place."""
         raise NotImplementedError
 
 
 class EASGD(ParamSyncRule):
-    """Elastic averaging: both sides move towards each other by ``alpha`` times their difference.
+    """Elastic averaging: worker and shared parameters move by ``alpha`` times their difference towards each other.
 
     Parameters
     ----------
@@ -66,11 +55,11 @@ class EASGD(ParamSyncRule):
         return self.alpha
 
     def set_alpha(self, alpha: float) -> None:
-        """Set alpha, from the next exchange on."""
+        """Set alpha for later exchanges."""
         self.alpha = alpha
 
     def update_params(self, local_params: list[np.ndarray], master_params: Sequence[np.ndarray]) -> None:
-        """Move both sides.
+        """Move the parameters towards each other.
 
         Examples
         --------
@@ -86,15 +75,15 @@ class EASGD(ParamSyncRule):
 
 
 class ASGD(ParamSyncRule):
-    """Asynchronous descent: a worker adds its own change to the shared parameters, and goes on from these."""
+    """Asynchronous SGD: a worker adds its change to the shared parameters, and continues from these."""
 
     def make_update_function(self, local_params: Sequence[Any]) -> Callable[[Sequence[np.ndarray]], None]:
-        """Return the function that `Worker.sync_params` calls; changes count from this call on."""
+        """Return the function of `Worker.sync_params`; a worker's change is counted from this call on."""
         self.old_locals = [np.array(param.get_value()) for param in local_params]
         return super().make_update_function(local_params)
 
     def update_params(self, local_params: list[np.ndarray], master_params: Sequence[np.ndarray]) -> None:
-        """Add the change since the last exchange to the shared parameters, and copy these."""
+        """Add the change since the last exchange to the shared parameters, and copy these to the worker."""
         for old, local, master in zip(self.old_locals, local_params, master_params, strict=True):
             master += local - old
             local[...] = old[...] = master

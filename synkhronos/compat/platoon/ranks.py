@@ -1,4 +1,4 @@
-"""The process of worker 0, which is the master of the ranks, and the program of each rank."""
+"""The process of worker 0, the master of the ranks, and the task of each rank."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import synkhronos
 from synkhronos.compat.platoon.channel import link
 from synkhronos.compat.platoon.channel.group import Failure, WorkersPlan
 from synkhronos.compat.platoon.channel.sockets import POLL
-from synkhronos.compat.platoon.program import Hosts, run_file, start_controller
+from synkhronos.compat.platoon.processes import Hosts, run_file, start_controller
 from synkhronos.compat.platoon.util import EndOfBatches
 from synkhronos.compat.startup import prepare_ranks
 from synkhronos.ranks import WorkerError
@@ -27,17 +27,17 @@ from synkhronos.tasks.worker import get_rank
 
 
 class ScriptError(Exception):
-    """A worker's program has failed; the worker has reported why."""
+    """A worker's file has failed; the worker itself has reported the reason."""
 
 
 def main() -> None:
-    """Fork the ranks of a `WorkersPlan`, and run the worker's file on each; the process of worker 0."""
+    """Fork the ranks of a `WorkersPlan`, as the process of worker 0, and run the worker's file on each."""
     plan = WorkersPlan(**json.loads(sys.argv[1]))
     exit_with_parent(plan.controller, in_main_thread=True)
     on_gpu = plan.devices[0] != "cpu"
     hosts = [] if plan.hosts is None else [f"{name}:{len(each)}" for name, each in plan.hosts["devices"].items()]
     if on_gpu and not hosts:
-        os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(_visible(device) for device in plan.devices)
+        os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(_to_visible_device(device) for device in plan.devices)
     prepare_ranks(on_gpu)
     synkhronos.fork(None if hosts else len(plan.devices), use_gpu=on_gpu, hosts=hosts)
     try:
@@ -53,7 +53,7 @@ def main() -> None:
         message = message or text.replace(f"rank {error.rank}", f"worker {error.rank}", 1)
         _report(error.rank, message, bool(is_own))
         sys.exit(1)
-    except RuntimeError as error:  # a worker has ended that others wait for
+    except RuntimeError as error:  # a worker has ended for which others wait
         _report(0, str(error))
         raise
     finally:
@@ -62,9 +62,9 @@ def main() -> None:
 
 @contextlib.contextmanager
 def _watch_other_hosts() -> Iterator[None]:
-    """Report a failure of any worker to the first controller, which then waits only so long for the others.
+    """Report a failure on any host to the first controller, which then limits its wait for the other workers.
 
-    Workers of other hosts report to their own controllers, and worker 0 learns of it when all others have ended.
+    Workers of other hosts report to their own controllers.  The exception reaches worker 0 when all workers have ended.
     """
     has_ended = threading.Event()
 
@@ -90,21 +90,15 @@ def _report(rank: int, message: str, is_own: bool = False) -> None:
         link.current.report(Failure(rank, 2, message, is_own))
 
 
-def _visible(device: str) -> str:
-    """Return CUDA's name of a device such as ``cuda1`` among those that this process sees."""
+def _to_visible_device(device: str) -> str:
+    """Convert a name such as ``cuda1`` to an entry of CUDA_VISIBLE_DEVICES."""
     number = device.removeprefix("cuda").removeprefix("gpu") or "0"
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     return number if visible is None else visible.split(",")[int(number)].strip()
 
 
 def run_script(worker: Worker, plan: WorkersPlan) -> None:
-    """Run the worker's file on one rank.
-
-    Raises
-    ------
-    ScriptError
-        If the program raises, or exits with another status than 0; all other ranks leave their programs then.
-    """
+    """Run the worker's file on one rank; raise ScriptError if it fails, or exits with a status other than 0."""
     os.makedirs(os.path.dirname(plan.logs[0]), exist_ok=True)  # hosts may share no folder
     if worker.number:  # worker 0 was started with files of its own
         sys.stdout.flush()
@@ -113,13 +107,13 @@ def run_script(worker: Worker, plan: WorkersPlan) -> None:
             log = os.open(f"{plan.logs[worker.number]}.{kind}", os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
             os.dup2(log, file)
             os.close(log)
-    with _host_of(worker, plan):
+    with _connect_to_controller(worker, plan):
         _run_file(worker, plan)
 
 
 @contextlib.contextmanager
-def _host_of(worker: Worker, plan: WorkersPlan) -> Iterator[None]:
-    """Connect a worker with its host's controller, which the first worker of each host but the first one starts.
+def _connect_to_controller(worker: Worker, plan: WorkersPlan) -> Iterator[None]:
+    """Connect a worker with its host's controller; the first worker of another host starts that.
 
     Raises
     ------
@@ -132,7 +126,7 @@ def _host_of(worker: Worker, plan: WorkersPlan) -> Iterator[None]:
         yield
         return
     hosts, address, controller = Hosts(**plan.hosts), f"{plan.address}-{first}", None
-    index = hosts.host_of(first)
+    index = hosts.find_host(first)
     name = list(hosts.devices)[index]
     log = f"{folder}/controller_{name}"
     if worker.number == first:
@@ -158,7 +152,7 @@ def _host_of(worker: Worker, plan: WorkersPlan) -> Iterator[None]:
 
 def _run_file(worker: Worker, plan: WorkersPlan) -> None:
     assert link.current is not None
-    # The controller learns of all workers before one of them may end.
+    # Every worker is connected before one of them may end.
     worker.barrier("the workers are connected")
     try:
         run_file(plan.script, plan.arguments)
@@ -171,7 +165,7 @@ def _run_file(worker: Worker, plan: WorkersPlan) -> None:
         if not isinstance(error.code, int):
             sys.stderr.write(f"{error.code}\n")
             what = f"exited with {error.code!r}"
-    except Cancelled:  # worker 0 reports why
+    except Cancelled:  # worker 0 reports the reason
         raise
     except BaseException as error:
         if isinstance(error, EndOfBatches) and error.is_idle:

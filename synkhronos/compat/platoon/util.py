@@ -7,15 +7,7 @@ from typing import Any
 
 
 class PlatoonException(Exception):
-    """A message with a severity, and the exception behind it.
-
-    Parameters
-    ----------
-    severity : str
-        First word of the message, ``"ERROR"`` or ``"WARNING"``.
-    descr : str
-    from_exc : exception, optional
-    """
+    """Base class of Platoon's exceptions: a severity, a description, and the exception that caused it."""
 
     def __init__(self, severity: str, descr: object, from_exc: BaseException | None = None):
         super().__init__(severity, descr, from_exc)
@@ -27,14 +19,14 @@ class PlatoonException(Exception):
 
 
 class PlatoonError(PlatoonException):
-    """An error of the connection between workers and controller, or of its use."""
+    """An error of the connection between a worker and its controller, or wrong use of it."""
 
     def __init__(self, descr: object, from_exc: BaseException | None = None):
         super().__init__("ERROR", descr, from_exc)
 
 
 class PlatoonWarning(PlatoonException):
-    """A message that Platoon's programs print."""
+    """A warning."""
 
     def __init__(self, descr: object, from_exc: BaseException | None = None):
         super().__init__("WARNING", descr, from_exc)
@@ -46,7 +38,7 @@ class EndOfBatches(PlatoonError):
     Attributes
     ----------
     is_idle : bool
-        Whether the worker has received no mini-batch since its last request: it has nothing to hand in.
+        Whether the worker has received no mini-batch since its last request, so that no result of it is missing.
     """
 
     def __init__(self, is_idle: bool):
@@ -55,14 +47,14 @@ class EndOfBatches(PlatoonError):
 
 
 class SingletonType(type):
-    """Metaclass of classes with one instance per process: later calls return the first instance."""
+    """Metaclass of singletons: later calls return the first instance of this process."""
 
     def __init__(cls, name: str, bases: tuple[type, ...], namespace: dict[str, Any]):
         super().__init__(name, bases, namespace)
         cls.instance: Any = None
 
     def __call__(cls, *args: Any, **kwargs: Any) -> Any:
-        """Return the instance; arguments count at the first call only."""
+        """Return the instance; arguments of later calls are ignored, with a warning."""
         if cls.instance is None:
             cls.instance = super().__call__(*args, **kwargs)
         elif args or kwargs:

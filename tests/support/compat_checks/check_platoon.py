@@ -120,7 +120,7 @@ def test_global_dynamics_before_there_is_a_worker():
         SGD(worker=1)
     with pytest.raises(TypeError, match="fun: expected a function"):
         rule.register_fn(3)
-    with pytest.raises(AttributeError, match="EASGD has a function of its own"):
+    with pytest.raises(AttributeError, match="EASGD defines its function itself"):
         SynchronousEASGD().register_fn(print)
     with pytest.raises(PlatoonError, match="this process has no controller"):
         Worker(5567)
@@ -402,7 +402,7 @@ def test_an_installed_platoon_comes_first_but_not_under_the_launcher(tmp_path):
     assert run(code, str(tmp_path)) == "installed channel"
     code = """
         import sys
-        from synkhronos.compat.platoon.program import run_file
+        from synkhronos.compat.platoon.processes import run_file
         run_file(sys.argv[1] + "/main.py", [])
     """
     assert run(code, str(tmp_path)) == "synkhronos.compat.platoon.channel.worker"

@@ -35,21 +35,6 @@ class Traced(MLP):
             json.dump({"own": self.own, "trace": self.trace, "random": float(np.random.random())}, file)
 
 
-class UsesMpi(MLP):
-    """Uses MPI by itself: each rank is an MPI process of its own."""
-
-    def __init__(self, config):
-        super().__init__(config)
-        is_imported = "mpi4py" in sys.modules
-        from mpi4py import MPI
-
-        print("imported before:", is_imported, "size:", MPI.COMM_WORLD.Get_size(), "sum:", MPI.COMM_WORLD.allreduce(3))
-        self.finalize = MPI.Finalize
-
-    def cleanup(self):
-        self.finalize()
-
-
 class Wider(MLP):
     """Rank 1 has other shapes."""
 
@@ -126,6 +111,21 @@ class FailsOnOne(MLP):
         if self.rank == 1 and count == 3:
             raise ValueError("the third batch is damaged")
         super().train_iter(count, recorder)
+
+
+class UsesMpi(MLP):
+    """Uses MPI by itself: each rank is an MPI process of its own."""
+
+    def __init__(self, config):
+        super().__init__(config)
+        is_imported = "mpi4py" in sys.modules
+        from mpi4py import MPI
+
+        print("imported before:", is_imported, "size:", MPI.COMM_WORLD.Get_size(), "sum:", MPI.COMM_WORLD.allreduce(3))
+        self.finalize = MPI.Finalize
+
+    def cleanup(self):
+        self.finalize()
 
 
 class DiesOnce(MLP):

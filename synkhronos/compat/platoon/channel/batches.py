@@ -1,10 +1,10 @@
 """Mini-batches from a controller's process to its workers.
 
-A worker asks for each mini-batch, and the sender answers with the next one: a fast worker gets more of them.  The
-sender keeps a bounded queue, filled by ``send_mb`` and emptied by one thread for each worker::
+The sender has a bounded queue, filled by ``send_mb`` and emptied by a thread for each worker.  Workers request each
+mini-batch, so that a fast worker gets more of them::
 
-    send_mb ──▶ queue of at most `limit` mini-batches ──▶ thread ◀── ask ─── recv_mb of worker 0
-                                                      └─▶ thread ◀── ask ─── recv_mb of worker 1
+    send_mb ──▶ queue of at most `limit` mini-batches ──▶ thread ◀── request ─── recv_mb of worker 0
+                                                      └─▶ thread ◀── request ─── recv_mb of worker 1
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _END = b"null"
 
 
 class BatchSender:
-    """The sending end.
+    """Sender of mini-batches, with its queue.
 
     Parameters
     ----------
@@ -73,7 +73,7 @@ class BatchSender:
             self._changed.notify_all()
 
     def close(self) -> None:
-        """Send what is in the queue, and then tell the workers that there is no more; return at once."""
+        """Close the queue without waiting: threads send its content, then the end of the stream."""
         with self._changed:
             self._is_closed = True
             self._changed.notify_all()
@@ -84,12 +84,12 @@ class BatchSender:
             self._changed.wait(POLL)
 
     def _linger(self) -> None:
-        """Keep the process alive after its main thread's end until the queue is sent."""
+        """Keep the process alive after the end of its main thread until the queue is empty."""
         threading.main_thread().join()
         self.close()
         with self._changed:
             self._wait(lambda: not self._queue and not self._sending)
-        for connection in self._connections:  # workers that have not asked yet find it when they do
+        for connection in self._connections:  # for requests to come
             with contextlib.suppress(OSError):
                 connection.send_bytes(_END)
 
@@ -132,13 +132,7 @@ def write(connection: Connection, arrays: Sequence[np.ndarray]) -> None:
 
 
 def read(receive: Callable[[], bytes]) -> list[np.ndarray] | None:
-    """Return arrays that `write` has sent; None at the end of the stream.
-
-    Parameters
-    ----------
-    receive : callable
-        Returns the next message.
-    """
+    """Return arrays sent by `write`, from successive messages of ``receive()``; None at the end of the stream."""
     headers = json.loads(receive())
     if headers is None:
         return None

@@ -1,4 +1,4 @@
-"""The controller of an experiment: answers its workers' requests."""
+"""The controller of an experiment, which starts its workers and answers their requests."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ import numpy as np
 from synkhronos.compat.platoon import configparser
 from synkhronos.compat.platoon.channel.batches import BatchSender
 from synkhronos.compat.platoon.channel.group import WorkerGroup
-from synkhronos.compat.platoon.program import Hosts
+from synkhronos.compat.platoon.processes import Hosts
 from synkhronos.compat.platoon.util import PlatoonError
 from synkhronos.gpus import get_n_gpu
 
@@ -34,29 +34,29 @@ class Controller:
     Parameters
     ----------
     control_port : int
-        Passed to the workers if it is not the default.  No network port: workers find their controller by themselves.
+        Passed to the workers if it is not the default.  It is no network port: the launcher connects the workers.
     data_port : int, optional
         Name of the queue of mini-batches, for `send_mb` in this process; see `init_data`.
     data_hwm : int
         Maximal number of mini-batches in that queue.
     devices : list of str, optional
-        A device for each worker: ``"cpu"``, ``"cuda0"``.  An empty list for those of Platoon's variables and files, or
-        else all GPUs.
+        A device for each worker: ``"cpu"``, ``"cuda0"``.  An empty list selects those of Platoon's variables and files,
+        or else all GPUs.
     experiment_name : str
-        The workers run ``<experiment_name>_worker.py`` of the working directory.  Without a name none are started.
+        The workers run ``<experiment_name>_worker.py`` of the working directory.  Without a name no worker is started.
     log_directory : str
         Folder of the workers' output.
     worker_args : str
         The workers' arguments, as a shell splits them.
     multi : bool
-        Whether the experiment is on several hosts, as ``--multi`` says; the launcher names them.
+        Whether the experiment is on several hosts (``--multi``), which the launcher has to name.
 
     Attributes
     ----------
     _devices : list of str
         The workers' devices, in the order of their ranks.
     _workers : set of int
-        The workers' processes, which are also the ids in their requests.
+        Process IDs of the workers, which are the ``worker_id`` of their requests.
     """
 
     def __init__(
@@ -83,12 +83,12 @@ class Controller:
             self._global_size = sum(map(len, hosts.devices.values()))
         self._multinode = hosts is not None
         self._process = os.getpid()
-        #: A byte that processes forked by this one read as well: 1 once the workers have ended.
+        #: A byte shared with processes forked by this one: 1 after the end of the workers.
         self._over = mmap.mmap(-1, 1)
         self._address = (hosts and hosts.address) or f"synkhronos-platoon-{secrets.token_hex(8)}"
         self._group: WorkerGroup | None = None
         self._workers: set[int] = set()
-        # Before multiprocessing waits for its processes, which may wait for the workers to take mini-batches.
+        # Runs before multiprocessing waits for its processes, which may wait for workers to receive mini-batches.
         atexit.register(self._close)
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, self._handle_force_close)
@@ -117,24 +117,24 @@ class Controller:
         Parameters
         ----------
         req : object
-            The request as JSON carries it: a str, as a rule.
+            The request, decoded from JSON; usually a str.
         worker_id : int
-            The worker's process.
+            Process ID of the worker.
         req_info : object
             The second argument of `Worker.send_req`.
 
         Returns
         -------
         object
-            What JSON can encode.
+            Encoded as JSON.
         """
-        raise NotImplementedError(f"no answer to the request {req!r}: {type(self).__name__} has no handle_control()")
+        raise NotImplementedError(f"{type(self).__name__} has no handle_control(), to answer the request {req!r}")
 
     def _answer(self, req: Any, worker_id: int, req_info: Any) -> Any:
         return self.handle_control(req, worker_id, req_info)
 
     def worker_is_done(self, worker_id: int) -> None:
-        """Set `_should_stop`, as Platoon does; a worker's exit is all that is needed."""
+        """Set `_should_stop`, as Platoon does; it has no effect."""
         self._should_stop = True
 
     def serve(self) -> int:
@@ -143,8 +143,8 @@ class Controller:
         Returns
         -------
         int
-            0 if all workers exited with 0; else the exit status of the first that failed; 2 if a worker was killed, or
-            this controller raised.
+            0 if all workers exited with 0; else the status of the first failure: 2 if a worker was killed, or if this
+            controller raised an exception.
         """
         if self._group is None:
             return FAILED
@@ -161,7 +161,7 @@ class Controller:
         return failure.status
 
     def _close(self) -> None:
-        """End the workers, and what sends them mini-batches; not in a process that this one has forked."""
+        """End the workers and the senders of mini-batches; do nothing in a process forked by this one."""
         if os.getpid() != self._process:
             return
         self._over[0] = 1
@@ -179,7 +179,7 @@ class Controller:
     # -- mini-batches --------------------------------------------------------------------------------------------
 
     def init_data(self, port: int, data_hwm: int = 10) -> None:
-        """Open the queue of mini-batches in this process, or in one that it has forked.
+        """Open the queue of mini-batches, in this process or in one forked by it.
 
         Parameters
         ----------
@@ -207,7 +207,7 @@ class Controller:
         Parameters
         ----------
         arrays : list of ndarray
-            `Worker.recv_mb` returns it on one worker, the first that is ready for it.
+            `Worker.recv_mb` returns it on the first worker that requests one.
 
         Raises
         ------
@@ -220,9 +220,9 @@ class Controller:
 
     @staticmethod
     def get_workers_devices(devices: list[str]) -> list[str]:
-        """Return the workers' devices, with a line about them: those given, of Platoon's configuration, or all GPUs.
+        """Return and print the workers' devices: those given, or Platoon's configuration, or all GPUs.
 
-        The process exits, with status 4, if there are none.
+        Without any device, the process exits with status 4.
         """
         hostname = socket.gethostname()
         if not devices:
@@ -252,20 +252,20 @@ class Controller:
 
     @staticmethod
     def default_arguments(args: argparse.Namespace) -> dict[str, Any]:
-        """Return the arguments of this class among those that a parser of `default_parser` has found."""
+        """Return the arguments of this class among those parsed by `default_parser`."""
         names = ("control_port", "data_port", "data_hwm", "devices", "experiment_name", "log_directory")
         return {name: value for name, value in vars(args).items() if name in (*names, "worker_args", "multi")}
 
 
 def add_ports(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments that controllers and workers have in common."""
+    """Add the arguments that controllers and workers share."""
     parser.add_argument("--control-port", type=int, default=5567, help="of Platoon's network; not needed here")
     parser.add_argument("--data-port", type=int, help="name of the queue of mini-batches")
     parser.add_argument("--data-hwm", type=int, default=10, help="maximal number of mini-batches in the queue")
 
 
 def main() -> None:
-    """Run a controller that answers no requests of the program's own."""
+    """Run a controller without a `handle_control`."""
     args = Controller.default_parser().parse_args()
     sys.exit(Controller(**Controller.default_arguments(args)).serve())
 

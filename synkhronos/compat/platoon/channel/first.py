@@ -1,4 +1,4 @@
-"""The interface of Platoon's first version, seed 002: its names, and its order of arguments."""
+"""Classes of Platoon's first version, with its names and order of arguments."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from typing import Any
 from synkhronos.compat.platoon.channel.controller import Controller
 from synkhronos.compat.platoon.channel.worker import Worker
 from synkhronos.compat.platoon.param_sync import ParamSyncRule
-from synkhronos.compat.platoon.program import LAUNCH
+from synkhronos.compat.platoon.processes import LAUNCH
 
 
 class Lieutenant(Controller):
-    """A `Controller` whose program reads no arguments: the launcher names the workers.
+    """A `Controller` that gets its workers from the launcher, not from command-line arguments.
 
     Parameters
     ----------
@@ -35,7 +35,7 @@ class Lieutenant(Controller):
         """Do nothing: workers find their controller by themselves."""
 
     def serve(self) -> int:
-        """Answer requests until all workers have ended; end this program if one has failed."""
+        """Answer requests until all workers have ended; exit if one has failed."""
         status = super().serve()
         if status:
             sys.exit(status)
@@ -72,15 +72,5 @@ class Soldier(Worker):
     def init_shared_params(  # type: ignore[override]
         self, job_name: str, params: Sequence[Any], param_sync_rule: ParamSyncRule, cleanup: bool = False
     ) -> None:
-        """Map the shared parameters, as `Worker.init_shared_params`; the first worker that calls it sets their values.
-
-        Parameters
-        ----------
-        job_name : str
-            Ignored: each experiment has shared parameters of its own.
-        params : list of shared variable
-        param_sync_rule : ParamSyncRule
-        cleanup : bool
-            Ignored: no experiment leaves anything behind.
-        """
+        """Map the shared parameters as `Worker.init_shared_params`; ``job_name`` and ``cleanup`` are ignored."""
         super().init_shared_params(params, param_sync_rule)

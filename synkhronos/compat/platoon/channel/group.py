@@ -1,9 +1,8 @@
-"""The worker processes of an experiment, as their controller sees them.
+"""The worker processes of an experiment, from the side of their controller.
 
-Two kinds of messages tell of failures: a worker's own report, which says why its program failed, and the message of
-worker 0, the master of the ranks, about a worker that was killed.  The other workers' sockets merely close.  A worker
-that sees its peer's end may say so before the peer's own report has arrived; so the group waits until all processes
-have ended, reads what is left in the sockets, and only then decides what failed first.
+A failure is reported by the worker itself, with the reason, or if it was killed by worker 0, the master of the ranks.
+A report about a peer's end may arrive before that peer's own report.  The group therefore waits until all processes
+have ended, and reads the rest of their messages, before it determines the first failure.
 """
 
 from __future__ import annotations
@@ -25,17 +24,17 @@ from typing import Any
 
 from synkhronos.compat.platoon.channel import sockets
 from synkhronos.compat.platoon.channel.sockets import POLL
-from synkhronos.compat.platoon.program import Hosts
+from synkhronos.compat.platoon.processes import Hosts
 from synkhronos.ranks.errors import cause_of_death
 from synkhronos.ranks.segments import create_unlinked
 
-#: Seconds that workers get to end by themselves after one has failed.
+#: Seconds that workers have to end by themselves after one has failed.
 GRACE = 10.0
 
 
 @dataclasses.dataclass(frozen=True)
 class WorkersPlan:
-    """Settings of the workers' processes, which get them as JSON."""
+    """Settings of the workers' processes, sent as JSON."""
 
     controller: int
     address: str
@@ -50,7 +49,7 @@ class WorkersPlan:
 
 @dataclasses.dataclass(frozen=True)
 class Failure:
-    """The end of an experiment.
+    """A worker's failure, which ends the experiment.
 
     Attributes
     ----------
@@ -59,9 +58,9 @@ class Failure:
     status : int
         Exit status of the experiment.
     message : str
-        What happened to which worker.
+        Description of the failure, with the worker.
     is_own : bool
-        Whether the worker itself has sent the report.
+        Whether the worker itself has reported it.
     """
 
     worker: int
@@ -73,18 +72,18 @@ class Failure:
 class WorkerGroup:
     """The workers of one host.
 
-    On the first host, or the only one, the group starts worker 0, the master of all ranks.  On another the first worker
-    has started this process, and the group ends with its last worker.
+    On the first host the group starts worker 0, the master of all ranks.  On another host the first worker has started
+    this process, and the group ends with its last worker.
 
     Parameters
     ----------
     address : str
-        Where the workers connect.
+        Address to which the workers connect.
     experiment_name : str
     arguments : list of str
-        Each is split as a shell does.
+        Each is split as by a shell.
     devices : list of str
-        Of this host.
+        Devices of this host.
     log_directory : str
     hosts : Hosts or None
     """
@@ -120,15 +119,12 @@ class WorkerGroup:
         self._failures: list[Failure] = []
         self._memory: dict[str, Any] = {}
         self._master: subprocess.Popen[bytes] | None = None
-        #: File descriptor that becomes ready when worker 0 ends, where this group has started it.
+        #: Process file descriptor of worker 0, if this group has started it.
         self._ends: list[int] = []
         self._deadline = float("inf")
 
     def start(self) -> list[int]:
-        """Start the workers; return their processes, in rank order.
-
-        This process exits with status 3 if they can't be started.
-        """
+        """Start the workers, and return their process IDs in rank order; exit with status 3 if that fails."""
         if self._is_first:
             self._start_master()
         while not all(self._processes):
@@ -155,13 +151,7 @@ class WorkerGroup:
         self._ends.append(os.pidfd_open(self._master.pid))
 
     def serve(self, answer: Callable[[Any, int, Any], Any]) -> Failure | None:
-        """Answer requests until all workers have ended; return the first failure.
-
-        Parameters
-        ----------
-        answer : callable
-            Called with a request, the worker's process, and further information.
-        """
+        """Answer requests by ``answer(request, process, info)`` until all workers end; return the first failure."""
         while self._is_first or self._connections:
             ready = wait([*self._connections, *self._ends], max(POLL, self._seconds_left()))
             if set(self._ends) & set(ready):
@@ -178,7 +168,7 @@ class WorkerGroup:
         return max(0.0, min(1.0, self._deadline - time.monotonic()))
 
     def _receive(self, connection: Connection) -> Any:
-        """Return a worker's next request; None if it was a report, or the worker has ended."""
+        """Return a worker's next request; None for a report or the end of the worker."""
         try:
             query = json.loads(connection.recv_bytes())
         except (EOFError, OSError):
@@ -202,7 +192,7 @@ class WorkerGroup:
             connection.send_bytes(response.encode())
 
     def _send_memory(self, connection: Connection, name: str, nbytes: int) -> None:
-        """Send a worker the shared memory of this name as an open file, which the first worker has created."""
+        """Send a worker the file descriptor of the shared memory of this name, created at the first request."""
         is_new = name not in self._memory
         if is_new:
             try:
@@ -212,16 +202,16 @@ class WorkerGroup:
                 return
         file, size = self._memory[name]
         if size != nbytes:
-            text = f"{name} of this worker are {nbytes:,} bytes, those of the worker that came first {size:,}"
+            text = f"{name} of this worker are {nbytes:,} bytes, those of the first worker {size:,}"
             connection.send_bytes(json.dumps({"error": text}).encode())
             return
         connection.send_bytes(json.dumps({"is_new": is_new}).encode())
         reduction.send_handle(connection, file.fileno(), self._connections[connection])
 
     def _first_failure(self) -> Failure | None:
-        """Return the first failure of workers that have all ended, by their own reports where there are any."""
+        """Return the first failure after the end of all workers; their own reports take precedence."""
         for connection in list(self._connections):
-            # Not until the end of the stream: a process that a worker has forked may hold its socket open.
+            # Not to the end of the stream: a process forked by a worker may hold its socket open.
             while connection in self._connections and connection.poll():
                 self._receive(connection)
         status = 0 if self._master is None else self._master.wait()

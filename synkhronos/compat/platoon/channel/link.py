@@ -1,4 +1,4 @@
-"""A worker's connection with its controller."""
+"""A worker's connection to its controller."""
 
 from __future__ import annotations
 
@@ -20,21 +20,21 @@ from synkhronos.compat.platoon.util import PlatoonError
 from synkhronos.tasks import Worker as RankWorker
 from synkhronos.tasks.worker import get_rank
 
-#: Seconds that connecting with the controller may take.
+#: Maximal seconds to connect to the controller.
 _CONNECT = 60.0
 
 
 class ControllerLink:
-    """The connection.
+    """Connection of a worker to the controller of its host.
 
     Parameters
     ----------
     worker : synkhronos.Worker
         The rank of this process.
     address : str
-        Where the controller of this host listens.
+        Address of the controller.
     log : str
-        Path of the controller's errors, for messages.
+        Path of the controller's standard error, for messages.
     progress : callable
         Called while this process waits for the controller; may raise.
 
@@ -77,15 +77,9 @@ class ControllerLink:
         return json.loads(self.receive(self._connection, seconds, "answer of the controller"))
 
     def receive(self, connection: Any, seconds: float, what: str) -> bytes:
-        """Return a message; leave the program if another worker fails meanwhile.
+        """Wait for a message and return it; raise if another worker fails meanwhile.
 
-        Parameters
-        ----------
-        connection : Connection
-        seconds : float
-            Time limit.
-        what : str
-            Name of the message, for errors.
+        ``what`` names the message in the error after ``seconds``.
         """
         deadline = time.monotonic() + seconds
         try:
@@ -100,21 +94,7 @@ class ControllerLink:
         return found
 
     def map_memory(self, name: str, nbytes: int, seconds: float) -> tuple[mmap.mmap, bool]:
-        """Map memory that all workers share.
-
-        Parameters
-        ----------
-        name : str
-        nbytes : int
-            Size, the same on all workers.
-        seconds : float
-            Time limit.
-
-        Returns
-        -------
-        mmap, bool
-            The memory, and whether this worker is the first that asked for it.
-        """
+        """Map the shared memory of a name and size; return it, and whether this worker was the first to ask for it."""
         answer = self.request({"memory": {"name": name, "nbytes": nbytes}}, seconds)
         if "error" in answer:
             raise PlatoonError(answer["error"])
@@ -125,15 +105,15 @@ class ControllerLink:
             os.close(file)
 
     def report(self, failure: Failure) -> None:
-        """Send the controller a failure, if it is still there."""
+        """Send a failure to the controller, if that has not ended."""
         with contextlib.suppress(PlatoonError):
             self._send({"failure": dataclasses.asdict(failure)})
 
     def end(self) -> None:
-        """Tell the controller that this worker has ended."""
+        """Send the end of this worker to the controller."""
         with contextlib.suppress(PlatoonError):
             self._send({"end": True})
 
 
-#: The link of this process, once it is a worker of an experiment.
+#: Link of this process; None before it is a worker of an experiment.
 current: ControllerLink | None = None

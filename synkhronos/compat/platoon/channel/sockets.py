@@ -1,7 +1,7 @@
 """Sockets between processes of one experiment, on one machine and for one user.
 
-Addresses are in Linux's abstract namespace: they leave no file, and vanish with their process.  Both ends check that
-the other one belongs to the same user.
+Addresses are in Linux's abstract namespace, which has no files to remove.  Both ends check that the other one belongs
+to the same user.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable
 from multiprocessing.connection import Connection
 
-#: Seconds between two looks of a waiting process at its peers.
+#: Seconds after which a waiting process checks its peers.
 POLL = 0.05
 _CREDENTIALS = struct.Struct("3i")
 
@@ -34,26 +34,20 @@ def listen(address: str) -> socket.socket:
 
 def accept(listener: socket.socket) -> Connection | None:
     """Accept a connection; None if it is another user's."""
-    return _checked(listener.accept()[0])
+    return _check_user(listener.accept()[0])
 
 
 def connect(address: str, progress: Callable[[], None], seconds: float) -> Connection | None:
-    """Connect, and wait until somebody listens there; None if nobody does in time.
+    """Wait until a process listens at an address, and connect; None after ``seconds``, or if it is another user's.
 
-    Parameters
-    ----------
-    address : str
-    progress : callable
-        Called while this process waits; may raise.
-    seconds : float
-        Time limit.
+    ``progress`` is called while this process waits; it may raise.
     """
     deadline = time.monotonic() + seconds
     while True:
         client = socket.socket(socket.AF_UNIX)
         try:
             client.connect(f"\0{address}")
-            return _checked(client)
+            return _check_user(client)
         except (ConnectionRefusedError, BlockingIOError):
             client.close()
             progress()
@@ -62,8 +56,8 @@ def connect(address: str, progress: Callable[[], None], seconds: float) -> Conne
             time.sleep(POLL / 5)
 
 
-def _checked(end: socket.socket) -> Connection | None:
-    """Return a connection over a socket whose other end is this user's."""
+def _check_user(end: socket.socket) -> Connection | None:
+    """Return a connection over a socket; None if its other end belongs to another user."""
     _, user, _ = _CREDENTIALS.unpack(end.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
     if user != os.getuid():
         end.close()

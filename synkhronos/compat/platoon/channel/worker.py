@@ -1,4 +1,4 @@
-"""A worker: one process of an experiment, on one device."""
+"""Worker of an experiment: a process with a device."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _OPS = {
 
 @contextlib.contextmanager
 def as_programs_compute() -> Iterator[None]:
-    """Leave JAX's precision as it was: the library's own work needs 64 bits, programs have what ``floatX`` says."""
+    """Restore JAX's precision after library code: that enables 64 bits, programs depend on ``floatX``."""
     jax = sys.modules.get("jax")
     before = None if jax is None else jax.config.jax_enable_x64
     try:
@@ -40,7 +40,7 @@ def as_programs_compute() -> Iterator[None]:
 
 
 class Worker(metaclass=SingletonType):
-    """The worker of this process; a second call returns the first instance.
+    """The worker of this process, a singleton.
 
     Parameters
     ----------
@@ -93,17 +93,17 @@ class Worker(metaclass=SingletonType):
     # -- requests and the lock -----------------------------------------------------------------------------------
 
     def send_req(self, req: Any, info: Any = None) -> Any:
-        """Send a request, and return what the controller's ``handle_control`` answers.
+        """Send a request, and return the answer of the controller's ``handle_control``.
 
         Parameters
         ----------
         req, info : object
-            Any that JSON can encode: the request, and further information.
+            The request, and further information, encoded as JSON.
 
         Returns
         -------
         object
-            As JSON carries it: tuples are lists, keys of dicts are str.
+            Decoded from JSON: tuples become lists, keys of dicts str.
 
         Raises
         ------
@@ -120,17 +120,17 @@ class Worker(metaclass=SingletonType):
         Parameters
         ----------
         timeout : float, optional
-            Seconds to wait for it; by default as long as it takes.
+            Seconds to wait for it; by default without a limit.
 
         Raises
         ------
         posix_ipc.BusyError
-            If another worker holds it for so long.
+            If another worker still holds it then.
         PlatoonError
             If this worker holds it already.
         """
         if self._is_holder:
-            raise PlatoonError("lock: this worker holds the lock already, and would wait for itself")
+            raise PlatoonError("lock: this worker holds the lock already")
         if not self._lock.acquire(timeout):
             raise posix_ipc.BusyError("another worker holds the lock")
         self._is_holder = True
@@ -169,7 +169,7 @@ class Worker(metaclass=SingletonType):
         return self._link.worker.number
 
     def close(self) -> None:
-        """Close the connection to the queue of mini-batches; all else ends with the process."""
+        """Close the connection to the queue of mini-batches."""
         if self._batches is not None:
             self._batches.close()
             self._batches = None
@@ -177,14 +177,14 @@ class Worker(metaclass=SingletonType):
     # -- collectives -----------------------------------------------------------------------------------------------
 
     def all_reduce(self, src: Any, op: str, dest: Any = None) -> Any:
-        """Reduce arrays of all workers; all of them have to call it.
+        """Reduce the arrays of all workers; a collective.
 
         Parameters
         ----------
         src : ndarray, or array of a GPU
-            Of one shape and dtype on all workers.
+            Of the same shape and dtype on all workers.
         op : {"sum", "prod", "max", "min"}
-            Or another of Platoon's names, such as ``"+"`` and ``"maximum"``.
+            Platoon's other names, such as ``"+"`` and ``"maximum"``, are accepted.
         dest : ndarray, optional
             Array for the result, of the same shape and dtype.
 
@@ -214,12 +214,12 @@ class Worker(metaclass=SingletonType):
         Parameters
         ----------
         array : ndarray, or array of a GPU
-            Names shape and dtype of the result; its values are not copied.
+            Array of the result's shape and dtype; its values are not copied.
 
         Returns
         -------
         ndarray
-            Workers that ask for the same number of bytes share one array; it begins with zeros.
+            Initially zeros.  Workers that call this for the same number of bytes share one array.
         """
         nbytes = int(np.dtype(array.dtype).itemsize * np.prod(array.shape, dtype=int))
         if nbytes not in self.shared_arrays:
@@ -230,14 +230,14 @@ class Worker(metaclass=SingletonType):
     # -- shared parameters -----------------------------------------------------------------------------------------
 
     def init_shared_params(self, params: Sequence[Any], param_sync_rule: ParamSyncRule) -> None:
-        """Map the shared parameters of this host; its first worker that calls this copies its own there.
+        """Map the shared parameters of this host; the first worker to call this copies its own into them.
 
         Parameters
         ----------
         params : list of shared variable
             Of the same shapes and dtypes on all workers.
         param_sync_rule : ParamSyncRule
-            What `sync_params` does.
+            Rule of `sync_params`.
 
         Raises
         ------
@@ -263,17 +263,17 @@ class Worker(metaclass=SingletonType):
             self.unlock()
 
     def sync_params(self, synchronous: bool = True) -> None:
-        """Change this worker's parameters and the shared ones by the rule.
+        """Exchange this worker's parameters and the shared ones by the rule.
 
         Parameters
         ----------
         synchronous : bool
-            Whether to hold the lock meanwhile.
+            Whether to hold the lock during the exchange.
         """
         self._locked(lambda: self.update_fn(self.shared_params), synchronous)
 
     def copy_to_local(self, synchronous: bool = True) -> None:
-        """Copy the shared parameters to this worker's; as `sync_params`."""
+        """Copy the shared parameters to this worker's; arguments as in `sync_params`."""
 
         def copy() -> None:
             for param, value in zip(self.local_params, self.shared_params, strict=True):
@@ -282,7 +282,7 @@ class Worker(metaclass=SingletonType):
         self._locked(copy, synchronous)
 
     def copy_to_global(self, synchronous: bool = True) -> None:
-        """Copy this worker's parameters to the shared ones; as `sync_params`."""
+        """Copy this worker's parameters to the shared ones; arguments as in `sync_params`."""
 
         def copy() -> None:
             for param, value in zip(self.local_params, self.shared_params, strict=True):
@@ -292,7 +292,7 @@ class Worker(metaclass=SingletonType):
 
     def _locked(self, change: Any, synchronous: bool) -> None:
         if not self.shared_params:
-            raise PlatoonError("there are no shared parameters: call init_shared_params() first")
+            raise PlatoonError("sync_params: call init_shared_params() first")
         if not synchronous:
             change()
             return
@@ -305,7 +305,7 @@ class Worker(metaclass=SingletonType):
     # -- mini-batches ----------------------------------------------------------------------------------------------
 
     def init_mb_sock(self, port: int, data_hwm: int = 10) -> None:
-        """Connect with a queue of mini-batches, and wait until the controller has opened it.
+        """Wait until the controller has opened a queue of mini-batches, and connect to it.
 
         Parameters
         ----------
@@ -319,7 +319,7 @@ class Worker(metaclass=SingletonType):
             raise PlatoonError(f"port: the controller has opened no queue {port}")
 
     def recv_mb(self) -> list[np.ndarray]:
-        """Return the next mini-batch of the queue, which no other worker gets.
+        """Return the next mini-batch of the queue; each is received by one worker.
 
         Returns
         -------
@@ -329,14 +329,14 @@ class Worker(metaclass=SingletonType):
         Raises
         ------
         EndOfBatches
-            If the controller has closed the queue and it is empty.  A worker that does not catch it exits, with 0 if
-            it has received no mini-batch since its last request.
+            If the controller has closed the queue and it is empty.  A worker that does not catch it exits, with status
+            0 if it has received no mini-batch since its last request.
         PlatoonError
             If there is no mini-batch within ``socket_timeout``, or its sender was killed.
         """
         if self._batches is None:
             raise PlatoonError("recv_mb: call init_mb_sock() first")
-        with contextlib.suppress(OSError):  # the sender has ended; what it sent last can be read
+        with contextlib.suppress(OSError):  # the sender has ended; its last messages can be read
             self._batches.send_bytes(b"")
         connection = self._batches
         arrays = batches.read(lambda: self._link.receive(connection, self._seconds, "mini-batch"))
@@ -356,5 +356,5 @@ class Worker(metaclass=SingletonType):
 
     @staticmethod
     def default_arguments(args: argparse.Namespace) -> dict[str, Any]:
-        """Return the arguments of this class among those that a parser of `default_parser` has found."""
+        """Return the arguments of this class among those parsed by `default_parser`."""
         return {name: value for name, value in vars(args).items() if name in ("control_port", "data_port", "data_hwm")}

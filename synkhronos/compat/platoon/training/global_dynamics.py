@@ -1,4 +1,4 @@
-"""Synchronous exchange rules: all workers call a rule's object at once."""
+"""Synchronous exchange rules: a call of a rule's object is a collective of all workers."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from synkhronos.rules.state import Vector
 
 
 class GlobalDynamics:
-    """Base class of rules, and a rule for a function of one's own (`register_fn`).
+    """Base class of rules, and the rule of a user's function (`register_fn`).
 
     Parameters
     ----------
@@ -27,7 +27,7 @@ class GlobalDynamics:
         self._fn: Callable[[], object] | None = None
 
     def __call__(self) -> None:
-        """Exchange.
+        """Exchange the variables of `make_rule` with the other workers.
 
         Raises
         ------
@@ -41,7 +41,7 @@ class GlobalDynamics:
 
     @property
     def worker(self) -> Worker:
-        """The worker whose collectives the rule calls."""
+        """Worker whose collectives the rule calls."""
         if self._worker is None:
             self._worker = existing_worker()
         return self._worker
@@ -53,7 +53,7 @@ class GlobalDynamics:
         self._worker = worker
 
     def register_fn(self, fun: Callable[[], object]) -> None:
-        """Set the function that a call of this object calls, without arguments."""
+        """Set the function that is called, without arguments, at each call of this object."""
         if not callable(fun):
             raise TypeError(f"fun: expected a function, got {fun!r}")
         self._fn = fun
@@ -65,15 +65,15 @@ class GlobalDynamics:
     def _reduce(self, vector: Any, average: bool = False) -> Any:
         """Return the sum, or the mean, of the workers' vectors."""
         if average and vector.dtype.kind not in "fc":
-            raise TypeError(f"the mean of {vector.dtype} values is not {vector.dtype}: use SumSGD, or float variables")
+            raise TypeError(f"the mean of {vector.dtype} values is no {vector.dtype}: use SumSGD, or float variables")
         total = self.worker.all_reduce(vector, "sum")
         return total / vector.dtype.type(self.worker.global_size) if average else total
 
 
 class _RuleDynamics(GlobalDynamics):
     def register_fn(self, fun: Callable[[], object]) -> None:
-        """Refuse: the rule has a function of its own."""
-        raise AttributeError(f"{type(self).__name__} has a function of its own: call make_rule()")
+        """Raise AttributeError, since the rule defines the function."""
+        raise AttributeError(f"{type(self).__name__} defines its function itself: call make_rule()")
 
 
 class SGD(_RuleDynamics):
@@ -96,7 +96,7 @@ class SGD(_RuleDynamics):
         Parameters
         ----------
         local_updates : shared variable, or list of shared variable
-            Each gets the sum, or the mean, of the workers' values.
+            Each is set to the sum, or the mean, of the workers' values.
         """
         vectors = _vectors(local_updates)
 
@@ -108,17 +108,17 @@ class SGD(_RuleDynamics):
 
 
 def SumSGD(worker: Worker | None = None) -> SGD:  # noqa: N802 - Platoon's name
-    """Return the rule that sums."""
+    """Return the rule SGD of sums."""
     return SGD(False, worker)
 
 
 def AverageSGD(worker: Worker | None = None) -> SGD:  # noqa: N802
-    """Return the rule that averages."""
+    """Return the rule SGD of means."""
     return SGD(True, worker)
 
 
 class EASGD(_RuleDynamics):
-    """Synchronous elastic averaging: every worker has a copy of the central variables."""
+    """Synchronous elastic averaging; every worker has a copy of the central variables."""
 
     def make_rule(self, local_particle: Any, central_particle: Any, alpha: float) -> None:
         """Set up the rule.
@@ -126,8 +126,8 @@ class EASGD(_RuleDynamics):
         Parameters
         ----------
         local_particle, central_particle : shared variable, or list of shared variable
-            In an exchange each local variable moves by ``alpha * (central - local)``, and the central one by the sum of
-            the opposite over all workers.
+            An exchange adds ``alpha * (central - local)`` to the local variable, and the sum of
+            ``alpha * (local - central)`` over all workers to the central one.
         alpha : float
         """
         vectors = _vectors(local_particle, central_particle)
@@ -144,7 +144,7 @@ class EASGD(_RuleDynamics):
 
 
 class Downpour(_RuleDynamics):
-    """Synchronous Downpour: the workers' accumulated updates go to the global variables, where all go on from.
+    """Synchronous Downpour: the workers' accumulated updates are added to the global variables, which all then copy.
 
     Parameters
     ----------
@@ -163,8 +163,8 @@ class Downpour(_RuleDynamics):
         Parameters
         ----------
         local_particle, local_acc_updates, global_particle : shared variable, or list of shared variable
-            In an exchange the sum of ``local_acc_updates`` is added to ``global_particle``, whose value
-            ``local_particle`` gets; ``local_acc_updates`` becomes 0.
+            An exchange adds the sum of ``local_acc_updates`` to ``global_particle``, copies this to ``local_particle``,
+            and sets ``local_acc_updates`` to 0.
         """
         vectors = _vectors(local_particle, local_acc_updates, global_particle)
 
@@ -198,7 +198,7 @@ def existing_worker() -> Worker:
 
 
 def _vectors(*groups: Any) -> list[list[Vector]]:
-    """Return the variables as vectors, one collective for each: a vector of each group for each dtype.
+    """Return the groups of variables as vectors: for each dtype, a vector of each group.
 
     Raises
     ------

@@ -6,7 +6,7 @@ import numpy as np
 import pytensor.tensor as pt
 from pytensor.raise_op import Assert
 
-from synkhronos.compat.ops.windows import integer
+from synkhronos.compat.ops.windows import to_integer
 
 
 def images2neibs(ten4: Any, neib_shape: Any, neib_step: Any = None, mode: str = "valid") -> Any:
@@ -84,4 +84,4 @@ def neibs2images(neibs: Any, neib_shape: Any, original_shape: Any, mode: str = "
 
 
 def _numbers(pair: Any) -> tuple[int, int]:
-    return integer(pair[0]), integer(pair[1])
+    return to_integer(pair[0]), to_integer(pair[1])

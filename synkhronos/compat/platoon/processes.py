@@ -1,4 +1,4 @@
-"""Runs a controller's or a worker's file as Python would, with ``import platoon`` served by this package."""
+"""Processes of an experiment: start of controllers, and execution of the user's files."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from pathlib import Path
 
 from synkhronos.compat import hook
 
-#: Environment variable with the arguments of `Controller` for programs that read no command line, as JSON.
+#: Environment variable with the arguments of `Controller` as JSON, for programs that parse no command line.
 LAUNCH = "SYNKHRONOS_PLATOON"
 #: Environment variable with the `Hosts` of an experiment on several hosts, as JSON.
 _HOSTS = "SYNKHRONOS_PLATOON_HOSTS"
@@ -27,13 +27,13 @@ class Hosts:
     Attributes
     ----------
     devices : dict of str to list of str
-        Devices of each host; workers are numbered host by host.
+        Devices of each host, in the order of the workers' ranks.
     controller : list of str
         The controller's file and arguments, the same on all hosts.
     index : int
         Position of this controller's host.
     address : str
-        Address of this controller; empty for one of its own choice.
+        Address of this controller; if empty, it chooses one.
     """
 
     devices: dict[str, list[str]]
@@ -47,7 +47,7 @@ class Hosts:
         text = os.environ.get(_HOSTS)
         return None if text is None else cls(**json.loads(text))
 
-    def host_of(self, worker: int) -> int:
+    def find_host(self, worker: int) -> int:
         """Return the position of a worker's host."""
         return [i for i, devices in enumerate(self.devices.values()) for _ in devices][worker]
 
@@ -55,7 +55,9 @@ class Hosts:
 def start_controller(
     command: Sequence[str], log: str, launch: dict[str, object] | None, hosts: Hosts | None
 ) -> subprocess.Popen[bytes]:
-    """Start a controller, which ends with this process, in a session of its own: Ctrl-C reaches this process alone.
+    """Start a controller, which ends with this process.
+
+    It has a session of its own, so that a terminal sends Ctrl-C to this process only.
 
     Parameters
     ----------
@@ -64,14 +66,14 @@ def start_controller(
     log : str
         Path of its output, without ``.out`` and ``.err``.
     launch : dict or None
-        Arguments of `Controller`, for `LAUNCH`; None for those of this process.
+        Arguments of `Controller`, for the variable `LAUNCH`; None to pass on that of this process.
     hosts : Hosts or None
     """
     code = (
         "from synkhronos.ranks.child_process import exit_with_parent; "
-        f"exit_with_parent({os.getpid()}, True); from synkhronos.compat.platoon import program; program.main()"
+        f"exit_with_parent({os.getpid()}, True); from synkhronos.compat.platoon import processes; processes.main()"
     )
-    package = str(Path(__file__).resolve().parents[3])  # children run this very library
+    package = str(Path(__file__).resolve().parents[3])  # the child imports this very library
     path = os.pathsep.join(filter(None, [package, os.environ.get("PYTHONPATH", "")]))
     environment = {**os.environ, "PYTHONPATH": path}
     if launch is not None:
@@ -91,15 +93,7 @@ def start_controller(
 
 
 def run_file(file: str, arguments: Sequence[str]) -> None:
-    """Run a file as the main program.
-
-    Parameters
-    ----------
-    file : str
-        Path of the file; modules beside it are found first.
-    arguments : list of str
-        The program's arguments.
-    """
+    """Run a file as the main program, with its folder first in ``sys.path``, and this package as ``platoon``."""
     hook.serve_alias("platoon", always=True)
     path = os.path.abspath(file)
     sys.argv = [file, *arguments]
@@ -108,7 +102,7 @@ def run_file(file: str, arguments: Sequence[str]) -> None:
 
 
 def main() -> None:
-    """Run a controller's file, which the first argument names."""
-    # Controllers start methods of their own as processes; a controller can't be pickled for any other way.
+    """Run the controller's file that is the first argument."""
+    # Controllers run their methods in further processes.  Only a fork needs no pickled controller.
     multiprocessing.set_start_method("fork")
     run_file(sys.argv[1], sys.argv[2:])
