@@ -121,7 +121,7 @@ class Console:
 class LineSplitter:
     """Splitter of a pipe's bytes into lines.
 
-    The lines belong to the file ``name``; if it is empty, each line names its file (see `remote_output`).  The time is
+    The lines belong to the file ``name``; if it is empty, each line names its file (see `split_name`).  The time is
     linear in the length of a line.
     """
 
