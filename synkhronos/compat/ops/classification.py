@@ -116,7 +116,7 @@ class OneHot(NumpyOp):
         return np.arange(like.shape[1]) == classes[:, None]
 
     def connection_pattern(self, node: Any) -> list[list[bool]]:
-        """Return that no input has a gradient."""
+        """Mark both inputs as disconnected."""
         return [[False], [False]]
 
     def pullback(self, inputs: Any, outputs: Any, output_grads: Any) -> list[Any]:
@@ -168,7 +168,7 @@ class OneHotCrossentropy(NumpyOp):
             return -picked if self.of_logarithms else -np.log(picked)
 
     def connection_pattern(self, node: Any) -> list[list[bool]]:
-        """Return that classes have no gradient."""
+        """Mark classes as disconnected."""
         return [[True], [False]]
 
     def pullback(self, inputs: Any, outputs: Any, output_grads: Any) -> list[Any]:
@@ -202,7 +202,7 @@ class OneHotCrossentropyGrad(NumpyOp):
         return result
 
     def connection_pattern(self, node: Any) -> list[list[bool]]:
-        """Return that classes have no gradient."""
+        """Mark classes as disconnected."""
         return [[True], [True], [False]]
 
     def pullback(self, inputs: Any, outputs: Any, output_grads: Any) -> list[Any]:

@@ -208,7 +208,7 @@ class _ConvGrad(_ConvolutionOp):
         return Apply(self, [factor, g, like], [self._make_output(factor, *like.type.shape)])
 
     def connection_pattern(self, node: Any) -> list[list[bool]]:
-        """Return that the third input has no gradient."""
+        """Mark the third input as disconnected."""
         return [[True], [True], [False]]
 
     def output_shape(self, factor: Any, g: Any, like: Any) -> tuple[Any, ...]:

@@ -102,7 +102,7 @@ class BatchNormTrain(_BatchNorm):
         return tuple(length == 1 for length in self.statistics_shape(x.type.shape))
 
     def connection_pattern(self, node: Any) -> list[list[bool]]:
-        """Return that statistics depend on the array only."""
+        """Mark statistics as independent of scale and shift."""
         return [[True, True, True], [True, False, False], [True, False, False]]
 
     def check(self, x: Any, *factors: Any) -> None:

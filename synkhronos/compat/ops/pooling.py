@@ -171,7 +171,7 @@ class SumPoolGrad(_PoolingOp):
         return Apply(self, [g, like], [TensorType(g.dtype, shape=like.type.shape)()])
 
     def connection_pattern(self, node: Any) -> list[list[bool]]:
-        """Return that the second input has no gradient."""
+        """Mark the second input as disconnected."""
         return [[True], [False]]
 
     def output_shape(self, g: Any, like: Any) -> tuple[Any, ...]:

@@ -51,7 +51,7 @@ class EASGD(ParamSyncRule):
         self.set_alpha(alpha)
 
     def get_alpha(self) -> float:
-        """Return alpha."""
+        """Return the current alpha."""
         return self.alpha
 
     def set_alpha(self, alpha: float) -> None:

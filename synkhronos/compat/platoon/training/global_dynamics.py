@@ -48,6 +48,7 @@ class GlobalDynamics:
 
     @worker.setter
     def worker(self, worker: Worker) -> None:
+        """Set the worker."""
         if not isinstance(worker, Worker):
             raise TypeError(f"worker: expected a platoon Worker, got {worker!r}")
         self._worker = worker
