@@ -58,13 +58,7 @@ _EXCHANGES = {
 #: of epochs between two calls of a class' save(path).
 _WARMUP, _SNAPSHOTS = 5, 5
 #: Types of the entries of a run's checkpoint, besides those of `rank_state.describe_training`.
-_TYPES: dict[str, Any] = {
-    "epochs": int,
-    "stop": dict,
-    "host_generators": list,
-    "totals": list,
-    "within": list | None,
-}
+_TYPES: dict[str, Any] = {"epochs": int, "stop": dict, "host_generators": list, "totals": list, "within": list | None}
 
 
 def enter(worker: Worker, consoles: list[int], masks: list[list[int]], devices: list[str], by_host: list[range]) -> int:
@@ -168,12 +162,7 @@ def build(worker: Worker, settings: Settings, rule: Rule) -> tuple[int, str]:
 
 
 def train(
-    worker: Worker,
-    settings: Settings,
-    rule: Rule,
-    shared: dict[str, LocalRows],
-    path: str | None,
-    flag: LocalRows,
+    worker: Worker, settings: Settings, rule: Rule, shared: dict[str, LocalRows], path: str | None, flag: LocalRows
 ) -> bool:
     """Train the instance that `build` has made, and call its ``cleanup``.
 
