@@ -4,8 +4,8 @@ A `Device` is the adapter for one kind of array: it binds a rank to its hardware
 and provides the communicator of these arrays.  All other packages handle arrays through their device, which
 `array_device` finds.
 
-Devices are discovered: each module of this package that defines ``DEVICE`` adds one.  `through_host` describes how to
-write a device.
+Devices are discovered: each module of this package that defines ``DEVICE`` adds one.  `device` describes how to write
+one.
 """
 
 from __future__ import annotations
@@ -22,7 +22,9 @@ import numpy as np
 
 from synkhronos.devices import cuda, host, jax, pygpu
 from synkhronos.devices.communicator import ArrayLayout, Communicator
-from synkhronos.devices.host import Device, Selection, take_rows
+from synkhronos.devices.cuda.device import CudaDevice
+from synkhronos.devices.device import Device
+from synkhronos.devices.selection import Selection, take_rows
 from synkhronos.gpus import get_n_gpu
 from synkhronos.ranks import available_cores
 
@@ -42,6 +44,7 @@ __all__ = [
     "get_device",
     "is_fork_unsafe",
     "list_devices",
+    "list_gpu_devices",
     "take_rows",
 ]
 
@@ -59,6 +62,11 @@ def list_devices() -> tuple[Device, ...]:
     modules = [import_module(f"{__name__}.{module.name}") for module in iter_modules(__path__)]
     found = [module.DEVICE for module in modules if hasattr(module, "DEVICE")]
     return (*(device for device in found if device is not HOST), HOST)
+
+
+def list_gpu_devices() -> list[CudaDevice]:
+    """Return the devices whose arrays are on GPUs."""
+    return [device for device in list_devices() if isinstance(device, CudaDevice)]
 
 
 def get_device(name: str) -> Device:

@@ -20,8 +20,8 @@ from typing import Any
 import numpy as np
 
 from synkhronos.devices.cuda.device import CudaDevice
-from synkhronos.devices.host import Selection
 from synkhronos.devices.reductions import Reduction
+from synkhronos.devices.selection import Selection
 from synkhronos.ranks import Rank, SharedArray
 
 _log = logging.getLogger("synkhronos")

@@ -11,7 +11,7 @@ from importlib.util import find_spec
 from typing import Any
 
 from synkhronos.checks import list_versions
-from synkhronos.devices import list_devices
+from synkhronos.devices import list_gpu_devices
 from synkhronos.gpus import get_n_gpu
 from synkhronos.launch import binding
 from synkhronos.ranks import available_cores
@@ -104,7 +104,7 @@ def _first_steps(installed: set[str], gpus: int) -> list[str]:
         steps.append(f"mount a tmpfs at /dev/shm, which holds the data: {error}")
     if "theano" in installed and shutil.which("g++") is None:
         steps.append("install g++, with which Theano compiles functions: apt-get install g++")
-    for device in list_devices():
+    for device in list_gpu_devices():
         if gpus and device.gpu_library in installed and (lacking := device.missing_requirements()):
             steps.append(f"make the GPUs usable, which needs {', '.join(lacking)}: {device.install_hint}")
     return steps

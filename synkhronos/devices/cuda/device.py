@@ -13,8 +13,8 @@ from synkhronos.devices import cuda
 from synkhronos.devices.cuda.group import NcclGroup
 from synkhronos.devices.cuda.nccl import NcclCommunicator, nccl_dtype
 from synkhronos.devices.cuda.staging import GpuArrays, ItemRange, Staging
-from synkhronos.devices.host import Selection
-from synkhronos.devices.through_host import ThroughHost
+from synkhronos.devices.device import Device
+from synkhronos.devices.selection import Selection
 from synkhronos.ranks import Rank, SharedArray
 
 
@@ -22,19 +22,25 @@ class _NcclGroups(dict[frozenset[int], NcclGroup]):
     """A rank's groups, by their members."""
 
 
-class CudaDevice(ThroughHost, GpuArrays):
+class CudaDevice(Device, GpuArrays):
     """Arrays of one library on the only GPU that this process sees.
 
-    A process that is not bound to a GPU uses the methods of `ThroughHost` in place of staging and NCCL.
+    A process that is not bound to a GPU uses the methods of `Device` in place of staging and NCCL.
 
     Attributes
     ----------
     requirements : dict
         Packages needed to compute on GPUs, as `cuda.find_missing` takes them.
+    install_hint : str
+        Command that installs them.
+    gpu_library : str
+        Graph library whose functions use this device on GPUs.
     """
 
     needs_gpu = True
     requirements: dict[tuple[str, ...], str]
+    install_hint: str
+    gpu_library: str
 
     def __init__(self) -> None:
         self._gpu: str | None = None

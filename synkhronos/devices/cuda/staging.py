@@ -26,7 +26,7 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from synkhronos.devices.host import Selection
+from synkhronos.devices.selection import Selection
 from synkhronos.ranks import Rank, Segment, SharedArray
 
 _log = logging.getLogger("synkhronos")

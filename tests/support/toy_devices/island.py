@@ -7,9 +7,8 @@ import weakref
 
 import numpy as np
 
-from synkhronos.devices import Communicator
+from synkhronos.devices import Communicator, Device
 from synkhronos.devices.reductions import REDUCTIONS
-from synkhronos.devices.through_host import ThroughHost
 
 #: The device's memory, by address: nothing but this module reads it.
 MEMORY = {}
@@ -69,7 +68,7 @@ class IslandArray:
         return bool(self._launch(np.ndarray.all).items())
 
 
-class Island(ThroughHost):
+class Island(Device):
     """The device."""
 
     name = "island"

@@ -2,8 +2,8 @@
 
 import numpy as np
 
+from synkhronos.devices import Device
 from synkhronos.devices.host_communicator import HostCommunicator
-from synkhronos.devices.through_host import ThroughHost
 
 
 class Wrapped:
@@ -14,7 +14,7 @@ class Wrapped:
         self.shape, self.dtype = array.shape, array.dtype
 
 
-class Toy(ThroughHost):
+class Toy(Device):
     """The device: what has to be written, and what ranks need to combine these arrays by themselves."""
 
     name = "toy"
