@@ -516,8 +516,8 @@ def get_shapes(shared_vars: Any) -> list[Any]:
         session.settle()
         variables, is_single = check_variables(session, shared_vars)
         layouts = session.run(GetShapes(get_mirror_keys(session, variables)))
-    each = [[layouts[r][i][0] for r in range(len(layouts))] for i in range(len(variables))]
-    return each[0] if is_single else each
+    shapes = [[shape for shape, _ in by_rank] for by_rank in layouts]
+    return shapes[0] if is_single else shapes
 
 
 def get_lengths(shared_vars: Any) -> list[Any]:

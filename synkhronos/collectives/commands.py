@@ -1,9 +1,8 @@
 """The commands behind the collectives.
 
-A command that moves arrays of several ranks begins with `Copies`: the ranks exchange the layout and the device of each
-variable.  From the same data each rank decides in the same way whether the collective is possible, and how the arrays
-travel: by the communicator of the device that holds them, or through host memory.  So nothing is changed before all
-checks have passed on every rank.
+A command that moves arrays of several ranks begins with `exchange_layouts`.  From the same data each rank decides in
+the same way whether the collective is possible, and how the arrays travel: by the communicator of the device that holds
+them, or through host memory.  So nothing is changed before all checks have passed on every rank.
 
 An `all_reduce` in a training loop exchanges a digest only, as long as the layouts stay the same (`AllReducePlan`).
 """
@@ -20,56 +19,43 @@ import numpy as np
 
 from synkhronos.checks import describe
 from synkhronos.data.rows import get_share
-from synkhronos.devices import HOST, ArrayLayout, Device, array_device, get_device
+from synkhronos.devices import HOST, ArrayLayout, Communicator, Device, array_device, get_device
 from synkhronos.devices.reductions import REDUCTIONS
-from synkhronos.graphs import library_of
+from synkhronos.graphs import GraphLibrary, library_of
 from synkhronos.graphs.mirror import get_object, jump_to_rank
-from synkhronos.ranks import Cancelled, Command, Rank, RowAccess, SharedArray
+from synkhronos.ranks import Command, Rank, RowAccess, SharedArray
 
 #: Number of plans of each kind that a rank caches.
 _MAX_PLANS = 64
 
 
-class _TransferPlan:
-    """Layouts, devices and transports of variables, derived from what all ranks exchanged.
+class _Transfer(NamedTuple):
+    """Layouts of all ranks' copies of a variable, its device, and the device whose communicator transfers it."""
 
-    Parameters
-    ----------
-    by_rank : sequence of (sequence of (shape, dtype, device name), epoch)
-    nccl : bool
-        Whether devices transfer arrays directly.
-
-    Attributes
-    ----------
-    layouts : list of list of ArrayLayout
-        For each rank, the layout of each variable.
-    devices, transports : list of Device
-        As in `Copies`.
-    epochs : list of int
-        Each rank's number of its device's connection.
-    """
-
-    def __init__(self, by_rank: Sequence[Any], nccl: bool):
-        self.layouts: list[list[ArrayLayout]] = [[layout[:2] for layout in each] for each, _ in by_rank]
-        self.epochs = [epoch for _, epoch in by_rank]
-        self.devices: list[Device] = []
-        self.transports: list[Device] = []
-        for i in range(len(self.layouts[0])):
-            names = {each[i][2] for each, _ in by_rank} - {HOST.name}
-            device = get_device(names.pop()) if names else HOST
-            is_direct = nccl and all(device.can_communicate(each[i][1]) for each in self.layouts)
-            self.devices.append(device)
-            self.transports.append(device if is_direct else HOST)
+    layouts: list[ArrayLayout]
+    device: Device
+    transport: Device
 
 
-class _TransferPlans(dict[Any, _TransferPlan]):
-    """Transfer plans that a rank has made, by what all ranks exchanged."""
+class _TransferPlans(dict[Any, list[_Transfer]]):
+    """A rank's plans of transfers, by what all ranks exchanged."""
 
 
-class Copies:
-    """One rank's copies of a command's variables, and the layouts of all ranks' copies.
+def _plan_transfers(by_rank: Sequence[Any], nccl: bool) -> list[_Transfer]:
+    """Return the transfer of each variable from each rank's (shape, dtype, device name) of each variable."""
+    transfers = []
+    for each in zip(*by_rank, strict=True):
+        names = {name for _, _, name in each} - {HOST.name}
+        device = get_device(names.pop()) if names else HOST
+        is_direct = nccl and all(device.can_communicate(dtype) for _, dtype, _ in each)
+        transfers.append(_Transfer([layout[:2] for layout in each], device, device if is_direct else HOST))
+    return transfers
 
-    Creating it is a collective operation: the ranks exchange their layouts.
+
+def exchange_layouts(
+    rank: Rank, keys: Sequence[Any], nccl: bool = False, is_changed: bool = False
+) -> list[VariableCopy]:
+    """Exchange the layouts of variables between all ranks, and connect them; a collective operation.
 
     Parameters
     ----------
@@ -80,99 +66,104 @@ class Copies:
         Whether devices transfer arrays directly rather than through host memory.
     is_changed : bool
         Whether the ranks know already that their layouts differ from those of the last time.
+    """
+    shareds = [get_object(rank, key) for key in keys]
+    values = [library_of(shared).get(shared) for shared in shareds]
+    mine = tuple([(value.shape, value.dtype, array_device(value).name) for value in values])
+    del values  # each array is to have a single reference besides its container's
+    communicator = rank.device.get_communicator(rank)
+    all_gather = rank.all_gather if is_changed else rank.all_gather_cached
+    by_rank, epochs = zip(*all_gather((mine, communicator.epoch)), strict=True)
+    plans = rank.registry.get(_TransferPlans)
+    transfers = plans.get((by_rank, nccl))
+    if transfers is None:
+        if len(plans) > _MAX_PLANS:
+            plans.clear()
+        transfers = plans[by_rank, nccl] = _plan_transfers(by_rank, nccl)
+    copies = [VariableCopy(rank, shared, transfer) for shared, transfer in zip(shareds, transfers, strict=True)]
+    if any(transfer.transport is rank.device for transfer in transfers):
+        communicator.connect(epochs)
+    return copies
+
+
+class VariableCopy:
+    """One rank's copy of a variable in a collective.
 
     Attributes
     ----------
-    shareds : list of shared variable
-    values : list of array
-    layouts : list of list of ArrayLayout
-        For each rank, the layout of each variable.
-    devices : list of Device
-        Device that holds each variable: a GPU if it is there on any rank, as the user may have assigned NumPy arrays.
-    transports : list of Device
-        Device whose communicator transfers each variable: the variable's own device, or the host.
+    shared : shared variable
+    library : GraphLibrary
+    value : array
+    layouts : list of ArrayLayout
+        Layout of each rank's copy.
+    device : Device
+        Device that holds the value: a GPU if it is there on any rank, as the user may have assigned NumPy arrays.
+    transport : Device
+        Device whose communicator transfers the value: its own device, or the host.
     """
 
-    def __init__(self, rank: Rank, keys: Sequence[Any], nccl: bool = False, is_changed: bool = False):
-        self.rank = rank
-        self.shareds = [get_object(rank, key) for key in keys]
-        self.libraries = [library_of(shared) for shared in self.shareds]
-        self.values = [library.get(shared) for library, shared in zip(self.libraries, self.shareds, strict=True)]
-        mine = tuple([(value.shape, value.dtype, array_device(value).name) for value in self.values])
-        communicator = rank.device.get_communicator(rank)
-        all_gather = rank.all_gather if is_changed else rank.all_gather_cached
-        by_rank = tuple(all_gather((mine, communicator.epoch)))
-        plans = rank.registry.get(_TransferPlans)
-        plan = plans.get((by_rank, nccl))
-        if plan is None:
-            if len(plans) > _MAX_PLANS:
-                plans.clear()
-            plan = plans[by_rank, nccl] = _TransferPlan(by_rank, nccl)
-        self.layouts, self.devices, self.transports = plan.layouts, plan.devices, plan.transports
-        for i, device in enumerate(self.devices):
-            if not device.owns(self.values[i]):
-                self.replace(i, device.from_host(self.values[i]))
-        if rank.device in self.transports:
-            communicator.connect(plan.epochs)
+    __slots__ = ("_rank", "device", "layouts", "library", "shared", "transport", "value")
 
-    def get_layouts(self, position: int) -> list[ArrayLayout]:
-        """Return the layout of one variable on each rank."""
-        return [each[position] for each in self.layouts]
+    def __init__(self, rank: Rank, shared: Any, transfer: _Transfer):
+        self._rank, self.shared, self.library = rank, shared, library_of(shared)
+        self.layouts, self.device, self.transport = transfer
+        self.value = self.library.get(shared)
+        if not self.device.owns(self.value):
+            self.replace(self.device.from_host(self.value))
 
-    def get_communicator(self, position: int) -> Any:
-        """Return the communicator that transfers one variable."""
-        return self.transports[position].get_communicator(self.rank)
+    @property
+    def communicator(self) -> Communicator:
+        """Communicator that transfers the value."""
+        return self.transport.get_communicator(self._rank)
 
-    def get_writable(self, position: int) -> Any:
-        """Return an array with one variable's value that a communicator may overwrite; then call `store`."""
-        if self.transports[position] is not self.devices[position]:
-            return np.array(self.devices[position].to_host(self.values[position]), order="C")
-        library, shared = self.libraries[position], self.shareds[position]
-        self.values[position] = None  # so that any reference but the container's is the user's
-        is_referenced = library.is_referenced(shared)
-        value = self.values[position] = library.get(shared)
-        array = self.devices[position].as_writable(value, is_referenced)
+    def get_writable(self) -> Any:
+        """Return an array with the value that a communicator may overwrite; then call `store`."""
+        if self.transport is not self.device:
+            return np.array(self.device.to_host(self.value), order="C")
+        self.value = None  # so that any reference but the container's is the user's
+        is_referenced = self.library.is_referenced(self.shared)
+        value = self.value = self.library.get(self.shared)
+        array = self.device.as_writable(value, is_referenced)
         if array is not value:
-            self.replace(position, array)
+            self.replace(array)
         return array
 
-    def store(self, position: int, array: Any) -> None:
-        """Set one variable to an array that a communicator has written."""
-        device = self.devices[position]
-        new = device.refresh(array) if self.transports[position] is device else device.from_host(array)
-        if new is not self.values[position]:
-            self.replace(position, new)
+    def store(self, array: Any) -> None:
+        """Set the variable to an array that a communicator has written."""
+        new = self.device.refresh(array) if self.transport is self.device else self.device.from_host(array)
+        if new is not self.value:
+            self.replace(new)
 
-    def get_contiguous(self, position: int, transport: Device | None = None) -> Any:
-        """Return one variable's value as a contiguous array on its transport, or on another one."""
-        transport, device = transport or self.transports[position], self.devices[position]
-        value = self.values[position]
-        return transport.as_contiguous(value if transport is device else device.to_host(value))
+    def get_contiguous(self, transport: Device | None = None) -> Any:
+        """Return the value as a contiguous array on its transport, or on another one."""
+        transport = transport or self.transport
+        return transport.as_contiguous(self.value if transport is self.device else self.device.to_host(self.value))
 
-    def replace(self, position: int, array: Any) -> None:
-        """Put another array into one variable's container."""
-        self.libraries[position].put(self.shareds[position], array)
-        self.values[position] = self.libraries[position].get(self.shareds[position])
+    def replace(self, array: Any) -> None:
+        """Put another array into the variable's container."""
+        self.library.put(self.shared, array)
+        self.value = self.library.get(self.shared)
 
-    def fail(self, message: str) -> NoReturn:
-        """Fail on all ranks, which have found the same problem: ValueError in the master, `Cancelled` in workers."""
-        raise ValueError(message) if self.rank.is_master else Cancelled
+    def refuse(self, message: str) -> NoReturn:
+        """Raise ValueError, which all ranks have found."""
+        self._rank.raise_collectively(ValueError(message))
 
-    def check_equal_shapes(self, position: int, collective: str) -> None:
-        """Fail if the shapes of one variable differ between ranks."""
-        layouts = self.get_layouts(position)
-        if len({shape for shape, _ in layouts}) > 1:
-            each = ", ".join(f"rank {r} has {shape}" for r, (shape, _) in enumerate(layouts))
-            self.fail(
-                f"{collective}: {describe(self.shareds[position])} needs the same shape on all ranks, but {each}; "
+    def check_equal_shapes(self, collective: str) -> None:
+        """Raise ValueError on all ranks if their shapes differ."""
+        if len({shape for shape, _ in self.layouts}) > 1:
+            self.refuse(
+                f"{collective}: {describe(self.shared)} needs the same shape on all ranks, but {self.list_shapes()}; "
                 "see gather(), which takes any shapes"
             )
 
-    def check_shape(self, position: int, shape: tuple[int, ...], collective: str) -> None:
-        """Fail if one variable's type doesn't allow a shape."""
-        library, shared = self.libraries[position], self.shareds[position]
-        if not library.can_hold(shared, shape):
-            self.fail(f"{collective}: {describe(shared)} of type {shared.type} can't take shape {shape}")
+    def check_shape(self, shape: tuple[int, ...], collective: str) -> None:
+        """Raise ValueError on all ranks if the variable's type doesn't allow a shape."""
+        if not self.library.can_hold(self.shared, shape):
+            self.refuse(f"{collective}: {describe(self.shared)} of type {self.shared.type} can't take shape {shape}")
+
+    def list_shapes(self) -> str:
+        """Return the shape on each rank, for an error message."""
+        return ", ".join(f"rank {r} has {shape}" for r, (shape, _) in enumerate(self.layouts))
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,19 +175,17 @@ class Broadcast(Command):
 
     def run(self, rank: Rank) -> None:
         """Send or receive each variable's value."""
-        copies = Copies(rank, self.keys, self.nccl)
-        for i, (shape, dtype) in enumerate(copies.layouts[rank.root]):
-            communicator = copies.get_communicator(i)
+        for each in exchange_layouts(rank, self.keys, self.nccl):
             if rank.is_master:
-                communicator.broadcast(copies.get_contiguous(i), rank.root)
+                each.communicator.broadcast(each.get_contiguous(), rank.root)
                 continue
-            if copies.get_layouts(i)[rank.number] == (shape, dtype):
-                array = copies.get_writable(i)
+            if each.layouts[rank.number] == each.layouts[rank.root]:
+                array = each.get_writable()
             else:
                 # Stored at the end: if a rank fails before, the variable keeps its old value.
-                array = copies.transports[i].empty(shape, dtype)
-            communicator.broadcast(array, rank.root)
-            copies.store(i, array)
+                array = each.transport.empty(*each.layouts[rank.root])
+            each.communicator.broadcast(array, rank.root)
+            each.store(array)
 
 
 @dataclass(frozen=True, slots=True)
@@ -247,14 +236,12 @@ class Gather(Command):
 
     def run(self, rank: Rank) -> Any:
         """Return a list with the gathered values of each variable; its items are None in workers."""
-        copies = Copies(rank, self.keys, self.nccl)
         results = []
-        for i in range(len(self.keys)):
-            layouts = copies.get_layouts(i)
-            result, out = (
-                _allocate_gathered(copies.transports[i], layouts, self.nd_up) if rank.is_master else (None, None)
-            )
-            copies.get_communicator(i).gather(copies.get_contiguous(i), rank.root, layouts, out)
+        for each in exchange_layouts(rank, self.keys, self.nccl):
+            result = out = None
+            if rank.is_master:
+                result, out = _allocate_gathered(each.transport, each.layouts, self.nd_up)
+            each.communicator.gather(each.get_contiguous(), rank.root, each.layouts, out)
             results.append(result)
         return results
 
@@ -268,18 +255,17 @@ class AllGather(Command):
 
     def run(self, rank: Rank) -> None:
         """Check that all variables can be joined, then join them."""
-        copies = Copies(rank, self.keys, self.nccl)
-        for i, shared in enumerate(copies.shareds):
-            layouts = copies.get_layouts(i)
-            if not _can_join(layouts):
-                each = ", ".join(f"rank {r} has {shape}" for r, (shape, _) in enumerate(layouts))
-                copies.fail(f"all_gather: {describe(shared)} can't be joined along axis 0: {each}")
-            rows = sum(shape[0] for shape, _ in layouts)
-            copies.check_shape(i, (rows, *layouts[0][0][1:]), "all_gather")
-        for i in range(len(self.keys)):
-            joined, out = _allocate_gathered(copies.transports[i], copies.get_layouts(i), 0)
-            copies.get_communicator(i).gather(copies.get_contiguous(i), None, copies.get_layouts(i), out)
-            copies.store(i, joined)
+        copies = exchange_layouts(rank, self.keys, self.nccl)
+        for each in copies:
+            if not _can_join(each.layouts):
+                shapes = each.list_shapes()
+                each.refuse(f"all_gather: {describe(each.shared)} can't be joined along axis 0: {shapes}")
+            rows = sum(shape[0] for shape, _ in each.layouts)
+            each.check_shape((rows, *each.layouts[0][0][1:]), "all_gather")
+        for each in copies:
+            joined, out = _allocate_gathered(each.transport, each.layouts, 0)
+            each.communicator.gather(each.get_contiguous(), None, each.layouts, out)
+            each.store(joined)
 
 
 @dataclass(frozen=True, slots=True)
@@ -292,24 +278,24 @@ class ReduceScatter(Command):
 
     def run(self, rank: Rank) -> None:
         """Check that all variables have equal shapes that can be divided, then reduce."""
-        copies = Copies(rank, self.keys, self.nccl and REDUCTIONS[self.op].nccl is not None)
+        copies = exchange_layouts(rank, self.keys, self.nccl and REDUCTIONS[self.op].nccl is not None)
         shares = []
-        for i, shared in enumerate(copies.shareds):
-            copies.check_equal_shapes(i, "reduce_scatter")
-            shape = copies.get_layouts(i)[0][0]
+        for each in copies:
+            each.check_equal_shapes("reduce_scatter")
+            shape = each.layouts[0][0]
             if not shape:
-                copies.fail(f"reduce_scatter: {describe(shared)} has no rows to divide")
+                each.refuse(f"reduce_scatter: {describe(each.shared)} has no rows to divide")
             shares.append([get_share(shape[0], rank.size, r) for r in range(rank.size)])
-            for share in shares[i]:
-                copies.check_shape(i, (share.stop - share.start, *shape[1:]), "reduce_scatter")
-        for i, rows in enumerate(shares):
-            shape, dtype = copies.get_layouts(i)[0]
+            for share in shares[-1]:
+                each.check_shape((share.stop - share.start, *shape[1:]), "reduce_scatter")
+        for each, rows in zip(copies, shares, strict=True):
+            shape, dtype = each.layouts[0]
             n_items = math.prod(shape[1:])
             bounds = [0, *(share.stop * n_items for share in rows)]
             mine = rows[rank.number]
-            out = copies.transports[i].empty((mine.stop - mine.start, *shape[1:]), dtype)
-            copies.get_communicator(i).reduce_scatter(copies.get_contiguous(i), self.op, bounds, out)
-            copies.store(i, out)
+            out = each.transport.empty((mine.stop - mine.start, *shape[1:]), dtype)
+            each.communicator.reduce_scatter(each.get_contiguous(), self.op, bounds, out)
+            each.store(out)
 
 
 @dataclass(frozen=True, slots=True)
@@ -336,33 +322,27 @@ class Reduce(Command):
         if rank.size == 1 and self.destination != "returned":
             return []  # a reduction over one rank is that rank's value
         if self.destination == "all":
-            self._all_reduce(rank, self.plan(rank))
+            self.plan(rank).all_reduce(rank, self.op)
             return []
         copies, in_place = self._exchange_layouts(rank), rank.is_master and self.destination == "master"
         results = []
-        for i in range(len(self.keys)):
-            copies.check_equal_shapes(i, "reduce")
-        for i in range(len(self.keys)):
-            layout, out = copies.get_layouts(i)[0], None
+        for each in copies:
+            each.check_equal_shapes("reduce")
+        for each in copies:
+            layout, out = each.layouts[0], None
             if rank.is_master:
-                out = copies.get_writable(i) if in_place else copies.transports[i].empty(*layout)
+                out = each.get_writable() if in_place else each.transport.empty(*layout)
             # The argument has no name of its own: `Device.refresh` checks whether there are other references to it.
-            copies.get_communicator(i).reduce(
-                out if in_place else copies.get_contiguous(i), self.op, rank.root, out, layout, range(rank.size)
+            each.communicator.reduce(
+                out if in_place else each.get_contiguous(), self.op, rank.root, out, layout, range(rank.size)
             )
             if in_place:
-                copies.store(i, out)
+                each.store(out)
             results.append(out)
         return results
 
-    def plan(self, rank: Rank) -> AllReducePlan | Copies:
-        """Agree on the layouts of an all-reduce; a collective operation.
-
-        Returns
-        -------
-        AllReducePlan or Copies
-            `Copies` if some variable is not transferred by its own device.
-        """
+    def plan(self, rank: Rank) -> AllReducePlan:
+        """Return the plan of an all-reduce, after all ranks have checked that they have the same; collective."""
         plans = rank.registry.get(_AllReducePlans)
         last, is_changed = plans.get(self), False
         if last is not None and last.is_valid(rank):
@@ -370,28 +350,25 @@ class Reduce(Command):
                 return last
             is_changed = True
         copies = self._exchange_layouts(rank, is_changed)
-        for i in range(len(self.keys)):
-            copies.check_equal_shapes(i, "all_reduce")
-        if copies.devices != copies.transports:
-            return copies
+        for each in copies:
+            each.check_equal_shapes("all_reduce")
         if len(plans) > _MAX_PLANS:
             plans.clear()
         plan = plans[self] = AllReducePlan.from_copies(rank, self.keys, copies)
         return plan
 
-    def _exchange_layouts(self, rank: Rank, is_changed: bool = False) -> Copies:
-        return Copies(rank, self.keys, self.nccl and REDUCTIONS[self.op].nccl is not None, is_changed)
+    def _exchange_layouts(self, rank: Rank, is_changed: bool = False) -> list[VariableCopy]:
+        return exchange_layouts(rank, self.keys, self.nccl and REDUCTIONS[self.op].nccl is not None, is_changed)
 
-    def _all_reduce(self, rank: Rank, plan: AllReducePlan | Copies) -> None:
-        if isinstance(plan, AllReducePlan):
-            plan.all_reduce(rank, self.op)
-            return
-        for i in range(len(self.keys)):
-            array = plan.get_writable(i)
-            plan.get_communicator(i).all_reduce(array, self.op)
-            plan.store(i, array)
-        for communicator in set(map(plan.get_communicator, range(len(self.keys)))):
-            communicator.notify_started()
+
+class PlannedVariable(NamedTuple):
+    """A variable of a repeated all-reduce; `VariableCopy` has the attributes."""
+
+    key: Any
+    library: GraphLibrary
+    layout: ArrayLayout
+    device: Device
+    transport: Device
 
 
 class AllReducePlan(NamedTuple):
@@ -401,29 +378,31 @@ class AllReducePlan(NamedTuple):
 
     Attributes
     ----------
-    variables : list of (key, GraphLibrary, Device, ArrayLayout)
+    variables : list of PlannedVariable
     epoch : int
         Number of the device's connection.
     digest : bytes
         Digest of all of it.  Each rank on which the plan is still valid passes it to `Rank.is_same_on_all`.
     """
 
-    variables: list[tuple[Any, Any, Device, ArrayLayout]]
+    variables: list[PlannedVariable]
     epoch: int
     digest: bytes
 
     @classmethod
-    def from_copies(cls, rank: Rank, keys: Sequence[Any], copies: Copies) -> AllReducePlan:
+    def from_copies(cls, rank: Rank, keys: Sequence[Any], copies: Sequence[VariableCopy]) -> AllReducePlan:
         """Return the plan for copies of equal shapes, which are on their devices now."""
-        layouts = copies.layouts[rank.number]
         epoch = rank.device.get_communicator(rank).epoch
-        described = tuple([(*layout, device.name) for layout, device in zip(layouts, copies.devices, strict=True)])
-        variables = list(zip(keys, copies.libraries, copies.devices, layouts, strict=True))
+        variables = [
+            PlannedVariable(key, each.library, each.layouts[rank.number], each.device, each.transport)
+            for key, each in zip(keys, copies, strict=True)
+        ]
+        described = tuple([(*each.layout, each.device.name) for each in variables])
         return cls(variables, epoch, rank.digest((described, epoch)))
 
     def is_valid(self, rank: Rank) -> bool:
         """Whether this rank's variables and its connection have not changed."""
-        for key, library, device, (shape, dtype) in self.variables:
+        for key, library, (shape, dtype), device, _ in self.variables:
             value = library.get(get_object(rank, key))
             if array_device(value) is not device or value.shape != shape or value.dtype != dtype:
                 return False
@@ -431,15 +410,20 @@ class AllReducePlan(NamedTuple):
 
     def all_reduce(self, rank: Rank, op: str) -> None:
         """Reduce into every rank's variables."""
-        for key, library, device, _ in self.variables:
-            shared = get_object(rank, key)
+        for key, library, _, device, transport in self.variables:
+            shared, communicator = get_object(rank, key), transport.get_communicator(rank)
+            if transport is not device:
+                array = np.array(device.to_host(library.get(shared)), order="C")
+                communicator.all_reduce(array, op)
+                library.put(shared, device.from_host(array))
+                continue
             is_referenced = library.is_referenced(shared)
             value = library.get(shared)
             array = device.as_writable(value, is_referenced)
-            new = device.refresh(array, device.get_communicator(rank).all_reduce(array, op))
+            new = device.refresh(array, communicator.all_reduce(array, op))
             if new is not value:
                 library.put(shared, new)
-        for communicator in {device.get_communicator(rank) for _, _, device, _ in self.variables}:
+        for communicator in {variable.transport.get_communicator(rank) for variable in self.variables}:
             communicator.notify_started()
 
 
@@ -456,12 +440,11 @@ class GetValue(Command):
 
     def run(self, rank: Rank) -> Any:
         """Return the source's value of each variable in the master, an empty list in workers."""
-        copies = Copies(rank, self.keys)
         results = []
-        for i in range(len(self.keys)):
+        for each in exchange_layouts(rank, self.keys):
             layouts: list[ArrayLayout | None] = [None] * rank.size
-            layouts[self.source] = copies.get_layouts(i)[self.source]
-            mine = copies.get_contiguous(i, HOST) if rank.number == self.source else None
+            layouts[self.source] = each.layouts[self.source]
+            mine = each.get_contiguous(HOST) if rank.number == self.source else None
             out = None
             if rank.is_master:
                 out = [None if layout is None else np.empty(*layout) for layout in layouts]
@@ -477,8 +460,8 @@ class GetShapes(Command):
     keys: tuple[Any, ...]
 
     def run(self, rank: Rank) -> Any:
-        """Return for each rank the layout of each variable."""
-        return Copies(rank, self.keys).layouts
+        """Return for each variable the layout on each rank."""
+        return [each.layouts for each in exchange_layouts(rank, self.keys)]
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,7 +23,7 @@ from synkhronos.checks import check_at_least
 from synkhronos.data.read_only import ReadOnlyData
 from synkhronos.data.rows import get_share, max_row, min_row, select
 from synkhronos.graphs.mirror import Mirror, get_object
-from synkhronos.ranks import Cancelled, Command, Rank, Segment, Session, SharedArray
+from synkhronos.ranks import Command, Rank, Segment, Session, SharedArray
 from synkhronos.ranks.segments import create_unlinked
 
 
@@ -259,7 +259,7 @@ class _LoadRows(Command):
         """Load this rank's rows; return a row's shape, and the dtype."""
         mine = get_share(self.length, rank.size, rank.number)
         rows = self._call_load(rank, mine.start, mine.stop) if mine.stop > mine.start else None
-        shape, dtype = self._agree(rank, rows)
+        shape, dtype = self._exchange_layout(rank, rows)
         here, row_nbytes = rank.control.here, math.prod(shape) * np.dtype(dtype).itemsize
         nbytes, rows_here = max(1, self.length * row_nbytes), _rows_of_ranks(self.length, rank.size, here)
         allocated = range(rows_here.start * row_nbytes, rows_here.stop * row_nbytes)
@@ -289,16 +289,15 @@ class _LoadRows(Command):
             )
         return rows
 
-    def _agree(self, rank: Rank, rows: np.ndarray | None) -> tuple[tuple[int, ...], str]:
+    def _exchange_layout(self, rank: Rank, rows: np.ndarray | None) -> tuple[tuple[int, ...], str]:
         """Return a row's shape and the dtype; raise ValueError if they differ between ranks."""
         by_rank = rank.all_gather(None if rows is None else (rows.shape[1:], rows.dtype.str))
         first: tuple[tuple[int, ...], str] = by_rank[0]  # rank 0 always has rows
         for r, other in enumerate(by_rank):
             if other not in (None, first):
-                if not rank.is_master:
-                    raise Cancelled
-                raise ValueError(
+                message = (
                     f"load: expected rows of one shape and dtype, got {first[0]} of {np.dtype(first[1])} on rank 0, "
                     f"and {other[0]} of {np.dtype(other[1])} on rank {r}"
                 )
+                rank.raise_collectively(ValueError(message))
         return first

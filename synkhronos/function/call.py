@@ -27,7 +27,7 @@ from synkhronos.function.program import CompiledVariant, Program, Variant
 from synkhronos.function.reduce import Accumulator
 from synkhronos.graphs.library import AT_FIRST_CALL, IN_TURN
 from synkhronos.graphs.mirror import get_object
-from synkhronos.ranks import Cancelled, Command, Rank, RowAccess, SharedArray
+from synkhronos.ranks import Command, Rank, RowAccess, SharedArray
 
 
 class BroadcastInput(NamedTuple):
@@ -279,7 +279,7 @@ class RankCall:
             problem = f"{error} on rank {self._rank.number}"
         problems = [p for p in self._rank.all_gather_cached(problem) if p is not None]
         if problems or rows is None:
-            raise IndexError(problems[0]) if self._rank.is_master else Cancelled
+            self._rank.raise_collectively(IndexError(problems[0]))
         return rows
 
     def compute(self) -> None:

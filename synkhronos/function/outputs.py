@@ -19,7 +19,7 @@ import numpy as np
 
 from synkhronos.devices import HOST, ArrayLayout
 from synkhronos.function.reduce import Accumulator, ReductionOp
-from synkhronos.ranks import MAX_SLOT_NBYTES, Cancelled, Rank
+from synkhronos.ranks import MAX_SLOT_NBYTES, Rank
 
 #: Number of bytes up to which an array is exchanged with its shape.
 SMALL_NBYTES = 1 << 12
@@ -323,15 +323,14 @@ def _unpack_array(shape: tuple[int, ...], dtype: str, content: bytes) -> np.ndar
 
 
 def _check_shapes(rank: Rank, position: int, op: ReductionOp, layouts: dict[int, ArrayLayout]) -> None:
-    """Raise ValueError in the master, and `Cancelled` in workers, if an output's shapes can't be reduced."""
+    """Raise ValueError on all ranks if an output's shapes can't be reduced."""
     shapes = {r: shape for r, (shape, _) in layouts.items()}
     compared = {shape if op.is_elementwise else shape[1:] for shape in shapes.values()}
     if len(compared) > 1:
-        if not rank.is_master:
-            raise Cancelled
         needed = "the same shape" if op.is_elementwise else "the same lengths behind axis 0"
         each = ", ".join(f"rank {r} has {shape}" for r, shape in shapes.items())
-        raise ValueError(f"output {position}: op {op.spelling!r} needs {needed} on all ranks, but {each}")
+        message = f"output {position}: op {op.spelling!r} needs {needed} on all ranks, but {each}"
+        rank.raise_collectively(ValueError(message))
 
 
 def _gather(rank: Rank, value: np.ndarray | None, layouts: dict[int, ArrayLayout]) -> np.ndarray | None:

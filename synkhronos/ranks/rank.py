@@ -14,7 +14,7 @@ import struct
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Iterator
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 from synkhronos.ranks.agreement import STEP_BITS, last_common_step, record_common_step
 from synkhronos.ranks.control import FOR_STEP, POLL, SLOT, Control
@@ -269,6 +269,10 @@ class Rank:
         """
         self.arrive()
         self._wait_for_step(self._step, look=look)
+
+    def raise_collectively(self, error: Exception) -> NoReturn:
+        """Raise an error that every rank has found: the error itself in the master, `Cancelled` in workers."""
+        raise error if self.is_master else Cancelled
 
     def fail(self) -> None:
         """Mark the command as failed, wake all waiting ranks, and record the last step that every rank reached."""

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from synkhronos.collectives.commands import AllReducePlan, Reduce
+from synkhronos.collectives.commands import Reduce
 from synkhronos.engines import Runner
 from synkhronos.function.call import Call, RankCall
 from synkhronos.graphs.library import AT_FIRST_CALL
@@ -103,10 +103,8 @@ class Step(_StepFields, Command):
 
     def agree_on_layout(self, rank: Rank) -> tuple[Any, tuple[int, ...]]:
         """Return the communicator of the all-reduce, and the gradient's shape on all ranks."""
-        plan = self.reduce.plan(rank)
-        assert isinstance(plan, AllReducePlan)  # the engine has checked the device of the gradient
-        ((_, _, device, (shape, _)),) = plan.variables
-        return device.get_communicator(rank), shape
+        (gradient,) = self.reduce.plan(rank).variables
+        return gradient.transport.get_communicator(rank), gradient.layout[0]
 
     def _fuse(self, rank: Rank, gradient: RankCall, update: RankCall) -> Runner | None:
         """Return the fused launch of gradient, all-reduce and update, or None if it cannot be fused on this rank."""

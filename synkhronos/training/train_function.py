@@ -333,7 +333,7 @@ class TrainFunction:
         lengths = [0] * n_ranks
         if any(isinstance(one, slice) for one in chosen):  # only the ranks know the lengths of their data
             layouts = session.run(GetShapes(get_mirror_keys(session, self._model.sliceable)))
-            lengths = [min(shape[0] for shape, _ in each) for each in layouts]
+            lengths = [min(shape[0] for shape, _ in each) for each in zip(*layouts, strict=True)]
         counts = [
             len(range(length)[one]) if isinstance(one, slice) else one.shape[0]
             for one, length in zip(chosen, lengths, strict=True)

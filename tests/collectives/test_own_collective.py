@@ -9,7 +9,7 @@ from library import shared
 import synkhronos as synk
 from synkhronos import ranks
 from synkhronos.collectives.arguments import check_variables, get_mirror_keys
-from synkhronos.collectives.commands import Copies
+from synkhronos.collectives.commands import exchange_layouts
 from synkhronos.devices import HOST
 from synkhronos.ranks import Command
 
@@ -24,13 +24,13 @@ class Rotate(Command):
     keys: tuple
 
     def run(self, rank):
-        copies = Copies(rank, self.keys)  # exchanges the shapes
-        for i in range(len(self.keys)):
-            copies.check_equal_shapes(i, "rotate")
-        for i in range(len(self.keys)):
-            out = [np.empty(*layout) for layout in copies.get_layouts(i)]
-            HOST.get_communicator(rank).gather(copies.get_contiguous(i, HOST), None, copies.get_layouts(i), out)
-            copies.replace(i, copies.devices[i].from_host(out[rank.number - 1]))
+        copies = exchange_layouts(rank, self.keys)
+        for copy in copies:
+            copy.check_equal_shapes("rotate")
+        for copy in copies:
+            out = [np.empty(*layout) for layout in copy.layouts]
+            HOST.get_communicator(rank).gather(copy.get_contiguous(HOST), None, copy.layouts, out)
+            copy.replace(copy.device.from_host(out[rank.number - 1]))
 
 
 def rotate(shared_vars):
