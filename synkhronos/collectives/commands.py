@@ -372,7 +372,7 @@ class PlannedVariable(NamedTuple):
 
 
 class AllReducePlan(NamedTuple):
-    """Layouts that all ranks have agreed on, for an all-reduce that is repeated.
+    """Layouts of an all-reduce that is repeated, the same on all ranks.
 
     It has no reference to an array: an array is written in place only if its container has the only one.
 

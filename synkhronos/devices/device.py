@@ -15,9 +15,9 @@ from typing import Any
 
 import numpy as np
 
-from synkhronos.devices.chain_communicator import ChainCommunicator
 from synkhronos.devices.communicator import Communicator
 from synkhronos.devices.host_communicator import HostCommunicator
+from synkhronos.devices.multi_host_communicator import MultiHostCommunicator
 from synkhronos.devices.reductions import Reduction
 from synkhronos.devices.selection import Selection, take_rows
 from synkhronos.ranks import Rank, SharedArray
@@ -136,7 +136,7 @@ class DeviceCollectives(DeviceMemory):
         """Return this rank's communicator for arrays of this kind; one object per rank."""
         if len(rank.control.here) == rank.size:
             return rank.registry.get(HostCommunicator, lambda: HostCommunicator(rank))
-        return rank.registry.get(ChainCommunicator, lambda: ChainCommunicator(rank))
+        return rank.registry.get(MultiHostCommunicator, lambda: MultiHostCommunicator(rank))
 
     def can_communicate(self, dtype: np.dtype) -> bool:
         """Whether `get_communicator` handles arrays of this dtype; others are exchanged as NumPy arrays."""

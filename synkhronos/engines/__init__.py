@@ -12,10 +12,10 @@ from pkgutil import iter_modules
 from typing import Any
 
 from synkhronos.engines import host
-from synkhronos.engines.base import Engine, GradientExchange, Runner
+from synkhronos.engines.base import Engine, GradientReduction, Runner
 from synkhronos.graphs import GraphLibrary
 
-__all__ = ["Engine", "GradientExchange", "Runner", "choose_engine", "list_engines"]
+__all__ = ["Engine", "GradientReduction", "Runner", "choose_engine", "list_engines"]
 
 
 @cache

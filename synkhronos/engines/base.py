@@ -3,7 +3,7 @@
 An `Engine` wraps each compiled function in a `Runner`, which ranks call.  An engine may also fuse a training step into
 one launch::
 
-    Runner of the gradient ──> all-reduce of its vector (`GradientExchange`) ──> Runner of the update
+    Runner of the gradient ──> all-reduce of its vector (`GradientReduction`) ──> Runner of the update
     `────────────────────────────── Engine.fuse_step ──────────────────────────────────────────────´
 """
 
@@ -57,7 +57,7 @@ class Runner:
         return self if times == 1 else None
 
 
-class GradientExchange(Protocol):
+class GradientReduction(Protocol):
     """All-reduce of a shared variable between two functions of one launch."""
 
     @property
@@ -75,8 +75,8 @@ class GradientExchange(Protocol):
     def get_shared(self, rank: Rank) -> Any:
         """Return this rank's copy of the variable."""
 
-    def agree_on_layout(self, rank: Rank) -> tuple[Any, tuple[int, ...]]:
-        """Return the communicator, and the shape on all ranks; called by all ranks right before the launch."""
+    def exchange_layout(self, rank: Rank) -> tuple[Any, tuple[int, ...]]:
+        """Return the communicator, and the shape on all ranks; a collective operation, right before the launch."""
 
 
 class Engine:
@@ -119,7 +119,7 @@ class Engine:
         return Runner(function)
 
     def fuse_step(
-        self, rank: Rank, first: Runner, exchange: GradientExchange, second: Runner, times: int
+        self, rank: Rank, first: Runner, reduction: GradientReduction, second: Runner, times: int
     ) -> Runner | None:
         """Fuse two functions and the all-reduce between them into one launch.
 
@@ -128,7 +128,7 @@ class Engine:
         rank : Rank
         first, second : Runner
             Of this engine.
-        exchange : GradientExchange
+        reduction : GradientReduction
             Variable that the first function updates and the second one reads.
         times : int
             Number of steps in the launch, as in `Runner`.

@@ -28,7 +28,7 @@ import numpy as np
 from synkhronos.devices import JAX, Device
 from synkhronos.devices.jax.ffi import ProgramReduction
 from synkhronos.devices.jax.scalar_log import LOG_CAPACITY, ScalarLog
-from synkhronos.engines.base import GradientExchange, Runner
+from synkhronos.engines.base import GradientReduction, Runner
 from synkhronos.engines.incremental import IncrementalFunction
 from synkhronos.engines.lazy import LazyEngine
 from synkhronos.graphs import GraphLibrary
@@ -498,11 +498,11 @@ class _FusedRunner(Runner):
     ----------
     rank : Rank
     executable : Executable
-    exchange : GradientExchange
+    reduction : GradientReduction
     """
 
-    def __init__(self, rank: Rank, executable: Executable, exchange: GradientExchange):
-        self._rank, self._executable, self._exchange = rank, executable, exchange
+    def __init__(self, rank: Rank, executable: Executable, reduction: GradientReduction):
+        self._rank, self._executable, self._reduction = rank, executable, reduction
         self.times = executable.times
         assert executable.program_reduction is not None
         self._program_reduction = executable.program_reduction
@@ -513,9 +513,9 @@ class _FusedRunner(Runner):
 
     def __call__(self, *inputs: Any) -> list[Any]:
         """Launch, and wait until all ranks have launched."""
-        communicator, shape = self._exchange.agree_on_layout(self._rank)
+        communicator, shape = self._reduction.exchange_layout(self._rank)
         # Values that are sent in another dtype are divided by the program.
-        op = "sum" if self._exchange.wire_dtype else self._exchange.op
+        op = "sum" if self._reduction.wire_dtype else self._reduction.op
         reducer = LaunchReducer(self._rank, communicator, op, shape, self.times > 1)
 
         # No signal handler may raise within XLA's callbacks.  Once this rank has launched, all others will in a moment:
@@ -566,7 +566,7 @@ class LaunchReducer:
         Raises
         ------
         ValueError
-            If the gradient has not the shape on which the ranks have agreed.
+            If the gradient has not the shape that the ranks have exchanged.
         """
         if self._is_repeated:
             self._rank.commit()  # an earlier step may be valid although a later one fails
@@ -600,7 +600,7 @@ class XlaEngine(LazyEngine):
         return Executable([JaxFunction(function, n_inputs, JAX)], logs_scalars=is_fetched)
 
     def fuse_step(
-        self, rank: Rank, first: Runner, exchange: GradientExchange, second: Runner, times: int
+        self, rank: Rank, first: Runner, reduction: GradientReduction, second: Runner, times: int
     ) -> Runner | None:
         """Fuse two executables and NCCL's all-reduce into one launch; None if that is impossible.
 
@@ -609,14 +609,14 @@ class XlaEngine(LazyEngine):
         assert isinstance(first, Executable) and isinstance(second, Executable)
         if rank.size == 1:
             return first.fuse(then=second, times=times)
-        shared = exchange.get_shared(rank)
+        shared = reduction.get_shared(rank)
         value = shared.container.storage[0]
         # A value that the user has set may have to be moved or cast first, by an unfused step.
         if not JAX.owns(value) or value.dtype != shared.type.dtype or not JAX.can_reduce_in_launch(value.dtype):
             return None
-        reduction = FusedReduction(shared.container.storage, exchange.wire_dtype, rank.size, exchange.tail)
-        fused = first.fuse(reduction, second, times=times)
-        return None if fused is None else _FusedRunner(rank, fused, exchange)
+        fused_reduction = FusedReduction(shared.container.storage, reduction.wire_dtype, rank.size, reduction.tail)
+        fused = first.fuse(fused_reduction, second, times=times)
+        return None if fused is None else _FusedRunner(rank, fused, reduction)
 
     def max_repeats(self, dtype: np.dtype | None = None) -> int:
         """Return the log's capacity; 1 on the CPU, where XLA computes convolutions in loops with a single thread."""

@@ -48,10 +48,10 @@ class Toy(LazyEngine):
     def make_runner(self, library, function, n_inputs, is_fetched):
         return Launch(function) if is_fetched else Runner(function)
 
-    def fuse_step(self, rank, first, exchange, second, times):
+    def fuse_step(self, rank, first, reduction, second, times):
         def combine():
-            communicator, _ = exchange.agree_on_layout(rank)
-            communicator.all_reduce(exchange.get_shared(rank).container.storage[0], exchange.op)
+            communicator, _ = reduction.exchange_layout(rank)
+            communicator.all_reduce(reduction.get_shared(rank).container.storage[0], reduction.op)
 
         return Launch(first.first, (combine, second.first), times)
 

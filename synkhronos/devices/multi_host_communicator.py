@@ -11,7 +11,7 @@ the partial sum of the previous host.  So every element is reduced in rank order
 on one host.
 
 The way up and down is long, so a host begins further chunks before the result of the first arrives.  Their number is
-limited: see `ChainCommunicator._under_way`.
+limited: see `MultiHostCommunicator._under_way`.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from synkhronos.ranks import Rank
 _ON_LAST = FRAMES - 2
 
 
-class ChainCommunicator(HostCommunicator):
+class MultiHostCommunicator(HostCommunicator):
     """Collectives over NumPy arrays of ranks on several hosts, through shared memory and pipes between hosts.
 
     Parameters
