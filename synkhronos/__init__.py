@@ -15,7 +15,7 @@ into shared memory.  In a call the rows of the inputs are divided among the rank
 
 from typing import Any as _Any
 
-from synkhronos.collectives import (
+from synkhronos.collectives.calls import (
     all_gather,
     all_reduce,
     broadcast,

@@ -111,7 +111,7 @@ def is_generator_object(variable: Any) -> bool:
     return library.is_generator(variable) and not library.is_array(variable)
 
 
-def check_stream(session: Session, variable: Any, value: Any, moves: bool) -> None:
+def check_generator_state(session: Session, variable: Any, value: Any, moves: bool) -> None:
     """Raise TypeError or ValueError if a value is not a valid state of a random generator.
 
     Parameters

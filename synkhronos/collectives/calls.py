@@ -12,9 +12,9 @@ from synkhronos import ranks
 from synkhronos.checks import check_flag, check_index, check_integer, describe
 from synkhronos.collectives.arguments import (
     as_data,
+    check_generator_state,
     check_op,
     check_shape,
-    check_stream,
     check_variables,
     get_mirror_keys,
     is_generator_object,
@@ -28,12 +28,12 @@ from synkhronos.collectives.commands import (
     Assign,
     Broadcast,
     Gather,
+    GetGenerators,
     GetShapes,
-    GetStreams,
     GetValue,
     Reduce,
     ReduceScatter,
-    SetStreams,
+    SetGenerators,
 )
 from synkhronos.data import Data
 from synkhronos.data.rows import get_share, select
@@ -89,11 +89,11 @@ def broadcast(shared_vars: Any, values: Any = None, nccl: bool = True) -> None:
             for variable, value in zip(arrays, staged, strict=True):
                 check_shape(variable, value.shape)
         for variable, state in zip(generators, states, strict=True):
-            check_stream(session, variable, state, moves=True)
+            check_generator_state(session, variable, state, moves=True)
         if generators:
             keys = get_mirror_keys(session, generators)
             reset_jumps(session, generators)
-            session.run(SetStreams(keys, states))
+            session.run(SetGenerators(keys, states))
         if not arrays:
             return
         if staged is None:
@@ -197,7 +197,7 @@ def gather(shared_vars: Any, nd_up: int = 1, nccl: bool = True) -> Any:
         states = [v for v in variables if is_generator_object(v)]
         gathered = session.run(Gather(get_mirror_keys(session, arrays), nd_up, nccl)) if arrays else []
         if states:
-            by_rank = session.run(GetStreams(get_mirror_keys(session, states)))
+            by_rank = session.run(GetGenerators(get_mirror_keys(session, states)))
             gathered += [list(each) for each in zip(*by_rank, strict=True)]
     return _restore_order(variables, [*arrays, *states], gathered, is_single)
 
@@ -418,7 +418,7 @@ def set_value(rank: int, shared_vars: Any, values: Any, batch: Any = None) -> No
         pairs = list(zip(variables, match_values(values, variables, is_single), strict=True))
         states = [(variable, value) for variable, value in pairs if is_generator_object(variable)]
         for variable, value in states:
-            check_stream(session, variable, value, moves=False)
+            check_generator_state(session, variable, value, moves=False)
         for variable in variables if batch is not None else ():
             if is_generator_object(variable) or variable.type.ndim == 0:
                 raise ValueError(f"batch: the value for {describe(variable)} has no rows to select")
@@ -432,7 +432,7 @@ def set_value(rank: int, shared_vars: Any, values: Any, batch: Any = None) -> No
             rows.append(share_selection(selection, buffers))
         if states:
             keys = get_mirror_keys(session, [variable for variable, _ in states])
-            session.run(SetStreams(keys, [value for _, value in states], only_rank=rank))
+            session.run(SetGenerators(keys, [value for _, value in states], only_rank=rank))
         if not variables:
             return
         locations = tuple(locate(value) for value in staged)
@@ -478,7 +478,7 @@ def get_value(rank: int, shared_vars: Any) -> Any:
         states = [v for v in variables if is_generator_object(v)]
         values = session.run(GetValue(get_mirror_keys(session, arrays), rank)) if arrays else []
         if states:
-            values += session.run(GetStreams(get_mirror_keys(session, states)))[rank]
+            values += session.run(GetGenerators(get_mirror_keys(session, states)))[rank]
     return _restore_order(variables, [*arrays, *states], values, is_single)
 
 

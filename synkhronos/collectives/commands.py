@@ -465,7 +465,7 @@ class GetShapes(Command):
 
 
 @dataclass(frozen=True, slots=True)
-class GetStreams(Command):
+class GetGenerators(Command):
     """Exchange the states of every rank's random generators."""
 
     keys: tuple[Any, ...]
@@ -477,7 +477,7 @@ class GetStreams(Command):
 
 
 @dataclass(frozen=True, slots=True)
-class SetStreams(Command):
+class SetGenerators(Command):
     """Set the states of random generators.
 
     Attributes

@@ -11,7 +11,7 @@ the partial sum of the previous host.  So every element is reduced in rank order
 on one host.
 
 The way up and down is long, so a host begins further chunks before the result of the first arrives.  Their number is
-limited: see `MultiHostCommunicator._under_way`.
+limited: see `MultiHostCommunicator._max_pending`.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class MultiHostCommunicator(HostCommunicator):
     def broadcast(self, array: np.ndarray, root: int) -> None:
         """Copy the root's array into every other rank's, in place."""
         mine = as_bytes(array)
-        self._flow(mine if self._rank.number == root else None, mine, mine.size, root, range(self._rank.size))
+        self._stream_bytes(mine if self._rank.number == root else None, mine, mine.size, root, range(self._rank.size))
 
     def reduce_scatter(self, array: np.ndarray, op: str, bounds: Sequence[int], out: np.ndarray) -> None:
         """Write this rank's items of the reduction over all ranks into ``out``; one reduction per rank."""
@@ -78,9 +78,11 @@ class MultiHostCommunicator(HostCommunicator):
             if layout is not None and r != root:
                 to = range(rank.size) if root is None else range(root, root + 1)
                 source = None if mine is None else as_bytes(mine)
-                self._flow(source, None if target is None else as_bytes(target), count_bytes(layout), r, to)
+                self._stream_bytes(source, None if target is None else as_bytes(target), count_bytes(layout), r, to)
 
-    def _flow(self, source: np.ndarray | None, target: np.ndarray | None, size: int, root: int, to: range) -> None:
+    def _stream_bytes(
+        self, source: np.ndarray | None, target: np.ndarray | None, size: int, root: int, to: range
+    ) -> None:
         """Stream bytes from the root to a range of ranks, through all hosts between them.
 
         Parameters
@@ -95,35 +97,35 @@ class MultiHostCommunicator(HostCommunicator):
         to : range
             Ranks that receive the bytes.
         """
-        here, me = self._here, self._rank.number
+        here, number = self._here, self._rank.number
         from_below, from_above = root < here.start, root >= here.stop
         if (from_below and to.stop <= here.start) or (from_above and to.start >= here.stop):
             return  # this host is not on the way
-        into = self._up_in if from_below else self._down_in if from_above else self._local
-        outs = []
+        source_pipe = self._up_in if from_below else self._down_in if from_above else self._local
+        target_pipes = []
         if not self._is_last and not from_above and to.stop > here.stop:
-            outs.append(self._up_out)
+            target_pipes.append(self._up_out)
         if not self._is_first and not from_below and to.start < here.start:
-            outs.append(self._down_out)
+            target_pipes.append(self._down_out)
         for at in range(0, size, FRAME):
             n = min(FRAME, size - at)
-            if into is self._local:
+            if source_pipe is self._local:
                 content = self._next_halves()[root - here.start][:n]
-                if me == root and source is not None:
+                if number == root and source is not None:
                     content[:] = source[at : at + n]
                 self._local.advance()
                 self._rank.wait(self._local.make_all_done())
             else:
-                content = into.wait_readable()[:n]
-            for out in outs:
-                frame = out.wait_writable()
-                if me == here.start:
+                content = source_pipe.wait_readable()[:n]
+            for pipe in target_pipes:
+                frame = pipe.wait_writable()
+                if number == here.start:
                     frame[:n] = content
-                out.advance(n)
-            if target is not None and me != root:
+                pipe.advance(n)
+            if target is not None and number != root:
                 target[at : at + n] = content
-            if into is not self._local:
-                into.advance()
+            if source_pipe is not self._local:
+                source_pipe.advance()
 
     def _reduce(
         self,
@@ -151,9 +153,9 @@ class MultiHostCommunicator(HostCommunicator):
             Ranks whose arrays are reduced, in order.
         """
         rank, here, row = self._rank, self._here, REDUCTIONS[op]
-        wide = row.accumulator_dtype(dtype)
-        each = FRAME // wide.itemsize
-        waiting: list[tuple[int, int]] = []  # chunks whose results have not arrived: first element, number
+        working = row.accumulator_dtype(dtype)
+        each = FRAME // working.itemsize
+        pending: list[tuple[int, int]] = []  # chunks whose results have not arrived: first element, number
         place = rank.number - here.start
         for at in range(0, size, each):
             count = min(each, size - at)
@@ -172,27 +174,27 @@ class MultiHostCommunicator(HostCommunicator):
                 for r in contributors
                 if r in here
             ]
-            so_far = None
+            partial = None
             if not self._is_first:
-                so_far = self._up_in.wait_readable()[: count * wide.itemsize].view(wide)[low:high]
+                partial = self._up_in.wait_readable()[: count * working.itemsize].view(working)[low:high]
             out = self._down_out if self._is_last else self._up_out
-            result = out.wait_writable()[: count * wide.itemsize].view(wide)[low:high]
-            if so_far is not None and contributors[0] < here.start:
-                inputs.insert(0, so_far)
+            result = out.wait_writable()[: count * working.itemsize].view(working)[low:high]
+            if partial is not None and contributors[0] < here.start:
+                inputs.insert(0, partial)
             reduce_arrays(inputs, row, result)
             if self._is_last and row.divides:
                 np.true_divide(result, len(contributors), out=result)
             if not self._is_first:
                 self._up_in.advance()
-            out.advance(count * wide.itemsize)
-            waiting.append((at, count))
-            if len(waiting) > self._under_way:
-                self._take(target, waiting.pop(0), wide, len(waiting))
-        while waiting:
-            self._take(target, waiting.pop(0), wide, len(waiting))
+            out.advance(count * working.itemsize)
+            pending.append((at, count))
+            if len(pending) > self._max_pending:
+                self._finish_chunk(target, pending.pop(0), working, len(pending))
+        while pending:
+            self._finish_chunk(target, pending.pop(0), working, len(pending))
 
     @property
-    def _under_way(self) -> int:
+    def _max_pending(self) -> int:
         """Maximal number of chunks that this host has begun and whose results it has not taken.
 
         Each hop to the last host adds `FRAMES` chunks, since the way is longer for the first hosts.
@@ -202,7 +204,7 @@ class MultiHostCommunicator(HostCommunicator):
         """
         return _ON_LAST if self._is_last else FRAMES * self._n_next_hosts[0]
 
-    def _take(self, target: np.ndarray | None, chunk: tuple[int, int], wide: np.dtype, behind: int) -> None:
+    def _finish_chunk(self, target: np.ndarray | None, chunk: tuple[int, int], working: np.dtype, behind: int) -> None:
         """Copy a chunk of the result into this rank's target, and pass it on to the previous host.
 
         Parameters
@@ -211,7 +213,7 @@ class MultiHostCommunicator(HostCommunicator):
             Memory for the whole result; None if this rank does not need it.
         chunk : (int, int)
             First element and number of elements.
-        wide : dtype
+        working : dtype
             Dtype of the result in the pipes.
         behind : int
             Number of chunks that this rank has begun since this one.
@@ -219,14 +221,14 @@ class MultiHostCommunicator(HostCommunicator):
         at, count = chunk
         if self._is_last:
             self._rank.wait(self._down_out.make_all_done(behind))
-            result = self._down_out.previous_frame(behind)[: count * wide.itemsize].view(wide)
+            result = self._down_out.previous_frame(behind)[: count * working.itemsize].view(working)
         else:
-            result = self._down_in.wait_readable()[: count * wide.itemsize].view(wide)
+            result = self._down_in.wait_readable()[: count * working.itemsize].view(working)
             if not self._is_first:
                 frame = self._down_out.wait_writable()
                 if self._rank.number == self._here.start:
-                    frame[: count * wide.itemsize] = as_bytes(result)
-                self._down_out.advance(count * wide.itemsize)
+                    frame[: count * working.itemsize] = as_bytes(result)
+                self._down_out.advance(count * working.itemsize)
         if target is not None:
             target[at : at + count] = result
         if not self._is_last:

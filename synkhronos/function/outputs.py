@@ -281,7 +281,7 @@ def _reduce_values(mine: RankOutputs, by_rank: Sequence[tuple[int, list[Any]]]) 
 
 
 def _reduce_arrays(rank: Rank, mine: RankOutputs) -> Any:
-    """Reduce outputs of any shape: all ranks exchange the layouts, and large arrays are streamed."""
+    """Reduce outputs of any shape: all ranks exchange the layouts, and large arrays go through a communicator."""
     host = [None if op.name is None else np.asarray(v) for v, op in zip(mine.values, mine.spec.ops, strict=False)]
     own: Any = (mine.n_rows, [_pack_array(value) for value in host] if mine.n_rows else [])
     by_rank = rank.all_gather(own) if rank.size > 1 else [own]
@@ -303,10 +303,10 @@ def _reduce_arrays(rank: Rank, mine: RankOutputs) -> Any:
                     total.add(host[i] if r == rank.number else _unpack_array(*entries[r]), by_rank[r][0])
                 results.append(total.result())
         elif op.name == "gather":
-            results.append(_gather(rank, host[i] if mine.n_rows else None, layouts))
+            results.append(_gather_large(rank, host[i] if mine.n_rows else None, layouts))
         else:
             weights = {r: by_rank[r][0] for r in contributors}
-            results.append(_stream(rank, op, host[i] if mine.n_rows else None, layouts, weights))
+            results.append(_reduce_large(rank, op, host[i] if mine.n_rows else None, layouts, weights))
     return results if rank.is_master else None
 
 
@@ -333,7 +333,7 @@ def _check_shapes(rank: Rank, position: int, op: ReductionOp, layouts: dict[int,
         rank.raise_collectively(ValueError(message))
 
 
-def _gather(rank: Rank, value: np.ndarray | None, layouts: dict[int, ArrayLayout]) -> np.ndarray | None:
+def _gather_large(rank: Rank, value: np.ndarray | None, layouts: dict[int, ArrayLayout]) -> np.ndarray | None:
     """Join large arrays along axis 0 in the master; ``value`` is None on a rank without rows."""
     communicator = HOST.get_communicator(rank)
     all_layouts = [layouts.get(r) for r in range(rank.size)]
@@ -352,7 +352,7 @@ def _gather(rank: Rank, value: np.ndarray | None, layouts: dict[int, ArrayLayout
     return joined
 
 
-def _stream(
+def _reduce_large(
     rank: Rank, op: ReductionOp, value: np.ndarray | None, layouts: dict[int, ArrayLayout], weights: dict[int, int]
 ) -> np.ndarray | None:
     """Reduce large arrays into the master; each rank reduces a share of the elements.
