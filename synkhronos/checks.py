@@ -11,7 +11,7 @@ import importlib
 import importlib.metadata
 import math
 import operator
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -118,6 +118,18 @@ def check_list(value: Any, name: str, length: int, items: str) -> list[Any]:
     if len(value) != length:
         raise ValueError(f"{expected} {len(value)} of them")
     return list(value)
+
+
+def check_distinct(variables: Sequence[Any], name: str) -> None:
+    """Raise ValueError if a shared variable is given twice."""
+    if len({id(variable) for variable in variables}) != len(variables):
+        raise ValueError(f"{name}: a shared variable is given twice")
+
+
+def check_name(value: Any) -> None:
+    """Raise TypeError if the argument ``name`` is neither a string nor None."""
+    if value is not None and not isinstance(value, str):
+        raise TypeError(f"name: expected a string, got {value!r}")
 
 
 def describe(variable: Any) -> str:

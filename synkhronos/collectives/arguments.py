@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from synkhronos.casts import check_dense
-from synkhronos.checks import check_choice, check_list, describe
+from synkhronos.checks import check_choice, check_distinct, check_list, describe
 from synkhronos.data import Data
 from synkhronos.data.rows import get_share
 from synkhronos.data.shared import check_session, copy_to_shared, locate
@@ -61,8 +61,7 @@ def check_variables(session: Session, shared_vars: Any, allow_generators: bool =
         pass
     for variable in variables:
         _check_variable(mirror, variable, allow_generators)
-    if len({id(variable) for variable in variables}) != len(variables):
-        raise ValueError("shared_vars: a shared variable is given twice")
+    check_distinct(variables, "shared_vars")
     for variable in variables:
         if not library_of(variable).is_generator(variable):
             checked[variable] = True

@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from synkhronos import ranks
 from synkhronos.casts import NUMBERS, as_numbers, cast, check_cast
-from synkhronos.checks import check_at_least, check_flag, check_number
+from synkhronos.checks import check_at_least, check_flag, check_name, check_number
 from synkhronos.graphs import library_of
 from synkhronos.ranks import SharedArray
 
@@ -390,8 +390,7 @@ def data(
     >>> synk.close()
     """
     ranks.session()
-    if name is not None and not isinstance(name, str):
-        raise TypeError(f"name: expected a string, got {name!r}")
+    check_name(name)
     if value is not None and shape is not None:
         raise ValueError("value and shape: expected one of them, got both")
     if var is not None:

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from synkhronos.checks import describe
+from synkhronos.checks import check_distinct, check_name, describe
 from synkhronos.devices import Device
 from synkhronos.function.program import Program
 from synkhronos.function.reduce import ReductionOp
@@ -42,14 +42,18 @@ def build_program(
     TypeError, ValueError
         For wrong arguments.  The message names the argument, its value and the expected kind of value.
     """
-    scattered = _as_list(inputs, "inputs")
-    broadcast = _as_list(bcast_inputs, "bcast_inputs")
+    scattered, broadcast = _as_list(inputs, "inputs"), _as_list(bcast_inputs, "bcast_inputs")
     raw_outputs, raw_ops = _split_outputs(outputs)
-    raw_updates = _split_updates(updates)
-    raw_givens = _as_pairs(givens, "givens")
+    raw_updates, raw_givens = _split_updates(updates), _as_pairs(givens, "givens")
     sliceable = _as_list(sliceable_shareds, "sliceable_shareds")
-
-    library = _find_library(scattered, broadcast, raw_outputs, raw_updates, raw_givens, sliceable)
+    library = _find_library(
+        inputs=scattered,
+        bcast_inputs=broadcast,
+        outputs=raw_outputs,
+        updates=[shared for shared, _, _ in raw_updates],
+        givens=[key for key, _ in raw_givens],
+        sliceable_shareds=sliceable,
+    )
     entries = _check_inputs(library, scattered, broadcast, kwargs.get("allow_input_downcast"))
     ops = [
         _check_output_op(library, output, op, i)
@@ -68,8 +72,7 @@ def build_program(
     else:
         kwargs = {**kwargs, "mode": library.get_default_mode(device)}
     name = kwargs.get("name")
-    if name is not None and not isinstance(name, str):
-        raise TypeError(f"name: expected a string, got {name!r}")
+    check_name(name)
     return Program(
         inputs=entries,
         n_scattered=len(scattered),
@@ -117,8 +120,7 @@ def _check_updates(
             raise TypeError(f"updates: expected a shared variable to update, got {shared!r}")
         pairs.append((shared, _convert(library, shared, expression, "updates")))
         ops.append(ReductionOp.parse(op, f"updates: the op of {describe(shared)}"))
-    if len({id(shared) for shared, _ in pairs}) != len(pairs):
-        raise ValueError("updates: a shared variable is given twice")
+    check_distinct([shared for shared, _ in pairs], "updates")
     return pairs, ops
 
 
@@ -128,8 +130,7 @@ def _check_sliceable(library: GraphLibrary, sliceable: list[Any]) -> None:
             raise TypeError(f"sliceable_shareds: expected shared variables, got {shared!r}")
         if not library.is_array(shared) or shared.type.ndim == 0 or library.get_fixed_shape(shared)[0] is not None:
             raise ValueError(f"sliceable_shareds: {describe(shared)} has no rows to cut")
-    if len({id(shared) for shared in sliceable}) != len(sliceable):
-        raise ValueError("sliceable_shareds: a shared variable is given twice")
+    check_distinct(sliceable, "sliceable_shareds")
 
 
 def _as_list(values: Any, name: str) -> list[Any]:
@@ -161,9 +162,7 @@ def _split_outputs(outputs: Any) -> tuple[list[Any], list[Any]]:
     if isinstance(outputs, Mapping):
         raise TypeError("outputs: expected a variable, a pair of variable and op, or a list of these, got a dict")
     variables, ops = [], []
-    for output in (
-        outputs if isinstance(outputs, list) or not _is_pair(outputs) and isinstance(outputs, tuple) else [outputs]
-    ):
+    for output in [outputs] if is_single(outputs) else outputs:
         if _is_pair(output):
             variables.append(output[0])
             ops.append(output[1])
@@ -201,27 +200,19 @@ def _split_updates(updates: Any) -> list[tuple[Any, Any, Any]]:
     return triples
 
 
-def _find_library(
-    inputs: Any, bcast_inputs: Any, outputs: Any, updates: Any, givens: Any, sliceable: Any
-) -> GraphLibrary:
-    """Return the graph library of all variables; raise TypeError if there are several."""
-    named = [
-        *(("inputs", getattr(value, "variable", value)) for value in inputs),
-        *(("bcast_inputs", getattr(value, "variable", value)) for value in bcast_inputs),
-        *(("outputs", getattr(value, "variable", value)) for value in outputs),
-        *(("updates", shared) for shared, _, _ in updates),
-        *(("givens", key) for key, _ in givens),
-        *(("sliceable_shareds", shared) for shared in sliceable),
-    ]
+def _find_library(**arguments: list[Any]) -> GraphLibrary:
+    """Return the graph library of the variables in all arguments; raise TypeError if there are several."""
     library: GraphLibrary | None = None
-    for name, variable in named:
-        try:
-            found = library_of(variable)
-        except TypeError as error:
-            raise TypeError(f"{name}: {error}") from None
-        if library is not None and found is not library:
-            raise TypeError(f"{name}: {variable!r} is {found.name}'s, but other arguments are {library.name}'s")
-        library = found
+    for name, values in arguments.items():
+        for value in values:
+            variable = getattr(value, "variable", value)  # of an In or an Out
+            try:
+                found = library_of(variable)
+            except TypeError as error:
+                raise TypeError(f"{name}: {error}") from None
+            if library is not None and found is not library:
+                raise TypeError(f"{name}: {variable!r} is {found.name}'s, but other arguments are {library.name}'s")
+            library = found
     if library is None:
         loaded = loaded_libraries()
         if len(loaded) != 1:
