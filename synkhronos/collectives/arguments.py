@@ -164,12 +164,24 @@ def check_shape(variable: Any, shape: tuple[int, ...]) -> None:
         raise ValueError(f"values: {describe(variable)} of type {variable.type} can't take shape {shape}")
 
 
-def check_op(op: Any, variables: Sequence[Any]) -> str:
-    """Return the name of a reduction; raise TypeError or ValueError if it is not defined for all variables."""
+def check_op(op: Any, variables: Sequence[Any], nccl: bool) -> tuple[str, bool]:
+    """Check a reduction of variables.
+
+    Returns
+    -------
+    op : str
+    nccl : bool
+        Whether NCCL may reduce arrays on GPUs: whether the argument ``nccl`` is True, and NCCL has the reduction.
+
+    Raises
+    ------
+    TypeError, ValueError
+        If there is no such reduction, or it is not defined for all variables.
+    """
     op = parse_op(op)
     for variable in variables:
         check_op_dtype(op, np.dtype(variable.type.dtype), describe(variable))
-    return op
+    return op, nccl and REDUCTIONS[op].nccl is not None
 
 
 def check_op_dtype(op: str, dtype: np.dtype, name: str) -> None:

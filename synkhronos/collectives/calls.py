@@ -25,6 +25,7 @@ from synkhronos.collectives.arguments import (
 )
 from synkhronos.collectives.commands import (
     AllGather,
+    AllReduceValues,
     Assign,
     Broadcast,
     Gather,
@@ -275,9 +276,8 @@ def reduce(shared_vars: Any, op: str = "avg", in_place: bool = True, nccl: bool 
         session.settle()
         in_place, nccl = check_flag(in_place, "in_place"), check_flag(nccl, "nccl")
         variables, is_single = check_variables(session, shared_vars)
-        op = check_op(op, variables)
-        destination = "master" if in_place else "returned"
-        results = session.run(Reduce(get_mirror_keys(session, variables), op, destination, nccl))
+        op, nccl = check_op(op, variables, nccl)
+        results = session.run(Reduce(get_mirror_keys(session, variables), op, in_place, nccl))
     if in_place:
         return None
     return results[0] if is_single else results
@@ -317,11 +317,11 @@ def all_reduce(shared_vars: Any, op: str = "avg", nccl: bool = True) -> None:
         session.run(get_all_reduce_command(session, shared_vars, op, nccl))
 
 
-class _AllReduceCommands(WeakKeys[Any, dict[Any, Reduce]]):
+class _AllReduceCommands(WeakKeys[Any, dict[Any, AllReduceValues]]):
     """Commands of `all_reduce` that were checked before, by variable, op and ``nccl``."""
 
 
-def get_all_reduce_command(session: Session, shared_vars: Any, op: Any, nccl: bool) -> Reduce:
+def get_all_reduce_command(session: Session, shared_vars: Any, op: Any, nccl: bool) -> AllReduceValues:
     """Return the command of `all_reduce`, cached for a single variable: a training loop runs it in each step."""
     commands = session.registry.get(_AllReduceCommands)
     try:
@@ -331,8 +331,7 @@ def get_all_reduce_command(session: Session, shared_vars: Any, op: Any, nccl: bo
         known, command = {}, None
     if command is None:
         variables, is_single = check_variables(session, shared_vars)
-        checked = check_op(op, variables)
-        command = Reduce(get_mirror_keys(session, variables), checked, "all", nccl)
+        command = AllReduceValues(get_mirror_keys(session, variables), *check_op(op, variables, nccl))
         if is_single:
             commands[shared_vars] = {**known, (op, nccl): command}
     return command
@@ -378,7 +377,7 @@ def reduce_scatter(shared_vars: Any, op: str = "avg", nccl: bool = True) -> None
         session.settle()
         nccl = check_flag(nccl, "nccl")
         variables, _ = check_variables(session, shared_vars)
-        op = check_op(op, variables)
+        op, nccl = check_op(op, variables, nccl)
         session.run(ReduceScatter(get_mirror_keys(session, variables), op, nccl))
 
 

@@ -20,7 +20,6 @@ import numpy as np
 from synkhronos.checks import describe
 from synkhronos.data.rows import get_share
 from synkhronos.devices import HOST, ArrayLayout, Communicator, Device, array_device, get_device
-from synkhronos.devices.reductions import REDUCTIONS
 from synkhronos.graphs import GraphLibrary, library_of
 from synkhronos.graphs.mirror import get_object, jump_to_rank
 from synkhronos.ranks import Command, Rank, RowAccess, SharedArray
@@ -278,7 +277,7 @@ class ReduceScatter(Command):
 
     def run(self, rank: Rank) -> None:
         """Check that all variables have equal shapes that can be divided, then reduce."""
-        copies = exchange_layouts(rank, self.keys, self.nccl and REDUCTIONS[self.op].nccl is not None)
+        copies = exchange_layouts(rank, self.keys, self.nccl)
         shares = []
         for each in copies:
             each.check_equal_shapes("reduce_scatter")
@@ -300,34 +299,31 @@ class ReduceScatter(Command):
 
 @dataclass(frozen=True, slots=True)
 class Reduce(Command):
-    """Reduce every rank's values.
+    """Reduce every rank's values into the master's variables, or return the reductions in the master.
 
     Attributes
     ----------
     keys : tuple
         Keys of the variables.
     op : str
-    destination : {"all", "master", "returned"}
-        Ranks whose variables are set to the result; "returned": none, the master returns it.
+    in_place : bool
+        Whether the master's variables are set to the results.
     nccl : bool
     """
 
     keys: tuple[Any, ...]
     op: str
-    destination: str
+    in_place: bool
     nccl: bool
 
     def run(self, rank: Rank) -> Any:
-        """Check that shapes are equal, then reduce; return the results in the master unless all ranks get them."""
-        if rank.size == 1 and self.destination != "returned":
+        """Check that shapes are equal, then reduce; return the results in the master."""
+        if rank.size == 1 and self.in_place:
             return []  # a reduction over one rank is that rank's value
-        if self.destination == "all":
-            self.plan(rank).all_reduce(rank, self.op)
-            return []
-        copies, in_place = self._exchange_layouts(rank), rank.is_master and self.destination == "master"
-        results = []
+        copies = exchange_layouts(rank, self.keys, self.nccl)
         for each in copies:
             each.check_equal_shapes("reduce")
+        in_place, results = self.in_place and rank.is_master, []
         for each in copies:
             layout, out = each.layouts[0], None
             if rank.is_master:
@@ -341,24 +337,35 @@ class Reduce(Command):
             results.append(out)
         return results
 
+
+@dataclass(frozen=True, slots=True)
+class AllReduceValues(Command):
+    """Reduce every rank's values into every rank's variables."""
+
+    keys: tuple[Any, ...]
+    op: str
+    nccl: bool
+
+    def run(self, rank: Rank) -> None:
+        """Check that shapes are equal, then reduce."""
+        if rank.size > 1:
+            self.plan(rank).all_reduce(rank, self.op)
+
     def plan(self, rank: Rank) -> AllReducePlan:
-        """Return the plan of an all-reduce, after all ranks have checked that they have the same; collective."""
+        """Return the plan, after all ranks have checked that they have the same; a collective operation."""
         plans = rank.registry.get(_AllReducePlans)
         last, is_changed = plans.get(self), False
         if last is not None and last.is_valid(rank):
             if rank.is_same_on_all(last.digest):
                 return last
             is_changed = True
-        copies = self._exchange_layouts(rank, is_changed)
+        copies = exchange_layouts(rank, self.keys, self.nccl, is_changed)
         for each in copies:
             each.check_equal_shapes("all_reduce")
         if len(plans) > _MAX_PLANS:
             plans.clear()
         plan = plans[self] = AllReducePlan.from_copies(rank, self.keys, copies)
         return plan
-
-    def _exchange_layouts(self, rank: Rank, is_changed: bool = False) -> list[VariableCopy]:
-        return exchange_layouts(rank, self.keys, self.nccl and REDUCTIONS[self.op].nccl is not None, is_changed)
 
 
 class PlannedVariable(NamedTuple):
@@ -427,7 +434,7 @@ class AllReducePlan(NamedTuple):
             communicator.notify_started()
 
 
-class _AllReducePlans(dict[Reduce, AllReducePlan]):
+class _AllReducePlans(dict[AllReduceValues, AllReducePlan]):
     """A rank's plans of repeated all-reduces, by command."""
 
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from synkhronos.collectives.commands import Reduce
+from synkhronos.collectives.commands import AllReduceValues
 from synkhronos.engines import Runner
 from synkhronos.function.call import Call, RankCall
 from synkhronos.graphs.library import AT_FIRST_CALL
@@ -24,7 +24,7 @@ class _StepFields(NamedTuple):
     """Fields of `Step`; a named tuple cannot have another base class beside it."""
 
     gradient: Call
-    reduce: Reduce
+    reduce: AllReduceValues
     update: Call
     wire_dtype: str | None
     tail: int = 1
@@ -38,7 +38,7 @@ class Step(_StepFields, Command):
     ----------
     gradient : Call
         Call of the function that writes this rank's gradient into a shared variable.
-    reduce : Reduce
+    reduce : AllReduceValues
         All-reduce of that variable, and of no other.
     update : Call
         Call of the function that updates the parameters from it; without inputs and outputs.
