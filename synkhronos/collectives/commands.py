@@ -1,10 +1,10 @@
 """The commands behind the collectives.
 
-A command that moves arrays of several ranks begins with `exchange_layouts`.  From the same data each rank decides in
+A command that moves arrays of several ranks begins with `gather_layouts`.  From the same data each rank decides in
 the same way whether the collective is possible, and how the arrays travel: by the communicator of the device that holds
 them, or through host memory.  So nothing is changed before all checks have passed on every rank.
 
-An `all_reduce` in a training loop exchanges a digest only, as long as the layouts stay the same (`AllReducePlan`).
+An `all_reduce` in a training loop compares a digest only, as long as the layouts stay the same (`AllReducePlan`).
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class _Transfer(NamedTuple):
 
 
 class _TransferPlans(dict[Any, list[_Transfer]]):
-    """A rank's plans of transfers, by what all ranks exchanged."""
+    """A rank's plans of transfers, by the layouts of all ranks."""
 
 
 def _plan_transfers(by_rank: Sequence[Any], nccl: bool) -> list[_Transfer]:
@@ -51,10 +51,8 @@ def _plan_transfers(by_rank: Sequence[Any], nccl: bool) -> list[_Transfer]:
     return transfers
 
 
-def exchange_layouts(
-    rank: Rank, keys: Sequence[Any], nccl: bool = False, is_changed: bool = False
-) -> list[VariableCopy]:
-    """Exchange the layouts of variables between all ranks, and connect them; a collective operation.
+def gather_layouts(rank: Rank, keys: Sequence[Any], nccl: bool = False, is_changed: bool = False) -> list[VariableCopy]:
+    """All-gather the layouts of variables, and connect the ranks; a collective operation.
 
     Parameters
     ----------
@@ -174,7 +172,7 @@ class Broadcast(Command):
 
     def run(self, rank: Rank) -> None:
         """Send or receive each variable's value."""
-        for each in exchange_layouts(rank, self.keys, self.nccl):
+        for each in gather_layouts(rank, self.keys, self.nccl):
             if rank.is_master:
                 each.communicator.broadcast(each.get_contiguous(), rank.root)
                 continue
@@ -236,7 +234,7 @@ class Gather(Command):
     def run(self, rank: Rank) -> Any:
         """Return a list with the gathered values of each variable; its items are None in workers."""
         results = []
-        for each in exchange_layouts(rank, self.keys, self.nccl):
+        for each in gather_layouts(rank, self.keys, self.nccl):
             result = out = None
             if rank.is_master:
                 result, out = _allocate_gathered(each.transport, each.layouts, self.nd_up)
@@ -254,7 +252,7 @@ class AllGather(Command):
 
     def run(self, rank: Rank) -> None:
         """Check that all variables can be joined, then join them."""
-        copies = exchange_layouts(rank, self.keys, self.nccl)
+        copies = gather_layouts(rank, self.keys, self.nccl)
         for each in copies:
             if not _can_join(each.layouts):
                 shapes = each.list_shapes()
@@ -277,7 +275,7 @@ class ReduceScatter(Command):
 
     def run(self, rank: Rank) -> None:
         """Check that all variables have equal shapes that can be divided, then reduce."""
-        copies = exchange_layouts(rank, self.keys, self.nccl)
+        copies = gather_layouts(rank, self.keys, self.nccl)
         shares = []
         for each in copies:
             each.check_equal_shapes("reduce_scatter")
@@ -320,7 +318,7 @@ class Reduce(Command):
         """Check that shapes are equal, then reduce; return the results in the master."""
         if rank.size == 1 and self.in_place:
             return []  # a reduction over one rank is that rank's value
-        copies = exchange_layouts(rank, self.keys, self.nccl)
+        copies = gather_layouts(rank, self.keys, self.nccl)
         for each in copies:
             each.check_equal_shapes("reduce")
         in_place, results = self.in_place and rank.is_master, []
@@ -359,7 +357,7 @@ class AllReduceValues(Command):
             if rank.is_same_on_all(last.digest):
                 return last
             is_changed = True
-        copies = exchange_layouts(rank, self.keys, self.nccl, is_changed)
+        copies = gather_layouts(rank, self.keys, self.nccl, is_changed)
         for each in copies:
             each.check_equal_shapes("all_reduce")
         if len(plans) > _MAX_PLANS:
@@ -448,7 +446,7 @@ class GetValue(Command):
     def run(self, rank: Rank) -> Any:
         """Return the source's value of each variable in the master, an empty list in workers."""
         results = []
-        for each in exchange_layouts(rank, self.keys):
+        for each in gather_layouts(rank, self.keys):
             layouts: list[ArrayLayout | None] = [None] * rank.size
             layouts[self.source] = each.layouts[self.source]
             mine = each.get_contiguous(HOST) if rank.number == self.source else None
@@ -462,18 +460,18 @@ class GetValue(Command):
 
 @dataclass(frozen=True, slots=True)
 class GetShapes(Command):
-    """Exchange the shapes of every rank's values."""
+    """All-gather the shapes of every rank's values."""
 
     keys: tuple[Any, ...]
 
     def run(self, rank: Rank) -> Any:
         """Return for each variable the layout on each rank."""
-        return [each.layouts for each in exchange_layouts(rank, self.keys)]
+        return [each.layouts for each in gather_layouts(rank, self.keys)]
 
 
 @dataclass(frozen=True, slots=True)
 class GetGenerators(Command):
-    """Exchange the states of every rank's random generators."""
+    """All-gather the states of every rank's random generators."""
 
     keys: tuple[Any, ...]
 

@@ -259,7 +259,7 @@ class _LoadRows(Command):
         """Load this rank's rows; return a row's shape, and the dtype."""
         mine = get_share(self.length, rank.size, rank.number)
         rows = self._call_load(rank, mine.start, mine.stop) if mine.stop > mine.start else None
-        shape, dtype = self._exchange_layout(rank, rows)
+        shape, dtype = self._gather_layout(rank, rows)
         here, row_nbytes = rank.control.here, math.prod(shape) * np.dtype(dtype).itemsize
         nbytes, rows_here = max(1, self.length * row_nbytes), _rows_of_ranks(self.length, rank.size, here)
         allocated = range(rows_here.start * row_nbytes, rows_here.stop * row_nbytes)
@@ -289,7 +289,7 @@ class _LoadRows(Command):
             )
         return rows
 
-    def _exchange_layout(self, rank: Rank, rows: np.ndarray | None) -> tuple[tuple[int, ...], str]:
+    def _gather_layout(self, rank: Rank, rows: np.ndarray | None) -> tuple[tuple[int, ...], str]:
         """Return a row's shape and the dtype; raise ValueError if they differ between ranks."""
         by_rank = rank.all_gather(None if rows is None else (rows.shape[1:], rows.dtype.str))
         first: tuple[tuple[int, ...], str] = by_rank[0]  # rank 0 always has rows

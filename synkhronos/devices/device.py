@@ -139,7 +139,7 @@ class DeviceCollectives(DeviceMemory):
         return rank.registry.get(MultiHostCommunicator, lambda: MultiHostCommunicator(rank))
 
     def can_communicate(self, dtype: np.dtype) -> bool:
-        """Whether `get_communicator` handles arrays of this dtype; others are exchanged as NumPy arrays."""
+        """Whether `get_communicator` handles arrays of this dtype; others travel as NumPy arrays."""
         return False
 
     def get_group(self, rank: Rank, members: Iterable[int]) -> Any:

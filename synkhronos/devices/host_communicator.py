@@ -1,6 +1,6 @@
 """Collectives over NumPy arrays of ranks on one host, through shared memory.
 
-Each rank owns a scratch area that all ranks map.  It has two halves.  An array of any size is exchanged in chunks of
+Each rank owns a scratch area that all ranks map.  It has two halves.  An array of any size is copied in chunks of
 half a scratch area, so that nothing is allocated and the data stays in the processors' caches::
 
     chunk          0        1        2        3
@@ -123,7 +123,7 @@ class HostCommunicator(Communicator):
         if mine is not None and own is not None:
             own[:] = mine
         contributes = mine is not None and rank.number != root
-        # The root's own array needs no exchange.
+        # The root's own array needs no copy.
         for offset in range(0, max((s for r, s in enumerate(sizes) if r != root), default=0), SCRATCH):
             halves = self._next_halves()
             if contributes and mine is not None:

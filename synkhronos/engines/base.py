@@ -75,7 +75,7 @@ class GradientReduction(Protocol):
     def get_shared(self, rank: Rank) -> Any:
         """Return this rank's copy of the variable."""
 
-    def exchange_layout(self, rank: Rank) -> tuple[Any, tuple[int, ...]]:
+    def gather_layout(self, rank: Rank) -> tuple[Any, tuple[int, ...]]:
         """Return the communicator, and the shape on all ranks; a collective operation, right before the launch."""
 
 

@@ -513,7 +513,7 @@ class _FusedRunner(Runner):
 
     def __call__(self, *inputs: Any) -> list[Any]:
         """Launch, and wait until all ranks have launched."""
-        communicator, shape = self._reduction.exchange_layout(self._rank)
+        communicator, shape = self._reduction.gather_layout(self._rank)
         # Values that are sent in another dtype are divided by the program.
         op = "sum" if self._reduction.wire_dtype else self._reduction.op
         reducer = LaunchReducer(self._rank, communicator, op, shape, self.times > 1)
@@ -566,7 +566,7 @@ class LaunchReducer:
         Raises
         ------
         ValueError
-            If the gradient has not the shape that the ranks have exchanged.
+            If the gradient has not the shape that all ranks have.
         """
         if self._is_repeated:
             self._rank.commit()  # an earlier step may be valid although a later one fails

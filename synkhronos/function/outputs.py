@@ -4,7 +4,7 @@ Every rank computes the outputs of its own rows, and the master returns one valu
 
 - Scalars, the common case in a training loop, are packed into one record per call.  Each worker writes its record into
   its slot and continues without waiting for the master.
-- Outputs of any shape are reduced one at a time.  All ranks exchange the shapes, with the contents of small arrays.
+- Outputs of any shape are reduced one at a time.  All ranks gather the shapes, with the contents of small arrays.
   Large arrays are gathered or reduced through shared memory, in chunks.
 """
 
@@ -21,7 +21,7 @@ from synkhronos.devices import HOST, ArrayLayout
 from synkhronos.function.reduce import Accumulator, ReductionOp
 from synkhronos.ranks import MAX_SLOT_NBYTES, Rank
 
-#: Number of bytes up to which an array is exchanged with its shape.
+#: Number of bytes up to which an array is gathered with its shape.
 SMALL_NBYTES = 1 << 12
 #: Number of outputs up to which a call's scalars are packed into one record: it has to fit into a slot.
 _MAX_SCALARS = 1024
@@ -281,7 +281,7 @@ def _reduce_values(mine: RankOutputs, by_rank: Sequence[tuple[int, list[Any]]]) 
 
 
 def _reduce_arrays(rank: Rank, mine: RankOutputs) -> Any:
-    """Reduce outputs of any shape: all ranks exchange the layouts, and large arrays go through a communicator."""
+    """Reduce outputs of any shape: all ranks gather the layouts, and large arrays go through a communicator."""
     host = [None if op.name is None else np.asarray(v) for v, op in zip(mine.values, mine.spec.ops, strict=False)]
     own: Any = (mine.n_rows, [_pack_array(value) for value in host] if mine.n_rows else [])
     by_rank = rank.all_gather(own) if rank.size > 1 else [own]

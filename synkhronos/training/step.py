@@ -101,7 +101,7 @@ class Step(_StepFields, Command):
         (key,) = self.reduce.keys
         return get_object(rank, key)
 
-    def exchange_layout(self, rank: Rank) -> tuple[Any, tuple[int, ...]]:
+    def gather_layout(self, rank: Rank) -> tuple[Any, tuple[int, ...]]:
         """Return the communicator of the all-reduce, and the gradient's shape on all ranks."""
         (gradient,) = self.reduce.plan(rank).variables
         return gradient.transport.get_communicator(rank), gradient.layout[0]

@@ -9,7 +9,7 @@ from library import shared
 import synkhronos as synk
 from synkhronos import ranks
 from synkhronos.collectives.arguments import check_variables, get_mirror_keys
-from synkhronos.collectives.commands import exchange_layouts
+from synkhronos.collectives.commands import gather_layouts
 from synkhronos.devices import HOST
 from synkhronos.ranks import Command
 
@@ -24,7 +24,7 @@ class Rotate(Command):
     keys: tuple
 
     def run(self, rank):
-        copies = exchange_layouts(rank, self.keys)
+        copies = gather_layouts(rank, self.keys)
         for copy in copies:
             copy.check_equal_shapes("rotate")
         for copy in copies:
