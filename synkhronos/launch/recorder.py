@@ -314,4 +314,4 @@ def _read_costs(costs: Sequence[Any], weights: Sequence[Any]) -> list[tuple[floa
 
 def _mean(value: Any) -> float:
     """Return a value of any array type as a float; the mean of an array."""
-    return float(np.mean(np.asarray(value, np.float64)))
+    return float(value) if isinstance(value, int | float) else float(np.mean(np.asarray(value, np.float64)))
