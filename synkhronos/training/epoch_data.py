@@ -1,9 +1,10 @@
-"""Data of a trainer, and the order of rows in each epoch."""
+"""Data of a trainer: the order of their rows in each epoch, and the plan of an interval, which ranks follow."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
@@ -12,8 +13,71 @@ from synkhronos import ranks
 from synkhronos.data import Data
 from synkhronos.data.parts import PartsData, iterate_shuffled
 from synkhronos.loading import Loader
-from synkhronos.loading.loader import open_feed
-from synkhronos.training.plan import InOrder, Source
+from synkhronos.loading.loader import Feed, open_feed
+from synkhronos.training.recorder import Recorder
+from synkhronos.training.schedules import Schedule
+
+#: Maximal number of steps in one launch; each number is compiled separately.
+_MAX_REPEATS = 64
+
+
+@dataclass
+class Plan:
+    """Steps until the next report."""
+
+    #: Name of the trainer, the key of each rank's state.
+    name: str
+    #: Range of positions in the epoch's order of rows.
+    first: int
+    last: int
+    #: Number of a rank's rows in a step.
+    batch: int
+    epoch: int
+    #: Number of rows of an epoch.
+    count: int
+    schedule: Schedule
+    recorders: list[Recorder]
+    #: Whether the master shows a progress bar.
+    bar: bool
+    #: Groups of ranks that share rows: one group of all ranks, or one per host if the hosts have different rows.
+    pools: list[range]
+    #: Whether a signal may end the training before `last`.
+    can_stop: bool = False
+    #: Outcomes between the last report and `first`, one per rank (one for synchronous ranks); empty at a report.
+    before: Sequence[Any] = ()
+    #: Whether the loss is a weighted mean instead of a mean over rows.
+    has_weight: bool = False
+
+    def rate(self, place: int) -> float:
+        """Return the learning rate at a position in the epoch."""
+        return float(self.schedule(self.epoch + place / self.count))
+
+
+class OrderedRows:
+    """Source of rows from data in memory; the source of a loader's rows is a `Feed`.
+
+    Parameters
+    ----------
+    data : list of Data, or on a rank of LocalRows
+    order : sequence of int
+        Indexes of the rows, in the epoch's order.
+    """
+
+    max_repeats = _MAX_REPEATS
+
+    def __init__(self, data: list[Any], order: Any):
+        self.data, self._order = data, order
+
+    def rows(self, first: int, last: int, watch: Any = None) -> np.ndarray:
+        """Return the indexes of the rows in a range of positions."""
+        return np.asarray(self._order)[first:last]
+
+    def free(self, first: int, last: int) -> None:
+        """Do nothing: only a `Feed` has memory to release."""
+
+
+#: Source of a rank's rows.
+Source = OrderedRows | Feed
 
 
 @dataclass
@@ -55,7 +119,7 @@ class EpochData:
             else:
                 self.order[...] = np.concatenate(list(self._of_parts(epoch)))
             self._shuffled = epoch
-        return InOrder(self.data, self.order)
+        return OrderedRows(self.data, self.order)
 
     def _of_parts(self, epoch: int) -> Iterator[np.ndarray]:
         """Yield the rows of each step of an epoch, if ranks take only rows of their own host."""

@@ -30,9 +30,9 @@ from synkhronos.loading.loader import Feed
 from synkhronos.rules import Rule, State
 from synkhronos.tasks import LocalFunction, LocalRows, Worker
 from synkhronos.tracing.spans import TRACED, TracedMethod
+from synkhronos.training.epoch_data import Plan, Source
 from synkhronos.training.meter import Meter, Outcome, ReadLosses, timed
 from synkhronos.training.model import Model
-from synkhronos.training.plan import Plan, Source
 from synkhronos.training.rank_state import set_reported_params
 from synkhronos.training.stop import StopAgreement, requested_stop
 from synkhronos.training.train_function import TrainFunction

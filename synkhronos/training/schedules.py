@@ -17,43 +17,32 @@ Schedule = Callable[[float], float]
 
 
 def get_state(schedule: Any) -> dict[str, Any]:
-    """Return the state of a schedule that observes validation, for a checkpoint; empty for other schedules."""
-    found = _get_attributes(schedule)
-    state: dict[str, Any] = {
-        name: found[name] for name in ("rate", "best", "since") if name in found and not math.isinf(found[name])
-    }
-    return {"made": _describe_origin(schedule), **state} if found else {}
+    """Return the state of `plateau` for a checkpoint, also if other schedules wrap it; empty for other schedules."""
+    base = _find_plateau(schedule)
+    if base is None:
+        return {}
+    best = {} if math.isinf(base.best) else {"best": base.best}
+    return {"made": base._origin, "rate": base.rate, "since": base.since, **best}
 
 
 def set_state(schedule: Any, state: Mapping[str, Any]) -> None:
     """Restore a state from `get_state`, if its schedule had the same class and initial rate; else do nothing."""
-    if state.get("made") == _describe_origin(schedule):
-        _get_attributes(schedule).update({name: value for name, value in state.items() if name != "made"})
-
-
-def _describe_origin(schedule: Any) -> list[Any]:
-    """Return the class' name and the initial rate of a schedule; None for a rate that is not known."""
-    schedule = _unwrap(schedule)
-    return [type(schedule).__name__, getattr(schedule, "initial", None)]
+    base = _find_plateau(schedule)
+    if base is not None and state.get("made") == base._origin:
+        vars(base).update({name: value for name, value in state.items() if name != "made"})
 
 
 def reset_best(schedule: Any) -> None:
     """Reset the best value of `plateau`, before it observes another quantity; its rate is unchanged."""
-    schedule = _unwrap(schedule)
-    if isinstance(schedule, plateau):
-        schedule.best, schedule.since = math.inf, 0
+    base = _find_plateau(schedule)
+    if base is not None:
+        base.best, base.since = math.inf, 0
 
 
-def _get_attributes(schedule: Any) -> dict[str, Any]:
-    """Return the attributes of a schedule that observes validation, which may be changed; empty for others."""
-    schedule = _unwrap(schedule)
-    return vars(schedule) if hasattr(schedule, "observe") else {}
-
-
-def _unwrap(schedule: Any) -> Any:
+def _find_plateau(schedule: Any) -> plateau | None:
     while hasattr(schedule, "schedule"):
         schedule = schedule.schedule
-    return schedule
+    return schedule if isinstance(schedule, plateau) else None
 
 
 def as_schedule(value: Schedule | float) -> Schedule:
@@ -223,6 +212,11 @@ class plateau:  # noqa: N801
     def __post_init__(self) -> None:
         self.rate, self.factor = check_positive(self.rate, "rate"), check_positive(self.factor, "factor")
         self.initial = self.rate
+
+    @property
+    def _origin(self) -> list[Any]:
+        """Class and initial rate, by which a checkpoint identifies the schedule."""
+        return [type(self).__name__, self.initial]
 
     def __call__(self, epoch: float) -> float:
         """Return the learning rate."""

@@ -33,7 +33,7 @@ from synkhronos.tasks import run
 from synkhronos.training import rank_state, schedules
 from synkhronos.training.checkpoint import Checkpoint, CheckpointError
 from synkhronos.training.early_stop import EarlyStop
-from synkhronos.training.epoch_data import EpochData, get_rank_pools
+from synkhronos.training.epoch_data import EpochData, Plan, Source, get_rank_pools
 from synkhronos.training.epoch_loop import EpochLoop
 from synkhronos.training.loop import CommandLoop, make_reader, train
 from synkhronos.training.meter import Meter, Outcome
@@ -41,7 +41,6 @@ from synkhronos.training.metrics import Metric, MetricTotals, parse_metrics
 from synkhronos.training.model import Model, Rows, Updates, add_clipping, by_own_gradient, identify_rule
 from synkhronos.training.model import Rule as UpdateRule
 from synkhronos.training.nonfinite import describe_nonfinite
-from synkhronos.training.plan import Plan, Source
 from synkhronos.training.progress import Progress, TrainerState
 from synkhronos.training.recorder import Recorder
 from synkhronos.training.report import Report, make_report
