@@ -363,8 +363,7 @@ class ClassLoop(EpochLoop, RankLoop):
     def train(self) -> bool:
         """Train to the end of an epoch; return whether a signal has ended the training on some rank."""
         epoch, is_resumed = self.n_reports, self.within["batch"] > 0
-        if "own" in self.worker.kept(_KEPT):  # those of the report are in their place
-            self.state.vector = self.worker.kept(_KEPT).pop("own")
+        rank_state.restore_own_params(self.worker, _KEPT)
         self.model.epoch = epoch
         if not is_resumed:
             self.warm_up(epoch)
@@ -548,10 +547,6 @@ class ClassLoop(EpochLoop, RankLoop):
         self.make_report()
         self.save(None)
 
-    def advance(self, report: Report) -> None:
-        """Begin the next epoch."""
-        self.within = {"batch": 0}
-
     def adapt(self, report: Report) -> None:
         """Call the class' ``save``, ``adjust_hyperp`` and ``print_info`` after an epoch."""
         self.save_snapshot(self.n_reports - 1, self.is_over())
@@ -559,8 +554,9 @@ class ClassLoop(EpochLoop, RankLoop):
         if callable(getattr(self.model, "print_info", None)):
             contract.call(self.model.print_info, self.recorder, verbose=self.worker.number == 0)
 
-    def write_report(self, report: Report) -> None:
-        """Print and write the report of an epoch, on rank 0."""
+    def complete(self, report: Report) -> None:
+        """Move the place to the next epoch; print and write the report, on rank 0."""
+        self.within = {"batch": 0}
         if self.reports is None:
             return
         self.reports.write(report.record())

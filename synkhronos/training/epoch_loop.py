@@ -2,9 +2,9 @@
 
 Epochs are divided into intervals, each of which ends with a report::
 
-    train() --> make_report() --> validate() --> advance() --> write_report() --> adapt() --> save()
-       ^                                                                                        |
-       +----------------------------------------------------------------------------------------+
+    train() --> make_report() --> validate() --> complete() --> adapt() --> save()
+       ^                                                                      |
+       +----------------------------------------------------------------------+
 
 A signal may stop `train` or `validate`.  Then `stop` saves the place within the interval instead of a report.
 """
@@ -51,9 +51,8 @@ class EpochLoop(ABC):
             if report is None or self.validate(report):
                 self.stop()
                 return
-            self.advance(report)
+            self.complete(report)
             self.n_reports += 1
-            self.write_report(report)
             is_best = self.observe(report)
             self.adapt(report)
             is_due = self.checkpoint_every and (self.n_reports % self.checkpoint_every == 0 or self.is_over())
@@ -94,12 +93,8 @@ class EpochLoop(ABC):
         """Save the place within the interval, after a signal."""
 
     @abstractmethod
-    def advance(self, report: Report) -> None:
-        """Begin the next interval."""
-
-    @abstractmethod
-    def write_report(self, report: Report) -> None:
-        """Pass a report to the recorders."""
+    def complete(self, report: Report) -> None:
+        """Move the place to the next interval, and pass the report to the recorders."""
 
     @abstractmethod
     def adapt(self, report: Report) -> None:

@@ -33,7 +33,7 @@ from synkhronos.tracing.spans import TRACED, TracedMethod
 from synkhronos.training.epoch_data import Plan, Source
 from synkhronos.training.meter import Meter, Outcome, ReadLosses, timed
 from synkhronos.training.model import Model
-from synkhronos.training.rank_state import set_reported_params
+from synkhronos.training.rank_state import restore_own_params, set_reported_params
 from synkhronos.training.stop import StopAgreement, requested_stop
 from synkhronos.training.train_function import TrainFunction
 
@@ -493,10 +493,7 @@ def train(
     """
     kept = worker.kept(plan.name)
     state: State | None = kept.get("state")
-    if "own" in kept:  # not after an interrupt: then each goes on with what it has
-        assert state is not None
-        state.vector = kept["own"]  # in whose place there was what the last report was about
-        del kept["own"]  # not before: an interrupt between the two must not lose it
+    restore_own_params(worker, plan.name)  # none after an interrupt: then each goes on with the parameters it has
     places = worker.exchange(None if state is None else (state.step, state.since))
     begun = [place for place in places if place is not None]
     if state is None or len(begun) < len(places) or not rule.asynchronous and len(set(places)) > 1:

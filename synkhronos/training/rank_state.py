@@ -330,6 +330,14 @@ def set_reported_params(worker: Worker, name: str, rule: Rule) -> None:
     state.vector = reported
 
 
+def restore_own_params(worker: Worker, name: str) -> None:
+    """Set the parameters to this rank's own again, if they are those that stand for all ranks."""
+    kept = worker.kept(name)
+    if "own" in kept:
+        kept["state"].vector = kept["own"]
+        del kept["own"]  # not before: an interrupt between the two must not lose it
+
+
 def restore_state(
     worker: Worker,
     name: str,

@@ -380,7 +380,6 @@ class _TrainerLoop(EpochLoop):
             schedules.reset_best(trainer.schedule)
 
     def is_complete(self) -> bool:
-        """Whether all epochs are trained."""
         return self.place.epoch >= self.n_epochs
 
     def is_signalled(self) -> bool:
@@ -390,7 +389,6 @@ class _TrainerLoop(EpochLoop):
     # -- an interval -----------------------------------------------------------------------------------------
 
     def train(self) -> bool:
-        """Train to the end of the interval; return whether a signal has stopped it before."""
         place = self.place
         self.last = self._end_interval(place.start)
         if self.last < place.row:  # of a checkpoint of more ranks
@@ -481,7 +479,6 @@ class _TrainerLoop(EpochLoop):
         return loop.end, meter.outcome(loop.rate)
 
     def make_report(self) -> Report:
-        """Return the report of the interval, without validation."""
         place, data, n_ranks = self.place, self.data, ranks.session().size
         return make_report(
             place.outcomes,
@@ -515,8 +512,8 @@ class _TrainerLoop(EpochLoop):
         report.validation = totals.results()
         return self.is_signalled()
 
-    def advance(self, report: Report) -> None:
-        """Begin the next interval.
+    def complete(self, report: Report) -> None:
+        """Move the place to the next interval, and pass the report to the recorders.
 
         Raises
         ------
@@ -532,6 +529,8 @@ class _TrainerLoop(EpochLoop):
         place.outcomes, place.metrics = [], report.metrics
         place.row = place.start = 0 if is_epoch_over else self.last
         place.epoch += is_epoch_over
+        for one in self.recorders:
+            one.write(report.record())
 
     def _explain(self, report: Report) -> str:
         """Return why a loss may be NaN or infinite: a row of the data, or else the learning rate."""
@@ -547,11 +546,6 @@ class _TrainerLoop(EpochLoop):
             words = describe_nonfinite(dict(zip(names, valid[0], strict=True)))
         return words or f"the learning rate of {report.learning_rate:g} may be too high"
 
-    def write_report(self, report: Report) -> None:
-        """Pass a report to the recorders."""
-        for one in self.recorders:
-            one.write(report.record())
-
     def adapt(self, report: Report) -> None:
         """Let the schedule observe the first metric of the validation, or the loss."""
         observe: Callable[[float], None] | None = getattr(self.trainer.schedule, "observe", None)
@@ -559,7 +553,6 @@ class _TrainerLoop(EpochLoop):
             observe(next(iter(report.validation.values()), report.loss))
 
     def save(self, report: Report) -> None:
-        """Write a checkpoint after a report."""
         assert self.checkpoint is not None
         self.trainer._state.save(self.checkpoint, self.data, self.trainer.schedule, report.seen)
 
