@@ -291,12 +291,15 @@ class Job:
         For pytest.
     device : str
         As of the option ``--device``.
+    variables : tuple of pairs of str
+        Environment variables and their values.
     """
 
     environment: Environment
     part: str
     arguments: Sequence[str]
     device: str = "host"
+    variables: tuple[tuple[str, str], ...] = ()
 
     @property
     def name(self) -> str:
@@ -316,7 +319,7 @@ class Job:
     def _call_pytest(self, report: Path, options: Sequence[str], heading: str | None) -> int:
         cache = ["-o", f"cache_dir={report.with_suffix('.cache')}"]
         command = [self.environment.python, "-m", "pytest", *cache, *options, *self.arguments]
-        return call(command, heading, SYNKHRONOS_TEST_DEVICE=self.device)
+        return call(command, heading, SYNKHRONOS_TEST_DEVICE=self.device, **dict(self.variables))
 
 
 def list_test_files(*names: str) -> list[str]:
@@ -325,23 +328,25 @@ def list_test_files(*names: str) -> list[str]:
 
 
 #: What `test` runs on JAX arrays beside all tests on NumPy's: two minutes of it.
-IN_BRIEF = list_test_files(
-    *("collectives", "jax", "lowering", "modes", "rank_program", "rules", "timeline", "updates"),
-)
+IN_BRIEF = list_test_files("collectives", "jax", "lowering", "modes", "rules", "timeline", "updates")
 #: What `test --quick` runs, with PyTensor alone: what most changes break, in a minute.
 QUICK = list_test_files(
     *("layers", "rows", "reduce", "graphs", "data", "collectives", "tasks", "threads", "update_rule"),
     *("user_code", "seed_example"),
 )
 #: What starts programs of its own and waits for them: half of the time of all tests, and run beside the others.
-PROGRAMS = list_test_files("compat", "demos", "docs", "lasagne_demos")
+PROGRAMS = list_test_files("demos", "docs")
+#: What imports `synkhronos.compat`, in processes of its own: ``import theano`` finds another module there, which other
+#: tests must not see. To run one: ``python -m pytest tests/support/compat_checks/check_ops.py``.
+COMPAT = "tests/support/compat_checks"
+LASAGNE_DEMOS = "tests/support/demo_checks"
 #: Number of failures of a job up to which these tests are run a second time: more are no accident.
 MOST_RETRIED = 5
 #: What only `--all` runs, each by its marker; pyproject.toml says what these are.
 MARKERS = ("lasagne", "hosts", "faults")
 #: What it runs beside PyMC: what was made for it.
 WITH_PYMC = [
-    *list_test_files("by_rows", "pymc", "pymc_chains", "pymc_demos", "rows_sum", "xla_samplers"),
+    *list_test_files("by_rows", "pymc", "pymc_chains", "pymc_demos", "rows_sum"),
     "tests/project/test_docs.py::test_page[pymc]",
     "tests/project/test_docs.py::test_docstring[synkhronos.extensions.pymc.data_parallel]",
 ]
@@ -384,7 +389,7 @@ def test(options: argparse.Namespace, rest: list[str]) -> int:
     extras = {
         PYTENSOR.name: ["jax", "demos", "hosts", "lasagne", "training", "tensorboard", "test"],
         THEANO.name: ["demos", "hosts", "lasagne", "training", "test"],
-        PYMC.name: ["pymc-jax", "test"],
+        PYMC.name: ["test"],
     }
     if options.device == "gpu":
         extras[PYTENSOR.name].append("gpu")
@@ -434,11 +439,19 @@ def jobs_of(environments: Sequence[Environment], options: argparse.Namespace, re
             return []
         return [Job(environment, name, ["-m", f"{expression}{own.get(environment, '')}"]) for environment in both]
 
-    jobs = marked("lasagne", "lasagne")
+    jobs = []
     for environment in both:
         usual = ["-m", " and ".join(f"not {marker}" for marker in MARKERS) + own.get(environment, "")]
         jobs.append(Job(environment, "", [*usual, *(f"--ignore={path}" for path in PROGRAMS)]))
+        for name, folder, without in [
+            ("compat", COMPAT, ["lasagne", "programs"]),
+            ("lasagne demos", LASAGNE_DEMOS, ["zoo"]),
+        ]:
+            ignored = [f"--ignore={folder}/check_{module}.py" for module in without]
+            jobs.append(Job(environment, name, [*usual, "--timeout=1200", *ignored, folder]))
         jobs.append(Job(environment, "programs", [*usual, *PROGRAMS]))
+    if options.all:
+        jobs += [job for environment in both for job in lasagne_jobs_of(environment)]
     faults, hosts = marked("faults", "faults"), marked("hosts", "hosts and not faults")
     jobs += [*faults[:1], *hosts[:1]]
     if PYMC in environments:
@@ -447,6 +460,25 @@ def jobs_of(environments: Sequence[Environment], options: argparse.Namespace, re
         jobs.append(Job(PYTENSOR, "jax", IN_BRIEF, "jax"))
     # Theano's, the shortest: what no other runs beside at the end is short.
     return [*jobs, *faults[1:], *hosts[1:]]
+
+
+def lasagne_jobs_of(environment: Environment) -> list[Job]:
+    """Return the runs of what compiles for minutes: Lasagne's own tests, programs of Theano's time, and the zoo."""
+    limit = "--timeout=1800"
+    jobs = [
+        Job(environment, "zoo", ["-m", "lasagne or not lasagne", limit, f"{LASAGNE_DEMOS}/check_zoo.py"]),
+        Job(environment, "lasagne", ["-m", "not lasagne", limit, f"{COMPAT}/check_lasagne.py"]),
+        Job(environment, "old programs", ["-m", "not lasagne", limit, f"{COMPAT}/check_programs.py"]),
+    ]
+    if environment is PYTENSOR:
+        # LLVM compiles for as long as the rest of Numba, and its last optimizations are not tested: what it makes
+        # without them has a cache of its own, which users' programs don't load.
+        folder = Path.home() / ".pytensor" / "synkhronos-tests"
+        flags = f"{os.environ.get('PYTENSOR_FLAGS', '')},base_compiledir={folder}"
+        variables = (("PYTENSOR_FLAGS", flags.lstrip(",")), ("NUMBA_OPT", "1"))
+        arguments = ["-m", "lasagne", limit, f"{COMPAT}/check_programs.py"]
+        jobs.append(Job(environment, "old programs in the default mode", arguments, variables=variables))
+    return jobs
 
 
 def suites_of(report: Path) -> list[xml.etree.ElementTree.Element]:

@@ -27,7 +27,15 @@ sys.dont_write_bytecode = False
 # compiler ask for its mode.  PyTensor's rewrites take as long as all that comes after them: its functions are computed
 # as they are written, but in tests that ask for the fixture `rewrites` or for a mode.  Theano has its rewrites
 # everywhere.  Where in the program each variable was made nobody asks, and pytest's stacks are deep.
-MODES = {"host": ["mode=Mode", "linker=py", "optimizer=None"], "jax": ["mode=JAX"], "gpu": ["mode=FAST_COMPILE"]}
+# Tests of synkhronos.compat look at what its rewrites and PyTensor's own make, and the zoo's networks compute for longer
+# than their rewrites take; "linker" and "optimizer" are then PyTensor's defaults, for what asks for its default mode.
+PLAIN, REWRITTEN = ["mode=Mode", "linker=py", "optimizer=None"], ["mode=FAST_COMPILE", "linker=auto", "optimizer=o4"]
+NAMED = " ".join(word for word in sys.argv if not word.startswith("--ignore"))
+MODES = {
+    "host": REWRITTEN if "compat_checks" in NAMED or "check_zoo" in NAMED else PLAIN,
+    "jax": ["mode=JAX"],
+    "gpu": ["mode=FAST_COMPILE"],
+}
 for variable, flags in {
     "PYTENSOR_FLAGS": ["traceback__limit=0", *MODES[DEVICE]],
     "THEANO_FLAGS": [
@@ -90,13 +98,11 @@ if DEVICE != "host":
     collect_ignore_glob = [
         f"*/test_{name}.py"
         for name in (
-            "compat",
             "docs",
             "faults",
             "footprint",
             "hosts_faults",
             "interrupts",
-            "lasagne_demos",
             "launch",
             "launch_faults",
             "launch_hosts",

@@ -127,6 +127,7 @@ def test_avg_leaves_out_what_batch_normalization_calls_gamma_and_beta(tmp_path):
     np.testing.assert_allclose(params(tmp_path), own[0], rtol=1e-5)  # params.npz has all of rank 0's
 
 
+@pytest.mark.any_library
 @pytest.mark.parametrize("rule", ["BSP", "EASGD"])
 def test_the_order_of_calls(tmp_path, rule):
     options = {} if rule == "BSP" else {"rule": rule, "rule_options__period": 2}
@@ -194,6 +195,7 @@ def test_other_answers_of_val_iter_are_refused(answer):
         next_batch(answer, 3, 4)
 
 
+@pytest.mark.any_library
 def test_cdd_goes_on_from_a_checkpoint(tmp_path):
     pytest.importorskip("safetensors")
     train(tmp_path / "whole", "Regression", epochs=3)
@@ -214,6 +216,7 @@ def test_what_is_pending_is_kept_by_another_number_of_ranks():
 # -- runs that train nothing ---------------------------------------------------------------------------------
 
 
+@pytest.mark.any_library
 @pytest.mark.parametrize(
     ("name", "settings", "words"),
     [

@@ -144,13 +144,19 @@ def test_each_environment_runs_each_file_once(module, capfd, all_of_them):
     for path in (path for path in named if path.startswith("tests/")):
         assert (ROOT / path).exists(), path
     for environment, else_ in ((module.PYTENSOR, ""), (module.THEANO, " and not any_library")):
-        usual = [job for job in jobs if job.environment is environment and "-m" in job.arguments]
-        marks = [job.arguments[1] for job in usual]
-        both = 2 * [f"not lasagne and not hosts and not faults{else_}"]
-        rest = [f"{what}{else_}" for what in ("lasagne", "faults", "hosts and not faults")]
-        assert sorted(marks) == sorted(both + rest * all_of_them)
-        others, programs = (job.arguments[2:] for job in usual if job.arguments[1] == both[0])
-        assert others == [f"--ignore={path}" for path in programs]
+        usual = f"not lasagne and not hosts and not faults{else_}"
+        own = {job.part: job.arguments for job in jobs if job.environment is environment and "-m" in job.arguments}
+        parts = {part for part, arguments in own.items() if arguments[1] == usual}
+        assert parts == {"", "programs", "compat", "lasagne demos"}
+        assert own[""][2:] == [f"--ignore={path}" for path in own["programs"][2:]]
+        marked = {arguments[1] for part, arguments in own.items() if part in ("faults", "hosts")}
+        assert marked == ({f"faults{else_}", f"hosts and not faults{else_}"} if all_of_them else set())
+        # The modules in folders of support/: those that a folder's run leaves out have runs of their own.
+        for folder, part in ((module.COMPAT, "compat"), (module.LASAGNE_DEMOS, "lasagne demos")):
+            assert own[part][-1] == folder
+            left_out = {word.removeprefix("--ignore=") for word in own[part] if word.startswith("--ignore=")}
+            alone = {word for arguments in own.values() for word in arguments if word.startswith(f"{folder}/")}
+            assert alone == (left_out if all_of_them else set())
     alone = module.jobs_of([module.THEANO], options(), [])
     assert alone and not any("any_library" in word for job in alone for word in job.arguments)
 

@@ -20,7 +20,10 @@ import synkhronos as synk
 from synkhronos.training import Checkpoint, Recorder, stop
 from synkhronos.training.recorder import read
 
-pytestmark = pytest.mark.skipif(XLA, reason="the trainer's own bookkeeping, and XLA takes seconds to compile")
+pytestmark = [
+    pytest.mark.any_library,
+    pytest.mark.skipif(XLA, reason="the trainer's own bookkeeping, and XLA takes seconds to compile"),
+]
 
 
 class SignalAt:

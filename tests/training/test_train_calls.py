@@ -51,6 +51,7 @@ def test_functions_outlive_a_new_fork(fork):
     np.testing.assert_allclose(synk.gather(together.w), [alone.w.get_value()] * 2, rtol=1e-9)
 
 
+@pytest.mark.any_library
 @pytest.mark.parametrize(
     ("error", "message", "change"),
     [
@@ -92,6 +93,7 @@ def test_wrong_arguments_of_the_makers_are_named(two_ranks_anew, make, error, me
         make(**{**arguments, **change})
 
 
+@pytest.mark.any_library
 @pytest.mark.parametrize(
     ("error", "message", "arguments"),
     [
@@ -121,6 +123,7 @@ def test_wrong_arguments_of_a_step_are_named_and_change_nothing(two_ranks_anew, 
     np.testing.assert_allclose(train(X, Y), Model().train_by(make_train_function_serial)(X, Y))
 
 
+@pytest.mark.any_library
 @pytest.mark.parametrize(
     ("error", "message", "arguments"),
     [

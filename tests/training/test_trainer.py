@@ -26,6 +26,7 @@ def test_every_rule_learns(n_ranks, name):
         assert str(report).startswith(f"epoch {report.epoch:g}: loss ")
 
 
+@pytest.mark.any_library
 @pytest.mark.parametrize("name", ALL)
 @pytest.mark.parametrize(("rows", "batch", "every"), [(60, 5, None), (53, 7, 2), (31, 5, 1)])
 def test_every_row_is_used_once_an_epoch(n_ranks, name, rows, batch, every):

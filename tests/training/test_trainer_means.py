@@ -207,6 +207,7 @@ def test_running_averages_are_those_of_one_process(fork, name):
     assert np.ptp(synk.gather(model.own), axis=0).min() > 1e-3
 
 
+@pytest.mark.any_library
 @pytest.mark.parametrize("name", [name for name in ALL if name not in EACH_STEP])
 def test_after_a_report_all_ranks_have_the_running_averages_that_stand_for_all(fork, name):
     fork(2)

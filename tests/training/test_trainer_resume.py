@@ -1,0 +1,30 @@
+"""A trainer that goes on from a checkpoint, with both graph libraries."""
+
+import pytest
+from trainer_model import SYNCHRONOUS, Model
+
+import synkhronos as synk
+from synkhronos.training import Checkpoint, schedules
+
+
+@pytest.mark.parametrize(("name", "every"), [*((name, 3) for name in SYNCHRONOUS), ("LocalSGD", None)])
+def test_training_goes_on_bit_for_bit(fork, tmp_path, name, every):
+    fork(2)
+    rate = schedules.warmup(schedules.steps(0.05, {1: 0.5}), 0.5)
+    whole = Model(name, rate=rate, noise=True)
+    expected = [report.loss for report in whole.epochs(5, 2, every=every, checkpoint=Checkpoint(tmp_path / "whole"))]
+    part = Model(name, rate=rate, noise=True)
+    losses = []
+    for report in part.epochs(5, 2, every=every, checkpoint=Checkpoint(tmp_path / "part")):
+        losses.append(report.loss)
+        if len(losses) == (1 if every is None else 3):
+            break
+    synk.close()
+    fork(2)
+    rest = Model(name, rate=rate, noise=True)
+    losses += [
+        report.loss
+        for report in rest.epochs(5, 2, every=every, checkpoint=Checkpoint(tmp_path / "part"), resume="latest")
+    ]
+    assert losses == expected
+    assert rest.values().tolist() == whole.values().tolist()
