@@ -114,6 +114,8 @@ class Session:
         Whether this process is a fork of the master.
     death : Death or None
         The worker's exit that closed the session, if one did.
+    has_kept_memory : bool
+        Whether a death has closed the session within `keep_memory`, so that `replace_workers` is possible.
     """
 
     def __init__(
@@ -128,7 +130,7 @@ class Session:
         self._dead_rank: int | None = None
         self._profile, self._first = False, None  # type: bool, Command | None
         #: Number of `keep_memory` contexts, and whether a death has left the memory in one of them.
-        self._n_keepers, self._has_kept_memory = 0, False
+        self._n_keepers, self.has_kept_memory = 0, False
         self._turn = threading.RLock()
         self._command, self._began = 0, 0.0
         self._running = False
@@ -467,7 +469,7 @@ class Session:
                 "values computed from them, are invalid in this process too. Restore them from saved values."
             )
         message += " Call synkhronos.fork() to start again."
-        self._has_kept_memory = self._n_keepers > 0 and death is not None
+        self.has_kept_memory = self._n_keepers > 0 and death is not None
         self.close(kill=True)
         self.closed, self._dead_rank, self.death = message, number, death
         raise WorkerError(message, number)
@@ -552,13 +554,13 @@ class Session:
         self._control.deciding.release()  # its owner has exited, as have the agents
         self.rank.spans_hosts = False
         self.rank.fail()
-        if not self._has_kept_memory:
+        if not self.has_kept_memory:
             _call_all(self._at_close)
         self.workers.close()
         # Break reference cycles, which would keep the memory until the next collection.
         self.rank.watch = lambda: None
         self.rank.has_peer_died = lambda: False
-        if not self._has_kept_memory:
+        if not self.has_kept_memory:
             self._free_memory()
 
     def _free_memory(self) -> None:
@@ -585,9 +587,9 @@ class Session:
             yield
         finally:
             self._n_keepers -= self.can_replace_workers
-            if self._has_kept_memory and not self._n_keepers:
+            if self.has_kept_memory and not self._n_keepers:
                 with defer_signals():
-                    self._has_kept_memory = False
+                    self.has_kept_memory = False
                     _call_all(self._at_close)
                     self._free_memory()
 
@@ -604,7 +606,7 @@ class Session:
         WorkerError
             If a new worker dies.
         """
-        if not self._has_kept_memory:
+        if not self.has_kept_memory:
             raise RuntimeError("replace_workers: no worker has died within keep_memory()")
         with defer_signals():
             # The counters and semaphores of the old workers stay as they died.
@@ -615,7 +617,7 @@ class Session:
             self._peers = PeerWatch(self._has_peer_died, self._has_pending_alone, self._raise_if_peer_died)
             self._running, self._idle = False, True
             self._dead_rank = self.death = self.closed = None
-            self._has_kept_memory = False
+            self.has_kept_memory = False
         self.start(self._profile, self._first)
         with self.turn:
             self.settle()

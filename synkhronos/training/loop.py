@@ -35,6 +35,7 @@ from synkhronos.training.meter import Meter, Outcome, ReadLosses, timed
 from synkhronos.training.model import Model
 from synkhronos.training.rank_state import restore_own_params, set_reported_params
 from synkhronos.training.stop import StopAgreement, requested_stop
+from synkhronos.training.survival import Survival
 from synkhronos.training.train_function import TrainFunction
 
 #: Bytes of the rows of one launch, at most, which are there at once.
@@ -260,6 +261,8 @@ class CommandLoop(_Rows):
     learning_rate : shared variable
     rate : float
         Its present value on all ranks.
+    survival : Survival, optional
+        Repeats a step after the death of a worker.
     """
 
     def __init__(
@@ -272,9 +275,12 @@ class CommandLoop(_Rows):
         step: TrainFunction,
         learning_rate: Any,
         rate: float,
+        survival: Survival | None = None,
     ):
         super().__init__(plan, source, meter, rows, True, rate)
-        self._step, self._learning_rate = step, learning_rate
+        self._step, self._learning_rate, self._survival = step, learning_rate, survival
+        #: Maximal number of steps in a launch; after a death the whole launch is repeated.
+        self._max_repeats = source.max_repeats if survival is None else 1
         data = source.data
         self._x = data[: len(model.x)] if model.x_is_list else data[0]
         self._y = data[len(model.x) :] if model.y_is_list else data[-1]
@@ -284,7 +290,7 @@ class CommandLoop(_Rows):
         place, plan = self.plan.first, self.plan
         while place < plan.last:
             rate, starts = plan.rate(place), [place]
-            while len(starts) < self.source.max_repeats and starts[-1] + 2 * self.rows <= plan.last:
+            while len(starts) < self._max_repeats and starts[-1] + 2 * self.rows <= plan.last:
                 if plan.rate(starts[-1] + self.rows) != rate:
                     break
                 starts.append(starts[-1] + self.rows)
@@ -294,11 +300,17 @@ class CommandLoop(_Rows):
 
     def put_rate(self, rate: float) -> None:
         """Set the variable on all ranks."""
-        synk.broadcast(self._learning_rate, np.asarray(rate, self._learning_rate.type.dtype))
+        value = np.asarray(rate, self._learning_rate.type.dtype)
+        if self._survival is None:
+            synk.broadcast(self._learning_rate, value)
+        else:
+            self._survival.run(lambda: synk.broadcast(self._learning_rate, value))
 
     def launch(self, rows: list[Any]) -> list[tuple[Any, Any]]:
         """Take the steps."""
-        return self._step.weighted_steps(self._x, self._y, rows)
+        if self._survival is None:
+            return self._step.weighted_steps(self._x, self._y, rows)
+        return self._survival.change(lambda: self._step.weighted_steps(self._x, self._y, rows), len(rows))
 
     def free_launched(self, places: list[tuple[int, int]], steps: int) -> None:
         """Wait for the steps, whose rows have been read then."""

@@ -94,7 +94,7 @@ def collect_state(worker: Worker, name: str, groups: Groups, alike: bool) -> dic
     kept = worker.kept(name)
     state: State | None = kept.get("state")
     found: dict[str, Any] = {"streams": [get_stream_state(shared) for shared in groups.generators]}
-    found["others"] = [np.array(_get(shared)) for shared in groups.others]
+    found["others"] = [np.array(get_value(shared)) for shared in groups.others]
     if alike and worker.number:
         return found
     found["params"] = np.array(kept["own"] if state is not None else Vector(groups.params).get())
@@ -364,11 +364,38 @@ def restore_state(
         mine, other_values, streams = shares[root]
     else:
         mine, other_values, streams = worker.receive(root)
+    others = [other_values[str(i)] for i in range(len(groups.others))]
+    set_state(worker, name, groups, shared, alike, mine, others, streams)
+
+
+def set_state(
+    worker: Worker,
+    name: str,
+    groups: Groups,
+    shared: dict[str, LocalRows],
+    alike: bool,
+    mine: dict[str, Any],
+    others: Sequence[np.ndarray],
+    streams: Sequence[Any] | None,
+) -> None:
+    """Set this rank's state to one that `collect_state` returned.
+
+    Parameters
+    ----------
+    worker, name, groups, shared, alike
+        As of `restore_state`.
+    mine : dict
+        State of this rank.
+    others : sequence of array
+        Values of ``groups.others``.
+    streams : sequence or None
+        States of ``groups.generators``; None leaves the present ones.
+    """
     Vector(groups.params).set(mine["params"])
     Vector(groups.optimizer).set(mine["optimizer"])
     Vector(groups.excluded).set(mine["excluded"])
-    for i, one in enumerate(groups.others):
-        _put(one, other_values[str(i)])
+    for shared_variable, value in zip(groups.others, others, strict=True):
+        put_value(shared_variable, value)
     if streams is not None:  # a rank that the checkpoint lacks has its first ones
         for one, state in zip(groups.generators, streams, strict=True):
             set_stream_state(one, state)
@@ -394,12 +421,14 @@ def _shares(stored: Stored, rule: Rule, size: int, alike: bool) -> list[tuple[di
     return [(mine[r], others[r % len(others)], streams[r] if r < len(streams) else None) for r in range(size)]
 
 
-def _get(shared: Any) -> np.ndarray:
+def get_value(shared: Any) -> np.ndarray:
+    """Return the value of a shared variable as an array of the host."""
     value = library_of(shared).get(shared)
     return array_device(value).to_host(value)
 
 
-def _put(shared: Any, array: np.ndarray) -> None:
+def put_value(shared: Any, array: np.ndarray) -> None:
+    """Set the value of a shared variable to an array of the host, on the variable's device."""
     library = library_of(shared)
     library.put(shared, array_device(library.get(shared)).from_host(array))
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -44,6 +44,9 @@ class Report:
         Mean time of a rank by activity: compute, exchange, wait, load.
     batch : str
         Rows of a step: number of ranks times rows per rank.
+    deaths : list of dict
+        Deaths of workers since the last report, after which the training went on: ``rank``, ``host``, ``cause``,
+        ``step`` from which it went on, and ``seconds`` lost.
     """
 
     epoch: float
@@ -55,6 +58,7 @@ class Report:
     rows_per_second: float
     seconds: dict[str, float]
     batch: str
+    deaths: list[dict[str, Any]] = field(default_factory=list)
 
     @property
     def metrics(self) -> dict[str, float]:
@@ -62,8 +66,8 @@ class Report:
         return self.validation if math.isnan(self.loss) else {"loss": self.loss, **self.validation}
 
     def record(self) -> dict[str, Any]:
-        """Return the attributes as a dict, for a recorder."""
-        return dict(vars(self))
+        """Return the attributes as a dict, for a recorder; without ``deaths`` if there were none."""
+        return {name: value for name, value in vars(self).items() if value or name != "deaths"}
 
     def __str__(self) -> str:
         valid = "".join(f", {name} {value:.4g}" for name, value in self.validation.items())
@@ -72,6 +76,7 @@ class Report:
         return (
             f"epoch {self.epoch:g}: loss {self.loss:.4g}{valid}; batch {self.batch}, "
             f"learning rate {self.learning_rate:.3g}, {self.rows_per_second:,.0f} rows/s ({shares})"
+            + "".join(f"; rank {death['rank']} {death['cause']}" for death in self.deaths)
         )
 
 

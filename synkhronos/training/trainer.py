@@ -12,9 +12,10 @@ import math
 import signal
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 import numpy as np
 
@@ -46,10 +47,12 @@ from synkhronos.training.recorder import Recorder
 from synkhronos.training.report import Report, make_report
 from synkhronos.training.schedules import Schedule, as_schedule
 from synkhronos.training.stop import StopSignals, requested_stop
+from synkhronos.training.survival import Survival
 from synkhronos.training.train_function import TrainFunction
 from synkhronos.training.updates import nesterov_momentum
 
 _names = itertools.count()
+T = TypeVar("T")
 
 
 class Trainer:
@@ -123,6 +126,8 @@ class Trainer:
         resume: Any = None,
         progress: bool = False,
         grace: float = 30.0,
+        on_death: str = "stop",
+        max_deaths: int = 100,
     ) -> Iterator[Report]:
         """Train, and report after each epoch.
 
@@ -159,6 +164,11 @@ class Trainer:
         grace : float
             The seconds that SIGTERM, SIGHUP, SIGUSR1 or SIGUSR2 leave for writing a checkpoint, where the signal has
             no handler of yours and `checkpoint` is given.
+        on_death : {"stop", "continue"}
+            What follows when a worker dies, such as by SIGKILL when memory runs out: "stop" raises WorkerError;
+            "continue" forks new workers and repeats the last step.  See `Notes`.
+        max_deaths : int
+            Number of deaths after which "continue" goes on.  After three deaths in the same step it stops, too.
 
         Yields
         ------
@@ -178,6 +188,19 @@ class Trainer:
         SystemExit
             With status 128 plus the number of one of these signals, when a checkpoint has been written behind the last
             step.
+
+        Notes
+        -----
+        With ``on_death="continue"`` the master copies the state of all ranks in memory: parameters, the variables of
+        the update rule and of the exchange rule, random streams and counts.  Under BSP on gradients it does so after
+        each step, and after a death the results are those of an undisturbed training, bit for bit.  Where ranks take
+        steps of their own it does so about every second, or at each report if the loss has a weight.  After a death all
+        ranks return to the copy, so that each row is used exactly once.  ``report.deaths`` describes the deaths.
+
+        New workers are copies of the master, so that nothing is compiled again.  This needs ranks on the cores of one
+        machine, and another compiler than JAX.  Variables that the trainer does not use get the master's values on all
+        ranks.  The death of the master ends the training, as does a death while your code between two reports calls the
+        ranks.
         """
         loader = self._loader(x_data, y_data)
         data, count = ([], len(loader)) if loader else self._data(x_data, y_data, "x_data, y_data")
@@ -217,6 +240,9 @@ class Trainer:
             raise TypeError(f"checkpoint: expected a Checkpoint, got {checkpoint!r}")
         if resume == "latest" and checkpoint is None:
             raise ValueError("resume: expected a path, or checkpoint=..., in which to look for the latest")
+        if on_death not in ("stop", "continue"):
+            raise ValueError(f"on_death: expected 'stop' or 'continue', got {on_death!r}")
+        max_deaths = check_at_least(max_deaths, "max_deaths", 1)
         loop = _TrainerLoop(
             self,
             EpochData(data, count, batch_size, seed, loader),
@@ -227,8 +253,15 @@ class Trainer:
             recorders,
             checkpoint,
             progress,
+            self._make_survival(max_deaths) if on_death == "continue" else None,
         )
         return self._iterate_reports(loop, resume, grace)
+
+    def _make_survival(self, max_deaths: int) -> Survival:
+        differs = bool(self._state.groups.generators) or any(
+            update.differs and update.op != "mean" for update in self._model.extra_updates
+        )
+        return Survival(self._state, differs, max_deaths)
 
     def _iterate_reports(self, loop: _TrainerLoop, resume: Any, grace: float) -> Iterator[Report]:
         checkpoint = loop.checkpoint
@@ -239,6 +272,8 @@ class Trainer:
                 stack.enter_context(StopSignals(grace))
             self._loop = loop
             loop.begin(resume)
+            if loop.survival is not None:
+                stack.enter_context(loop.session.keep_memory())
             yield from loop.iterate_reports()
             if checkpoint is not None and requested_stop():
                 raise SystemExit(128 + requested_stop())
@@ -323,6 +358,8 @@ class _TrainerLoop(EpochLoop):
     checkpoint : Checkpoint or None
     shows_progress : bool
         Whether to show a progress bar.
+    survival : Survival or None
+        Continues after the death of a worker.
     """
 
     def __init__(
@@ -336,10 +373,11 @@ class _TrainerLoop(EpochLoop):
         recorders: list[Any],
         checkpoint: Checkpoint | None,
         shows_progress: bool,
+        survival: Survival | None,
     ):
         self.trainer, self.data, self.n_epochs, self.every, self.valid = trainer, data, n_epochs, every, valid
         self.patience, self.recorders, self.checkpoint = patience, recorders, checkpoint
-        self.shows_progress = shows_progress
+        self.shows_progress, self.survival = shows_progress, survival
         self.first_metric = "loss" if valid is None else next(iter(trainer._validate))
         keep_best = None if checkpoint is None else checkpoint.keep_best
         self.metric = keep_best or (self.first_metric, "min")
@@ -368,9 +406,7 @@ class _TrainerLoop(EpochLoop):
             resume = next(reversed(checkpoint.paths()), None)
         if resume is not None:
             seen = state.restore(resume, self.data, trainer.schedule)
-            for one in self.recorders:
-                if isinstance(one, Recorder):
-                    one.cut(seen)
+            self._cut_records(seen)
         elif checkpoint is not None:
             checkpoint.refuse_others(self.place.epoch * self.data.count + self.place.row)
         measure = "loss" if self.valid is None else f"validation {self.first_metric}"
@@ -378,6 +414,12 @@ class _TrainerLoop(EpochLoop):
             measure += f", {' '.join(self.metric)}"
         if self.early_stop.begin(measure):
             schedules.reset_best(trainer.schedule)
+
+    def _cut_records(self, seen: int) -> None:
+        """Remove the records of steps after ``seen`` rows, which are taken again."""
+        for recorder in self.recorders:
+            if isinstance(recorder, Recorder):
+                recorder.cut(seen)
 
     def is_complete(self) -> bool:
         return self.place.epoch >= self.n_epochs
@@ -389,13 +431,29 @@ class _TrainerLoop(EpochLoop):
     # -- an interval -----------------------------------------------------------------------------------------
 
     def train(self) -> bool:
+        if self.survival is not None:
+            self.survival.copy()
         place = self.place
         self.last = self._end_interval(place.start)
         if self.last < place.row:  # of a checkpoint of more ranks
             self.last = self._end_interval(place.row)
-        if place.row < self.last and not self.is_signalled():
-            place.row, place.outcomes = self._train_interval()
+        survival = self.survival
+        if survival is None or self.trainer._together is not None:
+            if place.row < self.last and not self.is_signalled():
+                place.row, place.outcomes = self._train_interval(self.last)
+            return self.is_signalled()
+        while place.row < self.last and not self.is_signalled():
+            began = time.perf_counter()
+            last = min(self.last, place.row + self._count_rows_ahead(survival))
+            place.row, place.outcomes = survival.change(lambda: self._train_interval(last))  # noqa: B023
+            survival.count_steps_ahead(time.perf_counter() - began)
         return self.is_signalled()
+
+    def _count_rows_ahead(self, survival: Survival) -> int:
+        """Return the number of rows until the next copy of the ranks' state."""
+        if self.trainer._model.weight is not None:  # weights since the last exchange are counted within an interval
+            return self.data.count
+        return survival.count_steps_ahead() * self.data.batch * ranks.session().size
 
     def _end_interval(self, row: int) -> int:
         """Return the place of the next report after a place."""
@@ -403,13 +461,13 @@ class _TrainerLoop(EpochLoop):
             return self.data.count
         return min(self.data.count, row + self.every * self.data.batch * ranks.session().size)
 
-    def _plan(self) -> Plan:
-        """Return the plan of an interval, from the present place to the next report."""
+    def _plan(self, last: int) -> Plan:
+        """Return the plan of an interval, from the present place to another."""
         trainer, data, place = self.trainer, self.data, self.place
         return Plan(
             trainer._state.name,
             place.row,
-            self.last,
+            last,
             data.batch,
             place.epoch,
             data.count,
@@ -422,9 +480,9 @@ class _TrainerLoop(EpochLoop):
             trainer._model.weight is not None,
         )
 
-    def _train_interval(self) -> tuple[int, list[Outcome]]:
-        """Train until the next report, or until a signal; return the place, and the ranks' outcomes."""
-        plan, loader = self._plan(), self.data.loader
+    def _train_interval(self, last: int) -> tuple[int, list[Outcome]]:
+        """Train up to a place, or until a signal; return the place, and the ranks' outcomes."""
+        plan, loader = self._plan(last), self.data.loader
         together = self.trainer._together is not None
         try:
             source = self.data.source(plan.epoch, plan.first, together)
@@ -438,6 +496,8 @@ class _TrainerLoop(EpochLoop):
         except (LoadError, WorkerError):
             if loader is not None:
                 loader.close()  # one may have died
+            if self.survival is not None:
+                self._cut_records(plan.epoch * plan.count + plan.first)
             raise
         return end, outcomes
 
@@ -468,8 +528,9 @@ class _TrainerLoop(EpochLoop):
             meter.begin(plan.before[0])
         rows = plan.batch * ranks.session().size
         loop = CommandLoop(
-            plan, source, meter, rows, trainer._model, trainer._together, trainer.learning_rate, trainer._state.rate
-        )
+            plan, source, meter, rows, trainer._model, trainer._together, trainer.learning_rate, trainer._state.rate,
+            self.survival,
+        )  # fmt: skip
         try:
             loop.run()
         finally:
@@ -489,6 +550,13 @@ class _TrainerLoop(EpochLoop):
 
     def validate(self, report: Report) -> bool:
         """Compute the metrics over all rows, each row counted once; return whether a signal has stopped it."""
+        return self._survive(lambda: self._validate(report))
+
+    def _survive(self, operation: Callable[[], T]) -> T:
+        """Call an operation that changes no state of the ranks, again if a worker dies that may."""
+        return operation() if self.survival is None else self.survival.run(operation)
+
+    def _validate(self, report: Report) -> bool:
         trainer, valid = self.trainer, self.valid
         if valid is None:
             return False
@@ -529,6 +597,8 @@ class _TrainerLoop(EpochLoop):
         place.outcomes, place.metrics = [], report.metrics
         place.row = place.start = 0 if is_epoch_over else self.last
         place.epoch += is_epoch_over
+        if self.survival is not None:
+            report.deaths = self.survival.take_deaths()
         for one in self.recorders:
             one.write(report.record())
 
@@ -553,8 +623,12 @@ class _TrainerLoop(EpochLoop):
             observe(next(iter(report.validation.values()), report.loss))
 
     def save(self, report: Report) -> None:
-        assert self.checkpoint is not None
-        self.trainer._state.save(self.checkpoint, self.data, self.trainer.schedule, report.seen)
+        self._save(report.seen)
+
+    def _save(self, seen: int) -> None:
+        checkpoint, trainer = self.checkpoint, self.trainer
+        assert checkpoint is not None
+        self._survive(lambda: trainer._state.save(checkpoint, self.data, trainer.schedule, seen))
 
     def stop(self) -> NoReturn:
         """Save the place between two reports, and end the program by the signal."""
@@ -563,7 +637,7 @@ class _TrainerLoop(EpochLoop):
         assert checkpoint is not None
         if all(math.isfinite(outcome.loss) for outcome in place.outcomes):
             seen = place.epoch * self.data.count + place.row
-            self.trainer._state.save(checkpoint, self.data, self.trainer.schedule, seen)
+            self._save(seen)
             words += f"; go on with resume={str(checkpoint.path(seen))!r}"
         sys.stderr.write(f"{words}\n")
         raise SystemExit(128 + number)

@@ -1,0 +1,243 @@
+"""Training that goes on after the death of a worker.
+
+The master has a copy of the state of all ranks in memory, of the last whole step or exchange::
+
+    copy() ──> operation() ──> copy() ──> operation() ──> ...
+                   │ a worker dies
+                   v
+               replace the workers, restore the copy on all ranks, and call the operation again
+
+An operation is all or nothing: what a failed one has changed on any rank is replaced by the copy.  So no row is lost or
+used twice.  New workers are forks of the master, and inherit the copy with everything else (see
+`synkhronos.ranks.session`).
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from copy import deepcopy
+from dataclasses import asdict, dataclass
+from typing import Any, TypeVar
+
+import numpy as np
+
+from synkhronos import ranks
+from synkhronos.devices import is_fork_unsafe
+from synkhronos.ranks import WorkerError
+from synkhronos.rules.state import Vector
+from synkhronos.tasks import LocalRows, Worker, run
+from synkhronos.training import rank_state
+from synkhronos.training.progress import TrainerState
+
+_log = logging.getLogger("synkhronos")
+T = TypeVar("T")
+
+#: Number of deaths without a copy in between after which the training ends: the step itself may be the cause.
+MAX_REPEATED = 3
+#: Approximate seconds between two copies, where ranks take steps of their own.
+_INTERVAL = 1.0
+#: States of all ranks, by the trainer's name.  Workers read what they have inherited.
+_states: dict[str, list[dict[str, Any]]] = {}
+
+
+@dataclass(frozen=True)
+class SurvivedDeath:
+    """Death of a worker after which a training went on.
+
+    Attributes
+    ----------
+    rank : int
+    host : str
+        Name of the rank's machine; "" if there is only one.
+    cause : str
+        Description of the worker's exit, such as "was killed by SIGKILL".
+    step : int
+        Number of steps of the copy from which the training went on: those of all ranks together under BSP on gradients,
+        else the master's.
+    seconds : float
+        Seconds lost: from the start of the failed operation until new workers had the state.
+    """
+
+    rank: int
+    host: str
+    cause: str
+    step: int
+    seconds: float
+
+
+class Survival:
+    """Copies the state of a trainer, and replaces workers that die.
+
+    Parameters
+    ----------
+    state : TrainerState
+    differs : bool
+        Whether ranks with equal parameters have other state that differs: random streams, or updates of their own.
+    max_deaths : int
+        Number of deaths after which the next one ends the training.
+
+    Attributes
+    ----------
+    deaths : list of SurvivedDeath
+        Deaths since `take_deaths` was last called.
+    step : int
+        Number of steps of the present copy.
+    """
+
+    def __init__(self, state: TrainerState, differs: bool, max_deaths: int):
+        self._session = ranks.session()
+        if not self._session.can_replace_workers or is_fork_unsafe():
+            raise ValueError(
+                "on_death: 'continue' needs ranks on the cores of one machine, and functions that are not compiled by "
+                "JAX: their workers are copies of this process; use 'stop', and resume from a checkpoint"
+            )
+        self._state, self._differs, self._max_deaths = state, differs, max_deaths
+        self._n_deaths = self._n_repeated = 0
+        self.deaths: list[SurvivedDeath] = []
+        self.step = 0
+        self._steps_ahead = 1
+        self._mine: dict[str, Any] = {}
+        self._shared: dict[str, np.ndarray] = {}
+        self._is_begun = False
+
+    # -- operations ------------------------------------------------------------------------------------------
+
+    def run(self, operation: Callable[[], T]) -> T:
+        """Call an operation that changes no state of the ranks; repeat it if a worker dies."""
+        while True:
+            began = time.perf_counter()
+            try:
+                return operation()
+            except Exception as error:
+                self._recover(error, began)
+
+    def change(self, operation: Callable[[], T], steps: int = 0) -> T:
+        """Call an operation that changes the ranks' state, and copy it; repeat both if a worker dies.
+
+        Parameters
+        ----------
+        operation : callable
+        steps : int
+            Number of steps that it takes, where all ranks take them together.
+        """
+
+        def call() -> T:
+            result = operation()
+            self._copy()
+            return result
+
+        result = self.run(call)
+        self.step += steps
+        self._n_repeated = 0
+        return result
+
+    def copy(self) -> None:
+        """Copy the state anew: the user may have changed it."""
+        if self._session.has_kept_memory:  # a death of which the user's code has caught the error
+            self._recover(RuntimeError(self._session.closed), time.perf_counter())
+        self.run(self._copy)
+
+    def take_deaths(self) -> list[dict[str, Any]]:
+        """Return the deaths since the last call, for a report."""
+        deaths, self.deaths = self.deaths, []
+        return [asdict(death) for death in deaths]
+
+    def count_steps_ahead(self, seconds: float | None = None) -> int:
+        """Return the number of steps of a rank until the next copy, and adapt it to the seconds that the last took."""
+        if seconds is not None:
+            fitting = int(self._steps_ahead * _INTERVAL / max(seconds, 1e-9))
+            self._steps_ahead = max(1, min(2 * self._steps_ahead, fitting))
+        return self._steps_ahead
+
+    # -- copies ----------------------------------------------------------------------------------------------
+
+    def _copy(self) -> None:
+        state = self._state
+        if state.alike and not self._differs:
+            self._mine = _read(state.groups)  # the same on all ranks
+            return
+        by_rank = run(rank_state.collect_state, state.name, state.groups, state.alike)
+        shared = {name: np.array(data.data) for name, data in state.memory.items()}
+        kept = self._session.rank.objects.get(("kept", state.name), {})
+        # An interrupt cannot come between the parts of a copy that are assigned here: no worker takes part.
+        _states[state.name], self._shared, self._is_begun = by_rank, shared, "state" in kept
+        if not state.alike:
+            self.step = by_rank[self._session.rank.number]["step"]
+
+    def _recover(self, error: Exception, began: float) -> None:
+        """Replace the workers and restore the copy; raise the error if it is no worker's death, or one too many."""
+        session = self._session
+        while session.has_kept_memory:
+            death = session.death
+            assert death is not None
+            who = f"rank {death.rank}" + (f" on host {death.host}" if death.host else "")
+            self._n_deaths += 1
+            self._n_repeated += 1
+            if self._n_deaths > self._max_deaths:
+                limit = f"max_deaths={self._max_deaths} of them"
+            elif self._n_repeated > MAX_REPEATED:
+                limit = f"{MAX_REPEATED} of them in the same step"
+            else:
+                limit = ""
+            if limit:
+                raise WorkerError(
+                    f"{who} {death.cause}; on_death='continue' goes on after {limit}, and this is one more", death.rank
+                ) from error
+            try:
+                self._restore()
+            except Exception as another:
+                error = another
+                continue
+            seconds = time.perf_counter() - began
+            self.deaths.append(SurvivedDeath(death.rank, death.host, death.cause, self.step, round(seconds, 3)))
+            _log.warning("%s %s; the training went on from step %d, %.1f s later", who, death.cause, self.step, seconds)
+            return
+        raise error
+
+    def _restore(self) -> None:
+        state = self._state
+        if state.alike and not self._differs:
+            _write(state.groups, self._mine)
+            self._session.replace_workers()
+            return
+        self._session.replace_workers()
+        for name, data in state.memory.items():
+            data[...] = self._shared[name]
+        run(restore_copy, state.name, state.groups, state.memory, state.alike, self._is_begun)
+        if not state.alike and self._is_begun:
+            run(rank_state.set_reported_params, state.name, state.rule)
+
+
+def _read(groups: rank_state.Groups) -> dict[str, Any]:
+    """Return copies of the values of the variables that are equal on all ranks."""
+    values = {role: np.array(Vector(getattr(groups, role)).get()) for role in ("params", "optimizer", "excluded")}
+    return {**values, "others": [np.array(rank_state.get_value(shared)) for shared in groups.others]}
+
+
+def _write(groups: rank_state.Groups, values: dict[str, Any]) -> None:
+    """Set the variables of this process to copies of the values that `_read` returned."""
+    for role in ("params", "optimizer", "excluded"):
+        Vector(getattr(groups, role)).set(np.array(values[role]))
+    for shared, value in zip(groups.others, values["others"], strict=True):
+        rank_state.put_value(shared, np.array(value))
+
+
+def restore_copy(
+    worker: Worker,
+    name: str,
+    groups: rank_state.Groups,
+    shared: dict[str, LocalRows],
+    alike: bool,
+    is_begun: bool,
+) -> None:
+    """Restore this rank from the copy in memory that it has inherited, or made if it is the master."""
+    by_rank = _states[name]
+    state = {**by_rank[0], **by_rank[worker.number]} if alike else by_rank[worker.number]
+    state = deepcopy(state)  # the master restores it again if a worker dies before the next copy
+    rank_state.set_state(worker, name, groups, shared, alike, state, state["others"], state["streams"])
+    if not is_begun:
+        worker.kept(name).clear()
+    if not worker.is_master:
+        del _states[name]  # memory that the next copy would not free here
