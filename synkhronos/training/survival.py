@@ -100,7 +100,7 @@ class Survival:
         self._steps_ahead = 1
         self._mine: dict[str, Any] = {}
         self._shared: dict[str, np.ndarray] = {}
-        self._is_begun = False
+        self._is_begun = self._has_copy = False
 
     # -- operations ------------------------------------------------------------------------------------------
 
@@ -156,20 +156,21 @@ class Survival:
     def _copy(self) -> None:
         state = self._state
         if state.alike and not self._differs:
-            self._mine = _read(state.groups)  # the same on all ranks
+            self._mine, self._has_copy = _read(state.groups), True  # the same on all ranks
             return
         by_rank = run(rank_state.collect_state, state.name, state.groups, state.alike)
         shared = {name: np.array(data.data) for name, data in state.memory.items()}
         kept = self._session.rank.objects.get(("kept", state.name), {})
         # An interrupt cannot come between the parts of a copy that are assigned here: no worker takes part.
         _states[state.name], self._shared, self._is_begun = by_rank, shared, "state" in kept
+        self._has_copy = True
         if not state.alike:
             self.step = by_rank[self._session.rank.number]["step"]
 
     def _recover(self, error: Exception, began: float) -> None:
         """Replace the workers and restore the copy; raise the error if it is no worker's death, or one too many."""
-        session = self._session
-        while session.has_kept_memory:
+        session, deaths = self._session, []
+        while session.has_kept_memory and self._has_copy:
             death = session.death
             assert death is not None
             who = f"rank {death.rank}" + (f" on host {death.host}" if death.host else "")
@@ -185,13 +186,15 @@ class Survival:
                 raise WorkerError(
                     f"{who} {death.cause}; on_death='continue' goes on after {limit}, and this is one more", death.rank
                 ) from error
+            deaths.append(death)
             try:
                 self._restore()
             except Exception as another:
                 error = another
                 continue
             seconds = time.perf_counter() - began
-            self.deaths.append(SurvivedDeath(death.rank, death.host, death.cause, self.step, round(seconds, 3)))
+            for each in deaths:
+                self.deaths.append(SurvivedDeath(each.rank, each.host, each.cause, self.step, round(seconds, 3)))
             _log.warning("%s %s; the training went on from step %d, %.1f s later", who, death.cause, self.step, seconds)
             return
         raise error

@@ -15,7 +15,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NoReturn, TypeVar
+from typing import Any, NoReturn
 
 import numpy as np
 
@@ -52,7 +52,6 @@ from synkhronos.training.train_function import TrainFunction
 from synkhronos.training.updates import nesterov_momentum
 
 _names = itertools.count()
-T = TypeVar("T")
 
 
 class Trainer:
@@ -444,10 +443,22 @@ class _TrainerLoop(EpochLoop):
             return self.is_signalled()
         while place.row < self.last and not self.is_signalled():
             began = time.perf_counter()
-            last = min(self.last, place.row + self._count_rows_ahead(survival))
-            place.row, place.outcomes = survival.change(lambda: self._train_interval(last))  # noqa: B023
+            place.row, place.outcomes = survival.change(self._train_to_copy())
             survival.count_steps_ahead(time.perf_counter() - began)
         return self.is_signalled()
+
+    def _train_to_copy(self) -> Callable[[], tuple[int, list[Outcome]]]:
+        """Return a function that trains until the next copy of the ranks' state, and that may be called repeatedly."""
+        assert self.survival is not None
+        place, attempts = self.place, itertools.count()
+        last = min(self.last, place.row + self._count_rows_ahead(self.survival))
+
+        def train_interval() -> tuple[int, list[Outcome]]:
+            if next(attempts):
+                self._cut_records(place.epoch * self.data.count + place.row)
+            return self._train_interval(last)
+
+        return train_interval
 
     def _count_rows_ahead(self, survival: Survival) -> int:
         """Return the number of rows until the next copy of the ranks' state."""
@@ -496,8 +507,6 @@ class _TrainerLoop(EpochLoop):
         except (LoadError, WorkerError):
             if loader is not None:
                 loader.close()  # one may have died
-            if self.survival is not None:
-                self._cut_records(plan.epoch * plan.count + plan.first)
             raise
         return end, outcomes
 
@@ -550,11 +559,10 @@ class _TrainerLoop(EpochLoop):
 
     def validate(self, report: Report) -> bool:
         """Compute the metrics over all rows, each row counted once; return whether a signal has stopped it."""
-        return self._survive(lambda: self._validate(report))
-
-    def _survive(self, operation: Callable[[], T]) -> T:
-        """Call an operation that changes no state of the ranks, again if a worker dies that may."""
-        return operation() if self.survival is None else self.survival.run(operation)
+        survival = self.survival
+        if survival is None:
+            return self._validate(report)
+        return survival.change(lambda: self._validate(report))  # random streams of the metrics advance
 
     def _validate(self, report: Report) -> bool:
         trainer, valid = self.trainer, self.valid
@@ -628,7 +636,14 @@ class _TrainerLoop(EpochLoop):
     def _save(self, seen: int) -> None:
         checkpoint, trainer = self.checkpoint, self.trainer
         assert checkpoint is not None
-        self._survive(lambda: trainer._state.save(checkpoint, self.data, trainer.schedule, seen))
+
+        def save() -> None:
+            trainer._state.save(checkpoint, self.data, trainer.schedule, seen)
+
+        if self.survival is None:
+            save()
+        else:
+            self.survival.run(save)
 
     def stop(self) -> NoReturn:
         """Save the place between two reports, and end the program by the signal."""

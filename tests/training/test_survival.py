@@ -1,0 +1,272 @@
+"""Trainings that go on after the deaths of workers: same rows, same bits, for each rule and at any moment."""
+
+import os
+import random
+import signal
+
+import numpy as np
+import pytest
+from library import DEVICE, HOSTS, fork_ranks, shared, tensor
+from trainer_model import ALL, ROWS, SYNCHRONOUS, Model, X, Y
+
+import synkhronos as synk
+from synkhronos import ranks
+from synkhronos.loading import Loader
+from synkhronos.training import Checkpoint, Recorder, make_trainer, recorder
+from synkhronos.training.survival import MAX_REPEATED, Survival
+from synkhronos.training.updates import adam
+
+pytestmark = [
+    pytest.mark.skipif(DEVICE != "host" or bool(HOSTS), reason="workers that are forks of this process"),
+    pytest.mark.new_ranks,
+]
+RANKS = 3
+
+
+@pytest.fixture(autouse=True)
+def end():
+    yield
+    synk.close()
+
+
+class Killer:
+    """Kills a worker at some commands of a training.
+
+    Parameters
+    ----------
+    moments : dict of int to (rank, bool)
+        The rank to kill at a command: before the command is posted, or while the workers run it.
+    waits : bool
+        Count commands from the first copy of the state to the end of the training; otherwise from now on.
+    """
+
+    def __init__(self, monkeypatch, moments=None, waits=True):
+        self.moments, self.count, self.killed = moments or {}, 0, 0
+        send, copy, self.is_armed = ranks.Session._send, Survival._copy, not waits
+
+        def copy_and_arm(survival):
+            copy(survival)
+            self.is_armed = True
+
+        def kill_and_send(session, *args):
+            if not self.is_armed or waits and not session._n_keepers:
+                return send(session, *args)
+            rank, is_late = self.moments.get(self.count, (None, False))
+            self.count += 1
+            if rank is None:
+                return send(session, *args)
+            self.killed += 1
+            if is_late:
+                send(session, *args)
+            pid = session.workers.pids[rank]
+            os.kill(pid, signal.SIGKILL)
+            os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
+            if not is_late:
+                send(session, *args)
+
+        monkeypatch.setattr(ranks.Session, "_send", kill_and_send)
+        monkeypatch.setattr(Survival, "_copy", copy_and_arm)
+
+
+def train(name="BSP", noise=False, **kwargs):
+    """Train a new model on new ranks; return its values, how often each row was used, and the reports."""
+    fork_ranks(RANKS)
+    model = Model(name, noise=noise)
+    reports = list(model.epochs(valid=(X, Y), on_death="continue", **kwargs))
+    values, used = model.values(), model.used()
+    synk.close()
+    return values, used, reports
+
+
+def check_same(name, disturbed, undisturbed):
+    assert len(set(disturbed[1])) == 1  # each row is used equally often
+    np.testing.assert_array_equal(disturbed[1], undisturbed[1])
+    assert [report.seen for report in disturbed[2]] == [report.seen for report in undisturbed[2]]
+    if name in SYNCHRONOUS:
+        np.testing.assert_array_equal(disturbed[0], undisturbed[0])
+        for report, expected in zip(disturbed[2], undisturbed[2], strict=True):
+            assert (report.loss, report.validation) == (expected.loss, expected.validation)
+
+
+def train_twice(monkeypatch, name, choose, tmp_path=None, **kwargs):
+    """Train without deaths and count the commands, then with deaths at those that ``choose(count)`` returns."""
+    folder = (lambda part: {}) if tmp_path is None else lambda part: {"checkpoint": Checkpoint(tmp_path / part)}
+    counter = Killer(monkeypatch)
+    undisturbed = train(name, **folder("undisturbed"), **kwargs)
+    monkeypatch.undo()
+    killer = Killer(monkeypatch, choose(counter.count))
+    disturbed = train(name, **folder("disturbed"), **kwargs)
+    monkeypatch.undo()
+    check_same(name, disturbed, undisturbed)
+    return killer, disturbed, undisturbed
+
+
+@pytest.mark.parametrize("name", ["BSP", "EASGD"])
+def test_a_death(name, monkeypatch):
+    killer, disturbed, undisturbed = train_twice(monkeypatch, name, lambda count: {count // 2: (1, True)})
+    deaths = [death for report in disturbed[2] for death in report.deaths]
+    assert killer.killed == len(deaths) == 1 and not any(report.deaths for report in undisturbed[2])
+    assert deaths[0]["rank"] == 1 and "SIGKILL" in deaths[0]["cause"] and deaths[0]["host"] == ""
+    assert deaths[0]["step"] >= 0 and deaths[0]["seconds"] > 0
+
+
+@pytest.mark.faults
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("name", ALL)
+def test_deaths_at_random_moments(name, seed, monkeypatch, tmp_path):
+    source = random.Random(seed)
+
+    def choose(count):
+        chosen = range(seed, count, 16)  # a recovery takes four commands
+        return {k + source.randrange(8): (source.randrange(1, RANKS), source.random() < 0.7) for k in chosen}
+
+    killer, disturbed, _ = train_twice(monkeypatch, name, choose, tmp_path, noise=seed == 1, epochs=4, every=2)
+    assert killer.killed > 2 and any(report.deaths for report in disturbed[2])
+
+
+@pytest.mark.parametrize("name", ["BSP", "LocalSGD"])
+def test_rows_of_a_loader(name, monkeypatch):
+    def make(part, moments=None):
+        killer = Killer(monkeypatch, moments)
+        fork_ranks(RANKS)
+        model = Model(name)
+        loader = Loader([X, Y, np.arange(ROWS)], processes=1)
+        reports = list(model.trainer.epochs(loader, None, 5, 2, on_death="continue"))
+        result = model.values(), model.used(), reports
+        loader.close()
+        synk.close()
+        monkeypatch.undo()
+        return killer, result
+
+    counter, undisturbed = make("undisturbed")
+    killer, disturbed = make("disturbed", {counter.count // 3: (2, True), counter.count // 2: (1, False)})
+    assert killer.killed == 2
+    check_same(name, disturbed, undisturbed)
+
+
+def test_variables_that_are_equal_on_all_ranks_are_copied_by_the_master(monkeypatch):
+    def make(moments=None):
+        killer = Killer(monkeypatch, moments)
+        fork_ranks(RANKS)
+        x, y, w = tensor.dmatrix("x"), tensor.dvector("y"), shared(np.zeros(4), "w")
+        trainer = make_trainer(((tensor.dot(x, w) - y) ** 2).mean(), [w], x, y, adam, learning_rate=0.1, ema=0.5)
+        reports = list(trainer.epochs(X, Y, 5, 6, on_death="continue"))
+        states = [np.asarray(s.get_value()) for s in [w, *trainer.optimizer]]
+        by_rank = synk.gather(w, nd_up=1)
+        synk.close()
+        monkeypatch.undo()
+        return killer, states, by_rank, reports
+
+    counter, expected, _, _ = make()
+    killer, states, by_rank, reports = make({k: (1 + k % 2, k % 4 < 2) for k in range(2, counter.count, 7)})
+    assert killer.killed > 2 and any(report.deaths for report in reports)
+    for state, other in zip(states, expected, strict=True):
+        np.testing.assert_array_equal(state, other)
+    np.testing.assert_array_equal(by_rank, [states[0]] * RANKS)
+
+
+def test_a_death_before_the_first_copy_ends_the_training(monkeypatch):
+    fork_ranks(RANKS)
+    iterator = Model("EASGD").epochs(on_death="continue")
+    Killer(monkeypatch, {2: (1, False)}, waits=False)
+    with pytest.raises(synk.WorkerError, match=r"SIGKILL.*Call synkhronos\.fork\(\) to start again"):
+        next(iterator)
+
+
+def test_changes_between_reports_stay(monkeypatch):
+    fork_ranks(RANKS)
+    model = Model("BSP")
+    iterator = model.epochs(epochs=3, on_death="continue")
+    next(iterator)
+    synk.broadcast(model.w, np.full(4, 7.0))
+    synk.broadcast(model.trainer.learning_rate, np.zeros(()))
+    Killer(monkeypatch, {3: (1, True)}, waits=False)
+    model.trainer.schedule = lambda epoch: 0.0
+    assert next(iterator).deaths
+    np.testing.assert_array_equal(model.w.get_value(), np.full(4, 7.0))
+    iterator.close()
+
+
+def test_an_error_of_a_death_between_reports_may_be_caught(monkeypatch):
+    fork_ranks(RANKS)
+    model = Model("BSP")
+    iterator = model.epochs(epochs=3, on_death="continue")
+    next(iterator)
+    Killer(monkeypatch, {0: (1, True)}, waits=False)
+    with pytest.raises(synk.WorkerError):
+        model.used()
+    (death,) = next(iterator).deaths
+    assert death["rank"] == 1 and death["step"] == 4
+    next(iterator)
+    assert set(model.used()) == {3}
+
+
+def test_the_record_has_deaths_and_each_step_once(monkeypatch, tmp_path):
+    killer = Killer(monkeypatch, {1: (1, True), 9: (2, False)})
+    train("LocalSGD", recorder=Recorder(tmp_path, every=1))
+    found = recorder.read(tmp_path)
+    assert killer.killed == sum(len(record.get("deaths", ())) for record in found["reports"]) == 2
+    for rank in range(RANKS):
+        assert [record["step"] for record in found[f"rank-{rank}"]] == list(range(1, 9))
+
+
+def test_a_step_in_which_workers_always_die_ends_the_training(monkeypatch):
+    fork_ranks(RANKS)
+    model = Model("BSP")
+    data = synk.data(np.ones(3))
+    iterator = model.epochs(on_death="continue")
+    next(iterator)
+    # Starting anew takes commands, too, which succeed.
+    run = ranks.Session.run
+
+    def kill_and_run(session, command):
+        if type(command).__name__ == "Step":
+            os.kill(session.workers.pids[1], signal.SIGKILL)
+        return run(session, command)
+
+    monkeypatch.setattr(ranks.Session, "run", kill_and_run)
+    with pytest.raises(synk.WorkerError, match=rf"goes on after {MAX_REPEATED} of them in the same step") as caught:
+        next(iterator)
+    assert caught.value.rank == 1
+    with pytest.raises(RuntimeError, match="memory was freed"):
+        data[0]
+
+
+def test_the_number_of_deaths_is_limited(monkeypatch):
+    fork_ranks(RANKS)
+    model = Model("BSP")
+    Killer(monkeypatch, {k: (1, True) for k in (40, 80, 120)})
+    with pytest.raises(synk.WorkerError, match="goes on after max_deaths=2 of them, and this is one more"):
+        list(model.epochs(epochs=10, on_death="continue", max_deaths=2))
+
+
+def test_a_death_stops_the_training_by_default(monkeypatch):
+    fork_ranks(RANKS)
+    model = Model("BSP")
+    Killer(monkeypatch, {6: (1, True)}, waits=False)
+    with pytest.raises(synk.WorkerError, match="SIGKILL"):
+        list(model.epochs())
+    with pytest.raises(RuntimeError, match="SIGKILL"):
+        ranks.session()
+
+
+@pytest.mark.parametrize("value", ["go on", True, None, 3, b"continue"])
+def test_other_values_of_on_death_are_refused(value):
+    fork_ranks(1)
+    with pytest.raises(ValueError, match="^on_death: expected 'stop' or 'continue', got"):
+        Model("BSP").epochs(on_death=value)
+
+
+@pytest.mark.parametrize(("value", "kind"), [(0, ValueError), (-1, ValueError), (1.5, TypeError), ("1", TypeError)])
+def test_other_numbers_of_deaths_are_refused(value, kind):
+    fork_ranks(1)
+    with pytest.raises(kind, match="^max_deaths: "):
+        Model("BSP").epochs(on_death="continue", max_deaths=value)
+
+
+def test_ranks_that_cannot_be_replaced_are_refused(monkeypatch):
+    fork_ranks(1)
+    model = Model("BSP")
+    monkeypatch.setattr(ranks.Session, "can_replace_workers", False)
+    with pytest.raises(ValueError, match="^on_death: 'continue' needs ranks on the cores of one machine"):
+        model.epochs(on_death="continue")
