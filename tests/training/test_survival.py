@@ -235,7 +235,7 @@ def test_a_step_in_which_workers_always_die_ends_the_training(monkeypatch):
 def test_the_number_of_deaths_is_limited(monkeypatch):
     fork_ranks(RANKS)
     model = Model("BSP")
-    Killer(monkeypatch, {k: (1, True) for k in (40, 80, 120)})
+    Killer(monkeypatch, dict.fromkeys((40, 80, 120), (1, True)))
     with pytest.raises(synk.WorkerError, match="goes on after max_deaths=2 of them, and this is one more"):
         list(model.epochs(epochs=10, on_death="continue", max_deaths=2))
 
