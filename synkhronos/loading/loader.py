@@ -379,8 +379,8 @@ class Feed:
         The ring's arrays, one for each array of a row.
     layout : RingLayout
     plan : ReadPlan
-    most : int
-        Maximal number of units that one consumer may hold at a time.
+    max_repeats : int
+        Maximal number of units that one consumer may hold at a time: of steps in one launch.
     """
 
     def __init__(self, pool: _LoaderPool, unit: int, plan: ReadPlan, count: int):

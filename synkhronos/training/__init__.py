@@ -2,9 +2,11 @@
 
 ::
 
-    Trainer            epochs under an exchange rule: from report to report, each by a `plan`
+    Trainer            epochs under an exchange rule
         │
-    loop               batches and steps until the next report, on every rank
+    epoch_loop         from report to report: train, validate, save; also for the launcher's runs
+        │
+    loop               batches and steps until the next report, on every rank, counted by a `meter`
         │
     train_function     one or several steps; `step` is its command, `serial` its equivalent in one process
         │

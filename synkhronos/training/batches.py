@@ -98,7 +98,7 @@ def sliceable_rows_of_ranks(batches_s: Sequence[Any], size: int) -> list[StepRow
     return steps
 
 
-def runs(steps: Sequence[StepRows], max_repeats: int) -> Iterator[tuple[int, int]]:
+def group_steps(steps: Sequence[StepRows], max_repeats: int) -> Iterator[tuple[int, int]]:
     """Group successive steps with equally many rows on each rank, for one launch per group.
 
     Parameters
@@ -116,7 +116,7 @@ def runs(steps: Sequence[StepRows], max_repeats: int) -> Iterator[tuple[int, int
     Examples
     --------
     >>> a, b = [np.arange(2)], [np.arange(3)]
-    >>> list(runs([a, a, a, b, None, None, a], max_repeats=2))
+    >>> list(group_steps([a, a, a, b, None, None, a], max_repeats=2))
     [(0, 2), (2, 3), (3, 4), (4, 5), (5, 6), (6, 7)]
     """
     start = 0

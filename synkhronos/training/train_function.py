@@ -31,7 +31,7 @@ from synkhronos.collectives.commands import GetShapes
 from synkhronos.function import get_dispatcher
 from synkhronos.function.call import Call
 from synkhronos.graphs import library_of
-from synkhronos.training.batches import StepRows, rows_of_ranks, runs, sliceable_rows_of_ranks
+from synkhronos.training.batches import StepRows, group_steps, rows_of_ranks, sliceable_rows_of_ranks
 from synkhronos.training.model import Batch, Model, Rows, Rule, Updates, is_averaged
 from synkhronos.training.serial import SerialTrainFunction, make_train_function_serial, weighted_mean
 from synkhronos.training.step import Step
@@ -242,7 +242,7 @@ class TrainFunction:
             rows = rows_of_ranks([batch for batch, _ in steps], length, session.size)
         losses: list[tuple[Any, Any]] = []
         try:
-            for start, stop in runs(rows, self._max_repeats(arrays, rows, num_slices)):
+            for start, stop in group_steps(rows, self._max_repeats(arrays, rows, num_slices)):
                 at_once = self._launched(arrays, rows[start:stop])
                 if at_once is not None:
                     losses += at_once

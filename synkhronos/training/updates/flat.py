@@ -6,7 +6,7 @@ Ranks all-reduce this vector, once for all parameters.  A rule reads each parame
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -91,21 +91,34 @@ class FlatGradient:
 
     def pieces(self) -> Iterator[Any]:
         """Read the combined gradient of each parameter from the vector."""
-        start = 0
-        total = self.shared[-1]
-        if self._may_be_zero:
-            one = np.asarray(1, self.shared.dtype)
-            total = self.tensor.switch(self.tensor.eq(total, 0), one, total)
-        for p in self.params:
-            shape = shape_of(p)
-            end = start + int(np.prod(shape))
-            # Lengths as numbers, not symbols, so that the piece can be broadcast where p can.
-            g = self.shared[start:end].reshape(shape)
-            if self._weighted:
-                # By piece, so that the division fuses with the rule's own arithmetic.
-                g = g / total
+        for p, g in zip(self.params, split_vector(self.shared, self.params, self._may_be_zero), strict=True):
             yield self.tensor.cast(g, p.dtype)
-            start = end
+
+
+def split_vector(vector: Any, params: Sequence[Any], may_be_zero: bool = True) -> Iterator[Any]:
+    """Yield the combined gradient of each parameter from the vector, in the vector's dtype.
+
+    Parameters
+    ----------
+    vector : shared variable
+        Gradients; or their products with weights, then the sum of the weights.
+    params : list of shared variables
+    may_be_zero : bool
+        Whether the sum of the weights may be 0; the gradients are 0 then.
+    """
+    sizes = [int(np.prod(shape_of(p))) for p in params]
+    is_weighted = shape_of(vector)[0] > sum(sizes)
+    total = vector[-1]
+    if is_weighted and may_be_zero:
+        tensor = library_of(vector).tensor
+        total = tensor.switch(tensor.eq(total, 0), np.asarray(1, vector.dtype), total)
+    start = 0
+    for p, size in zip(params, sizes, strict=True):
+        # Lengths as numbers, not symbols, so that the piece can be broadcast where p can.
+        g = vector[start : start + size].reshape(shape_of(p))
+        # By piece, so that the division fuses with the rule's own arithmetic.
+        yield g / total if is_weighted else g
+        start += size
 
 
 def _is_length(library: GraphLibrary, weight: Any) -> bool:

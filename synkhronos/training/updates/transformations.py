@@ -24,7 +24,7 @@ import numpy as np
 from synkhronos.checks import check_positive, is_number
 from synkhronos.graphs import library_of
 from synkhronos.training.updates.checks import check_gradients, check_params, check_scalars
-from synkhronos.training.updates.flat import FlatGradient, RuleUpdates, as_scalar, shape_of
+from synkhronos.training.updates.flat import FlatGradient, RuleUpdates, as_scalar, shape_of, split_vector
 
 #: Takes gradients, or steps, and parameters; returns new gradients or steps.
 Transformation = Callable[[list[Any], list[Any]], list[Any]]
@@ -79,7 +79,9 @@ def chain(*parts: Any) -> UpdateRule:
         params = check_params(params)
         updates = _as_updates(rule, rule(loss_or_grads, params, *args, weight=weight, **kwargs))
         if before:
-            updates = _replace_gradient(updates, params, _apply(before, _read_gradient(updates, params), params))
+            updates = _replace_gradient(
+                updates, params, _apply(before, list(split_vector(updates.grad_shared, params)), params)
+            )
         return _transform_step(updates, params, behind) if behind else updates
 
     chained.__name__ = f"chain({', '.join(map(_name, parts))})"
@@ -422,22 +424,6 @@ def _is_weighted(updates: RuleUpdates, params: list[Any]) -> bool:
     """Whether the vector has the gradients' weight behind them."""
     size = sum(int(np.prod(shape)) for shape in map(shape_of, params))
     return shape_of(updates.grad_shared)[0] > size
-
-
-def _read_gradient(updates: RuleUpdates, params: list[Any]) -> list[Any]:
-    """Return the combined gradient of each parameter in the dtype of the vector, by any rule."""
-    vector, start, grads = updates.grad_shared, 0, []
-    total = None
-    if _is_weighted(updates, params):
-        tensor = library_of(vector).tensor
-        total = tensor.switch(tensor.eq(vector[-1], 0), as_scalar(1, vector), vector[-1])
-    for p in params:
-        shape = shape_of(p)
-        end = start + int(np.prod(shape))
-        g = vector[start:end].reshape(shape)
-        grads.append(g if total is None else g / total)
-        start = end
-    return grads
 
 
 def _replace_gradient(updates: RuleUpdates, params: list[Any], grads: list[Any]) -> RuleUpdates:
