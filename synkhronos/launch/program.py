@@ -717,16 +717,15 @@ class ClassLoop(EpochLoop, RankLoop):
 
 def _generators() -> dict[str, Any]:
     """Return the states of NumPy's and Python's global generators, in types that JSON can represent."""
-    state: Any = np.random.get_state(legacy=False)
-    words = {**state, "state": {"key": state["state"]["key"].tolist(), "pos": int(state["state"]["pos"])}}
     version, numbers, gauss = random.getstate()
-    return {"numpy": words, "python": [version, list(numbers), gauss]}
+    return {
+        "numpy": rank_state.to_json(np.random.get_state(legacy=False)),
+        "python": [version, list(numbers), gauss],
+    }
 
 
 def _set_generators(found: dict[str, Any]) -> None:
     """Set the states of NumPy's and Python's global generators, as returned by `_generators`."""
-    words = found["numpy"]
-    key = np.array(words["state"]["key"], np.uint32)
-    np.random.set_state({**words, "state": {"key": key, "pos": words["state"]["pos"]}})
+    np.random.set_state(rank_state.from_json(found["numpy"]))
     version, numbers, gauss = found["python"]
     random.setstate((version, tuple(numbers), gauss))

@@ -437,15 +437,15 @@ def get_stream_state(shared: Any) -> Any:
     """Return the state of a random stream in the form for JSON."""
     value = library_of(shared).copy_generator(shared)
     if isinstance(value, np.random.Generator):
-        return _plain(value.bit_generator.state)
+        return to_json(value.bit_generator.state)
     if isinstance(value, np.random.RandomState):
-        return _plain(value.get_state(legacy=False))
-    return _plain(np.asarray(value))
+        return to_json(value.get_state(legacy=False))
+    return to_json(np.asarray(value))
 
 
 def set_stream_state(shared: Any, state: Any) -> None:
     """Set the state of a random stream."""
-    library, state = library_of(shared), _arrays(state)
+    library, state = library_of(shared), from_json(state)
     value = library.copy_generator(shared)
     if isinstance(value, np.random.Generator):
         value.bit_generator.state = state
@@ -456,17 +456,19 @@ def set_stream_state(shared: Any, state: Any) -> None:
     library.set_generator(shared, value)
 
 
-def _plain(value: Any) -> Any:
+def to_json(value: Any) -> Any:
+    """Return a generator's state in types that JSON can represent."""
     if isinstance(value, dict):
-        return {key: _plain(one) for key, one in value.items()}
+        return {key: to_json(one) for key, one in value.items()}
     if isinstance(value, np.ndarray):
         return {"dtype": str(value.dtype), "values": value.tolist()}
     return value.item() if isinstance(value, np.generic) else value
 
 
-def _arrays(value: Any) -> Any:
+def from_json(value: Any) -> Any:
+    """Return a generator's state from `to_json`."""
     if isinstance(value, dict) and set(value) == {"dtype", "values"}:
         return np.array(value["values"], value["dtype"])
     if isinstance(value, dict):
-        return {key: _arrays(one) for key, one in value.items()}
+        return {key: from_json(one) for key, one in value.items()}
     return value
