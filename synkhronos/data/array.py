@@ -247,21 +247,13 @@ class Data:
         self._check_open()
         if self._segment is None:  # even an array without items needs a segment that ranks can map
             private = self._array
-            self._reshape(private.shape)
-            self._array[...] = private
+            self._reshape(private.shape)[...] = private
         assert self._segment is not None
         return SharedArray(self._segment.key, self._dtype.str, self._array.shape)
 
     def _belongs_to(self, session: ranks.Session) -> bool:
         """Whether this object was created in this session, and the session still runs."""
         return self._session is session and session.closed is None
-
-    def _resize(self, shape: tuple[int, ...]) -> np.ndarray:
-        """Change the shape and return the array, with arbitrary content."""
-        if self._segment is not None and shape == self._array.shape and self._session.closed is None:
-            return self._array
-        self._reshape(shape)
-        return self._array
 
     def _check_open(self) -> None:
         """Raise RuntimeError if the session has ended."""
@@ -306,20 +298,24 @@ class Data:
             self._session.settle()  # until no rank reads the memory
             self._reshape(shape, oversize, keep)
 
-    def _reshape(self, shape: tuple[int, ...], oversize: float = 1, keep: bool = False) -> None:
+    def _reshape(self, shape: tuple[int, ...], oversize: float = 1, keep: bool = False) -> np.ndarray:
+        """Change the shape and return the array; its content is arbitrary unless rows are kept."""
         self._check_open()
         old = self._array
+        if self._segment is not None and shape == old.shape:
+            return old
         size = math.prod(shape)
         if size > self.alloc_size or self._segment is None:
             self._use_segment(self._session.memory.create(math.ceil(size * oversize) * self._dtype.itemsize))
         assert self._segment is not None
         self._array = self._segment.array(shape, self._dtype)
         if not keep or not self._ndim:
-            return
+            return self._array
         kept = min(len(old), len(self._array)) if old.shape[1:] == shape[1:] else 0
         if kept and old.ctypes.data != self._array.ctypes.data:
             self._array[:kept] = old[:kept]
         self._array[kept:] = 0
+        return self._array
 
     def _use_segment(self, segment: ranks.Segment) -> None:
         """Replace the segment; the old array stays readable until the new one is made."""

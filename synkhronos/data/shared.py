@@ -47,7 +47,7 @@ def create_unpublished(shape: tuple[int, ...], dtype: npt.DTypeLike) -> Data:
 def copy_to_shared(array: np.ndarray) -> Data:
     """Return a copy of an array in shared memory."""
     made = Data(array.dtype, array.ndim)
-    made._resize(array.shape)[...] = array
+    made._reshape(array.shape)[...] = array
     return made
 
 
@@ -79,7 +79,7 @@ class Buffers:
         if buffer is None or buffer.dtype != array.dtype or not buffer._belongs_to(ranks.session()):
             buffer = self._buffers[key] = Data(array.dtype, array.ndim)
         if rows is None:
-            buffer._resize(array.shape)[...] = array
+            buffer._reshape(array.shape)[...] = array
         else:
-            take_rows(array, rows, buffer._resize((len(rows), *array.shape[1:])))
+            take_rows(array, rows, buffer._reshape((len(rows), *array.shape[1:])))
         return buffer._location()

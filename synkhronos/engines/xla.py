@@ -17,11 +17,11 @@ from __future__ import annotations
 import math
 import warnings
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
-from itertools import chain, islice, repeat, starmap
+from itertools import chain, repeat, starmap
 from operator import setitem
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -29,8 +29,8 @@ from synkhronos.devices import JAX, Device
 from synkhronos.devices.jax.ffi import ProgramReduction
 from synkhronos.devices.jax.scalar_log import LOG_CAPACITY, ScalarLog
 from synkhronos.engines.base import GradientReduction, Runner
-from synkhronos.engines.incremental import IncrementalFunction
 from synkhronos.engines.lazy import LazyEngine
+from synkhronos.engines.xla_trace import FusedReduction, trace_functions, trace_loop, trace_with_lengths
 from synkhronos.graphs import GraphLibrary
 from synkhronos.graphs.library import is_referenced
 from synkhronos.lowering.jax_function import JaxFunction
@@ -40,31 +40,6 @@ from synkhronos.ranks.interrupts import defer_signals
 
 #: Fused executables that a function caches, the most recently used ones.
 _MAX_FUSED = 16
-#: Minimal bytes of a chunk of the gradient whose all-reduce overlaps the rest of the backward pass.
-_MIN_CHUNK_BYTES = 25_000_000
-
-
-class FusedReduction(NamedTuple):
-    """All-reduce of a shared variable's new value within a launch.
-
-    If the connection is aborted during the launch, all variables keep their old values.
-
-    Attributes
-    ----------
-    storage : list of one array
-        The variable's storage.
-    wire_dtype : str or None
-        Dtype in which the values are sent, all but the tail; None for their own.
-    n_ranks : int
-        Divisor of the values if they are sent in another dtype, as their sum could overflow; else NCCL divides.
-    tail : int
-        Number of items at the vector's end that are sent in their own dtype in any case.
-    """
-
-    storage: list[Any]
-    wire_dtype: str | None = None
-    n_ranks: int = 1
-    tail: int = 1
 
 
 class Executable(Runner):
@@ -151,7 +126,7 @@ class Executable(Runner):
         options = COMPILER_OPTIONS if computes_in_bfloat16() else None
         # No reference to self: the cycle would leave its memory to the garbage collector.
         run = partial(
-            _trace_functions,
+            trace_functions,
             self._functions,
             reduction,
             self.program_reduction,
@@ -163,10 +138,10 @@ class Executable(Runner):
             index = {id(storage): i for i, storage in enumerate(self._storages)}
             logs = range(len(index), len(index) + 1 + len(self._logged))
             changed = [*(index[id(cell)] for cell in self._updated), *logs]
-            run = partial(_trace_loop, partial(run, in_loop=True), times, self._n_inputs, changed)
+            run = partial(trace_loop, partial(run, in_loop=True), times, self._n_inputs, changed)
         if self._has_lengths:
             # Lengths are the first argument, and static: XLA compiles anew for others.
-            run, positions = partial(_trace_with_lengths, run), [position + 1 for position in positions]
+            run, positions = partial(trace_with_lengths, run), [position + 1 for position in positions]
             self._run = jax.jit(
                 run, static_argnums=0, donate_argnums=tuple(positions), keep_unused=True, compiler_options=options
             )
@@ -269,218 +244,6 @@ class Executable(Runner):
             inputs = [np.array(v) if i in self.host_inputs else v for i, v in enumerate(inputs)]
             lengths = [function.compute_lengths(inputs)]
         return [*lengths, *inputs, *[cell[0] for cell in (*self._storages, *logs)]]
-
-
-# -- traced by XLA ---------------------------------------------------------------------------------------------
-
-
-def _trace_functions(
-    functions: Sequence[JaxFunction],
-    reduction: FusedReduction | None,
-    program_reduction: ProgramReduction | None,
-    storages: Sequence[list[Any]],
-    updated: Sequence[list[Any]],
-    logged: Sequence[int],
-    *arguments: Any,
-    in_loop: bool = False,
-    lengths: tuple[int, ...] = (),
-) -> tuple[Any, ...]:
-    """Trace the functions and the reduction behind the first one.
-
-    Parameters
-    ----------
-    functions, reduction, program_reduction
-        As in `Executable`.
-    storages, updated : list of storages
-        Storages of all shared variables, and of the updated ones.
-    logged : list of int
-        Positions of the outputs that are appended to the log, and returned nowhere else.
-    *arguments : jax.Array
-        As `Executable._get_arguments` returns them, without lengths.
-    in_loop : bool
-        Whether this is the body of a loop.
-    lengths : tuple of int
-        Arguments of the only function behind its storages.
-
-    Returns
-    -------
-    tuple of jax.Array
-        The outputs that are not logged, the new values of ``updated``, the arrays of the log.
-    """
-    n_inputs = sum(function.n_inputs for function in functions)
-    n_arguments = n_inputs + len(storages)
-    inputs = iter(arguments[:n_inputs])
-    logs = arguments[n_arguments:]
-    before = {id(s): a for s, a in zip(storages, arguments[n_inputs:n_arguments], strict=True)}
-    current = dict(before)
-    outputs: list[Any] = []
-    is_valid: Any = None
-    for function in functions:
-        operands = [*islice(inputs, function.n_inputs), *[current[id(s)] for s in function.storages], *lengths]
-        try:
-            if reduction is not None and program_reduction is not None and function is functions[0]:
-                iteration = logs[0] if in_loop else None
-                results, is_valid = _trace_reduction(function, operands, reduction, program_reduction, iteration)
-            else:
-                results = function.run(*operands)
-        except Exception:
-            function.explain()
-            raise
-        outputs += results[: function.n_outputs]
-        for cell, result in zip(function.cells[function.n_outputs :], results[function.n_outputs :], strict=True):
-            current[id(cell)] = result
-    if reduction is not None:
-        for key in before.keys() - {id(reduction.storage)}:
-            current[key] = _select(is_valid, current[key], before[key])
-    # Logged outputs are not returned: each would be a new array at a new address.
-    unlogged = [output for i, output in enumerate(outputs) if i not in logged]
-    new_logs = ScalarLog.append(logs, [outputs[i] for i in logged]) if logs else []
-    return (*unlogged, *(current[id(storage)] for storage in updated), *new_logs)
-
-
-def _trace_with_lengths(
-    run: Callable[..., tuple[Any, ...]], lengths: tuple[int, ...], *arguments: Any
-) -> tuple[Any, ...]:
-    return run(*arguments, lengths=lengths)
-
-
-def _trace_reduction(
-    function: JaxFunction,
-    operands: Sequence[Any],
-    reduction: FusedReduction,
-    program_reduction: ProgramReduction,
-    iteration: Any,
-) -> tuple[list[Any], Any]:
-    """Trace a function and the all-reduce of one of its results.
-
-    The all-reduce of the last parameters' gradients starts while those of earlier ones are computed.
-
-    Parameters
-    ----------
-    function : JaxFunction
-    operands : list of jax.Array
-    reduction : FusedReduction
-    program_reduction : ProgramReduction
-    iteration : jax.Array or None
-        As in `ProgramReduction.trace_finish`.
-
-    Returns
-    -------
-    results : list of jax.Array
-        The function's results, with the reduced value of ``reduction.storage``.
-    is_valid : jax.Array of int32
-        As `ProgramReduction.trace_finish` returns it.
-    """
-    import jax.numpy as jnp
-
-    position = next(i for i, cell in enumerate(function.cells) if cell is reduction.storage)
-    incremental = IncrementalFunction(function.run, operands, function.n_outputs, position)
-    parts = incremental.parts
-    own_dtype = parts[0].aval.dtype
-    dtype = reduction.wire_dtype if parts[0].aval.ndim == 1 else None
-    tail_items = reduction.tail if dtype is not None else 0
-    chunks = [parts]
-    if iteration is None:
-        chunks = _group_parts(parts, jnp.dtype(dtype or own_dtype).itemsize, tail_items)
-
-    def compute_chunk(chunk: list[Any]) -> Any:
-        """Return the values of a chunk as one vector in the dtype in which it is sent, without the tail."""
-        values = incremental.compute(chunk)
-        if dtype is not None:
-            values = _split_tail(values, tail_items)[0] if chunk is chunks[0] else values
-            values = [(value / reduction.n_ranks).astype(dtype) for value in values]
-        return values[0] if len(values) == 1 else jnp.concatenate(values)
-
-    started: list[Any] = []
-    token: Any = None
-    for chunk in chunks[:-1]:
-        array, token = program_reduction.trace_start(compute_chunk(chunk), np.int32(0) if token is None else token)
-        token = incremental.delay_until(token)
-        started.append(array)
-    rest = [compute_chunk(chunks[-1])]
-    if dtype is not None:
-        # The number of rows and running averages would lose too much precision in another dtype.
-        rest.append(jnp.concatenate(_split_tail(incremental.compute(chunks[0]), tail_items)[1]) / reduction.n_ranks)
-    arrays, is_valid = program_reduction.trace_finish(rest, started, token, iteration)
-    tail = [arrays.pop()] if dtype is not None else []
-    arrays = [*[array.astype(own_dtype) for array in reversed(arrays)], *tail]
-    return incremental.finish(arrays[0] if len(arrays) == 1 else jnp.concatenate(arrays)), is_valid
-
-
-def _group_parts(parts: Sequence[Any], itemsize: int, tail: int = 0) -> list[list[Any]]:
-    """Group consecutive parts of a vector to chunks, from the end of the vector to its start.
-
-    Each chunk has at least `_MIN_CHUNK_BYTES`, except the last one.  The first one has more than ``tail`` items.
-    """
-    chunks: list[list[Any]] = [[]]
-    for part in reversed(parts):
-        size = sum(other.aval.size for other in chunks[-1])
-        if size * itemsize >= _MIN_CHUNK_BYTES and (len(chunks) > 1 or size > tail):
-            chunks.append([])
-        chunks[-1].insert(0, part)
-    return chunks
-
-
-def _split_tail(vectors: Sequence[Any], tail: int) -> tuple[list[Any], list[Any]]:
-    """Split consecutive vectors in front of their last ``tail`` items."""
-    first = list(vectors)
-    last: list[Any] = []
-    while tail > 0:
-        vector = first.pop()
-        last.insert(0, vector[-tail:])
-        if len(vector) > tail:
-            first.append(vector[:-tail])
-        tail -= len(vector)
-    return first, last
-
-
-def _trace_loop(
-    once: Callable[..., tuple[Any, ...]], times: int, n_inputs: int, changed: Sequence[int], *arguments: Any
-) -> tuple[Any, ...]:
-    """Trace a loop over equal parts of the inputs.
-
-    Parameters
-    ----------
-    once : callable
-        Takes the inputs and the state; returns the new values of the state's items ``changed``.
-    times : int
-    n_inputs : int
-    changed : list of int
-        Positions in the state.
-    *arguments : jax.Array
-        The inputs, then the state.
-
-    Returns
-    -------
-    tuple of jax.Array
-        Final values of the items ``changed``.
-    """
-    from jax import lax
-
-    parts = [a.reshape(times, a.shape[0] // times, *a.shape[1:]) for a in arguments[:n_inputs]]
-    state = list(arguments[n_inputs:])
-
-    def body(carry: list[Any], rows: list[Any]) -> tuple[list[Any], None]:
-        for position, value in zip(changed, carry, strict=True):
-            state[position] = value
-        new = list(once(*rows, *state))
-        for old, value in zip(carry, new, strict=True):
-            if old.shape != value.shape:
-                raise ValueError(
-                    f"a shared variable of shape {old.shape} is updated by a value of shape {value.shape}, which can't "
-                    "be in a launch that computes many times"
-                )
-        return new, None
-
-    final, _ = lax.scan(body, [state[position] for position in changed], parts, length=times)
-    return tuple(final)
-
-
-def _select(is_valid: Any, new: Any, old: Any) -> Any:
-    """Return a variable's new value if the reduction is valid, else the old one; always new if shapes differ."""
-    import jax.numpy as jnp
-
-    return jnp.where(is_valid != 0, new, old) if new is not old and new.shape == old.shape else new
 
 
 def _unique(lists: Sequence[list[Any]]) -> list[list[Any]]:

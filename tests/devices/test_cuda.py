@@ -451,10 +451,10 @@ def test_training_steps_of_several_ranks_are_launches_in_which_the_ranks_gradien
         import numpy as np, pytensor, pytensor.tensor as T
         import synkhronos as synk
         from synkhronos.training import make_train_function, make_train_function_serial, updates
-        from synkhronos.engines import xla
+        from synkhronos.engines import xla_trace
         pytensor.config.mode = "JAX"
         pytensor.config.floatX = "float32"
-        xla._MIN_CHUNK_BYTES = 1000
+        xla_trace.MIN_CHUNK_BYTES = 1000
         n = synk.fork(3, use_gpu=False)
         rng = np.random.default_rng(0)
         data = rng.normal(size=(60, 30)).astype("float32"), rng.normal(size=60).astype("float32")

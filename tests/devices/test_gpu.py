@@ -22,7 +22,7 @@ from library import tensor as T
 import synkhronos as synk
 from synkhronos import ranks
 from synkhronos.devices.cuda.nccl import NcclCommunicator
-from synkhronos.engines import xla
+from synkhronos.engines import xla_trace
 from synkhronos.engines.lazy import Result
 from synkhronos.engines.xla import Executable
 from synkhronos.ranks import Command
@@ -966,13 +966,13 @@ class Cut(Command):
         self.piece = piece
 
     def run(self, rank):
-        xla._MIN_CHUNK_BYTES = self.piece
+        xla_trace.MIN_CHUNK_BYTES = self.piece
 
 
 @pytest.fixture
 def pieces():
     """Have vectors travel in pieces of so many bytes, until the test's end."""
-    before = xla._MIN_CHUNK_BYTES
+    before = xla_trace.MIN_CHUNK_BYTES
     yield lambda piece: ranks.session().run(Cut(piece))
     ranks.session().run(Cut(before))
 

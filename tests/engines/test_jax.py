@@ -31,7 +31,8 @@ from synkhronos import ranks
 from synkhronos.devices import JAX
 from synkhronos.devices.jax.scalar_log import LOG_CAPACITY, ScalarLog
 from synkhronos.engines.lazy import _MAX_CALLS, Result, ResultTable, _get_unread
-from synkhronos.engines.xla import Executable, FusedReduction, XlaEngine
+from synkhronos.engines.xla import Executable, XlaEngine
+from synkhronos.engines.xla_trace import FusedReduction
 from synkhronos.function.program import PLAIN
 from synkhronos.graphs import library_of
 from synkhronos.launch.contract import group_variables
@@ -497,7 +498,7 @@ SIZES = (5, 300, 700, 1)
 def test_a_vector_that_travels_in_pieces_or_in_another_dtype_is_combined_all_the_same(
     fork, monkeypatch, tail, piece, dtype, times
 ):
-    monkeypatch.setattr("synkhronos.engines.xla._MIN_CHUNK_BYTES", piece)
+    monkeypatch.setattr("synkhronos.engines.xla_trace.MIN_CHUNK_BYTES", piece)
     fork(1)
     rng = np.random.default_rng(0)
     x = T.fmatrix("x")
@@ -544,7 +545,7 @@ def needs(jaxpr, variables):
 def test_a_piece_is_begun_with_before_the_backward_pass_goes_on(fork, monkeypatch):
     import jax
 
-    monkeypatch.setattr("synkhronos.engines.xla._MIN_CHUNK_BYTES", 100)
+    monkeypatch.setattr("synkhronos.engines.xla_trace.MIN_CHUNK_BYTES", 100)
     fork(1)
     x = T.fmatrix("x")
     rng = np.random.default_rng(0)
@@ -603,7 +604,7 @@ def test_variables_keep_their_memory_from_launch_to_launch(fork):
 
 @on_host
 def test_an_error_behind_what_was_begun_waits_for_it_and_counts_for_nothing(fork, monkeypatch):
-    monkeypatch.setattr("synkhronos.engines.xla._MIN_CHUNK_BYTES", 100)
+    monkeypatch.setattr("synkhronos.engines.xla_trace.MIN_CHUNK_BYTES", 100)
     fork(1)
     g, w = shared(np.zeros(60, "float32"), "g"), shared(np.ones(60, "float32"), "w")
     first = synk.function([], (w.sum(), "sum"), updates=[(g, T.join(0, w[:30] * 2, w[30:] * 3))])
