@@ -300,4 +300,4 @@ def test_a_function_is_compiled_once_where_floatx_is_float32():
     environment = {**os.environ, "PYTHONPATH": path, "JAX_PLATFORMS": "cpu", "JAX_LOG_COMPILES": "1"}
     command = [sys.executable, "-W", "ignore", "-c", textwrap.dedent(COMPILING)]
     printed = subprocess.run(command, env=environment, text=True, capture_output=True, timeout=100, check=True)
-    assert printed.stderr.count("Compiling jit(_trace_functions)") == 2
+    assert printed.stderr.count("Compiling jit(trace_functions)") == 2
