@@ -251,10 +251,6 @@ class Data:
         assert self._segment is not None
         return SharedArray(self._segment.key, self._dtype.str, self._array.shape)
 
-    def _belongs_to(self, session: ranks.Session) -> bool:
-        """Whether this object was created in this session, and the session still runs."""
-        return self._session is session and session.closed is None
-
     def _check_open(self) -> None:
         """Raise RuntimeError if the session has ended."""
         if self._session.closed is not None:

@@ -26,7 +26,7 @@ def locate(array: Data) -> SharedArray:
 
 def check_session(array: Data, session: Session, name: str) -> None:
     """Raise ValueError if a Data object was created in an earlier session; ``name`` is the argument's."""
-    if not array._belongs_to(session):
+    if array._session is not session:
         raise ValueError(
             f"{name}: this Data object was made before the present fork(), and its memory is freed: make a new one"
         )
@@ -76,7 +76,7 @@ class Buffers:
         All arrays of a key have the same number of dimensions.
         """
         buffer = self._buffers.get(key)
-        if buffer is None or buffer.dtype != array.dtype or not buffer._belongs_to(ranks.session()):
+        if buffer is None or buffer.dtype != array.dtype or buffer._session is not ranks.session():
             buffer = self._buffers[key] = Data(array.dtype, array.ndim)
         if rows is None:
             buffer._reshape(array.shape)[...] = array
