@@ -14,7 +14,7 @@ from library import XLA, same, shared, tensor
 import synkhronos as synk
 from synkhronos import ranks
 from synkhronos.hosts.task import Bridge
-from synkhronos.ranks.task import RankTask
+from synkhronos.ranks.task import RankTask, find_span
 from synkhronos.ranks.task_memory import TaskMemory
 
 
@@ -147,6 +147,11 @@ def test_rows_of_a_file_are_not_written(n_ranks, tmp_path):
     np.save(tmp_path / "x.npy", np.ones((4, 2)))
     with pytest.raises((ValueError, synk.WorkerError), match="got rows of a file"):
         synk.run(programs.writes, synk.data_file(tmp_path / "x.npy"))
+
+
+def test_a_lock_copies_rows_only():
+    with pytest.raises(TypeError, match="rows: expected rows of a Data object, got ndarray"):
+        find_span(np.zeros(3))
 
 
 def test_no_update_under_a_lock_is_lost(n_ranks):
