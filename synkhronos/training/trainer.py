@@ -165,7 +165,7 @@ class Trainer:
             no handler of yours and `checkpoint` is given.
         on_death : {"stop", "continue"}
             What follows when a worker dies, such as by SIGKILL when memory runs out: "stop" raises WorkerError;
-            "continue" forks new workers and repeats the last step.  See `Notes`.
+            "continue" forks new workers and repeats the last step; see the notes.
         max_deaths : int
             Number of deaths after which "continue" goes on.  After three deaths in the same step it stops, too.
 
