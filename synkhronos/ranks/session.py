@@ -24,7 +24,8 @@ A command is posted by one word in shared memory, `Control.POSTED`, and finished
     a rank failed:  cancel pending operations, raise the master's error, or a WorkerError made of the reports
 
 While the master waits it polls the workers' lives (`_watch`); while it computes, a signal interrupts it (`PeerWatch`).
-A death ends the session: the other workers are killed, and the call raises a WorkerError.
+A death ends the session: the other workers are killed, and the call raises a WorkerError.  Within `keep_memory` the
+memory stays, and `replace_workers` opens the session again with new workers.
 
 If an interrupt ends the master's part, `_join` waits for a moment only.  The workers may still be busy with the command
 then: the next call waits for them (`settle`) before it writes memory that they may read.
@@ -158,13 +159,17 @@ class Session:
         self._profile, self._first = profile, first
         try:
             self._start_workers()
-            with self.turn:
-                self.settle()
-                if first is not None:
-                    self.run(first)
+            self._run_first()
         except BaseException:
             self.close(kill=True)
             raise
+
+    def _run_first(self) -> None:
+        """Run the first command."""
+        with self.turn:
+            self.settle()
+            if self._first is not None:
+                self.run(self._first)
 
     def _start_workers(self) -> None:
         profile = self._profile
@@ -608,20 +613,25 @@ class Session:
         """
         if not self.has_kept_memory:
             raise RuntimeError("replace_workers: no worker has died within keep_memory()")
-        with defer_signals():
-            # The counters and semaphores of the old workers stay as they died.
-            self._control = Control(self.size, self._control.spin, here=self.link.here)
-            self.rank.restart(self._control, self._watch)
-            self.rank.has_peer_died = self._has_peer_died
-            self.memory.forget_workers()
-            self._peers = PeerWatch(self._has_peer_died, self._has_pending_alone, self._raise_if_peer_died)
-            self._running, self._idle = False, True
-            self._dead_rank = self.death = self.closed = None
-            self.has_kept_memory = False
-        self.start(self._profile, self._first)
-        with self.turn:
-            self.settle()
-            _call_all(self._at_replacement)
+        try:
+            with defer_signals():  # between its lines the session is neither closed nor open
+                # The counters and semaphores of the old workers stay as they died.
+                self._control = Control(self.size, self._control.spin, here=self.link.here)
+                self.rank.restart(self._control, self._watch)
+                self.rank.has_peer_died = self._has_peer_died
+                self.memory.forget_workers()
+                self._peers = PeerWatch(self._has_peer_died, self._has_pending_alone, self._raise_if_peer_died)
+                self._running, self._idle = False, True
+                self._dead_rank = self.death = self.closed = None
+                self.has_kept_memory = False
+                self._start_workers()
+            self._run_first()
+            with self.turn:
+                self.settle()
+                _call_all(self._at_replacement)
+        except BaseException:
+            self.close(kill=True)
+            raise
 
     def notify_at_replacement(self, owner: T, renew: Callable[[T], None]) -> None:
         """Have ``renew(owner)`` called when workers have been replaced, in a call's turn, if the owner still exists."""

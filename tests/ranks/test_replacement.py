@@ -114,6 +114,28 @@ class AskErrors(ranks.Command):
         return rank.all_gather(np.geterr()["divide"])
 
 
+def test_an_interrupt_of_the_replacement_closes_the_ranks(session):
+    x = T.dmatrix("x")
+    f = synk.function([x], (x.sum(), "sum"))
+    data = synk.data(np.ones((6, 3)))
+
+    class Interrupted:
+        def renew(self):
+            raise KeyboardInterrupt
+
+    owner = Interrupted()
+    session.notify_at_replacement(owner, Interrupted.renew)
+    with session.keep_memory():
+        lose(session, lambda: f(data))
+        with pytest.raises(KeyboardInterrupt):
+            session.replace_workers()
+    assert not session.workers.pids
+    with pytest.raises(RuntimeError, match="ranks were closed"):
+        ranks.session()
+    with pytest.raises(RuntimeError, match="memory was freed"):
+        data[0]
+
+
 def test_after_the_context_a_death_frees_all(session):
     x = T.dmatrix("x")
     f = synk.function([x], (x.sum(), "sum"))
