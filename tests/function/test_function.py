@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from library import INTERPRETED, NAME, XLA, few, function, grad, is_array, package, read, same, shared
 from library import tensor as T
 from messages import raises
-from system import children_of
+from system import LIMIT, children_of
 
 import synkhronos as synk
 from synkhronos import ranks
@@ -1345,7 +1345,7 @@ def test_an_error_between_slices_leaves_the_shared_variables_of_that_rank(fork):
 
 
 @pytest.mark.parametrize("how", ["SIGKILL", "SIGTERM"])
-def test_a_worker_that_is_killed_is_noticed_within_two_seconds(fork, how):
+def test_a_worker_that_is_killed_is_noticed_and_others_are_ended(fork, how):
     fork(3)
     x = T.dvector("x")
     f = synk.function([x], (x.sum(), "sum"))
@@ -1355,7 +1355,7 @@ def test_a_worker_that_is_killed_is_noticed_within_two_seconds(fork, how):
     start = time.monotonic()
     with pytest.raises(synk.WorkerError, match=rf"rank [12] \(process \d+\) was killed by {how}"):
         g(np.arange(3.0))
-    assert time.monotonic() - start < 2
+    assert time.monotonic() - start < LIMIT
     assert children_of(os.getpid()) == []  # the others were ended with it
     with pytest.raises(RuntimeError, match="fork"):
         f(np.arange(3.0))
@@ -1381,7 +1381,7 @@ def test_a_worker_that_dies_between_calls_is_noticed_in_the_next(fork):
     start = time.monotonic()
     with pytest.raises(synk.WorkerError, match=f"rank 1 .process {pid}. was killed by SIGKILL"):
         f(np.arange(3.0))
-    assert time.monotonic() - start < 2
+    assert time.monotonic() - start < LIMIT
 
 
 class Unpicklable(OnWorkers):

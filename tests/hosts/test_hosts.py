@@ -459,9 +459,9 @@ def test_the_pages_of_a_long_run_are_known_at_once():
             rows // PAGE - 2,
             rows // PAGE - 1,
         ]
-    began = time.perf_counter()
+    began = time.process_time()
     assert len(find_pages([SegmentAccess(1, 0, 1, (0, 1 << 28, 1), None)], memory)[1]) == (1 << 28) // PAGE
-    assert time.perf_counter() - began < 1
+    assert time.process_time() - began < 1
 
 
 def test_pages_of_memory_that_ends_within_one():

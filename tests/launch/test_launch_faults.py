@@ -368,7 +368,7 @@ def test_ctrl_c_before_ranks_are_started(tmp_path, monkeypatch):
     monkeypatch.setattr(run, "_start", start)
     began = time.monotonic()
     assert run.run() == 128 + signal.SIGINT
-    assert time.monotonic() - began < 5
+    assert time.monotonic() - began < LIMIT
 
 
 def family(pid):
@@ -421,7 +421,7 @@ def test_a_kill_of_any_process_leaves_nothing_behind(tmp_path, who, script):
         began = time.monotonic()
         _, said = process.communicate(timeout=LIMIT)
         assert process.returncode != 0
-        assert time.monotonic() - began < 10
+        assert time.monotonic() - began < LIMIT
         assert ("Ctrl-C once more" in said) == (who == "Ctrl-C")
         if who == "rank 1":
             assert process.returncode == 1 and "was killed by SIGKILL" in said

@@ -78,7 +78,7 @@ def test_a_loader_that_is_killed(load, which, moment):
         for _, numbers in batches:
             found += numbers.tolist()
             killed = time.monotonic()
-    assert time.monotonic() - killed < 5
+    assert time.monotonic() - killed < LIMIT
     assert e.value.row == len(found) and found == order(60)[: len(found)].tolist()
     for _, numbers in loader.arrays(0, 6, row=e.value.row):  # with new loaders
         found += numbers.tolist()
@@ -118,7 +118,7 @@ def test_a_loader_that_is_killed_while_ranks_train(fork, load, rule):
     began = time.monotonic()
     with pytest.raises((LoadError, synk.WorkerError), match=r"loader 1 \(process \d+\)"):
         list(reports)
-    assert time.monotonic() - began < 5
+    assert time.monotonic() - began < LIMIT
     assert np.isfinite(trainer.params[0].get_value())  # the ranks live
     assert next(training(rule, loader)[1]).seen == 30  # and so does the loader, with new processes
 
@@ -216,7 +216,7 @@ def test_ctrl_c_while_a_batch_is_waited_for(fork, load, ranks_too):
     with pytest.raises(KeyboardInterrupt):
         while True:
             go_through()
-    assert time.monotonic() - began < 10
+    assert time.monotonic() - began < LIMIT
     assert sum(go_through(), []) == order(12).tolist()
 
 

@@ -244,13 +244,13 @@ def test_two_programs_leave_each_other_alone():
         ask(second, 25)
         first.stdin.close()  # ends, while the other is at work
         assert first.stdout.readline() == "closed\n"
-        assert first.wait(10) == 0
+        assert first.wait(60) == 0
         assert second.stdout.readline() == "right\n"
         ask(second, 10)
         assert second.stdout.readline() == "right\n"
         second.stdin.close()
         assert second.stdout.readline() == "closed\n"
-        assert second.wait(10) == 0
+        assert second.wait(60) == 0
     finally:
         for program in programs:
             program.kill()

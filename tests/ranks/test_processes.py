@@ -9,7 +9,7 @@ import textwrap
 import time
 
 import pytest
-from system import children_of, lives, names, names_left
+from system import LIMIT, children_of, lives, names, names_left
 
 import synkhronos as synk
 from synkhronos.ranks import available_cores
@@ -113,7 +113,7 @@ def test_killing_the_master_leaves_nothing(number):
     assert not names_left(before)  # so that nothing can be left
     program.send_signal(number)
     program.wait()
-    deadline = time.monotonic() + 1
+    deadline = time.monotonic() + LIMIT
     while any(map(lives, pids)) and time.monotonic() < deadline:
         time.sleep(0.01)
     assert not any(map(lives, pids))

@@ -8,6 +8,7 @@ import time
 import numpy as np
 import pytest
 from library import DEVICE, INTERPRETED, NAME, shared, tensor
+from system import LIMIT
 
 import synkhronos as synk
 
@@ -20,8 +21,8 @@ else:
 
 pytestmark = pytest.mark.any_library
 
-#: In the master: a `Sleep` is computing; end it.
-COMPUTING, WOKEN = threading.Event(), threading.Event()
+#: In the master: functions that a `Sleep` calls when it begins to compute, and an event that ends it.
+AT_START, WOKEN = [], threading.Event()
 
 
 class Sleep(Op):
@@ -36,11 +37,19 @@ class Sleep(Op):
         return Apply(self, [x], [x.type()])
 
     def perform(self, node, inputs, outputs):
-        COMPUTING.set()
+        for action in AT_START:
+            action()
         deadline = time.monotonic() + self.seconds
         while time.monotonic() < deadline and not WOKEN.is_set():
             time.sleep(0.01)
         outputs[0][0] = inputs[0]
+
+
+@pytest.fixture
+def at_start():
+    """Have a function called in the master, in the middle of a call whose graph has a `Sleep`."""
+    yield AT_START.append
+    AT_START.clear()
 
 
 def summing():
@@ -157,10 +166,10 @@ def test_a_handler_that_calls_what_is_being_called_is_refused(fork):
     assert all(inside)
 
 
-def test_data_made_by_a_handler_is_refused_in_a_call(fork):
+def test_data_made_by_a_handler_is_refused_in_a_call(fork, at_start):
     fork(2)
     x = tensor.dvector("x")
-    f = synk.function([x], (Sleep(0.3)(x).sum(), "sum"), mode=INTERPRETED)
+    f = synk.function([x], (Sleep(0.05)(x).sum(), "sum"), mode=INTERPRETED)
     f(np.ones(2))
     told = []
 
@@ -171,7 +180,7 @@ def test_data_made_by_a_handler_is_refused_in_a_call(fork):
 
     before = signal.signal(signal.SIGALRM, handle)
     try:
-        signal.setitimer(signal.ITIMER_REAL, 0.1)
+        at_start(lambda: signal.raise_signal(signal.SIGALRM))
         assert float(f(np.ones(4))) == 4
     finally:
         signal.signal(signal.SIGALRM, before)
@@ -180,7 +189,7 @@ def test_data_made_by_a_handler_is_refused_in_a_call(fork):
 
 @pytest.mark.new_ranks
 @pytest.mark.parametrize("seconds", [0.5, 60])
-def test_close_gives_another_threads_call_two_seconds(fork, seconds):
+def test_close_gives_another_threads_call_two_seconds(fork, seconds, at_start):
     if DEVICE != "host":
         pytest.skip("what computes on a GPU is not interrupted")
     fork(2)
@@ -194,10 +203,11 @@ def test_close_gives_another_threads_call_two_seconds(fork, seconds):
         except BaseException as error:
             outcome.append(error)
 
+    computing = threading.Event()
+    at_start(computing.set)
     thread = threading.Thread(target=call)
-    COMPUTING.clear()
     thread.start()
-    assert COMPUTING.wait(60)
+    assert computing.wait(LIMIT)
     synk.close()
     ended = bool(outcome)
     WOKEN.set()
@@ -214,17 +224,17 @@ def test_close_gives_another_threads_call_two_seconds(fork, seconds):
 
 
 @pytest.mark.new_ranks
-def test_a_handler_may_close_in_the_middle_of_a_call(fork):
+def test_a_handler_may_close_in_the_middle_of_a_call(fork, at_start):
     fork(2)
     x = tensor.dvector("x")
-    f = synk.function([x], (Sleep(1)(x).sum(), "sum"), mode=INTERPRETED)
+    f = synk.function([x], (Sleep(0.05)(x).sum(), "sum"), mode=INTERPRETED)
 
     def handle(number, frame):
         synk.close()
 
     before = signal.signal(signal.SIGALRM, handle)
     try:
-        signal.setitimer(signal.ITIMER_REAL, 0.3)
+        at_start(lambda: signal.raise_signal(signal.SIGALRM))
         with pytest.raises(RuntimeError, match="while this call ran, the ranks were closed"):
             f(np.ones(4))
     finally:

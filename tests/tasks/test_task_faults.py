@@ -11,6 +11,7 @@ import task_programs as programs
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from library import DEVICE
+from system import LIMIT
 from test_tasks import programs_of_groups
 
 import synkhronos as synk
@@ -151,7 +152,7 @@ def test_an_error_of_one_rank_ends_all(fork, who, how):
     began = time.monotonic()
     with pytest.raises(ValueError if who == 0 else synk.WorkerError, match="this rank's own") as caught:
         synk.run(programs.fails, who, how, 0.1)
-    assert time.monotonic() - began < 2
+    assert time.monotonic() - began < LIMIT
     if who:
         assert "raise ValueError" in caught.value.worker_traceback
     assert len(synk.run(programs.identity)) == 3
@@ -165,7 +166,7 @@ def test_an_interrupt_ends_all(fork, how):
     began = time.monotonic()
     with pytest.raises(KeyboardInterrupt):
         synk.run(programs.forever, how)
-    assert time.monotonic() - began < 2.3
+    assert time.monotonic() - began < LIMIT
     assert len(synk.run(programs.identity)) == 2
 
 
@@ -176,24 +177,22 @@ def test_a_death_ends_all(fork, how):
     began = time.monotonic()
     with pytest.raises(synk.WorkerError, match="rank 2 .* was killed by SIGKILL"):
         synk.run(programs.dies, 2, how)
-    assert time.monotonic() - began < 5
+    assert time.monotonic() - began < LIMIT
 
 
 @pytest.mark.skipif(DEVICE != "host", reason="other devices take longer to start")
 @pytest.mark.new_ranks
 def test_the_timeout_counts_from_a_ranks_last_progress(fork):
-    fork(2, timeout=0.8)
-    assert synk.run(programs.takes_its_time, 0.1, 15, [0, 1]) == ["done", "done"]
+    fork(2, timeout=1.5)
+    assert synk.run(programs.takes_its_time, 0.1, 20, [0, 1]) == ["done", "done"]
 
 
 @pytest.mark.skipif(DEVICE != "host", reason="other devices take longer to start")
 @pytest.mark.new_ranks
 def test_a_rank_without_progress_is_late(fork):
     fork(2, timeout=0.4)
-    began = time.monotonic()
     with pytest.raises(synk.WorkerError, match="rank 1 did not finish within the 0.4 seconds"):
         synk.run(programs.takes_its_time, 0.05, 100, [0])
-    assert time.monotonic() - began < 4
 
 
 # -- what is refused -----------------------------------------------------------------------------------------
