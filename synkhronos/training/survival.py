@@ -93,6 +93,8 @@ class Survival:
                 "on_death: 'continue' needs ranks on the cores of one machine, and functions that are not compiled by "
                 "JAX: their workers are copies of this process; use 'stop', and resume from a checkpoint"
             )
+        if getattr(state, "_sharded", None) is not None:
+            raise ValueError("on_death: 'continue' needs the whole optimizer on each rank, got shard_optimizer=True")
         self._state, self._differs, self._max_deaths = state, differs, max_deaths
         self._n_deaths = self._n_repeated = 0
         self.deaths: list[SurvivedDeath] = []
