@@ -328,7 +328,9 @@ def list_test_files(*names: str) -> list[str]:
 
 
 #: What `test` runs on JAX arrays beside all tests on NumPy's: two minutes of it.
-IN_BRIEF = list_test_files("collectives", "jax", "lowering", "modes", "rules", "timeline", "updates")
+IN_BRIEF = list_test_files(
+    *("collectives", "jax", "lowering", "modes", "rank_program", "rules", "timeline", "updates"),
+)
 #: What `test --quick` runs, with PyTensor alone: what most changes break, in a minute.
 QUICK = list_test_files(
     *("layers", "rows", "reduce", "graphs", "data", "collectives", "tasks", "threads", "update_rule"),
@@ -346,7 +348,7 @@ MOST_RETRIED = 5
 MARKERS = ("lasagne", "hosts", "faults")
 #: What it runs beside PyMC: what was made for it.
 WITH_PYMC = [
-    *list_test_files("by_rows", "pymc", "pymc_chains", "pymc_demos", "rows_sum"),
+    *list_test_files("by_rows", "pymc", "pymc_chains", "pymc_demos", "rows_sum", "xla_samplers"),
     "tests/project/test_docs.py::test_page[pymc]",
     "tests/project/test_docs.py::test_docstring[synkhronos.extensions.pymc.data_parallel]",
 ]
@@ -389,7 +391,7 @@ def test(options: argparse.Namespace, rest: list[str]) -> int:
     extras = {
         PYTENSOR.name: ["jax", "demos", "hosts", "lasagne", "training", "tensorboard", "test"],
         THEANO.name: ["demos", "hosts", "lasagne", "training", "test"],
-        PYMC.name: ["test"],
+        PYMC.name: ["pymc-jax", "test"],
     }
     if options.device == "gpu":
         extras[PYTENSOR.name].append("gpu")

@@ -35,6 +35,7 @@ from synkhronos.devices import HOST
 from synkhronos.extensions.chains import measure_rate
 from synkhronos.extensions.rows_sum import RowsSum, SumOverRows, replace_variables, sum_over_rows
 from synkhronos.extensions.rowwise import NotRowwiseError, RowSearch, make_rowwise
+from synkhronos.extensions.xla_samplers import wrap_samplers
 from synkhronos.graphs import library_of
 
 #: PyMC prints the messages of its own logger and of those below it.
@@ -77,6 +78,16 @@ class DataParallelModel(pm.Model):
     def split_RVs(self) -> list[Any]:
         """The observed variables and potentials that are split."""
         return list(self._sums)
+
+    @property
+    def unobserved_value_vars(self) -> list[Any]:
+        """The value variables of unobserved variables.
+
+        PyMC's samplers in JAX read them first, so that the functions that they call next can be wrapped here.
+        """
+        wrap_samplers()
+        variables: list[Any] = super().unobserved_value_vars
+        return variables
 
     def logp(self, vars: Any = None, jacobian: bool = True, sum: bool = True) -> Any:
         """Return the log-density as an expression, as `pymc.Model.logp` does.

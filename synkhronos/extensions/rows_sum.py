@@ -37,6 +37,7 @@ from pytensor.compile import SharedVariable
 from pytensor.gradient import DisconnectedType, grad, grad_not_implemented
 from pytensor.graph.basic import Apply, Constant, Variable
 from pytensor.graph.op import Op
+from pytensor.graph.replace import clone_replace
 from pytensor.tensor import TensorType
 from pytensor.tensor.elemwise import CAReduce, DimShuffle, Elemwise
 from pytensor.tensor.type import float_dtypes
@@ -228,11 +229,30 @@ class RowsSum:
             on_unused_input="ignore",
         )
 
+    def make_local_graph(self) -> tuple[list[Any], Any, list[Any]]:
+        """Return the graph of the sum of one rank's rows.
+
+        Returns
+        -------
+        inputs : list of variable
+            The parameters, then the rows.
+        total : variable
+        shareds : list of shared variable
+            They hold the rows on each rank.
+        """
+        rows = [shared.type() for shared in self._shareds]
+        (total,) = clone_replace([self.total], dict(zip(self._shareds, rows, strict=True)))
+        return [*self._inputs, *rows], total, self._shareds
+
     # -- evaluations -----------------------------------------------------------------------------------------
 
     def value(self, params: Sequence[np.ndarray]) -> np.ndarray:
         """Return the sum at a point."""
         return self._evaluate(params, self._wants_gradient)[0]
+
+    def value_and_gradients(self, params: Sequence[np.ndarray]) -> list[np.ndarray]:
+        """Return the sum at a point, followed by its gradients."""
+        return self._evaluate(params, gradient=True)
 
     def gradients(self, params: Sequence[np.ndarray]) -> list[np.ndarray]:
         """Return the gradients at a point, one for each float parameter."""
@@ -241,13 +261,13 @@ class RowsSum:
     def products(self, params: Sequence[np.ndarray], directions: Sequence[np.ndarray]) -> list[np.ndarray]:
         """Return the product of the Hessian at a point with a direction, one array for each float parameter."""
         with _warn_unseen_errors(), self._lock:
-            self._scatter_rows()
+            self.scatter_rows()
             return self._call(self._product_function, [*params, *directions], directions)
 
     def _evaluate(self, params: Sequence[np.ndarray], gradient: bool) -> list[np.ndarray]:
         """Return value and, if asked for, gradients at a point; from the cache if it is the last one."""
         with _warn_unseen_errors(), self._lock:
-            self._scatter_rows()
+            self.scatter_rows()
             point = [(param.shape, param.tobytes()) for param in map(np.asarray, params)]
             if point != self._last_point or gradient and len(self._last_results) == 1:
                 self._last_point = None  # an interrupt may leave the results incomplete
@@ -292,7 +312,7 @@ class RowsSum:
             offset += like.size
         return results
 
-    def _scatter_rows(self) -> None:
+    def scatter_rows(self) -> None:
         """Scatter the rows if the session or the rows have changed since the last evaluation."""
         session = self.get_session()
         arrays = [_get_values(source) for source in self._sources]

@@ -35,6 +35,7 @@ _log = logging.getLogger("synkhronos")
 
 _METADATA = 1  # XLA_FFI_Extension_Metadata
 _EXECUTE = 3  # XLA_FFI_ExecutionStage_EXECUTE
+_ABORTED = 10  # XLA_FFI_Error_Code_ABORTED
 
 
 class _Struct(ctypes.Structure):
@@ -128,6 +129,17 @@ class _CallFrame(_Struct):
 
 class _ErrorDestroy(_Struct):
     _fields_ = [("error", ctypes.c_void_p)]
+
+
+class _ErrorCreate(_Struct):
+    _fields_ = [("message", ctypes.c_char_p), ("code", ctypes.c_int)]
+
+
+def _create_error(frame: Any) -> int:
+    """Return the address of an error that a callback returns to XLA: it ends the launch."""
+    request = _ErrorCreate(ctypes.sizeof(_ErrorCreate), None, b"an all-reduce failed", _ABORTED)
+    address: int = _Callback(frame.api.contents.error_create)(ctypes.addressof(request))
+    return address
 
 
 def _is_execution(frame: Any) -> bool:
@@ -256,7 +268,13 @@ class Reducer(Protocol):
 class ProgramReduction:
     """The all-reduce of one XLA program, which is bound to a reducer for each launch.
 
-    ``trace_start`` and ``trace_finish`` put its calls into the program, while XLA traces it.
+    ``trace_start``, ``trace_finish`` and ``trace_sum`` put its calls into the program, while XLA traces it.
+
+    Parameters
+    ----------
+    aborts : bool
+        Whether an error ends the launch.  Otherwise the launch continues with undefined reductions that are marked as
+        invalid, so that the program can return the old values of donated arrays.
 
     Examples
     --------
@@ -269,7 +287,8 @@ class ProgramReduction:
     _numbers = itertools.count()
     _by_number: WeakValueDictionary[int, ProgramReduction] = WeakValueDictionary()
 
-    def __init__(self) -> None:
+    def __init__(self, aborts: bool = False) -> None:
+        self._aborts = aborts
         #: The attribute of the program's calls.  A count, not an address, so that equal programs of two processes are
         #: equal for JAX's compilation cache.
         self._number = np.int64(next(self._numbers))
@@ -280,8 +299,8 @@ class ProgramReduction:
         self._n_started = self._n_finished = 0
 
     @contextlib.contextmanager
-    def bind(self, reducer: Reducer, times: int = 1) -> Iterator[None]:
-        """Bind a reducer to the one launch of the ``with`` block, and raise its error at the end.
+    def bind(self, reducer: Reducer, times: int | None = 1) -> Iterator[None]:
+        """Bind a reducer to the launches of the ``with`` block, and raise its error at the end.
 
         Signals must be deferred meanwhile (`ranks.interrupts.defer_signals`): a handler would raise at the first
         instruction of a callback, where nothing can catch it.
@@ -289,8 +308,8 @@ class ProgramReduction:
         Parameters
         ----------
         reducer : Reducer
-        times : int
-            Number of all-reduces that the launch must make.
+        times : int or None
+            Number of all-reduces that the launch must make; None for any number.
 
         Raises
         ------
@@ -299,15 +318,23 @@ class ProgramReduction:
         """
         self._reducer, self._error, self._n_started, self._n_finished = reducer, None, 0, 0
         try:
-            yield
-            if self._error is not None:
-                raise self._error
-            if self._n_finished != times:
+            try:
+                yield
+            except Exception:  # perhaps XLA's, whose launch an error here has ended
+                if self._aborts:
+                    self._raise_error()
+                raise
+            self._raise_error()
+            if times is not None and self._n_finished != times:
                 raise RuntimeError(
                     f"XLA had the ranks' arrays combined {self._n_finished} times in one launch, not {times}"
                 )
         finally:
             self._reducer = self._error = None
+
+    def _raise_error(self) -> None:
+        if self._error is not None:
+            raise self._error
 
     # -- traced ----------------------------------------------------------------------------------------------
 
@@ -374,21 +401,50 @@ class ProgramReduction:
         *reduced, is_valid = call(*operands, is_valid, *iterations, number=self._number)
         return reduced, is_valid
 
+    def trace_sum(self, array: Any) -> Any:
+        """Trace the sum of an array over the ranks.
+
+        Parameters
+        ----------
+        array : jax.Array
+            Of floats, being traced.  `jax.vmap` of the sum has the ranks reduce the batch at once.
+
+        Returns
+        -------
+        jax.Array
+            NaN if the connection was aborted.
+        """
+        import jax
+        import jax.numpy as jnp
+
+        @jax.custom_batching.custom_vmap
+        def total(array: Any) -> Any:
+            (reduced,), is_valid = self.trace_finish([array])
+            return jnp.where(is_valid != 0, reduced, jnp.nan)
+
+        @total.def_vmap
+        def total_of_batch(size: int, in_batched: Sequence[bool], batch: Any) -> tuple[Any, bool]:
+            return total(batch), True
+
+        return total(array)
+
     # -- called by XLA ---------------------------------------------------------------------------------------
 
     @classmethod
-    def dispatch(cls, address: int, handle_call: Callable[[ProgramReduction, Any, Reducer], None]) -> None:
-        """Pass a call by XLA to the reduction of its program."""
+    def dispatch(cls, address: int, handle_call: Callable[[ProgramReduction, Any, Reducer], None]) -> int | None:
+        """Pass a call by XLA to the reduction of its program; return the address of an error that ends the launch."""
         reduction = None
         try:
             frame = _CallFrame.from_address(address)
             if not _is_execution(frame):
-                return
+                return None
             reduction = cls._by_number[frame.attributes.numbers[0].contents.value[0]]
             if reduction._reducer is None:
                 _log.error(
                     "XLA called the function that combines the ranks' arrays outside a launch: the call is ignored"
                 )
+            elif reduction._aborts and reduction._error is not None:
+                return _create_error(frame)
             else:
                 handle_call(reduction, frame, reduction._reducer)
         # An exception can't pass through XLA, which would read an undefined return value.  The first error is the cause
@@ -398,6 +454,9 @@ class ProgramReduction:
                 _log.error("XLA's call to combine the ranks' arrays can't be read: %r", error)
             else:
                 reduction._error = reduction._error or error
+                if reduction._aborts:
+                    return _create_error(frame)
+        return None
 
     def start(self, frame: Any, reducer: Reducer) -> None:
         """Start to reduce the arrays of a call."""
@@ -421,13 +480,13 @@ class ProgramReduction:
 
 
 @_Callback
-def _start_callback(address: int) -> None:
-    ProgramReduction.dispatch(address, ProgramReduction.start)
+def _start_callback(address: int) -> int | None:
+    return ProgramReduction.dispatch(address, ProgramReduction.start)
 
 
 @_Callback
-def _finish_callback(address: int) -> None:
-    ProgramReduction.dispatch(address, ProgramReduction.finish)
+def _finish_callback(address: int) -> int | None:
+    return ProgramReduction.dispatch(address, ProgramReduction.finish)
 
 
 def _read_spans(frame: Any, first: int, stop: int) -> list[ReduceSpan]:

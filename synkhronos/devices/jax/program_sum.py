@@ -1,0 +1,225 @@
+"""Sums over the ranks within programs that all ranks run at the same time, such as a sampler compiled by XLA.
+
+A program may make millions of sums, in loops whose lengths follow from the sums.  All ranks run the same program and
+get the same bits, so that their loops have the same lengths.  A `ProgramReduction` calls one of the reducers here::
+
+    XLA program     local sum ──> foreign function ──> sum over all ranks ──> next evaluation
+                                        |
+    on GPUs                       `GpuSum`: NCCL on XLA's stream; the host does not wait
+    on the CPU                    `HostSum`: through shared memory, in rank order
+
+An error, and an interrupt in the master, ends the launch: the reducer raises it in the foreign function.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import signal
+import threading
+from collections.abc import Iterator, Sequence
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from synkhronos.devices.cuda.nccl import ReduceSpan
+from synkhronos.ranks import Rank
+from synkhronos.ranks.control import SCRATCH
+
+#: Bytes in front of the data in half of a scratch area, and the positions of numbers in them: of the exchange that the
+#: data belong to, of the sums that the rank has begun, and of all its sums, plus 1, once its program has ended.
+_HEAD, _EXCHANGE, _BEGUN, _FINAL = 24, 0, 1, 2
+
+DIVERGED = (
+    "the ranks' programs have diverged: their results differ, although all had the same arguments and sums. If the "
+    "program draws random numbers, pass a seed; otherwise please report this"
+)
+
+
+class InterruptPoll:
+    """Detects SIGINT while compiled code runs in the main thread, where Python cannot call the handler.
+
+    The C part of Python's handler writes the signal's number into a pipe, in whichever thread it runs.
+    """
+
+    def __init__(self) -> None:
+        self._read = -1
+
+    @contextlib.contextmanager
+    def watch(self) -> Iterator[None]:
+        """Detect signals in the ``with`` block; without effect in other threads than the main one."""
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        self._read, write = os.pipe()
+        os.set_blocking(self._read, False)
+        os.set_blocking(write, False)
+        before = signal.set_wakeup_fd(write, warn_on_full_buffer=False)
+        try:
+            yield
+        finally:
+            signal.set_wakeup_fd(before)
+            os.close(write)
+            os.close(self._read)
+            self._read = -1
+
+    def check(self) -> None:
+        """Raise KeyboardInterrupt if SIGINT has arrived."""
+        if self._read < 0:
+            return
+        try:
+            arrived = os.read(self._read, 64)
+        except BlockingIOError:
+            return
+        if signal.SIGINT in arrived:
+            raise KeyboardInterrupt
+
+
+class ProgramSum:
+    """Base class of the reducers of one program.
+
+    Parameters
+    ----------
+    rank : Rank
+    poll : InterruptPoll
+
+    Attributes
+    ----------
+    count : int
+        Number of sums so far.
+    """
+
+    def __init__(self, rank: Rank, poll: InterruptPoll):
+        self._rank, self._poll = rank, poll
+        self.count = 0
+        here = rank.control.here
+        self._heads = [[rank.control.scratch(r, half)[:_HEAD].cast("Q") for r in here] for half in range(2)]
+        self._place = rank.number - here.start
+        for heads in self._heads:
+            heads[self._place][:] = memoryview(bytes(_HEAD)).cast("Q")
+        rank.barrier()
+
+    def begin_sum(self) -> None:
+        """Count a sum, and raise KeyboardInterrupt if SIGINT has arrived."""
+        self._poll.check()
+        self.count += 1
+        self._heads[0][self._place][_BEGUN] = self.count
+
+    def start(self, spans: Sequence[ReduceSpan], stream: int | None) -> None:
+        """Raise: these programs reduce no chunks."""
+        raise NotImplementedError
+
+    def finish(self, spans: Sequence[ReduceSpan], is_valid: int, stream: int | None) -> None:
+        """Sum arrays over the ranks, and set the int32 at ``is_valid``."""
+        raise NotImplementedError
+
+    def wait(self, stream: int | None) -> None:
+        """Do nothing: an error ends the launch."""
+
+    def complete(self) -> None:
+        """Wait until the programs of all ranks have ended.
+
+        Raises
+        ------
+        RuntimeError
+            If another rank waits for a sum that this one does not make.
+        """
+
+        def check() -> None:
+            if any(head[_BEGUN] > self.count for head in self._heads[0]):
+                raise RuntimeError(DIVERGED)
+
+        self._heads[0][self._place][_FINAL] = self.count + 1
+        self._rank.notify_local()
+        self._rank.wait(lambda: all(head[_FINAL] for head in self._heads[0]), check)
+
+
+class HostSum(ProgramSum):
+    """Sums of arrays in host memory, through the scratch areas of shared memory.
+
+    Ranks exchange without the steps of a command, whose number is limited.  A rank writes its array, and then the
+    number of the exchange, into its own scratch half; it waits until the same number is in the halves of all others.
+
+    Invariant: a half is written again two exchanges later, after the exchange in between, to which each rank
+    contributes only after it has read the half.
+
+    Parameters
+    ----------
+    rank : Rank
+        Of one host.
+    poll : InterruptPoll
+    """
+
+    def __init__(self, rank: Rank, poll: InterruptPoll):
+        super().__init__(rank, poll)
+        assert not rank.spans_hosts
+        self._data = [
+            [np.frombuffer(rank.control.scratch(r, half), np.uint8)[_HEAD:] for r in rank.control.here]
+            for half in range(2)
+        ]
+        self._exchange = 0
+
+    def finish(self, spans: Sequence[ReduceSpan], is_valid: int, stream: int | None) -> None:
+        """Sum arrays over the ranks in rank order, and set the int32 at ``is_valid``."""
+        self.begin_sum()
+        for span in spans:
+            self._sum(view_items(span.source, span), view_items(span.target, span))
+        ctypes.c_int32.from_address(is_valid).value = 1
+
+    def _sum(self, source: np.ndarray, target: np.ndarray) -> None:
+        rank, size = self._rank, (SCRATCH - _HEAD) // source.itemsize
+        for offset in range(0, source.size, size):
+            mine = source[offset : offset + size]
+            self._exchange = number = self._exchange + 1
+            half = number & 1
+            heads = self._heads[half]
+            inputs = [data[: mine.nbytes].view(mine.dtype) for data in self._data[half]]
+            inputs[rank.number][:] = mine
+            heads[rank.number][_EXCHANGE] = number
+            rank.notify_local()
+            rank.wait(partial(_have_reached, heads, number))
+            result = target[offset : offset + size]
+            np.add(inputs[0], inputs[1], out=result)
+            for other in inputs[2:]:
+                np.add(result, other, out=result)
+
+
+class GpuSum(ProgramSum):
+    """Sums of arrays on GPUs by NCCL, in XLA's stream.
+
+    Parameters
+    ----------
+    rank : Rank
+    poll : InterruptPoll
+    communicator : NcclCommunicator
+        Connected.
+    """
+
+    def __init__(self, rank: Rank, poll: InterruptPoll, communicator: Any):
+        super().__init__(rank, poll)
+        self._communicator = communicator
+
+    def finish(self, spans: Sequence[ReduceSpan], is_valid: int, stream: int | None) -> None:
+        """Launch the sums of arrays over the ranks, and then set the int32 at ``is_valid``."""
+        self.begin_sum()
+        self._rank.check()
+        self._communicator.finish_in_launch(spans, "sum", is_valid, stream)
+
+    def complete(self) -> None:
+        """Wait until the programs of all ranks have ended."""
+        super().complete()
+        self._communicator.wait_started()
+
+
+def _have_reached(heads: Sequence[Any], number: int) -> bool:
+    """Whether all ranks have written the data of an exchange."""
+    return all(head[_EXCHANGE] >= number for head in heads)
+
+
+def view_items(address: int, span: ReduceSpan) -> np.ndarray:
+    """Return the NumPy array at an address."""
+    dtype = np.dtype(span.dtype)
+    memory = (ctypes.c_char * (span.n_items * dtype.itemsize)).from_address(address)
+    return np.frombuffer(memoryview(memory), dtype)

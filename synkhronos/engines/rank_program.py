@@ -1,0 +1,199 @@
+"""A program of another library, compiled by XLA, that all ranks run at the same time.
+
+Each rank runs the same Python function with the same arguments.  What the function computes in JAX may call
+`RankProgram.all_reduce`, within any loop and any number of times.  All ranks have to end with the same results, to the
+last bit: else their loops could differ, and a rank would wait for an all-reduce that others don't make.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import io
+import os
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+from unittest import mock
+
+import numpy as np
+
+from synkhronos.devices import HOST, JAX
+from synkhronos.devices.jax.ffi import ProgramReduction
+from synkhronos.devices.jax.program_sum import DIVERGED, GpuSum, HostSum, InterruptPoll, ProgramSum
+from synkhronos.lowering.jax_function import JaxFunction
+from synkhronos.ranks import Rank
+from synkhronos.ranks.interrupts import defer_signals
+
+#: JAX' settings that change numbers: those of the master hold on all ranks.
+_SETTINGS = (
+    "jax_enable_x64",
+    "jax_default_matmul_precision",
+    "jax_default_prng_impl",
+    "jax_threefry_partitionable",
+)
+
+
+class RankProgram:
+    """One rank's part of a program.
+
+    Parameters
+    ----------
+    rank : Rank
+
+    Attributes
+    ----------
+    current : RankProgram or None
+        The program that runs in this process.
+    """
+
+    current: RankProgram | None = None
+
+    def __init__(self, rank: Rank):
+        self.rank = rank
+        self._reduction = ProgramReduction(aborts=True)
+
+    def all_reduce(self, vector: Any) -> Any:
+        """Return the sum of the ranks' vectors; traced by JAX."""
+        return vector if self.rank.size == 1 else self._reduction.trace_sum(vector)
+
+    def run(self, function: Callable[[], Sequence[np.ndarray]], settings: dict[str, Any]) -> Sequence[np.ndarray]:
+        """Run a function on every rank.
+
+        Parameters
+        ----------
+        function : callable
+            Returns arrays.
+        settings : dict
+            JAX' settings in the master, as `get_settings` returns them.
+
+        Returns
+        -------
+        list of ndarray
+            The function's result, which is equal on all ranks.
+
+        Raises
+        ------
+        RuntimeError
+            If the results differ.
+        NotImplementedError
+            If this device can't reduce in a program.
+        """
+        rank, poll = self.rank, InterruptPoll()
+        # No signal handler may raise within XLA's callbacks.  An interrupt ends the launch at the next all-reduce.
+        with defer_signals(), poll.watch(), _share_cores(rank), _use_settings(settings), _silence(not rank.is_master):
+            reducer = _make_reducer(rank, poll)
+            RankProgram.current = self
+            try:
+                with self._reduction.bind(reducer, times=None):
+                    results = function()
+            finally:
+                RankProgram.current = None
+            reducer.complete()
+        digest = hashlib.blake2b(reducer.count.to_bytes(8, "little"), digest_size=16)
+        for array in results:
+            digest.update(np.ascontiguousarray(array).tobytes())
+        if not rank.agree(digest.digest()):
+            raise RuntimeError(DIVERGED)
+        return results
+
+    def compile_local(
+        self, compile_function: Callable[..., Any], inputs: Sequence[Any], output: Any, rows: Sequence[np.ndarray]
+    ) -> Callable[..., Any]:
+        """Return a function of JAX arrays that computes a variable on this rank's rows.
+
+        Parameters
+        ----------
+        compile_function : callable
+            Compiles a graph, as ``pytensor.function``.
+        inputs : list of variable
+            The function's parameters, then the rows.
+        output : variable
+        rows : list of array
+        """
+        import jax.numpy as jnp
+
+        if not rows[0].shape[0]:
+            return lambda *params: jnp.zeros((), output.type.dtype)
+        function = compile_function(inputs, output, mode="JAX", on_unused_input="ignore")
+        lowered = JaxFunction(function, len(inputs), JAX)
+        if lowered.length_graph is not None:
+            raise NotImplementedError(
+                "XLA lacks sums over rows in which values of integers decide the lengths of arrays"
+            )
+        arrays = [jnp.asarray(array) for array in rows]
+
+        def compute(*params: Any) -> Any:
+            (value,) = lowered.run(*params, *arrays)
+            return value
+
+        return compute
+
+
+def get_settings() -> dict[str, Any]:
+    """Return this process' settings of JAX that change numbers."""
+    import jax
+
+    return {name: getattr(jax.config, name) for name in _SETTINGS if hasattr(jax.config, name)}
+
+
+def map_in_turn(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function that applies another one to each item of the leading axis, one by one.
+
+    It replaces `jax.pmap`, whose all-reduces would have no order.
+    """
+    import jax
+
+    compiled = jax.jit(function)
+
+    def run(*arguments: Any) -> Any:
+        size = jax.tree.leaves(arguments)[0].shape[0]
+        results = [compiled(*jax.tree.map(lambda a, i=i: a[i], arguments)) for i in range(size)]
+        return jax.tree.map(lambda *each: np.stack(each), *results)
+
+    return run
+
+
+def _make_reducer(rank: Rank, poll: InterruptPoll) -> ProgramSum:
+    if rank.device is HOST:
+        if rank.spans_hosts:
+            raise NotImplementedError(
+                "XLA's programs run on CPU ranks of one host, and these are on several: call fork() without hosts"
+            )
+        return HostSum(rank, poll)
+    if not JAX.can_reduce_in_launch(np.dtype(np.float64)):
+        raise NotImplementedError("this JAX does not call foreign functions in the thread that launches")
+    communicator = JAX.get_communicator(rank)
+    communicator.connect(rank.exchange(communicator.epoch))
+    return GpuSum(rank, poll, communicator)
+
+
+@contextlib.contextmanager
+def _use_settings(settings: dict[str, Any]) -> Iterator[None]:
+    """Context in which JAX has these settings."""
+    import jax
+
+    before = {name: getattr(jax.config, name) for name in settings}
+    for name, value in settings.items():
+        jax.config.update(name, value)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            jax.config.update(name, value)
+
+
+@contextlib.contextmanager
+def _share_cores(rank: Rank) -> Iterator[None]:
+    """Context in which XLA starts with as many threads as this rank's share of the cores."""
+    with mock.patch.dict(os.environ, {"NPROC": str(rank.threads.threads)}):
+        yield
+
+
+@contextlib.contextmanager
+def _silence(is_silent: bool) -> Iterator[None]:
+    """Context without output.  Progress bars are part of the program, which has to be the same on all ranks."""
+    if not is_silent:
+        yield
+        return
+    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+        yield

@@ -1,0 +1,174 @@
+"""Samplers that XLA compiles, on every rank: the NUTS of NumPyro and BlackJAX, as PyMC calls them.
+
+PyMC's function that runs a sampler is wrapped.  For a data-parallel model the wrapper sends the log-density's graph to
+all ranks, and each rank runs the same sampler from the same seed.  No rank waits for Python of another::
+
+    pm.sample(nuts_sampler="numpyro")
+      initial points                               in the master
+      _sample_numpyro_nuts    ── RunSampler ──▶    on every rank: NUTS, of which each evaluation adds the rank's own
+                                                   rows and makes an all-reduce (`xla_sums`, `engines.rank_program`)
+      draws of the master's rank
+      transformations, ArviZ                       in the master
+
+PyMC's module for JAX is not imported here: it imports JAX.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib
+import itertools
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any
+from unittest import mock
+
+import numpy as np
+
+from synkhronos import ranks
+from synkhronos.collectives.arguments import get_mirror_keys
+from synkhronos.extensions.rows_sum import RowsSum
+from synkhronos.graphs.mirror import Mirror
+from synkhronos.ranks import Command, Rank
+
+_MODULE = "pymc.sampling.jax"
+#: Samplers, and the sign of the log-density in the function that PyMC passes to each.
+_SIGNS = {"numpyro": -1, "blackjax": 1}
+_numbers = itertools.count()
+
+
+def wrap_samplers() -> None:
+    """Wrap PyMC's functions that run samplers in JAX, if PyMC's module for them is imported."""
+    module = sys.modules.get(_MODULE)
+    if module is None or hasattr(module, "__synkhronos__"):
+        return
+    from synkhronos.extensions import xla_sums  # noqa: F401 - registers the conversions to JAX
+
+    for name in _SIGNS:
+        original = getattr(module, f"_sample_{name}_nuts")
+        setattr(module, f"_sample_{name}_nuts", _wrap(name, original))
+    module.__dict__["__synkhronos__"] = True
+
+
+def _wrap(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def sample(**kwargs: Any) -> Any:
+        if not getattr(kwargs["model"], "split_RVs", None):
+            return original(**kwargs)
+        return _sample_on_ranks(name, kwargs)
+
+    return sample
+
+
+@dataclass
+class SamplerProgram:
+    """A sampler and its arguments, as they are sent to the ranks.
+
+    Attributes
+    ----------
+    name : str
+        "numpyro" or "blackjax".
+    inputs : list of variable
+        The model's value variables.
+    potential : variable
+        The log-density with the sampler's sign; its sums over rows are `RankSums`.
+    arguments : dict
+        Further arguments of PyMC's function.
+    settings : dict
+        JAX' settings.
+    code : UserCode
+        Set by `Mirror.send`.
+    """
+
+    name: str
+    inputs: list[Any]
+    potential: Any
+    arguments: dict[str, Any]
+    settings: dict[str, Any]
+    code: Any = None
+
+    def to_device(self) -> None:
+        """Do nothing: the ranks have the rows."""
+
+
+def _sample_on_ranks(name: str, arguments: dict[str, Any]) -> tuple[Any, Any, ModuleType]:
+    """Run PyMC's function for a sampler on all ranks; return the master's draws and statistics, and the library."""
+    from synkhronos.engines.rank_program import get_settings
+    from synkhronos.extensions.xla_sums import LocalGraph, replace_sums
+
+    model = arguments["model"]
+    session = ranks.session()
+
+    def make_graph(rows: RowsSum) -> LocalGraph:
+        rows.scatter_rows()
+        inputs, total, shareds = rows.make_local_graph()
+        return LocalGraph(inputs, total, rows.floats, get_mirror_keys(session, shareds))
+
+    (logp,) = sys.modules[_MODULE]._replace_shared_variables([model.logp()])
+    potential = replace_sums(_SIGNS[name] * logp, make_graph)
+    others = {key: value for key, value in arguments.items() if key not in ("model", "logp_fn")}
+    program = SamplerProgram(name, list(model.value_vars), potential, others, get_settings())
+    key = "sampler", next(_numbers)
+    with session.turn:
+        session.settle()
+        try:
+            session.rank.objects[key] = lambda: program
+            Mirror.get(session).send([(key, program)], [potential])
+            draws, stats = session.run(RunSampler(key))
+        finally:
+            session.memory.release("object", key)
+    return draws, stats, importlib.import_module(name)
+
+
+@dataclass(frozen=True, slots=True)
+class RunSampler(Command):
+    """Command that runs a sampler on every rank.
+
+    Attributes
+    ----------
+    key : tuple
+        Key of the `SamplerProgram` among the ranks' objects.
+    """
+
+    key: tuple[str, int]
+
+    def run(self, rank: Rank) -> tuple[list[np.ndarray], dict[str, np.ndarray]]:
+        """Return draws and statistics."""
+        from synkhronos.engines.rank_program import RankProgram
+
+        program: SamplerProgram = rank.objects[self.key]()
+        names: list[str] = []
+
+        def sample() -> list[np.ndarray]:
+            draws, stats = _sample(program)
+            names[:] = stats
+            return [np.asarray(array) for array in (*draws, *stats.values())]
+
+        arrays = list(RankProgram(rank).run(sample, program.settings))
+        count = len(program.inputs)
+        return arrays[:count], dict(zip(names, arrays[count:], strict=True))
+
+
+def _sample(program: SamplerProgram) -> tuple[Any, dict[str, Any]]:
+    """Run PyMC's function on this rank; return draws and statistics."""
+    from synkhronos.engines.rank_program import map_in_turn
+    from synkhronos.extensions import xla_sums  # noqa: F401 - registers the conversions to JAX
+
+    module = importlib.import_module(_MODULE)
+    potential = module.get_jaxified_graph(inputs=program.inputs, outputs=[program.potential])
+    arguments = dict(program.arguments)
+    changes: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
+    if arguments["chain_method"] == "parallel":
+        # PyMC would compute chains on several devices of a process, whose all-reduces would have no order.
+        if program.name == "numpyro":
+            arguments["chain_method"] = "sequential"
+        else:
+            changes = mock.patch.object(module.jax, "pmap", map_in_turn)
+    sample = getattr(module, f"_sample_{program.name}_nuts")
+    sample = getattr(sample, "__wrapped__", sample)
+    with changes:
+        draws, stats, _ = sample(model=None, logp_fn=lambda x: potential(*x)[0], **arguments)
+    return draws, stats

@@ -1,0 +1,117 @@
+"""Sums over rows in functions that XLA compiles.
+
+There are two conversions of a sum to JAX::
+
+    in a program of all ranks    `RankSums`     each rank adds its rows, and the program makes the all-reduce
+    in this process              `SumOverRows`  XLA calls Python, which calls the ranks
+
+PyTensor's conversions to JAX are imported with this module.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+from pytensor.graph.basic import Apply, Variable
+from pytensor.graph.op import Op
+from pytensor.link.jax.dispatch import jax_funcify
+
+from synkhronos.engines.rank_program import RankProgram
+from synkhronos.extensions.rows_sum import RowsSum, SumOverRows, replace_variables
+from synkhronos.graphs import library_of
+from synkhronos.graphs.mirror import get_object
+from synkhronos.lowering.differentiable_sums import call_python, join_sums
+
+__all__ = ["LocalGraph", "RankSums", "replace_sums"]
+
+
+class LocalGraph(NamedTuple):
+    """The graph of one sum of one rank's rows.
+
+    Attributes
+    ----------
+    inputs : list of variable
+        The parameters, then the rows.
+    total : variable
+    floats : list of int
+        Positions of the parameters that the sum can be differentiated by.
+    keys : tuple
+        Keys of the shared variables with the rows among a rank's objects.
+    """
+
+    inputs: list[Variable]
+    total: Variable
+    floats: list[int]
+    keys: tuple[Any, ...]
+
+
+class RankSums(Op):
+    """Several sums over rows, in a program that all ranks run.
+
+    Parameters
+    ----------
+    graphs : list of LocalGraph
+        The Op takes the parameters of all, one after the other, and returns one sum for each.
+    """
+
+    def __init__(self, graphs: Sequence[LocalGraph]):
+        self.graphs = list(graphs)
+
+    def make_node(self, *params: Any) -> Apply:
+        """Return a node for these parameters."""
+        return Apply(self, list(params), [graph.total.type() for graph in self.graphs])
+
+    def perform(self, node: Any, inputs: Any, output_storage: Any) -> None:
+        """Raise: there is only the conversion to JAX."""
+        raise NotImplementedError("RankSums is computed by XLA only")
+
+    def do_constant_folding(self, fgraph: Any, node: Any) -> bool:
+        """Return False: only the ranks' programs can compute it."""
+        return False
+
+
+def replace_sums(variable: Any, make_graph: Callable[[RowsSum], LocalGraph]) -> Any:
+    """Replace each `SumOverRows` in a graph by a `RankSums`.
+
+    Sums that do not depend on each other are one node, so that they make one all-reduce, and the order of several
+    all-reduces follows from the data.
+    """
+    while True:
+        nodes = library_of(variable).sort_nodes([variable])
+        sums: list[Apply] = []
+        dependent: set[Variable] = set()
+        for node in nodes:
+            if dependent.isdisjoint(node.inputs) and not isinstance(node.op, SumOverRows):
+                continue
+            if dependent.isdisjoint(node.inputs):
+                sums.append(node)
+            dependent.update(node.outputs)
+        if not sums:
+            return variable
+        op = RankSums([make_graph(node.op.rows) for node in sums])
+        made = op(*[value for node in sums for value in node.inputs], return_list=True)
+        replaced = {node.outputs[0]: new for node, new in zip(sums, made, strict=True)}
+        variable = replace_variables(variable, nodes, replaced)
+
+
+@jax_funcify.register(RankSums)
+def _convert_rank_sums(op: RankSums, **_: Any) -> Callable[..., Any]:
+    """Return the sums as a function of JAX arrays."""
+    program = RankProgram.current
+    if program is None:
+        raise RuntimeError("RankSums can be converted to JAX only in a program of the ranks")
+    functions = []
+    for graph in op.graphs:
+        rows = [get_object(program.rank, key).container.storage[0] for key in graph.keys]
+        compile_function = library_of(graph.total).function
+        functions.append(program.compile_local(compile_function, graph.inputs, graph.total, rows))
+    counts = [len(graph.inputs) - len(graph.keys) for graph in op.graphs]
+    return join_sums(functions, counts, [graph.floats for graph in op.graphs], program.all_reduce)
+
+
+@jax_funcify.register(SumOverRows)
+def _convert_sum_over_rows(op: SumOverRows, **_: Any) -> Callable[..., Any]:
+    """Return a sum as a function of JAX arrays that calls the ranks from this process."""
+    rows = op.rows
+    return call_python(rows.value, rows.value_and_gradients, rows.total.type.dtype, rows.floats)

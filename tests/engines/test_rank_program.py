@@ -1,0 +1,73 @@
+"""Programs that XLA compiles and all ranks run: their sums, and how they end."""
+
+import numpy as np
+import pytest
+from library import HOSTS, XLA
+
+import synkhronos as synk
+from synkhronos import ranks
+
+pytestmark = [
+    pytest.mark.skipif(not XLA, reason="starts XLA"),
+    pytest.mark.skipif(bool(HOSTS), reason="these programs run on one host"),
+]
+
+
+def run(command):
+    session = ranks.session()
+    with session.turn:
+        session.settle()
+        return session.run(command)
+
+
+def multiply(size, steps):
+    matrix = (np.arange(size)[:, None] + np.arange(size) + 1.0) / size**2
+    vectors = [np.linalg.matrix_power(matrix, step + 1) @ np.ones(size) for step in range(steps)]
+    return np.stack([vectors[-1], sum(vectors)])
+
+
+@pytest.mark.parametrize("n", [1, 2, 3])
+def test_a_loop_of_sums(fork, n):
+    from xla_programs import Multiply
+
+    fork(n)
+    np.testing.assert_allclose(run(Multiply(30)), multiply(n, 30), rtol=1e-6)
+    vectors = run(Multiply(30, vectorized=True))
+    np.testing.assert_allclose(vectors, [multiply(n, 30), 2 * multiply(n, 30)], rtol=1e-6)
+
+
+def test_an_interrupt_ends_the_program(fork):
+    from xla_programs import Add, Multiply
+
+    fork(2)
+    with pytest.raises(KeyboardInterrupt):
+        run(Multiply(10**9, event="interrupt", victim=0))
+    assert run(Add()) == 1
+
+
+def test_an_error_ends_the_program(fork):
+    from xla_programs import Add, Multiply
+
+    fork(2)
+    with pytest.raises(synk.WorkerError, match="ValueError: no more memory"):
+        run(Multiply(10**9, event="fail"))
+    assert run(Add()) == 1
+
+
+def test_the_exit_of_a_rank_ends_the_program(fork):
+    from xla_programs import Multiply
+
+    fork(2, timeout=300)  # ranks of their own
+    with pytest.raises(synk.WorkerError, match="was killed"):
+        run(Multiply(10**9, event="kill"))
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+@pytest.mark.parametrize("event", ["change", "end"])
+def test_ranks_that_diverge_end_with_an_error(fork, event, victim):
+    from xla_programs import Add, Multiply
+
+    fork(2)
+    with pytest.raises((RuntimeError, synk.WorkerError), match="diverged"):
+        run(Multiply(30, event=event, victim=victim))
+    assert run(Add()) == 1

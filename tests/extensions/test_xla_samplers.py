@@ -1,0 +1,33 @@
+"""Samplers that XLA compiles, on all ranks: draws are those of one process."""
+
+import importlib.util
+import subprocess
+import sys
+
+import pytest
+from library import HOSTS
+from paths import SUPPORT
+
+pytestmark = [
+    pytest.mark.skipif(bool(HOSTS), reason="the ranks of samplers are on one host"),
+    pytest.mark.timeout(600),  # XLA compiles a sampler for minutes on a busy machine
+]
+
+
+def run_script(*arguments, needs=()):
+    for package in ("pymc", *needs):
+        if not importlib.util.find_spec(package):  # an import of NumPyro starts XLA
+            pytest.skip(f"{package} is not installed")
+    run = subprocess.run([sys.executable, SUPPORT / "sampler_script.py", *arguments], capture_output=True, text=True)
+    assert run.returncode == 0, run.stdout + run.stderr
+
+
+@pytest.mark.parametrize(
+    ("sampler", "methods"), [("numpyro", ("vectorized", "parallel")), ("blackjax", ("parallel", "parallel"))]
+)
+def test_draws_are_those_of_one_process(sampler, methods):
+    run_script(sampler, *methods, needs=[sampler])
+
+
+def test_other_functions_of_jax_call_the_ranks():
+    run_script("functions", needs=["jax"])

@@ -1,0 +1,89 @@
+"""Samplers of PyMC that XLA compiles, on all ranks and in one process: the draws have to be equal.
+
+A program of its own, as tests must not start XLA's threads.  Its arguments are the name of a sampler, and two of its
+methods for several chains.
+"""
+
+import sys
+import warnings
+
+import numpy as np
+from library import fork_ranks
+
+warnings.simplefilter("ignore")  # of ArviZ, PyMC and JAX
+
+RNG = np.random.default_rng(3)
+X, GROUP = RNG.normal(size=(61, 3)), RNG.integers(0, 4, 61)
+
+
+def build():
+    """Return a model with likelihoods of different lengths, which no number of ranks divides."""
+    import pymc as pm
+
+    with pm.Model() as model:
+        spread = pm.HalfNormal("spread")
+        a = pm.Normal("a", 0, spread, shape=4)
+        b = pm.Normal("b", shape=3)
+        pm.Normal("y", a[GROUP] + pm.Data("x", X) @ b, 1, observed=X[:, 0])
+        pm.Poisson("z", pm.math.exp(b[0]), observed=np.arange(50) % 4)
+    return model
+
+
+def sample(model, sampler, method, progressbar=False):
+    import pymc as pm
+
+    with model:
+        return pm.sample(
+            draws=6,
+            tune=4,
+            chains=2,
+            random_seed=5,
+            progressbar=progressbar,
+            compute_convergence_checks=False,
+            nuts_sampler=sampler,
+            nuts_sampler_kwargs={"chain_method": method},
+        )
+
+
+def check_equal(ours, theirs):
+    for name, values in theirs.posterior.data_vars.items():
+        np.testing.assert_allclose(ours.posterior[name], values, rtol=1e-6, atol=1e-8)
+    np.testing.assert_array_equal(ours.sample_stats.n_steps, theirs.sample_stats.n_steps)
+
+
+def compare_samplers(sampler, method, method_for_new_data):
+    import pymc as pm
+
+    from synkhronos.extensions.pymc import data_parallel
+
+    model = build()
+    parallel = data_parallel(model)
+    check_equal(sample(parallel, sampler, method), sample(model, sampler, method))
+    with model:
+        pm.set_data({"x": X[::-1].copy()})
+    method = method_for_new_data
+    check_equal(sample(parallel, sampler, method, progressbar=True), sample(model, sampler, method))
+
+
+def compare_functions():
+    """Other functions that JAX compiles, such as optimizers, evaluate sums through Python."""
+    import jax
+    import pymc.sampling.jax as pymc_jax
+
+    from synkhronos.extensions.pymc import data_parallel
+
+    model = build()
+    parallel = data_parallel(model)
+    point = [jax.numpy.asarray(value) for value in model.initial_point().values()]
+    assert parallel.unobserved_value_vars
+    for transform in (lambda f: f, jax.jit, jax.grad):
+        ours, theirs = (transform(pymc_jax.get_jaxified_logp(each))(point) for each in (parallel, model))
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-9), ours, theirs)
+
+
+if __name__ == "__main__":
+    fork_ranks(2)
+    if sys.argv[1] == "functions":
+        compare_functions()
+    else:
+        compare_samplers(*sys.argv[1:])

@@ -1,0 +1,102 @@
+"""A program that XLA compiles and all ranks run, for test_rank_program.py; workers import it."""
+
+import os
+import signal
+from dataclasses import dataclass
+from unittest import mock
+
+import numpy as np
+
+from synkhronos.devices.jax import program_sum
+from synkhronos.engines.rank_program import RankProgram, get_settings
+from synkhronos.ranks import Command
+
+#: Number of the sum at which something happens, and of the rank on which it does.
+EVENT = 20
+
+
+def kill(spans):
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def interrupt(spans):
+    os.kill(os.getpid(), signal.SIGINT)
+
+
+def fail(spans):
+    raise ValueError("no more memory")
+
+
+def end(spans):
+    program_sum.view_items(spans[0].target, spans[0])[:] = np.nan
+
+
+def change(spans):
+    program_sum.view_items(spans[0].target, spans[0])[0] += 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Multiply(Command):
+    """Multiply a matrix, of which each rank has a row, with a vector again and again; return the last and their sum.
+
+    Attributes
+    ----------
+    steps : int
+    vectorized : bool
+        Multiply two vectors side by side.
+    event : str
+        Name of a function of this module; "" for none.
+    victim : int
+        Rank that calls it.
+    """
+
+    steps: int
+    vectorized: bool = False
+    event: str = ""
+    victim: int = 1
+
+    def run(self, rank):
+        import jax
+        import jax.numpy as jnp
+
+        program = RankProgram(rank)
+        row = (np.arange(rank.size) + rank.number + 1.0) / rank.size**2
+        own = np.arange(rank.size) == rank.number
+
+        def multiply(vector):
+            def is_short(state):
+                return (state[0] < self.steps) & ~jnp.isnan(state[1][0])
+
+            def advance(state):
+                count, vector, total = state
+                vector = program.all_reduce(jnp.where(own, (row * vector).sum(), 0.0))
+                return count + 1, vector, total + vector
+
+            return jnp.stack(jax.lax.while_loop(is_short, advance, (0, vector, 0 * vector))[1:])
+
+        def compute():
+            if self.vectorized:
+                start = jnp.stack([jnp.ones(rank.size), 2 * jnp.ones(rank.size)])
+                return [np.asarray(jax.jit(jax.vmap(multiply))(start))]
+            return [np.asarray(jax.jit(multiply)(jnp.ones(rank.size)))]
+
+        with self._prepare_event(rank):
+            return program.run(compute, get_settings())[0]
+
+    def _prepare_event(self, rank):
+        kind = program_sum.GpuSum if rank.device.needs_gpu else program_sum.HostSum
+
+        def finish(reducer, spans, is_valid, stream, original=kind.finish):
+            original(reducer, spans, is_valid, stream)
+            if self.event and reducer.count == EVENT and rank.number == self.victim:
+                globals()[self.event](spans)
+
+        return mock.patch.object(kind, "finish", finish)
+
+
+@dataclass(frozen=True, slots=True)
+class Add(Command):
+    """All-reduce rank numbers without a program."""
+
+    def run(self, rank):
+        return sum(rank.exchange(rank.number))
