@@ -30,7 +30,9 @@ import numpy as np
 
 from synkhronos import ranks
 from synkhronos.collectives.arguments import get_mirror_keys
+from synkhronos.engines.rank_program import RankProgram, get_settings, map_in_turn
 from synkhronos.extensions.rows_sum import RowsSum
+from synkhronos.extensions.xla_sums import LocalGraph, register_conversions, replace_sums
 from synkhronos.graphs.mirror import Mirror
 from synkhronos.ranks import Command, Rank
 
@@ -45,8 +47,7 @@ def wrap_samplers() -> None:
     module = sys.modules.get(_MODULE)
     if module is None or hasattr(module, "__synkhronos__"):
         return
-    from synkhronos.extensions import xla_sums  # noqa: F401 - registers the conversions to JAX
-
+    register_conversions()
     for name in _SIGNS:
         original = getattr(module, f"_sample_{name}_nuts")
         setattr(module, f"_sample_{name}_nuts", _wrap(name, original))
@@ -96,9 +97,6 @@ class SamplerProgram:
 
 def _sample_on_ranks(name: str, arguments: dict[str, Any]) -> tuple[Any, Any, ModuleType]:
     """Run PyMC's function for a sampler on all ranks; return the master's draws and statistics, and the library."""
-    from synkhronos.engines.rank_program import get_settings
-    from synkhronos.extensions.xla_sums import LocalGraph, replace_sums
-
     model = arguments["model"]
     session = ranks.session()
 
@@ -137,8 +135,6 @@ class RunSampler(Command):
 
     def run(self, rank: Rank) -> tuple[list[np.ndarray], dict[str, np.ndarray]]:
         """Return draws and statistics."""
-        from synkhronos.engines.rank_program import RankProgram
-
         program: SamplerProgram = rank.objects[self.key]()
         names: list[str] = []
 
@@ -154,10 +150,8 @@ class RunSampler(Command):
 
 def _sample(program: SamplerProgram) -> tuple[Any, dict[str, Any]]:
     """Run PyMC's function on this rank; return draws and statistics."""
-    from synkhronos.engines.rank_program import map_in_turn
-    from synkhronos.extensions import xla_sums  # noqa: F401 - registers the conversions to JAX
-
     module = importlib.import_module(_MODULE)
+    register_conversions()
     potential = module.get_jaxified_graph(inputs=program.inputs, outputs=[program.potential])
     arguments = dict(program.arguments)
     changes: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()

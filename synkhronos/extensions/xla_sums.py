@@ -4,8 +4,6 @@ There are two conversions of a sum to JAX::
 
     in a program of all ranks    `RankSums`     each rank adds its rows, and the program makes the all-reduce
     in this process              `SumOverRows`  XLA calls Python, which calls the ranks
-
-PyTensor's conversions to JAX are imported with this module.
 """
 
 from __future__ import annotations
@@ -15,7 +13,6 @@ from typing import Any, NamedTuple
 
 from pytensor.graph.basic import Apply, Variable
 from pytensor.graph.op import Op
-from pytensor.link.jax.dispatch import jax_funcify
 
 from synkhronos.engines.rank_program import RankProgram
 from synkhronos.extensions.rows_sum import RowsSum, SumOverRows, replace_variables
@@ -23,7 +20,7 @@ from synkhronos.graphs import library_of
 from synkhronos.graphs.mirror import get_object
 from synkhronos.lowering.differentiable_sums import call_python, join_sums
 
-__all__ = ["LocalGraph", "RankSums", "replace_sums"]
+__all__ = ["LocalGraph", "RankSums", "register_conversions", "replace_sums"]
 
 
 class LocalGraph(NamedTuple):
@@ -95,7 +92,14 @@ def replace_sums(variable: Any, make_graph: Callable[[RowsSum], LocalGraph]) -> 
         variable = replace_variables(variable, nodes, replaced)
 
 
-@jax_funcify.register(RankSums)
+def register_conversions() -> None:
+    """Register the conversions to JAX with PyTensor, whose module for them imports JAX."""
+    from pytensor.link.jax.dispatch import jax_funcify
+
+    jax_funcify.register(RankSums)(_convert_rank_sums)
+    jax_funcify.register(SumOverRows)(_convert_sum_over_rows)
+
+
 def _convert_rank_sums(op: RankSums, **_: Any) -> Callable[..., Any]:
     """Return the sums as a function of JAX arrays."""
     program = RankProgram.current
@@ -110,7 +114,6 @@ def _convert_rank_sums(op: RankSums, **_: Any) -> Callable[..., Any]:
     return join_sums(functions, counts, [graph.floats for graph in op.graphs], program.all_reduce)
 
 
-@jax_funcify.register(SumOverRows)
 def _convert_sum_over_rows(op: SumOverRows, **_: Any) -> Callable[..., Any]:
     """Return a sum as a function of JAX arrays that calls the ranks from this process."""
     rows = op.rows

@@ -22,9 +22,7 @@ def run_script(*arguments, needs=()):
     assert run.returncode == 0, run.stdout + run.stderr
 
 
-@pytest.mark.parametrize(
-    ("sampler", "methods"), [("numpyro", ("vectorized", "parallel")), ("blackjax", ("parallel", "parallel"))]
-)
+@pytest.mark.parametrize(("sampler", "methods"), [("numpyro", ("vectorized", "parallel")), ("blackjax", ("parallel",))])
 def test_draws_are_those_of_one_process(sampler, methods):
     run_script(sampler, *methods, needs=[sampler])
 
