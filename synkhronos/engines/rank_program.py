@@ -92,7 +92,7 @@ class RankProgram:
         digest = hashlib.blake2b(reducer.count.to_bytes(8, "little"), digest_size=16)
         for array in results:
             digest.update(np.ascontiguousarray(array).tobytes())
-        if not rank.agree(digest.digest()):
+        if not rank.is_same_on_all(digest.digest()):
             raise RuntimeError(DIVERGED)
         return results
 
@@ -163,7 +163,7 @@ def _make_reducer(rank: Rank, poll: InterruptPoll) -> ProgramSum:
     if not JAX.can_reduce_in_launch(np.dtype(np.float64)):
         raise NotImplementedError("this JAX does not call foreign functions in the thread that launches")
     communicator = JAX.get_communicator(rank)
-    communicator.connect(rank.exchange(communicator.epoch))
+    communicator.connect(rank.all_gather(communicator.epoch))
     return GpuSum(rank, poll, communicator)
 
 
