@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import logging
+import math
 import warnings
 from collections.abc import Callable
 from statistics import median
@@ -43,11 +44,19 @@ def negative_binomial(rows: int, columns: int) -> Any:
     return model
 
 
-def sample(model: Any, chains: int, cores: int, draws: int) -> tuple[float, float, float, float]:
-    """Sample a model; return gradients a second, effective draws a second, wall time in seconds, largest R-hat."""
+def sample(model: Any, chains: int, cores: int, draws: int, limit: float) -> tuple[float, float, float, float]:
+    """Sample a model; return gradients a second, effective draws a second, wall time in seconds, largest R-hat.
+
+    After ``limit`` seconds sampling is interrupted, and the figures are those of the draws so far.
+    """
     import pymc as pm
 
     start = perf_counter()
+
+    def stop_late(**_: Any) -> None:
+        if perf_counter() - start > limit:
+            raise KeyboardInterrupt
+
     with model, threadpool_limits(1):
         drawn = pm.sample(
             draws,
@@ -58,11 +67,15 @@ def sample(model: Any, chains: int, cores: int, draws: int) -> tuple[float, floa
             progressbar=False,
             discard_tuned_samples=False,
             compute_convergence_checks=False,
+            callback=stop_late,
         )
     wall = perf_counter() - start
-    steps = sum(int(stats["n_steps"].sum()) for stats in (drawn.warmup_sample_stats, drawn.sample_stats))
-    effective = min(float(each.min()) for each in pm.ess(drawn).data_vars.values())
-    r_hat = max(float(each.max()) for each in pm.rhat(drawn).data_vars.values())
+    groups = [getattr(drawn, name, None) for name in ("warmup_sample_stats", "sample_stats")]
+    steps = sum(int(stats["n_steps"].sum()) for stats in groups if stats is not None)
+    effective = r_hat = math.nan
+    if drawn.posterior.sizes["draw"] > 3:
+        effective = min(float(each.min()) for each in pm.ess(drawn).data_vars.values())
+        r_hat = max(float(each.max()) for each in pm.rhat(drawn).data_vars.values())
     return steps / drawn.posterior.attrs["sampling_time"], effective / wall, wall, r_hat
 
 
@@ -77,15 +90,12 @@ def compare(name: str, build: Callable[[int, int], Any], options: argparse.Names
         "ranks, side by side": (data_parallel(model), chains),
         "ranks, one by one": (data_parallel(model), 1),
     }
-    figures: dict[str, list[tuple[float, ...]]] = {side: [] for side in sides}
-    for _ in range(options.rounds):
-        for side, (one, cores) in sides.items():
-            figures[side].append(sample(one, chains, cores, options.draws))
+    print(f"{name}, {options.rows} rows of {options.columns} columns: {chains} chains, {size} ranks", flush=True)
+    table = Table({"": 22, "gradients/s": 11, "of the limit": 12, "effective/s": 11, "wall (s)": 8, "R-hat": 6})
     per_chain = max(1, size // chains)
     part = build(options.rows // per_chain, options.columns)
     limit = rate_of_chains(part, per_chain * min(chains, size), options.calls) / per_chain
-    print(f"{name}, {options.rows} rows of {options.columns} columns: {chains} chains, {size} ranks")
-    table = Table({"": 22, "gradients/s": 11, "of the limit": 12, "effective/s": 11, "wall (s)": 8, "R-hat": 6})
+    table.row("limit", f"{limit:.1f}", "1", "", "", "")
     gradients: dict[str, list[float]] = {side: [] for side in list(sides)[:2]}
     evaluators = {side: evaluator(sides[side][0]) for side in gradients}
     for evaluate in evaluators.values():
@@ -97,13 +107,26 @@ def compare(name: str, build: Callable[[int, int], Any], options: argparse.Names
     for side, rates in gradients.items():
         rate = median(rates)
         table.row(f"{side}*", f"{rate:.1f}", f"{rate / limit:.2f}", "", "", "")
-    for side, rounds in figures.items():
-        rate, effective, wall, r_hat = (median(column) for column in zip(*rounds, strict=True))
-        table.row(side, f"{rate:.1f}", f"{rate / limit:.2f}", f"{effective:.2f}", f"{wall:.1f}", f"{r_hat:.3f}")
-    table.row("limit", f"{limit:.1f}", "1", "", "", "")
-    plain, ours = ([rate for rate, *_ in figures[side]] for side in list(sides)[:2])
-    each = [mine / other for mine, other in zip(ours, plain, strict=True)]
-    print(f"side by side: {median(each):.2f} times PyMC's gradients (rounds {min(each):.2f} to {max(each):.2f})\n")
+    deadline = perf_counter() + options.limit
+    rates_by_side: dict[str, list[float]] = {side: [] for side in sides}
+    for _ in range(options.rounds):
+        for side, (one, cores) in sides.items():
+            remaining = deadline - perf_counter()
+            if remaining <= 0:
+                print(f"{side}: left out, as {options.limit:.0f} seconds have passed (--limit)", flush=True)
+                continue
+            try:
+                rate, effective, wall, r_hat = sample(one, chains, cores, options.draws, remaining / 2)
+            except ValueError as error:  # PyMC's, if all draws so far were for tuning
+                print(f"{side}: no draws within {remaining / 2:.0f} seconds (--limit): {error}", flush=True)
+                continue
+            rates_by_side[side].append(rate)
+            table.row(side, f"{rate:.1f}", f"{rate / limit:.2f}", f"{effective:.2f}", f"{wall:.1f}", f"{r_hat:.3f}")
+    plain, ours = list(rates_by_side.values())[:2]
+    each = [mine / other for mine, other in zip(ours, plain, strict=False)]
+    if each:
+        rounds = f"rounds {min(each):.2f} to {max(each):.2f}"
+        print(f"side by side: {median(each):.2f} times PyMC's gradients ({rounds})\n", flush=True)
 
 
 def main() -> None:
@@ -119,6 +142,9 @@ def main() -> None:
     parser.add_argument("--columns", type=int, default=20, help="(default: %(default)s)")
     parser.add_argument("--draws", type=int, default=100, help="and as many to tune (default: %(default)s)")
     parser.add_argument("--rounds", type=int, default=1, help="turns of each side (default: %(default)s)")
+    parser.add_argument(
+        "--limit", type=float, default=240, help="seconds of each model's samplers (default: %(default)s)"
+    )
     parser.add_argument("--calls", type=int, default=50, help="evaluations for the limit (default: %(default)s)")
     parser.add_argument("--only", choices=["logistic", "counts"], help="measure one of the models")
     options = parser.parse_args()

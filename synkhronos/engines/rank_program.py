@@ -39,6 +39,8 @@ class RankProgram:
     Parameters
     ----------
     rank : Rank
+    is_vectorized : bool
+        Whether the program applies `jax.vmap` to loops with sums.
 
     Attributes
     ----------
@@ -48,8 +50,9 @@ class RankProgram:
 
     current: RankProgram | None = None
 
-    def __init__(self, rank: Rank):
+    def __init__(self, rank: Rank, is_vectorized: bool = True):
         self.rank = rank
+        self._is_vectorized = is_vectorized
         self._reduction = ProgramReduction(aborts=True)
 
     def all_reduce(self, vector: Any) -> Any:
@@ -110,6 +113,7 @@ class RankProgram:
         output : variable
         rows : list of array
         """
+        import jax
         import jax.numpy as jnp
 
         if not rows[0].shape[0]:
@@ -121,9 +125,13 @@ class RankProgram:
                 "XLA lacks sums over rows in which values of integers decide the lengths of arrays"
             )
         arrays = [jnp.asarray(array) for array in rows]
+        if not self._is_vectorized:
+            # References become arguments of the programs that read them.  Arrays become constants, of which each
+            # program has copies, and which take long to compile; but jax.vmap of a loop fails with references.
+            arrays = [jax.new_ref(array) for array in arrays]
 
         def compute(*params: Any) -> Any:
-            (value,) = lowered.run(*params, *arrays)
+            (value,) = lowered.run(*params, *(array[...] for array in arrays))
             return value
 
         return compute

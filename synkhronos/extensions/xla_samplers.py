@@ -143,7 +143,8 @@ class RunSampler(Command):
             names[:] = stats
             return [np.asarray(array) for array in (*draws, *stats.values())]
 
-        arrays = list(RankProgram(rank).run(sample, program.settings))
+        is_vectorized = program.arguments["chain_method"] == "vectorized"
+        arrays = list(RankProgram(rank, is_vectorized).run(sample, program.settings))
         count = len(program.inputs)
         return arrays[:count], dict(zip(names, arrays[count:], strict=True))
 
