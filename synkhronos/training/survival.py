@@ -24,7 +24,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from synkhronos import ranks
-from synkhronos.devices import is_fork_unsafe
+from synkhronos.devices import HOST, Device, is_fork_unsafe
 from synkhronos.ranks import WorkerError
 from synkhronos.rules.state import Vector
 from synkhronos.tasks import LocalRows, Worker, run
@@ -73,6 +73,8 @@ class Survival:
     Parameters
     ----------
     state : TrainerState
+    device : Device
+        Device of the trainer's functions.
     differs : bool
         Whether ranks with equal parameters have other state that differs: random streams, or updates of their own.
     max_deaths : int
@@ -86,9 +88,9 @@ class Survival:
         Number of steps of the present copy.
     """
 
-    def __init__(self, state: TrainerState, differs: bool, max_deaths: int):
+    def __init__(self, state: TrainerState, device: Device, differs: bool, max_deaths: int):
         self._session = ranks.session()
-        if not self._session.can_replace_workers or is_fork_unsafe():
+        if not self._session.can_replace_workers or device is not HOST or is_fork_unsafe():
             raise ValueError(
                 "on_death: 'continue' needs ranks on the cores of one machine, and functions that are not compiled by "
                 "JAX: their workers are copies of this process; use 'stop', and resume from a checkpoint"
@@ -172,6 +174,9 @@ class Survival:
     def _recover(self, error: Exception, began: float) -> None:
         """Replace the workers and restore the copy; raise the error if it is no worker's death, or one too many."""
         session, deaths = self._session, []
+        if session.has_kept_memory and is_fork_unsafe():
+            error.add_note("on_death='continue': this process has started JAX since, so that workers can't be its forks")
+            raise error
         while session.has_kept_memory and self._has_copy:
             death = session.death
             assert death is not None

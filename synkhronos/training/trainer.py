@@ -25,6 +25,7 @@ from synkhronos.casts import as_numbers, check_cast
 from synkhronos.checks import check_at_least, check_flag, check_number, describe
 from synkhronos.data import Data
 from synkhronos.data.parts import iterate_in_order
+from synkhronos.function import get_dispatcher
 from synkhronos.graphs import library_of
 from synkhronos.loading import Loader, LoadError
 from synkhronos.loading.loader import Feed, cast_rows, record_position
@@ -260,7 +261,9 @@ class Trainer:
         differs = bool(self._state.groups.generators) or any(
             update.differs and update.op != "mean" for update in self._model.extra_updates
         )
-        return Survival(self._state, differs, max_deaths)
+        step = self._step if self._together is None else self._together.gradient
+        assert step is not None
+        return Survival(self._state, get_dispatcher(step).program.device, differs, max_deaths)
 
     def _iterate_reports(self, loop: _TrainerLoop, resume: Any, grace: float) -> Iterator[Report]:
         checkpoint = loop.checkpoint

@@ -11,8 +11,9 @@ from trainer_model import ALL, ROWS, SYNCHRONOUS, Model, X, Y
 
 import synkhronos as synk
 from synkhronos import ranks
+from synkhronos.devices import JAX
 from synkhronos.loading import Loader
-from synkhronos.training import Checkpoint, Recorder, make_trainer, recorder
+from synkhronos.training import Checkpoint, Recorder, make_trainer, recorder, survival
 from synkhronos.training.survival import MAX_REPEATED, Survival
 from synkhronos.training.updates import adam
 
@@ -262,6 +263,20 @@ def test_other_numbers_of_deaths_are_refused(value, kind):
     fork_ranks(1)
     with pytest.raises(kind, match="^max_deaths: "):
         Model("BSP").epochs(on_death="continue", max_deaths=value)
+
+
+def test_jax_is_refused(monkeypatch):
+    fork_ranks(RANKS)
+    model = Model("BSP")
+    iterator = model.epochs(on_death="continue")
+    next(iterator)
+    with pytest.raises(ValueError, match="^on_death: .* not compiled by JAX"):
+        survival.Survival(model.trainer._state, JAX, False, 1)
+    monkeypatch.setattr(survival, "is_fork_unsafe", lambda: True)
+    Killer(monkeypatch, {1: (1, True)}, waits=False)
+    with pytest.raises(synk.WorkerError, match="SIGKILL") as caught:
+        next(iterator)
+    assert "has started JAX since" in caught.value.__notes__[-1]
 
 
 def test_a_sharded_optimizer_is_refused():
