@@ -175,7 +175,7 @@ class Survival:
         """Replace the workers and restore the copy; raise the error if it is no worker's death, or one too many."""
         session, deaths = self._session, []
         if session.has_kept_memory and is_fork_unsafe():
-            error.add_note("on_death='continue': this process has started JAX since, so that workers can't be its forks")
+            error.add_note("on_death='continue': this process has started JAX since: workers can't be its forks")
             raise error
         while session.has_kept_memory and self._has_copy:
             death = session.death
