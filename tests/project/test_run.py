@@ -121,7 +121,16 @@ def test_what_failed_stands_at_the_end(module, tmp_path):
         "def test_well(): pass\ndef test_sum(): assert 1 + 1 == 3\ndef test_with(broken): pass\n"
     )
     report = tmp_path / "report.xml"
-    pytest_ = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", f"--junit-xml={report}", "test_it.py"]
+    pytest_ = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-p",
+        "no:cacheprovider",
+        "--confcutdir=.",
+        f"--junit-xml={report}",
+        "test_it.py",
+    ]
     assert subprocess.run(pytest_, cwd=tmp_path, capture_output=True).returncode == 1
     failed, broken = module.failures(report)
     assert failed.startswith("FAILED test_it::test_sum\n") and "assert (1 + 1) == 3" in failed
@@ -189,7 +198,9 @@ def test_failures_are_run_once_more_alone(module, tmp_path, text, status):
         "def test_passes():\n    with open(Path(__file__).parent / 'runs', 'a') as file:\n        file.write('x')\n"
     )
     environment = argparse.Namespace(name="this", python=sys.executable)
-    job = module.Job(environment, "", ["-q", f"--rootdir={tmp_path}", "-c", os.devnull, str(tests)])
+    # Without confcutdir pytest looks at every file in the temporary folder, of which there may be many.
+    folders = [f"--rootdir={tmp_path}", f"--confcutdir={tmp_path}"]
+    job = module.Job(environment, "", ["-q", *folders, "-c", os.devnull, str(tests)])
     report = tmp_path / "report.xml"
     assert job.run(report, alone=True) == 1
     assert module.count_failures(report) == 1
