@@ -14,6 +14,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -342,49 +343,32 @@ class Trainer:
         return data, lengths.pop()
 
 
+@dataclass(eq=False)
 class _TrainerLoop(EpochLoop):
-    """Loop over the epochs of one call of `Trainer.epochs`, in the master.
+    """Loop over the epochs of one call of `Trainer.epochs`, in the master."""
 
-    Parameters
-    ----------
-    trainer : Trainer
-    data : EpochData
-    n_epochs : int
-    every : int or None
-        Number of each rank's steps in an interval; None for those of an epoch.
-    valid : (list of Data, int) or Loader or None
-        Validation data and their number of rows.
-    patience : int or None
-    recorders : list
-        Objects with ``write``.
-    checkpoint : Checkpoint or None
-    shows_progress : bool
-        Whether to show a progress bar.
-    survival : Survival or None
-        Continues after the death of a worker.
-    """
+    trainer: Trainer
+    data: EpochData
+    n_epochs: int
+    #: Number of each rank's steps in an interval; None for those of an epoch.
+    every: int | None
+    #: Validation data and their number of rows.
+    valid: tuple[list[Data], int] | Loader | None
+    patience: int | None
+    #: Objects with ``write``.
+    recorders: list[Any]
+    checkpoint: Checkpoint | None
+    #: Whether to show a progress bar.
+    shows_progress: bool
+    #: Continues after the death of a worker.
+    survival: Survival | None
 
-    def __init__(
-        self,
-        trainer: Trainer,
-        data: EpochData,
-        n_epochs: int,
-        every: int | None,
-        valid: tuple[list[Data], int] | Loader | None,
-        patience: int | None,
-        recorders: list[Any],
-        checkpoint: Checkpoint | None,
-        shows_progress: bool,
-        survival: Survival | None,
-    ):
-        self.trainer, self.data, self.n_epochs, self.every, self.valid = trainer, data, n_epochs, every, valid
-        self.patience, self.recorders, self.checkpoint = patience, recorders, checkpoint
-        self.shows_progress, self.survival = shows_progress, survival
-        self.first_metric = "loss" if valid is None else next(iter(trainer._validate))
-        keep_best = None if checkpoint is None else checkpoint.keep_best
+    def __post_init__(self) -> None:
+        self.first_metric = "loss" if self.valid is None else next(iter(self.trainer._validate))
+        keep_best = None if self.checkpoint is None else self.checkpoint.keep_best
         self.metric = keep_best or (self.first_metric, "min")
         self.saves_best = keep_best is not None
-        self.checkpoint_every = 0 if checkpoint is None else checkpoint.every
+        self.checkpoint_every = 0 if self.checkpoint is None else self.checkpoint.every
 
     @property
     def place(self) -> Progress:
