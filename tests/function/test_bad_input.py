@@ -447,13 +447,13 @@ pytestmark = pytest.mark.filterwarnings("ignore:Creating an ndarray from ragged"
         collective=COLLECTIVE_ARGUMENTS,
     ),
 )
-def test_a_wrong_argument_is_named_and_changes_nothing(world, call, error, message):
+def test_wrong_argument_is_named_and_changes_nothing(world, call, error, message):
     refuses(world, call, error, message)
 
 
 @pytest.mark.parametrize("collective", COLLECTIVES)
 @pytest.mark.parametrize(("variable", "error", "message"), flat(of=NOT_VARIABLES))
-def test_every_collective_refuses_what_is_no_shared_variable_of_the_ranks(world, collective, variable, error, message):
+def test_collectives_refuse_variables_unknown_to_the_ranks(world, collective, variable, error, message):
     refuses(world, lambda w: COLLECTIVES[collective](variable(w)), error, message)
 
 

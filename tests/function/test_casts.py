@@ -45,7 +45,7 @@ def first_change(array, dtype):
 
 
 @given(st.sampled_from(DTYPES), st.sampled_from(DTYPES), st.data())
-def test_a_cast_is_refused_exactly_where_a_number_would_change(own, dtype, data):
+def test_cast_is_refused_iff_a_value_changes(own, dtype, data):
     # Small numbers, which most dtypes hold, and any others.
     items = st.one_of(st.integers(0, 1), st.integers(0, 127)).map(lambda n: np.array(n).astype(own).item())
     shape = data.draw(hnp.array_shapes(min_dims=0, max_dims=3, max_side=3))
@@ -84,7 +84,7 @@ def test_the_changed_number_is_found_in_a_large_array(position, transposed):
     assert f"changing 0.5 at index {index}: " in str(caught.value)
 
 
-def test_values_are_looked_at_only_where_dtypes_leave_it_open(monkeypatch):
+def test_safe_casts_read_no_values(monkeypatch):
     def look(values, dtype):
         raise AssertionError
 
@@ -143,7 +143,7 @@ def test_a_trainer_changes_no_target(fork, name):
         made.epochs(X, good, 2, 1, valid=(X * 1e300, good))
 
 
-def test_a_trainer_takes_targets_of_other_dtypes_that_are_the_same_numbers(fork):
+def test_trainer_accepts_targets_of_equal_value(fork):
     fork(1)
     made = trainer()
     for dtype in ("int64", "float64", "bool"):
@@ -217,7 +217,7 @@ def test_loaders_change_no_number(tmp_path, kind):
         ([1, 0, np.ma.masked, 1], "expected an array, got a masked one, whose mask would be lost"),
     ],
 )
-def test_a_loader_names_the_row_that_its_variable_can_t_hold(y, words):
+def test_loader_names_the_row_that_cannot_be_cast(y, words):
     rows = Table(X, y) if y[2] is np.ma.masked else [X, np.array(y)]
     loader = Loader(rows, shuffle=False, vars=[tensor.fmatrix("x"), tensor.bvector("y")])
     try:
@@ -239,7 +239,7 @@ def test_a_loader_names_the_row_that_its_variable_can_t_hold(y, words):
         (Table(X, [np.ma.masked] * 4), "source: array 1 of a row: expected an array, got a masked one"),
     ],
 )
-def test_a_first_row_that_its_variable_can_t_hold_is_refused_at_once(source, words):
+def test_loader_refuses_an_uncastable_first_row_at_once(source, words):
     source = [source[0], np.array(source[1])] if isinstance(source, list) else source
     with pytest.raises(TypeError, match=f"^{words}"):
         Loader(source, vars=[tensor.fmatrix("x"), tensor.bvector("y")])

@@ -50,7 +50,7 @@ def test_a_copy_has_the_same_variables(fork):
 
 @pytest.mark.parametrize("duplicate", [deep, pickled])
 @pytest.mark.parametrize("called", [True, False])
-def test_a_deep_copy_has_copies_of_the_variables_as_the_librarys_own(fork, duplicate, called):
+def test_deep_copy_copies_shared_variables(fork, duplicate, called):
     fork(2)
     results = []
     for f, w in (made(), made(function)):
@@ -95,7 +95,7 @@ DATA = np.random.default_rng(0).normal(size=(7, 3)), np.arange(7.0)
 
 
 @pytest.mark.parametrize("duplicate", [deep, pickled])
-def test_a_training_function_that_is_copied_deeply_goes_on_by_itself(fork, duplicate):
+def test_deep_copy_of_a_training_function_is_independent(fork, duplicate):
     fork(2)
     train, w = trained()
     losses = [float(train(*DATA)) for _ in range(2)]
@@ -106,7 +106,7 @@ def test_a_training_function_that_is_copied_deeply_goes_on_by_itself(fork, dupli
     np.testing.assert_allclose([float(again(*DATA)) for _ in range(5)], losses + own, rtol=1e-12)
 
 
-def test_a_copy_of_a_training_function_is_the_same_training(fork):
+def test_copy_of_a_training_function_shares_its_state(fork):
     fork(2)
     train, _ = trained()
     other = copy.copy(train)

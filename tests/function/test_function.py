@@ -128,7 +128,7 @@ class Many:
 
 
 @pytest.mark.parametrize("n, prefix", [(1, ""), (2, "c_"), (3, ""), (4, "")])
-def test_exact_ops_give_what_the_serial_function_gives_of_the_whole_rows(fork, n, prefix):
+def test_exact_ops_equal_the_serial_function(fork, n, prefix):
     fork(n)
     many = Many(prefix)
     b = np.array([[1.0, -2.0, 0.5]])
@@ -268,7 +268,7 @@ def test_averages_of_every_float_keep_its_dtype(fork, two_parts, dtype):
 
 @pytest.mark.parametrize("op", ["avg", "mean", "c_avg", "c_mean"])
 @pytest.mark.parametrize("dtype", ["int32", "uint8", "bool"])
-def test_the_average_of_integers_is_refused_when_the_function_is_made(fork, op, dtype):
+def test_average_of_integers_is_refused_at_creation(fork, op, dtype):
     fork(1)
     x = T.vector("x", dtype=dtype)
     with pytest.raises(ValueError, match=rf"outputs: op '{op}' of output 0 is not defined for dtype {dtype}"):
@@ -276,7 +276,7 @@ def test_the_average_of_integers_is_refused_when_the_function_is_made(fork, op, 
 
 
 @pytest.mark.parametrize("op", ["sum", "c_sum"])
-def test_the_sum_of_booleans_is_refused_as_it_would_be_an_or(fork, op):
+def test_sum_of_booleans_is_refused(fork, op):
     fork(2)
     x = T.dvector("x")
     positive = T.gt(x, 0)
@@ -297,7 +297,7 @@ def test_the_sum_of_booleans_is_refused_as_it_would_be_an_or(fork, op):
 
 
 @pytest.mark.parametrize("argument, given", [("num_slices", {"num_slices": 2}), ("batch_s", {"batch_s": slice(0, 2)})])
-def test_a_variable_that_is_cut_is_not_made_of_its_rows(fork, argument, given):
+def test_batch_s_refuses_updates_of_a_sliced_variable(fork, argument, given):
     fork(2)
     cut, other = shared(np.arange(4.0), "cut"), shared(np.zeros(4), "other")
     f = synk.function([], (cut.sum(), "sum"), updates=[(cut, 2 * cut)], sliceable_shareds=[cut], name="f")
@@ -313,7 +313,7 @@ def test_a_variable_that_is_cut_is_not_made_of_its_rows(fork, argument, given):
 
 
 @pytest.mark.skipif(NAME == "pytensor", reason="Theano's default updates")
-def test_a_variable_that_is_cut_is_not_made_of_its_rows_by_default_either(fork):
+def test_batch_s_refuses_default_updates_of_a_sliced_variable(fork):
     fork(2)
     cut = shared(np.arange(4.0), "cut")
     cut.default_update = 2 * cut
@@ -352,7 +352,7 @@ def test_outputs_larger_than_the_scratch_memory_are_streamed(fork, dtype):
         np.testing.assert_array_equal(own, parts_of(rows, 3)[0])
 
 
-def test_parts_on_both_sides_of_the_streaming_limit_are_joined(fork):
+def test_gather_joins_streamed_and_unstreamed_parts(fork):
     fork(2)
     x = T.dvector("x")
     f = synk.function([x], (x, "gather"))
@@ -411,7 +411,7 @@ def test_one_data_object_may_be_two_inputs(fork):
 
 
 @pytest.mark.parametrize("batch", [5, slice(4, 8), slice(7, 3, -2)])
-def test_row_0_of_a_minibatch_stands_for_the_lowest_index(fork, difference, batch):
+def test_minibatch_row_0_is_the_lowest_index(fork, difference, batch):
     fork(2)
     f = difference()
     low = rows_of(batch, 9).min()
@@ -426,7 +426,7 @@ def test_row_0_of_a_minibatch_stands_for_the_lowest_index(fork, difference, batc
     "batch", [[7, 4, 4, 6], [8, 0, 3], range(7, 2, -2), np.array([5, 1]), np.arange(9) % 2 == 0, np.arange(9) > 9, []]
 )
 @pytest.mark.parametrize("room", [0, 2])
-def test_rows_of_a_minibatch_go_with_a_lists_indexes_in_turn(fork, difference, batch, room):
+def test_minibatch_rows_follow_the_index_list(fork, difference, batch, room):
     # As one trains on files: the order is shuffled, the next of it are read and put into a minibatch, row by row.
     fork(2)
     f = difference()
@@ -438,7 +438,7 @@ def test_rows_of_a_minibatch_go_with_a_lists_indexes_in_turn(fork, difference, b
         np.testing.assert_array_equal(f(x, y, 0, batch=batch, num_slices=2), X[rows] * Y[rows, None])
 
 
-def test_a_list_of_more_rows_than_the_minibatch_has_is_refused(fork, difference):
+def test_index_list_longer_than_the_minibatch_is_refused(fork, difference):
     fork(2)
     f = difference()
     with raises(IndexError, "batch"):
@@ -452,7 +452,7 @@ def test_minibatches_alone_without_a_batch_are_used_whole(fork, difference):
     np.testing.assert_array_equal(f(x, y, 0), X * Y[:, None])
 
 
-def test_minibatches_alone_can_not_be_indexed_from_an_end_that_nobody_knows(fork, difference):
+def test_minibatches_alone_refuse_indexes_from_the_end(fork, difference):
     fork(2)
     f = difference()
     x, y = synk.data(X, minibatch=True), synk.data(Y, minibatch=True)
@@ -461,14 +461,14 @@ def test_minibatches_alone_can_not_be_indexed_from_an_end_that_nobody_knows(fork
             f(x, y, 0, batch=batch)
 
 
-def test_a_batch_that_spans_more_than_the_minibatch_is_refused(fork, difference):
+def test_slice_longer_than_the_minibatch_is_refused(fork, difference):
     fork(2)
     f = difference()
     with raises(IndexError, "batch"):
         f(synk.data(X[:3], minibatch=True), Y, 0, batch=slice(2, 6))
 
 
-def test_a_batch_may_pick_of_inputs_with_different_numbers_of_rows(fork, difference):
+def test_batch_selects_from_inputs_of_different_lengths(fork, difference):
     fork(2)
     f = difference()
     for batch in (6, slice(2, 6), [5, 0, 6]):
@@ -477,14 +477,14 @@ def test_a_batch_may_pick_of_inputs_with_different_numbers_of_rows(fork, differe
 
 
 @pytest.mark.parametrize("batch", [None, slice(2, None), slice(-3, None), slice(None, -1), [-1, 0], [8], 8])
-def test_a_batch_must_pick_the_same_rows_of_all_inputs(fork, difference, batch):
+def test_batch_must_select_equal_rows_of_all_inputs(fork, difference, batch):
     fork(2)
     f = difference()
     with raises((ValueError, IndexError)):
         f(X, Y[:7], 0, batch=batch)
 
 
-def test_results_do_not_change_when_the_caller_reuses_the_inputs(fork):
+def test_results_do_not_alias_reused_inputs(fork):
     fork(2)
     x, b = T.dmatrix("x"), T.dvector("b")
     f = synk.function([x], [(x, "gather"), (x, None), (b, None)], bcast_inputs=[b])
@@ -499,7 +499,7 @@ def test_results_do_not_change_when_the_caller_reuses_the_inputs(fork):
 
 
 @pytest.mark.parametrize("n", [1, 2])
-def test_an_identity_functions_results_of_two_index_lists_do_not_alias(fork, n):
+def test_identity_results_do_not_alias(fork, n):
     # Each rank keeps the memory into which it picks rows from call to call.
     fork(n)
     x = T.dmatrix("x")
@@ -514,7 +514,7 @@ def test_an_identity_functions_results_of_two_index_lists_do_not_alias(fork, n):
 
 
 @pytest.mark.parametrize("batch", [None, [3, 1, 2]])
-def test_a_shared_variable_that_takes_an_input_does_not_alias_it(fork, batch):
+def test_update_by_an_input_does_not_alias_it(fork, batch):
     fork(2)
     x, b = T.dmatrix("x"), T.dvector("b")
     rows, whole = shared(np.zeros((1, 2)), "rows"), shared(np.zeros(1), "whole")
@@ -554,7 +554,7 @@ def test_an_input_may_be_renamed_and_be_cast_down(fork):
         synk.function([x], (x, "gather"))(np.array([0.1, 0.2]))
 
 
-def test_all_inputs_may_be_cast_down_if_the_function_says_so(fork):
+def test_allow_input_downcast_casts_inputs(fork):
     fork(2)
     x, b = T.fvector("x"), T.iscalar("b")
     f = synk.function([x], (x * b, "gather"), bcast_inputs=[b], allow_input_downcast=True)
@@ -600,7 +600,7 @@ def test_an_output_may_be_borrowed(fork):
 # -- the shape of the answer -----------------------------------------------------------------------------------
 
 
-def test_a_list_of_outputs_gives_a_list_and_one_output_an_array(fork):
+def test_list_of_outputs_returns_a_list(fork):
     fork(2)
     x = T.dvector("x")
     total = x.sum()
@@ -624,7 +624,7 @@ def test_no_outputs_give_what_the_serial_library_gives(fork):
 
 
 @pytest.mark.parametrize("ndim", [0, 1])
-def test_a_subset_of_the_outputs_comes_in_the_order_asked_for(fork, ndim):
+def test_output_subset_keeps_the_requested_order(fork, ndim):
     fork(2)
     x, y = T.dvectors("x", "y")
     outputs = [(x.sum(), "sum"), (y.max(), "max"), (x.min(), "min"), (y, "gather" if ndim else None)]
@@ -680,7 +680,7 @@ def test_a_rank_without_rows_sits_out(fork, slices):
 
 
 @pytest.mark.parametrize("master", [0, 1])
-def test_a_master_without_rows_has_no_value_of_its_own(fork, master):
+def test_master_without_rows_has_no_own_value(fork, master):
     fork(2, master_rank=master)
     x = T.dvector("x")
     one = np.array([3.0])
@@ -697,7 +697,7 @@ def test_a_master_without_rows_has_no_value_of_its_own(fork, master):
 
 @pytest.mark.parametrize("slices", [1, 2])
 @pytest.mark.parametrize("large", [False, True])
-def test_no_rows_at_all_give_what_the_serial_library_gives(fork, slices, large):
+def test_no_rows_equal_the_serial_function(fork, slices, large):
     fork(2)
     x = T.dmatrix("x")
     exact = [
@@ -740,7 +740,7 @@ def test_no_rows_at_all_update_nothing_on_any_rank(fork, slices, ndim):
     np.testing.assert_array_equal(synk.gather(count), [1, 1])
 
 
-def test_no_rows_at_all_raise_what_the_serial_library_raises(fork):
+def test_no_rows_raise_as_the_serial_function(fork):
     fork(2)
     x = T.dvector("x")
     f = synk.function([x], (x.max(), "max"))
@@ -771,7 +771,7 @@ def accumulated(op, values, weights):
 
 
 @pytest.mark.parametrize("n, prefix", [(1, ""), (2, "c_"), (3, "")])
-def test_updates_accumulate_over_slices_by_their_ops_and_only_locally(fork, n, prefix):
+def test_updates_accumulate_over_slices_locally(fork, n, prefix):
     fork(n)
     x = T.dmatrix("x")
     start = np.array([1.0, -2.0])
@@ -901,7 +901,7 @@ def test_givens_of_sliceable_shareds_are_cut(fork):
     close_to(f(batch_s=[[0], [3, 0]])[0], (X[[0, 8, 5]] * 2).sum(axis=0))
 
 
-def test_givens_of_something_inside_the_graph_hold_when_it_is_cut(fork):
+def test_givens_inside_the_graph_hold_for_slices(fork):
     fork(2)
     s = shared(np.arange(6.0), "s")
     inside = s * 2
@@ -965,7 +965,7 @@ def test_batch_s_picks_rows_of_each_ranks_own(fork, n):
     check()
 
 
-def test_a_rank_for_which_batch_s_picks_nothing_sits_out(fork):
+def test_rank_without_batch_s_rows_contributes_nothing(fork):
     fork(3)
     s = shared(np.arange(4.0), "s")
     seen = shared(0.0, "seen")
@@ -989,7 +989,7 @@ def test_batch_s_and_batch_go_together(fork):
     )
 
 
-def test_no_piece_is_empty_when_there_are_fewer_sliceable_rows_than_pieces(fork):
+def test_slices_are_not_empty_with_few_sliceable_rows(fork):
     fork(2)
     x = T.dvector("x")
     s = shared(np.array([2.0, 4.0]), "s")
@@ -998,7 +998,7 @@ def test_no_piece_is_empty_when_there_are_fewer_sliceable_rows_than_pieces(fork)
 
 
 @pytest.mark.parametrize("choice", [[4], [-5], [[0], [7]]])
-def test_batch_s_out_of_range_is_refused_and_changes_nothing(fork, choice):
+def test_batch_s_out_of_range_changes_nothing(fork, choice):
     fork(2)
     s, count = shared(np.arange(4.0), "s"), shared(0.0, "count")
     f = synk.function([], (s.sum(), "sum"), updates=[(count, count + 1)], sliceable_shareds=[s])
@@ -1045,7 +1045,7 @@ def test_a_function_may_have_whole_inputs_alone(fork):
 
 
 @pytest.mark.skipif(XLA, reason="PyTensor's JAX mode has no generators as outputs")
-def test_an_output_that_is_no_array_may_have_op_none(fork):
+def test_non_array_output_may_have_op_none(fork):
     fork(2)
     x = T.dvector("x")
     if NAME == "pytensor":
@@ -1102,7 +1102,7 @@ def test_a_deep_graph_is_copied(fork):
     assert f.name
 
 
-def test_a_deep_graph_is_computed_where_the_serial_library_can(fork):
+def test_deep_graph_computes(fork):
     # The libraries' own compilers are recursive: whoever has such graphs raises the limit, after fork() or before.
     fork(2)
     x = T.dvector("x")
@@ -1170,7 +1170,7 @@ def counted(monkeypatch):
     return sizes
 
 
-def test_a_large_shared_variable_crosses_once_however_many_functions_use_it(fork, monkeypatch):
+def test_large_shared_variable_is_sent_once(fork, monkeypatch):
     fork(2)
     sizes = counted(monkeypatch)
     w = shared(np.ones(2_000_000), "w")
@@ -1182,7 +1182,7 @@ def test_a_large_shared_variable_crosses_once_however_many_functions_use_it(fork
     assert 16e6 <= sum(sizes) < 17e6
 
 
-def test_a_large_constant_crosses_once_for_functions_that_are_distributed_together(fork, monkeypatch):
+def test_large_constant_is_sent_once_per_distribute(fork, monkeypatch):
     fork(2)
     sizes = counted(monkeypatch)
     c = T.constant(np.arange(2_000_000.0))
@@ -1209,7 +1209,7 @@ def test_functions_work_again_after_close_and_a_new_fork(fork):
     np.testing.assert_array_equal(f(np.arange(3.0), num_slices=2), np.arange(3.0) * [3, 4, 5])
 
 
-def test_a_function_that_is_dropped_is_dropped_by_the_workers(fork):
+def test_workers_drop_collected_functions(fork):
     fork(2)
     x = T.dvector("x")
     f = synk.function([x], (x, "gather"))
@@ -1291,7 +1291,7 @@ class OnWorkers(Op):
         outputs[0][0] = inputs[0] + 0
 
 
-def test_an_error_inside_the_graph_on_one_rank_is_raised_with_its_rank(fork):
+def test_error_of_a_worker_names_its_rank(fork):
     fork(3)
     x, i = T.dvector("x"), T.lvector("i")
     f = synk.function([x, i], (x[i], "gather"), mode=INTERPRETED)  # XLA takes the nearest index that there is
@@ -1307,7 +1307,7 @@ def test_an_error_inside_the_graph_on_one_rank_is_raised_with_its_rank(fork):
         np.testing.assert_array_equal(f(value, good), value)  # the ranks stay usable
 
 
-def test_an_error_in_the_master_is_raised_as_it_is(fork):
+def test_error_in_the_master_is_raised_unchanged(fork):
     fork(2)
     x, i = T.dvector("x"), T.lvector("i")
     f = synk.function([x, i], (x[i], "gather"), mode=INTERPRETED)
@@ -1334,7 +1334,7 @@ def test_errors_on_several_ranks_are_all_told(fork):
     assert synk.function([x], (x.sum(), "sum"))(np.arange(3.0)) == 3
 
 
-def test_an_error_between_slices_leaves_the_shared_variables_of_that_rank(fork):
+def test_error_between_slices_keeps_shared_variables(fork):
     fork(2)
     x = T.dvector("x")
     w = shared(0.0, "w")
@@ -1345,7 +1345,7 @@ def test_an_error_between_slices_leaves_the_shared_variables_of_that_rank(fork):
 
 
 @pytest.mark.parametrize("how", ["SIGKILL", "SIGTERM"])
-def test_a_worker_that_is_killed_is_noticed_and_others_are_ended(fork, how):
+def test_killed_worker_ends_all_workers(fork, how):
     fork(3)
     x = T.dvector("x")
     f = synk.function([x], (x.sum(), "sum"))
@@ -1371,7 +1371,7 @@ def test_a_worker_that_exits_is_noticed_with_its_code(fork):
         f(np.arange(3.0))
 
 
-def test_a_worker_that_dies_between_calls_is_noticed_in_the_next(fork):
+def test_next_call_reports_a_dead_worker(fork):
     fork(2)
     x = T.dvector("x")
     f = synk.function([x], (x.sum(), "sum"))
@@ -1393,7 +1393,7 @@ class Unpicklable(OnWorkers):
 
 
 @pytest.mark.parametrize("how", ["distribute", "call"])
-def test_a_graph_that_can_not_be_pickled_is_told_clearly_and_the_ranks_stay_usable(fork, how):
+def test_unpicklable_graph_leaves_ranks_usable(fork, how):
     fork(2)
     x = T.dvector("x")
     w = shared(1.0, "w")
@@ -1414,7 +1414,7 @@ def test_one_rank_needs_no_pickle(fork):
     np.testing.assert_array_equal(f(np.arange(4.0)), np.arange(4.0))
 
 
-def test_after_a_new_fork_functions_made_before_and_their_variables_work(fork):
+def test_functions_work_after_a_new_fork(fork):
     fork(2)
     weights = shared(np.zeros(2), "weights")
     f = synk.function([], [], updates=[(weights, weights + 1)])

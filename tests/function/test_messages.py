@@ -282,7 +282,7 @@ TABLE = {
 
 
 @pytest.mark.parametrize("name", TABLE)
-def test_errors_say_what_happened_to_whom_and_what_to_try(name, monkeypatch):
+def test_message(name, monkeypatch):
     provoke, expected, *argument = TABLE[name]
     if "before fork" in name:
         monkeypatch.setattr(sys.modules["synkhronos.ranks.session"], "_current", None)

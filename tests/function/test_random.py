@@ -82,7 +82,7 @@ def test_a_run_repeats_from_its_seed(fork, kind):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_numbers_are_distributed_on_every_rank_as_they_should_be(fork, kind):
+def test_random_numbers_have_the_right_distribution(fork, kind):
     fork(3)
     each = drawn(kind, calls=200).swapaxes(0, 1).reshape(3, -1)
     assert np.all(np.abs(each.mean(axis=1)) < 5 / np.sqrt(each.shape[1]))
@@ -107,7 +107,7 @@ def test_pieces_of_a_call_draw_on(fork, kind):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_functions_that_share_a_stream_draw_from_it_in_turn(fork, kind):
+def test_functions_sharing_a_stream_draw_in_turn(fork, kind):
     fork(2)
     draws, updates = stream(kind)
     f = synk.function([], (draws, "gather"), updates=updates)
@@ -147,7 +147,7 @@ def test_dropout_masks_differ_between_ranks_calls_and_pieces(fork, kind):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_no_number_comes_twice_though_a_worker_drew_more_than_the_master(fork, kind):
+def test_no_random_number_repeats_after_uneven_draws(fork, kind):
     # With two rows the third rank, the master, has none: it draws nothing, and its stream says nothing of the others'.
     x = T.dvector("x")
     values = []

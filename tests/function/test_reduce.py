@@ -66,7 +66,7 @@ def test_mean_weighs_values_by_their_rows(case):
     "op, ufunc", [("sum", np.add), ("prod", np.multiply), ("min", np.minimum), ("max", np.maximum)]
 )
 @given(parts=values(FLOATS + INTEGERS))
-def test_elementwise_ops_are_numpys_in_order_and_keep_the_dtype(op, ufunc, parts):
+def test_elementwise_ops_equal_numpy_and_keep_dtype(op, ufunc, parts):
     expected = parts[0]
     for part in parts[1:]:
         with np.errstate(over="ignore"):

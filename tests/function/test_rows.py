@@ -70,7 +70,7 @@ def test_select_picks_what_numpy_picks(case):
 
 
 @given(batches())
-def test_a_selection_is_a_range_or_an_array_of_int64_without_negatives(case):
+def test_selection_is_a_range_or_nonnegative_int64(case):
     length, batch, _ = case
     rows = select(batch, length)
     assert isinstance(rows, range) or rows.dtype == np.int64 and rows.ndim == 1
@@ -137,7 +137,7 @@ def test_select_calls_the_argument_as_it_is_told():
         select(9, 5, "rows")
 
 
-def test_a_range_that_begins_before_row_0_counts_from_the_end():
+def test_negative_range_counts_from_the_end():
     assert select(range(-2, 2), 5).tolist() == [3, 4, 0, 1]
 
 
@@ -163,7 +163,7 @@ def test_shares_are_numpys_array_split(count, parts):
 
 
 @given(st.integers(0, 100), st.integers(1, 9))
-def test_shares_differ_by_one_row_at_most_and_the_first_take_the_odd_rows(count, parts):
+def test_shares_differ_by_at_most_one_row(count, parts):
     sizes = [len(range(count)[get_share(count, parts, part)]) for part in range(parts)]
     assert sum(sizes) == count
     assert sizes == sorted(sizes, reverse=True)
