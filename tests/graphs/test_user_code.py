@@ -10,6 +10,7 @@ import pytest
 from library import DEVICE, NAME, tensor
 
 import synkhronos as synk
+from synkhronos.function.dispatcher import Dispatcher
 from synkhronos.graphs.user_code import UserCode, compute_digest, find_outdated_modules, is_user_module
 
 if NAME == "pytensor":
@@ -152,7 +153,7 @@ def test_code_that_did_not_change_is_sent_once(fork, write, monkeypatch):
     f = scaling(module.Scale())
     ones(f)
     sent = []
-    monkeypatch.setattr(type(f), "_mark_distributed", lambda self, session: sent.append(self))
+    monkeypatch.setattr(Dispatcher, "mark_distributed", lambda self, session: sent.append(self))
     ones(f)
     module.unused = None
     importlib.reload(module)  # with the same code
