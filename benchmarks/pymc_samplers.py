@@ -64,6 +64,7 @@ def measure(options: argparse.Namespace) -> None:
     import synkhronos as synk
     from synkhronos.extensions.pymc import data_parallel
 
+    start = perf_counter()
     warnings.simplefilter("ignore")
     if options.side:
         synk.fork(options.side, use_gpu=not options.cpu)
@@ -76,10 +77,10 @@ def measure(options: argparse.Namespace) -> None:
     sample(model, _FEW, options.method, options.chains)  # the first compiling takes longer
     short, few = sample(model, _FEW, options.method, options.chains)
     rates: list[float] = []
-    draws, start = options.draws, perf_counter()
+    draws = options.draws
     while len(rates) < options.rounds:
         time, steps = sample(model, draws, options.method, options.chains)
-        is_late = perf_counter() - start > options.limit / 4
+        is_late = perf_counter() - start > options.limit / 2
         if time > 2 * short or is_late:  # else the compiling's variation would be too large a part
             rates.append((steps - few) / max(time - short, 1e-9))
         else:
