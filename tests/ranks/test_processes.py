@@ -125,7 +125,7 @@ def test_workers_print_where_the_master_prints():
         import synkhronos as synk
         from synkhronos import ranks
         class Print(ranks.Command):
-            def run(self, rank): print("rank", rank.number, end=" ")
+            def run(self, rank): print(f"rank {rank.number} ", end="")  # in one write
         synk.fork(2, use_gpu=False)
         ranks.session().run(Print())
     """)
