@@ -84,6 +84,9 @@ class Model:
         Number of items that the loss is a mean over; None for the rows.
     ema : list of shared variable, optional
         Moving averages of the parameters, in their order; None without the option `ema`.
+    params : list of shared variable
+    rule_name : str
+        Name of the update rule.
     """
 
     loss: Any
@@ -97,6 +100,8 @@ class Model:
     extra_updates: list[ExtraUpdate]
     weight: Any = None
     ema: list[Any] | None = None
+    params: Sequence[Any] = ()
+    rule_name: str = ""
 
     @classmethod
     def build(
@@ -166,7 +171,8 @@ class Model:
         if not is_serial:
             means = {f"extra_updates: {u.shared.name}": u.expression for u in extra if u.op == "mean" and u.differs}
             warn_of_denominators(means if weight is not None else {"loss": loss, **means}, [*xs, *ys, *sliceable])
-        return cls(loss, xs, ys, *lists, sliceable, rule, state, extra, weight, averages)
+        name = name_rule(update_rule)
+        return cls(loss, xs, ys, *lists, sliceable, rule, state, extra, weight, averages, list(params), name)
 
     @property
     def outputs(self) -> list[tuple[Any, str]]:
@@ -304,10 +310,15 @@ def identify_rule(update_rule: Rule, rule_kwargs: Mapping[str, Any]) -> tuple[st
     """
     parameters = inspect.signature(update_rule).parameters.values()
     defaults = {p.name: p.default for p in parameters if p.default is not p.empty and p.name != "weight"}
+    return name_rule(update_rule), {**defaults, **rule_kwargs}
+
+
+def name_rule(update_rule: Rule) -> str:
+    """Return the name of an update rule, that of the function in a `functools.partial`."""
     function: Any = update_rule
     while isinstance(function, functools.partial):
         function = function.func
-    return getattr(function, "__name__", type(function).__name__), {**defaults, **rule_kwargs}
+    return str(getattr(function, "__name__", type(function).__name__))
 
 
 def is_averaged(shared: Any) -> bool:
