@@ -18,25 +18,29 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 import synkhronos as synk
 from synkhronos import ranks
-from synkhronos.checks import check_at_least
+from synkhronos.casts import check_cast
+from synkhronos.checks import check_at_least, check_flag, check_list
 from synkhronos.collectives.arguments import get_mirror_keys
 from synkhronos.collectives.calls import get_all_reduce_command
 from synkhronos.collectives.commands import GetShapes
 from synkhronos.function import get_dispatcher
 from synkhronos.function.call import Call
 from synkhronos.graphs import library_of
+from synkhronos.graphs.mirror import Mirror
 from synkhronos.training.batches import StepRows, group_steps, rows_of_ranks, sliceable_rows_of_ranks
 from synkhronos.training.model import Batch, Model, Rows, Rule, Updates, is_averaged
 from synkhronos.training.serial import SerialTrainFunction, make_train_function_serial, weighted_mean
+from synkhronos.training.sharded_step import ShardedState, ShardedStep
 from synkhronos.training.step import Step
 from synkhronos.training.updates import RuleUpdates
 from synkhronos.training.updates.flat import shape_of
+from synkhronos.training.updates.shards import Shards, StatePart
 
 #: Maximal number of bytes of scattered rows on a rank in one launch of several steps.
 _BYTES = 1 << 30
@@ -45,6 +49,16 @@ _BYTES = 1 << 30
 _LONG_STEP = 4 << 20
 
 __all__ = ["SerialTrainFunction", "TrainFunction", "make_train_function", "make_train_function_serial"]
+
+
+class _Sharding(NamedTuple):
+    """What a training function with a sharded optimizer has besides; variables as in `Shards`."""
+
+    whole_update: synk.Function
+    row: Any
+    rank: Any
+    reads_whole_gradient: bool
+    state: ShardedState
 
 
 class TrainFunction:
@@ -63,13 +77,17 @@ class TrainFunction:
     optimizer_state : list of shared variables
         Variables that the rule keeps from step to step, such as velocities and counts: to be saved and loaded with the
         parameters.  Their order depends only on the rule and the parameters.  Their values are equal on all ranks.
-    ema : list of shared variables, or None
-        Moving averages of the parameters, in their order; None without the option `ema`.
     """
 
-    def __init__(self, model: Model, exchange: str | None = None, num_slices: int = 1):
+    def __init__(
+        self, model: Model, exchange: str | None = None, num_slices: int = 1, shard_optimizer: bool = False
+    ):
         self._num_slices = check_at_least(num_slices, "num_slices", 1)
         rule, self._tail = _with_averages(model)
+        shards = None
+        if check_flag(shard_optimizer, "shard_optimizer") and ranks.session().size > 1:
+            shards = Shards(rule, model.params, ranks.session().size, model.rule_name)
+            rule = RuleUpdates(shards.grad_updates, shards.local_updates, shards.grad_shared)
         grad_shared = rule.grad_shared
         inputs = [*model.x, *model.y]
         self.gradient = synk.function(
@@ -94,9 +112,88 @@ class TrainFunction:
         # Assigned after the functions: deepcopy takes attributes in order, and copies of variables are up to functions.
         self.grad_shared = grad_shared
         self.optimizer_state = model.optimizer_state
-        self.ema = model.ema
+        self._state = [(s.name or "a variable", shape_of(s), np.dtype(s.type.dtype)) for s in model.optimizer_state]
+        self._averages = model.ema
+        self._sharding = None
+        if shards is not None:
+            state = [shards.parts.get(shared, shared) for shared in model.optimizer_state]
+            whole = synk.function([], updates=shards.whole_updates, name="train_gather")
+            self._sharding = _Sharding(
+                whole, shards.row, shards.rank, shards.reads_whole_gradient, ShardedState(state, shards.size)
+            )
+            self.optimizer_state = [one.shared if isinstance(one, StatePart) else one for one in state]
         self._model = model
         self._exchange = exchange
+
+    @property
+    def ema(self) -> list[Any] | None:
+        """Moving averages of the parameters, in their order; None without the option `ema`.
+
+        With `shard_optimizer` each rank has a part of them.  Reading this attribute gathers the averages of that moment
+        into the variables, on all ranks.
+        """
+        if self._sharding is not None and self._averages is not None:
+            state = self._sharding.state
+            for average in self._averages:
+                found = state.find(average)
+                if found is not None:
+                    _set_everywhere(average, state.gather(found))
+        return self._averages
+
+    def get_optimizer_state(self) -> list[np.ndarray]:
+        """Return the values of the rule's variables, whole also with `shard_optimizer`.
+
+        Returns
+        -------
+        list of ndarray
+            One for each variable of `optimizer_state`, with the shapes and in the order of a function without
+            `shard_optimizer`.
+
+        Examples
+        --------
+        >>> import numpy as np
+        >>> import pytensor, pytensor.tensor as pt
+        >>> import synkhronos as synk
+        >>> from synkhronos.extensions.updates import momentum
+        >>> x, w = pt.matrix("x"), pytensor.shared(np.zeros(3), name="w")
+        >>> n = synk.fork(2, use_gpu=False)
+        >>> train = make_train_function((x @ w).mean(), [w], x, [], momentum, learning_rate=1.0, shard_optimizer=True)
+        >>> _ = train(np.eye(3), [])
+        >>> synk.gather(train.optimizer_state).shape
+        (2, 2)
+        >>> train.get_optimizer_state()
+        [array([-0.33333333, -0.33333333, -0.33333333])]
+        >>> synk.close()
+        """
+        if self._sharding is not None:
+            return self._sharding.state.get()
+        return [np.array(shared.get_value()) for shared in self.optimizer_state]
+
+    def set_optimizer_state(self, values: Sequence[Any]) -> None:
+        """Set the rule's variables on all ranks.
+
+        Parameters
+        ----------
+        values : list of array_like
+            As from `get_optimizer_state`, of a function with any number of ranks, with `shard_optimizer` or without.
+
+        Raises
+        ------
+        TypeError, ValueError
+            If the values do not fit the variables.  No variable is changed.
+        """
+        values = check_list(values, "values", len(self._state), "arrays, one for each variable of optimizer_state")
+        arrays = []
+        for (name, shape, dtype), value in zip(self._state, values, strict=True):
+            array = np.asarray(value)
+            check_cast(array, dtype, f"values: {name}")
+            if array.shape != shape:
+                raise ValueError(f"values: {name} has shape {shape}, got {array.shape}")
+            arrays.append(array.astype(dtype))
+        if self._sharding is not None:
+            self._sharding.state.set(arrays)
+        elif arrays:
+            synk.broadcast(self.optimizer_state, arrays)
 
     def __call__(
         self,
@@ -266,6 +363,8 @@ class TrainFunction:
 
     def _max_repeats(self, arrays: list[Any], rows: Sequence[StepRows], num_slices: int) -> int:
         """Return the maximal number of steps in a launch; 1 if each has to be launched by itself."""
+        if self._sharding is not None:
+            return 1
         if isinstance(num_slices, bool) or not isinstance(num_slices, int | np.integer) or num_slices != 1:
             return 1  # a single step also raises the error for an invalid number
         longest = max((len(one) for step in rows if step is not None for one in step), default=0)
@@ -295,7 +394,9 @@ class TrainFunction:
         list of (value, weight) or None
             As from `weighted_steps`.  None if some rank cannot take the steps in one launch: then none has been taken.
         """
-        session = ranks.session()
+        session, sharding = ranks.session(), self._sharding
+        if sharding is not None:
+            sharding.state.begin()
         with session.turn:
             session.settle()
             first, second = get_dispatcher(self.gradient), get_dispatcher(self.update)
@@ -306,6 +407,15 @@ class TrainFunction:
                 call = clear.prepare(session)
                 clear.finish(session, call, session.run(call))
             update = second.prepare(session)
+            if sharding is not None:
+                third = get_dispatcher(sharding.whole_update)
+                whole = third.prepare(session)
+                keys = get_mirror_keys(session, [self.grad_shared, sharding.row, sharding.rank])
+                loss = session.run(ShardedStep(gradient, update, whole, *keys, sharding.reads_whole_gradient))
+                second.finish(session, update, [])
+                third.finish(session, whole, [])
+                outputs = first.finish(session, gradient, loss)
+                return list(zip(outputs[:1], outputs[1:] or [None], strict=True))
             reduce = get_all_reduce_command(session, self.grad_shared, "avg", nccl=True)
             returned = session.run(Step(gradient, reduce, update, self._exchange, self._tail, times))
             if returned is None:
@@ -357,6 +467,7 @@ def make_train_function(
     num_slices: int = 1,
     ema: float | None = None,
     loss_scale: str | None = None,
+    shard_optimizer: bool = False,
     **rule_kwargs: Any,
 ) -> TrainFunction:
     """Make a function that takes a training step on all ranks.
@@ -408,6 +519,11 @@ def make_train_function(
         in float16 would be 0 otherwise.  If the reduced gradient is infinite or NaN, the parameters, the rule's
         variables and the averages stay unchanged on all ranks, and the scale is halved.  It is doubled after 2,000
         other steps.  `extra_updates` are not skipped.
+    shard_optimizer : bool, optional
+        Divide the optimizer's state among the ranks (ZeRO-1), so that each needs memory for one n-th of it.  Gradients
+        are reduced by a reduce-scatter, each rank updates its part of the parameters, and an all-gather distributes
+        them.  The rule and its transformations have to be elementwise, except for what they read of the parameters and
+        of the gradient alone, such as its norm.  See `TrainFunction.get_optimizer_state`.
     **rule_kwargs
         Options of the rule, such as ``learning_rate=0.1``.
 
@@ -459,7 +575,7 @@ def make_train_function(
         ema=ema,
         loss_scale=loss_scale,
     )
-    return TrainFunction(model, exchange, num_slices)
+    return TrainFunction(model, exchange, num_slices, shard_optimizer)
 
 
 def _with_averages(model: Model) -> tuple[RuleUpdates, int]:
@@ -501,6 +617,13 @@ def _with_averages(model: Model) -> tuple[RuleUpdates, int]:
     updates = OrderedDict(zip(rule.param_updates, values, strict=True))
     updates.update(news)
     return RuleUpdates(OrderedDict({vector: tensor.concatenate(parts)}), updates, vector), total - size + 1
+
+
+def _set_everywhere(shared: Any, value: np.ndarray) -> None:
+    """Set a variable in the master, and on the ranks that have it."""
+    shared.set_value(value)
+    if Mirror.get(ranks.session()).get_key(shared) is not None:
+        synk.broadcast(shared, value)
 
 
 def _common_length(arrays: list[Any]) -> int | None:

@@ -41,8 +41,8 @@ class StatePart(NamedTuple):
     ----------
     shared : shared variable
         Vector with this rank's elements.
-    name : str or None
-        Name of the whole variable.
+    whole : shared variable
+        The variable of the unsharded optimizer, which no function updates.
     shape : tuple of int
         Shape of the whole variable.
     first : ndarray
@@ -50,7 +50,7 @@ class StatePart(NamedTuple):
     """
 
     shared: Any
-    name: str | None
+    whole: Any
     shape: tuple[int, ...]
     first: np.ndarray
 
@@ -122,13 +122,14 @@ class Shards:
     grad_shared : shared variable
         Matrix with a row for each rank; see the module's docstring.
     row : shared variable
-        This rank's row, as a matrix.
+        This rank's row.
     rank : shared variable
         Number of this rank.
     grad_updates, local_updates, whole_updates : OrderedDict
         New values of shared variables: by a rank's rows of the batch; by the reduced row; by all ranks' new parameters.
-    state : list of StatePart or shared variable
-        Variables that the rule updates besides the parameters: divided ones, and those that every rank has.
+    size : int
+    parts : dict
+        Parts of the rule's variables that are divided, by the whole variable.
     reads_whole_gradient : bool
         Whether `local_updates` read the reduced gradient of all rows from `grad_shared`.
 
@@ -153,35 +154,26 @@ class Shards:
         (total,) = shape_of(self._vector)
         self._n_gradients = sum(map(_count, self._shapes))
         self._n_tail = total - self._n_gradients
-        dtype, width = self._vector.type.dtype, self._columns[-1] + self._n_tail
+        # At least one element, because a vector of a single one would be broadcastable.
+        dtype, width = self._vector.type.dtype, self._columns[-1] + max(1, self._n_tail)
         self.grad_shared = self._library.shared(np.zeros((size, width), dtype), name="grad_shared")
-        self.row = self._library.shared(np.zeros((1, width), dtype), name="grad_row")
+        self.row = self._library.shared(np.zeros(width, dtype), name="grad_row")
         self.rank = self._library.shared(np.asarray(0, "int64"), name="rank")
         # Lengths and bounds are numbers, so that XLA knows the shapes.
         self._starts = [
             self._tensor.minimum(self.rank * length, n - length)
             for n, length in zip(map(_count, self._shapes), self._lengths, strict=True)
         ]
-        self._reduced = self.row.flatten()
         self._parts: dict[Any, tuple[int, StatePart]] = {}
         self._divide_state(updates.param_updates)
         self.grad_updates = OrderedDict({self.grad_shared: self._arrange(updates.grad_updates[self._vector])})
         self.local_updates: OrderedDict[Any, Any] = OrderedDict()
         self.whole_updates: OrderedDict[Any, Any] = OrderedDict()
         self._rewrite(updates.param_updates)
-        self.state = [
-            self._parts[s][1] if s in self._parts else s
-            for s in updates.param_updates
-            if not any(s is p for p in params)
-        ]
+        self.size = size
+        self.parts = {s: part for s, (_, part) in self._parts.items()}
         used = self._library.find_shareds(list(self.local_updates.values()))
         self.reads_whole_gradient = any(shared is self.grad_shared for shared in used)
-
-    def bounds(self, size: int) -> list[tuple[int, int]]:
-        """Return each rank's first and last element of a divided array of a size; the last parts overlap."""
-        length = -(-size // self._size)
-        starts = [min(r * length, size - length) for r in range(self._size)]
-        return [(start, start + length) for start in starts]
 
     # -- layout ----------------------------------------------------------------------------------------------
 
@@ -192,7 +184,7 @@ class Shards:
             size = _count(shape)
             columns.append(self._to_rows(vector[start : start + size], size, length, divided))
             start += size
-        columns.append(self._repeat(vector[start:]))
+        columns.append(self._repeat(vector[start:] if self._n_tail else self._tensor.zeros((1,), vector.dtype)))
         return self._library.convert(self.grad_shared, self._tensor.concatenate(columns, axis=1))
 
     def _to_rows(self, flat: Any, size: int, length: int, divided: bool) -> Any:
@@ -244,7 +236,7 @@ class Shards:
         is_uniform = bool((value == value.flat[0]).all())
         first = value.flat[:1].copy() if is_uniform else value
         part = np.full(length, value.flat[0], value.dtype)
-        return StatePart(self._library.shared(part, name=state.name), state.name, value.shape, first)
+        return StatePart(self._library.shared(part, name=state.name), state, value.shape, first)
 
     # -- graphs ----------------------------------------------------------------------------------------------
 
@@ -257,16 +249,13 @@ class Shards:
             with self._explain(p):
                 if not self._is_divided[i]:
                     self.local_updates[p] = self._library.convert(p, new.whole)
-                    row.append(self._reduced[self._columns[i] : self._columns[i + 1]])
+                    row.append(self.row[self._columns[i] : self._columns[i + 1]])
                     continue
                 row.append(self._tensor.cast(self._part_of(i, new), self.row.dtype))
                 whole = self._tensor.cast(self._from_rows(i).reshape(self._shapes[i]), p.dtype)
                 self.whole_updates[p] = self._library.convert(p, whole)
-        if self._n_tail:
-            row.append(self._reduced[self._columns[-1] :])
-        self.local_updates[self.row] = self._library.convert(
-            self.row, self._tensor.concatenate(row).dimshuffle("x", 0)
-        )
+        row.append(self.row[self._columns[-1] :])
+        self.local_updates[self.row] = self._library.convert(self.row, self._tensor.concatenate(row))
         for s, new in updates.items():
             if any(s is p for p in self._params):
                 continue
@@ -293,7 +282,7 @@ class Shards:
             i, part = self._parts[variable]
 
             def refuse() -> Any:
-                raise _NotWholeError(f"the whole of {part.name or 'a variable of the rule'}")
+                raise _NotWholeError(f"the whole of {part.whole.name or 'a variable of the rule'}")
 
             return _Value(variable, refuse, part.shared, i)
         if variable is self._vector:
@@ -304,14 +293,14 @@ class Shards:
         """Return the value of the rule's vector of reduced gradients."""
         pieces: list[tuple[int, _Value]] = []
         for i, shape in enumerate(self._shapes):
-            columns = self._reduced[self._columns[i] : self._columns[i + 1]]
+            columns = self.row[self._columns[i] : self._columns[i + 1]]
             if self._is_divided[i]:
                 piece = _Value(columns, lambda i=i: self._from_rows(i), columns, i)  # type: ignore[misc]
             else:
                 piece = _Value(columns, lambda columns=columns: columns)  # type: ignore[misc]
             pieces.append((_count(shape), piece))
         if self._n_tail:
-            tail = self._reduced[self._columns[-1] :]
+            tail = self.row[self._columns[-1] :]
             pieces.append((self._n_tail, _Value(tail, lambda: tail)))
         return self._join(self._vector, pieces)
 
@@ -436,6 +425,13 @@ class Shards:
         if self._library.is_constant(value.variable):
             return int(np.size(value.variable.data))
         return 1 if all(value.variable.type.broadcastable) else None
+
+
+def get_bounds(size: int, n_parts: int) -> list[tuple[int, int]]:
+    """Return the first and the last element of each part of an array; parts are equally long, the last ones overlap."""
+    length = -(-size // n_parts)
+    starts = [min(r * length, size - length) for r in range(n_parts)]
+    return [(start, start + length) for start in starts]
 
 
 class _Explained:

@@ -1,0 +1,196 @@
+"""The command of a training step with a sharded optimizer; see `synkhronos.training.updates.shards`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+import synkhronos as synk
+from synkhronos import ranks
+from synkhronos.collectives.commands import Copies
+from synkhronos.devices import array_device
+from synkhronos.function.call import Call
+from synkhronos.graphs import library_of
+from synkhronos.graphs.mirror import get_object
+from synkhronos.ranks import Command, Rank
+from synkhronos.training.updates.shards import StatePart, get_bounds
+
+
+class _StepFields(NamedTuple):
+    """Fields of `ShardedStep`; a named tuple cannot have another base class beside it."""
+
+    gradient: Call
+    local_update: Call
+    whole_update: Call
+    grad_key: Any
+    row_key: Any
+    rank_key: Any
+    gathers_gradient: bool
+
+
+class ShardedStep(_StepFields, Command):
+    """Take a training step on all ranks, each of which updates its part of the parameters.
+
+    Attributes
+    ----------
+    gradient : Call
+        Call of the function that writes the gradients of all ranks' parts into a matrix.
+    local_update : Call
+        Call of the function that replaces the gradient in this rank's row by new parameters.
+    whole_update : Call
+        Call of the function that sets the parameters to those in the matrix.
+    grad_key, row_key, rank_key
+        Keys of the matrix, of this rank's row of it, and of this rank's number.
+    gathers_gradient : bool
+        Whether ``local_update`` reads the reduced gradient of all rows from the matrix.
+    """
+
+    __slots__ = ()
+
+    @property
+    def effect(self) -> str | None:
+        """Effect of the command in an error's message."""
+        return "The step was taken"
+
+    @property
+    def partial_effect(self) -> str | None:
+        """Effect in the message of an error behind the update of some rank's part."""
+        return (
+            "Some ranks may have updated their parts of the parameters or of the optimizer's state, and others not: "
+            "broadcast() and set_optimizer_state() make them consistent again."
+        )
+
+    def run(self, rank: Rank) -> Any:
+        """Take the step on this rank; return the outputs of the gradient's function."""
+        gradient, local, whole = (call.bind(rank) for call in (self.gradient, self.local_update, self.whole_update))
+        self._set_number(rank)
+        with rank.suspend_commits():
+            loss = self.gradient.execute(rank, gradient)
+            self._reduce_scatter(rank)
+            if self.gathers_gradient:
+                self._all_gather(rank)
+        self.local_update.execute(rank, local)
+        self._all_gather(rank)
+        self.whole_update.execute(rank, whole)
+        return loss
+
+    def _set_number(self, rank: Rank) -> None:
+        """Set the variable of the rank's number at the first step on these ranks."""
+        numbered = rank.registry.get(_Numbered)
+        if self.rank_key in numbered:
+            return
+        shared = get_object(rank, self.rank_key)
+        library = library_of(shared)
+        library.put(shared, array_device(library.get(shared)).from_host(np.asarray(rank.number)))
+        numbered.add(self.rank_key)
+
+    def _copies(self, rank: Rank) -> Copies:
+        copies = Copies(rank, (self.grad_key, self.row_key), nccl=True)
+        for i in range(2):
+            copies.check_equal_shapes(i, "shard_optimizer")
+        if copies.devices[0] is not copies.devices[1]:  # such as a row that no function has written yet
+            copies.fail("shard_optimizer: grad_shared and the update are on different devices")
+        return copies
+
+    def _reduce_scatter(self, rank: Rank) -> None:
+        """Reduce the matrix of all ranks, and set this rank's row."""
+        copies = self._copies(rank)
+        width = copies.get_layouts(0)[0][0][1]
+        bounds = [r * width for r in range(rank.size + 1)]
+        row = copies.get_writable(1)
+        copies.get_communicator(0).reduce_scatter(copies.get_contiguous(0), "avg", bounds, row)
+        copies.store(1, row)
+
+    def _all_gather(self, rank: Rank) -> None:
+        """Set the matrix on every rank to all ranks' rows."""
+        copies = self._copies(rank)
+        layouts, transport = copies.get_layouts(1), copies.transports[0]
+        matrix = copies.get_writable(0)
+        out = [transport.slice_items(matrix, r * shape[0], shape) for r, (shape, _) in enumerate(layouts)]
+        copies.get_communicator(0).gather(copies.get_contiguous(1), None, layouts, out)
+        copies.store(0, matrix)
+
+
+class _Numbered(set[Any]):
+    """Keys of variables that hold the number of this rank."""
+
+
+class ShardedState:
+    """The optimizer's state in parts on the ranks: how it is gathered, and how it is divided again.
+
+    Parameters
+    ----------
+    state : list of StatePart or shared variable
+        Divided variables, and those that are equal on all ranks.
+    size : int
+        Number of ranks.
+    """
+
+    def __init__(self, state: Sequence[Any], size: int):
+        self.state, self.size = list(state), size
+        self._session: ranks.Session | None = None
+
+    def begin(self) -> None:
+        """Divide the initial state at the first step.
+
+        Raises
+        ------
+        RuntimeError
+            If the ranks that had the parts have ended, or there are more or fewer than the function was made for.
+        """
+        session = ranks.session()
+        if self._session is session:
+            return
+        if self._session is not None:
+            raise RuntimeError(
+                "shard_optimizer: the ranks that had the parts of the optimizer's state have ended: make a new "
+                "training function, and pass what get_optimizer_state() returned before to its set_optimizer_state()"
+            )
+        if session.size != self.size:
+            raise RuntimeError(
+                f"shard_optimizer: the training function was made for {self.size} ranks, got {session.size}"
+            )
+        self._session = session
+        for one in self.state:
+            if isinstance(one, StatePart) and one.first.size > 1:
+                self._divide(one, one.first)
+
+    def get(self) -> list[np.ndarray]:
+        """Return the whole state, in the order of the unsharded optimizer."""
+        self.begin()
+        return [self.gather(one) if isinstance(one, StatePart) else np.array(one.get_value()) for one in self.state]
+
+    def set(self, values: Sequence[Any]) -> None:
+        """Set the state from whole arrays, checked before."""
+        self.begin()
+        for one, value in zip(self.state, values, strict=True):
+            if isinstance(one, StatePart):
+                self._divide(one, np.asarray(value))
+            else:
+                synk.broadcast(one, value)
+
+    def find(self, whole: Any) -> StatePart | None:
+        """Return the parts of a variable of the unsharded optimizer; None if it is not divided."""
+        return next((one for one in self.state if isinstance(one, StatePart) and one.whole is whole), None)
+
+    def gather(self, part: StatePart) -> np.ndarray:
+        """Return the whole of a divided variable."""
+        self.begin()
+        return join_parts(synk.gather(part.shared, nd_up=1), part.shape)
+
+    def _divide(self, part: StatePart, value: np.ndarray) -> None:
+        flat = value.reshape(-1)
+        parts = [flat[start:stop] for start, stop in get_bounds(flat.size, self.size)]
+        synk.scatter(part.shared, np.concatenate(parts))
+
+
+def join_parts(parts: Sequence[np.ndarray], shape: tuple[int, ...]) -> np.ndarray:
+    """Return the array of which the ranks have parts; elements of several parts are those of the first."""
+    whole = np.empty(shape, parts[0].dtype)
+    flat = whole.reshape(-1)
+    bounds = get_bounds(flat.size, len(parts))
+    for part, (start, stop) in zip(reversed(parts), reversed(bounds), strict=True):
+        flat[start:stop] = part
+    return whole
