@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import os
 from dataclasses import dataclass, field
@@ -13,11 +14,12 @@ from synkhronos.rules import Rule, shared_memory
 from synkhronos.rules.state import Vector
 from synkhronos.tasks import run
 from synkhronos.training import rank_state, schedules
-from synkhronos.training.checkpoint import Checkpoint, CheckpointError, load_meta
+from synkhronos.training.checkpoint import Checkpoint, CheckpointError, load, load_meta
 from synkhronos.training.early_stop import EarlyStop
 from synkhronos.training.epoch_data import EpochData
 from synkhronos.training.meter import Outcome, split_outcomes
 from synkhronos.training.schedules import Schedule
+from synkhronos.training.sharded_step import ShardedState
 
 #: Entries of a trainer's checkpoint, besides those of `rank_state.describe_training`.
 _TYPES: dict[str, Any] = {
@@ -70,6 +72,8 @@ class TrainerState:
         Whether all ranks have equal parameters after each step; they need no shared memory then.
     update_rule : (str, dict)
         Name and options of the update rule.
+    sharded : ShardedState, optional
+        The optimizer's state, if it is sharded.
 
     Attributes
     ----------
@@ -81,9 +85,18 @@ class TrainerState:
     """
 
     def __init__(
-        self, name: str, rule: Rule, groups: rank_state.Groups, alike: bool, update_rule: tuple[str, dict[str, Any]]
+        self,
+        name: str,
+        rule: Rule,
+        groups: rank_state.Groups,
+        alike: bool,
+        update_rule: tuple[str, dict[str, Any]],
+        sharded: ShardedState | None = None,
     ):
         self.name, self.rule, self.groups, self.alike = name, rule, groups, alike
+        self._sharded = sharded
+        #: Variables that the ranks save and restore; they have none of the whole optimizer's.
+        self._rank_groups = groups if sharded is None else dataclasses.replace(groups, optimizer=None)
         self.update_rule = update_rule
         self._session: Any = None
         self.place, self.rate = Progress(), math.nan
@@ -111,7 +124,9 @@ class TrainerState:
     def save(self, checkpoint: Checkpoint, data: EpochData, schedule: Schedule, seen: int) -> None:
         """Write a checkpoint of all ranks; right after a report it has the metrics of this report."""
         place = self.place
-        by_rank = run(rank_state.collect_state, self.name, self.groups, self.alike)
+        by_rank = run(rank_state.collect_state, self.name, self._rank_groups, self.alike)
+        if self._sharded is not None:
+            by_rank[0]["optimizer"] = self._sharded.get_vector(self.groups.optimizer)
         meta = {
             "seen": seen,
             "epoch": place.epoch,
@@ -159,7 +174,10 @@ class TrainerState:
         if self.memory:
             self._renew_memory()  # so that on no host there is anything else in it
         root = ranks.session().rank.number
-        run(rank_state.restore_state, self.name, self.groups, self.rule, str(path), self.memory, self.alike, root)
+        arguments = self.name, self._rank_groups, self.rule, str(path), self.memory, self.alike, root
+        run(rank_state.restore_state, *arguments)
+        if self._sharded is not None:
+            self._sharded.set_vector(self.groups.optimizer, load(path).arrays["0.optimizer"])
         if not self.alike:
             run(rank_state.set_reported_params, self.name, self.rule)
         schedules.set_state(schedule, meta["schedule"])

@@ -37,8 +37,8 @@ class Groups:
     ----------
     params : list of shared variables
         Variables that ranks exchange: parameters, then running averages.
-    optimizer : list of shared variables
-        Variables of the update rule, such as velocities.
+    optimizer : list of shared variables, or None
+        Variables of the update rule, such as velocities.  None on the ranks if they are sharded.
     excluded : list of shared variables
         Parameters that are not exchanged.
     others : list of shared variables
@@ -50,7 +50,7 @@ class Groups:
     """
 
     params: list[Any]
-    optimizer: list[Any]
+    optimizer: Any
     excluded: list[Any]
     others: list[Any]
     generators: list[Any]
@@ -98,7 +98,8 @@ def collect_state(worker: Worker, name: str, groups: Groups, alike: bool) -> dic
     if alike and worker.number:
         return found
     found["params"] = np.array(kept["own"] if state is not None else Vector(groups.params).get())
-    found["optimizer"] = np.array(Vector(groups.optimizer).get())
+    if groups.optimizer is not None:
+        found["optimizer"] = np.array(Vector(groups.optimizer).get())
     found["excluded"] = np.array(Vector(groups.excluded).get())
     found["own"] = {} if state is None else {key: np.array(value) for key, value in state.own.items()}
     found["step"] = 0 if state is None else state.step
@@ -355,6 +356,8 @@ def restore_state(
     if worker.number == root:
         stored = load(path)
         shares = _shares(stored, rule, worker.size, alike)
+        if groups.optimizer is None:
+            shares = [({**mine, "optimizer": None}, *others) for mine, *others in shares]
         for r, share in enumerate(shares):
             if r != root:
                 worker.send(share, r)
@@ -392,7 +395,8 @@ def set_state(
         States of ``groups.generators``; None leaves the present ones.
     """
     Vector(groups.params).set(mine["params"])
-    Vector(groups.optimizer).set(mine["optimizer"])
+    if groups.optimizer is not None:
+        Vector(groups.optimizer).set(mine["optimizer"])
     Vector(groups.excluded).set(mine["excluded"])
     for shared_variable, value in zip(groups.others, others, strict=True):
         put_value(shared_variable, value)

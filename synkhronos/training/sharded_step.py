@@ -15,6 +15,7 @@ from synkhronos.function.call import Call
 from synkhronos.graphs import library_of
 from synkhronos.graphs.mirror import get_object
 from synkhronos.ranks import Command, Rank
+from synkhronos.training.updates.flat import shape_of
 from synkhronos.training.updates.shards import StatePart, get_bounds
 
 
@@ -24,9 +25,7 @@ class _StepFields(NamedTuple):
     gradient: Call
     local_update: Call
     whole_update: Call
-    grad_key: Any
-    row_key: Any
-    rank_key: Any
+    keys: tuple[Any, ...]
     gathers_gradient: bool
 
 
@@ -41,7 +40,7 @@ class ShardedStep(_StepFields, Command):
         Call of the function that replaces the gradient in this rank's row by new parameters.
     whole_update : Call
         Call of the function that sets the parameters to those in the matrix.
-    grad_key, row_key, rank_key
+    keys : tuple
         Keys of the matrix, of this rank's row of it, and of this rank's number.
     gathers_gradient : bool
         Whether ``local_update`` reads the reduced gradient of all rows from the matrix.
@@ -78,16 +77,16 @@ class ShardedStep(_StepFields, Command):
 
     def _set_number(self, rank: Rank) -> None:
         """Set the variable of the rank's number at the first step on these ranks."""
-        numbered = rank.registry.get(_Numbered)
-        if self.rank_key in numbered:
+        numbered, key = rank.registry.get(_Numbered), self.keys[2]
+        if key in numbered:
             return
-        shared = get_object(rank, self.rank_key)
+        shared = get_object(rank, key)
         library = library_of(shared)
         library.put(shared, array_device(library.get(shared)).from_host(np.asarray(rank.number)))
-        numbered.add(self.rank_key)
+        numbered.add(key)
 
     def _copies(self, rank: Rank) -> Copies:
-        copies = Copies(rank, (self.grad_key, self.row_key), nccl=True)
+        copies = Copies(rank, self.keys[:2], nccl=True)
         for i in range(2):
             copies.check_equal_shapes(i, "shard_optimizer")
         if copies.devices[0] is not copies.devices[1]:  # such as a row that no function has written yet
@@ -132,8 +131,13 @@ class ShardedState:
         self.state, self.size = list(state), size
         self._session: ranks.Session | None = None
 
-    def begin(self) -> None:
+    def begin(self, is_overwritten: bool = False) -> None:
         """Divide the initial state at the first step.
+
+        Parameters
+        ----------
+        is_overwritten : bool
+            Whether all of the state is about to be set.
 
         Raises
         ------
@@ -143,18 +147,18 @@ class ShardedState:
         session = ranks.session()
         if self._session is session:
             return
-        if self._session is not None:
-            raise RuntimeError(
-                "shard_optimizer: the ranks that had the parts of the optimizer's state have ended: make a new "
-                "training function, and pass what get_optimizer_state() returned before to its set_optimizer_state()"
-            )
         if session.size != self.size:
             raise RuntimeError(
                 f"shard_optimizer: the training function was made for {self.size} ranks, got {session.size}"
             )
+        if self._session is not None and not is_overwritten:
+            raise RuntimeError(
+                "shard_optimizer: the ranks that had the parts of the optimizer's state have ended: set all of it by "
+                "set_optimizer_state(), resume from a checkpoint, or make a new training function"
+            )
         self._session = session
         for one in self.state:
-            if isinstance(one, StatePart) and one.first.size > 1:
+            if isinstance(one, StatePart) and one.first.size > 1 and not is_overwritten:
                 self._divide(one, one.first)
 
     def get(self) -> list[np.ndarray]:
@@ -162,18 +166,42 @@ class ShardedState:
         self.begin()
         return [self.gather(one) if isinstance(one, StatePart) else np.array(one.get_value()) for one in self.state]
 
-    def set(self, values: Sequence[Any]) -> None:
-        """Set the state from whole arrays, checked before."""
-        self.begin()
+    def set(self, values: Sequence[np.ndarray]) -> None:
+        """Set the state from whole arrays, which the caller has checked."""
+        self.begin(is_overwritten=True)
         for one, value in zip(self.state, values, strict=True):
             if isinstance(one, StatePart):
-                self._divide(one, np.asarray(value))
+                self._divide(one, value)
             else:
                 synk.broadcast(one, value)
 
     def find(self, whole: Any) -> StatePart | None:
         """Return the parts of a variable of the unsharded optimizer; None if it is not divided."""
         return next((one for one in self.state if isinstance(one, StatePart) and one.whole is whole), None)
+
+    def get_vector(self, variables: Sequence[Any]) -> np.ndarray:
+        """Return the values of some variables of the unsharded optimizer, one after another, in the widest dtype."""
+        self.begin()
+        found = [self.find(one) for one in variables]
+        values = [
+            one.get_value() if part is None else self.gather(part) for one, part in zip(variables, found, strict=True)
+        ]
+        dtype = np.result_type(*(value.dtype for value in values)) if values else np.dtype(np.float32)
+        return np.concatenate([np.zeros(0, dtype), *(np.ravel(value).astype(dtype, copy=False) for value in values)])
+
+    def set_vector(self, variables: Sequence[Any], vector: np.ndarray) -> None:
+        """Set the variables to values as from `get_vector`; they include all divided ones."""
+        self.begin(is_overwritten=True)
+        start = 0
+        for one in variables:
+            part, shape = self.find(one), shape_of(one)
+            size = int(np.prod(shape))
+            value = vector[start : start + size].astype(one.type.dtype).reshape(shape)
+            start += size
+            if part is None:
+                synk.broadcast(one, value)
+            else:
+                self._divide(part, value)
 
     def gather(self, part: StatePart) -> np.ndarray:
         """Return the whole of a divided variable."""

@@ -79,9 +79,7 @@ class TrainFunction:
         parameters.  Their order depends only on the rule and the parameters.  Their values are equal on all ranks.
     """
 
-    def __init__(
-        self, model: Model, exchange: str | None = None, num_slices: int = 1, shard_optimizer: bool = False
-    ):
+    def __init__(self, model: Model, exchange: str | None = None, num_slices: int = 1, shard_optimizer: bool = False):
         self._num_slices = check_at_least(num_slices, "num_slices", 1)
         rule, self._tail = _with_averages(model)
         shards = None
@@ -124,6 +122,11 @@ class TrainFunction:
             self.optimizer_state = [one.shared if isinstance(one, StatePart) else one for one in state]
         self._model = model
         self._exchange = exchange
+
+    @property
+    def sharded_state(self) -> ShardedState | None:
+        """The optimizer's state in parts; None without `shard_optimizer`."""
+        return None if self._sharding is None else self._sharding.state
 
     @property
     def ema(self) -> list[Any] | None:
@@ -411,7 +414,7 @@ class TrainFunction:
                 third = get_dispatcher(sharding.whole_update)
                 whole = third.prepare(session)
                 keys = get_mirror_keys(session, [self.grad_shared, sharding.row, sharding.rank])
-                loss = session.run(ShardedStep(gradient, update, whole, *keys, sharding.reads_whole_gradient))
+                loss = session.run(ShardedStep(gradient, update, whole, keys, sharding.reads_whole_gradient))
                 second.finish(session, update, [])
                 third.finish(session, whole, [])
                 outputs = first.finish(session, gradient, loss)

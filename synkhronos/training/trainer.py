@@ -66,8 +66,6 @@ class Trainer:
         are those of `extra_updates` with the op "mean".
     optimizer : list of shared variables
         The variables that the update rule keeps from step to step.
-    ema : list of shared variables, or None
-        Moving averages of the parameters, in their order; None without the option `ema`.
     learning_rate : shared variable
     rule : Rule
     """
@@ -83,15 +81,15 @@ class Trainer:
         update_rule: tuple[str, dict[str, Any]],
         num_slices: int = 1,
         validate_ema: bool = False,
+        shard_optimizer: bool = False,
     ):
         self.params, self.rule, self.learning_rate, self.schedule = params, rule, learning_rate, schedule
         self.optimizer = model.optimizer_state
-        self.ema = model.ema
         self._model = model
         groups = rank_state.Groups.from_model(model, params, rule)
         self._validate = validate
         inputs = [*model.x, *model.y]
-        self._validation = None
+        self._validation, self._validates_ema = None, validate_ema
         if validate:
             outputs = [output for metric in validate.values() for output in metric.outputs]
             if validate_ema:
@@ -100,14 +98,25 @@ class Trainer:
         self._together: TrainFunction | None = None
         self._step: synk.Function | None = None
         if isinstance(rule, BSP) and rule.average == "gradient":
-            self._together = TrainFunction(model, rule.precision, num_slices)
+            self._together = TrainFunction(model, rule.precision, num_slices, shard_optimizer)
+            self.optimizer = self._together.optimizer_state
         else:
             self._step = _local_step(model)
         name = f"trainer {next(_names)}"
-        self._state = TrainerState(name, rule, groups, self._together is not None, update_rule)
+        sharded = None if self._together is None else self._together.sharded_state
+        self._state = TrainerState(name, rule, groups, self._together is not None, update_rule, sharded)
         self._kinds: set[Any] = set()
         #: Loop of the last call of `epochs`.
         self._loop: _TrainerLoop | None = None
+
+    @property
+    def ema(self) -> list[Any] | None:
+        """Moving averages of the parameters, in their order; None without the option `ema`.
+
+        With `shard_optimizer` each rank has a part of them.  Reading this attribute gathers the averages of that moment
+        into the variables, on all ranks.
+        """
+        return None if self._together is None else self._together.ema
 
     # -- going through epochs --------------------------------------------------------------------------------
 
@@ -556,6 +565,8 @@ class _TrainerLoop(EpochLoop):
         if valid is None:
             return False
         assert trainer._validation is not None
+        if trainer._validates_ema:
+            _ = trainer.ema  # gathers the averages
         totals, step = MetricTotals(trainer._validate), self.data.batch * ranks.session().size
         chosen: Iterable[Any]
         if isinstance(valid, Loader):
@@ -683,6 +694,7 @@ def make_trainer(
     ema: float | None = None,
     validate_ema: bool = False,
     loss_scale: str | None = None,
+    shard_optimizer: bool = False,
     **rule_kwargs: Any,
 ) -> Trainer:
     """Make a trainer: epochs over data, on all ranks, by an exchange rule.
@@ -721,6 +733,9 @@ def make_trainer(
         is the default.  The averages are in ``trainer.ema`` and in checkpoints.
     validate_ema : bool, optional
         Whether `validate` is computed with the averages of `ema` instead of the parameters.
+    shard_optimizer : bool, optional
+        As for `synkhronos.extensions.train.make_train_function`, with the same `rule` as these.  Checkpoints hold the
+        whole state: trainers resume with another number of ranks, with this option or without.
     **rule_kwargs
         For the update rule, such as ``momentum=0.9``.
 
@@ -768,7 +783,8 @@ def make_trainer(
             raise ValueError(f"momentum: EAMSGD has {rule.momentum}, got {rule_kwargs['momentum']!r}")
     built = {"clip_norm": clip_norm, "ema": ema, "loss_scale": loss_scale}
     if not (isinstance(rule, BSP) and rule.average == "gradient"):
-        for name, value in {**built, "num_slices": None if num_slices == 1 else num_slices}.items():
+        others = {"num_slices": None if num_slices == 1 else num_slices, "shard_optimizer": shard_optimizer or None}
+        for name, value in {**built, **others}.items():
             if value is not None:
                 raise ValueError(f"{name}: needs the exchange rule BSP() on gradients, got {rule!r}")
     if check_flag(validate_ema, "validate_ema") and ema is None:
@@ -799,4 +815,6 @@ def make_trainer(
     if ema is not None:
         rule_options["ema"] = ema
     identity = name, rule_options
-    return Trainer(model, list(params), rule, rate, schedule, metrics, identity, num_slices, validate_ema)
+    return Trainer(
+        model, list(params), rule, rate, schedule, metrics, identity, num_slices, validate_ema, shard_optimizer
+    )

@@ -9,13 +9,14 @@ gradients of all ranks' parts are the rows of a matrix, `grad_shared`::
 
 A step is three functions with two collectives between them::
 
-    gradient of own rows --> grad_shared --> reduce-scatter --> own row --> local_updates --> own row with new parameters
-                                                               params <-- whole_updates <-- grad_shared <-- all-gather
+    gradient of own rows --> grad_shared --> reduce-scatter --> row of reduced gradients
+                                                                 |  local_updates
+       params <-- whole_updates <-- grad_shared <-- all-gather <-- row of new parameters
 
 An elementwise operation on a parameter becomes one on its part, with the same result for each element.  An operation
 that reads more than one element, such as a norm, is computed of whole arrays on every rank.  These are the parameters
-and, after one more all-gather, the gradient.  No rank has the whole optimizer state, so that a rule such as `lamb`, which
-takes norms of steps, cannot be sharded.
+and, after one more all-gather, the gradient.  No rank has the whole optimizer state, so that a rule such as `lamb`,
+which takes norms of steps, cannot be sharded.
 """
 
 from __future__ import annotations
@@ -220,7 +221,7 @@ class Shards:
 
     def _divide_state(self, updates: OrderedDict[Any, Any]) -> None:
         """Create this rank's parts of the variables whose elements are updated with those of one parameter."""
-        states = [s for s in updates if not any(s is p for p in self._params)]
+        states = [s for s in updates if not any(s is p for p in self._params) and np.dtype(s.type.dtype).kind == "f"]
         for i, p in enumerate(self._params):
             if not self._is_divided[i]:
                 continue
@@ -268,7 +269,9 @@ class Shards:
                     self.local_updates[s] = self._library.convert(s, value.whole)
 
     def _explain(self, shared: Any) -> _Explained:
-        return _Explained(f"shard_optimizer: {self._rule_name} cannot be sharded: its update of {shared.name or shared!r}")
+        return _Explained(
+            f"shard_optimizer: {self._rule_name} cannot be sharded: its update of {shared.name or shared!r}"
+        )
 
     def _as_value(self, values: dict[Any, _Value], variable: Any) -> _Value:
         return values[variable] if variable in values else self._leaf(variable)
@@ -335,9 +338,13 @@ class Shards:
         if kind == "Subtensor" and inputs[0].pieces:
             return self._slice(node, inputs[0]) or _Value(out, make_whole)
         if kind == "Join" and out.ndim == 1:
-            pieces = [piece for value in inputs[1:] for piece in value.pieces or [(self._count_elements(value), value)]]
-            if all(length is not None for length, _ in pieces):
-                return self._join(out, pieces)  # type: ignore[arg-type]
+            pieces: list[tuple[int, _Value]] = []
+            for value in inputs[1:]:
+                length = self._count_elements(value)
+                if not value.pieces and length is None:
+                    return _Value(out, make_whole)
+                pieces += value.pieces or [(length or 0, value)]
+            return self._join(out, pieces)
         is_passing = kind in _PASSING or kind == "DimShuffle" and _keeps_order(node.op.new_order)
         if is_passing and inputs[0].owner is not None:
             return _Value(out, make_whole, inputs[0].part, inputs[0].owner)
@@ -353,9 +360,7 @@ class Shards:
         if len(owners) == 1 and not any(value.pieces for value in arrays):
             (i,) = owners
             if self._are_alike(i, [value.variable for value in arrays]):
-                parts = [
-                    _as_number(value) if value in scalars_only else self._part_of(i, value) for value in inputs
-                ]
+                parts = [_as_number(value) if value in scalars_only else self._part_of(i, value) for value in inputs]
                 return _Value(out, make_whole, node.op(*parts), i)
             # Broadcast along some axes only: whole, if that is possible, then this rank's elements of it.
             whole = make_whole()
@@ -393,7 +398,6 @@ class Shards:
             piece.owner,
         )
 
-
     def _part_of(self, i: int, value: _Value) -> Any:
         """Return this rank's elements of a value with the elements of a parameter."""
         return value.part if value.owner == i else self._take_part(i, value.whole)
@@ -415,7 +419,7 @@ class Shards:
         for j, (_, piece) in enumerate(vector.pieces):
             if ends[j] <= start and stop <= ends[j + 1] and piece.is_common:
                 new = piece.whole[start - ends[j] : stop - ends[j]] if out.ndim else piece.whole[start - ends[j]]
-                return _Value(out, lambda: new)
+                return _Value(out, lambda new=new: new)  # type: ignore[misc]
         return None
 
     def _count_elements(self, value: _Value) -> int | None:
@@ -491,7 +495,7 @@ def _leaves_beside(variables: Sequence[Any]) -> Iterator[Any]:
 
 
 def _constant_bounds(library: GraphLibrary, node: Any, total: int) -> tuple[int, int] | None:
-    """Return the bounds of a slice, or of an index, of a vector with so many elements; None if they are no constants."""
+    """Return the bounds of a slice or an index of a vector of ``total`` elements; None if they are not constant."""
     if len(node.op.idx_list) != 1:
         return None
     (index,), inputs = node.op.idx_list, iter(node.inputs[1:])
