@@ -9,7 +9,7 @@ import numpy as np
 
 import synkhronos as synk
 from synkhronos import ranks
-from synkhronos.collectives.commands import Copies
+from synkhronos.collectives.commands import VariableCopy, gather_layouts
 from synkhronos.devices import array_device
 from synkhronos.function.call import Call
 from synkhronos.graphs import library_of
@@ -85,31 +85,31 @@ class ShardedStep(_StepFields, Command):
         library.put(shared, array_device(library.get(shared)).from_host(np.asarray(rank.number)))
         numbered.add(key)
 
-    def _copies(self, rank: Rank) -> Copies:
-        copies = Copies(rank, self.keys[:2], nccl=True)
-        for i in range(2):
-            copies.check_equal_shapes(i, "shard_optimizer")
-        if copies.devices[0] is not copies.devices[1]:  # such as a row that no function has written yet
-            copies.fail("shard_optimizer: grad_shared and the update are on different devices")
-        return copies
+    def _copies(self, rank: Rank) -> tuple[VariableCopy, VariableCopy]:
+        """Return this rank's copies of the matrix and of the row; a collective operation."""
+        matrix, row = gather_layouts(rank, self.keys[:2], nccl=True)
+        for copy in (matrix, row):
+            copy.check_equal_shapes("shard_optimizer")
+        if matrix.device is not row.device:
+            matrix.refuse("shard_optimizer: the gradient and its reduction are on different devices")
+        return matrix, row
 
     def _reduce_scatter(self, rank: Rank) -> None:
         """Reduce the matrix of all ranks, and set this rank's row."""
-        copies = self._copies(rank)
-        width = copies.get_layouts(0)[0][0][1]
+        matrix, row = self._copies(rank)
+        width = matrix.layouts[0][0][1]
+        out = row.get_writable()
         bounds = [r * width for r in range(rank.size + 1)]
-        row = copies.get_writable(1)
-        copies.get_communicator(0).reduce_scatter(copies.get_contiguous(0), "avg", bounds, row)
-        copies.store(1, row)
+        matrix.communicator.reduce_scatter(matrix.get_contiguous(), "avg", bounds, out)
+        row.store(out)
 
     def _all_gather(self, rank: Rank) -> None:
         """Set the matrix on every rank to all ranks' rows."""
-        copies = self._copies(rank)
-        layouts, transport = copies.get_layouts(1), copies.transports[0]
-        matrix = copies.get_writable(0)
-        out = [transport.slice_items(matrix, r * shape[0], shape) for r, (shape, _) in enumerate(layouts)]
-        copies.get_communicator(0).gather(copies.get_contiguous(1), None, layouts, out)
-        copies.store(0, matrix)
+        matrix, row = self._copies(rank)
+        whole = matrix.get_writable()
+        out = [matrix.transport.slice_items(whole, r * shape[0], shape) for r, (shape, _) in enumerate(row.layouts)]
+        matrix.communicator.gather(row.get_contiguous(), None, row.layouts, out)
+        matrix.store(whole)
 
 
 class _Numbered(set[Any]):

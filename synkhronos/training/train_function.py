@@ -124,7 +124,7 @@ class TrainFunction:
         self._exchange = exchange
 
     @property
-    def sharded_state(self) -> ShardedState | None:
+    def _sharded_state(self) -> ShardedState | None:
         """The optimizer's state in parts; None without `shard_optimizer`."""
         return None if self._sharding is None else self._sharding.state
 
@@ -162,7 +162,7 @@ class TrainFunction:
         >>> n = synk.fork(2, use_gpu=False)
         >>> train = make_train_function((x @ w).mean(), [w], x, [], momentum, learning_rate=1.0, shard_optimizer=True)
         >>> _ = train(np.eye(3), [])
-        >>> synk.gather(train.optimizer_state).shape
+        >>> synk.gather(train.optimizer_state[0]).shape
         (2, 2)
         >>> train.get_optimizer_state()
         [array([-0.33333333, -0.33333333, -0.33333333])]
@@ -526,7 +526,7 @@ def make_train_function(
         Divide the optimizer's state among the ranks (ZeRO-1), so that each needs memory for one n-th of it.  Gradients
         are reduced by a reduce-scatter, each rank updates its part of the parameters, and an all-gather distributes
         them.  The rule and its transformations have to be elementwise, except for what they read of the parameters and
-        of the gradient alone, such as its norm.  See `TrainFunction.get_optimizer_state`.
+        of the gradient alone, such as its norm.  `lamb` is refused; `muon` keeps the momentum of matrices whole.  See `TrainFunction.get_optimizer_state`.
     **rule_kwargs
         Options of the rule, such as ``learning_rate=0.1``.
 

@@ -103,7 +103,7 @@ class Trainer:
         else:
             self._step = _local_step(model)
         name = f"trainer {next(_names)}"
-        sharded = None if self._together is None else self._together.sharded_state
+        sharded = None if self._together is None else self._together._sharded_state
         self._state = TrainerState(name, rule, groups, self._together is not None, update_rule, sharded)
         self._kinds: set[Any] = set()
         #: Loop of the last call of `epochs`.

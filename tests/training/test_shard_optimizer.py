@@ -1,0 +1,138 @@
+"""A sharded optimizer computes what the unsharded one does, with a part of the state on each rank."""
+
+import numpy as np
+import pytest
+from library import XLA, shared, tensor
+
+import synkhronos as synk
+from synkhronos import rules
+from synkhronos.extensions.train import make_train_function
+from synkhronos.training import Checkpoint, make_trainer
+from synkhronos.training import updates as u
+
+rng = np.random.default_rng(0)
+X, Y = rng.normal(size=(13, 5)), rng.normal(size=(13, 3))
+START = rng.normal(size=(5, 3)), rng.normal(size=3), np.asarray(1.0)
+
+RULES = {
+    **{name: getattr(u, name) for name in ("sgd", "momentum", "nesterov_momentum", "adagrad", "rmsprop", "adadelta")},
+    **{name: getattr(u, name) for name in ("adam", "adamax", "amsgrad", "adamw", "lion", "muon")},
+    "chain": u.chain(u.clip(0.1), u.clip_by_global_norm(0.05), u.adamw, u.scale(0.5)),
+    "decay of matrices": u.chain(u.add_decayed_weights(0.1, mask=lambda p: p.ndim > 1), u.adam),
+    "partition": u.partition((lambda p: p.ndim == 2, u.momentum), u.adam),
+    "norms of units": u.chain(lambda grads, params: [u.norm_constraint(grads[0], 0.01), *grads[1:]], u.adam),
+}
+if XLA:  # each takes seconds to compile
+    RULES = {name: RULES[name] for name in ("adam", "chain")}
+OPTIONS = {"clip_norm": 0.1, "ema": 0.9, "num_slices": 2, "loss_scale": "dynamic"}
+
+
+class Problem:
+    def __init__(self, dtypes=("float64", "float64", "float64")):
+        self.x, self.y = tensor.dmatrix("x"), tensor.dmatrix("y")
+        start = zip(START, dtypes, ("w", "b", "s"), strict=True)
+        self.params = [shared(value.astype(dtype), name) for value, dtype, name in start]
+        w, b, s = self.params
+        self.loss = ((tensor.dot(self.x, w) * s + b - self.y) ** 2).mean()
+
+    def train_by(self, rule, **options):
+        return make_train_function(self.loss, self.params, self.x, self.y, rule, learning_rate=0.1, **options)
+
+
+def results(rule, dtypes=("float64", "float64", "float64"), **options):
+    """Return losses, parameters, averages and state after steps on 13, 7, 2 and 13 rows."""
+    problem = Problem(dtypes)
+    train = problem.train_by(rule, **options)
+    losses = [np.array(train(X, Y, batch=batch)) for batch in (None, 7, 2, None)]
+    averages = [average.get_value() for average in train.ema or ()]
+    return [*losses, *(p.get_value() for p in problem.params), *averages, *train.get_optimizer_state()]
+
+
+def assert_equal(found, expected):
+    for one, other in zip(found, expected, strict=True):
+        assert (one.dtype, one.shape) == (other.dtype, other.shape)
+        np.testing.assert_allclose(one, other, rtol=1e-5 if one.dtype == "float32" else 1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_a_sharded_optimizer_computes_what_the_unsharded_one_does(n_ranks, name):
+    assert_equal(results(RULES[name], shard_optimizer=True), results(RULES[name]))
+
+
+def test_options_and_several_dtypes(n_ranks):
+    dtypes = "float32", "float64", "float32"
+    found = results(u.adam, dtypes, shard_optimizer=True, **OPTIONS)
+    assert_equal(found, results(u.adam, dtypes, **OPTIONS))
+
+
+def test_each_rank_has_a_part_of_the_state(n_ranks):
+    train = Problem().train_by(u.adam, shard_optimizer=True)
+    train(X, Y)
+    sizes = {v.name: [int(np.prod(shape)) for shape in synk.get_shapes(v)] for v in train.optimizer_state}
+    assert [sizes["w_m"], sizes["w_v"]] == [[-(-15 // n_ranks)] * n_ranks] * 2
+    assert sizes["b_m"] == [-(-3 // n_ranks)] * n_ranks
+
+
+@pytest.mark.parametrize("shards", [False, True])
+def test_a_state_is_set_from_whole_arrays(n_ranks, shards):
+    first = Problem()
+    train = first.train_by(u.adam)
+    train(X, Y)
+    second = Problem()
+    other = second.train_by(u.adam, shard_optimizer=shards)
+    for variable, like in zip(second.params, first.params, strict=True):
+        variable.set_value(like.get_value())
+    other(X, Y, batch=1)  # the state is another then, and the ranks have copies of the parameters
+    synk.broadcast(second.params, [p.get_value() for p in first.params])
+    other.set_optimizer_state(train.get_optimizer_state())
+    for function in (train, other):
+        function(X, Y)
+    assert_equal([p.get_value() for p in second.params], [p.get_value() for p in first.params])
+    with pytest.raises(ValueError, match="values"):
+        other.set_optimizer_state([])
+
+
+def test_a_rule_that_reads_whole_state_is_refused(n_ranks):
+    if n_ranks == 1:
+        return  # the optimizer of one rank is whole
+    with pytest.raises(ValueError, match="shard_optimizer: lamb .* of 'w' reads the whole of w_m"):
+        Problem().train_by(u.lamb, shard_optimizer=True)
+
+
+def trained(folder, epochs, shards, resume=None):
+    problem = Problem()
+    trainer = make_trainer(
+        problem.loss,
+        problem.params,
+        problem.x,
+        problem.y,
+        u.adam,
+        learning_rate=0.1,
+        ema=0.9,
+        validate={"mse": problem.loss},
+        validate_ema=True,
+        shard_optimizer=shards,
+    )
+    reports = list(trainer.epochs(X, Y, 4, epochs, valid=(X, Y), checkpoint=Checkpoint(folder), resume=resume))
+    averages = [average.get_value() for average in trainer.ema]
+    return [
+        *(np.asarray(r.validation["mse"]) for r in reports[-1:]),
+        *(p.get_value() for p in problem.params),
+        *averages,
+    ]
+
+
+def test_trainers_resume_sharded_or_not(n_ranks, tmp_path):
+    expected = trained(tmp_path / "plain", 3, False)
+    for first, second in ((True, True), (True, False), (False, True)):
+        folder = tmp_path / f"{first} {second}"
+        trained(folder, 1, first)
+        assert_equal(trained(folder, 3, second, "latest"), expected)
+
+
+def test_other_exchange_rules_are_refused(n_ranks):
+    problem = Problem()
+    with pytest.raises(ValueError, match="shard_optimizer: needs the exchange rule BSP"):
+        make_trainer(
+            problem.loss, problem.params, problem.x, problem.y, u.adam, rules.LocalSGD(3), shard_optimizer=True
+        )
