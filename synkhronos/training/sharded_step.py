@@ -19,7 +19,7 @@ from synkhronos.training.updates.flat import shape_of
 from synkhronos.training.updates.shards import StatePart, get_bounds
 
 
-class _StepFields(NamedTuple):
+class _ShardedStepFields(NamedTuple):
     """Fields of `ShardedStep`; a named tuple cannot have another base class beside it."""
 
     gradient: Call
@@ -29,7 +29,7 @@ class _StepFields(NamedTuple):
     gathers_gradient: bool
 
 
-class ShardedStep(_StepFields, Command):
+class ShardedStep(_ShardedStepFields, Command):
     """Take a training step on all ranks, each of which updates its part of the parameters.
 
     Attributes

@@ -52,7 +52,7 @@ __all__ = ["SerialTrainFunction", "TrainFunction", "make_train_function", "make_
 
 
 class _Sharding(NamedTuple):
-    """What a training function with a sharded optimizer has besides; variables as in `Shards`."""
+    """Function, variables and state of a sharded optimizer; variables as in `Shards`."""
 
     whole_update: synk.Function
     row: Any
