@@ -331,7 +331,8 @@ def get_all_reduce_command(session: Session, shared_vars: Any, op: Any, nccl: bo
         known, command = {}, None
     if command is None:
         variables, is_single = check_variables(session, shared_vars)
-        command = AllReduceValues(get_mirror_keys(session, variables), *check_op(op, variables, nccl))
+        checked = check_op(op, variables, nccl)  # before any variable is sent
+        command = AllReduceValues(get_mirror_keys(session, variables), *checked)
         if is_single:
             commands[shared_vars] = {**known, (op, nccl): command}
     return command
