@@ -40,7 +40,6 @@ import numpy as np
 
 from synkhronos.checks import list_versions
 from synkhronos.gpus import get_n_gpu
-from synkhronos.hosts.frames import Frames
 from synkhronos.hosts.mail import (
     ANNOUNCE,
     BEAT,
@@ -59,7 +58,7 @@ from synkhronos.hosts.mail import (
 )
 from synkhronos.hosts.names import describe_host, number_ranks
 from synkhronos.hosts.page_table import PAGE, PageTable, find_pages, put_pages, take_pages
-from synkhronos.hosts.pipes import FRAME, NEWS, PipeLayout
+from synkhronos.hosts.pipes import FRAME, NEWS, FrameTransport, PipeLayout
 from synkhronos.hosts.task import TaskAgent
 from synkhronos.ranks.agreement import StepTally, record_common_step
 from synkhronos.ranks.child_process import ignore_job_signals
@@ -97,7 +96,7 @@ class Agent:
     mpi : module
         ``mpi4py.MPI``.
     config : dict
-        Configuration from the master: see `synkhronos.hosts.start.MpiLink.start`.
+        Configuration from the master: see `synkhronos.hosts.mpi_link.MpiLink.start`.
     control : Control
         Control memory of this host.
     channel : socket or None
@@ -125,7 +124,7 @@ class Agent:
         self._layout = PipeLayout(control)
         self._layout.n_next_hosts[0] = world.size - 1 - world.rank
         self._mail = Mail(mpi, world)
-        self._frames = Frames(mpi, frames, control, self._layout)
+        self._frames = FrameTransport(mpi, frames, control, self._layout)
         self._pages = PageTable(world.size - 1, self._heartbeat)
         self._receiver = None if channel is None else Receiver(channel)
         self._segments: dict[int, Segment] = {}
@@ -291,7 +290,7 @@ class Agent:
     def _check_peers(self, now: float) -> None:
         """Check whether the master, the other hosts and this host's workers are alive."""
         if self._channel is not None and is_closed(self._channel):
-            self._end_without_the_master(now)
+            self._end_without_master(now)
         if self._is_ending:
             return
         timeout = self._config["timeout"]
@@ -301,7 +300,7 @@ class Agent:
                     if not self._config["launched"] and os.getppid() > 1:
                         with contextlib.suppress(OSError):
                             os.kill(os.getppid(), signal.SIGKILL)  # mpirun's daemon, which would wait forever
-                    self._leave(9)
+                    self._exit(9)
                 name, first = describe_host(self._names[host], self._ranks[host]), self._ranks[host].start
                 self._report_loss(f"{name} has not been heard of for {timeout:g} seconds", first)
         dead = self._workers.first_dead()
@@ -311,12 +310,12 @@ class Agent:
             self._mail.send(0, LOST, text, number)
             del self._workers.pids[number]
 
-    def _end_without_the_master(self, now: float) -> None:
+    def _end_without_master(self, now: float) -> None:
         """End all hosts after the master's death; leave those that do not answer to the launcher."""
         self._control.words[Control.ENDING] = 2
         self._deadline = self._deadline or now + _GRACE_WITHOUT_MASTER
         if now > self._deadline:
-            self._leave(1)
+            self._exit(1)
 
     # -- messages of other hosts ----------------------------------------------------------------------
 
@@ -414,7 +413,7 @@ class Agent:
         with contextlib.suppress(ProcessLookupError):
             os.kill(self._config["master"], signal.SIGURG)  # it may be running its own part of the command
 
-    def _leave(self, code: int) -> NoReturn:
+    def _exit(self, code: int) -> NoReturn:
         """Exit without the other hosts."""
         self._workers.end(0.0, lambda: True)
         if not self._config["launched"]:  # else mpirun would end the master, too
@@ -453,12 +452,12 @@ def main(address: str) -> None:
     world = MPI.COMM_WORLD
     if not address and world.rank == 0:  # MPI has not connected this process: the first one is the master's
         raise SystemExit(f"MPI does not connect the process on {platform.node()} with the others that were started")
-    hellos = world.gather(_describe_host())
+    facts = world.gather(_collect_facts())
     channel, file, config = None, None, None
     if world.rank == 0:
-        channel, config, file = _connect(address, hellos)
+        channel, config, file = _connect(address, facts)
     config = world.bcast(config)
-    if config is None:  # the master has given up the start
+    if config is None:  # the master has cancelled the start
         MPI.Finalize()
         return
     frames = world.Dup()
@@ -517,25 +516,25 @@ def _unlink_shared_memory() -> None:
             os.unlink(name)
 
 
-def _describe_host() -> dict[str, Any]:
-    """Return this host's name, cores, GPUs and versions."""
+def _collect_facts() -> dict[str, Any]:
+    """Return this host's name, cores, GPUs and versions, for the master."""
     return {
         "name": platform.node(),
         "cores": available_cores(),
         "gpus": get_n_gpu(),
         "machine": os.cpu_count() or 1,
-        "versions": {"Python": platform.python_version(), **_versions()},
+        "versions": {"Python": platform.python_version(), **_find_versions()},
     }
 
 
-def _versions() -> dict[str, str]:
+def _find_versions() -> dict[str, str]:
     found = list_versions(("synkhronos", "numpy", "pytensor", "Theano", "jax", "nccl4py", "cuda-core"))
     if find_spec("pygpu") is not None:  # linked into environments without metadata
         found["pygpu"] = "installed"
     return found
 
 
-def _connect(address: str, hellos: Any) -> tuple[socket.socket, dict[str, Any] | None, Any]:
+def _connect(address: str, facts: Any) -> tuple[socket.socket, dict[str, Any] | None, Any]:
     """Send the hosts' descriptions to the master; return the channel, its configuration and the control memory."""
     channel = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     try:
@@ -546,7 +545,7 @@ def _connect(address: str, hellos: Any) -> tuple[socket.socket, dict[str, Any] |
     pid, user, _ = struct.unpack("3i", channel.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
     if user != os.getuid():
         raise RuntimeError("another user's process answers in the master's place")
-    channel.send(json.dumps(hellos).encode())
+    channel.send(json.dumps(facts).encode())
     content, files, _, _ = socket.recv_fds(channel, 1 << 20, 1)
     if not content:
         return channel, None, None

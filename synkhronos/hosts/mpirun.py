@@ -18,7 +18,7 @@ from typing import Any
 from synkhronos.hosts.names import find_launch
 
 #: Signal by which an agent kills itself after an error of MPI; nothing else sends it.
-_OF_MPI = int(signal.SIGUSR2)
+_MPI_FAULT = int(signal.SIGUSR2)
 
 
 def agent_command(address: str) -> list[str]:
@@ -27,8 +27,8 @@ def agent_command(address: str) -> list[str]:
     # An agent that fails kills itself: the others wait for it, and mpirun may ignore an exit code.  Errors of MPI
     # mostly follow from the loss of another host; their signal distinguishes them (see `find_lost_hosts`).
     code = "import os, signal, sys; sys.excepthook = lambda kind, *error: (sys.__excepthook__(kind, *error), "
-    code += f"signal.signal({_OF_MPI}, signal.SIG_DFL), signal.pthread_sigmask(signal.SIG_UNBLOCK, [{_OF_MPI}]), "
-    code += f"os.kill(os.getpid(), {_OF_MPI} if kind.__module__ == 'mpi4py.MPI' else {int(signal.SIGKILL)})); "
+    code += f"signal.signal({_MPI_FAULT}, signal.SIG_DFL), signal.pthread_sigmask(signal.SIG_UNBLOCK, [{_MPI_FAULT}]), "
+    code += f"os.kill(os.getpid(), {_MPI_FAULT} if kind.__module__ == 'mpi4py.MPI' else {int(signal.SIGKILL)})); "
     code += f"sys.path.insert(0, {package!r}); from synkhronos.hosts.agent import main; main({address!r})"
     return [sys.executable, "-c", code]
 
@@ -58,31 +58,31 @@ def find_mpirun() -> str:
 
 
 def _is_mpich(mpirun: str) -> bool:
-    said = subprocess.run([mpirun, "--version"], capture_output=True, text=True, check=False).stdout
-    return "HYDRA" in said.upper()
+    output = subprocess.run([mpirun, "--version"], capture_output=True, text=True, check=False).stdout
+    return "HYDRA" in output.upper()
 
 
 def _check_names(names: Sequence[str]) -> None:
     """Raise RuntimeError for hosts without an address: Open MPI reports them only after half a minute."""
-    unknown = [name for name in names if not _is_known(name) and not _is_known(_of_ssh(name))]
+    unknown = [name for name in names if not _has_address(name) and not _has_address(_resolve_by_ssh(name))]
     if unknown:
         raise RuntimeError(
             f"the hosts {', '.join(names)} could not be reached: this machine knows no address of {', '.join(unknown)}"
         )
 
 
-def _is_known(name: str) -> bool:
+def _has_address(name: str) -> bool:
     try:
         return bool(socket.getaddrinfo(name, None))
     except OSError:
         return False
 
 
-def _of_ssh(name: str) -> str:
+def _resolve_by_ssh(name: str) -> str:
     """Return the host name or address in the user's ssh configuration."""
     with contextlib.suppress(OSError):
-        said = subprocess.run(["ssh", "-G", name], capture_output=True, text=True, check=False).stdout
-        if found := re.search(r"^hostname (\S+)$", said, re.MULTILINE):
+        output = subprocess.run(["ssh", "-G", name], capture_output=True, text=True, check=False).stdout
+        if found := re.search(r"^hostname (\S+)$", output, re.MULTILINE):
             return found[1]
     return name
 
@@ -103,15 +103,15 @@ def mpirun_environment(is_started: bool) -> dict[str, str]:
     return found
 
 
-def check_processes(hellos: Sequence[dict[str, Any]]) -> None:
+def check_processes(facts: Sequence[dict[str, Any]]) -> None:
     """Raise if MPI does not connect the processes, or two are on one host; warn if one is bound to a core."""
-    _, count = find_launch() or (0, len(hellos))
-    if len(hellos) != count:
+    _, count = find_launch() or (0, len(facts))
+    if len(facts) != count:
         raise RuntimeError(
-            f"{count} processes were started, and MPI connects {len(hellos)} of them: start one on each host, by the "
+            f"{count} processes were started, and MPI connects {len(facts)} of them: start one on each host, by the "
             f"mpirun of the MPI that mpi4py uses{advise_srun()}; independent processes call fork(hosts=[])"
         )
-    names = [hello["name"] for hello in hellos]
+    names = [each["name"] for each in facts]
     for name in names:
         if names.count(name) > 1:
             raise RuntimeError(
@@ -119,10 +119,10 @@ def check_processes(hellos: Sequence[dict[str, Any]]) -> None:
                 "ranks there (mpirun --map-by ppr:1:node, mpirun -ppn 1, srun --ntasks-per-node=1); independent "
                 "processes call fork(hosts=[])"
             )
-    for hello in hellos:
-        if hello["cores"] == 1 < hello["machine"]:
+    for host in facts:
+        if host["cores"] == 1 < host["machine"]:
             warnings.warn(
-                f"the process on {hello['name']} may use 1 of {hello['machine']} cores: mpirun --bind-to none lets it "
+                f"the process on {host['name']} may use 1 of {host['machine']} cores: mpirun --bind-to none lets it "
                 "use them all",
                 stacklevel=6,
             )
@@ -156,7 +156,7 @@ def find_lost_hosts(output: str, known_as: Sequence[Sequence[str]]) -> list[int]
     of_mpich, of_open_mpi = r"RUNNING AT (\S+) = EXIT CODE: ", r"on node (\S+) exited on signal "
     # A host whose agent got an error of MPI is alive.  So is one whose agent crashed in MPICH, as happens when a peer
     # is lost in the middle of a message, and one that reports a closed connection.
-    follows = rf"(?:{int(signal.SIGSEGV)}|{_OF_MPI})\b"
+    follows = rf"(?:{int(signal.SIGSEGV)}|{_MPI_FAULT})\b"
     for pattern in (f"{of_mpich}(?!{follows})", r"Remote daemon: \S+ on node (\S+)", f"{of_open_mpi}(?!{follows})"):
         if lost := named(pattern):
             return lost[:1]

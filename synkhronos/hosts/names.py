@@ -30,7 +30,7 @@ class Host(NamedTuple):
 #: Maximal number of ranks on a host; a larger number is taken for a mistake.
 MAX_RANKS_PER_HOST = 1024
 #: Variables with the number of this process and the number of processes: of MPICH, Open MPI, Slurm.
-_LAUNCHED = [
+_LAUNCHER_VARIABLES = [
     ("PMI_RANK", "PMI_SIZE"),
     ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
     ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS"),
@@ -39,7 +39,7 @@ _LAUNCHED = [
 
 def find_launch() -> tuple[int, int] | None:
     """Return this process' rank and the number of processes of ``mpirun`` or ``srun``; None for a single process."""
-    for rank, size in _LAUNCHED:
+    for rank, size in _LAUNCHER_VARIABLES:
         if os.environ.get(rank, "").isdecimal() and os.environ.get(size, "").isdecimal() and int(os.environ[size]) > 1:
             return int(os.environ[rank]), int(os.environ[size])
     return None
@@ -69,33 +69,33 @@ def parse_hosts(hosts: str | Sequence[str] | None) -> list[Host]:
     TypeError, ValueError
         For other values, a host named twice, or ``"all"`` outside of an allocation.
     """
-    called = "hosts"
+    argument = "hosts"
     if hosts is None:
-        called, text = "SYNKHRONOS_HOSTS", os.environ.get("SYNKHRONOS_HOSTS", "").strip()
+        argument, text = "SYNKHRONOS_HOSTS", os.environ.get("SYNKHRONOS_HOSTS", "").strip()
         if not text:
             return []
         hosts = text if text == "all" else text.split(",")
     if hosts == "all":
-        hosts = _read_allocation(called)
+        hosts = _read_allocation(argument)
     if isinstance(hosts, str) or not isinstance(hosts, Sequence):
-        raise TypeError(f'{called}: expected a list of names, or "all", got {hosts!r}')
-    found = [_parse_host(each, called) for each in hosts]
+        raise TypeError(f'{argument}: expected a list of names, or "all", got {hosts!r}')
+    found = [_parse_host(each, argument) for each in hosts]
     names = [host.name for host in found]
     for name in names:
         if names.count(name) > 1:
-            raise ValueError(f"{called}: {name} is named twice; write {name}:2 for two ranks on it")
+            raise ValueError(f"{argument}: {name} is named twice; write {name}:2 for two ranks on it")
     return found
 
 
-def _parse_host(text: object, called: str) -> Host:
+def _parse_host(text: object, argument: str) -> Host:
     if not isinstance(text, str):
-        raise TypeError(f"{called}: expected names, got {text!r}")
+        raise TypeError(f"{argument}: expected names, got {text!r}")
     name, colon, count = text.strip().partition(":")
     if not re.fullmatch(r"[A-Za-z0-9_.-]+", name) or name.startswith("-"):
-        raise ValueError(f"{called}: expected the name of a host, got {text!r}")
+        raise ValueError(f"{argument}: expected the name of a host, got {text!r}")
     if colon and not (count.isdecimal() and 0 < int(count) <= MAX_RANKS_PER_HOST):
         raise ValueError(
-            f"{called}: expected a number of ranks from 1 to {MAX_RANKS_PER_HOST} behind the colon, got {text!r}"
+            f"{argument}: expected a number of ranks from 1 to {MAX_RANKS_PER_HOST} behind the colon, got {text!r}"
         )
     return Host(name, int(count) if colon else None)
 
@@ -122,7 +122,7 @@ def describe_host(name: str, of_host: range) -> str:
     return f"host {name} ({ranks})"
 
 
-def _read_allocation(called: str) -> list[str]:
+def _read_allocation(argument: str) -> list[str]:
     """Return the hosts of this job's allocation, in the batch system's order."""
     if nodes := os.environ.get("SLURM_JOB_NODELIST"):
         found = subprocess.run(["scontrol", "show", "hostnames", nodes], capture_output=True, text=True, check=True)
@@ -134,7 +134,7 @@ def _read_allocation(called: str) -> list[str]:
         names = listed.split()[::2]
     else:
         raise ValueError(
-            f'{called}: "all" are the hosts of an allocation of Slurm, PBS or LSF, and this process is in none: '
+            f'{argument}: "all" are the hosts of an allocation of Slurm, PBS or LSF, and this process is in none: '
             "name the hosts"
         )
     return list(dict.fromkeys(names))

@@ -20,7 +20,7 @@ from system import children_of
 import synkhronos as synk
 from synkhronos import processes
 from synkhronos.hosts import agent as agents
-from synkhronos.hosts import mpirun, start
+from synkhronos.hosts import mpi_link, mpirun
 from synkhronos.hosts.agent import Agent
 from synkhronos.hosts.mail import PART
 from synkhronos.hosts.mpirun import _check_names, find_lost_hosts
@@ -162,9 +162,9 @@ def test_processes_that_mpi_does_not_connect_are_refused(monkeypatch):
         monkeypatch.delenv(name, raising=False)
     for name, value in (("SLURM_PROCID", "0"), ("SLURM_STEP_NUM_TASKS", "2"), ("SLURM_STEP_ID", "0")):
         monkeypatch.setenv(name, value)
-    monkeypatch.setattr(start, "_has_started", False)
+    monkeypatch.setattr(mpi_link, "_has_started", False)
     monkeypatch.setattr(mpirun, "agent_command", lambda address: ["sleep", "60"])
-    monkeypatch.setattr(start.MpiLink, "_connect", lambda self, listener: said)
+    monkeypatch.setattr(mpi_link.MpiLink, "_connect", lambda self, listener: said)
     with pytest.raises(RuntimeError, match="2 processes were started, and MPI connects 1 of them.*srun --ntasks-per"):
         synk.fork(use_gpu=False)
 
@@ -189,8 +189,8 @@ def test_what_an_agent_says_comes_without_what_mpirun_says_besides(monkeypatch):
 def started(press):
     """Start hosts, with Ctrl-C before the instruction of this number; return the number of instructions."""
     codes = {
-        start.MpiLink.launch.__code__,
-        start.MpiLink.__init__.__code__,
+        mpi_link.MpiLink.launch.__code__,
+        mpi_link.MpiLink.__init__.__code__,
         processes._start_hosts.__wrapped__.__code__,
     }
     before, count = sys.gettrace(), 0
@@ -220,7 +220,7 @@ def test_ctrl_c_at_any_moment_leaves_no_mpirun(monkeypatch):
     made.end()  # those are children of this process, too
     said = [{"name": name, "cores": 1, "gpus": 0, "machine": 1, "versions": {}} for name in "ab"]
     monkeypatch.setattr(mpirun, "mpirun_command", lambda names, address: ["sleep", "60"])
-    monkeypatch.setattr(start.MpiLink, "_connect", lambda self, listener: said)
+    monkeypatch.setattr(mpi_link.MpiLink, "_connect", lambda self, listener: said)
     for press in range(1, 1 + started(-1)):
         with pytest.raises(KeyboardInterrupt):
             started(press)
@@ -231,9 +231,9 @@ def test_a_process_that_is_bound_to_a_core_is_warned_of_where_it_calls_fork(monk
     versions = iter([{"Python": "3.11"}, {"Python": "3.12"}])
     said = [{"name": each, "cores": 1, "gpus": 0, "machine": 4, "versions": next(versions)} for each in "ab"]
     monkeypatch.setattr(processes, "find_launch", lambda: (0, 2))
-    monkeypatch.setattr(start, "_has_started", False)
+    monkeypatch.setattr(mpi_link, "_has_started", False)
     monkeypatch.setattr(mpirun, "agent_command", lambda address: ["sleep", "60"])
-    monkeypatch.setattr(start.MpiLink, "_connect", lambda self, listener: said)
+    monkeypatch.setattr(mpi_link.MpiLink, "_connect", lambda self, listener: said)
     with (
         pytest.warns(UserWarning, match="may use 1 of 4 cores") as found,
         pytest.raises(RuntimeError, match="3.12 on b"),
@@ -247,7 +247,7 @@ def test_an_mpirun_of_another_mpi_than_mpi4py_s_is_refused(monkeypatch):
     monkeypatch.setattr(mpirun, "mpirun_command", lambda names, address: ["sleep", "60"])
     monkeypatch.setattr(mpirun, "find_mpirun", lambda: "/opt/mpi/bin/mpirun")
     # The process of the first host, which is alone to its MPI.
-    monkeypatch.setattr(start.MpiLink, "_connect", lambda self, listener: [{"name": "a", "cores": 4, "gpus": 0}])
+    monkeypatch.setattr(mpi_link.MpiLink, "_connect", lambda self, listener: [{"name": "a", "cores": 4, "gpus": 0}])
     with pytest.raises(RuntimeError, match=r"^/opt/mpi/bin/mpirun started 2 processes, and MPI connects 1 of them"):
         synk.fork(hosts=["a", "b"], use_gpu=False)
     assert children_of(os.getpid()) == []

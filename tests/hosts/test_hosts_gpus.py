@@ -9,7 +9,7 @@ import pytest
 from hosts import GPUS, are_simulated, words
 from library import DEVICE, NAME
 
-from synkhronos.hosts import agent, start
+from synkhronos.hosts import agent, mpi_link
 
 pytestmark = [pytest.mark.skipif(DEVICE != "host", reason="pretended GPUs are JAX' CPU"), pytest.mark.timeout(300)]
 of_jax = pytest.mark.skipif(NAME != "pytensor", reason="pretended GPUs are JAX' CPU")
@@ -128,8 +128,8 @@ def test_theano_s_arrays_are_combined_on_two_hosts():
 
 @pytest.mark.any_library
 def test_a_host_without_pygpu_is_refused_before_any_rank_starts(monkeypatch):
-    found = agent._versions()
+    found = agent._find_versions()
     assert "pygpu" not in found
     monkeypatch.syspath_prepend(GPUS / "pretended")
     with pytest.raises(RuntimeError, match="hosts need the same versions: pygpu is installed on a and missing on b"):
-        start._check_versions(["a", "b"], [agent._versions(), found])
+        mpi_link.check_versions(["a", "b"], [agent._find_versions(), found])

@@ -1,4 +1,4 @@
-"""The link of several hosts: it starts the agents with ``mpirun``, and is the master's view of the other hosts."""
+"""The link of several hosts: starts the agents with ``mpirun``, and tells the master what they report."""
 
 from __future__ import annotations
 
@@ -38,9 +38,9 @@ from synkhronos.ranks.segments import SegmentTable, is_closed
 #: Seconds that the agents may take to start.
 _START = 60.0
 #: Seconds that agents get to exit by themselves.
-_LAST = 0.7
+_EXIT_SECONDS = 0.7
 #: Seconds for which the last output of killed agents is read.
-_LAST_WORDS = 0.05
+_OUTPUT_SECONDS = 0.05
 #: Environment variables that are copied to the other hosts.
 _VARIABLES = re.compile(
     "(PYTENSOR|THEANO|SYNKHRONOS|OMP|OPENBLAS|MKL|JAX|XLA)_|NCCL_(?!HOSTID$)|PYTHON(HASHSEED|WARNINGS)$"
@@ -54,8 +54,8 @@ def serve() -> NoReturn:
 
 
 @contextlib.contextmanager
-def blocked_signals() -> Iterator[None]:
-    """Have processes that are started meanwhile begin with the signals blocked that schedulers send to all."""
+def _block_job_signals() -> Iterator[None]:
+    """Start the block's child processes with `JOB_SIGNALS` blocked."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, JOB_SIGNALS)
     try:
         yield
@@ -110,7 +110,7 @@ class MpiLink(Link):
             listener.listen(1)
             command = mpirun.agent_command(address) if hosts is None else mpirun.mpirun_command(self.names, address)
             # A scheduler's signal goes to all processes, and mpirun would end the agents: the master's script decides.
-            with defer_signals(), blocked_signals():
+            with defer_signals(), _block_job_signals():
                 self._launcher = subprocess.Popen(
                     command,
                     stdin=subprocess.DEVNULL,
@@ -122,21 +122,21 @@ class MpiLink(Link):
                     start_new_session=True,  # Ctrl-C at the terminal is the master's to handle
                     close_fds=hosts is not None,  # mpirun talks to its processes over files that they inherit
                 )
-            hellos = self._connect(listener)
+            facts = self._connect(listener)
         if hosts is None:
-            hosts = [Host(hello["name"], None) for hello in hellos]
+            hosts = [Host(each["name"], None) for each in facts]
             self.names = [host.name for host in hosts]
-            mpirun.check_processes(hellos)
-        elif len(hellos) < len(hosts):
+            mpirun.check_processes(facts)
+        elif len(facts) < len(hosts):
             raise RuntimeError(
-                f"{mpirun.find_mpirun()} started {len(hosts)} processes, and MPI connects {len(hellos)} of them: it is "
+                f"{mpirun.find_mpirun()} started {len(hosts)} processes, and MPI connects {len(facts)} of them: it is "
                 "not of the MPI that mpi4py uses, which python -c 'from mpi4py import MPI; "
                 "print(MPI.Get_library_version())' names; pip install synkhronos[hosts] brings one MPI for both"
             )
-        _check_versions(self.names, [hello["versions"] for hello in hellos])
-        self._known_as = [(name, hello["name"]) for name, hello in zip(self.names, hellos, strict=True)]
-        self._asked = [host.n_ranks for host in hosts]
-        self._cores, self._gpus = ([hello[what] for hello in hellos] for what in ("cores", "gpus"))
+        check_versions(self.names, [each["versions"] for each in facts])
+        self._known_as = [(name, each["name"]) for name, each in zip(self.names, facts, strict=True)]
+        self._n_ranks = [host.n_ranks for host in hosts]
+        self._cores, self._gpus = ([each[key] for each in facts] for key in ("cores", "gpus"))
 
     def choose_gpu_default(self) -> bool | None:
         """Return the default of ``use_gpu``: None if all hosts have GPUs (this host then decides), False if none has.
@@ -169,7 +169,7 @@ class MpiLink(Link):
             If a host has fewer GPUs than ranks.
         """
         there = self._gpus if on_gpus else self._cores
-        each = [asked or n_ranks or n for asked, n in zip(self._asked, there, strict=True)]
+        each = [asked or n_ranks or n for asked, n in zip(self._n_ranks, there, strict=True)]
         for name, n, n_gpus in zip(self.names, each, self._gpus, strict=True):
             if on_gpus and not 1 <= n <= n_gpus:
                 asked = f", and {n} ranks there need one each" if n else ""
@@ -213,14 +213,14 @@ class MpiLink(Link):
         said = self._channel.recv(1 << 20)
         if not said:
             raise RuntimeError(f"the agent of this host ended at once: {self._read_error()}")
-        hellos: list[dict[str, Any]] = json.loads(said)
+        facts: list[dict[str, Any]] = json.loads(said)
         self._channel.settimeout(None)
-        return hellos
+        return facts
 
     def _read_error(self) -> str:
         """Return the error message of ``mpirun``, which has ended."""
         try:
-            said = self._launcher.communicate(timeout=_LAST)
+            said = self._launcher.communicate(timeout=_EXIT_SECONDS)
         except subprocess.TimeoutExpired as error:  # a shared ssh connection keeps the pipes open
             said = [(text or b"").decode(errors="backslashreplace") for text in (error.output, error.stderr)]
         lines = [line.strip(" =-") for text in reversed(said) for line in text.splitlines()]
@@ -329,8 +329,8 @@ class MpiLink(Link):
         if self._channel is not None:
             self._channel.close()  # agents exit when it is closed
             with contextlib.suppress(subprocess.TimeoutExpired):
-                self._launcher.wait(_LAST)
-        last = _LAST
+                self._launcher.wait(_EXIT_SECONDS)
+        last = _EXIT_SECONDS
         if self._launcher.poll() is None:
             # Its children, too: an ssh would wait for an unreachable host.
             for pid in mpirun.list_process_tree(self._launcher.pid):
@@ -339,7 +339,7 @@ class MpiLink(Link):
             self._launcher.wait()
             # Open MPI's ssh inherits the pipes that are read here, and may pass them on (ControlMaster): they stay open
             # as long as a process waits for an unreachable host.  All output is in them already.
-            last = _LAST_WORDS
+            last = _OUTPUT_SECONDS
         for reader in self._readers:
             reader.join(last)
         self._control = self._layout = None
@@ -395,7 +395,8 @@ def _start_once() -> None:
 _has_started = False
 
 
-def _check_versions(names: Sequence[str], versions: Sequence[dict[str, str]]) -> None:
+def check_versions(names: Sequence[str], versions: Sequence[dict[str, str]]) -> None:
+    """Raise RuntimeError if a host has another version of Python or of a package than the first host."""
     for name, here in versions[0].items():
         for host, there in zip(names, versions, strict=True):
             if there.get(name) != here:
