@@ -300,7 +300,7 @@ class Agent:
                     if not self._config["launched"] and os.getppid() > 1:
                         with contextlib.suppress(OSError):
                             os.kill(os.getppid(), signal.SIGKILL)  # mpirun's daemon, which would wait forever
-                    self._exit(9)
+                    self._exit_alone(9)
                 name, first = describe_host(self._names[host], self._ranks[host]), self._ranks[host].start
                 self._report_loss(f"{name} has not been heard of for {timeout:g} seconds", first)
         dead = self._workers.first_dead()
@@ -315,7 +315,7 @@ class Agent:
         self._control.words[Control.ENDING] = 2
         self._deadline = self._deadline or now + _GRACE_WITHOUT_MASTER
         if now > self._deadline:
-            self._exit(1)
+            self._exit_alone(1)
 
     # -- messages of other hosts ----------------------------------------------------------------------
 
@@ -413,7 +413,7 @@ class Agent:
         with contextlib.suppress(ProcessLookupError):
             os.kill(self._config["master"], signal.SIGURG)  # it may be running its own part of the command
 
-    def _exit(self, code: int) -> NoReturn:
+    def _exit_alone(self, code: int) -> NoReturn:
         """Exit without the other hosts."""
         self._workers.end(0.0, lambda: True)
         if not self._config["launched"]:  # else mpirun would end the master, too
