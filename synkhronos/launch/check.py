@@ -97,7 +97,7 @@ class _Check:
             return
         if self.settings.epochs is None and getattr(instance, "n_epochs", None) is None:
             self.problems.append(": it has no n_epochs: give --set epochs=N")
-        recorder = ClassRecorder(0, rows=contract.rows(instance), folder=self.folder)
+        recorder = ClassRecorder(0, rows=contract.get_batch_size(instance), folder=self.folder)
         before = digest(Vector(list(instance.params)))
         self.stage = "train_iter() runs"
         for i in range(min(_ITERATIONS, int(instance.data.n_batch_train))):
@@ -117,7 +117,7 @@ class _Check:
         self.stage = "val_iter() runs"
         batch = 0
         while batch < min(_ITERATIONS, int(instance.data.n_batch_val)):
-            batch, has_stopped = contract.next_batch(instance.val_iter(0, recorder), batch, batch + 1)
+            batch, has_stopped = contract.parse_next_batch(instance.val_iter(0, recorder), batch, batch + 1)
             if has_stopped:
                 break
         rows, sums = recorder.validation_sums()
@@ -130,7 +130,7 @@ class _Check:
         self.call_optional(instance, "reset_iter", "val")
         self.call_optional(instance, "save", f"{self.folder}{os.sep}")
         self.stage = "adjust_hyperp(0) runs"
-        contract.call(instance.adjust_hyperp, 0)
+        contract.call_accepted(instance.adjust_hyperp, 0)
         self.call_optional(instance, "print_info", recorder, verbose=True)
         self.call_optional(instance, "scale_lr", 2)
         self.stage = "cleanup() runs"
@@ -141,7 +141,7 @@ class _Check:
         method = getattr(instance, name, None)
         if callable(method):
             self.stage = f"{name}() runs"
-            contract.call(method, *arguments, **named)
+            contract.call_accepted(method, *arguments, **named)
 
     def check_two_ranks(self) -> None:
         """Train two instances as ranks 0 and 1 of two, with an exchange after each step."""
@@ -167,7 +167,7 @@ class _Check:
         sources, targets = params, params
         if average == "gradient":
             sources, targets = ([Vector(getattr(r, name)) for r in ranks] for name in ("vels", "vels2"))
-        recorder = ClassRecorder(0, rows=contract.rows(ranks[0]))
+        recorder = ClassRecorder(0, rows=contract.get_batch_size(ranks[0]))
         self.stage = "train_iter() runs with size 2"
         steps: list[list[str]] = [[], []]
         n_steps = min(_ITERATIONS, *(int(instance.data.n_batch_train) for instance in ranks))

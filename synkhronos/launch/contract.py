@@ -68,7 +68,7 @@ def list_missing(model: Any) -> list[str]:
     return found
 
 
-def check(model: Any, name: str) -> None:
+def check_complete(model: Any, name: str) -> None:
     """Raise `ContractError` if a class or an instance lacks a method or an attribute, with a line for each."""
     lines = list_missing(model)
     if lines:
@@ -173,7 +173,7 @@ def compile_for(model: Any, average: str | None, name: str) -> str:
     return "gradient"
 
 
-def call(method: Any, *arguments: Any, **named: Any) -> Any:
+def call_accepted(method: Any, *arguments: Any, **named: Any) -> Any:
     """Call a method with the arguments that its signature accepts: leading positional ones, and named ones."""
     parameters = inspect.signature(method).parameters.values()
     takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters)
@@ -187,12 +187,12 @@ def call(method: Any, *arguments: Any, **named: Any) -> Any:
     return method(*arguments[:taken], **named)
 
 
-def sub_batches(model: Any) -> int:
+def get_sub_batches(model: Any) -> int:
     """Return the number of steps that a batch is split into: the class' ``n_subb``, by default 1."""
     return max(1, int(getattr(model, "n_subb", 1)))
 
 
-def next_batch(answer: Any, batch: int, following: int) -> tuple[int, bool]:
+def parse_next_batch(answer: Any, batch: int, following: int) -> tuple[int, bool]:
     """Return the number of the next batch of the validation, and whether ``val_iter`` has ended it and the run.
 
     Parameters
@@ -211,8 +211,8 @@ def next_batch(answer: Any, batch: int, following: int) -> tuple[int, bool]:
 
     Examples
     --------
-    >>> next_batch(None, 3, 4), next_batch(7, 3, 4), next_batch("stop", 3, 4)
-    ((4, False), (7, False), (4, True))
+    >>> [parse_next_batch(answer, 3, 4) for answer in (None, 7, "stop")]
+    [(4, False), (7, False), (4, True)]
     """
     if answer is None:
         return following, False
@@ -226,7 +226,7 @@ def next_batch(answer: Any, batch: int, following: int) -> tuple[int, bool]:
     )
 
 
-def rows(model: Any) -> int:
+def get_batch_size(model: Any) -> int:
     """Return the number of rows of a batch: ``batch_size`` of the model or its data.
 
     It is 1 for a model without one: its speed is in batches.
@@ -301,7 +301,7 @@ def _group_function(function: Any, found: Groups, seen: set[int]) -> None:
             found.others.append(shared)
 
 
-def learning_rate(model: Any) -> float:
+def get_learning_rate(model: Any) -> float:
     """Return the model's learning rate: the value of ``shared_lr``, ``lr`` or ``learning_rate``; NaN without any."""
     for name in ("shared_lr", "lr", "learning_rate"):
         value: Any = getattr(model, name, None)

@@ -19,7 +19,7 @@ import numpy as np
 
 from synkhronos.compat.startup import prepare_ranks
 from synkhronos.data.shared import create_unpublished
-from synkhronos.launch import binding, program
+from synkhronos.launch import binding, class_loop
 from synkhronos.launch.settings import FAILURE, PROCESSES, SETTINGS, Settings
 from synkhronos.processes import fork_bound
 from synkhronos.ranks import WorkerError, session
@@ -72,17 +72,17 @@ def _run(settings: Settings, plan: dict[str, Any]) -> int:
         open(plan["hosts"], "w", buffering=1, encoding="utf-8", errors="backslashreplace") if settings.hosts else None
     )
     fork_bound(len(settings.devices), settings.on_gpu, masks, settings.hosts, host_output)
-    processes = run(program.enter, plan["consoles"], masks, list(settings.devices), session().link.ranks_by_host)
+    processes = run(class_loop.enter, plan["consoles"], masks, list(settings.devices), session().link.ranks_by_host)
     (Path(settings.folder) / PROCESSES).write_text(json.dumps(processes))
     rule = settings.make_rule()
-    size, dtype = run(program.build, settings, rule)[0]
+    size, dtype = run(class_loop.build, settings, rule)[0]
     memory = shared_memory(rule, session().size, size, np.dtype(dtype))
     flag = create_unpublished((1,), "int64")
     path = Path(settings.folder) / "timeline.json"
     recording = timeline(path) if settings.timeline else contextlib.nullcontext()
     # Before this there is nothing to save, and signals end the run.  The supervisor bounds the time to save.
     with recording, StopSignals(None, flag.data) if settings.saves_on_signal else contextlib.nullcontext():
-        is_stopped = run(program.train, settings, rule, memory, plan["checkpoint"], flag)[0]
+        is_stopped = run(class_loop.train, settings, rule, memory, plan["checkpoint"], flag)[0]
         return 128 + requested_stop() if is_stopped else 0
 
 

@@ -302,7 +302,8 @@ class Supervisor:
                     # after their devices, which a restart needs.
                     self._kill()
                     end_of_wait = min(end_of_wait, time.monotonic() + _GRACE)
-                    if self._n_restarts == self.settings.restarts or time.monotonic() > end_of_wait:
+                    is_last = not self._master.poll() or self._n_restarts == self.settings.restarts
+                    if is_last or time.monotonic() > end_of_wait:
                         break
                 self._check_deadline()
             for key in list(selector.get_map().values()):

@@ -11,7 +11,7 @@ Each pass trains on the next batches::
 `TrainingLoop` has the loop and its interface.  What a batch is, and who steps, differs:
 
 - `RankLoop`: every rank runs one, takes steps of its own, and exchanges by a rule.  `RowLoop` is the trainer's, over
-  rows of data.  In `synkhronos.launch.program` a user's class chooses the rows, and takes the steps.
+  rows of data.  In `synkhronos.launch.class_loop` a user's class chooses the rows, and takes the steps.
 - `CommandLoop`: the master runs one.  Each step is a command of all ranks, which exchange gradients within it: BSP on
   gradients.  There is nothing to exchange afterwards, and on GPUs one command takes many steps.
 """

@@ -19,7 +19,7 @@ from library import package, shared, tensor
 from loading_sources import Damaged
 from paths import ROOT, SUPPORT
 
-from synkhronos.launch import binding, contract, doctor, program
+from synkhronos.launch import binding, class_loop, contract, doctor
 from synkhronos.launch.contract import ContractError, group_variables
 from synkhronos.launch.recorder import ClassRecorder
 from synkhronos.launch.settings import find_module
@@ -183,13 +183,13 @@ def test_a_metric_that_the_class_does_not_report():
     ]:
         settings = SimpleNamespace(keep_best=keep_best, patience=3, modelclass="A")
         with pytest.raises(ContractError, match=words):
-            program.ClassLoop.observe(SimpleNamespace(settings=settings), SimpleNamespace(metrics=metrics))
+            class_loop.ClassLoop.observe(SimpleNamespace(settings=settings), SimpleNamespace(metrics=metrics))
 
 
 @pytest.mark.any_library
 def test_a_run_of_fewer_epochs_than_its_checkpoint_has_trains_none():
     run = SimpleNamespace(n_reports=3, n_epochs=2, class_stops=False)
-    assert program.ClassLoop.is_complete(run)
+    assert class_loop.ClassLoop.is_complete(run)
 
 
 def step(update_rule):
@@ -582,7 +582,7 @@ def test_a_model_of_the_base_class_says_what_is_wrong():
 
 @pytest.mark.any_library
 def test_a_row_of_a_model_that_is_no_number_is_named():
-    from synkhronos.launch.program import ClassLoop
+    from synkhronos.launch.class_loop import ClassLoop
 
     rows = np.zeros((5, 2))
     rows[3, 1] = np.inf

@@ -124,7 +124,7 @@ def build(worker: Worker, settings: Settings, rule: Rule) -> tuple[int, str]:
     """
     kind = contract.load_class(settings.root, settings.modelfile, settings.modelclass)
     loaded_libraries()  # before the class compiles: all ranks compile at once
-    contract.check(kind, settings.modelclass)
+    contract.check_complete(kind, settings.modelclass)
     config = contract.make_config(settings, worker.number, worker.size)
     model = contract.make_instance(kind, config)
     for name in ("rank", "size", "verbose", "seed"):
@@ -139,7 +139,7 @@ def build(worker: Worker, settings: Settings, rule: Rule) -> tuple[int, str]:
             sys.stdout.write(f"{_EXCHANGES[average]}\n")
     else:
         contract.compile_functions(model, "avg")
-    contract.check(model, settings.modelclass)
+    contract.check_complete(model, settings.modelclass)
     if settings.scale_lr:
         if not callable(getattr(model, "scale_lr", None)):
             raise contract.ContractError(f"{settings.modelclass} lacks:\n  method scale_lr(size), for scale_lr = true")
@@ -166,17 +166,8 @@ def train(
 ) -> bool:
     """Train the instance that `build` has made, and call its ``cleanup``.
 
-    Parameters
-    ----------
-    worker, settings, rule, shared, flag
-        As in `ClassLoop`.
-    path : str or None
-        Checkpoint to resume from.
-
-    Returns
-    -------
-    bool
-        Whether a signal has ended the training; a checkpoint is written then.
+    ``path`` is the checkpoint to resume from, or None; the other arguments are those of `ClassLoop`.  Return whether a
+    signal has ended the training, after a checkpoint was written.
     """
     kept = worker.kept(_KEPT)
     model = kept["model"]
@@ -194,9 +185,7 @@ class ClassLoop(EpochLoop, RankLoop):
 
     Parameters
     ----------
-    worker : Worker
-    settings : Settings
-    rule : Rule
+    worker, settings, rule
     model : instance of the user's class
     groups : rank_state.Groups
         Shared variables of the instance.
@@ -246,7 +235,7 @@ class ClassLoop(EpochLoop, RankLoop):
         self.groups = groups
         self.shared = shared
         self.folder = Path(settings.folder)
-        self.rows = contract.rows(model)
+        self.rows = contract.get_batch_size(model)
         is_here = worker.number < len(settings.devices)
         lines = Recorder(self.folder) if is_here else output.RemoteRecords()
         folder = self.folder if is_here else None
@@ -272,17 +261,9 @@ class ClassLoop(EpochLoop, RankLoop):
         self.checkpoint: Checkpoint | None = None
 
     def all_epochs(self, path: str | None) -> bool:
-        """Train all epochs, and write the parameters.
+        """Train all epochs, and write the parameters; if a signal ends the training, write a checkpoint and return True.
 
-        Parameters
-        ----------
-        path : str or None
-            Checkpoint to resume from.
-
-        Returns
-        -------
-        bool
-            Whether a signal has ended the training; a checkpoint is written then, in place of the parameters.
+        ``path`` is the checkpoint to resume from, or None.
         """
         epochs = self.settings.epochs if self.settings.epochs is not None else getattr(self.model, "n_epochs", None)
         if isinstance(epochs, bool) or not isinstance(epochs, int | np.integer) or epochs < 1:
@@ -367,14 +348,14 @@ class ClassLoop(EpochLoop, RankLoop):
         self.model.epoch = epoch
         if not is_resumed:
             self.warm_up(epoch)
-        self.recorder.learning_rate = contract.learning_rate(self.model)
+        self.recorder.learning_rate = contract.get_learning_rate(self.model)
         if not math.isnan(self.recorder.learning_rate):
             self.state.learning_rate = self.recorder.learning_rate
         if is_resumed:
             self.recorder.begin_epoch(epoch, *self.within["record"])
         else:
             self.recorder.begin_epoch(epoch)
-            self.within = {"batch": 0, "generators": _generators()}
+            self.within = {"batch": 0, "generators": _get_generators()}
         self.run()
         self.count = self.within["batch"] * self.worker.size
         self.recorder.write()
@@ -394,7 +375,7 @@ class ClassLoop(EpochLoop, RankLoop):
 
     def iterate_batches(self) -> Iterator[tuple[int, bool]]:
         """Yield for each step the number of its batch, and whether it is the batch's last step."""
-        batch, n_steps = self.within["batch"], contract.sub_batches(self.model)
+        batch, n_steps = self.within["batch"], contract.get_sub_batches(self.model)
         # A class may distribute its data in the first step, so the number of batches is read after it.
         batches = self.agree(int(self.model.data.n_batch_train)) if batch else None
         while batches is None or batch < batches:
@@ -405,12 +386,9 @@ class ClassLoop(EpochLoop, RankLoop):
             batch += 1
 
     def step(self, batches: tuple[int, bool]) -> int:
-        """Call ``train_iter`` once.
+        """Call ``train_iter`` once; return the number of steps that count for the exchange.
 
-        Returns
-        -------
-        int
-            Number of steps that count for the exchange: under asynchronous rules, only the last step of a batch counts.
+        Under asynchronous rules only the last step of a batch counts.
         """
         batch, self.is_last_step = batches
         recorder = self.recorder
@@ -513,14 +491,14 @@ class ClassLoop(EpochLoop, RankLoop):
         """
         recorder = self.recorder
         batch, has_stopped, is_ended = 0, False, False
-        per_batch = contract.sub_batches(self.model)
+        per_batch = contract.get_sub_batches(self.model)
         while batch < int(self.model.data.n_batch_val) and not has_stopped and not is_ended:
             following = batch + 1
             for _ in range(per_batch):
                 self.worker.progress()
                 with as_the_class_computes():
                     answer = self.model.val_iter(self.count, recorder)
-                following, has_stopped = contract.next_batch(answer, batch, following)
+                following, has_stopped = contract.parse_next_batch(answer, batch, following)
                 if has_stopped:
                     break
             batch = following
@@ -550,9 +528,9 @@ class ClassLoop(EpochLoop, RankLoop):
     def adapt(self, report: Report) -> None:
         """Call the class' ``save``, ``adjust_hyperp`` and ``print_info`` after an epoch."""
         self.save_snapshot(self.n_reports - 1, self.is_over())
-        contract.call(self.model.adjust_hyperp, self.n_reports - 1)
+        contract.call_accepted(self.model.adjust_hyperp, self.n_reports - 1)
         if callable(getattr(self.model, "print_info", None)):
-            contract.call(self.model.print_info, self.recorder, verbose=self.worker.number == 0)
+            contract.call_accepted(self.model.print_info, self.recorder, verbose=self.worker.number == 0)
 
     def complete(self, report: Report) -> None:
         """Move the place to the next epoch; print and write the report, on rank 0."""
@@ -572,7 +550,7 @@ class ClassLoop(EpochLoop, RankLoop):
         """Call the class' ``reset_iter`` with "train" or "val", if it has one: its next batch is the first."""
         method = getattr(self.model, "reset_iter", None)
         if callable(method):
-            contract.call(method, mode)
+            contract.call_accepted(method, mode)
 
     # -- files and checkpoints -------------------------------------------------------------------------------
 
@@ -620,7 +598,7 @@ class ClassLoop(EpochLoop, RankLoop):
         found = rank_state.collect_state(self.worker, _KEPT, self.groups, False)
         meter = self.recorder.meter
         within = {**self.within, "record": [meter.steps, meter.loss, meter.weight]} if is_within else None
-        mine = found, _generators(), meter.step, within
+        mine = found, _get_generators(), meter.step, within
         if self.worker.number:
             self.worker.send(mine, 0)
         else:
@@ -655,7 +633,7 @@ class ClassLoop(EpochLoop, RankLoop):
         if self.settings.keep_best:
             self.early_stop.begin(" ".join(self.settings.keep_best))
         for epoch in range(meta["epochs"]):  # a checkpoint has learning rates in shared variables only
-            contract.call(self.model.adjust_hyperp, epoch)
+            contract.call_accepted(self.model.adjust_hyperp, epoch)
         if meta["within"]:
             self.replay(meta["epochs"], meta["within"])
         rank_state.restore_state(worker, _KEPT, self.groups, self.rule, path, self.shared, False, 0)
@@ -696,7 +674,7 @@ class ClassLoop(EpochLoop, RankLoop):
         """
         number, size = self.worker.number, self.worker.size
         found = within[number % len(within)]
-        sub_batches = contract.sub_batches(self.model)
+        sub_batches = contract.get_sub_batches(self.model)
         batches = round(found["batch"] * len(within) / size)
         steps, loss, noted = found["record"]
         if size != len(within):
@@ -715,7 +693,7 @@ class ClassLoop(EpochLoop, RankLoop):
                     self.model.train_iter(batch, recorder)
 
 
-def _generators() -> dict[str, Any]:
+def _get_generators() -> dict[str, Any]:
     """Return the states of NumPy's and Python's global generators, in types that JSON can represent."""
     version, numbers, gauss = random.getstate()
     return {
@@ -725,7 +703,7 @@ def _generators() -> dict[str, Any]:
 
 
 def _set_generators(found: dict[str, Any]) -> None:
-    """Set the states of NumPy's and Python's global generators, as returned by `_generators`."""
+    """Set the states of NumPy's and Python's global generators, as returned by `_get_generators`."""
     np.random.set_state(rank_state.from_json(found["numpy"]))
     version, numbers, gauss = found["python"]
     random.setstate((version, tuple(numbers), gauss))
