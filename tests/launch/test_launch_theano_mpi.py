@@ -12,7 +12,7 @@ from launch_models.data.regression import BATCHES, MOMENTUM, RATE, ROWS, rows
 from launch_runs import ENVIRONMENT, lines, run
 from paths import SUPPORT
 
-from synkhronos.launch.contract import ContractError, next_batch
+from synkhronos.launch.contract import ContractError, parse_next_batch
 from synkhronos.launch.recorder import ClassRecorder
 
 
@@ -192,7 +192,7 @@ def test_val_iter_may_name_the_next_batch_and_stop_the_run(tmp_path):
 @pytest.mark.parametrize("answer", [2, 3, "halt", True, 0.5, (1, 2)])
 def test_other_answers_of_val_iter_are_refused(answer):
     with pytest.raises(ContractError, match=r"None, 'stop', or the number of the next batch, above 3, got "):
-        next_batch(answer, 3, 4)
+        parse_next_batch(answer, 3, 4)
 
 
 @pytest.mark.any_library
