@@ -261,7 +261,7 @@ class ClassLoop(EpochLoop, RankLoop):
         self.checkpoint: Checkpoint | None = None
 
     def all_epochs(self, path: str | None) -> bool:
-        """Train all epochs, and write the parameters; if a signal ends the training, write a checkpoint and return True.
+        """Train all epochs, and write the parameters; if a signal ends the training, save a checkpoint and return True.
 
         ``path`` is the checkpoint to resume from, or None.
         """
