@@ -13,7 +13,6 @@ import io
 import os
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
-from unittest import mock
 
 import numpy as np
 
@@ -193,6 +192,8 @@ def _use_settings(settings: dict[str, Any]) -> Iterator[None]:
 @contextlib.contextmanager
 def _share_cores(rank: Rank) -> Iterator[None]:
     """Context in which XLA starts with as many threads as this rank's share of the cores."""
+    from unittest import mock  # not at the top, where it imports asyncio into every rank; fork() imports all engines
+
     with mock.patch.dict(os.environ, {"NPROC": str(rank.threads.threads)}):
         yield
 
