@@ -734,7 +734,7 @@ def make_trainer(
     validate_ema : bool, optional
         Whether `validate` is computed with the averages of `ema` instead of the parameters.
     shard_optimizer : bool, optional
-        As for `synkhronos.extensions.train.make_train_function`, with the same `rule` as these.  Checkpoints hold the
+        As for `synkhronos.training.make_train_function`, with the same `rule` as these.  Checkpoints hold the
         whole state: trainers resume with another number of ranks, with this option or without.
     **rule_kwargs
         For the update rule, such as ``momentum=0.9``.
