@@ -278,7 +278,7 @@ def test_the_launcher_is_interrupted(tmp_path, number, status, how):
 def test_the_controller_is_killed(tmp_path):
     process = start(tmp_path, "fails", *DEVICES, "-w=ask")
     wait_for(process, tmp_path)
-    controller = next(pid for pid, line in processes_of(process).items() if b"program.main()" in line)
+    controller = next(pid for pid, line in processes_of(process).items() if b"processes.main()" in line)
     os.kill(controller, signal.SIGKILL)
     status, _, err = finish(process)
     assert status == 3 and "the controller was ended by SIGKILL" in err
@@ -511,7 +511,7 @@ def test_a_kill_on_hosts_leaves_nothing_behind(tmp_path, number, who, status):
         running = {pid: each for pid, each in sorted(family(mark).items()) if pid not in before}
         found = {"launcher": next(pid for pid, (_, line) in running.items() if "-m synkhronos platoon" in line)}
         for pid, (space, line) in running.items():
-            if "program.main()" in line:  # and so the processes that it has forked, later
+            if "processes.main()" in line:  # and so the processes that it has forked, later
                 host = "a" if space == running[found["launcher"]][0] else "b"
                 found.setdefault(f"controller of {host}", pid)
         os.kill(found[who], number)
