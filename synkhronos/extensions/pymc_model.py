@@ -248,7 +248,11 @@ def _sum_terms(model: pm.Model, terms: Any, shape: Any, name: str) -> Any:
         conditions = [search.restrict_condition(condition) for condition in conditions]
         if not node.op.can_be_replaced_by_ninf:
             return node.op(value, *conditions)
-        return pt.switch(reduce(pt.and_, conditions), value, -np.inf) if model.check_bounds else value
+        if not model.check_bounds:
+            return value
+        checked = pt.switch(reduce(pt.and_, conditions), value, -np.inf)
+        checked.owner.tag.is_check = True  # PyMC has none in JAX
+        return checked
 
     terms, rows = make_rowwise(terms, int(shape[0]), {CheckParameterValue: restrict_check, MinibatchOp: _refuse_draws})
     total = sum_over_rows(terms, rows, name=name)

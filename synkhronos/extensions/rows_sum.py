@@ -230,7 +230,9 @@ class RowsSum:
         )
 
     def make_local_graph(self) -> tuple[list[Any], Any, list[Any]]:
-        """Return the graph of the sum of one rank's rows.
+        """Return the graph of the sum of one rank's rows, for a program in JAX.
+
+        PyMC's functions in JAX do not check parameters, so that nodes with the tag ``is_check`` are left out.
 
         Returns
         -------
@@ -241,7 +243,7 @@ class RowsSum:
             They hold the rows on each rank.
         """
         rows = [shared.type() for shared in self._shareds]
-        (total,) = clone_replace([self.total], dict(zip(self._shareds, rows, strict=True)))
+        (total,) = clone_replace([_remove_checks(self.total)], dict(zip(self._shareds, rows, strict=True)))
         return [*self._inputs, *rows], total, self._shareds
 
     # -- evaluations -----------------------------------------------------------------------------------------
@@ -632,6 +634,19 @@ def replace_variables(variable: Any, nodes: Sequence[Apply], replaced: Mapping[A
         if not made.keys().isdisjoint(node.inputs):
             new = node.clone_with_new_inputs([made.get(v, v) for v in node.inputs], strict=False)
             made.update((old, v) for old, v in zip(node.outputs, new.outputs, strict=True) if old not in replaced)
+    return made.get(variable, variable)
+
+
+def _remove_checks(variable: Any) -> Any:
+    """Return `variable` with the second input of each node that has the tag ``is_check`` in place of its output."""
+    made: dict[Any, Any] = {}
+    for node in library_of(variable).sort_nodes([variable]):
+        inputs = [made.get(v, v) for v in node.inputs]
+        if getattr(node.tag, "is_check", False) and inputs[1].type.broadcastable == node.outputs[0].type.broadcastable:
+            made[node.outputs[0]] = inputs[1]
+        elif not made.keys().isdisjoint(node.inputs):
+            new = node.clone_with_new_inputs(inputs, strict=False)
+            made.update(zip(node.outputs, new.outputs, strict=True))
     return made.get(variable, variable)
 
 

@@ -26,6 +26,8 @@ def build():
         b = pm.Normal("b", shape=3)
         pm.Normal("y", a[GROUP] + pm.Data("x", X) @ b, 1, observed=X[:, 0])
         pm.Poisson("z", pm.math.exp(b[0]), observed=np.arange(50) % 4)
+        # PyMC checks parameters, here that of a Bernoulli variable, but not in JAX.
+        pm.Bernoulli("t", p=(1 + b[1]) / 2, observed=np.ones(400, int))
     return model
 
 
