@@ -1,5 +1,6 @@
 """A program that XLA compiles and all ranks run, for test_rank_program.py; workers import it."""
 
+import ctypes
 import os
 import signal
 from dataclasses import dataclass
@@ -15,24 +16,36 @@ from synkhronos.ranks import Command
 EVENT = 20
 
 
-def kill(spans):
+def overwrite(span, byte, stream):
+    """Set all bytes of a reduced array."""
+    n_bytes = span.n_items * np.dtype(span.dtype).itemsize
+    if stream is None:
+        ctypes.memset(span.target, byte, n_bytes)
+    else:
+        from cuda.bindings import driver
+
+        (error,) = driver.cuMemsetD8Async(span.target, byte, n_bytes, stream)
+        assert not error
+
+
+def kill(spans, stream):
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def interrupt(spans):
+def interrupt(spans, stream):
     os.kill(os.getpid(), signal.SIGINT)
 
 
-def fail(spans):
+def fail(spans, stream):
     raise ValueError("no more memory")
 
 
-def end(spans):
-    program_sum.view_items(spans[0].target, spans[0])[:] = np.nan
+def end(spans, stream):
+    overwrite(spans[0], 0xFF, stream)  # NaN, at which the loop ends
 
 
-def change(spans):
-    program_sum.view_items(spans[0].target, spans[0])[0] += 1.0
+def change(spans, stream):
+    overwrite(spans[0], 0x3F, stream)
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +102,7 @@ class Multiply(Command):
         def finish(reducer, spans, is_valid, stream, original=kind.finish):
             original(reducer, spans, is_valid, stream)
             if self.event and reducer.count == EVENT and rank.number == self.victim:
-                globals()[self.event](spans)
+                globals()[self.event](spans, stream)
 
         return mock.patch.object(kind, "finish", finish)
 

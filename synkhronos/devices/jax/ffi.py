@@ -225,7 +225,8 @@ def find_compute_stream(platform: str = "CUDA") -> ComputeStream | None:
         result = jax.ShapeDtypeStruct((), np.int8)
         probe: Any = jax.jit(lambda x: jax.ffi.ffi_call(_STREAM_TARGET, result, has_side_effect=True)(x))
         with defer_signals():
-            probe(np.int8(0)).block_until_ready()
+            # The argument's device is given, as JAX computes on the CPU by default within its callbacks.
+            probe(jax.device_put(np.int8(0), jax.local_devices()[0])).block_until_ready()
     except Exception as error:
         _log.info("XLA's stream can't be found, and ranks wait where it would order their work: %s", error)
         return None
