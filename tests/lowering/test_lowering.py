@@ -217,7 +217,8 @@ def test_python_functions_of_a_sum_compute_on_jaxs_usual_device():
     def compute_gradients(params):
         return [compute(params), np.ones_like(params[0])]
 
-    value = call_python(compute, compute_gradients, "float64", [0])
-    assert value(np.arange(3.0)) == 3
-    np.testing.assert_array_equal(jax.grad(value)(np.arange(3.0)), np.ones(3))
+    value = call_python(compute, compute_gradients, "float32", [0])
+    vector = np.arange(3, dtype="float32")
+    assert value(vector) == 3
+    np.testing.assert_array_equal(jax.grad(value)(vector), np.ones(3))
     assert devices == [None, None]
