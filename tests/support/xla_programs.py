@@ -3,7 +3,7 @@
 import ctypes
 import os
 import signal
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from unittest import mock
 
 import numpy as np
@@ -61,12 +61,15 @@ class Multiply(Command):
         Name of a function of this module; "" for none.
     victim : int
         Rank that calls it.
+    settings : dict
+        The master's settings of JAX.
     """
 
     steps: int
     vectorized: bool = False
     event: str = ""
     victim: int = 1
+    settings: dict = field(default_factory=get_settings)
 
     def run(self, rank):
         import jax
@@ -94,7 +97,7 @@ class Multiply(Command):
             return [np.asarray(jax.jit(multiply)(jnp.ones(rank.size)))]
 
         with self._prepare_event(rank):
-            return program.run(compute, get_settings())[0]
+            return program.run(compute, self.settings)[0]
 
     def _prepare_event(self, rank):
         kind = program_sum.GpuSum if rank.device.needs_gpu else program_sum.HostSum
