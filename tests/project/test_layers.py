@@ -4,6 +4,8 @@ A package is a folder, or a module, of ``synkhronos/``; docs/internals.rst has t
 """
 
 import ast
+import builtins
+import functools
 import re
 from pathlib import Path
 
@@ -218,7 +220,7 @@ def test_only_devices_engines_and_lowering_import_jax_or_pygpu():
 
 def test_the_map_of_the_source_is_complete_and_names_files_that_exist():
     page = (PACKAGE.parent / "docs" / "internals.rst").read_text()
-    table = re.split("^Four ways", page, flags=re.MULTILINE)[0]
+    table = re.split("^Four walks", page, flags=re.MULTILINE)[0]
     assert [package for package in PACKAGES if not re.search(rf"``{package}(/|\.py)``", table)] == []
     for package, files in re.findall(r"\* - ``(\w+)/``\n     - (.*?)(?=\n   \* -|\Z)", table, re.DOTALL):
         for name in re.findall("``(\\w+)``", files):
@@ -230,3 +232,46 @@ def test_the_map_of_the_source_is_complete_and_names_files_that_exist():
     for path, package in re.findall("``((\\w+)/[a-z_/]+)(?:\\.py)?``", page):
         exists = (PACKAGE / path).is_dir() or (PACKAGE / f"{path}.py").exists()
         assert exists or package not in PACKAGES, f"docs/internals.rst: {path}"
+
+
+@functools.cache
+def defined_names(path):
+    """Return the names that a file defines: functions, classes, and ``Class.method``."""
+    names = set()
+    for node in ast.parse(path.read_text()).body:
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            names.add(node.name)
+        if isinstance(node, ast.ClassDef):
+            names |= {f"{node.name}.{each.name}" for each in node.body if isinstance(each, ast.FunctionDef)}
+    return names
+
+
+def find_missing_names(text):
+    """Return the files that a line of a walk names and that do not exist, and the functions that they do not define."""
+    literals = re.findall("``(.+?)``", text)
+    paths = [PACKAGE / literal for literal in literals if literal.endswith(".py")]
+    missing = [str(path.relative_to(PACKAGE)) for path in paths if not path.exists()]
+    defined = set().union(*(defined_names(path) for path in paths if path.exists()))
+    names = [literal for literal in literals if re.fullmatch(r"\w+(\.(?!py$)\w+)?", literal)]
+    return missing + [name for name in names if name not in defined]
+
+
+def test_the_walks_through_the_source_name_functions_that_exist():
+    page = (PACKAGE.parent / "docs" / "internals.rst").read_text()
+    walks = re.split("^Four walks|^Processes$", page, flags=re.MULTILINE)[1]
+    lines = re.findall(r"^#\. (.*(?:\n   .*)*)", walks, re.MULTILINE)
+    assert len(lines) > 40
+    assert {line: found for line in lines if (found := find_missing_names(line))} == {}
+
+
+def test_the_classes_and_methods_in_the_text_about_the_source_exist():
+    page = (PACKAGE.parent / "docs" / "internals.rst").read_text()
+    everywhere = set().union(*map(defined_names, FILES)) | set(dir(builtins))
+    named = set(re.findall(r"``(?:[a-z_/]+\.)?([A-Z]\w*[a-z]\w*(?:\.\w+)?)``", page))
+    assert len(named) > 40 and sorted(named - everywhere) == []
+
+
+def test_find_missing_names():
+    assert find_missing_names("``casts.py``: ``check_cast`` of ``f(x)``, ``lost``") == ["lost"]
+    assert find_missing_names("``ranks/lost.py``: ``Rank.fail`` of ``ranks/rank.py``") == ["ranks/lost.py"]
+    assert find_missing_names("``ranks/rank.py``: ``Rank.lost``, ``fail``") == ["Rank.lost", "fail"]
