@@ -43,8 +43,8 @@ def alexnet(classes: int) -> Any:
     )
 
 
-def vgg16(classes: int) -> Any:
-    """Return VGG's network of sixteen layers."""
+def vgg16(classes: int, units: int = 4096) -> Any:
+    """Return VGG's network of sixteen layers, the last three of them dense."""
     layers: list[Any] = []
     before = 3
     for filters, convolutions in ((64, 2), (128, 2), (256, 3), (512, 3), (512, 3)):
@@ -52,8 +52,8 @@ def vgg16(classes: int) -> Any:
             layers += [nn.Conv2d(before, filters, 3, padding=1), nn.ReLU(True)]
             before = filters
         layers.append(nn.MaxPool2d(2))
-    layers += [nn.Flatten(), nn.LazyLinear(4096), nn.ReLU(True), nn.Dropout()]
-    return nn.Sequential(*layers, nn.Linear(4096, 4096), nn.ReLU(True), nn.Dropout(), nn.Linear(4096, classes))
+    layers += [nn.Flatten(), nn.LazyLinear(units), nn.ReLU(True), nn.Dropout()]
+    return nn.Sequential(*layers, nn.Linear(units, units), nn.ReLU(True), nn.Dropout(), nn.Linear(units, classes))
 
 
 def _conv(before: int, filters: int, size: int, **kwargs: Any) -> Any:

@@ -1,0 +1,277 @@
+"""Time and memory of a sharded optimizer (ZeRO-1), beside PyTorch's ZeroRedundancyOptimizer.
+
+VGG16 of demos/zoo (138,357,544 parameters), with 32 images for each GPU as in Theano-MPI, for each rule, with
+``shard_optimizer=False`` and ``True``; and the same network in PyTorch under DistributedDataParallel, with the rule's
+fused optimizer and with ZeroRedundancyOptimizer.  Images are synthetic and in host memory.
+
+Each row of the table is measured in a process of its own.  `state` is the number of bytes of the optimizer's variables
+on the rank that has most of them.  `in use` and `peak` are rank 0's memory on its GPU, after the last step and at most,
+as JAX and PyTorch count them: activations are part of the peak.  `ratio` is the time of a step, relative to the
+unsharded optimizer of the same library.
+
+``--cpu`` tries the benchmark with a small network on two CPU cores; its figures say nothing about GPUs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import os
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from statistics import median
+from time import perf_counter
+from typing import Any
+
+import numpy as np
+
+ROOT = Path(__file__).resolve().parents[1]
+#: Sides, and the unsharded one of the same library.
+SIDES = {"whole": "whole", "sharded": "whole", "ddp": "ddp", "zero": "ddp"}
+RATES = {"momentum": 1e-3, "adam": 1e-5, "adamw": 1e-5}
+#: Maximal time of a step with a sharded optimizer, relative to the unsharded one.
+LIMIT = 1.05
+
+Settings = dict[str, Any]
+
+
+def measure(step: Callable[[], Any], settings: Settings) -> dict[str, Any]:
+    """Return seconds of the first step and of a step (the median of three rounds), and the last loss.
+
+    Parameters
+    ----------
+    step : callable
+        Starts a step, and returns its loss, which ``float`` waits for.
+    settings : dict
+    """
+    start = perf_counter()
+    float(step())
+    first = perf_counter() - start
+    for _ in range(settings["warm"]):
+        loss = step()
+    times = []
+    for _ in range(3):
+        float(step())
+        start = perf_counter()
+        losses = [step() for _ in range(settings["steps"])]
+        loss = float(losses[-1])
+        times.append((perf_counter() - start) / len(losses))
+    return {"first": first, "seconds": median(times), "loss": loss}
+
+
+def run_synkhronos(settings: Settings) -> dict[str, Any]:
+    """Measure a training function of Synkhronos."""
+    import synkhronos.compat  # noqa: F401 - before Lasagne
+
+    # isort: split
+    import pytensor
+
+    import synkhronos as synk
+    from synkhronos.training import make_train_function, updates
+
+    sys.path[1:1] = [str(ROOT / "demos"), str(ROOT / "demos" / "zoo")]
+    from vgg16 import VGG16
+
+    pytensor.config.floatX = "float32"
+    n, size, batch_size = settings["n"], settings["size"], settings["batch_size"]
+    on_gpu = settings["device"] == "gpu"
+    if not on_gpu:
+        pytensor.config.mode = "JAX"
+    synk.fork(n, use_gpu=on_gpu)
+    config = {"side": size, "stored": size, "images": 1, "decay": 0.0, "classes": settings["classes"]}
+    net = VGG16({"rank": 0, "size": 1, "seed": 0, "batch_size": 1, "units": settings["units"], **config})
+    train = make_train_function(
+        net.loss,
+        net.trained,
+        net.inputs[0],
+        net.inputs[1],
+        getattr(updates, settings["rule"]),
+        shard_optimizer=settings["side"] == "sharded",
+        learning_rate=RATES[settings["rule"]],
+    )
+    rng = np.random.default_rng(0)
+    rows = n * batch_size
+    images = synk.data(dtype="uint8", shape=(4 * rows, 3, size, size))
+    for i in range(len(images)):
+        images[i] = rng.integers(256, size=(3, size, size), dtype=np.uint8)
+    labels = synk.data(rng.integers(settings["classes"], size=len(images), dtype=np.int32))
+    result = measure(lambda: train(images, labels, batch=rng.choice(len(images), rows, replace=False)), settings)
+    state = np.zeros(n, np.int64)
+    for variable in train.optimizer_state:
+        itemsize = np.dtype(variable.type.dtype).itemsize
+        state += [itemsize * int(np.prod(shape)) for shape in synk.get_shapes(variable)]
+    result |= {"state": int(state.max()), "parameters": sum(p.get_value(borrow=True).size for p in net.trained)}
+    if on_gpu:
+        import jax
+
+        found = jax.local_devices()[0].memory_stats()
+        result |= {"in use": found["bytes_in_use"], "peak": found["peak_bytes_in_use"]}
+    synk.close()
+    return {**result, "version": f"PyTensor {pytensor.__version__}"}
+
+
+def run_torch(rank: int, folder: str, settings: Settings) -> dict[str, Any]:
+    """Measure one process of PyTorch's DDP."""
+    import torch
+    from torch import distributed, nn
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+
+    from benchmarks._torch_networks import vgg16
+
+    on_gpu = settings["device"] == "gpu"
+    device = torch.device("cuda", rank) if on_gpu else torch.device("cpu")
+    torch.backends.cudnn.benchmark = True
+    torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = True
+    if on_gpu:
+        torch.cuda.set_device(device)
+    else:
+        torch.set_num_threads(1)
+    distributed.init_process_group(
+        "nccl" if on_gpu else "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=settings["n"]
+    )
+    torch.manual_seed(0)
+    size, classes, batch_size = settings["size"], settings["classes"], settings["batch_size"]
+    net = vgg16(classes, settings["units"])
+    net(torch.zeros(1, 3, size, size))  # sets the shapes of lazy layers
+    net = net.to(device, memory_format=torch.channels_last)
+    model = nn.parallel.DistributedDataParallel(
+        net, device_ids=[rank] if on_gpu else None, gradient_as_bucket_view=True
+    )
+    kind: Any = {"momentum": torch.optim.SGD, "adam": torch.optim.Adam, "adamw": torch.optim.AdamW}[settings["rule"]]
+    options: Settings = {"lr": RATES[settings["rule"]], "fused": on_gpu}
+    if settings["rule"] == "momentum":
+        options["momentum"] = 0.9
+    if settings["side"] == "zero":
+        optimizer: Any = ZeroRedundancyOptimizer(model.parameters(), optimizer_class=kind, **options)
+    else:
+        optimizer = kind(model.parameters(), **options)
+    batches = []
+    for _ in range(4):
+        x = torch.randint(256, (batch_size, 3, size, size), dtype=torch.uint8)
+        x, y = x.contiguous(memory_format=torch.channels_last), torch.randint(classes, (batch_size,))
+        batches.append((x.pin_memory(), y.pin_memory()) if on_gpu else (x, y))
+    taken = 0
+
+    def step() -> Any:
+        nonlocal taken
+        x, y = (each.to(device, non_blocking=True) for each in batches[taken % 4])
+        taken += 1
+        optimizer.zero_grad(set_to_none=True)
+        loss = nn.functional.cross_entropy(model((x.to(torch.float32) - 127.5) / 64), y)
+        loss.backward()
+        optimizer.step()
+        return loss.detach()
+
+    result = measure(step, settings)
+    kept = (optimizer.optim if settings["side"] == "zero" else optimizer).state.values()
+    tensors = [each for entries in kept for each in entries.values() if torch.is_tensor(each)]
+    state = torch.tensor(sum(each.numel() * each.element_size() for each in tensors), device=device)
+    distributed.all_reduce(state, op=distributed.ReduceOp.MAX)
+    result |= {"state": int(state), "parameters": sum(p.numel() for p in net.parameters())}
+    if on_gpu:
+        result |= {"in use": torch.cuda.memory_allocated(), "peak": torch.cuda.max_memory_allocated()}
+    distributed.destroy_process_group()
+    return {**result, "version": f"PyTorch {torch.__version__}"}
+
+
+def run_ddp(settings: Settings) -> dict[str, Any]:
+    """Measure PyTorch with a process for each GPU; this process is rank 0."""
+    context = multiprocessing.get_context("spawn")
+    with tempfile.TemporaryDirectory() as folder:
+        others = [
+            context.Process(target=run_torch, args=(rank, folder, settings), daemon=True)
+            for rank in range(1, settings["n"])
+        ]
+        for process in others:
+            process.start()
+        result = run_torch(0, folder, settings)
+        for process in others:
+            process.join()
+    return result
+
+
+def parse() -> argparse.Namespace:
+    """Return the command line's options."""
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.shard_optimizer",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = parser.add_argument
+    numbers: dict[str, Any] = {"type": int, "metavar": "N"}
+    add("--ranks", nargs="+", help="numbers of GPUs (default: 2 and 4, as far as there are)", **numbers)
+    add("--rules", nargs="+", choices=RATES, default=list(RATES), help="(default: all)")
+    add("--sides", nargs="+", choices=SIDES, default=list(SIDES), help="what to measure (default: all)")
+    add("--batch-size", default=32, help="images of one GPU in a step (%(default)s)", **numbers)
+    add("--size", default=224, help="height and width of the images (%(default)s)", **numbers)
+    add("--units", default=4096, help="of the dense layers (%(default)s)", **numbers)
+    add("--classes", default=1000, help="(%(default)s)", **numbers)
+    add("--steps", default=30, help="timed steps in each of three rounds (%(default)s)", **numbers)
+    add("--warm", default=10, help="steps before these (%(default)s)", **numbers)
+    add("--limit", default=120, help="seconds for each side (%(default)s)", **numbers)
+    add("--cpu", action="store_true", help="a small network on CPU cores, to try the benchmark")
+    add("--run", type=json.loads, help=argparse.SUPPRESS)  # the settings of one side, run in this process
+    options = parser.parse_args()
+    if options.cpu:
+        options.size, options.units, options.classes = 32, 64, 10
+        options.batch_size, options.steps, options.warm = 2, 2, 1
+    return options
+
+
+def main() -> None:
+    """Run each side in its own process, and print a table."""
+    options = parse()
+    if options.run:
+        run = run_synkhronos if options.run["side"] in ("whole", "sharded") else run_ddp
+        print(json.dumps(run(options.run)), flush=True)
+        return
+    from benchmarks._measure import Failed, Table, bar, duration, gpus, heading, run_alone, size
+
+    counts = options.ranks or [n for n in (2, 4) if n <= (2 if options.cpu else gpus(None))]
+    heading(f"training steps of VGG16, {options.batch_size} images for each GPU, TF32")
+    columns = ("batch_size", "size", "units", "classes", "steps", "warm")
+    table = Table(
+        {"side": 8, "rule": 8, "GPUs": 4, "step": 8, "ratio": 6, "state": 8, "in use": 8, "peak": 8, "first step": 10}
+    )
+    versions, ratios = {}, {}
+    with tempfile.TemporaryDirectory() as cache:
+        environment = {
+            "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])),
+            "JAX_DEFAULT_MATMUL_PRECISION": "tensorfloat32",
+            # Only the first side tries algorithms of convolutions.
+            "JAX_COMPILATION_CACHE_DIR": os.environ.get("JAX_COMPILATION_CACHE_DIR", cache),
+            **({"JAX_PLATFORMS": "cpu"} if options.cpu else {}),
+        }
+        for n in counts:
+            for rule in options.rules:
+                seconds: dict[str, float] = {}
+                for side in options.sides:
+                    settings = {name: getattr(options, name) for name in columns}
+                    settings |= {"side": side, "rule": rule, "n": n, "device": "cpu" if options.cpu else "gpu"}
+                    command = [sys.executable, "-m", "benchmarks.shard_optimizer", "--run", json.dumps(settings)]
+                    try:
+                        found = json.loads(run_alone(command, options.limit, **environment).splitlines()[-1])
+                    except Failed as failure:
+                        print(f"{side}, {rule}, n = {n}: {failure}", flush=True)
+                        continue
+                    seconds[side] = found["seconds"]
+                    base = seconds.get(SIDES[side])
+                    ratio = f"{found['seconds'] / base:.3f}" if base and SIDES[side] != side else ""
+                    table.row(
+                        *(side, rule, str(n), duration(found["seconds"]), ratio, size(found["state"])),
+                        *(size(found[name]) if name in found else "" for name in ("in use", "peak")),
+                        duration(found["first"]),
+                    )
+                    versions[side] = f"{found['version']}, {found['parameters']:,} parameters, loss {found['loss']:.3f}"
+                if {"whole", "sharded"} <= seconds.keys():
+                    ratios[rule, n] = seconds["sharded"] / seconds["whole"]
+    print("", *(f"{side}: {text}" for side, text in versions.items()), "", sep="\n")
+    for (rule, n), figure in ratios.items():
+        bar(f"{rule}, {n} GPUs: step of the sharded optimizer, relative to the unsharded one", figure, most=LIMIT)
+
+
+if __name__ == "__main__":
+    main()
