@@ -1,0 +1,40 @@
+"""A command of a user: the recipe of docs/contributing.rst."""
+
+import os
+
+import pytest
+from library import DEVICE
+
+from synkhronos import ranks
+from synkhronos.ranks import Command
+
+pytestmark = [
+    pytest.mark.any_library,
+    pytest.mark.new_ranks,  # workers that have imported the command
+    pytest.mark.skipif(DEVICE != "host", reason="once is enough"),
+]
+
+
+# command begins
+class GetProcessIds(Command):
+    """Return the process ID of every rank."""
+
+    def run(self, rank):
+        return rank.all_gather(os.getpid())
+
+
+def get_process_ids():
+    session = ranks.session()
+    with session.turn:
+        session.settle()
+        return session.run(GetProcessIds())
+
+
+# command ends
+
+
+@pytest.mark.parametrize("n", [1, 3])
+def test_a_command_of_a_user(fork, n):
+    fork(n)
+    workers = ranks.session().workers.pids
+    assert get_process_ids() == [workers.get(r, os.getpid()) for r in range(n)]

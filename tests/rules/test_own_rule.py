@@ -1,0 +1,39 @@
+"""An exchange rule of a user: the recipe of docs/contributing.rst."""
+
+import numpy as np
+import pytest
+from library import shared
+
+import synkhronos as synk
+from synkhronos import rules
+from synkhronos.rules import State
+
+pytestmark = pytest.mark.new_ranks  # workers that have imported the rule
+
+
+# rule begins
+class Halfway(rules.Rule):
+    """Move each rank halfway to the mean of all ranks, every 5 steps."""
+
+    period = 5
+
+    def exchange(self, worker, state):
+        state.vector = 0.5 * (state.vector + self.mean(worker, state))
+
+
+# rule ends
+
+
+def exchange_once(worker, rule, parameter):
+    """Exchange when rank r's parameters are all r; return its parameters."""
+    state = State([parameter], [], {})
+    rule.setup(worker, state)
+    state.vector = np.full(4, float(worker.number))
+    rule.exchange(worker, state)
+    return np.asarray(parameter.get_value())
+
+
+def test_a_rule_of_a_user(fork):
+    fork(3)
+    parameter = shared(np.zeros((2, 2)), "w")
+    assert [w.tolist() for w in synk.run(exchange_once, Halfway(), parameter)] == [[[m, m]] * 2 for m in (0.5, 1, 1.5)]
