@@ -29,6 +29,14 @@ _USAGE = """python -m synkhronos train SESSION
        python -m synkhronos doctor
        python -m synkhronos platoon NAME
        python -m synkhronos [--theano {theano,pytensor}] [-m] PROGRAM [ARGUMENT...]"""
+_DESCRIPTION = """Commands, each with its own --help:
+  train     train a class on all ranks, with the settings of a session file
+  check     list what a class lacks, and run three iterations of it
+  show      draw the curves of recorded runs, or a timeline
+  doctor    list what this machine has, and how to install what is missing
+  platoon   run a controller and workers written for Platoon
+
+PROGRAM is a program written for Theano. It runs on PyTensor if Theano is not installed."""
 
 
 def script() -> None:
@@ -60,10 +68,8 @@ def main(arguments: list[str]) -> None:
     parser = argparse.ArgumentParser(
         prog="python -m synkhronos",
         usage=_USAGE,
-        description="Commands: train a class on all ranks (train); check a class (check); draw recorded runs (show); "
-        "list what this machine has and how to install what is missing (doctor); run controllers and workers written "
-        "for Platoon (platoon). Each has its own --help. PROGRAM: run a program written for Theano, on PyTensor if "
-        "Theano is not installed.",
+        description=_DESCRIPTION,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument(
         "--theano",
@@ -73,9 +79,11 @@ def main(arguments: list[str]) -> None:
     parser.add_argument("-m", dest="module", action="store_true", help="PROGRAM is the name of a module")
     parser.add_argument("program", metavar="PROGRAM", help="a script, or with -m a module")
     parser.add_argument("arguments", metavar="ARGUMENT", nargs=argparse.REMAINDER, help="arguments of PROGRAM")
+    if not arguments:
+        parser.error("expected a command or a program; see --help")
     options = parser.parse_args(arguments)
     if not options.module and not os.path.exists(options.program):
-        parser.error(f"there is neither a command nor a program {options.program!r}")
+        parser.error(f"there is neither a command nor a program {options.program!r}; see --help")
     if options.theano:
         os.environ["SYNKHRONOS_THEANO"] = options.theano
 

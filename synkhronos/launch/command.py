@@ -54,15 +54,29 @@ def _parser() -> argparse.ArgumentParser:
         metavar="KEY=VALUE",
         help="a setting; overrides the environment and the session file",
     )
-    train = commands.add_parser("train", parents=[sets], help="train a class on all ranks", allow_abbrev=False)
-    train.add_argument("session", nargs="?", help="a session file: TOML, or Theano-MPI's KEY=VALUE")
+    train = commands.add_parser(
+        "train",
+        parents=[sets],
+        help="train a class on all ranks",
+        description="Train a class with the interface of Theano-MPI's models on all ranks. Settings are read from the "
+        "session file, the environment and the command line. The last one wins.",
+        epilog="Example: python -m synkhronos train --set model=models/mlp.py:MLP --ranks 2",
+        allow_abbrev=False,
+    )
+    train.add_argument(
+        "session",
+        nargs="?",
+        metavar="SESSION",
+        help="a session file: TOML, or Theano-MPI's KEY=VALUE; default: all settings are given by --set",
+    )
     train.add_argument(
         "--ranks", type=int, metavar="N", help="number of ranks; default: one per GPU, or one per core without GPUs"
     )
     train.add_argument("--devices", help="the device of each rank: cuda0,cuda1 or cpu,cpu; or cpu with --ranks N")
     train.add_argument(
         "--hosts",
-        help="machines, this one first, with their numbers of ranks: a,b:3; or all, for those of the batch job",
+        help="machines, this one first: a,b or, with the number of ranks on b, a,b:3; or all, for the machines of the "
+        "batch job",
     )
     train.add_argument("--folder", help="folder of the run; default: a new one in runs/")
     train.add_argument("--bind", action=argparse.BooleanOptionalAction, help="bind ranks to cores (default: on)")
@@ -81,10 +95,16 @@ def _parser() -> argparse.ArgumentParser:
     )
     train.add_argument("--dry-run", action="store_true", help="print all settings, and start nothing")
     check = commands.add_parser(
-        "check", parents=[sets], help="list what a class is missing, and run three iterations of it"
+        "check",
+        parents=[sets],
+        help="list what a class lacks, and run three iterations of it",
+        description="List the methods and attributes that a class lacks for `train`. If it has all of them, run three "
+        "iterations as one rank, then as two, in this process, and report problems.",
+        epilog="Example: python -m synkhronos check models/mlp.py:MLP",
     )
     check.add_argument("model", metavar="MODEL:CLASS", help="a file or a module, and a class in it")
-    commands.add_parser("doctor", help="list what this machine has, and how to install what is missing")
+    doctor = "list what this machine has, and how to install what is missing"
+    commands.add_parser("doctor", help=doctor, description=f"{doctor.capitalize()}.")
     return parser
 
 

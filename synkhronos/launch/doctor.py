@@ -78,14 +78,16 @@ def _shared_memory() -> int:
 
 def _describe_shared_memory() -> str:
     try:
-        return f"{_shared_memory() / 2**30:.1f} GiB free"
+        return f"{_shared_memory() / 2**30:.1f} GiB free for arrays that ranks share"
     except OSError as error:
         return str(error)
 
 
 def _describe_ranks(installed: set[str], gpus: int) -> str:
     library = "PyTensor" if "pytensor" in installed else "Theano"
-    return f"{library}'s functions run on {gpus} GPUs" if gpus else f"{library}'s functions run on the cores"
+    devices, n_ranks = ("GPUs", gpus) if gpus else ("cores", available_cores())
+    ranks = "1 rank" if n_ranks == 1 else f"{n_ranks} ranks"
+    return f"{library}'s functions run on the {devices}; synkhronos.fork() starts {ranks}"
 
 
 def _first_steps(installed: set[str], gpus: int) -> list[str]:

@@ -300,7 +300,9 @@ def resolve(sources: Sequence[Mapping[str, Any]], beside: str | os.PathLike[str]
     found = merge_sources(sources)
     name, class_name = _get_text(found, "modelfile"), _get_text(found, "modelclass")
     if not name:
-        raise SettingsError("modelfile: expected the file to train; name a session file, or model = 'FILE:CLASS'")
+        raise SettingsError(
+            "modelfile: expected the file to train: name a session file, or give --set model=FILE:CLASS"
+        )
     if not class_name:
         raise SettingsError("modelclass: expected the class to train; name a session file, or model = 'FILE:CLASS'")
     folders = [_get_path(found, "root"), os.getcwd(), beside and os.path.dirname(os.path.abspath(beside))]

@@ -21,8 +21,18 @@ _COLUMNS += ["loss", "learning_rate", "rows_per_second", "compute", "exchange", 
 
 def main(arguments: list[str]) -> None:
     """Run the command; ``arguments`` are those after ``show``."""
-    parser = argparse.ArgumentParser(prog="python -m synkhronos show", description="Draw recorded runs and timelines.")
-    parser.add_argument("runs", nargs="+", metavar="RUN", help="a recorder's folder, or a file of synkhronos.timeline")
+    parser = argparse.ArgumentParser(
+        prog="python -m synkhronos show",
+        description="Print a line for each run, and draw loss, validation and speed of all runs into one picture. Of a "
+        "timeline, print where each rank's time went.",
+        epilog="Example: python -m synkhronos show runs/a runs/b",
+    )
+    parser.add_argument(
+        "runs",
+        nargs="+",
+        metavar="RUN",
+        help="the folder of a run or of a recorder, or a file that synkhronos.timeline has written",
+    )
     parser.add_argument(
         "--picture",
         metavar="FILE",

@@ -450,7 +450,10 @@ def test_doctor_names_the_first_step(monkeypatch):
 
 @pytest.mark.parametrize(
     ("library", "ready", "absent"),
-    [("pytensor", "PyTensor's functions run on the cores", "Theano"), ("theano", "Theano's functions run on", "JAX")],
+    [
+        ("pytensor", "PyTensor's functions run on the cores; synkhronos.fork() starts ", "Theano"),
+        ("theano", "Theano's functions run on", "JAX"),
+    ],
 )
 def test_doctor_says_that_ranks_can_run(monkeypatch, library, ready, absent):
     from synkhronos.launch import doctor

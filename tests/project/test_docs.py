@@ -269,6 +269,16 @@ def test_the_commands_of_the_table_of_speed_exist():
 
 
 @pytest.mark.any_library
+def test_the_readme_has_the_rows_of_the_table_of_speed():
+    columns = ["Work", "On", "Beside", "Times as fast", "Command"]
+    with SPEED.open(newline="") as file:
+        rows = [[row[column] for column in columns] for row in csv.DictReader(file)]
+    readme = (ROOT / "README.rst").read_text()
+    (table,) = re.findall(rf":header: {','.join(columns)}\n.*\n\n((?:   .*\n)+)", readme)
+    assert list(csv.reader(textwrap.dedent(table).splitlines())) == rows
+
+
+@pytest.mark.any_library
 def test_the_ratios_of_the_table_of_speed_follow_from_its_figures():
     with SPEED.open(newline="") as file:
         rows = [row for row in csv.DictReader(file) if row["Theirs"] != "\\ "]
