@@ -1,4 +1,4 @@
-"""Draws the ratios of speed.csv: ``python docs/speed.py`` writes speed_light.svg and speed_dark.svg beside it.
+"""Draws the ratios of speed.csv: ``python docs/speed.py`` writes speed_light.svg, speed_dark.svg, and two for phones.
 
 The pictures carry the digest of the table that they were drawn from, so that a test can tell when they are out of date.
 """
@@ -25,22 +25,36 @@ def digest() -> str:
     return hashlib.sha256(TABLE.read_bytes()).hexdigest()
 
 
-def draw(rows: list[dict[str, str]], theme: str) -> None:
-    """Draw a bar for each row, from equal speed to its ratio, with the row's name above it."""
+def draw(rows: list[dict[str, str]], theme: str, is_narrow: bool) -> None:
+    """Draw a bar for each row, from equal speed to its ratio, with the row's name above it.
+
+    The other program's name is at the right, or in a narrow picture below the row's name.
+    """
     from matplotlib import pyplot
 
     text, lighter, grid, gain, loss = COLOURS[theme]
-    figure, axis = pyplot.subplots(figsize=(7, 0.56 * len(rows) + 0.6), layout="constrained")
+    size = (4, 0.74 * len(rows) + 0.6) if is_narrow else (7, 0.56 * len(rows) + 0.6)
+    bar, top = (0.28, -0.42) if is_narrow else (0.36, -0.22)
+    beside = {"x": LEFT, "y": -0.18, "ha": "left"} if is_narrow else {"x": RIGHT, "y": top, "ha": "right"}
+    figure, axis = pyplot.subplots(figsize=size, layout="constrained")
     for i, row in enumerate(rows):
         ratio = float(row["Times as fast"])
         colour = gain if ratio >= 1 else loss
-        axis.barh(i, ratio - 1, left=1, height=0.36, color=colour)
-        axis.text(LEFT, i - 0.22, f"{row['Work']}, {row['On']}", color=text, va="bottom", fontsize=10.5)
-        axis.text(RIGHT, i - 0.22, f"beside {row['Beside']}", color=lighter, va="bottom", ha="right", fontsize=10.5)
+        axis.barh(i, ratio - 1, left=1, height=bar, color=colour)
+        axis.text(LEFT, i + top, f"{row['Work']}, {row['On']}", color=text, va="bottom", fontsize=10.5)
+        axis.text(
+            beside["x"], i + beside["y"], f"beside {row['Beside']}",
+            color=lighter, va="bottom", ha=beside["ha"], fontsize=10.5,
+        )  # fmt: skip
         end = max(ratio, 1) * 1.03
         axis.text(end, i, row["Times as fast"], color=colour, va="center", fontsize=11, weight="bold")
     axis.set_facecolor("none")
-    axis.axvline(1, color=text, linewidth=1)
+    if is_narrow:  # a whole line would cross the names
+        axis.vlines(
+            [1] * len(rows), [i - 0.2 for i in range(len(rows))], [i + 0.2 for i in range(len(rows))], color=text
+        )
+    else:
+        axis.axvline(1, color=text, linewidth=1)
     axis.set_xscale("log")
     axis.set_xlim(LEFT, RIGHT)
     axis.set_ylim(len(rows) - 0.5, -0.8)
@@ -53,20 +67,20 @@ def draw(rows: list[dict[str, str]], theme: str) -> None:
     for spine in axis.spines.values():
         spine.set_visible(False)
     metadata = {"Date": None, "Creator": None, "Description": f"speed.csv {digest()}", "Title": "Speed"}
-    figure.savefig(
-        TABLE.with_name(f"speed_{theme}.svg"), facecolor="white" if theme == "light" else "none", metadata=metadata
-    )
+    name = f"speed_{theme}_narrow.svg" if is_narrow else f"speed_{theme}.svg"
+    figure.savefig(TABLE.with_name(name), facecolor="white" if theme == "light" else "none", metadata=metadata)
     pyplot.close(figure)
 
 
 def main() -> None:
-    """Draw both pictures."""
+    """Draw all pictures."""
     matplotlib.use("agg")
     matplotlib.rcParams["svg.hashsalt"] = "speed"
     with TABLE.open(newline="") as file:
         rows = list(csv.DictReader(file))
     for theme in COLOURS:
-        draw(rows, theme)
+        draw(rows, theme, is_narrow=False)
+        draw(rows, theme, is_narrow=True)
 
 
 if __name__ == "__main__":

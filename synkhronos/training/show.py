@@ -108,7 +108,7 @@ def draw(runs: dict[str, dict[str, list[dict[str, Any]]]], picture: Path) -> Non
         raise SystemExit("drawing needs matplotlib: pip install 'synkhronos[demos]', or take --csv") from None
     matplotlib.use("agg")
     from matplotlib import pyplot
-    from matplotlib.ticker import EngFormatter, MaxNLocator, NullFormatter
+    from matplotlib.ticker import EngFormatter, LogLocator, MaxNLocator, NullFormatter
 
     reports = {
         run: [record for record in files.get("reports", []) if record.get("loss") is not None]
@@ -117,7 +117,14 @@ def draw(runs: dict[str, dict[str, list[dict[str, Any]]]], picture: Path) -> Non
     every = [record for records in reports.values() for record in records]
     validated = list(dict.fromkeys(name for record in every for name in record.get("validation") or {}))
     panels = [("seconds", "loss"), ("rows", "loss"), *(("rows", name) for name in validated), ("rows", "rows a second")]
-    figure, axes = pyplot.subplots(1, len(panels), figsize=(4.3 * len(panels), 4), layout="constrained")
+    n_columns = min(3, len(panels))
+    n_rows = -(-len(panels) // n_columns)
+    figure, grid = pyplot.subplots(
+        n_rows, n_columns, figsize=(4.3 * n_columns, 3.6 * n_rows), layout="constrained", squeeze=False
+    )
+    axes = list(grid.flat[: len(panels)])
+    for axis in grid.flat[len(panels) :]:
+        axis.remove()
     for run, files in runs.items():
         first = min((record["time"] for records in files.values() for record in records), default=0.0)
         known = reports[run]
@@ -141,10 +148,14 @@ def draw(runs: dict[str, dict[str, list[dict[str, Any]]]], picture: Path) -> Non
             axis.set_ylim(bottom=0)
         if y == "loss":
             axis.set_yscale("log")
-            # Ticks such as 0.6 instead of 6 × 10⁻¹; minor ticks only within a decade.
+            # Ticks such as 0.6 instead of 6 × 10⁻¹, and more than those of the decades.
             low, high = axis.get_ylim()
+            if high < 4 * low:
+                axis.yaxis.set_major_locator(MaxNLocator(5))
+            elif high < 1000 * low:
+                axis.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
             axis.yaxis.set_major_formatter("{x:g}")
-            axis.yaxis.set_minor_formatter("{x:g}" if high < 10 * low else NullFormatter())
+            axis.yaxis.set_minor_formatter(NullFormatter())
     figure.legend(*axes[0].get_legend_handles_labels(), loc="outside upper left", fontsize="small", ncols=4)
     figure.savefig(picture, dpi=120)
     pyplot.close(figure)

@@ -249,7 +249,7 @@ SPEED = ROOT / "docs" / "speed.csv"
 
 
 @pytest.mark.any_library
-@pytest.mark.parametrize("theme", ["light", "dark"])
+@pytest.mark.parametrize("theme", ["light", "dark", "light_narrow", "dark_narrow"])
 def test_the_picture_of_speed_was_drawn_from_its_table(theme):
     """After a change of the table ``python docs/speed.py`` has to draw it anew."""
     assert hashlib.sha256(SPEED.read_bytes()).hexdigest() in SPEED.with_name(f"speed_{theme}.svg").read_text()

@@ -131,6 +131,7 @@ def test_nothing_on_the_picture_covers_anything_else(tmp_path, monkeypatch):
     ]
     show.draw({"run": {"reports": records}, "other": {"reports": records}}, tmp_path / "p.png")
     (figure,) = figures
+    assert len({round(axis.get_position().x0, 1) for axis in figure.axes}) == 3  # more panels: further rows
     assert [axis.get_ylabel() for axis in figure.axes] == ["loss", "loss", "validation error", "rows a second"]
     legend = figure.legends[0].get_window_extent()
     assert not any(legend.overlaps(axis.get_window_extent()) for axis in figure.axes)
@@ -144,7 +145,15 @@ def test_nothing_on_the_picture_covers_anything_else(tmp_path, monkeypatch):
         assert len(boxes) > 1 and not any(one.x1 >= next.x0 for one, next in itertools.pairwise(boxes))
 
 
-@pytest.mark.parametrize(("losses", "labels"), [((0.6, 0.4), ["0.4", "0.5", "0.6"]), ((6.0, 0.02), ["0.1", "1"])])
+LOSSES = [
+    ((0.6, 0.4), ["0.4", "0.45", "0.5", "0.55", "0.6"]),
+    ((0.6, 0.05), ["0.05", "0.1", "0.2", "0.5"]),
+    ((6.0, 0.02), ["0.02", "0.05", "0.1", "0.2", "0.5", "1", "2", "5"]),
+    ((50.0, 0.002), ["0.01", "0.1", "1", "10"]),
+]
+
+
+@pytest.mark.parametrize(("losses", "labels"), LOSSES)
 def test_losses_are_labelled_as_people_write_them(tmp_path, monkeypatch, losses, labels):
     pyplot = pytest.importorskip("matplotlib.pyplot")
     figures = []
