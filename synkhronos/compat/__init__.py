@@ -25,7 +25,7 @@ import importlib.util
 import os
 import sys
 
-from synkhronos.compat import hook, real
+from synkhronos.compat import hook, theano_patches
 
 __all__ = ["chosen", "install"]
 
@@ -64,7 +64,7 @@ def install() -> str:
     if selected not in ("", "theano", "pytensor"):
         raise ValueError(f"{VARIABLE} has to be 'theano' or 'pytensor', not {selected!r}")
     if selected == "theano" or (selected == "" and _has_theano()):
-        real.install()
+        theano_patches.install()
         return "theano"
     if "theano" in sys.modules:
         raise ImportError(

@@ -64,7 +64,7 @@ def _is_mpich(mpirun: str) -> bool:
 
 def _check_names(names: Sequence[str]) -> None:
     """Raise RuntimeError for hosts without an address: Open MPI reports them only after half a minute."""
-    unknown = [name for name in names if not _has_address(name) and not _has_address(_resolve_by_ssh(name))]
+    unknown = [name for name in names if not _has_address(name) and not _has_address(_resolve_ssh_alias(name))]
     if unknown:
         raise RuntimeError(
             f"the hosts {', '.join(names)} could not be reached: this machine knows no address of {', '.join(unknown)}"
@@ -78,7 +78,7 @@ def _has_address(name: str) -> bool:
         return False
 
 
-def _resolve_by_ssh(name: str) -> str:
+def _resolve_ssh_alias(name: str) -> str:
     """Return the host name or address in the user's ssh configuration."""
     with contextlib.suppress(OSError):
         output = subprocess.run(["ssh", "-G", name], capture_output=True, text=True, check=False).stdout

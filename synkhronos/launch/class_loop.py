@@ -359,7 +359,7 @@ class ClassLoop(EpochLoop, RankLoop):
         self.run()
         self.count = self.within["batch"] * self.worker.size
         self.recorder.write()
-        outcome = self.recorder.meter.outcome(self.recorder.learning_rate)
+        outcome = self.recorder.meter.get_outcome(self.recorder.learning_rate)
         ended = self.worker.exchange((outcome, self.has_ended))
         self.outcomes = [outcome for outcome, _ in ended]
         self.trained = time.perf_counter()

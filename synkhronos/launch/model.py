@@ -15,7 +15,7 @@ from synkhronos.devices import array_device
 from synkhronos.graphs import library_of
 from synkhronos.loading import Loader
 from synkhronos.training import updates
-from synkhronos.training.model import by_own_gradient, warn_of_denominators
+from synkhronos.training.training_graph import apply_own_gradient, warn_of_denominators
 
 
 def _count_rows(data: Any) -> int:
@@ -139,7 +139,7 @@ class Model:
     def updates(self, loss: Any, params: list[Any], learning_rate: Any) -> Any:
         """Return the updates of the parameters; by default by Nesterov's momentum."""
         rule = updates.nesterov_momentum(loss, params, learning_rate=learning_rate, weight=self.weight)
-        return by_own_gradient(rule)
+        return apply_own_gradient(rule)
 
     # -- the contract ----------------------------------------------------------------------------------------
 

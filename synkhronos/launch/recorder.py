@@ -265,11 +265,11 @@ class ClassRecorder:
     def stepped(self, seconds: float = 0.0) -> None:
         """Count an iteration; ``seconds`` is its duration, which does not count in the speed if it is the first."""
         self.meter.count_step(self.rows)
-        self.meter.launched(1, self.rows, seconds)
+        self.meter.record_launch(1, self.rows, seconds)
 
     def write(self, last: bool = True) -> None:
         """Write and print a line about the iterations since the last one; without ``last``, if a line is due."""
-        self.meter.write(self.epoch, self.meter.step * self.rows, self.learning_rate, last)
+        self.meter.write_lines(self.epoch, self.meter.step * self.rows, self.learning_rate, last)
 
     def write_rank(self, rank: int, record: dict[str, Any]) -> None:
         """Write and print a line, for the meter."""

@@ -254,12 +254,12 @@ class Rank:
         elif not self.is_master and self._reached(self._step, besides=self.root):
             control.ring(self.root, FOR_STEP)
 
-    def barrier(self, look: Callable[[], None] | None = None) -> None:
+    def barrier(self, check: Callable[[], None] | None = None) -> None:
         """Return when every rank has arrived at this step.
 
         Parameters
         ----------
-        look : callable, optional
+        check : callable, optional
             Called repeatedly while waiting; may raise.
 
         Raises
@@ -268,7 +268,7 @@ class Rank:
             If a rank failed in this command.
         """
         self.arrive()
-        self._wait_for_step(self._step, look=look)
+        self._wait_for_step(self._step, check=check)
 
     def raise_collectively(self, error: Exception) -> NoReturn:
         """Raise an error that every rank has found: the error itself in the master, `Cancelled` in workers."""
@@ -398,18 +398,18 @@ class Rank:
             return min(arrived) >= step
         return min([step, *arrived[:besides], *arrived[besides + 1 :]]) >= step
 
-    def _wait_for_step(self, step: int, besides: int | None = None, look: Callable[[], None] | None = None) -> None:
+    def _wait_for_step(self, step: int, besides: int | None = None, check: Callable[[], None] | None = None) -> None:
         reached = self._reached
-        self.wait(lambda: reached(step, besides), look)
+        self.wait(lambda: reached(step, besides), check)
 
-    def wait(self, ready: Callable[[], bool], look: Callable[[], None] | None = None, reason: int = FOR_STEP) -> None:
+    def wait(self, ready: Callable[[], bool], check: Callable[[], None] | None = None, reason: int = FOR_STEP) -> None:
         """Wait until a condition on shared memory holds.
 
         Parameters
         ----------
         ready : callable
             Returns whether it holds.
-        look : callable, optional
+        check : callable, optional
             Called repeatedly while waiting; may raise.
         reason : int
             Whoever makes the condition true rings the ranks that sleep for this reason.
@@ -421,11 +421,11 @@ class Rank:
         """
         words, failed, command = self.control.words, Control.FAILED, self.command
         watch = self.watch
-        if look is not None:
+        if check is not None:
 
             def watch() -> None:
                 self.watch()
-                look()
+                check()
 
         self.control.wait(self.number, lambda: ready() or words[failed] == command, reason, watch, POLL)
         if words[failed] == command:

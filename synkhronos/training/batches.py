@@ -24,7 +24,7 @@ from synkhronos.function.inputs import check_indexes, split_by_rank
 StepRows: TypeAlias = list[np.ndarray] | None
 
 
-def rows_of_ranks(batches: Sequence[Any], length: int, size: int) -> list[StepRows]:
+def assign_rows(batches: Sequence[Any], length: int, size: int) -> list[StepRows]:
     """Return the row indexes of each step on each rank, for data that are scattered.
 
     Parameters
@@ -48,7 +48,7 @@ def rows_of_ranks(batches: Sequence[Any], length: int, size: int) -> list[StepRo
 
     Examples
     --------
-    >>> rows_of_ranks([slice(0, 4), [7]], 8, 2)
+    >>> assign_rows([slice(0, 4), [7]], 8, 2)
     [[array([0, 1]), array([2, 3])], None]
     """
     steps: list[StepRows] = []
@@ -60,7 +60,7 @@ def rows_of_ranks(batches: Sequence[Any], length: int, size: int) -> list[StepRo
     return steps
 
 
-def sliceable_rows_of_ranks(batches_s: Sequence[Any], size: int) -> list[StepRows]:
+def collect_sliceable_rows(batches_s: Sequence[Any], size: int) -> list[StepRows]:
     """Return the row indexes of each step on each rank, for data in shared variables of the ranks.
 
     Only a rank knows the length of its data: the number of rows in a slice is unknown here, and so is the range of
@@ -85,7 +85,7 @@ def sliceable_rows_of_ranks(batches_s: Sequence[Any], size: int) -> list[StepRow
 
     Examples
     --------
-    >>> sliceable_rows_of_ranks([[[0, 1], [5]], slice(0, 2)], 2)
+    >>> collect_sliceable_rows([[[0, 1], [5]], slice(0, 2)], 2)
     [[array([0, 1]), array([5])], None]
     """
     steps: list[StepRows] = []
@@ -121,11 +121,11 @@ def group_steps(steps: Sequence[StepRows], max_repeats: int) -> Iterator[tuple[i
     """
     start = 0
     for stop in range(1, len(steps) + 1):
-        if stop == len(steps) or stop - start == max_repeats or not _alike(steps[start], steps[stop]):
+        if stop == len(steps) or stop - start == max_repeats or not _can_share_launch(steps[start], steps[stop]):
             yield start, stop
             start = stop
 
 
-def _alike(one: StepRows, other: StepRows) -> bool:
+def _can_share_launch(one: StepRows, other: StepRows) -> bool:
     """Whether two steps can share a launch: each rank has equally many rows in both."""
     return one is not None and other is not None and list(map(len, one)) == list(map(len, other))

@@ -22,7 +22,7 @@ _MAX_REPEATS = 64
 
 
 @dataclass
-class Plan:
+class IntervalPlan:
     """Steps until the next report."""
 
     #: Name of the trainer, the key of each rank's state.
@@ -38,17 +38,17 @@ class Plan:
     schedule: Schedule
     recorders: list[Recorder]
     #: Whether the master shows a progress bar.
-    bar: bool
+    shows_progress: bool
     #: Groups of ranks that share rows: one group of all ranks, or one per host if the hosts have different rows.
     pools: list[range]
     #: Whether a signal may end the training before `last`.
     can_stop: bool = False
     #: Outcomes between the last report and `first`, one per rank (one for synchronous ranks); empty at a report.
-    before: Sequence[Any] = ()
+    earlier_outcomes: Sequence[Any] = ()
     #: Whether the loss is a weighted mean instead of a mean over rows.
     has_weight: bool = False
 
-    def rate(self, place: int) -> float:
+    def get_rate(self, place: int) -> float:
         """Return the learning rate at a position in the epoch."""
         return float(self.schedule(self.epoch + place / self.count))
 
@@ -99,15 +99,15 @@ class EpochData:
 
     def __post_init__(self) -> None:
         self.pools = get_rank_pools(self.data)
-        self.count = self.length if self.pools is None else sum(map(len, self._of_parts(0)))
+        self.count = self.length if self.pools is None else sum(map(len, self._iterate_part_rows(0)))
 
-    def make(self) -> None:
+    def allocate_order(self) -> None:
         """Allocate the array of the order, which all ranks read."""
         if self.loader is None:
             self.order = synk.data(shape=(self.count,), dtype="int64")
         self._shuffled = -1
 
-    def source(self, epoch: int, first: int, all_together: bool) -> Source:
+    def make_source(self, epoch: int, first: int, all_together: bool) -> Source:
         """Return the source of an epoch's rows, for all ranks together or for each rank by itself."""
         if self.loader is not None:
             size = ranks.session().size
@@ -117,16 +117,16 @@ class EpochData:
             if self.pools is None:
                 self.order[...] = np.random.default_rng((self.seed, epoch)).permutation(self.count)
             else:
-                self.order[...] = np.concatenate(list(self._of_parts(epoch)))
+                self.order[...] = np.concatenate(list(self._iterate_part_rows(epoch)))
             self._shuffled = epoch
         return OrderedRows(self.data, self.order)
 
-    def _of_parts(self, epoch: int) -> Iterator[np.ndarray]:
+    def _iterate_part_rows(self, epoch: int) -> Iterator[np.ndarray]:
         """Yield the rows of each step of an epoch, if ranks take only rows of their own host."""
         assert self.pools is not None
         return iterate_shuffled(self.length, self.batch * self.pools[-1].stop, self.pools, (self.seed, epoch))
 
-    def parts(self) -> list[int] | None:
+    def describe_parts(self) -> list[int] | None:
         """Return the batch and the numbers of ranks by host if hosts have different rows, else None."""
         return None if self.pools is None else [self.batch, *map(len, self.pools)]
 

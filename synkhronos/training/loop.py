@@ -30,16 +30,16 @@ from synkhronos.loading.loader import Feed
 from synkhronos.rules import Rule, State
 from synkhronos.tasks import LocalFunction, LocalRows, Worker
 from synkhronos.tracing.spans import TRACED, TracedMethod
-from synkhronos.training.epoch_data import Plan, Source
-from synkhronos.training.meter import Meter, Outcome, ReadLosses, timed
-from synkhronos.training.model import Model
+from synkhronos.training.epoch_data import IntervalPlan, Source
+from synkhronos.training.meter import ActivityTimer, Meter, Outcome, ReadLosses
 from synkhronos.training.rank_state import restore_own_params, set_reported_params
 from synkhronos.training.stop import StopAgreement, requested_stop
 from synkhronos.training.survival import Survival
 from synkhronos.training.train_function import TrainFunction
+from synkhronos.training.training_graph import TrainingGraph
 
 #: Bytes of the rows of one launch, at most, which are there at once.
-_BYTES = 1 << 30
+_MAX_LAUNCH_NBYTES = 1 << 30
 
 
 class Batches(NamedTuple):
@@ -111,22 +111,22 @@ class RankLoop(TrainingLoop):
     rule: Rule
     state: State
     seconds: dict[str, float]
-    _left = 1
+    _steps_left = 1
 
     def count_steps_left(self) -> int:
         """Return the number of steps until the next exchange, and remember it for `exchange`."""
-        self._left = self.rule.count_steps_left(self.state)
-        return self._left
+        self._steps_left = self.rule.count_steps_left(self.state)
+        return self._steps_left
 
     def exchange(self, steps: int) -> None:
         """Count steps, and exchange if no more were left."""
         worker, state = self.worker, self.state
         state.step += steps
         state.since += steps
-        if steps < self._left:
+        if steps < self._steps_left:
             return
         self.begin_exchange()
-        with timed(self.seconds, "exchange", lambda: worker.waited):
+        with ActivityTimer(self.seconds, "exchange", lambda: worker.waited):
             self.rule.exchange(worker, state)
             state.since = 0
             self.end_exchange()
@@ -139,12 +139,12 @@ class RankLoop(TrainingLoop):
         """Reset what counts from exchange to exchange."""
 
 
-class _Rows(TrainingLoop):
+class _SourceLoop(TrainingLoop):
     """Loop over rows of a `Source`.
 
     Parameters
     ----------
-    plan : Plan
+    plan : IntervalPlan
     source : Source
     meter : Meter
     rows : int
@@ -157,14 +157,16 @@ class _Rows(TrainingLoop):
 
     watch: Any = None  # called from time to time while a loader reads rows
 
-    def __init__(self, plan: Plan, source: Source, meter: Meter, rows: int, is_master: bool, rate: float = math.nan):
+    def __init__(
+        self, plan: IntervalPlan, source: Source, meter: Meter, rows: int, is_master: bool, rate: float = math.nan
+    ):
         self.plan, self.source, self.meter, self.rows, self.rate = plan, source, meter, rows, rate
         #: Place up to which rows have been trained on.
         self.end = plan.first
         #: Places of rows that unfinished steps may still read.
         self.reading: list[tuple[int, int]] = []
         self._bar: Any = None
-        if plan.bar and is_master:
+        if plan.shows_progress and is_master:
             from tqdm import tqdm
 
             self._bar = tqdm(total=plan.count, initial=plan.first, unit="row", desc=f"epoch {plan.epoch}", leave=False)
@@ -187,10 +189,10 @@ class _Rows(TrainingLoop):
     def write_lines(self, last: bool = False) -> None:
         """Write the recorders' lines that are due; with ``last``, of all steps since their last ones."""
         plan = self.plan
-        self.meter.write(plan.epoch, plan.epoch * plan.count + self.end, self.rate, last)
+        self.meter.write_lines(plan.epoch, plan.epoch * plan.count + self.end, self.rate, last)
 
     @abstractmethod
-    def put_rate(self, rate: float) -> None:
+    def set_rate(self, rate: float) -> None:
         """Set the learning rate's variable."""
 
     @abstractmethod
@@ -204,42 +206,42 @@ class _Rows(TrainingLoop):
         """
 
     @abstractmethod
-    def free_launched(self, places: list[tuple[int, int]], steps: int) -> None:
+    def free_after_launch(self, places: list[tuple[int, int]], steps: int) -> None:
         """Give memory of rows back to the loaders, after a launch of ``steps`` steps."""
 
     def step(self, batches: Batches) -> int:
         """Launch the steps, and note their losses."""
         last = self.plan.last
         places = [(start, min(start + self.rows, last)) for start in batches.starts if start < last]
-        rate = self.plan.rate(batches.first)
+        rate = self.plan.get_rate(batches.first)
         if rate != self.rate:
-            self.put_rate(rate)
+            self.set_rate(rate)
             self.rate = rate
-        rows = [each for each in self.wait_for(places) if len(each)]
+        rows = [each for each in self.wait_for_rows(places) if len(each)]
         if not rows:  # the last round had no batch for this rank, or none of the rows could be read
             self.free(places)
             return len(batches.starts)
-        with self.meter.timed("compute") as launch:
+        with self.meter.time("compute") as launch:
             losses = self.launch(rows)
             for (loss, weight), some in zip(losses, rows, strict=True):
                 self.meter.add_loss(loss, len(some) if weight is None else weight)
                 self.meter.count_step(len(some))
-            self.free_launched(places, len(losses))
-        self.meter.launched(len(rows), len(rows[0]), launch.spent)
+            self.free_after_launch(places, len(losses))
+        self.meter.record_launch(len(rows), len(rows[0]), launch.spent)
         return len(batches.starts)
 
-    def wait_for(self, places: list[tuple[int, int]]) -> list[Any]:
+    def wait_for_rows(self, places: list[tuple[int, int]]) -> list[Any]:
         """Return the numbers of the rows between places; wait until a loader has read them."""
         source = self.source
         if isinstance(source, Feed) and not all(source.is_ready(*each) for each in places):
             # The loaders may need the memory of rows that this rank holds, to read rows for other ranks.
             self.finish_steps()
-        with self.meter.timed("load"):
+        with self.meter.time("load"):
             return [source.rows(*each, self.watch) for each in places]
 
     def finish_steps(self) -> None:
         """Wait for the launched steps, and give the memory of their rows back to the loaders."""
-        with self.meter.timed("compute"):
+        with self.meter.time("compute"):
             self.meter.read_losses()
             self.free(self.reading)
             self.reading = []
@@ -250,7 +252,7 @@ class _Rows(TrainingLoop):
             self.source.free(*each)
 
 
-class CommandLoop(_Rows):
+class CommandLoop(_SourceLoop):
     """Loop of the master, whose steps are commands of all ranks; one command takes steps of one learning rate.
 
     Parameters
@@ -267,11 +269,11 @@ class CommandLoop(_Rows):
 
     def __init__(
         self,
-        plan: Plan,
+        plan: IntervalPlan,
         source: Source,
         meter: Meter,
         rows: int,
-        model: Model,
+        graph: TrainingGraph,
         step: TrainFunction,
         learning_rate: Any,
         rate: float,
@@ -282,23 +284,23 @@ class CommandLoop(_Rows):
         #: Maximal number of steps in a launch; after a death the whole launch is repeated.
         self._max_repeats = source.max_repeats if survival is None else 1
         data = source.data
-        self._x = data[: len(model.x)] if model.x_is_list else data[0]
-        self._y = data[len(model.x) :] if model.y_is_list else data[-1]
+        self._x = data[: len(graph.x)] if graph.x_is_list else data[0]
+        self._y = data[len(graph.x) :] if graph.y_is_list else data[-1]
 
     def iterate_batches(self) -> Iterator[Batches]:
         """Yield the next batches with equal learning rates."""
         place, plan = self.plan.first, self.plan
         while place < plan.last:
-            rate, starts = plan.rate(place), [place]
+            rate, starts = plan.get_rate(place), [place]
             while len(starts) < self._max_repeats and starts[-1] + 2 * self.rows <= plan.last:
-                if plan.rate(starts[-1] + self.rows) != rate:
+                if plan.get_rate(starts[-1] + self.rows) != rate:
                     break
                 starts.append(starts[-1] + self.rows)
             end = min(starts[-1] + self.rows, plan.last)
             yield Batches(place, starts, end)
             place = end
 
-    def put_rate(self, rate: float) -> None:
+    def set_rate(self, rate: float) -> None:
         """Set the variable on all ranks."""
         value = np.asarray(rate, self._learning_rate.type.dtype)
         if self._survival is None:
@@ -312,7 +314,7 @@ class CommandLoop(_Rows):
             return self._step.weighted_steps(self._x, self._y, rows)
         return self._survival.change(lambda: self._step.weighted_steps(self._x, self._y, rows), len(rows))
 
-    def free_launched(self, places: list[tuple[int, int]], steps: int) -> None:
+    def free_after_launch(self, places: list[tuple[int, int]], steps: int) -> None:
         """Wait for the steps, whose rows have been read then."""
         self.meter.read_losses()
         self.free(places)
@@ -325,13 +327,13 @@ class CommandLoop(_Rows):
         return self.plan.can_stop and bool(requested_stop())
 
 
-class RowLoop(_Rows, RankLoop):
+class RowLoop(_SourceLoop, RankLoop):
     """Loop of one rank over rows of data, with the steps of a function.
 
     Parameters
     ----------
     worker : Worker
-    plan : Plan
+    plan : IntervalPlan
     rule : Rule
     state : State
     step : LocalFunction
@@ -339,7 +341,7 @@ class RowLoop(_Rows, RankLoop):
     rate : shared variable
         Learning rate of this rank.
     source : Source
-    taken : LocalRows
+    batches_taken : LocalRows
         Number of batches that each pool's ranks have taken, where ranks take them at their own pace.  The last element
         is the number of rounds, of a batch a rank, after which a signal ends the training; 0 without a signal.
     """
@@ -347,28 +349,30 @@ class RowLoop(_Rows, RankLoop):
     def __init__(
         self,
         worker: Worker,
-        plan: Plan,
+        plan: IntervalPlan,
         rule: Rule,
         state: State,
         step: LocalFunction,
         rate: Any,
         source: Source,
-        taken: LocalRows,
+        batches_taken: LocalRows,
     ):
         kinds = worker.kept(plan.name).setdefault("kinds", set())
-        read = make_reader(step.read, plan.has_weight)
+        read = make_loss_reader(step.read, plan.has_weight)
         meter = Meter(worker.number, plan.recorders, read, kinds, state.step, lambda: worker.waited)
-        if plan.before:
-            meter.begin(plan.before[worker.number])
+        if plan.earlier_outcomes:
+            meter.begin(plan.earlier_outcomes[worker.number])
         super().__init__(plan, source, meter, plan.batch, worker.is_master)
         self.worker, self.rule, self.state, self.watch = worker, rule, state, worker.progress
-        self._step, self._rate, self._taken, self.seconds = step, rate, taken, meter.seconds
+        self._step, self._rate, self._batches_taken, self.seconds = step, rate, batches_taken, meter.seconds
         #: Weights of the steps since the last exchange.
-        self._items: list[Any] = []
-        state.count_items = self._count_items if plan.has_weight else None
+        self._unexchanged_weights: list[Any] = []
+        state.count_items = self._sum_weights if plan.has_weight else None
         self._agreement = StopAgreement(worker)
         row = sum(math.prod(each.shape[1:]) * each.dtype.itemsize for each in source.data)
-        self.max_repeats = max(1, min(source.max_repeats, step.max_repeats, _BYTES // max(1, row * plan.batch)))
+        self.max_repeats = max(
+            1, min(source.max_repeats, step.max_repeats, _MAX_LAUNCH_NBYTES // max(1, row * plan.batch))
+        )
         if isinstance(source, Feed):
             source.open(worker.number)
 
@@ -389,11 +393,11 @@ class RowLoop(_Rows, RankLoop):
 
     def _take_batches(self) -> Iterator[Batches]:
         """Take the next batches that no other rank has taken."""
-        plan, n, taken = self.plan, self.worker.size, self._taken
+        plan, n, taken = self.plan, self.worker.size, self._batches_taken
         pool = next(pool for pool in plan.pools if self.worker.number in pool)
         while True:
             n_batches = min(self.count_steps_left(), self.max_repeats)
-            with self.meter.timed("load"), self.worker.lock(n + 1) as lock:
+            with self.meter.time("load"), self.worker.lock(n + 1) as lock:
                 lock.read(taken)
                 first = int(taken.array[pool.start])
                 if plan.can_stop and requested_stop() and not taken.array[-1]:
@@ -419,21 +423,25 @@ class RowLoop(_Rows, RankLoop):
         """Return True if all ranks stop; ranks at their own pace stop in `_take_batches`."""
         return self.plan.can_stop and not self.rule.asynchronous and self._agreement.is_stop()
 
-    def put_rate(self, rate: float) -> None:
+    def set_rate(self, rate: float) -> None:
         """Set the variable of this rank."""
         self._rate.set_value(np.asarray(rate, self._rate.type.dtype))
 
-    def _count_items(self) -> float:
+    def _sum_weights(self) -> float:
         """Return the sum of the weights of this rank's steps since the last exchange."""
-        return float(np.sum(self._step.read(self._items), dtype=np.float64)) if self._items else 0.0
+        return (
+            float(np.sum(self._step.read(self._unexchanged_weights), dtype=np.float64))
+            if self._unexchanged_weights
+            else 0.0
+        )
 
     def launch(self, rows: list[Any]) -> list[tuple[Any, Any]]:
         """Start the steps, in one launch where that can be."""
-        steps = self._launched(rows)
-        self._items += [weight for _, weight in steps if weight is not None]
+        steps = self._launch_steps(rows)
+        self._unexchanged_weights += [weight for _, weight in steps if weight is not None]
         return steps
 
-    def _launched(self, rows: list[Any]) -> list[tuple[Any, Any]]:
+    def _launch_steps(self, rows: list[Any]) -> list[tuple[Any, Any]]:
         data, state = self.source.data, self.state
         if state.average_size:
             state.own["batches"] = state.own.get("batches", 0.0) + sum(map(len, rows)) / self.plan.batch
@@ -446,7 +454,7 @@ class RowLoop(_Rows, RankLoop):
         steps = [self._step.launch(*(each[some] for each in data)) for some in rows]
         return [(loss, weight[0] if weight else None) for loss, *weight in steps]
 
-    def free_launched(self, places: list[tuple[int, int]], steps: int) -> None:
+    def free_after_launch(self, places: list[tuple[int, int]], steps: int) -> None:
         """Wait for the launch before, whose rows have been read then."""
         if isinstance(self.source, Feed):
             self.meter.read_losses(besides=steps)
@@ -461,12 +469,12 @@ class RowLoop(_Rows, RankLoop):
 
     def end_exchange(self) -> None:
         """Count weights and batches anew."""
-        self._items = []
+        self._unexchanged_weights = []
         if self.state.average_size:
             self.state.own["batches"] = 0.0
 
 
-def make_reader(fetch: Callable[[Sequence[Any]], Sequence[Any]], has_weight: bool) -> ReadLosses:
+def make_loss_reader(fetch: Callable[[Sequence[Any]], Sequence[Any]], has_weight: bool) -> ReadLosses:
     """Return the reader of a `Meter` for the losses of `TrainFunction.weighted_steps`.
 
     Parameters
@@ -481,15 +489,15 @@ def make_reader(fetch: Callable[[Sequence[Any]], Sequence[Any]], has_weight: boo
     return lambda losses, rows: [(float(loss) * n, n) for loss, n in zip(fetch(losses), rows, strict=True)]
 
 
-def train(
+def train_interval(
     worker: Worker,
-    plan: Plan,
+    plan: IntervalPlan,
     rule: Rule,
     step: LocalFunction,
     rate: Any,
     variables: tuple[list[Any], list[Any], int],
     source: Source,
-    taken: LocalRows,
+    batches_taken: LocalRows,
     shared: dict[str, LocalRows],
 ) -> tuple[int, Outcome]:
     """Train on rows between two places of an epoch's order; afterwards the parameters are those to be validated.
@@ -517,10 +525,10 @@ def train(
             state.vector = worker.all_reduce(state.vector)
         rule.setup(worker, state)
         kept["state"] = state
-    loop = RowLoop(worker, plan, rule, state, step, rate, source, taken)
+    loop = RowLoop(worker, plan, rule, state, step, rate, source, batches_taken)
     loop.run()
     loop.finish_steps()
-    with loop.meter.timed("exchange"):
+    with loop.meter.time("exchange"):
         set_reported_params(worker, plan.name, rule)
     loop.write_lines(last=True)
-    return loop.end, loop.meter.outcome(loop.rate)
+    return loop.end, loop.meter.get_outcome(loop.rate)

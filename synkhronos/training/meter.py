@@ -3,9 +3,9 @@
 To read a loss is to wait for the step that computes it.  So a step's loss stays on the device until its value is
 needed, and on GPUs the host goes on to launch the next steps::
 
-    add_loss(loss, weight) --> unread losses --> read_losses() --> sums since the report --> outcome(): a Report
+    add_loss(loss, weight) --> unread losses --> read_losses() --> sums since the report --> get_outcome(): a Report
                                                              |
-                                                             +---> sums since the line ----> write(): a line
+                                                             +---> sums since the line ----> write_lines()
 
 Losses are added one by one, in the order of the steps.  So sums do not depend on when losses are read.
 """
@@ -83,7 +83,7 @@ def split_outcomes(outcomes: Sequence[Outcome], size: int) -> list[Outcome]:
     return [first, *([others] * (size - 1))]
 
 
-class timed:  # noqa: N801 - used as a function
+class ActivityTimer:
     """Add the duration of a block to the time of an activity; waiting for other ranks is added to ``wait``.
 
     A block that raises an exception adds nothing.
@@ -107,7 +107,7 @@ class timed:  # noqa: N801 - used as a function
         self._seconds, self._name, self._waited = seconds, name, waited
         self.spent = 0.0
 
-    def __enter__(self) -> timed:
+    def __enter__(self) -> ActivityTimer:
         self._began, self._waited_before = time.perf_counter(), self._waited()
         return self
 
@@ -201,9 +201,9 @@ class Meter:
         for line in self._lines:
             line.begin(self)
 
-    def timed(self, name: str) -> timed:
-        """Add the duration of a block to an activity's time; see `timed`."""
-        return timed(self.seconds, name, self._waited)
+    def time(self, name: str) -> ActivityTimer:
+        """Add the duration of a block to an activity's time; see `ActivityTimer`."""
+        return ActivityTimer(self.seconds, name, self._waited)
 
     def count_step(self, rows: int) -> None:
         """Count a step of so many rows."""
@@ -211,7 +211,7 @@ class Meter:
         self.steps += 1
         self.step += 1
 
-    def launched(self, steps: int, rows: int, seconds: float) -> None:
+    def record_launch(self, steps: int, rows: int, seconds: float) -> None:
         """Record the duration of a launch if it is the first of its kind.
 
         Parameters
@@ -249,11 +249,11 @@ class Meter:
                     line.weight += weight
             del self._losses[:n_ready], self._weights[:n_ready]
 
-    def outcome(self, rate: float) -> Outcome:
+    def get_outcome(self, rate: float) -> Outcome:
         """Return the totals; ``rate`` is the last learning rate.  Losses that are not read are missing from it."""
         return Outcome(self.loss, self.weight, self.rows, self.steps, self.seconds, rate, self.first)
 
-    def write(self, epoch: int, seen: int, rate: float, last: bool = False) -> None:
+    def write_lines(self, epoch: int, seen: int, rate: float, last: bool = False) -> None:
         """Write a line to each recorder that is due: ``every`` steps after its last line, or at the last step.
 
         Parameters

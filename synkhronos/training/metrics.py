@@ -15,7 +15,7 @@ import numpy as np
 
 from synkhronos.function.reduce import Accumulator, ReductionOp
 from synkhronos.graphs import is_variable, library_of
-from synkhronos.training.model import warn_of_denominators, weighted_outputs
+from synkhronos.training.training_graph import warn_of_denominators, weighted_outputs
 
 _OPS = ("mean", "sum", "prod", "min", "max")
 

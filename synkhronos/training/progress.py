@@ -137,7 +137,7 @@ class TrainerState:
             "stop": place.early_stop.to_json(),
             "seed": data.seed,
             "count": data.length,
-            "parts": data.parts(),
+            "parts": data.describe_parts(),
             "batch_size": data.batch,
             "schedule": schedules.get_state(schedule),
             "steps_taken": place.steps,
@@ -155,11 +155,11 @@ class TrainerState:
                 f"{path} is of {meta['count']} rows and seed {meta['seed']}, got {data.length} and "
                 f"{data.seed}: the order of rows would be another"
             )
-        if meta["row"] and meta["parts"] != data.parts():
+        if meta["row"] and meta["parts"] != data.describe_parts():
             raise CheckpointError(
-                f"{path} was written within an epoch over data_parts, of {_describe_parts(meta['parts'])}, got "
-                f"{_describe_parts(data.parts())}: the order of rows would be another; a checkpoint of an epoch's "
-                "end will do"
+                f"{path} was written within an epoch over data_parts, of {_format_parts(meta['parts'])}, got "
+                f"{_format_parts(data.describe_parts())}: the order of rows would be another; a checkpoint of "
+                "an epoch's end will do"
             )
         n_outcomes = 1 if self.alike else ranks.session().size
         place = Progress(
@@ -185,5 +185,5 @@ class TrainerState:
         return int(meta["seen"])
 
 
-def _describe_parts(parts: list[int] | None) -> str:
+def _format_parts(parts: list[int] | None) -> str:
     return "other data" if parts is None else f"{parts[1:]} ranks on the hosts and {parts[0]} rows in a step of each"

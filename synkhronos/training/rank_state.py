@@ -25,7 +25,7 @@ from synkhronos.rules import Rule, State
 from synkhronos.rules.state import Vector
 from synkhronos.tasks import LocalRows, Worker
 from synkhronos.training.checkpoint import Checkpoint, CheckpointError, Stored, check_types, load
-from synkhronos.training.model import Model
+from synkhronos.training.training_graph import TrainingGraph
 from synkhronos.training.updates.flat import shape_of
 
 
@@ -57,23 +57,23 @@ class Groups:
     n_averages: int = 0
 
     @classmethod
-    def from_model(cls, model: Model, params: Sequence[Any], rule: Rule) -> Groups:
+    def from_graph(cls, graph: TrainingGraph, params: Sequence[Any], rule: Rule) -> Groups:
         """Return the variables of a model that is trained by an exchange rule."""
         excluded = [rule.exclude is not None and bool(rule.exclude(p)) for p in params]
         exchanged = [p for p, out in zip(params, excluded, strict=True) if not out]
         if not exchanged:
             raise ValueError("exclude: expected it to leave some parameter to be exchanged, but it excludes all")
         own = [p for p, out in zip(params, excluded, strict=True) if out]
-        optimizer = model.optimizer_state
+        optimizer = graph.optimizer_state
         if len(optimizer) == len(params):  # one for each, as velocities are: those of the parameters exchanged
             optimizer = [s for s, out in zip(optimizer, excluded, strict=True) if not out]
         optimizer = [s for s in optimizer if np.dtype(s.type.dtype).kind == "f"]
-        averages = [u.shared for u in model.extra_updates if u.op == "mean"]
+        averages = [u.shared for u in graph.extra_updates if u.op == "mean"]
         known = {id(s) for s in [*exchanged, *own, *optimizer, *averages]}
-        others = [s for s in [*model.optimizer_state, *(u.shared for u in model.extra_updates)] if id(s) not in known]
+        others = [s for s in [*graph.optimizer_state, *(u.shared for u in graph.extra_updates)] if id(s) not in known]
         others = [s for s in others if hasattr(s.type, "dtype")]
-        variables = [*model.x, *model.y, model.loss, *(u.expression for u in model.extra_updates)]
-        library = library_of(model.loss)
+        variables = [*graph.x, *graph.y, graph.loss, *(u.expression for u in graph.extra_updates)]
+        library = library_of(graph.loss)
         generators = [s for s in library.find_shareds(variables) if library.is_generator(s)]
         return cls([*exchanged, *averages], optimizer, own, others, generators, len(averages))
 

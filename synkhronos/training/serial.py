@@ -12,7 +12,7 @@ from synkhronos.checks import check_at_least
 from synkhronos.data.rows import select
 from synkhronos.devices import take_rows
 from synkhronos.graphs import library_of
-from synkhronos.training.model import Batch, Model, Rows, Rule, Updates, is_averaged
+from synkhronos.training.training_graph import Batch, Rows, Rule, TrainingGraph, Updates, is_averaged
 
 
 class SerialTrainFunction:
@@ -30,20 +30,20 @@ class SerialTrainFunction:
         Moving averages of the parameters, in their order; None without the option `ema`.
     """
 
-    def __init__(self, model: Model, num_slices: int = 1):
+    def __init__(self, graph: TrainingGraph, num_slices: int = 1):
         self._num_slices = check_at_least(num_slices, "num_slices", 1)
-        library = library_of(model.loss)
-        self.grad_shared = model.rule.grad_shared
-        self.optimizer_state = model.optimizer_state
-        self.ema = model.ema
+        library = library_of(graph.loss)
+        self.grad_shared = graph.rule.grad_shared
+        self.optimizer_state = graph.optimizer_state
+        self.ema = graph.ema
         self.gradient = library.function(
-            [*model.x, *model.y],
-            [model.loss] if model.weight is None else [model.loss, model.weight],
-            updates=[*model.rule.grad_updates.items(), *((u.shared, u.expression) for u in model.extra_updates)],
+            [*graph.x, *graph.y],
+            [graph.loss] if graph.weight is None else [graph.loss, graph.weight],
+            updates=[*graph.rule.grad_updates.items(), *((u.shared, u.expression) for u in graph.extra_updates)],
             name="train_gradient",
         )
-        self.update = library.function([], updates=model.rule.param_updates, name="train_update")
-        self._model = model
+        self.update = library.function([], updates=graph.rule.param_updates, name="train_update")
+        self._graph = graph
 
     def __call__(
         self,
@@ -73,11 +73,11 @@ class SerialTrainFunction:
             If an argument is wrong; the message names it.
         """
         num_slices = check_at_least(self._num_slices if num_slices is None else num_slices, "num_slices", 1)
-        arrays = self._model.arrays(x_data, y_data, batch, batch_s)
+        arrays = self._graph.check_data(x_data, y_data, batch, batch_s)
         data, chooser, chosen = "x_data, y_data", "batch", batch
-        if self._model.sliceable:
+        if self._graph.sliceable:
             data, chooser, chosen = "sliceable_shareds", "batch_s", batch_s
-            arrays = [shared.get_value(borrow=True) for shared in self._model.sliceable]
+            arrays = [shared.get_value(borrow=True) for shared in self._graph.sliceable]
             if isinstance(chosen, int | np.integer) or isinstance(chosen, np.ndarray) and chosen.dtype == bool:
                 raise TypeError(f"batch_s: expected a slice or a list of indexes, got {chosen!r}")
         arrays = [as_numbers(a, data) for a in arrays]
@@ -113,13 +113,13 @@ class SerialTrainFunction:
         -------
         list of ndarray
         """
-        _, steps = self._model.several(x_data, y_data, batches, batches_s)
+        _, steps = self._graph.check_steps(x_data, y_data, batches, batches_s)
         return [self(x_data, y_data, batch, num_slices, batch_s) for batch, batch_s in steps]
 
     def _compute_in_slices(self, arrays: list[np.ndarray], num_slices: int) -> Any:
         """Sum the weighted gradients of slices; return the mean loss."""
         # Each slice starts with the same extra variables; generators advance from slice to slice.
-        extra = [u.shared for u in self._model.extra_updates if hasattr(u.shared.type, "dtype")]
+        extra = [u.shared for u in self._graph.extra_updates if hasattr(u.shared.type, "dtype")]
         before = [shared.get_value() for shared in extra]
         losses, weights, rows, gradients, after = [], [], [], [], []
         for pieces in zip(*(np.array_split(a, num_slices) for a in arrays), strict=True):
@@ -198,7 +198,7 @@ def make_train_function_serial(
     [0.5 1. ]
     """
     return SerialTrainFunction(
-        Model.build(
+        TrainingGraph.build(
             *(loss, params, x, y, update_rule, sliceable_shareds, extra_updates, rule_kwargs, weight, True),
             clip_norm=clip_norm,
             ema=ema,

@@ -33,20 +33,20 @@ from synkhronos.function import get_dispatcher
 from synkhronos.function.call import Call
 from synkhronos.graphs import library_of
 from synkhronos.graphs.mirror import Mirror
-from synkhronos.training.batches import StepRows, group_steps, rows_of_ranks, sliceable_rows_of_ranks
-from synkhronos.training.model import Batch, Model, Rows, Rule, Updates, is_averaged
+from synkhronos.training.batches import StepRows, assign_rows, collect_sliceable_rows, group_steps
 from synkhronos.training.serial import SerialTrainFunction, make_train_function_serial, weighted_mean
 from synkhronos.training.sharded_step import ShardedState, ShardedStep
 from synkhronos.training.step import Step
+from synkhronos.training.training_graph import Batch, Rows, Rule, TrainingGraph, Updates, is_averaged
 from synkhronos.training.updates import RuleUpdates
 from synkhronos.training.updates.flat import shape_of
 from synkhronos.training.updates.shards import Shards, StatePart
 
 #: Maximal number of bytes of scattered rows on a rank in one launch of several steps.
-_BYTES = 1 << 30
+_MAX_LAUNCH_NBYTES = 1 << 30
 #: Minimal number of bytes of such rows per step for a launch of its own.  The host launches long steps in time anyway,
 #: and it copies the next step's rows while one computes: ResNet-50 is slower with many steps in a launch.
-_LONG_STEP = 4 << 20
+_LONG_STEP_NBYTES = 4 << 20
 
 __all__ = ["SerialTrainFunction", "TrainFunction", "make_train_function", "make_train_function_serial"]
 
@@ -79,29 +79,31 @@ class TrainFunction:
         parameters.  Their order depends only on the rule and the parameters.  Their values are equal on all ranks.
     """
 
-    def __init__(self, model: Model, exchange: str | None = None, num_slices: int = 1, shard_optimizer: bool = False):
+    def __init__(
+        self, graph: TrainingGraph, exchange: str | None = None, num_slices: int = 1, shard_optimizer: bool = False
+    ):
         self._num_slices = check_at_least(num_slices, "num_slices", 1)
-        rule, self._tail = _with_averages(model)
+        rule, self._tail = _append_averages(graph)
         shards = None
         if check_flag(shard_optimizer, "shard_optimizer") and ranks.session().size > 1:
-            shards = Shards(rule, model.params, ranks.session().size, model.rule_name)
+            shards = Shards(rule, graph.params, ranks.session().size, graph.rule_name)
             rule = RuleUpdates(shards.grad_updates, shards.local_updates, shards.grad_shared)
         grad_shared = rule.grad_shared
-        inputs = [*model.x, *model.y]
+        inputs = [*graph.x, *graph.y]
         self.gradient = synk.function(
-            [] if model.sliceable else inputs,
-            model.outputs[0] if model.weight is None else model.outputs,
+            [] if graph.sliceable else inputs,
+            graph.outputs[0] if graph.weight is None else graph.outputs,
             # Slices may have different numbers of rows.  Each gradient is multiplied by its rows, so that they add up.
             updates=[
                 (grad_shared, rule.grad_updates[grad_shared], "sum"),
                 *(
                     (u.shared, u.expression, "mean" if is_averaged(u.shared) else None)
-                    for u in model.extra_updates
+                    for u in graph.extra_updates
                     if u.shared not in rule.param_updates
                 ),
             ],
-            givens=list(zip(inputs, model.sliceable, strict=False)),
-            sliceable_shareds=model.sliceable,
+            givens=list(zip(inputs, graph.sliceable, strict=False)),
+            sliceable_shareds=graph.sliceable,
             name="train_gradient",
         )
         self.update = synk.function([], updates=rule.param_updates, name="train_update")
@@ -109,18 +111,18 @@ class TrainFunction:
         self._clear = synk.function([], updates=[(grad_shared, zeros)], name="train_clear")
         # Assigned after the functions: deepcopy takes attributes in order, and copies of variables are up to functions.
         self.grad_shared = grad_shared
-        self.optimizer_state = model.optimizer_state
-        self._state = [(s.name or "a variable", shape_of(s), np.dtype(s.type.dtype)) for s in model.optimizer_state]
-        self._averages = model.ema
+        self.optimizer_state = graph.optimizer_state
+        self._state = [(s.name or "a variable", shape_of(s), np.dtype(s.type.dtype)) for s in graph.optimizer_state]
+        self._averages = graph.ema
         self._sharding = None
         if shards is not None:
-            state = [shards.parts.get(shared, shared) for shared in model.optimizer_state]
+            state = [shards.parts.get(shared, shared) for shared in graph.optimizer_state]
             whole = synk.function([], updates=shards.whole_updates, name="train_gather")
             self._sharding = _Sharding(
                 whole, shards.row, shards.rank, shards.reads_whole_gradient, ShardedState(state, shards.size)
             )
             self.optimizer_state = [one.shared if isinstance(one, StatePart) else one for one in state]
-        self._model = model
+        self._graph = graph
         self._exchange = exchange
 
     @property
@@ -140,7 +142,7 @@ class TrainFunction:
             for average in self._averages:
                 found = state.find(average)
                 if found is not None:
-                    _set_everywhere(average, state.gather(found))
+                    _set_on_all_ranks(average, state.gather(found))
         return self._averages
 
     def get_optimizer_state(self) -> list[np.ndarray]:
@@ -238,12 +240,12 @@ class TrainFunction:
         The result depends on the numbers of ranks, rows per rank and slices only by rounding.
         """
         num_slices = self._num_slices if num_slices is None else num_slices
-        arrays = self._model.arrays(x_data, y_data, batch, batch_s)
-        return self._loss(*self._take(arrays, batch, batch_s, num_slices)[0])
+        arrays = self._graph.check_data(x_data, y_data, batch, batch_s)
+        return self._to_loss(*self._run_steps(arrays, batch, batch_s, num_slices)[0])
 
-    def _loss(self, value: Any, weight: Any) -> Any:
+    def _to_loss(self, value: Any, weight: Any) -> Any:
         """Return the loss of a step as an array, from a pair of `weighted_steps`."""
-        return value if weight is None else weighted_mean(value, weight, self._model.loss)
+        return value if weight is None else weighted_mean(value, weight, self._graph.loss)
 
     def steps(
         self,
@@ -318,7 +320,7 @@ class TrainFunction:
         1.0 0.25 0.0625
         >>> synk.close()
         """
-        return [self._loss(*each) for each in self.weighted_steps(x_data, y_data, batches, num_slices, batches_s)]
+        return [self._to_loss(*each) for each in self.weighted_steps(x_data, y_data, batches, num_slices, batches_s)]
 
     def weighted_steps(
         self, x_data: Any, y_data: Any, batches: Any, num_slices: int | None = None, batches_s: Any = None
@@ -333,38 +335,38 @@ class TrainFunction:
             The loss before each step, and None.  If the model has a weight: the loss times the weight, and the weight.
         """
         num_slices = self._num_slices if num_slices is None else num_slices
-        arrays, steps = self._model.several(x_data, y_data, batches, batches_s)
-        session, length = ranks.session(), _common_length(arrays)
+        arrays, steps = self._graph.check_steps(x_data, y_data, batches, batches_s)
+        session, length = ranks.session(), _find_common_length(arrays)
         rows: Sequence[StepRows] = [None] * len(steps)
-        if self._model.sliceable:
-            rows = sliceable_rows_of_ranks([batch_s for _, batch_s in steps], session.size)
+        if self._graph.sliceable:
+            rows = collect_sliceable_rows([batch_s for _, batch_s in steps], session.size)
         elif length is not None:
-            rows = rows_of_ranks([batch for batch, _ in steps], length, session.size)
+            rows = assign_rows([batch for batch, _ in steps], length, session.size)
         losses: list[tuple[Any, Any]] = []
         try:
-            for start, stop in group_steps(rows, self._max_repeats(arrays, rows, num_slices)):
-                at_once = self._launched(arrays, rows[start:stop])
+            for start, stop in group_steps(rows, self._find_max_repeats(arrays, rows, num_slices)):
+                at_once = self._launch_steps(arrays, rows[start:stop])
                 if at_once is not None:
                     losses += at_once
                     continue
                 for batch, batch_s in steps[start:stop]:
-                    losses += self._take(arrays, batch, batch_s, num_slices)
+                    losses += self._run_steps(arrays, batch, batch_s, num_slices)
         except BaseException as error:
             if losses:
                 error.add_note(f"{len(losses)} of the {len(steps)} steps had been taken before.")
             raise
         return losses
 
-    def _launched(self, arrays: list[Any], rows: Sequence[StepRows]) -> list[tuple[Any, Any]] | None:
+    def _launch_steps(self, arrays: list[Any], rows: Sequence[StepRows]) -> list[tuple[Any, Any]] | None:
         """Take steps in one launch; return their losses, or None if they have to be taken one by one."""
         if len(rows) == 1:
             return None
         by_rank = [np.concatenate(each) for each in zip(*filter(None, rows), strict=True)]
-        batch, batch_s = (None, by_rank) if self._model.sliceable else (np.concatenate(by_rank), None)
-        losses: list[tuple[Any, Any]] | None = self._take(arrays, batch, batch_s, 1, len(rows))
+        batch, batch_s = (None, by_rank) if self._graph.sliceable else (np.concatenate(by_rank), None)
+        losses: list[tuple[Any, Any]] | None = self._run_steps(arrays, batch, batch_s, 1, len(rows))
         return losses
 
-    def _max_repeats(self, arrays: list[Any], rows: Sequence[StepRows], num_slices: int) -> int:
+    def _find_max_repeats(self, arrays: list[Any], rows: Sequence[StepRows], num_slices: int) -> int:
         """Return the maximal number of steps in a launch; 1 if each has to be launched by itself."""
         if self._sharding is not None:
             return 1
@@ -377,9 +379,9 @@ class TrainFunction:
         # Without arrays (the data are in shared variables) a row has no bytes: each step takes its rows on the device.
         row = sum(int(np.prod(np.shape(a)[1:])) * np.dtype(getattr(a, "dtype", float)).itemsize for a in arrays)
         nbytes = row * longest
-        return 1 if nbytes >= _LONG_STEP else max(1, min(max_repeats, _BYTES // max(1, nbytes)))
+        return 1 if nbytes >= _LONG_STEP_NBYTES else max(1, min(max_repeats, _MAX_LAUNCH_NBYTES // max(1, nbytes)))
 
-    def _take(self, arrays: list[Any], batch: Any, batch_s: Any, num_slices: int, times: int = 1) -> Any:
+    def _run_steps(self, arrays: list[Any], batch: Any, batch_s: Any, num_slices: int, times: int = 1) -> Any:
         """Take a step, or several in one launch.
 
         Parameters
@@ -404,7 +406,7 @@ class TrainFunction:
             session.settle()
             first, second = get_dispatcher(self.gradient), get_dispatcher(self.update)
             gradient = first.prepare(session, arrays, batch=batch, batch_s=batch_s, num_slices=num_slices)
-            if self._some_have_no_rows(session, gradient, batch):
+            if self._has_rank_without_rows(session, gradient, batch):
                 # A rank without rows does not write its vector, which would still hold an earlier step's values.
                 clear = get_dispatcher(self._clear)
                 call = clear.prepare(session)
@@ -429,7 +431,7 @@ class TrainFunction:
         weights = outputs[times:] or [None] * times
         return list(zip(outputs[:times], weights, strict=True))
 
-    def _some_have_no_rows(self, session: ranks.Session, gradient: Call, batch: Any) -> bool:
+    def _has_rank_without_rows(self, session: ranks.Session, gradient: Call, batch: Any) -> bool:
         """Whether some rank has no rows to compute.
 
         Raises
@@ -445,7 +447,7 @@ class TrainFunction:
         chosen = gradient.batch_s or (slice(None),) * n_ranks
         lengths = [0] * n_ranks
         if any(isinstance(one, slice) for one in chosen):  # only the ranks know the lengths of their data
-            layouts = session.run(GetShapes(get_mirror_keys(session, self._model.sliceable)))
+            layouts = session.run(GetShapes(get_mirror_keys(session, self._graph.sliceable)))
             lengths = [min(shape[0] for shape, _ in each) for each in zip(*layouts, strict=True)]
         counts = [
             len(range(length)[one]) if isinstance(one, slice) else one.shape[0]
@@ -573,16 +575,16 @@ def make_train_function(
     """
     if exchange not in (None, "bfloat16"):
         raise ValueError(f"exchange: expected None or 'bfloat16', got {exchange!r}")
-    model = Model.build(
+    graph = TrainingGraph.build(
         *(loss, params, x, y, update_rule, sliceable_shareds, extra_updates, rule_kwargs, weight),
         clip_norm=clip_norm,
         ema=ema,
         loss_scale=loss_scale,
     )
-    return TrainFunction(model, exchange, num_slices, shard_optimizer)
+    return TrainFunction(graph, exchange, num_slices, shard_optimizer)
 
 
-def _with_averages(model: Model) -> tuple[RuleUpdates, int]:
+def _append_averages(graph: TrainingGraph) -> tuple[RuleUpdates, int]:
     """Append the averaged extra updates to the vector of gradients, so that one all-reduce suffices.
 
     The vector is then::
@@ -596,15 +598,15 @@ def _with_averages(model: Model) -> tuple[RuleUpdates, int]:
     tail : int
         Number of items at the vector's end that are not gradients.
     """
-    rule = model.rule
-    averaged = [u for u in model.extra_updates if u.op == "mean" and u.differs]
+    rule = graph.rule
+    averaged = [u for u in graph.extra_updates if u.op == "mean" and u.differs]
     if not averaged:
         return rule, 1
     library, gradients = library_of(rule.grad_shared), rule.grad_shared
     tensor = library.tensor
     (size,) = shape_of(gradients)
     dtype = str(np.result_type(gradients.dtype, *(u.shared.dtype for u in averaged)))
-    rows = tensor.cast(model.x[0].shape[0], dtype)
+    rows = tensor.cast(graph.x[0].shape[0], dtype)
     parts, news, end = [tensor.cast(rule.grad_updates[gradients], dtype)], {}, size
     shapes = [shape_of(u.shared) for u in averaged]
     total = size + sum(int(np.prod(shape)) for shape in shapes) + 1
@@ -623,14 +625,14 @@ def _with_averages(model: Model) -> tuple[RuleUpdates, int]:
     return RuleUpdates(OrderedDict({vector: tensor.concatenate(parts)}), updates, vector), total - size + 1
 
 
-def _set_everywhere(shared: Any, value: np.ndarray) -> None:
+def _set_on_all_ranks(shared: Any, value: np.ndarray) -> None:
     """Set a variable in the master, and on the ranks that have it."""
     shared.set_value(value)
     if Mirror.get(ranks.session()).get_key(shared) is not None:
         synk.broadcast(shared, value)
 
 
-def _common_length(arrays: list[Any]) -> int | None:
+def _find_common_length(arrays: list[Any]) -> int | None:
     """Return the number of rows of the data; None if their lengths differ, or some are minibatches of more rows."""
     try:
         if any(np.ndim(array) == 0 or getattr(array, "minibatch", False) for array in arrays):

@@ -36,13 +36,11 @@ from synkhronos.tasks import run
 from synkhronos.training import rank_state, schedules
 from synkhronos.training.checkpoint import Checkpoint, CheckpointError
 from synkhronos.training.early_stop import EarlyStop
-from synkhronos.training.epoch_data import EpochData, Plan, Source, get_rank_pools
+from synkhronos.training.epoch_data import EpochData, IntervalPlan, Source, get_rank_pools
 from synkhronos.training.epoch_loop import EpochLoop
-from synkhronos.training.loop import CommandLoop, make_reader, train
+from synkhronos.training.loop import CommandLoop, make_loss_reader, train_interval
 from synkhronos.training.meter import Meter, Outcome
 from synkhronos.training.metrics import Metric, MetricTotals, parse_metrics
-from synkhronos.training.model import Model, Rows, Updates, add_clipping, by_own_gradient, identify_rule
-from synkhronos.training.model import Rule as UpdateRule
 from synkhronos.training.nonfinite import describe_nonfinite
 from synkhronos.training.progress import Progress, TrainerState
 from synkhronos.training.recorder import Recorder
@@ -51,6 +49,15 @@ from synkhronos.training.schedules import Schedule, as_schedule
 from synkhronos.training.stop import StopSignals, requested_stop
 from synkhronos.training.survival import Survival
 from synkhronos.training.train_function import TrainFunction
+from synkhronos.training.training_graph import (
+    Rows,
+    TrainingGraph,
+    Updates,
+    add_clipping,
+    apply_own_gradient,
+    identify_rule,
+)
+from synkhronos.training.training_graph import Rule as UpdateRule
 from synkhronos.training.updates import nesterov_momentum
 
 _names = itertools.count()
@@ -72,7 +79,7 @@ class Trainer:
 
     def __init__(
         self,
-        model: Model,
+        graph: TrainingGraph,
         params: list[Any],
         rule: Rule,
         learning_rate: Any,
@@ -84,24 +91,24 @@ class Trainer:
         shard_optimizer: bool = False,
     ):
         self.params, self.rule, self.learning_rate, self.schedule = params, rule, learning_rate, schedule
-        self.optimizer = model.optimizer_state
-        self._model = model
-        groups = rank_state.Groups.from_model(model, params, rule)
+        self.optimizer = graph.optimizer_state
+        self._graph = graph
+        groups = rank_state.Groups.from_graph(graph, params, rule)
         self._validate = validate
-        inputs = [*model.x, *model.y]
+        inputs = [*graph.x, *graph.y]
         self._validation, self._validates_ema = None, validate_ema
         if validate:
             outputs = [output for metric in validate.values() for output in metric.outputs]
             if validate_ema:
-                outputs = _replace_params(outputs, params, model.ema)
+                outputs = _replace_params(outputs, params, graph.ema)
             self._validation = synk.function(inputs, outputs, name="validation")
         self._together: TrainFunction | None = None
         self._step: synk.Function | None = None
         if isinstance(rule, BSP) and rule.average == "gradient":
-            self._together = TrainFunction(model, rule.precision, num_slices, shard_optimizer)
+            self._together = TrainFunction(graph, rule.precision, num_slices, shard_optimizer)
             self.optimizer = self._together.optimizer_state
         else:
-            self._step = _local_step(model)
+            self._step = _compile_rank_step(graph)
         name = f"trainer {next(_names)}"
         sharded = None if self._together is None else self._together._sharded_state
         self._state = TrainerState(name, rule, groups, self._together is not None, update_rule, sharded)
@@ -238,7 +245,7 @@ class Trainer:
         if keep_best is not None and keep_best[0] not in names:
             raise ValueError(f"checkpoint: keep_best expects one of {', '.join(names)}, got {keep_best[0]!r}")
         if isinstance(valid, Loader):
-            cast_rows(valid, [*self._model.x, *self._model.y])
+            cast_rows(valid, [*self._graph.x, *self._graph.y])
         valid_data = valid if valid is None or isinstance(valid, Loader) else self._data(valid[0], valid[1], "valid")
         recorders = list(recorder) if isinstance(recorder, list | tuple) else [] if recorder is None else [recorder]
         for one in recorders:
@@ -269,7 +276,7 @@ class Trainer:
 
     def _make_survival(self, max_deaths: int) -> Survival:
         differs = bool(self._state.groups.generators) or any(
-            update.differs and update.op != "mean" for update in self._model.extra_updates
+            update.differs and update.op != "mean" for update in self._graph.extra_updates
         )
         step = self._step if self._together is None else self._together.gradient
         assert step is not None
@@ -332,13 +339,13 @@ class Trainer:
             return None
         if y_data is not None:
             raise TypeError(f"y_data: expected None, as the loader has all inputs, got {type(y_data).__name__}")
-        cast_rows(x_data, [*self._model.x, *self._model.y])
+        cast_rows(x_data, [*self._graph.x, *self._graph.y])
         return x_data
 
     def _data(self, x_data: Any, y_data: Any, name: str) -> tuple[list[Data], int]:
         """Return Data for each input, and how many rows they have."""
-        arrays = self._model.arrays(x_data, y_data, None, None)
-        variables = [*self._model.x, *self._model.y]
+        arrays = self._graph.check_data(x_data, y_data, None, None)
+        variables = [*self._graph.x, *self._graph.y]
         data = []
         for array, variable in zip(arrays, variables, strict=True):
             if not isinstance(array, Data):
@@ -394,8 +401,8 @@ class _TrainerLoop(EpochLoop):
         trainer, checkpoint, state = self.trainer, self.checkpoint, self.trainer._state
         self.session = ranks.session()
         state.begin(self.session, trainer)
-        self.taken = synk.data(shape=(self.session.size + 1,), dtype="int64")
-        self.data.make()
+        self.batches_taken = synk.data(shape=(self.session.size + 1,), dtype="int64")
+        self.data.allocate_order()
         if resume == "latest":
             assert checkpoint is not None
             resume = next(reversed(checkpoint.paths()), None)
@@ -449,16 +456,16 @@ class _TrainerLoop(EpochLoop):
         place, attempts = self.place, itertools.count()
         last = min(self.last, place.row + self._count_rows_ahead(self.survival))
 
-        def train_interval() -> tuple[int, list[Outcome]]:
+        def attempt() -> tuple[int, list[Outcome]]:
             if next(attempts):
                 self._cut_records(place.epoch * self.data.count + place.row)
             return self._train_interval(last)
 
-        return train_interval
+        return attempt
 
     def _count_rows_ahead(self, survival: Survival) -> int:
         """Return the number of rows until the next copy of the ranks' state."""
-        if self.trainer._model.weight is not None:  # weights since the last exchange are counted within an interval
+        if self.trainer._graph.weight is not None:  # weights since the last exchange are counted within an interval
             return self.data.count
         return survival.count_steps_ahead() * self.data.batch * ranks.session().size
 
@@ -468,10 +475,10 @@ class _TrainerLoop(EpochLoop):
             return self.data.count
         return min(self.data.count, row + self.every * self.data.batch * ranks.session().size)
 
-    def _plan(self, last: int) -> Plan:
+    def _make_plan(self, last: int) -> IntervalPlan:
         """Return the plan of an interval, from the present place to another."""
         trainer, data, place = self.trainer, self.data, self.place
-        return Plan(
+        return IntervalPlan(
             trainer._state.name,
             place.row,
             last,
@@ -484,16 +491,16 @@ class _TrainerLoop(EpochLoop):
             data.pools or [range(ranks.session().size)],
             self.checkpoint is not None,
             place.outcomes,
-            trainer._model.weight is not None,
+            trainer._graph.weight is not None,
         )
 
     def _train_interval(self, last: int) -> tuple[int, list[Outcome]]:
         """Train up to a place, or until a signal; return the place, and the ranks' outcomes."""
-        plan, loader = self._plan(last), self.data.loader
+        plan, loader = self._make_plan(last), self.data.loader
         together = self.trainer._together is not None
         try:
-            source = self.data.source(plan.epoch, plan.first, together)
-            ended = [self._train_together(plan, source)] if together else self._train_apart(plan, source)
+            source = self.data.make_source(plan.epoch, plan.first, together)
+            ended = [self._take_joint_steps(plan, source)] if together else self._run_rank_loops(plan, source)
             end, outcomes = min(end for end, _ in ended), [outcome for _, outcome in ended]
             if loader is not None and isinstance(source, Feed):
                 record_position(loader, source, end)
@@ -506,34 +513,34 @@ class _TrainerLoop(EpochLoop):
             raise
         return end, outcomes
 
-    def _train_apart(self, plan: Plan, source: Source) -> list[tuple[int, Outcome]]:
+    def _run_rank_loops(self, plan: IntervalPlan, source: Source) -> list[tuple[int, Outcome]]:
         """Have each rank take its own steps."""
         trainer, state = self.trainer, self.trainer._state
-        self.taken[...] = 0
+        self.batches_taken[...] = 0
         exchanged = state.groups.params, state.groups.optimizer, state.groups.n_averages
         ended: list[tuple[int, Outcome]] = run(
-            train,
+            train_interval,
             plan,
             trainer.rule,
             trainer._step,
             trainer.learning_rate,
             exchanged,
             source,
-            self.taken,
+            self.batches_taken,
             state.memory,
         )
         return ended
 
-    def _train_together(self, plan: Plan, source: Source) -> tuple[int, Outcome]:
+    def _take_joint_steps(self, plan: IntervalPlan, source: Source) -> tuple[int, Outcome]:
         """Take steps of all ranks at once."""
         trainer, place = self.trainer, self.place
         assert trainer._together is not None
-        meter = Meter(0, plan.recorders, make_reader(list, plan.has_weight), trainer._kinds, place.steps)
-        if plan.before:
-            meter.begin(plan.before[0])
+        meter = Meter(0, plan.recorders, make_loss_reader(list, plan.has_weight), trainer._kinds, place.steps)
+        if plan.earlier_outcomes:
+            meter.begin(plan.earlier_outcomes[0])
         rows = plan.batch * ranks.session().size
         loop = CommandLoop(
-            plan, source, meter, rows, trainer._model, trainer._together, trainer.learning_rate, trainer._state.rate,
+            plan, source, meter, rows, trainer._graph, trainer._together, trainer.learning_rate, trainer._state.rate,
             self.survival,
         )  # fmt: skip
         try:
@@ -542,7 +549,7 @@ class _TrainerLoop(EpochLoop):
             trainer._state.rate = loop.rate
         loop.write_lines(last=True)
         place.steps = meter.step
-        return loop.end, meter.outcome(loop.rate)
+        return loop.end, meter.get_outcome(loop.rate)
 
     def make_report(self) -> Report:
         place, data, n_ranks = self.place, self.data, ranks.session().size
@@ -610,8 +617,8 @@ class _TrainerLoop(EpochLoop):
 
     def _explain(self, report: Report) -> str:
         """Return why a loss may be NaN or infinite: a row of the data, or else the learning rate."""
-        model, data, valid = self.trainer._model, self.data, self.valid
-        x, y = ([describe(v) for v in variables] for variables in (model.x, model.y))
+        graph, data, valid = self.trainer._graph, self.data, self.valid
+        x, y = ([describe(v) for v in variables] for variables in (graph.x, graph.y))
         words = ""
         if data.loader is None:
             names = [*(f"x_data, {name}," for name in x), *(f"y_data, {name}," for name in y)]
@@ -656,12 +663,12 @@ class _TrainerLoop(EpochLoop):
         raise SystemExit(128 + number)
 
 
-def _local_step(model: Model) -> synk.Function:
+def _compile_rank_step(graph: TrainingGraph) -> synk.Function:
     """Return a function that takes a step on a rank by itself: gradient and update in one."""
-    updates = [*by_own_gradient(model.rule).items(), *((u.shared, u.expression) for u in model.extra_updates)]
+    updates = [*apply_own_gradient(graph.rule).items(), *((u.shared, u.expression) for u in graph.extra_updates)]
     return synk.function(
-        [*model.x, *model.y],
-        model.outputs,
+        [*graph.x, *graph.y],
+        graph.outputs,
         updates=[(shared, new, None) for shared, new in updates],
         name="train_step",
     )
@@ -798,7 +805,7 @@ def make_trainer(
     dtype = getattr(getattr(first, "type", None), "dtype", library.floatX)
     rate = library.shared(np.asarray(schedule(0.0), dtype), name="learning_rate")
     rule_kwargs = {"learning_rate": rate, **rule_kwargs}
-    model = Model.build(
+    graph = TrainingGraph.build(
         loss,
         params,
         x,
@@ -810,11 +817,11 @@ def make_trainer(
         weight,
         **built,  # type: ignore[arg-type] # values of several types
     )
-    metrics = parse_metrics(validate, [*model.x, *model.y])
+    metrics = parse_metrics(validate, [*graph.x, *graph.y])
     name, rule_options = identify_rule(add_clipping(update_rule, clip_norm), rule_kwargs)
     if ema is not None:
         rule_options["ema"] = ema
     identity = name, rule_options
     return Trainer(
-        model, list(params), rule, rate, schedule, metrics, identity, num_slices, validate_ema, shard_optimizer
+        graph, list(params), rule, rate, schedule, metrics, identity, num_slices, validate_ema, shard_optimizer
     )

@@ -845,11 +845,11 @@ def test_several_steps_of_one_rank_are_one_launch(fork, monkeypatch, at_once, he
     some = {**arguments, argument: [*batches[:2], [1], *batches[2:]]}
     losses.append(train.steps(**some))
     assert launches == [1, 1, 1]
-    monkeypatch.setattr("synkhronos.training.train_function._BYTES", 2 * 2 * 4 * 8)
+    monkeypatch.setattr("synkhronos.training.train_function._MAX_LAUNCH_NBYTES", 2 * 2 * 4 * 8)
     losses.append(train.steps(**arguments))
     assert launches == [1] * (4 if held else 5)  # what is held needs none
     # A step on many bytes is a launch of its own.
-    monkeypatch.setattr("synkhronos.training.train_function._LONG_STEP", 2 * 4 * 8)
+    monkeypatch.setattr("synkhronos.training.train_function._LONG_STEP_NBYTES", 2 * 4 * 8)
     launches.clear()
     losses.append(train.steps(**arguments))
     assert launches == [1] * (1 if held else 4)

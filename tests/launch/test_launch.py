@@ -26,7 +26,7 @@ from synkhronos.launch.settings import find_module
 from synkhronos.ranks import available_cores
 from synkhronos.rules import BSP
 from synkhronos.training import Checkpoint, CheckpointError, rank_state
-from synkhronos.training.model import by_own_gradient
+from synkhronos.training.training_graph import apply_own_gradient
 from synkhronos.training.updates import (
     adadelta,
     adagrad,
@@ -195,7 +195,7 @@ def test_a_run_of_fewer_epochs_than_its_checkpoint_has_trains_none():
 def step(update_rule):
     """Return a model of the launcher's kind whose compiled step has the variables of an update rule."""
     x, w = tensor.dvector("x"), shared(np.zeros(3), "w")
-    updates = by_own_gradient(update_rule((tensor.dot(x, w) - 1) ** 2, [w], 0.1))
+    updates = apply_own_gradient(update_rule((tensor.dot(x, w) - 1) ** 2, [w], 0.1))
     return SimpleNamespace(params=[w], train_fn=package.function([x], [], updates=list(updates.items())))
 
 
@@ -591,7 +591,7 @@ def test_a_row_of_a_model_that_is_no_number_is_named():
     recorder.stepped()
     recorder.write()
     run = SimpleNamespace(
-        worker=SimpleNamespace(size=1), recorder=recorder, outcomes=[recorder.meter.outcome(0.1)], rows=1,
+        worker=SimpleNamespace(size=1), recorder=recorder, outcomes=[recorder.meter.get_outcome(0.1)], rows=1,
         trained=recorder.epoch_began + 1, n_reports=1, model=SimpleNamespace(train_data=[np.arange(5), rows]),
     )  # fmt: skip
     with pytest.raises(

@@ -271,8 +271,8 @@ def test_pools_of_ranks_stop_after_the_same_round():
     taken = SimpleNamespace(array=np.array([7, 0, 2, 0]))
     lock = SimpleNamespace(read=lambda *_: None, write=lambda *_: None)
     loop = RowLoop.__new__(RowLoop)
-    loop.plan, loop._taken, loop.max_repeats, loop.count_steps_left = plan, taken, 2, lambda: 64
-    loop.meter = SimpleNamespace(timed=lambda _: threading.Lock())
+    loop.plan, loop._batches_taken, loop.max_repeats, loop.count_steps_left = plan, taken, 2, lambda: 64
+    loop.meter = SimpleNamespace(time=lambda _: threading.Lock())
     seen = {0: [], 2: []}
     try:
         stop._requested = signal.SIGTERM

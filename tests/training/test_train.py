@@ -449,6 +449,6 @@ def test_training_is_saved_and_goes_on_with_other_ranks(rule):
     synk.close()
     np.testing.assert_allclose(losses, expected, rtol=1e-9)
     # All that the rule moves is in one of the two, and the serial twin has the same in the same order.
-    assert {id(v) for v in trained} == {id(v) for v in train._model.rule.param_updates}
+    assert {id(v) for v in trained} == {id(v) for v in train._graph.rule.param_updates}
     for one, other in zip(saved, [*alone.params, *train_alone.optimizer_state], strict=True):
         np.testing.assert_allclose(one, other.get_value(), rtol=1e-9)

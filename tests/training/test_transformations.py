@@ -12,7 +12,7 @@ from paths import SUPPORT
 
 import synkhronos as synk
 from synkhronos.training import make_train_function, make_train_function_serial, updates
-from synkhronos.training.model import identify_rule
+from synkhronos.training.training_graph import identify_rule
 from synkhronos.training.updates import (
     adam,
     adamw,

@@ -9,22 +9,22 @@ from pathlib import Path
 import pytest
 
 import synkhronos.compat
-from synkhronos.compat import hook, real
+from synkhronos.compat import hook, theano_patches
 
 ROOT = Path(__file__).resolve().parents[3]
 
 
 def flags_after(monkeypatch, theano_flags, finds_blas=False, theanorc="", blas="-lopenblas"):
-    """Return THEANO_FLAGS as `real.install` leaves them."""
+    """Return THEANO_FLAGS as `theano_patches.install` leaves them."""
     if theano_flags is None:
         monkeypatch.delenv("THEANO_FLAGS", raising=False)
     else:
         monkeypatch.setenv("THEANO_FLAGS", theano_flags)
     monkeypatch.setenv("THEANORC", theanorc)
     monkeypatch.delitem(sys.modules, "theano", raising=False)
-    monkeypatch.setattr(real, "_can_theano_find_blas", lambda: finds_blas)
-    monkeypatch.setattr(real, "find_blas_flags", lambda: blas)
-    real.install()
+    monkeypatch.setattr(theano_patches, "_can_theano_find_blas", lambda: finds_blas)
+    monkeypatch.setattr(theano_patches, "find_blas_flags", lambda: blas)
+    theano_patches.install()
     return os.environ.get("THEANO_FLAGS")
 
 
@@ -60,12 +60,12 @@ def test_a_blas_in_the_users_file_stays(monkeypatch, tmp_path):
 def test_the_compiler_says_what_it_can_link(monkeypatch, printed, blas):
     done = subprocess.CompletedProcess([], 0, stdout=f"{printed}\n")
     monkeypatch.setattr(subprocess, "run", lambda *args, **kwargs: done)
-    assert real.find_blas_flags() == blas
+    assert theano_patches.find_blas_flags() == blas
 
 
 def test_without_a_compiler_no_has_blas_flag(monkeypatch):
     monkeypatch.setenv("PATH", "")
-    assert real.find_blas_flags() == ""
+    assert theano_patches.find_blas_flags() == ""
 
 
 def test_gaps_are_filled_last_and_once():

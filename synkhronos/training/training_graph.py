@@ -1,6 +1,6 @@
 """Symbolic description of a training: a loss with its inputs, an update rule, and extra updates.
 
-`Model.build` checks the user's arguments once, for training functions and trainers alike.
+`TrainingGraph.build` checks the user's arguments once, for training functions and trainers alike.
 
 Ranks compute on different rows, so each value of a step needs a reduction over ranks:
 
@@ -64,7 +64,7 @@ class ExtraUpdate(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Model:
+class TrainingGraph:
     """Loss, inputs and updates of a training, checked.
 
     Attributes
@@ -119,7 +119,7 @@ class Model:
         clip_norm: float | None = None,
         ema: float | None = None,
         loss_scale: str | None = None,
-    ) -> Model:
+    ) -> TrainingGraph:
         """Check the arguments of `make_train_function`, and apply the rule.
 
         Parameters
@@ -144,10 +144,10 @@ class Model:
                 f"got {update_rule!r} of type {type(update_rule).__name__}"
             )
         update_rule = add_clipping(update_rule, clip_norm)
-        xs, ys = _variables("x", x), _variables("y", y)
+        xs, ys = _check_variables("x", x), _check_variables("y", y)
         if not xs:
             raise ValueError("x: expected at least one variable, got none")
-        sliceable = _sliceable(sliceable_shareds, [*xs, *ys])
+        sliceable = _check_sliceable(sliceable_shareds, [*xs, *ys])
         if weight is not None:
             _check_weight(weight, loss, params)
         loss_or_grads, scale = loss, None
@@ -167,7 +167,7 @@ class Model:
             rule = skip_overflows(rule, scale)
         lists = isinstance(x, list | tuple), isinstance(y, list | tuple)
         state = [shared for shared in rule.param_updates if not any(shared is p for p in params)]
-        extra = _extra(extra_updates, rule, [*xs, *ys, *sliceable])
+        extra = _check_extra_updates(extra_updates, rule, [*xs, *ys, *sliceable])
         if not is_serial:
             means = {f"extra_updates: {u.shared.name}": u.expression for u in extra if u.op == "mean" and u.differs}
             warn_of_denominators(means if weight is not None else {"loss": loss, **means}, [*xs, *ys, *sliceable])
@@ -182,7 +182,7 @@ class Model:
         """
         return [(self.loss, "mean")] if self.weight is None else weighted_outputs(self.loss, self.weight)
 
-    def arrays(
+    def check_data(
         self,
         x_data: Rows | None,
         y_data: Rows | None,
@@ -222,11 +222,11 @@ class Model:
         if x_data is None or y_data is None:
             raise TypeError(f"{'x_data' if x_data is None else 'y_data'}: expected rows, got None")
         return [
-            *_listed("x_data", x_data, self.x, self.x_is_list),
-            *_listed("y_data", y_data, self.y, self.y_is_list),
+            *_to_list("x_data", x_data, self.x, self.x_is_list),
+            *_to_list("y_data", y_data, self.y, self.y_is_list),
         ]
 
-    def several(
+    def check_steps(
         self, x_data: Rows | None, y_data: Rows | None, batches: Any, batches_s: Any
     ) -> tuple[list[Any], list[tuple[Any, Any]]]:
         """Check the data of several steps.
@@ -234,11 +234,11 @@ class Model:
         Returns
         -------
         arrays : list
-            As from `arrays`.
+            As from `check_data`.
         steps : list of (batch, batch_s)
             Selection of rows of each step: the first is None if the data are in shared variables, else the second.
         """
-        arrays = self.arrays(x_data, y_data, batches, batches_s, ("batches", "batches_s"))
+        arrays = self.check_data(x_data, y_data, batches, batches_s, ("batches", "batches_s"))
         name, given = ("batches_s", batches_s) if self.sliceable else ("batches", batches)
         is_sequence = isinstance(given, np.ndarray) and given.ndim or isinstance(given, Sequence)
         if not is_sequence or isinstance(given, str | bytes):
@@ -246,7 +246,7 @@ class Model:
         return arrays, [(None, one) if self.sliceable else (one, None) for one in given]
 
 
-def _variables(argument: str, value: Any) -> list[Any]:
+def _check_variables(argument: str, value: Any) -> list[Any]:
     """Check a variable or a list of variables with rows, and return a list."""
     variables = list(value) if isinstance(value, list | tuple) else [value]
     for i, variable in enumerate(variables):
@@ -260,7 +260,7 @@ def _variables(argument: str, value: Any) -> list[Any]:
     return variables
 
 
-def _sliceable(shareds: Sequence[Any] | None, variables: list[Any]) -> list[Any]:
+def _check_sliceable(shareds: Sequence[Any] | None, variables: list[Any]) -> list[Any]:
     """Check that there is one shared variable for each input, and of its dtype and number of dimensions."""
     if shareds is None:
         return []
@@ -282,7 +282,7 @@ def _sliceable(shareds: Sequence[Any] | None, variables: list[Any]) -> list[Any]
     return found
 
 
-def by_own_gradient(rule: RuleUpdates) -> dict[Any, Any]:
+def apply_own_gradient(rule: RuleUpdates) -> dict[Any, Any]:
     """Return the new value of each shared variable in a step by the rank's own gradient, without an all-reduce."""
     expression = rule.grad_updates[rule.grad_shared]
     library = library_of(expression)
@@ -396,7 +396,7 @@ def _check_weight(weight: Any, loss: Any, params: Sequence[Any]) -> None:
             raise ValueError(f"{expected}; it depends on the parameter {shared.name!r}")
 
 
-def _extra(updates: Updates | None, rule: RuleUpdates, sources: list[Any]) -> list[ExtraUpdate]:
+def _check_extra_updates(updates: Updates | None, rule: RuleUpdates, sources: list[Any]) -> list[ExtraUpdate]:
     """Check extra updates, and choose the ops that are not given.
 
     Parameters
@@ -414,7 +414,7 @@ def _extra(updates: Updates | None, rule: RuleUpdates, sources: list[Any]) -> li
         raise TypeError(f"extra_updates: expected a dict or a list of pairs, got {updates!r}")
     entries = list(updates.items() if isinstance(updates, Mapping) else updates)
     taken = {id(shared) for shared in (*dict(rule.grad_updates), *dict(rule.param_updates))}
-    come: set[int] = set()
+    found: set[int] = set()
     for entry in entries:
         if not isinstance(entry, list | tuple) or len(entry) not in (2, 3):
             raise TypeError(
@@ -425,17 +425,17 @@ def _extra(updates: Updates | None, rule: RuleUpdates, sources: list[Any]) -> li
             raise TypeError(f"extra_updates: expected shared variables, got {shared!r}")
         if id(shared) in taken:
             raise ValueError(f"extra_updates: the update rule has an update of {shared.name!r} already")
-        if id(shared) in come:
+        if id(shared) in found:
             raise ValueError(f"extra_updates: there are two for {shared.name!r}")
-        come.add(id(shared))
+        found.add(id(shared))
         if len(entry) == 3 and entry[2] not in ("mean", None):
             raise ValueError(f"extra_updates: {shared.name!r}: expected the op 'mean' or None, got {entry[2]!r}")
         if entry[2:] == ("mean",) and not _is_float(shared):
             raise TypeError(f"extra_updates: {shared.name!r}: op 'mean' needs a variable of floats, got {shared.type}")
-    return _with_ops(entries, sources)
+    return _choose_ops(entries, sources)
 
 
-def _with_ops(entries: list[Any], sources: list[Any]) -> list[ExtraUpdate]:
+def _choose_ops(entries: list[Any], sources: list[Any]) -> list[ExtraUpdate]:
     """Return extra updates with ops.
 
     The default op is "mean" for floats, and None for random streams and all other variables.
@@ -481,6 +481,6 @@ def _is_float(shared: Any) -> bool:
     return hasattr(shared.type, "dtype") and np.dtype(shared.type.dtype).kind == "f"
 
 
-def _listed(argument: str, value: Any, variables: list[Any], is_list: bool) -> list[Any]:
+def _to_list(argument: str, value: Any, variables: list[Any], is_list: bool) -> list[Any]:
     """Return data as a list with one entry per variable."""
     return check_list(value, argument, len(variables), "arrays") if is_list else [value]
