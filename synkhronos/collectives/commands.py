@@ -1,4 +1,4 @@
-"""The commands behind the collectives.
+"""The commands that the collectives send to the ranks.
 
 A command that moves arrays of several ranks begins with `gather_layouts`.  From the same data each rank decides in
 the same way whether the collective is possible, and how the arrays travel: by the communicator of the device that holds

@@ -96,7 +96,7 @@ class HostCommunicator(Communicator):
         n_items = SCRATCH // dtype.itemsize // rank.size
         longest = max(stop - start for start, stop in pairwise(bounds))
         for offset in range(0, longest, n_items):
-            # A half holds the next items of every rank; the rank that gets them reads them behind the barrier.
+            # A half holds the next items of every rank; the rank that gets them reads them after the barrier.
             shared = [half[: n_items * rank.size * dtype.itemsize].view(dtype) for half in self._next_halves()]
             chunks = [source[start:stop][offset : offset + n_items] for start, stop in pairwise(bounds)]
             for r, chunk in enumerate(chunks):

@@ -204,7 +204,9 @@ class MultiHostCommunicator(HostCommunicator):
         """
         return _ON_LAST if self._is_last else FRAMES * self._n_next_hosts[0]
 
-    def _finish_chunk(self, target: np.ndarray | None, chunk: tuple[int, int], working: np.dtype, behind: int) -> None:
+    def _finish_chunk(
+        self, target: np.ndarray | None, chunk: tuple[int, int], working: np.dtype, n_earlier: int
+    ) -> None:
         """Copy a chunk of the result into this rank's target, and pass it on to the previous host.
 
         Parameters
@@ -215,13 +217,13 @@ class MultiHostCommunicator(HostCommunicator):
             First element and number of elements.
         working : dtype
             Dtype of the result in the pipes.
-        behind : int
+        n_earlier : int
             Number of chunks that this rank has begun since this one.
         """
         at, count = chunk
         if self._is_last:
-            self._rank.wait(self._down_out.make_all_done(behind))
-            result = self._down_out.previous_frame(behind)[: count * working.itemsize].view(working)
+            self._rank.wait(self._down_out.make_all_done(n_earlier))
+            result = self._down_out.previous_frame(n_earlier)[: count * working.itemsize].view(working)
         else:
             result = self._down_in.wait_readable()[: count * working.itemsize].view(working)
             if not self._is_first:

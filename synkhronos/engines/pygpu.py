@@ -10,7 +10,7 @@ from synkhronos.graphs import GraphLibrary
 
 
 class PygpuEngine(Engine):
-    """Launches functions of GpuArrays, ordered behind the copies of their inputs."""
+    """Launches functions of GpuArrays, ordered after the copies of their inputs."""
 
     def can_run(self, library: GraphLibrary, mode: Any) -> bool:
         """Whether the library is Theano and this process has opened a GPU."""

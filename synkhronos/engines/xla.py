@@ -323,7 +323,7 @@ class LaunchReducer:
         ----------
         spans : list of ReduceSpan
         is_valid : int
-            Address of an int32 on the GPU: 0 before, 1 behind a valid reduction.
+            Address of an int32 on the GPU: 0 before a valid reduction, 1 after it.
         stream : int
 
         Raises

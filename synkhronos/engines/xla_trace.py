@@ -1,4 +1,4 @@
-"""The JAX functions of an `Executable`: its functions, the all-reduce behind the first one, and a loop around them.
+"""JAX functions of an `Executable`: its functions, the all-reduce after the first one, and a loop around them.
 
 They run while JAX traces them, and their arrays are traced ones.
 """
@@ -54,7 +54,7 @@ def trace_functions(
     in_loop: bool = False,
     lengths: tuple[int, ...] = (),
 ) -> tuple[Any, ...]:
-    """Trace the functions and the reduction behind the first one.
+    """Trace the functions and the reduction that follows the first one.
 
     Parameters
     ----------
@@ -69,7 +69,7 @@ def trace_functions(
     in_loop : bool
         Whether this is the body of a loop.
     lengths : tuple of int
-        Arguments of the only function behind its storages.
+        Arguments of the only function that follow its storages.
 
     Returns
     -------

@@ -134,7 +134,10 @@ class Call(_CallFields, Command):
         return self.execute(rank, self.bind(rank))
 
     def bind(self, rank: Rank) -> RankCall:
-        """Return this rank's rows with the compiled variant, ready to be computed."""
+        """Bind the call to this rank's rows and compiled variant, without computing them.
+
+        Ranks compile here, which may need collectives, so all ranks call this at the same point of a command.
+        """
         program: Program = get_object(rank, self.program_key)
         return RankCall(self, program, self._compile(program, rank), rank)
 

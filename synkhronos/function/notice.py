@@ -28,7 +28,7 @@ def warn_if_slow(work: str) -> Iterator[None]:
     start = time.monotonic()
     timer = threading.Timer(PATIENCE, _log.warning, ["%s; this may take a minute or two", work])
     timer.daemon = True
-    try:  # includes the start, so that an interrupt leaves no timer behind
+    try:  # includes the start, so that an interrupt leaves no timer running
         timer.start()
         yield
     finally:

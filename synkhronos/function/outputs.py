@@ -327,7 +327,7 @@ def _check_shapes(rank: Rank, position: int, op: ReductionOp, layouts: dict[int,
     shapes = {r: shape for r, (shape, _) in layouts.items()}
     compared = {shape if op.is_elementwise else shape[1:] for shape in shapes.values()}
     if len(compared) > 1:
-        needed = "the same shape" if op.is_elementwise else "the same lengths behind axis 0"
+        needed = "the same shape" if op.is_elementwise else "equal lengths of all axes but axis 0"
         each = ", ".join(f"rank {r} has {shape}" for r, shape in shapes.items())
         message = f"output {position}: op {op.spelling!r} needs {needed} on all ranks, but {each}"
         rank.raise_collectively(ValueError(message))

@@ -39,7 +39,7 @@ class Variant(NamedTuple):
         Additional inputs that select rows of the sliceable shared variables: "slice" for two integers, start and stop,
         "index" for a vector of indexes.  None: all rows are used.
     returns_updates : bool
-        Whether the new values of the updates are returned behind the outputs.  Then only random generators are updated.
+        Whether the new values of the updates are returned after the outputs.  Then only random generators are updated.
     output_subset : tuple of int or None
         Indexes of the outputs to compute; None for all.
     """

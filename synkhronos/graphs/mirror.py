@@ -38,8 +38,8 @@ from synkhronos.ranks.pickle_parts import measure_parts, read_parts, write_parts
 
 #: Shared variables that functions use, in any session.
 _registered: WeakKeys[Any, bool] = WeakKeys()
-#: Largest number of jumps that any rank's stream is ahead of the master's, by random generator.  Streams of a later
-#: session start behind it: earlier workers may have drawn more numbers than the master, whose stream does not show it.
+#: Largest number of jumps of any rank's stream from the master's, by random generator.  A later session's streams start
+#: after it: workers may have drawn more numbers than the master, and its stream does not show them.
 _furthest: WeakKeys[Any, int] = WeakKeys()
 
 
@@ -352,7 +352,7 @@ def get_object(rank: Rank, key: Any) -> Any:
 
 
 def _choose_start(session: Session, shared: Any) -> int:
-    """Return the number of jumps behind which the streams of a random generator start; 0 for other variables."""
+    """Return the number of jumps after which the ranks' streams of a random generator start; 0 for other variables."""
     library = library_of(shared)
     if not library.is_generator(shared):
         return 0
@@ -387,6 +387,6 @@ def _jump(shared: Any, rank: Rank, start: int) -> None:
 
 
 def reset_jumps(session: Session, generators: Iterable[Any]) -> None:
-    """Record that the ranks' streams start anew behind states that the user has set."""
+    """Record that the user has set the generators: the ranks' streams restart from these states."""
     for shared in generators:
         _furthest[shared] = session.size - 1

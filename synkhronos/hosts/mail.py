@@ -17,7 +17,7 @@ POST, ANNOUNCE, PAGES, DROP, STEP, FAILED, DONE, LOST, BEAT, END, GONE, PART, ST
 
 #: Seconds that a host has for its first message, in addition to `host_timeout`.
 _FIRST_BEAT = 10.0
-#: Maximal number of bytes of rows or pages in one message: few enough that other messages do not wait long behind it.
+#: Maximal number of bytes of rows or pages in one message: few enough that later messages do not wait long for it.
 CHUNK_NBYTES = 1 << 22
 #: Number of unsent messages up to which an agent sends another chunk.
 MAX_PENDING = 16

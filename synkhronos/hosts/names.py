@@ -95,7 +95,7 @@ def _parse_host(text: object, argument: str) -> Host:
         raise ValueError(f"{argument}: expected the name of a host, got {text!r}")
     if colon and not (count.isdecimal() and 0 < int(count) <= MAX_RANKS_PER_HOST):
         raise ValueError(
-            f"{argument}: expected a number of ranks from 1 to {MAX_RANKS_PER_HOST} behind the colon, got {text!r}"
+            f"{argument}: expected a number of ranks from 1 to {MAX_RANKS_PER_HOST} after the colon, got {text!r}"
         )
     return Host(name, int(count) if colon else None)
 

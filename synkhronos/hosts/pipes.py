@@ -117,9 +117,9 @@ class Pipe:
             self._rank.wait(lambda: moved[pipe] >= needed)
         return self._bytes(count)
 
-    def previous_frame(self, behind: int) -> np.ndarray:
-        """Return a frame that this rank has processed, as bytes: the last one, or the one ``behind`` frames earlier."""
-        return self._bytes(self._frame_number() - 1 - behind)
+    def previous_frame(self, n_earlier: int) -> np.ndarray:
+        """Return a frame that this rank has processed, as bytes: the last, or ``n_earlier`` frames before it."""
+        return self._bytes(self._frame_number() - 1 - n_earlier)
 
     def advance(self, nbytes: int = 0) -> None:
         """Finish the current frame, of which ``nbytes`` are to be sent, and go on to the next."""
@@ -130,9 +130,9 @@ class Pipe:
         self._done[self._me] = self._base + count + 1
         self._rank.notify_local()
 
-    def make_all_done(self, behind: int = 0) -> Callable[[], bool]:
-        """Return a predicate: have all ranks of the host processed as many frames as this one, less ``behind``?"""
-        done, needed = self._done, self._base + self._frame_number() - behind
+    def make_all_done(self, n_earlier: int = 0) -> Callable[[], bool]:
+        """Return a predicate: have all ranks of the host processed as many frames as this one, less ``n_earlier``?"""
+        done, needed = self._done, self._base + self._frame_number() - n_earlier
         return lambda: min(done) >= needed
 
     def _bytes(self, count: int) -> np.ndarray:

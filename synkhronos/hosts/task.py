@@ -81,7 +81,7 @@ class TaskAgent:
         if task is not None and task.key in self._segments:  # its memory may not have been mapped
             segment = self._segments[task.key]
             if self._mail.me > 0:  # on the first host the master prepares it
-                task.prepare(segment)
+                task.initialise_locks(segment)
             self._bridge = Bridge(task, segment, self._control.here)
 
     @property
@@ -113,7 +113,7 @@ class TaskAgent:
         return news
 
     def _schedule(self, source: int, number: int, act: Callable[[Bridge], object], content: Any = None) -> None:
-        """Schedule an action behind the earlier ones of the same host, and behind the arrival of its bytes."""
+        """Schedule an action to run after the earlier ones of the same host, and after its bytes have arrived."""
         self._actions[source].append((content, number, act))
 
     def _wake(self, rank: int) -> None:

@@ -659,7 +659,7 @@ class ClassLoop(EpochLoop, RankLoop):
         return int(meta["epochs"])
 
     def replay(self, epoch: int, within: list[dict[str, Any]]) -> None:
-        """Move the class behind the batches of an epoch that were trained on before the checkpoint.
+        """Move the class past the batches of an epoch that were trained on before the checkpoint.
 
         A class without ``skip_iter`` takes these steps again, to set its attributes.  The checkpoint then overwrites
         the parameters.

@@ -187,7 +187,7 @@ class Model:
         return batch
 
     def skip_iter(self, count: int) -> None:
-        """Skip the first batches of this rank in the epoch, to resume behind them."""
+        """Skip the first batches of this rank in the epoch, to resume after them."""
         self._batches, self._batches_epoch = self._iterate_epoch(), self.epoch
         for _ in range(count):
             if next(self._batches, None) is None:

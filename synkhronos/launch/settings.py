@@ -27,7 +27,7 @@ from synkhronos.gpus import get_n_gpu
 from synkhronos.hosts import MAX_RANKS_PER_HOST, Host, find_launch, parse_hosts
 from synkhronos.launch import key_value
 from synkhronos.ranks import available_cores
-from synkhronos.training.checkpoint import paths_in
+from synkhronos.training.checkpoint import list_checkpoints
 from synkhronos.training.early_stop import as_metric
 
 #: Prefix of environment variables that are settings.
@@ -357,7 +357,7 @@ def _check_folder(settings: Settings) -> Settings:
             raise SettingsError(f"folder: {folder} has a run already: name another, or go on with --resume")
         return settings
     if settings.resume == "latest":
-        if not paths_in(folder / "checkpoints"):
+        if not list_checkpoints(folder / "checkpoints"):
             raise SettingsError(
                 f"resume: expected a checkpoint in {folder / 'checkpoints'}, found none: folder says which run goes on"
             )

@@ -39,7 +39,7 @@ from synkhronos.launch import binding
 from synkhronos.launch.output import Console, LineSplitter, RunOutput
 from synkhronos.launch.settings import FAILURE, PROCESSES, SETTINGS, Settings, SettingsError
 from synkhronos.ranks.errors import cause_of_death
-from synkhronos.training.checkpoint import paths_in
+from synkhronos.training.checkpoint import list_checkpoints
 from synkhronos.training.stop import ECHO, STOP_SIGNALS
 
 #: Seconds that ranks have to exit after Ctrl-C.
@@ -150,7 +150,7 @@ class Supervisor:
         #: Checkpoint that the ranks resume from.
         self._checkpoint = settings.resume
         if settings.resume == "latest":
-            self._checkpoint = str(paths_in(self.folder / "checkpoints")[-1])
+            self._checkpoint = str(list_checkpoints(self.folder / "checkpoints")[-1])
         self._console = Console(1, self._check_deadline)
         self._errors = Console(2, self._check_deadline)
 
@@ -313,7 +313,7 @@ class Supervisor:
 
     def _list_checkpoints(self) -> set[tuple[Path, int]]:
         """Return the checkpoints in the run's folder with the times at which they were written."""
-        return {(path, path.stat().st_mtime_ns) for path in paths_in(self.folder / "checkpoints")}
+        return {(path, path.stat().st_mtime_ns) for path in list_checkpoints(self.folder / "checkpoints")}
 
     def _prepare_restart(self) -> None:
         """Choose the newest checkpoint of this run, or the one it began with, and keep the failure under another name.
@@ -324,7 +324,7 @@ class Supervisor:
         with contextlib.suppress(FileNotFoundError):
             os.rename(self.folder / FAILURE, self.folder / FAILURE.replace(".", f"-{self._n_restarts}."))
         written = {path for path, _ in self._list_checkpoints() - self._old_checkpoints}
-        if new := [path for path in paths_in(self.folder / "checkpoints") if path in written]:
+        if new := [path for path in list_checkpoints(self.folder / "checkpoints") if path in written]:
             self._checkpoint = str(new[-1])
         if self._checkpoint is None:
             for file in self.folder.glob("*.jsonl"):
@@ -344,7 +344,7 @@ class Supervisor:
         failure = self.folder / FAILURE
         words = failure.read_text("utf-8", "backslashreplace") if failure.is_file() else ""
         number = end["status"] - 128
-        checkpoints = paths_in(self.folder / "checkpoints")
+        checkpoints = list_checkpoints(self.folder / "checkpoints")
         is_saved = code > 128 and number in STOP_SIGNALS and checkpoints  # the master's status if it has saved
         if is_saved or self.signal_number and number > 0:
             end["signal"] = signal.Signals(number).name

@@ -39,7 +39,7 @@ class JaxFunction:
     cells : list of list
         Storage for each result: a list of its own for an output, one of `storages` for an update.
     n_outputs : int
-        Number of outputs; the results behind them are updates.
+        Number of outputs; the results after them are updates.
     types : list
         PyTensor's types of the outputs.
     donated : list of list

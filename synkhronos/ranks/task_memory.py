@@ -10,7 +10,7 @@ from typing import Any
 from synkhronos.ranks.control import Semaphore
 from synkhronos.ranks.segments import Segment
 
-#: Number of bytes of the text that describes what a rank waits for.
+#: Number of bytes of the text that describes a rank's wait.
 TEXT = 120
 #: Number of bytes of a counter.
 WORD = 8
@@ -78,15 +78,15 @@ class TaskMemory:
 
     @property
     def agent_owner(self) -> int:
-        """Owner of a lock that a rank has passed to its host's agent."""
+        """Number that marks the host's agent as the owner of a lock."""
         return self.size + 1
 
     def find_home(self, lock: int) -> int:
         """Return a rank on the host of a lock: lock 1 + r belongs to rank r's host, other locks to the first."""
         return lock - 1 if 1 <= lock <= self.size else 0
 
-    def prepare(self, segment: Segment) -> None:
-        """Initialise the locks: once on each host, before its ranks map the memory."""
+    def initialise_locks(self, segment: Segment) -> None:
+        """Initialise the locks as free; called once on each host, before its ranks map the memory."""
         for lock in range(self.locks):
             Semaphore(segment.buffer, self._locks_offset + _LINE * lock, initialised=False).release()
 
@@ -101,7 +101,7 @@ class TaskMemory:
         return Semaphore(segment.buffer, self._locks_offset + _LINE * lock, initialised=True)
 
     def view_text(self, segment: Segment, rank: int) -> memoryview:
-        """Return the memory of the text that describes what a rank waits for."""
+        """Return the memory of the text that describes a rank's wait."""
         start = self._texts_offset + (TEXT + WORD) * rank
         return memoryview(segment.buffer)[start : start + TEXT + WORD]
 
@@ -131,7 +131,7 @@ def read_ring(ring: memoryview, position: int, into: memoryview) -> None:
 
 
 def write_prefixed(memory: memoryview, content: Any) -> None:
-    """Write bytes behind their number."""
+    """Write the number of bytes, followed by the bytes."""
     memory[:WORD] = len(content).to_bytes(WORD, "little")
     memory[WORD : WORD + len(content)] = content
 

@@ -87,7 +87,7 @@ def run(program: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any]:
         segment = session.memory.create(memory.nbytes)
         memory = replace(memory, key=segment.key)
         try:
-            memory.prepare(segment)
+            memory.initialise_locks(segment)
             results: list[Any] = session.run(RunProgram(memory, payload, tuple(functions), tuple(arrays)))
         finally:
             session.memory.release("segment", memory.key)

@@ -1,7 +1,7 @@
 """Chrome's trace format, which https://ui.perfetto.dev and ``chrome://tracing`` show.
 
 The format: https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU.  A rank is a process of
-the trace; its threads are the rank's threads, and behind them those of XLA.
+the trace; its threads are the rank's threads, followed by those of XLA.
 """
 
 from __future__ import annotations

@@ -114,7 +114,7 @@ class Checkpoint:
         for name, value in (("keep", keep), ("every", every)):
             check_at_least(value, name, 1)
         self.keep_best = None if keep_best is None else as_metric(keep_best, "keep_best")
-        _safetensors()
+        _import_safetensors()
         self.folder, self.keep, self.every = Path(folder), keep, every
         self.folder.mkdir(parents=True, exist_ok=True)
         self._lock = FolderLock(self.folder)
@@ -128,7 +128,7 @@ class Checkpoint:
         meta: Mapping[str, Any],
         metrics: Mapping[str, float] | None = None,
     ) -> Path:
-        """Write a checkpoint, and remove those of more rows and those that are too old.
+        """Write a checkpoint; then remove checkpoints of more rows, and the oldest ones beyond `keep`.
 
         Parameters
         ----------
@@ -139,7 +139,7 @@ class Checkpoint:
         meta : dict
             Anything that JSON can represent.
         metrics : dict of str to float, optional
-            Loss and validation, of which `keep_best` names one.
+            Loss and validation; `keep_best` names one of them.
 
         Returns
         -------
@@ -152,33 +152,33 @@ class Checkpoint:
         CheckpointError
             If another training writes into the folder.
         OSError
-            For example if the disk is full; what was there stays.
+            For example if the disk is full; earlier checkpoints are unchanged.
         """
         path = self.path(check_at_least(seen, "seen", 0))
         content = _serialize(arrays)
         header = {"format": _FORMAT, "metrics": dict(metrics or {}), "meta": dict(meta)}
         files = {_STATE: content, _META: json.dumps(header).encode()}
-        files[_SUMS] = "".join(f"{_digest(data)}  {name}\n" for name, data in files.items()).encode()
+        files[_SUMS] = "".join(f"{_compute_digest(data)}  {name}\n" for name, data in files.items()).encode()
         self.lock()
-        aside = self._aside()
-        os.mkdir(aside)
+        temporary = self._make_temporary_path()
+        os.mkdir(temporary)
         try:
             for name, data in files.items():
-                _write(aside / name, data)
-            _sync(aside)
-            # Checkpoints of more rows are of a training that was left: this one went on from before them.  They go
-            # before the new one comes: after a kill in between, none of them is taken for a later one of this training.
+                _write(temporary / name, data)
+            _sync_folder(temporary)
+            # Checkpoints of more rows are of an abandoned training: this one resumed from an earlier checkpoint.  They
+            # are removed first: after a kill in between, none of them can be mistaken for a later one of this training.
             for later in reversed(self.paths()):
-                if _order(later) > _order(path):
+                if _sort_key(later) > _sort_key(path):
                     self._remove(later)
             if path.exists():
                 self._remove(Path(f"{path}{_OLD}"))
                 os.rename(path, f"{path}{_OLD}")
-            os.rename(aside, path)
+            os.rename(temporary, path)
         except BaseException:
-            shutil.rmtree(aside, ignore_errors=True)
+            shutil.rmtree(temporary, ignore_errors=True)
             raise
-        _sync(self.folder)
+        _sync_folder(self.folder)
         self._remove(Path(f"{path}{_OLD}"))
         best = self.best()
         for other in self.paths()[: -self.keep]:
@@ -187,9 +187,9 @@ class Checkpoint:
         return path
 
     def lock(self) -> None:
-        """Take the folder for this object, and remove what killed writers have left there.
+        """Lock the folder for this object, and remove unfinished checkpoints of killed writers.
 
-        `save` does so by itself.
+        `save` calls this.
 
         Raises
         ------
@@ -202,7 +202,7 @@ class Checkpoint:
             self._lock.acquire()
         except BlockingIOError as error:
             raise CheckpointError(
-                f"checkpoint: {self.folder} is the folder of a training that {error.strerror} has under way: wait for "
+                f"checkpoint: {self.folder} is the folder of a training that {error.strerror} is running: wait for "
                 "its end, or name another folder"
             ) from None
         if not self._lock.is_exclusive:
@@ -214,32 +214,35 @@ class Checkpoint:
                 self._remove(path)
 
     def unlock(self) -> None:
-        """Let others write into the folder."""
+        """Unlock the folder, so that another Checkpoint may write into it."""
         self._lock.release()
 
     def path(self, seen: int) -> Path:
-        """Return the path of the checkpoint after so many rows, which need not be there."""
+        """Return the path of the checkpoint after ``seen`` rows, whether or not it exists."""
         return self.folder / f"rows-{seen:012d}"
 
-    def _aside(self) -> Path:
-        """Return a name that no other process takes, on this host or another."""
+    def _make_temporary_path(self) -> Path:
+        """Return a path that no other process uses, on this machine or another."""
         return self.folder / f"{_UNFINISHED}{secrets.token_hex(8)}"
 
     def _remove(self, path: Path) -> None:
-        """Remove a checkpoint, under another name: a kill in between must not leave half of it under its own."""
-        aside = self._aside()
+        """Rename a checkpoint, then remove it: a kill in between must not leave half of it under its name."""
+        temporary = self._make_temporary_path()
         with contextlib.suppress(OSError):
-            os.rename(path, aside)
-            shutil.rmtree(aside, ignore_errors=True)
+            os.rename(path, temporary)
+            shutil.rmtree(temporary, ignore_errors=True)
 
     # -- reading ---------------------------------------------------------------------------------------------------
 
     def paths(self) -> list[Path]:
         """Return the checkpoints in the folder, the oldest first."""
-        return paths_in(self.folder)
+        return list_checkpoints(self.folder)
 
     def best(self) -> Path | None:
-        """Return the checkpoint with the best value of `keep_best`, the first of equal ones; None if there is none."""
+        """Return the checkpoint with the best value of `keep_best`; None if there is none.
+
+        Of equally good checkpoints, it is the one of fewest rows.
+        """
         if self.keep_best is None:
             return None
         costs: dict[Path, float] = {}
@@ -249,29 +252,29 @@ class Checkpoint:
         best = min(costs, key=lambda path: costs[path], default=None)
         return None if best is None or costs[best] == np.inf else best
 
-    def refuse_others(self, seen: int) -> None:
-        """Refuse to begin a training after so many rows where there are checkpoints of more: those of another one.
+    def check_no_later(self, seen: int) -> None:
+        """Raise if the folder has checkpoints of more than ``seen`` rows: they are of another training.
 
         Raises
         ------
         CheckpointError
         """
         for later in self.paths()[-1:]:
-            if _order(later)[0] > seen:
+            if _sort_key(later)[0] > seen:
                 raise CheckpointError(
                     f"checkpoint: {later} is of another training: go on from there with resume='latest', or name "
                     "another folder"
                 )
 
     def load(self, path: str | os.PathLike[str] | None = None) -> Stored:
-        """Read a checkpoint: the newest, or that of a path.
+        """Read a checkpoint: the newest one, or the one at ``path``.
 
         Raises
         ------
         FileNotFoundError
-            If there is none.
+            If the folder has no checkpoint.
         CheckpointError
-            If it is damaged.
+            If the checkpoint is damaged.
         """
         if path is not None:
             return load(path)
@@ -286,13 +289,13 @@ class Checkpoint:
         raise FileNotFoundError(f"{self.folder}: expected a checkpoint, found none")
 
 
-def paths_in(folder: Path) -> list[Path]:
+def list_checkpoints(folder: Path) -> list[Path]:
     """Return the checkpoints in a folder, the oldest first; none if there is no such folder."""
-    return sorted((path for path in folder.glob("rows-*") if _NAME.fullmatch(path.name)), key=_order)
+    return sorted((path for path in folder.glob("rows-*") if _NAME.fullmatch(path.name)), key=_sort_key)
 
 
-def _order(path: Path) -> tuple[int, bool]:
-    """Return the sort key of a checkpoint: its rows, and of equal ones the replaced one first."""
+def _sort_key(path: Path) -> tuple[int, bool]:
+    """Return the sort key of a checkpoint: by rows; a replaced one sorts before its replacement."""
     match = _NAME.fullmatch(path.name)
     assert match is not None
     return int(match[1]), match[2] is None
@@ -303,12 +306,12 @@ def load(path: str | os.PathLike[str]) -> Stored:
     path = Path(path)
     files = _read(path, _STATE, _META)
     header = _parse_header(path, files[_META])
-    arrays = _parse(path, _STATE, files[_STATE], _safetensors().load)
+    arrays = _parse(path, _STATE, files[_STATE], _import_safetensors().load)
     return Stored(path, _Table(path, "array", arrays), header["meta"], header["metrics"])
 
 
 def load_meta(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """Read what a checkpoint has besides arrays; raise CheckpointError if it is damaged."""
+    """Read a checkpoint's metadata without its arrays; raise CheckpointError if it is damaged."""
     meta: dict[str, Any] = _load_header(Path(path))["meta"]
     return meta
 
@@ -331,7 +334,7 @@ def _parse_header(path: Path, content: bytes) -> dict[str, Any]:
     header = _parse(path, _META, content, parse)
     tables = [header, header.get("meta"), header.get("metrics")] if isinstance(header, dict) else [header]
     if not all(isinstance(table, dict) for table in tables):
-        raise _damaged(path, f"{_META}: expected a table with meta and metrics in it")
+        raise _make_damage_error(path, f"{_META}: expected a table with meta and metrics in it")
     if header.get("format") != _FORMAT:
         raise CheckpointError(f"{path} has format {header.get('format')!r}: this version reads format {_FORMAT}")
     return dict(header)
@@ -341,13 +344,13 @@ def _parse(path: Path, name: str, content: bytes, parse: Callable[[bytes], Any])
     try:
         return parse(content)
     except Exception as error:  # safetensors has an exception of its own
-        raise _damaged(path, f"{name}: {error}") from error
+        raise _make_damage_error(path, f"{name}: {error}") from error
 
 
 def _read(path: Path, *names: str) -> dict[str, bytes]:
     """Read files of a checkpoint, and compare their digests."""
     try:
-        # The folder is opened once: a writer may replace it by another one meanwhile.
+        # The folder is opened once: a writer may replace it in the meantime.
         folder = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
         try:
             found = {name: _read_file(name, folder) for name in (*names, _SUMS)}
@@ -361,8 +364,8 @@ def _read(path: Path, *names: str) -> dict[str, bytes]:
         raise CheckpointError(f"{path}: expected a checkpoint that can be read: {error}") from error
     sums = found.pop(_SUMS).decode(errors="replace").splitlines()
     for name, content in found.items():
-        if f"{_digest(content)}  {name}" not in sums:
-            raise _damaged(path, f"{name} has another digest than {_SUMS} says")
+        if f"{_compute_digest(content)}  {name}" not in sums:
+            raise _make_damage_error(path, f"{name} has another digest than {_SUMS} says")
     return found
 
 
@@ -371,11 +374,11 @@ def _read_file(name: str, folder: int) -> bytes:
         return file.read()
 
 
-def _damaged(path: Path, reason: str) -> CheckpointError:
+def _make_damage_error(path: Path, reason: str) -> CheckpointError:
     return CheckpointError(f"{path} is damaged: {reason}; take an older one, resume='{path.parent}/rows-...'")
 
 
-def _digest(content: bytes) -> str:
+def _compute_digest(content: bytes) -> str:
     return hashlib.sha256(content).hexdigest()
 
 
@@ -388,11 +391,11 @@ def _serialize(arrays: Mapping[str, np.ndarray]) -> bytes:
             got = "a masked array" if is_masked else str(array.dtype)
             raise TypeError(f"arrays: expected booleans, integers, floats or complex64, got {got} for {name!r}")
         plain[name] = array
-    content: bytes = _safetensors().save(plain)
+    content: bytes = _import_safetensors().save(plain)
     return content
 
 
-def _safetensors() -> Any:
+def _import_safetensors() -> Any:
     return import_package("safetensors.numpy", "checkpoints need safetensors", "training")
 
 
@@ -408,7 +411,7 @@ def _write(path: Path, content: bytes) -> None:
         os.close(file)
 
 
-def _sync(folder: Path) -> None:
+def _sync_folder(folder: Path) -> None:
     """Wait until a folder's entries are on the disk."""
     file = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:

@@ -55,7 +55,7 @@ class ShardedStep(_ShardedStepFields, Command):
 
     @property
     def partial_effect(self) -> str | None:
-        """Effect in the message of an error behind the update of some rank's part."""
+        """Effect in the message of an error after the update of some rank's part."""
         return (
             "Some ranks may have updated their parts of the parameters or of the optimizer's state, and others not: "
             "broadcast() and set_optimizer_state() make them consistent again."

@@ -71,7 +71,7 @@ class TrainFunction:
     update : synkhronos.Function
         Updates the parameters from `grad_shared`.
     grad_shared : shared variable
-        Vector of the gradients of all parameters, with the number of their rows or the sum of weights; behind these,
+        Vector of the gradients of all parameters, with the number of their rows or the sum of weights; after these,
         new values of `extra_updates` that are averaged, and their number of rows.  After a step it holds the reduction
         over ranks.
     optimizer_state : list of shared variables

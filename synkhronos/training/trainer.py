@@ -203,8 +203,8 @@ class Trainer:
         LoadError, WorkerError
             If a loader can't read a row, or has died.
         SystemExit
-            With status 128 plus the number of one of these signals, when a checkpoint has been written behind the last
-            step.
+            With status 128 plus the number of one of these signals, after a checkpoint of the last step has been
+            written.
 
         Notes
         -----
@@ -410,7 +410,7 @@ class _TrainerLoop(EpochLoop):
             seen = state.restore(resume, self.data, trainer.schedule)
             self._cut_records(seen)
         elif checkpoint is not None:
-            checkpoint.refuse_others(self.place.epoch * self.data.count + self.place.row)
+            checkpoint.check_no_later(self.place.epoch * self.data.count + self.place.row)
         measure = "loss" if self.valid is None else f"validation {self.first_metric}"
         if self.metric != (self.first_metric, "min"):
             measure += f", {' '.join(self.metric)}"

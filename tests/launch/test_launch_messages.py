@@ -44,7 +44,7 @@ SETTINGS = {
     "devices, GPUs on hosts": ({"devices": "cuda0", "hosts": "a,b"}, r"devices: cuda0 is not there: this machine shows no GPU"),
     "devices and hosts": ({"devices": "cpu,cpu", "hosts": ["a:3", "b"]}, r"ranks: expected 2, the number of devices, got 3"),
     "hosts, a number": ({"hosts": 2}, r"hosts: expected a list of names, or \"all\", got 2"),
-    "hosts, none of them": ({"hosts": ["a", "b:no"]}, r"hosts: expected a number of ranks from 1 to 1024 behind the colon, got 'b:no'"),
+    "hosts, none of them": ({"hosts": ["a", "b:no"]}, r"hosts: expected a number of ranks from 1 to 1024 after the colon, got 'b:no'"),
     "hosts, twice": ({"hosts": "a,a"}, r"hosts: a is named twice"),
     "hosts, no allocation": ({"hosts": "all"}, r'hosts: "all" are the hosts of an allocation'),
     "devices, not there": ({"devices": "cuda99"}, r"devices: cuda99 is not there: this machine shows (no GPU|cuda0 to cuda\d+); cpu,cpu computes on two of its cores"),

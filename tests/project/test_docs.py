@@ -209,7 +209,7 @@ def public_names(kind):
 #: Internal names of classes that users hold.
 #: The classes of training and launch follow the one training loop.
 UNDOCUMENTED = {
-    "Checkpoint": {"refuse_others"},
+    "Checkpoint": {"check_no_later"},
     "Model": {"next_batch", "prepare", "train_data", "train_fn", "val_data", "val_fn"},
     "Recorder": {"write_rank"},
     "Report": {"record"},

@@ -208,7 +208,7 @@ def test_a_lock_that_a_rank_of_another_host_waits_for_is_handed_to_the_agent(n_r
     memory = TaskMemory(0, n_ranks, n_ranks + 1)
     segment = session.memory.create(memory.nbytes)
     memory = replace(memory, key=segment.key)
-    memory.prepare(segment)
+    memory.initialise_locks(segment)
     task, bridge = RankTask(session.rank, memory), Bridge(memory, segment, range(n_ranks))
     with task.get_lock(0):
         bridge.set_wanted(0, True)

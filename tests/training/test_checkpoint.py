@@ -62,8 +62,8 @@ def test_no_number_of_rows_is_too_large(tmp_path):
         checkpoint.save(seen, ARRAYS, {"seen": seen})
     assert [checkpoint.load(path).meta["seen"] for path in checkpoint.paths()] == [10**12 - 1, 10**12, 10**15]
     with pytest.raises(CheckpointError, match="another training"):
-        checkpoint.refuse_others(10**12)
-    checkpoint.refuse_others(10**15)
+        checkpoint.check_no_later(10**12)
+    checkpoint.check_no_later(10**15)
     for wrong, error in [(-1, ValueError), (1.5, TypeError), ("1", TypeError)]:
         with pytest.raises(error, match="seen: expected"):
             checkpoint.save(wrong, ARRAYS, {})
@@ -199,9 +199,9 @@ def test_one_of_as_many_rows_is_no_later_one(tmp_path):
     path = checkpoint.save(1000, {"w": np.ones(1)}, {})
     checkpoint.unlock()
     os.rename(path, f"{path}.old")  # as a kill leaves it, between two renames
-    checkpoint.refuse_others(1000)
+    checkpoint.check_no_later(1000)
     with pytest.raises(CheckpointError, match="another training"):
-        checkpoint.refuse_others(999)
+        checkpoint.check_no_later(999)
 
 
 # -- damage ----------------------------------------------------------------------------------------------------
@@ -386,7 +386,7 @@ def test_two_processes_that_write_into_one_folder(tmp_path):
         for each in stored:
             assert each.meta["number"] == writer and set(each.arrays["w"]) == {float(writer)}
         refusals = [told.readline() for _ in range(20)]
-        words = f"{tmp_path} is the folder of a training that process {pid} on host {platform.node()} has under way"
+        words = f"{tmp_path} is the folder of a training that process {pid} on host {platform.node()} is running"
         assert all(words in line for line in refusals), refusals
     with process(write_many(tmp_path, 3)):  # the writer's death has left the folder to others
         until(lambda: reader.load().meta["number"] == 3)
@@ -404,7 +404,7 @@ def test_a_killed_writer_leaves_the_folder_to_others(tmp_path):
 
     with process(run) as (pid, told):
         assert told.readline() == "saved\n"
-        with pytest.raises(CheckpointError, match=f"process {pid} on host {platform.node()} has under way"):
+        with pytest.raises(CheckpointError, match=f"process {pid} on host {platform.node()} is running"):
             Checkpoint(tmp_path).lock()
         assert "unfinished-1234" in entries(tmp_path)
     checkpoint = Checkpoint(tmp_path)
@@ -418,7 +418,7 @@ def test_a_lock_belongs_to_one_object(tmp_path):
     first.lock()
     for other in (second, copy.deepcopy(first)):
         with pytest.raises(
-            CheckpointError, match=rf"process {os.getpid()} on host {platform.node()} \(this one\) has under way"
+            CheckpointError, match=rf"process {os.getpid()} on host {platform.node()} \(this one\) is running"
         ):
             other.save(2, ARRAYS, {})
     assert second.load().arrays["n"] == 3

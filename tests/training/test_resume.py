@@ -166,7 +166,7 @@ def test_a_second_training_in_the_same_folder_is_refused(fork, tmp_path):
     checkpoint = Checkpoint(tmp_path)
     reports = trainer().epochs(X, Y, 5, 3, checkpoint=checkpoint)
     next(reports)
-    with pytest.raises(CheckpointError, match=f"training that process {os.getpid()} on host .* has under way"):
+    with pytest.raises(CheckpointError, match=f"training that process {os.getpid()} on host .* is running"):
         next(trainer().epochs(X, Y, 5, 3, checkpoint=Checkpoint(tmp_path), resume="latest"))
     assert len(resume(checkpoint.paths()[0], trainer())) == 1  # which writes nothing
     reports.close()

@@ -81,7 +81,7 @@ def test_it_is_checked_and_documented_like_the_others():
     for words in (
         "Size of a step.",
         "No element of the mean",
-        "How much of the mean square",
+        "Decay of the running mean of squared",
         "Raises\n------",
         "weight : number",
         "2.875",

@@ -21,7 +21,7 @@ from synkhronos.compat.ops.windows import fold, pad_zeros, unfold
 
 __all__ = ["Conv", "ConvGradInputs", "ConvGradWeights", "Padding", "output_length", "compute_padding"]
 
-#: "valid", "full", "half", or the padding before and behind each axis.
+#: "valid", "full", "half", or the padding before and after each axis.
 Padding = str | tuple[tuple[int, int], ...]
 
 #: Maximal bytes of columns in memory at a time.
@@ -31,7 +31,7 @@ _MAX_FEW_CHANNELS = 4
 
 
 def compute_padding(padding: Padding, kernel: Sequence[int], dilation: Sequence[int]) -> list[tuple[Any, Any]]:
-    """Return the padding before and behind each axis.
+    """Return the padding before and after each axis.
 
     Examples
     --------
@@ -117,7 +117,7 @@ class _ConvolutionOp(NumpyOp):
         return TensorType(first.dtype, shape=tuple(s if isinstance(s, int) else None for s in shape))()
 
     def get_padding(self, kernel: Sequence[int]) -> list[tuple[Any, Any]]:
-        """Return the padding before and behind each axis."""
+        """Return the padding before and after each axis."""
         return compute_padding(self.padding, kernel, self.dilation)
 
     def compute_output_spatial(self, image: Sequence[Any], kernel: Sequence[Any]) -> list[Any]:

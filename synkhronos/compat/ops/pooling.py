@@ -81,7 +81,7 @@ class _PoolingOp(NumpyOp):
         return tuple(self.compute_output_length(axis, length) for axis, length in enumerate(spatial))
 
     def compute_padding(self, spatial: Sequence[int]) -> list[tuple[int, int]]:
-        """Return the padding before and behind each axis with which all windows are complete."""
+        """Return the padding before and after each axis with which all windows are complete."""
         pairs = []
         for axis, out in enumerate(self.compute_output_spatial(spatial)):
             needed = (out - 1) * self.stride[axis] + self.window[axis] - self.pad[axis] - spatial[axis]

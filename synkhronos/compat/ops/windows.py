@@ -79,7 +79,7 @@ def fold(columns: Any, spatial: Sequence[int], stride: Sequence[int], dilation: 
 
 
 def pad_zeros(array: Any, before: Sequence[int], lengths: Sequence[int]) -> Any:
-    """Return a JAX array padded with ``before`` zeros on its last axes, and behind them to ``lengths``."""
+    """Return a JAX array padded with zeros on its last axes: ``before`` each, and after it up to ``lengths``."""
     from jax import lax
 
     lead = array.ndim - len(lengths)

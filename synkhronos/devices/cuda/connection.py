@@ -60,7 +60,7 @@ class Connection:
     call_lock : threading.RLock
         Held during calls of NCCL, so that `abort` does not free the communicator under them.
     valid_flag : ndarray of int32, shape (1,)
-        1 while the connection is valid, else 0.  The GPU copies it behind a reduction within a launch.
+        1 while the connection is valid, else 0.  The GPU copies it after a reduction within a launch.
     """
 
     def __init__(self, rank: Rank, staging: Staging, stream: int, valid_flag: np.ndarray):

@@ -1,7 +1,7 @@
 """Collectives between GPUs, over NCCL.
 
-NCCL's operations are launched on the stream on which the library computes, behind the kernels that compute the arrays.
-An ``all_reduce`` is not waited for, as later launches on the stream are ordered behind it.  All other operations start
+NCCL's operations are launched on the stream on which the library computes, after the kernels that compute the arrays.
+An ``all_reduce`` is not waited for, as later launches on the stream are ordered after it.  All other operations start
 on an idle stream and are waited for, with regular checks of the peers.  An operation that can't complete, as a peer has
 failed or exited, is aborted.
 
@@ -172,7 +172,7 @@ class NcclCommunicator(Communicator):
     # -- all_reduce within a launch of XLA -------------------------------------------------------------------
 
     def start_in_launch(self, spans: Sequence[ReduceSpan], op: str, stream: int) -> None:
-        """Launch reductions on the side stream, ordered behind the present work of a stream.
+        """Launch reductions on the side stream, ordered after the present work of a stream.
 
         Parameters
         ----------

@@ -125,7 +125,7 @@ class _InputBuffer:
     array : array
     pointer : int
     last_read : cuda.core.Event or None
-        Recorded behind the launch that last read the buffer.
+        Recorded after the launch that last read the buffer.
     """
 
     __slots__ = ("array", "last_read", "pointer")

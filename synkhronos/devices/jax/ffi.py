@@ -471,7 +471,7 @@ class ProgramReduction:
         self._n_finished += 1
         n_started, self._n_started = self._n_started, 0
         n_arrays = frame.results.size - 1
-        # Arrays that were started are the first arguments, only so that XLA orders their readers behind this call.
+        # Arrays that were started are the first arguments, only so that XLA orders their readers after this call.
         spans = _read_spans(frame, n_started, n_arrays)
         is_valid = frame.results.buffers[n_arrays].contents.data
         if self._error is None:

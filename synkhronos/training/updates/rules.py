@@ -1,7 +1,7 @@
-"""The update rules, each as a formula for one parameter.
+"""Update rules such as SGD and Adam, each written as a formula for one parameter.
 
-`rule` turns a formula into a rule for all parameters: it adds the checks, the flat gradient, and a docstring.
-`Context` has the operations that formulas share.
+The decorator `rule` turns a formula into an update rule for all parameters: it adds the checks, the flat gradient and
+the docstring's sections.  `Context` has the operations that formulas share.
 """
 
 from __future__ import annotations
@@ -31,28 +31,28 @@ New: TypeAlias = Mapping[Any, Any]
 #: Descriptions of hyperparameters for docstrings.
 WORDS = {
     "learning_rate": "Size of a step.",
-    "momentum": "How much of the velocity is kept from one step to the next.",
-    "rho": "How much of the mean square is kept from one step to the next.",
-    "beta1": "How much of the mean gradient is kept from one step to the next, from 0 up to but not including 1.",
-    "beta2": "The same for the mean square.",
-    "epsilon": "Keeps the divisor from zero.",
-    "mask": "Predicate of a parameter: whether it decays.  By default all do.",
+    "momentum": "Decay of the velocity per step.",
+    "rho": "Decay of the running mean of squared gradients, per step.",
+    "beta1": "Decay of the running mean of gradients, per step; in [0, 1).",
+    "beta2": "Decay of the running mean of squared gradients, per step; in [0, 1).",
+    "epsilon": "Term that keeps the divisor positive.",
+    "mask": "Predicate of a parameter: whether it decays.  Default: all parameters decay.",
 }
 
 _GRADIENTS = """loss_or_grads : scalar variable, or list of variables
     A loss, or its gradients, one for each parameter.
 params : list of shared variables
-    The parameters: shared variables of floats."""
+    Parameters: shared variables of floats."""
 _WEIGHT = """weight : number or symbolic scalar, optional
-    How much this rank's gradient counts, such as ``x.shape[0]``.  None: each rank's counts the same."""
+    Weight of this rank's gradient in the mean over ranks, such as ``x.shape[0]``.  Default: equal weights."""
 _TRIPLE = """RuleUpdates
     ``(grad_updates, param_updates, grad_shared)``; see `synkhronos.training.updates`."""
 
 _UPDATES = """updates : RuleUpdates or OrderedDict
-    What a rule returned, or its `param_updates` alone.  It is left as it is.
+    Result of a rule, or its `param_updates`.  It is not modified.
 params : list of shared variables, optional
-    What to give a velocity; by default, all that `updates` moves.  As in Lasagne, that takes in what a rule such as
-    `adagrad` keeps for itself: name the parameters after any rule but `sgd`."""
+    Variables that get a velocity.  Default: all variables of `updates`, as in Lasagne.  These include the state of a
+    rule such as `adagrad`, so list the parameters after any rule but `sgd`."""
 _CHANGED = """RuleUpdates or OrderedDict
     As `updates`, with the velocities in `param_updates`."""
 
@@ -77,12 +77,12 @@ class Context:
         return as_scalar(value, self._param)
 
     def zeros(self, name: str) -> Any:
-        """Return a new shared variable for what the rule remembers of the parameter."""
+        """Return a new shared variable for the rule's state of the parameter, initially zeros."""
         return zeros_like(self._param, name)
 
     @property
     def t(self) -> Any:
-        """The number of this step, from 1: a symbolic scalar in the dtype of the flat gradient."""
+        """Number of this step, from 1: a symbolic scalar in the dtype of the flat gradient."""
         if not self._shared_by_all:
             # In float32 the count stays at 2**24, where Adam's corrections have long become 1.
             counter = library_of(self._flat.shared).shared(np.zeros((), self._flat.shared.dtype), name="t")
@@ -91,25 +91,25 @@ class Context:
 
 
 def rule(example: str, leads_to: float, **words: str) -> Callable[[Callable[..., Any]], Callable[..., RuleUpdates]]:
-    """Make a formula for one parameter an update rule.
+    """Return a decorator that turns a formula for one parameter into an update rule.
 
-    The formula is called as ``formula(p, g, c, *hyperparameters)`` for each parameter `p`, with the gradient `g` that
-    the ranks have combined and a `Context` `c`, and returns new values of `p` and of what it remembers, by variable.
+    The formula is called as ``formula(p, g, c, *hyperparameters)`` for each parameter `p`, with its gradient `g` after
+    the all-reduce and a `Context` `c`.  It returns the new values of `p` and of its state, by shared variable.
 
     Parameters
     ----------
     example : str
-        The hyperparameters for the docstring's example, a step down ``w**2`` from 3.
+        Hyperparameters in the docstring's example: one step on the loss ``w**2`` from ``w = 3``.
     leads_to : float
-        Where that step leads.
+        Value of ``w`` after that step.
     **words : str
-        What the docstring says of each hyperparameter that is not in ``WORDS``, or means something else there.
+        Descriptions of hyperparameters that are not in ``WORDS``, or differ from it.
 
     Returns
     -------
     callable
-        What makes the formula a rule: with `loss_or_grads` and `params` before the hyperparameters, and `weight`
-        behind them, checked.
+        Decorator.  The update rule has the formula's hyperparameters, preceded by `loss_or_grads` and `params` and
+        followed by `weight`; it checks all of them.
     """
 
     def decorate(formula: Callable[..., Any]) -> Callable[..., RuleUpdates]:
@@ -147,7 +147,7 @@ def rule(example: str, leads_to: float, **words: str) -> Callable[[Callable[...,
 
 
 def _arguments(loss_or_grads: Any, params: Iterable[Any], *, weight: Any = None) -> RuleUpdates:
-    """Take what every rule takes beside its hyperparameters: never called, its signature is a part of theirs."""
+    """Declare the parameters that all rules share: only the signature is used."""
     raise NotImplementedError
 
 
@@ -158,14 +158,18 @@ def _with_velocity(
     velocity: Callable[[Any, Any, Any, Any], New],
     name: str = "velocity",
 ) -> Updates:
-    """Replace what `updates` moves the parameters to; ``velocity(p, target, v, m)`` gives the new p and v."""
+    """Add a velocity to the steps of `updates`.
+
+    ``velocity(p, target, v, m)`` returns the new values of the parameter and its velocity, where ``target`` is the new
+    value of the parameter in `updates`.
+    """
     if isinstance(updates, tuple) and len(updates) == 3:
         grad_updates, param_updates, grad_shared = updates
         changed = _with_velocity(param_updates, params, momentum, velocity, name)
         return RuleUpdates(grad_updates, changed, grad_shared)
     if not isinstance(updates, Mapping):
         raise TypeError(
-            "updates: expected what a rule returned, or its param_updates, "
+            "updates: expected the result of a rule, or its param_updates, "
             f"got {updates!r} of type {type(updates).__name__}"
         )
     params = check_params(updates if params is None else params)
@@ -173,13 +177,13 @@ def _with_velocity(
     changed = OrderedDict(updates)
     for p in params:
         if p not in changed:
-            raise ValueError(f"params: expected variables that updates moves, got {p!r}")
+            raise ValueError(f"params: expected variables that have an update, got {p!r}")
         changed.update(velocity(p, changed[p], zeros_like(p, name), as_scalar(momentum, p)))
     return changed
 
 
 def _on_top(example: str, leads_to: float) -> Callable[[Function], Function]:
-    """Add to a docstring what those of `apply_momentum` and `apply_nesterov_momentum` share."""
+    """Return a decorator that adds the sections shared by `apply_momentum` and `apply_nesterov_momentum`."""
 
     def decorate(function: Function) -> Function:
         lines = [_UPDATES, _hyperparameter(inspect.signature(function).parameters["momentum"], {})]
@@ -197,7 +201,7 @@ def _hyperparameter(p: inspect.Parameter, words: Mapping[str, str]) -> str:
 
 
 def _document(function: Any, parameters: list[str], returns: str, call: str, leads_to: float) -> None:
-    """Add to a docstring what those of all rules share."""
+    """Add the sections that the docstrings of all rules share."""
     summary, _, own = inspect.cleandoc(function.__doc__).partition("\n\n")
     function.__doc__ = "\n\n".join(
         [
@@ -219,7 +223,7 @@ def _document(function: Any, parameters: list[str], returns: str, call: str, lea
     )
 
 
-# -- the formulas ----------------------------------------------------------------------------------------------
+# -- formulas --------------------------------------------------------------------------------------------------
 
 
 @rule("learning_rate=0.25", 1.5)
@@ -293,11 +297,11 @@ def nesterov_momentum(p: Any, g: Any, c: Context, learning_rate: Any, momentum: 
 
 @_on_top("[w], momentum=0.5", 1.5)
 def apply_momentum(updates: Updates, params: Iterable[Any] | None = None, momentum: Any = 0.9) -> Updates:
-    r"""Give a rule's steps a velocity, as `momentum` has it.
+    r"""Add the velocity of `momentum` to the steps of a rule.
 
     Notes
     -----
-    Where the rule moves the parameter to :math:`\hat p_t`,
+    With :math:`\hat p_t` for the rule's new value of the parameter:
 
     .. math::
        v_t &= \mu v_{t-1} + \hat p_t - p_{t-1} \\
@@ -308,11 +312,11 @@ def apply_momentum(updates: Updates, params: Iterable[Any] | None = None, moment
 
 @_on_top("[w], momentum=0.5", 0.75)
 def apply_nesterov_momentum(updates: Updates, params: Iterable[Any] | None = None, momentum: Any = 0.9) -> Updates:
-    r"""Give a rule's steps Nesterov's velocity, as `nesterov_momentum` has it.
+    r"""Add the velocity of `nesterov_momentum` to the steps of a rule.
 
     Notes
     -----
-    Where the rule moves the parameter to :math:`\hat p_t`,
+    With :math:`\hat p_t` for the rule's new value of the parameter:
 
     .. math::
        v_t &= \mu v_{t-1} + \hat p_t - p_{t-1} \\
@@ -364,9 +368,9 @@ def rmsprop(p: Any, g: Any, c: Context, learning_rate: Any = 1.0, rho: Any = 0.9
 @rule(
     "learning_rate=1.0",
     2.9955,
-    learning_rate="Scale of the steps.  The paper has none, which is 1.",
-    rho="How much of the mean squares is kept from one step to the next.",
-    epsilon="Keeps the divisor from zero, and starts the first step.",
+    learning_rate="Scale of the steps; 1 in the paper.",
+    rho="Decay of both running means of squares, per step.",
+    epsilon="Term that keeps the divisor positive, and makes the first step nonzero.",
 )
 def adadelta(p: Any, g: Any, c: Context, learning_rate: Any = 1.0, rho: Any = 0.95, epsilon: Any = 1e-6) -> New:
     r"""Adadelta: steps in the units of the parameter.

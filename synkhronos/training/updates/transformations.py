@@ -1,6 +1,6 @@
 """Transformations of the combined gradient, and rules made of rules.
 
-Clipping is only exact behind the all-reduce: the norm of the mean gradient does not follow from the norms of the ranks'
+Clipping is only exact after the all-reduce: the norm of the mean gradient does not follow from the norms of the ranks'
 own.  A transformation is therefore applied to what the rule reads from `grad_shared`::
 
     gradient of each rank ──> all-reduce ──> transformation ──> ... ──> update rule ──> transformation ──> parameters
@@ -40,7 +40,7 @@ def chain(*parts: Any) -> UpdateRule:
     ----------
     *parts : transformations, and one update rule
         In the order in which they are applied.  Transformations before the rule change the combined gradient.  Those
-        behind the rule change the step, which is subtracted from the parameters: it has the gradient's sign.
+        after the rule change the step, which is subtracted from the parameters: it has the gradient's sign.
 
     Returns
     -------
@@ -71,7 +71,7 @@ def chain(*parts: Any) -> UpdateRule:
     if len(places) != 1:
         raise ValueError(f"chain: expected one update rule among the {len(parts)} parts, got {len(places)}")
     (place,) = places
-    rule, before, behind = parts[place], parts[:place], parts[place + 1 :]
+    rule, before, after = parts[place], parts[:place], parts[place + 1 :]
 
     def chained(
         loss_or_grads: Any, params: Iterable[Any], *args: Any, weight: Any = None, **kwargs: Any
@@ -82,7 +82,7 @@ def chain(*parts: Any) -> UpdateRule:
             updates = _replace_gradient(
                 updates, params, _apply(before, list(split_vector(updates.grad_shared, params)), params)
             )
-        return _transform_step(updates, params, behind) if behind else updates
+        return _transform_step(updates, params, after) if after else updates
 
     chained.__name__ = f"chain({', '.join(map(_name, parts))})"
     chained.__signature__ = inspect.signature(rule)  # type: ignore[attr-defined]
@@ -286,12 +286,12 @@ def add_decayed_weights(weight_decay: Any, mask: Callable[[Any], bool] | None = 
 
 
 def scale(factor: Any) -> Transformation:
-    """Multiply gradients, or behind a rule its steps, by a factor.
+    """Multiply gradients, or the steps of a preceding rule, by a factor.
 
     Parameters
     ----------
     factor : float, symbolic scalar, or callable
-        A function of a parameter gives each its own: behind a rule, learning rates by group.
+        A function of a parameter gives each its own: after a rule, learning rates by group.
 
     Returns
     -------
@@ -421,7 +421,7 @@ def global_norm(variables: Sequence[Any]) -> Any:
 
 
 def _is_weighted(updates: RuleUpdates, params: list[Any]) -> bool:
-    """Whether the vector has the gradients' weight behind them."""
+    """Whether the vector ends with the gradients' weight."""
     size = sum(int(np.prod(shape)) for shape in map(shape_of, params))
     return shape_of(updates.grad_shared)[0] > size
 

@@ -34,7 +34,7 @@ def to_padding(border_mode: Any, n: int) -> Padding:
     if len(modes) != n:
         raise ValueError(f"border_mode: expected a tuple of {n}, got {border_mode}")
     pairs = [mode if isinstance(mode, tuple | list) else (mode, mode) for mode in modes]
-    padding = tuple((to_integer(before), to_integer(behind)) for before, behind in pairs)
+    padding = tuple((to_integer(before), to_integer(after)) for before, after in pairs)
     if min(map(min, padding)) < 0:
         raise ValueError(f"border_mode: expected no negative padding, got {border_mode}")
     return padding
