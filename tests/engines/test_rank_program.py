@@ -36,6 +36,20 @@ def test_a_loop_of_sums(fork, n):
     np.testing.assert_allclose(vectors, [multiply(n, 30), 2 * multiply(n, 30)], rtol=1e-6)
 
 
+def test_rank_program_takes_jax_settings_of_the_master(fork):
+    import jax
+    from xla_programs import Multiply
+
+    fork(2)
+    before = jax.config.jax_enable_x64
+    try:
+        for enabled in (not before, before):
+            jax.config.update("jax_enable_x64", enabled)  # on rank 0 alone
+            assert run(Multiply(30)).dtype == (np.float64 if enabled else np.float32)
+    finally:
+        jax.config.update("jax_enable_x64", before)
+
+
 def test_an_interrupt_ends_the_program(fork):
     from xla_programs import Add, Multiply
 
