@@ -7,8 +7,8 @@ On a machine with Python 3.11 nothing needs to be installed before:
     python3 run.py test      # the tests, with PyTensor and with Theano
 
     python3 run.py test --quick               # a selection that takes a minute
-    python3 run.py test --all                 # all tests: also PyMC's, and those that need several hosts, kill
-                                              # processes or compile for minutes
+    python3 run.py test --all                 # all tests: also PyMC's, slow ones, and those that need several hosts,
+                                              # kill processes or compile for minutes
     python3 run.py test -m faults             # only those that kill, stop and interrupt processes
     python3 run.py test --device jax          # the tests on JAX arrays, compiled by XLA for the CPU
     python3 run.py test --device gpu --here   # the tests on GPUs, with this Python and the packages that it has
@@ -327,10 +327,10 @@ def list_test_files(*names: str) -> list[str]:
     return [str(path.relative_to(ROOT)) for name in names for path in ROOT.glob(f"tests/*/test_{name}.py")]
 
 
-#: What `test` runs on JAX arrays beside all tests on NumPy's: two minutes of it.
-IN_BRIEF = list_test_files(
-    *("collectives", "jax", "lowering", "modes", "rank_program", "rules", "timeline", "updates"),
-)
+#: Tests that `test` runs on JAX arrays: a minute.
+ON_JAX = list_test_files("jax", "rank_program")
+#: Tests that `test --all` runs on JAX arrays: two minutes.
+ON_JAX_ALL = [*ON_JAX, *list_test_files("collectives", "lowering", "modes", "rules", "timeline", "updates")]
 #: What `test --quick` runs, with PyTensor alone: what most changes break, in a minute.
 QUICK = list_test_files(
     *("layers", "rows", "reduce", "graphs", "data", "collectives", "tasks", "threads", "update_rule"),
@@ -442,16 +442,22 @@ def jobs_of(environments: Sequence[Environment], options: argparse.Namespace, re
         return [Job(environment, name, ["-m", f"{expression}{own.get(environment, '')}"]) for environment in both]
 
     jobs = []
+    markers = MARKERS if options.all else (*MARKERS, "slow")
     for environment in both:
-        usual = ["-m", " and ".join(f"not {marker}" for marker in MARKERS) + own.get(environment, "")]
+        # Docs and demos run with one library, unless with --all.
+        is_brief = environment is THEANO and PYTENSOR in environments and not options.all
+        usual = ["-m", " and ".join(f"not {marker}" for marker in markers) + own.get(environment, "")]
         jobs.append(Job(environment, "", [*usual, *(f"--ignore={path}" for path in PROGRAMS)]))
         for name, folder, without in [
             ("compat", COMPAT, ["lasagne", "programs"]),
             ("lasagne demos", LASAGNE_DEMOS, ["zoo"]),
         ]:
+            if folder == LASAGNE_DEMOS and is_brief:
+                continue
             ignored = [f"--ignore={folder}/check_{module}.py" for module in without]
             jobs.append(Job(environment, name, [*usual, "--timeout=1200", *ignored, folder]))
-        jobs.append(Job(environment, "programs", [*usual, *PROGRAMS]))
+        if not is_brief:
+            jobs.append(Job(environment, "programs", [*usual, *PROGRAMS]))
     if options.all:
         jobs += [job for environment in both for job in lasagne_jobs_of(environment)]
     faults, hosts = marked("faults", "faults"), marked("hosts", "hosts and not faults")
@@ -459,7 +465,7 @@ def jobs_of(environments: Sequence[Environment], options: argparse.Namespace, re
     if PYMC in environments:
         jobs.append(Job(PYMC, "", WITH_PYMC))
     if PYTENSOR in environments:
-        jobs.append(Job(PYTENSOR, "jax", IN_BRIEF, "jax"))
+        jobs.append(Job(PYTENSOR, "jax", ON_JAX_ALL if options.all else ON_JAX, "jax"))
     # Theano's, the shortest: what no other runs beside at the end is short.
     return [*jobs, *faults[1:], *hosts[1:]]
 
@@ -629,7 +635,8 @@ def parser() -> argparse.ArgumentParser:
     test_parser.add_argument(
         "--all",
         action="store_true",
-        help="run all tests: also PyMC's, and those that need several hosts, kill processes or compile for minutes",
+        help="run all tests: also PyMC's, slow ones, and those that need several hosts, kill processes or compile for "
+        "minutes",
     )
     test_parser.add_argument(
         "--quick", action="store_true", help="run tests that take a minute, with PyTensor unless --env names another"

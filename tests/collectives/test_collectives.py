@@ -544,6 +544,7 @@ def test_lengths_of_different_numbers_of_chunks_are_gathered(n):
 
 
 @pytest.mark.parametrize("collective", ["broadcast", "gather", "all_gather", "reduce", "all_reduce", "reduce_scatter"])
+@pytest.mark.slow
 def test_a_list_streams_one_array_after_another(n, master, collective):
     # A rank that is done with one array goes on to the next while others still read the first: they must not find
     # the next one's bytes.  Before the chunks took turns for good, some met in every few rounds.
@@ -573,6 +574,7 @@ def test_a_list_streams_one_array_after_another(n, master, collective):
                 assert (one == expected(size, base)).all()
 
 
+@pytest.mark.slow
 def test_a_list_may_be_longer_than_what_ranks_show_each_other_at_once(n):
     many = [shared(np.full(i % 3, float(i)), f"s{i}") for i in range(2500)]
     declared = synk.function([], [], updates=[(s, s) for s in many])

@@ -443,6 +443,7 @@ def test_who_has_come_leaves_the_others_what_they_wait_for(connected):
 
 
 @pytest.mark.skipif(NAME != "pytensor", reason="Theano's arrays are combined between launches")
+@pytest.mark.slow
 def test_training_steps_of_several_ranks_are_launches_in_which_the_ranks_gradients_are_combined(tmp_path):
     # In programs of their own: what stands for the GPUs is there before the fork.
     code = """

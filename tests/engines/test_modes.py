@@ -189,7 +189,7 @@ if XLA:
 
 
 @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", [NAMES[0], *(pytest.param(name, marks=pytest.mark.slow) for name in NAMES[1:])])
 def test_mode(fork, name, check):
     fork(2)
     check(mode_named(name))
@@ -197,6 +197,7 @@ def test_mode(fork, name, check):
 
 if NAME == "pytensor" and not XLA:
 
+    @pytest.mark.slow
     def test_jax():
         pytest.importorskip("jax")
         # JAX starts threads, and no process that has some should be forked: a new one, which forks first.
@@ -231,6 +232,7 @@ class Compiled(Command):
 
 
 @pytest.mark.skipif(NAME == "theano" or XLA, reason="Numba compiles at the first call")
+@pytest.mark.slow
 def test_what_numba_compiles_is_compiled_by_one_rank(monkeypatch):
     monkeypatch.setattr(importlib.import_module(NAME).config, "mode", "NUMBA")
     synk.fork(3, use_gpu=False)
@@ -273,6 +275,7 @@ class Meet(importlib.import_module(f"{NAME}.{'gof' if NAME == 'theano' else 'gra
 
 @pytest.mark.skipif(NAME == "theano" or XLA, reason="Numba compiles at the first call")
 @pytest.mark.filterwarnings("ignore:Numba will use object mode")
+@pytest.mark.slow
 def test_what_numba_keeps_for_nobody_is_compiled_by_all_ranks_at_once():
     synk.fork(2, use_gpu=False)
     try:

@@ -151,6 +151,7 @@ def test_a_run_goes_on_from_a_checkpoint(tmp_path, rule):
 
 
 @pytest.mark.any_library
+@pytest.mark.slow
 def test_a_run_stops_early_and_keeps_its_best_epoch(tmp_path):
     pytest.importorskip("safetensors")
     options = {"rule": "EASGD", "rule_options__period": 3, "rule_options__asynchronous": "false"}
@@ -229,6 +230,7 @@ def signalled_runs(tmp_path_factory):
 @pytest.mark.parametrize(
     ("rule", "mode", "place"), [("BSP", "train", [1, 4]), ("BSP", "val", [1, 2]), ("EASGD", "train", [1, 4])]
 )
+@pytest.mark.slow
 def test_a_run_goes_on_behind_the_step_at_which_a_signal_came(tmp_path, signalled_runs, rule, mode, place):
     pytest.importorskip("safetensors")
     options = {"rule": rule, "checkpoint": 1, "epochs": 3} | (
@@ -256,6 +258,7 @@ def test_a_run_goes_on_behind_the_step_at_which_a_signal_came(tmp_path, signalle
 
 
 @pytest.mark.any_library
+@pytest.mark.slow
 def test_a_run_of_ranks_that_exchange_one_by_one_is_ended_by_a_signal(tmp_path):
     pytest.importorskip("safetensors")
     options = {"rule": "EASGD", "checkpoint": 1, "epochs": 2}
@@ -308,6 +311,7 @@ def test_ranks_report_once_an_epoch(tmp_path):
 
 
 @pytest.mark.any_library
+@pytest.mark.slow
 def test_a_run_goes_on_behind_a_line_that_was_cut_short(tmp_path):
     pytest.importorskip("safetensors")
     train(tmp_path, "MLP", epochs=1, checkpoint=1)
@@ -318,6 +322,7 @@ def test_a_run_goes_on_behind_a_line_that_was_cut_short(tmp_path):
 
 
 @pytest.mark.any_library
+@pytest.mark.slow
 def test_a_folder_has_one_run_at_a_time(tmp_path):
     pytest.importorskip("safetensors")
     train(tmp_path, "MLP", epochs=1, checkpoint=1)
@@ -345,6 +350,7 @@ def test_a_folder_has_one_run_at_a_time(tmp_path):
 
 
 @pytest.mark.any_library
+@pytest.mark.slow
 def test_a_run_goes_on_on_another_number_of_ranks(tmp_path):
     pytest.importorskip("safetensors")
     train(tmp_path, "MLP", epochs=1, rule="EASGD", checkpoint=1)
@@ -355,6 +361,7 @@ def test_a_run_goes_on_on_another_number_of_ranks(tmp_path):
 
 
 @pytest.mark.any_library
+@pytest.mark.slow
 def test_ranks_with_fewer_batches_hold_up_nobody(tmp_path):
     done = train(tmp_path, "Uneven", epochs=1)
     assert "ranks have [9, 4] batches: each takes 4, since all exchange at once" in done.stdout
@@ -363,6 +370,7 @@ def test_ranks_with_fewer_batches_hold_up_nobody(tmp_path):
 
 
 @pytest.mark.any_library
+@pytest.mark.slow
 def test_streams_of_one_seed_differ_by_rank(tmp_path):
     train(tmp_path, "Noisy", epochs=1)
     drawn = [re.search("drawn .*", (tmp_path / f"rank-{r}.log").read_text())[0] for r in range(2)]
@@ -448,6 +456,7 @@ def test_cuda_counts_gpus_in_another_order_than_nvml(tmp_path, monkeypatch):
 
 @pytest.mark.any_library
 @pytest.mark.skipif(available_cores() < 2, reason="needs two cores")
+@pytest.mark.slow
 def test_ranks_and_their_threads_are_bound(tmp_path):
     (tmp_path / "where.py").write_text(
         textwrap.dedent("""
@@ -497,6 +506,7 @@ def test_a_model_of_the_base_class(tmp_path, rule):
 
 
 @pytest.mark.parametrize("rule", ["BSP", "EASGD", "DiLoCo"])
+@pytest.mark.slow
 def test_a_mean_by_weight_is_that_of_all_items_and_averages_take_no_momentum(tmp_path, rule):
     model = ["--set=model='launch_models/small.py:Masked'", "--devices=cpu,cpu", f"--set=rule={rule}"]
     more = ["--set=rule_options.period=1", "--set=rule_options.momentum=0.9"] if rule == "DiLoCo" else []

@@ -146,6 +146,7 @@ OUTPUT = {"closed": 'exec "$@" >&-', "all closed": 'exec "$@" <&- >&- 2>&-', "fu
 
 
 @pytest.mark.parametrize("console", [*OUTPUT, "of another encoding"])
+@pytest.mark.slow
 def test_the_console_is_no_reason_to_stop(tmp_path, console):
     sets = ["--set", "model='launch_models/others.py:Speaks'", "--set=epochs=1", "--set=every=9"]
     words = command("train", "--devices=cpu", "--folder", tmp_path / "run", *sets)
@@ -163,6 +164,7 @@ def test_the_console_is_no_reason_to_stop(tmp_path, console):
 
 
 @pytest.mark.parametrize("console", ["all closed", "full"])
+@pytest.mark.slow
 def test_the_console_of_a_script_is_no_reason_to_stop(tmp_path, console):
     settings = {"modelfile": "launch_models.others", "modelclass": "Speaks", "devices": "cpu", "epochs": 1}
     code = f"from synkhronos.rules import BSP; r = BSP(); print(3); r.init(**{settings | {'folder': str(tmp_path)}!r}); r.wait()"

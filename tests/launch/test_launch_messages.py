@@ -298,6 +298,7 @@ def test_batches_are_counted_where_a_class_does_not_say_how_many_rows_they_have(
 
 
 @pytest.mark.parametrize("name", RUN)
+@pytest.mark.slow
 def test_a_run_says_what_a_class_lacks(name, tmp_path):
     settings, words = RUN[name]
     done = train(tmp_path, name, status=1, **settings)

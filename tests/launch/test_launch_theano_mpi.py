@@ -79,6 +79,7 @@ def test_cdd_is_one_process_with_larger_batches_one_step_late(tmp_path):
 
 
 @pytest.mark.any_library
+@pytest.mark.slow
 def test_cdd_on_three_ranks_and_one(tmp_path):
     train(tmp_path / "three", "Regression", ranks=3, rule_options__average="gradient")
     np.testing.assert_allclose(params(tmp_path / "three"), by_gradients(3, 2), rtol=1e-5)
@@ -129,6 +130,7 @@ def test_avg_leaves_out_what_batch_normalization_calls_gamma_and_beta(tmp_path):
 
 @pytest.mark.any_library
 @pytest.mark.parametrize("rule", ["BSP", "EASGD"])
+@pytest.mark.slow
 def test_the_order_of_calls(tmp_path, rule):
     options = {} if rule == "BSP" else {"rule": rule, "rule_options__period": 2}
     done = train(tmp_path / "run", "Called", epochs=2, config__trace=f"'{tmp_path}'", **options)
@@ -156,6 +158,7 @@ def test_the_order_of_calls(tmp_path, rule):
 
 
 @pytest.mark.any_library
+@pytest.mark.slow
 def test_rules_that_exchange_one_by_one_do_so_after_whole_batches(tmp_path):
     (tmp_path / "counted.py").write_text(
         "from launch_models.parts import Called\n"
@@ -196,6 +199,7 @@ def test_other_answers_of_val_iter_are_refused(answer):
 
 
 @pytest.mark.any_library
+@pytest.mark.slow
 def test_cdd_goes_on_from_a_checkpoint(tmp_path):
     pytest.importorskip("safetensors")
     train(tmp_path / "whole", "Regression", epochs=3)
@@ -227,6 +231,7 @@ def test_what_is_pending_is_kept_by_another_number_of_ranks():
         ("AlikeInParts", {}, "ranks 0 and 1 have taken the same steps"),
     ],
 )
+@pytest.mark.slow
 def test_a_run_that_trains_nothing_is_an_error(tmp_path, name, settings, words):
     done = train(tmp_path, name, status=1, **settings)
     assert f"TrainingError: {words}" in done.stderr
@@ -234,6 +239,7 @@ def test_a_run_that_trains_nothing_is_an_error(tmp_path, name, settings, words):
 
 
 @pytest.mark.any_library
+@pytest.mark.slow
 def test_without_vels2_gradients_cannot_be_exchanged(tmp_path):
     done = train(tmp_path / "one", "OneList", status=1)
     assert re.search(r"OneList lacks:\n  attributes vels and vels2: expected lists of shared variables", done.stderr)

@@ -121,6 +121,7 @@ def test_waiting_for_rows_is_in_the_recorder(fork, load, tmp_path):
 @pytest.mark.any_library
 @pytest.mark.parametrize("rule", [rules.BSP(), rules.LocalSGD(2)], ids=repr)
 @pytest.mark.parametrize(("before", "after"), [(2, 2), (2, 1), (1, 3)])
+@pytest.mark.slow
 def test_going_on_in_the_middle_of_an_epoch(fork, load, tmp_path, rule, before, after):
     pytest.importorskip("safetensors", reason="the extra `training` is not installed")
     seen = []
@@ -171,6 +172,7 @@ def test_validation_without_a_row_that_can_be_read(fork, load):
 
 @pytest.mark.any_library
 @pytest.mark.parametrize("rule", [rules.BSP(), rules.LocalSGD(2), rules.EASGD(period=2)], ids=repr)
+@pytest.mark.slow
 def test_a_row_that_cant_be_read_ends_training_and_the_ranks_stay(fork, load, rule):
     fork(2)
     with pytest.raises((LoadError, synk.WorkerError), match=r"row \d+ can't be read .*: OSError: damaged"):

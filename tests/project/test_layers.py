@@ -13,6 +13,7 @@ import pytest
 
 import synkhronos
 
+pytestmark = pytest.mark.any_library
 PACKAGE = Path(synkhronos.__file__).resolve().parent
 #: From the lowest up.  Packages of one layer do not import each other.
 LAYERS = [

@@ -442,6 +442,7 @@ def test_on_one_host_who_looks_before_it_says_that_it_failed_is_found_out(monkey
         explore(World((3,)))
 
 
+@pytest.mark.slow
 def test_two_ranks_on_a_host_are_one_voice():
     assert explore(World((2, 1))) > 10_000
 
@@ -454,6 +455,7 @@ def test_an_agent_may_begin_to_look_before_there_is_news():
     assert explore(World((1, 1), early=True)) > 5_000
 
 
+@pytest.mark.slow
 def test_an_agent_that_reads_in_the_wrong_order_is_found_out():
     # A rank that comes between the two reads passes, and its host says that not all have come.
     with pytest.raises(AssertionError, match="some go on behind the step, and others leave"):

@@ -60,6 +60,7 @@ def test_memory_is_freed_on_ranks_whose_garbage_holds_it(fork):
 
 
 @pytest.mark.skipif(NAME == "theano" or DEVICE != "host", reason="Numba's compiler")
+@pytest.mark.slow
 def test_memory_is_freed_where_a_call_on_it_has_compiled(tmp_path):
     program = """
         import gc, os

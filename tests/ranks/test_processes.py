@@ -57,6 +57,7 @@ def test_close_ends_the_workers_and_may_be_called_again(fork):
     assert fork(2) == 2
 
 
+@pytest.mark.slow
 def test_many_sessions_leave_nothing_behind():
     def footprint():
         gc.collect()  # what earlier tests have left in cycles, too, which would go at any moment

@@ -444,6 +444,7 @@ def test_after_an_interrupt_the_next_command_works(two, who):
     assert two.run(Exchange((3,))) == 2
 
 
+@pytest.mark.slow
 def test_close_is_quick_after_an_interrupt(two):
     signal.signal(signal.SIGALRM, lambda *_: signal.raise_signal(signal.SIGINT))
     with pytest.raises(KeyboardInterrupt):
@@ -469,6 +470,7 @@ class WaitForWorkers(Command):
 
 @pytest.mark.parametrize("by", ["a handler", "another thread"])
 @pytest.mark.parametrize("what", ["a step", "their end", "a command that was interrupted"])
+@pytest.mark.slow
 def test_a_call_that_waits_for_workers_ends_when_the_ranks_are_closed(two, monkeypatch, what, by):
     monkeypatch.setattr(sys.modules["synkhronos.ranks.session"], "GRACE", 0.2)
     if what == "a command that was interrupted":
@@ -518,6 +520,7 @@ def test_a_copy_of_the_master_has_no_ranks(two):
     assert two.run(Exchange((3,))) == 2
 
 
+@pytest.mark.slow
 def test_idle_workers_use_no_processor(session):
     session.run(Number())
 

@@ -189,6 +189,7 @@ def test_data_made_by_a_handler_is_refused_in_a_call(fork, at_start):
 
 @pytest.mark.new_ranks
 @pytest.mark.parametrize("seconds", [0.5, 60])
+@pytest.mark.slow
 def test_close_gives_another_threads_call_two_seconds(fork, seconds, at_start):
     if DEVICE != "host":
         pytest.skip("what computes on a GPU is not interrupted")

@@ -7,6 +7,7 @@ from system import run_code
 pytestmark = pytest.mark.skipif(NAME != "pytensor", reason="stands for JAX on GPUs")
 
 
+@pytest.mark.slow
 def test_averages_are_nccl_s_and_steps_between_them_are_one_launch():
     code = """
         import stand_in

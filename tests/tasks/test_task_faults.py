@@ -182,6 +182,7 @@ def test_a_death_ends_all(fork, how):
 
 @pytest.mark.skipif(DEVICE != "host", reason="other devices take longer to start")
 @pytest.mark.new_ranks
+@pytest.mark.slow
 def test_the_timeout_counts_from_a_ranks_last_progress(fork):
     fork(2, timeout=1.5)
     assert synk.run(programs.takes_its_time, 0.1, 20, [0, 1]) == ["done", "done"]

@@ -118,6 +118,7 @@ def killed(folder, at, seen, keep=1):
 
 
 @pytest.mark.parametrize("seen", [200, 100], ids=["another", "in the place of the same"])
+@pytest.mark.slow
 def test_a_kill_at_any_call_leaves_the_last_one(tmp_path, seen):
     Checkpoint(tmp_path / "before", keep=1).save(100, {"w": np.full(1000, 1.0)}, {"number": 1})
 
@@ -141,6 +142,7 @@ def test_a_kill_at_any_call_leaves_the_last_one(tmp_path, seen):
     assert found == sorted(found) and found[0] == 1 and found[-1] == 2
 
 
+@pytest.mark.slow
 def test_a_kill_leaves_no_checkpoint_of_a_training_that_was_left_behind_the_new_one(tmp_path):
     for seen in (10, 20, 30):
         Checkpoint(tmp_path / "before").save(seen, {"w": np.ones(1000)}, {})

@@ -56,6 +56,7 @@ def ended(reports):
 
 
 @pytest.mark.parametrize("name", ["BSP", "LocalSGD", "DiLoCo", "EASGD together", "Swap"])
+@pytest.mark.slow
 def test_training_goes_on_bit_for_bit_from_the_step_behind_a_signal(fork, tmp_path, at_once, name):
     fork(2)
     options = {"every": 3, "valid": (X[:7], Y[:7])}

@@ -431,6 +431,7 @@ def test_float32_stays_float32(n_ranks):
 
 
 @pytest.mark.parametrize("rule", RULES)
+@pytest.mark.slow
 def test_training_is_saved_and_goes_on_with_other_ranks(rule):
     alone = Model()
     train_alone = alone.train_by(make_train_function_serial, rule)

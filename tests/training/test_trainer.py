@@ -29,6 +29,7 @@ def test_every_rule_learns(n_ranks, name):
 @pytest.mark.any_library
 @pytest.mark.parametrize("name", ALL)
 @pytest.mark.parametrize(("rows", "batch", "every"), [(60, 5, None), (53, 7, 2), (31, 5, 1)])
+@pytest.mark.slow
 def test_every_row_is_used_once_an_epoch(n_ranks, name, rows, batch, every):
     if XLA and rows != 53:
         pytest.skip("compiled for each number of rows")

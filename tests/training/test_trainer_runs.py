@@ -28,6 +28,7 @@ CHANGES += [("ASGD", 2, 1), ("GoSGD", 1, 2), ("GoSGD", 3, 1), ("Swap", 2, 3)]
 
 
 @pytest.mark.parametrize(("name", "before", "after"), CHANGES if not XLA else CHANGES[1:2])
+@pytest.mark.slow
 def test_another_number_of_ranks_takes_the_rows_that_are_left(fork, tmp_path, name, before, after):
     fork(before)
     model = Model(name)
