@@ -4,7 +4,8 @@ The Lasagne network of demos/resnet, through `synkhronos.compat`, beside torchvi
 made-up images, 64 for each GPU, gradient step, all-reduce and momentum update, on 1, 2, 4, ... GPUs.  Once images come
 from the host, ours by shuffled lists of indexes from Data objects, PyTorch's from batches that lie ready in page-locked
 memory; once they are on the GPUs already.  Losses are read after the last step.  With ``--compiled`` PyTorch's side
-runs once more, under ``torch.compile``.
+runs once more, under ``torch.compile``.  With ``--flax`` there is a third side: the network in flax, under ``jit`` over
+a mesh of the GPUs, whose batches lie ready in host memory, too.
 
 Each side runs in processes of its own, one after the other.  The first program for each place of the images is compiled
 anew; those for other numbers of GPUs find it in a cache that this run alone uses.
@@ -29,6 +30,8 @@ BLOCKS = {14: (1, 1, 1, 1), 26: (2, 2, 2, 2), 50: (3, 4, 6, 3)}
 PRECISIONS = {"tf32": ("tensorfloat32", 1.1), "bfloat16": ("bfloat16", 1.2)}
 #: How many times the speed of PyTorch under torch.compile is asked for.
 BESIDE_COMPILED = 1.15
+#: XLA's flag for a number of devices on the CPU.
+_HOST_DEVICES = "--xla_force_host_platform_device_count"
 
 
 def call(module: str, python: str, settings: dict[str, Any], environment: dict[str, str], limit: float) -> Any:
@@ -86,6 +89,7 @@ def parse() -> argparse.Namespace:
     add("--device", choices=("gpu", "cpu"), default="gpu", help="cpu tries the benchmark itself (%(default)s)")
     add("--limit", type=float, default=240, metavar="S", help="seconds for each process (%(default)s)")
     add("--compiled", action="store_true", help="compare with PyTorch under torch.compile, too")
+    add("--flax", action="store_true", help="compare with flax on a mesh, too")
     add("--exchange", choices=("bfloat16",), help="how our gradients travel (as they are)")
     add("--torch-python", default=sys.executable, metavar="PATH", help="a Python that has PyTorch and torchvision")
     return parser.parse_args()
@@ -115,29 +119,44 @@ class Report:
         self._remarks: list[str] = []
         self._table = Table(
             {"": 8, "images": 6, "GPUs": 4, "ours": 9, "DDP": 9, "ours/DDP": 8, "scaling": 7, "DDP's": 7}
-            | {"compiled": 9, "ours/it": 7}
+            | {"compiled": 9, "ours/it": 7, "flax": 9, "ours/flax": 9}
         )
 
     def add(
-        self, precision: str, where: str, n: int, images: int, ours: Any, ddp: Any, compiled: Any, is_cold: bool
+        self,
+        precision: str,
+        where: str,
+        n: int,
+        images: int,
+        ours: Any,
+        ddp: Any,
+        others: dict[str, Any],
+        is_cold: bool,
     ) -> None:
-        """Print a row; `images` are those of a step, `compiled` is None if that wasn't asked for."""
+        """Print a row; `images` are those of a step, `others` has the sides "compiled" and "flax", if asked for."""
         first, ours_step, loss = ours["results"][where]
         _, ddp_step, ddp_loss = ddp["results"][where]
         speed = self._speeds[precision, where, n] = images / ours_step, images / ddp_step
         ratio = speed[0] / speed[1]
-        beside = [images / compiled["results"][where][1]] if compiled else []
+        beside = {name: images / found["results"][where][1] for name, found in others.items()}
         one = self._speeds.get((precision, where, 1))
         scaling = [s / (n * s1) for s, s1 in zip(speed, one, strict=True)] if one and n > 1 else None
         self._table.row(
             *(precision, where, str(n), f"{speed[0]:,.0f}/s", f"{speed[1]:,.0f}/s", f"{ratio:.3f}"),
             *([f"{share:.1%}" for share in scaling] if scaling else ["", ""]),
-            *([f"{beside[0]:,.0f}/s", f"{speed[0] / beside[0]:.3f}"] if beside else ["", ""]),
+            *(
+                text
+                for name in ("compiled", "flax")
+                for text in (
+                    [f"{beside[name]:,.0f}/s", f"{speed[0] / beside[name]:.3f}"] if name in beside else ["", ""]
+                )
+            ),
         )
         label = f"{precision}, images from the {where}, n = {n}"
         self._bars.append((f"{label}: beside DDP", ratio, " times", None, PRECISIONS[precision][1]))
-        for other in beside:
-            self._bars.append((f"{label}: beside compiled DDP", speed[0] / other, " times", None, BESIDE_COMPILED))
+        if "compiled" in beside:
+            ratio = speed[0] / beside["compiled"]
+            self._bars.append((f"{label}: beside compiled DDP", ratio, " times", None, BESIDE_COMPILED))
         if scaling:
             self._bars.append((f"{label}: scaling", 100 * scaling[0], " %", None, 97))
         if is_cold:
@@ -190,9 +209,13 @@ def main() -> None:
                     ours = call("_resnet", sys.executable, settings, environment, options.limit)
                     settings = {**settings, "where": [where for where in options.where if where != "files"]}
                     ddp = call("_ddp", options.torch_python, settings, {}, options.limit)
-                    compiled = None
+                    others = {}
                     if options.compiled:
-                        compiled = call("_ddp", options.torch_python, {**settings, "compiled": True}, {}, options.limit)
+                        compiled = {**settings, "compiled": True}
+                        others["compiled"] = call("_ddp", options.torch_python, compiled, {}, options.limit)
+                    if options.flax:
+                        devices = {} if options.device == "gpu" else {"XLA_FLAGS": f"{_HOST_DEVICES}={n}"}
+                        others["flax"] = call("_mesh", sys.executable, settings, environment | devices, options.limit)
                 except Failed as failure:
                     print(f"{precision}, n = {n}: {failure}", flush=True)
                     continue
@@ -200,7 +223,7 @@ def main() -> None:
                 if "files" in options.where:
                     report.add_loading(precision, n, n * options.batch_size, ours)
                 for where in settings["where"]:
-                    report.add(precision, where, n, n * options.batch_size, ours, ddp, compiled, is_cold)
+                    report.add(precision, where, n, n * options.batch_size, ours, ddp, others, is_cold)
                 is_cold = False
     report.end()
     print(f"\n{perf_counter() - start:.0f} s in all")

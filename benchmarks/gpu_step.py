@@ -3,13 +3,18 @@
 An MLP 784-800-800-10 with Nesterov momentum: gradient, all_reduce, update.  The rows of each batch are picked by a
 shuffled list of indexes, once from Data objects on the host, once from shared variables on the GPUs (`batch_s`); step
 by step, and many steps in one launch (`TrainFunction.steps`).  The loss is returned by every step and read after the
-last.  On one GPU and on all, in one run.
+last.  On one GPU and on all, in one run.  ``--mesh`` adds the same network in JAX, under ``jit`` over a mesh of the
+GPUs, in a process of its own.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
+import os
+import sys
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from statistics import median
 from time import perf_counter
 from typing import Any
@@ -17,7 +22,7 @@ from typing import Any
 import numpy as np
 
 import synkhronos as synk
-from benchmarks._measure import Table, bar, duration, gpus, graph_library, heading
+from benchmarks._measure import Failed, Table, bar, duration, gpus, graph_library, heading, run_alone
 from synkhronos.training import make_train_function, updates
 
 ROWS = 60_000
@@ -105,6 +110,17 @@ def measure(take: Take, batches: Iterator[np.ndarray], calls: int, at_once: int)
     return median(times), loss
 
 
+def measure_mesh(n: int, options: argparse.Namespace) -> dict[tuple[str, int], float]:
+    """Return JAX's seconds of a step on a mesh of ``n`` GPUs, by place of the rows and batch size."""
+    root = str(Path(__file__).resolve().parents[1])
+    path = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))
+    settings = {"n": n, "batches": options.batches, "calls": options.calls}
+    command = [sys.executable, "-m", "benchmarks._mesh", json.dumps(settings)]
+    found = json.loads(run_alone(command, options.limit, PYTHONPATH=path).splitlines()[-1])
+    print(f"jit on a mesh of {n} GPUs: {found['title']}", flush=True)
+    return {(where, int(size)): time for where, by_size in found["results"].items() for size, time in by_size.items()}
+
+
 def main() -> None:
     """Run the benchmark."""
     parser = argparse.ArgumentParser(
@@ -114,6 +130,8 @@ def main() -> None:
     parser.add_argument("--batches", type=int, nargs="+", default=[500, 4000, 20000], help="rows of all ranks together")
     parser.add_argument("--calls", type=int, default=100, help="steps between two readings (default: %(default)s)")
     parser.add_argument("--at-once", type=int, default=20, help="steps in one launch (default: %(default)s)")
+    parser.add_argument("--mesh", action="store_true", help="compare with JAX under jit over a mesh of all GPUs, too")
+    parser.add_argument("--limit", type=float, default=240, help="seconds for JAX's process (default: %(default)s)")
     options = parser.parse_args()
     count = gpus(options.ranks)
     heading(f"a training step of the MLP {'-'.join(map(str, LAYERS))} on 1 and on {count} GPUs")
@@ -139,6 +157,17 @@ def main() -> None:
                 one, all_ = times[where, 1, size, at_once], times[where, count, size, at_once]
                 table.row(str(size), where, str(at_once), duration(one), duration(all_), f"{one / all_:.2f}")
     print()
+    if options.mesh:
+        try:
+            for (where, size), time in measure_mesh(count, options).items():
+                ours = times[where, count, size, 1]
+                print(
+                    f"{count} GPUs, batch {size:5d} from {where:4s}: {duration(ours)}, jit on a mesh {duration(time)}: "
+                    f"{time / ours:.2f} times as fast",
+                    flush=True,
+                )
+        except Failed as failure:
+            print(f"jit on a mesh: {failure}", flush=True)
     if count == 2 and {500, 20000} <= set(options.batches):
         for at_once in at_onces:
             label = f", {at_once} at once"
