@@ -30,6 +30,7 @@ from synkhronos.devices import array_device
 from synkhronos.graphs import library_of, loaded_libraries
 from synkhronos.launch import binding, contract, output
 from synkhronos.launch.change_check import ChangeCheck
+from synkhronos.launch.copies import CopySchedule, DeathLog
 from synkhronos.launch.gradients import SummedGradients
 from synkhronos.launch.recorder import ClassRecorder
 from synkhronos.launch.settings import Settings
@@ -45,7 +46,7 @@ from synkhronos.training.meter import Outcome
 from synkhronos.training.nonfinite import describe_nonfinite
 from synkhronos.training.recorder import Recorder, cut
 from synkhronos.training.report import Report, make_report
-from synkhronos.training.stop import StopAgreement, StopPoll
+from synkhronos.training.stop import StopAgreement, StopPoll, requested_stop
 
 #: Key under which a rank keeps its instance between tasks.
 _KEPT = "launch"
@@ -162,18 +163,24 @@ def build(worker: Worker, settings: Settings, rule: Rule) -> tuple[int, str]:
 
 
 def train(
-    worker: Worker, settings: Settings, rule: Rule, shared: dict[str, LocalRows], path: str | None, flag: LocalRows
+    worker: Worker,
+    settings: Settings,
+    rule: Rule,
+    shared: dict[str, LocalRows],
+    path: str | None,
+    copies: str | None,
+    flag: LocalRows,
 ) -> bool:
     """Train the instance that `build` has made, and call its ``cleanup``.
 
-    ``path`` is the checkpoint to resume from, or None; the other arguments are those of `ClassLoop`.  Return whether a
+    ``path`` is the checkpoint or copy to resume from, or None; the other arguments are those of `ClassLoop`.  Return whether a
     signal has ended the training, after a checkpoint was written.
     """
     kept = worker.kept(_KEPT)
     model = kept["model"]
     if kept["average"] == "gradient":
         rule = SummedGradients(model.vels, model.vels2, rule.precision)
-    run = ClassLoop(worker, settings, rule, model, kept["groups"], shared, flag)
+    run = ClassLoop(worker, settings, rule, model, kept["groups"], shared, copies, flag)
     try:
         return run.all_epochs(path)
     finally:
@@ -191,6 +198,8 @@ class ClassLoop(EpochLoop, RankLoop):
         Shared variables of the instance.
     shared : dict of str to LocalRows
         Shared memory of the rule.
+    copies : str or None
+        Folder of copies in memory, for ``on_death = "continue"``.
     flag : LocalRows
         Flag of `synkhronos.training.stop.StopPoll`.
 
@@ -229,6 +238,7 @@ class ClassLoop(EpochLoop, RankLoop):
         model: Any,
         groups: rank_state.Groups,
         shared: dict[str, LocalRows],
+        copies: str | None,
         flag: LocalRows,
     ):
         self.worker, self.settings, self.rule, self.model = worker, settings, rule, model
@@ -259,6 +269,11 @@ class ClassLoop(EpochLoop, RankLoop):
         # A resumption within an epoch replaces it: see `replay`.
         self.within: dict[str, Any] = {"batch": 0}
         self.checkpoint: Checkpoint | None = None
+        self._copies, self._copy_checkpoint = copies, None  # type: str | None, Checkpoint | None
+        self._copy_schedule = CopySchedule(worker.decide)
+        #: Least number of batches of the epoch of any rank; 0 while it is unknown.  No rank copies after more.
+        self._common_batches = 0
+        self._ends_at_copy = False
 
     def all_epochs(self, path: str | None) -> bool:
         """Train all epochs, and write the parameters; if a signal ends the training, save a checkpoint and return True.
@@ -277,7 +292,15 @@ class ClassLoop(EpochLoop, RankLoop):
         else:
             self.n_reports = self.resume(path)
         is_master, n_before = self.worker.number == 0, self.n_reports
-        for _ in self.iterate_reports():
+        if is_master and self._copies:
+            for death in DeathLog(self.folder).note_recovery(self.recorder.meter.step):
+                sys.stdout.write(
+                    f"rank {death['rank']} {death['cause']}; the training goes on from step {death['step']}, "
+                    f"{death['seconds']:.1f} s later\n"
+                )
+        for report in self.iterate_reports():
+            if self._copies:
+                self.copy(report)
             if self.class_stops and is_master:
                 sys.stdout.write(f"val_iter() has returned 'stop': the run ends after epoch {self.n_reports}\n")
             if self.is_exhausted() and is_master:
@@ -356,6 +379,8 @@ class ClassLoop(EpochLoop, RankLoop):
         else:
             self.recorder.begin_epoch(epoch)
             self.within = {"batch": 0, "generators": _get_generators()}
+        self._copy_schedule.set_due(self.within["batch"])
+        self._common_batches, self._ends_at_copy = 0, False
         self.run()
         self.count = self.within["batch"] * self.worker.size
         self.recorder.write()
@@ -424,9 +449,17 @@ class ClassLoop(EpochLoop, RankLoop):
         if is_last_step:
             self.within["batch"] = batch + 1
             self.recorder.print_train_info((batch + 1) * self.worker.size)
+            if self._copies and self._copy_schedule.due <= batch + 1 < self._common_batches:
+                self.copy(None)
+                if self.rule.asynchronous and self.settings.saves_on_signal:
+                    self._ends_at_copy = any(self.worker.exchange(bool(requested_stop())))
 
     def is_stopped(self) -> bool:
         """Return True if a signal ends the training after this batch."""
+        if self.rule.asynchronous and self._copies:
+            if self._ends_at_copy or not self._common_batches or self._copy_schedule.due < self._common_batches:
+                self.has_ended = self._ends_at_copy  # a rank that ended alone would miss the next copy
+                return self.has_ended
         self.has_ended = self.is_last_step and self.is_ended(together=not self.rule.asynchronous)
         return self.has_ended
 
@@ -445,9 +478,12 @@ class ClassLoop(EpochLoop, RankLoop):
 
         Under synchronous rules it is the minimum over ranks: all ranks take part in each exchange.
         """
-        if self.rule.asynchronous:
+        if self.rule.asynchronous and not self._copies:
             return batches
         every = self.worker.exchange(batches)
+        self._common_batches = min(every)
+        if self.rule.asynchronous:
+            return batches
         if min(every) != max(every) and self.worker.number == 0 and self.recorder.epoch == 0:
             sys.stdout.write(f"ranks have {every} batches: each takes {min(every)}, since all exchange at once\n")
         return min(every)
@@ -537,6 +573,9 @@ class ClassLoop(EpochLoop, RankLoop):
         self.within = {"batch": 0}
         if self.reports is None:
             return
+        if self._copies:
+            first = self.recorder.meter.step - self.recorder.meter.steps
+            report.deaths = [death for death in DeathLog(self.folder).read() if death["step"] >= first]
         self.reports.write(report.record())
         shown = {} if math.isnan(report.loss) else {"cost": report.loss}
         shown |= {f"validation {name}": value for name, value in report.validation.items()}
@@ -590,8 +629,33 @@ class ClassLoop(EpochLoop, RankLoop):
             self.checkpoint = Checkpoint(folder, settings.keep, keep_best=settings.keep_best)
         return self.checkpoint
 
-    def save(self, report: Report | None) -> None:
-        """Write a checkpoint of all ranks after an epoch, or without its report within an epoch; a collective."""
+    def copy(self, report: Report | None) -> None:
+        """Copy the state of all ranks into memory after an epoch, or without its report within an epoch; a collective.
+
+        The copy has parameters as at a report, without messages between ranks.
+        """
+        began = time.monotonic()
+        self.worker.barrier("the ranks are copied")
+        if self.worker.number == 0 and self._copy_checkpoint is None:
+            assert self._copies is not None
+            self._copy_checkpoint = Checkpoint(self._copies, keep=1)
+        if report is None:
+            self.recorder.write()  # the steps since the last line would be missing from the next one after a death
+            rank_state.set_reported_params(self.worker, _KEPT, self.rule)
+        try:
+            self.save(report, self._copy_checkpoint)
+        except OSError as error:
+            error.add_note("on_death = 'continue' copies the state of all ranks into /dev/shm: give it more memory")
+            raise
+        if report is None:
+            rank_state.restore_own_params(self.worker, _KEPT)
+        self._copy_schedule.adapt(began, self.within["batch"])
+
+    def save(self, report: Report | None, checkpoint: Checkpoint | None = None) -> None:
+        """Write a checkpoint of all ranks after an epoch, or without its report within an epoch; a collective.
+
+        Rank 0 writes it to ``checkpoint``, by default the run's.
+        """
         is_within = report is None
         if isinstance(self.rule, SummedGradients):
             self.rule.store(self.state)
@@ -613,7 +677,7 @@ class ClassLoop(EpochLoop, RankLoop):
             }
             states = [found for found, *_ in gathered]
             rank_state.write_states(
-                self.open_checkpoints(),
+                checkpoint or self.open_checkpoints(),
                 meter.step,
                 self.describe(),
                 states,

@@ -93,6 +93,12 @@ def _parser() -> argparse.ArgumentParser:
         metavar="N",
         help="after a failure, start the ranks again from the newest checkpoint, at most N times (default: 0)",
     )
+    train.add_argument(
+        "--on-death",
+        choices=("stop", "continue"),
+        help="after the death of a process, stop (default), or start the ranks again from a copy in memory, which is at "
+        "most about a second old; at most max_deaths times (default: 100)",
+    )
     train.add_argument("--dry-run", action="store_true", help="print all settings, and start nothing")
     check = commands.add_parser(
         "check",
@@ -118,7 +124,7 @@ def _train(options: argparse.Namespace, arguments: list[str]) -> int:
     from synkhronos.launch.settings import join_tables, read_environment, read_session, resolve
     from synkhronos.launch.supervisor import find_versions
 
-    named = ("ranks", "devices", "hosts", "folder", "bind", "resume", "restarts")
+    named = ("ranks", "devices", "hosts", "folder", "bind", "resume", "restarts", "on_death")
     given = {name: getattr(options, name) for name in named if getattr(options, name) is not None}
     sources = [join_tables([_sets(options), given]), read_environment(os.environ)]
     if options.session is not None:

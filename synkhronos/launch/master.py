@@ -20,9 +20,10 @@ import numpy as np
 from synkhronos.compat.startup import prepare_ranks
 from synkhronos.data.shared import create_unpublished
 from synkhronos.launch import binding, class_loop
+from synkhronos.launch.copies import DeathLog
 from synkhronos.launch.settings import FAILURE, PROCESSES, SETTINGS, Settings
 from synkhronos.processes import fork_bound
-from synkhronos.ranks import WorkerError, session
+from synkhronos.ranks import WorkerError, last_death, session
 from synkhronos.ranks.child_process import exit_with_parent
 from synkhronos.rules import shared_memory
 from synkhronos.tasks import run
@@ -40,7 +41,7 @@ def main(folder: str, plan: dict[str, Any]) -> int:
     plan : dict
         From the supervisor: ``supervisor``, its process ID; ``consoles``, a pipe for each rank of this host; ``hosts``,
         the pipe of other hosts, or None; ``masks``, the cores of each rank; ``allowed``, all cores; ``checkpoint``, the
-        path of the one to resume from, or None.
+        path of the one to resume from, or None; ``copies``, the folder of copies in memory, or None.
     """
     exit_with_parent(plan["supervisor"], in_main_thread=True)
     for stream in (sys.stdout, sys.stderr):  # the supervisor reads UTF-8, whatever the locale
@@ -49,6 +50,8 @@ def main(folder: str, plan: dict[str, Any]) -> int:
     try:
         return _run(settings, plan)
     except BaseException as error:
+        if plan["copies"]:
+            _note_death(folder, error)
         if isinstance(error, WorkerError):
             name = error.failures[error.rank].partition(":")[0] if error.worker_traceback else f"rank {error.rank}"
             text = f"{name}:\n{error.worker_traceback or error}\n"
@@ -59,6 +62,15 @@ def main(folder: str, plan: dict[str, Any]) -> int:
         except OSError as full:
             sys.stderr.write(f"{FAILURE} can't be written: {full}\n{text}")
         return 130 if isinstance(error, KeyboardInterrupt) else 1
+
+
+def _note_death(folder: str, error: BaseException) -> None:
+    """Add the death of a worker, or the loss of a host, to the run's record, if it is the cause of an error."""
+    death = last_death()
+    if death is not None:
+        DeathLog(folder).add(death.rank, death.host, death.cause)
+    elif isinstance(error, WorkerError) and not error.worker_traceback:
+        DeathLog(folder).add(error.rank, "", str(error).partition(";")[0])
 
 
 def _run(settings: Settings, plan: dict[str, Any]) -> int:
@@ -82,7 +94,7 @@ def _run(settings: Settings, plan: dict[str, Any]) -> int:
     recording = timeline(path) if settings.timeline else contextlib.nullcontext()
     # Before this there is nothing to save, and signals end the run.  The supervisor bounds the time to save.
     with recording, StopSignals(None, flag.data) if settings.saves_on_signal else contextlib.nullcontext():
-        is_stopped = run(class_loop.train, settings, rule, memory, plan["checkpoint"], flag)[0]
+        is_stopped = run(class_loop.train, settings, rule, memory, plan["checkpoint"], plan["copies"], flag)[0]
         return 128 + requested_stop() if is_stopped else 0
 
 

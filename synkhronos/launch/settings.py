@@ -49,6 +49,7 @@ _RANGES = {
     "checkpoint": (0, None),
     "keep": (1, None),
     "restarts": (0, None),
+    "max_deaths": (1, None),
     "patience": (1, None),
 }
 #: The settings that are true or false.
@@ -106,6 +107,10 @@ class Settings:
     grace: float = 30.0
     #: Maximal number of restarts from the newest checkpoint after a failure.
     restarts: int = 0
+    #: "continue" starts the ranks again from a copy in memory after the death of a process; "stop" ends the run.
+    on_death: str = "stop"
+    #: Number of deaths after which "continue" goes on.
+    max_deaths: int = 100
     #: Number of epochs without an improvement after which the run stops; None for no early stop.
     patience: int | None = None
     #: Metric whose best checkpoint is kept, and "min" or "max".
@@ -323,6 +328,10 @@ def resolve(sources: Sequence[Mapping[str, Any]], beside: str | os.PathLike[str]
     }
     if found.get("grace") is not None:
         others["grace"] = _check_seconds(found["grace"], "grace")
+    if found.get("on_death") is not None:
+        if found["on_death"] not in ("stop", "continue"):
+            raise SettingsError(f"on_death: expected 'stop' or 'continue', got {found['on_death']!r}")
+        others["on_death"] = found["on_death"]
     settings = Settings(
         modelfile=module,
         modelclass=class_name,
@@ -344,9 +353,9 @@ def resolve(sources: Sequence[Mapping[str, Any]], beside: str | os.PathLike[str]
 def _check_folder(settings: Settings) -> Settings:
     """Check the run's folder, and the checkpoint to resume from."""
     folder = Path(settings.folder)
-    for name in ("checkpoint", "keep_best", "resume"):
+    for name in ("checkpoint", "keep_best", "resume", "on_death"):
         asked = getattr(settings, name)
-        if asked and find_spec("safetensors") is None:
+        if asked and asked != "stop" and find_spec("safetensors") is None:
             raise SettingsError(f"{name}: needs safetensors: pip install 'synkhronos[training]'")
     if settings.restarts and not (settings.checkpoint or settings.keep_best):
         raise SettingsError("restarts: needs checkpoints: set 'checkpoint', the number of epochs between two")

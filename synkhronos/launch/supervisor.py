@@ -9,7 +9,8 @@
         │ forks
         workers: the other ranks
 
-After a failure the supervisor starts the ranks again from the newest checkpoint, at most ``restarts`` times.
+After a failure the supervisor starts the ranks again from the newest checkpoint, at most ``restarts`` times.  With
+``on_death = "continue"`` it does so after a death from the newest copy in memory (see `copies`).
 
 Whichever of them is killed, the others end: the kernel kills a child when its parent dies, the master watches its
 workers, and the supervisor waits for the master.
@@ -36,11 +37,13 @@ from typing import IO, Any
 
 from synkhronos import checks
 from synkhronos.launch import binding
+from synkhronos.launch.copies import DEATHS, CopyFolder, DeathLog
 from synkhronos.launch.output import Console, LineSplitter, RunOutput
 from synkhronos.launch.settings import FAILURE, PROCESSES, SETTINGS, Settings, SettingsError
 from synkhronos.ranks.errors import cause_of_death
 from synkhronos.training.checkpoint import list_checkpoints
 from synkhronos.training.stop import ECHO, STOP_SIGNALS
+from synkhronos.training.survival import MAX_REPEATED
 
 #: Seconds that ranks have to exit after Ctrl-C.
 _GRACE = 10.0
@@ -65,7 +68,7 @@ def prepare(settings: Settings, command: list[str]) -> IO[str]:
         raise SettingsError(f"folder: {folder} can't be made or written: {error}") from None
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        for path in (*folder.glob(FAILURE.replace(".", "*.")), folder / PROCESSES):
+        for path in (*folder.glob(FAILURE.replace(".", "*.")), folder / PROCESSES, folder / DEATHS):
             path.unlink(missing_ok=True)
         settings.save(folder / SETTINGS)
         _write_run_file(folder, {**find_versions(settings.root), "command": command, "began": _now()}, _RESERVED_BYTES)
@@ -146,6 +149,10 @@ class Supervisor:
         self._deadline = float("inf")
         self._master: subprocess.Popen[bytes] | None = None
         self._n_restarts = 0
+        self._copies: CopyFolder | None = None
+        self._deaths = DeathLog(self.folder)
+        #: Number of deaths, and of those since the copy was written that the ranks resume from.
+        self._n_deaths = self._n_repeated = 0
         self._old_checkpoints = self._list_checkpoints()
         #: Checkpoint that the ranks resume from.
         self._checkpoint = settings.resume
@@ -164,6 +171,8 @@ class Supervisor:
         }
         end: dict[str, Any] = {"status": 1}
         try:
+            if self.settings.on_death == "continue":
+                self._copies = CopyFolder()
             while True:
                 # One per rank of this machine, and one for all other hosts.
                 pipes = [os.pipe() for _ in range(len(self.settings.devices) + bool(self.settings.hosts))]
@@ -174,9 +183,12 @@ class Supervisor:
                         os.close(write)
                 self._read([read for read, _ in pipes])
                 end = self._end()
-                if not end["status"] or "signal" in end or self._n_restarts == self.settings.restarts:
+                if not end["status"] or "signal" in end:
                     break
-                self._prepare_restart()
+                if not self._prepare_recovery():
+                    if self._n_restarts == self.settings.restarts:
+                        break
+                    self._prepare_restart()
         except BaseException as error:
             end["error"] = f"{type(error).__name__}: {error}"
             raise
@@ -184,6 +196,8 @@ class Supervisor:
             self._kill()
             if self._master is not None:
                 self._master.wait()
+            if self._copies is not None:
+                self._copies.remove()
             self._record(end)
             for number, handler in before.items():
                 signal.signal(number, handler)
@@ -214,6 +228,7 @@ class Supervisor:
             "consoles": consoles[:n_here],
             "hosts": consoles[n_here] if settings.hosts else None,
             "checkpoint": self._checkpoint,
+            "copies": None if self._copies is None else str(self._copies.path),
             "masks": masks,
             "allowed": allowed,
         }
@@ -284,7 +299,7 @@ class Supervisor:
         """Copy the output of the ranks into their logs and to the console, there with the rank before each line."""
         assert self._master is not None
         with contextlib.ExitStack() as stack, selectors.DefaultSelector() as selector:
-            is_continued = self.settings.resume is not None or self._n_restarts > 0
+            is_continued = self.settings.resume is not None or self._n_restarts + self._n_deaths > 0
             output = RunOutput(self.folder, is_continued, self._console, self._errors)
             stack.callback(output.close)
             for rank, pipe in enumerate(pipes):
@@ -302,7 +317,8 @@ class Supervisor:
                     # after their devices, which a restart needs.
                     self._kill()
                     end_of_wait = min(end_of_wait, time.monotonic() + _GRACE)
-                    is_last = not self._master.poll() or self._n_restarts == self.settings.restarts
+                    starts_again = self._copies is not None or self._n_restarts < self.settings.restarts
+                    is_last = not self._master.poll() or not starts_again
                     if is_last or time.monotonic() > end_of_wait:
                         break
                 self._check_deadline()
@@ -315,6 +331,35 @@ class Supervisor:
         """Return the checkpoints in the run's folder with the times at which they were written."""
         return {(path, path.stat().st_mtime_ns) for path in list_checkpoints(self.folder / "checkpoints")}
 
+    def _prepare_recovery(self) -> bool:
+        """Prepare a start from the newest copy after a death; return False if there was none, or too many."""
+        if self._copies is None:
+            return False
+        deaths = self._deaths.read()
+        assert self._master is not None
+        if self._master.returncode < 0:
+            self._deaths.add(0, "", cause_of_death(self._master.returncode))
+            deaths = self._deaths.read()
+        if len(deaths) == self._n_deaths:
+            return False  # an error, which would be raised again
+        copy = next((str(path) for path in reversed(paths_in(self._copies.path))), self._checkpoint)
+        self._n_repeated = 1 if copy != self._checkpoint else self._n_repeated + 1
+        self._n_deaths += 1
+        limit = ""
+        if self._n_deaths > self.settings.max_deaths:
+            limit = f"max_deaths = {self.settings.max_deaths} of them"
+        elif self._n_repeated > MAX_REPEATED:
+            limit = f"{MAX_REPEATED} of them without a new copy"
+        if limit:
+            self._errors.write(f"on_death = 'continue' goes on after {limit}, and this is one more\n")
+            return False
+        self._checkpoint = copy
+        (self.folder / FAILURE).unlink(missing_ok=True)
+        self._remove_records_without_checkpoint()
+        where = "the beginning, as there is no copy" if copy is None else f"the copy {Path(copy).name}"
+        self._errors.write(f"death {self._n_deaths} of at most {self.settings.max_deaths}: from {where}\n")
+        return True
+
     def _prepare_restart(self) -> None:
         """Choose the newest checkpoint of this run, or the one it began with, and keep the failure under another name.
 
@@ -323,14 +368,20 @@ class Supervisor:
         self._n_restarts += 1
         with contextlib.suppress(FileNotFoundError):
             os.rename(self.folder / FAILURE, self.folder / FAILURE.replace(".", f"-{self._n_restarts}."))
+        if self._copies is not None:  # they are later than the checkpoint
+            self._copies.clear()
         written = {path for path, _ in self._list_checkpoints() - self._old_checkpoints}
         if new := [path for path in list_checkpoints(self.folder / "checkpoints") if path in written]:
             self._checkpoint = str(new[-1])
+        self._remove_records_without_checkpoint()
+        where = self._checkpoint or "the beginning, as it has no checkpoint"
+        self._errors.write(f"restart {self._n_restarts} of {self.settings.restarts} from {where}\n")
+
+    def _remove_records_without_checkpoint(self) -> None:
+        """Remove the records if the run starts from its beginning."""
         if self._checkpoint is None:
             for file in self.folder.glob("*.jsonl"):
                 file.unlink()
-        where = self._checkpoint or "the beginning, as it has no checkpoint"
-        self._errors.write(f"restart {self._n_restarts} of {self.settings.restarts} from {where}\n")
 
     # -- the end ---------------------------------------------------------------------------------------------
 
@@ -369,6 +420,8 @@ class Supervisor:
             noted = json.loads((self.folder / "run.json").read_text())
         if self._n_restarts:
             noted["restarts"] = self._n_restarts
+        if self._n_deaths:
+            noted["deaths"] = self._n_deaths
         try:
             _write_run_file(self.folder, {**noted, "ended": _now(), **end})
         except OSError as error:

@@ -710,6 +710,11 @@ def session() -> Session:
     return _current
 
 
+def last_death() -> Death | None:
+    """Return the worker's exit that ended this process' last session; None if it runs, or ended otherwise."""
+    return None if _current is None else _current.death
+
+
 def inherited_session() -> Session | None:
     """Return the running session of the master that this process is a fork of; None in any other process."""
     return _current if _current is not None and _current.is_copy and _current.closed is None else None

@@ -19,7 +19,7 @@ from launch_runs import ENVIRONMENT, command, lines, train
 from paths import SUPPORT
 from system import children_of, lives, names, names_left
 
-from synkhronos.launch import output, supervisor
+from synkhronos.launch import copies, output, supervisor
 from synkhronos.launch.settings import Settings
 
 pytestmark = pytest.mark.any_library
@@ -41,13 +41,13 @@ def test_a_rank_that_ends_by_itself(tmp_path):
     assert re.search(r"rank 1 .* exited with code 7", done.stderr)
 
 
-def restarted(folder, victim, epochs, *arguments, status=0, **settings):
+def restarted(folder, victim, epochs, *arguments, status=0, checkpoint=1, **settings):
     """Train with one rank that dies in some epochs; return the command's result."""
     pytest.importorskip("safetensors")
     marks = folder / "marks"
     marks.mkdir(parents=True)
     config = {"config__marks": f"'{marks}'", "config__victim": victim, "config__epochs": epochs}
-    return train(folder / "run", "DiesOnce", *arguments, status=status, checkpoint=1, **config, **settings)
+    return train(folder / "run", "DiesOnce", *arguments, status=status, checkpoint=checkpoint, **config, **settings)
 
 
 @pytest.mark.faults
@@ -115,6 +115,107 @@ def test_a_run_that_a_signal_has_ended_is_not_restarted(tmp_path, number):
     finally:
         process.kill()
         process.communicate()
+
+
+def copies_in_memory():
+    return set(Path("/dev/shm").glob("synkhronos-copy-*"))
+
+
+@pytest.mark.faults
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_run_continues_after_deaths_with_the_results_of_an_undisturbed_one(tmp_path, victim):
+    before = copies_in_memory()
+    restarted(tmp_path / "whole", 2, [], checkpoint=0)
+    done = restarted(tmp_path / "parts", victim, [0, 1], "--on-death=continue", checkpoint=0)
+    assert "death 1 of at most 100: from " in done.stderr and "death 2 of at most 100: from the copy " in done.stderr
+    whole, parts = tmp_path / "whole" / "run", tmp_path / "parts" / "run"
+    noted = json.loads((parts / "run.json").read_text())
+    assert noted["status"] == 0 and noted["deaths"] == 2 and "restarts" not in noted
+    assert not list(parts.glob("failure*")) and not (parts / "checkpoints").exists()
+    with np.load(whole / "params.npz") as expected, np.load(parts / "params.npz") as found:
+        assert all(np.array_equal(expected[name], found[name]) for name in expected)
+    expected, found = (lines(folder, "reports") for folder in (whole, parts))
+    for name in ("epoch", "loss", "validation", "steps"):
+        assert [report[name] for report in found] == [report[name] for report in expected]
+    deaths = [death for report in found for death in report.get("deaths", [])]
+    assert deaths == json.loads((parts / "deaths.json").read_text())
+    assert [death["rank"] for death in deaths] == [victim] * 2
+    assert all("was killed by SIGKILL" in death["cause"] and death["seconds"] > 0 for death in deaths)
+    assert [len(report.get("deaths", [])) for report in found] == [1, 1, 0]
+    assert 9 <= deaths[1]["step"] < 12  # the death is in the third step of the second epoch
+    for rank in range(2):
+        records = lines(parts, f"rank-{rank}")
+        assert records[-1]["step"] == 27 and sum(record["rows"] for record in records) == 270
+    assert f"rank {victim} was killed by SIGKILL" in (parts / "rank-0.log").read_text()
+    assert copies_in_memory() == before
+
+
+@pytest.mark.faults
+@pytest.mark.parametrize("rule", ["EASGD", "GoSGD", "Swap"])
+def test_a_run_continues_after_a_death_under_other_rules(tmp_path, rule):
+    restarted(tmp_path, 1, [1], "--on-death=continue", checkpoint=0, rule=rule)
+    assert [report["epoch"] for report in lines(tmp_path / "run", "reports")] == [1, 2, 3]
+    for rank in range(2):  # no row twice, none left out
+        records = lines(tmp_path / "run", f"rank-{rank}")
+        assert [record["step"] for record in records] == sorted({record["step"] for record in records})
+        assert records[-1]["step"] == 27 and sum(record["rows"] for record in records) == 270
+
+
+@pytest.mark.faults
+def test_a_run_ends_after_too_many_deaths(tmp_path):
+    done = restarted(tmp_path, 1, [0, 1, 2], "--on-death=continue", checkpoint=0, max_deaths=1, status=1)
+    assert done.stderr.endswith("on_death = 'continue' goes on after max_deaths = 1 of them, and this is one more\n")
+    assert "SIGKILL" in (tmp_path / "run" / "failure.txt").read_text()
+
+
+@pytest.mark.faults
+def test_an_exception_is_no_death(tmp_path):
+    arguments = "--on-death=continue", "--restarts=1"
+    done = restarted(tmp_path, 1, [0, 1], *arguments, status=1, config__raising="true")
+    assert done.stderr.count("restart 1 of 1 from the beginning") == 1 and "death" not in done.stderr
+    assert done.stderr.rstrip().endswith("ValueError: epoch 1 is damaged")
+
+
+@pytest.mark.faults
+def test_a_signal_ends_a_run_that_copies(tmp_path):
+    """Ranks at their own pace end together at a copy: one that ended alone would miss it."""
+    pytest.importorskip("safetensors")
+    process = scheduled(tmp_path, False, checkpoint=1, rule="EASGD", on_death="continue")
+    try:
+        started(tmp_path, process)
+        process.send_signal(signal.SIGTERM)
+        _, said = process.communicate(timeout=LIMIT)
+        assert process.returncode == 143 and "--resume goes on from" in said
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def test_folders_of_copies_that_killed_runs_left_are_removed(tmp_path, monkeypatch):
+    monkeypatch.setattr(copies, "_SHM", tmp_path)
+    (tmp_path / f"synkhronos-copy-{os.getuid()}-left").mkdir()
+    folders = [copies.CopyFolder()]  # the other may be locked in a moment
+    assert len(list(tmp_path.iterdir())) == 2
+    monkeypatch.setattr(copies, "_ABANDONED", -1)
+    folders.append(copies.CopyFolder())
+    assert sorted(tmp_path.iterdir()) == sorted(folder.path for folder in folders)
+    for folder in folders:
+        folder.remove()
+    assert not list(tmp_path.iterdir())
+
+
+def test_copies_are_rarer_where_they_take_long(monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr(copies.time, "monotonic", lambda: now[0])
+    schedule = copies.CopySchedule(lambda number: number)
+    batch, dues = 0, []
+    for _ in range(12):
+        dues.append(schedule.due)
+        now[0] += (schedule.due - batch) * 0.01  # seconds of the batches
+        batch, began = schedule.due, now[0]
+        now[0] += 0.5
+        schedule.adapt(began, batch)
+    assert dues[:4] == [1, 3, 7, 15] and dues[-1] - dues[-2] == 500  # ten times as long as a copy
 
 
 def test_a_cost_that_is_no_number_is_not_saved(tmp_path):
