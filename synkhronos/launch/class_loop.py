@@ -173,8 +173,8 @@ def train(
 ) -> bool:
     """Train the instance that `build` has made, and call its ``cleanup``.
 
-    ``path`` is the checkpoint or copy to resume from, or None; the other arguments are those of `ClassLoop`.  Return whether a
-    signal has ended the training, after a checkpoint was written.
+    ``path`` is the checkpoint or copy to resume from, or None; the other arguments are those of `ClassLoop`.  Return
+    whether a signal has ended the training, after a checkpoint was written.
     """
     kept = worker.kept(_KEPT)
     model = kept["model"]

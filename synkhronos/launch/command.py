@@ -96,8 +96,8 @@ def _parser() -> argparse.ArgumentParser:
     train.add_argument(
         "--on-death",
         choices=("stop", "continue"),
-        help="after the death of a process, stop (default), or start the ranks again from a copy in memory, which is at "
-        "most about a second old; at most max_deaths times (default: 100)",
+        help="after the death of a process, stop (default), or start the ranks again from a copy in memory, which is "
+        "about a second old; at most max_deaths times (default: 100)",
     )
     train.add_argument("--dry-run", action="store_true", help="print all settings, and start nothing")
     check = commands.add_parser(

@@ -93,7 +93,7 @@ class CopySchedule:
         self.due = batch + self._every
 
     def adapt(self, began: float, batch: int) -> None:
-        """Set the next copy after one that began at a time of `time.monotonic`, after ``batch`` batches; a collective."""
+        """Set the next copy, after one of ``batch`` batches that began at this time of `monotonic`; a collective."""
         now = time.monotonic()
         interval = max(_INTERVAL, _RATIO * (now - began))
         fitting = int(self._every * interval / max(began - self._ended_at, 1e-9))

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import json
 import random
+import re
 import sys
 import traceback
 from pathlib import Path
@@ -70,7 +71,10 @@ def _note_death(folder: str, error: BaseException) -> None:
     if death is not None:
         DeathLog(folder).add(death.rank, death.host, death.cause)
     elif isinstance(error, WorkerError) and not error.worker_traceback:
-        DeathLog(folder).add(error.rank, "", str(error).partition(";")[0])
+        text = str(error).partition(";")[0]
+        match = re.fullmatch(r"rank \d+ on host (\S+) \(process \d+\) (.*)", text)
+        host, cause = match.groups() if match else ("", f"ended: {text}")
+        DeathLog(folder).add(error.rank, host, cause)
 
 
 def _run(settings: Settings, plan: dict[str, Any]) -> int:

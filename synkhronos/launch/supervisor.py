@@ -342,7 +342,7 @@ class Supervisor:
             deaths = self._deaths.read()
         if len(deaths) == self._n_deaths:
             return False  # an error, which would be raised again
-        copy = next((str(path) for path in reversed(paths_in(self._copies.path))), self._checkpoint)
+        copy = next((str(path) for path in reversed(list_checkpoints(self._copies.path))), self._checkpoint)
         self._n_repeated = 1 if copy != self._checkpoint else self._n_repeated + 1
         self._n_deaths += 1
         limit = ""

@@ -118,6 +118,28 @@ def test_a_run_on_two_hosts_is_restarted(tmp_path, victim):
     assert [line["step"] for line in lines(tmp_path / "run", "rank-1")] == [9, 18]
 
 
+@pytest.mark.hosts
+@pytest.mark.faults
+@pytest.mark.any_library
+@pytest.mark.parametrize("has_lost_host", [False, True])
+def test_a_run_on_two_hosts_continues_after_a_death(tmp_path, has_lost_host):
+    """The agent of a host is its ranks' parent: without it the whole host is lost."""
+    pytest.importorskip("safetensors")
+    config = {"config.marks": f"'{tmp_path}'", "config.victim": 1, "config.epochs": "[1]"}
+    config["config.parent"] = str(has_lost_host).lower()
+    run = start(["a:1", "b:1"], tmp_path / "run", "others.py:DiesOnce", on_death="continue", **config)
+    _, errors = ended(run, 0)
+    assert "death 1 of at most 100: from the copy " in errors
+    train(tmp_path / "one", "MLP", "--devices=cpu", "--ranks=2", epochs=2)
+    one, other = (np.load(tmp_path / each / "params.npz") for each in ("one", "run"))
+    assert all(np.array_equal(one[name], other[name]) for name in one)
+    (death,) = json.loads((tmp_path / "run" / "deaths.json").read_text())
+    assert lines(tmp_path / "run", "reports")[1]["deaths"] == [death]
+    assert death["rank"] == 1 and (has_lost_host or death["host"] == "b")
+    for rank in range(2):
+        assert sum(line["rows"] for line in lines(tmp_path / "run", f"rank-{rank}")) == 180
+
+
 #: The processes of a run, by their command lines.
 KINDS = {
     "supervisor": r"\S*python\S* -m synkhronos train",

@@ -137,13 +137,15 @@ class DiesOnce(MLP):
             open(mark, "w").close()
             if self.is_raising:
                 raise ValueError(f"epoch {self.epoch} is damaged")
-            os.kill(os.getpid(), signal.SIGKILL)
+            os.kill(os.getppid() if self.kills_parent else os.getpid(), signal.SIGKILL)
+            time.sleep(10 * self.kills_parent)
         super().train_iter(count, recorder)
 
     def __init__(self, config):
         super().__init__(config)
         self.folder, self.victim, self.epochs = config["marks"], config["victim"], config["epochs"]
         self.is_raising = config.get("raising", False)
+        self.kills_parent = config.get("parent", False)
 
 
 class Exits(MLP):
