@@ -163,7 +163,7 @@ def test_broadcast_of_another_value(n, draw):
     assert_held(s, [value] * n)
 
 
-def test_broadcast_replaces_whatever_shapes_there_were(n):
+def test_broadcast_replaces_values_of_other_shapes(n):
     s = variable(ndim=2)
     put(s, [np.full((r, r + 1), float(r)) for r in range(n)])
     s.set_value(np.ones((2, 3)))
@@ -183,7 +183,7 @@ def test_broadcast_of_a_list(n):
         assert_held(s, [np.zeros_like(value)] * n)
 
 
-def test_values_are_cast_up_as_the_variables_own_set_value_would(n):
+def test_broadcast_and_set_value_cast_like_the_variable(n):
     s = variable("float64", 1)
     synk.broadcast(s, [1, 2, 3])
     assert_held(s, [np.array([1.0, 2.0, 3.0])] * n)
@@ -234,7 +234,7 @@ def test_scatter_splits_rows_as_evenly_as_possible(n, draw):
     assert_held(s, np.array_split(value[index], n))
 
 
-def test_scatter_of_a_list_takes_the_same_batch_of_each(n):
+def test_scatter_of_a_list_applies_batch_to_each(n):
     a, b = variable("int32", 1), variable("float64", 2)
     values = [np.arange(9, dtype="int32"), np.arange(18.0).reshape(9, 2)]
     synk.scatter([a, b], values, batch=[8, 0, 3, 3, 1])
@@ -242,7 +242,7 @@ def test_scatter_of_a_list_takes_the_same_batch_of_each(n):
         assert_held(s, np.array_split(value[[8, 0, 3, 3, 1]], n))
 
 
-def test_scatter_and_gather_are_each_others_inverse(n):
+def test_gather_inverts_scatter(n):
     s, value = variable(ndim=2), np.random.default_rng(0).normal(size=(11, 3))
     synk.scatter(s, value)
     assert_same(synk.gather(s, nd_up=0), value)
@@ -279,7 +279,7 @@ def test_set_value_and_get_value_of_a_list(n):
         assert_same(second, np.full((r, 2), float(r)))
 
 
-def test_what_get_value_and_gather_return_is_the_callers(n, master):
+def test_get_value_and_gather_return_copies(n, master):
     s = variable()
     put(s, [np.full(2, float(r)) for r in range(n)])
     synk.get_value(master, s)[...] = 9.0
@@ -291,7 +291,7 @@ def test_what_get_value_and_gather_return_is_the_callers(n, master):
     assert_held(s, [np.full(2, float(r)) for r in range(n)])
 
 
-def test_the_masters_copy_is_the_variable_itself(n, master):
+def test_collectives_use_the_masters_variable_itself(n, master):
     s = variable()
     put(s, [np.full(2, float(r)) for r in range(n)])
     assert s.get_value().tolist() == [float(master)] * 2
@@ -315,7 +315,7 @@ def test_gather_stacks(n, draw):
 
 @given(st.data())
 @few
-def test_gather_joins(n, draw):
+def test_gather_concatenates(n, draw):
     values = draw.draw(values_of_ranks(n, same_shape=False, min_dims=1))
     s = variable(values[0].dtype, values[0].ndim)
     put(s, values)
@@ -324,7 +324,7 @@ def test_gather_joins(n, draw):
 
 @given(st.data())
 @few
-def test_gather_returns_a_list_where_shapes_do_not_allow_more(n, draw):
+def test_gather_of_different_shapes_returns_a_list(n, draw):
     values = draw.draw(values_of_ranks(n, same_shape=False, min_dims=1))
     s = variable(values[0].dtype, values[0].ndim)
     put(s, values)
@@ -336,14 +336,14 @@ def test_gather_returns_a_list_where_shapes_do_not_allow_more(n, draw):
         assert_same(actual, expected)
 
 
-def test_numbers_can_be_stacked_but_not_joined(n):
+def test_gather_stacks_scalars_but_cannot_concatenate_them(n):
     s = variable("int32", 0)
     put(s, [np.array(r, "int32") for r in range(n)])
     assert_same(synk.gather(s), np.arange(n, dtype="int32"))
     assert [one.tolist() for one in synk.gather(s, nd_up=0)] == list(range(n))
 
 
-def test_lengths_that_differ_behind_axis_0_are_not_joined(n):
+def test_gather_refuses_lengths_that_differ_behind_axis_0(n):
     s = variable(ndim=2)
     values = [np.full((2, r + 1), float(r)) for r in range(n)]
     put(s, values)
@@ -369,7 +369,7 @@ def test_gather_of_a_list(n):
 
 @given(st.data())
 @few
-def test_all_gather_joins_on_every_rank(n, draw):
+def test_all_gather_concatenates_on_every_rank(n, draw):
     values = draw.draw(values_of_ranks(n, same_shape=False, min_dims=1))
     s = variable(values[0].dtype, values[0].ndim)
     put(s, values)
@@ -391,7 +391,7 @@ def test_all_gather_of_a_list(n):
 
 @given(st.data())
 @few
-def test_reduce_scatter_divides_what_all_reduce_makes(n, draw):
+def test_reduce_scatter_splits_the_all_reduce_result(n, draw):
     op = draw.draw(st.sampled_from(list(UFUNCS)))
     values = draw.draw(values_of_ranks(n, of_op(op), min_dims=1))
     s = variable(values[0].dtype, values[0].ndim)
@@ -418,7 +418,7 @@ def test_reduce_scatter_of_arrays_that_take_several_chunks(n, n_rows):
 
 @given(st.data())
 @at_most(25)
-def test_reduce_in_place_changes_the_master_alone(n, master, draw):
+def test_reduce_in_place_changes_only_the_master(n, master, draw):
     op = draw.draw(st.sampled_from(list(UFUNCS)))
     values = draw.draw(values_of_ranks(n, of_op(op)))
     s = variable(values[0].dtype, values[0].ndim)
@@ -441,7 +441,7 @@ def test_reduce_out_of_place_changes_nothing(n, draw):
 
 @given(st.data())
 @at_most(25)
-def test_all_reduce_gives_every_rank_the_same_bits(n, draw):
+def test_all_reduce_is_bitwise_equal_on_all_ranks(n, draw):
     op = draw.draw(st.sampled_from(list(UFUNCS)))
     values = draw.draw(values_of_ranks(n, of_op(op)))
     s = variable(values[0].dtype, values[0].ndim)
@@ -453,7 +453,7 @@ def test_all_reduce_gives_every_rank_the_same_bits(n, draw):
     assert len({one.tobytes() for one in after}) == 1
 
 
-def test_sums_of_floats_are_taken_in_rank_order(n):
+def test_all_reduce_adds_in_rank_order(n):
     # Any other order gives other digits.
     s, values = variable(), np.random.default_rng(0).lognormal(sigma=10.0, size=(n, 1000))
     put(s, values)
@@ -461,7 +461,7 @@ def test_sums_of_floats_are_taken_in_rank_order(n):
     assert_held(s, [reduced(list(values), "sum")] * n)
 
 
-def test_the_op_is_avg_unless_another_is_named(n, master):
+def test_all_reduce_averages_by_default(n, master):
     s = variable("float32", 1)
     put(s, [np.full(2, r, "float32") for r in range(n)])
     average = np.full(2, (n - 1) / 2, "float32")
@@ -492,7 +492,7 @@ def test_reductions_of_a_list(n):
 
 @given(st.data())
 @few
-def test_lengths_and_shapes(n, draw):
+def test_get_lengths_and_get_shapes(n, draw):
     values = draw.draw(values_of_ranks(n, same_shape=False, min_dims=1))
     s = variable(values[0].dtype, values[0].ndim)
     put(s, values)
@@ -500,7 +500,7 @@ def test_lengths_and_shapes(n, draw):
     assert synk.get_lengths(s) == [len(value) for value in values]
 
 
-def test_lengths_and_shapes_of_a_list(n):
+def test_get_lengths_and_get_shapes_of_a_list(n):
     a, b = variable("int8", 0), variable("float64", 2)
     put(a, [np.array(0, "int8")] * n)
     put(b, [np.zeros((r, 3)) for r in range(n)])
@@ -534,7 +534,7 @@ def test_collectives_stream_large_arrays(n, master, size, dtype):
     assert_held(s, [values[0]] * n)
 
 
-def test_lengths_of_different_numbers_of_chunks_are_gathered(n):
+def test_gather_of_different_numbers_of_chunks(n):
     s = variable("uint8")
     values = [np.full(r * SCRATCH + 3 * r, r, "uint8") for r in range(n)]
     put(s, values)
@@ -545,7 +545,7 @@ def test_lengths_of_different_numbers_of_chunks_are_gathered(n):
 
 @pytest.mark.parametrize("collective", ["broadcast", "gather", "all_gather", "reduce", "all_reduce", "reduce_scatter"])
 @pytest.mark.slow
-def test_a_list_streams_one_array_after_another(n, master, collective):
+def test_collectives_stream_a_list_one_by_one(n, master, collective):
     # A rank that is done with one array goes on to the next while others still read the first: they must not find
     # the next one's bytes.  Before the chunks took turns for good, some met in every few rounds.
     lengths = (100_000, 131_072, 50_000, 77_777, 131_073)
@@ -575,7 +575,7 @@ def test_a_list_streams_one_array_after_another(n, master, collective):
 
 
 @pytest.mark.slow
-def test_a_list_may_be_longer_than_what_ranks_show_each_other_at_once(n):
+def test_collectives_of_a_list_longer_than_the_mailbox(n):
     many = [shared(np.full(i % 3, float(i)), f"s{i}") for i in range(2500)]
     declared = synk.function([], [], updates=[(s, s) for s in many])
     synk.set_value(n - 1, many, [np.full(i % 3, -float(i)) for i in range(len(many))])
@@ -600,34 +600,34 @@ def transposed(n):
     return s, [value.T for value in values]
 
 
-def test_transposed_arrays_are_gathered(n, transposed):
+def test_gather_of_transposed_arrays(n, transposed):
     s, values = transposed
     assert_same(synk.gather(s), np.stack(values))
     assert_held(s, values)
 
 
 @pytest.mark.parametrize("op", UFUNCS)
-def test_transposed_arrays_are_reduced(n, master, transposed, op):
+def test_all_reduce_of_transposed_arrays(n, master, transposed, op):
     s, values = transposed
     assert_same(synk.reduce(s, op, in_place=False), reduced(values, op))
     synk.all_reduce(s, op)
     assert_held(s, [reduced(values, op)] * n)
 
 
-def test_transposed_arrays_are_reduced_into_the_master(n, master, transposed):
+def test_reduce_of_transposed_arrays(n, master, transposed):
     s, values = transposed
     synk.reduce(s, "sum")
     values[master] = reduced(values, "sum")
     assert_held(s, values)
 
 
-def test_transposed_arrays_are_broadcast(n, master, transposed):
+def test_broadcast_of_transposed_arrays(n, master, transposed):
     s, values = transposed
     synk.broadcast(s)
     assert_held(s, [values[master]] * n)
 
 
-def test_an_array_that_may_not_be_written_is_reduced_into_a_copy(n, master):
+def test_all_reduce_of_a_read_only_array_makes_a_copy(n, master):
     # As when the user lent one that is somebody else's.
     s, value = variable(ndim=2), np.broadcast_to(np.arange(3.0), (2, 3))
     put(s, [value + r for r in range(n)])
@@ -646,7 +646,7 @@ def each_rank_has(values):
 
 
 @pytest.mark.parametrize("collective", ["reduce", "all_reduce"])
-def test_reductions_refuse_shapes_that_differ_and_change_nothing(n, collective):
+def test_reductions_refuse_different_shapes(n, collective):
     if n == 1:
         pytest.skip("one rank differs from nobody")
     fine, s = variable("float64", 1, 1), variable()
@@ -668,7 +668,7 @@ def test_reductions_refuse_shapes_that_differ_and_change_nothing(n, collective):
     assert_held(fine, [np.full(2, float(n))] * n)
 
 
-def test_ranks_that_have_agreed_once_notice_what_one_of_them_has_changed(n):
+def test_reductions_check_shapes_again_after_a_change(n):
     if n == 1:
         pytest.skip("one rank differs from nobody")
     s, other = variable(), variable("float64", 1, 1)
@@ -700,7 +700,7 @@ def test_ranks_that_have_agreed_once_notice_what_one_of_them_has_changed(n):
         synk.all_reduce(s, "mean")
 
 
-def test_as_many_items_in_another_shape_are_another_shape(n):
+def test_reductions_refuse_equal_sizes_of_different_shapes(n):
     if n == 1:
         pytest.skip("one rank differs from nobody")
     s = variable(ndim=2)
@@ -711,7 +711,7 @@ def test_as_many_items_in_another_shape_are_another_shape(n):
     assert_held(s, values)
 
 
-def test_all_gather_refuses_what_cannot_be_joined_and_changes_nothing(n):
+def test_all_gather_refuses_mismatched_shapes(n):
     if n == 1:
         pytest.skip("one rank can be joined with itself")
     fine, s = variable("float64", 1), variable(ndim=2)
@@ -725,7 +725,7 @@ def test_all_gather_refuses_what_cannot_be_joined_and_changes_nothing(n):
     assert_held(fine, [np.ones(2)] * n)
 
 
-def test_all_gather_refuses_numbers(n):
+def test_all_gather_refuses_scalars(n):
     s = variable("int32", 0)
     put(s, [np.array(r, "int32") for r in range(n)])
     with pytest.raises(ValueError, match=r"all_gather: 's0' can't be joined along axis 0: rank 0 has \(\)"):
@@ -733,7 +733,7 @@ def test_all_gather_refuses_numbers(n):
     assert_held(s, [np.array(r, "int32") for r in range(n)])
 
 
-def test_reduce_scatter_refuses_what_cannot_be_divided_and_changes_nothing(n):
+def test_reduce_scatter_refuses_indivisible_lengths(n):
     fine, number = variable("float64", 1), variable("float64", 0)
     put(fine, [np.ones(2)] * n)
     with pytest.raises(ValueError, match="reduce_scatter: 's0' has no rows to divide"):
@@ -756,7 +756,7 @@ def row_variable():
     return s, synk.function([], [], updates=[(s, s)])
 
 
-def test_a_length_that_the_type_fixes_is_kept(n):
+def test_collectives_keep_static_lengths(n):
     s, declared = row_variable()
     synk.broadcast(s, np.ones((1, 4)))
     assert_held(s, [np.ones((1, 4))] * n)
@@ -776,7 +776,7 @@ def test_a_length_that_the_type_fixes_is_kept(n):
     assert synk.get_shapes(s)[n - 1] == (1, 2)
 
 
-def test_all_gather_keeps_a_length_that_the_type_fixes(n):
+def test_all_gather_keeps_static_lengths(n):
     s, declared = row_variable()
     if n == 1:
         synk.all_gather(s)
@@ -789,7 +789,7 @@ def test_all_gather_keeps_a_length_that_the_type_fixes(n):
 # -- which variables the ranks have --------------------------------------------------------------------------
 
 
-def test_a_variable_travels_at_its_first_collective(n):
+def test_collectives_send_a_variable_at_its_first_use(n):
     s = shared(np.arange(3.0), "s")
     f = synk.function([], (s * 2, None))
     s.set_value(np.array([4.0]))
@@ -797,28 +797,28 @@ def test_a_variable_travels_at_its_first_collective(n):
     assert f().tolist() == [8.0]
 
 
-def test_a_variable_in_the_middle_of_a_graph_travels_too(n):
+def test_collectives_send_variables_inside_a_graph(n):
     s, t = shared(np.arange(3.0), "s"), shared(np.ones(3), "t")
     f = synk.function([], ((T.sqr(s) + t).sum(), "sum"))
     put(s, [np.full(3, float(r)) for r in range(n)])
     assert f() == sum(3 * r**2 + 3 for r in range(n))
 
 
-def test_a_variable_without_a_function_is_not_on_the_ranks(n):
+def test_collectives_refuse_variables_without_a_function(n):
     s = shared(np.zeros(2), "lonely")
     for attempt in (lambda: synk.gather(s), lambda: synk.broadcast(s), lambda: synk.get_value(0, s)):
         with pytest.raises(ValueError, match="shared_vars: no function uses 'lonely'"):
             attempt()
 
 
-def test_a_plain_function_changes_the_master_alone(n, master):
+def test_plain_functions_change_only_the_master(n, master):
     s = variable()
     put(s, [np.zeros(2)] * n)
     function([], [], updates=[(s, s + 1)])()
     assert synk.gather(s).tolist() == [[float(r == master)] * 2 for r in range(n)]
 
 
-def test_variables_without_a_name_work_and_are_told_apart(n):
+def test_collectives_of_unnamed_variables(n):
     s, t = shared(np.zeros(2)), shared(np.ones(2))
     declared = synk.function([], [], updates=[(s, s + t)])
     synk.broadcast([s, t], [np.full(2, 3.0), np.full(2, 4.0)])
@@ -829,7 +829,7 @@ def test_variables_without_a_name_work_and_are_told_apart(n):
 
 
 @pytest.mark.parametrize("nccl", [True, False, np.True_])
-def test_nccl_makes_no_difference_in_host_memory(n, nccl):
+def test_nccl_option_is_ignored_in_host_memory(n, nccl):
     s = variable()
     put(s, [np.full(2, float(r)) for r in range(n)])
     assert synk.gather(s, nccl=nccl).tolist() == [[float(r)] * 2 for r in range(n)]

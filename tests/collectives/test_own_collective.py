@@ -46,7 +46,7 @@ def rotate(shared_vars):
 
 @pytest.mark.parametrize("n", [1, 2, 3])
 @pytest.mark.parametrize("size", [3, 300_000])
-def test_every_rank_has_the_value_of_the_one_before(fork, n, size):
+def test_own_collective_shifts_values_by_one_rank(fork, n, size):
     fork(n)
     a, b = shared(np.zeros(size), "a"), shared(np.zeros((2, 2), "float32"), "b")
     f = synk.function([], [], updates=[(a, a + 1), (b, b)])
@@ -59,7 +59,7 @@ def test_every_rank_has_the_value_of_the_one_before(fork, n, size):
         assert (np.asarray(synk.get_value(r, b)) == (r - 1) % n).all(), f
 
 
-def test_it_refuses_what_all_collectives_refuse(fork):
+def test_own_collective_refuses_wrong_arguments(fork):
     fork(2)
     s = shared(np.zeros(3), "s")
     with pytest.raises(ValueError, match="shared_vars: no function uses 's'"):

@@ -68,7 +68,7 @@ def example():
     return gathered_s
 
 
-def test_the_example_prints_what_the_page_says(fork, capsys):
+def test_example_prints_the_documented_output(fork, capsys):
     fork(2)
     with np.printoptions(legacy="1.13"):  # the page is of that time
         gathered = example()
@@ -76,7 +76,7 @@ def test_the_example_prints_what_the_page_says(fork, capsys):
     assert gathered.dtype == "float32"
 
 
-def test_the_example_can_be_run_again_in_the_same_process(fork, capsys):
+def test_example_runs_twice_in_a_process(fork, capsys):
     # As a notebook's cells are.
     for _ in range(2):
         fork(2)
@@ -87,6 +87,6 @@ def test_the_example_can_be_run_again_in_the_same_process(fork, capsys):
 
 
 @pytest.mark.parametrize("n", [1, 3, 4])
-def test_the_sum_over_all_ranks_is_the_plain_functions_at_any_number(fork, n):
+def test_example_sum_does_not_depend_on_the_number_of_ranks(fork, n):
     fork(n)
     assert example().tolist() == [[10.0, 10.0]] * n

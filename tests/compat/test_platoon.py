@@ -92,7 +92,7 @@ def contract(tmp_path_factory):
     return found, out, err, logs
 
 
-def test_files_and_arguments(contract):
+def test_launcher_files_and_arguments(contract):
     found, out, err, logs = contract
     assert [(each["helper"], each["rate"], each["size"]) for each in found] == [("found", 0.5, 2)] * 2
     arguments = found[0]["said"]["arguments"]
@@ -106,7 +106,7 @@ def test_files_and_arguments(contract):
     assert "SUCCESS" in out and not err
 
 
-def test_requests(contract):
+def test_controller_requests(contract):
     found = contract[0]
     for rank, each in enumerate(found):
         assert each["hello"] == [True, 2] and each["echo"] == {"a": [1, 2.5, None, "ä"]}
@@ -134,7 +134,7 @@ def test_shared_parameters(contract):
         assert each["copied"][1] == 123
 
 
-def test_the_lock(contract):
+def test_worker_lock(contract):
     found = contract[0]
     assert [each["counter"] for each in found] == [80, 80]
     assert found[1]["busy after 0"] and found[1]["busy after 0.1"]
@@ -207,7 +207,7 @@ def test_mini_batches(contract):
         ("controller", 1, "KeyError: 'no such decision'"),
     ],
 )
-def test_failures(tmp_path, how, rank, said):
+def test_launcher_failures(tmp_path, how, rank, said):
     _, err, logs = run(tmp_path, "fails", *DEVICES, f"-w={how} {rank}", status=1)
     before, _, after = said.partition("{}")
     assert before in err and after in err, err
@@ -235,13 +235,13 @@ def test_failures(tmp_path, how, rank, said):
         ("controller_main", "RuntimeError: the controller has no plan"),
     ],
 )
-def test_more_failures(tmp_path, how, said):
+def test_launcher_more_failures(tmp_path, how, said):
     _, err, _ = run(tmp_path, "fails", *DEVICES, f"-w={how}", status=1)
     assert said in err
 
 
 @pytest.mark.any_library
-def test_a_worker_that_leaves_early_with_status_0(tmp_path):
+def test_worker_that_exits_early_with_status_0(tmp_path):
     """Two experiments at once have the same ports and names, and know nothing of each other."""
     folders = [tmp_path / "a", tmp_path / "b"]
     for folder in folders:
@@ -254,7 +254,7 @@ def test_a_worker_that_leaves_early_with_status_0(tmp_path):
 
 @pytest.mark.any_library
 @pytest.mark.faults
-def test_no_more_mini_batches(tmp_path):
+def test_mini_batches_end(tmp_path):
     """A worker that has nothing to hand in exits with 0; one that has taken a mini-batch since its last request fails."""
     _, _, logs = run(tmp_path, "fails", "-D", "cpu", "-w=idle")
     assert "there are no more mini-batches" in logs["worker_cpu.err"]
@@ -266,7 +266,7 @@ def test_no_more_mini_batches(tmp_path):
 @pytest.mark.faults
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 3), (signal.SIGKILL, -signal.SIGKILL)])
 @pytest.mark.parametrize("how", ["compute", "receive", "ask"])
-def test_the_launcher_is_interrupted(tmp_path, number, status, how):
+def test_launcher_is_interrupted(tmp_path, number, status, how):
     process = start(tmp_path, "fails", *DEVICES, f"-w={how}")
     wait_for(process, tmp_path)
     process.send_signal(number)
@@ -275,7 +275,7 @@ def test_the_launcher_is_interrupted(tmp_path, number, status, how):
 
 @pytest.mark.any_library
 @pytest.mark.faults
-def test_the_controller_is_killed(tmp_path):
+def test_controller_is_killed(tmp_path):
     process = start(tmp_path, "fails", *DEVICES, "-w=ask")
     wait_for(process, tmp_path)
     controller = next(pid for pid, line in processes_of(process).items() if b"processes.main()" in line)
@@ -304,7 +304,7 @@ def wait_for(process, folder):
         (["fails", "-D"], "expected at least one argument"),
     ],
 )
-def test_wrong_arguments(tmp_path, arguments, said):
+def test_launcher_refuses_wrong_arguments(tmp_path, arguments, said):
     shutil.copy(PROGRAMS / "fails_worker.py", tmp_path)
     done = subprocess.run(
         command("platoon", *arguments), cwd=tmp_path, env=ENVIRONMENT, capture_output=True, text=True, timeout=LIMIT
@@ -314,7 +314,7 @@ def test_wrong_arguments(tmp_path, arguments, said):
 
 
 @pytest.mark.any_library
-def test_devices_of_the_configuration_and_no_controller(tmp_path):
+def test_launcher_devices_from_configuration(tmp_path):
     """A plain controller refuses requests."""
     for file in ("fails_worker.py",):
         shutil.copy(PROGRAMS / file, tmp_path)
@@ -329,7 +329,7 @@ def test_devices_of_the_configuration_and_no_controller(tmp_path):
 
 
 @pytest.mark.any_library
-def test_experiments_of_one_second_have_logs_of_their_own(tmp_path, monkeypatch):
+def test_launcher_logs_of_simultaneous_experiments(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(launcher.time, "strftime", lambda form: "now")
     folders = [launcher._make_logs_folder("lstm").name for _ in range(3)]
@@ -338,7 +338,7 @@ def test_experiments_of_one_second_have_logs_of_their_own(tmp_path, monkeypatch)
 
 
 @pytest.mark.any_library
-def test_the_names_of_the_first_version(tmp_path):
+def test_platoon_names_of_the_first_version(tmp_path):
     (tmp_path / "old_controller.py").write_text(
         "from platoon.channel import Lieutenant\n"
         "class Old(Lieutenant):\n"
@@ -372,7 +372,7 @@ def test_the_names_of_the_first_version(tmp_path):
 
 
 @pytest.mark.any_library
-def test_a_worker_without_a_launcher():
+def test_worker_without_a_launcher():
     code = "import synkhronos.compat; from platoon.channel import Worker; Worker(5567)"
     done = subprocess.run([sys.executable, "-c", code], env=ENVIRONMENT, capture_output=True, text=True, timeout=LIMIT)
     assert done.returncode == 1 and "start NAME_worker.py with `synkhronos platoon NAME`" in done.stderr
@@ -414,7 +414,7 @@ def run_on_hosts(folder, experiment, *arguments, status=0):
 
 @pytest.mark.hosts
 @needs_namespaces
-def test_each_host_has_a_controller(tmp_path):
+def test_controller_on_each_host(tmp_path):
     """What a host's workers share is their own; collectives span all hosts."""
     err, logs = run_on_hosts(tmp_path, "hosts")
     assert not err
@@ -469,7 +469,7 @@ def test_each_host_has_a_controller(tmp_path):
         ("hosts", "controller", "the controller of host b exited with code 1"),
     ],
 )
-def test_failures_on_hosts(tmp_path, experiment, how, said):
+def test_launcher_failures_on_hosts(tmp_path, experiment, how, said):
     err, _ = run_on_hosts(tmp_path, experiment, "-H", "a", "b", f"-w={how}", status=1)
     before, _, after = said.partition("{}")
     assert before in err and after in err, err
@@ -478,7 +478,7 @@ def test_failures_on_hosts(tmp_path, experiment, how, said):
 @pytest.mark.hosts
 @needs_namespaces
 @pytest.mark.any_library
-def test_a_worker_of_another_host_leaves_early(tmp_path):
+def test_worker_of_another_host_exits_early(tmp_path):
     """Its controller, which it has started, goes on for the other worker."""
     run_on_hosts(tmp_path, "fails", "-w=leave 2")
 
@@ -496,7 +496,7 @@ def test_a_worker_of_another_host_leaves_early(tmp_path):
         (signal.SIGKILL, "controller of b", 1),
     ],
 )
-def test_a_kill_on_hosts_leaves_nothing_behind(tmp_path, number, who, status):
+def test_kill_on_hosts_leaves_nothing(tmp_path, number, who, status):
     process = start_on_hosts(tmp_path, "fails", "-w=ask", before=("-c", HOST, sys.executable, "-m", "synkhronos"))
     mark = tmp_path.name.encode()
     try:

@@ -85,7 +85,7 @@ keys = st.from_regex(r"[A-Z_][A-Z0-9_]{0,8}", fullmatch=True).filter(lambda key:
     st.dictionaries(keys, values | st.lists(values, min_size=1, max_size=3), max_size=4),
     st.sampled_from(["\n", ";", "  # x\n"]),
 )
-def test_what_shlex_quotes_is_read_back(assignments, end):
+def test_session_file_reads_quoted_values(assignments, end):
     text = ""
     for key, value in assignments.items():
         words = f"({' '.join(map(shlex.quote, value))})" if isinstance(value, list) else shlex.quote(value)
@@ -94,7 +94,7 @@ def test_what_shlex_quotes_is_read_back(assignments, end):
 
 
 @given(st.text(st.sampled_from("AB='\"()#;\\ \n\t$`x,:")) | st.text())
-def test_any_text_is_read_or_refused(text):
+def test_session_file_reads_or_refuses_any_text(text):
     try:
         found = key_value.parse(text)
     except ValueError as error:
@@ -103,7 +103,7 @@ def test_any_text_is_read_or_refused(text):
         assert all(isinstance(value, str | list) for value in found.values())
 
 
-def test_options_of_the_command_line():
+def test_tmlauncher_options():
     arguments = "-file=models.mlp --modelclass=MLP -r=BSP -s=2 -bsp_sync_type=avg -bsp_exch_strategy=nccl16 -b".split()
     found, config = tmlauncher.parse_options(arguments)
     assert config is None and key_value.to_settings(found) == {
@@ -120,7 +120,7 @@ def test_options_of_the_command_line():
             tmlauncher.parse_options([wrong])
 
 
-def test_the_file_comes_before_the_options(tmp_path, monkeypatch, capsys):
+def test_session_file_precedes_options(tmp_path, monkeypatch, capsys):
     started = []
     monkeypatch.setattr(command, "start", lambda settings, words: started.append((settings, words)) or 7)
     monkeypatch.chdir(SUPPORT)
@@ -141,7 +141,7 @@ def test_the_file_comes_before_the_options(tmp_path, monkeypatch, capsys):
     assert not started
 
 
-def test_the_console_script(tmp_path, monkeypatch):
+def test_tmlauncher_console_script(tmp_path, monkeypatch):
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     module, name = project["scripts"]["tmlauncher"].split(":")
     (tmp_path / "session.cfg").write_text("RULE=BSP\nMODELFILE=launch_models.mlp\nMODELCLASS=MLP\nDEVICES=cpu,cpu\n")

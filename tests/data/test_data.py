@@ -78,7 +78,7 @@ def files_and_mappings():
 
 
 @given(arrays())
-def test_data_of_a_value_is_the_value(value):
+def test_data_copies_a_value(value):
     d = synk.data(value)
     assert (d.dtype, d.ndim, d.shape, d.size) == (value.dtype, value.ndim, value.shape, value.size)
     assert d.alloc_size >= d.size
@@ -87,19 +87,19 @@ def test_data_of_a_value_is_the_value(value):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_ranks_see_the_value_of_any_dtype(dtype):
+def test_data_of_any_dtype_is_shared_with_ranks(dtype):
     np.testing.assert_array_equal(seen_by_ranks(synk.data(value_of(dtype, (5, 2)))), value_of(dtype, (5, 2)))
 
 
 @pytest.mark.parametrize("shape", [(0,), (1,), (5,), (3, 0), (0, 3), (4, 2, 3), (3, 2, 1, 2)])
-def test_ranks_see_the_value_of_any_shape(shape):
+def test_data_of_any_shape_is_shared_with_ranks(shape):
     value = value_of("float64", shape)
     seen = seen_by_ranks(synk.data(value))
     assert seen.shape == shape
     np.testing.assert_array_equal(seen, value)
 
 
-def test_ranks_see_a_value_without_dimensions():
+def test_data_of_a_scalar_is_shared_with_ranks():
     x = T.dscalar("x")
     f = synk.function([], (x, "sum"), bcast_inputs=[x])
     d = synk.data(np.float64(2.5))
@@ -116,7 +116,7 @@ def test_data_of_a_shape_is_zeros(shape):
 
 
 @pytest.mark.parametrize("ndim", range(5))
-def test_data_of_dimensions_alone_has_no_rows(ndim):
+def test_data_of_ndim_alone_has_no_rows(ndim):
     d = synk.data(dtype="float32", ndim=ndim)
     assert d.shape == (0,) * ndim
     assert d.dtype == "float32"
@@ -140,7 +140,7 @@ def test_data_of_a_variable_and_a_shape():
     np.testing.assert_array_equal(d.data, np.zeros((2, 3), "float32"))
 
 
-def test_arguments_may_say_the_same_twice():
+def test_data_accepts_redundant_arguments():
     d = synk.data(np.ones((2, 2)), T.dmatrix("x"), dtype=float, ndim=2)
     assert (d.dtype, d.ndim) == ("float64", 2)
 
@@ -154,12 +154,12 @@ def test_data_of_lists_numbers_and_data():
     assert first.data.tolist() == [1.0, 2.0]
 
 
-def test_a_name_and_no_name_are_shown():
+def test_data_repr_shows_the_name():
     assert repr(synk.data(np.ones((2, 3)), name="x")) == "<synkhronos.Data 'x': float64, shape (2, 3)>"
     assert repr(synk.data(np.ones(2, "int8"))) == "<synkhronos.Data: int8, shape (2,)>"
 
 
-def test_minibatch_is_a_flag_that_may_be_changed():
+def test_data_minibatch_flag_can_be_changed():
     d = synk.data(np.ones(3), minibatch=True)
     assert d.minibatch is True
     d.minibatch = np.False_
@@ -169,7 +169,7 @@ def test_minibatch_is_a_flag_that_may_be_changed():
 
 
 @pytest.mark.parametrize("member", ["data", "dtype", "ndim", "shape", "size", "alloc_size", "name"])
-def test_what_stays_fixed_cannot_be_assigned(member):
+def test_data_attributes_are_read_only(member):
     with pytest.raises(AttributeError):
         setattr(synk.data(np.ones(3)), member, None)
 
@@ -178,7 +178,7 @@ def test_what_stays_fixed_cannot_be_assigned(member):
 
 
 @given(st.data())
-def test_reading_by_numpy_indexing(draw):
+def test_data_getitem_follows_numpy(draw):
     value = draw.draw(hnp.arrays("int64", hnp.array_shapes(max_dims=3, max_side=4)))
     index = draw.draw(
         hnp.basic_indices(value.shape, allow_newaxis=True, allow_ellipsis=True)
@@ -191,7 +191,7 @@ def test_reading_by_numpy_indexing(draw):
 
 
 @given(st.data())
-def test_writing_by_numpy_indexing(draw):
+def test_data_setitem_follows_numpy(draw):
     value = draw.draw(hnp.arrays("int64", hnp.array_shapes(max_dims=3, max_side=4)))
     index = draw.draw(
         hnp.basic_indices(value.shape, allow_newaxis=True, allow_ellipsis=True) | hnp.arrays(bool, value.shape)
@@ -203,7 +203,7 @@ def test_writing_by_numpy_indexing(draw):
     np.testing.assert_array_equal(d.data, value)
 
 
-def test_ranks_see_what_was_written():
+def test_data_setitem_is_visible_on_ranks():
     d = synk.data(np.zeros((5, 2)))
     d[1:4] = [[1.0, 2.0]]
     d.data[4] = 7.0
@@ -211,33 +211,33 @@ def test_ranks_see_what_was_written():
     assert seen_by_ranks(d).tolist() == [[0, 3], [1, 2], [1, 2], [1, 2], [7, 7]]
 
 
-def test_a_row_of_one_may_be_written_into_another():
+def test_data_setitem_from_its_own_rows():
     d, e = synk.data(np.arange(4.0)), synk.data(np.zeros(4))
     e[1:] = d[:3]
     e[0] = synk.data(9.0)
     assert e.data.tolist() == [9.0, 0.0, 1.0, 2.0]
 
 
-def test_slices_are_views_of_the_shared_memory():
+def test_data_slices_are_views():
     d = synk.data(np.zeros(4))
     d[1:3][:] = 5.0
     assert d.data.tolist() == [0.0, 5.0, 5.0, 0.0]
 
 
 @pytest.mark.parametrize("index", [5, -6, (0, 0), [5], "a"])
-def test_a_wrong_index_is_numpys_error(index):
+def test_data_index_errors_are_numpys(index):
     with pytest.raises(IndexError):
         synk.data(np.zeros(5))[index]
 
 
-def test_asarray_is_a_view_and_array_a_copy():
+def test_data_asarray_is_a_view_and_array_a_copy():
     d = synk.data(np.arange(3.0))
     assert np.shares_memory(np.asarray(d), d.data)
     assert not np.shares_memory(np.array(d), d.data)
     assert not np.shares_memory(d.__array__(copy=True), d.data)
 
 
-def test_asarray_casts():
+def test_data_asarray_casts():
     d = synk.data(np.arange(3))
     cast = np.asarray(d, "float32")
     assert cast.dtype == "float32"
@@ -246,7 +246,7 @@ def test_asarray_casts():
         d.__array__("float32", copy=False)
 
 
-def test_numpys_functions_and_operators_take_it():
+def test_data_in_numpy_functions_and_operators():
     d = synk.data(np.arange(3.0))
     assert (np.ones(3) + d).tolist() == [1.0, 2.0, 3.0]
     assert np.add(d, d).tolist() == [0.0, 2.0, 4.0]
@@ -255,14 +255,14 @@ def test_numpys_functions_and_operators_take_it():
     assert (np.arange(3.0) == d).all()
 
 
-def test_length_and_iteration():
+def test_data_len_and_iter():
     d = synk.data(np.arange(6).reshape(3, 2))
     assert len(d) == 3
     assert [row.tolist() for row in d] == [[0, 1], [2, 3], [4, 5]]
     assert len(synk.data(np.empty((0, 4)))) == 0
 
 
-def test_no_dimensions_no_length():
+def test_data_of_a_scalar_has_no_len():
     d = synk.data(3.0)
     with pytest.raises(TypeError, match="0 dimensions has no length"):
         len(d)
@@ -277,7 +277,7 @@ def test_no_dimensions_no_length():
 @pytest.mark.filterwarnings(
     "ignore::numpy.ComplexWarning" if hasattr(np, "ComplexWarning") else "ignore:Casting complex"
 )
-def test_only_safe_casts_need_no_word(to, method):
+def test_data_force_cast_is_needed_for_unsafe_casts(to, method):
     for dtype in DTYPES:
         value, d = value_of(dtype), synk.data(dtype=to, ndim=2)
 
@@ -296,7 +296,7 @@ def test_only_safe_casts_need_no_word(to, method):
         np.testing.assert_array_equal(taken, value.astype(to))
 
 
-def test_condition_data_takes_nothing():
+def test_condition_data_leaves_data_unchanged():
     d = synk.data(np.zeros((2, 2)), name="x")
     value = np.ones((5, 2))
     assert d.condition_data(value) is value
@@ -304,7 +304,7 @@ def test_condition_data_takes_nothing():
     assert d.data.tolist() == [[0.0, 0.0], [0.0, 0.0]]
 
 
-def test_another_number_of_dimensions_is_refused():
+def test_data_refuses_other_ndim():
     d = synk.data(np.zeros((2, 2)), name="x")
     for take in (d.set_value, d.condition_data):
         with pytest.raises(ValueError, match=r"x: expected 2 dimensions for 'x', got 1 \(shape \(3,\)\)"):
@@ -313,7 +313,7 @@ def test_another_number_of_dimensions_is_refused():
 
 
 @pytest.mark.parametrize("value", [["a", "b"], [None, None], np.zeros(2, "datetime64[s]"), [b"1", b"2"]])
-def test_what_is_no_number_is_refused_even_with_force(value):
+def test_data_refuses_non_numbers_even_with_force_cast(value):
     d = synk.data(np.arange(3.0))
     with pytest.raises(TypeError, match="x: expected numbers, got an array of"):
         d.set_value(value, force_cast=True)
@@ -333,7 +333,7 @@ def test_set_value_replaces_shape_and_content(values):
         np.testing.assert_array_equal(seen_by_ranks(d), value)
 
 
-def test_memory_is_kept_when_the_value_shrinks():
+def test_set_value_keeps_memory_when_shrinking():
     d = synk.data(np.arange(100.0))
     d.set_value(np.arange(3.0))
     assert (d.size, d.alloc_size) == (3, 100)
@@ -342,7 +342,7 @@ def test_memory_is_kept_when_the_value_shrinks():
     assert np.shares_memory(before, d.data)
 
 
-def test_a_value_may_be_made_of_the_old_content():
+def test_set_value_from_its_own_content():
     d = synk.data(np.arange(6.0))
     d.set_value(d[::-1])
     assert d.data.tolist() == [5.0, 4.0, 3.0, 2.0, 1.0, 0.0]
@@ -354,7 +354,7 @@ def test_a_value_may_be_made_of_the_old_content():
     assert len(d) == 300
 
 
-def test_arrays_taken_before_growth_keep_their_memory():
+def test_set_value_growth_keeps_earlier_views():
     d = synk.data(np.arange(3.0))
     old = d.data
     d.set_value(np.zeros(10_000))
@@ -367,7 +367,7 @@ def test_arrays_taken_before_growth_keep_their_memory():
 
 
 @given(st.data())
-def test_shapes_and_rows_are_those_of_a_numpy_model(draw):
+def test_data_resizing_matches_a_numpy_model(draw):
     ndim = draw.draw(st.integers(1, 3))
     dtype = draw.draw(st.sampled_from(["uint8", "float64"]))
     some_shapes = hnp.array_shapes(min_dims=ndim, max_dims=ndim, min_side=0, max_side=5)
@@ -402,7 +402,7 @@ def test_shapes_and_rows_are_those_of_a_numpy_model(draw):
     np.testing.assert_array_equal(seen_by_ranks(d), model)
 
 
-def test_growth_keeps_rows_and_ranks_see_the_new_memory():
+def test_set_length_keeps_rows_on_all_ranks():
     d = synk.data(np.arange(10.0).reshape(5, 2))
     for length in (6, 1000, 100_000):
         d.set_length(length)
@@ -412,7 +412,7 @@ def test_growth_keeps_rows_and_ranks_see_the_new_memory():
         assert not seen[5:].any()
 
 
-def test_oversize_allocates_ahead():
+def test_set_length_oversize_allocates_ahead():
     d = synk.data(np.arange(10.0), oversize=1.5)
     assert (d.size, d.alloc_size) == (10, 15)
     before = d.data
@@ -425,19 +425,19 @@ def test_oversize_allocates_ahead():
     assert d.data.tolist() == [1.0] * 33
 
 
-def test_rows_that_were_cut_off_do_not_come_back():
+def test_set_length_zeroes_removed_rows():
     d = synk.data(np.ones(10))
     d.set_length(4)
     d.set_length(10)
     assert d.data.tolist() == [1.0] * 4 + [0.0] * 6
 
 
-def test_a_length_without_dimensions_is_refused():
+def test_set_length_refuses_scalars():
     with pytest.raises(ValueError, match="0 dimensions has no length"):
         synk.data(3.0).set_length(1)
 
 
-def test_a_shape_of_no_dimensions_is_the_only_one_for_a_number():
+def test_set_shape_of_a_scalar():
     d = synk.data(3.0)
     d.set_shape(())
     assert d[()] == 3.0
@@ -448,7 +448,7 @@ def test_a_shape_of_no_dimensions_is_the_only_one_for_a_number():
 # -- its memory ----------------------------------------------------------------------------------------------
 
 
-def test_free_memory_leaves_an_empty_array_that_may_grow_again():
+def test_free_memory_leaves_an_array_that_can_grow():
     d = synk.data(np.arange(6.0).reshape(3, 2), name="x")
     old = d.data
     d.free_memory()
@@ -460,7 +460,7 @@ def test_free_memory_leaves_an_empty_array_that_may_grow_again():
     assert seen_by_ranks(d).tolist() == [[1.0, 1.0]] * 4
 
 
-def test_a_number_whose_memory_was_freed_is_zero_and_may_be_written():
+def test_free_memory_of_a_scalar_leaves_zero():
     x = T.dscalar("x")
     f = synk.function([], (x, "sum"), bcast_inputs=[x])
     d = synk.data(3.0)
@@ -475,7 +475,7 @@ def test_a_number_whose_memory_was_freed_is_zero_and_may_be_written():
 
 
 @pytest.mark.parametrize("size", [1 << 50, 1 << 62, 1 << 70])
-def test_no_room_is_a_memory_error_and_nothing_is_lost(size):
+def test_data_raises_memory_error_and_keeps_its_value(size):
     d = synk.data(np.arange(3.0))
     for attempt in (
         lambda: synk.data(shape=(size,), dtype="float64"),
@@ -490,18 +490,18 @@ def test_no_room_is_a_memory_error_and_nothing_is_lost(size):
 
 
 @pytest.mark.parametrize("ndim", [100, 10**9, 1 << 63])
-def test_more_dimensions_than_numpy_has_are_refused(ndim):
+def test_data_refuses_more_dimensions_than_numpy(ndim):
     with pytest.raises(ValueError, match=f"^ndim: expected a number of dimensions that NumPy supports, got {ndim}"):
         synk.data(dtype="float64", ndim=ndim)
 
 
-def test_hundreds_made_without_a_call_in_between_are_all_seen():
+def test_hundreds_of_data_are_announced_to_ranks():
     many = [synk.data(np.full(3, float(i))) for i in range(300)]
     for i in (0, 1, 63, 64, 65, 66, 150, 298, 299):
         assert seen_by_ranks(many[i]).tolist() == [float(i)] * 3
 
 
-def test_hundreds_made_and_dropped_leave_no_files_and_no_mappings():
+def test_dropped_data_leave_no_files_or_mappings():
     d = synk.data(np.arange(5.0))
     seen_by_ranks(d)
     gc.collect()
@@ -519,7 +519,7 @@ def test_hundreds_made_and_dropped_leave_no_files_and_no_mappings():
     assert files_and_mappings() == before
 
 
-def test_growing_leaves_no_files_and_no_mappings():
+def test_growing_data_leave_no_files_or_mappings():
     d = synk.data(np.arange(5.0))
     seen_by_ranks(d)
     before = files_and_mappings()
@@ -532,7 +532,7 @@ def test_growing_leaves_no_files_and_no_mappings():
     assert files_and_mappings() == before
 
 
-def test_free_memory_frees_the_workers_mappings_at_once():
+def test_free_memory_unmaps_on_workers():
     d = synk.data(np.arange(5.0))
     seen_by_ranks(d)
     before = files_and_mappings()
@@ -558,7 +558,7 @@ USES = {
 
 @pytest.mark.parametrize("use", USES)
 @pytest.mark.parametrize("again", [False, True])
-def test_after_close_and_after_another_fork_it_says_that_it_is_gone(lives, use, again):
+def test_data_raises_after_close_and_new_fork(lives, use, again):
     d = synk.data(np.arange(3.0))
     seen_by_ranks(d)
     synk.close()
@@ -571,7 +571,7 @@ def test_after_close_and_after_another_fork_it_says_that_it_is_gone(lives, use, 
         USES[use](d)
 
 
-def test_after_close_it_is_empty_and_can_still_be_described(lives):
+def test_data_repr_works_after_close(lives):
     d = synk.data(np.arange(3.0), name="x")
     old = d.data
     synk.close()
@@ -587,7 +587,7 @@ def test_condition_data_needs_no_ranks(lives):
     assert d.condition_data([1, 2]).tolist() == [1.0, 2.0]
 
 
-def test_dropping_old_data_after_another_fork_harms_nothing(lives):
+def test_data_of_closed_ranks_can_be_dropped(lives):
     old = [synk.data(np.arange(3.0)) for _ in range(5)]
     synk.close()
     fork_ranks(2)
@@ -598,7 +598,7 @@ def test_dropping_old_data_after_another_fork_harms_nothing(lives):
         assert seen_by_ranks(d).tolist() == [float(i)] * 3
 
 
-def test_old_data_is_refused_by_collectives(lives):
+def test_collectives_refuse_data_of_closed_ranks(lives):
     from library import shared
 
     d = synk.data(np.arange(2.0))
@@ -612,7 +612,7 @@ def test_old_data_is_refused_by_collectives(lives):
 
 
 @pytest.mark.skipif(XLA, reason="the same on any device, and twenty workers take long to start anew")
-def test_many_ranks_take_hundreds_of_announcements(lives):
+def test_hundreds_of_data_reach_many_ranks(lives):
     # Each one that is on its way counts against a limit of the kernel's, once for every rank.
     synk.close()
     synk.fork(20, use_gpu=False)
@@ -621,7 +621,7 @@ def test_many_ranks_take_hundreds_of_announcements(lives):
 
 
 @pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy])
-def test_a_copy_has_memory_of_its_own(two_ranks, copied):
+def test_data_copy_has_its_own_memory(two_ranks, copied):
     original = synk.data([1.0, 2.0], name="x", minibatch=True)
     made = copied(original)
     made[0] = 5
@@ -630,6 +630,6 @@ def test_a_copy_has_memory_of_its_own(two_ranks, copied):
     assert (made.name, made.minibatch) == ("x", True)
 
 
-def test_pickling_is_refused(two_ranks):
+def test_data_refuses_pickling(two_ranks):
     with pytest.raises(TypeError, match="np.asarray"):
         pickle.dumps(synk.data([1.0]))

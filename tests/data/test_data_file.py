@@ -15,7 +15,7 @@ def path(tmp_path):
 
 
 @pytest.mark.parametrize("batch", [None, 30, slice(90, 10, -7), [5, 99, 5]])
-def test_rows_of_a_file(fork, path, batch):
+def test_data_file_selects_rows(fork, path, batch):
     fork(3)
     x = tensor.dmatrix("x")
     f = synk.function([x], [(x * 2, "gather"), (x.sum(), "sum")])
@@ -28,7 +28,7 @@ def test_rows_of_a_file(fork, path, batch):
     assert data.shape == (100, 3) and data.dtype == float and len(data) == 100
 
 
-def test_a_file_can_t_be_changed(fork, path):
+def test_data_file_is_read_only(fork, path):
     fork(2)
     data = synk.data_file(path)
     before = path.read_bytes()
@@ -47,7 +47,7 @@ def test_a_file_can_t_be_changed(fork, path):
     assert path.read_bytes() == before
 
 
-def test_an_input_that_is_changed_in_place_is_a_copy(fork, path):
+def test_data_file_as_mutable_input_is_copied(fork, path):
     fork(2)
     from library import package
 
@@ -59,7 +59,7 @@ def test_an_input_that_is_changed_in_place_is_a_copy(fork, path):
     assert path.read_bytes() == before and data[0, 0] == 0
 
 
-def test_freed_and_gone(fork, path):
+def test_data_file_after_free_and_close(fork, path):
     fork(2)
     x = tensor.dmatrix("x")
     f = synk.function([x], (x.sum(), "sum"))
@@ -81,14 +81,14 @@ def test_freed_and_gone(fork, path):
         (np.array([None]), "expected numbers"),
     ],
 )
-def test_other_arrays_are_refused(fork, tmp_path, value, words):
+def test_data_file_refuses_other_arrays(fork, tmp_path, value, words):
     fork(2)
     np.save(tmp_path / "x.npy", value)
     with pytest.raises(ValueError, match=words):
         synk.data_file(tmp_path / "x.npy")
 
 
-def test_other_files_are_refused(fork, tmp_path, path):
+def test_data_file_refuses_other_files(fork, tmp_path, path):
     fork(2)
     with pytest.raises(FileNotFoundError):
         synk.data_file(tmp_path / "none.npy")

@@ -30,7 +30,7 @@ def doubled():
     return synk.function([x], [(x * 2, "gather"), (x.sum(), "sum")])
 
 
-def test_some_of_very_many_rows_are_read_without_counting_all():
+def test_data_parts_reads_few_of_many_rows():
     """As on the first of several hosts: rows' numbers would take 8 TB here."""
     x = PartsData.__new__(PartsData)
     x._session, x._ndim, x._origin, x.here = SimpleNamespace(closed=None), 1, "x", range(10)
@@ -45,7 +45,7 @@ def test_some_of_very_many_rows_are_read_without_counting_all():
 
 
 @pytest.mark.parametrize("n", [1, 2, 3])
-def test_rows_are_as_they_were_loaded(fork, n):
+def test_data_parts_holds_the_loaded_rows(fork, n):
     fork(n)
     f = doubled()
 
@@ -75,7 +75,7 @@ def test_rows_are_as_they_were_loaded(fork, n):
 @pytest.mark.any_library
 @settings(max_examples=200, deadline=None)
 @given(st.lists(st.integers(1, 4), min_size=1, max_size=4), st.data())
-def test_batches_lie_where_they_are_needed(counts, data):
+def test_data_parts_batches_are_local(counts, data):
     n = sum(counts)
     by_host = [range(sum(counts[:h]), sum(counts[: h + 1])) for h in range(len(counts))]
     length = data.draw(st.integers(n, 200))
@@ -95,7 +95,7 @@ def test_batches_lie_where_they_are_needed(counts, data):
     )
 
 
-def test_it_can_t_be_changed_and_can_be_freed(fork):
+def test_data_parts_is_read_only_and_can_be_freed(fork):
     fork(2)
     f, data = doubled(), synk.data_parts(rows, 9, name="points")
     for change in (lambda: data.set_value(np.ones((2, 3))), lambda: data.set_length(5), lambda: data.__setitem__(0, 1)):
@@ -148,7 +148,7 @@ def missing(start, stop):
         ("rows", 8, TypeError, "load: expected a function"),
     ],
 )
-def test_what_goes_wrong_is_said(fork, load, length, error, words):
+def test_data_parts_errors(fork, load, length, error, words):
     fork(2)
     with pytest.raises(error, match=words):
         synk.data_parts(load, length)
@@ -157,7 +157,7 @@ def test_what_goes_wrong_is_said(fork, load, length, error, words):
     assert len(ranks.session().rank.segments) <= 2  # nothing of what failed
 
 
-def test_no_file_stays_open(fork):
+def test_data_parts_leaves_no_open_files(fork):
     fork(2)
     synk.data_parts(rows, 5)
     before = os.listdir("/proc/self/fd")
@@ -173,14 +173,14 @@ def hosts(request):
 
 @pytest.mark.hosts
 @pytest.mark.any_library
-def test_each_host_has_its_own_rows(hosts):
+def test_data_parts_loads_each_hosts_rows(hosts):
     said = run(hosts, "parts")
     assert said.splitlines()[-1] == "right", said
 
 
 @pytest.mark.hosts
 @pytest.mark.any_library
-def test_programs_get_rows_of_their_own_host(hosts):
+def test_data_parts_in_rank_programs(hosts):
     assert run(hosts, "parts_tasks") == "right 4\n"
 
 
@@ -188,7 +188,7 @@ def test_programs_get_rows_of_their_own_host(hosts):
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("counts", ["2+2", "3+1"])  # the first as the hosts before
 @pytest.mark.any_library
-def test_the_trainer_takes_each_host_s_own_rows(counts):
+def test_data_parts_in_trainers(counts):
     pytest.importorskip("safetensors")
     of_one = run(["a:4"], "parts_trainer", counts)
     assert of_one
@@ -201,6 +201,6 @@ def test_the_trainer_takes_each_host_s_own_rows(counts):
 @pytest.mark.hosts
 @pytest.mark.any_library
 @pytest.mark.skipif(not are_simulated(), reason="pretended hosts share /dev/shm")
-def test_memory_is_needed_for_own_rows_alone():
+def test_data_parts_allocates_only_local_rows():
     used = [int(line) for line in run(["a:1", "b:1"], "parts_memory").split()]
     assert 15 << 20 < used[0] < 18 << 20  # half of 32 MB

@@ -37,7 +37,7 @@ from synkhronos.ranks import Cancelled
         (None, 2, 1, "7", ["0", "1"]),
     ],
 )
-def test_each_rank_gets_a_gpu(monkeypatch, visible, size, root, mine, expected):
+def test_assign_gpus_gives_each_rank_a_gpu(monkeypatch, visible, size, root, mine, expected):
     if visible is None:
         monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     else:
@@ -57,7 +57,7 @@ def test_one_gpu_is_visible_for_a_while(monkeypatch, before):
     assert os.environ.get("CUDA_VISIBLE_DEVICES") == before
 
 
-def test_what_is_lacking_is_named():
+def test_missing_gpu_packages_are_named():
     needed = {
         ("json", "no_such_module"): "either",
         ("no_such_module", "no.such.module"): "this one",
@@ -70,20 +70,20 @@ def test_what_is_lacking_is_named():
     ("loaded", "expected"),
     [({}, PYGPU), ({"__served_on__": "pytensor"}, JAX)],
 )
-def test_theano_has_gpu_arrays_of_its_own_and_what_compat_serves_has_jaxs(monkeypatch, loaded, expected):
+def test_device_choice_for_theano_and_compat(monkeypatch, loaded, expected):
     module = types.ModuleType("theano")
     vars(module).update(loaded)
     monkeypatch.setitem(sys.modules, "theano", module)
     assert devices._gpu_device() is expected
 
 
-def test_theano_that_has_opened_a_gpu_does_not_go_back(monkeypatch):
+def test_theano_keeps_an_opened_gpu(monkeypatch):
     monkeypatch.setattr(PYGPU, "_gpu", "0")
     with pytest.raises(RuntimeError, match="can't go back to the CPU"):
         synk.fork(2, use_gpu=False)
 
 
-def test_labels_and_indexes_stay_on_the_host():
+def test_integer_vectors_stay_on_the_host():
     on_gpu = [("float32", 0), ("float64", 4), ("uint8", 4), ("int64", 2)]
     on_host = [("int32", 1), ("bool", 0), ("complex64", 3)]
     assert [PYGPU.accepts_input(np.dtype(dtype), ndim) for dtype, ndim in [*on_gpu, *on_host]] == 4 * [True] + 3 * [
@@ -193,7 +193,7 @@ def start(communicator, gpu, command=5):
     communicator.all_reduce(np.ones(3, "float32"), "sum")
 
 
-def test_an_all_reduce_is_not_waited_for(connected):
+def test_all_reduce_returns_before_the_stream_ends(connected):
     communicator, gpu = connected()
     start(communicator, gpu)
     assert gpu.state == NOT_READY and gpu.pending[0].is_unfinished()
@@ -201,7 +201,7 @@ def test_an_all_reduce_is_not_waited_for(connected):
     assert not gpu.pending[0].is_unfinished()
 
 
-def test_a_small_all_reduce_on_an_idle_stream_is_there_in_a_moment(connected):
+def test_all_reduce_of_few_bytes_is_waited_for(connected):
     communicator, gpu = connected()
     gpu.command = 5
     gpu.seen = [DONE, NOT_READY, NOT_READY, DONE]
@@ -218,14 +218,14 @@ def test_a_small_all_reduce_on_an_idle_stream_is_there_in_a_moment(connected):
         ([DONE], []),  # it takes longer
     ],
 )
-def test_an_all_reduce_that_is_not_there_soon_is_not_waited_for(connected, seen, left):
+def test_all_reduce_on_a_busy_stream_is_not_waited_for(connected, seen, left):
     communicator, gpu = connected()
     gpu.command, gpu.seen = 5, seen
     assert communicator.all_reduce(np.ones(3, "float32"), "sum") is False
     assert gpu.seen == left
 
 
-def test_an_all_reduce_that_was_given_up_meanwhile_is_not_there(connected, monkeypatch):
+def test_all_reduce_fails_when_aborted_meanwhile(connected, monkeypatch):
     communicator, gpu = connected()
     gpu.command, gpu.seen = 5, [DONE]
     monkeypatch.setattr("synkhronos.devices.cuda.nccl._SMALL_SECONDS", 10.0)
@@ -234,7 +234,7 @@ def test_an_all_reduce_that_was_given_up_meanwhile_is_not_there(connected, monke
     assert gpu.aborted == 1
 
 
-def test_what_a_failed_command_has_started_is_given_up(connected):
+def test_failed_command_aborts_its_collectives(connected):
     communicator, gpu = connected(is_master=False)
     start(communicator, gpu, command=5)
     cancel = gpu.pending[0].cancel
@@ -246,7 +246,7 @@ def test_what_a_failed_command_has_started_is_given_up(connected):
     assert gpu.aborted == 1
 
 
-def test_the_master_gives_up_when_a_worker_has_died_though_it_hears_of_nothing(connected):
+def test_master_aborts_nccl_after_a_worker_died(connected):
     communicator, gpu = connected()
     start(communicator, gpu)
     time.sleep(0.1)
@@ -261,7 +261,7 @@ def test_the_master_gives_up_when_a_worker_has_died_though_it_hears_of_nothing(c
 
 
 @pytest.mark.parametrize("has_died", [True, False])
-def test_who_waits_for_room_on_the_stream_is_freed_too(connected, has_died):
+def test_abort_frees_a_launch_on_a_full_stream(connected, has_died):
     communicator, gpu = connected()
     start(communicator, gpu)
     gpu.has_room.clear()  # as while another thread waits inside of CUDA
@@ -277,7 +277,7 @@ def test_who_waits_for_room_on_the_stream_is_freed_too(connected, has_died):
     gpu.has_room.set()
 
 
-def test_one_thread_at_a_time_asks_whether_all_is_done(connected, monkeypatch):
+def test_event_queries_are_serialized(connected, monkeypatch):
     monkeypatch.setattr("synkhronos.devices.cuda.watchdog.STUCK_TIMEOUT", 0.05)
     communicator, gpu = connected()
     start(communicator, gpu)
@@ -292,7 +292,7 @@ def test_one_thread_at_a_time_asks_whether_all_is_done(connected, monkeypatch):
     assert communicator._watchdog._query_idle()
 
 
-def test_a_worker_that_dies_when_nothing_is_under_way_is_left_to_others(connected):
+def test_idle_worker_death_aborts_nothing(connected):
     communicator, gpu = connected()
     start(communicator, gpu)
     gpu.state = DONE
@@ -302,7 +302,7 @@ def test_a_worker_that_dies_when_nothing_is_under_way_is_left_to_others(connecte
     assert not gpu.aborted and not gpu.pending[0].is_unfinished()
 
 
-def test_before_the_ranks_end_what_is_under_way_is_waited_for(connected):
+def test_close_waits_for_pending_collectives(connected):
     communicator, gpu = connected()
     start(communicator, gpu)
     finish = gpu.pending[0].finish
@@ -319,7 +319,7 @@ def test_before_the_ranks_end_what_is_under_way_is_waited_for(connected):
 
 
 @pytest.mark.parametrize("is_master", [True, False])
-def test_a_rank_that_waits_for_its_gpu_is_freed_when_a_peer_has_failed(connected, is_master):
+def test_peer_failure_frees_a_rank_waiting_for_its_gpu(connected, is_master):
     communicator, gpu = connected(is_master=is_master)
     start(communicator, gpu, command=5)
     gpu.failed = 4
@@ -332,7 +332,7 @@ def test_a_rank_that_waits_for_its_gpu_is_freed_when_a_peer_has_failed(connected
     assert gpu.aborted == 1 and communicator.epoch == 0
 
 
-def test_where_all_ranks_have_met_a_failure_ends_nothing(connected):
+def test_failure_after_the_last_barrier_aborts_nothing(connected):
     communicator, gpu = connected()
     met = []
     gpu.barrier = lambda look: (met.append(1), setattr(gpu, "arrived", 3))
@@ -357,7 +357,7 @@ def combine_within(communicator, gpu, count=3):
     return copied
 
 
-def test_what_is_combined_within_a_launch_counts_unless_the_connection_is_given_up(connected):
+def test_launch_all_reduce_is_valid_unless_aborted(connected):
     communicator, gpu = connected()
     (copied,) = combine_within(communicator, gpu)
     # The GPU reads it when it has combined: by then a peer may be found to be missing.
@@ -376,7 +376,7 @@ def test_what_is_combined_within_a_launch_counts_unless_the_connection_is_given_
     assert told == [0] and communicator.epoch == 0
 
 
-def test_a_connection_that_was_given_up_combines_nothing_within_a_launch(connected):
+def test_launch_all_reduce_after_abort_is_invalid(connected):
     communicator, gpu = connected()
     communicator._watchdog.abort()
     with pytest.raises(RuntimeError, match="aborted"):
@@ -398,7 +398,7 @@ def streams(connected):
     return communicator, told
 
 
-def test_what_is_begun_in_a_launch_is_beside_it_and_waited_for_before_the_end(streams):
+def test_launch_all_reduce_of_chunks_overlaps_and_is_joined(streams):
     communicator, told = streams
     communicator.start_in_launch([(64, 64, 3, "float32")], "sum", 7)
     assert told == ["record 7", "8 waits", "3 items of 7 on 8"]
@@ -410,7 +410,7 @@ def test_what_is_begun_in_a_launch_is_beside_it_and_waited_for_before_the_end(st
     assert told == ["2 items of 7 on 7", "flag 7"]  # nothing was begun since
 
 
-def test_within_a_launch_nothing_is_combined_that_the_ranks_have_not_agreed_on(streams):
+def test_launch_all_reduce_needs_agreement_of_all_ranks(streams):
     communicator, told = streams
     combine = LaunchReducer(types.SimpleNamespace(), communicator, "sum", (5,), is_repeated=False)
     combine.start([ReduceSpan(64, 64, 3, "float32")], 7)
@@ -423,7 +423,7 @@ def test_within_a_launch_nothing_is_combined_that_the_ranks_have_not_agreed_on(s
     assert told[-1] == "flag 7"
 
 
-def test_who_has_come_leaves_the_others_what_they_wait_for(connected):
+def test_rank_past_the_barrier_aborts_no_peer(connected):
     communicator, gpu = connected()
     gpu.arrive = lambda: setattr(gpu, "has_come", True)
     communicator.notify_started()
@@ -444,7 +444,7 @@ def test_who_has_come_leaves_the_others_what_they_wait_for(connected):
 
 @pytest.mark.skipif(NAME != "pytensor", reason="Theano's arrays are combined between launches")
 @pytest.mark.slow
-def test_training_steps_of_several_ranks_are_launches_in_which_the_ranks_gradients_are_combined(tmp_path):
+def test_training_step_is_one_launch_with_all_reduce(tmp_path):
     # In programs of their own: what stands for the GPUs is there before the fork.
     code = """
         import stand_in
@@ -497,7 +497,7 @@ def test_training_steps_of_several_ranks_are_launches_in_which_the_ranks_gradien
     assert printed.splitlines() == [*(" ".join([f"{each};"] * 3) for each in (whole, half)), by_hand]
 
 
-def test_what_all_ranks_have_come_to_is_not_given_up_by_some(connected):
+def test_abort_spares_collectives_that_all_ranks_reached(connected):
     # A rank may fail when all have met, and others hear of that before they have noticed.
     communicator, gpu = connected()
     start(communicator, gpu, command=5)
@@ -515,7 +515,7 @@ def test_what_all_ranks_have_come_to_is_not_given_up_by_some(connected):
 
 @pytest.mark.parametrize("error", [Cancelled, KeyboardInterrupt])
 @pytest.mark.parametrize("have_all_come", [False, True])
-def test_what_was_started_is_given_up_by_all_or_by_none(connected, error, have_all_come):
+def test_abort_of_started_collectives_is_collective(connected, error, have_all_come):
     communicator, gpu = connected()
     start(communicator, gpu, command=5)
 
@@ -532,7 +532,7 @@ def test_what_was_started_is_given_up_by_all_or_by_none(connected, error, have_a
     assert gpu.aborted == (0 if have_all_come else 1)
 
 
-def test_nothing_waits_for_ever_in_a_command_that_has_failed(connected, monkeypatch):
+def test_failed_command_ends_all_waits(connected, monkeypatch):
     monkeypatch.setattr("synkhronos.devices.cuda.watchdog.CONNECT_TIMEOUT", 1.0)
     communicator, gpu = connected()
     start(communicator, gpu, command=5)
@@ -546,7 +546,7 @@ def test_nothing_waits_for_ever_in_a_command_that_has_failed(connected, monkeypa
     assert gpu.aborted == 1
 
 
-def test_a_connection_that_was_given_up_is_not_used(connected):
+def test_aborted_connection_is_not_used(connected):
     communicator, gpu = connected()
     communicator._watchdog.abort()
     with pytest.raises(RuntimeError, match="the connection between the ranks' GPUs was aborted"):
@@ -558,7 +558,7 @@ def test_a_connection_that_was_given_up_is_not_used(connected):
 
 
 @pytest.mark.parametrize("seconds", [0.1, 2.0])
-def test_a_connection_is_given_up_between_two_calls_of_nccl_unless_one_is_stuck(connected, monkeypatch, seconds):
+def test_abort_waits_for_running_nccl_calls(connected, monkeypatch, seconds):
     communicator, gpu = connected()
     called, let_go, aborted_then = threading.Event(), threading.Event(), []
 
@@ -577,7 +577,7 @@ def test_a_connection_is_given_up_between_two_calls_of_nccl_unless_one_is_stuck(
     assert aborted_then == [0 if seconds < 0.5 else 1] and gpu.aborted == 1
 
 
-def test_a_connection_that_comes_too_late_is_not_taken(connected, monkeypatch):
+def test_late_connection_is_discarded(connected, monkeypatch):
     communicator, gpu = connected()
     late = Gpu()
     core = types.ModuleType("nccl.core")
@@ -613,7 +613,7 @@ def grouped(communicator, gpu):
     return group, told
 
 
-def test_what_a_group_does_waits_for_what_is_under_way_and_is_waited_for(connected):
+def test_group_collectives_are_ordered_with_pending_ones(connected):
     communicator, gpu = connected()
     group, told = grouped(communicator, gpu)
     start(communicator, gpu)
@@ -630,7 +630,7 @@ def test_what_a_group_does_waits_for_what_is_under_way_and_is_waited_for(connect
     assert states == [DONE] and gpu.state == DONE and told == []
 
 
-def test_what_waits_for_a_peer_is_given_up_before_other_connections(connected):
+def test_abort_begins_with_blocked_connections(connected):
     # To give up one that is idle frees memory, for which CUDA would wait until the other is done.
     communicator, gpu = connected()
     group, told = grouped(communicator, gpu)
@@ -648,7 +648,7 @@ def test_what_waits_for_a_peer_is_given_up_before_other_connections(connected):
     assert told == ["group", "all"]
 
 
-def test_what_a_group_does_is_nothing_to_rely_on_once_it_was_given_up(connected):
+def test_group_collective_result_is_invalid_after_abort(connected):
     communicator, gpu = connected()
     group, told = grouped(communicator, gpu)
     threading.Timer(0.1, communicator._watchdog.abort).start()  # as the watchdog's thread does
@@ -657,7 +657,7 @@ def test_what_a_group_does_is_nothing_to_rely_on_once_it_was_given_up(connected)
     assert told == ["group"]
 
 
-def test_after_a_failure_groups_part_and_all_ranks_need_not(connected):
+def test_failure_ends_group_connections_only(connected):
     communicator, gpu = connected()
     group, told = grouped(communicator, gpu)
     gpu.pending[0].cancel(5)
@@ -714,7 +714,7 @@ def test_pages_are_unlocked_before_they_are_unmapped(fork, staging):
     assert not staging.driver.locked and not staging._locked
 
 
-def test_memory_that_an_interrupt_has_left_locked_is_locked_anew(staging):
+def test_pages_left_locked_by_an_interrupt_are_locked_again(staging):
     memory = np.zeros(10, np.uint8)
     staging.lock_pages(memory.ctypes.data, 5)
     staging.lock_pages(memory.ctypes.data, 10)
@@ -724,7 +724,7 @@ def test_memory_that_an_interrupt_has_left_locked_is_locked_anew(staging):
     assert not staging.driver.locked
 
 
-def test_vectors_on_their_way_stay_where_they_are(staging):
+def test_vectors_in_transfer_are_not_moved(staging):
     pinned = _PinnedMemory(staging)
     vectors = [np.arange(1 << 17) * k for k in (1, 2, 3)]
     places = [pinned.store(vector) for vector in vectors]
@@ -738,7 +738,7 @@ def test_vectors_on_their_way_stay_where_they_are(staging):
 
 
 @pytest.mark.parametrize("error", [MemoryError, KeyboardInterrupt])
-def test_memory_that_could_not_be_locked_is_not_used(staging, monkeypatch, error):
+def test_unlockable_memory_is_not_used(staging, monkeypatch, error):
     pinned, vector = _PinnedMemory(staging), np.arange(1 << 17)
     lock = staging.lock_pages
 

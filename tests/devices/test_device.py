@@ -51,7 +51,7 @@ def held(s):
 
 
 @pytest.mark.parametrize("n", [1, 2, 3])
-def test_functions_run_on_it(toy, fork, n):
+def test_functions_run_on_a_toy_device(toy, fork, n):
     fork(n)
     x, s = tensor.dmatrix("x"), shared(np.zeros(3), "s")
     f = synk.function([x], [(x.sum(axis=0), "sum"), (x**2, "gather"), x.max()], updates=[(s, x.sum(axis=0), "sum")])
@@ -66,7 +66,7 @@ def test_functions_run_on_it(toy, fork, n):
     np.testing.assert_allclose(synk.get_value(0, s), X[[5, 1, 1]].sum(axis=0))
 
 
-def test_rows_of_shared_variables_are_cut_on_it(toy, fork):
+def test_sliceable_shareds_are_sliced_on_a_toy_device(toy, fork):
     fork(2)
     held_rows = shared(np.zeros((1, 3)), "rows")
     f = synk.function([], (held_rows.sum(axis=0), "sum"), sliceable_shareds=[held_rows])
@@ -77,7 +77,7 @@ def test_rows_of_shared_variables_are_cut_on_it(toy, fork):
     np.testing.assert_allclose(f(num_slices=2), X.sum(axis=0))
 
 
-def test_collectives_run_on_it(toy, fork):
+def test_collectives_run_on_a_toy_device(toy, fork):
     n = fork(3)
     used = sys.modules["synkhronos.devices.toy"].Combining
     s = shared(np.zeros(3), "s")
@@ -114,7 +114,7 @@ def combine(worker):
     return device.to_host(worker.all_reduce(device.from_host(np.full(3, float(worker.number))), "sum"))
 
 
-def test_programs_run_on_it(toy, fork):
+def test_run_programs_on_a_toy_device(toy, fork):
     fork(2)
     np.testing.assert_array_equal(synk.run(combine), np.ones((2, 3)))
 
@@ -124,7 +124,7 @@ def model():
     return x, y, w, ((tensor.dot(x, w) - y) ** 2).mean()
 
 
-def test_a_training_step_runs_on_it(toy, fork):
+def test_training_step_runs_on_a_toy_device(toy, fork):
     fork(2)
     x, y, w, loss = model()
     train = make_train_function(loss, [w], x, y, adam, learning_rate=0.1)
@@ -137,7 +137,7 @@ def test_a_training_step_runs_on_it(toy, fork):
     assert toy.owns(held(w))
 
 
-def test_an_error_leaves_the_variables_on_it(toy, fork):
+def test_error_leaves_variables_on_a_toy_device(toy, fork):
     fork(2)
     x, s = tensor.dmatrix("x"), shared(np.zeros(3), "s")
     f = synk.function([x], updates=[(s, s + tensor.dot(x, s))], mode="FAST_COMPILE")
@@ -147,7 +147,7 @@ def test_an_error_leaves_the_variables_on_it(toy, fork):
     np.testing.assert_array_equal(gathered(s), np.zeros((2, 3)))
 
 
-def test_without_a_communicator_arrays_go_through_the_host(toy, fork, monkeypatch):
+def test_device_without_communicator_goes_through_the_host(toy, fork, monkeypatch):
     monkeypatch.delattr(type(toy), "can_communicate")
     monkeypatch.delattr(type(toy), "get_communicator")
     fork(2)
@@ -160,7 +160,7 @@ def test_without_a_communicator_arrays_go_through_the_host(toy, fork, monkeypatc
     assert toy.owns(held(s))
 
 
-def test_it_is_small_and_fork_names_those_that_there_are(toy, monkeypatch):
+def test_fork_names_the_known_devices(toy, monkeypatch):
     for name in ("toy", "island"):
         assert len((Path(FOLDER) / f"{name}.py").read_text().splitlines()) < 200
     monkeypatch.setenv("SYNKHRONOS_DEVICE", "abacus")
@@ -170,7 +170,7 @@ def test_it_is_small_and_fork_names_those_that_there_are(toy, monkeypatch):
         synk.fork(1)
 
 
-def test_without_a_name_it_is_not_used(toy, fork, monkeypatch):
+def test_device_is_used_only_by_name(toy, fork, monkeypatch):
     monkeypatch.delenv("SYNKHRONOS_DEVICE")
     fork(1)
     s = shared(np.zeros(3), "s")
@@ -181,7 +181,7 @@ def test_without_a_name_it_is_not_used(toy, fork, monkeypatch):
 # -- a device that lives like a GPU ------------------------------------------------------------------------------
 
 
-def test_a_device_with_memory_and_collectives_of_its_own_is_one_file(island, fork):
+def test_island_device_has_its_own_memory_and_collectives(island, fork):
     fork(2)
     x, y, w, loss = model()
     train = make_train_function(loss, [w], x, y, adam, learning_rate=0.1)
@@ -203,7 +203,7 @@ def test_a_device_with_memory_and_collectives_of_its_own_is_one_file(island, for
     assert synk.get_shapes(w) == [(2,), (1,)] and island.owns(held(w))
 
 
-def test_a_function_is_copied_with_its_arrays_on_the_device(island, fork):
+def test_function_copy_keeps_device_arrays(island, fork):
     fork(2)
     w = shared(np.ones(3), "w")
     f = synk.function([], (w.sum(), "sum"), updates=[(w, w + 1)])
@@ -252,7 +252,7 @@ def train_by_rule(worker, rule, w, v, average, memory, on_device):
     return on_host, state.params.device is device
 
 
-def test_rules_compute_on_it_as_on_the_host(island, fork):
+def test_rules_on_a_device_equal_rules_on_the_host(island, fork):
     fork(2)
     values = [np.arange(3.0), np.ones(3), np.full(2, 7.0)]
     for name, rule in RULES.items():
@@ -267,7 +267,7 @@ def test_rules_compute_on_it_as_on_the_host(island, fork):
                 np.testing.assert_array_equal(one, other, err_msg=name)
 
 
-def test_without_arithmetic_rules_compute_on_the_host(toy, fork):
+def test_rules_without_device_arithmetic_run_on_the_host(toy, fork):
     fork(2)
     shareds = [shared(np.ones(3), name) for name in ("w", "v", "average")]
     memory = rules.shared_memory(RULES["EASGD"], 2, 6, np.dtype("float64"))
@@ -280,7 +280,7 @@ def write_rows(worker, rows, shape):
     rows[2 * worker.number : 2 * worker.number + 2].write(value)
 
 
-def test_rows_are_written_from_it_if_the_shapes_agree(island, fork):
+def test_set_rows_from_device_arrays(island, fork):
     fork(2)
     data = synk.data(np.zeros((5, 3)))
     counts = sys.modules["synkhronos.devices.island"].counts

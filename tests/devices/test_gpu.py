@@ -80,7 +80,7 @@ def test_each_rank_has_a_gpu_of_its_own(fork):
     assert places() == first[::-1]
 
 
-def test_by_default_there_is_a_rank_for_each_gpu_and_functions_compute_there():
+def test_fork_makes_a_rank_for_each_gpu():
     printed = program("""
         n = synk.fork()
         x, w = T.dvector("x"), package.shared(np.ones(3), "w")
@@ -95,7 +95,7 @@ def test_by_default_there_is_a_rank_for_each_gpu_and_functions_compute_there():
 
 
 @of_jax
-def test_ranks_stay_off_the_gpus_if_they_are_told_to():
+def test_fork_with_use_gpu_false_uses_no_gpu():
     printed = program("""
         synk.fork(2, use_gpu=False)
         x = T.dvector("x")
@@ -107,7 +107,7 @@ def test_ranks_stay_off_the_gpus_if_they_are_told_to():
     assert printed.split() == ["4.0", "cpu"]
 
 
-def test_visible_devices_are_taken_in_their_order():
+def test_cuda_visible_devices_order_is_kept():
     printed = program(
         """
         import os
@@ -128,7 +128,7 @@ def test_visible_devices_are_taken_in_their_order():
     assert printed.split() == ["True", "1,0"]
 
 
-def test_cuda_in_use_before_the_fork_is_refused():
+def test_fork_refuses_cuda_in_use():
     printed = program("""
         from cuda.core import Device
         Device(0).set_current()
@@ -142,7 +142,7 @@ def test_cuda_in_use_before_the_fork_is_refused():
     assert "has started CUDA already" in printed
 
 
-def test_more_ranks_than_gpus_are_refused():
+def test_fork_refuses_more_ranks_than_gpus():
     with pytest.raises(ValueError, match="each rank needs one"):
         synk.fork(synk.get_n_gpu() + 1)
 
@@ -228,7 +228,7 @@ def test_rows_of_any_shape(fork, shape):
 @pytest.mark.parametrize(
     "value", [2.5, np.float32(3), np.arange(3.0), np.zeros((0, 2)), np.array(True), np.float16(1.5)]
 )
-def test_what_goes_whole_to_every_rank(fork, value):
+def test_bcast_inputs_reach_every_gpu(fork, value):
     fork(2)
     value = np.asarray(value)
     b = T.TensorType(str(value.dtype), (None,) * value.ndim)("b")
@@ -239,7 +239,7 @@ def test_what_goes_whole_to_every_rank(fork, value):
         assert result.dtype == value.dtype and result.shape == value.shape
 
 
-def test_a_minibatch_that_begins_inside_its_memory(fork):
+def test_minibatch_views_are_moved_to_gpus(fork):
     fork(2)
     x, y = T.matrix("x", dtype="uint8"), T.dmatrix("y")
     value, other = RNG.integers(0, 256, (37, 3)).astype("uint8"), RNG.normal(size=(37, 2))
@@ -251,7 +251,7 @@ def test_a_minibatch_that_begins_inside_its_memory(fork):
             np.testing.assert_array_equal(result, expected[batch])
 
 
-def test_many_indexes_for_several_inputs(fork):
+def test_batch_of_many_indexes_for_several_inputs(fork):
     # More than the page-locked memory has room for at first, and again when it has grown.
     fork(2)
     x, y = T.vector("x", dtype="int32"), T.matrix("y", dtype="uint8")
@@ -265,7 +265,7 @@ def test_many_indexes_for_several_inputs(fork):
         np.testing.assert_array_equal(second, other[rows])
 
 
-def test_slices_and_rows_of_shared_variables(fork):
+def test_num_slices_and_sliceable_shareds_on_gpus(fork):
     fork(2)
     x, s = T.dvector("x"), shared(np.zeros(1), "s")
     f = synk.function([x], (x * s, "gather"), sliceable_shareds=[s])
@@ -278,7 +278,7 @@ def test_slices_and_rows_of_shared_variables(fork):
 
 
 @of_real_gpus  # there the next call begins when the last one has computed
-def test_memory_that_the_gpu_still_reads_is_not_filled_again(fork):
+def test_transfer_buffers_are_not_refilled_too_early(fork):
     # Each call takes the GPU longer than the next one takes to be prepared.
     fork(2)
     x = T.fmatrix("x")
@@ -297,7 +297,7 @@ def test_memory_that_the_gpu_still_reads_is_not_filled_again(fork):
         np.testing.assert_array_equal(of_array, value[:2048, 0] + i)
 
 
-def test_data_may_be_changed_as_soon_as_a_call_has_returned(fork):
+def test_data_can_be_changed_after_a_call_returns(fork):
     fork(2)
     x = T.dvector("x")
     f = synk.function([x], (x, "gather"))
@@ -396,7 +396,7 @@ def test_reduce_scatter_of_any_size(fork, n_rows):
     check_held(w, [total] * 2)
 
 
-def test_shapes_that_differ_are_gathered(fork):
+def test_gather_of_different_shapes_on_gpus(fork):
     fork(2)
     w, _ = filled("float32")
     parts = [np.arange(6, dtype="float32").reshape(2, 3), np.arange(12, dtype="float32").reshape(4, 3)]
@@ -411,14 +411,14 @@ def test_shapes_that_differ_are_gathered(fork):
     check_held(w, [np.concatenate(parts)] * 2)
 
 
-def test_what_collectives_return_stays_on_the_gpu(fork):
+def test_collectives_leave_results_on_the_gpu(fork):
     fork(2)
     w, _ = filled("float32")
     for value in (synk.gather(w), synk.gather(w, nd_up=0), synk.reduce(w, "sum", in_place=False)):
         assert ARRAYS.owns(value) and ARRAYS.is_on_gpu
 
 
-def test_variables_on_the_host_and_on_gpus_in_one_call(fork):
+def test_collectives_mix_host_and_gpu_variables(fork):
     fork(2)
     x = T.dvector("x")
     on_host = {"target": "cpu"} if NAME == "theano" else {}
@@ -461,7 +461,7 @@ def test_collectives_wait_for_the_updates_before_them(fork):
         np.testing.assert_allclose(synk.get_value(rank, w), v.get_value(), rtol=1e-6, atol=1e-9)
 
 
-def test_a_value_that_was_looked_at_is_read_anew_after_a_collective(fork):
+def test_get_value_is_fresh_after_a_collective(fork):
     # JAX remembers what it has copied to the host; NCCL writes into the memory behind it.
     fork(2)
     w, values = filled("float32")
@@ -568,7 +568,7 @@ def check_works():
 @pytest.mark.parametrize(
     ("deed", "words"), [("SIGKILL", "killed by SIGKILL"), ("SIGSEGV", "SIGSEGV"), ("exit", "code 3")]
 )
-def test_a_rank_that_dies_inside_a_collective_is_noticed_soon(fork, deed, words):
+def test_death_inside_a_collective_is_noticed(fork, deed, words):
     fork(2)
     check_works()
     start = time.monotonic()
@@ -583,7 +583,7 @@ def test_a_rank_that_dies_inside_a_collective_is_noticed_soon(fork, deed, words)
 
 @of_real_gpus  # nothing is under way there when a command has ended
 @pytest.mark.new_ranks
-def test_a_rank_that_dies_while_the_master_waits_for_its_gpu(fork):
+def test_death_while_the_master_waits_for_its_gpu(fork):
     fork(2)
     check_works()
     array = ranks.session().run(Leaving("SIGKILL", 1))
@@ -598,7 +598,7 @@ def test_a_rank_that_dies_while_the_master_waits_for_its_gpu(fork):
 
 @of_real_gpus
 @pytest.mark.new_ranks
-def test_what_is_under_way_comes_to_its_end_when_the_ranks_are_closed(fork):
+def test_close_completes_pending_collectives(fork):
     fork(2)
     w = shared(np.ones(1 << 25, "float32"), "w")
     synk.function([], updates=[(w, w * np.float32(2))])()
@@ -609,7 +609,7 @@ def test_what_is_under_way_comes_to_its_end_when_the_ranks_are_closed(fork):
 
 
 @of_jax
-def test_collectives_leave_memory_where_it_is_and_take_it_from_nobody(fork):
+def test_collectives_reuse_gpu_memory_safely(fork):
     fork(2)
     w, values = filled("float32")
     storage = w.container.storage
@@ -623,7 +623,7 @@ def test_collectives_leave_memory_where_it_is_and_take_it_from_nobody(fork):
 
 
 @pytest.mark.parametrize("culprit", [0, 1])
-def test_after_an_exception_inside_a_collective_the_ranks_connect_anew(fork, culprit):
+def test_collectives_reconnect_after_an_exception(fork, culprit):
     fork(2)
     check_works()
     for _ in range(2):
@@ -636,7 +636,7 @@ def test_after_an_exception_inside_a_collective_the_ranks_connect_anew(fork, cul
 
 @pytest.mark.parametrize("deed", ["raise", "wait"])
 @pytest.mark.parametrize("collective", ["broadcast", "reduce", "gather"])
-def test_an_exception_in_what_is_waited_for_gives_it_up(fork, collective, deed):
+def test_exception_aborts_a_pending_collective(fork, collective, deed):
     fork(2)
     check_works()
     start = time.monotonic()
@@ -647,7 +647,7 @@ def test_an_exception_in_what_is_waited_for_gives_it_up(fork, collective, deed):
 
 
 @pytest.mark.parametrize("collective", ["sent", "given"])
-def test_what_one_rank_has_sent_before_another_failed_comes_into_no_later_collective(fork, collective):
+def test_failed_collective_leaves_no_messages_for_later_ones(fork, collective):
     fork(2)
     check_works()
     with pytest.raises(synk.WorkerError):
@@ -657,7 +657,7 @@ def test_what_one_rank_has_sent_before_another_failed_comes_into_no_later_collec
 
 @pytest.mark.new_ranks
 @pytest.mark.parametrize("collective", ["broadcast", "reduce", "gather", "sent", "given"])
-def test_a_rank_that_dies_in_what_is_waited_for_is_noticed_soon(fork, collective):
+def test_death_in_a_pending_collective_is_noticed(fork, collective):
     fork(2)
     check_works()
     start = time.monotonic()
@@ -674,7 +674,7 @@ class Fail(Command):
             fail()
 
 
-def test_after_an_exception_before_a_collective_all_goes_on(fork):
+def test_exception_before_a_collective_keeps_connections(fork):
     fork(2)
     check_works()
     with pytest.raises(synk.WorkerError, match="the sum is odd"):
@@ -714,7 +714,7 @@ def in_groups(worker, members, dtype):
 
 @pytest.mark.parametrize("dtype", ["float32", "int64", "int16"])
 @pytest.mark.parametrize("members", [[0, 1], [1, 0], [1], [2, 0], [3, 1, 0]])
-def test_groups_combine_arrays_where_they_are(fork, members, dtype):
+def test_groups_all_reduce_on_gpus(fork, members, dtype):
     n = max(2, max(members) + 1)
     fork(n)
     assert synk.run(in_groups, members, dtype) == [[]] * n
@@ -743,7 +743,7 @@ def as_pairs(worker, n, dtype):
 @pytest.mark.parametrize(
     ("n", "dtype"), [pytest.param(10, "float32", marks=of_jax), (100_000, "float32"), (1 << 22, "float64")]
 )
-def test_arrays_go_from_gpu_to_gpu(fork, n_ranks, n, dtype):
+def test_send_and_receive_between_gpus(fork, n_ranks, n, dtype):
     fork(n_ranks)
     assert synk.run(as_pairs, n, dtype) == [[]] * n_ranks
 
@@ -761,7 +761,7 @@ def every_dtype(worker):
 
 
 @of_jax
-def test_arrays_of_every_dtype_go_from_gpu_to_gpu(fork):
+def test_send_and_receive_of_every_dtype_between_gpus(fork):
     fork(2)
     came = synk.run(every_dtype)[0]
     assert [dtype for dtype, *_ in came] == ["int8", "uint32", "int64", "float16", "float32", "bfloat16"]
@@ -773,7 +773,7 @@ def both_send(worker):
     return worker.receive(1 - worker.number)
 
 
-def test_ranks_that_both_send_before_they_receive_are_told(fork):
+def test_send_deadlock_is_detected(fork):
     fork(2)
     with pytest.raises(
         (RuntimeError, synk.WorkerError),
@@ -826,7 +826,7 @@ PLACES = ["group", "send", "receive"]
 
 @pytest.mark.parametrize("culprit", [0, 1])
 @pytest.mark.parametrize("place", PLACES)
-def test_after_an_exception_among_some_ranks_they_connect_anew(fork, place, culprit):
+def test_groups_reconnect_after_an_exception(fork, place, culprit):
     fork(2)
     check_groups_work()
     start = time.monotonic()
@@ -837,7 +837,7 @@ def test_after_an_exception_among_some_ranks_they_connect_anew(fork, place, culp
 
 
 @pytest.mark.parametrize("place", PLACES)
-def test_an_interrupt_ends_what_some_ranks_do(fork, place):
+def test_interrupt_ends_group_collectives(fork, place):
     fork(2)
     check_groups_work()
     start = time.monotonic()
@@ -849,7 +849,7 @@ def test_an_interrupt_ends_what_some_ranks_do(fork, place):
 
 @pytest.mark.new_ranks
 @pytest.mark.parametrize("place", PLACES)
-def test_a_rank_that_dies_among_some_is_noticed_soon(fork, place):
+def test_death_in_a_group_is_noticed(fork, place):
     fork(2)
     check_groups_work()
     start = time.monotonic()
@@ -872,7 +872,7 @@ def aside(worker, deed):
 
 @pytest.mark.new_ranks
 @pytest.mark.parametrize("deed", ["raise", "SIGKILL"])
-def test_a_group_hears_of_what_befalls_the_others(fork, deed):
+def test_group_notices_failures_of_other_ranks(fork, deed):
     fork(3)
     assert synk.run(in_groups, [0, 1], "float32") == [[]] * 3
     start = time.monotonic()
@@ -894,7 +894,7 @@ def forgets(worker, who):
         return is_there(worker.receive(0), np.ones(1 << 20))
 
 
-def test_a_pair_that_one_rank_has_left_connects_anew(fork):
+def test_pair_reconnects_after_one_rank_failed(fork):
     fork(2)
     assert synk.run(as_pairs, 100_000, "float32") == [[]] * 2
     assert synk.run(forgets, 0) == [None, True]
@@ -980,7 +980,7 @@ def pieces():
 @of_jax
 @pytest.mark.parametrize("times", [1, 5])
 @pytest.mark.parametrize("exchange", [None, "bfloat16"])
-def test_gradients_may_travel_in_pieces_and_in_bfloat16(fork, pieces, exchange, times):
+def test_gradients_in_chunks_and_bfloat16(fork, pieces, exchange, times):
     n = fork(min(4, synk.get_n_gpu()))
     pieces(1000)
     x, y = T.fmatrix("x"), T.fvector("y")
@@ -1006,7 +1006,7 @@ def test_gradients_may_travel_in_pieces_and_in_bfloat16(fork, pieces, exchange, 
 
 @of_jax
 @pytest.mark.parametrize("culprit", [0, 1])
-def test_a_step_in_pieces_that_one_rank_fails_in_updates_nothing(fork, pieces, culprit):
+def test_failed_chunked_step_updates_nothing(fork, pieces, culprit):
     fork(2)
     pieces(4)
     step, w, alone = trained()
@@ -1026,7 +1026,7 @@ def test_a_step_in_pieces_that_one_rank_fails_in_updates_nothing(fork, pieces, c
 @of_jax
 @pytest.mark.parametrize("times", [1, 10, 200])  # so many launches as 200 make are more than a stream has room for
 @pytest.mark.parametrize("culprit", [0, 1])
-def test_a_step_that_one_rank_fails_in_updates_nothing(fork, culprit, times):
+def test_failed_training_step_updates_nothing(fork, culprit, times):
     fork(2)
     step, w, alone = trained(times)
     step()
@@ -1067,7 +1067,7 @@ class Faltering(Command):
 
 @of_jax
 @pytest.mark.parametrize("culprit", [0, 1])
-def test_steps_of_which_some_were_taken_say_so(fork, culprit):
+def test_failed_steps_report_how_many_were_taken(fork, culprit):
     fork(2)
     step, w, _ = trained(200)
     step()
@@ -1090,7 +1090,7 @@ def test_steps_of_which_some_were_taken_say_so(fork, culprit):
 
 @of_jax
 @pytest.mark.parametrize("times", [1, 10])
-def test_a_step_that_is_interrupted_is_taken_on_all_ranks_or_on_none(fork, times):
+def test_interrupted_step_is_all_or_nothing(fork, times):
     n = fork(min(4, synk.get_n_gpu()))
     x, y, w = T.dmatrix("x"), T.dvector("y"), shared(np.zeros(3), "w")
     train = make_train_function(((x.dot(w) - y) ** 2).mean(), [w], x, y, updates.sgd, learning_rate=0.1)
@@ -1116,7 +1116,7 @@ def test_a_step_that_is_interrupted_is_taken_on_all_ranks_or_on_none(fork, times
 @of_jax
 @pytest.mark.new_ranks
 @pytest.mark.parametrize("times", [1, 10, 200])
-def test_a_rank_that_dies_in_a_step_leaves_the_parameters_as_they_were(fork, times):
+def test_death_in_a_training_step_keeps_parameters(fork, times):
     fork(2)
     step, w, alone = trained(times)
     step()
@@ -1134,7 +1134,7 @@ def test_a_rank_that_dies_in_a_step_leaves_the_parameters_as_they_were(fork, tim
 
 
 @pytest.mark.new_ranks
-def test_a_rank_that_never_comes_is_ended_after_the_users_timeout(fork):
+def test_fork_timeout_ends_a_hanging_rank(fork):
     fork(2, timeout=60.0)
     check_works()
     session = ranks.session()
@@ -1226,7 +1226,7 @@ def test_closed_ranks_leave_no_page_locked_memory(fork):
 
 @of_jax
 @of_real_gpus
-def test_products_of_float32_use_tf32_unless_jax_is_told_otherwise():
+def test_matmul_precision_is_tf32_by_default():
     code = """
         synk.fork(2)
         rng = np.random.default_rng(0)
@@ -1245,7 +1245,7 @@ def test_products_of_float32_use_tf32_unless_jax_is_told_otherwise():
 
 @of_jax
 @pytest.mark.parametrize("width", [None, 3])
-def test_what_many_rows_add_to_few_effects_arrives(fork, width):
+def test_scatter_add_of_many_rows_to_few_effects(fork, width):
     fork(2)
     places, rows = 50, 300_000
     effects = (T.dvector if width is None else T.dmatrix)("effects")
@@ -1262,7 +1262,7 @@ def test_what_many_rows_add_to_few_effects_arrives(fork, width):
 
 
 @of_jax
-def test_a_result_is_read_from_the_gpu_once(fork):
+def test_results_are_fetched_from_the_gpu_once(fork):
     fork(2)
     x = T.dvector("x")
     result = synk.function([x], (x * 2, "gather"))(np.arange(4.0))
@@ -1272,7 +1272,7 @@ def test_a_result_is_read_from_the_gpu_once(fork):
 
 @of_jax
 @pytest.mark.parametrize("shape", [(), (0, 3), (5,), (3, 4, 5), (1 << 17,), ((1 << 17) + 1,)])
-def test_arrays_of_any_kind_and_size_are_fetched(fork, shape):
+def test_results_of_any_dtype_and_size_are_fetched(fork, shape):
     fork(2)
     dtypes = ["bool", "uint8", "float16", "int32", "float64", "complex64"]
     expected = [(RNG.random(shape) * 9).astype(dtype) for dtype in dtypes]

@@ -31,7 +31,7 @@ def combine(worker, group=False):
 
 @on_host
 @pytest.mark.parametrize("n", [1, 2, 3])
-def test_a_row_is_an_op_of_functions(row, fork, n):
+def test_own_reduction_is_an_op_of_functions(row, fork, n):
     fork(n)
     x = tensor.dmatrix("x")
     total = tensor.log(tensor.exp(x).sum(axis=0))
@@ -45,7 +45,7 @@ def test_a_row_is_an_op_of_functions(row, fork, n):
 
 
 @on_host
-def test_a_row_is_an_op_of_updates(row, fork):
+def test_own_reduction_is_an_op_of_updates(row, fork):
     fork(2)
     x, s = tensor.dmatrix("x"), shared(np.zeros(3), "s")
     total = tensor.log(tensor.exp(x).sum(axis=0))
@@ -56,7 +56,7 @@ def test_a_row_is_an_op_of_updates(row, fork):
 
 @on_host
 @pytest.mark.parametrize("size", [3, LARGE])
-def test_a_row_is_an_op_of_collectives(row, fork, size):
+def test_own_reduction_is_an_op_of_collectives(row, fork, size):
     n = fork(2)
     s = shared(np.zeros(size), "s")
     synk.function([], updates=[(s, s)])
@@ -70,13 +70,13 @@ def test_a_row_is_an_op_of_collectives(row, fork, size):
 
 @on_host
 @pytest.mark.parametrize("group", [False, True])
-def test_a_row_is_an_op_of_programs(row, fork, group):
+def test_own_reduction_is_an_op_of_programs(row, fork, group):
     fork(2)
     np.testing.assert_allclose(synk.run(combine, group=group), np.full((2, 3), np.logaddexp(0, 1)), rtol=1e-12)
 
 
 @on_host
-def test_it_refuses_what_the_row_says_and_is_named_where_an_op_is_wrong(row, fork):
+def test_own_reduction_in_error_messages(row, fork):
     fork(2)
     i = shared(np.zeros(3, "int64"), "i")
     synk.function([], updates=[(i, i)])
@@ -94,7 +94,7 @@ def test_it_refuses_what_the_row_says_and_is_named_where_an_op_is_wrong(row, for
         synk.reduce(i, "mean")
 
 
-def test_a_device_without_the_function_says_so(row):
+def test_own_reduction_missing_on_a_device(row):
     one = np.ones(2)
     np.testing.assert_allclose(HOST.reduce_pair(ROW["logaddexp"], one.copy(), one), np.logaddexp(1, 1))
     with pytest.raises(NotImplementedError, match="libgpuarray has no kernel for 'logaddexp'"):
@@ -102,7 +102,7 @@ def test_a_device_without_the_function_says_so(row):
 
 
 @pytest.mark.skipif(DEVICE == "host" or ARRAYS is not JAX, reason="starts XLA")
-def test_jax_has_numpys_functions():
+def test_reductions_exist_in_jax_numpy():
     one = JAX.as_array(np.ones(2))
     np.testing.assert_allclose(JAX.reduce_pair(ROW["logaddexp"], one, one), np.logaddexp(1, 1))
     with pytest.raises(NotImplementedError, match="jax.numpy has no 'ldexp_"):

@@ -46,7 +46,7 @@ def toy(monkeypatch):
 
 
 @pytest.mark.parametrize("n", [1, 2, 3])
-def test_functions_run_on_it_and_their_outputs_are_read_later(toy, fork, n):
+def test_toy_engine_runs_functions_with_lazy_outputs(toy, fork, n):
     fork(n)
     x, s = tensor.dmatrix("x"), shared(np.zeros(3), "s")
     f = synk.function([x], [(x.sum(axis=0), "sum"), (x**2, "gather"), x.max()], updates=[(s, x.sum(axis=0), "sum")])
@@ -60,7 +60,7 @@ def test_functions_run_on_it_and_their_outputs_are_read_later(toy, fork, n):
     np.testing.assert_allclose(copy.deepcopy(f)(data)[0], X.sum(axis=0))
 
 
-def test_what_was_not_read_before_the_ranks_ended_is_lost(toy, fork):
+def test_unread_outputs_are_lost_when_ranks_end(toy, fork):
     fork(2)
     x = tensor.dmatrix("x")
     f = synk.function([x], (x.sum(), "sum"))
@@ -82,7 +82,7 @@ def trained(make, **kwargs):
 
 
 @pytest.mark.parametrize("n", [1, 2])
-def test_a_step_is_one_launch_and_several_are(toy, fork, n):
+def test_toy_engine_fuses_training_steps(toy, fork, n):
     fork(n)
     (train, w), (alone, w_alone) = trained(make_train_function), trained(make_train_function_serial)
     y = X @ np.array([1.0, 2.0, 3.0])
@@ -97,7 +97,7 @@ def test_a_step_is_one_launch_and_several_are(toy, fork, n):
     np.testing.assert_allclose(synk.gather(w), [w_alone.get_value()] * n)
 
 
-def test_what_is_compiled_at_its_first_call_is_chained_from_the_second(toy, fork, monkeypatch):
+def test_functions_compiled_at_the_first_call_are_fused_later(toy, fork, monkeypatch):
     # The master compiles first, alone: it can't meet the others in that launch.
     library = type(library_of(tensor.dmatrix()))
     monkeypatch.setattr(library, "choose_compile_order", lambda self, mode: AT_FIRST_CALL)
@@ -116,7 +116,7 @@ def on_one_rank(worker, f, x):
     return [float(v) for _ in range(3) for v in f.read(f.launch_many(2, x))], f.max_repeats
 
 
-def test_programs_launch_many_times_on_it(toy, fork):
+def test_run_programs_launch_many_times_on_a_toy_engine(toy, fork):
     fork(2)
     x, s = tensor.dmatrix("x"), shared(np.zeros(()), "s")
     f = synk.function([x], (x.sum() + s, "sum"), updates=[(s, s + 1)])

@@ -99,7 +99,7 @@ USES = {
 }
 
 
-def test_a_result_is_used_as_its_array(double):
+def test_lazy_result_is_used_as_its_array(double):
     for name, use in USES.items():
         result = double(VALUE)[1]
         assert type(result) is Result
@@ -123,12 +123,12 @@ SCALAR_USES = {
 }
 
 
-def test_a_result_of_no_dimensions_is_used_as_a_number(double):
+def test_lazy_scalar_result_is_used_as_a_number(double):
     for name, use in SCALAR_USES.items():
         assert use(double(VALUE)[0]) == use(np.asarray(6.0)), name
 
 
-def test_an_integer_result_may_be_an_index(fork):
+def test_lazy_integer_result_is_an_index(fork):
     fork(2)
     x = T.lvector("x")
     count = synk.function([x], (x.sum(), "sum"))(np.array([1, 2]))
@@ -136,7 +136,7 @@ def test_an_integer_result_may_be_an_index(fork):
     assert list(range(count)) == [0, 1, 2]
 
 
-def test_a_result_may_be_written_as_an_array_may(double):
+def test_lazy_result_is_writable(double):
     (_, first), (_, second) = double(VALUE), double(VALUE)
     first[0] = 7
     first[2:] += 1
@@ -153,7 +153,7 @@ def test_a_result_may_be_written_as_an_array_may(double):
     assert total == 3
 
 
-def test_what_is_written_into_a_result_does_not_reach_the_ranks(fork):
+def test_writes_into_a_lazy_result_stay_local(fork):
     fork(2)
     w = shared(np.ones(3), "w")
     own = synk.function([], (w, None))
@@ -163,7 +163,7 @@ def test_what_is_written_into_a_result_does_not_reach_the_ranks(fork):
     np.testing.assert_array_equal(w.get_value(), [1, 1, 1])
 
 
-def test_copies_of_a_result_are_their_own(double):
+def test_lazy_result_copies_are_independent(double):
     result = double(VALUE)[1]
     for made in (copy.copy(result), copy.deepcopy(result), result.copy(), np.array(result)):
         made[0] = 9
@@ -212,7 +212,7 @@ def to_drop():
     return len(ResultTable.from_session(ranks.session())._dropped)
 
 
-def test_one_look_reads_all_that_is_unread(double):
+def test_one_fetch_reads_all_unread_results(double):
     before = unread()[0] - to_drop()
     results = [double(VALUE + i) for i in range(5)]
     assert unread() == [before + to_drop() + 5] * 2
@@ -223,7 +223,7 @@ def test_one_look_reads_all_that_is_unread(double):
 
 
 @pytest.mark.parametrize("sizes", [[7] * 6, [7, 7, 1, 7, 5, 1, 1], [2, 2, 0, 0, 7]])
-def test_what_many_calls_return_is_what_each_returns(fork, sizes):
+def test_results_of_many_calls_are_separate(fork, sizes):
     # Numbers of many calls are reduced at once where ranks have had the same rows in all of them.
     fork(2)
     x, n = T.fvector("x"), T.lvector("n")
@@ -246,7 +246,7 @@ def test_what_many_calls_return_is_what_each_returns(fork, sizes):
             np.testing.assert_array_equal(result, one)
 
 
-def test_results_that_nobody_holds_are_forgotten(double):
+def test_dropped_results_are_freed(double):
     for _ in range(2 * _MAX_CALLS + 10):
         double(VALUE)
     assert max(unread()) <= _MAX_CALLS + 1
@@ -260,12 +260,12 @@ def test_results_that_nobody_holds_are_forgotten(double):
     assert max(unread()) <= _MAX_CALLS + 1
 
 
-def test_no_code_runs_that_could_swallow_an_interrupt_when_results_are_forgotten(double):
+def test_dropped_results_run_no_finalizer_code(double):
     results = double(VALUE)
     assert code_run_by(results.clear) == []
 
 
-def test_large_results_that_nobody_holds_are_forgotten_soon(fork):
+def test_large_dropped_results_are_freed_early(fork):
     fork(2)
     x = T.dvector("x")
     f = synk.function([x], (x * 2, "gather"))
@@ -278,7 +278,7 @@ def test_large_results_that_nobody_holds_are_forgotten_soon(fork):
     assert max(unread()) <= 6
 
 
-def test_what_can_not_be_reduced_raises_when_it_is_read_and_the_rest_can_be_read(fork):
+def test_irreducible_result_raises_when_read_others_do_not(fork):
     fork(2)
     x = T.dvector("x")
     f, g = synk.function([x], (x, "sum")), synk.function([x], (x.sum(), "sum"))
@@ -291,7 +291,7 @@ def test_what_can_not_be_reduced_raises_when_it_is_read_and_the_rest_can_be_read
     assert g(VALUE) == 6
 
 
-def test_a_number_that_there_is_not_takes_no_others_with_it(fork):
+def test_missing_scalar_leaves_other_results(fork):
     # Workers leave numbers to the master and wait for nobody: whatever happens there, they have to have them still.
     fork(2)
     s = shared(np.zeros(1), "s")
@@ -306,7 +306,7 @@ def test_a_number_that_there_is_not_takes_no_others_with_it(fork):
     assert float(total(batch_s=[0])) == 4.0
 
 
-def test_a_call_returns_what_was_asked_for(double):
+def test_output_subset_of_lazy_results(double):
     before = unread()[0] - to_drop()
     assert len(double(VALUE, output_subset=[])) == 0
     (only,) = double(VALUE, output_subset=[1])
@@ -318,7 +318,7 @@ def test_a_call_returns_what_was_asked_for(double):
 
 
 @pytest.mark.parametrize("look", [lambda held: held, np.asarray], ids=["array", "view"])
-def test_an_array_that_is_held_beside_its_container_outlives_updates(fork, look):
+def test_get_value_borrow_survives_donated_updates(fork, look):
     fork(2)
     w = shared(np.arange(1000.0), "w")
     f = synk.function([], updates=[(w, w + 1)])
@@ -332,7 +332,7 @@ def test_an_array_that_is_held_beside_its_container_outlives_updates(fork, look)
     np.testing.assert_array_equal(synk.get_value(1, w), np.arange(1000.0) + 4)
 
 
-def test_a_launch_takes_and_returns_one_array_for_each_random_generator(fork):
+def test_launch_passes_one_array_per_random_generator(fork):
     fork(2)
     random = T.random.RandomStream(seed=1)
     w = shared(np.zeros(3), "w")
@@ -410,7 +410,7 @@ on_host = pytest.mark.skipif(DEVICE == "gpu", reason="stands in for other ranks 
 
 
 @on_host
-def test_in_one_launch_a_function_a_combination_and_another(chained):
+def test_fuse_runs_function_all_reduce_function_in_one_launch(chained):
     launch, shareds = chained
     calls = []
     assert launched(launch, shareds, Doubling(calls)) == [3.0, [0.0, 2.0, 4.0], [1.0, -1.0, -3.0], 1]
@@ -420,7 +420,7 @@ def test_in_one_launch_a_function_a_combination_and_another(chained):
 
 @on_host
 @pytest.mark.parametrize("counts", [1, 0])
-def test_one_launch_goes_on_with_the_next_rows(pair, counts):
+def test_fused_launch_advances_to_the_next_rows(pair, counts):
     runs, shareds = pair
     launch = runs[0].fuse(FusedReduction(shareds[0].container.storage), runs[1], times=4)
     rows, calls = np.arange(12.0), []
@@ -439,7 +439,7 @@ def test_one_launch_goes_on_with_the_next_rows(pair, counts):
 
 
 @on_host
-def test_behind_an_error_nothing_is_combined_nor_counts(pair):
+def test_fused_launch_reduces_nothing_after_an_error(pair):
     runs, shareds = pair
     launch = runs[0].fuse(FusedReduction(shareds[0].container.storage), runs[1], times=4)
     calls = []
@@ -461,7 +461,7 @@ def test_behind_an_error_nothing_is_combined_nor_counts(pair):
 
 
 @on_host
-def test_a_launch_that_repeats_combines_each_time(pair):
+def test_repeated_launch_all_reduces_each_time(pair):
     runs, shareds = pair
     launch = runs[0].fuse(FusedReduction(shareds[0].container.storage), runs[1], times=2)
     with pytest.raises(RuntimeError, match="2 times in one launch, not 1"):
@@ -470,7 +470,7 @@ def test_a_launch_that_repeats_combines_each_time(pair):
 
 
 @on_host
-def test_what_is_the_same_each_time_is_combined_each_time(fork):
+def test_repeated_launch_all_reduces_constants_each_time(fork):
     fork(1)
     g, w, s = shared(np.zeros(3), "g"), shared(np.ones(3), "w"), shared(np.arange(3.0), "s")
     first = synk.function([], (w.sum(), "sum"), updates=[(g, s * 1)])
@@ -495,9 +495,7 @@ SIZES = (5, 300, 700, 1)
 @pytest.mark.parametrize("dtype", [None, "bfloat16"])
 @pytest.mark.parametrize("piece", [100, 2000, 10**6])
 @pytest.mark.parametrize("tail", [1, 451])
-def test_a_vector_that_travels_in_pieces_or_in_another_dtype_is_combined_all_the_same(
-    fork, monkeypatch, tail, piece, dtype, times
-):
+def test_fused_all_reduce_in_chunks_or_another_dtype(fork, monkeypatch, tail, piece, dtype, times):
     monkeypatch.setattr("synkhronos.engines.xla_trace.MIN_CHUNK_BYTES", piece)
     fork(1)
     rng = np.random.default_rng(0)
@@ -542,7 +540,7 @@ def needs(jaxpr, variables):
 
 
 @on_host
-def test_a_piece_is_begun_with_before_the_backward_pass_goes_on(fork, monkeypatch):
+def test_chunk_all_reduce_starts_during_the_backward_pass(fork, monkeypatch):
     import jax
 
     monkeypatch.setattr("synkhronos.engines.xla_trace.MIN_CHUNK_BYTES", 100)
@@ -580,7 +578,7 @@ def test_a_piece_is_begun_with_before_the_backward_pass_goes_on(fork, monkeypatc
 
 
 @on_host
-def test_variables_keep_their_memory_from_launch_to_launch(fork):
+def test_shared_variables_keep_their_memory_between_launches(fork):
     fork(1)
     rng = np.random.default_rng(0)
     ws = [shared(rng.normal(size=(64, 64)), f"w{i}") for i in range(3)]
@@ -603,7 +601,7 @@ def test_variables_keep_their_memory_from_launch_to_launch(fork):
 
 
 @on_host
-def test_an_error_behind_what_was_begun_waits_for_it_and_counts_for_nothing(fork, monkeypatch):
+def test_error_after_a_started_chunk_waits_and_updates_nothing(fork, monkeypatch):
     monkeypatch.setattr("synkhronos.engines.xla_trace.MIN_CHUNK_BYTES", 100)
     fork(1)
     g, w = shared(np.zeros(60, "float32"), "g"), shared(np.ones(60, "float32"), "w")
@@ -628,7 +626,7 @@ def test_an_error_behind_what_was_begun_waits_for_it_and_counts_for_nothing(fork
     np.testing.assert_array_equal(w.get_value(), [-3.0] * 30 + [-5.0] * 30)
 
 
-def test_launches_that_were_used_last_are_kept(fork):
+def test_recently_used_launches_are_cached(fork):
     fork(1)
     x, w = T.dvector("x"), shared(np.zeros(3), "w")
     f, g = synk.function([x], (x.sum(), "sum")), synk.function([], updates=[(w, w + 1)])
@@ -672,7 +670,7 @@ def test_updates_by_lengths_and_constants_are_compiled_once(fork, at_once, which
         assert runs[0].fuse(then=runs[1], times=times)._run._cache_size() == 1
 
 
-def test_only_numbers_are_returned_again_and_again(fork):
+def test_repeated_launch_returns_only_scalars(fork):
     fork(1)
     x, w = T.dvector("x"), shared(np.zeros(3), "w")
     f, g = synk.function([x], (x * 2, "gather")), synk.function([], updates=[(w, w + 1)])
@@ -680,7 +678,7 @@ def test_only_numbers_are_returned_again_and_again(fork):
     assert runs[0].fuse(then=runs[1], times=2) is None
 
 
-def test_a_log_is_long_enough_for_a_launch(fork):
+def test_launch_log_capacity(fork):
     fork(1)
     x, w = T.dvector("x"), shared(np.zeros(()), "w")
     f, g = synk.function([x], (x.sum(), "sum")), synk.function([], updates=[(w, w + 1)])
@@ -695,7 +693,7 @@ def test_a_log_is_long_enough_for_a_launch(fork):
 
 
 @on_host
-def test_what_was_combined_in_vain_updates_nothing(chained):
+def test_invalid_all_reduce_updates_nothing(chained):
     launch, shareds = chained
     assert launched(launch, shareds, Doubling(counts=0))[2:] == [[1.0, 1.0, 1.0], 0]
     assert launched(launch, shareds, Doubling())[2:] == [[1.0, -1.0, -3.0], 1]
@@ -703,7 +701,7 @@ def test_what_was_combined_in_vain_updates_nothing(chained):
 
 @on_host
 @pytest.mark.parametrize("by_signal", [False, True])
-def test_what_is_raised_while_ranks_combine_is_raised_after_the_launch(chained, by_signal):
+def test_error_in_all_reduce_is_raised_after_the_launch(chained, by_signal):
     launch, shareds = chained
 
     class Fails(Doubling):
@@ -723,7 +721,7 @@ def test_what_is_raised_while_ranks_combine_is_raised_after_the_launch(chained, 
 
 
 @on_host
-def test_a_launch_combines_once(chained):
+def test_fused_launch_all_reduces_once(chained):
     launch, shareds = chained
     with pytest.raises(RuntimeError, match="0 times"):
         with defer_signals(), launch.program_reduction.bind(Doubling()):
@@ -735,7 +733,7 @@ def test_a_launch_combines_once(chained):
 
 
 @on_host
-def test_a_program_s_all_reduce_is_bound_to_a_reducer_of_its_own(chained, pair):
+def test_program_reduction_is_bound_to_its_reducer(chained, pair):
     """Another launch in the middle of the binding changes nothing: callbacks find the reducer by their argument."""
     runs, _ = pair
     launch, shareds = chained
@@ -754,7 +752,7 @@ def test_a_program_s_all_reduce_is_bound_to_a_reducer_of_its_own(chained, pair):
     np.testing.assert_array_equal(shareds[1].get_value(), w)
 
 
-def test_what_was_launched_is_freed_with_its_function(fork):
+def test_launches_are_freed_with_their_function(fork):
     fork(1)
     x, w = T.dvector("x"), shared(np.zeros(3), "w")
     f, g = synk.function([x], (x.sum(), "sum"), updates=[(w, w + x)]), synk.function([], updates=[(w, 2 * w)])
@@ -773,7 +771,7 @@ def test_what_was_launched_is_freed_with_its_function(fork):
         gc.enable()
 
 
-def test_a_training_step_of_one_rank_is_one_launch(fork, monkeypatch):
+def test_training_step_of_one_rank_is_one_launch(fork, monkeypatch):
     fork(1)
     launches = []
     launch = Executable._launch
@@ -793,7 +791,7 @@ def at_once(monkeypatch):
     monkeypatch.setattr(XlaEngine, "max_repeats", lambda self, combined=None: LOG_CAPACITY)
 
 
-def test_steps_that_one_launch_cant_take_are_taken_one_by_one(fork, at_once):
+def test_steps_that_cannot_be_fused_run_one_by_one(fork, at_once):
     fork(2)
     made = []
     for make in (make_train_function, make_train_function_serial):
@@ -809,7 +807,7 @@ def test_steps_that_one_launch_cant_take_are_taken_one_by_one(fork, at_once):
         np.testing.assert_allclose(synk.gather(w), [w_alone.get_value()] * 2)
 
 
-def test_a_launch_of_several_steps_gives_no_new_shapes(fork, at_once):
+def test_repeated_launch_keeps_shapes(fork, at_once):
     fork(1)
     x, y, w, last = T.dmatrix("x"), T.dvector("y"), shared(np.zeros(3), "w"), shared(np.zeros((1, 3)), "last")
     loss = ((x @ w - y) ** 2).mean()
@@ -822,7 +820,7 @@ def test_a_launch_of_several_steps_gives_no_new_shapes(fork, at_once):
 
 
 @pytest.mark.parametrize("held", [False, True])
-def test_several_steps_of_one_rank_are_one_launch(fork, monkeypatch, at_once, held):
+def test_steps_of_one_rank_are_one_launch(fork, monkeypatch, at_once, held):
     fork(1)
     launches = []
     launch = Executable._launch
@@ -859,7 +857,7 @@ def test_several_steps_of_one_rank_are_one_launch(fork, monkeypatch, at_once, he
     np.testing.assert_allclose(w.get_value(), w_alone.get_value())
 
 
-def test_who_holds_an_array_beside_its_container_is_noticed(fork):
+def test_references_to_a_containers_array_are_detected(fork):
     fork(2)
     w = shared(np.arange(3.0), "w")
     f = synk.function([], updates=[(w, w + 1)])
@@ -872,7 +870,7 @@ def test_who_holds_an_array_beside_its_container_is_noticed(fork):
     assert not library.is_referenced(w)
 
 
-def test_a_value_that_was_read_outlives_updates_and_collectives(fork):
+def test_get_value_survives_updates_and_collectives(fork):
     fork(2)
     w = shared(np.arange(3.0), "w")
     f = synk.function([], (w, None), updates=[(w, w + 1)])
@@ -887,7 +885,7 @@ def test_a_value_that_was_read_outlives_updates_and_collectives(fork):
 
 
 @pytest.mark.parametrize("batch", [None, [3, 1, 2, 0], slice(None, None, -1)])
-def test_inputs_that_go_straight_through_are_kept_apart(fork, batch):
+def test_identity_outputs_do_not_alias_inputs(fork, batch):
     # XLA may hand an input out as an output, and inputs' memory is used again.
     fork(2)
     x = T.dvector("x")
@@ -907,7 +905,7 @@ def test_inputs_that_go_straight_through_are_kept_apart(fork, batch):
             np.testing.assert_array_equal(own, value[order][:2])
 
 
-def test_two_variables_that_take_one_value_do_not_share_it(fork):
+def test_updates_of_two_variables_do_not_alias(fork):
     fork(2)
     s, t = shared(np.zeros(2), "s"), shared(np.zeros(2), "t")
     both = synk.function([], updates=[(s, s + t + 1), (t, s + t + 1)])
@@ -919,7 +917,7 @@ def test_two_variables_that_take_one_value_do_not_share_it(fork):
     np.testing.assert_array_equal(synk.gather([s, t]), np.stack([np.full((2, 2), 30), np.full((2, 2), 3)]))
 
 
-def test_variables_may_change_places(fork):
+def test_updates_can_swap_variables(fork):
     fork(2)
     s, t = shared(np.zeros(2), "s"), shared(np.ones(2), "t")
     swap = synk.function([], updates=[(s, t), (t, s)])
@@ -968,7 +966,7 @@ COLLECTIVES = {
 
 @pytest.mark.parametrize("name", COLLECTIVES)
 @pytest.mark.parametrize("nccl", [True, False] if DEVICE == "gpu" else [True])
-def test_numpy_arrays_in_containers_are_moved_before_they_are_used(fork, name, nccl, monkeypatch):
+def test_numpy_values_of_shared_variables_become_jax_arrays(fork, name, nccl, monkeypatch):
     fork(2)
     act, expected = COLLECTIVES[name]
     w = shared(np.ones(2), "w")
@@ -983,7 +981,7 @@ def test_numpy_arrays_in_containers_are_moved_before_they_are_used(fork, name, n
     assert JAX.owns(w.container.storage[0])
 
 
-def test_functions_of_both_kinds_share_variables(fork):
+def test_jax_and_host_functions_share_variables(fork):
     fork(2)
     x = T.dvector("x")
     w = shared(np.ones(2), "w")
@@ -1008,7 +1006,7 @@ def started():
 
 
 @pytest.mark.new_ranks
-def test_ranks_may_be_started_again_and_again_after_jax_was_used(fork, started):
+def test_fork_again_after_jax_was_used(fork, started):
     x = T.dvector("x")
     w = shared(1.0, "w")
     f = None
@@ -1038,7 +1036,7 @@ def program(code, **kwargs):
     )
 
 
-def test_jax_may_be_in_use_before_the_fork():
+def test_fork_after_jax_was_used():
     done = program("""
         import pytensor.tensor as T
         synk.fork(3, use_gpu=False)
@@ -1052,7 +1050,7 @@ def test_jax_may_be_in_use_before_the_fork():
 
 
 @pytest.mark.new_ranks
-def test_workers_find_what_the_master_has_put_on_its_path(fork, started, tmp_path, monkeypatch):
+def test_spawned_workers_inherit_sys_path(fork, started, tmp_path, monkeypatch):
     (tmp_path / "users_own.py").write_text(
         textwrap.dedent("""
             from pytensor.graph.basic import Apply
@@ -1079,7 +1077,7 @@ def test_workers_find_what_the_master_has_put_on_its_path(fork, started, tmp_pat
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
-def test_workers_that_started_anew_end_with_the_master(number):
+def test_spawned_workers_end_with_the_master(number):
     master = program("""
         import os, time
         synk.fork(3, use_gpu=False)
@@ -1096,7 +1094,7 @@ def test_workers_that_started_anew_end_with_the_master(number):
     assert not any(map(lives, pids))
 
 
-def test_workers_that_started_anew_leave_profiles_and_print_and_run_no_exit(tmp_path):
+def test_spawned_workers_profile_print_and_skip_atexit(tmp_path):
     done = program(
         """
         import atexit
@@ -1123,7 +1121,7 @@ class Sleep(Command):
 
 
 @pytest.mark.new_ranks
-def test_workers_that_started_anew_are_ended_after_the_users_timeout(fork, started):
+def test_spawned_workers_end_after_the_fork_timeout(fork, started):
     fork(2, timeout=20.0)
     session = ranks.session()
     session.timeout = 0.5  # starting took its time
@@ -1137,7 +1135,7 @@ def test_workers_that_started_anew_are_ended_after_the_users_timeout(fork, start
 
 @pytest.mark.new_ranks
 @pytest.mark.parametrize("how", ["SIGKILL", "SIGSEGV"])
-def test_the_death_of_a_worker_that_started_anew_is_told(fork, started, how):
+def test_death_of_a_spawned_worker_is_reported(fork, started, how):
     fork(3)
     (_, pid), *_ = ranks.session().workers.pids.items()
     os.kill(pid, getattr(signal, how))
@@ -1146,7 +1144,7 @@ def test_the_death_of_a_worker_that_started_anew_is_told(fork, started, how):
     assert not lives(pid)
 
 
-def test_an_interrupt_in_a_launch_takes_nothing_away(fork):
+def test_interrupt_in_a_launch_keeps_values(fork):
     # The old value is donated, and the new one is not in its place yet.
     fork(2)
     w = shared(np.zeros(1000), "w")
@@ -1178,7 +1176,7 @@ def test_an_interrupt_in_a_launch_takes_nothing_away(fork):
 
 
 @pytest.mark.parametrize("noted", [False, True])
-def test_an_interrupt_behind_a_launch_does_not_shift_what_later_calls_return(fork, monkeypatch, noted):
+def test_interrupt_after_a_launch_keeps_results_aligned(fork, monkeypatch, noted):
     # The launch has written its number, and nobody has noted that: the next one's would be taken for it.
     fork(2)
     w = shared(np.zeros(3), "w")
@@ -1223,7 +1221,7 @@ class Draws:
         self.again = pytensor.function([], drawn * 1.0, updates={self.rng: new}, mode="JAX")
 
 
-def test_streams_in_a_classs_own_functions_are_set_and_saved():
+def test_random_streams_of_own_functions_are_seeded_and_saved():
     plain, model = Draws(), Draws()
     found = group_variables(model)
     assert found.generators == [model.rng]
@@ -1238,7 +1236,7 @@ def test_streams_in_a_classs_own_functions_are_set_and_saved():
     np.testing.assert_array_equal(model.train(), drawn)
 
 
-def test_what_was_written_in_place_is_another_array_in_the_same_memory():
+def test_in_place_updates_reuse_memory():
     for is_there in (True, False):
         # Not from_host: on the CPU, JAX may keep NumPy's memory (where it is aligned to 64 bytes), and copies it then.
         array = JAX.empty((3,), np.dtype("float32"))

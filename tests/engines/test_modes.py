@@ -233,7 +233,7 @@ class Compiled(Command):
 
 @pytest.mark.skipif(NAME == "theano" or XLA, reason="Numba compiles at the first call")
 @pytest.mark.slow
-def test_what_numba_compiles_is_compiled_by_one_rank(monkeypatch):
+def test_numba_cache_is_filled_by_one_rank(monkeypatch):
     monkeypatch.setattr(importlib.import_module(NAME).config, "mode", "NUMBA")
     synk.fork(3, use_gpu=False)
     try:
@@ -276,7 +276,7 @@ class Meet(importlib.import_module(f"{NAME}.{'gof' if NAME == 'theano' else 'gra
 @pytest.mark.skipif(NAME == "theano" or XLA, reason="Numba compiles at the first call")
 @pytest.mark.filterwarnings("ignore:Numba will use object mode")
 @pytest.mark.slow
-def test_what_numba_keeps_for_nobody_is_compiled_by_all_ranks_at_once():
+def test_numba_uncacheable_functions_compile_on_all_ranks():
     synk.fork(2, use_gpu=False)
     try:
         x = T.dvector("x")

@@ -27,7 +27,7 @@ def multiply(size, steps):
 
 
 @pytest.mark.parametrize("n", [1, 2, 3])
-def test_a_loop_of_sums(fork, n):
+def test_rank_program_all_reduce_in_a_loop(fork, n):
     from xla_programs import Multiply
 
     fork(n)
@@ -50,7 +50,7 @@ def test_rank_program_takes_jax_settings_of_the_master(fork):
         jax.config.update("jax_enable_x64", before)
 
 
-def test_an_interrupt_ends_the_program(fork):
+def test_interrupt_ends_a_rank_program(fork):
     from xla_programs import Add, Multiply
 
     fork(2)
@@ -59,7 +59,7 @@ def test_an_interrupt_ends_the_program(fork):
     assert run(Add()) == 1
 
 
-def test_an_error_ends_the_program(fork):
+def test_error_ends_a_rank_program(fork):
     from xla_programs import Add, Multiply
 
     fork(2)
@@ -68,7 +68,7 @@ def test_an_error_ends_the_program(fork):
     assert run(Add()) == 1
 
 
-def test_the_exit_of_a_rank_ends_the_program(fork):
+def test_exit_of_a_rank_ends_a_rank_program(fork):
     from xla_programs import Multiply
 
     fork(2, timeout=300)  # ranks of their own
@@ -78,7 +78,7 @@ def test_the_exit_of_a_rank_ends_the_program(fork):
 
 @pytest.mark.parametrize("victim", [0, 1])
 @pytest.mark.parametrize("event", ["change", "end"])
-def test_ranks_that_diverge_end_with_an_error(fork, event, victim):
+def test_diverged_rank_program_raises(fork, event, victim):
     from xla_programs import Add, Multiply
 
     fork(2)

@@ -74,7 +74,7 @@ GOOD = {
 
 
 @pytest.mark.parametrize("what", GOOD)
-def test_some_rows_are_those_of_the_whole(what):
+def test_make_rowwise_of_some_rows_equals_the_whole(what):
     terms = GOOD[what]
     made, rows = make_rowwise(terms, N)
     inputs = list(VALUES)
@@ -87,14 +87,14 @@ def test_some_rows_are_those_of_the_whole(what):
         np.testing.assert_allclose(actual, whole[some], rtol=1e-12)
 
 
-def test_data_are_found_once():
+def test_make_rowwise_finds_data_once():
     _, rows = make_rowwise((x @ w - y) ** 2 + y, N)
     assert sorted(value.shape for value in rows.values()) == [(N,), (N, 3)]
     _, rows = make_rowwise(held @ w, N)
     assert list(rows.values()) == [held]
 
 
-def test_what_comes_of_constants_is_computed_once():
+def test_make_rowwise_folds_constants():
     terms = a * pt.gammaln(pt.exp(y) + 1) + y
     made, rows = make_rowwise(terms, N)
     assert not any("Gammaln" in str(node.op) for node in pytensor.graph.traversal.applys_between([], [made]))
@@ -104,7 +104,7 @@ def test_what_comes_of_constants_is_computed_once():
     assert list(rows.values()) == [held]
 
 
-def test_what_is_the_same_in_all_rows_is_no_row():
+def test_make_rowwise_ignores_constant_columns():
     holds, trials = pt.constant(Y > -100), pt.constant(np.full(N, 7))
     made, rows = make_rowwise(pt.switch(holds, y * a - trials, -np.inf), N)
     assert [values.dtype for values in rows.values()] == ["float64"]
@@ -142,7 +142,7 @@ BAD = {
 
 
 @pytest.mark.parametrize("what", BAD)
-def test_what_mixes_rows_is_refused(what):
+def test_make_rowwise_refuses_graphs_that_mix_rows(what):
     terms, length, message = BAD[what]
     with pytest.raises(NotRowwiseError, match=re.escape(message)):
         make_rowwise(terms, length)

@@ -4,6 +4,6 @@ from synkhronos import training
 from synkhronos.extensions import train, updates
 
 
-def test_modules_of_2017_have_the_same_functions():
+def test_old_module_names_export_the_same_functions():
     assert train.make_train_function is training.make_train_function
     assert updates.adam is training.updates.adam and set(updates.__all__) == set(training.updates.__all__)

@@ -128,7 +128,7 @@ def applied(variable):
 
 
 @pytest.mark.parametrize("likelihood", LIKELIHOODS)
-def test_density_and_gradient_are_the_models(two, likelihood):
+def test_data_parallel_logp_and_dlogp_equal_the_models(two, likelihood):
     model = hierarchical(likelihood)
     parallel = data_parallel(model)
     assert names(parallel.split_RVs) == ["y"] and not parallel.reasons
@@ -138,14 +138,14 @@ def test_density_and_gradient_are_the_models(two, likelihood):
 
 
 @pytest.mark.parametrize("mode", ["CVM", "NUMBA"])
-def test_compiled_as_pymc_compiles(two, mode):
+def test_data_parallel_compiles_like_pymc(two, mode):
     with pm.Model() as model:
         b = pm.Normal("b", shape=3)
         pm.Normal("y", X @ b, pm.HalfNormal("s"), observed=X[:, 0])
     check_equal(data_parallel(model), model, mode=mode)
 
 
-def test_the_model_stays_as_it_is(two):
+def test_data_parallel_leaves_the_model_unchanged(two):
     model = hierarchical()
     before = {name: list(getattr(model, name)) for name in ("free_RVs", "observed_RVs", "potentials", "deterministics")}
     parallel = data_parallel(model)
@@ -154,7 +154,7 @@ def test_the_model_stays_as_it_is(two):
     assert not any(isinstance(node.op, SumOverRows) for node in applied(model.logp()))
 
 
-def test_several_observed_variables_of_different_lengths(two):
+def test_data_parallel_of_several_observed_variables(two):
     with pm.Model() as model:
         b = pm.Normal("b", shape=3)
         pm.Normal("y", X @ b, 1, observed=X[:, 0])
@@ -297,7 +297,7 @@ MODELS = [
 
 @pytest.mark.filterwarnings("ignore:Data in y contains missing values")
 @pytest.mark.parametrize("build", MODELS, ids=lambda build: build.__name__)
-def test_models_as_in_pymcs_documentation(two, build):
+def test_data_parallel_of_pymcs_documented_models(two, build):
     with pm.Model() as model:
         build()
     parallel = data_parallel(model)
@@ -308,7 +308,7 @@ def test_models_as_in_pymcs_documentation(two, build):
         assert not {N, N // 2, (np.arange(N) % 9 != 0).sum()} & set(param.type.shape)
 
 
-def test_a_copy_is_split_too_and_has_data_of_its_own(two):
+def test_data_parallel_model_copy_has_its_own_data(two):
     with pm.Model() as model:
         x = pm.Data("x", X)
         pm.Normal("y", x @ pm.Normal("b", shape=3), 1, observed=X[:, 0])
@@ -321,14 +321,14 @@ def test_a_copy_is_split_too_and_has_data_of_its_own(two):
         assert copied.compile_logp(**HERE)(points(model)[0]) != model.compile_logp(**HERE)(points(model)[0])
 
 
-def test_a_pickle_is_the_same_model(two):
+def test_data_parallel_model_is_picklable(two):
     cloudpickle = pytest.importorskip("cloudpickle")
     model = small()
     parallel = data_parallel(model)
     check_equal(cloudpickle.loads(cloudpickle.dumps(parallel)), model)
 
 
-def test_what_is_out_of_bounds_has_no_density(two):
+def test_logp_out_of_bounds_is_minus_infinity(two):
     with pm.Model() as model:
         s = pm.Flat("s")
         pm.Normal("y", X[:, 1], s * X[:, 2] ** 2, observed=X[:, 0])
@@ -340,7 +340,7 @@ def test_what_is_out_of_bounds_has_no_density(two):
     assert np.isnan(data_parallel(model).compile_logp(**HERE)({"s": -1.0}))
 
 
-def test_what_cannot_be_split_is_named(two):
+def test_data_parallel_names_unsplittable_terms(two):
     with pm.Model() as model:
         b = pm.Normal("b", shape=3)
         effect = pm.Normal("effect", shape=N)
@@ -363,7 +363,7 @@ def test_what_cannot_be_split_is_named(two):
     check_equal(parallel, model)
 
 
-def test_rows_that_are_drawn_are_refused():
+def test_data_parallel_refuses_random_rows():
     x, y = pm.Minibatch(X, X[:, 0], batch_size=5)
     with pm.Model() as model:
         pm.Normal("y", x @ pm.Normal("b", shape=3), 1, observed=y, total_size=N)
@@ -372,7 +372,7 @@ def test_rows_that_are_drawn_are_refused():
 
 
 @pytest.mark.parametrize("what", ["nothing", "no observed", "no model"])
-def test_what_is_refused(what):
+def test_data_parallel_refuses_wrong_arguments(what):
     with pm.Model() as model:
         b = pm.Normal("b")
         if what == "nothing":
@@ -386,7 +386,7 @@ def test_what_is_refused(what):
         data_parallel("y" if what == "no model" else model)
 
 
-def test_new_data(two):
+def test_set_data_reaches_the_ranks(two):
     with pm.Model() as model:
         x, y = pm.Data("x", X), pm.Data("observed", X[:, 0])
         b = pm.Normal("b", shape=3)
@@ -401,7 +401,7 @@ def test_new_data(two):
 
 
 @pytest.mark.parametrize("count", [0, 1])
-def test_new_data_of_fewer_rows_than_ranks(two, count):
+def test_set_data_of_fewer_rows_than_ranks(two, count):
     """Without rows there is the prior's density."""
     with pm.Model() as model:
         x, y = pm.Data("x", X), pm.Data("observed", X[:, 0])
@@ -414,7 +414,7 @@ def test_new_data_of_fewer_rows_than_ranks(two, count):
         check_equal(parallel, model)
 
 
-def test_data_that_are_changed_in_place(two):
+def test_data_changed_in_place_reach_the_ranks(two):
     columns = X.copy()
     with pm.Model() as model:
         y = pm.Data("observed", X[:, 0])
@@ -439,7 +439,7 @@ def sample(model, **kwargs):
         return pm.sample(**{**settings, **kwargs}, compile_kwargs=dict(HERE))  # a copy: PyMC 5 adds to it
 
 
-def test_the_same_seed_gives_the_same_draws(two):
+def test_sample_repeats_from_its_seed(two):
     model = hierarchical()
     few = {"draws": 4, "tune": 4, "chains": 2, "discard_tuned_samples": False}
     ours, theirs = sample(data_parallel(model), **few), sample(model, **few)
@@ -448,7 +448,7 @@ def test_the_same_seed_gives_the_same_draws(two):
         np.testing.assert_allclose(ours.posterior[name].values[:, :4], theirs.posterior[name].values[:, :4], rtol=1e-4)
 
 
-def test_the_posterior_agrees(two):
+def test_sample_finds_the_posterior(two):
     with pm.Model() as model:
         b = pm.Normal("b", shape=2)
         s = pm.HalfNormal("s")
@@ -467,7 +467,7 @@ def test_the_posterior_agrees(two):
 
 
 @pytest.mark.skipif(XLA, reason="find_MAP takes PyTensor's default mode, which is JAX in these tests")
-def test_find_map_and_variational(two):
+def test_find_map_and_advi(two):
     model = small()
     parallel = data_parallel(model)
     found, losses = [], []
@@ -479,7 +479,7 @@ def test_find_map_and_variational(two):
     np.testing.assert_allclose(losses[0], losses[1], rtol=1e-6)
 
 
-def test_steps_without_gradients(two):
+def test_sample_with_steps_without_gradients(two):
     model = hierarchical()
     parallel = data_parallel(model)
     draws = []
@@ -490,7 +490,7 @@ def test_steps_without_gradients(two):
     np.testing.assert_allclose(*draws)
 
 
-def test_what_is_no_density_of_the_whole_comes_from_this_process(two):
+def test_functions_other_than_logp_run_in_the_master(two):
     model = hierarchical("normal")
     parallel = data_parallel(model)
     drawn = sample(parallel, draws=3, tune=3)
@@ -513,7 +513,7 @@ def test_what_is_no_density_of_the_whole_comes_from_this_process(two):
         np.testing.assert_array_equal(ours, theirs)
 
 
-def test_densities_of_some_variables(two):
+def test_logp_of_some_variables(two):
     with pm.Model() as model:
         b = pm.Normal("b", shape=3)
         pm.Normal("y", X @ b, 1, observed=X[:, 0])
@@ -559,7 +559,7 @@ def small():
 
 
 @pytest.mark.parametrize("when", ["between evaluations", "at any moment"])
-def test_an_interrupt_returns_the_draws_so_far(two, when):
+def test_sample_returns_draws_after_an_interrupt(two, when):
     model = small()
     parallel = data_parallel(model)
     interrupt = lambda: os.kill(os.getpid(), signal.SIGINT)  # noqa: E731
@@ -573,7 +573,7 @@ def test_an_interrupt_returns_the_draws_so_far(two, when):
 
 
 @pytest.mark.new_ranks
-def test_a_death_returns_the_draws_so_far_and_is_said(fork):
+def test_sample_returns_draws_after_a_death_and_reports_it(fork):
     fork(2)
     model = small()
     parallel = data_parallel(model)
@@ -588,7 +588,7 @@ def test_a_death_returns_the_draws_so_far_and_is_said(fork):
 
 
 @pytest.mark.new_ranks
-def test_a_death_interrupts_who_waits_for_other_threads(fork):
+def test_death_interrupts_waiting_sampler_threads(fork):
     """As nutpie waits for its own, which are no threads of Python's."""
     fork(2)
     parallel, waits, seen = data_parallel(small()), threading.Event(), []
@@ -626,7 +626,7 @@ def test_a_death_interrupts_who_waits_for_other_threads(fork):
 
 
 @pytest.mark.skipif(not XLA, reason="needs PyTensor's JAX mode")
-def test_what_jax_lacks_is_named(two):
+def test_ops_without_a_jax_version_are_named(two):
     with pm.Model() as model:
         shape = pm.HalfNormal("shape")
         pm.Truncated("y", pm.Gamma.dist(shape, 1), lower=0.1, observed=HOURS)
@@ -640,7 +640,7 @@ NUTPIE = pytest.mark.skipif(importlib.util.find_spec("nutpie") is None, reason="
 @NUTPIE
 @pytest.mark.skipif(XLA, reason="nutpie compiles by Numba")
 @pytest.mark.parametrize("cores", [1, 2])
-def test_nutpie(two, cores):
+def test_sample_with_nutpie(two, cores):
     import nutpie
 
     model = small()
@@ -656,7 +656,7 @@ def test_nutpie(two, cores):
 @NUTPIE
 @pytest.mark.skipif(XLA, reason="nutpie compiles by Numba")
 @pytest.mark.new_ranks
-def test_a_death_within_nutpie_returns_the_draws_so_far(fork):
+def test_nutpie_returns_draws_after_a_death(fork):
     import nutpie
 
     fork(2)
@@ -670,7 +670,7 @@ def test_a_death_within_nutpie_returns_the_draws_so_far(fork):
 
 
 @pytest.mark.parametrize("start", [pm.find_MAP, pm.fit, pm.sample, lambda model: model.logp()])
-def test_without_ranks_nothing_starts(fork, start):
+def test_data_parallel_needs_ranks(fork, start):
     """Samplers such as nutpie take the error of an evaluation for a point without a density."""
     synk.close()
     parallel = data_parallel(small())
@@ -678,7 +678,7 @@ def test_without_ranks_nothing_starts(fork, start):
         start(model=parallel)
 
 
-def test_paths_in_other_processes_are_told_of_concurrent(two):
+def test_sample_in_other_processes_names_concurrent(two):
     """pymc-extras would ask for a report of a bug."""
     pathfinder = {"__name__": "pymc_extras.inference.pathfinder.pathfinder"}
     exec("def fit_pathfinder(model, concurrent): return model.logp()", pathfinder)
@@ -688,7 +688,7 @@ def test_paths_in_other_processes_are_told_of_concurrent(two):
         pathfinder["fit_pathfinder"](parallel, "process")
 
 
-def test_nobody_who_has_no_pymc_notices():
+def test_import_works_without_pymc():
     """In a process in which PyMC can't be imported, all the rest can."""
     script = """
         import sys

@@ -90,7 +90,7 @@ def has_exited(pid):
     [(5, 2, 2, [2, 3]), (3, 3, 2, [1, 2, 2]), (1, 2, 4, [1, 1])],
     ids=["remainder", "more chains than cores", "more chains than ranks"],
 )
-def test_each_chain_has_its_share_of_the_ranks(fork, started, ranks, chains, cores, expected):
+def test_concurrent_chains_divide_the_ranks(fork, started, ranks, chains, cores, expected):
     fork(ranks)
     model = build()
     ours = sample(data_parallel(model), chains=chains, cores=cores)
@@ -101,13 +101,13 @@ def test_each_chain_has_its_share_of_the_ranks(fork, started, ranks, chains, cor
 
 
 @pytest.mark.parametrize("settings", [{"chains": 1, "cores": 4}, {"chains": 2, "cores": 1}], ids=["chain", "core"])
-def test_chains_of_the_master_use_all_of_its_ranks(fork, started, settings):
+def test_chains_of_the_master_use_all_ranks(fork, started, settings):
     fork(2)
     assert sample(data_parallel(build()), **settings).posterior.sizes["chain"] == settings["chains"]
     assert not started()
 
 
-def test_chains_inherit_the_rows(fork, monkeypatch):
+def test_concurrent_chains_inherit_the_rows(fork, monkeypatch):
     """Each group of ranks computes from the arrays of the model, and has no copies."""
     fork(2)
     parallel = data_parallel(build())
@@ -123,7 +123,7 @@ def test_chains_inherit_the_rows(fork, monkeypatch):
     )
 
 
-def test_new_data_of_the_next_chains(fork):
+def test_set_data_reaches_the_next_chains(fork):
     fork(2)
     with pm.Model() as model:
         seen = pm.Data("seen", np.arange(6.0))
@@ -186,7 +186,7 @@ class At:
             self.function()
 
 
-def test_a_death_within_a_chain_ends_all_chains_with_an_error(fork, started):
+def test_death_in_a_chain_ends_all_chains(fork, started):
     fork(4)
     model = build()
     parallel = data_parallel(model)
@@ -200,7 +200,7 @@ def test_a_death_within_a_chain_ends_all_chains_with_an_error(fork, started):
 
 
 @pytest.mark.parametrize("signal_number", [signal.SIGKILL, signal.SIGTERM])
-def test_the_ranks_of_a_chain_end_with_it(fork, started, signal_number):
+def test_ranks_of_a_chain_end_with_it(fork, started, signal_number):
     fork(4)
     kill = At(30, lambda: os.kill(started()[0][0], signal_number))
     with pytest.raises((EOFError, ConnectionError, RuntimeError)):
@@ -208,7 +208,7 @@ def test_the_ranks_of_a_chain_end_with_it(fork, started, signal_number):
     assert all(has_exited(pid) for group in started() for pid in group)
 
 
-def test_ctrl_c_returns_the_draws_so_far(tmp_path):
+def test_interrupted_chains_return_their_draws(tmp_path):
     """As a terminal sends it: to all processes."""
     script = """
         import os, signal, sys, warnings
@@ -239,7 +239,7 @@ def test_ctrl_c_returns_the_draws_so_far(tmp_path):
 
 
 @pytest.mark.parametrize(("rates", "expected"), [([10, 20, 30], [2, 3]), ([10, 30, 20], [1, 1])], ids=["all", "one"])
-def test_the_quickest_number_of_ranks(fork, started, monkeypatch, caplog, rates, expected):
+def test_ranks_auto_takes_the_fastest_number_of_ranks(fork, started, monkeypatch, caplog, rates, expected):
     """Rates of PyMC alone, of one rank, and of two of five: the largest number leaves no rank idle."""
     fork(5)
     monkeypatch.setattr(pymc_model, "measure_rate", lambda evaluate, chains: rates.pop(0))
@@ -255,7 +255,7 @@ def test_the_quickest_number_of_ranks(fork, started, monkeypatch, caplog, rates,
 
 
 @pytest.mark.parametrize("chains", [1, 2])
-def test_ranks_that_are_slower_are_not_used(fork, monkeypatch, chains):
+def test_ranks_auto_avoids_slower_ranks(fork, monkeypatch, chains):
     """60 rows are computed in less time than a call of the ranks takes."""
     fork(2)
     monkeypatch.setattr(chains_module, "_MEASURE_SECONDS", 0.05)
@@ -266,7 +266,7 @@ def test_ranks_that_are_slower_are_not_used(fork, monkeypatch, chains):
     assert parallel.compile_logp(mode=INTERPRETED)(point) == model.compile_logp(mode=INTERPRETED)(point)
 
 
-def test_an_error_while_chains_are_measured():
+def test_error_while_ranks_auto_measures():
     with pytest.raises(ZeroDivisionError):
         chains_module.measure_rate(lambda: 1 / 0, 2)
 
@@ -275,6 +275,6 @@ def test_an_error_while_chains_are_measured():
     ("settings", "error"),
     [({"ranks": 2}, ValueError), ({"chains": 0}, ValueError), ({"chains": "two"}, TypeError)],
 )
-def test_wrong_settings(settings, error):
+def test_concurrent_refuses_wrong_settings(settings, error):
     with pytest.raises(error, match=f"^{next(iter(settings))}: "):
         data_parallel(build(), **settings)

@@ -81,7 +81,7 @@ def simple(two):
 @pytest.mark.parametrize(
     ("n", "rows", "block"), [(1, N, None), (2, N, None), (3, 2, None), (2, 1, None), (3, N, 100), (2, N, 1)]
 )
-def test_value_gradient_and_hessian_product(fork, monkeypatch, n, rows, block):
+def test_rows_sum_value_gradient_and_hessian_product(fork, monkeypatch, n, rows, block):
     if XLA and rows < 2 * n:
         pytest.skip("PyTensor takes the one row of a rank for something to broadcast, and refuses")
     if block is not None:
@@ -97,7 +97,7 @@ def test_value_gradient_and_hessian_product(fork, monkeypatch, n, rows, block):
         np.testing.assert_allclose(one, other, rtol=1e-12, atol=1e-12)
 
 
-def test_terms_of_any_shape_and_dtype(two):
+def test_rows_sum_of_any_shape_and_dtype(two):
     z, b = pt.ftensor3("z"), pt.fscalar("b")
     values = RNG.normal(size=(5, 2, 3)).astype("float32")
     total, serial = both(pt.tanh(z * b), [z], [values])
@@ -106,12 +106,12 @@ def test_terms_of_any_shape_and_dtype(two):
     np.testing.assert_allclose(actual, expected, rtol=1e-5)
 
 
-def test_rows_themselves(two):
+def test_rows_sum_of_the_rows_themselves(two):
     total = sum_over_rows(y, {y: Y})
     np.testing.assert_allclose(function([], total)(), Y.sum())
 
 
-def test_what_does_not_depend_on_rows_is_computed_outside(two):
+def test_rows_sum_moves_other_terms_outside(two):
     heavy = pt.cumsum(w)
     total = sum_over_rows(x @ heavy, {x: X})
     assert total.owner.inputs == [heavy]
@@ -121,7 +121,7 @@ def test_what_does_not_depend_on_rows_is_computed_outside(two):
 
 
 @pytest.mark.parametrize("mode", ["CVM", "NUMBA"])
-def test_compilers_can_call_it(two, mode):
+def test_rows_sum_in_compiled_modes(two, mode):
     a = pt.dvector("a")
     total, serial = both((y[:, None] - a) ** 3, [y], [Y])
     point = np.array([0.5, 1.5])
@@ -133,7 +133,7 @@ def test_compilers_can_call_it(two, mode):
         np.testing.assert_allclose(one, other)
 
 
-def test_within_a_scan(two):
+def test_rows_sum_within_a_scan(two):
     a = pt.dscalar("a")
     total = sum_over_rows((y - a) ** 2, {y: Y})
     step = lambda now, *_: now - 0.01 * pytensor.graph.replace.graph_replace(pytensor.grad(total, a), {a: now})  # noqa: E731
@@ -144,7 +144,7 @@ def test_within_a_scan(two):
 # -- what is sent, and when --------------------------------------------------------------------------------------
 
 
-def test_value_and_gradient_are_one_call_and_the_same_point_none(simple, calls):
+def test_rows_sum_caches_value_and_gradient_of_a_point(simple, calls):
     value, both_ = simple
     first = both_(1.0)
     assert calls == ["gradient"]
@@ -156,21 +156,21 @@ def test_value_and_gradient_are_one_call_and_the_same_point_none(simple, calls):
     assert calls == ["gradient"] * 2
 
 
-def test_values_alone_cost_no_gradient(two, calls):
+def test_rows_sum_value_computes_no_gradient(two, calls):
     a = pt.dscalar("a")
     value = function([a], sum_over_rows((y - a) ** 2, {y: Y}))
     np.testing.assert_allclose(value(1.0), ((Y - 1) ** 2).sum())
     assert calls == ["value"]
 
 
-def test_a_point_of_equal_bytes_but_another_shape_is_another_point(two):
+def test_rows_sum_cache_compares_shapes(two):
     a = pt.dmatrix("a")
     value = function([a], sum_over_rows(y * a.shape[0], {y: Y}))
     np.testing.assert_allclose(value(np.ones((2, 3))), 2 * Y.sum())
     np.testing.assert_allclose(value(np.ones((3, 2))), 3 * Y.sum())
 
 
-def test_what_was_returned_may_be_written_into(two):
+def test_rows_sum_results_are_writable_copies(two):
     total = sum_over_rows((y[:, None] - w) ** 2, {y: Y})
     f = function([w], pytensor.grad(total, w))
     point = np.zeros(3)
@@ -180,7 +180,7 @@ def test_what_was_returned_may_be_written_into(two):
     np.testing.assert_array_equal(f(point), kept)
 
 
-def test_shared_variables_are_parameters(two):
+def test_rows_sum_of_shared_variables(two):
     a = pytensor.shared(1.0, "a")
     total = sum_over_rows(y * a, {y: Y})
     f = function([], [total, pytensor.grad(total, a)])
@@ -189,7 +189,7 @@ def test_shared_variables_are_parameters(two):
     np.testing.assert_allclose(f(), [3 * Y.sum(), Y.sum()])
 
 
-def test_new_values_of_shared_rows_are_shared_out(two):
+def test_rows_sum_sends_new_values_of_shared_rows(two):
     xs, ys = pytensor.shared(X, "xs"), pytensor.shared(Y, "ys")
     total = sum_over_rows((y - x @ w) ** 2, {x: xs, y: ys})
     f = function([w], [total, pytensor.grad(total, w)])
@@ -217,7 +217,7 @@ def test_new_values_of_shared_rows_are_shared_out(two):
     check(X, Y)
 
 
-def test_the_sum_over_no_rows_is_zero(two):
+def test_rows_sum_over_no_rows_is_zero(two):
     inputs, outputs = derivatives(sum_over_rows(log_density(x, y, group), {x: X[:0], y: Y[:0], group: GROUP[:0]}))
     for value, shape in zip(
         function(inputs, outputs)(*POINT, DIRECTION), [(), (3,), (4,), (), (3,), (4,), ()], strict=True
@@ -226,7 +226,7 @@ def test_the_sum_over_no_rows_is_zero(two):
 
 
 @pytest.mark.parametrize("kind", ["shared", "array", "Data"])
-def test_rows_that_are_changed_in_place_are_shared_out_again(two, kind):
+def test_rows_sum_sends_rows_changed_in_place(two, kind):
     values = np.arange(5000.0)
     source = {"shared": lambda: pytensor.shared(values), "array": lambda: values, "Data": lambda: synk.data(values)}[
         kind
@@ -247,7 +247,7 @@ def test_rows_that_are_changed_in_place_are_shared_out_again(two, kind):
         np.testing.assert_allclose(f(0.5), [((memory - 0.5) ** 2).sum(), -2 * (memory - 0.5).sum()])
 
 
-def test_of_many_rows_a_change_of_all_is_noticed(two, calls):
+def test_rows_sum_notices_a_change_of_many_rows(two, calls):
     columns = pytensor.shared(np.ones((300_000, 2), order="F"))
     a = pt.dscalar("a")
     f = function([a], sum_over_rows(x.sum(axis=1) * a, {x: columns}))
@@ -257,7 +257,7 @@ def test_of_many_rows_a_change_of_all_is_noticed(two, calls):
     assert f(1.0) == 900_000
 
 
-def test_data_objects(two):
+def test_rows_sum_of_data_objects(two):
     a = pt.dscalar("a")
     f = function([a], sum_over_rows(y * a, {y: synk.data(Y)}))
     np.testing.assert_allclose(f(2.0), 2 * Y.sum())
@@ -267,7 +267,7 @@ def test_data_objects(two):
 
 
 @pytest.mark.new_ranks
-def test_other_ranks_get_the_rows_again(fork):
+def test_rows_sum_sends_rows_to_new_ranks(fork):
     fork(2)
     a = pt.dscalar("a")
     total = sum_over_rows((y - a) ** 2, {y: Y})
@@ -282,7 +282,7 @@ def test_other_ranks_get_the_rows_again(fork):
         f(2.0)
 
 
-def test_it_may_be_made_before_the_ranks(fork):
+def test_rows_sum_made_before_fork(fork):
     synk.close()
     a = pt.dscalar("a")
     f = function([a], sum_over_rows(y * a, {y: Y}))
@@ -290,7 +290,7 @@ def test_it_may_be_made_before_the_ranks(fork):
     np.testing.assert_allclose(f(2.0), 2 * Y.sum())
 
 
-def test_threads_take_turns(simple):
+def test_rows_sum_calls_of_threads_take_turns(simple):
     _, both_ = simple
     copies = [both_.copy() for _ in range(4)]  # a function runs in one thread at a time
     wrong = []
@@ -309,7 +309,7 @@ def test_threads_take_turns(simple):
     assert not wrong
 
 
-def test_a_process_forked_from_the_master_is_told_of_cores(simple):
+def test_rows_sum_in_a_forked_process_names_cores(simple):
     value, _ = simple
     value(1.0)
     reader, writer = os.pipe()
@@ -327,7 +327,7 @@ def test_a_process_forked_from_the_master_is_told_of_cores(simple):
     np.testing.assert_allclose(value(2.0), ((Y - 2) ** 2).sum())
 
 
-def test_a_process_that_gets_it_as_a_pickle_is_told_of_cores(two):
+def test_rows_sum_unpickled_elsewhere_names_cores(two):
     a = pt.dscalar("a")
     total = sum_over_rows((y - a) ** 2, {y: Y})
     code = "import pickle, sys; pickle.load(sys.stdin.buffer).perform(None, [1.0], [[None]])"
@@ -336,7 +336,7 @@ def test_a_process_that_gets_it_as_a_pickle_is_told_of_cores(two):
     assert b"RuntimeError" in ended.stderr and b'mp_ctx="fork"' in ended.stderr and b"cores=1" in ended.stderr
 
 
-def test_copies_are_of_the_same_rows(two):
+def test_rows_sum_copies_share_rows(two):
     a = pt.dscalar("a")
     total = sum_over_rows((y - a) ** 2, {y: Y})
     op = total.owner.op
@@ -349,7 +349,7 @@ def test_copies_are_of_the_same_rows(two):
 
 
 @pytest.mark.skipif(XLA, reason="XLA raises nothing")
-def test_an_error_on_a_rank(two):
+def test_rows_sum_error_on_a_rank(two):
     a = pt.dscalar("a")
     terms = pytensor.raise_op.Assert("too large")(y * a, pt.all(y * a < 100))
     f = function([a], sum_over_rows(terms, {y: np.append(np.ones(9), 200.0)}))
@@ -359,7 +359,7 @@ def test_an_error_on_a_rank(two):
 
 
 @pytest.mark.new_ranks
-def test_a_death_is_said_and_new_ranks_go_on(fork):
+def test_rows_sum_after_a_death_and_a_new_fork(fork):
     fork(2)
     a = pt.dscalar("a")
     f = function([a], sum_over_rows((y - a) ** 2, {y: Y}))
@@ -392,12 +392,12 @@ def test_a_death_is_said_and_new_ranks_go_on(fork):
         (y + pt.random.normal(size=y.shape), {y: Y}, TypeError, "cannot be sent"),
     ],
 )
-def test_wrong_arguments(terms, rows, error, message):
+def test_rows_sum_refuses_wrong_arguments(terms, rows, error, message):
     with pytest.raises(error, match=message):
         sum_over_rows(terms, rows)
 
 
-def test_third_derivatives_are_refused():
+def test_rows_sum_refuses_third_derivatives():
     a = pt.dscalar("a")
     total = sum_over_rows((y - a) ** 4, {y: Y})
     second = pytensor.grad(pytensor.grad(total, a), a)

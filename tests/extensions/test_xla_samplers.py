@@ -23,9 +23,9 @@ def run_script(*arguments, needs=()):
 
 
 @pytest.mark.parametrize(("sampler", "methods"), [("numpyro", ("vectorized", "parallel")), ("blackjax", ("parallel",))])
-def test_draws_are_those_of_one_process(sampler, methods):
+def test_xla_sampler_draws_equal_one_process(sampler, methods):
     run_script(sampler, *methods, needs=[sampler])
 
 
-def test_other_functions_of_jax_call_the_ranks():
+def test_logp_in_other_jax_functions_calls_the_ranks():
     run_script("functions", needs=["jax"])

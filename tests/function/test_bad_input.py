@@ -459,25 +459,25 @@ def test_collectives_refuse_variables_unknown_to_the_ranks(world, collective, va
 
 @pytest.mark.parametrize("collective", WITH_VALUES)
 @pytest.mark.parametrize(("variables", "values", "error", "message"), flat(of=VALUES))
-def test_wrong_values_change_nothing(world, collective, variables, values, error, message):
+def test_collectives_refuse_wrong_values(world, collective, variables, values, error, message):
     refuses(world, lambda w: WITH_VALUES[collective](variables(w), values(w)), error, message)
 
 
 @pytest.mark.parametrize("collective", [synk.scatter, lambda *args, **kwargs: synk.set_value(1, *args, **kwargs)])
 @pytest.mark.parametrize(("batch", "error", "message"), flat(of=BATCHES))
-def test_wrong_rows_change_nothing(world, collective, batch, error, message):
+def test_batch_refuses_wrong_rows(world, collective, batch, error, message):
     refuses(world, lambda w: collective(w.s, np.arange(3.0), batch=batch), error, message)
 
 
 @pytest.mark.parametrize("collective", [synk.reduce, synk.all_reduce])
 @pytest.mark.parametrize(("op", "error", "message"), flat(of=OPS))
-def test_wrong_ops_change_nothing(world, collective, op, error, message):
+def test_op_refuses_wrong_names(world, collective, op, error, message):
     refuses(world, lambda w: collective(w.s, op), error, message)
 
 
 @pytest.mark.parametrize("collective", [synk.get_value, lambda rank, s: synk.set_value(rank, s, np.ones(2))])
 @pytest.mark.parametrize(("rank", "error", "message"), flat(of=RANKS))
-def test_wrong_ranks_change_nothing(world, collective, rank, error, message):
+def test_rank_refuses_wrong_numbers(world, collective, rank, error, message):
     refuses(world, lambda w: collective(rank, w.s), error, message)
 
 
@@ -497,7 +497,7 @@ def test_updates_and_givens_may_be_values(world):
     world.check()
 
 
-def test_givens_may_cut_off_what_no_input_gives(world):
+def test_givens_may_replace_unset_inputs(world):
     middle = world.x.sum()
     f = synk.function([world.y], (middle * world.y, "gather"), givens=[(middle, world.z + 2)])
     assert f(np.arange(3)).tolist() == [0.0, 2.0, 6.0]
@@ -529,20 +529,20 @@ def closed(world):
 
 
 @pytest.mark.parametrize("name", NEED_RANKS)
-def test_after_close_a_call_says_to_fork(closed, name):
+def test_call_after_close_names_fork(closed, name):
     with raises(RuntimeError):
         NEED_RANKS[name](closed)
 
 
 @pytest.mark.parametrize(("call", "error", "message"), flat(fork=FORK))
-def test_a_fork_with_wrong_arguments_starts_nothing(closed, call, error, message):
+def test_fork_refuses_wrong_arguments(closed, call, error, message):
     with raises(error, message):
         call(closed)
     with raises(RuntimeError):
         synk.distribute()
 
 
-def test_close_may_be_called_any_number_of_times(closed):
+def test_close_can_be_repeated(closed):
     assert synk.close() is None
     assert synk.close() is None
 
@@ -566,7 +566,7 @@ def run_alone():
     return run
 
 
-def test_before_the_first_fork_a_call_says_to_fork(run_alone):
+def test_call_before_fork_names_fork(run_alone):
     out = run_alone(
         """
         import numpy as np

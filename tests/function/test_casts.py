@@ -74,7 +74,7 @@ def test_cast_is_refused_iff_a_value_changes(own, dtype, data):
 
 @given(st.integers(0, 3 * casts._BLOCK - 1), st.booleans())
 @few(10)
-def test_the_changed_number_is_found_in_a_large_array(position, transposed):
+def test_cast_error_names_the_changed_number(position, transposed):
     array = np.ones(3 * casts._BLOCK).reshape(-1, 6)
     array = array.T if transposed else array
     index = tuple(map(int, np.unravel_index(position, array.shape)))
@@ -84,7 +84,7 @@ def test_the_changed_number_is_found_in_a_large_array(position, transposed):
     assert f"changing 0.5 at index {index}: " in str(caught.value)
 
 
-def test_safe_casts_read_no_values(monkeypatch):
+def test_safe_cast_reads_no_values(monkeypatch):
     def look(values, dtype):
         raise AssertionError
 
@@ -98,13 +98,13 @@ def test_safe_casts_read_no_values(monkeypatch):
 
 
 @pytest.mark.parametrize("value", ["a", ["a"], [None], np.zeros(2, "datetime64[s]"), [[1], [1, 2]], [1 << 70], b"1"])
-def test_what_is_no_number_is_refused(value):
+def test_cast_refuses_non_numbers(value):
     with pytest.raises(TypeError, match="^y: expected (numbers|an array), got"):
         casts.cast(value, "float64", "y")
 
 
 @pytest.mark.parametrize("nested", [lambda x: x, lambda x: [x, x], lambda x: [[0.0] * 4, ([0.0] * 4, x)]])
-def test_masks_are_found_in_lists(nested):
+def test_cast_finds_masked_arrays_in_lists(nested):
     with pytest.raises(TypeError, match="^y: expected an array, got a masked one, whose mask would be lost"):
         casts.check_dense(nested(MASKED), "y")
     casts.check_dense(nested(np.ma.masked_array(np.ones(4))), "y")  # nothing is masked
@@ -130,7 +130,7 @@ def trainer():
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_a_trainer_changes_no_target(fork, name):
+def test_trainer_refuses_casts_that_change_targets(fork, name):
     fork(1)
     targets, words = REFUSED[name]
     made, good = trainer(), np.array([0, 1, 0, 1], "int8")
@@ -153,7 +153,7 @@ def test_trainer_accepts_targets_of_equal_value(fork):
 
 
 @pytest.mark.parametrize("place", ["training", "validation"])
-def test_a_trainer_changes_nothing_that_a_loader_reads(fork, place):
+def test_trainer_refuses_casts_that_change_loader_rows(fork, place):
     fork(1)
     rows = Table(X, [0, 1, 200, 1])
     with pytest.raises(
@@ -165,7 +165,7 @@ def test_a_trainer_changes_nothing_that_a_loader_reads(fork, place):
             next(trainer().epochs(X, np.zeros(4, "int8"), 2, 1, valid=Loader(rows, shuffle=False)))
 
 
-def test_a_step_in_one_process_drops_no_mask():
+def test_serial_step_refuses_masked_arrays():
     x, y, w = tensor.dmatrix("x"), tensor.dvector("y"), shared(np.zeros(2), "w")
     step = make_train_function_serial(((tensor.dot(x, w) - y) ** 2).mean(), [w], x, y, sgd, learning_rate=0.1)
     with pytest.raises(TypeError, match="^x_data, y_data: expected an array, got a masked one"):
@@ -196,7 +196,7 @@ def source_of(kind, folder, y):
 
 
 @pytest.mark.parametrize("kind", ["arrays", "npy", "npz", "hdf5", "an object", "an iterable"])
-def test_loaders_change_no_number(tmp_path, kind):
+def test_loader_refuses_casts_that_change_values(tmp_path, kind):
     y = np.array([1, 0, 200, 1])
     variables = [tensor.fmatrix("x"), tensor.bvector("y")]
     loader = Loader(source_of(kind, tmp_path, y), shuffle=False, vars=variables, on_error="skip")
@@ -239,7 +239,7 @@ def test_loader_names_the_row_that_cannot_be_cast(y, words):
         (Table(X, [np.ma.masked] * 4), "source: array 1 of a row: expected an array, got a masked one"),
     ],
 )
-def test_loader_refuses_an_uncastable_first_row_at_once(source, words):
+def test_loader_refuses_an_uncastable_first_row(source, words):
     source = [source[0], np.array(source[1])] if isinstance(source, list) else source
     with pytest.raises(TypeError, match=f"^{words}"):
         Loader(source, vars=[tensor.fmatrix("x"), tensor.bvector("y")])
@@ -272,7 +272,7 @@ PICTURE = np.ones((1, 2, 2))
         (lambda: Images(["a.jpg"], 2, np.ma.masked_array([1], [True])), "labels: expected an array, got a masked one"),
     ],
 )
-def test_augmentation_and_labels_change_no_number(provoke, words):
+def test_augmentation_and_labels_refuse_changing_casts(provoke, words):
     pytest.importorskip("PIL")
     with pytest.raises(TypeError, match=f"^{words}"):
         provoke()
@@ -281,7 +281,7 @@ def test_augmentation_and_labels_change_no_number(provoke, words):
 # -- all others --------------------------------------------------------------------------------------------------
 
 
-def test_an_assignment_to_data_changes_no_number(fork):
+def test_data_setitem_refuses_changing_casts(fork):
     fork(2)
     d = synk.data(np.zeros(3, "int8"))
     for value in (300, 0.7, np.nan, 1j, [1, 2, 200], "1"):
@@ -292,7 +292,7 @@ def test_an_assignment_to_data_changes_no_number(fork):
     assert d.data.tolist() == [0, 2, -128]
 
 
-def test_large_integers_are_not_rounded(fork):
+def test_large_integers_are_not_cast_to_floats(fork):
     fork(2)
     large, words = np.array([0, 2**53 + 1]), r"without changing 9007199254740993 at index \(1,\)"
     x = tensor.dvector("x")
@@ -321,7 +321,7 @@ def call(worker, function, value):
         return str(error)
 
 
-def test_a_rank_s_own_program_changes_no_number(fork):
+def test_run_programs_refuse_changing_casts(fork):
     fork(1)
     rows, x = synk.data(np.zeros(4, "int8")), tensor.dvector("x")
     f = synk.function([x], x.sum())
@@ -331,7 +331,7 @@ def test_a_rank_s_own_program_changes_no_number(fork):
     assert rows.data.tolist() == [0] * 4
 
 
-def test_a_class_of_the_launcher_changes_no_number():
+def test_launcher_class_refuses_changing_casts():
     from types import SimpleNamespace
 
     from synkhronos.launch import Model

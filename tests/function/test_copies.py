@@ -33,7 +33,7 @@ def pickled(f):
     return pickle.loads(pickle.dumps(f))
 
 
-def test_a_copy_has_the_same_variables(fork):
+def test_function_copy_shares_variables(fork):
     fork(2)
     f, w = made()
     assert f(VALUE) == 6
@@ -62,7 +62,7 @@ def test_deep_copy_copies_shared_variables(fork, duplicate, called):
     assert synk.gather(g_shared := duplicate(made()[0]).get_shared()[0]).tolist() == [1, 1], g_shared
 
 
-def test_functions_are_pickled_without_ranks_and_called_with_others(fork):
+def test_function_pickle_works_with_other_ranks(fork):
     fork(2)
     f, _ = made()
     f(VALUE)
@@ -75,7 +75,7 @@ def test_functions_are_pickled_without_ranks_and_called_with_others(fork):
     assert [float(g(VALUE)), float(g(VALUE)), float(f(VALUE))] == [12, 18, 12]
 
 
-def test_a_function_of_a_deep_graph_is_pickled(fork):
+def test_function_of_a_deep_graph_is_picklable(fork):
     fork(2)
     x = T.dvector("x")
     y = x

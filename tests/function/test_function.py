@@ -156,7 +156,7 @@ def test_exact_ops_equal_the_serial_function(fork, n, prefix):
 
 
 @pytest.mark.parametrize("n", [2, 3])
-def test_scalar_outputs_alone_are_reduced_like_any(fork, n):
+def test_scalar_outputs_are_reduced(fork, n):
     # Functions all of whose outputs have no dimensions take a path of their own.
     fork(n)
     x = T.dvector("x")
@@ -183,7 +183,7 @@ def test_scalar_outputs_alone_are_reduced_like_any(fork, n):
     check()
 
 
-def test_none_gives_the_masters_own_value(fork):
+def test_op_none_returns_the_masters_own_value(fork):
     fork(3, master_rank=1)
     x = T.dvector("x")
     f = synk.function([x], [(x, None), (x.sum(), None)])
@@ -193,7 +193,7 @@ def test_none_gives_the_masters_own_value(fork):
 
 
 @pytest.mark.parametrize("master", [0, 1, 2])
-def test_gather_joins_in_rank_order_whoever_is_the_master(fork, master):
+def test_gather_concatenates_in_rank_order(fork, master):
     fork(3, master_rank=master)
     x = T.dvector("x")
     f = synk.function([x], [(x, "gather"), (x.sum(), "gather")])
@@ -204,7 +204,7 @@ def test_gather_joins_in_rank_order_whoever_is_the_master(fork, master):
     np.testing.assert_array_equal(f(np.arange(1.0) + 4)[1], [4])
 
 
-def test_avg_weighs_ranks_alike_and_mean_by_their_rows(fork):
+def test_avg_weighs_ranks_equally_and_mean_by_rows(fork):
     fork(2)
     x = T.dvector("x")
     f = synk.function([x], [x.mean(), (x.mean(), "mean")])
@@ -222,7 +222,7 @@ def test_elementwise_ops_refuse_shapes_that_differ_between_ranks(fork):
     assert f(np.ones((6, 2)))[0].shape == (2, 2)
 
 
-def test_gather_refuses_parts_that_can_not_be_joined(fork):
+def test_gather_refuses_mismatched_shapes(fork):
     fork(2)
     x = T.dvector("x")
     f = synk.function([x], (T.zeros((2, x.shape[0])), "gather"))
@@ -243,7 +243,7 @@ def two_parts():
 
 
 @pytest.mark.parametrize("dtype", ["float16", "float32", "float64", "int8", "int32", "int64", "uint8", "bool"])
-def test_every_dtype_stays_what_it_is(fork, two_parts, dtype):
+def test_outputs_keep_their_dtype(fork, two_parts, dtype):
     fork(2)
     x = T.matrix("x", dtype=dtype)
     of_two = {op: ufunc for op, ufunc in OF_TWO.items() if (op, dtype) != ("sum", "bool")}
@@ -258,7 +258,7 @@ def test_every_dtype_stays_what_it_is(fork, two_parts, dtype):
 
 
 @pytest.mark.parametrize("dtype", ["float16", "float32", "complex128"])
-def test_averages_of_every_float_keep_its_dtype(fork, two_parts, dtype):
+def test_avg_keeps_float_dtypes(fork, two_parts, dtype):
     fork(2)
     x = T.matrix("x", dtype=dtype)
     for result in synk.function([x], [x, (x, "mean")])(two_parts.astype(dtype)):
@@ -268,7 +268,7 @@ def test_averages_of_every_float_keep_its_dtype(fork, two_parts, dtype):
 
 @pytest.mark.parametrize("op", ["avg", "mean", "c_avg", "c_mean"])
 @pytest.mark.parametrize("dtype", ["int32", "uint8", "bool"])
-def test_average_of_integers_is_refused_at_creation(fork, op, dtype):
+def test_function_refuses_avg_of_integers(fork, op, dtype):
     fork(1)
     x = T.vector("x", dtype=dtype)
     with pytest.raises(ValueError, match=rf"outputs: op '{op}' of output 0 is not defined for dtype {dtype}"):
@@ -276,7 +276,7 @@ def test_average_of_integers_is_refused_at_creation(fork, op, dtype):
 
 
 @pytest.mark.parametrize("op", ["sum", "c_sum"])
-def test_sum_of_booleans_is_refused(fork, op):
+def test_function_refuses_sum_of_booleans(fork, op):
     fork(2)
     x = T.dvector("x")
     positive = T.gt(x, 0)
@@ -323,7 +323,7 @@ def test_batch_s_refuses_default_updates_of_a_sliced_variable(fork):
 
 
 @pytest.mark.parametrize("dtype", ["float64", "float16", "int8"])
-def test_outputs_larger_than_the_scratch_memory_are_streamed(fork, dtype):
+def test_large_outputs_are_streamed_in_chunks(fork, dtype):
     fork(3)
     x = T.matrix("x", dtype=dtype)
     column = x[0]
@@ -352,7 +352,7 @@ def test_outputs_larger_than_the_scratch_memory_are_streamed(fork, dtype):
         np.testing.assert_array_equal(own, parts_of(rows, 3)[0])
 
 
-def test_gather_joins_streamed_and_unstreamed_parts(fork):
+def test_gather_mixes_streamed_and_small_parts(fork):
     fork(2)
     x = T.dvector("x")
     f = synk.function([x], (x, "gather"))
@@ -378,7 +378,7 @@ def difference():
 X, Y = RNG.normal(size=(9, 2)), RNG.normal(size=9)
 
 
-def test_data_and_arrays_and_lists_may_be_mixed(fork, difference):
+def test_inputs_mix_data_arrays_and_lists(fork, difference):
     fork(2)
     f = difference()
     expected = X * Y[:, None] + 2
@@ -388,7 +388,7 @@ def test_data_and_arrays_and_lists_may_be_mixed(fork, difference):
     same(f(X.astype("float32"), Y, 2), X.astype("float32") * Y[:, None] + 2)
 
 
-def test_inputs_may_be_named(fork, difference):
+def test_inputs_by_name(fork, difference):
     fork(2)
     f = difference()
     expected = X * Y[:, None] + 2
@@ -402,7 +402,7 @@ def test_inputs_may_be_named(fork, difference):
         f(X, Y)
 
 
-def test_one_data_object_may_be_two_inputs(fork):
+def test_one_data_object_as_two_inputs(fork):
     fork(2)
     x, y = T.dvectors("x", "y")
     f = synk.function([x, y], (x * y, "sum"))
@@ -445,14 +445,14 @@ def test_index_list_longer_than_the_minibatch_is_refused(fork, difference):
         f(synk.data(X[:3], minibatch=True), Y, 0, batch=[1, 2, 1, 2])
 
 
-def test_minibatches_alone_without_a_batch_are_used_whole(fork, difference):
+def test_minibatches_without_batch_are_used_whole(fork, difference):
     fork(2)
     f = difference()
     x, y = synk.data(X, minibatch=True), synk.data(Y, minibatch=True)
     np.testing.assert_array_equal(f(x, y, 0), X * Y[:, None])
 
 
-def test_minibatches_alone_refuse_indexes_from_the_end(fork, difference):
+def test_minibatches_refuse_negative_indexes(fork, difference):
     fork(2)
     f = difference()
     x, y = synk.data(X, minibatch=True), synk.data(Y, minibatch=True)
@@ -499,7 +499,7 @@ def test_results_do_not_alias_reused_inputs(fork):
 
 
 @pytest.mark.parametrize("n", [1, 2])
-def test_identity_results_do_not_alias(fork, n):
+def test_identity_outputs_do_not_alias(fork, n):
     # Each rank keeps the memory into which it picks rows from call to call.
     fork(n)
     x = T.dmatrix("x")
@@ -545,7 +545,7 @@ def test_a_mutable_input_does_not_corrupt_data(fork, batch):
     np.testing.assert_array_equal(e, Y)
 
 
-def test_an_input_may_be_renamed_and_be_cast_down(fork):
+def test_in_renames_and_allows_downcast(fork):
     fork(2)
     x = T.fvector("x")
     f = synk.function([In(x, name="rows", allow_downcast=True)], (x, "gather"))
@@ -566,7 +566,7 @@ def test_allow_input_downcast_casts_inputs(fork):
 
 if NAME == "theano":  # PyTensor has given defaults up
 
-    def test_an_input_may_have_a_default(fork):
+    def test_in_with_a_default_value(fork):
         fork(2)
         x, b = T.dvector("x"), T.dscalar("b")
         f = synk.function([x], (x * b, "gather"), bcast_inputs=[In(b, value=3.0)])
@@ -576,7 +576,7 @@ if NAME == "theano":  # PyTensor has given defaults up
 
 
 @pytest.mark.parametrize("n", [1, 3])
-def test_outputs_that_are_shared_variables_or_constants_are_copies(fork, n):
+def test_outputs_of_shared_variables_and_constants_are_copies(fork, n):
     fork(n)
     w = shared(np.ones(2), "w")
     f = synk.function([], [(w, "gather"), w, (w, None), (T.constant(np.ones(2)), "sum")])
@@ -589,7 +589,7 @@ def test_outputs_that_are_shared_variables_or_constants_are_copies(fork, n):
         np.testing.assert_array_equal(w.get_value(), [1, 1])
 
 
-def test_an_output_may_be_borrowed(fork):
+def test_out_with_borrow(fork):
     fork(2)
     x = T.dmatrix("x")
     f = synk.function([x], (Out(x * 2, borrow=True), "gather"))
@@ -613,7 +613,7 @@ def test_list_of_outputs_returns_a_list(fork):
     assert len(synk.function([x], (total, total + 1))(ones)) == 2
 
 
-def test_no_outputs_give_what_the_serial_library_gives(fork):
+def test_function_without_outputs_returns_like_serial(fork):
     fork(2)
     x = T.dvector("x")
     total = shared(0.0, "total")
@@ -641,7 +641,7 @@ def test_output_subset_keeps_the_requested_order(fork, ndim):
             f(a, b, output_subset=wrong)
 
 
-def test_a_subset_leaves_no_update_out(fork):
+def test_output_subset_applies_all_updates(fork):
     fork(2)
     x = T.dvector("x")
     count = shared(0.0, "count")
@@ -652,7 +652,7 @@ def test_a_subset_leaves_no_update_out(fork):
     np.testing.assert_array_equal(synk.gather(count), [3, 3])
 
 
-def test_a_function_says_what_it_is(fork):
+def test_function_repr(fork):
     fork(1)
     x = T.dvector("x")
     w, v = shared(0.0, "w"), shared(0.0, "v")
@@ -669,7 +669,7 @@ def test_a_function_says_what_it_is(fork):
 
 
 @pytest.mark.parametrize("slices", [1, 3])
-def test_a_rank_without_rows_sits_out(fork, slices):
+def test_rank_without_rows_is_skipped(fork, slices):
     fork(3)
     x = T.dvector("x")
     seen = shared(np.float64(-1), "seen")
@@ -697,7 +697,7 @@ def test_master_without_rows_has_no_own_value(fork, master):
 
 @pytest.mark.parametrize("slices", [1, 2])
 @pytest.mark.parametrize("large", [False, True])
-def test_no_rows_equal_the_serial_function(fork, slices, large):
+def test_batch_of_no_rows_equals_serial(fork, slices, large):
     fork(2)
     x = T.dmatrix("x")
     exact = [
@@ -721,7 +721,7 @@ def test_no_rows_equal_the_serial_function(fork, slices, large):
 
 @pytest.mark.parametrize("slices", [1, 2])
 @pytest.mark.parametrize("ndim", [0, 1])
-def test_no_rows_at_all_update_nothing_on_any_rank(fork, slices, ndim):
+def test_batch_of_no_rows_updates_nothing(fork, slices, ndim):
     fork(2)
     x = T.dvector("x")
     count, s = shared(0.0, "count"), shared(np.arange(3.0), "s")
@@ -740,7 +740,7 @@ def test_no_rows_at_all_update_nothing_on_any_rank(fork, slices, ndim):
     np.testing.assert_array_equal(synk.gather(count), [1, 1])
 
 
-def test_no_rows_raise_as_the_serial_function(fork):
+def test_batch_of_no_rows_raises_like_serial(fork):
     fork(2)
     x = T.dvector("x")
     f = synk.function([x], (x.max(), "max"))
@@ -771,7 +771,7 @@ def accumulated(op, values, weights):
 
 
 @pytest.mark.parametrize("n, prefix", [(1, ""), (2, "c_"), (3, "")])
-def test_updates_accumulate_over_slices_locally(fork, n, prefix):
+def test_updates_accumulate_over_num_slices(fork, n, prefix):
     fork(n)
     x = T.dmatrix("x")
     start = np.array([1.0, -2.0])
@@ -807,7 +807,7 @@ def test_updates_accumulate_over_slices_locally(fork, n, prefix):
     check()
 
 
-def test_updates_are_as_the_serial_librarys_in_every_rank(fork):
+def test_updates_on_each_rank_equal_serial(fork):
     fork(2)
     x, lr = T.dmatrix("x"), T.dscalar("lr")
     w = shared(np.ones(2), "w")
@@ -827,7 +827,7 @@ def test_updates_are_as_the_serial_librarys_in_every_rank(fork):
     close_to(w.get_value(), v.get_value())
 
 
-def test_updates_may_be_a_dict_with_ops(fork):
+def test_updates_as_a_dict_with_ops(fork):
     fork(2)
     x = T.dvector("x")
     low, last = shared(0.0, "low"), shared(0.0, "last")
@@ -837,7 +837,7 @@ def test_updates_may_be_a_dict_with_ops(fork):
     assert f.update_modes == ["min", None]
 
 
-def test_an_integer_update_needs_an_op_that_gives_integers(fork):
+def test_updates_of_integers_need_an_integer_op(fork):
     fork(2)
     x = T.lvector("x")
     count = shared(np.int64(0), "count")
@@ -853,7 +853,7 @@ def test_an_integer_update_needs_an_op_that_gives_integers(fork):
 
 @pytest.mark.filterwarnings("ignore:Setting default_update is deprecated")
 @pytest.mark.parametrize("dtype", ["float64", "int64"])
-def test_a_default_update_is_written_once_however_many_slices(fork, dtype):
+def test_default_update_is_applied_once_with_num_slices(fork, dtype):
     fork(2)
     x = T.dvector("x")
     count = shared(np.zeros((), dtype), "count")
@@ -864,7 +864,7 @@ def test_a_default_update_is_written_once_however_many_slices(fork, dtype):
     np.testing.assert_array_equal(synk.gather(count), [2, 2])
 
 
-def test_pieces_of_rows_are_as_many_as_asked_for(fork):
+def test_num_slices_divides_each_ranks_rows(fork):
     fork(2)
     x = T.dvector("x")
     lengths = shared(np.zeros(0, "int64"), "lengths")
@@ -878,7 +878,7 @@ def test_pieces_of_rows_are_as_many_as_asked_for(fork):
 # -- givens and sliceable shared variables ---------------------------------------------------------------------
 
 
-def test_givens_replace_as_in_the_serial_library(fork):
+def test_givens_equal_serial(fork):
     fork(2)
     x, y = T.dmatrix("x"), T.dvector("y")
     w = shared(np.array([2.0, 3.0]), "w")
@@ -887,7 +887,7 @@ def test_givens_replace_as_in_the_serial_library(fork):
     np.testing.assert_array_equal(f(X, num_slices=2), X * [3, 4])
 
 
-def test_givens_of_sliceable_shareds_are_cut(fork):
+def test_givens_of_sliceable_shareds_are_sliced(fork):
     # The pattern of a data set that lies in the ranks' own memory.
     fork(2)
     x = T.dmatrix("x")
@@ -901,7 +901,7 @@ def test_givens_of_sliceable_shareds_are_cut(fork):
     close_to(f(batch_s=[[0], [3, 0]])[0], (X[[0, 8, 5]] * 2).sum(axis=0))
 
 
-def test_givens_inside_the_graph_hold_for_slices(fork):
+def test_givens_inside_the_graph_with_num_slices(fork):
     fork(2)
     s = shared(np.arange(6.0), "s")
     inside = s * 2
@@ -934,7 +934,7 @@ def choices(draw, lengths):
 
 
 @pytest.mark.parametrize("n", [1, 3])
-def test_batch_s_picks_rows_of_each_ranks_own(fork, n):
+def test_batch_s_selects_rows_of_each_rank(fork, n):
     fork(n)
     s, t = shared(np.zeros((1, 2)), "s"), shared(np.zeros(1), "t")
     outputs = [(s.sum(axis=0), "sum"), (s * t.dimshuffle(0, "x"), "gather"), (t.mean(), "mean")]
@@ -975,7 +975,7 @@ def test_rank_without_batch_s_rows_contributes_nothing(fork):
     np.testing.assert_array_equal(synk.gather(seen), [0, 0, 2])
 
 
-def test_batch_s_and_batch_go_together(fork):
+def test_batch_s_with_batch(fork):
     fork(2)
     x = T.dvector("x")
     s = shared(np.arange(4.0), "s")
@@ -989,7 +989,7 @@ def test_batch_s_and_batch_go_together(fork):
     )
 
 
-def test_slices_are_not_empty_with_few_sliceable_rows(fork):
+def test_num_slices_with_few_sliceable_rows(fork):
     fork(2)
     x = T.dvector("x")
     s = shared(np.array([2.0, 4.0]), "s")
@@ -1008,7 +1008,7 @@ def test_batch_s_out_of_range_changes_nothing(fork, choice):
     assert f() == 12
 
 
-def test_slices_of_sliceable_shareds_weigh_by_their_rows(fork):
+def test_num_slices_of_sliceable_shareds_weigh_by_rows(fork):
     fork(2)
     s = shared(np.arange(7.0), "s")
     f = synk.function([], [(s.mean(), "mean"), s.mean()], sliceable_shareds=[s])
@@ -1022,7 +1022,7 @@ def test_slices_of_sliceable_shareds_weigh_by_their_rows(fork):
 # -- many kinds of functions -----------------------------------------------------------------------------------
 
 
-def test_a_function_without_inputs_runs_on_every_rank(fork):
+def test_function_without_inputs_runs_on_every_rank(fork):
     fork(3)
     w = shared(np.array([1.0, 2.0]), "w")
     f = synk.function([], [(w.sum(), "sum"), (w, "gather"), w])
@@ -1036,7 +1036,7 @@ def test_a_function_without_inputs_runs_on_every_rank(fork):
         f(num_slices=2)
 
 
-def test_a_function_may_have_whole_inputs_alone(fork):
+def test_function_with_only_bcast_inputs(fork):
     fork(3)
     b = T.dvector("b")
     f = synk.function([], [(b.sum(), "sum"), (b.sum(), "mean")], bcast_inputs=[b])
@@ -1045,7 +1045,7 @@ def test_a_function_may_have_whole_inputs_alone(fork):
 
 
 @pytest.mark.skipif(XLA, reason="PyTensor's JAX mode has no generators as outputs")
-def test_non_array_output_may_have_op_none(fork):
+def test_op_none_of_a_non_array_output(fork):
     fork(2)
     x = T.dvector("x")
     if NAME == "pytensor":
@@ -1059,7 +1059,7 @@ def test_non_array_output_may_have_op_none(fork):
         np.testing.assert_array_equal(result, np.arange(4.0) if op == "gather" else 6)
 
 
-def test_a_scan_runs_on_every_rank(fork):
+def test_scan_runs_on_every_rank(fork):
     fork(2)
     x, steps = T.dmatrix("x"), T.iscalar("steps")
     w = shared(np.array([2.0, 3.0]), "w")
@@ -1075,7 +1075,7 @@ def test_a_scan_runs_on_every_rank(fork):
     np.testing.assert_allclose(f(X, 2, num_slices=2), X * [4, 9])
 
 
-def test_a_scan_over_sliceable_rows_is_cut(fork):
+def test_scan_over_sliceable_shareds_is_sliced(fork):
     fork(2)
     s = shared(np.arange(6.0), "s")
     if NAME == "pytensor":
@@ -1092,7 +1092,7 @@ def chain(x, length):
     return x
 
 
-def test_a_deep_graph_is_copied(fork):
+def test_deep_graph_is_sent_to_workers(fork):
     # Pickle follows references recursively, and 3000 are more than Python allows.
     fork(2)
     x = T.dvector("x")
@@ -1130,7 +1130,7 @@ def test_functions_share_variables(fork):
 # -- distributing ----------------------------------------------------------------------------------------------
 
 
-def test_distribute_may_be_repeated_and_overwrites_nothing(fork):
+def test_distribute_can_be_repeated(fork):
     fork(3)
     synk.distribute()  # nothing is there yet
     x = T.dvector("x")
@@ -1147,7 +1147,7 @@ def test_distribute_may_be_repeated_and_overwrites_nothing(fork):
     np.testing.assert_array_equal(synk.gather(w), [1, 2, 3])
 
 
-def test_values_are_those_at_the_time_of_distributing(fork):
+def test_distribute_sends_current_values(fork):
     fork(2)
     w = shared(1.0, "w")
     read = synk.function([], (w, "gather"))
@@ -1193,7 +1193,7 @@ def test_large_constant_is_sent_once_per_distribute(fork, monkeypatch):
     assert functions[1](np.zeros(2)) == np.arange(2_000_000.0).sum()
 
 
-def test_functions_work_again_after_close_and_a_new_fork(fork):
+def test_functions_work_after_close_and_fork(fork):
     x = T.dvector("x")
     fork(2)
     w = shared(1.0, "w")
@@ -1232,7 +1232,7 @@ class StoreSizes(Command):
 # -- as_theano and build_inputs --------------------------------------------------------------------------------
 
 
-def test_as_theano_is_the_plain_function_in_the_master(fork):
+def test_as_theano_runs_only_in_the_master(fork):
     fork(2)
     x, b = T.dvector("x"), T.dscalar("b")
     w = shared(0.0, "w")
@@ -1363,7 +1363,7 @@ def test_killed_worker_ends_all_workers(fork, how):
     assert f(np.arange(3.0)) == 3
 
 
-def test_a_worker_that_exits_is_noticed_with_its_code(fork):
+def test_exit_code_of_a_worker_is_reported(fork):
     fork(2)
     x = T.dvector("x")
     f = synk.function([x], updates=[(shared(0.0), OnWorkers("exit")(x).sum())], mode=INTERPRETED)
@@ -1427,7 +1427,7 @@ def test_functions_work_after_a_new_fork(fork):
     assert synk.gather(weights).tolist() == [[2.0, 3.0]] * 3
 
 
-def test_what_takes_long_to_compile_is_said_once(fork, monkeypatch, caplog):
+def test_slow_compilation_is_reported_once(fork, monkeypatch, caplog):
     monkeypatch.setattr(sys.modules["synkhronos.function.notice"], "PATIENCE", 0.0)
     fork(2)
     x = T.dvector("x")

@@ -282,7 +282,7 @@ TABLE = {
 
 
 @pytest.mark.parametrize("name", TABLE)
-def test_message(name, monkeypatch):
+def test_wrong_call_messages(name, monkeypatch):
     provoke, expected, *argument = TABLE[name]
     if "before fork" in name:
         monkeypatch.setattr(sys.modules["synkhronos.ranks.session"], "_current", None)
@@ -297,7 +297,7 @@ def test_message(name, monkeypatch):
     assert "<object" not in text
 
 
-def test_all_ranks_raise():
+def test_message_when_all_ranks_raise():
     try:
         # Those that have not come as far leave the command, and the master may be one of them.
         with pytest.raises((ArithmeticError, synk.WorkerError), match="the sum is odd"):
@@ -306,7 +306,7 @@ def test_all_ranks_raise():
         synk.close()
 
 
-def test_several_workers_that_raise_are_all_named(fork):
+def test_message_names_all_raising_workers(fork):
     with pytest.raises(synk.WorkerError) as caught:
         do("raise", (1, 2, 3), n=4)
     error = caught.value

@@ -55,7 +55,7 @@ def drawn(kind, calls=2, seed=3, n=3):
 
 @pytest.mark.parametrize("master", [0, 2])
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_master_draws_what_the_serial_program_would(fork, kind, master):
+def test_random_streams_of_the_master_equal_serial(fork, kind, master):
     fork(3, master_rank=master)
     draws, updates = stream(kind)
     serial = function([], draws, updates=updates)
@@ -63,7 +63,7 @@ def test_the_master_draws_what_the_serial_program_would(fork, kind, master):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_no_number_comes_twice_on_any_ranks(fork, kind):
+def test_random_streams_repeat_no_number(fork, kind):
     fork(3)
     values = drawn(kind, calls=20)
     # MRG31k3p has 31 bits a number, so that chance may repeat one.
@@ -71,7 +71,7 @@ def test_no_number_comes_twice_on_any_ranks(fork, kind):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_run_repeats_from_its_seed(fork, kind):
+def test_random_streams_repeat_from_a_seed(fork, kind):
     fork(3)
     first = drawn(kind)
     synk.close()
@@ -92,7 +92,7 @@ def test_random_numbers_have_the_right_distribution(fork, kind):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_pieces_of_a_call_draw_on(fork, kind):
+def test_random_streams_advance_with_num_slices(fork, kind):
     fork(2)
     draws, updates = stream(kind)
     x = T.dvector("x")
@@ -107,7 +107,7 @@ def test_pieces_of_a_call_draw_on(fork, kind):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_functions_sharing_a_stream_draw_in_turn(fork, kind):
+def test_random_stream_shared_by_functions(fork, kind):
     fork(2)
     draws, updates = stream(kind)
     f = synk.function([], (draws, "gather"), updates=updates)
@@ -132,7 +132,7 @@ def mask(kind, x):
 
 
 @pytest.mark.parametrize("kind", ["RandomStream"] if NAME == "pytensor" else KINDS)
-def test_dropout_masks_differ_between_ranks_calls_and_pieces(fork, kind):
+def test_dropout_masks_differ_between_ranks_calls_and_slices(fork, kind):
     fork(2)
     x = T.dmatrix("x")
     f = synk.function([x], (x * mask(kind, x), "gather"))
@@ -168,7 +168,7 @@ def test_no_random_number_repeats_after_uneven_draws(fork, kind):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_lives_of_ranks_repeat_from_a_seed(fork, kind):
+def test_random_streams_repeat_over_several_forks(fork, kind):
     def run():
         draws, updates = stream(kind)
         f = None
@@ -199,7 +199,7 @@ def seeded(kind, seed):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_generators_are_saved_and_go_on_from_there(fork, kind):
+def test_random_state_is_saved_and_restored(fork, kind):
     fork(3)
     draws, updates = stream(kind)
     f = synk.function([], (draws, "gather"), updates=updates)
@@ -224,7 +224,7 @@ def test_generators_are_saved_and_go_on_from_there(fork, kind):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_generators_are_seeded_on_all_ranks(fork, kind):
+def test_seed_sets_generators_of_all_ranks(fork, kind):
     fork(3, master_rank=1)
     first = drawn(kind, seed=8)
     draws, updates = stream(kind, seed=3)
@@ -254,7 +254,7 @@ def test_generators_are_seeded_on_all_ranks(fork, kind):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_generators_are_refused_where_they_make_no_sense(fork, kind):
+def test_collectives_refuse_generators(fork, kind):
     fork(2)
     draws, updates = stream(kind)
     generator = generator_of(draws)
@@ -281,7 +281,7 @@ def test_generators_are_refused_where_they_make_no_sense(fork, kind):
 
 if NAME == "pytensor":
 
-    def test_generators_that_can_not_jump_are_refused_before_any_rank_starts(fork):
+    def test_fork_refuses_generators_without_jumps(fork):
         fork(2)
         draws, updates = stream("SFC64")
         f = synk.function([], (draws, "gather"), updates=updates)
@@ -291,7 +291,7 @@ if NAME == "pytensor":
         np.testing.assert_array_equal(synk.function([], (T.ones(1), "gather"))(), [1, 1])
 
     @numpys_numbers
-    def test_one_rank_needs_no_jumps(fork):
+    def test_one_rank_needs_no_generator_jumps(fork):
         fork(1)
         draws, updates = stream("SFC64")
         serial_draws, serial_updates = stream("SFC64")
@@ -300,7 +300,7 @@ if NAME == "pytensor":
 
     @numpys_numbers
     @pytest.mark.parametrize("kind", ["PCG64", "PCG64DXSM", "Philox", "MT19937"])
-    def test_ranks_are_whole_jumps_of_numpys_apart(fork, kind):
+    def test_numpy_generators_are_jumped_by_rank(fork, kind):
         fork(3)
         values = drawn(kind, calls=1)[0]
         for r in range(3):
@@ -327,19 +327,19 @@ else:
         STATE = np.array([[12345] * 6, [1, 2, 3, 4, 5, 6], [2147483646, 0, 7, 2147462578, 0, 9]], "int32")
 
         @pytest.mark.parametrize("exponent", [72, 134])
-        def test_powers_of_the_matrices_are_theanos(self, ours, theirs, exponent):
+        def test_mrg_matrix_powers_equal_theanos(self, ours, theirs, exponent):
             for number, matrix, modulus in ((1, ours._A1, ours._M1), (2, ours._A2, ours._M2)):
                 power = ours._matrix_power(matrix, 2**exponent, modulus)
                 np.testing.assert_array_equal(power.astype("int64"), getattr(theirs, f"A{number}p{exponent}"))
 
         @pytest.mark.parametrize("exponent, function", [(72, "ff_2p72"), (134, "ff_2p134")])
-        def test_a_jump_of_theanos_length_lands_where_theanos_does(self, ours, theirs, monkeypatch, exponent, function):
+        def test_mrg_jump_equals_theanos(self, ours, theirs, monkeypatch, exponent, function):
             monkeypatch.setattr(ours, "_MRG_JUMP", 2**exponent)
             expected = [getattr(theirs, function)(row) for row in self.STATE]
             np.testing.assert_array_equal(ours._jump_mrg(self.STATE, 1), expected)
 
         @pytest.mark.parametrize("steps", [0, 1, 2, 100])
-        def test_a_short_jump_is_so_many_steps(self, ours, theirs, monkeypatch, steps):
+        def test_mrg_jump_equals_single_steps(self, ours, theirs, monkeypatch, steps):
             monkeypatch.setattr(ours, "_MRG_JUMP", 1)
             stepped = self.STATE.copy()
             for row in stepped:
@@ -349,18 +349,18 @@ else:
             np.testing.assert_array_equal(jumped, stepped)
             assert jumped.dtype == self.STATE.dtype
 
-        def test_jumps_add_up(self, ours):
+        def test_mrg_jumps_add_up(self, ours):
             once = ours._jump_mrg(self.STATE, 1)
             np.testing.assert_array_equal(ours._jump_mrg(ours._jump_mrg(once, 1), 1), ours._jump_mrg(self.STATE, 3))
             assert not np.any(np.all(once == self.STATE, axis=1))
 
-        def test_many_ranks_jumps_stay_within_the_period(self, ours):
+        def test_mrg_jumps_of_many_ranks_fit_the_period(self, ours):
             # About 2**185, and a stream of each random variable takes 2**134 of them.
             assert 1024 * ours._MRG_JUMP < 2**184 and ours._MRG_JUMP > 2**134 * 2**30
 
 
 @pytest.mark.skipif(NAME != "pytensor" or XLA, reason="Theano has no JAX mode")
-def test_streams_need_no_jax():
+def test_random_streams_import_no_jax():
     """The README's first command, in an environment as it makes it."""
     program = (
         "import sys; sys.modules['jax'] = None\n"

@@ -44,7 +44,7 @@ def weighted(draw):
 
 
 @given(values(FLOATS))
-def test_avg_is_the_average_of_the_values(parts):
+def test_avg_is_unweighted(parts):
     result = reduced("avg", parts)
     dtype = parts[0].dtype
     assert result.dtype == dtype and result.shape == parts[0].shape
@@ -78,24 +78,24 @@ def test_elementwise_ops_equal_numpy_and_keep_dtype(op, ufunc, parts):
 
 
 @given(values(FLOATS + INTEGERS, least_ndim=1, same_rows=False))
-def test_gather_joins_along_axis_0(parts):
+def test_gather_concatenates_along_axis_0(parts):
     result = reduced("gather", parts)
     assert result.dtype == parts[0].dtype
     np.testing.assert_array_equal(result, np.concatenate(parts))
 
 
 @given(st.lists(st.integers(-5, 5), min_size=1, max_size=5))
-def test_gathered_scalars_become_a_vector(numbers):
+def test_gather_of_scalars_is_a_vector(numbers):
     np.testing.assert_array_equal(reduced("gather", [np.int64(i) for i in numbers]), numbers)
 
 
-def test_none_keeps_the_last_value_whatever_it_is():
+def test_op_none_keeps_the_last_value():
     last = object()
     assert reduced(None, [object(), last]) is last
 
 
 @pytest.mark.parametrize("op", [name for name in REDUCTIONS if name != "gather"])
-def test_what_was_added_is_neither_changed_nor_returned(op):
+def test_reduction_neither_changes_nor_returns_its_inputs(op):
     first, second = np.full(3, 2.0), np.full(3, 5.0)
     result = reduced(op, [first, second], [1, 3])
     np.testing.assert_array_equal(first, [2.0] * 3)
@@ -105,51 +105,51 @@ def test_what_was_added_is_neither_changed_nor_returned(op):
 
 
 @pytest.mark.parametrize("op", ["avg", "mean"])
-def test_half_floats_are_summed_where_they_have_room(op):
+def test_float16_sums_do_not_overflow(op):
     # The sums are 3 and 66 times the largest number that a float16 holds.
     parts = [np.full(2, 65504, "float16")] * 3
     np.testing.assert_array_equal(reduced(op, parts, [10, 20, 36]), parts[0])
 
 
 @pytest.mark.parametrize("op", ["min", "max"])
-def test_min_and_max_pass_nan_on(op):
+def test_min_and_max_propagate_nan(op):
     assert np.isnan(reduced(op, [np.float64(1), np.float64("nan"), np.float64(2)]))
 
 
-def test_numpy_scalars_are_taken_like_arrays():
+def test_reduction_of_numpy_scalars():
     result = reduced("mean", [np.float32(1), np.float32(2)], [3, 1])
     assert result.dtype == np.float32 and result.shape == () and result == 1.25
 
 
-def test_complex_numbers_are_averaged():
+def test_avg_of_complex_numbers():
     assert reduced("avg", [np.complex64(1 + 2j), np.complex64(3)]) == np.complex64(2 + 1j)
 
 
 @pytest.mark.parametrize("op", [name for name in REDUCTIONS if name != "gather"])
-def test_values_of_different_shapes_are_refused(op):
+def test_reduction_refuses_different_shapes(op):
     with pytest.raises(ValueError, match=rf"'{op}'.*\(2,\).*\(3,\)"):
         reduced(op, [np.zeros(2), np.zeros(3)])
 
 
 @pytest.mark.parametrize("op", REDUCTIONS)
-def test_an_op_says_what_the_user_said(op):
+def test_op_keeps_the_users_spelling(op):
     plain, host = ReductionOp.parse(op, "op"), ReductionOp.parse(f"c_{op}", "op")
     assert (plain.spelling, host.spelling) == (op, f"c_{op}")
     assert (plain.on_host, host.on_host) == (False, True)
     assert host.name == op
 
 
-def test_none_is_an_op():
+def test_op_may_be_none():
     assert ReductionOp.parse(None, "op").spelling is None
 
 
 @pytest.mark.parametrize("op", ["average", "", "c_", "SUM", "c_c_sum", "None"])
-def test_an_unknown_op_is_named_with_the_known_ones(op):
+def test_op_error_lists_the_known_ops(op):
     with pytest.raises(ValueError, match=f"outputs: .*'gather'.*got {op!r}"):
         ReductionOp.parse(op, "outputs: the op of output 0")
 
 
 @pytest.mark.parametrize("op", [1, np.add, ["sum"], True])
-def test_an_op_is_a_word(op):
+def test_op_refuses_other_types(op):
     with raises(TypeError, "outputs"):
         ReductionOp.parse(op, "outputs: the op of output 0")

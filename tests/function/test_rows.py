@@ -63,14 +63,14 @@ def rows_of(length, width=2):
 
 
 @given(batches())
-def test_select_picks_what_numpy_picks(case):
+def test_select_equals_numpy_indexing(case):
     length, batch, index = case
     data = rows_of(length)
     np.testing.assert_array_equal(take_rows(data, select(batch, length)), data[index])
 
 
 @given(batches())
-def test_selection_is_a_range_or_nonnegative_int64(case):
+def test_select_returns_a_range_or_nonnegative_int64(case):
     length, batch, _ = case
     rows = select(batch, length)
     assert isinstance(rows, range) or rows.dtype == np.int64 and rows.ndim == 1
@@ -78,7 +78,7 @@ def test_selection_is_a_range_or_nonnegative_int64(case):
 
 
 @given(st.integers(0, 12), st.data())
-def test_select_refuses_an_index_beyond_the_rows(length, data):
+def test_select_refuses_out_of_range_indexes(length, data):
     wrong = data.draw(st.integers(-99, -length - 1) | st.integers(length, 99))
     right = data.draw(st.lists(st.integers(-length, length - 1), max_size=5)) if length else []
     batch = data.draw(st.permutations([*right, wrong]))
@@ -87,7 +87,7 @@ def test_select_refuses_an_index_beyond_the_rows(length, data):
 
 
 @given(st.integers(0, 12), st.integers(-99, 99))
-def test_select_refuses_more_rows_than_there_are(length, count):
+def test_select_refuses_too_many_rows(length, count):
     if 0 <= count <= length:
         assert select(count, length) == range(count)
     else:
@@ -127,21 +127,21 @@ def test_select_refuses_a_mask_of_another_length(length, mask):
         (np.array([1 << 63], np.uint64), IndexError, "batch"),
     ],
 )
-def test_select_names_what_is_wrong(batch, error, message):
+def test_select_errors(batch, error, message):
     with raises(error, message):
         select(batch, 5)
 
 
-def test_select_calls_the_argument_as_it_is_told():
+def test_select_error_names_the_argument():
     with raises(IndexError, "rows"):
         select(9, 5, "rows")
 
 
-def test_negative_range_counts_from_the_end():
+def test_select_of_a_negative_range():
     assert select(range(-2, 2), 5).tolist() == [3, 4, 0, 1]
 
 
-def test_select_takes_anything_that_numpy_reads_as_indexes():
+def test_select_accepts_numpy_index_types():
     class Indexes:
         def __len__(self):
             return 2
@@ -156,14 +156,14 @@ def test_select_takes_anything_that_numpy_reads_as_indexes():
 
 
 @given(st.integers(0, 100), st.integers(1, 9))
-def test_shares_are_numpys_array_split(count, parts):
+def test_share_equals_numpy_array_split(count, parts):
     expected = np.array_split(np.arange(count), parts)
     for part in range(parts):
         assert np.arange(count)[get_share(count, parts, part)].tolist() == expected[part].tolist()
 
 
 @given(st.integers(0, 100), st.integers(1, 9))
-def test_shares_differ_by_at_most_one_row(count, parts):
+def test_share_sizes_differ_by_at_most_one(count, parts):
     sizes = [len(range(count)[get_share(count, parts, part)]) for part in range(parts)]
     assert sum(sizes) == count
     assert sizes == sorted(sizes, reverse=True)
@@ -171,7 +171,7 @@ def test_shares_differ_by_at_most_one_row(count, parts):
 
 
 @given(batches(), st.integers(1, 5))
-def test_pieces_joined_are_the_selection(case, count):
+def test_split_parts_make_up_the_selection(case, count):
     length, batch, _ = case
     rows = select(batch, length)
     cut = list(split(rows, count))
@@ -181,7 +181,7 @@ def test_pieces_joined_are_the_selection(case, count):
 
 
 @given(batches(), st.integers(1, 4), st.integers(1, 4))
-def test_pieces_of_shares_lose_no_row(case, parts, count):
+def test_split_of_shares_covers_all_rows(case, parts, count):
     length, batch, index = case
     rows = select(batch, length)
     data = rows_of(length)
@@ -193,7 +193,7 @@ def test_pieces_of_shares_lose_no_row(case, parts, count):
 
 
 @given(batches())
-def test_lowest_and_highest(case):
+def test_min_row_and_max_row(case):
     length, batch, index = case
     rows, picked = select(batch, length), np.arange(length)[index]
     assert min_row(rows) == (picked.min() if picked.size else 0)

@@ -35,7 +35,7 @@ class Unpicklable:
         raise pickle.PicklingError("no")
 
 
-def test_the_keys_of_a_c_module_are_there_whole_while_others_are_written(tmp_path):
+def test_c_module_keys_are_written_atomically(tmp_path):
     cmodule = importlib.import_module("pytensor.link.c.cmodule" if NAME == "pytensor" else "theano.gof.cmodule")
     path = tmp_path / "key.pkl"
     data = cmodule.KeyData(set(), "hash", str(path), "entry")
@@ -51,7 +51,7 @@ def test_the_keys_of_a_c_module_are_there_whole_while_others_are_written(tmp_pat
 # -- library_of ------------------------------------------------------------------------------------------------
 
 
-def test_variables_tell_their_library():
+def test_library_of_variables():
     for variable in (T.matrix("x"), T.matrix("x").sum(), shared(1.0), T.constant(1.0)):
         assert library_of(variable) is LIBRARY
     assert library_of(T.matrix("x"), shared(1.0)) is LIBRARY
@@ -63,14 +63,14 @@ def test_only_the_imported_library_is_loaded():
 
 
 @pytest.mark.parametrize("value", [1.0, np.ones(2), "x", None, object()])
-def test_what_is_no_variable_is_refused(value):
+def test_library_of_refuses_non_variables(value):
     with pytest.raises(TypeError, match="expected a variable of PyTensor or Theano, got"):
         library_of(value)
     with pytest.raises(TypeError, match="expected a variable of PyTensor or Theano, got"):
         library_of(T.vector(), value)
 
 
-def test_no_variables_have_no_library():
+def test_library_of_no_variables():
     with pytest.raises(TypeError, match="no variable was given"):
         library_of()
 
@@ -81,7 +81,7 @@ def test_a_library_is_pickled_by_its_name():
     assert pickle.loads(pickle.dumps(LIBRARY)) is LIBRARY
 
 
-def test_who_holds_a_value_beside_its_container_is_noticed():
+def test_references_to_a_containers_value_are_detected():
     variable = shared(np.zeros(3))
     assert not LIBRARY.is_referenced(variable)
     mine = LIBRARY.get(variable)
@@ -95,7 +95,7 @@ def test_who_holds_a_value_beside_its_container_is_noticed():
 
 @pytest.mark.skipif(NAME != "theano", reason="about Theano's lists of the variables that are made")
 @pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError])
-def test_a_compilation_that_ends_early_keeps_nothing(error):
+def test_failed_compilation_leaves_nothing(error):
     from theano.compile.mode import Mode
     from theano.gof.opt import Optimizer, inherit_stack_trace
 
@@ -111,7 +111,7 @@ def test_a_compilation_that_ends_early_keeps_nothing(error):
     assert x.construction_observers == before
 
 
-def test_every_node_comes_after_those_it_depends_on():
+def test_sort_nodes_puts_dependencies_first():
     x, y = T.vectors("x", "y")
     a = x + y
     outputs = [T.exp(a) * a, T.log(a), a.sum()]
@@ -123,7 +123,7 @@ def test_every_node_comes_after_those_it_depends_on():
             assert variable.owner is None or variable.owner in nodes[:position]
 
 
-def test_a_graph_deeper_than_pythons_stack_is_walked():
+def test_sort_nodes_of_a_deep_graph():
     x = T.vector("x")
     for _ in range(5000):
         x = x + 1
@@ -160,7 +160,7 @@ def test_variables_without_a_graph_have_no_nodes():
     assert LIBRARY.sort_nodes([T.vector("x"), shared(1.0), T.constant(2.0)]) == []
 
 
-def test_shared_variables_are_found_once_wherever_they_are():
+def test_find_shareds_lists_each_variable_once():
     a, b, c = shared(1.0, "a"), shared(2.0, "b"), shared(3.0, "c")
     x = T.scalar("x")
     found = LIBRARY.find_shareds([x * a + b, (a + b) * 2, c])
@@ -169,7 +169,7 @@ def test_shared_variables_are_found_once_wherever_they_are():
 
 
 @pytest.mark.filterwarnings("ignore:Setting default_update is deprecated")
-def test_shared_variables_in_default_updates_are_found():
+def test_find_shareds_in_default_updates():
     step, count = shared(1.0, "step"), shared(0.0, "count")
     count.default_update = count + step * 2
     for variables in ([count], [count * 3]):
@@ -178,20 +178,20 @@ def test_shared_variables_in_default_updates_are_found():
 
 
 @pytest.mark.filterwarnings("ignore:Setting default_update is deprecated")
-def test_a_shared_variable_that_is_a_default_update_is_found():
+def test_find_shareds_that_is_a_default_update():
     first, second = shared(1.0, "first"), shared(2.0, "second")
     first.default_update, second.default_update = second, first
     assert LIBRARY.find_shareds([first + 1]) == [first, second]
 
 
 @pytest.mark.filterwarnings("ignore:Setting default_update is deprecated")
-def test_default_updates_that_lead_in_a_circle_are_walked_once():
+def test_find_shareds_in_cyclic_default_updates():
     a, b = shared(1.0, "a"), shared(2.0, "b")
     a.default_update, b.default_update = a + b, b - a
     assert {variable.name for variable in LIBRARY.find_shareds([a])} == {"a", "b"}
 
 
-def test_shared_variables_outside_a_scan_are_found():
+def test_find_shareds_of_a_scan():
     w = shared(2.0, "w")
     x = T.dscalar("x")
     package = LIBRARY.package
@@ -202,7 +202,7 @@ def test_shared_variables_outside_a_scan_are_found():
     assert w in LIBRARY.find_shareds([powers])
 
 
-def test_a_clone_has_its_variables_replaced():
+def test_clone_replaces_variables():
     s, x = shared(np.arange(4.0), "s"), T.dscalar("x")
     (clone,) = LIBRARY.clone([s.sum() * x], {s: s[1:3]})
     assert LIBRARY.function([x], clone)(2.0) == 6
@@ -211,7 +211,7 @@ def test_a_clone_has_its_variables_replaced():
 # -- values ----------------------------------------------------------------------------------------------------
 
 
-def test_the_containers_own_array_is_read_and_written():
+def test_container_array_is_read_and_written():
     value = np.arange(3.0)
     s = shared(value, "s")
     held = LIBRARY.get(s)
@@ -221,13 +221,13 @@ def test_the_containers_own_array_is_read_and_written():
     assert LIBRARY.get(s) is value
 
 
-def test_a_value_of_the_wrong_type_is_not_put():
+def test_container_refuses_values_of_another_type():
     s = shared(np.arange(3.0), "s")
     with pytest.raises(TypeError):
         LIBRARY.put(s, np.zeros((2, 2)))
 
 
-def test_lengths_that_a_type_fixes_are_told():
+def test_static_lengths_of_a_type():
     assert LIBRARY.get_fixed_shape(T.matrix()) == (None, None)
     assert LIBRARY.get_fixed_shape(T.row()) == (1, None)
     assert LIBRARY.get_fixed_shape(T.scalar()) == ()
@@ -235,7 +235,7 @@ def test_lengths_that_a_type_fixes_are_told():
     assert LIBRARY.can_hold(s, (5, 0)) and not LIBRARY.can_hold(s, (5,))
 
 
-def test_inputs_are_cast_where_the_library_casts_them():
+def test_inputs_are_cast_like_the_library():
     entry = LIBRARY.describe_input(T.fvector("x"))
     assert entry.name == "x" and not entry.mutable
     filtered = LIBRARY.filter(entry.variable.type, [1, 2])
@@ -249,7 +249,7 @@ def test_inputs_are_cast_where_the_library_casts_them():
     )
 
 
-def test_generators_are_told_from_arrays():
+def test_generators_are_distinguished_from_arrays():
     assert not LIBRARY.is_generator(shared(np.ones(3)))
     if NAME == "pytensor":
         assert LIBRARY.is_generator(shared(np.random.default_rng(1)))
@@ -287,7 +287,7 @@ def mirror():
     return Mirror.get(ranks.session())
 
 
-def test_there_is_one_mirror_a_session(fork):
+def test_mirror_is_unique_in_a_session(fork):
     fork(2)
     first = mirror()
     assert mirror() is first
@@ -297,7 +297,7 @@ def test_there_is_one_mirror_a_session(fork):
 
 
 @pytest.mark.parametrize("n", [1, 3])
-def test_a_shared_variable_has_one_key_on_all_ranks(fork, n):
+def test_mirror_gives_a_shared_variable_one_key(fork, n):
     fork(n)
     a, b = shared(np.arange(2.0), "a"), shared(np.arange(3.0), "b")
     assert mirror().get_key(a) is None
@@ -312,7 +312,7 @@ def test_a_shared_variable_has_one_key_on_all_ranks(fork, n):
     assert ranks.session().run(Keys()) == [sorted([*keys, mirror().get_key(c)])] * n
 
 
-def test_graphs_sent_later_refer_to_the_same_copy(fork):
+def test_mirror_shares_variables_between_graphs(fork):
     fork(2)
     w = shared(1.0, "w")
     f = synk.function([], (w, "gather"), updates=[(w, w + 1)])
@@ -324,7 +324,7 @@ def test_graphs_sent_later_refer_to_the_same_copy(fork):
     assert len(ranks.session().run(Keys())[1]) == 1
 
 
-def test_a_shared_variable_dropped_in_the_master_is_dropped_by_the_workers(fork):
+def test_mirror_drops_collected_shared_variables(fork):
     fork(2)
     w, v = shared(np.ones(1000), "w"), shared(1.0, "v")
     f = synk.function([], ((w * v).sum(), "sum"))
@@ -339,7 +339,7 @@ def test_a_shared_variable_dropped_in_the_master_is_dropped_by_the_workers(fork)
     np.testing.assert_array_equal(g(), [1, 1])
 
 
-def test_a_shared_variable_that_a_function_uses_is_kept(fork):
+def test_mirror_keeps_shared_variables_in_use(fork):
     fork(2)
     w = shared(2.0, "w")
     f = synk.function([], (w * 2, "gather"))
@@ -350,7 +350,7 @@ def test_a_shared_variable_that_a_function_uses_is_kept(fork):
     np.testing.assert_array_equal(f(), [4, 4])
 
 
-def test_the_mirror_keeps_nothing_alive(fork):
+def test_mirror_keeps_nothing_alive(fork):
     import weakref
 
     fork(2)
@@ -362,7 +362,7 @@ def test_the_mirror_keeps_nothing_alive(fork):
     assert reference() is None
 
 
-def test_values_travel_as_they_are(fork):
+def test_mirror_sends_values_unchanged(fork):
     fork(2)
     values = [
         np.arange(6.0).reshape(2, 3),
@@ -380,7 +380,7 @@ def test_values_travel_as_they_are(fork):
     assert described[1] == described[0] == [(f"s{i}", value.tolist()) for i, value in enumerate(values)]
 
 
-def test_a_workers_copy_is_its_own(fork):
+def test_mirror_copies_are_independent(fork):
     fork(2)
     value = np.arange(3.0)
     w = shared(value, "w", borrow=True)
@@ -390,7 +390,7 @@ def test_a_workers_copy_is_its_own(fork):
     np.testing.assert_array_equal(f()[3:], [0, 1, 2])
 
 
-def test_nothing_is_kept_of_what_could_not_be_sent(fork):
+def test_mirror_forgets_failed_sends(fork):
     fork(2)
     w = shared(1.0, "w")
     with pytest.raises(TypeError, match="pickle"):

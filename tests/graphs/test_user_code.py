@@ -67,7 +67,7 @@ def ones(f, n=5):
     return f(np.ones(n)).tolist()
 
 
-def test_a_module_that_was_reloaded(fork, write):
+def test_user_code_of_a_reloaded_module(fork, write):
     module = importlib.import_module(write(scale=2.0))
     fork(3)
     old = scaling(module.Scale())
@@ -79,7 +79,7 @@ def test_a_module_that_was_reloaded(fork, write):
     assert ones(old) == [30.0] * 5
 
 
-def test_a_variable_of_the_module_that_has_changed(fork, write):
+def test_user_code_with_a_changed_global(fork, write):
     module = importlib.import_module(write())
     fork(2)
     f = scaling(module.Scale())
@@ -91,7 +91,7 @@ def test_a_variable_of_the_module_that_has_changed(fork, write):
     assert ones(scaling(module.Scale())) == [6.0] * 5
 
 
-def test_a_method_that_was_replaced(fork, write):
+def test_user_code_with_a_replaced_method(fork, write):
     module = importlib.import_module(write())
     fork(2)
     f = scaling(module.Scale())
@@ -104,7 +104,7 @@ def test_a_method_that_was_replaced(fork, write):
     assert ones(f) == [-1.0] * 5
 
 
-def test_a_class_defined_again_under_its_name(fork):
+def test_user_code_with_a_redefined_class(fork):
     def define(factor):
         class Again(Op):
             def make_node(self, x):
@@ -129,13 +129,13 @@ def test_a_class_defined_again_under_its_name(fork):
         del sys.modules[__name__].Again
 
 
-def test_an_operation_from_a_folder_that_workers_do_not_know(fork, write):
+def test_user_op_from_an_unknown_folder(fork, write):
     fork(2)
     module = importlib.import_module(write(factor=5.0))
     assert ones(scaling(module.Scale())) == [10.0] * 5
 
 
-def test_an_operation_defined_in_a_function(fork):
+def test_user_op_defined_in_a_function(fork):
     class Negative(Op):
         def make_node(self, x):
             return Apply(self, [x], [x.type()])
@@ -147,7 +147,7 @@ def test_an_operation_defined_in_a_function(fork):
     assert ones(scaling(Negative())) == [-1.0] * 5
 
 
-def test_code_that_did_not_change_is_sent_once(fork, write, monkeypatch):
+def test_unchanged_user_code_is_sent_once(fork, write, monkeypatch):
     module = importlib.import_module(write(tail="def unused():\n    return FACTOR\n"))
     fork(2)
     f = scaling(module.Scale())
@@ -161,7 +161,7 @@ def test_code_that_did_not_change_is_sent_once(fork, write, monkeypatch):
     assert not sent
 
 
-def test_what_the_code_counts_is_its_own_business(fork, write):
+def test_state_of_user_code_is_not_compared(fork, write):
     module = importlib.import_module(
         write(
             tail="""
@@ -180,7 +180,7 @@ def test_what_the_code_counts_is_its_own_business(fork, write):
     assert [ones(f, 2) for _ in range(3)] == [[2.0, 2.0], [3.0, 3.0], [4.0, 4.0]]
 
 
-def test_digests_tell_code_apart(write):
+def test_digest_distinguishes_code(write):
     name = write()
     module = importlib.import_module(name)
     code = UserCode()
@@ -202,12 +202,12 @@ def test_digests_tell_code_apart(write):
     assert compute_digest(module.Scale) != before
 
 
-def test_installed_code_is_not_the_users():
+def test_installed_code_is_not_user_code():
     assert is_user_module(__name__)
     assert not any(is_user_module(name) for name in ("json", "numpy", NAME, "synkhronos.data", "no_such_module", None))
 
 
-def test_what_is_installed_elsewhere_is_not_the_users(monkeypatch, tmp_path):
+def test_code_installed_elsewhere_is_not_user_code(monkeypatch, tmp_path):
     # It would be read whole for each function, and may differ by rank.
     def ask(name, file):
         made = types.ModuleType(name)

@@ -40,7 +40,7 @@ SHAPES = [["a:3", "b:1"], ["a:1", "b:1", "c:1", "d:1"], ["a:2", "b:2"]]
 @pytest.mark.parametrize(
     "program", ["train", *(pytest.param(name, marks=pytest.mark.any_library) for name in ("collectives", "trainer"))]
 )
-def test_the_same_bits_as_on_one_host(program):
+def test_hosts_compute_the_same_bits_as_one_host(program):
     if program == "trainer":
         pytest.importorskip("safetensors")
     print("hosts are simulated" if are_simulated() else "no namespaces here: one machine pretends to be several")
@@ -53,7 +53,7 @@ def test_the_same_bits_as_on_one_host(program):
 
 @pytest.mark.hosts
 @pytest.mark.any_library
-def test_the_trainer_under_such_rules():
+def test_trainer_rules_on_two_hosts():
     pytest.importorskip("safetensors")
     assert run(SHAPES[-1], "apart") == "right\n"
 
@@ -66,7 +66,7 @@ def test_functions_on_two_hosts():
 @pytest.mark.hosts
 @pytest.mark.parametrize(("named", "kind"), [(SHAPES[-1], "simulated"), (SHAPES[0], "pretended")], ids=str)
 @pytest.mark.any_library
-def test_rules_by_which_ranks_exchange_one_by_one(named, kind, monkeypatch):
+def test_asynchronous_rules_on_two_hosts(named, kind, monkeypatch):
     if kind == "pretended":
         if not made.can_pretend():
             pytest.skip("this mpirun does not take one machine for several")
@@ -76,13 +76,13 @@ def test_rules_by_which_ranks_exchange_one_by_one(named, kind, monkeypatch):
 
 @pytest.mark.hosts
 @pytest.mark.any_library
-def test_locks_of_three_hosts():
+def test_locks_on_three_hosts():
     assert run(["a:1", "b:2", "c:1"], "locks") == "right\n"
 
 
 @pytest.mark.hosts
 @pytest.mark.any_library
-def test_programs_at_their_own_pace():
+def test_run_programs_on_two_hosts():
     for hosts, sums in ((["a:1", "b:2", "c:1"], [2, 4, 2, 4]), (["a:2", "b:1"], [2, 1, 2])):
         line = str([(r, float(each)) for r, each in enumerate(sums)]).replace(")", "").replace("(", "")
         said = run(hosts, "tasks").replace("np.float64(", "").replace(")", "").replace("(", "").splitlines()
@@ -92,7 +92,7 @@ def test_programs_at_their_own_pace():
 @pytest.mark.hosts
 @pytest.mark.skipif(not are_simulated(), reason="pretended hosts have all files")
 @pytest.mark.any_library
-def test_files_are_mapped_on_each_host(tmp_path):
+def test_data_file_is_mapped_on_each_host(tmp_path):
     # A file that one host lacks ends the ranks: no program follows.
     assert run(["a:2", "b:1"], "files", tmp_path / "x.npy", "/dev/shm/x.npy") == "told\n"
 
@@ -100,7 +100,7 @@ def test_files_are_mapped_on_each_host(tmp_path):
 @pytest.mark.hosts
 @pytest.mark.skipif(not are_simulated(), reason="pretended hosts all have this one's name")
 @pytest.mark.any_library
-def test_a_script_that_mpirun_starts_on_all_hosts():
+def test_script_started_by_mpirun_on_all_hosts():
     done = launch(["a:1", "b:1"], "launched")
     assert done.returncode == 0, done.stdout + done.stderr
     ranks, total, again = done.stdout.splitlines()
@@ -110,7 +110,7 @@ def test_a_script_that_mpirun_starts_on_all_hosts():
 
 @pytest.mark.hosts
 @pytest.mark.any_library
-def test_two_processes_on_a_host_are_refused():
+def test_fork_refuses_two_processes_on_a_host():
     done = launch(["a:2", "b:1"], "launched")
     assert done.returncode != 0
     assert "processes on" in done.stderr and "--map-by ppr:1:node" in done.stderr
@@ -129,14 +129,14 @@ def test_two_processes_on_a_host_are_refused():
         ("all", ValueError, "in none"),
     ],
 )
-def test_wrong_hosts(hosts, error, words, monkeypatch):
+def test_fork_refuses_wrong_hosts(hosts, error, words, monkeypatch):
     for name in ("SLURM_JOB_NODELIST", "PBS_NODEFILE", "LSB_MCPU_HOSTS"):
         monkeypatch.delenv(name, raising=False)
     with pytest.raises(error, match=words):
         parse_hosts(hosts)
 
 
-def test_without_mpirun(monkeypatch):
+def test_fork_on_hosts_needs_mpirun(monkeypatch):
     with monkeypatch.context() as patched:
         patched.setattr(sys, "executable", "/nowhere/python")
         patched.setenv("PATH", "/nowhere")
@@ -146,7 +146,7 @@ def test_without_mpirun(monkeypatch):
     synk.close()
 
 
-def test_one_host_needs_no_mpirun(monkeypatch):
+def test_fork_on_one_host_needs_no_mpirun(monkeypatch):
     with monkeypatch.context() as patched:
         patched.setattr(sys, "executable", "/nowhere/python")
         patched.setenv("PATH", "/nowhere")
@@ -156,7 +156,7 @@ def test_one_host_needs_no_mpirun(monkeypatch):
     synk.close()
 
 
-def test_processes_that_mpi_does_not_connect_are_refused(monkeypatch):
+def test_fork_refuses_processes_without_mpi(monkeypatch):
     said = [{"name": "a", "cores": 2, "gpus": 0, "machine": 2, "versions": {"Python": "3.11"}}]
     for name in ("PMI_RANK", "OMPI_COMM_WORLD_RANK"):
         monkeypatch.delenv(name, raising=False)
@@ -169,7 +169,7 @@ def test_processes_that_mpi_does_not_connect_are_refused(monkeypatch):
         synk.fork(use_gpu=False)
 
 
-def test_what_mpirun_leaves_behind_holds_up_nobody(monkeypatch):
+def test_leftovers_of_mpirun_do_not_block(monkeypatch):
     leaves = ["sh", "-c", "sleep 20 & echo no route to host b >&2; exit 255"]
     monkeypatch.setattr(mpirun, "mpirun_command", lambda names, address: leaves)
     began = time.monotonic()
@@ -178,7 +178,7 @@ def test_what_mpirun_leaves_behind_holds_up_nobody(monkeypatch):
     assert time.monotonic() - began < 10
 
 
-def test_what_an_agent_says_comes_without_what_mpirun_says_besides(monkeypatch):
+def test_agent_messages_are_separated_from_mpirun_output(monkeypatch):
     reason = "the first host has to be the machine that calls fork(), and a is not"
     said = f"Traceback:\n  in _connect\nRuntimeError: {reason}\n[proxy:1@b] main (pmip.c:123): demux engine error"
     monkeypatch.setattr(mpirun, "mpirun_command", lambda names, address: ["sh", "-c", f"echo '{said}' >&2; exit 7"])
@@ -216,7 +216,7 @@ def started(press):
 
 @pytest.mark.faults
 @pytest.mark.any_library
-def test_ctrl_c_at_any_moment_leaves_no_mpirun(monkeypatch):
+def test_interrupt_at_any_moment_leaves_no_mpirun(monkeypatch):
     made.end()  # those are children of this process, too
     said = [{"name": name, "cores": 1, "gpus": 0, "machine": 1, "versions": {}} for name in "ab"]
     monkeypatch.setattr(mpirun, "mpirun_command", lambda names, address: ["sleep", "60"])
@@ -227,7 +227,7 @@ def test_ctrl_c_at_any_moment_leaves_no_mpirun(monkeypatch):
         assert children_of(os.getpid()) == [], press
 
 
-def test_a_process_that_is_bound_to_a_core_is_warned_of_where_it_calls_fork(monkeypatch):
+def test_fork_warns_of_a_process_bound_to_a_core(monkeypatch):
     versions = iter([{"Python": "3.11"}, {"Python": "3.12"}])
     said = [{"name": each, "cores": 1, "gpus": 0, "machine": 4, "versions": next(versions)} for each in "ab"]
     monkeypatch.setattr(processes, "find_launch", lambda: (0, 2))
@@ -242,7 +242,7 @@ def test_a_process_that_is_bound_to_a_core_is_warned_of_where_it_calls_fork(monk
     assert {each.filename for each in found} == {__file__}
 
 
-def test_an_mpirun_of_another_mpi_than_mpi4py_s_is_refused(monkeypatch):
+def test_fork_refuses_an_mpirun_of_another_mpi(monkeypatch):
     made.end()  # those are children of this process, too
     monkeypatch.setattr(mpirun, "mpirun_command", lambda names, address: ["sleep", "60"])
     monkeypatch.setattr(mpirun, "find_mpirun", lambda: "/opt/mpi/bin/mpirun")
@@ -253,7 +253,7 @@ def test_an_mpirun_of_another_mpi_than_mpi4py_s_is_refused(monkeypatch):
     assert children_of(os.getpid()) == []
 
 
-def test_frames_have_no_more_memory_than_they_need():
+def test_frames_allocate_no_extra_memory():
     control = Control(3, 0.0, here=range(2), extra=PipeLayout.nbytes(2))
     frame = PipeLayout(control).frame(3, FRAMES - 1)
     assert len(frame) == FRAME
@@ -261,7 +261,7 @@ def test_frames_have_no_more_memory_than_they_need():
     assert control.extra[-1] == 1
 
 
-def test_ranks_elsewhere_take_little_control_memory():
+def test_remote_ranks_take_little_control_memory():
     few, many = (Control.create(size, 2) for size in (3, 103))
     with few, many:
         few_bytes, many_bytes = (512 * os.fstat(file.fileno()).st_blocks for file in (few, many))
@@ -279,7 +279,7 @@ def test_ranks_elsewhere_take_little_control_memory():
         assert not any(controls[1].done)
 
 
-def test_hosts_that_nobody_knows(monkeypatch, tmp_path):
+def test_fork_refuses_unknown_hosts(monkeypatch, tmp_path):
     began = time.monotonic()
     with pytest.raises(RuntimeError, match=r"localhost, nowhere\.invalid could not .* no address of nowhere\.invalid$"):
         _check_names(["localhost", "nowhere.invalid"])
@@ -290,7 +290,7 @@ def test_hosts_that_nobody_knows(monkeypatch, tmp_path):
     _check_names(["nowhere.invalid"])
 
 
-def test_what_mpirun_says_tells_which_host_is_lost():
+def test_mpirun_output_names_the_lost_host():
     known_as = [("a", "node-a"), ("b", "node-b"), ("c", "node-c")]
     assert find_lost_hosts("=   PID 10 RUNNING AT node-b\n=   EXIT CODE: 9", known_as) == [1]
     assert find_lost_hosts("=   PID 10 RUNNING AT node-b\n=   EXIT CODE: 11\n=   CLEANING", known_as) == [0, 2]
@@ -304,7 +304,7 @@ def test_what_mpirun_says_tells_which_host_is_lost():
 
 
 @pytest.mark.parametrize(("error", "number"), [("mpi4py.MPI.Exception(1)", 12), ("OSError(1)", 9)])
-def test_an_agent_that_fails_ends_by_a_signal_that_says_whether_mpi_did(error, number):
+def test_agent_exit_signal_tells_whether_mpi_failed(error, number):
     pytest.importorskip("mpi4py")
     (python, _, code) = mpirun.agent_command("somewhere")
     raises = (
@@ -315,7 +315,7 @@ def test_an_agent_that_fails_ends_by_a_signal_that_says_whether_mpi_did(error, n
     assert error.split("(")[0].split(".")[-1] in done.stderr
 
 
-def test_hosts_of_the_environment_and_of_allocations(monkeypatch, tmp_path):
+def test_hosts_from_environment_and_allocations(monkeypatch, tmp_path):
     monkeypatch.delenv("SLURM_JOB_NODELIST", raising=False)
     monkeypatch.delenv("SYNKHRONOS_HOSTS", raising=False)
     assert parse_hosts(None) == parse_hosts([]) == []
@@ -342,7 +342,7 @@ def test_hosts_of_the_environment_and_of_allocations(monkeypatch, tmp_path):
             assert parse_hosts("all") == parse_hosts(None) == [(name, None) for name in names]
 
 
-def test_mpirun_in_a_step_of_slurm_has_what_the_job_has(monkeypatch):
+def test_mpirun_in_a_slurm_step_uses_the_jobs_allocation(monkeypatch):
     # As srun --nodes=1 --ntasks=1 --mpi=pmix, or pmi2, says it in a job of two hosts.
     of_step = {"SLURM_NODELIST": "a", "SLURM_TASKS_PER_NODE": "1", "SLURM_MPI_TYPE": "pmix", "SLURM_STEP_ID": "0"}
     of_mpi = {"PMIX_NAMESPACE": "slurm.pmix.5.0", "PMIX_SECURITY_MODE": "munge,native", "PMI_RANK": "0", "PMI_FD": "11"}
@@ -367,7 +367,7 @@ ROWS = st.one_of(
 
 @settings(max_examples=150, deadline=None)
 @given(st.data())
-def test_other_hosts_have_what_they_read(data):
+def test_pull_sends_read_data_to_other_hosts(data):
     """Whatever is written, and whatever is read: a host that gets the pages it lacks has the rows as they are."""
     row = data.draw(st.sampled_from([1, 8, 100, 5000, 12288]))
     memory = {1: np.zeros(60 * row, np.uint8), 2: np.zeros(60 * 8, np.uint8)}
@@ -395,7 +395,7 @@ def test_other_hosts_have_what_they_read(data):
         assert contents.take_missing(needed) == [{}, {}]  # nothing goes twice
 
 
-def test_an_agent_that_sends_for_long_hears_the_others_before_it_judges():
+def test_agent_reads_messages_before_it_decides():
     class Sending:
         """Mail of which three looks are needed until it has gone, and to which another host speaks all the time."""
 
@@ -416,7 +416,7 @@ def test_an_agent_that_sends_for_long_hears_the_others_before_it_judges():
     assert len(silences) == 3 and max(silences) < 60, silences
 
 
-def test_what_comes_for_a_task_waits_until_its_host_has_heard_of_it():
+def test_early_messages_of_a_task_are_queued():
     taken = []
     bridge = SimpleNamespace(
         update_channel=lambda *part: taken.append(part),
@@ -438,7 +438,7 @@ def test_what_comes_for_a_task_waits_until_its_host_has_heard_of_it():
     assert not agent.is_waited_for
 
 
-def test_an_agent_says_what_it_has_no_room_for(monkeypatch):
+def test_agent_reports_missing_memory(monkeypatch):
     def unmapped(key, fd, nbytes, is_file):
         raise MemoryError(f"{nbytes} bytes of shared memory can't be mapped")
 
@@ -451,7 +451,7 @@ def test_an_agent_says_what_it_has_no_room_for(monkeypatch):
     assert agent._segments == {}
 
 
-def test_the_pages_of_a_long_run_are_known_at_once():
+def test_page_ranges_of_a_long_run():
     rows = 1 << 40
     memory = {1: np.broadcast_to(np.uint8(0), rows)}
     for each in ((rows - 2 * PAGE, rows, 1), (rows - 1, rows - 2 * PAGE - 1, -1)):
@@ -464,7 +464,7 @@ def test_the_pages_of_a_long_run_are_known_at_once():
     assert time.process_time() - began < 1
 
 
-def test_pages_of_memory_that_ends_within_one():
+def test_page_ranges_of_a_partial_page():
     memory = np.arange(2 * PAGE + 5, dtype=np.uint64).astype(np.uint8)
     copy = np.zeros_like(memory)
     for pages in ([0, 2], [1]):

@@ -94,7 +94,7 @@ def check_error(told, moment, limit=PROMPT, error="WorkerError", rank=None, word
 # -- the ranks live on -----------------------------------------------------------------------------------------
 
 
-def test_exceptions_and_interrupts(hosts):
+def test_exceptions_and_interrupts_on_hosts(hosts):
     with hosts as tree:
         fork(hosts, tree)
         for place in PLACES[1:]:
@@ -132,7 +132,7 @@ KILLED = {
 
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("who", KILLED)
-def test_a_process_is_killed(hosts, who, place):
+def test_killed_process_on_a_host_is_named(hosts, who, place):
     kind, number, rank, words = KILLED[who]
     with hosts as tree:
         pids = fork(hosts, tree)[kind]
@@ -148,7 +148,7 @@ def test_a_process_is_killed(hosts, who, place):
         tree.nothing_left()
 
 
-def test_a_rank_dies_with_a_lock_for_which_another_host_s_stands_in_line(hosts):
+def test_death_of_a_lock_holder_with_a_remote_waiter(hosts):
     with hosts as tree:
         pids = fork(hosts, tree)["ranks"]
         go_to(tree, "lock", on=[1])
@@ -162,7 +162,7 @@ def test_a_rank_dies_with_a_lock_for_which_another_host_s_stands_in_line(hosts):
 @needs_namespaces
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("fault", ["kill", "unplug", "freeze"])
-def test_a_host_is_lost(hosts, fault, place):
+def test_lost_host_is_named(hosts, fault, place):
     with hosts as tree:
         settings = {} if fault == "kill" else {"host_timeout": SILENCE}
         fork(hosts, tree, **settings)
@@ -185,7 +185,7 @@ def test_a_host_is_lost(hosts, fault, place):
 
 
 @needs_namespaces
-def test_memory_is_full(hosts):
+def test_full_memory_on_a_host(hosts):
     with hosts as tree:
         fork(hosts, tree)
         full, moment = tree.fill(hosts.other), time.monotonic()
@@ -216,7 +216,7 @@ def test_memory_is_full(hosts):
         ("mpi4py", "mpi4py/__init__.py", "raise ModuleNotFoundError('no mpi4py')", ["a, HOST", "no mpi4py"]),
     ],
 )
-def test_another_host_has_other_packages(hosts, tmp_path, package, file, content, words):
+def test_hosts_with_different_packages_are_refused(hosts, tmp_path, package, file, content, words):
     (file,) = (f.locate() for f in distribution(package).files if str(f).endswith(file))
     (tmp_path / "other").write_text(content)
     with hosts as tree:
@@ -245,7 +245,7 @@ def test_wrong_hosts_are_named(hosts, named, words):
         tree.do("close")
 
 
-def test_an_agent_has_no_shared_memory_that_a_kill_in_its_start_would_leave(hosts):
+def test_killed_agent_leaves_no_shared_memory(hosts):
     with hosts as tree:
         for agent in fork(hosts, tree)["agents"]:
             found = re.findall(r"ucx_shm\S+|SYSV\S+", Path(f"/proc/{agent}/maps").read_text())
@@ -266,7 +266,7 @@ def test_nothing_outlives_the_master(hosts, place):
         tree.nothing_left(is_fresh=True)
 
 
-def test_the_master_leaves(hosts):
+def test_exit_of_the_master_ends_hosts(hosts):
     with hosts as tree:
         fork(hosts, tree)
         tree.order("exit")
@@ -285,7 +285,7 @@ def test_the_master_leaves(hosts):
 # -- at rest ---------------------------------------------------------------------------------------------------
 
 
-def test_idle_processes_use_no_cores(hosts):
+def test_idle_hosts_use_no_cores(hosts):
     with hosts as tree:
         found = fork(hosts, tree)
         check_works(tree)

@@ -25,7 +25,7 @@ def run(hosts, program):
 @pytest.mark.hosts
 @of_jax
 @pytest.mark.parametrize("program", ["train", "collectives", "groups"])
-def test_the_same_as_on_one_host(program):
+def test_gpus_on_hosts_compute_the_same_as_on_one_host(program):
     expected = run(["a:2"], program)
     assert len(expected) == {"train": 1, "collectives": 12, "groups": 2}[program]
     assert run(TWO, program) == expected
@@ -34,7 +34,7 @@ def test_the_same_as_on_one_host(program):
 @pytest.mark.hosts
 @of_jax
 @pytest.mark.skipif(not are_simulated(), reason="pretended hosts share /dev/shm")
-def test_of_parts_each_host_locks_its_own_pages_alone():
+def test_data_parts_locks_only_local_pages():
     sums, used = run(TWO, "parts")
     assert sums == "1.0 1.0 1.0"
     assert 15 <= int(used) <= 18, used  # half of 32 MB
@@ -43,7 +43,7 @@ def test_of_parts_each_host_locks_its_own_pages_alone():
 @pytest.mark.hosts
 @of_jax
 @pytest.mark.skipif(not are_simulated(), reason="pretended hosts have one loopback")
-def test_who_can_t_connect_hears_which_interface_nccl_took():
+def test_nccl_connection_error_names_the_interface():
     (line,) = run(TWO, "interface")
     assert line.startswith(
         "rank 1 on host b raised RuntimeError: NCCL did not connect the ranks' GPUs: RuntimeError: ncclSystemError. "
@@ -55,14 +55,14 @@ def test_who_can_t_connect_hears_which_interface_nccl_took():
 
 @pytest.mark.hosts
 @of_jax
-def test_a_rank_that_fails_in_a_collective_or_dies_there():
+def test_failure_or_death_in_a_collective_on_hosts():
     heard, size = run(["a:1", "b:2"], "faults")
     assert (heard, size) == ("rank 2 on host b was heard of True", "3")
 
 
 @pytest.mark.hosts
 @of_jax
-def test_more_ranks_than_gpus_are_refused():
+def test_fork_on_hosts_refuses_more_ranks_than_gpus():
     assert run(["a", "b"], "refused") == [
         "hosts: b has 2 GPUs, and 3 ranks there need one each: pass use_gpu=False, or in a session "
         "devices = 'cpu', to compute on CPU cores",
@@ -86,7 +86,7 @@ def train(hosts, folder, *arguments, status=0, **variables):
 @pytest.mark.hosts
 @of_jax
 @pytest.mark.parametrize("rule", ["BSP", "EASGD"])
-def test_a_session_of_the_launcher(tmp_path, rule):
+def test_launcher_session_on_hosts_with_gpus(tmp_path, rule):
     rule = f"--set=rule='{rule}'"
     said = train(["a:1", "b:1"], tmp_path / "hosts", rule, "--hosts=a:1,b:1")
     assert said[0].startswith("ranks on hosts a:1, b:1; ")
@@ -101,7 +101,7 @@ def test_a_session_of_the_launcher(tmp_path, rule):
 
 @pytest.mark.hosts
 @of_jax
-def test_a_session_takes_all_gpus_of_each_host_or_cores_if_told_to(tmp_path):
+def test_launcher_takes_all_gpus_of_each_host(tmp_path):
     said = train(["a", "b"], tmp_path / "gpus", "--hosts=a,b")
     assert said[0].startswith("ranks on hosts a:2, b; ")
     where = [(tmp_path / "gpus" / f"rank-{rank}.log").read_text().splitlines()[0] for rank in range(4)]
@@ -121,13 +121,13 @@ def test_a_session_takes_all_gpus_of_each_host_or_cores_if_told_to(tmp_path):
 
 @pytest.mark.hosts
 @pytest.mark.skipif(NAME != "theano", reason="pygpu's arrays are Theano's")
-def test_theano_s_arrays_are_combined_on_two_hosts():
+def test_all_reduce_of_theano_gpu_arrays_on_hosts():
     expected = ["sum (3.0, 2997.0)", "max (2.0, 1998.0)", "[7.0, 8.0, 15.0] [8.0, 7.0, 15.0]"]
     assert run(TWO, "theano") == expected
 
 
 @pytest.mark.any_library
-def test_a_host_without_pygpu_is_refused_before_any_rank_starts(monkeypatch):
+def test_fork_refuses_hosts_without_pygpu(monkeypatch):
     found = agent._find_versions()
     assert "pygpu" not in found
     monkeypatch.syspath_prepend(GPUS / "pretended")

@@ -45,7 +45,7 @@ def traces(folder):
 
 
 @pytest.mark.parametrize("rule", ["BSP", "EASGD", "GOSGD"])
-def test_a_class_of_theano_mpi_trains(tmp_path, rule):
+def test_launch_trains_a_theano_mpi_class(tmp_path, rule):
     options = {"EASGD": {"rule_options__period": 3}, "GOSGD": {"rule_options__probability": 0.5}}.get(rule, {})
     folder = tmp_path / "run"
     train(folder, "Traced", every=4, rule=rule, config__trace=f"'{tmp_path}'", **options)
@@ -66,7 +66,7 @@ def test_a_class_of_theano_mpi_trains(tmp_path, rule):
     assert [array.shape for array in np.load(folder / "params.npz").values()] == [(5, 8), (8,), (8, 2)]
 
 
-def test_the_launcher_does_not_initialise_mpi_and_a_class_may(tmp_path, monkeypatch):
+def test_launch_leaves_mpi_initialization_to_the_class(tmp_path, monkeypatch):
     pytest.importorskip("mpi4py")
     monkeypatch.setitem(ENVIRONMENT, "MPI4PY_RC_INITIALIZE", "1")  # mpi4py's default, which the tests turn off
     train(tmp_path, "UsesMpi", epochs=1)
@@ -74,7 +74,7 @@ def test_the_launcher_does_not_initialise_mpi_and_a_class_may(tmp_path, monkeypa
         assert "imported before: False size: 1 sum: 3" in (tmp_path / f"rank-{rank}.log").read_text()
 
 
-def test_a_run_records_a_timeline(tmp_path):
+def test_launch_records_a_timeline(tmp_path):
     train(tmp_path, epochs=1, timeline="true")
     spans = [e for e in json.loads((tmp_path / "timeline.json").read_text())["traceEvents"] if e["ph"] == "X"]
     for rank in (0, 1):
@@ -82,7 +82,7 @@ def test_a_run_records_a_timeline(tmp_path):
     assert "critical path" in run("show", str(tmp_path / "timeline.json")).stdout
 
 
-def test_both_examples_of_the_seed(tmp_path):
+def test_launch_runs_the_seed_examples(tmp_path):
     (tmp_path / "launch_session.cfg").write_text(
         "# launch_session.cfg\nRULE=BSP\nMODELFILE=launch_models.mlp\nMODELCLASS=MLP\nDEVICES=cpu,cpu\n"
     )
@@ -113,7 +113,7 @@ def test_both_examples_of_the_seed(tmp_path):
 
 
 @pytest.mark.any_library
-def test_a_run_folder_says_what_ran(tmp_path):
+def test_run_folder_describes_the_run(tmp_path):
     done = train(tmp_path / "run", "MLP", epochs=1, seed=4)
     assert done.stdout.startswith("2 ranks on cpu, cpu; ")
     settings = json.loads((tmp_path / "run" / "settings.json").read_text())
@@ -130,7 +130,7 @@ def test_a_run_folder_says_what_ran(tmp_path):
 
 @pytest.mark.any_library
 @pytest.mark.parametrize("rule", ["BSP", "EASGD"])
-def test_a_run_goes_on_from_a_checkpoint(tmp_path, rule):
+def test_resume_from_a_checkpoint(tmp_path, rule):
     pytest.importorskip("safetensors")
     options = {"rule": rule, "checkpoint": 1} | (
         {"rule_options__period": 3, "rule_options__asynchronous": "false"} if rule == "EASGD" else {}
@@ -152,7 +152,7 @@ def test_a_run_goes_on_from_a_checkpoint(tmp_path, rule):
 
 @pytest.mark.any_library
 @pytest.mark.slow
-def test_a_run_stops_early_and_keeps_its_best_epoch(tmp_path):
+def test_early_stop_keeps_the_best_epoch(tmp_path):
     pytest.importorskip("safetensors")
     options = {"rule": "EASGD", "rule_options__period": 3, "rule_options__asynchronous": "false"}
     train(tmp_path / "best", "Overfits", epochs=3, **options)
@@ -176,7 +176,7 @@ def test_a_run_stops_early_and_keeps_its_best_epoch(tmp_path):
     assert lines(tmp_path / "run", "reports")[-1]["epoch"] == 6
 
 
-def test_a_metric_that_the_class_does_not_report():
+def test_metric_missing_in_the_class():
     for keep_best, metrics, words in [
         (["acc", "max"], {"loss": 1.0, "cost": 2.0}, "A lacks:\n  metric 'acc', got loss, cost$"),
         (None, {"loss": 1.0}, "A lacks:\n  metric 'cost', got loss$"),
@@ -188,7 +188,7 @@ def test_a_metric_that_the_class_does_not_report():
 
 
 @pytest.mark.any_library
-def test_a_run_of_fewer_epochs_than_its_checkpoint_has_trains_none():
+def test_resume_with_fewer_epochs_trains_none():
     run = SimpleNamespace(n_reports=3, n_epochs=2, class_stops=False)
     assert class_loop.ClassLoop.is_complete(run)
 
@@ -200,7 +200,7 @@ def step(update_rule):
     return SimpleNamespace(params=[w], train_fn=package.function([x], [], updates=list(updates.items())))
 
 
-def test_a_runs_checkpoint_names_the_variables_of_the_update_rule():
+def test_checkpoint_names_update_rule_variables():
     """A class' update rule has no name that a run knows: the variables tell the library's own rules apart."""
     rules_of = {rule.__name__: rule for rule in (sgd, momentum, nesterov_momentum, adagrad, rmsprop, adadelta)}
     rules_of |= {rule.__name__: rule for rule in (adam, adamax, amsgrad)}
@@ -231,7 +231,7 @@ def signalled_runs(tmp_path_factory):
     ("rule", "mode", "place"), [("BSP", "train", [1, 4]), ("BSP", "val", [1, 2]), ("EASGD", "train", [1, 4])]
 )
 @pytest.mark.slow
-def test_a_run_goes_on_behind_the_step_at_which_a_signal_came(tmp_path, signalled_runs, rule, mode, place):
+def test_resume_after_the_step_of_a_signal(tmp_path, signalled_runs, rule, mode, place):
     pytest.importorskip("safetensors")
     options = {"rule": rule, "checkpoint": 1, "epochs": 3} | (
         {"rule_options__period": 3, "rule_options__asynchronous": "false"} if rule == "EASGD" else {}
@@ -259,7 +259,7 @@ def test_a_run_goes_on_behind_the_step_at_which_a_signal_came(tmp_path, signalle
 
 @pytest.mark.any_library
 @pytest.mark.slow
-def test_a_run_of_ranks_that_exchange_one_by_one_is_ended_by_a_signal(tmp_path):
+def test_signal_ends_an_asynchronous_run(tmp_path):
     pytest.importorskip("safetensors")
     options = {"rule": "EASGD", "checkpoint": 1, "epochs": 2}
     train(tmp_path, "Signalled", "--devices=cpu", "--ranks=3", status=143, config__at=["train", 0, 3], **options)
@@ -268,7 +268,7 @@ def test_a_run_of_ranks_that_exchange_one_by_one_is_ended_by_a_signal(tmp_path):
 
 
 @pytest.mark.any_library
-def test_a_model_goes_on_in_the_middle_of_an_epoch():
+def test_resume_in_the_middle_of_an_epoch():
     from synkhronos.launch import Model
 
     class Read(Model):
@@ -292,7 +292,7 @@ def test_a_model_goes_on_in_the_middle_of_an_epoch():
 
 
 @pytest.mark.any_library
-def test_ranks_report_once_an_epoch(tmp_path):
+def test_launch_reports_once_an_epoch(tmp_path):
     (tmp_path / "counted.py").write_text(
         textwrap.dedent("""
         from launch_models.mlp import MLP
@@ -312,7 +312,7 @@ def test_ranks_report_once_an_epoch(tmp_path):
 
 @pytest.mark.any_library
 @pytest.mark.slow
-def test_a_run_goes_on_behind_a_line_that_was_cut_short(tmp_path):
+def test_resume_after_a_truncated_log_line(tmp_path):
     pytest.importorskip("safetensors")
     train(tmp_path, "MLP", epochs=1, checkpoint=1)
     with open(tmp_path / "rank-1.jsonl", "a") as file:
@@ -323,7 +323,7 @@ def test_a_run_goes_on_behind_a_line_that_was_cut_short(tmp_path):
 
 @pytest.mark.any_library
 @pytest.mark.slow
-def test_a_folder_has_one_run_at_a_time(tmp_path):
+def test_run_folder_is_locked(tmp_path):
     pytest.importorskip("safetensors")
     train(tmp_path, "MLP", epochs=1, checkpoint=1)
     script = tmp_path / "script.py"
@@ -351,7 +351,7 @@ def test_a_folder_has_one_run_at_a_time(tmp_path):
 
 @pytest.mark.any_library
 @pytest.mark.slow
-def test_a_run_goes_on_on_another_number_of_ranks(tmp_path):
+def test_resume_on_another_number_of_ranks(tmp_path):
     pytest.importorskip("safetensors")
     train(tmp_path, "MLP", epochs=1, rule="EASGD", checkpoint=1)
     train(tmp_path, "MLP", "--resume", "--devices=cpu", "--ranks=3", epochs=2, rule="EASGD")
@@ -362,7 +362,7 @@ def test_a_run_goes_on_on_another_number_of_ranks(tmp_path):
 
 @pytest.mark.any_library
 @pytest.mark.slow
-def test_ranks_with_fewer_batches_hold_up_nobody(tmp_path):
+def test_ranks_with_fewer_batches_do_not_block(tmp_path):
     done = train(tmp_path, "Uneven", epochs=1)
     assert "ranks have [9, 4] batches: each takes 4, since all exchange at once" in done.stdout
     train(tmp_path / "other", "Uneven", epochs=1, rule="EASGD")
@@ -371,7 +371,7 @@ def test_ranks_with_fewer_batches_hold_up_nobody(tmp_path):
 
 @pytest.mark.any_library
 @pytest.mark.slow
-def test_streams_of_one_seed_differ_by_rank(tmp_path):
+def test_random_streams_differ_by_rank(tmp_path):
     train(tmp_path, "Noisy", epochs=1)
     drawn = [re.search("drawn .*", (tmp_path / f"rank-{r}.log").read_text())[0] for r in range(2)]
     assert drawn[0] != drawn[1]
@@ -381,7 +381,7 @@ def test_streams_of_one_seed_differ_by_rank(tmp_path):
     )
 
 
-def test_a_class_imports_what_lies_next_to_its_file(tmp_path, monkeypatch):
+def test_session_class_imports_neighbouring_modules(tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "path", list(sys.path))
     (tmp_path / "nets").mkdir()
     (tmp_path / "nets" / "their_parts.py").write_text("rate = 3\n")
@@ -394,14 +394,14 @@ def test_a_class_imports_what_lies_next_to_its_file(tmp_path, monkeypatch):
 
 
 @pytest.mark.any_library
-def test_ranks_share_the_cores():
+def test_launch_shares_cores_among_ranks():
     assert binding.assign_cores(["cpu"] * 2, range(5), {})[0] == [[0, 1], [2, 3, 4]]
     assert binding.assign_cores(["cpu"] * 3, [4, 6, 9], {})[0] == [[4], [6], [9]]
     assert binding.assign_cores(["cpu"] * 3, [0, 1], {}) == ([], "not bound: there are 2 cores for 3 ranks")
 
 
 @pytest.mark.any_library
-def test_ranks_are_next_to_their_gpus_within_the_mask(tmp_path):
+def test_binding_places_ranks_near_their_gpus(tmp_path):
     for address, cores in (("0000:1b:00.0", "0-3,8-11"), ("0000:3c:00.0", "0-3,8-11"), ("0000:9d:00.0", "4-7")):
         (tmp_path / address).mkdir()
         (tmp_path / address / "local_cpulist").write_text(f"{cores}\n")
@@ -420,7 +420,7 @@ def test_ranks_are_next_to_their_gpus_within_the_mask(tmp_path):
 
 
 @pytest.mark.any_library
-def test_cuda_counts_gpus_in_another_order_than_nvml(tmp_path, monkeypatch):
+def test_binding_follows_cudas_gpu_order(tmp_path, monkeypatch):
     # On the bus the slow one comes first; CUDA begins with the fast one.
     names = {"GPU-slow": "0000:1b:00.0", "GPU-fast": "0000:9d:00.0"}
     for address, cores in zip(names.values(), ("0-3", "4-7"), strict=True):
@@ -457,7 +457,7 @@ def test_cuda_counts_gpus_in_another_order_than_nvml(tmp_path, monkeypatch):
 @pytest.mark.any_library
 @pytest.mark.skipif(available_cores() < 2, reason="needs two cores")
 @pytest.mark.slow
-def test_ranks_and_their_threads_are_bound(tmp_path):
+def test_binding_of_ranks_and_threads(tmp_path):
     (tmp_path / "where.py").write_text(
         textwrap.dedent("""
         import os
@@ -484,7 +484,7 @@ def test_ranks_and_their_threads_are_bound(tmp_path):
 
 
 @pytest.mark.parametrize("rule", ["BSP", "GOSGD"])
-def test_a_model_of_the_base_class(tmp_path, rule):
+def test_model_base_class_trains(tmp_path, rule):
     run(
         "train",
         "--set=model='launch_models/small.py:Line'",
@@ -507,7 +507,7 @@ def test_a_model_of_the_base_class(tmp_path, rule):
 
 @pytest.mark.parametrize("rule", ["BSP", "EASGD", "DiLoCo"])
 @pytest.mark.slow
-def test_a_mean_by_weight_is_that_of_all_items_and_averages_take_no_momentum(tmp_path, rule):
+def test_model_metrics_are_weighted_by_items(tmp_path, rule):
     model = ["--set=model='launch_models/small.py:Masked'", "--devices=cpu,cpu", f"--set=rule={rule}"]
     more = ["--set=rule_options.period=1", "--set=rule_options.momentum=0.9"] if rule == "DiLoCo" else []
     run("train", *model, *more, "--set=checkpoint=1", "--set=seed=3", "--folder", tmp_path, cwd=SUPPORT)
@@ -528,7 +528,7 @@ def test_a_mean_by_weight_is_that_of_all_items_and_averages_take_no_momentum(tmp
     np.testing.assert_allclose(average, expected, rtol=0.5 if rule == "EASGD" else 1e-9)
 
 
-def test_bsp_averages_parameters_by_weights(tmp_path):
+def test_bsp_params_averages_by_weight(tmp_path):
     model = ["--set=model='launch_models/small.py:Stepping'", "--devices=cpu,cpu", "--set=rule=BSP", "--set=seed=3"]
     run("train", *model, "--set=epochs=2", "--folder", tmp_path, cwd=SUPPORT)
     x, y, mask = masks.rows()
@@ -543,14 +543,14 @@ def test_bsp_averages_parameters_by_weights(tmp_path):
     np.testing.assert_allclose(np.load(tmp_path / "params.npz")["arr_0"], w, rtol=1e-9)
 
 
-def test_a_mean_without_its_weight_is_warned_of(tmp_path):
+def test_model_warns_of_a_mean_without_weight(tmp_path):
     model = ["--set=model='launch_models/small.py:Unweighted'", "--devices=cpu"]
     run("train", *model, "--set=epochs=1", "--folder", tmp_path, cwd=SUPPORT)
     assert "loss: the denominator of a mean depends on the values of mask" in (tmp_path / "rank-0.log").read_text()
 
 
 @pytest.mark.any_library
-def test_a_learning_rate_of_0_moves_nothing(tmp_path):
+def test_model_learning_rate_of_0_changes_nothing(tmp_path):
     for epochs in (1, 2):
         run(
             "train",
@@ -568,7 +568,7 @@ def test_a_learning_rate_of_0_moves_nothing(tmp_path):
 
 
 @pytest.mark.any_library
-def test_a_model_of_the_base_class_says_what_is_wrong():
+def test_model_base_class_errors():
     from synkhronos.launch import Model
 
     class Uneven(Model):
@@ -591,7 +591,7 @@ def test_a_model_of_the_base_class_says_what_is_wrong():
 
 
 @pytest.mark.any_library
-def test_a_row_of_a_model_that_is_no_number_is_named():
+def test_model_names_a_nan_row():
     from synkhronos.launch.class_loop import ClassLoop
 
     rows = np.zeros((5, 2))
@@ -614,7 +614,7 @@ def test_a_row_of_a_model_that_is_no_number_is_named():
 
 
 @pytest.mark.any_library
-def test_a_model_goes_on_where_a_loader_has_left_out_whole_batches():
+def test_model_trains_when_a_loader_skips_batches():
     from synkhronos.launch import Model
     from synkhronos.loading import Loader
 
@@ -644,7 +644,7 @@ def test_a_model_goes_on_where_a_loader_has_left_out_whole_batches():
 
 
 @pytest.mark.any_library
-def test_the_console_script_is_the_command(tmp_path, capsys, monkeypatch):
+def test_console_script_runs_the_command(tmp_path, capsys, monkeypatch):
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     module, name = project["scripts"]["synkhronos"].split(":")
     monkeypatch.setattr("sys.argv", ["synkhronos", "train", "none.toml"])

@@ -27,7 +27,7 @@ pytestmark = pytest.mark.any_library
 LIMIT = 60
 
 
-def test_the_first_failure_comes_last(tmp_path):
+def test_first_failure_is_printed_last(tmp_path):
     done = train(tmp_path, "FailsOnOne", status=1)
     said = done.stderr.rstrip().splitlines()
     assert said[-1] == "ValueError: the third batch is damaged" and said[0] == "rank 1:"
@@ -36,7 +36,7 @@ def test_the_first_failure_comes_last(tmp_path):
     assert json.loads((tmp_path / "run.json").read_text())["status"] == 1
 
 
-def test_a_rank_that_ends_by_itself(tmp_path):
+def test_rank_that_exits_by_itself(tmp_path):
     done = train(tmp_path, "Exits", status=1)
     assert re.search(r"rank 1 .* exited with code 7", done.stderr)
 
@@ -52,7 +52,7 @@ def restarted(folder, victim, epochs, *arguments, status=0, checkpoint=1, **sett
 
 @pytest.mark.faults
 @pytest.mark.parametrize("victim", [0, 1])
-def test_a_run_is_restarted_from_its_newest_checkpoint(tmp_path, victim):
+def test_restart_from_the_newest_checkpoint(tmp_path, victim):
     restarted(tmp_path / "whole", 2, [])
     done = restarted(tmp_path / "parts", victim, [1, 2], "--restarts=3")
     run = tmp_path / "parts" / "run"
@@ -76,14 +76,14 @@ def test_a_run_is_restarted_from_its_newest_checkpoint(tmp_path, victim):
 
 
 @pytest.mark.faults
-def test_a_run_without_a_checkpoint_is_restarted_from_its_beginning(tmp_path):
+def test_restart_without_a_checkpoint(tmp_path):
     done = restarted(tmp_path, 1, [0], "--restarts=1", every=1)
     assert "restart 1 of 1 from the beginning, as it has no checkpoint" in done.stderr
     assert [line["step"] for line in lines(tmp_path / "run", "rank-0")] == list(range(1, 28))
 
 
 @pytest.mark.faults
-def test_restarts_are_limited_and_the_last_failure_counts(tmp_path):
+def test_restart_limit_reports_the_last_failure(tmp_path):
     done = restarted(tmp_path, 1, [0, 1, 2], "--restarts=2", status=1, config__raising="true")
     assert done.stderr.rstrip().endswith("ValueError: epoch 2 is damaged")
     assert "epoch 2" in (tmp_path / "run" / "failure.txt").read_text()
@@ -92,7 +92,7 @@ def test_restarts_are_limited_and_the_last_failure_counts(tmp_path):
 
 
 @pytest.mark.faults
-def test_a_run_that_was_resumed_is_restarted_from_where_it_began(tmp_path):
+def test_restart_of_a_resumed_run(tmp_path):
     """Later checkpoints than the one to resume from are of a training that was left."""
     restarted(tmp_path, 2, [])
     first = tmp_path / "run" / "checkpoints" / "rows-000000000009"
@@ -104,7 +104,7 @@ def test_a_run_that_was_resumed_is_restarted_from_where_it_began(tmp_path):
 
 @pytest.mark.faults
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_run_that_a_signal_has_ended_is_not_restarted(tmp_path, number):
+def test_no_restart_after_a_signal(tmp_path, number):
     pytest.importorskip("safetensors")
     process = scheduled(tmp_path, False, checkpoint=1, restarts=3)
     try:
@@ -218,13 +218,13 @@ def test_copies_are_rarer_where_they_take_long(monkeypatch):
     assert dues[:4] == [1, 3, 7, 15] and dues[-1] - dues[-2] == 500  # ten times as long as a copy
 
 
-def test_a_cost_that_is_no_number_is_not_saved(tmp_path):
+def test_nan_cost_is_not_saved(tmp_path):
     done = train(tmp_path, "Diverges", status=1, checkpoint=1)
     assert done.stderr.rstrip().endswith("FloatingPointError: the cost is nan in epoch 1: nothing of it was saved")
     assert not (tmp_path / "params.npz").exists() and not (tmp_path / "checkpoints").exists()
 
 
-def test_the_failure_is_told_and_the_status_recorded_on_a_full_disk(tmp_path, capfd):
+def test_full_disk_still_reports_failure_and_status(tmp_path, capfd):
     settings = Settings("module", "Class", ".", ("cpu",), folder=str(tmp_path))
     with supervisor.prepare(settings, ["command"]):
         (tmp_path / "failure.txt").symlink_to("/dev/full")
@@ -248,7 +248,7 @@ OUTPUT = {"closed": 'exec "$@" >&-', "all closed": 'exec "$@" <&- >&- 2>&-', "fu
 
 @pytest.mark.parametrize("console", [*OUTPUT, "of another encoding"])
 @pytest.mark.slow
-def test_the_console_is_no_reason_to_stop(tmp_path, console):
+def test_broken_console_does_not_stop_a_run(tmp_path, console):
     sets = ["--set", "model='launch_models/others.py:Speaks'", "--set=epochs=1", "--set=every=9"]
     words = command("train", "--devices=cpu", "--folder", tmp_path / "run", *sets)
     if console in OUTPUT:
@@ -266,7 +266,7 @@ def test_the_console_is_no_reason_to_stop(tmp_path, console):
 
 @pytest.mark.parametrize("console", ["all closed", "full"])
 @pytest.mark.slow
-def test_the_console_of_a_script_is_no_reason_to_stop(tmp_path, console):
+def test_broken_console_does_not_stop_a_script(tmp_path, console):
     settings = {"modelfile": "launch_models.others", "modelclass": "Speaks", "devices": "cpu", "epochs": 1}
     code = f"from synkhronos.rules import BSP; r = BSP(); print(3); r.init(**{settings | {'folder': str(tmp_path)}!r}); r.wait()"
     words = ["sh", "-c", OUTPUT[console], "sh", sys.executable, "-c", f"{code}; import os; os._exit(5)"]
@@ -294,7 +294,7 @@ class Fake(supervisor.Supervisor):
         return json.loads((self.folder / "run.json").read_text())
 
 
-def test_a_log_on_a_full_disk_is_no_reason_to_stop(tmp_path, capfd):
+def test_full_disk_log_does_not_stop_a_run(tmp_path, capfd):
     run = Fake(tmp_path, "echo one; echo two; exit 3")
     (tmp_path / "rank-0.log").symlink_to("/dev/full")
     assert run.run() == 3
@@ -304,7 +304,7 @@ def test_a_log_on_a_full_disk_is_no_reason_to_stop(tmp_path, capfd):
     assert run.noted()["status"] == 3
 
 
-def test_a_line_that_was_torn_by_a_full_disk_takes_no_other_along(tmp_path, capfd):
+def test_full_disk_log_loses_only_its_torn_line(tmp_path, capfd):
     console = output.Console(1, bool)
     logs = output.RunOutput(tmp_path, False, console, output.Console(2, bool))
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -321,7 +321,7 @@ def test_a_line_that_was_torn_by_a_full_disk_takes_no_other_along(tmp_path, capf
     logs.close()
 
 
-def test_an_error_of_the_supervisor_itself_is_recorded(tmp_path, monkeypatch):
+def test_supervisor_error_is_recorded(tmp_path, monkeypatch):
     run = Fake(tmp_path, "sleep 60")
     monkeypatch.setattr(run, "_read", lambda pipes: 1 / 0)
     with pytest.raises(ZeroDivisionError):
@@ -331,7 +331,7 @@ def test_an_error_of_the_supervisor_itself_is_recorded(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2])
-def test_the_status_is_recorded_whatever_ends_a_run(tmp_path, number):
+def test_run_status_is_always_recorded(tmp_path, number):
     run = Fake(tmp_path, f"kill -{int(number)} {os.getpid()}; sleep 60")
     assert run.run() == 128 + number
     noted = run.noted()
@@ -339,7 +339,7 @@ def test_the_status_is_recorded_whatever_ends_a_run(tmp_path, number):
     assert noted["ended"] and signal.getsignal(number) == signal.SIG_DFL
 
 
-def test_a_signal_that_is_ignored_from_the_start_stays_so(tmp_path):
+def test_ignored_signal_stays_ignored(tmp_path):
     run = Fake(tmp_path, f"kill -HUP {os.getpid()}; exit 3")
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as nohup does
     try:
@@ -356,7 +356,7 @@ for i in $(seq 600); do sleep 0.1; done
 """
 
 
-def test_ranks_get_their_time_to_write_a_checkpoint(tmp_path, capfd):
+def test_signal_lets_ranks_write_a_checkpoint(tmp_path, capfd):
     run = Fake(tmp_path, SAVES.format(folder=tmp_path, pid=os.getpid()), checkpoint=1)
     assert run.run() == 143
     noted, path = run.noted(), str(tmp_path / "checkpoints" / "rows-000000000007")
@@ -364,7 +364,7 @@ def test_ranks_get_their_time_to_write_a_checkpoint(tmp_path, capfd):
     assert f"the run was ended by SIGTERM; --resume goes on from {path}" in capfd.readouterr().err
 
 
-def test_ranks_that_take_too_long_are_ended(tmp_path, capfd):
+def test_signal_ends_slow_ranks_after_the_grace_period(tmp_path, capfd):
     run = Fake(tmp_path, f"trap '' TERM; kill -TERM {os.getpid()}; sleep 60", checkpoint=1, grace=0.3)
     began = time.monotonic()
     assert run.run() == 143
@@ -373,12 +373,12 @@ def test_ranks_that_take_too_long_are_ended(tmp_path, capfd):
     assert "ended by SIGTERM, before it had written a checkpoint" in capfd.readouterr().err
 
 
-def test_a_run_that_ends_by_itself_behind_a_signal_has_its_own_status(tmp_path):
+def test_signal_after_the_end_keeps_the_exit_status(tmp_path):
     run = Fake(tmp_path, f"trap 'exit 0' TERM; kill -TERM {os.getpid()}; sleep 60 & wait", checkpoint=1)
     assert run.run() == 0 and "signal" not in run.noted()
 
 
-def test_a_console_that_nobody_reads_outlives_no_signal(tmp_path):
+def test_signal_ends_a_run_with_an_unread_console(tmp_path):
     reading, writing = os.pipe()
     try:
         os.set_blocking(writing, False)
@@ -402,7 +402,7 @@ def test_other_hosts_may_print_anything():
         assert output.split_name(line) == ("", line)
 
 
-def test_output_without_newlines_is_copied_in_linear_time():
+def test_console_copies_long_lines_in_linear_time():
     taken, piece = [], b"x" * (1 << 16)
     lines = output.LineSplitter("rank-0.log", SimpleNamespace(write=lambda name, text: taken.append(len(text))))
 
@@ -419,7 +419,7 @@ def test_output_without_newlines_is_copied_in_linear_time():
     assert sum(taken) == 640 << 16 and max(taken) <= (1 << 20) + (1 << 16)  # and bounded in memory
 
 
-def test_characters_are_cut_by_no_pipe():
+def test_console_keeps_multibyte_characters():
     taken = []
     lines = output.LineSplitter("", SimpleNamespace(write=lambda name, text: taken.append(text)))
     for byte in "größer → 日本\n".encode() + b"\xff\n":
@@ -429,7 +429,7 @@ def test_characters_are_cut_by_no_pipe():
 
 
 @pytest.mark.faults
-def test_ctrl_c_over_and_over_while_ranks_take_long_to_end(tmp_path, monkeypatch):
+def test_repeated_interrupts_while_ranks_end(tmp_path, monkeypatch):
     (tmp_path / "run.json").write_text("{}")
     run = supervisor.Supervisor(Settings("module", "Class", ".", ("cpu",), folder=str(tmp_path)))
 
@@ -460,7 +460,7 @@ def test_ctrl_c_over_and_over_while_ranks_take_long_to_end(tmp_path, monkeypatch
 
 
 @pytest.mark.faults
-def test_ctrl_c_before_ranks_are_started(tmp_path, monkeypatch):
+def test_interrupt_before_ranks_start(tmp_path, monkeypatch):
     (tmp_path / "run.json").write_text("{}")
     run = supervisor.Supervisor(Settings("module", "Class", ".", ("cpu",), folder=str(tmp_path)))
 
@@ -498,7 +498,7 @@ def started(folder, process):
         *((who, True) for who in ("script", "supervisor", "Ctrl-C")),
     ],
 )
-def test_a_kill_of_any_process_leaves_nothing_behind(tmp_path, who, script):
+def test_kill_of_any_process_leaves_nothing(tmp_path, who, script):
     before = names()
     folder = tmp_path / "run"
     model = {"modelfile": "launch_models.others", "modelclass": "Stuck"}
@@ -556,7 +556,7 @@ def scheduled(tmp_path, script, name="Slow", **settings):
 
 @pytest.mark.faults
 @pytest.mark.parametrize("script", [False, True])
-def test_a_scheduler_signals_all_processes_of_a_run(tmp_path, script):
+def test_signal_to_all_processes_of_a_run(tmp_path, script):
     pytest.importorskip("safetensors")
     process = scheduled(tmp_path, script, checkpoint=1)
     try:
@@ -579,7 +579,7 @@ def test_a_scheduler_signals_all_processes_of_a_run(tmp_path, script):
 
 
 @pytest.mark.faults
-def test_a_second_signal_ends_a_run_at_once(tmp_path):
+def test_second_signal_ends_a_run_at_once(tmp_path):
     pytest.importorskip("safetensors")
     process = scheduled(tmp_path, False, "Stuck", checkpoint=1, grace=600)
     try:

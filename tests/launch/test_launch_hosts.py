@@ -46,7 +46,7 @@ def ended(process, status):
 @pytest.mark.parametrize(
     "hosts", [["a:2", "b:2"], pytest.param(["a:3", "b:1"], marks=pytest.mark.any_library)], ids="+".join
 )
-def test_a_run_is_that_of_one_host(tmp_path, hosts):
+def test_launch_on_hosts_equals_one_host(tmp_path, hosts):
     said, _ = ended(start(hosts, tmp_path / "hosts", every=4), 0)
     train(tmp_path / "one", "MLP", "--devices=cpu", "--ranks=4", epochs=2, every=4)
     one, other = (np.load(tmp_path / each / "params.npz") for each in ("one", "hosts"))
@@ -78,7 +78,7 @@ shutil.move(folder, to)
 @pytest.mark.hosts
 @pytest.mark.parametrize("rule", ["BSP", "EASGD"])
 @pytest.mark.any_library
-def test_a_run_goes_on_where_hosts_share_no_folder(tmp_path, rule):
+def test_resume_on_hosts_without_a_shared_folder(tmp_path, rule):
     pytest.importorskip("safetensors")
     hosts = ["a:2", "b:1"]
     folder = Path("/dev/shm", tmp_path.name)  # which each host has for itself, where they are simulated
@@ -97,7 +97,7 @@ def test_a_run_goes_on_where_hosts_share_no_folder(tmp_path, rule):
 
 @pytest.mark.hosts
 @pytest.mark.any_library
-def test_the_first_failure_of_another_host_comes_last(tmp_path):
+def test_first_failure_of_another_host_is_printed_last(tmp_path):
     said, errors = ended(start(["a:1", "b:1"], tmp_path, "others.py:FailsOnOne"), 1)
     errors = errors.rstrip().splitlines()
     assert errors[-1] == "ValueError: the third batch is damaged" and errors[0] == "rank 1 on host b:"
@@ -108,7 +108,7 @@ def test_the_first_failure_of_another_host_comes_last(tmp_path):
 @pytest.mark.faults
 @pytest.mark.any_library
 @pytest.mark.parametrize("victim", [0, 1])
-def test_a_run_on_two_hosts_is_restarted(tmp_path, victim):
+def test_restart_on_two_hosts(tmp_path, victim):
     pytest.importorskip("safetensors")
     config = {"config.marks": f"'{tmp_path}'", "config.victim": victim, "config.epochs": "[1]"}
     run = start(["a:1", "b:1"], tmp_path / "run", "others.py:DiesOnce", checkpoint=1, restarts=1, **config)
@@ -156,7 +156,7 @@ KINDS = {
 @pytest.mark.any_library
 @pytest.mark.skipif(not are_simulated(), reason="no namespaces here, which tell the agents apart")
 @pytest.mark.parametrize("who", [*KINDS, "agent of another host", "Ctrl-C", "all, by a scheduler"])
-def test_a_kill_of_any_process_leaves_nothing_behind(tmp_path, who):
+def test_kill_of_any_process_on_hosts_leaves_nothing(tmp_path, who):
     # All are noticed in the middle of a step, but what passes lines on: with the next record.
     model = "mlp.py:MLP" if who in ("what passes lines on", "all, by a scheduler") else "others.py:Stuck"
     sets = ["--set=every=1", "--set=epochs=100000", "--set", f"model='launch_models/{model}'"]
@@ -230,7 +230,7 @@ def test_a_kill_of_any_process_leaves_nothing_behind(tmp_path, who):
         ({"hosts": ""}, (), 1),
     ],
 )
-def test_what_names_hosts(tmp_path, asked, hosts, n_here):
+def test_hosts_option_sources(tmp_path, asked, hosts, n_here):
     settings = resolve([{**MODEL, "folder": str(tmp_path / "run"), **asked}])
     assert settings.hosts == hosts and settings.devices == ("cpu",) * n_here
     settings.save(tmp_path / "settings.json")
@@ -238,7 +238,7 @@ def test_what_names_hosts(tmp_path, asked, hosts, n_here):
 
 
 @pytest.mark.any_library
-def test_several_commands_that_srun_has_started_are_refused(tmp_path, monkeypatch):
+def test_launch_refuses_several_srun_tasks(tmp_path, monkeypatch):
     for name in ("PMI_RANK", "OMPI_COMM_WORLD_RANK"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("SLURM_PROCID", "0")

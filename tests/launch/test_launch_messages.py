@@ -159,7 +159,7 @@ def places(tmp_path):
 
 
 @pytest.mark.parametrize("name", SETTINGS)
-def test_wrong_settings(name, places, monkeypatch):
+def test_launch_refuses_wrong_settings(name, places, monkeypatch):
     given, words = SETTINGS[name]
     monkeypatch.chdir(SUPPORT)
     asked = {"folder": str(places["new"]), **MODEL, **given}
@@ -173,7 +173,7 @@ def test_wrong_settings(name, places, monkeypatch):
     assert not places["new"].exists()
 
 
-def test_a_file_that_can_not_be_imported_by_its_name_is_refused(monkeypatch, tmp_path):
+def test_launch_refuses_unimportable_file_names(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "v1.2").mkdir()
     for name in ("v1.2/my_net.py", "net.v2.py", "random.py", "numpy.py"):
@@ -191,7 +191,7 @@ def test_a_file_that_can_not_be_imported_by_its_name_is_refused(monkeypatch, tmp
     assert contract.load_class(found.root, found.modelfile, "Net").__module__ == "my_net"
 
 
-def test_a_folder_that_can_not_be_made_after_all_is_refused_by_its_name(tmp_path):
+def test_run_folder_that_cannot_be_made_is_named(tmp_path):
     settings = Settings("module", "Class", ".", ("cpu",), folder="/proc/no/folder")
     with pytest.raises(SettingsError, match="folder: /proc/no/folder can't be made or written: .*No such file"):
         prepare(settings, [])
@@ -209,7 +209,7 @@ def test_a_folder_that_can_not_be_made_after_all_is_refused_by_its_name(tmp_path
         prepare(dataclasses.replace(settings, folder=str(tmp_path)), [])
 
 
-def test_a_run_without_results_leaves_its_folder_to_the_next(monkeypatch, tmp_path):
+def test_run_folder_without_results_is_reused(monkeypatch, tmp_path):
     monkeypatch.chdir(SUPPORT)
     asked = [{**MODEL, "folder": str(tmp_path)}]
     settings = resolve(asked)
@@ -227,7 +227,7 @@ def test_a_run_without_results_leaves_its_folder_to_the_next(monkeypatch, tmp_pa
         (tmp_path / name).unlink()
 
 
-def test_a_tilde_in_a_file_is_the_users_home(monkeypatch, tmp_path):
+def test_session_file_expands_tilde(monkeypatch, tmp_path):
     monkeypatch.chdir(SUPPORT)
     monkeypatch.setenv("HOME", str(tmp_path))
     stored = tmp_path / "old" / "checkpoints" / "rows-000000000001"
@@ -239,7 +239,7 @@ def test_a_tilde_in_a_file_is_the_users_home(monkeypatch, tmp_path):
 
 
 @pytest.mark.parametrize("name", FILES)
-def test_wrong_files(name, tmp_path):
+def test_launch_refuses_wrong_session_files(name, tmp_path):
     file, text, words = FILES[name]
     if text is not None:
         (tmp_path / file).write_text(text)
@@ -249,7 +249,7 @@ def test_wrong_files(name, tmp_path):
 
 
 @pytest.mark.skipif(GPUS > 0, reason="is about machines without GPUs")
-def test_wrong_words_of_the_command_line(tmp_path):
+def test_command_line_errors(tmp_path):
     for arguments, words in (
         (["train", "--set", "epochs"], "synkhronos train: --set: expected KEY=VALUE, got 'epochs'"),
         (["train", "--set", "epoch=3"], "synkhronos train: --set: 'epoch' is no setting: expected one of "),
@@ -279,7 +279,7 @@ for name in {list(CLASSES)}:
 
 
 @pytest.mark.parametrize("name", CLASSES)
-def test_check_says_what_a_class_lacks(checked, name):
+def test_check_names_missing_parts_of_a_class(checked, name):
     assert re.search(CLASSES[name], checked[name]), checked[name]
     assert checked[name].endswith("-- status 1\n")
 
@@ -292,7 +292,7 @@ def test_check_of_classes():
     assert said.endswith("MLP has all that a run asks for\n")
 
 
-def test_batches_are_counted_where_a_class_does_not_say_how_many_rows_they_have(capsys):
+def test_check_counts_batches_without_a_batch_size(capsys):
     for rows, unit in ((1, "batches"), (20, "rows")):
         recorder = ClassRecorder(0, rows=rows)
         recorder.train_error(1, 0.5, 0.1)
@@ -303,13 +303,13 @@ def test_batches_are_counted_where_a_class_does_not_say_how_many_rows_they_have(
 
 @pytest.mark.parametrize("name", RUN)
 @pytest.mark.slow
-def test_a_run_says_what_a_class_lacks(name, tmp_path):
+def test_launch_names_missing_parts_of_a_class(name, tmp_path):
     settings, words = RUN[name]
     done = train(tmp_path, name, status=1, **settings)
     assert re.search(words, done.stderr), done.stderr
 
 
-def test_in_python_wrong_settings_are_refused_at_once(monkeypatch, tmp_path):
+def test_init_refuses_wrong_settings(monkeypatch, tmp_path):
     monkeypatch.chdir(SUPPORT)
     rule = rules.EASGD()
     with pytest.raises(RuntimeError, match=r"wait\(\): expected a call of init\(\) before it"):
@@ -321,7 +321,7 @@ def test_in_python_wrong_settings_are_refused_at_once(monkeypatch, tmp_path):
     assert not (tmp_path / "run").exists()
 
 
-def test_what_init_is_not_told_the_environment_may_say(monkeypatch, tmp_path):
+def test_init_takes_defaults_from_the_environment(monkeypatch, tmp_path):
     monkeypatch.chdir(SUPPORT)
     monkeypatch.setenv("SYNKHRONOS_MODEL", "launch_models/mlp.py:Nobody")
     with pytest.raises(SettingsError, match="modelclass: .*mlp.py has no 'Nobody'"):
@@ -331,7 +331,7 @@ def test_what_init_is_not_told_the_environment_may_say(monkeypatch, tmp_path):
 # -- what comes before what ----------------------------------------------------------------------------------
 
 
-def test_the_command_line_comes_before_the_environment_and_that_before_the_file(tmp_path, monkeypatch):
+def test_command_line_precedes_environment_and_file(tmp_path, monkeypatch):
     monkeypatch.chdir(SUPPORT)
     (tmp_path / "session.toml").write_text(
         textwrap.dedent("""
@@ -364,7 +364,7 @@ def test_the_command_line_comes_before_the_environment_and_that_before_the_file(
         resolve([{"modelfile": "launch_models.mlp"}, file])
 
 
-def test_the_order_of_words_on_the_command_line_says_nothing():
+def test_command_line_order_does_not_matter():
     for words in (
         ["--set=ranks=2", "--devices=cpu"],
         ["--set=devices=cpu", "--ranks=2"],
@@ -375,7 +375,7 @@ def test_the_order_of_words_on_the_command_line_says_nothing():
         assert json.loads(said)["devices"] == ["cpu", "cpu"], words
 
 
-def test_files_of_theano_mpi_are_read_as_they_are(tmp_path):
+def test_theano_mpi_session_files_are_read(tmp_path):
     (tmp_path / "session.cfg").write_text(
         "# a comment\nRULE=EASGD\nMODELFILE = 'models.mlp'\nMODELCLASS=MLP # this one\n\nDEVICES=cuda0,cuda1\nBIND=true\n"
     )
@@ -391,7 +391,7 @@ def test_files_of_theano_mpi_are_read_as_they_are(tmp_path):
     }
 
 
-def test_names_of_gpus(monkeypatch):
+def test_device_names_of_gpus(monkeypatch):
     monkeypatch.setattr("synkhronos.launch.settings.get_n_gpu", lambda: 4)
     monkeypatch.chdir(SUPPORT)
     model = {"model": "launch_models/mlp.py:MLP"}
@@ -408,7 +408,7 @@ def test_names_of_gpus(monkeypatch):
             resolve([model, given])
 
 
-def test_what_checkpoints_need_is_asked_for_at_once(monkeypatch):
+def test_checkpoint_requirements_are_checked_at_start(monkeypatch):
     monkeypatch.chdir(SUPPORT)
     monkeypatch.setattr("synkhronos.launch.settings.find_spec", lambda name: None)
     with pytest.raises(SettingsError, match=r"checkpoint: needs safetensors: pip install 'synkhronos\[training\]'"):
@@ -485,7 +485,7 @@ def test_doctor_puts_gpus_that_cannot_be_used_first(monkeypatch):
     assert text.index("cuda1: a card") < text.index("Do first")
 
 
-def test_options_go_with_their_rule(tmp_path, monkeypatch):
+def test_options_are_checked_with_their_rule(tmp_path, monkeypatch):
     monkeypatch.chdir(SUPPORT)
     file = {**MODEL, "folder": str(tmp_path), "rule": "EASGD", "rule_options": {"period": 10, "beta": 0.5}}
     for sets, options in (

@@ -64,7 +64,7 @@ def by_gradients(size, epochs, late=1, warmup=True):
     return w
 
 
-def test_cdd_is_one_process_with_larger_batches_one_step_late(tmp_path):
+def test_cdd_equals_one_process_delayed_by_a_step(tmp_path):
     done = train(tmp_path / "two", "Regression", epochs=7)
     assert "after each step vels2 is set to the sum of vels over all ranks (cdd)" in done.stdout
     np.testing.assert_allclose(params(tmp_path / "two"), by_gradients(2, 7), rtol=1e-5)
@@ -96,12 +96,12 @@ def test_cdd_in_16_bits(tmp_path):
 
 
 @pytest.mark.any_library
-def test_there_is_no_warmup_where_the_class_scales_its_learning_rate(tmp_path):
+def test_no_warmup_if_the_class_scales_its_learning_rate(tmp_path):
     train(tmp_path, "Regression", scale_lr="true")
     assert [report["learning_rate"] for report in lines(tmp_path, "reports")] == pytest.approx([2 * RATE] * 2)
 
 
-def test_avg_is_the_mean_after_each_step(tmp_path):
+def test_avg_averages_parameters_after_each_step(tmp_path):
     # A class that compiles by its size is told 1: it has a whole step.
     done = train(tmp_path, "Regression", rule_options__average="params")
     assert "after each step parameters are averaged over all ranks (avg)" in done.stdout
@@ -112,7 +112,7 @@ def test_avg_is_the_mean_after_each_step(tmp_path):
     np.testing.assert_allclose(params(tmp_path), own[0], rtol=1e-5)
 
 
-def test_avg_leaves_out_what_batch_normalization_calls_gamma_and_beta(tmp_path):
+def test_avg_excludes_batch_norm_gamma_and_beta(tmp_path):
     train(tmp_path, "Normalized", rule_options__average="params")
     found = [re.search(r"beta (\S+) w (.*)", (tmp_path / f"rank-{r}.log").read_text()) for r in range(2)]
     own, velocities = [np.zeros(4)] * 2, [np.zeros(4)] * 2
@@ -131,7 +131,7 @@ def test_avg_leaves_out_what_batch_normalization_calls_gamma_and_beta(tmp_path):
 @pytest.mark.any_library
 @pytest.mark.parametrize("rule", ["BSP", "EASGD"])
 @pytest.mark.slow
-def test_the_order_of_calls(tmp_path, rule):
+def test_class_methods_are_called_in_order(tmp_path, rule):
     options = {} if rule == "BSP" else {"rule": rule, "rule_options__period": 2}
     done = train(tmp_path / "run", "Called", epochs=2, config__trace=f"'{tmp_path}'", **options)
     calls = [json.loads((tmp_path / f"calls-{r}.json").read_text()) for r in range(2)]
@@ -159,7 +159,7 @@ def test_the_order_of_calls(tmp_path, rule):
 
 @pytest.mark.any_library
 @pytest.mark.slow
-def test_rules_that_exchange_one_by_one_do_so_after_whole_batches(tmp_path):
+def test_asynchronous_rules_exchange_after_whole_batches(tmp_path):
     (tmp_path / "counted.py").write_text(
         "from launch_models.parts import Called\n"
         "from synkhronos.rules import EASGD\n"
@@ -182,7 +182,7 @@ def test_rules_that_exchange_one_by_one_do_so_after_whole_batches(tmp_path):
 
 
 @pytest.mark.any_library
-def test_val_iter_may_name_the_next_batch_and_stop_the_run(tmp_path):
+def test_val_iter_can_return_the_next_batch_or_stop(tmp_path):
     done = train(tmp_path, "Stops", "--set=checkpoint=0")
     assert "val_iter() has returned 'stop': the run ends after epoch 2" in done.stdout
     assert [report["epoch"] for report in lines(tmp_path, "reports")] == [1, 2]
@@ -193,14 +193,14 @@ def test_val_iter_may_name_the_next_batch_and_stop_the_run(tmp_path):
 
 @pytest.mark.any_library
 @pytest.mark.parametrize("answer", [2, 3, "halt", True, 0.5, (1, 2)])
-def test_other_answers_of_val_iter_are_refused(answer):
+def test_val_iter_refuses_other_return_values(answer):
     with pytest.raises(ContractError, match=r"None, 'stop', or the number of the next batch, above 3, got "):
         parse_next_batch(answer, 3, 4)
 
 
 @pytest.mark.any_library
 @pytest.mark.slow
-def test_cdd_goes_on_from_a_checkpoint(tmp_path):
+def test_cdd_resumes_from_a_checkpoint(tmp_path):
     pytest.importorskip("safetensors")
     train(tmp_path / "whole", "Regression", epochs=3)
     train(tmp_path / "parts", "Regression", epochs=1, checkpoint=1)
@@ -208,7 +208,7 @@ def test_cdd_goes_on_from_a_checkpoint(tmp_path):
     np.testing.assert_array_equal(params(tmp_path / "whole"), params(tmp_path / "parts"))
 
 
-def test_what_is_pending_is_kept_by_another_number_of_ranks():
+def test_cdd_pending_gradients_survive_another_number_of_ranks():
     from synkhronos.launch.gradients import SummedGradients
 
     zeros = np.zeros(2)
@@ -232,7 +232,7 @@ def test_what_is_pending_is_kept_by_another_number_of_ranks():
     ],
 )
 @pytest.mark.slow
-def test_a_run_that_trains_nothing_is_an_error(tmp_path, name, settings, words):
+def test_launch_refuses_a_run_that_trains_nothing(tmp_path, name, settings, words):
     done = train(tmp_path, name, status=1, **settings)
     assert f"TrainingError: {words}" in done.stderr
     assert not (tmp_path / "params.npz").exists()
@@ -240,14 +240,14 @@ def test_a_run_that_trains_nothing_is_an_error(tmp_path, name, settings, words):
 
 @pytest.mark.any_library
 @pytest.mark.slow
-def test_without_vels2_gradients_cannot_be_exchanged(tmp_path):
+def test_cdd_needs_vels2(tmp_path):
     done = train(tmp_path / "one", "OneList", status=1)
     assert re.search(r"OneList lacks:\n  attributes vels and vels2: expected lists of shared variables", done.stderr)
     done = train(tmp_path / "none", "Whole", status=1, rule_options__average="gradient")
     assert "Whole lacks:\n  attributes vels and vels2: " in done.stderr
 
 
-def test_check_runs_a_class_with_size_2(tmp_path):
+def test_check_runs_a_theano_mpi_class(tmp_path):
     code = f"""
 from synkhronos.launch.check import check
 for name in ("Regression", "Whole", "Called", "Idle", "Alike", "AlikeInParts", "OneList"):
@@ -274,7 +274,7 @@ print("-- status", check("launch_models/parts.py:Regression", {{"rule": "EASGD"}
 
 
 @pytest.mark.any_library
-def test_the_recorder_draws_pictures(tmp_path):
+def test_recorder_draws_pictures(tmp_path):
     pytest.importorskip("matplotlib")
     recorder = ClassRecorder(3, folder=tmp_path)
     recorder.plot_init(name="scores", fig_specs={"left": 0.1}, save=True)
@@ -298,7 +298,7 @@ def test_the_recorder_draws_pictures(tmp_path):
 
 
 @pytest.mark.any_library
-def test_the_recorder_tells_the_latest_validation():
+def test_recorder_returns_the_latest_validation():
     recorder = ClassRecorder(0)
     assert recorder.get_latest_val_info() is None
     recorder.note_validation(6, {"cost": 0.5, "error": 0.25})

@@ -60,7 +60,7 @@ def read(batches):
     first=st.integers(0, 5),
     row=st.integers(0, 30),
 )
-def test_each_row_once_an_epoch_in_an_order_of_seed_and_epoch(count, batch, processes, size, depth, seed, first, row):
+def test_loader_order_follows_seed_and_epoch(count, batch, processes, size, depth, seed, first, row):
     row = min(row, count)
     loader = Loader(Numbers(count), processes=processes, depth=depth)
     try:
@@ -82,7 +82,7 @@ def test_each_row_once_an_epoch_in_an_order_of_seed_and_epoch(count, batch, proc
     mean=st.sampled_from([0.5, "channels", "picture"]),
     seed=st.integers(0, 100),
 )
-def test_augmentation_follows_from_seed_epoch_and_row(processes, crop, mirror, mean, seed):
+def test_augmentation_follows_seed_epoch_and_row(processes, crop, mirror, mean, seed):
     means = {"channels": np.array([1.0, 2.0]), "picture": np.arange(72.0).reshape(2, 6, 6)}
     value = means.get(mean, mean)
     loader = Loader(Numbers(13), augment=CropMirror(crop, mirror, value), processes=processes)
@@ -104,7 +104,7 @@ def test_augmentation_follows_from_seed_epoch_and_row(processes, crop, mirror, m
         loader.close()
 
 
-def test_an_augmentation_of_ones_own(load):
+def test_augmentation_by_the_user(load):
     by_processes = [
         [p.tolist() for p, _ in load(Numbers(9), augment=add_noise, processes=n).arrays(4, 4, 7)] for n in (1, 2, 3)
     ]
@@ -114,16 +114,16 @@ def test_an_augmentation_of_ones_own(load):
     np.testing.assert_array_equal(by_processes[0][0][0], picture(first) + noise)
 
 
-def test_random_numbers_of_rows_are_not_those_of_the_order():
+def test_augmentation_draws_differ_from_the_order():
     one, other = np.random.default_rng((3, 1)), loading.augment.make_generator(3, 1, 0)
     assert one.integers(1 << 60) != other.integers(1 << 60)
 
 
-def test_without_shuffling_rows_come_as_they_are(load):
+def test_loader_without_shuffle_keeps_order(load):
     assert read(load(Numbers(5), shuffle=False).arrays(3, 2)) == [[0, 1], [2, 3], [4]]
 
 
-def test_whole_batches_alone(load):
+def test_loader_arrays_of_whole_batches(load):
     loader = load(Numbers(11))
     assert [len(labels) for labels in read(loader.arrays(0, 4, whole=True))] == [4, 4]
     turns = [read(loader.arrays(0, 2, whole=True, rank=rank, size=3)) for rank in range(3)]
@@ -137,7 +137,7 @@ def test_whole_batches_alone(load):
     row=st.integers(0, 200),
     whole=st.booleans(),
 )
-def test_plans_give_each_place_to_one_rank(count, unit, size, row, whole):
+def test_loader_plan_assigns_each_position_to_one_rank(count, unit, size, row, whole):
     row = min(row, count)
     plans = [ReadPlan(0, row, 0, rank, size, int(whole)) for rank in range(size)]
     places = sorted(
@@ -155,14 +155,14 @@ def test_plans_give_each_place_to_one_rank(count, unit, size, row, whole):
 # -- going on ------------------------------------------------------------------------------------------------
 
 
-def test_reading_goes_on_into_the_next_epoch_by_itself(load):
+def test_loader_prefetches_the_next_epoch(load):
     loader = load(Numbers(10), processes=2)
     for epoch in range(5):
         assert sum(read(loader.arrays(epoch, 3)), []) == order(10, 0, epoch).tolist()
     assert loader._pool.ring.generation == 1
 
 
-def test_reading_goes_on_behind_a_loop_that_was_left_after_its_last_batch(load):
+def test_loader_continues_after_a_break_at_the_last_batch(load):
     loader = load(Numbers(10), processes=2)
     for epoch in range(4):  # as a class of the launcher does, which counts its batches
         batches = loader.arrays(epoch, 3, whole=True)
@@ -174,7 +174,7 @@ def test_reading_goes_on_behind_a_loop_that_was_left_after_its_last_batch(load):
     assert loader._pool.ring.generation == 1
 
 
-def test_a_loop_that_was_left_goes_on_where_it_is_told(load):
+def test_loader_resumes_at_a_batch(load):
     loader = load(Numbers(20), processes=2)
     for i, (_, numbers) in enumerate(loader.arrays(1, 4)):
         if i == 2:
@@ -185,7 +185,7 @@ def test_a_loop_that_was_left_goes_on_where_it_is_told(load):
     assert len(loader._pool.pids) == 2
 
 
-def test_an_old_plan_leaves_nothing_in_a_new_one(load):
+def test_loader_discards_rows_of_an_old_plan(load):
     loader = load(Slow(40, 0.002), processes=3, depth=3)
     for epoch in range(12):
         for _ in loader.arrays(epoch, 6):
@@ -193,7 +193,7 @@ def test_an_old_plan_leaves_nothing_in_a_new_one(load):
         assert next(iter(read(loader.arrays(epoch, 6, row=epoch)))) == order(40, 0, epoch)[epoch : epoch + 6].tolist()
 
 
-def test_a_loop_that_another_has_replaced_does_not_go_on(load):
+def test_loader_iterator_ends_when_replaced(load):
     loader = load(Numbers(40), depth=8)
     first = loader.arrays(0, 4)
     next(first)
@@ -205,7 +205,7 @@ def test_a_loop_that_another_has_replaced_does_not_go_on(load):
 
 
 @pytest.mark.parametrize("rows", [6, 600])  # those that are there already don't come either
-def test_a_loop_over_a_closed_loader_does_not_go_on(load, rows):
+def test_loader_iterator_ends_when_closed(load, rows):
     loader = load(Numbers(rows))
     batches = loader.arrays(0, 4)
     next(batches)
@@ -214,7 +214,7 @@ def test_a_loop_over_a_closed_loader_does_not_go_on(load, rows):
         next(batches)
 
 
-def test_a_rank_for_which_there_are_no_rows(load):
+def test_loader_for_a_rank_without_rows(load):
     loader = load(Numbers(3), processes=2)
     for _ in range(2):
         assert read(loader.arrays(0, 4, rank=0, size=2)) == [order(3, 0, 0).tolist()]
@@ -225,7 +225,7 @@ def test_a_rank_for_which_there_are_no_rows(load):
 # -- their lives ----------------------------------------------------------------------------------------------
 
 
-def test_loaders_that_nobody_has_any_more_end(load):
+def test_loader_processes_end_when_dropped(load):
     loader = Loader(Numbers(5))
     next(loader.arrays(0, 2))
     (pid,) = loader._pool.pids
@@ -236,7 +236,7 @@ def test_loaders_that_nobody_has_any_more_end(load):
         os.waitpid(pid, os.WNOHANG)
 
 
-def test_a_copy_of_a_process_leaves_it_its_loaders(load):
+def test_forked_process_leaves_loaders_to_its_parent(load):
     loader = load(Numbers(12))
     next(loader.arrays(0, 3))
     pid = os.fork()
@@ -251,7 +251,7 @@ def test_a_copy_of_a_process_leaves_it_its_loaders(load):
     assert loader._pool.ring.generation == 1
 
 
-def test_waiting_is_counted(load):
+def test_loader_counts_waiting_time(load):
     loader = load(Slow(6, 0.05))
     read(loader.arrays(0, 2))
     assert 0.1 < loader.waited < 30
@@ -271,23 +271,23 @@ def test_waiting_is_counted(load):
         (1.0, np.ma.masked, "expected an array, got a masked one"),  # was 0
     ],
 )
-def test_a_row_that_the_first_row_s_dtype_can_t_hold_is_no_row(load, first, others, words):
+def test_loader_refuses_rows_that_do_not_fit_the_dtype(load, first, others, words):
     with pytest.raises(loading.LoadError, match=f"row 1 can't be read .*array 0: (can't )?{words}"):
         list(load(Wider(first, others), shuffle=False).arrays(0, 3))
 
 
-def test_smaller_numbers_become_as_the_first_row_is(load):
+def test_loader_casts_rows_up_to_the_first_rows_dtype(load):
     ((rows,),) = load(Wider(np.float64(1.5), np.float32(2.5)), shuffle=False).arrays(0, 3)
     assert rows.dtype == np.float64 and rows.tolist() == [1.5, 2.5, 2.5]
 
 
-def test_rows_come_in_the_byte_order_of_this_machine(load):
+def test_loader_converts_byte_order(load):
     x = np.arange(4, dtype=">f4").reshape(2, 2)
     ((rows,),) = load([x], shuffle=False).arrays(0, 2)
     assert rows.dtype.isnative and rows.tolist() == [[0, 1], [2, 3]]
 
 
-def test_whether_a_process_has_ended_is_known_where_python_has_no_pidfd(monkeypatch):
+def test_process_exit_is_detected_without_pidfd(monkeypatch):
     """Python that was built on an old system, as conda's, has none."""
     monkeypatch.delattr(os, "pidfd_open")
     with subprocess.Popen(["sleep", "60"]) as process:
@@ -302,7 +302,7 @@ def test_whether_a_process_has_ended_is_known_where_python_has_no_pidfd(monkeypa
 
 
 @pytest.mark.parametrize("processes", [1, 2, 3])
-def test_rows_that_cant_be_read_are_left_out(load, processes, capfd):
+def test_loader_skips_unreadable_rows(load, processes, capfd):
     bad = (3, 4, 5, 11)
     loader = load(Damaged(16, bad, odd=(7,)), processes=processes, on_error="skip")
     for epoch in range(2):
@@ -318,7 +318,7 @@ def test_rows_that_cant_be_read_are_left_out(load, processes, capfd):
 
 
 @pytest.mark.parametrize("processes", [1, 3])
-def test_a_row_that_cant_be_read_is_named_and_nothing_is_lost(load, processes, tmp_path):
+def test_loader_names_an_unreadable_row(load, processes, tmp_path):
     at = order(20, 0, 0).tolist().index(4)
     loader = load(Damaged(20, (4,)), processes=processes)
     found = []
@@ -335,14 +335,14 @@ def test_a_row_that_cant_be_read_is_named_and_nothing_is_lost(load, processes, t
     assert found == order(20, 0, 0).tolist()
 
 
-def test_of_a_long_traceback_the_end_is_shown_which_says_where_it_went_wrong(load):
+def test_loader_error_shows_the_end_of_a_long_traceback(load):
     with pytest.raises(loading.LoadError) as caught:
         list(load(Deep(2)).arrays(0, 2))
     assert str(caught.value).startswith("/pictures/1.jpg can't be read")
     assert 'raise OSError("the bottom")' in str(caught.value)
 
 
-def test_an_epoch_that_has_a_damaged_row_can_be_passed(load):
+def test_loader_continues_after_a_damaged_row(load):
     loader = load(Damaged(12, (order(12, 0, 0)[0],)))
     with pytest.raises(loading.LoadError):
         next(loader.arrays(0, 4))
@@ -382,7 +382,7 @@ def files(tmp_path):
 
 
 @pytest.mark.parametrize("kind", ["arrays", "npy", "npz", "hdf5", "memmap", "part of a memmap"])
-def test_files(files, load, kind):
+def test_loader_of_files(files, load, kind):
     (x, y), sources = files
     loader = load(sources[kind], processes=2)
     rows = [(a.copy(), b.copy()) for a, b in loader.arrays(1, 4, seed=5)]
@@ -391,7 +391,7 @@ def test_files(files, load, kind):
     np.testing.assert_array_equal(np.concatenate([b for _, b in rows]), y[wanted])
 
 
-def test_rows_of_files_count_from_the_end_too(tmp_path):
+def test_loader_of_files_accepts_negative_rows(tmp_path):
     for i in range(2):
         np.save(tmp_path / f"{i}.npy", np.arange(4) + 4 * i)
     rows = loading.npy([tmp_path / "0.npy", tmp_path / "1.npy"])
@@ -401,7 +401,7 @@ def test_rows_of_files_count_from_the_end_too(tmp_path):
             rows[beyond]
 
 
-def test_a_memmap_is_not_copied(tmp_path, load):
+def test_loader_does_not_copy_a_memmap(tmp_path, load):
     array = np.lib.format.open_memmap(
         tmp_path / "big.npy", "w+", "uint8", (1 << 12, 1 << 20)
     )  # four gibibytes, of holes
@@ -411,14 +411,14 @@ def test_a_memmap_is_not_copied(tmp_path, load):
     assert first[7, :4].tolist() == [1, 2, 3, 0]
 
 
-def test_a_memmap_without_a_name_is_copied(load):
+def test_loader_copies_an_unnamed_memmap(load):
     with tempfile.TemporaryFile() as file:
         mapped = np.memmap(file, "i4", "w+", shape=(4,))
         mapped[:] = range(4)
         assert [rows.tolist() for (rows,) in load([mapped], shuffle=False).arrays(0, 4)] == [[0, 1, 2, 3]]
 
 
-def test_many_files_are_open_at_most(tmp_path, load):
+def test_loader_limits_open_files(tmp_path, load):
     names = []
     for i in range(100):
         names.append(tmp_path / f"{i}.npy")
@@ -429,7 +429,7 @@ def test_many_files_are_open_at_most(tmp_path, load):
     np.testing.assert_array_equal(batch[:, 0], order(200, 0, 0) // 2)
 
 
-def test_pictures_in_folders(tmp_path, load):
+def test_image_folder_rows_and_labels(tmp_path, load):
     image = pytest.importorskip("PIL.Image")
     for name, colour in (("cat", (250, 10, 10)), ("dog", (10, 250, 10)), ("eel", (10, 10, 250))):
         (tmp_path / name).mkdir()
@@ -457,7 +457,7 @@ def test_pictures_in_folders(tmp_path, load):
 
 
 @pytest.mark.parametrize("target", ["nowhere.png", "1.png"])
-def test_a_link_that_leads_nowhere_is_a_row_that_can_t_be_read(tmp_path, load, target):
+def test_image_folder_broken_link_is_an_unreadable_row(tmp_path, load, target):
     image = pytest.importorskip("PIL.Image")
     (tmp_path / "cat").mkdir()
     for i in (0, 2):
@@ -471,7 +471,7 @@ def test_a_link_that_leads_nowhere_is_a_row_that_can_t_be_read(tmp_path, load, t
     assert loader.skipped == 1
 
 
-def test_a_class_that_is_a_link_to_nowhere_is_refused(tmp_path):
+def test_image_folder_refuses_a_broken_class_link(tmp_path):
     pytest.importorskip("PIL.Image")
     (tmp_path / "dog").mkdir()
     (tmp_path / "dog" / "0.png").write_text("")
@@ -480,7 +480,7 @@ def test_a_class_that_is_a_link_to_nowhere_is_refused(tmp_path):
         loading.image_folder(tmp_path, size=4)
 
 
-def test_a_picture_keeps_its_middle(tmp_path):
+def test_image_is_cropped_at_its_center(tmp_path):
     image = pytest.importorskip("PIL.Image")
     wide = np.zeros((10, 30, 3), np.uint8)
     wide[:, 10:20] = 200
@@ -492,7 +492,7 @@ def test_a_picture_keeps_its_middle(tmp_path):
     np.testing.assert_array_equal(same_size, np.arange(48).reshape(4, 4, 3).transpose(2, 0, 1))
 
 
-def test_a_picture_of_more_than_8_bits_is_refused(tmp_path):
+def test_image_of_more_than_8_bits_is_refused(tmp_path):
     image = pytest.importorskip("PIL.Image")
     for name, pixels in (("deep.png", np.uint16([[0, 255], [256, 65535]])), ("real.tif", np.float32([[0, 0.5]]))):
         image.fromarray(pixels).save(tmp_path / name)
@@ -512,7 +512,7 @@ def test_a_picture_of_more_than_8_bits_is_refused(tmp_path):
             loading.Images([tmp_path / name], 2)[0]
 
 
-def test_a_damaged_picture_is_named(tmp_path, load):
+def test_damaged_image_is_named(tmp_path, load):
     image = pytest.importorskip("PIL.Image")
     for i in range(4):
         image.fromarray(np.random.default_rng(i).integers(255, size=(50, 50, 3), dtype=np.uint8)).save(
@@ -527,7 +527,7 @@ def test_a_damaged_picture_is_named(tmp_path, load):
 
 
 @pytest.mark.parametrize("count", [1, 6, 7, 12])
-def test_an_iterable_has_its_own_order(load, count):
+def test_loader_of_an_iterable_keeps_its_order(load, count):
     loader = load(Endless(count), processes=3)
     for epoch in range(3):
         assert sum(read(loader.arrays(epoch, 3)), []) == list(range(count))
@@ -540,12 +540,12 @@ def test_an_iterable_has_its_own_order(load, count):
         assert len({len(each) for each in whole}) == 1
 
 
-def test_a_function_that_returns_an_iterable(load):
+def test_loader_of_a_function_that_returns_an_iterable(load):
     assert read(load(lambda: iter(Endless(5))).arrays(0, 2)) == [[0, 1], [2, 3], [4]]
     assert sum(len(x) for (x,) in load(lambda: (np.ones(3) for _ in range(4))).arrays(0, 3)) == 4
 
 
-def test_an_iterable_that_raises(load):
+def test_loader_of_an_iterable_that_raises(load):
     loader = load(Endless(10, fails_at=7), on_error="skip")
     found = []
     with pytest.raises(loading.LoadError, match="row 7 of Endless can't be read .*: OSError: the archive ends here"):
@@ -555,12 +555,12 @@ def test_an_iterable_that_raises(load):
 
 
 @pytest.mark.parametrize("how", [{"whole": True}, {"row": 9}])
-def test_an_iterable_that_raises_is_heard_of_where_rows_are_left_out(load, how):
+def test_loader_with_skip_reports_an_iterable_that_raises(load, how):
     with pytest.raises(loading.LoadError, match="row 7 of Endless can't be read .*: OSError: the archive ends here"):
         list(load(Endless(10, fails_at=7)).arrays(0, 3, **how))
 
 
-def test_arrays_are_there_once_however_many_loaders_there_are(load):
+def test_loader_processes_share_arrays(load):
     x = np.random.default_rng(0).normal(size=(64, 1 << 14))
     loader = load([x, np.arange(64)], processes=3)
     for rows, numbers in loader.arrays(0, 16):

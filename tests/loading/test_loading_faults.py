@@ -58,7 +58,7 @@ def load():
 
 @pytest.mark.parametrize("which", [0, 1])
 @pytest.mark.parametrize("moment", ["before the first batch", "in the middle", "while the ring is full", "stopped"])
-def test_a_loader_that_is_killed(load, which, moment):
+def test_killed_loader_is_named(load, which, moment):
     loader = load(Slow(60, 0.0 if moment == "while the ring is full" else 0.02), processes=2)
     batches, found = loader.arrays(0, 6), []
     if moment != "before the first batch":
@@ -92,7 +92,7 @@ def layout_of(loader, unit):
     return RingLayout(1, loader.processes, loader.depth, unit)
 
 
-def test_a_row_that_kills_its_loader_each_time_is_found_each_time(load, tmp_path):
+def test_row_that_kills_its_loader_is_named(load, tmp_path):
     at = int(order(20)[9])
     loader = load(Damaged(20, kills=(at, str(tmp_path / "once"))), processes=3)
     with pytest.raises(LoadError, match="was killed by SIGKILL"):
@@ -109,7 +109,7 @@ def training(rule, loader):
 
 
 @pytest.mark.parametrize("rule", [rules.BSP(), rules.LocalSGD(2), rules.EASGD(period=2)], ids=repr)
-def test_a_loader_that_is_killed_while_ranks_train(fork, load, rule):
+def test_killed_loader_ends_training(fork, load, rule):
     fork(3)
     loader = load(Slow(200, 0.003), processes=2)
     trainer, reports = training(rule, loader)
@@ -127,7 +127,7 @@ def test_a_loader_that_is_killed_while_ranks_train(fork, load, rule):
 
 
 @pytest.mark.parametrize("rule", [rules.BSP(), rules.LocalSGD(2)], ids=repr)
-def test_a_rank_that_is_killed_takes_the_loaders_with_it(fork, load, rule):
+def test_death_of_a_rank_ends_loaders(fork, load, rule):
     fork(3)
     loader = load(Slow(200, 0.003), processes=2)
     _, reports = training(rule, loader)
@@ -152,7 +152,7 @@ def test_a_rank_that_is_killed_takes_the_loaders_with_it(fork, load, rule):
         ("exits", None),
     ],
 )
-def test_the_program_ends_and_nothing_is_left(tmp_path, how, sent):
+def test_loader_leaves_nothing_at_exit(tmp_path, how, sent):
     before = names()
     process = subprocess.Popen(
         [sys.executable, str(SUPPORT / "loading_script.py"), str(tmp_path), how],
@@ -178,7 +178,7 @@ def test_the_program_ends_and_nothing_is_left(tmp_path, how, sent):
     assert not names_left(before)
 
 
-def test_loaders_outlive_a_signal_that_the_program_handles(tmp_path):
+def test_loader_ignores_signals_that_the_program_handles(tmp_path):
     process = subprocess.Popen(
         [sys.executable, str(SUPPORT / "loading_script.py"), str(tmp_path), "handles"],
         env={**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{SUPPORT}"},
@@ -201,7 +201,7 @@ def test_loaders_outlive_a_signal_that_the_program_handles(tmp_path):
 
 
 @pytest.mark.parametrize("ranks_too", [False, True])
-def test_ctrl_c_while_a_batch_is_waited_for(fork, load, ranks_too):
+def test_interrupt_while_waiting_for_a_batch(fork, load, ranks_too):
     if ranks_too:
         fork(2)
     loader = load(Slow(12, 0.2), processes=2)
@@ -220,7 +220,7 @@ def test_ctrl_c_while_a_batch_is_waited_for(fork, load, ranks_too):
     assert sum(go_through(), []) == order(12).tolist()
 
 
-def test_ctrl_c_at_any_moment(load):
+def test_interrupt_of_a_loader_at_any_moment(load):
     loader = load(Numbers(50), processes=2, depth=2)
     for turn in range(25):
         timer = threading.Timer(0.002 * turn, _thread.interrupt_main)

@@ -197,7 +197,7 @@ CALLS = {
 
 
 @pytest.mark.parametrize("what", TABLE)
-def test_message(here, fork, what):
+def test_loader_messages(here, fork, what):
     error, words = TABLE[what]
     with pytest.raises(Exception) as caught:
         CALLS[what]()
@@ -205,5 +205,5 @@ def test_message(here, fork, what):
     assert words in "\n".join([str(caught.value), *getattr(caught.value, "__notes__", [])])
 
 
-def test_the_table_has_a_line_for_each_call():
+def test_loader_message_table_is_complete():
     assert list(TABLE) == list(CALLS)

@@ -24,7 +24,7 @@ def order(count, seed, epoch):
 
 
 @pytest.mark.parametrize(("n", "processes"), [(1, 3), (2, 1), (2, 2), (3, 1), (3, 3)])
-def test_ranks_compute_what_numpy_does(fork, load, n, processes):
+def test_loader_rows_on_ranks_equal_numpy(fork, load, n, processes):
     fork(n)
     x, y = tensor.dtensor4("x"), tensor.ivector("y")
     f = synk.function([x, y], [(x.sum(axis=(1, 2, 3)), "gather"), (y, "gather")])
@@ -43,7 +43,7 @@ def test_ranks_compute_what_numpy_does(fork, load, n, processes):
 
 
 @pytest.mark.any_library
-def test_loaders_end_with_the_ranks(fork):
+def test_loader_processes_end_with_the_ranks(fork):
     fork(2)
     loader = Loader(Numbers(9), processes=2)
     batches = loader.epoch(0, 3)
@@ -81,7 +81,7 @@ def trained(rule, data, **kwargs):
 @pytest.mark.any_library
 @pytest.mark.parametrize("rule", [rules.BSP(), rules.BSP(average="params"), rules.LocalSGD(3)], ids=repr)
 @pytest.mark.parametrize("n", [1, 3])
-def test_training_from_a_loader_is_training_from_arrays(fork, load, rule, n):
+def test_trainer_with_loader_equals_arrays(fork, load, rule, n):
     fork(n)
     expected, reports = trained(rule, (ROWS, TARGETS), valid=(ROWS, TARGETS))
     loader = load([ROWS, TARGETS], processes=1 + n % 3)
@@ -95,7 +95,7 @@ def test_training_from_a_loader_is_training_from_arrays(fork, load, rule, n):
 
 @pytest.mark.any_library
 @pytest.mark.parametrize("rule", [rules.EASGD(period=2), rules.GoSGD(probability=0.5), rules.ASGD()], ids=repr)
-def test_ranks_at_their_own_pace_take_each_row_once(fork, load, rule):
+def test_loader_with_asynchronous_ranks_gives_each_row_once(fork, load, rule):
     fork(3)
     loader = load([ROWS, TARGETS], processes=2, depth=2)
     found, reports = trained(rule, (loader, None), epochs=4)
@@ -104,7 +104,7 @@ def test_ranks_at_their_own_pace_take_each_row_once(fork, load, rule):
 
 
 @pytest.mark.any_library
-def test_waiting_for_rows_is_in_the_recorder(fork, load, tmp_path):
+def test_recorder_has_loader_waiting_time(fork, load, tmp_path):
     fork(2)
 
     for rule, ranks in ((rules.BSP(), 1), (rules.LocalSGD(2), 2)):
@@ -122,7 +122,7 @@ def test_waiting_for_rows_is_in_the_recorder(fork, load, tmp_path):
 @pytest.mark.parametrize("rule", [rules.BSP(), rules.LocalSGD(2)], ids=repr)
 @pytest.mark.parametrize(("before", "after"), [(2, 2), (2, 1), (1, 3)])
 @pytest.mark.slow
-def test_going_on_in_the_middle_of_an_epoch(fork, load, tmp_path, rule, before, after):
+def test_trainer_with_loader_resumes_within_an_epoch(fork, load, tmp_path, rule, before, after):
     pytest.importorskip("safetensors", reason="the extra `training` is not installed")
     seen = []
     fork(before)
@@ -145,7 +145,7 @@ def test_going_on_in_the_middle_of_an_epoch(fork, load, tmp_path, rule, before, 
 
 
 @pytest.mark.any_library
-def test_rows_that_are_left_out_are_counted_in_training(fork, load):
+def test_trainer_counts_skipped_loader_rows(fork, load):
     fork(2)
     good = [i for i in range(103) if i not in BAD]
     for rule in (rules.BSP(), rules.LocalSGD(2)):
@@ -156,7 +156,7 @@ def test_rows_that_are_left_out_are_counted_in_training(fork, load):
 
 
 @pytest.mark.any_library
-def test_batches_of_which_no_row_can_be_read_make_room_for_others(fork, load):
+def test_trainer_skips_unreadable_batches(fork, load):
     fork(2)
     for rule in (rules.BSP(), rules.LocalSGD(2), rules.EASGD(period=2)):
         loader = load(SomeGood(), on_error="skip")
@@ -164,7 +164,7 @@ def test_batches_of_which_no_row_can_be_read_make_room_for_others(fork, load):
         assert loader.skipped == 2 * (103 - 13) and len(reports) == 2
 
 
-def test_validation_without_a_row_that_can_be_read(fork, load):
+def test_validation_without_readable_rows(fork, load):
     fork(1)
     with pytest.raises(LoadError, match="none of the rows of the validation data could be read"):
         next(trainer(rules.BSP()).epochs(ROWS, TARGETS, 5, 1, valid=load(OnlyHere(), on_error="skip")))
@@ -173,7 +173,7 @@ def test_validation_without_a_row_that_can_be_read(fork, load):
 @pytest.mark.any_library
 @pytest.mark.parametrize("rule", [rules.BSP(), rules.LocalSGD(2), rules.EASGD(period=2)], ids=repr)
 @pytest.mark.slow
-def test_a_row_that_cant_be_read_ends_training_and_the_ranks_stay(fork, load, rule):
+def test_unreadable_row_ends_training_but_not_the_ranks(fork, load, rule):
     fork(2)
     with pytest.raises((LoadError, synk.WorkerError), match=r"row \d+ can't be read .*: OSError: damaged"):
         trained(rule, (load(SomeBad(), processes=2), None))
@@ -185,7 +185,7 @@ def test_a_row_that_cant_be_read_ends_training_and_the_ranks_stay(fork, load, ru
 
 
 @pytest.mark.any_library
-def test_a_model_of_the_launcher_reads_from_loaders(tmp_path):
+def test_launcher_model_reads_from_loaders(tmp_path):
     from launch_runs import lines, run
     from paths import SUPPORT
 

@@ -27,7 +27,7 @@ pytestmark = pytest.mark.skipif(not XLA, reason="these are about JAX mode")
 
 
 @pytest.mark.parametrize("rows", [100, 1000])
-def test_a_range_may_be_longer_than_its_bounds_have_bits(fork, rows):
+def test_arange_longer_than_its_dtype(fork, rows):
     # PyTensor 3.0 keeps the 0 of a range in eight bits, and had NumPy subtract it from the number of rows.
     fork(2)
     x, y = T.dmatrix("x"), T.lvector("y")
@@ -46,7 +46,7 @@ def test_a_range_may_be_longer_than_its_bounds_have_bits(fork, rows):
         (lambda n: (0, n, 2), "int32", [0, 2]),
     ],
 )
-def test_ranges_are_what_numpys_are(fork, bounds, dtype, expected):
+def test_arange_equals_numpy(fork, bounds, dtype, expected):
     fork(2)
     x = T.dvector("x")
     f = synk.function([x], (T.arange(*bounds(x.shape[0]), dtype=dtype), None))
@@ -54,7 +54,7 @@ def test_ranges_are_what_numpys_are(fork, bounds, dtype, expected):
     assert result.dtype == dtype and np.asarray(result).tolist() == expected
 
 
-def test_what_is_float32_is_computed_in_float32(fork):
+def test_float32_graphs_compute_in_float32(fork):
     # JAX's own promotions make float64 of a float32 divided by an integer.
     fork(2)
     x, y = T.fmatrix("x"), T.fvector("y")
@@ -99,7 +99,7 @@ def test_rows_by_a_symbolic_index(fork, table):
     np.testing.assert_array_equal(f.as_theano(2)[0], table[20:])
 
 
-def test_rows_by_an_index_beside_scattered_rows(fork, table):
+def test_rows_by_an_index_with_scattered_rows(fork, table):
     fork(2)
     x, i, y = shared(table, "x"), T.iscalar("i"), T.dvector("y")
     f = synk.function([y], (y + x[i : i + 3, 0].sum(), "gather"), [i])
@@ -107,7 +107,7 @@ def test_rows_by_an_index_beside_scattered_rows(fork, table):
         np.testing.assert_allclose(f(np.arange(5.0), index), np.arange(5.0) + table[index : index + 3, 0].sum())
 
 
-def test_what_an_index_was_is_kept_for_the_launch(fork, table):
+def test_index_values_are_kept_for_the_launch(fork, table):
     fork(2)
     x, i = shared(table, "x"), T.lscalar("i")
     f = synk.function([], (x[i : i + 2], None), [i])
@@ -120,7 +120,7 @@ def test_what_an_index_was_is_kept_for_the_launch(fork, table):
         np.testing.assert_array_equal(result, table[k : k + 2])
 
 
-def test_a_shared_counter_picks_rows(fork, table):
+def test_shared_counter_selects_rows(fork, table):
     fork(2)
     x, i = shared(table, "x"), shared(np.int64(0), "i")
     f = synk.function([], (x[i * 10 : (i + 1) * 10], None), updates=[(i, i + 1, None)])
@@ -128,7 +128,7 @@ def test_a_shared_counter_picks_rows(fork, table):
         np.testing.assert_array_equal(f(), part)
 
 
-def test_lengths_are_given(fork):
+def test_symbolic_lengths_are_resolved(fork):
     fork(2)
     n = T.iscalar("n")
     f = synk.function([], (T.arange(n) * 2.0, None), [n])
@@ -136,7 +136,7 @@ def test_lengths_are_given(fork):
         np.testing.assert_array_equal(f(k), 2.0 * np.arange(k))
 
 
-def test_as_many_are_drawn_as_there_are_rows(fork, table):
+def test_random_draws_follow_the_number_of_rows(fork, table):
     fork(2)
     x, i = shared(table, "x"), T.lscalar("i")
     rows = x[i * 10 : (i + 1) * 10]
@@ -146,7 +146,7 @@ def test_as_many_are_drawn_as_there_are_rows(fork, table):
     assert len(np.unique(np.asarray(f(1)))) == 60
 
 
-def test_a_training_function_whose_counter_picks_rows(fork, table):
+def test_training_function_with_a_row_counter(fork, table):
     fork(2)
     x, y, i = T.dvector("x"), T.dvector("y"), shared(np.int64(0), "i")
     w = shared(np.zeros(3), "w")
@@ -161,7 +161,7 @@ def test_a_training_function_whose_counter_picks_rows(fork, table):
     assert int(i.get_value()) == 3
 
 
-def test_a_length_that_an_array_decides_is_refused(fork):
+def test_data_dependent_length_is_refused(fork):
     fork(2)
     x = T.dvector("x")
     f = synk.function([x], (x[: x.argmax()], None))
@@ -176,7 +176,7 @@ def test_a_length_that_an_array_decides_is_refused(fork):
 @given(
     st.integers(1, 9), st.lists(st.integers(1, 3), max_size=2), st.integers(0, 60), st.integers(2, 40), st.integers(0)
 )
-def test_adding_into_copies_of_places_is_adding_into_places(places, rest, rows, n_copies, seed):
+def test_scatter_add_into_copies_equals_scatter_add(places, rest, rows, n_copies, seed):
     rng = np.random.default_rng(seed)
     x, y = rng.normal(size=(places, *rest)), rng.normal(size=(rows, *rest))
     index = rng.integers(-places, places, rows).astype(rng.choice(["int8", "int32", "int64"]))
@@ -187,7 +187,7 @@ def test_adding_into_copies_of_places_is_adding_into_places(places, rest, rows, 
     np.testing.assert_array_equal(scatter.add_rows(x, y, np.full(rows, places), n_copies), x)
 
 
-def test_what_many_rows_add_to_few_effects_is_added_into_copies_on_a_gpu(fork, monkeypatch):
+def test_scatter_add_to_few_effects_uses_copies_on_gpus(fork, monkeypatch):
     fork(1)
     rng = np.random.default_rng(0)
     effects, index, weights = T.dvector("effects"), T.lvector("index"), T.dvector("weights")

@@ -170,13 +170,13 @@ def commands() -> list[str]:
 
 @pytest.mark.any_library
 @pytest.mark.parametrize("line", commands())
-def test_the_launchers_lines_are_understood(line):
+def test_launcher_lines_are_parsed(line):
     from synkhronos.launch import command
 
     command._parser().parse_args(shlex.split(line)[3:])
 
 
-def test_the_readme_has_a_complete_script():
+def test_readme_has_a_complete_script():
     assert "README-0" in scripts()
 
 
@@ -218,7 +218,7 @@ UNDOCUMENTED = {
 }
 
 
-def test_what_users_see_of_their_objects_is_in_the_reference():
+def test_every_public_attribute_is_in_the_reference():
     """A public method that is internal gets an underscore; any other, a line on a page or in the class' docstring."""
     documented = set(documented_members())
     pages = "\n".join(page.read_text() for page in (ROOT / "docs").glob("*.rst"))
@@ -250,13 +250,13 @@ SPEED = ROOT / "docs" / "speed.csv"
 
 @pytest.mark.any_library
 @pytest.mark.parametrize("theme", ["light", "dark", "light_narrow", "dark_narrow"])
-def test_the_picture_of_speed_was_drawn_from_its_table(theme):
+def test_speed_picture_matches_its_table(theme):
     """After a change of the table ``python docs/speed.py`` has to draw it anew."""
     assert hashlib.sha256(SPEED.read_bytes()).hexdigest() in SPEED.with_name(f"speed_{theme}.svg").read_text()
 
 
 @pytest.mark.any_library
-def test_the_commands_of_the_table_of_speed_exist():
+def test_speed_table_commands_exist():
     with SPEED.open(newline="") as file:
         rows = list(csv.DictReader(file))
     for program, *options in (row["Command"].strip("`").split() for row in rows):
@@ -279,7 +279,7 @@ def test_the_readme_has_the_rows_of_the_table_of_speed():
 
 
 @pytest.mark.any_library
-def test_the_ratios_of_the_table_of_speed_follow_from_its_figures():
+def test_speed_table_ratios_match_its_figures():
     with SPEED.open(newline="") as file:
         rows = [row for row in csv.DictReader(file) if row["Theirs"] != "\\ "]
     for row in rows:
@@ -289,20 +289,20 @@ def test_the_ratios_of_the_table_of_speed_follow_from_its_figures():
 
 
 @pytest.mark.any_library
-def test_the_readme_says_who_gains_as_the_front_page_does():
+def test_readme_and_front_page_agree():
     rows = (ROOT / "docs" / "who_gains.txt").read_text().partition("\n\n")[2]
     assert len(rows) > 500 and rows in (ROOT / "README.rst").read_text()
 
 
 @pytest.mark.any_library
 @pytest.mark.parametrize("page", [page for page in PAGES if page.stem != "benchmarks"], ids=lambda page: page.stem)
-def test_commits_and_dates_are_on_the_page_of_benchmarks_alone(page):
+def test_commits_and_dates_are_only_in_benchmarks(page):
     found = re.findall(r"\b(?=[a-f]*\d)(?=\d*[a-f])[0-9a-f]{7,12}\b|\b202\d-\d\d-\d\d\b", page.read_text())
     assert found == []
 
 
 @pytest.mark.any_library
-def test_the_table_of_exchange_rules_is_of_the_numbers_that_its_picture_shows():
+def test_exchange_rules_table_matches_its_picture():
     curves = json.loads((ROOT / "docs" / "exchange_rules.json").read_text())
     table = re.findall(
         r"^([\w ]+?) (?:\(.*\))?((?: +\d+\.\d){4})$", (ROOT / "docs" / "exchange_rules.rst").read_text(), re.M

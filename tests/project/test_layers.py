@@ -71,7 +71,7 @@ PACKAGES = sorted({package_of(path) for path in FILES} - ENTRY_POINTS)
 
 
 @pytest.mark.parametrize("package", PACKAGES)
-def test_imports_go_down(package):
+def test_imports_go_to_lower_layers(package):
     assert package in LAYER, f"synkhronos/{package} has no layer: give it one here, and a row in docs/internals.rst"
     for path in FILES:
         if package_of(path) != package:
@@ -169,7 +169,7 @@ def find_cycles(imports):
     return groups
 
 
-def test_there_is_no_cycle_of_imports():
+def test_imports_have_no_cycle():
     """Imports within functions and those for type checkers count."""
     paths = {module_of(path): path for path in FILES if package_of(path) not in ENTRY_POINTS}
     imports = {module: set() for module in paths}
@@ -219,7 +219,7 @@ def test_only_devices_engines_and_lowering_import_jax_or_pygpu():
                 assert not [name for name in names if re.match(r"(jax|jaxlib|pygpu|theano\.gpuarray)\b", name)], path
 
 
-def test_the_map_of_the_source_is_complete_and_names_files_that_exist():
+def test_source_map_in_internals_is_complete():
     page = (PACKAGE.parent / "docs" / "internals.rst").read_text()
     table = re.split("^Four walks", page, flags=re.MULTILINE)[0]
     assert [package for package in PACKAGES if not re.search(rf"``{package}(/|\.py)``", table)] == []

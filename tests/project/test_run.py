@@ -46,14 +46,14 @@ def run(root, *arguments, before=(), **variables):
         (["test", "--all", "-k", "rows"], "run.py: --all takes no further arguments but --env."),
     ],
 )
-def test_wrong_arguments_are_told_in_one_line(tmp_path, arguments, line):
+def test_run_py_argument_errors_are_one_line(tmp_path, arguments, line):
     status, said = run(tmp_path, *arguments)
     assert status != 0
     assert len(said) == 1 and said[0].startswith(line), said
 
 
 @pytest.mark.slow
-def test_without_a_network_it_says_so(tmp_path):
+def test_run_py_without_a_network(tmp_path):
     nobody = {
         "PIP_INDEX_URL": "http://127.0.0.1:9/simple",
         "PIP_RETRIES": "0",
@@ -66,7 +66,7 @@ def test_without_a_network_it_says_so(tmp_path):
     assert all(line.startswith("run.py: ") for line in said), said
 
 
-def test_on_a_full_disk_it_says_so(tmp_path):
+def test_run_py_on_a_full_disk(tmp_path):
     mount = [
         "unshare",
         "-rm",
@@ -107,7 +107,7 @@ def options(**given):
     return argparse.Namespace(**{"env": None, "device": "host", "here": False, "quick": False, "all": False, **given})
 
 
-def test_what_runs_side_by_side_is_told_apart(module, capfd):
+def test_run_py_prefixes_lines_of_parallel_jobs(module, capfd):
     assert module.test(options(), ["-k", "nothing", "--fails"]) == 3
     printed = capfd.readouterr().out.splitlines()
     for name in ("pytensor", "theano"):
@@ -116,7 +116,7 @@ def test_what_runs_side_by_side_is_told_apart(module, capfd):
         assert f"{name}, -k nothing --fails: no result, pytest ended with exit status 3" in printed
 
 
-def test_what_failed_stands_at_the_end(module, tmp_path):
+def test_run_py_prints_failures_at_the_end(module, tmp_path):
     (tmp_path / "test_it.py").write_text(
         "import pytest\n@pytest.fixture\ndef broken(): raise KeyError('no such thing')\n"
         "def test_well(): pass\ndef test_sum(): assert 1 + 1 == 3\ndef test_with(broken): pass\n"
@@ -140,13 +140,13 @@ def test_what_failed_stands_at_the_end(module, tmp_path):
     assert module.failures(tmp_path / "none.xml") == []
 
 
-def test_what_runs_alone_prints_as_it_is(module, capfd):
+def test_run_py_prints_a_single_job_unchanged(module, capfd):
     assert module.test(options(device="jax"), []) == 0
     assert capfd.readouterr().out.startswith("on jax: -m pytest ")
 
 
 @pytest.mark.parametrize("all_of_them", [False, True])
-def test_each_environment_runs_each_file_once(module, capfd, all_of_them):
+def test_run_py_jobs_run_each_file_once(module, capfd, all_of_them):
     environments = [module.PYTENSOR, module.THEANO, module.PYMC]
     jobs = module.jobs_of(environments, options(all=all_of_them), [])
     slow = "" if all_of_them else " and not slow"
@@ -185,7 +185,7 @@ def test_each_environment_runs_each_file_once(module, capfd, all_of_them):
         (["install", "folder"], "folder holds no debs and wheels: run pack first"),
     ],
 )
-def test_the_bundle_is_told_what_is_missing(tmp_path, arguments, words):
+def test_bundle_script_names_missing_arguments(tmp_path, arguments, words):
     if shutil.which("python3.11") is None:
         pytest.skip("needs Python 3.11")
     script = ["bash", str(ROOT / "docs" / "theano_gpu_bundle.sh")]
@@ -196,7 +196,7 @@ def test_the_bundle_is_told_what_is_missing(tmp_path, arguments, words):
 
 
 @pytest.mark.parametrize(("text", "status"), [("(Path(__file__).parent / 'seen').exists()", 0), ("False", 1)])
-def test_failures_are_run_once_more_alone(module, tmp_path, text, status):
+def test_run_py_retries_failures_alone(module, tmp_path, text, status):
     """A test that fails once passes its retry; one that always fails, fails it; the others are not run again."""
     tests = tmp_path / "test_some.py"
     tests.write_text(

@@ -31,7 +31,7 @@ def test_a_short_soak_finds_nothing_wrong():
 
 
 @pytest.mark.parametrize("n", [1, 2, 3])
-def test_scalars_are_gathered_over_slices_of_all_ranks(fork, n):
+def test_soak_oracle_gathers_scalars_over_slices(fork, n):
     fork(n)
     x = tensor.dvector("x")
     f = synk.function([x], [(x.sum(), "gather"), (x.max(), "max")])

@@ -409,12 +409,12 @@ def quick(monkeypatch):
 
 @pytest.mark.parametrize("waits", [True, False])
 @pytest.mark.parametrize(("counts", "faults"), [((1, 1), 1), ((2,), 1), ((2,), 2), ((3,), 1), ((3,), 2)])
-def test_all_ranks_find_the_same_whatever_comes_first(counts, faults, waits):
+def test_model_all_ranks_decide_equally_in_any_order(counts, faults, waits):
     assert explore(World(counts, waits, faults)) > 200
 
 
 @pytest.mark.parametrize("waits", [True, False])
-def test_on_one_host_ranks_that_each_decide_the_command_are_found_out(monkeypatch, waits):
+def test_model_finds_ranks_that_decide_alone(monkeypatch, waits):
     def fail(self):
         record_common_step(self.control.words, FIRST, min(self.control.arrived))
 
@@ -423,7 +423,7 @@ def test_on_one_host_ranks_that_each_decide_the_command_are_found_out(monkeypatc
         explore(World((3,), waits, faults=2))
 
 
-def test_on_one_host_who_looks_before_it_says_that_it_failed_is_found_out(monkeypatch):
+def test_model_finds_a_read_before_the_failure_is_written(monkeypatch):
     def out(self, r, error):
         told(self, r, error)
         if self.pcs[r] == FAILED:
@@ -443,27 +443,27 @@ def test_on_one_host_who_looks_before_it_says_that_it_failed_is_found_out(monkey
 
 
 @pytest.mark.slow
-def test_two_ranks_on_a_host_are_one_voice():
+def test_model_two_ranks_on_a_host_report_once():
     assert explore(World((2, 1))) > 10_000
 
 
-def test_where_a_host_dies_all_end():
+def test_model_death_of_a_host_ends_all():
     assert explore(World((1, 1), deaths=1)) > 2_000
 
 
-def test_an_agent_may_begin_to_look_before_there_is_news():
+def test_model_agent_may_poll_early():
     assert explore(World((1, 1), early=True)) > 5_000
 
 
 @pytest.mark.slow
-def test_an_agent_that_reads_in_the_wrong_order_is_found_out():
+def test_model_finds_an_agent_that_reads_in_the_wrong_order():
     # A rank that comes between the two reads passes, and its host says that not all have come.
     with pytest.raises(AssertionError, match="some go on behind the step, and others leave"):
         explore(World((2, 1), agents_read_first="step", early=True))
 
 
 @pytest.mark.parametrize("waits", [True, False])
-def test_a_host_that_decides_by_what_it_has_heard_so_far_is_found_out(monkeypatch, waits):
+def test_model_finds_a_host_that_decides_too_early(monkeypatch, waits):
     def decided(self):
         heard = [each.popleft() for each in self.failures if each]
         return [(command, min(self.steps)) for command, _ in heard]
@@ -473,7 +473,7 @@ def test_a_host_that_decides_by_what_it_has_heard_so_far_is_found_out(monkeypatc
         explore(World((1, 1), waits))
 
 
-def test_a_host_that_says_nothing_of_others_failures_is_found_out(monkeypatch):
+def test_model_finds_a_host_that_forwards_no_failures(monkeypatch):
     def here(self, failed, step):
         return told(self, failed, step)[0], False
 
@@ -483,7 +483,7 @@ def test_a_host_that_says_nothing_of_others_failures_is_found_out(monkeypatch):
         explore(World((1, 1)))
 
 
-def test_an_agent_counts_the_steps_of_other_hosts():
+def test_agent_counts_steps_of_other_hosts():
     """The model takes messages in by a method of its own: this is the agent's."""
     step = (FIRST << STEP_BITS) + 2
     agent = object.__new__(Agent)

@@ -80,7 +80,7 @@ def check_error(outcome, moment, error="WorkerError", words=(), worker=None):
     ("name", "place"),
     [*(("SIGKILL", place) for place in PLACES), *((name, "compiled") for name in DEADLY[1:]), ("SIGTERM", "idle")],
 )
-def test_a_worker_that_a_signal_ends_is_named(name, place):
+def test_worker_killed_by_a_signal_is_named(name, place):
     with held_at(place, [2]) as program:
         pids = until_inside(program, place, 1)
         moment = program.hurt(pids[2], signal.Signals[name])
@@ -96,7 +96,7 @@ def test_a_worker_that_a_signal_ends_is_named(name, place):
     ("who", "place"),
     [*(("worker", place) for place in PLACES), *((w, p) for w in ("master", "all") for p in ("idle", "collective"))],
 )
-def test_processes_that_are_stopped_go_on_when_they_are_continued(place, who):
+def test_stopped_processes_continue_after_sigcont(place, who):
     on = {"worker": [2], "master": [0], "all": [0, 1, 2]}[who]
     with held_at(place, on) as program:
         pids = until_inside(program, place, len(on))
@@ -114,7 +114,7 @@ def test_processes_that_are_stopped_go_on_when_they_are_continued(place, who):
 
 @pytest.mark.any_library
 @pytest.mark.parametrize("place", PLACES)
-def test_a_worker_ignores_interrupts(place):
+def test_worker_ignores_sigint(place):
     with held_at(place, [2]) as program:
         pids = until_inside(program, place, 1)
         program.hurt(pids[2], signal.SIGINT)
@@ -147,7 +147,7 @@ def test_nothing_outlives_the_master(name, place, who):
 @pytest.mark.parametrize(
     ("place", "how"), [("call", "python"), ("call", "sleep"), ("build", "python"), ("collective", "python")]
 )
-def test_a_master_that_is_busy_hears_of_a_workers_death(place, how):
+def test_busy_master_notices_a_workers_death(place, how):
     with Program("at_a_point", where=place, action=f"hold:{how}", on=[0]) as program:
         pids = until_inside(program, place, 1)
         moment = program.hurt(pids[2], signal.SIGKILL)
@@ -157,7 +157,7 @@ def test_a_master_that_is_busy_hears_of_a_workers_death(place, how):
 
 
 @pytest.mark.any_library
-def test_a_master_that_has_another_handler_for_the_signal_notices_a_death_afterwards():
+def test_death_is_noticed_with_a_replaced_sigchld_handler():
     with Program("at_a_point", where="call", action="hold:python", on=[0, 2], urgent=True) as program:
         pids = until_inside(program, "call", 2)
         program.hurt(pids[2], signal.SIGKILL)
@@ -169,7 +169,7 @@ def test_a_master_that_has_another_handler_for_the_signal_notices_a_death_afterw
 
 @pytest.mark.any_library
 @pytest.mark.parametrize("reaper", ["system", "master"])
-def test_a_death_whose_code_somebody_else_has_taken(reaper):
+def test_death_whose_exit_status_was_already_reaped(reaper):
     with Program("at_a_point", where="call", action="hold:python", on=[2], reaper=reaper) as program:
         pids = until_inside(program, "call", 1)
         moment = program.hurt(pids[2], signal.SIGKILL)
@@ -179,7 +179,7 @@ def test_a_death_whose_code_somebody_else_has_taken(reaper):
 
 
 @pytest.mark.parametrize("action", ["raise:ValueError", "hold:python", "kill:SIGKILL"])
-def test_workers_that_are_no_copies_of_the_master(action):
+def test_faults_of_spawned_workers(action):
     with Program("at_a_point", where="call", action=action, on=[2], fresh=True) as program:
         pids = until_inside(program, "call", 1)
         if action == "hold:python":
@@ -195,7 +195,7 @@ def test_workers_that_are_no_copies_of_the_master(action):
 
 @pytest.mark.any_library
 @pytest.mark.parametrize("place", ["idle", "call"])
-def test_a_stopped_worker_does_not_outlive_the_master(place):
+def test_stopped_worker_ends_with_the_master(place):
     with held_at(place, [2]) as program:
         pids = until_inside(program, place, 1)
         program.hurt(pids[2], signal.SIGSTOP)
@@ -209,7 +209,7 @@ def test_a_stopped_worker_does_not_outlive_the_master(place):
 
 @pytest.mark.any_library
 @pytest.mark.parametrize("name", ["SIGKILL", "SIGSEGV", "SIGTERM"])
-def test_a_worker_that_dies_while_it_starts_is_named(name):
+def test_worker_that_dies_during_fork_is_named(name):
     with Program("at_fork", how="worker") as program:
         pid = program.wait("inside")["pids"]["2"]
         moment = program.hurt(pid, signal.Signals[name])
@@ -218,7 +218,7 @@ def test_a_worker_that_dies_while_it_starts_is_named(name):
 
 
 @pytest.mark.any_library
-def test_a_worker_that_is_stopped_while_it_starts_is_waited_for():
+def test_worker_stopped_during_fork_is_waited_for():
     with Program("at_fork", how="worker") as program:
         pid = program.wait("inside")["pids"]["2"]
         program.hurt(pid, signal.SIGSTOP)
@@ -235,7 +235,7 @@ def test_a_worker_that_is_stopped_while_it_starts_is_waited_for():
     ("name", "who", "fresh"),
     [("SIGKILL", "master", False), ("SIGTERM", "all", False), ("SIGKILL", "master", True)],
 )
-def test_nothing_outlives_a_master_that_dies_while_it_forks(name, who, fresh):
+def test_nothing_outlives_a_master_killed_during_fork(name, who, fresh):
     with Program("at_fork", how="master", fresh=fresh) as program:
         program.wait("inside")
         program.hurt(program.pid if who == "master" else None, signal.Signals[name])
@@ -243,7 +243,7 @@ def test_nothing_outlives_a_master_that_dies_while_it_forks(name, who, fresh):
 
 
 @pytest.mark.any_library
-def test_a_worker_whose_master_dies_before_it_has_begun():
+def test_worker_ends_if_the_master_died_before_it_started():
     with Program("at_fork", how="child") as program:
         program.wait("inside")
         program.hurt(program.pid, signal.SIGKILL)
@@ -253,7 +253,7 @@ def test_a_worker_whose_master_dies_before_it_has_begun():
 
 
 @pytest.mark.parametrize(("how", "fresh"), [("raise", False), ("limit", False), ("raise", True)])
-def test_a_fork_that_fails_half_way(how, fresh):
+def test_fork_that_fails_half_way(how, fresh):
     if how == "limit" and os.geteuid() != 0:
         pytest.skip("needs a user who has no other processes")
     # OpenBLAS presses Ctrl-C when it can't have a thread.
@@ -275,7 +275,7 @@ def run(where, action, on=(2,), **kwargs):
 @pytest.mark.parametrize(
     ("code", "place"), [(0, "call"), *((7, place) for place in ["call", "slice", "collective", *ELSEWHERE])]
 )
-def test_a_worker_that_leaves_is_named_with_its_code(place, code):
+def test_worker_that_exits_is_named_with_its_status(place, code):
     with run(place, f"_exit:{code}") as program:
         outcome = program.wait("outcome")
         check_error(outcome, program.fault(), words=["rank 2", f"exited with code {code}"], worker=2)
@@ -292,7 +292,7 @@ def test_a_worker_that_leaves_is_named_with_its_code(place, code):
         *(("raise-long", "ValueError", place) for place in ["call", "collective"]),
     ],
 )
-def test_an_exception_in_one_worker_leaves_the_ranks_usable(place, action, kind):
+def test_exception_in_a_worker_leaves_ranks_usable(place, action, kind):
     with run(place, action) as program:
         outcome = program.wait("outcome")
         check_error(outcome, program.fault(), words=["rank 2", kind], worker=2)
@@ -303,7 +303,7 @@ def test_an_exception_in_one_worker_leaves_the_ranks_usable(place, action, kind)
 
 
 @pytest.mark.parametrize("place", ["call", "slice", "collective", *ELSEWHERE])
-def test_exceptions_in_several_workers_are_all_told(place):
+def test_exceptions_of_several_workers_are_reported(place):
     with run(place, "raise:ValueError", on=[1, 2]) as program:
         outcome = program.wait("outcome")
         # A rank that fails is heard even if another failed before it, unless it learnt of that first.
@@ -316,7 +316,7 @@ def test_exceptions_in_several_workers_are_all_told(place):
 
 @pytest.mark.parametrize("place", ["call", "slice", "collective", "build"])
 @pytest.mark.parametrize("on", [[0], [0, 1, 2]])
-def test_the_masters_own_exception_comes_as_it_is(place, on):
+def test_exception_of_the_master_is_raised_unchanged(place, on):
     with run(place, "raise:ValueError", on=on) as program:
         outcome = program.wait("outcome")
         if place == "call" or on == [0]:
@@ -330,7 +330,7 @@ def test_the_masters_own_exception_comes_as_it_is(place, on):
 
 
 @pytest.mark.parametrize(("on", "skip"), [([2], 0), ([0], 0), ([0, 1, 2], 0), ([1], 1)])
-def test_the_error_says_where_updates_were_applied(on, skip):
+def test_error_lists_ranks_with_applied_updates(on, skip):
     with run("slice" if skip else "call", "raise:ValueError", on=on, skip=skip) as program:
         outcome = program.wait("outcome")
         alive = check_goes_on(program, survived=True)
@@ -342,7 +342,7 @@ def test_the_error_says_where_updates_were_applied(on, skip):
         assert alive["w"] == [end if r in applied else start for r in range(3)]
 
 
-def test_a_worker_without_memory():
+def test_worker_raises_memory_error():
     with run("call", "memory") as program:
         outcome = program.wait("outcome")
         check_error(outcome, program.fault(), words=["rank 2", "MemoryError"], worker=2)
@@ -352,7 +352,7 @@ def test_a_worker_without_memory():
 
 @pytest.mark.any_library
 @pytest.mark.parametrize(("name", "on"), [*((name, [1]) for name in COLLECTIVES), *((name, [0]) for name in STREAMED)])
-def test_a_collective_in_which_one_rank_has_no_memory(name, on):
+def test_collective_with_memory_error_on_a_rank(name, on):
     with run("collective", "raise:MemoryError", on=on, name=name, point="object") as program:
         outcome = program.wait("outcome")
         check_error(
@@ -363,7 +363,7 @@ def test_a_collective_in_which_one_rank_has_no_memory(name, on):
 
 @pytest.mark.any_library
 @pytest.mark.parametrize(("name", "on"), [*((name, [1]) for name in STREAMED), *((name, [0]) for name in STREAMED)])
-def test_a_collective_in_which_one_rank_fails_between_chunks(name, on):
+def test_collective_with_failure_between_chunks(name, on):
     with run("collective", "raise:OSError", on=on, name=name, skip=1) as program:
         outcome = program.wait("outcome")
         check_error(
@@ -374,14 +374,14 @@ def test_a_collective_in_which_one_rank_fails_between_chunks(name, on):
 
 @pytest.mark.any_library
 @pytest.mark.parametrize("name", STREAMED)
-def test_a_collective_in_which_a_worker_dies_between_chunks(name):
+def test_collective_with_death_between_chunks(name):
     with run("collective", "kill:SIGKILL", on=[1], name=name, skip=1) as program:
         outcome = program.wait("outcome")
         check_error(outcome, program.fault(), words=["rank 1", "SIGKILL"], worker=1)
         check_goes_on(program, survived=False)
 
 
-def test_a_graph_that_cannot_be_pickled_is_refused():
+def test_distribute_refuses_unpicklable_graphs():
     with Program("unpicklable") as program:
         outcome = program.wait("outcome")
         check_error(outcome, time.monotonic(), "TypeError", words=["g", "can't be pickled", "lock"])
@@ -391,7 +391,7 @@ def test_a_graph_that_cannot_be_pickled_is_refused():
 
 
 @pytest.mark.any_library
-def test_a_worker_that_never_returns_is_ended_when_the_user_says():
+def test_fork_timeout_ends_a_hanging_worker():
     with Program("never_returns", timeout=0.5) as program:
         outcome = program.wait("outcome")
         check_error(outcome, outcome["began"] + 0.5, words=["rank 1", "0.5 seconds", "timeout"], worker=1)
@@ -410,7 +410,7 @@ def _own_dev_shm():
 
 
 @pytest.mark.any_library
-def test_a_full_dev_shm_is_a_memory_error_and_no_more():
+def test_full_dev_shm_raises_memory_error():
     command = _own_dev_shm()
     if command is None:
         pytest.skip("needs the right to mount")
@@ -451,7 +451,7 @@ def test_data_with_few_open_files():
 
 
 @pytest.mark.any_library
-def test_a_worker_without_open_files_goes_on():
+def test_worker_at_the_limit_of_open_files_continues():
     with Program("few_files", who="worker", spare=0) as program:
         assert program.wait("outcome").get("value") == 15.0, program.told  # it keeps one in reserve
         works = program.wait("works")
@@ -461,7 +461,7 @@ def test_a_worker_without_open_files_goes_on():
 
 
 @pytest.mark.any_library
-def test_a_worker_without_address_space_says_so_and_goes_on():
+def test_worker_at_the_limit_of_address_space_continues():
     with Program("unmappable") as program:
         outcome = program.wait("outcome")
         assert outcome["error"] == "WorkerError" and "can't be mapped" in outcome["message"], outcome
@@ -476,7 +476,7 @@ def test_a_worker_without_address_space_says_so_and_goes_on():
 
 
 @pytest.mark.any_library
-def test_memory_made_after_a_worker_died_unnoticed():
+def test_segment_created_after_an_unnoticed_death():
     with Program("announced_to_the_dead") as program:
         pids = program.wait("ready")["pids"]
         program.hurt(pids["1"], signal.SIGKILL)
@@ -509,7 +509,7 @@ def test_ranks_forked_in_a_thread_do_not_outlive_the_master():
 
 
 @pytest.mark.any_library
-def test_a_failure_in_the_first_command_of_all():
+def test_failure_in_the_first_command():
     with Program("first_command") as program:
         outcome = program.wait("outcome")
         check_error(outcome, program.fault(), words=["ValueError"], worker=1)
@@ -528,7 +528,7 @@ def test_ranks_need_no_standard_streams():
 
 
 @pytest.mark.any_library
-def test_printing_where_nobody_reads_is_an_error_that_leaves_the_ranks_usable():
+def test_broken_stdout_leaves_ranks_usable():
     read, write = os.pipe()
     with Program("printing_into_nothing", pass_on={"stdout": write}) as program:
         os.close(write)
@@ -542,7 +542,7 @@ def test_printing_where_nobody_reads_is_an_error_that_leaves_the_ranks_usable():
 
 
 @pytest.mark.any_library
-def test_close_ends_workers_that_are_stopped():
+def test_close_ends_stopped_workers():
     with held_at("idle", []) as program:
         pids = until_inside(program, "idle", 0)
         for r in (1, 2):

@@ -56,7 +56,7 @@ def states():
     random.setstate(before[1])
 
 
-def test_ranks_draw_different_numbers_from_global_generators(fork):
+def test_global_generators_differ_between_ranks(fork):
     fork(3)
     values = drawn(3)
     assert len(np.unique(values)) == values.size
@@ -87,7 +87,7 @@ def quotient():
     return synk.function([x], (Reciprocal()(x), "gather"), mode=INTERPRETED)
 
 
-def test_floating_point_errors_raise_on_workers_where_they_would_in_the_master(fork):
+def test_workers_inherit_numpy_errstate(fork):
     fork(2)
     f = quotient()
     with np.errstate(all="ignore"):
@@ -116,7 +116,7 @@ class Treated(Op):
 WAYS = ["ignore", "warn", "raise", "call", "print", "log"]
 
 
-def test_workers_treat_errors_as_the_master_does_but_for_what_is_the_masters_alone(fork):
+def test_workers_inherit_numpy_error_settings_except_call(fork):
     fork(2)
     x = T.dvector("x")
     f = synk.function([x], (Treated()(x), "gather"), mode=INTERPRETED)

@@ -75,7 +75,7 @@ def settled():
 
 
 @pytest.mark.any_library
-def test_a_program_that_forks_and_closes_200_times_does_not_grow():
+def test_repeated_fork_and_close_do_not_leak():
     x, w = tensor.dvector("x"), shared(np.zeros(3), "w")
 
     children = children_of(os.getpid())
@@ -103,7 +103,7 @@ def test_a_program_that_forks_and_closes_200_times_does_not_grow():
 
 
 @pytest.mark.any_library
-def test_two_thousand_data_objects_leave_nothing(fork):
+def test_thousands_of_data_do_not_leak(fork):
     fork(3)
 
     def some(count):
@@ -125,7 +125,7 @@ def test_two_thousand_data_objects_leave_nothing(fork):
         assert rss_later - rss < 5_000  # of 160 MB
 
 
-def test_a_thousand_functions_leave_nothing(fork):
+def test_thousand_functions_do_not_leak(fork):
     fork(2)
     x = tensor.dvector("x")
     w = shared(np.zeros(3), "w")  # one that stays
@@ -159,7 +159,7 @@ def test_a_thousand_functions_leave_nothing(fork):
     assert len(gc.get_objects()) - objects < 1_000
 
 
-def test_calls_and_collectives_leave_nothing(fork):
+def test_calls_and_collectives_do_not_leak(fork):
     fork(2)
     x, s = tensor.dmatrix("x"), shared(np.zeros((50, 40)), "s")
     f = synk.function([x], [(x.sum(axis=0), "mean"), (x * 2, "gather")], updates=[(s, s + 1)])
@@ -213,7 +213,7 @@ PROGRAM = f"""
 
 
 @pytest.mark.any_library
-def test_two_programs_leave_each_other_alone():
+def test_two_programs_do_not_interfere():
     programs = [
         subprocess.Popen(
             [sys.executable, "-c", textwrap.dedent(PROGRAM), str(n), str(offset)],

@@ -43,7 +43,7 @@ def mapped(pid, nbytes):
 
 
 @pytest.mark.skipif(DEVICE != "host", reason="XLA copies what it is given")
-def test_memory_is_freed_on_ranks_whose_garbage_holds_it(fork):
+def test_free_memory_collects_garbage_on_ranks(fork):
     fork(2)
     x = T.dvector("x")
     f = synk.function([x], (Hoarder()(x)[:1], "gather"), mode=INTERPRETED)
@@ -61,7 +61,7 @@ def test_memory_is_freed_on_ranks_whose_garbage_holds_it(fork):
 
 @pytest.mark.skipif(NAME == "theano" or DEVICE != "host", reason="Numba's compiler")
 @pytest.mark.slow
-def test_memory_is_freed_where_a_call_on_it_has_compiled(tmp_path):
+def test_free_memory_after_a_call_that_compiled(tmp_path):
     program = """
         import gc, os
         import numpy as np

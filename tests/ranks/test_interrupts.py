@@ -40,7 +40,7 @@ def check_goes_on(program):
         for place in places
     ],
 )
-def test_an_interrupt_reaches_the_user_and_the_next_call_works(where, on, how, times):
+def test_interrupt_is_raised_and_the_next_call_works(where, on, how, times):
     with Program("at_a_place", where=where, on=on, how=how) as program:
         for _ in on:
             program.wait("inside")
@@ -54,7 +54,7 @@ def test_an_interrupt_reaches_the_user_and_the_next_call_works(where, on, how, t
 
 
 @pytest.mark.any_library
-def test_an_interrupt_says_which_ranks_have_updated():
+def test_interrupt_lists_ranks_with_applied_updates():
     with Program("at_a_place", where="call", on=[0], how="python") as program:
         program.wait("inside")
         program.hurt(None, signal.SIGINT)
@@ -66,7 +66,7 @@ def test_an_interrupt_says_which_ranks_have_updated():
 
 @pytest.mark.any_library
 @pytest.mark.parametrize(("on", "applied", "busy"), [([0, 2], "ranks [1]", [2]), ([0, 1, 2], "no rank", [1, 2])])
-def test_an_interrupt_does_not_say_more_of_busy_ranks_than_it_knows(on, applied, busy):
+def test_interrupt_lists_busy_ranks_as_unknown(on, applied, busy):
     with Program("at_a_place", where="call", on=on, how="compiled") as program:
         for _ in on:
             program.wait("inside")
@@ -79,7 +79,7 @@ def test_an_interrupt_does_not_say_more_of_busy_ranks_than_it_knows(on, applied,
 
 
 @pytest.mark.parametrize("where", ["call" if NAME == "pytensor" else "collective"])
-def test_a_program_that_is_interrupted_ends_with_its_workers(where):
+def test_interrupted_program_ends_its_workers(where):
     with Program("at_a_place", where=where, on=[2], how="compiled", unhandled=True) as program:
         program.wait("inside")
         program.hurt(None, signal.SIGINT)
@@ -90,7 +90,7 @@ def test_a_program_that_is_interrupted_ends_with_its_workers(where):
 
 @pytest.mark.any_library
 @pytest.mark.parametrize("where", ["master", "child", "worker"])
-def test_an_interrupt_while_forking_leaves_no_worker(where):
+def test_interrupt_during_fork_leaves_no_worker(where):
     with Program("while_forking", where=where) as program:
         program.wait("inside")
         moment = program.hurt(None, signal.SIGINT)
@@ -106,7 +106,7 @@ def test_an_interrupt_while_forking_leaves_no_worker(where):
 
 @pytest.mark.any_library
 @pytest.mark.parametrize("where", ["waiting", "busy"])
-def test_an_interrupt_while_closing_ends_the_workers_at_once(where):
+def test_interrupt_during_close_ends_workers(where):
     with Program("while_closing", where=where) as program:
         program.wait("inside")
         if where == "busy":
@@ -146,7 +146,7 @@ WITHOUT_LIBRARY = ("collective", "collective again", "data", "fork", "close")
         for what in actions
     ],
 )
-def test_an_interrupt_at_any_moment(what, limit):
+def test_interrupt_at_any_line(what, limit):
     step = 1 if os.environ.get("FAULTS") == "all" else (LIMITED if limit else ACTIONS)[what]
     with Program("at_every_moment", what=what, first=step // 2, step=step, limit=limit) as program:
         outcome = program.wait("outcome", 600)
@@ -162,7 +162,7 @@ def test_an_interrupt_at_any_moment(what, limit):
         program.nothing_left()
 
 
-def test_no_code_runs_that_could_swallow_an_interrupt_when_things_are_collected(fork):
+def test_finalizers_swallow_no_interrupt(fork):
     fork(2)
     x, w = tensor.dvector("x"), shared(np.zeros(3), "w")
     things = [w, synk.function([x], (x.sum() * w.sum(), "sum"), updates=[(w, w + 1)]), synk.data(np.ones(6))]
@@ -192,7 +192,7 @@ def test_interrupts_at_random_moments(seed):
 @pytest.mark.any_library
 @pytest.mark.parametrize("name", ["SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2"])
 @pytest.mark.parametrize("how", ["handled", "ignored", "handled since"])
-def test_workers_outlive_signals_that_the_master_handles_or_ignores(name, how):
+def test_workers_ignore_signals_that_the_master_handles(name, how):
     if name != "SIGUSR1" and how == "handled since":
         how = "handled"
     with Program("signalled", name=name, how=how) as program:
@@ -204,7 +204,7 @@ def test_workers_outlive_signals_that_the_master_handles_or_ignores(name, how):
 
 
 @pytest.mark.any_library
-def test_workers_end_by_a_signal_that_ends_the_master():
+def test_workers_end_by_signals_that_end_the_master():
     with Program("signalled", name="SIGTERM", how="nothing") as program:
         program.wait("ready")
         program.hurt(None, signal.SIGTERM)

@@ -171,14 +171,14 @@ def test_fork_run_interrupt_run_restart(notebook):
     assert notebook.run("print(float(f(np.arange(6.0))))") == ("15.0", None)
 
 
-def test_a_kernel_that_is_killed_leaves_no_worker(notebook):
+def test_killed_kernel_leaves_no_worker(notebook):
     printed, error = notebook.run(SETUP)
     assert error is None
     os.kill(notebook.pid, 9)
     until_gone(pids_in(printed))
 
 
-def test_an_error_in_a_worker_is_shown_with_its_traceback(notebook):
+def test_worker_error_is_shown_with_its_traceback(notebook):
     assert notebook.run(SETUP)[1] is None
     printed, error = notebook.run("""
         try:

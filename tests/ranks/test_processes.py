@@ -36,20 +36,20 @@ def test_one_rank_has_no_workers(fork):
     assert children_of(os.getpid()) == []
 
 
-def test_by_default_there_is_a_rank_for_each_core():
+def test_fork_makes_a_rank_for_each_core():
     try:
         assert synk.fork(use_gpu=False) == available_cores()
     finally:
         synk.close()
 
 
-def test_forking_twice_is_refused(fork):
+def test_fork_refuses_a_second_session(fork):
     fork(2)
     with pytest.raises(RuntimeError, match="2 ranks are running already"):
         fork(2)
 
 
-def test_close_ends_the_workers_and_may_be_called_again(fork):
+def test_close_ends_workers_and_can_be_repeated(fork):
     fork(3)
     synk.close()
     assert children_of(os.getpid()) == []
@@ -58,7 +58,7 @@ def test_close_ends_the_workers_and_may_be_called_again(fork):
 
 
 @pytest.mark.slow
-def test_many_sessions_leave_nothing_behind():
+def test_many_sessions_leave_nothing():
     def footprint():
         gc.collect()  # what earlier tests have left in cycles, too, which would go at any moment
         with open("/proc/self/maps") as maps:
@@ -76,7 +76,7 @@ def test_many_sessions_leave_nothing_behind():
     assert footprint() == before
 
 
-def test_workers_run_nothing_that_the_master_registered_for_its_exit():
+def test_workers_run_no_atexit_functions_of_the_master():
     printed = python("""
         import atexit, synkhronos as synk
         atexit.register(lambda: print("exit", flush=True))
@@ -86,7 +86,7 @@ def test_workers_run_nothing_that_the_master_registered_for_its_exit():
     assert printed.split() == ["before", "exit"]
 
 
-def test_the_end_of_the_program_ends_the_workers_without_close():
+def test_workers_end_at_exit_without_close():
     pids = python("""
         import os, synkhronos as synk
         synk.fork(3, use_gpu=False)
@@ -162,7 +162,7 @@ def test_workers_leave_profiles(tmp_path):
     assert names[1].startswith("synkhronos_rank2_")
 
 
-def test_workers_get_their_time_to_end_though_one_ends_before(tmp_path):
+def test_close_gives_each_worker_time_to_end(tmp_path):
     python(
         """
         import os, time
@@ -184,7 +184,7 @@ def test_workers_get_their_time_to_end_though_one_ends_before(tmp_path):
     assert (tmp_path / "ended").exists()
 
 
-def test_threads_are_shared_out_and_given_back():
+def test_fork_divides_threads_and_close_restores_them():
     threadpoolctl = pytest.importorskip("threadpoolctl")
 
     def threads():
@@ -199,7 +199,7 @@ def test_threads_are_shared_out_and_given_back():
     assert threads() == before
 
 
-def test_fork_that_fails_half_way_leaves_nothing(monkeypatch):
+def test_failed_fork_leaves_nothing(monkeypatch):
     forked = []
 
     def failing(real):
@@ -223,7 +223,7 @@ def test_fork_that_fails_half_way_leaves_nothing(monkeypatch):
     synk.close()
 
 
-def test_get_n_gpu_counts_what_is_visible(monkeypatch):
+def test_get_n_gpu_counts_visible_gpus(monkeypatch):
     present = synk.get_n_gpu()
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     assert synk.get_n_gpu() == 0
@@ -232,7 +232,7 @@ def test_get_n_gpu_counts_what_is_visible(monkeypatch):
 
 
 @pytest.mark.skipif(available_cores() < 2, reason="one core can't be shared out")
-def test_a_blas_that_a_compiler_loads_is_limited_too():
+def test_threads_of_a_late_loaded_blas_are_limited():
     printed = python("""
         import sys
         sys.path.insert(0, "tests/support")

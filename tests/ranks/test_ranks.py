@@ -41,7 +41,7 @@ class Owner:
         return 1
 
 
-def test_what_is_noted_of_an_object_goes_with_it():
+def test_weak_keys_forget_collected_objects():
     noted = ranks.WeakKeys()
     first, second = Owner(), Owner()
     noted[first], noted[second] = 1, 2
@@ -60,7 +60,7 @@ def test_what_is_noted_of_an_object_goes_with_it():
     del second
 
 
-def test_a_wait_is_as_long_as_it_is_to_be_whatever_becomes_of_the_wall_clock(monkeypatch):
+def test_wait_ignores_wall_clock_changes(monkeypatch):
     bell = Semaphore(mmap.mmap(-1, mmap.PAGESIZE), 0, False)
     monkeypatch.setattr(time, "time", lambda: 0.0)
     began = time.monotonic()
@@ -206,17 +206,17 @@ def test_a_command_runs_on_every_rank(session):
     assert (number, size, is_master, pid) == (session.size // 2, session.size, True, os.getpid())
 
 
-def test_exchange_shows_every_rank_all_values_of_any_length(session):
+def test_all_gather_of_values_of_any_length(session):
     assert session.run(Exchange((0, 1, SLOT // 2, SLOT, 3 * SLOT))) == session.size
 
 
-def test_steps_of_all_kinds_in_a_row(session):
+def test_command_with_mixed_steps(session):
     for _ in range(5):
         session.run(MixedSteps())
 
 
 @pytest.mark.parametrize("meet", [True, False])
-def test_an_exception_reaches_the_master_and_the_ranks_stay_usable(session, meet):
+def test_exception_in_a_command_leaves_ranks_usable(session, meet):
     for who in range(session.size):
         with pytest.raises(KeyError if who == session.rank.number else ranks.WorkerError) as caught:
             session.run(Raise((who,), meet))
@@ -227,7 +227,7 @@ def test_an_exception_reaches_the_master_and_the_ranks_stay_usable(session, meet
         assert session.run(Exchange((10,))) == session.size
 
 
-def test_several_failures_are_all_named():
+def test_command_names_all_failed_ranks():
     session = ranks.fork(4, 0, False)
     try:
         with pytest.raises(ranks.WorkerError, match=r"rank 1 raised KeyError") as caught:
@@ -241,19 +241,19 @@ def test_several_failures_are_all_named():
         ranks.close()
 
 
-def test_a_failure_between_meeting_points_frees_the_others(session):
+def test_failure_between_barriers_frees_other_ranks(session):
     for who in range(session.size):
         with pytest.raises(OSError if who == session.rank.number else ranks.WorkerError):
             session.run(RaiseLate(who))
     assert session.run(Exchange((10,))) == session.size
 
 
-def test_a_command_longer_than_the_mailbox(two):
+def test_command_longer_than_the_mailbox(two):
     payload = os.urandom(3 * MAILBOX)
     assert two.run(Long(payload)) == (len(payload), [len(payload)] * 2)
 
 
-def test_a_long_command_that_can_not_be_sent_leaves_no_memory_behind(two, monkeypatch):
+def test_failed_send_of_a_long_command_leaves_no_memory(two, monkeypatch):
     before = two.run(CountSegments())
 
     def no_channel():
@@ -268,7 +268,7 @@ def test_a_long_command_that_can_not_be_sent_leaves_no_memory_behind(two, monkey
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSEGV, signal.SIGTERM, signal.SIGABRT])
 @pytest.mark.parametrize("met", [True, False])
-def test_a_worker_that_is_killed_is_named(number, met):
+def test_killed_worker_is_named(number, met):
     session = ranks.fork(3, 0, False)
     start = time.monotonic()
     with pytest.raises(ranks.WorkerError, match=f"rank 2 .* was killed by {number.name}") as caught:
@@ -297,7 +297,7 @@ class HeardElsewhere(Command):
         raise Cancelled
 
 
-def test_a_death_that_something_else_has_heard_of_first_is_named_all_the_same(two):
+def test_death_reaped_elsewhere_is_named(two):
     with pytest.raises(ranks.WorkerError, match="rank 1 .* was killed by SIGKILL") as caught:
         two.run(HeardElsewhere())
     assert caught.value.rank == 1
@@ -310,7 +310,7 @@ class FailHere(Command):
         time.sleep(60)
 
 
-def test_a_death_that_is_heard_of_just_when_the_master_has_failed_is_named(two):
+def test_death_noticed_while_the_master_fails_is_named(two):
     told = []
 
     def trace(frame, event, arg):
@@ -336,19 +336,19 @@ def test_a_death_that_is_heard_of_just_when_the_master_has_failed_is_named(two):
     assert told
 
 
-def test_a_worker_that_exits_is_named_with_its_code(two):
+def test_exited_worker_is_named_with_its_status(two):
     with pytest.raises(ranks.WorkerError, match="exited with code 7"):
         two.run(LeaveWith(7))
 
 
-def test_a_worker_that_died_while_idle_is_noticed_by_the_next_command(two):
+def test_death_of_an_idle_worker_is_noticed_by_the_next_command(two):
     pid = next(iter(two.workers.pids.values()))
     os.kill(pid, signal.SIGKILL)
     with pytest.raises(ranks.WorkerError, match="SIGKILL"):
         two.run(Number())
 
 
-def test_a_stopped_worker_is_waited_for(two):
+def test_stopped_worker_is_waited_for(two):
     pid = next(iter(two.workers.pids.values()))
     os.kill(pid, signal.SIGSTOP)
     if os.fork() == 0:
@@ -359,7 +359,7 @@ def test_a_stopped_worker_is_waited_for(two):
     os.wait()
 
 
-def test_all_ranks_see_a_segment(session):
+def test_segment_is_mapped_on_all_ranks(session):
     segment = session.memory.create(8 * session.size)
     location = ranks.SharedArray(segment.key, "i8", (session.size,))
     assert session.run(Fill(location)) == list(range(1, session.size + 1))
@@ -379,7 +379,7 @@ MIB = 1 << 20
         ("3:memory:/job\n", {"memory/job/memory": (1 << 43, 500, 50)}, 5000),
     ],
 )
-def test_free_memory_is_what_the_machine_and_the_control_groups_have(tmp_path, groups, files, free):
+def test_free_memory_reads_machine_and_cgroups(tmp_path, groups, files, free):
     (tmp_path / "proc" / "self").mkdir(parents=True)
     (tmp_path / "proc" / "meminfo").write_text("MemTotal: 9000000 kB\nMemAvailable: 4096000 kB\nSwapFree: 1024000 kB\n")
     (tmp_path / "proc" / "self" / "cgroup").write_text(groups)
@@ -393,7 +393,7 @@ def test_free_memory_is_what_the_machine_and_the_control_groups_have(tmp_path, g
     assert segments.free_memory(str(tmp_path)) == free * MIB
 
 
-def test_memory_is_not_taken_from_other_programs(monkeypatch):
+def test_segments_leave_memory_to_other_programs(monkeypatch):
     monkeypatch.setattr(segments, "free_memory", lambda: 128 * MIB)
     opened = []
     monkeypatch.setattr(segments, "_open_unlinked", lambda: opened.append(1))
@@ -405,7 +405,7 @@ def test_memory_is_not_taken_from_other_programs(monkeypatch):
     segments.check_free_memory(120 * MIB)
 
 
-def test_segments_come_and_go_on_all_ranks(session):
+def test_segments_are_released_on_all_ranks(session):
     before = session.run(CountSegments())
     for _ in range(300):
         session.memory.release("segment", session.memory.create(100).key)
@@ -414,7 +414,7 @@ def test_segments_come_and_go_on_all_ranks(session):
 
 
 @pytest.mark.parametrize("size", [1, 2])
-def test_no_file_of_a_segment_is_left_open(size):
+def test_segments_leave_no_open_files(size):
     """Python warns of one: when the ranks are closed, and with one rank, which has nobody to send it to, at once."""
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always", ResourceWarning)
@@ -427,14 +427,14 @@ def test_no_file_of_a_segment_is_left_open(size):
     assert [str(warning.message) for warning in told if "FileIO" in str(warning.message)] == []
 
 
-def test_no_room_for_a_segment_is_a_memory_error(two):
+def test_segment_without_memory_raises_memory_error(two):
     with pytest.raises(MemoryError, match="/dev/shm"):
         two.memory.create(1 << 50)
     assert two.run(Exchange((3,))) == 2
 
 
 @pytest.mark.parametrize("who", ["master", "workers", "all"])
-def test_after_an_interrupt_the_next_command_works(two, who):
+def test_command_after_an_interrupt_works(two, who):
     signal.signal(signal.SIGALRM, lambda *_: signal.raise_signal(signal.SIGINT))
     start = time.monotonic()
     with pytest.raises(KeyboardInterrupt):
@@ -445,7 +445,7 @@ def test_after_an_interrupt_the_next_command_works(two, who):
 
 
 @pytest.mark.slow
-def test_close_is_quick_after_an_interrupt(two):
+def test_close_after_an_interrupt_is_quick(two):
     signal.signal(signal.SIGALRM, lambda *_: signal.raise_signal(signal.SIGINT))
     with pytest.raises(KeyboardInterrupt):
         signal.setitimer(signal.ITIMER_REAL, 0.1)
@@ -471,7 +471,7 @@ class WaitForWorkers(Command):
 @pytest.mark.parametrize("by", ["a handler", "another thread"])
 @pytest.mark.parametrize("what", ["a step", "their end", "a command that was interrupted"])
 @pytest.mark.slow
-def test_a_call_that_waits_for_workers_ends_when_the_ranks_are_closed(two, monkeypatch, what, by):
+def test_close_ends_a_waiting_call(two, monkeypatch, what, by):
     monkeypatch.setattr(sys.modules["synkhronos.ranks.session"], "GRACE", 0.2)
     if what == "a command that was interrupted":
         signal.signal(signal.SIGALRM, signal.default_int_handler)
@@ -492,11 +492,11 @@ def test_a_call_that_waits_for_workers_ends_when_the_ranks_are_closed(two, monke
         os.waitpid(-1, os.WNOHANG)
 
 
-def test_workers_leave_the_masters_signals_and_input_alone(two):
+def test_workers_do_not_touch_signals_and_stdin_of_the_master(two):
     assert two.run(Signals())[1] == (True, True, os.devnull)
 
 
-def test_a_command_from_within_a_command_is_refused(two):
+def test_command_refuses_a_nested_command(two):
     with pytest.raises(RuntimeError, match="from inside another call"):
         two.run(Nested())
     assert two.run(Exchange((3,))) == 2
@@ -508,7 +508,7 @@ class Nested(Command):
             ranks.session().run(Number())
 
 
-def test_a_copy_of_the_master_has_no_ranks(two):
+def test_forked_copy_of_the_master_has_no_ranks(two):
     pid = os.fork()
     if pid == 0:
         try:
@@ -541,7 +541,7 @@ def test_idle_workers_use_no_processor(session):
 @pytest.mark.parametrize(
     ("code", "words"), [(3, "exited with code 3"), (-9, "SIGKILL"), (-11, "SIGSEGV"), (-7, "SIGBUS"), (-63, "63|SIG")]
 )
-def test_causes_of_death_have_names(code, words):
+def test_exit_statuses_have_descriptions(code, words):
     import re
 
     assert re.search(words, cause_of_death(code))
@@ -561,7 +561,7 @@ class Commit(Command):
         rank.barrier()
 
 
-def test_an_error_says_on_which_ranks_the_effect_was_applied():
+def test_error_lists_ranks_with_the_applied_effect():
     session = ranks.fork(3, 0, False)
     try:
         with pytest.raises(ranks.WorkerError, match=r"written on ranks \[0, 2\], and not on ranks \[1\]"):
@@ -573,7 +573,7 @@ def test_an_error_says_on_which_ranks_the_effect_was_applied():
         ranks.close()
 
 
-def test_a_worker_that_never_returns_is_ended_after_the_users_timeout():
+def test_timeout_ends_a_hanging_worker():
     session = ranks.fork(3, 0, False, timeout=0.5)
     start = time.monotonic()
     with pytest.raises(ranks.WorkerError, match=r"rank [12] did not finish within the 0.5 seconds"):
@@ -583,7 +583,7 @@ def test_a_worker_that_never_returns_is_ended_after_the_users_timeout():
         os.waitpid(-1, os.WNOHANG)
 
 
-def test_a_worker_that_calls_exit_is_an_error(two):
+def test_worker_that_calls_exit_raises(two):
     with pytest.raises(ranks.WorkerError, match="SystemExit"):
         two.run(CallExit())
     assert two.run(Exchange((3,))) == 2
@@ -638,7 +638,7 @@ class Both(Command):
         return [first, self.second.run(rank)]
 
 
-def test_a_command_may_be_made_of_several(session):
+def test_command_made_of_several(session):
     together = Both(Note("one"), Note("two"))
     for _ in range(2):
         assert session.run(together) == [("one", session.rank.number), ("two", session.rank.number)]
@@ -646,7 +646,7 @@ def test_a_command_may_be_made_of_several(session):
         assert session.run(Notes()) == [["one", "two", "two finished", "one finished"]] * session.size
 
 
-def test_what_is_not_the_commands_effect_is_not_told_as_one(two):
+def test_error_lists_only_the_commands_own_effect(two):
     with pytest.raises(ranks.WorkerError, match="It was noted on no rank"):
         two.run(Both(Note("one", culprit=1), Note("two")))
     first, second = two.run(Notes())
@@ -666,7 +666,7 @@ class Rung(Exception):
 
 
 @pytest.mark.parametrize("inside", [False, True])
-def test_signals_are_held_back_and_then_raise_and_handlers_are_as_before(inside):
+def test_defer_signals_raises_later_and_restores_handlers(inside):
     def ring(number, frame):
         raise Rung
 
@@ -693,7 +693,7 @@ def test_signals_are_held_back_and_then_raise_and_handlers_are_as_before(inside)
     assert rung == 1000 and inner
 
 
-def test_an_interrupt_is_held_back():
+def test_defer_signals_holds_an_interrupt():
     done = []
     with pytest.raises(KeyboardInterrupt):
         with defer_signals():
@@ -704,7 +704,7 @@ def test_an_interrupt_is_held_back():
     assert done == [1]
 
 
-def test_an_interrupt_is_held_back_to_the_end_of_the_outer_block():
+def test_defer_signals_holds_to_the_end_of_the_outer_block():
     done = []
     with pytest.raises(KeyboardInterrupt):
         with defer_signals():
@@ -717,7 +717,7 @@ def test_an_interrupt_is_held_back_to_the_end_of_the_outer_block():
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
-def test_what_is_held_back_may_be_held_no_longer(monkeypatch):
+def test_defer_signals_can_deliver_late_signals(monkeypatch):
     monkeypatch.setattr("synkhronos.ranks.interrupts.PATIENCE", 0.05)
     with pytest.raises(KeyboardInterrupt):
         with defer_signals() as held:
@@ -736,7 +736,7 @@ def test_what_is_held_back_may_be_held_no_longer(monkeypatch):
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
-def test_a_handler_can_be_taken_away_while_signals_are_held_back():
+def test_defer_signals_allows_removing_a_handler():
     def handler(number, frame):
         pass
 
@@ -792,7 +792,7 @@ class Found(Command):
 
 
 @pytest.mark.parametrize("all_come", [False, True])
-def test_all_ranks_find_that_all_have_come_or_none_does(all_come):
+def test_failed_command_is_agreed_by_all_ranks(all_come):
     session = ranks.fork(3, 0, False)
     try:
         for _ in range(3 if not all_come else 50):
@@ -818,12 +818,12 @@ class DieInBetween(Command):
             raise
 
 
-def test_a_death_before_it_is_said_how_far_all_had_come_is_named(two):
+def test_death_before_the_common_step_is_recorded(two):
     with pytest.raises(ranks.WorkerError, match="rank 1 .* was killed by SIGKILL"):
         two.run(DieInBetween())
 
 
-def test_ranks_that_fail_at_once_find_what_another_has_found(monkeypatch):
+def test_ranks_that_fail_together_record_one_common_step(monkeypatch):
     control = Control(3, 0.0)
     first, second, third = (Rank(r, 0, control, lambda: None, None) for r in range(3))
     fence, failing = control.fence, [second]
@@ -846,7 +846,7 @@ def test_ranks_that_fail_at_once_find_what_another_has_found(monkeypatch):
 
 
 @pytest.mark.parametrize("all_come", [False, True])
-def test_ranks_that_fail_one_after_the_other_find_the_same(all_come):
+def test_ranks_that_fail_in_turn_record_one_common_step(all_come):
     control = Control(3, 0.0)
     first, second, third = (Rank(r, 0, control, lambda: None, None) for r in range(3))
     for rank in (first, second, third):
@@ -861,7 +861,7 @@ def test_ranks_that_fail_one_after_the_other_find_the_same(all_come):
     assert [rank.have_all_reached(step) for rank in (first, second, third)] == [all_come] * 3
 
 
-def test_who_waits_looks_around_however_many_signals_come():
+def test_wait_polls_despite_many_signals():
     session = ranks.fork(2, 0, False)
     before = signal.signal(signal.SIGALRM, lambda number, frame: None)
     signal.setitimer(signal.ITIMER_REAL, 0.01, 0.01)

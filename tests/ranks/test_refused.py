@@ -55,7 +55,7 @@ def of_masked():
     }
 
 
-def test_masked_arrays_are_refused_wherever_an_array_is_taken(fork):
+def test_masked_arrays_are_refused(fork):
     fork(2)
     for name, (provoke, argument) in of_masked().items():
         words = rf"^{argument}: expected an array, got a masked one, whose mask would be lost: pass .filled\(value\)"
@@ -71,7 +71,7 @@ def test_masked_arrays_are_refused_wherever_an_array_is_taken(fork):
 
 
 @on_host
-def test_sparse_inputs_are_refused_when_the_function_is_made(fork):
+def test_function_refuses_sparse_inputs(fork):
     fork(2)
     x, y = sparse.csr_matrix("x", dtype="float64"), T.dmatrix("y")
     words = "inputs: 'x' is sparse, and inputs have to be dense arrays: pass its data, indices, indptr and shape"
@@ -86,7 +86,7 @@ def test_sparse_inputs_are_refused_when_the_function_is_made(fork):
 
 
 @on_host
-def test_sparse_shared_variables_take_part_in_functions_and_in_nothing_else(fork):
+def test_sparse_shared_variables_only_in_functions(fork):
     fork(2)
     s = shared(scipy.sparse.csr_matrix(np.diag([1.0, 2.0, 3.0])), "s")
     y = T.dmatrix("y")
@@ -118,7 +118,7 @@ def test_sparse_shared_variables_take_part_in_functions_and_in_nothing_else(fork
 
 
 @on_host
-def test_parts_of_a_sparse_input_make_one_on_each_rank(fork):
+def test_sparse_inputs_can_be_built_from_parts(fork):
     fork(2)
     y, parts = T.dmatrix("y"), [T.dvector("data"), T.ivector("indices"), T.ivector("indptr"), T.ivector("shape")]
     f = synk.function([y], (sparse.dot(y, sparse.CSR(*parts)), "gather"), bcast_inputs=parts, mode=INTERPRETED)
@@ -131,7 +131,7 @@ def test_parts_of_a_sparse_input_make_one_on_each_rank(fork):
 # -- modes ------------------------------------------------------------------------------------------------------
 
 
-def test_a_mode_that_there_is_none_of_is_refused_when_the_function_is_made(fork):
+def test_function_refuses_unknown_modes(fork):
     fork(2)
     x = T.dvector("x")
     with pytest.raises(ValueError, match=f"^mode: {NAME} has none that is called 'NOPE'"):
@@ -142,7 +142,7 @@ def test_a_mode_that_there_is_none_of_is_refused_when_the_function_is_made(fork)
 
 @on_host
 @pytest.mark.parametrize("mode", ["NanGuardMode", NanGuardMode(True, True, True)], ids=["by name", "made"])
-def test_a_mode_guards_on_every_rank(fork, mode):
+def test_nan_guard_mode_checks_every_rank(fork, mode):
     fork(2)
     x = T.dvector("x")
     f = synk.function([x], (T.log(x).sum(), "sum"), mode=mode)
@@ -152,7 +152,7 @@ def test_a_mode_guards_on_every_rank(fork, mode):
 
 
 @on_host
-def test_a_mode_with_functions_of_the_users(fork):
+def test_mode_with_user_functions(fork):
     fork(2)
     seen = []
     x = T.dvector("x")
@@ -194,7 +194,7 @@ def run(program, *arguments, **kwargs):
 
 
 @on_host
-def test_modules_on_a_path_that_came_after_the_fork_are_found(tmp_path):
+def test_workers_find_modules_on_later_paths(tmp_path):
     (tmp_path / "users_op.py").write_text(textwrap.dedent(OP))
     done = run(
         f"""
@@ -215,7 +215,7 @@ def test_modules_on_a_path_that_came_after_the_fork_are_found(tmp_path):
 
 
 @on_host
-def test_a_class_of_a_module_made_by_hand_is_sent(tmp_path):
+def test_class_of_a_handmade_module_is_sent(tmp_path):
     done = run(
         f"""
         import sys, types
@@ -239,7 +239,7 @@ def test_a_class_of_a_module_made_by_hand_is_sent(tmp_path):
 
 
 @on_host
-def test_under_a_limit_of_file_sizes_the_limit_is_named():
+def test_limit_of_file_sizes_is_named():
     done = run(
         """
         import resource

@@ -79,7 +79,7 @@ def names_made_in_dev_shm():
         os.close(watch)
 
 
-def test_the_watch_sees_a_name_that_lives_for_a_moment():
+def test_watch_sees_short_lived_names():
     name = f"test-moment-{os.getpid()}"
     with names_made_in_dev_shm() as names:
         posix_ipc.SharedMemory(f"/{name}", posix_ipc.O_CREX).close_fd()
@@ -88,7 +88,7 @@ def test_the_watch_sees_a_name_that_lives_for_a_moment():
 
 
 @pytest.mark.skipif(not hasattr(os, "O_TMPFILE"), reason="needs files that are made without a name")
-def test_nothing_ever_has_a_name(fork, monkeypatch):
+def test_shared_memory_never_has_a_name(fork, monkeypatch):
     drawn = []
     monkeypatch.setattr(secrets, "token_hex", drawn.append)  # other programs' names may come and go meanwhile
     monkeypatch.setattr(posix_ipc, "SharedMemory", None)
@@ -98,7 +98,7 @@ def test_nothing_ever_has_a_name(fork, monkeypatch):
     assert not drawn
 
 
-def test_segments_are_for_this_user_only(fork, no_umask):
+def test_segments_are_readable_only_by_this_user(fork, no_umask):
     fork(3)
     d = work()
     d.set_value(np.ones((5000, 60)))  # new memory, that the workers have not got yet
@@ -111,7 +111,7 @@ def test_segments_are_for_this_user_only(fork, no_umask):
         assert status.st_nlink == 0
 
 
-def test_where_files_need_a_name_it_is_secret_and_short_lived(fork, no_umask, monkeypatch):
+def test_named_segments_are_secret_and_short_lived(fork, no_umask, monkeypatch):
     drawn, seen = [], []
     token_hex, unlink = secrets.token_hex, posix_ipc.unlink_shared_memory
 
@@ -140,7 +140,7 @@ def test_where_files_need_a_name_it_is_secret_and_short_lived(fork, no_umask, mo
     assert not [name for name in os.listdir("/dev/shm") if name.removeprefix("synkhronos-") in drawn]
 
 
-def test_a_name_that_exists_already_is_not_used(fork, monkeypatch):
+def test_existing_segment_names_are_not_used(fork, monkeypatch):
     monkeypatch.delattr(os, "O_TMPFILE", raising=False)
     taken = f"{os.getpid():032}"
     tokens = iter([taken])
@@ -180,7 +180,7 @@ def test_sockets_are_pairs_without_an_address(fork):
     assert all(int(line[3], 16) & 0x10000 == 0 for line in ours)  # none listens
 
 
-def test_all_that_is_shared_is_anonymous_or_has_lost_its_name(fork):
+def test_shared_mappings_are_anonymous_or_unlinked(fork):
     gc.collect()  # or what earlier tests have left may go meanwhile
     before = shared_mappings(os.getpid())
     fork(3)
@@ -191,7 +191,7 @@ def test_all_that_is_shared_is_anonymous_or_has_lost_its_name(fork):
     assert keep.size
 
 
-def test_programs_that_the_user_starts_inherit_nothing(fork):
+def test_subprocesses_inherit_nothing(fork):
     fork(3)
     d = work()
     d.set_value(np.ones((7000, 60)))
@@ -205,7 +205,7 @@ def test_programs_that_the_user_starts_inherit_nothing(fork):
     assert "/dev/shm" not in printed
 
 
-def test_what_is_unpickled_comes_from_these_places():
+def test_unpickling_happens_only_in_known_places():
     """A new place where something is unpickled has to be thought about, and named in docs/security.rst."""
     places = set()
     for path in PACKAGE.rglob("*.py"):
@@ -249,7 +249,7 @@ def test_what_is_unpickled_comes_from_these_places():
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs a second user to be")
-def test_another_user_can_reach_nothing(fork):
+def test_other_users_can_reach_nothing(fork):
     fork(2)
     d = work()
     d.set_value(np.ones((9000, 60)))

@@ -75,7 +75,7 @@ def in_threads(*calls):
     return raised
 
 
-def test_threads_that_make_data_do_not_share_its_memory(fork):
+def test_data_made_by_threads_is_separate(fork):
     fork(3)
     total = summing()
     total(np.ones(3))
@@ -95,7 +95,7 @@ def test_threads_that_make_data_do_not_share_its_memory(fork):
         assert float(total(array)) == expected
 
 
-def test_a_thread_makes_and_fills_the_next_batch(fork):
+def test_data_filled_by_a_thread(fork):
     fork(2)
     total = summing()
     total(np.ones(3))
@@ -139,7 +139,7 @@ def test_threads_run_collectives_and_functions_in_turn(fork):
     assert len(np.unique(synk.gather(w))) == 1
 
 
-def test_a_handler_that_calls_what_is_being_called_is_refused(fork):
+def test_signal_handler_cannot_call_the_running_function(fork):
     fork(2)
     total = summing()
     total(np.ones(3))
@@ -166,7 +166,7 @@ def test_a_handler_that_calls_what_is_being_called_is_refused(fork):
     assert all(inside)
 
 
-def test_data_made_by_a_handler_is_refused_in_a_call(fork, at_start):
+def test_signal_handler_cannot_make_data_during_a_call(fork, at_start):
     fork(2)
     x = tensor.dvector("x")
     f = synk.function([x], (Sleep(0.05)(x).sum(), "sum"), mode=INTERPRETED)
@@ -190,7 +190,7 @@ def test_data_made_by_a_handler_is_refused_in_a_call(fork, at_start):
 @pytest.mark.new_ranks
 @pytest.mark.parametrize("seconds", [0.5, 60])
 @pytest.mark.slow
-def test_close_gives_another_threads_call_two_seconds(fork, seconds, at_start):
+def test_close_waits_two_seconds_for_other_threads(fork, seconds, at_start):
     if DEVICE != "host":
         pytest.skip("what computes on a GPU is not interrupted")
     fork(2)
@@ -225,7 +225,7 @@ def test_close_gives_another_threads_call_two_seconds(fork, seconds, at_start):
 
 
 @pytest.mark.new_ranks
-def test_a_handler_may_close_in_the_middle_of_a_call(fork, at_start):
+def test_signal_handler_can_close_during_a_call(fork, at_start):
     fork(2)
     x = tensor.dvector("x")
     f = synk.function([x], (Sleep(0.05)(x).sum(), "sum"), mode=INTERPRETED)

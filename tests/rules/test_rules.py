@@ -78,7 +78,7 @@ def test_local_sgd(n, period, kind):
     np.testing.assert_allclose(report, expected[:, -1].mean(0), **CLOSE)
 
 
-def test_averaging_parameters_after_each_step_is_bsp_unless_steps_are_scaled(n):
+def test_local_sgd_of_one_step_is_bsp(n):
     for kind in ("sgd", "momentum"):
         way = trained(rules.BSP("params"), kind)[0]
         np.testing.assert_allclose(way, [oracle.bsp(*args(n, kind))] * n, **CLOSE)
@@ -86,7 +86,7 @@ def test_averaging_parameters_after_each_step_is_bsp_unless_steps_are_scaled(n):
         assert np.abs(trained(rules.BSP("params"), "scaled")[0][0] - oracle.bsp(*args(n, "scaled"))).max() > 1e-2
 
 
-def test_post_local_is_bsp_up_to_its_start(n):
+def test_postlocal_is_bsp_up_to_its_start(n):
     rule = rules.PostLocal(period=4, start=10)
     way = trained(rule)[0]
     np.testing.assert_allclose(way[:, :11], [oracle.bsp(*args(n))[:11]] * n, **CLOSE)
@@ -95,7 +95,7 @@ def test_post_local_is_bsp_up_to_its_start(n):
 
 @pytest.mark.parametrize("period", [1, 4])
 @pytest.mark.parametrize("beta", [0.3, 1.0])
-def test_elastic_averaging_together(n, period, beta):
+def test_easgd_synchronous(n, period, beta):
     expected, centre = oracle.elastic(*args(n), period, beta)
     way, report, own, _ = trained(rules.EASGD(beta, period, asynchronous=False))
     np.testing.assert_allclose(way, expected, **CLOSE)
@@ -103,28 +103,28 @@ def test_elastic_averaging_together(n, period, beta):
 
 
 @pytest.mark.parametrize("period", [1, 3])
-def test_downpour_together(n, period):
+def test_downpour_synchronous(n, period):
     way = trained(rules.Downpour(period, period, asynchronous=False), eta=ETA)[0]
     np.testing.assert_allclose(way, oracle.downpour(*args(n), period), **CLOSE)
 
 
-def test_downpour_together_after_each_step_is_descent_at_a_higher_rate(n):
+def test_downpour_synchronous_scales_the_learning_rate(n):
     way = trained(rules.Downpour(asynchronous=False), eta=ETA / 4)[0]
     expected = oracle.bsp(n, problem(), X0, "sgd", n * ETA / 4, STEPS)
     np.testing.assert_allclose(way, [expected] * n, **CLOSE)
 
 
-def test_slow_momentum(n):
+def test_slowmo(n):
     way = trained(rules.SlowMo(4, lr=0.8, momentum=0.6))[0]
     np.testing.assert_allclose(way, oracle.slow_momentum(*args(n), 4, 0.8, 0.6), **CLOSE)
 
 
-def test_an_outer_optimizer(n):
+def test_diloco(n):
     way = trained(rules.DiLoCo(4))[0]
     np.testing.assert_allclose(way, oracle.outer_nesterov(*args(n), 4, 0.7, 0.9), **CLOSE)
 
 
-def test_outer_optimizers_include_each_other(n):
+def test_diloco_and_slowmo_special_cases(n):
     local = trained(rules.LocalSGD(4))[0]
     np.testing.assert_allclose(trained(rules.DiLoCo(4, lr=1, momentum=0))[0], local, **CLOSE)
     np.testing.assert_allclose(trained(rules.SlowMo(4, lr=1, momentum=0))[0], local, **CLOSE)
@@ -135,13 +135,13 @@ def test_outer_optimizers_include_each_other(n):
     np.testing.assert_allclose(trained(rules.DiLoCo(1, 1, 0))[0], [oracle.bsp(*args(n))] * n, **CLOSE)
 
 
-def test_a_rule_of_ones_own_in_five_lines(n):
+def test_own_exchange_rule(n):
     expected = oracle.run(*args(n), lambda xs: [0.5 * (x + np.mean(xs, axis=0)) for x in xs], oracle.every(5))
     np.testing.assert_allclose(trained(programs.Halfway())[0], expected, **CLOSE)
 
 
 @pytest.mark.parametrize("state", ["average", "reset"])
-def test_what_becomes_of_the_optimizers_variables(n, state):
+def test_optimizer_state_after_an_exchange(n, state):
     x, v = [X0.copy() for _ in range(n)], [0 * X0 for _ in range(n)]
     for step in range(STEPS):
         for r in range(n):
@@ -162,14 +162,14 @@ def once(n, alpha, vectors, centre):
     return np.array([x for x, _ in results]), results[0][1]
 
 
-def test_an_elastic_exchange_keeps_the_sum(n):
+def test_easgd_exchange_keeps_the_sum(n):
     vectors, centre = np.random.default_rng(2).normal(size=(n, D)), np.ones(D)
     xs, new = once(n, 0.3, vectors, centre)
     np.testing.assert_allclose(xs.sum(0) + new, vectors.sum(0) + centre, **CLOSE)
     assert np.abs(new - centre).min() > 1e-3
 
 
-def test_alpha_of_one_swaps_and_of_a_half_meets_in_the_middle(n):
+def test_easgd_alpha_of_one_swaps_and_half_averages(n):
     vectors, centre = np.random.default_rng(3).integers(-64, 64, (n, D)) * 8.0, np.full(D, 16.0)
     xs, new = once(n, 1.0, vectors, centre)
     np.testing.assert_array_equal(xs, [centre, *vectors[:-1]])  # each takes what the one before has left
@@ -180,7 +180,7 @@ def test_alpha_of_one_swaps_and_of_a_half_meets_in_the_middle(n):
 
 
 @pytest.mark.parametrize(("push", "fetch"), [(2, 2), (4, 6)])
-def test_downpour_exchanges_again_after_an_interrupt_that_came_before_an_exchange(push, fetch):
+def test_downpour_exchanges_again_after_an_interrupt(push, fetch):
     rule = rules.Downpour(push, fetch)
     state = SimpleNamespace(step=push, since=2)  # the steps have been counted, and nothing was exchanged
     state.step += rule.count_steps_left(state)
@@ -192,7 +192,7 @@ ELASTIC = [rules.EASGD(period=3), rules.EAMSGD(period=3, momentum=0.9), rules.EA
 
 @pytest.mark.parametrize("on_device", PLACES)
 @pytest.mark.parametrize("rule", ELASTIC, ids=repr)
-def test_elastic_exchanges_replayed_in_their_order(n, rule, on_device):
+def test_easgd_exchanges_equal_a_replay(n, rule, on_device):
     """The same bits as in NumPy, one exchange after the other, in the order in which the ranks came."""
     kind = "momentum" if isinstance(rule, rules.EAMSGD) else "sgd"
     way, report, _, numbers = trained(rule, kind, on_device=on_device)
@@ -217,7 +217,7 @@ def test_elastic_exchanges_replayed_in_their_order(n, rule, on_device):
 
 
 @pytest.mark.parametrize("on_device", PLACES)
-def test_downpour_replayed_in_its_order(n, on_device):
+def test_downpour_exchanges_equal_a_replay(n, on_device):
     way, report, _, numbers = trained(rules.ASGD(3), eta=ETA / n, on_device=on_device)
     centre, wrote = X0.copy(), -1
     x, base, at = [X0.copy() for _ in range(n)], [X0.copy() for _ in range(n)], [0] * n
@@ -231,7 +231,7 @@ def test_downpour_replayed_in_its_order(n, on_device):
     np.testing.assert_array_equal(report, centre)
 
 
-def test_elastic_averaging_without_a_pull_leaves_ranks_alone(n):
+def test_rule_without_pull_keeps_ranks_independent(n):
     way = trained(rules.Rule())[0]
     np.testing.assert_array_equal(way, oracle.run(*args(n), lambda xs: xs, oracle.every(1)))
 
@@ -242,7 +242,7 @@ def test_asgd_of_one_rank_is_serial(n):
     np.testing.assert_array_equal(trained(rules.ASGD())[0], oracle.run(*args(1), lambda xs: xs, oracle.every(1)))
 
 
-def test_no_push_is_lost(n):
+def test_downpour_loses_no_push(n):
     check_pushes(n, 100_000 // n if n == 4 and NAME == "pytensor" and not XLA else 2_000)
 
 
@@ -255,7 +255,7 @@ def check_pushes(n, pushes):
 
 @pytest.mark.parametrize("on_device", PLACES)
 @pytest.mark.parametrize(("push", "fetch"), [(2, 3), (3, 1), (1, 4)])
-def test_downpour_keeps_what_it_has_not_pushed(n, push, fetch, on_device):
+def test_downpour_keeps_unpushed_gradients(n, push, fetch, on_device):
     rule = rules.Downpour(push, fetch)
     memory = rules.shared_memory(rule, n, D, np.dtype("float64"))
     for report in synk.run(programs.count, rule, variables(0 * X0), memory, 13, on_device):
@@ -266,7 +266,7 @@ def test_downpour_keeps_what_it_has_not_pushed(n, push, fetch, on_device):
 
 
 @pytest.mark.parametrize("on_device", PLACES)
-def test_gossip_keeps_the_weights_and_the_weighted_mean(n, on_device):
+def test_gosgd_keeps_weights_and_weighted_mean(n, on_device):
     if n == 1:
         pytest.skip("needs two ranks")
     vectors = np.random.default_rng(4).normal(size=(n, D))
@@ -288,7 +288,7 @@ def test_gossip_keeps_the_weights_and_the_weighted_mean(n, on_device):
 
 
 @pytest.mark.parametrize("on_device", PLACES)
-def test_gossip_loses_nothing_in_training(n, on_device):
+def test_gosgd_loses_nothing_in_training(n, on_device):
     way, report, own, _ = trained(rules.GoSGD(0.5, seed=3), on_device=on_device)
     assert sum(float(each["weight"]) for each in own) == pytest.approx(1, abs=1e-14)
     if n == 1:
@@ -296,7 +296,7 @@ def test_gossip_loses_nothing_in_training(n, on_device):
 
 
 @pytest.mark.parametrize("replace", [False, True])
-def test_swaps(n, replace):
+def test_swap_exchanges_parameters(n, replace):
     rule = rules.Swap(1, replace, seed=1)
     for step in range(20):
         sources = rule._choose_sources(n, step)
@@ -317,14 +317,14 @@ def test_swaps(n, replace):
 
 
 @pytest.mark.parametrize(("precision", "bits"), [("float32", 24), ("float16", 11), ("bfloat16", 8)])
-def test_an_average_in_less_precision(n, precision, bits):
+def test_average_precision_float16_bfloat16(n, precision, bits):
     vectors = np.random.default_rng(6).uniform(1, 2, (n, 50_000)).astype("float32")
     for mean in synk.run(programs.precise, variables(), vectors, precision):
         assert np.abs(mean / vectors.mean(0, dtype="float64") - 1).max() <= 2.5 * 2.0**-bits
         assert mean.dtype == np.float32
 
 
-def test_a_sum_in_float16_would_overflow_an_average_does_not(n):
+def test_average_in_float16_does_not_overflow(n):
     vectors = np.full((n, 10), 40_000, "float32")
     for mean in synk.run(programs.precise, variables(), vectors, "float16"):
         assert mean.tolist() == [np.float32(np.float16(40_000))] * 10
@@ -334,7 +334,7 @@ def test_a_sum_in_float16_would_overflow_an_average_does_not(n):
 @pytest.mark.parametrize(
     "make", [rules.LocalSGD, rules.SlowMo, rules.DiLoCo, programs.Averaged], ids=lambda m: m.__name__
 )
-def test_rules_in_16_bits_stay_near(n, make, precision):
+def test_rules_with_precision_16_stay_close(n, make, precision):
     way, report, _, _ = trained(make(3, precision=precision))
     exact = trained(make(3))[0]
     for r in range(1, n):
@@ -344,7 +344,7 @@ def test_rules_in_16_bits_stay_near(n, make, precision):
 
 @few(200)
 @given(st.floats(-(2.0**127), 2.0**127, width=32))
-def test_bfloat16_is_the_nearest(value):
+def test_bfloat16_rounds_to_nearest(value):
     rounded = float(as_bfloat16(np.array([value], np.float32))[0])
     if np.isfinite(rounded):
         ulp = 2.0 ** max(np.floor(np.log2(abs(value))) - 7, -133) if value else 0
@@ -354,7 +354,7 @@ def test_bfloat16_is_the_nearest(value):
 # -- vectors, options ----------------------------------------------------------------------------------------
 
 
-def test_variables_become_a_vector_and_back(n):
+def test_flatten_variables_and_back(n):
     for before, after, kind in synk.run(programs.vector_there_and_back, variables(), XLA):
         np.testing.assert_array_equal(before, X0)
         np.testing.assert_array_equal(after[0], 2 * X0[:3])
@@ -362,7 +362,7 @@ def test_variables_become_a_vector_and_back(n):
         assert kind.startswith("jaxlib" if XLA else "numpy")
 
 
-def test_the_bound_on_alpha():
+def test_easgd_alpha_stability_bound():
     """Round-robin EASGD of a quadratic is stable up to α = (4 - 2η)/(4 - η), and no further: 1412.6651, section 3.2."""
 
     def radius(alpha, eta, p=3):
@@ -380,7 +380,7 @@ def test_the_bound_on_alpha():
         assert radius(bound + 0.01, eta) > 1 > radius(bound - 0.01, eta)
 
 
-def test_elastic_exchanges_in_float32_drift_no_further():
+def test_easgd_in_float32_does_not_drift():
     rng = np.random.default_rng(0)
     xs, centre = rng.normal(size=(4, 1000)).astype("float32"), np.zeros(1000, "float32")
     total = xs.sum(0, dtype="float64") + centre
@@ -417,12 +417,12 @@ WRONG = [
 
 
 @pytest.mark.parametrize(("make", "message"), WRONG, ids=[message for _, message in WRONG])
-def test_wrong_options(make, message):
+def test_rules_refuse_wrong_options(make, message):
     with pytest.raises((TypeError, ValueError), match=message):
         make()
 
 
-def test_a_rule_says_how_to_make_another_one_like_it():
+def test_rule_repr_makes_an_equal_rule():
     made = [
         rules.ASGD(3), rules.BSP("params"), rules.DiLoCo(momentum=0.9999999), rules.Downpour(2, 4), rules.EAMSGD(),
         rules.EASGD(alpha=0.5), rules.GoSGD(), rules.LocalSGD(5), rules.PostLocal(), rules.SlowMo(), rules.Swap(),
@@ -435,7 +435,7 @@ def test_a_rule_says_how_to_make_another_one_like_it():
 
 
 @pytest.mark.skipif(not XLA, reason="variables that can hold a device's arrays")
-def test_a_vector_of_a_device_moves_the_variables_there(n):
+def test_unflatten_moves_variables_to_the_device(n):
     # Theano-MPI's classes make vels2 of NumPy arrays; on a GPU they were written through host memory at each step.
     vector, values = Vector(shareds := variables()), np.arange(float(D))
     vector.set(ARRAYS.from_host(values))

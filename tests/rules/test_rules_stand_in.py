@@ -8,7 +8,7 @@ pytestmark = pytest.mark.skipif(NAME != "pytensor", reason="stands for JAX on GP
 
 
 @pytest.mark.slow
-def test_averages_are_nccl_s_and_steps_between_them_are_one_launch():
+def test_local_sgd_on_stand_in_nccl_launches_steps_at_once():
     code = """
         import stand_in
         stand_in.install()

@@ -24,19 +24,19 @@ def two(fork):
     return fork(2)
 
 
-def test_different_barriers_are_both_named(two):
+def test_mismatched_barriers_are_named(two):
     with pytest.raises(RuntimeError, match=r"rank 0 is at barrier 'north', rank 1 is at barrier 'south'"):
         synk.run(programs.different_barriers, ["north", "south"])
     assert len(synk.run(programs.identity)) == 2
 
 
 @pytest.mark.parametrize("who", [0, 1])
-def test_a_barrier_that_another_rank_never_reaches(two, who):
+def test_barrier_that_a_rank_never_reaches(two, who):
     with pytest.raises(RuntimeError, match=rf"rank {who} is at the end of the program"):
         synk.run(programs.ends_early, who)
 
 
-def test_ranks_that_wait_for_each_other_are_told(fork):
+def test_deadlock_of_messages_is_detected(fork):
     fork(3)
     with pytest.raises(
         RuntimeError, match="rank 0 waits for a message of rank 1, rank 1 waits for a message of rank 2"
@@ -46,7 +46,7 @@ def test_ranks_that_wait_for_each_other_are_told(fork):
         synk.run(programs.barrier_and_receive)
 
 
-def test_groups_that_overlap_and_do_not_meet_are_told(fork):
+def test_deadlock_of_groups_is_detected(fork):
     fork(3, timeout=5)
     places = r"rank 1 is at barrier 'north' of group \(0, 1, 2\), rank 2 is at barrier 'south' of group \(1, 2\)"
     with pytest.raises((RuntimeError, synk.WorkerError), match=places):
@@ -54,14 +54,14 @@ def test_groups_that_overlap_and_do_not_meet_are_told(fork):
     assert len(synk.run(programs.identity)) == 3
 
 
-def test_a_message_and_a_meeting_are_not_taken_for_each_other(two):
+def test_deadlock_of_message_and_barrier_is_detected(two):
     with pytest.raises(synk.WorkerError, match=r"waits for a message of rank 0, which is at barrier 'here' of group"):
         synk.run(programs.barrier_or_message, "receive")
     with pytest.raises(RuntimeError, match=r"rank 0 is at barrier 'here' of group \(0, 1\), rank 1 is at send\(\)"):
         synk.run(programs.barrier_or_message, "send")
 
 
-def test_steps_that_each_rank_takes_in_an_order_of_its_own_come_to_an_end(fork):
+def test_random_task_steps_end_or_raise(fork):
     fork(3, timeout=5)
 
     @settings(max_examples=20)
@@ -101,7 +101,7 @@ def completes(of_ranks, capacity):
     return at == [len(steps) for steps in of_ranks]
 
 
-def test_messages_wait_for_each_other_only_beyond_the_buffer(fork):
+def test_send_blocks_only_beyond_the_buffer(fork):
     """Ranks that send and receive in any order: those whose messages fit complete, and true deadlocks are errors."""
     fork(3, timeout=20)
     pairs = st.sampled_from([(source, to) for source in range(3) for to in range(3) if source != to])
@@ -136,7 +136,7 @@ def test_messages_wait_for_each_other_only_beyond_the_buffer(fork):
     check()
 
 
-def test_messages_beyond_the_buffer_can_wait_for_each_other(two):
+def test_send_beyond_the_buffer_can_deadlock(two):
     words = "rank 0 waits until rank 1 receives a message, rank 1 waits until rank 0 receives a message"
     with pytest.raises(RuntimeError, match=f"the ranks wait for each other: {words}"):
         synk.run(programs.all_send_first, [66_000, 66_000])
@@ -147,7 +147,7 @@ HOWS = ["computes", "waits in a barrier", "receives", "sends", "waits for a lock
 
 @pytest.mark.parametrize("who", [0, 2])
 @pytest.mark.parametrize("how", HOWS)
-def test_an_error_of_one_rank_ends_all(fork, who, how):
+def test_error_of_one_rank_ends_run(fork, who, how):
     fork(3)
     began = time.monotonic()
     with pytest.raises(ValueError if who == 0 else synk.WorkerError, match="this rank's own") as caught:
@@ -159,7 +159,7 @@ def test_an_error_of_one_rank_ends_all(fork, who, how):
 
 
 @pytest.mark.parametrize("how", ["computes", "waits"])
-def test_an_interrupt_ends_all(fork, how):
+def test_interrupt_ends_run(fork, how):
     fork(2)
     timer = threading.Timer(0.3, _thread.interrupt_main)
     timer.start()
@@ -172,7 +172,7 @@ def test_an_interrupt_ends_all(fork, how):
 
 @pytest.mark.parametrize("how", ["in the lock", "in an exchange", "before a barrier", "while others compute"])
 @pytest.mark.new_ranks
-def test_a_death_ends_all(fork, how):
+def test_death_of_a_rank_ends_run(fork, how):
     fork(3)
     began = time.monotonic()
     with pytest.raises(synk.WorkerError, match="rank 2 .* was killed by SIGKILL"):
@@ -183,14 +183,14 @@ def test_a_death_ends_all(fork, how):
 @pytest.mark.skipif(DEVICE != "host", reason="other devices take longer to start")
 @pytest.mark.new_ranks
 @pytest.mark.slow
-def test_the_timeout_counts_from_a_ranks_last_progress(fork):
+def test_timeout_counts_from_the_last_progress(fork):
     fork(2, timeout=1.5)
     assert synk.run(programs.takes_its_time, 0.1, 20, [0, 1]) == ["done", "done"]
 
 
 @pytest.mark.skipif(DEVICE != "host", reason="other devices take longer to start")
 @pytest.mark.new_ranks
-def test_a_rank_without_progress_is_late(fork):
+def test_timeout_names_a_rank_without_progress(fork):
     fork(2, timeout=0.4)
     with pytest.raises(synk.WorkerError, match="rank 1 did not finish within the 0.4 seconds"):
         synk.run(programs.takes_its_time, 0.05, 100, [0])
@@ -199,7 +199,7 @@ def test_a_rank_without_progress_is_late(fork):
 # -- what is refused -----------------------------------------------------------------------------------------
 
 
-def test_what_can_not_be_sent_is_refused(two):
+def test_run_refuses_unpicklable_values(two):
     with pytest.raises(TypeError, match=r"a program has to be a function of a module"):
         synk.run(lambda worker: 0)
     with pytest.raises(TypeError, match="program: expected a function, got 3"):
@@ -230,6 +230,6 @@ def test_what_can_not_be_sent_is_refused(two):
         ("shapes", RuntimeError, "expected the same shape"),
     ],
 )
-def test_wrong_arguments(two, call, error, words):
+def test_run_refuses_wrong_arguments(two, call, error, words):
     with pytest.raises((error, synk.WorkerError), match=words):
         synk.run(programs.wrong, call)

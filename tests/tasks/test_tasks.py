@@ -18,31 +18,31 @@ from synkhronos.ranks.task import RankTask, find_span
 from synkhronos.ranks.task_memory import TaskMemory
 
 
-def test_each_rank_gets_its_number_and_the_arguments(n_ranks):
+def test_run_passes_rank_and_arguments(n_ranks):
     results = synk.run(programs.identity, 1, two="2")
     assert results == [(r, n_ranks, r == 0, (1,), {"two": "2"}) for r in range(n_ranks)]
 
 
-def test_reductions(n_ranks):
+def test_task_all_reduce_ops(n_ranks):
     values = np.random.default_rng(0).normal(size=(n_ranks, 300_000))
     for result in synk.run(programs.together, values):
         for got, expected in zip(result, [values.sum(0), values.mean(0), values.min(0), values.max(0)], strict=True):
             np.testing.assert_allclose(got, expected, rtol=1e-12, atol=1e-12)
 
 
-def test_an_average_of_float16_does_not_overflow(n_ranks):
+def test_task_avg_of_float16_does_not_overflow(n_ranks):
     assert synk.run(programs.float16_average, 40_000.0) == [[40_000.0] * 3] * n_ranks
 
 
 @pytest.mark.parametrize("n", [1, 30_000])
-def test_values_of_any_size(n_ranks, n):
+def test_task_collectives_of_any_size(n_ranks, n):
     for everybody, decided in synk.run(programs.values, n):
         assert everybody == [[r] * n for r in range(n_ranks)]
         assert decided == f"rank {n_ranks - 1}"
 
 
 @pytest.mark.parametrize("n", [5, 1_000_000])
-def test_messages_come_whole_and_in_order(n_ranks, n):
+def test_send_and_receive_in_order(n_ranks, n):
     if n_ranks == 1:
         pytest.skip("needs two ranks")
     results = synk.run(programs.ring, n)
@@ -50,21 +50,21 @@ def test_messages_come_whole_and_in_order(n_ranks, n):
 
 
 @pytest.mark.parametrize("sizes", [[0] * 600, [1000, 60_000, 0, 2049, 60_000, 1000], [131_072 - 200]], ids=len)
-def test_messages_within_the_buffer_do_not_wait(n_ranks, sizes):
+def test_send_within_the_buffer_does_not_block(n_ranks, sizes):
     assert sum(sizes) + 200 * len(sizes) <= 131_072
     for r, came in enumerate(synk.run(programs.all_send_first, sizes)):
         assert came == [[(n, {q} if n else set()) for n in sizes] for q in range(n_ranks) if q != r]
 
 
 @pytest.mark.parametrize(("size", "capacity"), [(1, 131_072), (11, 131_072), (16, 65_536), (45, 8192), (1000, 8192)])
-def test_the_buffers_of_all_pairs_are_bounded(size, capacity):
+def test_send_buffers_are_bounded(size, capacity):
     memory = TaskMemory(0, size, size)
     assert memory.capacity == capacity
     assert memory.capacity * size**2 <= max(1 << 24, 8192 * size**2)
 
 
 @given(st.lists(st.tuples(st.sampled_from(["send", "receive", "to", "back"]), st.integers(0, 60_000)), max_size=30))
-def test_bytes_from_host_to_host(steps):
+def test_send_bytes_between_hosts(steps):
     """Parts that rank 0 of one host sends reach rank 1 of another whole and in order, whenever the agents look."""
     memory = TaskMemory(0, 2, 2)
     segments = [SimpleNamespace(buffer=bytearray(memory.nbytes)) for _ in range(2)]
@@ -88,7 +88,7 @@ def test_bytes_from_host_to_host(steps):
 
 
 @pytest.mark.parametrize("n", [1, 100_003])
-def test_groups(n_ranks, n):
+def test_task_groups(n_ranks, n):
     for r, (total, largest, shown, of_all) in enumerate(synk.run(programs.in_groups, n)):
         members = [m for m in range(n_ranks) if m % 2 == r % 2]
         assert total == sum(m + 1 for m in members)
@@ -116,20 +116,20 @@ def values_of(step):
 
 
 @given(st.data())
-def test_groups_that_overlap_get_their_own_values(n_ranks, draw):
+def test_overlapping_task_groups(n_ranks, draw):
     steps = draw.draw(programs_of_groups(n_ranks))
     came = synk.run(programs.steps, [[step for step in steps if r in step[2]] for r in range(n_ranks)])
     for r in range(n_ranks):
         assert came[r] == {step[0]: values_of(step)[r] for step in steps if r in values_of(step)}
 
 
-def test_masks_come_with_large_arrays_too(n_ranks):
+def test_send_of_large_masked_arrays(n_ranks):
     for r, mask in enumerate(synk.run(programs.masked_array)[0], 1):
         assert mask == (np.arange(1000) == r).tolist()
 
 
 @pytest.mark.parametrize("in_group", [False, True])
-def test_numbers_in_another_order_of_bytes(n_ranks, in_group):
+def test_send_of_other_byte_orders(n_ranks, in_group):
     total = synk.run(programs.in_the_order_of_bytes, ">" * n_ranks, in_group)
     assert total == [(n_ranks * np.arange(5.0)).tolist()] * n_ranks
     if n_ranks > 1:
@@ -137,24 +137,24 @@ def test_numbers_in_another_order_of_bytes(n_ranks, in_group):
             synk.run(programs.in_the_order_of_bytes, "<>" + "<" * (n_ranks - 2), in_group)
 
 
-def test_rows_become_arrays_as_data_do(n_ranks):
+def test_task_rows_are_cast_like_data(n_ranks):
     """They are copied where NumPy asks for a copy, or for another dtype."""
     found = synk.run(programs.as_arrays, synk.data([1.0, 2.0]), synk.data(3.0))
     assert found == [[True, True, False, ValueError, TypeError, [2.0, 1.0]]] * n_ranks
 
 
-def test_rows_of_a_file_are_not_written(n_ranks, tmp_path):
+def test_task_rows_of_a_file_are_read_only(n_ranks, tmp_path):
     np.save(tmp_path / "x.npy", np.ones((4, 2)))
     with pytest.raises((ValueError, synk.WorkerError), match="got rows of a file"):
         synk.run(programs.writes, synk.data_file(tmp_path / "x.npy"))
 
 
-def test_a_lock_copies_rows_only():
+def test_lock_copies_only_rows():
     with pytest.raises(TypeError, match="rows: expected rows of a Data object, got ndarray"):
         find_span(np.zeros(3))
 
 
-def test_no_update_under_a_lock_is_lost(n_ranks):
+def test_lock_loses_no_update(n_ranks):
     counter = synk.data(np.zeros(100))
     turns = synk.run(programs.add_ones, counter, 2000)
     assert np.asarray(counter).tolist() == [2000.0 * n_ranks] * 100
@@ -162,11 +162,11 @@ def test_no_update_under_a_lock_is_lost(n_ranks):
 
 
 @pytest.mark.parametrize("seconds", [0, 0.1])
-def test_a_lock_with_a_time_limit(n_ranks, seconds):
+def test_lock_with_timeout(n_ranks, seconds):
     assert synk.run(programs.take_with_a_limit, seconds) == [[True], *[[False, True]] * (n_ranks - 1)]
 
 
-def test_functions_compute_on_their_own_rank(n_ranks):
+def test_functions_in_run_compute_locally(n_ranks):
     x, w = tensor.dmatrix("x"), shared(np.zeros(3), "w")
     step = synk.function([x], x.sum(), updates=[(w, w + x[0])])
     rows = np.arange(3.0 * n_ranks).reshape(n_ranks, 3)
@@ -175,7 +175,7 @@ def test_functions_compute_on_their_own_rank(n_ranks):
         same(value, (r + 1) * rows[r])
 
 
-def test_many_steps_in_a_launch(n_ranks):
+def test_run_with_many_steps_per_launch(n_ranks):
     x, w = tensor.dmatrix("x"), shared(np.zeros(3), "w")
     step = synk.function([x], (x * w).sum(), updates=[(w, w + x[0])])
     rows = np.arange(6.0).reshape(2, 3)
@@ -192,18 +192,18 @@ def test_many_steps_in_a_launch(n_ranks):
 
 
 @pytest.mark.parametrize("count", [0, 1, 10, 101])
-def test_shares_are_all_rows_once_and_the_order_does_not_depend_on_the_ranks(n_ranks, count):
+def test_task_shares_cover_all_rows_in_a_fixed_order(n_ranks, count):
     shares = synk.run(programs.share, count, 3, 7)
     order = np.concatenate(shares)
     assert sorted(order) == list(range(count))
     assert order.tolist() == np.random.default_rng((7, 3)).permutation(count).tolist()
 
 
-def test_a_rank_stops_all(n_ranks):
+def test_stop_ends_all_ranks(n_ranks):
     assert min(synk.run(programs.stopped, n_ranks - 1)) >= 1
 
 
-def test_a_lock_that_a_rank_of_another_host_waits_for_is_handed_to_the_agent(n_ranks):
+def test_lock_release_notifies_a_remote_waiter(n_ranks):
     session = ranks.session()
     memory = TaskMemory(0, n_ranks, n_ranks + 1)
     segment = session.memory.create(memory.nbytes)

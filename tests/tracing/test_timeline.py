@@ -37,7 +37,7 @@ def call(step, times=3):
         synk.all_reduce(w, op="avg")
 
 
-def test_records_every_rank(step, tmp_path):
+def test_timeline_records_every_rank(step, tmp_path):
     path = tmp_path / "run.json"
     with synk.timeline(path):
         call(step)
@@ -54,7 +54,7 @@ def test_records_every_rank(step, tmp_path):
         assert all(a.end <= b.start for a, b in zip(mine.segments, mine.segments[1:], strict=False))
 
 
-def test_nothing_is_left_behind(step, tmp_path):
+def test_timeline_leaves_nothing(step, tmp_path):
     before = [vars(Session)["_run"], vars(Control)["wait"]]
     with synk.timeline(tmp_path / "run.json.gz"):
         assert vars(Session)["_run"] is not before[0]
@@ -68,7 +68,7 @@ def test_nothing_is_left_behind(step, tmp_path):
     assert sum(event["name"] == "run step" and event["pid"] == 1 for event in events) == 1
 
 
-def test_close_writes_the_file(step, tmp_path):
+def test_close_writes_the_timeline(step, tmp_path):
     path = tmp_path / "run.json"
     timeline = synk.timeline(path)
     call(step, 1)
@@ -77,7 +77,7 @@ def test_close_writes_the_file(step, tmp_path):
     timeline.stop()  # too late, and no error
 
 
-def test_keeps_the_newest_spans(step, tmp_path):
+def test_timeline_keeps_the_newest_spans(step, tmp_path):
     path = tmp_path / "run.json"
     with synk.timeline(path, max_spans=5):
         call(step)
@@ -85,7 +85,7 @@ def test_keeps_the_newest_spans(step, tmp_path):
     assert [sum(event["ph"] == "X" and event["pid"] == rank for event in events) for rank in (0, 1)] == [5, 5]
 
 
-def test_errors(step, tmp_path):
+def test_timeline_errors(step, tmp_path):
     with pytest.raises(OSError, match="nowhere"):
         synk.timeline(tmp_path / "nowhere" / "run.json")
     with pytest.raises(ValueError, match="max_spans"):
@@ -100,7 +100,7 @@ def test_errors(step, tmp_path):
 
 
 @pytest.mark.new_ranks
-def test_a_workers_death_ends_the_recording(step, tmp_path):
+def test_death_of_a_worker_ends_the_timeline(step, tmp_path):
     from synkhronos import ranks
 
     original = vars(Session)["_run"]
@@ -112,7 +112,7 @@ def test_a_workers_death_ends_the_recording(step, tmp_path):
 
 
 @pytest.mark.skipif(not XLA, reason="JAX's profiler")
-def test_records_what_xla_computes(fork, tmp_path):
+def test_timeline_records_xla_computations(fork, tmp_path):
     fork(2)
     x = T.dmatrix("x")
     f = synk.function([x], (T.tanh(x.dot(x.T)).sum(), "sum"))
@@ -131,7 +131,7 @@ def test_records_what_xla_computes(fork, tmp_path):
 # -- the report ----------------------------------------------------------------------------------------------
 
 
-def test_splits_nested_spans():
+def test_timeline_splits_nested_spans():
     spans = [Activity(0, 10, "a", "x"), Activity(2, 5, "b", "x"), Activity(3, 4, "c", "x"), Activity(12, 13, "d", "x")]
     assert [(s.start, s.end, s.name) for s in split_nested(spans)] == [
         (0, 2, "a"),
@@ -144,7 +144,7 @@ def test_splits_nested_spans():
 
 
 @given(st.data())
-def test_nested_spans_cover_the_same_time(data):
+def test_timeline_nested_spans_cover_equal_time(data):
     def draw(start, end, depth):
         """Draw spans within an interval, one after another, each with spans within it."""
         spans, position = [], start
@@ -175,7 +175,7 @@ def make_ranks(*ranks):
     return made
 
 
-def test_the_critical_path_goes_through_the_slowest_rank():
+def test_critical_path_goes_through_the_slowest_rank():
     ranks = make_ranks(
         [(0, 1, "post", "post"), (1, 4, "launch", "launch"), (4, 9, "wait for the ranks", "wait")],
         [(0, 1, "wait for a command", "wait"), (1, 8, "launch", "launch"), (8, 9, "wait for a command", "wait")],
@@ -187,7 +187,7 @@ def test_the_critical_path_goes_through_the_slowest_rank():
     ]
 
 
-def test_the_critical_path_changes_ranks_at_a_barrier():
+def test_critical_path_changes_ranks_at_a_barrier():
     ranks = make_ranks(
         [(0, 6, "launch", "launch"), (6, 7, "all_reduce", "exchange"), (7, 12, "wait for the ranks", "wait")],
         [(0, 2, "launch", "launch"), (2, 6, "wait for a peer", "wait"), (6, 12, "all_reduce", "exchange")],
@@ -195,7 +195,7 @@ def test_the_critical_path_changes_ranks_at_a_barrier():
     assert find_critical_path(ranks) == [PathStep(0, "launch", 0, 6), PathStep(1, "all_reduce", 6, 12)]
 
 
-def test_the_critical_path_covers_the_run(step, tmp_path):
+def test_critical_path_covers_the_run(step, tmp_path):
     with synk.timeline(tmp_path / "run.json"):
         call(step, 5)
     ranks = report.read_timelines(str(tmp_path / "run.json"))
@@ -204,7 +204,7 @@ def test_the_critical_path_covers_the_run(step, tmp_path):
     assert (path[0].start, path[-1].end) == (ranks[0].calls[0].start, ranks[0].calls[-1].end)
 
 
-def test_show_prints_and_draws(step, tmp_path, capsys):
+def test_timeline_show_prints_and_draws(step, tmp_path, capsys):
     pytest.importorskip("matplotlib")
     with synk.timeline(tmp_path / "run.json"):
         call(step)
@@ -215,7 +215,7 @@ def test_show_prints_and_draws(step, tmp_path, capsys):
     assert (tmp_path / "run.png").stat().st_size > 1000
 
 
-def test_show_refuses_other_files(tmp_path, capsys):
+def test_timeline_show_refuses_other_files(tmp_path, capsys):
     (tmp_path / "run.json").write_text("[]")
     with pytest.raises(SystemExit):
         command_line.main(["show", str(tmp_path / "run.json")])

@@ -28,7 +28,7 @@ def entries(folder):
     return sorted(name for name in os.listdir(folder) if name != ".lock")
 
 
-def test_what_is_saved_is_read(tmp_path):
+def test_checkpoint_round_trip(tmp_path):
     checkpoint = Checkpoint(tmp_path / "new" / "folder")
     path = checkpoint.save(12, ARRAYS, {"epoch": 1, "name": "x"})
     stored = checkpoint.load()
@@ -38,7 +38,7 @@ def test_what_is_saved_is_read(tmp_path):
         assert stored.arrays[name].dtype == array.dtype
 
 
-def test_the_newest_few_are_kept(tmp_path):
+def test_checkpoint_keep_retains_the_newest(tmp_path):
     checkpoint = Checkpoint(tmp_path, keep=2)
     for seen in (5, 10, 2000000):
         checkpoint.save(seen, ARRAYS, {"seen": seen})
@@ -48,7 +48,7 @@ def test_the_newest_few_are_kept(tmp_path):
     assert len(entries(tmp_path)) == 2
 
 
-def test_a_training_that_went_back_leaves_none_behind_it(tmp_path):
+def test_checkpoint_save_removes_later_ones(tmp_path):
     checkpoint = Checkpoint(tmp_path, keep=3)
     for seen in (10, 20, 30):
         checkpoint.save(seen, ARRAYS, {"seen": seen})
@@ -56,7 +56,7 @@ def test_a_training_that_went_back_leaves_none_behind_it(tmp_path):
     assert [checkpoint.load(path).meta["seen"] for path in checkpoint.paths()] == [10, 15]
 
 
-def test_no_number_of_rows_is_too_large(tmp_path):
+def test_checkpoint_of_any_number_of_rows(tmp_path):
     checkpoint = Checkpoint(tmp_path)
     for seen in (10**12 - 1, 10**12, 10**15):
         checkpoint.save(seen, ARRAYS, {"seen": seen})
@@ -74,7 +74,7 @@ def test_no_number_of_rows_is_too_large(tmp_path):
     [np.ones(2, complex), np.ones(2, np.longdouble), np.array(["a"]), np.array([None]), np.ma.array([1], mask=[1])],
     ids=lambda array: f"{type(array).__name__} {array.dtype}",
 )
-def test_arrays_that_would_lose_something_are_refused(tmp_path, array):
+def test_checkpoint_refuses_lossy_arrays(tmp_path, array):
     with pytest.raises(TypeError, match="arrays: expected booleans, integers, floats or complex64, got .* for 'odd'"):
         Checkpoint(tmp_path).save(1, {"w": np.ones(1), "odd": array}, {})
     assert entries(tmp_path) == []
@@ -119,7 +119,7 @@ def killed(folder, at, seen, keep=1):
 
 @pytest.mark.parametrize("seen", [200, 100], ids=["another", "in the place of the same"])
 @pytest.mark.slow
-def test_a_kill_at_any_call_leaves_the_last_one(tmp_path, seen):
+def test_checkpoint_survives_a_kill_at_any_call(tmp_path, seen):
     Checkpoint(tmp_path / "before", keep=1).save(100, {"w": np.full(1000, 1.0)}, {"number": 1})
 
     def run(folder, at):
@@ -143,7 +143,7 @@ def test_a_kill_at_any_call_leaves_the_last_one(tmp_path, seen):
 
 
 @pytest.mark.slow
-def test_a_kill_leaves_no_checkpoint_of_a_training_that_was_left_behind_the_new_one(tmp_path):
+def test_checkpoint_kill_leaves_no_later_stale_checkpoint(tmp_path):
     for seen in (10, 20, 30):
         Checkpoint(tmp_path / "before").save(seen, {"w": np.ones(1000)}, {})
 
@@ -160,7 +160,7 @@ def test_a_kill_leaves_no_checkpoint_of_a_training_that_was_left_behind_the_new_
             Checkpoint(folder).load(path)  # none of those that were to be removed is there in part
 
 
-def test_a_full_disk_leaves_what_was_there(tmp_path, monkeypatch):
+def test_checkpoint_survives_a_full_disk(tmp_path, monkeypatch):
     checkpoint = Checkpoint(tmp_path)
     checkpoint.save(1, ARRAYS, {"number": 1})
 
@@ -175,7 +175,7 @@ def test_a_full_disk_leaves_what_was_there(tmp_path, monkeypatch):
     assert len(entries(tmp_path)) == 1
 
 
-def test_what_is_no_checkpoint_is_refused(tmp_path):
+def test_checkpoint_load_refuses_other_files(tmp_path):
     checkpoint = Checkpoint(tmp_path)
     with pytest.raises(FileNotFoundError, match="expected a checkpoint, found none"):
         checkpoint.load()
@@ -196,7 +196,7 @@ def test_what_is_no_checkpoint_is_refused(tmp_path):
         Checkpoint(tmp_path, keep=0)
 
 
-def test_one_of_as_many_rows_is_no_later_one(tmp_path):
+def test_checkpoint_of_equal_rows_is_not_later(tmp_path):
     checkpoint = Checkpoint(tmp_path)
     path = checkpoint.save(1000, {"w": np.ones(1)}, {})
     checkpoint.unlock()
@@ -216,7 +216,7 @@ def with_right_digests(path):
 
 
 @pytest.mark.parametrize("header", [[], 3, None, {}, {"format": 2}, {"format": 2, "meta": [], "metrics": {}}])
-def test_a_header_of_another_kind_is_refused(tmp_path, header):
+def test_checkpoint_load_refuses_other_headers(tmp_path, header):
     path = Checkpoint(tmp_path).save(1, ARRAYS, {})
     (path / "meta.json").write_text(json.dumps(header))
     with_right_digests(path)
@@ -225,7 +225,7 @@ def test_a_header_of_another_kind_is_refused(tmp_path, header):
             read()
 
 
-def test_what_a_checkpoint_lacks_is_named(tmp_path):
+def test_checkpoint_load_names_missing_parts(tmp_path):
     checkpoint = Checkpoint(tmp_path)
     checkpoint.save(1, ARRAYS, {"table": {"a": 1}})
     stored = checkpoint.load()
@@ -236,7 +236,7 @@ def test_what_a_checkpoint_lacks_is_named(tmp_path):
     assert stored.meta.get("b") is None and stored.meta == {"table": {"a": 1}}
 
 
-def test_a_checkpoint_of_an_earlier_version_is_refused_by_name(tmp_path):
+def test_checkpoint_load_refuses_earlier_versions(tmp_path):
     path = Checkpoint(tmp_path).save(1, ARRAYS, {})
     (path / "meta.json").write_text(json.dumps({"format": 1}))
     (path / "SHA256SUMS").unlink()
@@ -270,7 +270,7 @@ def is_sound_or_refused(path):
 
 
 @pytest.mark.parametrize("name", FILES)
-def test_each_flipped_byte_and_each_lost_end_is_noticed(tmp_path, sound, name):
+def test_checkpoint_load_detects_damage_of_any_byte(tmp_path, sound, name):
     path = tmp_path / sound.name
     shutil.copytree(sound, path)
     content = (path / name).read_bytes()
@@ -300,7 +300,7 @@ DAMAGE = st.one_of(
 
 @settings(max_examples=80)
 @given(damages=st.lists(st.tuples(st.sampled_from(FILES), DAMAGE), min_size=1, max_size=2))
-def test_a_damaged_checkpoint_is_refused(tmp_path_factory, sound, damages):
+def test_checkpoint_load_refuses_damaged_files(tmp_path_factory, sound, damages):
     path = tmp_path_factory.getbasetemp() / "damaged" / sound.name
     shutil.rmtree(path, ignore_errors=True)
     shutil.copytree(sound, path)
@@ -371,7 +371,7 @@ def write_many(folder, number):
     return run
 
 
-def test_two_processes_that_write_into_one_folder(tmp_path):
+def test_checkpoint_folder_lock_of_two_processes(tmp_path):
     """One of them is refused by the other's number and host, and no checkpoint is of both."""
     with process(write_many(tmp_path, 1)) as (one, said), process(write_many(tmp_path, 2)) as (other, said_2):
         reader = Checkpoint(tmp_path)
@@ -394,7 +394,7 @@ def test_two_processes_that_write_into_one_folder(tmp_path):
         until(lambda: reader.load().meta["number"] == 3)
 
 
-def test_a_killed_writer_leaves_the_folder_to_others(tmp_path):
+def test_checkpoint_folder_lock_ends_with_a_killed_writer(tmp_path):
     def run(told):
         checkpoint = Checkpoint(tmp_path)
         checkpoint.save(1, {"w": np.ones(10)}, {})
@@ -414,7 +414,7 @@ def test_a_killed_writer_leaves_the_folder_to_others(tmp_path):
     assert entries(tmp_path) == ["rows-000000000001", "rows-000000000002"]
 
 
-def test_a_lock_belongs_to_one_object(tmp_path):
+def test_checkpoint_folder_lock_belongs_to_one_object(tmp_path):
     first, second = Checkpoint(tmp_path), Checkpoint(tmp_path)
     first.save(1, ARRAYS, {})
     first.lock()
@@ -430,7 +430,7 @@ def test_a_lock_belongs_to_one_object(tmp_path):
     first.save(3, ARRAYS, {})
 
 
-def test_a_forked_process_does_not_hold_its_parents_lock(tmp_path):
+def test_checkpoint_folder_lock_is_not_inherited(tmp_path):
     checkpoint = Checkpoint(tmp_path)
     checkpoint.save(1, ARRAYS, {})
 
@@ -448,7 +448,7 @@ def test_a_forked_process_does_not_hold_its_parents_lock(tmp_path):
         Checkpoint(tmp_path).lock()  # though the other process is alive
 
 
-def test_a_file_system_without_locks(tmp_path, monkeypatch):
+def test_checkpoint_on_a_file_system_without_locks(tmp_path, monkeypatch):
     def flock(file, operation):
         raise OSError(errno.ENOLCK, "No locks available")
 
@@ -467,7 +467,7 @@ def seen_in(checkpoint):
 
 
 @pytest.mark.parametrize(("keep_best", "best"), [("error", 2), (("error", "min"), 2), (["accuracy", "max"], 3)])
-def test_the_best_is_kept(tmp_path, keep_best, best):
+def test_checkpoint_keeps_the_best(tmp_path, keep_best, best):
     checkpoint = Checkpoint(tmp_path, keep=2, keep_best=keep_best)
     assert checkpoint.best() is None
     values = [(0.5, 0.1), (0.1, 0.2), (0.3, 0.9), (0.1, 0.9), (0.2, 0.5), (0.4, 0.4), (float("nan"), float("nan"))]
@@ -482,7 +482,7 @@ def test_the_best_is_kept(tmp_path, keep_best, best):
     assert seen_in(again) == [9]
 
 
-def test_a_damaged_checkpoint_is_not_the_best(tmp_path):
+def test_checkpoint_best_ignores_damaged_files(tmp_path):
     checkpoint = Checkpoint(tmp_path, keep_best="error")
     for seen, error in (1, 0.5), (2, 0.1):
         path = checkpoint.save(seen, ARRAYS, {}, {"error": error})
@@ -492,6 +492,6 @@ def test_a_damaged_checkpoint_is_not_the_best(tmp_path):
 
 
 @pytest.mark.parametrize("wrong", [3, ("error", "least"), ("error",), (3, "max"), {"error": "max"}])
-def test_wrong_metrics(tmp_path, wrong):
+def test_checkpoint_refuses_wrong_metrics(tmp_path, wrong):
     with pytest.raises(TypeError, match="keep_best: expected a metric's name, or a pair such as"):
         Checkpoint(tmp_path, keep_best=wrong)

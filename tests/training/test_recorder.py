@@ -36,7 +36,7 @@ def write(folder, n=4):
     return recorder
 
 
-def test_lines_are_appended_and_cut(tmp_path):
+def test_recorder_appends_and_truncates_lines(tmp_path):
     write(tmp_path)
     recorder = write(tmp_path)
     files = read(tmp_path)
@@ -52,7 +52,7 @@ def test_lines_are_appended_and_cut(tmp_path):
     }  # fmt: skip
 
 
-def test_a_half_line_takes_no_other_along(tmp_path):
+def test_recorder_loses_only_a_torn_line(tmp_path):
     recorder = Recorder(tmp_path)
     recorder.write({"seen": 1})
     with open(tmp_path / "reports.jsonl", "a") as file:
@@ -62,13 +62,13 @@ def test_a_half_line_takes_no_other_along(tmp_path):
     assert [line["seen"] for line in read(tmp_path)["reports"]] == [1, 3, 4]
 
 
-def test_what_json_can_not_say_is_null(tmp_path):
+def test_recorder_writes_nan_as_null(tmp_path):
     Recorder(tmp_path).write({"loss": math.nan, "validation": {"x": np.float64(math.inf)}, "seen": np.int64(3)})
     line = read(tmp_path)["reports"][0]
     assert (line["loss"], line["validation"]["x"], line["seen"]) == (None, None, 3)
 
 
-def test_runs_are_drawn_and_written_as_a_table(tmp_path):
+def test_show_draws_runs_and_writes_a_table(tmp_path):
     pytest.importorskip("matplotlib")
     write(tmp_path / "one")
     write(tmp_path / "two", 3)
@@ -92,7 +92,7 @@ def test_runs_are_drawn_and_written_as_a_table(tmp_path):
     assert "expected a recorder's folder" in wrong.stderr
 
 
-def test_a_table_on_the_screen_is_a_table_alone(tmp_path, capfd):
+def test_show_prints_only_the_table(tmp_path, capfd):
     write(tmp_path)
     show.main([str(tmp_path), "--csv", "-"])
     shown = capfd.readouterr()
@@ -100,7 +100,7 @@ def test_a_table_on_the_screen_is_a_table_alone(tmp_path, capfd):
     assert shown.out.startswith("run,file,time") and "4 reports" in shown.err
 
 
-def test_records_of_a_users_own_are_shown(tmp_path, capsys):
+def test_show_reads_own_records(tmp_path, capsys):
     pytest.importorskip("matplotlib")
     for record in ({"epoch": 1, "loss": 0.5}, {"epoch": 2, "loss": None, "rows_per_second": math.inf}):
         Recorder(tmp_path).write(record)
@@ -109,7 +109,7 @@ def test_records_of_a_users_own_are_shown(tmp_path, capsys):
     assert (tmp_path / "show.png").exists()
 
 
-def test_runs_are_told_apart(tmp_path, monkeypatch):
+def test_show_distinguishes_runs(tmp_path, monkeypatch):
     pyplot = pytest.importorskip("matplotlib.pyplot")
     figures = []
     monkeypatch.setattr(pyplot, "close", figures.append)
@@ -121,7 +121,7 @@ def test_runs_are_told_apart(tmp_path, monkeypatch):
     assert texts == ["a/logs", "b/logs", "."]
 
 
-def test_nothing_on_the_picture_covers_anything_else(tmp_path, monkeypatch):
+def test_show_picture_has_no_overlaps(tmp_path, monkeypatch):
     pyplot = pytest.importorskip("matplotlib.pyplot")
     figures = []
     monkeypatch.setattr(pyplot, "close", figures.append)
@@ -154,7 +154,7 @@ LOSSES = [
 
 
 @pytest.mark.parametrize(("losses", "labels"), LOSSES)
-def test_losses_are_labelled_as_people_write_them(tmp_path, monkeypatch, losses, labels):
+def test_show_labels_losses(tmp_path, monkeypatch, losses, labels):
     pyplot = pytest.importorskip("matplotlib.pyplot")
     figures = []
     monkeypatch.setattr(pyplot, "close", figures.append)
@@ -169,7 +169,7 @@ def test_losses_are_labelled_as_people_write_them(tmp_path, monkeypatch, losses,
     assert [shown[at] for at in sorted(shown) if low < at < high and shown[at]] == labels
 
 
-def test_tensorboard(tmp_path):
+def test_recorder_to_tensorboard(tmp_path):
     pytest.importorskip("tensorboardX")
     from tensorboardX.proto.event_pb2 import Event
 

@@ -99,7 +99,7 @@ OTHERS = {
 
 
 @pytest.mark.parametrize("name", OTHERS)
-def test_a_checkpoint_of_another_training_is_refused_by_what_differs(fork, tmp_path, name):
+def test_resume_refuses_a_checkpoint_of_another_training(fork, tmp_path, name):
     fork(1)
     before, after, words = OTHERS[name]
     path = saved(tmp_path, trainer(**before))
@@ -125,7 +125,7 @@ def three(step):
     ],
     ids=["rate", "schedule", "period", "a function for a period", "outer rate", "a variable for a number"],
 )
-def test_learning_rates_and_schedules_may_change(fork, tmp_path, before, after):
+def test_resume_with_other_learning_rates_and_schedules(fork, tmp_path, before, after):
     fork(1)
     path = saved(tmp_path, trainer(**before))
     made = trainer(**after)
@@ -134,7 +134,7 @@ def test_learning_rates_and_schedules_may_change(fork, tmp_path, before, after):
 
 
 @pytest.mark.parametrize("rule", [rules.BSP, rules.LocalSGD], ids=lambda rule: rule.__name__)
-def test_a_checkpoint_that_lacks_something_is_refused_before_a_rank_changes(fork, tmp_path, rule):
+def test_resume_refuses_incomplete_checkpoints(fork, tmp_path, rule):
     fork(2)
     made = trainer(rule=rule(), extra=["ema"], counts=["steps"])
     path = saved(tmp_path, made)
@@ -161,7 +161,7 @@ def test_a_checkpoint_that_lacks_something_is_refused_before_a_rank_changes(fork
         resume(broken.folder, made)
 
 
-def test_a_second_training_in_the_same_folder_is_refused(fork, tmp_path):
+def test_checkpoint_folder_refuses_a_second_training(fork, tmp_path):
     fork(1)
     checkpoint = Checkpoint(tmp_path)
     reports = trainer().epochs(X, Y, 5, 3, checkpoint=checkpoint)
@@ -185,7 +185,7 @@ def mse(model):
 
 
 @pytest.mark.parametrize("name", ["BSP", "LocalSGD", "EASGD"])
-def test_the_best_epoch_is_kept_and_comes_back(fork, tmp_path, name):
+def test_restore_best_restores_the_best_epoch(fork, tmp_path, name):
     fork(2)
     model = Model(name, rate=rate_that_comes_to_be_too_high)
     checkpoint = Checkpoint(tmp_path, keep=2, every=2, keep_best="mse")
@@ -226,7 +226,7 @@ def test_restore_best_within_a_training(fork, tmp_path):
     assert checkpoint.load().meta["seen"] == 420
 
 
-def test_the_highest_may_be_the_best(fork, tmp_path):
+def test_restore_best_with_mode_max(fork, tmp_path):
     fork(1)
     x, w = tensor.dmatrix("x"), shared(np.zeros(4), "w")
     loss = ((tensor.dot(x, w) - 1) ** 2).mean()
@@ -240,7 +240,7 @@ def test_the_highest_may_be_the_best(fork, tmp_path):
     assert checkpoint.load(checkpoint.best()).metrics["high"] == max(values)
 
 
-def test_the_loss_may_be_the_metric(fork, tmp_path):
+def test_restore_best_by_the_loss(fork, tmp_path):
     fork(1)
     checkpoint = Checkpoint(tmp_path, keep_best="loss")
     reports = list(trainer(rate=rate_that_comes_to_be_too_high).epochs(X, Y, 5, 20, patience=2, checkpoint=checkpoint))
@@ -248,7 +248,7 @@ def test_the_loss_may_be_the_metric(fork, tmp_path):
     assert checkpoint.load(checkpoint.best()).metrics == {"loss": min(report.loss for report in reports)}
 
 
-def test_what_restore_best_needs(fork, tmp_path):
+def test_restore_best_refuses_missing_settings(fork, tmp_path):
     fork(1)
     made = trainer()
     with pytest.raises(ValueError, match="checkpoint: keep_best expects one of loss, got 'mse'"):

@@ -57,7 +57,7 @@ def ended(reports):
 
 @pytest.mark.parametrize("name", ["BSP", "LocalSGD", "DiLoCo", "EASGD together", "Swap"])
 @pytest.mark.slow
-def test_training_goes_on_bit_for_bit_from_the_step_behind_a_signal(fork, tmp_path, at_once, name):
+def test_resume_after_a_signal_is_bitwise_equal(fork, tmp_path, at_once, name):
     fork(2)
     options = {"every": 3, "valid": (X[:7], Y[:7])}
     whole = Model(name, noise=True)
@@ -79,7 +79,7 @@ def test_training_goes_on_bit_for_bit_from_the_step_behind_a_signal(fork, tmp_pa
 
 
 @pytest.mark.parametrize(("name", "after"), [("EASGD", 3), ("EASGD", 2), ("GoSGD", 3)])
-def test_each_row_is_used_once_though_ranks_exchange_one_by_one(fork, tmp_path, at_once, name, after):
+def test_resume_of_asynchronous_rules_uses_each_row_once(fork, tmp_path, at_once, name, after):
     fork(3)
     checkpoint = Checkpoint(tmp_path)
     part = Model(name, rate=SignalAt(0.3))
@@ -98,7 +98,7 @@ def test_each_row_is_used_once_though_ranks_exchange_one_by_one(fork, tmp_path, 
     assert report.seen == ROWS and report.steps == ROWS // 2
 
 
-def test_a_signal_within_validation_leaves_the_report_to_the_next_run(fork, tmp_path, at_once, monkeypatch):
+def test_signal_within_validation_defers_the_report(fork, tmp_path, at_once, monkeypatch):
     fork(2)
     checkpoint, valid = Checkpoint(tmp_path / "part"), (X[:30], Y[:30])
     whole = [report.record() for report in Model("LocalSGD").epochs(5, 2, valid=valid)]
@@ -120,7 +120,7 @@ def test_a_signal_within_validation_leaves_the_report_to_the_next_run(fork, tmp_
     assert [line["seen"] for line in read(tmp_path / "records")["reports"]] == [60, 120]
 
 
-def test_a_signal_behind_a_report_leaves_no_checkpoint_of_a_training_that_was_left(fork, tmp_path, at_once):
+def test_signal_after_a_report_leaves_no_stale_checkpoint(fork, tmp_path, at_once):
     fork(1)
     checkpoint = Checkpoint(tmp_path, every=1, keep_best="mse")
     options = {"valid": (X, Y), "checkpoint": checkpoint}
@@ -141,7 +141,7 @@ def test_a_signal_behind_a_report_leaves_no_checkpoint_of_a_training_that_was_le
     assert after["loss"] == losses[0] != before["loss"] and after["mse"] != before["mse"]
 
 
-def test_a_handler_of_the_user_stays(fork, tmp_path, at_once):
+def test_signal_handler_of_the_user_is_kept(fork, tmp_path, at_once):
     fork(2)
     came = []
     before = signal.signal(signal.SIGUSR1, lambda *_: came.append(requested()))
@@ -154,14 +154,14 @@ def test_a_handler_of_the_user_stays(fork, tmp_path, at_once):
     assert report.seen == ROWS and came == [0]
 
 
-def test_without_a_checkpoint_signals_are_not_touched(fork):
+def test_signals_are_not_handled_without_checkpoints(fork):
     fork(2)
     reports = Model("LocalSGD").epochs(5, 2)
     next(reports)
     assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
 
 
-def test_a_loss_that_is_no_number_is_not_saved_by_a_signal(fork, tmp_path, at_once):
+def test_signal_saves_no_nan_loss(fork, tmp_path, at_once):
     fork(1)
     model = Model("BSP", rate=SignalAt(0.3))
     model.w.set_value(np.full(4, np.nan))
@@ -169,7 +169,7 @@ def test_a_loss_that_is_no_number_is_not_saved_by_a_signal(fork, tmp_path, at_on
     assert status == 128 + signal.SIGTERM and not Checkpoint(tmp_path).paths()
 
 
-def test_a_signal_that_a_loop_was_left_with_ends_the_process(tmp_path):
+def test_signal_after_the_training_loop_ends_the_process(tmp_path):
     code = f"""
         import signal, sys
         sys.path.insert(0, {str(SUPPORT)!r})
@@ -193,7 +193,7 @@ def test_a_signal_that_a_loop_was_left_with_ends_the_process(tmp_path):
 
 
 @pytest.mark.parametrize("every", [1, 3])
-def test_ranks_agree_without_a_question_at_each_step(monkeypatch, every):
+def test_signal_check_costs_no_collective_per_step(monkeypatch, every):
     now, asked = [0.0], []
     monkeypatch.setattr(stop, "time", SimpleNamespace(monotonic=lambda: now[0]))
 
@@ -234,7 +234,7 @@ for report in model.epochs(5, 10**6, checkpoint=Checkpoint(sys.argv[1]), grace={
 
 @pytest.mark.faults
 @pytest.mark.parametrize("how", ["all at once", "twice", "too late"])
-def test_a_program_that_a_scheduler_ends(tmp_path, how):
+def test_signal_of_a_scheduler_ends_a_program(tmp_path, how):
     pytest.importorskip("safetensors")
     values = {"stuck": 1e9 if how == "all at once" else 2.0, "grace": 0.5 if how == "too late" else 60}
     (tmp_path / "script.py").write_text(SCRIPT.format(**values))
@@ -264,7 +264,7 @@ def test_a_program_that_a_scheduler_ends(tmp_path, how):
         process.communicate()
 
 
-def test_pools_of_ranks_stop_after_the_same_round():
+def test_signal_stops_all_ranks_after_the_same_round():
     """Each of two hosts' pools of ranks counts its batches by itself."""
     from synkhronos.training.loop import RowLoop
 

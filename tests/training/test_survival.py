@@ -103,7 +103,7 @@ def train_twice(monkeypatch, name, choose, tmp_path=None, **kwargs):
 
 
 @pytest.mark.parametrize("name", ["BSP", "EASGD"])
-def test_a_death(name, monkeypatch):
+def test_on_death_continue_after_one_death(name, monkeypatch):
     killer, disturbed, undisturbed = train_twice(monkeypatch, name, lambda count: {count // 2: (1, True)})
     deaths = [death for report in disturbed[2] for death in report.deaths]
     assert killer.killed == len(deaths) == 1 and not any(report.deaths for report in undisturbed[2])
@@ -114,7 +114,7 @@ def test_a_death(name, monkeypatch):
 @pytest.mark.faults
 @pytest.mark.parametrize("seed", range(2))
 @pytest.mark.parametrize("name", ALL)
-def test_deaths_at_random_moments(name, seed, monkeypatch, tmp_path):
+def test_on_death_continue_after_random_deaths(name, seed, monkeypatch, tmp_path):
     source = random.Random(seed)
 
     def choose(count):
@@ -126,7 +126,7 @@ def test_deaths_at_random_moments(name, seed, monkeypatch, tmp_path):
 
 
 @pytest.mark.parametrize("name", ["BSP", "LocalSGD"])
-def test_rows_of_a_loader(name, monkeypatch):
+def test_on_death_continue_with_a_loader(name, monkeypatch):
     def make(part, moments=None):
         killer = Killer(monkeypatch, moments)
         fork_ranks(RANKS)
@@ -145,7 +145,7 @@ def test_rows_of_a_loader(name, monkeypatch):
     check_same(name, disturbed, undisturbed)
 
 
-def test_variables_that_are_equal_on_all_ranks_are_copied_by_the_master(monkeypatch):
+def test_on_death_copies_equal_variables_from_the_master(monkeypatch):
     def make(moments=None):
         killer = Killer(monkeypatch, moments)
         fork_ranks(RANKS)
@@ -166,7 +166,7 @@ def test_variables_that_are_equal_on_all_ranks_are_copied_by_the_master(monkeypa
     np.testing.assert_array_equal(by_rank, [states[0]] * RANKS)
 
 
-def test_a_death_before_the_first_copy_ends_the_training(monkeypatch):
+def test_on_death_before_the_first_copy_ends_training(monkeypatch):
     fork_ranks(RANKS)
     iterator = Model("EASGD").epochs(on_death="continue")
     Killer(monkeypatch, {2: (1, False)}, waits=False)
@@ -174,7 +174,7 @@ def test_a_death_before_the_first_copy_ends_the_training(monkeypatch):
         next(iterator)
 
 
-def test_changes_between_reports_stay(monkeypatch):
+def test_on_death_keeps_changes_between_reports(monkeypatch):
     fork_ranks(RANKS)
     model = Model("BSP")
     iterator = model.epochs(epochs=3, on_death="continue")
@@ -188,7 +188,7 @@ def test_changes_between_reports_stay(monkeypatch):
     iterator.close()
 
 
-def test_an_error_of_a_death_between_reports_may_be_caught(monkeypatch):
+def test_on_death_error_between_reports_can_be_caught(monkeypatch):
     fork_ranks(RANKS)
     model = Model("BSP")
     iterator = model.epochs(epochs=3, on_death="continue")
@@ -202,7 +202,7 @@ def test_an_error_of_a_death_between_reports_may_be_caught(monkeypatch):
     assert set(model.used()) == {3}
 
 
-def test_the_record_has_deaths_and_each_step_once(monkeypatch, tmp_path):
+def test_on_death_is_recorded_and_each_step_once(monkeypatch, tmp_path):
     killer = Killer(monkeypatch, {1: (1, True), 9: (2, False)})
     train("LocalSGD", recorder=Recorder(tmp_path, every=1))
     found = recorder.read(tmp_path)
@@ -211,7 +211,7 @@ def test_the_record_has_deaths_and_each_step_once(monkeypatch, tmp_path):
         assert [record["step"] for record in found[f"rank-{rank}"]] == list(range(1, 9))
 
 
-def test_a_step_in_which_workers_always_die_ends_the_training(monkeypatch):
+def test_on_death_in_the_same_step_ends_training(monkeypatch):
     fork_ranks(RANKS)
     model = Model("BSP")
     data = synk.data(np.ones(3))
@@ -233,7 +233,7 @@ def test_a_step_in_which_workers_always_die_ends_the_training(monkeypatch):
         data[0]
 
 
-def test_the_number_of_deaths_is_limited(monkeypatch):
+def test_max_deaths_limits_deaths(monkeypatch):
     fork_ranks(RANKS)
     model = Model("BSP")
     Killer(monkeypatch, dict.fromkeys((40, 80, 120), (1, True)))
@@ -241,7 +241,7 @@ def test_the_number_of_deaths_is_limited(monkeypatch):
         list(model.epochs(epochs=10, on_death="continue", max_deaths=2))
 
 
-def test_a_death_stops_the_training_by_default(monkeypatch):
+def test_on_death_stops_by_default(monkeypatch):
     fork_ranks(RANKS)
     model = Model("BSP")
     Killer(monkeypatch, {6: (1, True)}, waits=False)
@@ -252,20 +252,20 @@ def test_a_death_stops_the_training_by_default(monkeypatch):
 
 
 @pytest.mark.parametrize("value", ["go on", True, None, 3, b"continue"])
-def test_other_values_of_on_death_are_refused(value):
+def test_on_death_refuses_other_values(value):
     fork_ranks(1)
     with pytest.raises(ValueError, match="^on_death: expected 'stop' or 'continue', got"):
         Model("BSP").epochs(on_death=value)
 
 
 @pytest.mark.parametrize(("value", "kind"), [(0, ValueError), (-1, ValueError), (1.5, TypeError), ("1", TypeError)])
-def test_other_numbers_of_deaths_are_refused(value, kind):
+def test_max_deaths_refuses_other_values(value, kind):
     fork_ranks(1)
     with pytest.raises(kind, match="^max_deaths: "):
         Model("BSP").epochs(on_death="continue", max_deaths=value)
 
 
-def test_jax_is_refused(monkeypatch):
+def test_on_death_refuses_jax(monkeypatch):
     fork_ranks(RANKS)
     model = Model("BSP")
     iterator = model.epochs(on_death="continue")
@@ -279,7 +279,7 @@ def test_jax_is_refused(monkeypatch):
     assert "has started JAX since" in caught.value.__notes__[-1]
 
 
-def test_a_sharded_optimizer_is_refused():
+def test_on_death_refuses_shard_optimizer():
     fork_ranks(1)
     model = Model("BSP")
     model.trainer._state._sharded = object()
@@ -287,7 +287,7 @@ def test_a_sharded_optimizer_is_refused():
         model.epochs(on_death="continue")
 
 
-def test_ranks_that_cannot_be_replaced_are_refused(monkeypatch):
+def test_on_death_refuses_irreplaceable_ranks(monkeypatch):
     fork_ranks(1)
     model = Model("BSP")
     monkeypatch.setattr(ranks.Session, "can_replace_workers", False)

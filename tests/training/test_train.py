@@ -110,7 +110,7 @@ def serial_and_plain():
 
 @pytest.mark.parametrize("batch", BATCHES.values(), ids=BATCHES)
 @pytest.mark.parametrize("num_slices", [1, 3])
-def test_the_serial_function_does_what_a_plain_function_does(batch, num_slices):
+def test_make_train_function_serial_equals_a_plain_function(batch, num_slices):
     model, train, plain, step = serial_and_plain()
     model.reset()
     plain.reset()
@@ -126,7 +126,7 @@ def test_the_serial_function_does_what_a_plain_function_does(batch, num_slices):
 
 
 @pytest.mark.parametrize("rule", RULES)
-def test_each_rule_trains_as_in_one_process(n_ranks, rule):
+def test_make_train_function_equals_serial_for_each_rule(n_ranks, rule):
     together, train, alone, train_alone = pair(rule)
     x_data, y_data = synk.data(X), synk.data(Y)
     for batch, num_slices in [(None, 1), (11, 1), ([5, 0, 12, 5], 1), (1, 1), (slice(2, 12), 3), (None, 3)]:
@@ -142,7 +142,7 @@ def sgd_pair(n_ranks):
 
 
 @pytest.mark.parametrize("batch", BATCHES.values(), ids=BATCHES)
-def test_any_choice_of_rows_and_slices_is_exact(n_ranks, sgd_pair, batch):
+def test_train_with_any_batch_and_num_slices(n_ranks, sgd_pair, batch):
     together, train, alone, train_alone = sgd_pair
     alone.reset()
     x_data, y_data = synk.data(X), synk.data(Y)
@@ -166,7 +166,7 @@ SEVERAL = {
 
 @pytest.mark.parametrize("num_slices", [1, 3])
 @pytest.mark.parametrize("batches", SEVERAL.values(), ids=SEVERAL)
-def test_several_steps_are_as_many_single_ones(n_ranks, sgd_pair, batches, num_slices):
+def test_train_steps_equal_single_steps(n_ranks, sgd_pair, batches, num_slices):
     together, train, alone, train_alone = sgd_pair
     alone.reset()
     synk.distribute()
@@ -181,7 +181,7 @@ def test_several_steps_are_as_many_single_ones(n_ranks, sgd_pair, batches, num_s
 
 
 @pytest.mark.parametrize("even", [True, False])
-def test_several_steps_may_take_held_rows(n_ranks, even):
+def test_train_steps_of_sliceable_shareds(n_ranks, even):
     together, alone = Held(), Model()
     train, train_alone = together.train_by(make_train_function), alone.train_by(make_train_function_serial)
     synk.distribute()
@@ -201,7 +201,7 @@ def test_several_steps_may_take_held_rows(n_ranks, even):
     assert_same(together, alone, n_ranks)
 
 
-def test_the_first_step_may_have_fewer_rows_than_ranks(n_ranks):
+def test_train_with_fewer_rows_than_ranks(n_ranks):
     together, train, alone, train_alone = pair()
     train(X[:1], Y[:1])
     train_alone(X[:1], Y[:1])
@@ -220,7 +220,7 @@ class Held(Model):
 
 
 @pytest.mark.parametrize("num_slices", [1, 3])
-def test_data_may_be_held_by_the_ranks(n_ranks, num_slices):
+def test_train_with_sliceable_shareds(n_ranks, num_slices):
     together, alone = Held(), Model()
     train, train_alone = together.train_by(make_train_function), alone.train_by(make_train_function_serial)
     synk.distribute()
@@ -247,7 +247,7 @@ def test_data_may_be_held_by_the_ranks(n_ranks, num_slices):
         assert_same(together, alone, n_ranks)
 
 
-def test_what_counts_is_the_shortest_of_the_held_variables(n_ranks):
+def test_train_uses_the_shortest_sliceable_shared(n_ranks):
     together, alone = Held(), Model()
     train, train_alone = together.train_by(make_train_function), alone.train_by(make_train_function_serial)
     synk.distribute()
@@ -268,7 +268,7 @@ def test_what_counts_is_the_shortest_of_the_held_variables(n_ranks):
     assert_same(together, alone, n_ranks)
 
 
-def test_a_step_without_rows_is_refused_where_data_are_held(n_ranks):
+def test_train_refuses_a_step_without_rows(n_ranks):
     model = Held()
     train = model.train_by(make_train_function)
     before = model.values()
@@ -278,7 +278,7 @@ def test_a_step_without_rows_is_refused_where_data_are_held(n_ranks):
     np.testing.assert_array_equal(model.values(), before)
 
 
-def test_the_serial_function_takes_held_data_too():
+def test_make_train_function_serial_with_sliceable_shareds():
     held, plain = Held(), Model()
     for shared, values in zip(held.held, (X, Y), strict=True):
         shared.set_value(values)
@@ -289,7 +289,7 @@ def test_the_serial_function_takes_held_data_too():
 
 
 @pytest.mark.parametrize("num_slices", [1, 3])
-def test_running_averages_are_those_of_one_process_unless_each_rank_keeps_its_own(n_ranks, num_slices):
+def test_train_running_averages_equal_one_process(n_ranks, num_slices):
     together, alone = Model(), Model()
     averages, owns, counts, trains = [], [], [], []
     for model, make in ((together, make_train_function), (alone, make_train_function_serial)):
@@ -315,14 +315,14 @@ def test_running_averages_are_those_of_one_process_unless_each_rank_keeps_its_ow
         assert synk.gather(counts[0]).tolist() == [i + 1] * n_ranks and counts[1].get_value() == i + 1
 
 
-def test_plain_arrays_do_for_data(n_ranks):
+def test_train_accepts_plain_arrays(n_ranks):
     together, train, alone, train_alone = pair("adam")
     for rows in [None, [3, 1, 2], slice(1)]:
         np.testing.assert_allclose(train(X, Y, batch=rows), train_alone(X, Y, batch=rows), rtol=1e-9)
     assert_same(together, alone, n_ranks)
 
 
-def test_minibatches_stand_for_their_rows_of_the_whole(n_ranks):
+def test_train_with_minibatch_data(n_ranks):
     together, train, alone, train_alone = pair()
     x_data, y_data = synk.data(X[5:9], minibatch=True), synk.data(Y[5:9], minibatch=True)
     for rows in [slice(5, 9), slice(5, 6), slice(8, 4, -1), [8, 5, 6], None]:
@@ -337,7 +337,7 @@ def test_minibatches_stand_for_their_rows_of_the_whole(n_ranks):
         assert_same(together, alone, n_ranks)
 
 
-def test_a_mean_of_the_mean_would_not_do(n_ranks):
+def test_unweighted_mean_of_uneven_shares_differs(n_ranks):
     if n_ranks == 1:
         pytest.skip("one rank has all rows")
     # Shows that the tests above can tell: plain averages of uneven splits differ.
@@ -353,7 +353,7 @@ def test_a_mean_of_the_mean_would_not_do(n_ranks):
     assert np.abs(model.values() - alone.values()).max() > 1e-4
 
 
-def test_the_three_steps_by_hand_are_exact_with_a_weight(n_ranks):
+def test_manual_training_step_with_weight_is_exact(n_ranks):
     together, alone = Model(), Model()
     weight = together.x.shape[0]
     rule = updates.amsgrad(together.loss, together.params, learning_rate=0.1, weight=weight)
@@ -372,7 +372,7 @@ def test_the_three_steps_by_hand_are_exact_with_a_weight(n_ranks):
 # -- what may be passed ----------------------------------------------------------------------------------
 
 
-def test_inputs_and_targets_may_be_lists(n_ranks):
+def test_train_with_lists_of_inputs_and_targets(n_ranks):
     trained = []
     for make in [make_train_function, make_train_function_serial]:
         model = Model()
@@ -384,7 +384,7 @@ def test_inputs_and_targets_may_be_lists(n_ranks):
     np.testing.assert_allclose(trained[0], trained[1], rtol=1e-9)
 
 
-def test_targets_may_be_missing(n_ranks):
+def test_train_without_targets(n_ranks):
     trained = []
     for make in [make_train_function, make_train_function_serial]:
         model = Model()
@@ -393,7 +393,7 @@ def test_targets_may_be_missing(n_ranks):
     np.testing.assert_allclose(trained[0], trained[1], rtol=1e-9)
 
 
-def test_a_rule_may_be_put_together(n_ranks):
+def test_train_with_a_composed_update_rule(n_ranks):
     def adagrad_with_momentum(loss, params, **kwargs):
         return updates.apply_nesterov_momentum(updates.adagrad(loss, params, **kwargs), params, momentum=0.5)
 
@@ -405,7 +405,7 @@ def test_a_rule_may_be_put_together(n_ranks):
     np.testing.assert_allclose(trained[0], trained[1], rtol=1e-9)
 
 
-def test_the_learning_rate_may_change_on_all_ranks(n_ranks):
+def test_train_with_a_changing_learning_rate(n_ranks):
     model = Model()
     rate = library.shared(np.asarray(0.3), name="rate")
     train = model.train_by(make_train_function, learning_rate=rate)
@@ -416,7 +416,7 @@ def test_the_learning_rate_may_change_on_all_ranks(n_ranks):
     np.testing.assert_array_equal(model.values_of_all_ranks(), [before] * n_ranks)
 
 
-def test_float32_stays_float32(n_ranks):
+def test_train_keeps_float32(n_ranks):
     model = Model("float32")
     train = model.train_by(make_train_function, "adam")
     x_data, y_data = synk.data(X.astype("float32")), synk.data(Y.astype("float32"))
@@ -432,7 +432,7 @@ def test_float32_stays_float32(n_ranks):
 
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.slow
-def test_training_is_saved_and_goes_on_with_other_ranks(rule):
+def test_train_state_resumes_on_other_ranks(rule):
     alone = Model()
     train_alone = alone.train_by(make_train_function_serial, rule)
     expected = [float(train_alone(X, Y)) for _ in range(6)]

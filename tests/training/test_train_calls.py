@@ -37,7 +37,7 @@ def two_ranks_anew(fork):
     return fork(2)
 
 
-def test_functions_outlive_a_new_fork(fork):
+def test_train_functions_work_after_a_new_fork(fork):
     together, alone = Model(), Model()
     fork(3)
     train = together.train_by(make_train_function)
@@ -77,7 +77,7 @@ def test_functions_outlive_a_new_fork(fork):
     ],
 )
 @pytest.mark.parametrize("make", [make_train_function, make_train_function_serial])
-def test_wrong_arguments_of_the_makers_are_named(two_ranks_anew, make, error, message, change):
+def test_make_train_function_refuses_wrong_arguments(two_ranks_anew, make, error, message, change):
     model = Model()
     arguments = {
         "loss": model.loss,
@@ -114,7 +114,7 @@ def test_wrong_arguments_of_the_makers_are_named(two_ranks_anew, make, error, me
     ],
 )
 @pytest.mark.parametrize("make", [make_train_function, make_train_function_serial])
-def test_wrong_arguments_of_a_step_are_named_and_change_nothing(two_ranks_anew, make, error, message, arguments):
+def test_train_refuses_wrong_arguments(two_ranks_anew, make, error, message, arguments):
     model = Model()
     train = model.train_by(make)
     with pytest.raises(error, match=message):
@@ -140,7 +140,7 @@ def test_wrong_arguments_of_a_step_are_named_and_change_nothing(two_ranks_anew, 
     ],
 )
 @pytest.mark.parametrize("make", [make_train_function, make_train_function_serial])
-def test_wrong_arguments_of_several_steps_are_named(two_ranks_anew, make, error, message, arguments):
+def test_train_steps_refuses_wrong_arguments(two_ranks_anew, make, error, message, arguments):
     model = Model()
     train = model.train_by(make)
     with pytest.raises(error, match=message):
@@ -155,7 +155,7 @@ def test_wrong_arguments_of_several_steps_are_named(two_ranks_anew, make, error,
         (ValueError, r"batches\[2\]: expected at least one row", [[0], [1], slice(3, 3)]),
     ],
 )
-def test_wrong_rows_of_a_later_step_are_found_before_the_first(two_ranks_anew, error, message, batches):
+def test_train_steps_checks_all_rows_first(two_ranks_anew, error, message, batches):
     model = Model()
     train = model.train_by(make_train_function)
     with pytest.raises(error, match=message):
@@ -163,7 +163,7 @@ def test_wrong_rows_of_a_later_step_are_found_before_the_first(two_ranks_anew, e
     np.testing.assert_array_equal(model.w.get_value(), W)
 
 
-def test_an_error_says_how_many_steps_were_taken_before(two_ranks_anew):
+def test_train_steps_error_reports_completed_steps(two_ranks_anew):
     model = Model()
     held = [library.shared(X), library.shared(Y)]
     train = make_train_function(
@@ -180,14 +180,14 @@ def test_an_error_says_how_many_steps_were_taken_before(two_ranks_anew):
         train.steps(batches_s=[[0], [[0], [1], [2]]])
 
 
-def test_data_that_are_no_array_are_named(two_ranks_anew):
+def test_train_names_data_that_are_no_array(two_ranks_anew):
     train = Model().train_by(make_train_function)
     with pytest.raises(ValueError, match=r"^input 0 \(x\) of train_gradient: "):
         train.steps([[1.0], [1.0, 2.0]], Y[:2], [[0], [1]])
 
 
 @pytest.mark.parametrize("make", [make_train_function, make_train_function_serial])
-def test_held_data_are_chosen_by_batch_s_alone(two_ranks_anew, make):
+def test_train_selects_sliceable_shareds_by_batch_s(two_ranks_anew, make):
     model = Model()
     held = [library.shared(X), library.shared(Y)]
     train = make(model.loss, model.params, model.x, model.y, updates.sgd, sliceable_shareds=held, learning_rate=0.1)
@@ -206,7 +206,7 @@ def test_held_data_are_chosen_by_batch_s_alone(two_ranks_anew, make):
     np.testing.assert_array_equal(model.w.get_value(), W)
 
 
-def test_lists_of_data_have_one_for_each_variable(two_ranks_anew):
+def test_train_refuses_lists_of_other_lengths(two_ranks_anew):
     model = Model()
     for make in [make_train_function, make_train_function_serial]:
         train = make(model.loss, model.params, [model.x], model.y, updates.sgd, learning_rate=0.1)
@@ -217,7 +217,7 @@ def test_lists_of_data_have_one_for_each_variable(two_ranks_anew):
 
 
 @pytest.mark.parametrize("make", [make_train_function, make_train_function_serial])
-def test_what_the_rule_updates_is_not_updated_twice(two_ranks_anew, make):
+def test_make_train_function_refuses_double_updates(two_ranks_anew, make):
     model = Model()
     extra = [(model.w, 0 * model.w)]
     with pytest.raises(ValueError, match="extra_updates: the update rule has an update of 'w' already"):

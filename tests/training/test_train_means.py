@@ -38,7 +38,7 @@ def weighted_rows():
 
 @few(25)
 @given(rows=weighted_rows(), slices=st.integers(1, 4))
-def test_a_masked_mean_is_that_of_one_process(masked, rows, slices):
+def test_train_masked_mean_equals_one_process(masked, rows, slices):
     n_ranks, ours, oracle = masked
     for model in (ours, oracle):
         model.w.set_value(np.ones(STEPS))
@@ -50,7 +50,7 @@ def test_a_masked_mean_is_that_of_one_process(masked, rows, slices):
     np.testing.assert_allclose(synk.gather(ours.w), [oracle.w.get_value()] * n_ranks, rtol=1e-9)
 
 
-def test_a_masked_mean_needs_its_weight(masked):
+def test_train_masked_mean_needs_a_weight(masked):
     n_ranks, _, oracle = masked
     with pytest.warns(UserWarning, match="loss: the denominator of a mean depends on the values of mask"):
         plain = Masked(make_train_function, with_weight=False)
@@ -61,7 +61,7 @@ def test_a_masked_mean_needs_its_weight(masked):
     assert (n_ranks == 1) == (abs(losses[0] - losses[1]) < 1e-9)
 
 
-def test_several_steps_and_other_dtypes_have_weights_too(n_ranks):
+def test_train_steps_with_weight_and_other_dtypes(n_ranks):
     batches = [[0, 1, 2, 3], [4, 5, 6, 7], [1, 4, 5, 2], [9]]
     for dtype in ("float32", "float64"):
         ours, alone = Masked(make_train_function, adam, dtype), Masked(make_train_function_serial, adam, dtype)
@@ -72,7 +72,7 @@ def test_several_steps_and_other_dtypes_have_weights_too(n_ranks):
         np.testing.assert_allclose(ours.w.get_value(), alone.w.get_value(), rtol=1e-4)
 
 
-def test_rows_of_no_weight_move_nothing(n_ranks):
+def test_train_rows_of_zero_weight_change_nothing(n_ranks):
     for make in (make_train_function, make_train_function_serial):
         model = Masked(make)
         x, y, m = data([1, 4, 5, 11])
@@ -99,7 +99,7 @@ def followed(n_ranks):
 
 @few(15)
 @given(rows=st.integers(1, N), slices=st.integers(1, 3))
-def test_expressions_find_new_running_averages(followed, rows, slices):
+def test_extra_updates_of_expressions_are_found(followed, rows, slices):
     found = []
     for train, shareds in followed:
         for each, value in zip(shareds, (np.ones(STEPS), np.ones(()), np.zeros((1, 2))), strict=True):
@@ -136,7 +136,7 @@ def validating(n_ranks):
 
 @few(20)
 @given(rows=st.integers(1, 11), batch=st.integers(1, 4), seed=st.integers(0, 9))
-def test_metrics_are_those_of_all_rows_in_one_process(validating, rows, batch, seed):
+def test_train_metrics_equal_one_process(validating, rows, batch, seed):
     values = np.random.default_rng(seed).normal(size=rows)
     values[0] = abs(values[0])  # so that there is some weight
     # Each call goes on behind the last one's epochs.

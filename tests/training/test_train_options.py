@@ -47,7 +47,7 @@ def by_hand(n_steps, clip_norm=np.inf, ema=0.0, rows=slice(None)):
 
 
 @pytest.mark.parametrize("num_slices", [1, 3])
-def test_a_training_function_clips_and_averages_as_one_process(n_ranks, num_slices):
+def test_train_with_clip_and_ema_equals_one_process(n_ranks, num_slices):
     options = {"clip_norm": 0.5, "ema": 0.8, "num_slices": num_slices}
     for make in (make_train_function, make_train_function_serial):
         problem = Problem()
@@ -67,7 +67,7 @@ def test_a_training_function_clips_and_averages_as_one_process(n_ranks, num_slic
             np.testing.assert_allclose(value, expected, rtol=1e-10)
 
 
-def test_an_average_begins_at_the_parameters_before_the_first_step():
+def test_ema_starts_at_the_initial_parameters():
     problem = Problem()
     train = problem.train_by(make_train_function_serial, ema=0.9)
     problem.w.set_value(np.array([1.0, -2.0, 3.0]))  # where the gradient is 0
@@ -78,7 +78,7 @@ def test_an_average_begins_at_the_parameters_before_the_first_step():
 @pytest.mark.parametrize(
     ("dtype", "expected"), [("float16", "float32"), ("float32", "float32"), ("float64", "float64")]
 )
-def test_an_average_is_at_least_float32(dtype, expected):
+def test_ema_is_at_least_float32(dtype, expected):
     w = library.shared(np.ones(2, dtype), "w")
     x = T.matrix("x", dtype=dtype)
     train = make_train_function_serial((x * w).mean(), [w], x, [], sgd, learning_rate=0.5, ema=0.999, clip_norm=1e3)
@@ -90,7 +90,7 @@ def test_an_average_is_at_least_float32(dtype, expected):
         np.testing.assert_allclose(train.ema[0].get_value(), average, rtol=1e-6)
 
 
-def test_without_options_there_is_no_average():
+def test_ema_is_none_by_default():
     train = Problem().train_by(make_train_function_serial, adam)
     assert train.ema is None
     assert [variable.name for variable in train.optimizer_state] == ["t", "w_m", "w_v"]
@@ -121,7 +121,7 @@ def mse(w):
     return ((X @ w - Y) ** 2).mean()
 
 
-def test_a_trainer_validates_and_saves_the_average(n_ranks, tmp_path):
+def test_trainer_validates_and_saves_ema(n_ranks, tmp_path):
     options = {"clip_norm": 0.5, "ema": 0.9, "num_slices": 2}
     problem, trainer, reports = trained(tmp_path, 3, validate_ema=True, **options)
     average = trainer.ema[0].get_value()
@@ -157,19 +157,19 @@ def test_a_trainer_validates_and_saves_the_average(n_ranks, tmp_path):
     ],
 )
 @pytest.mark.parametrize("make", [make_train_function, make_train_function_serial, make_trainer])
-def test_wrong_options_are_named(n_ranks, make, error, message, options):
+def test_train_options_refuse_wrong_values(n_ranks, make, error, message, options):
     with pytest.raises(error, match=message):
         Problem().train_by(make, **options)
 
 
 @pytest.mark.parametrize("options", [{"clip_norm": 1.0}, {"ema": 0.9}, {"num_slices": 2}, {"loss_scale": "dynamic"}])
 @pytest.mark.parametrize("rule", [rules.BSP("params"), rules.LocalSGD(2), rules.EASGD()])
-def test_options_need_a_rule_that_averages_gradients(n_ranks, rule, options):
+def test_train_options_need_a_gradient_averaging_rule(n_ranks, rule, options):
     with pytest.raises(ValueError, match=rf"{next(iter(options))}: needs the exchange rule BSP\(\) on gradients"):
         Problem().train_by(make_trainer, rule=rule, **options)
 
 
-def test_validate_ema_needs_an_average(n_ranks):
+def test_validate_ema_needs_ema(n_ranks):
     with pytest.raises(ValueError, match="validate_ema: needs ema"):
         Problem().train_by(make_trainer, validate_ema=True)
     with pytest.raises(TypeError, match="validate_ema: expected True or False"):
@@ -186,7 +186,7 @@ def half_problem(make, dtype="float16", **options):
     return w, train, {variable.name: variable for variable in train.optimizer_state}
 
 
-def test_an_overflow_on_one_rank_skips_the_step_on_all(n_ranks):
+def test_loss_scale_overflow_on_one_rank_skips_the_step(n_ranks):
     for make in (make_train_function, make_train_function_serial):
         w, train, state = half_problem(make, ema=0.5)
         scale, average = state["loss_scale"], train.ema[0]
@@ -206,7 +206,7 @@ def test_an_overflow_on_one_rank_skips_the_step_on_all(n_ranks):
         assert (values(w), values(average), values(scale)) == (0.5, 0.6875, 2**14)
 
 
-def test_scaled_losses_have_the_same_gradients(n_ranks):
+def test_loss_scale_keeps_gradients(n_ranks):
     together, plain = Problem(), Problem()
     train = together.train_by(make_train_function, adam, loss_scale="dynamic", clip_norm=0.5, num_slices=2)
     train_plain = plain.train_by(make_train_function_serial, adam, clip_norm=0.5)
@@ -215,7 +215,7 @@ def test_scaled_losses_have_the_same_gradients(n_ranks):
         np.testing.assert_allclose(together.w.get_value(), plain.w.get_value(), rtol=1e-9)
 
 
-def test_averages_of_extra_updates_travel_with_a_clipped_gradient(n_ranks):
+def test_extra_updates_are_averaged_with_clipped_gradients(n_ranks):
     for make in (make_train_function, make_train_function_serial):
         problem, mean = Problem(), library.shared(np.zeros(3), "mean")
         moved = [(mean, problem.x.mean(axis=0), "mean")]
@@ -228,7 +228,7 @@ def test_averages_of_extra_updates_travel_with_a_clipped_gradient(n_ranks):
             np.testing.assert_allclose(mean.get_value(), X.mean(axis=0), rtol=1e-10)
 
 
-def test_a_scale_grows_after_many_finite_steps(n_ranks):
+def test_loss_scale_grows_after_finite_steps(n_ranks):
     w, train, state = half_problem(make_train_function, "float32")
     synk.broadcast(state["loss_scale_steps"], np.asarray(1999, "float32"))
     train(np.full(6, 0.5, "float32"), [])
@@ -236,7 +236,7 @@ def test_a_scale_grows_after_many_finite_steps(n_ranks):
     assert w.get_value() == 0.75
 
 
-def test_another_loss_scale_is_refused(n_ranks):
+def test_loss_scale_refuses_other_values(n_ranks):
     for value, error in (("static", ValueError), (1024, TypeError)):
         for make in (make_train_function, make_train_function_serial, make_trainer):
             with pytest.raises(error, match="loss_scale: expected one of"):

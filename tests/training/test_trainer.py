@@ -10,7 +10,7 @@ from synkhronos.training.updates import sgd
 
 
 @pytest.mark.parametrize("name", ALL)
-def test_every_rule_learns(n_ranks, name):
+def test_trainer_learns_with_every_rule(n_ranks, name):
     model = Model(name, rate=0.01 if name in ("Downpour", "ASGD") else 0.05)
     # An epoch is a few milliseconds here, and a rank that wakes late takes none of its rows.  Under gossip it may have
     # been sent most of the weight meanwhile.
@@ -30,7 +30,7 @@ def test_every_rule_learns(n_ranks, name):
 @pytest.mark.parametrize("name", ALL)
 @pytest.mark.parametrize(("rows", "batch", "every"), [(60, 5, None), (53, 7, 2), (31, 5, 1)])
 @pytest.mark.slow
-def test_every_row_is_used_once_an_epoch(n_ranks, name, rows, batch, every):
+def test_trainer_uses_every_row_once_an_epoch(n_ranks, name, rows, batch, every):
     if XLA and rows != 53:
         pytest.skip("compiled for each number of rows")
     model = Model(name, rows)
@@ -42,13 +42,13 @@ def test_every_row_is_used_once_an_epoch(n_ranks, name, rows, batch, every):
 
 
 @pytest.mark.parametrize("name", ["BSP"] if XLA else ["BSP", "BSP of parameters", "PostLocal", "SlowMo"])
-def test_a_learning_rate_of_0_moves_nothing(n_ranks, name):
+def test_trainer_learning_rate_of_0_changes_nothing(n_ranks, name):
     model = Model(name, rate=schedules.cosine(0.05, epochs=1))
     first, second = (model.values() for _ in model.epochs(epochs=2))
     np.testing.assert_allclose(second, first, rtol=1e-12)
 
 
-def test_bsp_is_what_one_process_computes(n_ranks):
+def test_trainer_bsp_equals_one_process(n_ranks):
     model = Model("BSP")
     losses = [report.loss for report in model.epochs(5, 2)]
     x, y, w, b = tensor.dmatrix("x"), tensor.dvector("y"), shared(np.zeros(4), "w"), shared(np.zeros(1), "b")
@@ -64,7 +64,7 @@ def test_bsp_is_what_one_process_computes(n_ranks):
     np.testing.assert_allclose(model.values(), np.concatenate([w.get_value(), b.get_value()]), rtol=1e-10)
 
 
-def test_averaging_after_each_step_is_bsp(n_ranks):
+def test_trainer_averaging_after_each_step_equals_bsp(n_ranks):
     if XLA:
         pytest.skip("compiled three times")
     found = []

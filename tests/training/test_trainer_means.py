@@ -21,7 +21,7 @@ T = tensor
 
 
 @pytest.mark.parametrize("name", ALL)
-def test_every_rule_reports_the_mean_loss_by_weight(fork, tmp_path, name):
+def test_trainer_reports_the_weighted_mean_loss(fork, tmp_path, name):
     fork(2)
     make, update = ALL[name]
     kwargs = {"momentum": 0.5} if update is nesterov_momentum else {}
@@ -43,7 +43,7 @@ def test_every_rule_reports_the_mean_loss_by_weight(fork, tmp_path, name):
 
 @pytest.mark.parametrize("precision", [None, "bfloat16"])
 @pytest.mark.parametrize("average", ["gradient", "params"])
-def test_bsp_takes_the_steps_of_one_process(fork, average, precision):
+def test_trainer_bsp_with_weight_equals_one_process(fork, average, precision):
     n = 2 if XLA else 3
     fork(n)
     model, alone = Masked(), Masked(make_train_function_serial)
@@ -61,7 +61,7 @@ def test_bsp_takes_the_steps_of_one_process(fork, average, precision):
         np.testing.assert_allclose(synk.gather(model.w), expected, rtol=1e-2 if precision else 1e-9)
 
 
-def test_a_rule_s_steps_on_rows_of_no_weight_move_nothing(fork):
+def test_trainer_rows_of_zero_weight_change_nothing(fork):
     fork(2)
     model = Masked()
     trainer = make_trainer(
@@ -73,7 +73,7 @@ def test_a_rule_s_steps_on_rows_of_no_weight_move_nothing(fork):
     assert np.isfinite(model.w.get_value()).all()
 
 
-def test_a_weight_is_a_number_of_items():
+def test_trainer_weight_counts_items():
     model = Masked()
     cases = [
         (TypeError, "weight: expected a symbolic scalar", 3.0),
@@ -116,14 +116,14 @@ def expressions():
     return [x, m, y], depend, do_not
 
 
-def test_denominators_that_depend_on_values_are_found_and_no_others():
+def test_trainer_finds_value_dependent_denominators():
     inputs, depend, do_not = expressions()
     found = Dependence(library_of(inputs[0]), [*depend, *do_not], inputs)
     assert [i for i, each in enumerate(depend) if not found.find_denominators(each)] == []
     assert [i for i, each in enumerate(do_not) if found.find_denominators(each)] == []
 
 
-def test_random_masks_and_metrics_are_warned_of_and_weights_are_not(fork):
+def test_trainer_warns_of_masked_means_without_weight(fork):
     fork(1)
     model = Masked()
     errors = (model.x * model.w) ** 2
@@ -196,7 +196,7 @@ EACH_STEP = {
 
 
 @pytest.mark.parametrize("name", list(EACH_STEP)[: 3 if XLA else None])
-def test_running_averages_are_those_of_one_process(fork, name):
+def test_trainer_running_averages_equal_one_process(fork, name):
     n = 2 if XLA else 3
     fork(n)
     model = Averaging(EACH_STEP[name]())
@@ -209,7 +209,7 @@ def test_running_averages_are_those_of_one_process(fork, name):
 
 @pytest.mark.any_library
 @pytest.mark.parametrize("name", [name for name in ALL if name not in EACH_STEP])
-def test_after_a_report_all_ranks_have_the_running_averages_that_stand_for_all(fork, name):
+def test_trainer_report_averages_running_averages(fork, name):
     fork(2)
     make, update = ALL[name]
     kwargs = {"momentum": 0.5} if update is nesterov_momentum else {}
@@ -222,7 +222,7 @@ def test_after_a_report_all_ranks_have_the_running_averages_that_stand_for_all(f
     assert (gathered > 0.1).all() and (gathered < 2.5).all()
 
 
-def test_a_momentum_of_averages_takes_no_running_average_beyond_its_rows(fork):
+def test_diloco_leaves_running_averages_within_range(fork):
     fork(2)
     model = Averaging(rules.DiLoCo(1, lr=1.0, momentum=0.99))
     for _ in model.epochs(epochs=3 if XLA else 8):
@@ -230,7 +230,7 @@ def test_a_momentum_of_averages_takes_no_running_average_beyond_its_rows(fork):
     assert (model.average.get_value() < ROWS_X.max(axis=0)).all()
 
 
-def test_training_goes_on_from_a_checkpoint_with_its_running_averages(fork, tmp_path):
+def test_resume_restores_running_averages(fork, tmp_path):
     fork(2)
     whole, first, second = (Averaging(rules.LocalSGD(2)) for _ in range(3))
     for _ in whole.epochs(epochs=3):
@@ -243,7 +243,7 @@ def test_training_goes_on_from_a_checkpoint_with_its_running_averages(fork, tmp_
         np.testing.assert_array_equal(getattr(whole, of_both).get_value(), getattr(second, of_both).get_value())
 
 
-def test_what_has_no_mean_needs_an_op():
+def test_metrics_without_a_mean_need_an_op():
     model = Masked()
     count, total = shared(np.int64(0), "count"), shared(np.zeros(()), "total")
     own = shared(np.int64(0), "own")
@@ -267,7 +267,7 @@ def test_what_has_no_mean_needs_an_op():
 # -- validation ------------------------------------------------------------------------------------------------
 
 
-def test_wrong_metrics_are_named(fork):
+def test_trainer_refuses_wrong_metrics(fork):
     fork(1)
     x, w = T.dvector("x"), shared(np.zeros(()), "w")
     cases = [

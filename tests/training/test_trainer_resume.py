@@ -8,7 +8,7 @@ from synkhronos.training import Checkpoint, schedules
 
 
 @pytest.mark.parametrize(("name", "every"), [*((name, 3) for name in SYNCHRONOUS), ("LocalSGD", None)])
-def test_training_goes_on_bit_for_bit(fork, tmp_path, name, every):
+def test_resume_is_bitwise_equal(fork, tmp_path, name, every):
     fork(2)
     rate = schedules.warmup(schedules.steps(0.05, {1: 0.5}), 0.5)
     whole = Model(name, rate=rate, noise=True)

@@ -29,7 +29,7 @@ CHANGES += [("ASGD", 2, 1), ("GoSGD", 1, 2), ("GoSGD", 3, 1), ("Swap", 2, 3)]
 
 @pytest.mark.parametrize(("name", "before", "after"), CHANGES if not XLA else CHANGES[1:2])
 @pytest.mark.slow
-def test_another_number_of_ranks_takes_the_rows_that_are_left(fork, tmp_path, name, before, after):
+def test_resume_on_other_ranks_uses_the_remaining_rows(fork, tmp_path, name, before, after):
     fork(before)
     model = Model(name)
     next(iter(model.epochs(5, 1, every=2, checkpoint=Checkpoint(tmp_path))))
@@ -46,7 +46,7 @@ def test_another_number_of_ranks_takes_the_rows_that_are_left(fork, tmp_path, na
     assert np.abs(model.values() - value).max() > 0
 
 
-def test_what_is_left_when_ranks_come_and_go():
+def test_remaining_rows_after_changes_of_ranks():
     """The laws by which states are shared out anew, on arrays."""
     ranks = [
         {"params": np.full(3, float(r)), "optimizer": np.full(3, 10.0 * r), "excluded": np.zeros(0), "step": 4, "since": 1,
@@ -68,7 +68,7 @@ def test_what_is_left_when_ranks_come_and_go():
     assert [each["params"][0] for each in rules.ASGD().resized(ranks, 2)] == [9.0, 9.0]
 
 
-def test_resume_without_a_checkpoint_begins(fork, tmp_path):
+def test_resume_without_a_checkpoint_starts_anew(fork, tmp_path):
     fork(2)
     model = Model("LocalSGD")
     reports = list(model.epochs(5, 1, checkpoint=Checkpoint(tmp_path), resume="latest"))
@@ -76,7 +76,7 @@ def test_resume_without_a_checkpoint_begins(fork, tmp_path):
 
 
 @pytest.mark.parametrize("name", ["LocalSGD", "EASGD", "GoSGD"][: 1 if XLA else 3])
-def test_a_training_that_is_over_goes_on_nowhere_with_what_stands_for_all(fork, tmp_path, name):
+def test_resume_of_a_finished_training_trains_nothing(fork, tmp_path, name):
     fork(2)
     model = Model(name)
     assert len(list(model.epochs(5, 1, checkpoint=Checkpoint(tmp_path)))) == 1
@@ -88,7 +88,7 @@ def test_a_training_that_is_over_goes_on_nowhere_with_what_stands_for_all(fork, 
     np.testing.assert_allclose(model.values(), value, rtol=1e-14)
 
 
-def test_a_training_that_has_stopped_early_has_stopped(fork, tmp_path):
+def test_resume_after_early_stop_trains_nothing(fork, tmp_path):
     fork(2)
     stops = {"valid": (X, Y), "patience": 1, "checkpoint": Checkpoint(tmp_path)}
     assert len(list(Model("BSP", rate=1e-300).epochs(5, 9, **stops))) == 2
@@ -102,7 +102,7 @@ def weight_and_own(worker, name):
 
 
 @pytest.mark.skipif(XLA, reason="the trainer's own bookkeeping, and XLA takes seconds to compile")
-def test_gossip_on_its_way_at_a_report_is_not_lost(fork):
+def test_report_includes_gosgd_messages_in_transit(fork):
     fork(3)
     x, w = tensor.dmatrix("x"), shared(np.zeros(4), "w")
     trainer = make_trainer(((tensor.dot(x, w) - 1) ** 2).mean(), [w], x, [], sgd, rules.GoSGD(1.0), 0.1)
@@ -124,7 +124,7 @@ class Counts(rules.Rule):
 
 
 @pytest.mark.skipif(XLA, reason="the trainer's own bookkeeping, and XLA takes seconds to compile")
-def test_after_an_error_each_rank_goes_on_with_what_it_has(fork):
+def test_trainer_continues_after_an_error(fork):
     fork(2)
     x, w = tensor.dmatrix("x"), shared(np.zeros(4), "w")
     trainer = make_trainer(tensor.dot(x, w).mean() * 0.0, [w], x, [], sgd, Counts())
@@ -151,7 +151,7 @@ def where(worker, name):
 
 @pytest.mark.skipif(XLA, reason="the trainer's own bookkeeping, and XLA takes seconds to compile")
 @pytest.mark.parametrize("rule", [rules.LocalSGD(3), rules.SlowMo(3)], ids=lambda rule: type(rule).__name__)
-def test_ranks_that_an_interrupt_found_at_different_steps_begin_all_anew(fork, rule):
+def test_trainer_interrupt_at_different_steps_restarts_the_epoch(fork, rule):
     fork(2)
     x, w = tensor.dmatrix("x"), shared(np.zeros(4), "w")
     trainer = make_trainer(((tensor.dot(x, w) - 1) ** 2).mean(), [w], x, [], sgd, rule, 0.1)
@@ -164,7 +164,7 @@ def test_ranks_that_an_interrupt_found_at_different_steps_begin_all_anew(fork, r
     assert places[0] == places[1] and places[0][0] == 2 * before + 1
 
 
-def test_a_checkpoint_of_ranks_that_exchange_one_by_one_is_none_of_those_that_do_together(fork, tmp_path):
+def test_resume_refuses_mixing_asynchronous_and_synchronous(fork, tmp_path):
     fork(2)
     x, w = tensor.dmatrix("x"), shared(np.zeros(4), "w")
 
@@ -177,7 +177,7 @@ def test_a_checkpoint_of_ranks_that_exchange_one_by_one_is_none_of_those_that_do
         list(trainer(True).epochs(X, [], 5, 2, resume=Checkpoint(tmp_path).paths()[0]))
 
 
-def test_early_stop_goes_by_validation_alone(fork, tmp_path):
+def test_early_stop_uses_only_validation(fork, tmp_path):
     fork(2)
     keep = {"checkpoint": Checkpoint(tmp_path)}
     assert len(list(Model("BSP", rate=1e-300).epochs(5, 3, **keep))) == 3  # without validation, and none is better
@@ -185,7 +185,7 @@ def test_early_stop_goes_by_validation_alone(fork, tmp_path):
     assert len(list(Model("BSP", rate=1e-300).epochs(5, 9, **keep, **stops))) == 2
 
 
-def test_what_is_validated_by_another_name_is_compared_with_nothing_from_before(fork, tmp_path):
+def test_early_stop_with_a_renamed_metric_starts_anew(fork, tmp_path):
     fork(2)
     x, w = tensor.dmatrix("x"), shared(np.zeros(4), "w")
     loss = ((tensor.dot(x, w) - 1) ** 2).mean()
@@ -230,7 +230,7 @@ class FailsToBegin(rules.EASGD):
 
 @pytest.mark.skipif(XLA, reason="how ranks begin does not depend on the device, and XLA takes seconds to compile")
 @pytest.mark.parametrize("rank", [0, 1])
-def test_ranks_of_which_one_could_not_begin_begin_all_anew(fork, monkeypatch, rank):
+def test_trainer_failed_start_on_one_rank_restarts_all(fork, monkeypatch, rank):
     monkeypatch.setattr(FailsToBegin, "failed", False)
     fork(2)
     x, w = tensor.dmatrix("x"), shared(np.full(3, 5.0), "w")
@@ -272,7 +272,7 @@ class Interrupted(rules.GoSGD):
 
 @pytest.mark.skipif(XLA, reason="how ranks begin does not depend on the device, and XLA takes seconds to compile")
 @pytest.mark.parametrize("place", ["setup", "lock"])
-def test_an_interrupt_of_gossip_leaves_a_mean(fork, monkeypatch, place):
+def test_gosgd_interrupt_keeps_the_mean(fork, monkeypatch, place):
     monkeypatch.setattr(Interrupted, "failed", False)
     fork(2)
     x, w = tensor.dmatrix("x"), shared(np.full(3, 5.0), "w")
@@ -286,7 +286,7 @@ def test_an_interrupt_of_gossip_leaves_a_mean(fork, monkeypatch, place):
 # -- schedules, stops, records -------------------------------------------------------------------------------
 
 
-def test_the_learning_rate_is_that_of_a_rank_that_has_taken_a_step():
+def test_reported_learning_rate_is_of_a_stepping_rank():
     seconds = {"compute": 1.0}
     idle, busy = Outcome(0.0, 0.0, 0, 0, seconds, 0.0, (0, 0.0)), Outcome(5.0, 5.0, 5, 1, seconds, 0.1, (0, 0.0))
     assert make_report([idle, busy], 0.5, 5, "2 x 5").learning_rate == 0.1
@@ -303,7 +303,7 @@ def test_learning_rates_follow_the_schedule(fork, tmp_path, name):
     assert {round(line["learning_rate"], 9) for line in lines if line["epoch"] == 1} == {0.01}
 
 
-def test_training_stops_when_validation_gets_no_better(fork):
+def test_early_stop_without_improvement(fork):
     fork(2)
     model = Model("LocalSGD", rate=1e-300)
     valid = (X[:7], Y[:7])
@@ -313,7 +313,7 @@ def test_training_stops_when_validation_gets_no_better(fork):
     assert min(values[:-3]) <= min(values[-3:])
 
 
-def test_a_loss_that_is_no_number_stops_before_a_checkpoint(fork, tmp_path):
+def test_nan_loss_stops_before_a_checkpoint(fork, tmp_path):
     fork(2)
     for name in ("BSP", "LocalSGD"):
         model = Model(name, rate=1e200)
@@ -328,7 +328,7 @@ def test_a_loss_that_is_no_number_stops_before_a_checkpoint(fork, tmp_path):
 
 
 @pytest.mark.parametrize("name", ["BSP", "LocalSGD"])
-def test_a_row_that_is_no_number_is_named(fork, name):
+def test_trainer_names_a_nan_row(fork, name):
     fork(2)
     at, x, y = np.arange(ROWS), X.copy(), Y.copy()
     x[[17, 40], 2], y[23] = np.nan, -np.inf
@@ -348,7 +348,7 @@ def test_a_row_that_is_no_number_is_named(fork, name):
 
 
 @pytest.mark.parametrize("name", [name for name in ALL if name in ("BSP", "LocalSGD", "EASGD")])
-def test_each_rank_writes_lines(fork, tmp_path, name):
+def test_recorder_has_lines_of_each_rank(fork, tmp_path, name):
     fork(2)
     seen = []
 
@@ -368,7 +368,7 @@ def test_each_rank_writes_lines(fork, tmp_path, name):
 
 
 @pytest.mark.parametrize("name", ["BSP", "LocalSGD"])
-def test_losses_are_added_in_the_order_of_steps(fork, tmp_path, name):
+def test_losses_are_summed_in_step_order(fork, tmp_path, name):
     """Lines of a recorder, at which losses are read, do not change the last bits of a report's loss."""
     fork(1)
     recorders = [], [Recorder(tmp_path / "often", every=1)], [Recorder(tmp_path / "rarely", every=3)]
@@ -383,7 +383,7 @@ def test_losses_are_added_in_the_order_of_steps(fork, tmp_path, name):
         assert line["loss"] == sum(steps) / 3
 
 
-def test_records_are_cut_where_training_goes_on(fork, tmp_path):
+def test_resume_truncates_records(fork, tmp_path):
     fork(2)
     checkpoint, recorder = Checkpoint(tmp_path / "c", every=2), Recorder(tmp_path / "r", every=1)
     list(Model("LocalSGD").epochs(5, 3, checkpoint=checkpoint, recorder=recorder))
@@ -395,7 +395,7 @@ def test_records_are_cut_where_training_goes_on(fork, tmp_path):
     assert sum(line["rows"] for name, lines in files.items() if name != "reports" for line in lines) == 3 * ROWS
 
 
-def test_parameters_that_are_excluded_stay_each_ranks_own(fork):
+def test_excluded_parameters_stay_local(fork):
     fork(2)
     ALL["own bias"] = (lambda: rules.LocalSGD(1, exclude=lambda p: p.name == "b"), sgd)
     try:
@@ -411,7 +411,7 @@ def test_parameters_that_are_excluded_stay_each_ranks_own(fork):
 # -- what is refused -----------------------------------------------------------------------------------------
 
 
-def test_wrong_arguments(fork, tmp_path):
+def test_make_trainer_refuses_wrong_arguments(fork, tmp_path):
     fork(2)
     x, y, w = tensor.dmatrix("x"), tensor.dvector("y"), shared(np.zeros(4), "w")
     loss = ((tensor.dot(x, w) - y) ** 2).mean()
@@ -455,7 +455,7 @@ def test_wrong_arguments(fork, tmp_path):
         next(trainer.epochs(X, Y, 5, 1, resume=tmp_path / "none"))
 
 
-def test_a_folder_is_one_trainings(fork, tmp_path):
+def test_checkpoint_folder_is_locked_by_a_trainer(fork, tmp_path):
     fork(1)
     checkpoint, model = Checkpoint(tmp_path), Model("LocalSGD")
     list(model.epochs(5, 1, checkpoint=checkpoint))
@@ -465,7 +465,7 @@ def test_a_folder_is_one_trainings(fork, tmp_path):
     assert [checkpoint.load(path).meta["epoch"] for path in checkpoint.paths()] == [1, 2]
 
 
-def test_a_checkpoint_of_something_else_is_refused(fork, tmp_path):
+def test_resume_refuses_a_checkpoint_of_something_else(fork, tmp_path):
     fork(2)
     checkpoint = Checkpoint(tmp_path)
     list(Model("LocalSGD").epochs(5, 1, checkpoint=checkpoint))

@@ -93,12 +93,12 @@ class Problem:
         return np.concatenate([p.get_value().ravel() for p in self.params])
 
 
-def test_each_rule_of_the_table_is_compared():
+def test_transformation_table_is_complete():
     assert set(TABLE) - {"optax"} == set(RULES)
 
 
 @pytest.mark.parametrize("name", RULES)
-def test_the_numbers_are_those_of_optax(name):
+def test_transformations_equal_optax(name):
     problem = Problem()
     train = problem.train_by(make_train_function_serial, RULES[name])
     for expected in TABLE[name]:
@@ -107,7 +107,7 @@ def test_the_numbers_are_those_of_optax(name):
 
 
 @pytest.mark.parametrize("name", RULES)
-def test_in_float32_nothing_is_widened(name):
+def test_transformations_keep_float32(name):
     problem = Problem("float32")
     rule = RULES[name](problem.loss, problem.params, weight=problem.x.shape[0])
     assert {variable.dtype for variable in rule.param_updates} == {"float32"}
@@ -119,7 +119,7 @@ def test_in_float32_nothing_is_widened(name):
 
 
 @pytest.mark.parametrize("name", ["adamw, other options", "lamb", "muon", "all", "partition"])
-def test_ranks_compute_what_one_process_computes(n_ranks, name):
+def test_transformations_on_ranks_equal_one_process(n_ranks, name):
     together, alone = Problem(), Problem()
     train = together.train_by(make_train_function, RULES[name])
     train_alone = alone.train_by(make_train_function_serial, RULES[name])
@@ -168,7 +168,7 @@ numbers = st.floats(-100, 100)
     limit=st.floats(0.01, 100),
 )
 @settings(max_examples=50, deadline=None)
-def test_clipping_is_by_its_formula(first, second, limit):
+def test_clip_by_norm_formula(first, second, limit):
     grads = [np.array(first), np.array(second)[:, None]]
     norm = np.sqrt(sum((g**2).sum() for g in grads))
     shared_limit, functions = clipped()
@@ -193,7 +193,7 @@ def test_transformations_are_applied_in_order_before_and_behind_the_rule():
         np.testing.assert_allclose(step_of(rule, grads, starts, learning_rate=1.0)[0], -np.array(expected), rtol=1e-12)
 
 
-def test_a_transformation_and_a_rule_may_be_the_users():
+def test_chain_of_user_transformation_and_rule():
     def signs(grads, params):
         return [g / abs(g) for g in grads]
 
@@ -210,7 +210,7 @@ def test_a_transformation_and_a_rule_may_be_the_users():
         step_of(chain(short, half), [[3.0]])
 
 
-def test_options_may_be_shared_variables():
+def test_transformation_options_as_shared_variables():
     limit = library.shared(1.0)
     for expected in (0.6, 1.2):
         found = step_of(chain(clip_by_global_norm(limit), sgd), [[3.0, 4.0]], learning_rate=1.0)
@@ -220,14 +220,14 @@ def test_options_may_be_shared_variables():
 
 @pytest.mark.parametrize("shape", [(), (1,), (1, 1)])
 @pytest.mark.parametrize("rule", [adamw, lion, lamb, muon, chain(clip(2.0), sgd), partition(sgd)])
-def test_a_model_may_have_one_number(shape, rule):
+def test_transformations_of_a_scalar_parameter(shape, rule):
     for weight in (None, 2):
         (step,) = step_of(rule, [np.full(shape, 4.0)], learning_rate=0.25, weight=weight)
         assert step.shape == shape
         assert (step < 0).all()
 
 
-def test_a_model_in_half_precision_is_clipped_in_float32():
+def test_clip_of_float16_computes_in_float32():
     w = library.shared(np.zeros(4, "float16"))
     grads = [T.constant(np.full(4, 300, "float16"))]  # whose squares overflow
     rule = chain(clip_by_global_norm(1.0), sgd)(grads, [w], learning_rate=1.0)
@@ -243,7 +243,7 @@ def evaluated(*variables):
     return library.function([], list(variables), mode="FAST_COMPILE")()
 
 
-def test_the_total_norm_is_constrained_as_in_lasagne():
+def test_total_norm_constraint_equals_lasagne():
     a, b = T.constant(np.array([3.0])), T.constant(np.array([[4.0]]))
     scaled, norm = total_norm_constraint([a, b], 2.5, return_norm=True)
     first, second, found = evaluated(*scaled, norm)
@@ -254,7 +254,7 @@ def test_the_total_norm_is_constrained_as_in_lasagne():
 @pytest.mark.parametrize(
     ("shape", "norm_axes", "axes"), [((4, 3), None, (0,)), ((2, 3, 4, 5), None, (1, 2, 3)), ((6,), [0], (0,))]
 )
-def test_norms_of_units_are_constrained_as_in_lasagne(shape, norm_axes, axes):
+def test_norm_constraint_equals_lasagne(shape, norm_axes, axes):
     value = np.random.default_rng(0).normal(size=shape) * 3
     (found,) = evaluated(norm_constraint(T.constant(value), 2.0, norm_axes))
     norms = np.sqrt((value**2).sum(axis=axes, keepdims=True))
@@ -264,7 +264,7 @@ def test_norms_of_units_are_constrained_as_in_lasagne(shape, norm_axes, axes):
 # -- identities and errors -------------------------------------------------------------------------------
 
 
-def test_checkpoints_know_a_chain_by_its_parts_and_their_numbers():
+def test_checkpoint_names_chain_transformations():
     rule = chain(clip_by_global_norm(1), functools.partial(adam, beta1=0.8))
     name, options = identify_rule(rule, {"learning_rate": 0.1})
     assert name == "chain(clip_by_global_norm(1.0), adam(beta1=0.8))"
@@ -316,7 +316,7 @@ def a_shared():
         (ValueError, "momentum: .*got 1.0", lambda: step_of(muon, [np.ones((2, 2))], momentum=1.0)),
     ],
 )
-def test_wrong_arguments_are_named(error, message, call):
+def test_transformations_refuse_wrong_arguments(error, message, call):
     with pytest.raises(error, match=message):
         call()
 
@@ -326,6 +326,6 @@ def step_of_w(rule):
     return rule(w.sum(), [w], learning_rate=0.1)
 
 
-def test_all_are_exported():
+def test_transformations_are_exported():
     for function in (adamw, lion, lamb, muon, chain, partition, clip, scale):
         assert function.__name__ in updates.__all__

@@ -52,7 +52,7 @@ def by_hand(steps, rho=0.0):
 
 
 @pytest.mark.parametrize(("formula", "rho"), [(clipped, 0.0), (clipped_mean, 0.9)])
-def test_a_formula_trains_on_all_ranks(fork, formula, rho):
+def test_own_update_rule_trains_on_all_ranks(fork, formula, rho):
     fork(2)
     for make in (make_train_function, make_train_function_serial):
         x, y, w, loss = model()
@@ -62,7 +62,7 @@ def test_a_formula_trains_on_all_ranks(fork, formula, rho):
         np.testing.assert_allclose(w.get_value(), by_hand(12, rho), rtol=1e-12)
 
 
-def test_what_it_remembers_is_named_after_the_parameter():
+def test_own_update_rule_names_its_state():
     *_, w, loss = model()
     updates = clipped_mean(loss, [w]).param_updates
     assert [v.name for v in updates] == ["w_m", "w"]
@@ -70,7 +70,7 @@ def test_what_it_remembers_is_named_after_the_parameter():
     assert len(apply_momentum(clipped_mean(loss, [w]), [w]).param_updates) == 3
 
 
-def test_it_is_checked_and_documented_like_the_others():
+def test_own_update_rule_is_checked_and_documented():
     *_, w, loss = model()
     assert str(inspect.signature(clipped_mean)).startswith("(loss_or_grads")
     assert list(inspect.signature(clipped_mean).parameters)[2:] == ["learning_rate", "rho", "most", "weight"]

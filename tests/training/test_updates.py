@@ -86,7 +86,7 @@ def named(column):
 
 
 @pytest.mark.parametrize("column", TABLE["columns"], ids=named)
-def test_each_rule_gives_the_numbers_computed_elsewhere(column):
+def test_updates_equal_reference_numbers(column):
     problem = Problem()
     problem.train(rule_of(column, problem))
     for expected in column["params"]:
@@ -95,7 +95,7 @@ def test_each_rule_gives_the_numbers_computed_elsewhere(column):
 
 
 @pytest.mark.parametrize("rule", RULES)
-def test_each_rule_gives_the_numbers_in_float32_to_its_precision(rule):
+def test_updates_in_float32_equal_reference_numbers(rule):
     # The last column of a rule has the larger steps.
     column = [c for c in TABLE["columns"] if c["rule"] == rule][-1]
     problem = Problem("float32")
@@ -115,7 +115,7 @@ def test_adam_is_exact_in_float32_from_the_first_step():
     np.testing.assert_allclose(np.abs(moved), 1, rtol=2e-6)
 
 
-def test_every_rule_is_in_the_table():
+def test_update_table_is_complete():
     assert {c["rule"].split(" + ")[0] for c in TABLE["columns"]} == set(RULES)
     others = {"apply_momentum", "apply_nesterov_momentum", "RuleUpdates"}
     in_test_transformations = set("adamw lion lamb muon chain partition clip scale norm_constraint".split())
@@ -139,7 +139,7 @@ def test_every_rule_is_in_the_table():
         ("apply_nesterov_momentum", "(updates, params=None, momentum=0.9)"),
     ],
 )
-def test_signatures_are_those_of_lasagne(rule, signature):
+def test_update_signatures_equal_lasagne(rule, signature):
     found = inspect.signature(getattr(updates, rule))
     bare = [p.replace(annotation=p.empty) for p in found.parameters.values() if p.name != "weight"]
     assert str(found.replace(parameters=bare, return_annotation=found.empty)) == signature
@@ -148,7 +148,7 @@ def test_signatures_are_those_of_lasagne(rule, signature):
 # -- the flat vector -------------------------------------------------------------------------------------
 
 
-def test_the_vector_holds_the_raw_gradients_one_after_another():
+def test_grad_shared_holds_the_raw_gradients():
     problem = Problem()
     problem.train(updates.sgd(problem.loss, problem.params, learning_rate=0.5))
     problem.gradient(X, Y)
@@ -156,7 +156,7 @@ def test_the_vector_holds_the_raw_gradients_one_after_another():
     np.testing.assert_allclose(problem.grad_shared.get_value(), (START - sgd["params"][0]) / 0.5, rtol=1e-9)
 
 
-def test_with_a_weight_the_vector_holds_weighted_gradients_and_the_weight():
+def test_grad_shared_with_weight_holds_weighted_gradients():
     plain, weighted = Problem(), Problem()
     plain.train(updates.sgd(plain.loss, plain.params, learning_rate=0.5))
     weighted.train(updates.sgd(weighted.loss, weighted.params, 0.5, weight=weighted.x.shape[0]))
@@ -179,7 +179,7 @@ def split_problem():
     op=st.sampled_from([np.mean, np.sum]),
 )
 @settings(max_examples=30, deadline=None)
-def test_with_a_weight_any_split_of_the_rows_gives_the_step_over_all_rows(splits, op):
+def test_updates_with_weight_do_not_depend_on_the_split(splits, op):
     problem = split_problem()
     problem.w.set_value(START[:6].reshape(3, 2))
     problem.b.set_value(START[6:])
@@ -197,7 +197,7 @@ def test_with_a_weight_any_split_of_the_rows_gives_the_step_over_all_rows(splits
     np.testing.assert_allclose(problem.values(), expected, rtol=1e-9)
 
 
-def test_a_weight_may_be_a_number_and_does_not_change_one_process():
+def test_updates_with_a_constant_weight():
     column = TABLE["columns"][-1]
     problem = Problem()
     problem.train(rule_of(column, problem, weight=3))
@@ -206,7 +206,7 @@ def test_a_weight_may_be_a_number_and_does_not_change_one_process():
         np.testing.assert_allclose(problem.values(), expected, rtol=1e-9)
 
 
-def test_gradients_may_be_given_in_the_place_of_the_loss():
+def test_updates_accept_gradients_instead_of_loss():
     column = next(c for c in TABLE["columns"] if c["rule"] == "adam")
     problem = Problem()
     problem.train(updates.adam(library.grad(problem.loss, problem.params), problem.params))
@@ -214,7 +214,7 @@ def test_gradients_may_be_given_in_the_place_of_the_loss():
     np.testing.assert_allclose(problem.values(), column["params"][0], rtol=1e-9)
 
 
-def test_parameters_of_different_dtypes_keep_theirs():
+def test_updates_keep_parameter_dtypes():
     column = [c for c in TABLE["columns"] if c["rule"] == "amsgrad"][-1]
     problem = Problem("float64", w_dtype="float32")
     problem.train(rule_of(column, problem, weight=problem.x.shape[0]))
@@ -225,14 +225,14 @@ def test_parameters_of_different_dtypes_keep_theirs():
     assert (problem.w.get_value().dtype, problem.b.get_value().dtype) == ("float32", "float64")
 
 
-def test_the_vector_is_at_least_float32():
+def test_grad_shared_is_at_least_float32():
     w = library.shared(np.ones(3, "float16"))
     assert updates.sgd((w**2).sum(), [w], 0.1).grad_shared.dtype == "float32"
 
 
 @pytest.mark.parametrize("floatx", ["float32", "float64"])
 @pytest.mark.parametrize("rule", RULES)
-def test_nothing_widens_a_float32_parameter(rule, floatx, monkeypatch):
+def test_updates_keep_float32(rule, floatx, monkeypatch):
     monkeypatch.setattr(library.config, "floatX", floatx)
     w = library.shared(np.ones(3, "float32"))
     learning_rate = library.shared(np.asarray(0.1, "float64"))
@@ -241,7 +241,7 @@ def test_nothing_widens_a_float32_parameter(rule, floatx, monkeypatch):
 
 
 @pytest.mark.parametrize("rule", RULES)
-def test_broadcast_patterns_are_kept(rule):
+def test_updates_keep_broadcast_patterns(rule):
     row = library.shared(np.ones((1, 3)), name="row", **pattern(1, None))
     column = library.shared(np.ones((2, 1)), name="column", **pattern(None, 1))
     unmarked = library.shared(np.ones((1, 3)), name="unmarked")
@@ -259,7 +259,7 @@ def test_broadcast_patterns_are_kept(rule):
 
 @pytest.mark.parametrize("shape", [(), (1,), (1, 1)])
 @pytest.mark.parametrize("weight", [None, 2])
-def test_a_model_may_have_one_number(shape, weight):
+def test_updates_of_a_scalar_parameter(shape, weight):
     w = library.shared(np.ones(shape))
     grad_updates, param_updates, _ = updates.momentum((w**2).sum(), [w], 0.25, weight=weight)
     compiled([], updates=grad_updates)()
@@ -267,7 +267,7 @@ def test_a_model_may_have_one_number(shape, weight):
     np.testing.assert_array_equal(w.get_value(), np.full(shape, 0.5))
 
 
-def test_a_parameter_may_be_empty():
+def test_updates_of_an_empty_parameter():
     w, none = library.shared(np.ones(2)), library.shared(np.ones((0, 3)))
     grad_updates, param_updates, _ = updates.sgd((w**2).sum() + none.sum(), [none, w], 0.25)
     compiled([], updates=grad_updates)()
@@ -279,7 +279,7 @@ def test_a_parameter_may_be_empty():
 # -- hyperparameters -------------------------------------------------------------------------------------
 
 
-def test_hyperparameters_may_be_shared_variables():
+def test_updates_with_shared_hyperparameters():
     column = [c for c in TABLE["columns"] if c["rule"] == "adam"][-1]
     shareds = {name: library.shared(np.asarray(value)) for name, value in column["kwargs"].items()}
     problem = Problem()
@@ -293,7 +293,7 @@ def test_hyperparameters_may_be_shared_variables():
     np.testing.assert_array_equal(problem.values(), before)
 
 
-def test_the_learning_rate_may_be_an_input():
+def test_updates_with_learning_rate_as_input():
     w, rate = library.shared(np.ones(2)), T.scalar("rate", dtype="float64")
     grad_updates, param_updates, _ = updates.sgd((w**2).sum(), [w], rate)
     compiled([], updates=grad_updates)()
@@ -302,7 +302,7 @@ def test_the_learning_rate_may_be_an_input():
 
 
 @pytest.mark.parametrize("beta", [0, 0.5])
-def test_the_first_step_of_adam_is_the_learning_rate_whatever_the_betas(beta):
+def test_adam_first_step_is_the_learning_rate(beta):
     w = library.shared(np.ones(2))
     rule = updates.adam((w**2).sum(), [w], learning_rate=0.25, beta1=beta, beta2=beta)
     compiled([], updates=rule.grad_updates)()
@@ -314,7 +314,7 @@ def test_the_first_step_of_adam_is_the_learning_rate_whatever_the_betas(beta):
 
 
 @pytest.mark.parametrize("kind", ["momentum", "nesterov_momentum"])
-def test_momentum_is_sgd_with_momentum_applied(kind):
+def test_momentum_equals_apply_momentum_of_sgd(kind):
     column = [c for c in TABLE["columns"] if c["rule"] == kind][-1]
     problem = Problem()
     rule = updates.sgd(problem.loss, problem.params, column["kwargs"]["learning_rate"])
@@ -325,7 +325,7 @@ def test_momentum_is_sgd_with_momentum_applied(kind):
 
 
 @pytest.mark.parametrize("apply", [updates.apply_momentum, updates.apply_nesterov_momentum])
-def test_momentum_takes_and_returns_a_triple_or_its_param_updates(apply):
+def test_apply_momentum_accepts_triple_or_param_updates(apply):
     problem = Problem()
     rule = updates.sgd(problem.loss, problem.params, 0.5)
     kept = dict(rule.param_updates)
@@ -339,7 +339,7 @@ def test_momentum_takes_and_returns_a_triple_or_its_param_updates(apply):
     assert dict(rule.param_updates) == kept
 
 
-def test_momentum_applies_to_the_parameters_named():
+def test_apply_momentum_of_named_parameters():
     problem = Problem()
     rule = updates.adagrad(problem.loss, problem.params)
     changed = updates.apply_momentum(rule, [problem.w]).param_updates
@@ -383,6 +383,6 @@ def a_shared(dtype="float64"):
         (ValueError, "params: .*have an update", lambda w: updates.apply_momentum({w: w + 1}, [a_shared()])),
     ],
 )
-def test_wrong_arguments_are_named(error, message, call):
+def test_updates_refuse_wrong_arguments(error, message, call):
     with pytest.raises(error, match=message):
         call(a_shared())

@@ -68,7 +68,7 @@ def test_filled_arrays_know_constant_lengths():
         T.zeros((T.dscalar(), 2))
 
 
-def test_a_filled_array_does_not_look_at_all_that_its_lengths_come_from(monkeypatch):
+def test_alloc_does_not_walk_its_lengths(monkeypatch):
     """Or deep networks whose layers pad take a time that grows with the square of their depth."""
     import theano.tensor as T
 
@@ -121,7 +121,7 @@ def test_nothing_is_imported_before_theano_is():
     assert run(code) == "[]"
 
 
-def test_jax_is_not_imported_before_a_function_is_compiled_for_it():
+def test_jax_is_imported_only_at_compilation():
     # JAX does not survive a fork.
     code = "import sys, synkhronos.compat, theano.tensor.nnet, theano.sandbox.rng_mrg; print('jax' in sys.modules)"
     assert run(code) == "False"
@@ -356,7 +356,7 @@ def test_functions_return_numpy_arrays_in_jax_mode():
 
 
 @NEEDS_JAX
-def test_integers_are_of_the_graphs_dtype_where_floats_are_float32():
+def test_integers_keep_dtype_with_floatx_float32():
     code = """
     import synkhronos.compat, numpy as np, theano, theano.tensor as T
     x = T.vector("x")

@@ -84,7 +84,7 @@ CONVOLUTIONS = [
 
 
 @pytest.mark.parametrize("op, x, w", CONVOLUTIONS)
-def test_convolutions_have_the_gradients_that_differences_show(op, x, w):
+def test_conv_gradients_equal_finite_differences(op, x, w):
     verify(op, draw(*x), draw(*w))
 
 
@@ -170,7 +170,7 @@ POOLS = [((2, 2), (2, 2), (0, 0), True), ((3, 2), (2, 3), (0, 0), False), ((3, 3
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("settings", POOLS)
-def test_pools_have_the_gradients_that_differences_show(mode, settings):
+def test_pool_gradients_equal_finite_differences(mode, settings):
     window, stride, pad, ignore = settings
     op = Pool(window, stride, pad, mode, ignore)
     x = distinct(2, 1, 5, 6)
@@ -239,7 +239,7 @@ def batch_norm_graph(axes, dtype):
 
 
 @pytest.mark.parametrize("axes", AXES)
-def test_batch_normalisation_is_its_definition_with_the_gradients_that_differences_show(axes):
+def test_batch_normalization_values_and_gradients(axes):
     op, values = BatchNormTrain(axes, EPSILON), batch(axes)
     for output, expected in zip(in_mode("FAST_COMPILE", [], op(*values)), normalise(*values, axes), strict=True):
         np.testing.assert_allclose(output, expected, atol=1e-12)
@@ -251,7 +251,7 @@ def test_batch_normalisation_is_its_definition_with_the_gradients_that_differenc
 
 
 @pytest.mark.parametrize("axes", AXES)
-def test_the_gradient_of_batch_normalisation_has_gradients(axes):
+def test_batch_normalization_second_derivatives(axes):
     (x, scale, shift), dy = batch(axes), draw(*SHAPE)
     _, mean, invstd = normalise(x, scale, shift, axes)
     for position in range(3):
@@ -282,7 +282,7 @@ def batch_norm_values(axes, dtype):
         *(("JAX", *kind) for kind in zip(AXES, ("float64", "float32", "float64"), strict=True)),
     ],
 )
-def test_all_modes_agree_on_batch_normalisation(mode, axes, dtype):
+def test_batch_normalization_in_all_modes(mode, axes, dtype):
     values, wide = batch_norm_values(axes, dtype)
     tolerance = {"float32": 1e-3, "float64": 1e-9}[dtype]
     for i, (value, expected) in enumerate(
@@ -325,7 +325,7 @@ def test_half_precision_is_summed_in_single(mode):
 
 
 @pytest.mark.parametrize("mode", ["FAST_COMPILE", "JAX"])
-def test_mixed_types_of_batch_normalisation_are_those_of_the_expression(mode):
+def test_batch_normalization_of_mixed_dtypes(mode):
     x, scale, shift = batch((0,))
     kinds = [pt.TensorType(d, s)() for d, s in (("float32", (None,) * 4), ("float64", (1, None, None, None)))]
     y, mean, invstd = BatchNormTrain((0,), EPSILON)(*kinds, shift.astype("float32"))
@@ -444,7 +444,7 @@ def test_losses_far_from_zero_are_right(name, mode):
 
 
 @pytest.mark.parametrize("name", ["crossentropy", "indexed log", "log of indexed", "one-hot", "log_softmax"])
-def test_losses_have_the_gradients_that_differences_show(name):
+def test_loss_gradients_equal_finite_differences(name):
     verify(lambda x: losses(x)[name], draw(2, 3))
 
 
@@ -625,7 +625,7 @@ def test_programs_compute_with_shapes(build):
     np.testing.assert_allclose(in_mode("JAX", [x], build(x), value), in_mode("FAST_COMPILE", [x], build(x), value))
 
 
-def test_a_length_may_have_more_terms_than_numpys_functions_have_arguments():
+def test_length_with_more_than_32_terms():
     rows = pt.matrices(70)
     total = pt.zeros(pt.add(*(x.shape[0] for x in rows)))
     f = pytensor.function(rows, total, mode="JAX", on_unused_input="ignore")

@@ -387,7 +387,7 @@ def test_one_module_under_two_names():
         import platoon.nothing  # noqa: F401
 
 
-def test_an_installed_platoon_comes_first_but_not_under_the_launcher(tmp_path):
+def test_installed_platoon_precedes_except_under_the_launcher(tmp_path):
     (tmp_path / "platoon").mkdir()
     (tmp_path / "platoon" / "__init__.py").write_text("name = 'installed'\n")
     (tmp_path / "platoon" / "channel.py").write_text("name = 'channel'\n")

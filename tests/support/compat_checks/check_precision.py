@@ -91,7 +91,7 @@ PRODUCTS = {
 
 
 @pytest.mark.parametrize("name", PRODUCTS)
-def test_products_of_matrices_and_their_gradients_round_the_factors_alone(name):
+def test_bfloat16_dot_rounds_only_factors(name):
     product, inputs, shapes = PRODUCTS[name]
     outputs = [product, *pytensor.grad((product**2).sum(), inputs)]
     values = [draw(*shape) for shape in shapes]
@@ -147,7 +147,7 @@ def network(x, filters):
     return pytensor.grad((y**2).mean(), filters)
 
 
-def test_what_two_convolutions_and_a_sum_use_is_rounded_once_for_all():
+def test_bfloat16_shared_values_are_rounded_once():
     x = pt.ftensor4("x")
     filters = [pytensor.shared(draw(4, 4, 3, 3), name) for name in "uv"]
     text = lowered([x], network(x, filters), [draw(2, 4, 8, 8)])
@@ -163,7 +163,7 @@ def test_what_two_convolutions_and_a_sum_use_is_rounded_once_for_all():
     assert users[0].startswith("stablehlo.convert") and users[0].endswith("xbf16>")
 
 
-def test_what_batch_normalisation_gives_convolutions_is_rounded_where_it_is_computed():
+def test_bfloat16_batch_normalization_rounds_its_output():
     x, scale = pt.ftensor4("x"), pt.TensorType("float32", (1, None, 1, 1))("scale")
     inputs = [x, pt.ftensor4("u"), pt.ftensor4("v"), scale, scale.type("shift")]
     values = [draw(*shape) for shape in [(2, 4, 8, 8), *[(4, 4, 3, 3)] * 2, *[(1, 4, 1, 1)] * 2]]
@@ -195,7 +195,7 @@ def test_what_batch_normalisation_gives_convolutions_is_rounded_where_it_is_comp
         assert not np.array_equal(actual, rounded(actual))
 
 
-def test_what_normalisation_and_pools_read_is_rounded_where_it_is_computed():
+def test_bfloat16_normalization_and_pool_inputs_are_rounded():
     x, scale = pt.ftensor4("x"), pt.TensorType("float32", (1, None, 1, 1))("scale")
     inputs = [x, pt.ftensor4("w"), scale, scale.type("shift")]
     values = [draw(*shape) for shape in [(2, 4, 8, 8), (4, 4, 3, 3), *[(1, 4, 1, 1)] * 2]]
@@ -237,7 +237,7 @@ def test_parameters_stay_float32_and_keep_small_steps():
         np.testing.assert_allclose(np.abs(value - old), step, rtol=1e-2)
 
 
-def test_gradients_through_strides_meet_filters_that_are_turned_around():
+def test_bfloat16_gradients_of_strided_convolutions():
     """XLA's GPU compiler knows them by that; else it would multiply with the zeros between the elements."""
     x, w = pt.ftensor4("x"), pt.ftensor4("w")
     y = Conv(2, "half", (2, 2))(x, w)

@@ -56,7 +56,7 @@ def test_training_uses_the_statistics_of_the_batch(array):
     np.testing.assert_allclose(f(array), normalised(array, *statistics(array)), rtol=1e-9, atol=1e-9)
 
 
-def test_without_scale_and_shift_a_batch_has_mean_0_and_variance_1(array):
+def test_batch_norm_without_scale_and_shift_standardizes(array):
     x = variable(array)
     layer = layer_for(array, beta=None, gamma=None)
     assert layer.beta is layer.gamma is None
@@ -183,7 +183,7 @@ def test_alpha_has_to_be_a_share(alpha):
         BatchNormLayer((None, 3), alpha=alpha)
 
 
-def test_each_rank_has_averages_of_its_own_until_they_are_averaged(fork):
+def test_running_averages_are_local_until_averaged(fork):
     fork(2)
     array = ARRAYS["matrix"][:6]
     x, layer = T.matrix("x", dtype="float64"), layer_for(array, alpha=0.25)

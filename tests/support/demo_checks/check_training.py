@@ -140,7 +140,7 @@ def together(two_ranks):
     return network, AllRanks(network, parts, options, 2)
 
 
-def test_resnet_with_the_same_rows_on_both_ranks_is_one_process_with_these_rows(together):
+def test_resnet_with_equal_rows_on_ranks_equals_one_process(together):
     network, trainer = together
     options = resnet_options()
     alone = resnet(options)
@@ -153,7 +153,7 @@ def test_resnet_with_the_same_rows_on_both_ranks_is_one_process_with_these_rows(
     np.testing.assert_allclose(trainer.validate(), serial.validate(), rtol=1e-3)
 
 
-def test_resnet_is_one_process_that_normalises_each_half_of_a_batch_by_itself(together):
+def test_resnet_equals_one_process_with_split_batch_norm(together):
     network, trainer = together
     options = resnet_options()
     images, labels = resnet_parts(options, lambda shape: np.empty(shape, "uint8"))[0]
@@ -239,7 +239,7 @@ class Recorded:
         ([10], 20, [[10]], 10),
     ],
 )
-def test_an_epoch_takes_steps_at_once_and_counts_those_that_nothing_was_compiled_for(sizes, at_once, calls, counted):
+def test_epoch_runs_steps_in_one_launch(sizes, at_once, calls, counted):
     trainer = Recorded(sizes)
     options = argparse.Namespace(epochs=2, steps=None, at_once=at_once, seed=1, quiet=True)
     began = perf_counter()

@@ -445,15 +445,15 @@ def rules() -> None:
     tests.check_pushes(n, 300)
     for on_device in tests.PLACES:
         for rule in tests.ELASTIC:
-            tests.test_elastic_exchanges_replayed_in_their_order(n, rule, on_device)
-        tests.test_downpour_replayed_in_its_order(n, on_device)
-        tests.test_downpour_keeps_what_it_has_not_pushed(n, 2, 3, on_device)
-        tests.test_gossip_keeps_the_weights_and_the_weighted_mean(n, on_device)
-        tests.test_gossip_loses_nothing_in_training(n, on_device)
-    tests.test_an_elastic_exchange_keeps_the_sum(n)
-    tests.test_alpha_of_one_swaps_and_of_a_half_meets_in_the_middle(n)
+            tests.test_easgd_exchanges_equal_a_replay(n, rule, on_device)
+        tests.test_downpour_exchanges_equal_a_replay(n, on_device)
+        tests.test_downpour_keeps_unpushed_gradients(n, 2, 3, on_device)
+        tests.test_gosgd_keeps_weights_and_weighted_mean(n, on_device)
+        tests.test_gosgd_loses_nothing_in_training(n, on_device)
+    tests.test_easgd_exchange_keeps_the_sum(n)
+    tests.test_easgd_alpha_of_one_swaps_and_half_averages(n)
     for replace in (False, True):
-        tests.test_swaps(n, replace)
+        tests.test_swap_exchanges_parameters(n, replace)
     print("right")
 
 
