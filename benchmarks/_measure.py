@@ -10,7 +10,7 @@
     PyTensor or Theano.
 `processes`
     The forked peers of a benchmark.
-`run_alone`, `Failed`
+`run_alone`, `read_alone`, `Failed`
     A side that has processes of its own.
 `gpus`
     How many GPUs a benchmark of theirs uses.
@@ -27,6 +27,7 @@ import platform
 import shlex
 import signal
 import subprocess
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from statistics import median
 from time import perf_counter
@@ -165,20 +166,25 @@ class Failed(Exception):
 
 
 def run_alone(command: Sequence[str], limit: float, **environment: str) -> str:
-    """Run one side in a process of its own, and return what it printed.
+    """Run one side in a process of its own, and return its output; parameters and errors are those of `read_alone`."""
+    return "".join(read_alone(command, limit, **environment))
+
+
+def read_alone(command: Sequence[str], limit: float, **environment: str) -> Iterator[str]:
+    """Run one side in a process of its own, and yield the lines of its output as they come.
 
     Parameters
     ----------
     command : list of str
     limit : float
-        Seconds after which it, and all that it started, is ended.
+        Seconds after which the process and its children are killed.
     **environment
-        Variables beside those of this process.
+        Variables in addition to those of this process.
 
     Raises
     ------
     Failed
-        If it ended with an error, or not in time.
+        If the process exits with an error, or exceeds the limit.
     """
     process = subprocess.Popen(
         list(command),
@@ -187,18 +193,24 @@ def run_alone(command: Sequence[str], limit: float, **environment: str) -> str:
         env={**os.environ, **environment},
         start_new_session=True,  # a process group, which ends as one
     )
+    assert process.stdout is not None
     what = shlex.join(command)[:120]
+    timer = threading.Timer(limit, os.killpg, (process.pid, signal.SIGKILL))
+    timer.start()
     try:
-        printed, _ = process.communicate(timeout=limit)
-    except subprocess.TimeoutExpired:
-        raise Failed(f"{what} was not done after {limit:.0f} s") from None
+        with process.stdout as lines:
+            yield from lines
+        process.wait()
     finally:
+        is_late = timer.finished.is_set()
+        timer.cancel()
         if process.poll() is None:
             os.killpg(process.pid, signal.SIGKILL)
             process.wait()
+    if is_late:
+        raise Failed(f"{what} was not done after {limit:.0f} s")
     if process.returncode != 0:
         raise Failed(f"{what} ended with {process.returncode}; its messages are above")
-    return printed
 
 
 @contextlib.contextmanager

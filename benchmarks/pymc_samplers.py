@@ -2,8 +2,10 @@
 
 A hierarchical logistic regression with 10⁴, 10⁵, 10⁶ and 10⁷ rows.  Each side runs in a process of its own.  Every draw
 takes the same number of leapfrog steps: the step size is small and fixed, and the depth of the tree is limited.  Each
-side samples with few and with more draws; the difference of the two times has no compiling in it.  The last column is
-the time of the shorter run, nearly all of it compiling.
+side samples with few and with more draws.  On one rank and without ranks, the rate follows from the difference of the
+two times, each without the durations that JAX reports for tracing and compiling.  On more ranks, it follows from the
+times of the all-reduces in the last three quarters of the longer run, as a rank may wait for another one's compiling.
+The last column is the time of the shorter run, nearly all of it compiling.
 """
 
 from __future__ import annotations
@@ -20,21 +22,46 @@ from statistics import median
 from time import perf_counter
 from typing import Any
 
-from benchmarks._measure import Failed, Table, duration, heading, run_alone
+from benchmarks._measure import Failed, Table, duration, heading, read_alone
 from benchmarks.pymc_rows import logistic
 from synkhronos import get_n_gpu
+from synkhronos.devices.jax.program_sum import ProgramSum
 
 #: Depth of the tree, and leapfrog steps of a draw.
 _DEPTH = 5
 _STEPS = 2**_DEPTH - 1
-#: Draws of the shorter run.
+#: Draws of the shorter run; draws times rows of the longer one, and its most draws.
 _FEW = 4
+_ROWS_OF_DRAWS, _MOST_DRAWS = 10**8, 200
+
+#: Durations that JAX has reported for tracing and compiling, in seconds, and the times at which all-reduces began.
+_compiling: list[float] = []
+_reduces: list[float] = []
 
 
-def sample(model: Any, draws: int, method: str, chains: int) -> tuple[float, int]:
-    """Sample; return the sampler's time in seconds and the number of evaluations."""
+def observe() -> None:
+    """Record JAX' durations and the times of all-reduces in this process."""
+    import jax
+
+    def add(event: str, seconds: float, **_: Any) -> None:
+        if event.startswith("/jax/core/compile"):
+            _compiling.append(seconds)
+
+    def begin_sum(self: ProgramSum) -> None:
+        _reduces.append(perf_counter())
+        original(self)
+
+    original = ProgramSum.begin_sum
+    ProgramSum.begin_sum = begin_sum  # type: ignore[method-assign]
+    jax.monitoring.register_event_duration_secs_listener(add)
+
+
+def sample(model: Any, draws: int, method: str, chains: int) -> tuple[float, float, int]:
+    """Sample; return the sampler's time with and without compiling in seconds, and the number of evaluations."""
     import pymc as pm
 
+    _compiling.clear()
+    _reduces.clear()
     with model:
         drawn = pm.sample(
             draws,
@@ -56,38 +83,38 @@ def sample(model: Any, draws: int, method: str, chains: int) -> tuple[float, int
         )
     steps = int(drawn.sample_stats["n_steps"].sum())
     assert steps == draws * chains * _STEPS, "a draw turned around early"
-    return float(drawn.posterior.attrs["sampling_time"]), steps
+    time = float(drawn.posterior.attrs["sampling_time"])
+    return time, time - sum(_compiling), steps
 
 
 def measure(options: argparse.Namespace) -> None:
-    """Measure one side, and print the result."""
+    """Measure one side, and print a line of JSON for each number of rows."""
     import synkhronos as synk
     from synkhronos.extensions.pymc import data_parallel
 
-    start = perf_counter()
     warnings.simplefilter("ignore")
     if options.side:
         synk.fork(options.side, use_gpu=not options.cpu)
     import pymc  # noqa: F401  # sets the level of its logger
 
+    observe()
     logging.getLogger("pymc").setLevel(logging.ERROR)
-    model = logistic(options.rows[0], options.columns)
-    if options.side:
-        model = data_parallel(model)
-    sample(model, _FEW, options.method, options.chains)  # the first compiling takes longer
-    short, few = sample(model, _FEW, options.method, options.chains)
-    rates: list[float] = []
-    draws = options.draws
-    while len(rates) < options.rounds:
-        time, steps = sample(model, draws, options.method, options.chains)
-        is_late = perf_counter() - start > options.limit / 2
-        if time > 2 * short or is_late:  # else the compiling's variation would be too large a part
-            rates.append((steps - few) / max(time - short, 1e-9))
-        else:
-            draws *= 4
-        if is_late:
-            break
-    print(json.dumps({"compiling": short, "rates": rates}), flush=True)
+    for rows in options.rows:
+        start = perf_counter()
+        model = logistic(rows, options.columns)
+        if options.side:
+            model = data_parallel(model)
+        draws = options.draws or max(_FEW + 1, min(_MOST_DRAWS, _ROWS_OF_DRAWS // rows))
+        compiling, short, few = sample(model, _FEW, options.method, options.chains)
+        rates: list[float] = []
+        while len(rates) < options.rounds and not (rates and perf_counter() - start > options.limit / 2):
+            _, time, steps = sample(model, draws, options.method, options.chains)
+            if _reduces:
+                later = _reduces[len(_reduces) // 4 :]
+                rates.append((len(later) - 1) / (later[-1] - later[0]))
+            else:
+                rates.append((steps - few) / max(time - short, 1e-9))
+        print(json.dumps({"rows": rows, "compiling": compiling, "rates": rates}), flush=True)
     synk.close()
 
 
@@ -100,13 +127,17 @@ def main() -> None:
     )
     rows = [10_000, 100_000, 1_000_000, 10_000_000]
     parser.add_argument("--rows", type=int, nargs="+", default=rows, help="(default: 10⁴ to 10⁷)")
-    parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2], help="(default: 1 2)")
+    parser.add_argument(
+        "--ranks", type=int, nargs="+", default=[0, 1, 2], help="0 is NumPyro without ranks (default: 0 1 2)"
+    )
     parser.add_argument("--columns", type=int, default=20, help="(default: %(default)s)")
-    parser.add_argument("--draws", type=int, default=40, help="of 31 evaluations (default: %(default)s)")
+    parser.add_argument("--draws", type=int, help="of 31 evaluations (default: 200, fewer of many rows)")
     parser.add_argument("--chains", type=int, default=1, help="(default: %(default)s)")
     parser.add_argument("--method", choices=["parallel", "vectorized"], default="parallel", help="of several chains")
     parser.add_argument("--rounds", type=int, default=2, help="longer runs of each side (default: %(default)s)")
-    parser.add_argument("--limit", type=float, default=120, help="seconds of each side (default: %(default)s)")
+    parser.add_argument(
+        "--limit", type=float, default=120, help="seconds of each side and number of rows (default: %(default)s)"
+    )
     parser.add_argument("--cpu", action="store_true", help="on cores, although there are GPUs")
     parser.add_argument("--side", type=int, help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -118,26 +149,25 @@ def main() -> None:
         measure(options)
         return
     heading(f"NumPyro's NUTS on {'cores' if options.cpu else 'GPUs'}, {options.columns} columns")
-    table = Table({"rows": 10, "side": 10, "gradients/s": 12, "rounds": 20, "of NumPyro": 10, "compiling": 10})
-    environment = {"JAX_PLATFORMS": "cpu"} if options.cpu else {}
-    for count in options.rows:
-        alone = math.nan
-        for side in [0, *options.ranks]:
-            name = "NumPyro" if not side else f"{side} rank{'s' if side > 1 else ''}"
-            command = [sys.executable, "-m", "benchmarks.pymc_samplers", *sys.argv[1:], "--side", str(side)]
-            own = {**environment, **({} if side or options.cpu else {"CUDA_VISIBLE_DEVICES": "0"})}
-            try:
-                text = run_alone([*command, "--rows", str(count)], options.limit, **own)
-                found = json.loads(text.splitlines()[-1])
-            except (Failed, ValueError) as error:
-                table.row(str(count), name, "failed", "", "", "")
-                print(f"  {error}", flush=True)
-                continue
-            rate = median(found["rates"])
-            alone = rate if not side else alone
-            rounds = " ".join(f"{each:.1f}" for each in found["rates"])
-            table.row(str(count), name, f"{rate:.1f}", rounds, f"{rate / alone:.2f}", duration(found["compiling"]))
-            sys.stdout.flush()
+    table = Table({"": 10, "rows": 9, "gradients/s": 12, "rounds": 20, "of NumPyro": 10, "compiling": 10})
+    alone: dict[int, float] = {}
+    for side in options.ranks:
+        name = "NumPyro" if not side else f"{side} rank{'s' if side > 1 else ''}"
+        command = [sys.executable, "-m", "benchmarks.pymc_samplers", *sys.argv[1:], "--side", str(side)]
+        environment = {"JAX_PLATFORMS": "cpu"} if options.cpu else {}
+        if not side and not options.cpu:
+            environment["CUDA_VISIBLE_DEVICES"] = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
+        try:
+            for line in read_alone(command, options.limit * len(options.rows), **environment):
+                found = json.loads(line)
+                rows, rate = found["rows"], median(found["rates"])
+                if not side:
+                    alone[rows] = rate
+                rounds = " ".join(f"{each:.1f}" for each in found["rates"])
+                ratio = f"{rate / alone.get(rows, math.nan):.2f}"
+                table.row(name, str(rows), f"{rate:.1f}", rounds, ratio, duration(found["compiling"]))
+        except (Failed, ValueError) as error:
+            print(f"{name}: {error}", flush=True)
 
 
 if __name__ == "__main__":
