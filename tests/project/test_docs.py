@@ -26,8 +26,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from library import DEVICE, tensor
 
 import synkhronos as synk
+from synkhronos.devices.reductions import REDUCTIONS, Reduction
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = sorted((ROOT / "docs").glob("*.rst"))
@@ -158,6 +160,31 @@ def test_a_model_of_your_own(tmp_path):
         timeout=100,
     )
     assert "Digits has all that a run asks for" in result.stdout, result.stdout + result.stderr
+
+
+@pytest.mark.skipif(DEVICE != "host", reason="where XLA was used, workers start anew and lack the row")
+def test_the_first_change_on_the_page_of_contributing(fork, monkeypatch):
+    """Its row and its test work, and the test fails without the row."""
+    page = (ROOT / "docs" / "contributing.rst").read_text()
+    row, test = (
+        textwrap.dedent(block) for block in re.findall(r"code-block:: python3\n\n((?: +.*\n|\n)+?)(?=\d\. )", page)
+    )
+    names = {"np": np, "synk": synk, "tensor": tensor, "Reduction": Reduction}
+    exec(test, names)
+    with pytest.raises(ValueError, match="logaddexp"):
+        names["test_logaddexp"](fork)
+    synk.close()
+    (added,) = eval(f"{{{row}}}", names).items()
+    monkeypatch.setitem(REDUCTIONS, *added)
+    names["test_logaddexp"](fork)
+
+
+def test_the_complete_test_on_the_page_of_contributing(fork):
+    page = (ROOT / "docs" / "contributing.rst").read_text()
+    (test,) = re.findall(r'::\n\n(    """Sums over all ranks.*?)\n\n\S', page, re.DOTALL)
+    names = {}
+    exec(textwrap.dedent(test), names)
+    names["test_a_sum_is_that_of_all_rows"](fork)
 
 
 def commands() -> list[str]:
