@@ -527,9 +527,8 @@ def make_train_function(
     shard_optimizer : bool, optional
         Divide the optimizer's state among the ranks (ZeRO-1), so that each needs memory for one n-th of it.  Gradients
         are reduced by a reduce-scatter, each rank updates its part of the parameters, and an all-gather distributes
-        them.  The rule and its transformations have to be elementwise, except for what they read of the parameters and
-        of the gradient alone, such as its norm.  `lamb` is refused; `muon` keeps the momentum of
-        matrices whole.  See `TrainFunction.get_optimizer_state`.
+        them.  State that the rule reads as a whole, such as the momentum of `muon`'s matrices, stays whole on every
+        rank.  `lamb`, which reads all of its state so, is refused.  See `TrainFunction.get_optimizer_state`.
     **rule_kwargs
         Options of the rule, such as ``learning_rate=0.1``.
 

@@ -59,6 +59,20 @@ def test_a_sharded_optimizer_computes_what_the_unsharded_one_does(n_ranks, name)
     assert_equal(results(RULES[name], shard_optimizer=True), results(RULES[name]))
 
 
+@pytest.mark.parametrize("shape", [(5, 1)] if XLA else [(5, 1), (1, 3), (3, 4)])
+@pytest.mark.parametrize("rule", [u.momentum] if XLA else [u.momentum, u.muon])
+def test_sharded_parameters_may_have_axes_of_length_1(n_ranks, rule, shape):
+    found = []
+    for is_sharded in (True, False):
+        x, y = tensor.dmatrix("x"), tensor.dmatrix("y")
+        w, b = shared(np.arange(1.0, np.prod(shape) + 1).reshape(shape), "w"), shared(np.ones(shape[1]), "b")
+        loss = ((tensor.dot(x, w) + b - y) ** 2).mean()
+        train = make_train_function(loss, [w, b], x, y, rule, learning_rate=0.1, shard_optimizer=is_sharded)
+        train(X[:, :1] * np.ones(shape[0]), Y[:, :1] * np.ones(shape[1]))
+        found.append([w.get_value(), b.get_value(), *train.get_optimizer_state()])
+    assert_equal(*found)
+
+
 def test_options_and_several_dtypes(n_ranks):
     dtypes = "float32", "float64", "float32"
     found = results(u.adam, dtypes, shard_optimizer=True, **OPTIONS)
@@ -95,7 +109,7 @@ def test_a_state_is_set_from_whole_arrays(n_ranks, shards):
 def test_a_rule_that_reads_whole_state_is_refused(n_ranks):
     if n_ranks == 1:
         return  # the optimizer of one rank is whole
-    with pytest.raises(ValueError, match="shard_optimizer: lamb .* of 'w' reads the whole of w_m"):
+    with pytest.raises(ValueError, match="shard_optimizer: lamb reads the whole of w_m"):
         Problem().train_by(u.lamb, shard_optimizer=True)
 
 

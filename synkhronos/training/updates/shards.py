@@ -15,8 +15,9 @@ A step is three functions with two collectives between them::
 
 An elementwise operation on a parameter becomes one on its part, with the same result for each element.  An operation
 that reads more than one element, such as a norm, is computed of whole arrays on every rank.  These are the parameters
-and, after one more all-gather, the gradient.  No rank has the whole optimizer state, so that a rule such as `lamb`,
-which takes norms of steps, cannot be sharded.
+and, after one more all-gather, the gradient.  Variables of the optimizer's state that such an operation reads stay
+whole on every rank, as does the momentum of `muon`'s matrices.  A rule that reads all of its state so, such as `lamb`,
+cannot be sharded.
 """
 
 from __future__ import annotations
@@ -137,7 +138,7 @@ class Shards:
     Raises
     ------
     ValueError
-        If some update reads a divided variable as a whole; the message names it.
+        If the rule reads all of its state as a whole; the message names one of the variables.
     """
 
     def __init__(self, updates: RuleUpdates, params: Sequence[Any], size: int, rule_name: str):
@@ -222,6 +223,7 @@ class Shards:
     def _divide_state(self, updates: OrderedDict[Any, Any]) -> None:
         """Create this rank's parts of the variables whose elements are updated with those of one parameter."""
         states = [s for s in updates if not any(s is p for p in self._params) and np.dtype(s.type.dtype).kind == "f"]
+        read_whole, undivided = _find_whole_leaves(list(updates.values())), []
         for i, p in enumerate(self._params):
             if not self._is_divided[i]:
                 continue
@@ -229,8 +231,15 @@ class Shards:
             for s in states:
                 if shape_of(s) != self._shapes[i] or s in self._parts:
                     continue
-                if id(s) in beside or any(v is p for v in _leaves_beside([updates[s]])):
+                if id(s) in read_whole:
+                    undivided.append(s)
+                elif id(s) in beside or any(v is p for v in _leaves_beside([updates[s]])):
                     self._parts[s] = i, self._make_part(s, self._lengths[i])
+        if undivided and not self._parts:
+            raise ValueError(
+                f"shard_optimizer: {self._rule_name} reads the whole of {undivided[0].name or 'its variables'}, so that "
+                "no part of its state can be divided among the ranks"
+            )
 
     def _make_part(self, state: Any, length: int) -> StatePart:
         value = np.asarray(state.get_value())
@@ -254,6 +263,9 @@ class Shards:
                     continue
                 row.append(self._tensor.cast(self._part_of(i, new), self.row.dtype))
                 whole = self._tensor.cast(self._from_rows(i).reshape(self._shapes[i]), p.dtype)
+                if any(n == 1 and not b for n, b in zip(self._shapes[i], p.type.broadcastable, strict=True)):
+                    # The length of 1 makes an axis broadcastable, which it is not in the parameter's type.
+                    whole = self._tensor.set_subtensor(p[:], whole)
                 self.whole_updates[p] = self._library.convert(p, whole)
         row.append(self.row[self._columns[-1] :])
         self.local_updates[self.row] = self._library.convert(self.row, self._tensor.concatenate(row))
@@ -492,6 +504,23 @@ def _leaves_beside(variables: Sequence[Any]) -> Iterator[Any]:
             yield variable
         elif type(node.op).__name__ in ("Elemwise", *_PASSING):
             stack.extend(node.inputs)
+
+
+def _find_whole_leaves(variables: Sequence[Any]) -> set[int]:
+    """Return the ids of the variables without an owner that some operation other than an elementwise one reads."""
+    stack, seen, found = [(variable, False) for variable in variables], set(), set()
+    while stack:
+        variable, is_whole = stack.pop()
+        if (id(variable), is_whole) in seen:
+            continue
+        seen.add((id(variable), is_whole))
+        node = variable.owner
+        if node is not None:
+            is_whole = is_whole or type(node.op).__name__ not in ("Elemwise", *_PASSING)
+            stack.extend((each, is_whole) for each in node.inputs)
+        elif is_whole:
+            found.add(id(variable))
+    return found
 
 
 def _constant_bounds(library: GraphLibrary, node: Any, total: int) -> tuple[int, int] | None:
