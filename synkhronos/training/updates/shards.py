@@ -237,8 +237,8 @@ class Shards:
                     self._parts[s] = i, self._make_part(s, self._lengths[i])
         if undivided and not self._parts:
             raise ValueError(
-                f"shard_optimizer: {self._rule_name} reads the whole of {undivided[0].name or 'its variables'}, so that "
-                "no part of its state can be divided among the ranks"
+                f"shard_optimizer: {self._rule_name} reads the whole of {undivided[0].name or 'its variables'}, so "
+                "that no part of its state can be divided among the ranks"
             )
 
     def _make_part(self, state: Any, length: int) -> StatePart:
