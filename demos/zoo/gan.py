@@ -87,7 +87,7 @@ class GAN(ZooModel):
         self.of_generator, self.of_critic = (get_all_params(each, trainable=True) for each in (generator, critic))
         self.inputs, self.params = [x, z], [*self.of_generator, *self.of_critic]
 
-    def compile_iter_fns(self) -> None:
+    def compile_iter_fns(self, sync_type: str = "avg") -> None:
         """Compile the steps of critic and generator, and the validation function."""
         x, z = self.inputs
         critic, generator = self.losses_of_both

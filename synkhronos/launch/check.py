@@ -87,12 +87,22 @@ class _Check:
         instance.epoch = 0
         return instance
 
+    def set_options(self, instance: Any) -> bool:
+        """Set the options of a model's step; return whether they need the gradient of all ranks."""
+        self.stage = "options of the model are set"
+        settings = self.settings
+        return contract.set_options(instance, settings.model_options, settings.make_rule(), settings.modelclass)
+
     def check_one_rank(self) -> None:
         """Call every method of an instance that is the only rank."""
         self.stage = "an instance is made"
         instance = self.make_instance(0, 1)
+        needs_gradients = self.set_options(instance)
         self.stage = "compile_iter_fns() runs"
-        contract.compile_functions(instance, "avg")
+        if needs_gradients:
+            contract.compile_for(instance, self.settings.rule_options.get("average"), self.settings.modelclass)
+        else:
+            contract.compile_functions(instance, "avg")
         if self.has_missing(instance):
             return
         if self.settings.epochs is None and getattr(instance, "n_epochs", None) is None:
@@ -102,6 +112,8 @@ class _Check:
         self.stage = "train_iter() runs"
         for i in range(min(_ITERATIONS, int(instance.data.n_batch_train))):
             instance.train_iter(i, recorder)
+            if needs_gradients:
+                instance.apply_gradients()
             recorder.stepped()
         recorder.write()
         meter = recorder.meter
@@ -147,6 +159,8 @@ class _Check:
         """Train two instances as ranks 0 and 1 of two, with an exchange after each step."""
         self.stage = "two instances are made, with size 2"
         ranks = [self.make_instance(rank, 2) for rank in range(2)]
+        for instance in ranks:
+            self.set_options(instance)
         self.stage = "compile_iter_fns() runs with size 2"
         average = "params"
         for instance in ranks:
@@ -178,6 +192,9 @@ class _Check:
             total = sources[0].get() + sources[1].get()
             for target in targets:
                 target.set(total if average == "gradient" else total / 2)
+            if average == "gradient":
+                for instance in ranks:
+                    self.call_optional(instance, "apply_gradients")
         self.stage = "cleanup() runs with size 2"
         for instance in ranks:
             instance.cleanup()

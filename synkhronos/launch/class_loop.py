@@ -32,6 +32,7 @@ from synkhronos.launch import binding, contract, output
 from synkhronos.launch.change_check import ChangeCheck
 from synkhronos.launch.copies import CopySchedule, DeathLog
 from synkhronos.launch.gradients import SummedGradients
+from synkhronos.launch.model import Model
 from synkhronos.launch.recorder import ClassRecorder
 from synkhronos.launch.settings import Settings
 from synkhronos.rules import BSP, Rule, State, Swap
@@ -133,7 +134,8 @@ def build(worker: Worker, settings: Settings, rule: Rule) -> tuple[int, str]:
             setattr(model, name, config[name])
     worker.progress()
     average = None
-    if isinstance(rule, BSP) and worker.size > 1:
+    needs_gradients = contract.set_options(model, settings.model_options, rule, settings.modelclass)
+    if needs_gradients or (isinstance(rule, BSP) and worker.size > 1):
         average = settings.rule_options.get("average")
         average = contract.compile_for(model, average, settings.modelclass)
         if worker.number == 0:
@@ -211,6 +213,8 @@ class ClassLoop(EpochLoop, RankLoop):
         Recorder that the class' methods get.
     reports : Recorder or None
         Recorder of the epochs' reports, on rank 0.
+    applies_gradients : bool
+        Whether the class updates its parameters after the exchange of gradients, by ``apply_gradients()``.
     is_last_step : bool
         Whether the present step is the last of its batch.
     outcomes : list of Outcome
@@ -256,6 +260,7 @@ class ClassLoop(EpochLoop, RankLoop):
         self.reports = Recorder(self.folder) if worker.number == 0 else None
         own = model.vels if isinstance(rule, SummedGradients) else self.groups.params
         self.change_check = ChangeCheck(list(model.params), own)
+        self.applies_gradients = isinstance(rule, SummedGradients) and callable(getattr(model, "apply_gradients", None))
         self.is_last_step = True
         self.outcomes: list[Outcome] = []
         self.trained = 0.0
@@ -438,6 +443,9 @@ class ClassLoop(EpochLoop, RankLoop):
         self.change_check.check_change(self.recorder.learning_rate, epoch_ended=False)
         self.count_steps_left()
         super().exchange(steps)
+        if self.applies_gradients:
+            with as_the_class_computes():
+                self.model.apply_gradients()
 
     def begin_exchange(self) -> None:
         """Weight this rank's parameters in the exchange by the last cost's weight, if the class has a ``weight``."""
@@ -606,7 +614,10 @@ class ClassLoop(EpochLoop, RankLoop):
         As in Lasagne's examples, the arrays are ``arr_0``, ``arr_1`` and so on.
         """
         if self.worker.number == 0:
-            values = [array_device(v).to_host(v) for v in (library_of(p).get(p) for p in self.model.params)]
+            params = self.model.params
+            if isinstance(self.model, Model) and self.model.ema_params is not None and self.model.validate_ema:
+                params = [*self.model.ema_params, *self.model.averages]
+            values = [array_device(v).to_host(v) for v in (library_of(p).get(p) for p in params)]
             np.savez(self.folder / name, *values)
 
     def save_best(self) -> None:
@@ -657,7 +668,7 @@ class ClassLoop(EpochLoop, RankLoop):
         Rank 0 writes it to ``checkpoint``, by default the run's.
         """
         is_within = report is None
-        if isinstance(self.rule, SummedGradients):
+        if isinstance(self.rule, SummedGradients) and not self.applies_gradients:
             self.rule.store(self.state)
         found = rank_state.collect_state(self.worker, _KEPT, self.groups, False)
         meter = self.recorder.meter

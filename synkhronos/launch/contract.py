@@ -17,6 +17,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from synkhronos.graphs import library_of, loaded_libraries
+from synkhronos.launch.model import Model
+from synkhronos.rules import BSP, Rule
 from synkhronos.training.rank_state import Groups
 
 if TYPE_CHECKING:
@@ -141,6 +143,37 @@ def compile_functions(model: Any, sync_type: str) -> None:
             model.size = size
 
 
+def set_options(model: Any, options: Mapping[str, Any], rule: Rule, name: str) -> bool:
+    """Set the options of a `synkhronos.launch.Model`'s step; return whether they need the gradient of all ranks.
+
+    Parameters
+    ----------
+    model : instance
+    options : dict
+        The setting ``model_options``, which overrides the attributes of the class.
+    rule : Rule
+        Exchange rule of the run.
+    name : str
+        Name of the class in errors.
+
+    Raises
+    ------
+    ContractError
+        If the class is not a `Model`, or the rule does not exchange gradients in their own precision.
+    """
+    if not isinstance(model, Model):
+        if options:
+            raise ContractError(f"model_options: {name} lacks:\n  the base class synkhronos.launch.Model")
+        return False
+    model.set_options(options)
+    for option in model.step_options:
+        if not isinstance(rule, BSP):
+            raise ContractError(f"{option}: needs the exchange rule BSP, got {rule!r}")
+        if rule.precision is not None:
+            raise ContractError(f"{option}: BSP has to exchange gradients in their own precision, got {rule!r}")
+    return bool(model.step_options)
+
+
 def compile_for(model: Any, average: str | None, name: str) -> str:
     """Compile an instance's functions for BSP on several ranks; return the kind of exchange: "gradient" or "params".
 
@@ -157,7 +190,10 @@ def compile_for(model: Any, average: str | None, name: str) -> str:
     ContractError
         If gradients are to be exchanged, but ``vels`` and ``vels2`` are not lists of variables of equal shapes.
     """
-    if average == "params":
+    options = model.step_options if isinstance(model, Model) else None
+    if average == "params" or (average is None and options == {}):
+        if options:
+            raise ContractError(f"{next(iter(options))}: needs rule_options.average = 'gradient', got 'params'")
         compile_functions(model, "avg")
         return "params"
     compile_functions(model, "cdd")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from types import MappingProxyType, SimpleNamespace
 from typing import Any
@@ -13,9 +14,17 @@ from synkhronos.checks import check_at_least, describe
 from synkhronos.data.rows import get_share
 from synkhronos.devices import array_device
 from synkhronos.graphs import library_of
+from synkhronos.launch.options import DEFAULTS, check_options
 from synkhronos.loading import Loader
 from synkhronos.training import updates
-from synkhronos.training.training_graph import apply_own_gradient, warn_of_denominators
+from synkhronos.training.train_function import append_averages
+from synkhronos.training.training_graph import (
+    TrainingGraph,
+    apply_own_gradient,
+    replace_params,
+    warn_of_denominators,
+)
+from synkhronos.training.updates.flat import FlatGradient, RuleUpdates
 
 
 def _count_rows(data: Any) -> int:
@@ -26,6 +35,11 @@ def _count_rows(data: Any) -> int:
 def _copy_batches(batches: Iterator[tuple[np.ndarray, ...]]) -> Iterator[tuple[np.ndarray, ...]]:
     """Copy a loader's batches: on the CPU XLA may read an input when the loader already overwrites it."""
     return (tuple(np.array(array) for array in batch) for batch in batches)
+
+
+def _as_dict(updates: Any) -> dict[Any, Any]:
+    """Return the updates of Lasagne's or this library's rules as a dict."""
+    return apply_own_gradient(updates) if isinstance(updates, RuleUpdates) else dict(updates)
 
 
 def _snapshot(shared: Any) -> Any:
@@ -68,8 +82,17 @@ class Model:
         The learning rate; override `adjust_hyperp` to change ``shared_lr`` after an epoch.
     updates : callable
         Update rule of `synkhronos.training.updates` or Lasagne: ``updates(loss, params, learning_rate=...)``.
+    clip_norm, num_slices, ema, loss_scale
+        Options of the step, as of `synkhronos.training.make_train_function`.  A session sets them in the table
+        ``model_options``.  With one of them BSP reduces gradients, so that the result is that of one process.
+    validate_ema : bool
+        Whether the averages of `ema` are validated, and written into ``params.npz``, instead of the parameters.
     trained : list of shared variables
         The `params` that `build` sets; afterwards `params` also has the running averages.
+    ema_params : list of shared variables or None
+        Moving averages of `trained`, at least float32; None without the option `ema`.
+    vels, vels2 : list of shared variables
+        The gradient's vector, if BSP reduces gradients; empty otherwise.
     shown : list of shared variables
         Cost, error and weight of the last step; the latter two if the model has them.
     """
@@ -79,6 +102,11 @@ class Model:
     rate = 0.01
     #: Whether the learning rate rises over five epochs to `rate` times the number of ranks, under BSP.
     warmup = False
+    clip_norm: float | None = None
+    num_slices = 1
+    ema: float | None = None
+    validate_ema = False
+    loss_scale: str | None = None
 
     #: Set by `build`.
     inputs: Sequence[Any]
@@ -100,6 +128,9 @@ class Model:
         self.rank, self.size, self.seed = config["rank"], config["size"], config["seed"]
         self.epoch = 0
         check_at_least(self.batch_size, "batch_size", 1)
+        self.ema_params: list[Any] | None = None
+        self.vels: list[Any] = []
+        self.vels2 = self.vels
         self.train_data, self.val_data = (data if isinstance(data, Loader) else list(data) for data in self.load())
         for name, arrays in (("training", self.train_data), ("validation", self.val_data)):
             if not isinstance(arrays, Loader) and len({len(array) for array in arrays}) > 1:
@@ -137,18 +168,39 @@ class Model:
         return arrays
 
     def updates(self, loss: Any, params: list[Any], learning_rate: Any) -> Any:
-        """Return the updates of the parameters; by default by Nesterov's momentum."""
+        """Return the updates of the parameters; by default by Nesterov's momentum.
+
+        If BSP reduces gradients, ``loss`` is a list of the reduced gradients, and `weight` is None during this call.
+        """
         rule = updates.nesterov_momentum(loss, params, learning_rate=learning_rate, weight=self.weight)
         return apply_own_gradient(rule)
 
+    def set_options(self, options: Mapping[str, Any]) -> None:
+        """Set options of the step, before `compile_iter_fns`; raise TypeError or ValueError for a wrong one."""
+        merged = {**{name: getattr(self, name) for name in DEFAULTS}, **options}
+        check_options(merged)
+        if merged["validate_ema"] and merged["ema"] is None:
+            raise ValueError("validate_ema: needs ema, the decay of the averages")
+        for name, value in options.items():
+            setattr(self, name, value)
+
+    @property
+    def step_options(self) -> dict[str, Any]:
+        """The options of the step that differ from their defaults."""
+        return {name: getattr(self, name) for name, value in DEFAULTS.items() if getattr(self, name) != value}
+
     # -- the contract ----------------------------------------------------------------------------------------
 
-    def compile_iter_fns(self) -> None:
-        """Compile the training step and the validation function."""
+    def compile_iter_fns(self, sync_type: str = "avg") -> None:
+        """Compile the training step and the validation function.
+
+        With the sync type "cdd", or options of the step, it is compiled in two parts: `train_iter` computes the
+        gradient, and `apply_gradients` updates the parameters.
+        """
         library = library_of(self.loss)
         self.shared_lr = library.shared(np.asarray(self.rate, self.params[0].type.dtype), name="learning_rate")
         shown = [self.loss] if self.error is None else [self.loss, self.error]
-        tested = list(self.tested or shown)
+        tested, is_sliced = list(self.tested or shown), self.num_slices > 1
         if self.weight is not None:
             shown.append(self.weight)
             tested.append(self.weight)
@@ -158,20 +210,97 @@ class Model:
             warn_of_denominators(means, self.inputs, 1)
         # Variables, not outputs: PyTensor waits for the outputs of a JAX function, so batches would not overlap.
         self.shown = [library.shared(np.zeros((), each.dtype)) for each in shown]
-        news = {**self.updates(self.loss, self.trained, self.shared_lr), **self.averages}
-        news |= zip(self.shown, shown, strict=True)
+        if sync_type == "cdd" or self.step_options:
+            news = self._compile_update(library)
+        else:
+            news = {**_as_dict(self.updates(self.loss, self.trained, self.shared_lr)), **self.averages}
+        if is_sliced:
+            news |= self._average_slices(library, shown)
+        else:
+            news |= zip(self.shown, shown, strict=True)
         self.train_fn = library.function(list(self.inputs), [], updates=list(news.items()))
+        if is_sliced:
+            sums = [*self.vels, *self.shown]
+            zeros = [(shared, library.tensor.zeros_like(shared)) for shared in sums]
+            self._clear_fn = library.function([], [], updates=zeros)
+        if self.validate_ema:
+            tested = replace_params(tested, self.trained, self.ema_params)
         self.val_fn = library.function(list(self.inputs), tested)
 
+    def _compile_update(self, library: Any) -> dict[Any, Any]:
+        """Compile the update of the parameters from the gradient's vector; return the updates of the gradient."""
+        training = TrainingGraph.build(
+            self.loss,
+            self.trained,
+            list(self.inputs),
+            [],
+            self._update_by_gradients,
+            None,
+            [(shared, new, "mean") for shared, new in self.averages.items()],
+            {"learning_rate": self.shared_lr},
+            self.weight,
+            is_serial=True,
+            clip_norm=self.clip_norm,
+            ema=self.ema,
+            loss_scale=self.loss_scale,
+        )
+        rule, _ = append_averages(training)
+        equal = {u.shared: u.expression for u in training.extra_updates if not u.differs}
+        self.ema_params, vector = training.ema, rule.grad_shared
+        self.vels = self.vels2 = [vector]
+        self._apply_fn = library.function([], [], updates=list({**rule.param_updates, **equal}.items()))
+        gradient = rule.grad_updates[vector]
+        return {vector: vector + gradient if self.num_slices > 1 else gradient}
+
+    def _update_by_gradients(
+        self, loss_or_grads: Any, params: list[Any], weight: Any = None, learning_rate: Any = None
+    ) -> RuleUpdates:
+        """Apply `updates`, which may be a rule of Lasagne's, to the reduced gradients."""
+        flat = FlatGradient(loss_or_grads, params, weight)
+        own_weight, self.weight = self.weight, None  # the gradients are weighted already
+        try:
+            found = _as_dict(self.updates(list(flat.pieces()), params, learning_rate))
+        except Exception as error:
+            error.add_note("updates(): BSP reduces gradients here, so `loss` is a list of gradients, one per parameter")
+            raise
+        finally:
+            self.weight = own_weight
+        return RuleUpdates(OrderedDict({flat.shared: flat.expression}), OrderedDict(found), flat.shared)
+
+    def _average_slices(self, library: Any, shown: list[Any]) -> dict[Any, Any]:
+        """Return updates of `shown` that average over the slices of a batch; the last one is the sum of weights."""
+        tensor, dtype = library.tensor, str(np.result_type(self.loss.dtype, np.float32))
+        weight = tensor.cast(self.inputs[0].shape[0], dtype) if self.weight is None else shown.pop()
+        if self.weight is None:
+            self.shown.append(library.shared(np.zeros((), dtype)))
+        total = self.shown[-1]
+        news = {total: tensor.cast(total + weight, total.dtype)}
+        for shared, value in zip(self.shown[:-1], shown, strict=True):
+            mean = shared + (value - shared) * weight / (total + weight)
+            news[shared] = tensor.cast(tensor.switch(tensor.eq(weight, 0), shared, mean), shared.dtype)
+        return news
+
     def train_iter(self, count: int, recorder: Any) -> None:
-        """Take a step with the next batch of this rank."""
+        """Take a step with the next batch of this rank; compute only its gradient, if BSP reduces gradients."""
         batch = self.next_batch(recorder)
         recorder.start()
-        self.train_fn(*batch)
+        if self.num_slices == 1:
+            self.train_fn(*batch)
+        else:
+            self._clear_fn()
+            for rows in np.array_split(np.arange(len(batch[0])), self.num_slices):
+                if rows.size:
+                    self.train_fn(*(array[rows[0] : rows[-1] + 1] for array in batch))
         recorder.end("calc")
+        n_costs = 1 if self.error is None else 2
         values = list(map(_snapshot, self.shown))
-        weight = {} if self.weight is None else {"weight": values.pop()}
-        recorder.train_error(count, *values, **weight)
+        weight = {} if self.weight is None else {"weight": values[n_costs]}
+        recorder.train_error(count, *values[:n_costs], **weight)
+
+    def apply_gradients(self) -> None:
+        """Update the parameters from the gradient, which all ranks have reduced; without effect in a one-part step."""
+        if self.vels:
+            self._apply_fn()
 
     def next_batch(self, recorder: Any) -> list[np.ndarray]:
         """Return the next batch of this rank, shuffled anew in each epoch; record the time as "wait"."""

@@ -26,6 +26,7 @@ from synkhronos.checks import check_at_least, is_number
 from synkhronos.gpus import get_n_gpu
 from synkhronos.hosts import MAX_RANKS_PER_HOST, Host, find_launch, parse_hosts
 from synkhronos.launch import key_value
+from synkhronos.launch.options import check_options
 from synkhronos.ranks import available_cores
 from synkhronos.training.checkpoint import list_checkpoints
 from synkhronos.training.early_stop import as_metric
@@ -97,6 +98,8 @@ class Settings:
     bind: bool = True
     #: Further entries of the config that the class is made with.
     config: dict[str, Any] = field(default_factory=dict)
+    #: Options of a `Model`'s step.
+    model_options: dict[str, Any] = field(default_factory=dict)
     #: A rank's steps between two lines of its record.
     every: int = 40
     #: Epochs between two checkpoints; 0 for none.
@@ -342,6 +345,7 @@ def resolve(sources: Sequence[Mapping[str, Any]], beside: str | os.PathLike[str]
         rule_options=_check_table(found, "rule_options"),
         folder=os.path.abspath(_get_path(found, "folder") or _make_folder_name(class_name, rule)),
         config=_check_config(found),
+        model_options=_check_model_options(found),
         keep_best=_check_metric(found.get("keep_best")),
         resume=_get_path(found, "resume"),
         **others,
@@ -518,6 +522,15 @@ def _check_config(found: Mapping[str, Any]) -> dict[str, Any]:
         if key in config:
             raise SettingsError(f"config: {key!r} is given by the run: {words}")
     return config
+
+
+def _check_model_options(found: Mapping[str, Any]) -> dict[str, Any]:
+    options = _check_table(found, "model_options")
+    try:
+        check_options(options)
+    except (TypeError, ValueError) as error:
+        raise SettingsError(f"model_options.{error}") from None
+    return options
 
 
 def _check_integer(value: Any, key: str, least: int, most: int | None = None) -> int:

@@ -83,7 +83,7 @@ class TrainFunction:
         self, graph: TrainingGraph, exchange: str | None = None, num_slices: int = 1, shard_optimizer: bool = False
     ):
         self._num_slices = check_at_least(num_slices, "num_slices", 1)
-        rule, self._tail = _append_averages(graph)
+        rule, self._tail = append_averages(graph)
         shards = None
         if check_flag(shard_optimizer, "shard_optimizer") and ranks.session().size > 1:
             shards = Shards(rule, graph.params, ranks.session().size, graph.rule_name)
@@ -583,7 +583,7 @@ def make_train_function(
     return TrainFunction(graph, exchange, num_slices, shard_optimizer)
 
 
-def _append_averages(graph: TrainingGraph) -> tuple[RuleUpdates, int]:
+def append_averages(graph: TrainingGraph) -> tuple[RuleUpdates, int]:
     """Append the averaged extra updates to the vector of gradients, so that one all-reduce suffices.
 
     The vector is then::

@@ -56,6 +56,7 @@ from synkhronos.training.training_graph import (
     add_clipping,
     apply_own_gradient,
     identify_rule,
+    replace_params,
 )
 from synkhronos.training.training_graph import Rule as UpdateRule
 from synkhronos.training.updates import nesterov_momentum
@@ -100,7 +101,8 @@ class Trainer:
         if validate:
             outputs = [output for metric in validate.values() for output in metric.outputs]
             if validate_ema:
-                outputs = _replace_params(outputs, params, graph.ema)
+                news = replace_params([expression for expression, _ in outputs], params, graph.ema)
+                outputs = [(new, op) for new, (_, op) in zip(news, outputs, strict=True)]
             self._validation = synk.function(inputs, outputs, name="validation")
         self._together: TrainFunction | None = None
         self._step: synk.Function | None = None
@@ -672,17 +674,6 @@ def _compile_rank_step(graph: TrainingGraph) -> synk.Function:
         updates=[(shared, new, None) for shared, new in updates],
         name="train_step",
     )
-
-
-def _replace_params(outputs: list[tuple[Any, str]], params: list[Any], averages: Any) -> list[tuple[Any, str]]:
-    """Return outputs that read averages instead of parameters."""
-    library = library_of(*params)
-    replacements = {
-        p: library.convert(p, library.tensor.cast(average, p.dtype))
-        for p, average in zip(params, averages, strict=True)
-    }
-    news = library.clone([expression for expression, _ in outputs], replacements)
-    return [(new, op) for new, (_, op) in zip(news, outputs, strict=True)]
 
 
 def make_trainer(

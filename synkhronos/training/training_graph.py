@@ -290,6 +290,16 @@ def apply_own_gradient(rule: RuleUpdates) -> dict[Any, Any]:
     return {shared: library.convert(shared, new) for shared, new in zip(rule.param_updates, news, strict=True)}
 
 
+def replace_params(expressions: Sequence[Any], params: Sequence[Any], averages: Any) -> list[Any]:
+    """Return expressions that read moving averages instead of parameters."""
+    library = library_of(*params)
+    replacements = {
+        p: library.convert(p, library.tensor.cast(average, p.dtype))
+        for p, average in zip(params, averages, strict=True)
+    }
+    return list(library.clone(list(expressions), replacements))
+
+
 def add_clipping(update_rule: Rule, clip_norm: float | None) -> Rule:
     """Return an update rule that clips the global norm of the reduced gradient; ``clip_norm=None`` changes nothing."""
     if clip_norm is None:

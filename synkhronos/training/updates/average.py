@@ -11,6 +11,12 @@ from synkhronos.graphs import library_of
 from synkhronos.training.updates.flat import RuleUpdates, as_scalar
 
 
+def check_decay(decay: Any) -> None:
+    """Check the argument ``ema``; raise TypeError or ValueError unless it is a number between 0 and 1."""
+    if not 0 < check_number(decay, "ema", "a number between 0 and 1") < 1:
+        raise ValueError(f"ema: expected a number between 0 and 1, such as 0.999, got {decay!r}")
+
+
 def add_average(updates: RuleUpdates, params: list[Any], decay: float) -> tuple[RuleUpdates, list[Any]]:
     r"""Add updates that average the parameters over steps.
 
@@ -38,8 +44,7 @@ def add_average(updates: RuleUpdates, params: list[Any], decay: float) -> tuple[
 
     where :math:`e_0 = p_0` are the parameters before the first step, whatever they were when the rule was made.
     """
-    if not 0 < check_number(decay, "ema", "a number between 0 and 1") < 1:
-        raise ValueError(f"ema: expected a number between 0 and 1, such as 0.999, got {decay!r}")
+    check_decay(decay)
     library = library_of(*params)
     tensor = library.tensor
     has_begun = library.shared(np.zeros((), "float32"), name="ema_has_begun")

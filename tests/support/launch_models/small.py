@@ -73,3 +73,64 @@ class Unweighted(Masked):
     def load(self):
         (x, y, _), valid = super().load()
         return [x, y, np.ones_like(x)], valid[:2] + [np.ones_like(valid[0])]
+
+
+class Optioned(Line):
+    """Has rows for 1, 2 and 3 ranks with the same batches of all ranks, in another order; the session sets options."""
+
+    n_epochs, rate = 3, 0.05
+
+    def __init__(self, config):
+        self.batch_size = 12 // config["size"]
+        super().__init__(config)
+
+    def build(self):
+        x, y = T.matrix("x", dtype="float64"), T.vector("y", dtype="float64")
+        w = theano.shared(np.zeros(3), "w")
+        average = theano.shared(np.zeros(3), "average")
+        self.inputs, self.params = [x, y], [w]
+        self.loss = ((T.dot(x, w) - y) ** 2).mean()
+        self.error = abs(T.dot(x, w) - y).mean()
+        self.averages = {average: 0.9 * average + 0.1 * x.mean(axis=0)}
+
+
+class Lasagnes(Optioned):
+    """Updates by a function of Lasagne's kind, and clips in the class."""
+
+    clip_norm, ema = 0.5, 0.9
+
+    def updates(self, loss, params, learning_rate):
+        return {p: p - learning_rate * g for p, g in zip(params, loss, strict=True)}
+
+
+class Huge(Optioned):
+    """Row 0 is so large that its scaled gradient overflows: on the rank that has it, in one step of each epoch."""
+
+    n_epochs, rate, loss_scale, ema = 3, 0.05, "dynamic", 0.9
+
+    def build(self):
+        x, y = T.matrix("x", dtype="float32"), T.vector("y", dtype="float32")
+        w = theano.shared(np.zeros(3, "float32"), "w")
+        self.inputs, self.params = [x, y], [w]
+        self.loss = ((T.dot(x, w) - y) ** 2).mean()
+
+    def load(self):
+        (x, y), valid = super().load()
+        x[0], y[0] = [1e18, 0, 0], -1e18
+        return [x.astype("float32"), y.astype("float32")], [each.astype("float32") for each in valid]
+
+    def updates(self, loss, params, learning_rate):
+        return {p: p - learning_rate * g for p, g in zip(params, loss, strict=True)}
+
+    def cleanup(self):
+        state = {each.variable.name: each.variable.get_value() for each in self._apply_fn.maker.inputs}
+        values = [state[name].tolist() for name in ("loss_scale", "loss_scale_steps", "w", "w_ema")]
+        print(f"state {values}\n", end="")
+
+
+class OwnOptions(Optioned):
+    """Has options that the session's config names."""
+
+    def __init__(self, config):
+        vars(self).update(config["options"])
+        super().__init__(config)

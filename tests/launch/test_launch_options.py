@@ -1,0 +1,167 @@
+"""Options of a `Model`'s step: clipping, slices, averages of parameters and loss scaling, on any number of ranks."""
+
+import ast
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+from launch_runs import ENVIRONMENT, lines, run
+from paths import SUPPORT
+
+ALL = {"clip_norm": 0.5, "num_slices": 3, "ema": 0.9, "validate_ema": "true"}
+
+
+def train(folder, name, ranks, *arguments, options=None, **settings):
+    sets = [f"--set={key}={value}" for key, value in settings.items()]
+    sets += [f"--set=model_options.{key}={value}" for key, value in (options or {}).items()]
+    where = [f"--set=model='launch_models/small.py:{name}'", "--folder", folder, "--devices=cpu", f"--ranks={ranks}"]
+    return run("train", *where, *sets, *arguments, cwd=SUPPORT)
+
+
+def make_data():
+    x = np.random.default_rng(0).normal(size=(165, 3))
+    return x, x @ [1.0, 2.0, 3.0]
+
+
+def by_hand(epochs, clip_norm=0.5, ema=0.9, momentum=0.9):
+    """Return parameters, their moving average, and the running average of x, of one process."""
+    x, y = make_data()
+    w = average = velocity = mean = np.zeros(3)
+    for epoch in range(epochs):
+        order = np.random.default_rng((0, epoch)).permutation(120)
+        for rows in order.reshape(10, 12):
+            g = 2 * x[rows].T @ (x[rows] @ w - y[rows]) / 12
+            g *= min(1, clip_norm / np.sqrt((g**2).sum()))
+            velocity = momentum * velocity - 0.05 * g
+            w = w + momentum * velocity - 0.05 * g
+            average = ema * average + (1 - ema) * w
+            mean = 0.9 * mean + 0.1 * x[rows].mean(axis=0)
+    return w, average, mean
+
+
+def load(folder, name="params.npz"):
+    with np.load(folder / name) as file:
+        return list(file.values())
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_a_model_with_options_is_one_process_on_any_number_of_ranks_and_resumed_on_another(tmp_path, ranks):
+    train(tmp_path, "Optioned", ranks, options=ALL, epochs=1, checkpoint=1)
+    train(tmp_path, "Optioned", ranks % 3 + 1, "--resume", options=ALL, epochs=3, checkpoint=1)
+    w, average, mean = by_hand(3)
+    np.testing.assert_allclose(load(tmp_path), [average, mean], rtol=1e-9)
+    x, y = make_data()
+    reports = lines(tmp_path, "reports")
+    errors = [np.mean((x[120:] @ by_hand(epoch)[1] - y[120:]) ** 2) for epoch in (1, 2, 3)]
+    np.testing.assert_allclose([report["validation"]["cost"] for report in reports], errors, rtol=1e-9)
+    assert np.mean((x[120:] @ w - y[120:]) ** 2) < 0.99 * errors[-1]  # another number than that of the parameters
+
+
+def test_options_of_the_class_with_a_rule_of_lasagnes_kind(tmp_path):
+    train(tmp_path, "Lasagnes", 2, options={"clip_norm": 0.25}, epochs=2)
+    np.testing.assert_allclose(load(tmp_path)[0], by_hand(2, clip_norm=0.25, momentum=0)[0], rtol=1e-9)
+
+
+def test_gradients_are_exchanged_without_options_if_asked_for(tmp_path):
+    done = train(tmp_path, "Optioned", 2, epochs=2, **{"rule_options.average": "gradient"})
+    assert "after each step vels2 is set to the sum of vels" in done.stdout
+    w, _, mean = by_hand(2, clip_norm=np.inf)
+    np.testing.assert_allclose(load(tmp_path), [w, mean], rtol=1e-9)
+
+
+def test_a_step_that_overflows_on_one_rank_is_skipped_on_all_and_the_scale_is_resumed(tmp_path):
+    x, y = make_data()
+    w = average = np.zeros(3)
+    count = 0
+    for epoch in range(2):
+        for rows in np.random.default_rng((0, epoch)).permutation(120).reshape(10, 12):
+            if 0 in rows:
+                count = 0
+                continue
+            w = w - 0.05 * 2 * x[rows].T @ (x[rows] @ w - y[rows]) / 12
+            average, count = 0.9 * average + 0.1 * w, count + 1
+    for ranks in (1, 3):
+        folder = tmp_path / str(ranks)
+        train(folder, "Huge", ranks, epochs=1, checkpoint=1)
+        train(folder, "Huge", ranks, "--resume", epochs=2)
+        said = [(folder / f"rank-{r}.log").read_text().rsplit("state ", 1)[1].split("\n")[0] for r in range(ranks)]
+        assert len(set(said)) == 1, said
+        scale, steps, *values = ast.literal_eval(said[0])
+        assert (scale, steps) == (2.0**13, count)
+        np.testing.assert_allclose(values, [w, average], rtol=1e-4)
+
+
+# -- wrong options
+
+
+WRONG = {
+    "a clip of 0": ({"clip_norm": 0}, "clip_norm: expected a positive number, got 0"),
+    "a clip of a wrong type": ({"clip_norm": "much"}, "clip_norm: expected a positive number, got 'much'"),
+    "an average of 1.5": ({"ema": 1.5}, "ema: expected a number between 0 and 1, such as 0.999, got 1.5"),
+    "an average of a wrong type": ({"ema": True}, "ema: expected a number between 0 and 1, got True"),
+    "no slices": ({"num_slices": 0}, "num_slices: expected at least 1, got 0"),
+    "slices of a wrong type": ({"num_slices": 1.5}, "num_slices: expected an integer, got 1.5"),
+    "an unknown scale": ({"loss_scale": "static"}, "loss_scale: expected one of"),
+    "a scale of a wrong type": ({"loss_scale": 2}, "loss_scale: expected one of"),
+    "a flag of a wrong type": ({"validate_ema": 1}, "validate_ema: expected True or False, got 1"),
+    "an unknown option": ({"clipnorm": 1}, "clipnorm: unknown option, expected one of clip_norm, num_slices, ema"),
+}
+
+
+@pytest.fixture(scope="module")
+def checked():
+    """Check sessions and classes with wrong options, in one process."""
+    code = f"""
+from synkhronos.launch.check import check
+from synkhronos.launch.settings import SettingsError
+
+def report(name, model, asked):
+    print("-- case", name)
+    try:
+        print("-- status", check(model, asked))
+    except SettingsError as error:
+        print("refused:", error)
+
+for name, (options, _) in {WRONG!r}.items():
+    report(name, "launch_models/small.py:Optioned", {{"model_options": options}})
+    report("class: " + name, "launch_models/small.py:OwnOptions", {{"config": {{"options": options}}}})
+report("no ema", "launch_models/small.py:Optioned", {{"model_options": {{"validate_ema": True}}}})
+report("no Model", "launch_models/mlp.py:MLP", {{"model_options": {{"clip_norm": 1}}}})
+for rule, options in (("EASGD", {{}}), ("BSP", {{"average": "params"}}), ("BSP", {{"precision": "float16"}})):
+    asked = {{"rule": rule, "rule_options": options}}
+    report(f"{{rule}} {{options}}", "launch_models/small.py:Lasagnes", asked)
+report("right", "launch_models/small.py:Lasagnes", {{"model_options": {{"num_slices": 2, "validate_ema": True}}}})
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=SUPPORT, env=ENVIRONMENT, capture_output=True, text=True, timeout=100
+    )
+    assert done.returncode == 0, done.stderr
+    return dict(part.split("\n", 1) for part in done.stdout.split("-- case ")[1:])
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_check_reports_a_wrong_option_of_a_session_or_a_class(checked, name):
+    message = WRONG[name][1]
+    assert checked[name].startswith(f"refused: model_options.{message}")
+    if name != "an unknown option":  # of a class another attribute is its own
+        said = checked[f"class: {name}"]
+        assert message in said and said.endswith("-- status 1\n")
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    {
+        "no ema": "validate_ema: needs ema, the decay of the averages",
+        "no Model": "model_options: MLP lacks:\n  the base class synkhronos.launch.Model",
+        "EASGD {}": "clip_norm: needs the exchange rule BSP, got EASGD",
+        "BSP {'average': 'params'}": "clip_norm: needs rule_options.average = 'gradient', got 'params'",
+        "BSP {'precision': 'float16'}": "clip_norm: BSP has to exchange gradients in their own precision, got BSP",
+    }.items(),
+)
+def test_check_reports_options_that_cannot_be_had(checked, name, message):
+    assert message in checked[name] and checked[name].endswith("-- status 1\n")
+
+
+def test_check_of_a_model_with_options(checked):
+    assert checked["right"].endswith("Lasagnes has all that a run asks for\n-- status 0\n")
