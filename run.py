@@ -33,6 +33,7 @@ import shutil
 import subprocess
 import sys
 import sysconfig
+import tempfile
 import xml.etree.ElementTree
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -319,7 +320,10 @@ class Job:
     def _call_pytest(self, report: Path, options: Sequence[str], heading: str | None) -> int:
         cache = ["-o", f"cache_dir={report.with_suffix('.cache')}"]
         command = [self.environment.python, "-m", "pytest", *cache, *options, *self.arguments]
-        return call(command, heading, SYNKHRONOS_TEST_DEVICE=self.device, **dict(self.variables))
+        # PyTensor leaves a file per compiled function, which it removes only in processes that end normally.
+        with tempfile.TemporaryDirectory(prefix="synk-", ignore_cleanup_errors=True) as folder:
+            variables = {"SYNKHRONOS_TEST_DEVICE": self.device, "TMPDIR": folder, **dict(self.variables)}
+            return call(command, heading, **variables)
 
 
 def list_test_files(*names: str) -> list[str]:

@@ -26,6 +26,8 @@ VOLATILE = {
     r"\b0x[0-9a-f]+": "0xN",
     r"\bsynk_function_\d+": "synk_function_N",
     r"\bhas [\d,]+ bytes left, and memory [\d,]+": "has N bytes left, and memory N",
+    # NumPy and h5py have words of their own in each version.
+    r"(expected an? (?:\.np[yz]|HDF5) file[^:]*): .*": r"\1: ...",
     # Tracebacks, and what the graph library adds to an exception, name lines of source.
     r"(?s)(\nThe traceback of rank \d+:).*": r"\1 ...",
     r"(?s)\n+(Traceback|Apply node that caused|HINT:|Backtrace when).*": "",

@@ -17,8 +17,8 @@ _ENDED = ("Z", "X", "")
 
 
 def names() -> set[str]:
-    """Return the names in /dev/shm that look like the library's."""
-    return {name for name in os.listdir("/dev/shm") if "synkhronos" in name}
+    """Return the names of the library in /dev/shm, without the launcher's copies, which other tests' runs keep."""
+    return {name for name in os.listdir("/dev/shm") if "synkhronos" in name and "synkhronos-copy-" not in name}
 
 
 def names_left(before: set[str], limit: float = 2) -> set[str]:
