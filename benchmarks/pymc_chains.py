@@ -70,6 +70,8 @@ def sample(model: Any, chains: int, cores: int, draws: int, limit: float) -> tup
             callback=stop_late,
         )
     wall = perf_counter() - start
+    if not hasattr(drawn, "posterior"):
+        raise ValueError("all draws were for tuning")
     groups = [getattr(drawn, name, None) for name in ("warmup_sample_stats", "sample_stats")]
     steps = sum(int(stats["n_steps"].sum()) for stats in groups if stats is not None)
     effective = r_hat = math.nan
@@ -117,7 +119,7 @@ def compare(name: str, build: Callable[[int, int], Any], options: argparse.Names
                 continue
             try:
                 rate, effective, wall, r_hat = sample(one, chains, cores, options.draws, remaining / 2)
-            except ValueError as error:  # PyMC's, if all draws so far were for tuning
+            except ValueError as error:  # also PyMC 5's, if all draws so far were for tuning
                 print(f"{side}: no draws within {remaining / 2:.0f} seconds (--limit): {error}", flush=True)
                 continue
             rates_by_side[side].append(rate)
