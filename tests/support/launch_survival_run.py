@@ -1,0 +1,106 @@
+"""A run of the launcher in which a random rank is killed every few seconds, beside an undisturbed one.
+
+    python tests/support/launch_survival_run.py --seconds 40 --every 5 --devices cuda0,cuda1 --rule BSP
+
+A rank is killed ``--every`` seconds after the training has begun or gone on.  Prints the seconds that each death has
+cost, and whether the parameters and the reports are equal.  Exits with 1 if a step was lost or taken twice, or BSP has
+other parameters.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+sys.path[:0] = [str(Path(__file__).resolve().parents[2]), str(Path(__file__).resolve().parent)]
+
+import numpy as np  # noqa: E402
+from launch_runs import ENVIRONMENT, command, lines  # noqa: E402
+from paths import SUPPORT  # noqa: E402
+
+LIMIT = 600
+
+
+def start(folder: Path, options: argparse.Namespace) -> subprocess.Popen[bytes]:
+    """Start a run that takes some seconds."""
+    sets = {"model": "'launch_models/others.py:Slow'", "epochs": options.epochs, "rule": options.rule}
+    words = command("train", "--devices", options.devices, "--folder", folder, "--on-death=continue")
+    words += [f"--set={name}={value}" for name, value in sets.items()]
+    paths = [ENVIRONMENT["PYTHONPATH"], os.environ.get("PYTHONPATH", "")]  # such as that of pretended GPUs
+    environment = {**ENVIRONMENT, "PYTHONPATH": os.pathsep.join(paths)}
+    return subprocess.Popen(words, cwd=SUPPORT, env=environment, stdout=subprocess.DEVNULL)
+
+
+def kill_some(folder: Path, process: subprocess.Popen[bytes], options: argparse.Namespace) -> int:
+    """Kill ranks for some seconds; return their number."""
+    chosen, n_killed, record = random.Random(options.seed), 0, folder / "rank-1.jsonl"
+    end = float("inf")
+    pids: list[int] = []
+    while time.monotonic() < end and process.poll() is None:
+        time.sleep(0.05)
+        try:
+            found = json.loads((folder / "processes.json").read_text())
+            is_training = record.stat().st_mtime > (folder / "processes.json").stat().st_mtime
+        except (OSError, ValueError):  # not there, or being written
+            continue
+        if found == pids or not is_training:
+            continue
+        end = min(end, time.monotonic() + options.seconds)  # from the first steps on
+        time.sleep(options.every)
+        if process.poll() is None and time.monotonic() < end:
+            pids, n_killed = found, n_killed + 1
+            os.kill(chosen.choice(pids), signal.SIGKILL)
+    return n_killed
+
+
+def main() -> int:
+    """Run both trainings and compare them."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--seconds", type=float, default=40.0)
+    parser.add_argument("--every", type=float, default=5.0)
+    parser.add_argument("--devices", default="cpu,cpu")
+    parser.add_argument("--rule", default="BSP")
+    parser.add_argument("--epochs", type=int, default=60)
+    parser.add_argument("--seed", type=int, default=0)
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory() as name:
+        whole, parts = Path(name, "whole"), Path(name, "parts")
+        seconds = {}
+        n_killed = 0
+        for folder in (parts, whole):
+            began = time.monotonic()
+            process = start(folder, options)
+            if folder is parts:
+                n_killed = kill_some(folder, process, options)
+            status = process.wait(LIMIT)
+            seconds[folder.name] = time.monotonic() - began
+            if status:
+                print(f"{folder.name}: exit status {status}")
+                return 1
+        deaths = json.loads((parts / "deaths.json").read_text())
+        for death in deaths:
+            print(f"rank {death['rank']} {death['cause']}: from step {death['step']}, {death['seconds']} s lost")
+        with np.load(whole / "params.npz") as expected, np.load(parts / "params.npz") as found:
+            is_same = all(np.array_equal(expected[name], found[name]) for name in expected)
+        losses = [[report["loss"] for report in lines(folder, "reports")] for folder in (whole, parts)]
+        n_ranks = len(options.devices.split(","))
+        rows = [[sum(line["rows"] for line in lines(f, f"rank-{r}")) for r in range(n_ranks)] for f in (whole, parts)]
+        print(
+            f"{options.rule} on {options.devices}: {n_killed} ranks killed, {len(deaths)} deaths survived; undisturbed "
+            f"{seconds['whole']:.1f} s, disturbed {seconds['parts']:.1f} s; parameters equal: {is_same}; "
+            f"losses equal: {losses[0] == losses[1]}; rows of each rank: {rows[0]} and {rows[1]}"
+        )
+        is_wrong = len(deaths) != n_killed or rows[0] != rows[1] or len(losses[0]) != len(losses[1])
+        return int(is_wrong or options.rule == "BSP" and not (is_same and losses[0] == losses[1]))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
