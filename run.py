@@ -327,7 +327,7 @@ class Job:
 
 
 def list_test_files(*names: str) -> list[str]:
-    """Return the paths of test files: ``rows`` is tests/function/test_rows.py."""
+    """Return the paths of test files: ``rows`` is tests/data/test_rows.py."""
     return [str(path.relative_to(ROOT)) for name in names for path in ROOT.glob(f"tests/*/test_{name}.py")]
 
 
