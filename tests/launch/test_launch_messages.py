@@ -13,6 +13,7 @@ import textwrap
 
 import pytest
 from launch_runs import ENVIRONMENT, run, train
+from messages import raises
 from paths import SUPPORT
 
 from synkhronos import rules
@@ -27,94 +28,86 @@ pytestmark = pytest.mark.any_library
 MODEL = {"model": "launch_models/mlp.py:MLP", "devices": "cpu"}
 GPUS = get_n_gpu()
 
-#: Settings, and what is said of them; nothing starts.
+#: Settings, and the one at fault; nothing starts.
 SETTINGS = {
-    "no model": ({"model": None, "devices": "cpu"}, r"modelfile: expected the file to train"),
-    "no class": ({"model": None, "modelfile": "launch_models.mlp"}, r"modelclass: expected the class to train"),
-    "no colon": ({"model": "mlp.py"}, r"model: expected FILE:CLASS, got 'mlp.py'"),
-    "no such file": ({"model": "launch_models/none.py:MLP"}, r"modelfile: there is no file launch_models/none.py in /"),
-    "no such module": ({"model": "launch_models.none:MLP"}, r"modelfile: .* got 'launch_models.none': there is no launch_models/none.py in /"),
-    "no such class": ({"model": "launch_models/others.py:Nobody"}, r"modelclass: .*others.py has no 'Nobody': it has Traced, Wider, Noisy, "),
-    "no Python": ({"model": "{broken}:MLP"}, r"modelfile: .*broken.py, line 2: "),
-    "devices, a number": ({"devices": 2}, r"devices: expected names such as cuda0 and cpu, got 2"),
-    "devices, none": ({"devices": []}, r"devices: expected at least one name, such as cuda0 or cpu, got \[\]"),
-    "devices, a word": ({"devices": "tpu0"}, r"devices: expected cuda0, gpu0 and so on, or cpu alone, got 'tpu0'"),
-    "devices, mixed": ({"devices": "cpu,cuda0"}, r"got 'cpu'; cpu can't be mixed with GPUs"),
-    "devices, another host": ({"devices": "node2:cuda0"}, r"devices: 'node2:cuda0' is on another host: these are devices of this machine; hosts = "),
-    "devices, GPUs on hosts": ({"devices": "cuda0", "hosts": "a,b"}, r"devices: cuda0 is not there: this machine shows no GPU"),
-    "devices and hosts": ({"devices": "cpu,cpu", "hosts": ["a:3", "b"]}, r"ranks: expected 2, the number of devices, got 3"),
-    "hosts, a number": ({"hosts": 2}, r"hosts: expected a list of names, or \"all\", got 2"),
-    "hosts, none of them": ({"hosts": ["a", "b:no"]}, r"hosts: expected a number of ranks from 1 to 1024 after the colon, got 'b:no'"),
-    "hosts, twice": ({"hosts": "a,a"}, r"hosts: a is named twice"),
-    "hosts, no allocation": ({"hosts": "all"}, r'hosts: "all" are the hosts of an allocation'),
-    "devices, not there": ({"devices": "cuda99"}, r"devices: cuda99 is not there: this machine shows (no GPU|cuda0 to cuda\d+); cpu,cpu computes on two of its cores"),
-    "ranks and devices": ({"devices": "cpu,cpu", "ranks": 3}, r"ranks: expected 2, the number of devices, got 3"),
-    "ranks, none": ({"ranks": 0}, r"ranks: expected at least 1, got 0"),
-    "ranks, too many": ({"ranks": 10**30}, r"ranks: expected at most 1024, got 1000"),
-    "root, a number": ({"root": 3}, r"root: expected a text, got 3"),
-    "ranks, a word": ({"ranks": "all"}, r"ranks: expected an integer, got 'all'"),
-    "a rule": ({"rule": "SSP"}, r"rule: expected one of ASGD, BSP, .* got 'SSP'"),
-    "a rule, a number": ({"rule": 3}, r"rule: expected a text, got 3"),
-    "EAMSGD": ({"rule": "EAMSGD"}, r"rule: EAMSGD needs the velocities, and a class doesn't name them: take EASGD"),
-    "an average": ({"rule_options": {"average": "velocity"}}, r"rule_options.average: expected 'gradient' or 'params', got 'velocity'"),
-    "timeline": ({"timeline": "late"}, r"timeline: expected true or false, got 'late'"),
-    "warmup": ({"warmup": "late"}, r"warmup: expected true or false, got 'late'"),
-    "an option": ({"rule": "EASGD", "rule_options": {"tau": 3}}, r"rule_options: EASGD has no 'tau': expected one of beta, period, alpha, asynchronous"),
-    "an option's value": ({"rule": "EASGD", "rule_options": {"beta": 2}}, r"rule_options: beta: expected a number above 0, up to 1, got 2"),
-    "an option, yes or no": ({"rule": "EASGD", "rule_options": {"asynchronous": "False"}}, r"rule_options: asynchronous: expected True or False, got 'False'"),
-    "an option without end": ({"rule": "SlowMo", "rule_options": {"lr": float("inf")}}, r"rule_options: lr: expected a positive number, got inf"),
-    "options, no table": ({"rule_options": "period"}, r"rule_options: expected a table of names and values, got 'period'"),
-    "config, a date": ({"config": {"days": [datetime.date(2024, 1, 1)]}}, r"config: expected numbers, texts, lists and tables: .* date is not JSON"),
-    "config, no table": ({"config": [1]}, r"config: expected a table of names and values, got \[1\]"),
-    "epochs": ({"epochs": 0}, r"epochs: expected at least 1, got 0"),
-    "config, given by the run": ({"config": {"rank": 0}}, r"config: 'rank' is given by the run: each rank has its own"),
-    "config, the name": ({"config": {"mname": "MLP"}}, r"config: 'mname' is given by the run: it is the class' name"),
-    "config, another setting": ({"config": {"seed": 3}}, r"config: 'seed' is given by the run: use the setting 'seed'"),
-    "seed": ({"seed": "x"}, r"seed: expected an integer, got 'x'"),
-    "seed, large": ({"seed": 2**32}, r"seed: expected at most 4294967295, got 4294967296"),
-    "grace": ({"grace": -1}, r"grace: expected a number of seconds, got -1"),
-    "grace, without end": ({"grace": float("inf")}, r"grace: expected a number of seconds, got inf"),
-    "devices, many": ({"devices": ["cpu"] * 2000}, r"devices: expected at most 1024, got 2000"),
-    "every": ({"every": 0}, r"every: expected at least 1, got 0"),
-    "checkpoint": ({"checkpoint": -1}, r"checkpoint: expected no negative number, got -1"),
-    "restarts": ({"restarts": -1}, r"restarts: expected no negative number, got -1"),
-    "restarts alone": ({"restarts": 1}, r"restarts: needs checkpoints: set 'checkpoint', the number of epochs between"),
-    "on_death": ({"on_death": "go on"}, r"on_death: expected 'stop' or 'continue', got 'go on'"),
-    "on_death, a flag": ({"on_death": True}, r"on_death: expected 'stop' or 'continue', got True"),
-    "max_deaths": ({"max_deaths": 0}, r"max_deaths: expected at least 1, got 0"),
-    "max_deaths, a text": ({"max_deaths": "x"}, r"max_deaths: expected an integer, got 'x'"),
-    "patience": ({"patience": 0}, r"patience: expected at least 1, got 0"),
-    "keep_best, a name": ({"keep_best": "accuracy"}, r"keep_best: expected one of loss, cost, error, top5, got 'accuracy'"),
-    "keep_best": ({"keep_best": ["error", "least"]}, r"keep_best: expected a metric's name, or a pair such as \('accuracy', 'max'\), got"),
-    "keep": ({"keep": 0}, r"keep: expected at least 1, got 0"),
-    "bind": ({"bind": "perhaps"}, r"bind: expected true or false, got 'perhaps'"),
-    "scale_lr": ({"scale_lr": 7}, r"scale_lr: expected true or false, got 7"),
-    "folder, used": ({"folder": "{used}"}, r"folder: .*used has a run already: name another, or go on with --resume"),
-    "folder, with a file": ({"folder": "{broken_folder}"}, r"folder: .*checkpoints has to be a folder, or nothing yet"),
-    "resume, nothing": ({"folder": "{used}", "resume": "latest"}, r"resume: expected a checkpoint in .*checkpoints, found none"),
-    "resume, elsewhere": ({"resume": "nowhere"}, r"resume: expected 'latest' or a checkpoint's folder, got 'nowhere'"),
+    "no model": ({"model": None, "devices": "cpu"}, "modelfile"),
+    "no class": ({"model": None, "modelfile": "launch_models.mlp"}, "modelclass"),
+    "no colon": ({"model": "mlp.py"}, "model"),
+    "no such file": ({"model": "launch_models/none.py:MLP"}, "modelfile"),
+    "no such module": ({"model": "launch_models.none:MLP"}, "modelfile"),
+    "no such class": ({"model": "launch_models/others.py:Nobody"}, "modelclass"),
+    "no Python": ({"model": "{broken}:MLP"}, "modelfile"),
+    "devices, a number": ({"devices": 2}, "devices"),
+    "devices, none": ({"devices": []}, "devices"),
+    "devices, a word": ({"devices": "tpu0"}, "devices"),
+    "devices, mixed": ({"devices": "cpu,cuda0"}, "devices"),
+    "devices, another host": ({"devices": "node2:cuda0"}, "devices"),
+    "devices, GPUs on hosts": ({"devices": "cuda0", "hosts": "a,b"}, "devices"),
+    "devices and hosts": ({"devices": "cpu,cpu", "hosts": ["a:3", "b"]}, "ranks"),
+    "hosts, a number": ({"hosts": 2}, "hosts"),
+    "hosts, none of them": ({"hosts": ["a", "b:no"]}, "hosts"),
+    "hosts, twice": ({"hosts": "a,a"}, "hosts"),
+    "hosts, no allocation": ({"hosts": "all"}, "hosts"),
+    "devices, not there": ({"devices": "cuda99"}, "devices"),
+    "ranks and devices": ({"devices": "cpu,cpu", "ranks": 3}, "ranks"),
+    "ranks, none": ({"ranks": 0}, "ranks"),
+    "ranks, too many": ({"ranks": 10**30}, "ranks"),
+    "root, a number": ({"root": 3}, "root"),
+    "ranks, a word": ({"ranks": "all"}, "ranks"),
+    "a rule": ({"rule": "SSP"}, "rule"),
+    "a rule, a number": ({"rule": 3}, "rule"),
+    "EAMSGD": ({"rule": "EAMSGD"}, "rule"),
+    "an average": ({"rule_options": {"average": "velocity"}}, "rule_options"),
+    "timeline": ({"timeline": "late"}, "timeline"),
+    "warmup": ({"warmup": "late"}, "warmup"),
+    "an option": ({"rule": "EASGD", "rule_options": {"tau": 3}}, "rule_options"),
+    "an option's value": ({"rule": "EASGD", "rule_options": {"beta": 2}}, "rule_options"),
+    "an option, yes or no": ({"rule": "EASGD", "rule_options": {"asynchronous": "False"}}, "rule_options"),
+    "an option without end": ({"rule": "SlowMo", "rule_options": {"lr": float("inf")}}, "rule_options"),
+    "options, no table": ({"rule_options": "period"}, "rule_options"),
+    "config, a date": ({"config": {"days": [datetime.date(2024, 1, 1)]}}, "config"),
+    "config, no table": ({"config": [1]}, "config"),
+    "epochs": ({"epochs": 0}, "epochs"),
+    "config, given by the run": ({"config": {"rank": 0}}, "config"),
+    "config, the name": ({"config": {"mname": "MLP"}}, "config"),
+    "config, another setting": ({"config": {"seed": 3}}, "config"),
+    "seed": ({"seed": "x"}, "seed"),
+    "seed, large": ({"seed": 2**32}, "seed"),
+    "grace": ({"grace": -1}, "grace"),
+    "grace, without end": ({"grace": float("inf")}, "grace"),
+    "devices, many": ({"devices": ["cpu"] * 2000}, "devices"),
+    "every": ({"every": 0}, "every"),
+    "checkpoint": ({"checkpoint": -1}, "checkpoint"),
+    "restarts": ({"restarts": -1}, "restarts"),
+    "restarts alone": ({"restarts": 1}, "restarts"),
+    "on_death": ({"on_death": "go on"}, "on_death"),
+    "on_death, a flag": ({"on_death": True}, "on_death"),
+    "max_deaths": ({"max_deaths": 0}, "max_deaths"),
+    "max_deaths, a text": ({"max_deaths": "x"}, "max_deaths"),
+    "patience": ({"patience": 0}, "patience"),
+    "keep_best, a name": ({"keep_best": "accuracy"}, "keep_best"),
+    "keep_best": ({"keep_best": ["error", "least"]}, "keep_best"),
+    "keep": ({"keep": 0}, "keep"),
+    "bind": ({"bind": "perhaps"}, "bind"),
+    "scale_lr": ({"scale_lr": 7}, "scale_lr"),
+    "folder, used": ({"folder": "{used}"}, "folder"),
+    "folder, with a file": ({"folder": "{broken_folder}"}, "folder"),
+    "resume, nothing": ({"folder": "{used}", "resume": "latest"}, "resume"),
+    "resume, elsewhere": ({"resume": "nowhere"}, "resume"),
 }  # fmt: skip
 
-#: Session files, and what is said of them.
+#: Wrong session files: names and texts.
 FILES = {
-    "not there": ("none.toml", None, r"none.toml: expected a session file: "),
-    "no TOML": ("a.toml", "rule = ", r"a.toml: Invalid value"),
-    "no JSON": ("a.json", "{", r"a.json: Expecting"),
-    "no settings": ("a.json", "3", r"a.json: expected settings by name, got 3"),
-    "no setting": ("a.toml", "rules = 'BSP'", r"a.toml: 'rules' is no setting: expected one of .*rule_options"),
-    "no KEY=VALUE": (
-        "a.cfg",
-        "RULE=BSP\nDEVICES",
-        r"a.cfg: line 2: expected KEY=VALUE, or a .toml file, got 'DEVICES'",
-    ),
-    "no key": ("a.cfg", "COLOUR=red", r"a.cfg: 'COLOUR' is no setting: expected RULE, "),
-    "a quotation mark": ("a.cfg", "RULE='BSP", r"a.cfg: line 1: a quotation mark is not closed"),
-    "a way to exchange": (
-        "a.cfg",
-        "SYNC_TYPE=max",
-        r"a.cfg: SYNC_TYPE: expected one of avg, cdd, swap, got 'max'",
-    ),
-    "a strategy": ("a.cfg", "EXCH_STRATEGY=pigeon", r"a.cfg: EXCH_STRATEGY: expected one of .* got 'pigeon'"),
+    "not there": ("none.toml", None),
+    "no TOML": ("a.toml", "rule = "),
+    "no JSON": ("a.json", "{"),
+    "no settings": ("a.json", "3"),
+    "no setting": ("a.toml", "rules = 'BSP'"),
+    "no KEY=VALUE": ("a.cfg", "RULE=BSP\nDEVICES"),
+    "no key": ("a.cfg", "COLOUR=red"),
+    "a quotation mark": ("a.cfg", "RULE='BSP"),
+    "a way to exchange": ("a.cfg", "SYNC_TYPE=max"),
+    "a strategy": ("a.cfg", "EXCH_STRATEGY=pigeon"),
 }
 
 #: Classes, and what `check` says.
@@ -160,7 +153,7 @@ def places(tmp_path):
 
 @pytest.mark.parametrize("name", SETTINGS)
 def test_launch_refuses_wrong_settings(name, places, monkeypatch):
-    given, words = SETTINGS[name]
+    given, fault = SETTINGS[name]
     monkeypatch.chdir(SUPPORT)
     asked = {"folder": str(places["new"]), **MODEL, **given}
     asked = {
@@ -168,7 +161,7 @@ def test_launch_refuses_wrong_settings(name, places, monkeypatch):
         for key, value in asked.items()
         if value is not None
     }
-    with pytest.raises(SettingsError, match=words):
+    with raises(SettingsError, fault):
         resolve([asked])
     assert not places["new"].exists()
 
@@ -179,12 +172,8 @@ def test_launch_refuses_unimportable_file_names(monkeypatch, tmp_path):
     for name in ("v1.2/my_net.py", "net.v2.py", "random.py", "numpy.py"):
         (tmp_path / name).write_text("class Net: pass\n")
     asked = {"modelclass": "Net", "devices": "cpu", "folder": "run"}
-    for name, words in (
-        ("net.v2.py", "net.v2.py: a module's name has no dot: rename the file"),
-        ("random.py", "random.py: 'random' is a module that every run imports: rename the file"),
-        ("numpy.py", "numpy.py: 'numpy' is a module that every run imports"),
-    ):
-        with pytest.raises(SettingsError, match=f"modelfile: .*{words}"):
+    for name in ("net.v2.py", "random.py", "numpy.py"):
+        with raises(SettingsError, "modelfile", name):
             resolve([{**asked, "modelfile": name}])
     found = resolve([{**asked, "modelfile": "v1.2/my_net.py"}])
     monkeypatch.setattr(sys, "path", list(sys.path))
@@ -214,7 +203,7 @@ def test_run_folder_without_results_is_reused(monkeypatch, tmp_path):
     asked = [{**MODEL, "folder": str(tmp_path)}]
     settings = resolve(asked)
     with prepare(settings, []):
-        with pytest.raises(SettingsError, match="has a run that hasn't ended"):
+        with raises(SettingsError, "folder"):
             prepare(settings, [])
     for name in ("failure.txt", "rank-0.log", "processes.json"):
         (tmp_path / name).touch()
@@ -222,7 +211,7 @@ def test_run_folder_without_results_is_reused(monkeypatch, tmp_path):
         assert not (tmp_path / "failure.txt").exists()
     for name in ("rank-1.jsonl", "reports.jsonl", "params.npz"):
         (tmp_path / name).touch()
-        with pytest.raises(SettingsError, match="folder: .* has a run already"):
+        with raises(SettingsError, "folder"):
             resolve(asked)
         (tmp_path / name).unlink()
 
@@ -240,10 +229,10 @@ def test_session_file_expands_tilde(monkeypatch, tmp_path):
 
 @pytest.mark.parametrize("name", FILES)
 def test_launch_refuses_wrong_session_files(name, tmp_path):
-    file, text, words = FILES[name]
+    file, text = FILES[name]
     if text is not None:
         (tmp_path / file).write_text(text)
-    with pytest.raises(SettingsError, match=words) as caught:
+    with raises(SettingsError, file) as caught:
         read_session(tmp_path / file)
     assert text is None or str(caught.value).count(file) == 1  # where the file lacks, the system names it too
 
@@ -312,11 +301,11 @@ def test_launch_names_missing_parts_of_a_class(name, tmp_path):
 def test_init_refuses_wrong_settings(monkeypatch, tmp_path):
     monkeypatch.chdir(SUPPORT)
     rule = rules.EASGD()
-    with pytest.raises(RuntimeError, match=r"wait\(\): expected a call of init\(\) before it"):
+    with raises(RuntimeError, "init"):
         rule.wait()
-    with pytest.raises(SettingsError, match="modelclass: .* has no 'Nobody'"):
+    with raises(SettingsError, "modelclass"):
         rule.init(devices=["cpu"], modelfile="launch_models.mlp", modelclass="Nobody", folder=str(tmp_path / "run"))
-    with pytest.raises(SettingsError, match=r"period: a rule that is started with init\(\) takes numbers and words"):
+    with raises(SettingsError, "period"):
         rules.EASGD(period=lambda step: 3).init(["cpu"], "launch_models.mlp", "MLP", folder=str(tmp_path / "run"))
     assert not (tmp_path / "run").exists()
 
@@ -324,7 +313,7 @@ def test_init_refuses_wrong_settings(monkeypatch, tmp_path):
 def test_init_takes_defaults_from_the_environment(monkeypatch, tmp_path):
     monkeypatch.chdir(SUPPORT)
     monkeypatch.setenv("SYNKHRONOS_MODEL", "launch_models/mlp.py:Nobody")
-    with pytest.raises(SettingsError, match="modelclass: .*mlp.py has no 'Nobody'"):
+    with raises(SettingsError, "modelclass"):
         rules.BSP().init(["cpu"], folder=str(tmp_path / "run"))
 
 
@@ -360,7 +349,7 @@ def test_command_line_precedes_environment_and_file(tmp_path, monkeypatch):
     assert resolve([{"ranks": 2}, file]).devices == ("cpu", "cpu")
     assert resolve([{"devices": "cpu"}, {"ranks": 4}, file]).devices == ("cpu",)
     assert resolve([{"modelfile": "launch_models.mlp", "modelclass": "MLP"}, file]).modelclass == "MLP"
-    with pytest.raises(SettingsError, match="modelclass: .*mlp.py has no 'Other'"):  # the file's class stays
+    with raises(SettingsError, "modelclass"):  # the file's class stays
         resolve([{"modelfile": "launch_models.mlp"}, file])
 
 
@@ -411,9 +400,9 @@ def test_device_names_of_gpus(monkeypatch):
 def test_checkpoint_requirements_are_checked_at_start(monkeypatch):
     monkeypatch.chdir(SUPPORT)
     monkeypatch.setattr("synkhronos.launch.settings.find_spec", lambda name: None)
-    with pytest.raises(SettingsError, match=r"checkpoint: needs safetensors: pip install 'synkhronos\[training\]'"):
+    with raises(SettingsError, "checkpoint"):
         resolve([{**MODEL, "checkpoint": 2}])
-    with pytest.raises(SettingsError, match="resume: needs safetensors"):
+    with raises(SettingsError, "resume"):
         resolve([{**MODEL, "resume": "latest"}])
 
 

@@ -24,6 +24,7 @@ VOLATILE = {
     re.escape(str(ROOT)): "ROOT",
     r"\bprocess \d+": "process N",
     r"\b0x[0-9a-f]+": "0xN",
+    r"this machine shows (?:no GPU|cuda0(?: to cuda\d+)?)": "this machine shows N GPUs",
     r"\bsynk_function_\d+": "synk_function_N",
     r"\bhas [\d,]+ bytes left, and memory [\d,]+": "has N bytes left, and memory N",
     # NumPy and h5py have words of their own in each version.
