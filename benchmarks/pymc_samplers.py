@@ -62,6 +62,13 @@ def sample(model: Any, draws: int, method: str, chains: int) -> tuple[float, flo
 
     _compiling.clear()
     _reduces.clear()
+    kernel = {
+        "step_size": 1e-5,
+        "adapt_step_size": False,
+        "adapt_mass_matrix": False,
+        "max_tree_depth": _DEPTH,
+    }
+    is_flat = int(pm.__version__.split(".")[0]) >= 6  # PyMC 6 takes the kernel's options beside the others
     with model:
         drawn = pm.sample(
             draws,
@@ -71,15 +78,7 @@ def sample(model: Any, draws: int, method: str, chains: int) -> tuple[float, flo
             progressbar=False,
             compute_convergence_checks=False,
             nuts_sampler="numpyro",
-            nuts_sampler_kwargs={
-                "chain_method": method,
-                "nuts_kwargs": {
-                    "step_size": 1e-5,
-                    "adapt_step_size": False,
-                    "adapt_mass_matrix": False,
-                    "max_tree_depth": _DEPTH,
-                },
-            },
+            nuts_sampler_kwargs={"chain_method": method, **(kernel if is_flat else {"nuts_kwargs": kernel})},
         )
     steps = int(drawn.sample_stats["n_steps"].sum())
     assert steps == draws * chains * _STEPS, "a draw turned around early"

@@ -103,19 +103,18 @@ def call_python(value: Sum, value_and_gradients: Sum, dtype: str, floats: Sequen
 
     total = jax.ShapeDtypeStruct((), dtype)
 
-    def call(function: Sum, params: Sequence[Any]) -> Any:
-        # Within callbacks, JAX computes on the CPU by default, and these functions may compute on a GPU.
-        with jax.default_device(None):
-            return function([np.asarray(param) for param in params])
+    # Within callbacks, JAX computes on the CPU: a GPU would compute nothing else until the callback has returned.
+    def to_host(params: Sequence[Any]) -> list[np.ndarray]:
+        return [np.asarray(param) for param in params]
 
     @jax.custom_vjp
     def compute(*params: Any) -> Any:
-        return jax.pure_callback(lambda *p: call(value, p), total, *params, vmap_method="sequential")
+        return jax.pure_callback(lambda *p: value(to_host(p)), total, *params, vmap_method="sequential")
 
     def forward(*params: Any) -> tuple[Any, Any]:
         likes = [total, *(jax.ShapeDtypeStruct(params[i].shape, params[i].dtype) for i in floats)]
         result, *gradients = jax.pure_callback(
-            lambda *p: call(value_and_gradients, p), likes, *params, vmap_method="sequential"
+            lambda *p: value_and_gradients(to_host(p)), likes, *params, vmap_method="sequential"
         )
         return result, (gradients, params)
 

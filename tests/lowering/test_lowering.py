@@ -18,7 +18,6 @@ from synkhronos.extensions.train import make_train_function
 from synkhronos.extensions.updates import sgd
 from synkhronos.function.program import PLAIN
 from synkhronos.lowering import scatter
-from synkhronos.lowering.differentiable_sums import call_python
 
 pytestmark = pytest.mark.skipif(not XLA, reason="these are about JAX mode")
 
@@ -200,25 +199,3 @@ def test_scatter_add_to_few_effects_uses_copies_on_gpus(fork, monkeypatch):
     result = synk.function([index, weights], (gradient, "sum"), bcast_inputs=[effects])(*inputs[1:], inputs[0])
     np.testing.assert_allclose(result, expected, rtol=1e-9)
     assert taken == [15]
-
-
-# -- sums ------------------------------------------------------------------------------------------------------
-
-
-def test_python_functions_of_a_sum_compute_on_jaxs_usual_device():
-    import jax
-
-    devices = []
-
-    def compute(params):
-        devices.append(jax.config.jax_default_device)
-        return params[0].sum()
-
-    def compute_gradients(params):
-        return [compute(params), np.ones_like(params[0])]
-
-    value = call_python(compute, compute_gradients, "float32", [0])
-    vector = np.arange(3, dtype="float32")
-    assert value(vector) == 3
-    np.testing.assert_array_equal(jax.grad(value)(vector), np.ones(3))
-    assert devices == [None, None]
