@@ -84,7 +84,9 @@ class Executable(Runner):
         jax.config.update("jax_enable_x64", True)
         self._functions = list(functions)
         self._logs_scalars, self.times = logs_scalars, times
-        self.program_reduction = None if reduction is None else ProgramReduction()
+        self.program_reduction = (
+            None if reduction is None else ProgramReduction(calls=reduction.calls, op=reduction.op)
+        )
         self._fused: dict[Any, Executable] = {}
         self._signatures: set[Any] = set()
         self._n_inputs = sum(function.n_inputs for function in functions)
@@ -142,11 +144,11 @@ class Executable(Runner):
         if self._has_lengths:
             # Lengths are the first argument, and static: XLA compiles anew for others.
             run, positions = partial(trace_with_lengths, run), [position + 1 for position in positions]
-            self._run = jax.jit(
-                run, static_argnums=0, donate_argnums=tuple(positions), keep_unused=True, compiler_options=options
-            )
-        else:
-            self._run = jax.jit(run, donate_argnums=tuple(positions), keep_unused=True, compiler_options=options)
+        static = {"static_argnums": 0} if self._has_lengths else {}
+        self._jit = lambda: jax.jit(
+            partial(run), donate_argnums=tuple(positions), keep_unused=True, compiler_options=options, **static
+        )
+        self._run, self._serial = self._jit(), 0
 
     def fuse(
         self, reduction: FusedReduction | None = None, then: Executable | None = None, times: int = 1
@@ -188,6 +190,14 @@ class Executable(Runner):
             return False
         self._signatures.add(signature)
         return True
+
+    def bind_connection(self, serial: int) -> None:
+        """Drop what XLA has recorded as CUDA graphs for another connection: it contains that one's communicator."""
+        if serial != self._serial:
+            if self._serial:
+                self._run = self._jit()
+                self._signatures.clear()
+            self._serial = serial
 
     def __call__(self, *inputs: Any) -> list[Any]:
         """Launch the program; return its outputs, which may not be computed yet."""
@@ -277,19 +287,32 @@ class _FusedRunner(Runner):
     def __call__(self, *inputs: Any) -> list[Any]:
         """Launch, and wait until all ranks have launched."""
         communicator, shape = self._reduction.gather_layout(self._rank)
-        # Values that are sent in another dtype are divided by the program.
-        op = "sum" if self._reduction.wire_dtype else self._reduction.op
-        reducer = LaunchReducer(self._rank, communicator, op, shape, self.times > 1)
-
         # No signal handler may raise within XLA's callbacks.  Once this rank has launched, all others will in a moment:
         # then the updates are valid on all ranks, or, if one of them fails, on none.
         with defer_signals() as signals:
-            with self._program_reduction.bind(reducer, self.times):
-                results = self._executable(*inputs)
+            launch = self._launch if self._program_reduction.calls == "python" else self._launch_native
+            results = launch(inputs, communicator, shape)
             signals.restart_patience()
             communicator.wait_started(signals.deliver_if_late)
             self._rank.commit()
         return results
+
+    def _launch(self, inputs: Sequence[Any], communicator: Any, shape: tuple[int, ...]) -> list[Any]:
+        # Values that are sent in another dtype are divided by the program.
+        op = "sum" if self._reduction.wire_dtype else self._reduction.op
+        reducer = LaunchReducer(self._rank, communicator, op, shape, self.times > 1)
+        with self._program_reduction.bind(reducer, self.times):
+            return self._executable(*inputs)
+
+    def _launch_native(self, inputs: Sequence[Any], communicator: Any, shape: tuple[int, ...]) -> list[Any]:
+        if self._program_reduction.calls == "graph":
+            self._executable.bind_connection(communicator.serial)
+        with self._program_reduction.bind_native(communicator, shape, self.times):
+            try:
+                return self._executable(*inputs)
+            finally:
+                if self.times > 1:
+                    self._rank.commit()  # an earlier step may be valid although a later one fails
 
 
 class LaunchReducer:
@@ -377,7 +400,10 @@ class XlaEngine(LazyEngine):
         # A value that the user has set may have to be moved or cast first, by an unfused step.
         if not JAX.owns(value) or value.dtype != shared.type.dtype or not JAX.can_reduce_in_launch(value.dtype):
             return None
-        fused_reduction = FusedReduction(shared.container.storage, reduction.wire_dtype, rank.size, reduction.tail)
+        op = "sum" if reduction.wire_dtype else reduction.op
+        fused_reduction = FusedReduction(
+            shared.container.storage, reduction.wire_dtype, rank.size, reduction.tail, JAX.nccl_calls, op
+        )
         fused = first.fuse(fused_reduction, second, times=times)
         return None if fused is None else _FusedRunner(rank, fused, reduction)
 

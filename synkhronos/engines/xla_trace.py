@@ -35,12 +35,17 @@ class FusedReduction(NamedTuple):
         Divisor of the values if they are sent in another dtype, as their sum could overflow; else NCCL divides.
     tail : int
         Number of items at the vector's end that are sent in their own dtype in any case.
+    calls : {"python", "native", "graph"}
+        How XLA calls NCCL, as in `ProgramReduction`.
+    op : str
     """
 
     storage: list[Any]
     wire_dtype: str | None = None
     n_ranks: int = 1
     tail: int = 1
+    calls: str = "python"
+    op: str = "sum"
 
 
 def trace_functions(

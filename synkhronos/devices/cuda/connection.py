@@ -18,6 +18,7 @@ have an epoch that others lack, so each collective starts with a comparison of e
 
 from __future__ import annotations
 
+import itertools
 import threading
 from collections.abc import Callable, Sequence
 from time import perf_counter
@@ -25,6 +26,7 @@ from typing import Any
 
 import numpy as np
 
+from synkhronos.devices.cuda.launch_state import LaunchState
 from synkhronos.devices.cuda.nccl_log import NcclLog
 from synkhronos.devices.cuda.staging import Staging, check_result
 from synkhronos.ranks import Rank
@@ -61,7 +63,15 @@ class Connection:
         Held during calls of NCCL, so that `abort` does not free the communicator under them.
     valid_flag : ndarray of int32, shape (1,)
         1 while the connection is valid, else 0.  The GPU copies it after a reduction within a launch.
+    launch_state : LaunchState
+        For launches of XLA that call NCCL without Python.
+    serial : int
+        Number of the communicator, which no other one of this process has.
+    may_be_recorded : bool
+        Whether CUDA graphs may contain the communicator's operations.
     """
+
+    _serials = itertools.count(1)
 
     def __init__(self, rank: Rank, staging: Staging, stream: int, valid_flag: np.ndarray):
         from nccl.bindings import nccl
@@ -71,6 +81,8 @@ class Connection:
         self.call_lock = threading.RLock()
         self.valid_flag = valid_flag
         self.members: tuple[int, ...] = ()
+        self.launch_state = LaunchState(valid_flag=valid_flag.ctypes.data)
+        self.serial, self.may_be_recorded = 0, False
         self._rank, self._staging, self._stream = rank, staging, stream
         self._comm: Any = None
         self._handle: Any = None
@@ -160,7 +172,9 @@ class Connection:
             if attempt != self._attempt:
                 return False
             self._comm, self._handle = comm, comm._comm
+            self.serial, self.may_be_recorded = next(self._serials), False
             self.valid_flag[0] = 1
+            self.launch_state.comm = int(getattr(comm._comm, "handle", comm._comm))
             return True
 
     def abort(self) -> None:
@@ -173,14 +187,24 @@ class Connection:
                 self._attempt += 1
                 # Before the abort: it lets the GPU continue, which must not take its memory for a result.
                 self.valid_flag[0] = 0
+                self.launch_state.comm = 0
             if comm is not None:
                 self._staging.set_current()
                 is_locked = self.call_lock.acquire(timeout=STUCK_TIMEOUT)
                 try:
-                    comm.abort()
+                    self._abort(comm)
                 finally:
                     if is_locked:
                         self.call_lock.release()
+
+    def _abort(self, comm: Any) -> None:
+        if not self.may_be_recorded:
+            comm.abort()
+            return
+        # NCCL ends the GPU's operations at once, but returns only when no CUDA graph contains them any more.
+        thread = threading.Thread(target=comm.abort, daemon=True)
+        thread.start()
+        thread.join(STUCK_TIMEOUT)
 
     @property
     def handle(self) -> Any:

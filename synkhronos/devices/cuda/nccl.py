@@ -16,8 +16,9 @@ Within a launch of XLA, part of a gradient can be reduced on a second stream whi
 
 from __future__ import annotations
 
+import contextlib
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import cache
 from itertools import pairwise
 from time import perf_counter
@@ -27,6 +28,7 @@ import numpy as np
 
 from synkhronos.devices.communicator import ArrayLayout, Communicator
 from synkhronos.devices.cuda.connection import BYTES, PEER_POLL_SECONDS, Connection
+from synkhronos.devices.cuda.launch_state import LaunchState, find_functions
 from synkhronos.devices.cuda.staging import ItemRange, Staging, check_result
 from synkhronos.devices.cuda.watchdog import GPU_POLL_SECONDS, CollectiveWatchdog
 from synkhronos.devices.reductions import REDUCTIONS
@@ -105,6 +107,12 @@ class NcclCommunicator(Communicator):
         self._watchdog = watchdog
         #: Whether the side stream has work for which XLA's stream does not wait yet.
         self._has_side_work = False
+        self._functions: dict[str, int] | None = None
+
+    @property
+    def serial(self) -> int:
+        """Number of the present connection, which no other one of this process has."""
+        return self._connection.serial
 
     @property
     def epoch(self) -> int:
@@ -171,6 +179,44 @@ class NcclCommunicator(Communicator):
 
     # -- all_reduce within a launch of XLA -------------------------------------------------------------------
 
+    @contextlib.contextmanager
+    def bind_launch(self, is_recordable: bool) -> Iterator[LaunchState]:
+        """Bind the connection to a launch whose handlers call NCCL without Python.
+
+        Parameters
+        ----------
+        is_recordable : bool
+            Whether XLA may record the launch as a CUDA graph.
+
+        Yields
+        ------
+        LaunchState
+            For the handlers.
+
+        Raises
+        ------
+        RuntimeError
+            If NCCL or CUDA has failed, or the connection was aborted.
+        """
+        connection = self._connection
+        state = connection.launch_state
+        if self._functions is None:
+            self._functions = find_functions()
+            for name, address in self._functions.items():
+                setattr(state, name, address)
+            state.side_stream, state.event = self._staging.side_stream, int(self._staging.event)
+        self._mark_launch()
+        connection.may_be_recorded = connection.may_be_recorded or is_recordable
+        with self._call_lock:
+            state.reset()
+            try:
+                yield state
+            finally:
+                state.is_bound = 0
+        if state.failed_function or is_recordable:
+            _ = connection.handle  # raises if it was aborted, which a recorded launch does not notice
+        state.check()
+
     def start_in_launch(self, spans: Sequence[ReduceSpan], op: str, stream: int) -> None:
         """Launch reductions on the side stream, ordered after the present work of a stream.
 
@@ -208,14 +254,17 @@ class NcclCommunicator(Communicator):
             self._order_after(stream, self._staging.side_stream)
 
     def _launch_spans(self, spans: Sequence[ReduceSpan], op: str, stream: int) -> None:
-        watchdog = self._watchdog
-        if watchdog.writes_in_place and not watchdog.is_lost and watchdog.is_stream_idle():
-            watchdog.writes_in_place = False
-        watchdog.mark_started(self._connection)
+        self._mark_launch()
         with self._call_lock:
             handle = self._connection.handle  # XLA has made the GPU current in this thread
             for source, target, count, dtype in spans:
                 self._nccl.all_reduce(source, target, count, NCCL_DTYPES[dtype], NCCL_OPS[op], handle, stream)
+
+    def _mark_launch(self) -> None:
+        watchdog = self._watchdog
+        if watchdog.writes_in_place and not watchdog.is_lost and watchdog.is_stream_idle():
+            watchdog.writes_in_place = False
+        watchdog.mark_started(self._connection)
 
     def _order_after(self, stream: int, other: int) -> None:
         """Make a stream wait for the present work of another one."""

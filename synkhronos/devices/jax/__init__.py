@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from synkhronos.devices.cuda.device import CudaDevice
+from synkhronos.devices.jax import native
 from synkhronos.devices.jax.ffi import ComputeStream, find_compute_stream
 from synkhronos.devices.jax.scalar_log import LogEntry
 from synkhronos.devices.reductions import Reduction
@@ -84,6 +85,18 @@ class JaxDevice(CudaDevice):
     def can_reduce_in_launch(self, dtype: np.dtype) -> bool:
         """Whether the communicator can reduce arrays of a dtype in the middle of a launch."""
         return self.can_communicate(dtype) and self._compute_stream is not None and self._compute_stream.is_inline
+
+    @cached_property
+    def nccl_calls(self) -> str:
+        """How XLA calls NCCL within a launch, as `ffi.ProgramReduction` takes it."""
+        calls = native.chosen_calls()
+        if calls == "python" or native.load_handlers() is None:
+            return "python"
+        if calls == "graph":
+            # By default NCCL registers memory when an operation is recorded, for which all ranks may have to meet.
+            # XLA records again when an address has changed, on one rank perhaps.
+            os.environ.setdefault("NCCL_GRAPH_REGISTER", "0")
+        return calls
 
     # -- arrays ----------------------------------------------------------------------------------------------
 

@@ -21,6 +21,7 @@ import contextlib
 import ctypes
 import itertools
 import logging
+import math
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, Protocol
@@ -28,7 +29,8 @@ from weakref import WeakValueDictionary
 
 import numpy as np
 
-from synkhronos.devices.cuda.nccl import ReduceSpan
+from synkhronos.devices.cuda.nccl import NCCL_OPS, ReduceSpan
+from synkhronos.devices.jax import native
 from synkhronos.ranks.interrupts import defer_signals
 
 _log = logging.getLogger("synkhronos")
@@ -276,6 +278,11 @@ class ProgramReduction:
     aborts : bool
         Whether an error ends the launch.  Otherwise the launch continues with undefined reductions that are marked as
         invalid, so that the program can return the old values of donated arrays.
+    calls : {"python", "native", "graph"}
+        How XLA calls NCCL: through a reducer in Python; by a handler in C++; by one that XLA may also record in a CUDA
+        graph.  The latter two take `bind_native`, and an error never ends the launch.
+    op : str
+        Reduction of a handler in C++.
 
     Examples
     --------
@@ -288,8 +295,11 @@ class ProgramReduction:
     _numbers = itertools.count()
     _by_number: WeakValueDictionary[int, ProgramReduction] = WeakValueDictionary()
 
-    def __init__(self, aborts: bool = False) -> None:
-        self._aborts = aborts
+    def __init__(self, aborts: bool = False, calls: str = "python", op: str = "sum") -> None:
+        assert calls == "python" or not aborts
+        self._aborts, self.calls, self._op = aborts, calls, np.int64(NCCL_OPS[op])
+        #: Shape of the array that the bound launch reduces.
+        self._expected: tuple[int, ...] = ()
         #: The attribute of the program's calls.  A count, not an address, so that equal programs of two processes are
         #: equal for JAX's compilation cache.
         self._number = np.int64(next(self._numbers))
@@ -333,6 +343,35 @@ class ProgramReduction:
         finally:
             self._reducer = self._error = None
 
+    @contextlib.contextmanager
+    def bind_native(self, communicator: Any, shape: tuple[int, ...], times: int) -> Iterator[None]:
+        """Bind a communicator to the launch of the ``with`` block, for the handlers in C++.
+
+        Parameters
+        ----------
+        communicator : NcclCommunicator
+        shape : tuple of int
+            Shape of the reduced array on all ranks, checked when the program is traced.
+        times : int
+            Number of all-reduces that the launch must make.
+
+        Raises
+        ------
+        ValueError
+            If the program reduces another number of items.
+        RuntimeError
+            If NCCL has failed, the connection was aborted, or the launch has made more all-reduces, or less.
+        """
+        self._expected = shape
+        library, is_recordable = native.load_handlers(), self.calls == "graph"
+        with communicator.bind_launch(is_recordable) as state:
+            library.synkhronos_set_launch_state(state)
+            yield
+        if not is_recordable and state.n_finished != times:
+            raise RuntimeError(
+                f"XLA had the ranks' arrays combined {state.n_finished} times in one launch, not {times}"
+            )
+
     def _raise_error(self) -> None:
         if self._error is not None:
             raise self._error
@@ -360,10 +399,14 @@ class ProgramReduction:
         """
         import jax
 
-        _register_once(_START_TARGET, _start_callback)
         results = [_shape_of(array), jax.ShapeDtypeStruct((), np.int32)]
-        call = jax.ffi.ffi_call(_START_TARGET, results, input_output_aliases={0: 0, 1: 1})
-        started, token = call(array, token, number=self._number)
+        if self.calls == "python":
+            _register_once(_START_TARGET, _start_callback)
+            target, attributes = _START_TARGET, {"number": self._number}
+        else:
+            target, attributes = native.START, {"op": self._op, "n_started": np.int64(0)}
+        call = jax.ffi.ffi_call(target, results, input_output_aliases={0: 0, 1: 1})
+        started, token = call(array, token, **attributes)
         return started, token
 
     def trace_finish(
@@ -391,15 +434,26 @@ class ProgramReduction:
         """
         import jax
 
-        _register_once(_FINISH_TARGET, _finish_callback)
         operands = [*started, *arrays]
+        if self.calls == "python":
+            _register_once(_FINISH_TARGET, _finish_callback)
+            target, attributes = _FINISH_TARGET, {"number": self._number}
+        else:
+            n_items = sum(math.prod(array.shape) for array in operands)
+            if n_items != math.prod(self._expected):
+                raise ValueError(
+                    f"all_reduce: expected shape {self._expected}, as before the launch, got {n_items} items"
+                )
+            # A graph can't wait for the other stream, on which chunks are reduced outside of it.
+            target = native.RECORDABLE_FINISH if self.calls == "graph" and not started else native.FINISH
+            attributes = {"op": self._op, "n_started": np.int64(len(started))}
         results = [*map(_shape_of, operands), jax.ShapeDtypeStruct((), np.int32)]
         # The side effect is not declared, as JAX would then launch the program by its slow path.  XLA still makes the
         # call exactly once, as its results are used.
-        call = jax.ffi.ffi_call(_FINISH_TARGET, results, input_output_aliases={i: i for i in range(len(results))})
+        call = jax.ffi.ffi_call(target, results, input_output_aliases={i: i for i in range(len(results))})
         is_valid = np.int32(0) if token is None else token
         iterations = [] if iteration is None else [iteration]
-        *reduced, is_valid = call(*operands, is_valid, *iterations, number=self._number)
+        *reduced, is_valid = call(*operands, is_valid, *iterations, **attributes)
         return reduced, is_valid
 
     def trace_sum(self, array: Any) -> Any:

@@ -18,6 +18,39 @@ beside this file are small stand-ins for those that the library calls:
     Runs by itself in each process (``sitecustomize.py``).
 """
 
+import ctypes
+import functools
+
+#: Functions in C, by their names in `LaunchState`: alive as long as the process.
+_CALLBACKS = {}
+
+
+def find_functions():
+    """Return the addresses of functions in C that call the stand-ins."""
+    from cuda.bindings import driver
+    from nccl.bindings import nccl
+
+    def run(call, *arguments):
+        try:
+            call(*arguments)
+        except BaseException:
+            return 1
+        return 0
+
+    def fill(target, value, n_items, stream):
+        ctypes.memset(target, value, 4 * n_items)
+
+    p, u, n, i = ctypes.c_void_p, ctypes.c_uint, ctypes.c_size_t, ctypes.c_int
+    for name, call, types in (
+        ("all_reduce", nccl.all_reduce, (p, p, n, i, i, p, p)),
+        ("copy", driver.cuMemcpyAsync, (p, p, n, p)),
+        ("fill", fill, (p, u, n, p)),
+        ("record", driver.cuEventRecord, (p, p)),
+        ("wait", driver.cuStreamWaitEvent, (p, p, u)),
+    ):
+        _CALLBACKS.setdefault(name, ctypes.CFUNCTYPE(i, *types)(functools.partial(run, call)))
+    return {name: ctypes.cast(callback, p).value for name, callback in _CALLBACKS.items()}
+
 
 def install():
     """Have the library take JAX arrays on the CPU for arrays on GPUs."""
@@ -47,6 +80,8 @@ def install():
     PygpuDevice.requirements = {}
     PygpuDevice.start = start_pygpu
     PygpuDevice.stream = cuda.core.COMPUTE
+
+    synkhronos.devices.cuda.nccl.find_functions = find_functions
 
     JaxDevice.requirements = {}
     JaxDevice.start = start

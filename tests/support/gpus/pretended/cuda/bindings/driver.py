@@ -32,7 +32,7 @@ def cuStreamWaitEvent(stream, event, flags):  # noqa: N802 - CUDA's name
 
 
 def cuEventCreate(flags):  # noqa: N802 - CUDA's name
-    return 0, object()
+    return 0, 1
 
 
 def cuEventRecord(event, stream):  # noqa: N802 - CUDA's name

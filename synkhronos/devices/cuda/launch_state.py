@@ -1,0 +1,61 @@
+"""State of an all-reduce within a launch of XLA, shared with its handler in C++ (``devices/jax/nccl_ffi.cc``)."""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Any
+
+_ABORTED, _NCCL = 1, 2
+
+
+class LaunchState(ctypes.Structure):
+    """What the handler needs and reports; nccl_ffi.cc describes the fields."""
+
+    _fields_ = [
+        (name, ctypes.c_int64)
+        for name in (
+            *("comm", "valid_flag", "side_stream", "event"),
+            *("all_reduce", "copy", "fill", "record", "wait"),
+            *("is_bound", "n_finished", "has_side_work", "failed_function", "error"),
+        )
+    ]
+
+    def reset(self) -> None:
+        """Prepare for a launch."""
+        self.is_bound = 1
+        self.n_finished = self.has_side_work = self.failed_function = self.error = 0
+
+    def check(self) -> None:
+        """Raise the first error of the last launch.
+
+        Raises
+        ------
+        RuntimeError
+        """
+        if not self.failed_function:
+            return
+        if self.failed_function == _ABORTED:
+            raise RuntimeError("the connection between the ranks' GPUs was aborted")
+        if self.failed_function == _NCCL:
+            raise RuntimeError(f"NCCL failed within a launch (ncclResult_t {self.error})")
+        raise RuntimeError(f"CUDA failed within a launch (CUresult {self.error})")
+
+
+def find_functions() -> dict[str, int]:
+    """Return the addresses of the functions that the handler calls, by their names in `LaunchState`.
+
+    Raises
+    ------
+    Exception
+        If this process has not loaded them.
+    """
+    from nccl.bindings._internal import nccl as loaded
+
+    driver: Any = ctypes.CDLL("libcuda.so.1")
+    names = {"copy": "cuMemcpyAsync", "fill": "cuMemsetD32Async", "record": "cuEventRecord", "wait": "cuStreamWaitEvent"}
+    functions = {field: ctypes.cast(getattr(driver, name), ctypes.c_void_p).value for field, name in names.items()}
+    # The library in which nccl4py makes communicators; JAX may have loaded another one.
+    functions["all_reduce"] = int(loaded._inspect_function_pointer("__ncclAllReduce"))
+    if not all(functions.values()):
+        raise RuntimeError(f"functions of CUDA or NCCL have not been found: {functions}")
+    return {field: address for field, address in functions.items() if address}

@@ -1,0 +1,107 @@
+"""The handlers in C++ by which XLA calls NCCL: compiled at their first use, and cached on disk.
+
+Without a compiler, XLA calls NCCL through Python (`ffi`).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import fcntl
+import hashlib
+import logging
+import os
+import shutil
+import subprocess
+import tempfile
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from synkhronos.devices.cuda.launch_state import LaunchState
+
+_log = logging.getLogger("synkhronos")
+
+_SOURCE = Path(__file__).with_name("nccl_ffi.cc")
+_OPTIONS = ("-std=c++17", "-O2", "-DNDEBUG", "-shared", "-fPIC")
+#: XLA's names of the handlers.
+START, FINISH, RECORDABLE_FINISH = "synkhronos_native_start", "synkhronos_native_finish", "synkhronos_recordable_finish"
+
+#: Values of the environment variable ``SYNKHRONOS_NCCL_CALLS``.
+CALLS = ("python", "native", "graph")
+_DEFAULT_CALLS = "python"
+
+
+def chosen_calls() -> str:
+    """Return how XLA calls NCCL: "python", "native", or "graph", which is native and recorded in CUDA graphs.
+
+    Raises
+    ------
+    ValueError
+        If the environment variable ``SYNKHRONOS_NCCL_CALLS`` has another value.
+    """
+    calls = os.environ.get("SYNKHRONOS_NCCL_CALLS") or _DEFAULT_CALLS
+    if calls not in CALLS:
+        raise ValueError(f"SYNKHRONOS_NCCL_CALLS: expected one of {', '.join(CALLS)}, got {calls!r}")
+    return calls
+
+
+@cache
+def load_handlers() -> Any:
+    """Compile the handlers if they are not in the cache, load and register them.
+
+    Returns
+    -------
+    ctypes.CDLL or None
+        None if they can't be compiled or loaded; the reason is logged.
+    """
+    import jax
+
+    try:
+        library = ctypes.CDLL(str(build_library()))
+        platform = {"gpu": "CUDA"}.get(jax.default_backend(), jax.default_backend())
+        for name in (START, FINISH, RECORDABLE_FINISH):
+            jax.ffi.register_ffi_target(name, jax.ffi.pycapsule(getattr(library, name)), platform=platform)
+        library.synkhronos_set_launch_state.argtypes = [ctypes.POINTER(LaunchState)]
+        library.synkhronos_set_launch_state.restype = None
+    except Exception as error:
+        detail = error.stderr.strip()[-500:] if isinstance(error, subprocess.CalledProcessError) else error
+        _log.warning("XLA calls NCCL through Python, as its handler in C++ can't be compiled: %s", detail)
+        return None
+    return library
+
+
+def build_library(folder: Path | None = None) -> Path:
+    """Return the path of the compiled handlers; compiles them unless another process has.
+
+    Parameters
+    ----------
+    folder : Path, optional
+        The cache; default: ``synkhronos`` in the user's cache directory.
+
+    Raises
+    ------
+    OSError, subprocess.SubprocessError
+        If there is no compiler, or it fails.
+    """
+    import jax
+    import jaxlib
+
+    folder = folder or Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "synkhronos"
+    key = hashlib.blake2b(_SOURCE.read_bytes(), digest_size=12)
+    key.update(f"{jaxlib.__version__} {' '.join(_OPTIONS)} {os.uname().machine}".encode())
+    path = folder / f"nccl_ffi_{key.hexdigest()}.so"
+    if path.exists():
+        return path
+    compiler = os.environ.get("CXX") or "g++"
+    if shutil.which(compiler) is None:
+        raise FileNotFoundError(f"{compiler} is not installed")
+    folder.mkdir(parents=True, exist_ok=True)
+    with open(folder / f"{path.stem}.lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # of several ranks one compiles
+        if not path.exists():
+            with tempfile.TemporaryDirectory(dir=folder) as temporary:
+                built = Path(temporary, path.name)
+                command = [compiler, *_OPTIONS, f"-I{jax.ffi.include_dir()}", str(_SOURCE), "-o", str(built)]
+                subprocess.run(command, check=True, capture_output=True, text=True, timeout=120)
+                built.rename(path)  # at once, for processes that look without the lock
+    return path

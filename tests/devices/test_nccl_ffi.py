@@ -1,0 +1,103 @@
+"""The handlers in C++ by which XLA calls NCCL, called on the CPU, with functions in place of CUDA's and NCCL's."""
+
+import os
+import shutil
+import subprocess
+import sys
+
+import pytest
+from library import NAME
+from system import LIMIT, run_code
+
+pytestmark = [
+    pytest.mark.any_library,
+    pytest.mark.skipif(NAME != "pytensor", reason="Theano's environment has no JAX"),
+]
+needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
+
+
+def run(program):
+    code = f"""
+        import handler_programs
+        handler_programs.{program}
+    """
+    return run_code(code, timeout=LIMIT + 120, JAX_PLATFORMS="cpu").splitlines()
+
+
+@needs_compiler
+@pytest.mark.parametrize("calls", ["native", "graph"])
+def test_a_handler_reduces_and_a_failure_leaves_donated_arrays_as_they_were(calls):
+    good, twice, failed, after, aborted, outside = run(f"reduce_once({calls!r})")
+    reduced = "['3 of 7 by 4 in 1234 on None', 'flag on None']"
+    assert good == after == f"[[1.0, 3.0, 5.0], 1]; {reduced}"
+    # How often the handler is called is not known where XLA replays a graph.
+    expected = f"[[1.0, 3.0, 5.0], 1]; RuntimeError: XLA had the ranks' arrays combined 1 times in one launch, not 2; {reduced}"
+    assert twice == (expected if calls == "native" else good)
+    before = "[[1.0, 1.0, 1.0], 0]; RuntimeError"
+    assert failed == f"{before}: NCCL failed within a launch (ncclResult_t 3); ['3 of 7 by 4 in 1234 on None']"
+    assert aborted == f"{before}: the connection between the ranks' GPUs was aborted; []"
+    assert outside == "outside: True"
+
+
+@needs_compiler
+def test_chunks_are_reduced_on_the_side_stream_and_waited_for():
+    good, failed, other = run("reduce_chunks()")
+    start = ["record 9 on None", "8 waits for 9", "3 of 7 by 0 in 1234 on 8"]
+    join = ["record 9 on 8", "None waits for 9"]
+    rest = ["4 of 7 by 0 in 1234 on None", "1 of 9 by 0 in 1234 on None", "flag on None"]
+    assert good == f"[[2.0, 2.0, 2.0], [[2.0, 2.0], [2.0, 2.0]], 1]; {start + join + rest}"
+    # The side stream is waited for after an error too.
+    assert failed.endswith(f", 0]; RuntimeError: NCCL failed within a launch (ncclResult_t 3); {start + join}")
+    assert other == "[]; ValueError: all_reduce: expected shape (8,), as before the launch, got 4 items; []"
+
+
+@needs_compiler
+def test_a_loop_calls_the_handler_in_each_iteration():
+    assert run("reduce_in_loop()") == [
+        "[[1024.0, 1024.0, 1024.0], 10, 10] 10",
+        "[[8.0, 8.0, 8.0], 10, 3]; RuntimeError: NCCL failed within a launch (ncclResult_t 3) 4",
+    ]
+
+
+@needs_compiler
+def test_only_one_handler_may_be_recorded():
+    traits = [line.split()[1:] for line in run("read_traits()")]
+    assert traits == [["None", "0"], ["None", "0"], ["None", "1"]]
+
+
+def test_several_processes_compile_once(tmp_path):
+    compiler, log = tmp_path / "compiler", tmp_path / "log"
+    compiler.write_text(f'#!/bin/sh\necho "$0" >> {log}\nsleep 0.3\nfor last; do :; done\necho library > "$last"\n')
+    compiler.chmod(0o755)
+    code = "from synkhronos.devices.jax import native; print(native.build_library().read_text().strip())"
+    environment = {"CXX": str(compiler), "XDG_CACHE_HOME": str(tmp_path / "cache")}
+    processes = [
+        subprocess.Popen([sys.executable, "-c", code], env={**os.environ, **environment}, stdout=subprocess.PIPE)
+        for _ in range(3)
+    ]
+    assert [process.communicate(timeout=LIMIT + 60)[0] for process in processes] == 3 * [b"library\n"]
+    assert log.read_text().count("\n") == 1
+    assert sorted(path.suffix for path in (tmp_path / "cache" / "synkhronos").iterdir()) == [".lock", ".so"]
+
+
+@pytest.mark.parametrize(("compiler", "words"), [("no-such-compiler", "not installed"), ("false", "can't be compiled")])
+def test_without_a_compiler_xla_calls_through_python(tmp_path, compiler, words):
+    code = """
+        import logging, os
+        logging.basicConfig(format="%(message)s", stream=__import__("sys").stdout)
+        from synkhronos.devices import JAX
+        print([JAX.nccl_calls, JAX.nccl_calls])
+    """
+    environment = {"CXX": compiler, "XDG_CACHE_HOME": str(tmp_path), "JAX_PLATFORMS": "cpu"}
+    told, calls = run_code(code, timeout=LIMIT + 60, SYNKHRONOS_NCCL_CALLS="native", **environment).splitlines()
+    assert told.startswith("XLA calls NCCL through Python") and words in told
+    assert calls == "['python', 'python']"
+    assert not list(tmp_path.glob("*/*.so"))
+
+
+def test_an_unknown_way_to_call_nccl_is_refused(monkeypatch):
+    from synkhronos.devices.jax import native
+
+    monkeypatch.setenv("SYNKHRONOS_NCCL_CALLS", "quickly")
+    with pytest.raises(ValueError, match="SYNKHRONOS_NCCL_CALLS: expected one of python, native, graph, got 'quickly'"):
+        native.chosen_calls()

@@ -1,0 +1,182 @@
+"""Programs in which XLA, on the CPU, calls the handlers of nccl_ffi.cc: what they call is written in Python.
+
+Each function is run by test_nccl_ffi.py in a process of its own, and prints what was called.
+"""
+
+import ctypes
+import sys
+import types
+
+import numpy as np
+
+from synkhronos.devices.cuda import nccl
+from synkhronos.devices.jax import native
+from synkhronos.devices.jax.ffi import ProgramReduction
+
+STREAM, SIDE, EVENT, COMM = None, 8, 9, 1234  # XLA has no stream on the CPU
+calls = []
+#: What the next calls of NCCL return.
+codes = []
+
+
+def _all_reduce(source, target, count, dtype, op, comm, stream):
+    calls.append(f"{count} of {dtype} by {op} in {comm} on {stream}")
+    code = codes.pop(0) if codes else 0
+    if not code and dtype == 7:
+        array = np.ctypeslib.as_array((ctypes.c_float * count).from_address(target))
+        array[:] = 2 * np.ctypeslib.as_array((ctypes.c_float * count).from_address(source))
+    return code
+
+
+def _copy(target, source, nbytes, stream):
+    calls.append(f"flag on {stream}")
+    ctypes.memmove(target, source, nbytes)
+    return 0
+
+
+def _fill(target, value, count, stream):
+    ctypes.memset(target, value, 4 * count)
+    return 0
+
+
+def _record(event, stream):
+    calls.append(f"record {event} on {stream}")
+    return 0
+
+
+def _wait(stream, event, flags):
+    calls.append(f"{stream} waits for {event}")
+    return 0
+
+
+def connect():
+    """Return a communicator that has connected."""
+    p, u, n, i = ctypes.c_void_p, ctypes.c_uint, ctypes.c_size_t, ctypes.c_int
+    kinds = {
+        "all_reduce": (_all_reduce, p, p, n, i, i, p, p),
+        "copy": (_copy, p, p, n, p),
+        "fill": (_fill, p, u, n, p),
+        "record": (_record, p, p),
+        "wait": (_wait, p, p, u),
+    }
+    functions = {name: ctypes.CFUNCTYPE(i, *types)(call) for name, (call, *types) in kinds.items()}
+    connect.functions = functions  # alive
+    nccl.find_functions = lambda: {name: ctypes.cast(call, p).value for name, call in functions.items()}
+    driver = types.SimpleNamespace(
+        cuStreamQuery=lambda stream: (0,), CUresult=types.SimpleNamespace(CUDA_ERROR_NOT_READY=600)
+    )
+    arrays = types.SimpleNamespace(stream=7)
+    staging = types.SimpleNamespace(
+        handle=7, arrays=arrays, driver=driver, side_stream=SIDE, event=EVENT, host_flags=np.zeros(1, np.int32)
+    )
+    staging.set_current = lambda: None
+    rank = types.SimpleNamespace(
+        pending=[], command=5, has_peer_died=lambda: False, has_failed=lambda command: False, check=lambda: None
+    )
+    sys.modules["nccl"], sys.modules["nccl.bindings"] = types.ModuleType("nccl"), types.ModuleType("nccl.bindings")
+    sys.modules["nccl.bindings"].nccl = None
+    communicator = nccl.NcclCommunicator(rank, staging)
+    comm = types.SimpleNamespace(abort=lambda: calls.append("abort"), _comm=COMM)
+    connection = communicator._connection
+    connection._adopt(connection._attempt, comm)
+    connection.epoch = 1
+    return communicator
+
+
+def launch(program, communicator, reduction, *arguments, shape=(3,), times=1):
+    """Return the program's results, the error, and what was called."""
+    import jax
+
+    calls.clear()
+    results, end = [], ""
+    try:
+        with reduction.bind_native(communicator, shape, times):
+            results = jax.block_until_ready(program(*arguments))
+    except (RuntimeError, ValueError) as error:
+        end = f"{type(error).__name__}: {str(error).splitlines()[0]}; "
+    return f"{[np.asarray(result).tolist() for result in results]}; {end}{calls}"
+
+
+def reduce_once(calls="native"):
+    """One array; then NCCL fails; then the connection is aborted."""
+    import jax
+
+    communicator, reduction = connect(), ProgramReduction(calls=calls, op="avg")
+
+    def program(value, gradient):
+        (total,), is_valid = reduction.trace_finish([gradient])
+        return jax.numpy.where(is_valid != 0, value + total, value), is_valid
+
+    program = jax.jit(program, donate_argnums=0)
+    gradient = np.arange(3, dtype="float32")
+
+    def once(**options):
+        print(launch(program, communicator, reduction, jax.numpy.ones(3, "float32"), gradient, **options))
+
+    once()
+    once(times=2)
+    codes.append(3)
+    once()
+    once()
+    communicator._watchdog.abort()
+    once()
+    try:
+        program(jax.numpy.ones(3, "float32"), gradient)
+    except Exception as error:
+        print("outside:", "called outside of a launch" in str(error))
+
+
+def reduce_chunks():
+    """An array that is started before the rest, in several dtypes; then what no rank agreed on."""
+    import jax
+    import jax.numpy as jnp
+
+    communicator, reduction = connect(), ProgramReduction(calls="graph")
+
+    def program(first, second, third):
+        first, token = reduction.trace_start(first, np.int32(0))
+        arrays, is_valid = reduction.trace_finish([second, third], [first], token)
+        return *arrays[:2], is_valid
+
+    program = jax.jit(program)
+    arguments = jnp.ones(3, "float32"), jnp.ones((2, 2), "float32"), jnp.ones(1, "bfloat16")
+    print(launch(program, communicator, reduction, *arguments, shape=(8,)))
+    codes.append(3)
+    print(launch(program, communicator, reduction, *arguments, shape=(8,)))
+    print(launch(jax.jit(program), communicator, reduction, *(each[:1] for each in arguments), shape=(8,)))
+
+
+def reduce_in_loop():
+    """Ten times in one launch; then the fourth fails."""
+    import jax
+
+    communicator, reduction = connect(), ProgramReduction(calls="native")
+
+    def program(array):
+        def body(state, _):
+            array, i, n = state
+            (total,), is_valid = reduction.trace_finish([array], iteration=i)
+            return (jax.numpy.where(is_valid != 0, total, array), i + 1, n + is_valid), None
+
+        return jax.lax.scan(body, (array, 0, 0), None, length=10)[0]
+
+    program = jax.jit(program)
+    for codes[:] in ([], [0, 0, 0, 3]):
+        text = launch(program, communicator, reduction, np.ones(3, "float32"), times=10)
+        print(text.rpartition("; ")[0], sum("of 7" in each for each in calls))
+
+
+def read_traits():
+    """Ask the handlers what they declare, as XLA does."""
+    from synkhronos.devices.jax.ffi import _METADATA, _Api, _CallFrame, _Extension, _Metadata
+
+    library = native.load_handlers()
+    for name in (native.START, native.FINISH, native.RECORDABLE_FINISH):
+        metadata = _Metadata(struct_size=ctypes.sizeof(_Metadata))
+        extension = _Extension(ctypes.sizeof(_Extension), _METADATA, None, ctypes.pointer(metadata))
+        api = _Api(struct_size=ctypes.sizeof(_Api))
+        frame = _CallFrame(struct_size=ctypes.sizeof(_CallFrame), api=ctypes.pointer(api))
+        frame.extension = ctypes.addressof(extension)
+        handler = getattr(library, name)
+        handler.restype = ctypes.c_void_p
+        print(name, handler(ctypes.byref(frame)), metadata.traits)
