@@ -84,9 +84,7 @@ class Executable(Runner):
         jax.config.update("jax_enable_x64", True)
         self._functions = list(functions)
         self._logs_scalars, self.times = logs_scalars, times
-        self.program_reduction = (
-            None if reduction is None else ProgramReduction(calls=reduction.calls, op=reduction.op)
-        )
+        self.program_reduction = None if reduction is None else ProgramReduction(calls=reduction.calls, op=reduction.op)
         self._fused: dict[Any, Executable] = {}
         self._signatures: set[Any] = set()
         self._n_inputs = sum(function.n_inputs for function in functions)

@@ -1103,7 +1103,9 @@ def test_failed_steps_report_how_many_were_taken(fork, culprit):
         before = np.asarray(w.get_value()).copy()
         ranks.session().run(Faltering(count, culprit))
         start = time.monotonic()
-        with pytest.raises((synk.WorkerError, ArithmeticError, RuntimeError), match="the sum is odd|ncclResult_t 3") as caught:
+        with pytest.raises(
+            (synk.WorkerError, ArithmeticError, RuntimeError), match="the sum is odd|ncclResult_t 3"
+        ) as caught:
             step()
         assert time.monotonic() - start < 3
         told = "".join([str(caught.value), *getattr(caught.value, "__notes__", [])])

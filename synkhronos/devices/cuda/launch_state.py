@@ -9,7 +9,7 @@ _ABORTED, _NCCL = 1, 2
 
 
 class LaunchState(ctypes.Structure):
-    """What the handler needs and reports; nccl_ffi.cc describes the fields."""
+    """Communicator, addresses of functions, and errors of a launch; nccl_ffi.cc describes the fields."""
 
     _fields_ = [
         (name, ctypes.c_int64)
@@ -52,7 +52,12 @@ def find_functions() -> dict[str, int]:
     from nccl.bindings._internal import nccl as loaded
 
     driver: Any = ctypes.CDLL("libcuda.so.1")
-    names = {"copy": "cuMemcpyAsync", "fill": "cuMemsetD32Async", "record": "cuEventRecord", "wait": "cuStreamWaitEvent"}
+    names = {
+        "copy": "cuMemcpyAsync",
+        "fill": "cuMemsetD32Async",
+        "record": "cuEventRecord",
+        "wait": "cuStreamWaitEvent",
+    }
     functions = {field: ctypes.cast(getattr(driver, name), ctypes.c_void_p).value for field, name in names.items()}
     # The library in which nccl4py makes communicators; JAX may have loaded another one.
     functions["all_reduce"] = int(loaded._inspect_function_pointer("__ncclAllReduce"))

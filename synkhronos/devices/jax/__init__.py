@@ -88,7 +88,7 @@ class JaxDevice(CudaDevice):
 
     @cached_property
     def nccl_calls(self) -> str:
-        """How XLA calls NCCL within a launch, as `ffi.ProgramReduction` takes it."""
+        """Kind of NCCL calls within a launch: "python", "native" or "graph"."""
         calls = native.chosen_calls()
         if calls == "python" or native.load_handlers() is None:
             return "python"

@@ -32,7 +32,7 @@ _DEFAULT_CALLS = "python"
 
 
 def chosen_calls() -> str:
-    """Return how XLA calls NCCL: "python", "native", or "graph", which is native and recorded in CUDA graphs.
+    """Return the kind of NCCL calls within a launch: "python", "native", or "graph" (native, in CUDA graphs).
 
     Raises
     ------
