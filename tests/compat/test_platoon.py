@@ -1,5 +1,6 @@
 """``synkhronos platoon NAME``: controllers and workers in the manner of Platoon's, on two ranks."""
 
+import contextlib
 import os
 import pickle
 import shutil
@@ -460,9 +461,7 @@ def test_controller_on_each_host(tmp_path):
     ("experiment", "how", "said"),
     [
         ("fails", "raise 3", "worker 3 (cpu, process {}) raised ValueError: the third batch is damaged; see "),
-        ("fails", "exit 2", "worker 2 (cpu, process {}) exited with status 3; see "),
         ("fails", "kill 3", "worker 3 on host b (process {}) was killed by SIGKILL"),
-        ("fails", "lock 0", "worker 0 (cpu, process {}) raised ValueError: the holder of the lock has failed"),
         ("fails", "reduce 0", "rank 0 is at the end of the program, rank 1 is at all_reduce()"),
         ("fails", "controller 3", "no answer of the controller: its process has ended; see {}/controller_b.err"),
         ("fails", "stuck 3", "ERROR! "),  # which one of two messages is a matter of time
@@ -522,4 +521,5 @@ def test_kill_on_hosts_leaves_nothing(tmp_path, number, who, status):
             time.sleep(0.05)
     finally:
         process.kill()
-        print(*process.communicate())
+        with contextlib.suppress(subprocess.TimeoutExpired):  # others have its pipes, where the test has failed
+            print(*process.communicate(timeout=5))

@@ -218,13 +218,14 @@ def started(press):
 @pytest.mark.any_library
 def test_interrupt_at_any_moment_leaves_no_mpirun(monkeypatch):
     made.end()  # those are children of this process, too
+    children = set(children_of(os.getpid()))
     said = [{"name": name, "cores": 1, "gpus": 0, "machine": 1, "versions": {}} for name in "ab"]
     monkeypatch.setattr(mpirun, "mpirun_command", lambda names, address: ["sleep", "60"])
     monkeypatch.setattr(mpi_link.MpiLink, "_connect", lambda self, listener: said)
     for press in range(1, 1 + started(-1)):
         with pytest.raises(KeyboardInterrupt):
             started(press)
-        assert children_of(os.getpid()) == [], press
+        assert set(children_of(os.getpid())) <= children, press
 
 
 def test_fork_warns_of_a_process_bound_to_a_core(monkeypatch):

@@ -21,7 +21,7 @@ from synkhronos.ranks import Command
 def test_a_short_soak_finds_nothing_wrong():
     script = SUPPORT / "soak.py"
     done = subprocess.run(
-        [sys.executable, str(script), "--seconds", "14", "--seed", "7"], capture_output=True, text=True, timeout=90
+        [sys.executable, str(script), "--seconds", "8", "--seed", "7"], capture_output=True, text=True, timeout=90
     )
     assert done.returncode == 0, done.stdout + done.stderr[-4000:]
     assert "0 wrong results, 0 hangs" in done.stdout

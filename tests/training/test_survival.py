@@ -112,6 +112,7 @@ def test_on_death_continue_after_one_death(name, monkeypatch):
 
 
 @pytest.mark.faults
+@pytest.mark.any_library
 @pytest.mark.parametrize("seed", range(2))
 @pytest.mark.parametrize("name", ALL)
 def test_on_death_continue_after_random_deaths(name, seed, monkeypatch, tmp_path):
