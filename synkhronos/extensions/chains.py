@@ -36,7 +36,7 @@ from synkhronos.graphs import library_of
 from synkhronos.graphs.mirror import get_object
 from synkhronos.ranks import Command, Rank, Session
 
-__all__ = ["find_chain", "measure_rate", "set_inherited_rows", "start_ranks"]
+__all__ = ["can_start_ranks", "find_chain", "measure_rate", "set_chain", "set_inherited_rows", "start_ranks"]
 
 #: Modules of PyMC that start a process for each chain.
 _SAMPLERS = ("pymc.sampling.parallel", "pymc.sampling.population", "pymc.smc.parallel")
@@ -44,8 +44,14 @@ _SAMPLERS = ("pymc.sampling.parallel", "pymc.sampling.population", "pymc.smc.par
 #: Seconds for which `measure_rate` measures, and those in which all chains have to be ready.
 _MEASURE_SECONDS, _START_SECONDS = 0.3, 120.0
 
-#: Result of `find_chain` in a process of `measure_rate`.
-_measured_chain: tuple[int, int] | None = None
+#: Result of `find_chain` in a process that `set_chain` was called in.
+_chain: tuple[int, int] | None = None
+
+
+def set_chain(number: int, at_a_time: int) -> None:
+    """Set the number of this process' chain, and how many chains are sampled at a time."""
+    global _chain
+    _chain = number, at_a_time
 
 
 def find_chain() -> tuple[int, int] | None:
@@ -53,8 +59,8 @@ def find_chain() -> tuple[int, int] | None:
 
     PyMC does not pass these numbers on.  They are read from the call that forked this process, which is on its stack.
     """
-    if _measured_chain is not None:
-        return _measured_chain
+    if _chain is not None:
+        return _chain
     number = re.search(r"(?:worker_chain_|ChainWalker)(\d+)$", current_process().name)
     frame: FrameType | None = sys._getframe()
     while number and (frame := frame and frame.f_back):
@@ -64,6 +70,11 @@ def find_chain() -> tuple[int, int] | None:
         if "chains" in values and "cores" in values:
             return int(number[1]), min(values["chains"], values["cores"])
     return None
+
+
+def can_start_ranks(session: Session) -> bool:
+    """Whether processes of chains can start ranks: those of GPUs cannot be forked."""
+    return session.rank.device is HOST
 
 
 def start_ranks(max_ranks: int | None = None) -> bool:
@@ -80,7 +91,7 @@ def start_ranks(max_ranks: int | None = None) -> bool:
         False if this process samples no chain, or the master has no ranks or has them on GPUs.
     """
     inherited, chain = ranks.inherited_session(), find_chain()
-    if inherited is None or chain is None or inherited.rank.device is not HOST:
+    if inherited is None or chain is None or not can_start_ranks(inherited):
         return False
     number, at_a_time = chain
     share = get_share(len(inherited.rank.control.here), at_a_time, number % at_a_time)
@@ -127,8 +138,7 @@ def measure_rate(evaluate: Callable[[], Any], chains: int) -> float:
 
 
 def _measure_chain(evaluate: Callable[[], Any], number: int, chains: int, barrier: Any, pipe: Any) -> None:
-    global _measured_chain
-    _measured_chain = number, chains
+    set_chain(number, chains)
     try:
         evaluate()
         barrier.wait(_START_SECONDS)

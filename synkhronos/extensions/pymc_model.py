@@ -32,6 +32,7 @@ from pytensor.tensor.math import Sum
 
 from synkhronos import ranks
 from synkhronos.devices import HOST
+from synkhronos.extensions import chain_servers
 from synkhronos.extensions.chains import measure_rate
 from synkhronos.extensions.rows_sum import RowsSum, SumOverRows, replace_variables, sum_over_rows
 from synkhronos.extensions.rowwise import NotRowwiseError, RowSearch, make_rowwise
@@ -57,9 +58,12 @@ class DataParallelModel(pm.Model):
     ----------
     reasons : dict of str to str
         Reasons why observed variables and potentials are not split, by name.
+    rows_sums : list of RowsSum
+        The sums over rows that the log-density contains.
     """
 
     def __init__(self, model: pm.Model):
+        chain_servers.wrap_nutpie()
         self.__dict__.update(model.__dict__)
         self._sums: dict[Any, Any] = {}
         self.reasons: dict[str, str] = {}
@@ -68,7 +72,7 @@ class DataParallelModel(pm.Model):
                 self._sums[variable] = _make_sum(model, variable)
             except NotRowwiseError as error:
                 self.reasons[variable.name] = str(error)
-        self._rows_sums: list[RowsSum] = [
+        self.rows_sums: list[RowsSum] = [
             found.owner.op.rows
             for found in ancestors(self._sums.values())
             if found.owner is not None and isinstance(found.owner.op, SumOverRows)
@@ -110,7 +114,8 @@ class DataParallelModel(pm.Model):
         if not sum or not sums:
             return super().logp(vars, jacobian, sum)
         _check_pathfinder()
-        for each in self._rows_sums:
+        wrap_samplers()
+        for each in self.rows_sums:
             each.get_session()
         others = [variable for variable in variables if variable not in self._sums]
         return reduce(operator.add, sums if not others else [super().logp(others, jacobian), *sums])
@@ -151,13 +156,13 @@ class DataParallelModel(pm.Model):
         _log.info("Each of %s chains is computed by %s. Times of a gradient: %s", chains, chosen, times)
         if chosen == "PyMC alone":
             self.reasons.update((variable.name, f"PyMC alone is as quick: {times}") for variable in self._sums)
-            self._sums, self._rows_sums = {}, []
+            self._sums, self.rows_sums = {}, []
         else:  # the largest number is a share, and chains may divide the remainder
             count = int(chosen.split()[0])
             self._limit_chain_ranks(None if count == counts[-1] else count)
 
     def _limit_chain_ranks(self, count: int | None) -> None:
-        for each in self._rows_sums:
+        for each in self.rows_sums:
             each.max_chain_ranks = count
 
 

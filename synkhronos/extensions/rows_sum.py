@@ -28,7 +28,7 @@ import warnings
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytensor
@@ -50,6 +50,9 @@ from synkhronos.devices import HOST
 from synkhronos.extensions.chains import find_chain, set_inherited_rows, start_ranks
 from synkhronos.function import get_dispatcher
 from synkhronos.graphs import library_of
+
+if TYPE_CHECKING:
+    from synkhronos.extensions.chain_servers import ChainServers
 
 __all__ = ["sum_over_rows"]
 
@@ -152,6 +155,8 @@ class RowsSum:
         Maximal number of ranks of a chain with a process of its own; None for its share.
     inherited_rows : list of ndarray
         In such a process, the values of the rows when its ranks were started.
+    chain_servers : ChainServers or None
+        Processes that evaluate for a sampler's threads, while these run side by side.
     """
 
     def __init__(self, terms: Any, rows: Mapping[Any, Any], name: str | None):
@@ -170,6 +175,7 @@ class RowsSum:
         self.interrupts_on_exit = False
         self.max_chain_ranks: int | None = None
         self.inherited_rows: list[Any] = []
+        self.chain_servers: ChainServers | None = None
         self._lock = threading.RLock()
         self._scattered: list[Any] = []
         self._samples: list[Any] = []
@@ -250,15 +256,15 @@ class RowsSum:
 
     def value(self, params: Sequence[np.ndarray]) -> np.ndarray:
         """Return the sum at a point."""
-        return self._evaluate(params, self._wants_gradient)[0]
+        return self.evaluate(params, self._wants_gradient)[0]
 
     def value_and_gradients(self, params: Sequence[np.ndarray]) -> list[np.ndarray]:
         """Return the sum at a point, followed by its gradients."""
-        return self._evaluate(params, gradient=True)
+        return self.evaluate(params, gradient=True)
 
     def gradients(self, params: Sequence[np.ndarray]) -> list[np.ndarray]:
         """Return the gradients at a point, one for each float parameter."""
-        return self._evaluate(params, gradient=True)[1:]
+        return self.evaluate(params, gradient=True)[1:]
 
     def products(self, params: Sequence[np.ndarray], directions: Sequence[np.ndarray]) -> list[np.ndarray]:
         """Return the product of the Hessian at a point with a direction, one array for each float parameter."""
@@ -266,9 +272,18 @@ class RowsSum:
             self.scatter_rows()
             return self._call(self._product_function, [*params, *directions], directions)
 
-    def _evaluate(self, params: Sequence[np.ndarray], gradient: bool) -> list[np.ndarray]:
+    def evaluate(self, params: Sequence[np.ndarray], gradient: bool) -> list[np.ndarray]:
         """Return value and, if asked for, gradients at a point; from the cache if it is the last one."""
-        with _warn_unseen_errors(), self._lock:
+        with _warn_unseen_errors():
+            if self.chain_servers is None or not _is_foreign_thread():
+                return self._evaluate_here(params, gradient)
+            try:
+                return self.chain_servers.evaluate(self, params, gradient)
+            except synk.WorkerError as error:
+                raise _stop_sampler(error) from error
+
+    def _evaluate_here(self, params: Sequence[np.ndarray], gradient: bool) -> list[np.ndarray]:
+        with self._lock:
             self.scatter_rows()
             point = [(param.shape, param.tobytes()) for param in map(np.asarray, params)]
             if point != self._last_point or gradient and len(self._last_results) == 1:
@@ -296,13 +311,7 @@ class RowsSum:
             # A chain's process reports the error to PyMC, which ends the other chains.
             if not self.interrupts_on_exit or session is not None and session.closed is None or find_chain():
                 raise
-            warnings.warn(f"stopped early, with the results so far: {error}", RuntimeWarning, stacklevel=2)
-            if _is_foreign_thread():
-                # The main thread gets the interrupt and stops the sampler's threads.  Until then they have to wait
-                # here: without a density they would record a wrong draw.
-                _thread.interrupt_main()
-                time.sleep(_STOP_SECONDS)
-            raise WorkerExitInterrupt(str(error), error.rank, error.worker_traceback, error.failures) from error
+            raise _stop_sampler(error) from error
         except NotImplementedError as error:
             raise NotImplementedError(
                 f"{self.name}: JAX mode, which GPUs need, lacks an operation: {textwrap.shorten(str(error), 150)}. "
@@ -357,6 +366,17 @@ class RowsSum:
             if not start_ranks(self.max_chain_ranks):
                 raise RuntimeError(_WRONG_PROCESS) from error
             return ranks.session()
+
+
+def _stop_sampler(error: synk.WorkerError) -> WorkerExitInterrupt:
+    """Warn, stop a sampler whose thread this is, and return the interrupt for PyMC's samplers."""
+    warnings.warn(f"stopped early, with the results so far: {error}", RuntimeWarning, stacklevel=3)
+    if _is_foreign_thread():
+        # The main thread gets the interrupt and stops the sampler's threads.  Until then they have to wait here:
+        # without a density they would record a wrong draw.
+        _thread.interrupt_main()
+        time.sleep(_STOP_SECONDS)
+    return WorkerExitInterrupt(str(error), error.rank, error.worker_traceback, error.failures)
 
 
 def _is_foreign_thread() -> bool:

@@ -655,6 +655,23 @@ def test_sample_with_nutpie(two, cores):
 
 @NUTPIE
 @pytest.mark.skipif(XLA, reason="nutpie compiles by Numba")
+def test_sample_with_nutpie_as_a_sampler_of_pymc(two):
+    """Each chain has ranks of its own."""
+    drawn = []
+    model = small()
+    for one in (data_parallel(model), model):
+        with one:
+            drawn.append(
+                pm.sample(
+                    20, tune=50, chains=2, cores=2, random_seed=1, nuts_sampler="nutpie", progressbar=False,
+                    compute_convergence_checks=False,
+                )
+            )  # fmt: skip
+    np.testing.assert_allclose(*[one.posterior["b"].values[:, 0] for one in drawn], rtol=1e-3)
+
+
+@NUTPIE
+@pytest.mark.skipif(XLA, reason="nutpie compiles by Numba")
 @pytest.mark.new_ranks
 def test_nutpie_returns_draws_after_a_death(fork):
     import nutpie

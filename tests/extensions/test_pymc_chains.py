@@ -1,6 +1,8 @@
 """Chains of PyMC side by side, each with its own ranks, compared with PyMC's own chains."""
 
+import _thread
 import os
+import queue
 import signal
 import subprocess
 import sys
@@ -35,6 +37,13 @@ def build():
         b = pm.Normal("b", shape=3)
         pm.Normal("y", X @ b, 1, observed=X[:, 0])
         pm.Poisson("z", pm.math.exp(b[0]), observed=np.arange(50) % 4)
+    return model
+
+
+def small():
+    with pm.Model() as model:
+        b = pm.Normal("b", shape=3)
+        pm.Normal("y", X @ b, 1, observed=X[:, 0])
     return model
 
 
@@ -233,6 +242,67 @@ def test_interrupted_chains_return_their_draws(tmp_path):
     )
     assert ended.stdout.split() == ["drawn", "True", "again", "5"], ended.stderr
     assert "Traceback" not in ended.stderr
+
+
+# -- chains that are threads, as nutpie's ----------------------------------------------------------------------------
+
+
+class Threads:
+    """Stands for PyMC's function that calls nutpie: chains are threads that Python has not started."""
+
+    def __init__(self, sums, monkeypatch):
+        self.sums, self.monkeypatch = sums, monkeypatch
+        monkeypatch.setattr(pymc_model.chain_servers.mcmc, "_sample_external_nuts", self.sample)
+        pymc_model.chain_servers.wrap_nutpie()
+
+    def sample(self, *, chains, **kwargs):
+        def refuse(*args):
+            raise AssertionError("evaluated by the ranks of the master")
+
+        def evaluate(number):
+            try:
+                found.put([each.value_and_gradients([np.full(3, 0.1 * number)]) for each in self.sums])
+            except BaseException as error:
+                found.put(error)
+
+        found = queue.SimpleQueue()
+        self.monkeypatch.setattr(type(self.sums[0]), "_evaluate_here", refuse)  # not in the servers, which are running
+        for number in range(chains):
+            _thread.start_new_thread(evaluate, (number,))
+        return [found.get(timeout=100) for _ in range(chains)]
+
+
+def test_threads_of_a_sampler_have_their_share_of_the_ranks(fork, started, monkeypatch):
+    fork(5)
+    parallel = data_parallel(small())
+    sums = parallel.rows_sums
+    expected = [sums[0].value_and_gradients([np.full(3, 0.1 * number)]) for number in range(2)]
+    Threads(sums, monkeypatch)
+    arguments = {"sampler": "nutpie", "model": parallel, "chains": 2, "cores": 2}
+    found = sorted(pymc_model.chain_servers.mcmc._sample_external_nuts(**arguments), key=lambda each: -each[0][0])
+    for (ours,), theirs in zip(found, sorted(expected, key=lambda each: -each[0]), strict=True):
+        for one, other in zip(ours, theirs, strict=True):
+            np.testing.assert_allclose(one, other, rtol=1e-9)
+    assert sorted(map(len, started())) == [2, 3]
+    assert all(has_exited(pid) for group in started() for pid in group)
+
+
+@pytest.mark.parametrize("index", [0, 1], ids=["server", "rank"])
+def test_evaluate_after_an_exit_raises_a_worker_error(fork, started, index):
+    fork(4)
+    (rows,) = data_parallel(small()).rows_sums
+    servers = pymc_model.chain_servers.ChainServers(1)
+    try:
+        value = servers.evaluate(rows, [np.zeros(3)], False)
+        np.testing.assert_allclose(value[0], rows.value([np.zeros(3)]))
+        (group,) = started()
+        os.kill(group[index], signal.SIGKILL)
+        assert has_exited(group[index])
+        with pytest.raises(synk.WorkerError):
+            servers.evaluate(rows, [np.ones(3)], False)
+    finally:
+        servers.close()
+    assert all(has_exited(pid) for pid in group)
 
 
 # -- ranks="auto" ------------------------------------------------------------------------------------------------
