@@ -20,17 +20,13 @@ import queue
 import signal
 from collections.abc import Iterator, Sequence
 from multiprocessing.connection import Connection
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
-from pymc.sampling import mcmc
 
 from synkhronos import ranks
 from synkhronos.extensions import chains
 from synkhronos.ranks import WorkerError, available_cores
-
-if TYPE_CHECKING:
-    from synkhronos.extensions.rows_sum import RowsSum
 
 __all__ = ["ChainServers", "wrap_nutpie"]
 
@@ -61,8 +57,8 @@ class ChainServers:
             self._processes.append(process)
             self._idle.put(ours)
 
-    def evaluate(self, rows: RowsSum, params: Sequence[np.ndarray], gradient: bool) -> list[np.ndarray]:
-        """Return a sum's value and, if asked for, its gradients, computed by an idle server.
+    def evaluate(self, rows: Any, params: Sequence[np.ndarray], gradient: bool) -> list[np.ndarray]:
+        """Return the value and, if asked for, the gradients of a `RowsSum`, computed by an idle server.
 
         Raises
         ------
@@ -112,7 +108,7 @@ def _serve(pipe: Connection, inherited: list[Connection], number: int, count: in
 
 
 @contextlib.contextmanager
-def _serve_chains(sums: Sequence[RowsSum], count: int) -> Iterator[None]:
+def _serve_chains(sums: Sequence[Any], count: int) -> Iterator[None]:
     """Context in which threads of a sampler evaluate these sums on servers."""
     servers = ChainServers(count)
     for each in sums:
@@ -127,6 +123,8 @@ def _serve_chains(sums: Sequence[RowsSum], count: int) -> Iterator[None]:
 
 def wrap_nutpie() -> None:
     """Wrap PyMC's function that calls other samplers, so that nutpie's chains have servers."""
+    from pymc.sampling import mcmc
+
     original = mcmc._sample_external_nuts
     if hasattr(original, "__wrapped__"):
         return

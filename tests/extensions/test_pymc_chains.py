@@ -19,9 +19,11 @@ with warnings.catch_warnings():
     pm = pytest.importorskip("pymc", reason="the extra `pymc` is not installed")
 from library import HOSTS, INTERPRETED, XLA  # noqa: E402
 
+from pymc.sampling import mcmc  # noqa: E402
+
 import synkhronos as synk  # noqa: E402
+from synkhronos.extensions import chain_servers, pymc_model  # noqa: E402
 from synkhronos.extensions import chains as chains_module  # noqa: E402
-from synkhronos.extensions import pymc_model  # noqa: E402
 from synkhronos.extensions.pymc import data_parallel  # noqa: E402
 
 pytestmark = [
@@ -252,8 +254,8 @@ class Threads:
 
     def __init__(self, sums, monkeypatch):
         self.sums, self.monkeypatch = sums, monkeypatch
-        monkeypatch.setattr(pymc_model.chain_servers.mcmc, "_sample_external_nuts", self.sample)
-        pymc_model.chain_servers.wrap_nutpie()
+        monkeypatch.setattr(mcmc, "_sample_external_nuts", self.sample)
+        chain_servers.wrap_nutpie()
 
     def sample(self, *, chains, **kwargs):
         def refuse(*args):
@@ -279,7 +281,7 @@ def test_threads_of_a_sampler_have_their_share_of_the_ranks(fork, started, monke
     expected = [sums[0].value_and_gradients([np.full(3, 0.1 * number)]) for number in range(2)]
     Threads(sums, monkeypatch)
     arguments = {"sampler": "nutpie", "model": parallel, "chains": 2, "cores": 2}
-    found = sorted(pymc_model.chain_servers.mcmc._sample_external_nuts(**arguments), key=lambda each: -each[0][0])
+    found = sorted(mcmc._sample_external_nuts(**arguments), key=lambda each: -each[0][0])
     for (ours,), theirs in zip(found, sorted(expected, key=lambda each: -each[0]), strict=True):
         for one, other in zip(ours, theirs, strict=True):
             np.testing.assert_allclose(one, other, rtol=1e-9)
@@ -291,7 +293,7 @@ def test_threads_of_a_sampler_have_their_share_of_the_ranks(fork, started, monke
 def test_evaluate_after_an_exit_raises_a_worker_error(fork, started, index):
     fork(4)
     (rows,) = data_parallel(small()).rows_sums
-    servers = pymc_model.chain_servers.ChainServers(1)
+    servers = chain_servers.ChainServers(1)
     try:
         value = servers.evaluate(rows, [np.zeros(3)], False)
         np.testing.assert_allclose(value[0], rows.value([np.zeros(3)]))
