@@ -18,7 +18,6 @@ with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # ArviZ announces its next version
     pm = pytest.importorskip("pymc", reason="the extra `pymc` is not installed")
 from library import HOSTS, INTERPRETED, XLA  # noqa: E402
-
 from pymc.sampling import mcmc  # noqa: E402
 
 import synkhronos as synk  # noqa: E402
