@@ -766,7 +766,8 @@ class Leave(Command):
             time.sleep(0.2)
 
         def leave():
-            raise Left
+            if not self.all_come or min(rank.control.arrived) >= step:
+                raise Left
 
         try:
             rank.barrier(leave if rank.is_master else None)
