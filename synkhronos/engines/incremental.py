@@ -39,27 +39,27 @@ class IncrementalFunction:
         import jax
 
         closed = jax.make_jaxpr(function)(*arguments)
-        self._program = program = closed.jaxpr
-        self._values = dict(zip(program.constvars, closed.consts, strict=True))
-        self._values.update(zip(program.invars, arguments, strict=True))
+        self._jaxpr = jaxpr = closed.jaxpr
+        self._values = dict(zip(jaxpr.constvars, closed.consts, strict=True))
+        self._values.update(zip(jaxpr.invars, arguments, strict=True))
         #: Index of the equation that computes a variable.
-        self._source = {variable: i for i, equation in enumerate(program.eqns) for variable in equation.outvars}
+        self._source = {variable: i for i, equation in enumerate(jaxpr.eqns) for variable in equation.outvars}
         self._computed: set[int] = set()
-        self._forward = self._find_missing(program.outvars[:n_forward])
-        self.parts = self._find_parts(program.outvars[vector])
-        self._results = [*program.outvars[:vector], None, *program.outvars[vector + 1 :]]
+        self._forward = self._find_missing(jaxpr.outvars[:n_forward])
+        self.parts = self._find_parts(jaxpr.outvars[vector])
+        self._results = [*jaxpr.outvars[:vector], None, *jaxpr.outvars[vector + 1 :]]
 
     def compute(self, variables: Sequence[Any]) -> list[Any]:
         """Return variables' values, by tracing only the equations that are missing for them."""
         from jax.extend import core
 
         missing = sorted(self._find_missing(variables))
-        equations = [self._program.eqns[i] for i in missing]
+        equations = [self._jaxpr.eqns[i] for i in missing]
         outputs = [v for equation in equations for v in equation.outvars if not isinstance(v, core.DropVar)]
         used = dict.fromkeys(v for equation in equations for v in equation.invars if not isinstance(v, core.Literal))
         inputs = [v for v in used if v in self._values]
-        program = self._program.replace(constvars=[], invars=inputs, outvars=outputs, eqns=equations)
-        computed = core.jaxpr_as_fun(core.ClosedJaxpr(program, ()))(*[self._values[v] for v in inputs])
+        jaxpr = self._jaxpr.replace(constvars=[], invars=inputs, outvars=outputs, eqns=equations)
+        computed = core.jaxpr_as_fun(core.ClosedJaxpr(jaxpr, ()))(*[self._values[v] for v in inputs])
         self._values.update(zip(outputs, computed, strict=True))
         self._computed.update(missing)
         return [v.val if isinstance(v, core.Literal) else self._values[v] for v in variables]
@@ -69,7 +69,7 @@ class IncrementalFunction:
         import jax
 
         missing = self._find_missing([*self.parts, *filter(None, self._results)])
-        used = {id(v) for i in missing for v in self._program.eqns[i].invars}
+        used = {id(v) for i in missing for v in self._jaxpr.eqns[i].invars}
         flows = [
             v
             for v, i in self._source.items()
@@ -96,7 +96,7 @@ class IncrementalFunction:
             i = None if isinstance(variable, core.Literal) else self._source.get(variable)
             if i is not None and i not in missing and i not in self._computed:
                 missing.add(i)
-                remaining += self._program.eqns[i].invars
+                remaining += self._jaxpr.eqns[i].invars
         return missing
 
     def _find_parts(self, variable: Any) -> list[Any]:
@@ -104,6 +104,6 @@ class IncrementalFunction:
         from jax.extend import core
 
         i = None if isinstance(variable, core.Literal) else self._source.get(variable)
-        if i is None or self._program.eqns[i].primitive.name != "concatenate" or variable.aval.ndim != 1:
+        if i is None or self._jaxpr.eqns[i].primitive.name != "concatenate" or variable.aval.ndim != 1:
             return [variable]
-        return [part for operand in self._program.eqns[i].invars for part in self._find_parts(operand)]
+        return [part for operand in self._jaxpr.eqns[i].invars for part in self._find_parts(operand)]

@@ -5,7 +5,7 @@ A call passes through five layers, from the user's arguments to a result::
     Function            groups the outputs as the user asked          master
     Dispatcher          checks the arguments, and makes the command   master
     CallInputs          puts input arrays into shared memory          master
-    Call                computes a rank's rows with its Program       every rank
+    Call                computes a rank's rows by its Computation     every rank
     RankOutputs         reduces the outputs over ranks                every rank
 """
 

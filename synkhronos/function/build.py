@@ -1,4 +1,4 @@
-"""Checks of the arguments of `synkhronos.function`, and the `Program` built from them."""
+"""Checks of the arguments of `synkhronos.function`, and the `Computation` built from them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import numpy as np
 
 from synkhronos.checks import check_distinct, check_name, describe
 from synkhronos.devices import Device
-from synkhronos.function.program import Program
+from synkhronos.function.computation import Computation
 from synkhronos.function.reduce import ReductionOp
 from synkhronos.graphs import GraphLibrary, is_variable, library_of, loaded_libraries
 from synkhronos.graphs.library import InputSpec
@@ -20,7 +20,7 @@ from synkhronos.graphs.library import InputSpec
 _numbers = itertools.count()
 
 
-def build_program(
+def build_computation(
     inputs: Any,
     outputs: Any,
     bcast_inputs: Any,
@@ -29,8 +29,8 @@ def build_program(
     sliceable_shareds: Any,
     kwargs: dict[str, Any],
     device: Device,
-) -> Program:
-    """Return the program of a function; the arguments are those of `synkhronos.function`.
+) -> Computation:
+    """Return the computation of a function; the arguments are those of `synkhronos.function`.
 
     Parameters
     ----------
@@ -73,7 +73,7 @@ def build_program(
         kwargs = {**kwargs, "mode": library.get_default_mode(device)}
     name = kwargs.get("name")
     check_name(name)
-    return Program(
+    return Computation(
         inputs=entries,
         n_scattered=len(scattered),
         outputs=raw_outputs,

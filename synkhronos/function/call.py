@@ -1,4 +1,4 @@
-"""The command that runs a program on all ranks.
+"""The command that runs a computation on all ranks.
 
 Each rank selects its rows of the inputs, computes, and passes its outputs to the engine, which reduces them over the
 ranks, or stores them until they are read.
@@ -21,9 +21,9 @@ import numpy as np
 
 from synkhronos.data.rows import get_share, select, split
 from synkhronos.devices import HOST, Selection
+from synkhronos.function.computation import CompiledVariant, Computation, Variant
 from synkhronos.function.notice import warn_if_slow
 from synkhronos.function.outputs import RankOutputs
-from synkhronos.function.program import CompiledVariant, Program, Variant
 from synkhronos.function.reduce import Accumulator
 from synkhronos.graphs.library import AT_FIRST_CALL, IN_TURN
 from synkhronos.graphs.mirror import get_object
@@ -88,7 +88,7 @@ class ScatteredInput(NamedTuple):
 
 
 class _CallFields(NamedTuple):
-    program_key: Any
+    computation_key: Any
     variant: Variant
     needs_compile: bool
     inputs: tuple[ScatteredInput | BroadcastInput, ...]
@@ -100,12 +100,12 @@ class _CallFields(NamedTuple):
 
 
 class Call(_CallFields, Command):
-    """Run a program on all ranks.
+    """Run a computation on all ranks.
 
     Attributes
     ----------
-    program_key : hashable
-        Key of the program among the ranks' objects.
+    computation_key : hashable
+        Key of the computation among the ranks' objects.
     variant : Variant
     needs_compile : bool
         Whether some rank may not have compiled the variant.
@@ -138,8 +138,8 @@ class Call(_CallFields, Command):
 
         Ranks compile here, which may need collectives, so all ranks call this at the same point of a command.
         """
-        program: Program = get_object(rank, self.program_key)
-        return RankCall(self, program, self._compile(program, rank), rank)
+        computation: Computation = get_object(rank, self.computation_key)
+        return RankCall(self, computation, self._compile(computation, rank), rank)
 
     def execute(self, rank: Rank, bound: RankCall) -> Any:
         """Compute this rank's rows and pass on the outputs.
@@ -150,7 +150,7 @@ class Call(_CallFields, Command):
             In the master, the collected outputs as `Engine.collect` returns them; with ``reads_outputs`` a list of
             reduced outputs.
         """
-        program = bound.program
+        computation = bound.computation
         if bound.is_active or (self.n_rows == 0 and rank.is_master):
             if self.needs_compile:
                 self._compute_first(rank, bound)
@@ -165,35 +165,37 @@ class Call(_CallFields, Command):
             return []
         if self.reads_outputs:
             outputs = bound.collect_outputs().detach(rank)
-            return outputs.with_values(program.engine.fetch(outputs.values)).reduce(rank)
-        return program.engine.collect(rank, bound.collect_outputs())
+            return outputs.with_values(computation.engine.fetch(outputs.values)).reduce(rank)
+        return computation.engine.collect(rank, bound.collect_outputs())
 
     def _fills_cache(self, bound: RankCall) -> bool:
         """Whether the first launch compiles, and writes the compiled code to disk for the other ranks."""
-        program = bound.program
-        return program.compile_order == AT_FIRST_CALL and program.library.has_disk_cache(bound.compiled.function)
+        computation = bound.computation
+        return computation.compile_order == AT_FIRST_CALL and computation.library.has_disk_cache(
+            bound.compiled.function
+        )
 
     def _compute_first(self, rank: Rank, bound: RankCall) -> None:
         """Compute for the first time, the master before the workers if it fills the cache on disk."""
         fills_cache = self._fills_cache(bound)
         if fills_cache and not rank.is_master:
             rank.barrier()
-        is_slow = rank.is_master and bound.program.compile_order == AT_FIRST_CALL
-        with warn_if_slow(f"compiling {bound.program.name}") if is_slow else contextlib.nullcontext():
+        is_slow = rank.is_master and bound.computation.compile_order == AT_FIRST_CALL
+        with warn_if_slow(f"compiling {bound.computation.name}") if is_slow else contextlib.nullcontext():
             bound.compute()
         if fills_cache and rank.is_master:
             rank.barrier()
 
-    def _compile(self, program: Program, rank: Rank) -> CompiledVariant:
+    def _compile(self, computation: Computation, rank: Rank) -> CompiledVariant:
         if not self.needs_compile:
-            return program.compile(self.variant)
+            return computation.compile(self.variant)
         if rank.is_master:
-            work = "rewriting the graph of" if program.compile_order == AT_FIRST_CALL else "compiling"
-            with warn_if_slow(f"{work} {program.name}"):
-                program.compile(self.variant)
-        if program.compile_order == IN_TURN:
+            work = "rewriting the graph of" if computation.compile_order == AT_FIRST_CALL else "compiling"
+            with warn_if_slow(f"{work} {computation.name}"):
+                computation.compile(self.variant)
+        if computation.compile_order == IN_TURN:
             rank.barrier()
-        return program.compile(self.variant)
+        return computation.compile(self.variant)
 
 
 class RankCall:
@@ -202,7 +204,7 @@ class RankCall:
     Parameters
     ----------
     call : Call
-    program : Program
+    computation : Computation
     compiled : CompiledVariant
     rank : Rank
 
@@ -218,9 +220,9 @@ class RankCall:
         Outputs, reduced over slices; empty before `compute`.
     """
 
-    def __init__(self, call: Call, program: Program, compiled: CompiledVariant, rank: Rank):
+    def __init__(self, call: Call, computation: Computation, compiled: CompiledVariant, rank: Rank):
         self._call, self._rank = call, rank
-        self.program, self.compiled = program, compiled
+        self.computation, self.compiled = computation, compiled
         self.runner = compiled.runner
         self._shares: list[Selection | None] = []
         # Inputs with the same rows share one selection, which devices copy only once.
@@ -237,7 +239,7 @@ class RankCall:
         self.values: list[Any] = []
         if call.n_rows is not None:
             self.n_rows = len(next(mine for mine in self._shares if mine is not None))
-        elif program.sliceable:
+        elif computation.sliceable:
             self.n_rows = self._sliceable_lengths()[0] if self._sliceable_rows is None else len(self._sliceable_rows)
         else:
             self.n_rows = 1
@@ -255,8 +257,8 @@ class RankCall:
         return self.values
 
     def _sliceable_lengths(self) -> list[int]:
-        library = self.program.library
-        return [library.get(shared).shape[0] for shared in self.program.sliceable]
+        library = self.computation.library
+        return [library.get(shared).shape[0] for shared in self.computation.sliceable]
 
     def _select_sliceable_rows(self) -> Selection:
         """Return the selected rows of this rank's sliceable shared variables.
@@ -266,7 +268,7 @@ class RankCall:
         lengths = self._sliceable_lengths()
         if self._call.batch_s is None:
             if min(lengths) != max(lengths):
-                names = [shared.name for shared in self.program.sliceable]
+                names = [shared.name for shared in self.computation.sliceable]
                 raise ValueError(
                     f"sliceable_shareds: {names} have {lengths} rows on rank {self._rank.number}; "
                     "num_slices needs equally many rows in all of them, or batch_s to select rows"
@@ -290,7 +292,7 @@ class RankCall:
         call, ops = self._call, self.compiled.spec.ops
         if not self.n_rows:
             # No rank has rows: compute the outputs of zero rows, as the serial library does, without updates.
-            self.runner = self.program.compile(call.variant._replace(returns_updates=True)).runner
+            self.runner = self.computation.compile(call.variant._replace(returns_updates=True)).runner
             self.values = self._launch(self._shares, self._sliceable_rows)[: len(ops)]
             return
         if not call.variant.returns_updates:
@@ -298,7 +300,7 @@ class RankCall:
             return
         lengths = [self.n_rows] if self._sliceable_rows is None else [self.n_rows, len(self._sliceable_rows)]
         count = max(1, min(call.n_slices, *lengths))
-        updates = self.program.list_accumulated_updates()
+        updates = self.computation.list_accumulated_updates()
         totals = [Accumulator(op) for op in [*ops, *(op for _, op in updates)]]
         slices = [None if mine is None else list(split(mine, count)) for mine in self._shares]
         sliceable_slices = None if self._sliceable_rows is None else list(split(self._sliceable_rows, count))
@@ -313,23 +315,23 @@ class RankCall:
                 total.add(value, weight)
         results = [total.result() for total in totals]
         self.values = results[: len(ops)]
-        library = self.program.library
+        library = self.computation.library
         for (shared, _), value in zip(updates, results[len(ops) :], strict=True):
-            is_on_device = self.program.device.moves_shareds and library.is_array(shared)
-            library.put(shared, self.program.device.as_array(value) if is_on_device else value)
+            is_on_device = self.computation.device.moves_shareds and library.is_array(shared)
+            library.put(shared, self.computation.device.as_array(value) if is_on_device else value)
 
     def _launch(self, rows: Sequence[Selection | None], sliceable_rows: Selection | None) -> list[Any]:
         """Run the compiled function on some rows of each input, None for all of it, and return its outputs."""
         inputs = self._load_inputs(rows, sliceable_rows)
         if self._rank.is_master and self.runner.is_new_signature(inputs):
             shapes = [getattr(value, "shape", ()) for value in inputs]
-            with warn_if_slow(f"compiling {self.program.name} for inputs of shapes {shapes}"):
+            with warn_if_slow(f"compiling {self.computation.name} for inputs of shapes {shapes}"):
                 return self.runner(*inputs)
         return self.runner(*inputs)
 
     def _load_inputs(self, rows: Sequence[Selection | None], sliceable_rows: Selection | None) -> list[Any]:
-        rank, program, buffers = self._rank, self.program, self.program.buffers
-        devices = program.input_devices_for(self.runner)
+        rank, computation, buffers = self._rank, self.computation, self.computation.buffers
+        devices = computation.input_devices_for(self.runner)
         values = [
             device.stage_input(rank, buffers, position, entry.array, mine, entry.is_mutable)
             for position, (device, entry, mine) in enumerate(zip(devices, self._call.inputs, rows, strict=True))
@@ -339,6 +341,6 @@ class RankCall:
                 assert isinstance(sliceable_rows, range)
                 values += [np.int64(sliceable_rows.start), np.int64(sliceable_rows.stop)]
             else:
-                device = program.device if program.device.accepts_input(np.dtype(np.int64), 1) else HOST
+                device = computation.device if computation.device.accepts_input(np.dtype(np.int64), 1) else HOST
                 values.append(device.stage_indexes(rank, buffers, "rows", np.asarray(sliceable_rows, np.int64)))
         return values

@@ -1,10 +1,10 @@
 """Dispatch of a function's calls to the ranks, for the functions of users and for commands that contain several calls.
 
-The state of a program in a session::
+The state of a computation in a session::
 
     created ── distribute(), or the first call ──> distributed ── the user's code changes, or fork() again ──> created
 
-The workers get the program when it is distributed.  Each rank compiles a variant of it in the first call that needs
+The workers get the computation when it is distributed.  Each rank compiles a variant of it in the first call that needs
 this variant.
 """
 
@@ -21,8 +21,8 @@ import numpy as np
 from synkhronos import ranks
 from synkhronos.checks import check_at_least, check_integer
 from synkhronos.function.call import Call
+from synkhronos.function.computation import PLAIN, Computation, Variant
 from synkhronos.function.inputs import CallInputs, has_only_slices
-from synkhronos.function.program import PLAIN, Program, Variant
 from synkhronos.graphs.mirror import Mirror
 from synkhronos.ranks import Session, WeakKeys
 
@@ -30,32 +30,32 @@ _keys = itertools.count()
 
 
 class Dispatcher:
-    """Makes the commands of a function's calls, and sends the program to workers that lack it.
+    """Makes the commands of a function's calls, and sends the computation to workers that lack it.
 
     Parameters
     ----------
-    program : Program
+    computation : Computation
 
     Attributes
     ----------
     key : tuple
-        Key of the program among the ranks' objects.
+        Key of the computation among the ranks' objects.
     session : Session or None
-        Session to whose workers the program was sent.
+        Session to whose workers the computation was sent.
     inputs : CallInputs
     """
 
-    def __init__(self, program: Program):
-        self.program = program
+    def __init__(self, computation: Computation):
+        self.computation = computation
         self.key = ("function", next(_keys))
         self.session: Session | None = None
-        self.inputs = CallInputs(program)
+        self.inputs = CallInputs(computation)
         self._compiled: set[Variant] = set()  # on all ranks
 
     # -- calls -----------------------------------------------------------------------------------------------
 
     def call(self, *inputs: Any, num_slices: int = 1) -> list[Any]:
-        """Run the program, and read the outputs in the same command: arrays in JAX mode too, instead of `Result`."""
+        """Run the computation, and read the outputs in the same command: arrays, not `Result`, in JAX mode too."""
         session = ranks.session()
         with session.turn:
             session.settle()
@@ -79,10 +79,10 @@ class Dispatcher:
         variant = self._choose_variant(batch_s, num_slices, output_subset)
         shared_inputs, n_rows = self.inputs.share_inputs(session, inputs, named_inputs, batch)
         shared_batch_s = None if batch_s is None else self.inputs.share_batch_s(session, batch_s)
-        has_updates = bool(self.program.updates)
+        has_updates = bool(self.computation.updates)
         try:
             self.ensure_distributed(session)
-            self.program.engine.before_call(session)
+            self.computation.engine.before_call(session)
         except Exception as error:
             if has_updates:  # errors of later stages have such a note too
                 error.add_note("The function's updates were applied on no rank.")
@@ -94,7 +94,7 @@ class Dispatcher:
         """Return the outputs, from the result of the command; a fused launch has several of each output."""
         self._compiled.add(call.variant)
         if collected and not call.reads_outputs:
-            collected = self.program.engine.to_results(session, collected)
+            collected = self.computation.engine.to_results(session, collected)
         return [np.asarray(result) if isinstance(result, np.generic) else result for result in collected]
 
     # -- variants --------------------------------------------------------------------------------------------
@@ -102,15 +102,16 @@ class Dispatcher:
     def _choose_variant(self, batch_s: Any, num_slices: Any, output_subset: Any) -> Variant:
         if batch_s is None and output_subset is None and type(num_slices) is int and num_slices == 1:
             return PLAIN
-        program = self.program
+        computation = self.computation
         num_slices = check_at_least(num_slices, "num_slices", 1)
         if num_slices > 1:
-            if not program.n_scattered and not program.sliceable:
+            if not computation.n_scattered and not computation.sliceable:
                 raise ValueError(
-                    f"num_slices={num_slices}: {program.name} has no scattered inputs and no sliceable_shareds to cut"
+                    f"num_slices={num_slices}: {computation.name} has no scattered inputs and no sliceable_shareds "
+                    "to cut"
                 )
-            for shared, op in program.list_accumulated_updates():
-                if not program.library.is_array(shared):
+            for shared, op in computation.list_accumulated_updates():
+                if not computation.library.is_array(shared):
                     if op.name is not None:
                         raise TypeError(
                             f"num_slices={num_slices}: the update of {shared.name!r} of type {shared.type} can't be "
@@ -122,19 +123,20 @@ class Dispatcher:
                         f"for dtype {shared.type.dtype}; give the update another op"
                     )
         row_inputs = None
-        if batch_s is not None and not program.sliceable:
-            raise ValueError(f"batch_s: {program.name} was made without sliceable_shareds")
-        if program.sliceable and (batch_s is not None or num_slices > 1):
-            for shared in program.sliceable:
-                if any(shared is updated for updated, _ in program.updates + program.default_updates):
+        if batch_s is not None and not computation.sliceable:
+            raise ValueError(f"batch_s: {computation.name} was made without sliceable_shareds")
+        if computation.sliceable and (batch_s is not None or num_slices > 1):
+            for shared in computation.sliceable:
+                if any(shared is updated for updated, _ in computation.updates + computation.default_updates):
                     argument = "num_slices" if batch_s is None else "batch_s"
                     raise ValueError(
-                        f"{argument}: {program.name} updates {shared.name!r}, which is one of its sliceable_shareds: "
+                        f"{argument}: {computation.name} updates {shared.name!r}, which is one of its "
+                        "sliceable_shareds: "
                         "the update would replace all rows by values of the selected rows; update another variable, or "
                         "leave this one out of sliceable_shareds"
                     )
             is_contiguous = batch_s is None or has_only_slices(batch_s)
-            row_inputs = "slice" if is_contiguous and not program.engine.fixed_lengths else "index"
+            row_inputs = "slice" if is_contiguous and not computation.engine.fixed_lengths else "index"
         return Variant(row_inputs, bool(num_slices > 1), self._check_subset(output_subset))
 
     def _check_subset(self, output_subset: Any) -> tuple[int, ...] | None:
@@ -142,70 +144,70 @@ class Dispatcher:
             return None
         if not isinstance(output_subset, list | tuple | np.ndarray | range):
             raise TypeError(f"output_subset: expected a list of output indexes, got {output_subset!r}")
-        n, subset = len(self.program.outputs), []
+        n, subset = len(self.computation.outputs), []
         for index in output_subset:
             index = check_integer(index, "output_subset", "integers")
             if not 0 <= index < n:
-                raise IndexError(f"output_subset: {self.program.name} has {n} outputs, got index {index}")
+                raise IndexError(f"output_subset: {self.computation.name} has {n} outputs, got index {index}")
             subset.append(index)
         return tuple(subset)
 
     # -- distribution ----------------------------------------------------------------------------------------
 
     def ensure_distributed(self, session: Session) -> None:
-        """Send the program to the workers if they have none, or the user's code in it has changed."""
-        program = self.program
-        if program.code is not None and program.code.has_changed():
+        """Send the computation to the workers if they have none, or the user's code in it has changed."""
+        computation = self.computation
+        if computation.code is not None and computation.code.has_changed():
             # The master compiles again, too: its compiled variants may hold the old code.
-            program.compiled.clear()
+            computation.compiled.clear()
             self.session = None
         if self.session is not session:
             _distribute(session, [self])
 
     def mark_distributed(self, session: Session) -> None:
-        """Record that the workers have the program, and prepare the master's."""
+        """Record that the workers have the computation, and prepare the master's."""
         self.session = session
         self._compiled = set()
-        self.program.reset_if_engine_changed()
-        session.rank.objects[self.key] = weakref.ref(self.program)
-        self.program.to_device()
+        self.computation.reset_if_engine_changed()
+        session.rank.objects[self.key] = weakref.ref(self.computation)
+        self.computation.to_device()
         session.memory.release_with(self, "object", self.key)
 
 
 class _Undistributed(WeakKeys[Dispatcher, bool]):
-    """Dispatchers created since the fork whose programs were not sent; earlier programs are sent when called."""
+    """Dispatchers created since the fork whose computations were not sent; earlier ones are sent when called."""
 
 
 def register(dispatcher: Dispatcher) -> None:
-    """Have the next `distribute_new` send the program of a dispatcher, unless no ranks are running."""
+    """Have the next `distribute_new` send the computation of a dispatcher, unless no ranks are running."""
     with contextlib.suppress(RuntimeError):  # a function can be unpickled while no ranks are running
         ranks.session().registry.get(_Undistributed)[dispatcher] = True
 
 
 def distribute_new(session: Session) -> None:
-    """Send all programs that are registered and that the workers lack."""
+    """Send all computations that are registered and that the workers lack."""
     _distribute(session, list(session.registry.get(_Undistributed)))
 
 
 def _distribute(session: Session, dispatchers: Sequence[Dispatcher]) -> None:
-    """Send programs to the workers, those of one graph library in one message."""
+    """Send computations to the workers, those of one graph library in one message."""
     dispatchers = sorted((one for one in dispatchers if one.session is not session), key=lambda one: one.key)
     by_library: dict[str, list[Dispatcher]] = {}
     for dispatcher in dispatchers:
-        by_library.setdefault(dispatcher.program.library.name, []).append(dispatcher)
+        by_library.setdefault(dispatcher.computation.library.name, []).append(dispatcher)
     for group in by_library.values():
-        programs = [dispatcher.program for dispatcher in group]
-        variables = [variable for program in programs for variable in program.list_variables()]
+        computations = [dispatcher.computation for dispatcher in group]
+        variables = [variable for computation in computations for variable in computation.list_variables()]
         try:
-            Mirror.get(session).send([(dispatcher.key, dispatcher.program) for dispatcher in group], variables)
+            Mirror.get(session).send([(dispatcher.key, dispatcher.computation) for dispatcher in group], variables)
         except TypeError as error:
             # The error of the pickle does not tell whether the graph or a keyword argument caused it.
-            for program in programs:
+            for computation in computations:
                 try:
-                    program.check_picklable()
+                    computation.check_picklable()
                 except TypeError as found:
-                    raise TypeError(f"{program.name}: {found}") from found.__cause__
-            raise TypeError(f"{', '.join(program.name for program in programs)}: {error}") from error
+                    raise TypeError(f"{computation.name}: {found}") from found.__cause__
+            raise TypeError(f"{', '.join(computation.name for computation in computations)}: {error}") from error
     for dispatcher in dispatchers:
         dispatcher.mark_distributed(session)
         session.registry.get(_Undistributed).discard(dispatcher)

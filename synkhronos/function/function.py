@@ -13,9 +13,9 @@ import numpy.typing as npt
 from synkhronos import ranks
 from synkhronos.data import Data, data
 from synkhronos.devices import find_device
-from synkhronos.function.build import build_program, is_single
+from synkhronos.function.build import build_computation, is_single
+from synkhronos.function.computation import PLAIN, Computation
 from synkhronos.function.dispatcher import Dispatcher, distribute_new, register
-from synkhronos.function.program import PLAIN, Program
 from synkhronos.graphs.mirror import register_shareds
 
 
@@ -26,52 +26,56 @@ class Function:
     copy, or an unpickled function, has copies of them with their values in the master.
     """
 
-    def __init__(self, program: Program, single: bool):
-        self._program = program
+    def __init__(self, computation: Computation, single: bool):
+        self._computation = computation
         self._single = single
-        self._dispatcher = Dispatcher(program)
+        self._dispatcher = Dispatcher(computation)
 
     # -- attributes ------------------------------------------------------------------------------------------
 
     @property
     def name(self) -> str:
         """Name of the function in messages."""
-        return self._program.name
+        return self._computation.name
 
     @property
     def output_modes(self) -> list[str | None]:
         """Reduction op of each output, None for the master's own value."""
-        return [op.spelling for op in self._program.output_ops]
+        return [op.spelling for op in self._computation.output_ops]
 
     @property
     def update_modes(self) -> list[str | None]:
         """Op of each update, by which `num_slices` accumulates its values."""
-        return [op.spelling for op in self._program.update_ops]
+        return [op.spelling for op in self._computation.update_ops]
 
     def __repr__(self) -> str:
-        names = ", ".join(entry.name or "_" for entry in self._program.inputs)
+        names = ", ".join(entry.name or "_" for entry in self._computation.inputs)
         return f"<synkhronos.Function {self.name}({names}) -> {self.output_modes}>"
 
     def get_shared(self) -> list[Any]:
         """Return the shared variables that the function reads or updates."""
-        return self._program.list_shareds()
+        return self._computation.list_shareds()
 
     # -- copies ----------------------------------------------------------------------------------------------
 
     def __copy__(self) -> Function:
-        return _make_function(copy.copy(self._program), self._single)
+        return _make_function(copy.copy(self._computation), self._single)
 
     def __reduce__(self) -> Any:
         # The nodes in topological order: otherwise pickle would recurse as deep as the graph is.
-        program = self._program
-        return _unpickle_function, (program.library.sort_nodes(program.list_variables()), program, self._single)
+        computation = self._computation
+        return _unpickle_function, (
+            computation.library.sort_nodes(computation.list_variables()),
+            computation,
+            self._single,
+        )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Function:
-        program = self._program
+        computation = self._computation
         make, arguments = self.__reduce__()
         for shared in self.get_shared():
             # PyTensor's containers can pickle arrays of devices, but not copy them.
-            if find_device(program.library.get(shared)).moves_shareds and id(shared.container) not in memo:
+            if find_device(computation.library.get(shared)).moves_shareds and id(shared.container) not in memo:
                 memo[id(shared.container)] = pickle.loads(pickle.dumps(shared.container))
         made: Function = make(*copy.deepcopy(arguments, memo))
         return made
@@ -160,7 +164,7 @@ class Function:
         """
         plain = [np.asarray(arg) if isinstance(arg, Data) else arg for arg in args]
         named = {key: np.asarray(arg) if isinstance(arg, Data) else arg for key, arg in kwargs.items()}
-        result = self._program.compile(PLAIN).function(*plain, **named)
+        result = self._computation.compile(PLAIN).function(*plain, **named)
         if isinstance(result, list | tuple):
             return result[0] if self._single else list(result)
         return [] if result is None else result if self._single else [result]
@@ -202,7 +206,7 @@ class Function:
         """
         ranks.session()
         values = self._dispatcher.inputs.bind_arguments(args, named)
-        entries = self._program.inputs
+        entries = self._computation.inputs
         if isinstance(minibatch, list | tuple):
             if len(minibatch) != len(entries):
                 raise ValueError(f"minibatch: expected one flag for each of {len(entries)} inputs, got {minibatch!r}")
@@ -272,14 +276,14 @@ def function(
     """
     session = ranks.session()
     device = session.rank.device
-    program = build_program(inputs, outputs, bcast_inputs, updates, givens, sliceable_shareds, kwargs, device)
-    return _make_function(program, is_single(outputs))
+    computation = build_computation(inputs, outputs, bcast_inputs, updates, givens, sliceable_shareds, kwargs, device)
+    return _make_function(computation, is_single(outputs))
 
 
-def _make_function(program: Program, single: bool) -> Function:
+def _make_function(computation: Computation, single: bool) -> Function:
     """Return a new function, and register it for `distribute`."""
-    made = Function(program, single)
-    register_shareds(program.list_shareds())
+    made = Function(computation, single)
+    register_shareds(computation.list_shareds())
     register(made._dispatcher)
     return made
 
@@ -289,8 +293,8 @@ def get_dispatcher(function: Function) -> Dispatcher:
     return function._dispatcher
 
 
-def _unpickle_function(nodes: Sequence[Any], program: Program, single: bool) -> Function:
-    return _make_function(program, single)
+def _unpickle_function(nodes: Sequence[Any], computation: Computation, single: bool) -> Function:
+    return _make_function(computation, single)
 
 
 def distribute() -> None:

@@ -17,7 +17,7 @@ from synkhronos.data.rows import as_index_array, max_row, min_row, select, selec
 from synkhronos.data.shared import Buffers, check_session, locate
 from synkhronos.devices import Selection
 from synkhronos.function.call import BroadcastInput, ScatteredInput
-from synkhronos.function.program import Program
+from synkhronos.function.computation import Computation
 from synkhronos.ranks import Session, SharedArray
 
 _MISSING = object()
@@ -28,16 +28,18 @@ class CallInputs:
 
     Parameters
     ----------
-    program : Program
+    computation : Computation
     """
 
-    def __init__(self, program: Program):
-        self.program = program
+    def __init__(self, computation: Computation):
+        self.computation = computation
         self._buffers = Buffers()
-        self._names = [f"input {i} ({e.name or e.variable}) of {program.name}" for i, e in enumerate(program.inputs)]
-        self._by_name = {e.name: i for i, e in enumerate(program.inputs) if e.name is not None}
-        self._dtypes = [np.dtype(entry.variable.type.dtype) for entry in program.inputs]
-        shapes = [program.library.get_fixed_shape(entry.variable) for entry in program.inputs]
+        self._names = [
+            f"input {i} ({e.name or e.variable}) of {computation.name}" for i, e in enumerate(computation.inputs)
+        ]
+        self._by_name = {e.name: i for i, e in enumerate(computation.inputs) if e.name is not None}
+        self._dtypes = [np.dtype(entry.variable.type.dtype) for entry in computation.inputs]
+        shapes = [computation.library.get_fixed_shape(entry.variable) for entry in computation.inputs]
         self._fixed_shapes = [None if all(length is None for length in shape) else shape for shape in shapes]
 
     def bind_arguments(self, args: Sequence[Any], named: dict[str, Any] | None) -> list[Any]:
@@ -48,23 +50,23 @@ class CallInputs:
         TypeError
             If an input is missing or given twice, or an argument belongs to no input.
         """
-        entries = self.program.inputs
+        entries = self.computation.inputs
         if len(args) > len(entries):
-            raise TypeError(f"{self.program.name} takes {len(entries)} inputs, got {len(args)}")
+            raise TypeError(f"{self.computation.name} takes {len(entries)} inputs, got {len(args)}")
         if len(args) == len(entries) and not named:
             return list(args)
         values: list[Any] = [*args, *[_MISSING] * (len(entries) - len(args))]
         for name, value in (named or {}).items():
             position = self._by_name.get(name)
             if position is None:
-                raise TypeError(f"{self.program.name} has no input {name!r}; its inputs are {list(self._by_name)}")
+                raise TypeError(f"{self.computation.name} has no input {name!r}; its inputs are {list(self._by_name)}")
             if values[position] is not _MISSING:
-                raise TypeError(f"{self.program.name}: input {name!r} was given twice")
+                raise TypeError(f"{self.computation.name}: input {name!r} was given twice")
             values[position] = value
         for i, entry in enumerate(entries):
             if values[i] is _MISSING:
                 if not entry.default:
-                    raise TypeError(f"{self.program.name}: missing input {i} ({entry.name or entry.variable})")
+                    raise TypeError(f"{self.computation.name}: missing input {i} ({entry.name or entry.variable})")
                 values[i] = entry.default[0]
         return values
 
@@ -84,21 +86,21 @@ class CallInputs:
         TypeError, ValueError, IndexError
             For wrong inputs or a wrong ``batch``.
         """
-        program, n = self.program, self.program.n_scattered
-        if not program.inputs and not args and not named and batch is None:
+        computation, n = self.computation, self.computation.n_scattered
+        if not computation.inputs and not args and not named and batch is None:
             return (), None
         values = self.bind_arguments(args, named)
         checked = [self._check(i, value, session) for i, value in enumerate(values)]
         if n == 0:
             if batch is not None:
-                raise ValueError(f"batch: {self.program.name} has no scattered inputs")
+                raise ValueError(f"batch: {self.computation.name} has no scattered inputs")
             return tuple(self._broadcast(i, value) for i, value in enumerate(checked)), None
 
         rows, low = self._select_rows(checked[:n], batch)
         located: list[ScatteredInput | BroadcastInput] = []
         index: SharedArray | None = None
         for i, value in enumerate(checked):
-            is_mutable = program.inputs[i].mutable
+            is_mutable = computation.inputs[i].mutable
             if i >= n:
                 located.append(self._broadcast(i, value))
             elif not isinstance(value, Data):
@@ -119,7 +121,7 @@ class CallInputs:
 
     def _check(self, position: int, value: Any, session: Session) -> Data | np.ndarray:
         """Return the value of an input, as an array of its dtype unless it is a Data object."""
-        entry, name = self.program.inputs[position], self._names[position]
+        entry, name = self.computation.inputs[position], self._names[position]
         kind = entry.variable.type
         if isinstance(value, Data):
             check_session(value, session, name)
@@ -133,7 +135,7 @@ class CallInputs:
             if type(value) is not np.ndarray:
                 check_dense(value, name)
             try:
-                checked = self.program.library.filter(kind, value, entry.strict, entry.allow_downcast)
+                checked = self.computation.library.filter(kind, value, entry.strict, entry.allow_downcast)
             except (TypeError, ValueError, AttributeError) as error:
                 wrong = ValueError if isinstance(error, ValueError) else TypeError
                 raise wrong(f"{name}: expected {kind}, got {_shorten(value)}: {error}") from None
@@ -161,7 +163,7 @@ class CallInputs:
             # Indexes from the end select different rows of inputs of different lengths.
             if any(not np.array_equal(select(batch, length), rows) for length in set(lengths) - {min(lengths)}):
                 raise ValueError(
-                    f"{self.program.name}: scattered inputs need equally many rows, got {lengths}"
+                    f"{self.computation.name}: scattered inputs need equally many rows, got {lengths}"
                     + ("" if batch is None else f", of which batch={_shorten(batch)} picks different ones")
                 )
         low = min_row(rows) if any(isinstance(v, Data) and v.minibatch for v in values) else 0
@@ -174,7 +176,7 @@ class CallInputs:
 
     def _broadcast(self, position: int, value: Data | np.ndarray) -> BroadcastInput:
         array = locate(value) if isinstance(value, Data) else self._buffers.write(position, value)
-        return BroadcastInput(array, self.program.inputs[position].mutable)
+        return BroadcastInput(array, self.computation.inputs[position].mutable)
 
     def share_batch_s(self, session: Session, batch_s: Any) -> tuple[Any, ...]:
         """Check ``batch_s`` and put its indexes into shared memory; only the ranks know how many rows they have.

@@ -101,7 +101,7 @@ class RankOutputs(NamedTuple):
         return self._replace(values=values)
 
     def detach(self, rank: Rank) -> RankOutputs:
-        """Return a copy without a reference to the program, which may be deleted before the values are read."""
+        """Return a copy without a reference to the computation, which may be deleted before the values are read."""
         if not rank.is_master:
             values = [None if op.name is None else v for v, op in zip(self.values, self.spec.ops, strict=False)]
             return self._replace(values=values, compute_empty=list)

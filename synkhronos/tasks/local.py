@@ -14,13 +14,13 @@ from synkhronos.data.array import as_numpy
 from synkhronos.data.rows import max_row, min_row, select
 from synkhronos.devices import HOST, Device, Selection, find_device, take_rows
 from synkhronos.engines import Runner
-from synkhronos.function.program import PLAIN, Program
+from synkhronos.function.computation import PLAIN, Computation
 from synkhronos.ranks import Rank, SharedArray
 from synkhronos.ranks.task import RankTask, Span, find_span
 
 
 class LocalRows:
-    """Rows of an array in memory that all ranks share: the counterpart of a `synkhronos.Data` in a program.
+    """Rows of an array in memory that all ranks share: the counterpart of a `synkhronos.Data` in a computation.
 
     ``rows[selection]`` selects some of them, in the given order; a selection is anything that a call's ``batch`` may
     be.  Rows are copied when a function is called with them, or when NumPy reads them.
@@ -136,16 +136,16 @@ def _(rows: LocalRows) -> Span:
 
 
 class LocalFunction:
-    """A compiled function on one rank: the counterpart of a `synkhronos.Function` in a program.
+    """A compiled function on one rank: the counterpart of a `synkhronos.Function` in a computation.
 
     Its updates change this rank's own shared variables.  Nothing is scattered or reduced.
     """
 
-    def __init__(self, rank: Rank, task: RankTask, program: Program):
-        self._rank, self._task, self._program = rank, task, program
+    def __init__(self, rank: Rank, task: RankTask, computation: Computation):
+        self._rank, self._task, self._computation = rank, task, computation
 
     def __repr__(self) -> str:
-        return f"<synkhronos.LocalFunction {self._program.name}>"
+        return f"<synkhronos.LocalFunction {self._computation.name}>"
 
     def __call__(self, *inputs: Any) -> Any:
         """Run on this rank and return the outputs.
@@ -166,7 +166,7 @@ class LocalFunction:
     def launch(self, *inputs: Any) -> list[Any]:
         """Start a run on this rank and return the outputs, which may not be computed yet; pass them to `read`."""
         self._task.progress()
-        return self._run(self._program.compile(PLAIN).runner, inputs)
+        return self._run(self._computation.compile(PLAIN).runner, inputs)
 
     def launch_many(self, times: int, *inputs: Any) -> list[Any] | None:
         """Start many runs in one launch, each on one of ``times`` equal blocks of the inputs' rows.
@@ -178,32 +178,32 @@ class LocalFunction:
             if the function can't be launched so: if it is not compiled by XLA, or an output is no scalar.
         """
         self._task.progress()
-        repeated = self._program.compile(PLAIN).runner.repeat(times)
+        repeated = self._computation.compile(PLAIN).runner.repeat(times)
         return None if repeated is None else self._run(repeated, inputs)
 
     @property
     def max_repeats(self) -> int:
         """Maximal ``times`` of `launch_many`."""
-        return self._program.engine.max_repeats()
+        return self._computation.engine.max_repeats()
 
     def read(self, values: Sequence[Any]) -> list[np.ndarray]:
         """Wait for outputs of `launch` or `launch_many` and return them as NumPy arrays."""
-        return [np.asarray(value) for value in self._program.engine.fetch(values)]
+        return [np.asarray(value) for value in self._computation.engine.fetch(values)]
 
     def _run(self, runner: Runner, inputs: Sequence[Any]) -> list[Any]:
-        program = self._program
-        if len(inputs) != len(program.inputs):
-            raise TypeError(f"{program.name} takes {len(program.inputs)} inputs, got {len(inputs)}")
-        devices, values = program.input_devices_for(runner), []
-        for position, (entry, device, value) in enumerate(zip(program.inputs, devices, inputs, strict=True)):
+        computation = self._computation
+        if len(inputs) != len(computation.inputs):
+            raise TypeError(f"{computation.name} takes {len(computation.inputs)} inputs, got {len(inputs)}")
+        devices, values = computation.input_devices_for(runner), []
+        for position, (entry, device, value) in enumerate(zip(computation.inputs, devices, inputs, strict=True)):
             kind = entry.variable.type
             if isinstance(value, LocalRows) and value.dtype == kind.dtype and value.ndim == kind.ndim:
                 loaded = device.stage_input(
-                    self._rank, program.buffers, position, value._location, value._get_selection(), entry.mutable
+                    self._rank, computation.buffers, position, value._location, value._get_selection(), entry.mutable
                 )
             else:
                 value = np.asarray(value) if isinstance(value, LocalRows) else value
-                loaded = program.library.filter(kind, value, entry.strict, entry.allow_downcast)
+                loaded = computation.library.filter(kind, value, entry.strict, entry.allow_downcast)
                 loaded = loaded if device is HOST else device.from_host(loaded)
             values.append(loaded)
         return runner(*values)

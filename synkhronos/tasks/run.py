@@ -20,8 +20,8 @@ from synkhronos.data import Data
 from synkhronos.data.shared import check_session, is_published, locate
 from synkhronos.devices import HOST
 from synkhronos.function import Function, get_dispatcher
+from synkhronos.function.computation import PLAIN
 from synkhronos.function.notice import warn_if_slow
-from synkhronos.function.program import PLAIN
 from synkhronos.graphs import loaded_libraries
 from synkhronos.graphs.mirror import get_object
 from synkhronos.ranks import Command, Rank, Session, SharedArray

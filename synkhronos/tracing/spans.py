@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 from synkhronos.devices import Communicator, Device
 from synkhronos.engines.base import Engine, Runner
 from synkhronos.function.call import Call
-from synkhronos.function.program import Program
+from synkhronos.function.computation import Computation
 from synkhronos.graphs.mirror import get_object
 from synkhronos.loading.loader import Feed
 from synkhronos.ranks import Command, Rank
@@ -46,8 +46,8 @@ class TracedMethod(NamedTuple):
 def _name_command(command: Command, rank: Rank) -> str:
     """Return the name of the command's span: the function's, if it calls one."""
     if isinstance(command, Call):
-        program: Program = get_object(rank, command.program_key)
-        return f"run {program.name}"
+        computation: Computation = get_object(rank, command.computation_key)
+        return f"run {computation.name}"
     return f"run {type(command).__name__}"
 
 
@@ -61,7 +61,7 @@ TRACED = [
     TracedMethod(Session, "_post", "post", "post"),
     TracedMethod(Control, "wait", WAIT, _name_wait),
     TracedMethod(Command, "run", "command", _name_command),
-    TracedMethod(Program, "_compile", "compile", "compile"),
+    TracedMethod(Computation, "_compile", "compile", "compile"),
     TracedMethod(Device, "stage_input", "copy", "copy rows"),
     TracedMethod(Runner, "__call__", "launch", "launch"),
     TracedMethod(Engine, "fetch", "copy", "fetch outputs"),

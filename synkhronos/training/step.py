@@ -83,9 +83,9 @@ class Step(_StepFields, Command):
             gradient.runner = fused
             return self.gradient.execute(rank, gradient), []
         is_second = rank.number == (rank.root + 1) % rank.size
-        if self.update.needs_compile and is_second and update.program.compile_order == AT_FIRST_CALL:
+        if self.update.needs_compile and is_second and update.computation.compile_order == AT_FIRST_CALL:
             # The master compiles the gradient meanwhile, so the two compilations run in parallel.
-            update.program.library.compile_now(update.compiled.function)
+            update.computation.library.compile_now(update.compiled.function)
         with rank.suspend_commits():
             loss = self.gradient.execute(rank, gradient)
             self.reduce.run(rank)
@@ -108,9 +108,9 @@ class Step(_StepFields, Command):
 
     def _fuse(self, rank: Rank, gradient: RankCall, update: RankCall) -> Runner | None:
         """Return the fused launch of gradient, all-reduce and update, or None if it cannot be fused on this rank."""
-        engine = gradient.program.engine
-        if update.program.engine is not engine or not gradient.is_active or self.gradient.variant.returns_updates:
+        engine = gradient.computation.engine
+        if update.computation.engine is not engine or not gradient.is_active or self.gradient.variant.returns_updates:
             return None
-        if self.gradient.needs_compile and gradient.program.compile_order == AT_FIRST_CALL:
+        if self.gradient.needs_compile and gradient.computation.compile_order == AT_FIRST_CALL:
             return None  # the master makes this call first, alone: in a fused launch it would wait for the others
         return engine.fuse_step(rank, gradient.runner, self, update.runner, self.times)

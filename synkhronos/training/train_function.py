@@ -375,7 +375,9 @@ class TrainFunction:
         longest = max((len(one) for step in rows if step is not None for one in step), default=0)
         if not longest:
             return 1  # no step can share a launch; the data may not even have shapes
-        max_repeats = get_dispatcher(self.gradient).program.engine.max_repeats(np.dtype(self.grad_shared.type.dtype))
+        max_repeats = get_dispatcher(self.gradient).computation.engine.max_repeats(
+            np.dtype(self.grad_shared.type.dtype)
+        )
         # Without arrays (the data are in shared variables) a row has no bytes: each step takes its rows on the device.
         row = sum(int(np.prod(np.shape(a)[1:])) * np.dtype(getattr(a, "dtype", float)).itemsize for a in arrays)
         nbytes = row * longest

@@ -282,7 +282,7 @@ class Trainer:
         )
         step = self._step if self._together is None else self._together.gradient
         assert step is not None
-        return Survival(self._state, get_dispatcher(step).program.device, differs, max_deaths)
+        return Survival(self._state, get_dispatcher(step).computation.device, differs, max_deaths)
 
     def _iterate_reports(self, loop: _TrainerLoop, resume: Any, grace: float) -> Iterator[Report]:
         checkpoint = loop.checkpoint

@@ -62,7 +62,7 @@ def calls(monkeypatch):
     original = Dispatcher.call
 
     def noted(self, *args, **kwargs):
-        names.append(self.program.name.rsplit("_", 1)[1])
+        names.append(self.computation.name.rsplit("_", 1)[1])
         return original(self, *args, **kwargs)
 
     monkeypatch.setattr(Dispatcher, "call", noted)

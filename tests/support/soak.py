@@ -1146,7 +1146,7 @@ class Soak:
         self._judge(step, faults, may, error, result, took, before, hurt)
 
     def _compiled(self) -> int:
-        return sum(len(recipe.function._program.compiled) for recipe in self.recipes)
+        return sum(len(recipe.function._computation.compiled) for recipe in self.recipes)
 
     @staticmethod
     def _hurt(pids: dict[int, int], event: tuple[float, int, int], over: threading.Event, hurt: set[int]) -> None:

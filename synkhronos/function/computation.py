@@ -1,7 +1,7 @@
 """A function's graph, and the variants in which each rank compiles it.
 
-The master pickles a `Program` and sends it to the workers, so that every rank compiles the same graph.  A variant is
-compiled when a call needs it for the first time:
+The master pickles a `Computation` and sends it to the workers, so that every rank compiles the same graph.  Each
+variant is compiled at the first call that needs it:
 
 ==================  ================================================================================================
 `PLAIN`             the graph as the user wrote it
@@ -31,7 +31,7 @@ from synkhronos.graphs.user_code import UserCode
 
 
 class Variant(NamedTuple):
-    """One way in which a program is compiled.
+    """One way in which a computation is compiled.
 
     Attributes
     ----------
@@ -51,12 +51,12 @@ class Variant(NamedTuple):
 
 #: The graph as the user wrote it.
 PLAIN = Variant()
-#: Cached attributes of a program that depend on the ranks' engine and device.
+#: Cached attributes of a computation that depend on the ranks' engine and device.
 _ENGINE_ATTRIBUTES = ("engine", "device", "input_devices")
 
 
 class CompiledVariant(NamedTuple):
-    """A compiled variant of a program.
+    """A compiled variant of a computation.
 
     Attributes
     ----------
@@ -73,7 +73,7 @@ class CompiledVariant(NamedTuple):
 
 
 @dataclass
-class Program:
+class Computation:
     """The graph of a function, with its reductions and compiled variants.
 
     Attributes
@@ -135,7 +135,7 @@ class Program:
         ]
 
     def list_shareds(self) -> list[Any]:
-        """Return every shared variable that the program reads or writes."""
+        """Return every shared variable that the computation reads or writes."""
         return self.library.find_shareds(self.list_variables())
 
     @cached_property
