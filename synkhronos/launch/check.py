@@ -114,7 +114,7 @@ class _Check:
             instance.train_iter(i, recorder)
             if needs_gradients:
                 instance.apply_gradients()
-            recorder.stepped()
+            recorder.count_iteration()
         recorder.write()
         meter = recorder.meter
         if not meter.weight:
@@ -132,7 +132,7 @@ class _Check:
             batch, has_stopped = contract.parse_next_batch(instance.val_iter(0, recorder), batch, batch + 1)
             if has_stopped:
                 break
-        rows, sums = recorder.validation_sums()
+        rows, sums = recorder.take_validation_sums()
         if instance.data.n_batch_val and not rows:
             self.problems.append(
                 ": val_iter() has not called recorder.val_error(count, cost, error): nothing will be validated"

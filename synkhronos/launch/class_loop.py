@@ -426,7 +426,7 @@ class ClassLoop(EpochLoop, RankLoop):
         began, before = time.perf_counter(), dict(recorder.meter.seconds)
         with as_the_class_computes():
             self.model.train_iter(batch, recorder)
-        recorder.stepped(time.perf_counter() - began)
+        recorder.count_iteration(time.perf_counter() - began)
         self.note_compute(began, before)
         return int(self.is_last_step or not self.rule.asynchronous)
 
@@ -449,7 +449,7 @@ class ClassLoop(EpochLoop, RankLoop):
 
     def begin_exchange(self) -> None:
         """Weight this rank's parameters in the exchange by the last cost's weight, if the class has a ``weight``."""
-        self.state.count_items = None if getattr(self.model, "weight", None) is None else self.recorder.last_weight
+        self.state.count_items = None if getattr(self.model, "weight", None) is None else self.recorder.get_last_weight
 
     def record(self, batches: tuple[int, bool]) -> None:
         """Count a batch after its last step, and write and print a line if one is due."""
@@ -548,7 +548,7 @@ class ClassLoop(EpochLoop, RankLoop):
             batch = following
             is_ended = self.is_ended(together=False)
         self.reset("val")
-        shown = self.worker.exchange((*recorder.validation_sums(), has_stopped, is_ended))
+        shown = self.worker.exchange((*recorder.take_validation_sums(), has_stopped, is_ended))
         self.has_ended = any(ended for *_, ended in shown)
         if self.has_ended:
             return True

@@ -63,22 +63,22 @@ def report() -> str:
     if gpus:
         with contextlib.suppress(Exception):  # NVML's functions fail on some drivers
             lines += _describe_gpus(gpus)
-    steps = _first_steps(installed, gpus)
+    steps = _list_first_steps(installed, gpus)
     lines += ["", "Do first"] if steps else ["", f"Ready: {_describe_ranks(installed, gpus)}"]
     lines += [f"  {i}. {step}" for i, step in enumerate(steps, 1)]
-    if optional := _optional_steps(installed):
+    if optional := _list_optional_steps(installed):
         lines += ["", "Optional", *(f"  {step}" for step in optional)]
     return "\n".join(lines) + "\n"
 
 
-def _shared_memory() -> int:
+def _measure_shared_memory() -> int:
     """Return the bytes free in /dev/shm, or raise OSError if it can't be used."""
     return shutil.disk_usage("/dev/shm").free
 
 
 def _describe_shared_memory() -> str:
     try:
-        return f"{_shared_memory() / 2**30:.1f} GiB free for arrays that ranks share"
+        return f"{_measure_shared_memory() / 2**30:.1f} GiB free for arrays that ranks share"
     except OSError as error:
         return str(error)
 
@@ -90,14 +90,14 @@ def _describe_ranks(installed: set[str], gpus: int) -> str:
     return f"{library}'s functions run on the {devices}; synkhronos.fork() starts {ranks}"
 
 
-def _first_steps(installed: set[str], gpus: int) -> list[str]:
+def _list_first_steps(installed: set[str], gpus: int) -> list[str]:
     """Return the steps that ranks need, the most important first."""
     steps = []
     libraries = installed & {"pytensor", "theano"}
     if not libraries:
         steps.append("install a graph library; without one nothing runs: pip install 'synkhronos[pytensor]'")
     try:
-        if (free := _shared_memory()) < _SMALL_SHARED_MEMORY:
+        if (free := _measure_shared_memory()) < _SMALL_SHARED_MEMORY:
             steps.append(
                 f"enlarge /dev/shm, which holds the data and has {free / 2**20:.0f} MiB: "
                 "mount -o remount,size=8G /dev/shm, or docker run --shm-size=8g"
@@ -112,7 +112,7 @@ def _first_steps(installed: set[str], gpus: int) -> list[str]:
     return steps
 
 
-def _optional_steps(installed: set[str]) -> list[str]:
+def _list_optional_steps(installed: set[str]) -> list[str]:
     """Return the steps that optional features need."""
     steps = []
     for module, (use, extra) in _OPTIONAL.items():

@@ -42,7 +42,7 @@ def _as_dict(updates: Any) -> dict[Any, Any]:
     return apply_own_gradient(updates) if isinstance(updates, RuleUpdates) else dict(updates)
 
 
-def _snapshot(shared: Any) -> Any:
+def _copy_value(shared: Any) -> Any:
     """Return a snapshot of a variable's value; on a GPU it may not be computed yet."""
     value = library_of(shared).get(shared)
     return array_device(value).snapshot(value)
@@ -293,7 +293,7 @@ class Model:
                     self.train_fn(*(array[rows[0] : rows[-1] + 1] for array in batch))
         recorder.end("calc")
         n_costs = 1 if self.error is None else 2
-        values = list(map(_snapshot, self.shown))
+        values = list(map(_copy_value, self.shown))
         weight = {} if self.weight is None else {"weight": values[n_costs]}
         recorder.train_error(count, *values[:n_costs], **weight)
 

@@ -30,7 +30,7 @@ from typing import Any
 
 from synkhronos.ranks.child_process import JOB_SIGNALS
 from synkhronos.ranks.errors import cause_of_death
-from synkhronos.training.recorder import RANK_FILE, line_of
+from synkhronos.training.recorder import RANK_FILE, format_line
 
 #: Maximal characters of a line; longer lines are split, which bounds the memory.
 _MAX_LINE = 1 << 20
@@ -85,7 +85,7 @@ class RemoteRecords:
         """
         if _pump is not None and _pump.poll() is not None:
             raise RuntimeError(f"the process that passes on rank {rank}'s output {cause_of_death(_pump.returncode)}")
-        os.write(_standard_output, f"{_MARK}{RANK_FILE.format(rank)}{_MARK}{line_of(record)}\n".encode())
+        os.write(_standard_output, f"{_MARK}{RANK_FILE.format(rank)}{_MARK}{format_line(record)}\n".encode())
 
 
 def split_name(line: str) -> tuple[str, str]:

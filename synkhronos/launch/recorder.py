@@ -4,8 +4,8 @@ A class gets it as an argument of ``train_iter``, ``val_iter`` and ``print_info`
 it, and the run counts the steps::
 
     train_iter: start(), end("calc"), train_error(...)  --+
-    run:        begin_epoch(), stepped()                --+--> Meter --> write_rank(): a line, printed and recorded
-    val_iter:   val_error(...)                          -----> validation_sums(): the epoch's report, over all ranks
+    run:        begin_epoch(), count_iteration()         --+--> Meter --> write_rank(): a line, printed and recorded
+    val_iter:   val_error(...)                           ----> take_validation_sums(): the epoch's report of all ranks
 
 Methods of Theano-MPI's recorder that the run makes superfluous do nothing.
 """
@@ -66,7 +66,7 @@ class ClassRecorder:
     >>> recorder.end("calc")
     >>> recorder.train_error(1, 0.5, 0.1)
     >>> recorder.val_error(1, 0.25, 0.5, 0.125)
-    >>> recorder.validation_sums()
+    >>> recorder.take_validation_sums()
     (1, {'cost': 0.25, 'error': 0.5, 'top5': 0.125})
     """
 
@@ -90,7 +90,7 @@ class ClassRecorder:
         self._last_weight: Any = 0
         self.learning_rate = math.nan
         self.clear_train_info()
-        self._forget_validation()
+        self._reset_validation()
         self.begin_epoch(0)
 
     def __getattr__(self, name: str) -> Any:
@@ -169,7 +169,7 @@ class ClassRecorder:
             return
         for name, value in (("cost", cost), ("error", error), ("top5", error_top_5)):
             if value is not None:
-                self._val[name] = self._val.get(name, 0.0) + rows * _mean(value)
+                self._val[name] = self._val.get(name, 0.0) + rows * _to_float(value)
 
     def get_latest_val_info(self) -> list[Any] | None:
         """Return ``[count, cost, error, top5]`` of the last validation, over all ranks; None before the first."""
@@ -262,7 +262,7 @@ class ClassRecorder:
         rows = steps * self.rows
         self.meter.begin(Outcome(loss, weight, rows, steps, {}, math.nan, (rows, 0.0)))
 
-    def stepped(self, seconds: float = 0.0) -> None:
+    def count_iteration(self, seconds: float = 0.0) -> None:
         """Count an iteration; ``seconds`` is its duration, which does not count in the speed if it is the first."""
         self.meter.count_step(self.rows)
         self.meter.record_launch(1, self.rows, seconds)
@@ -284,11 +284,11 @@ class ClassRecorder:
         sys.stdout.write(f"{', '.join(shown)}; {record['rows_per_second']:,.0f} {self.unit}/s\n")
         self.clear_train_info()
 
-    def last_weight(self) -> float:
+    def get_last_weight(self) -> float:
         """Return the weight of the last cost; 0 if there was none since the last line."""
-        return _mean(self._last_weight)
+        return _to_float(self._last_weight)
 
-    def validation_sums(self) -> tuple[float, dict[str, float]]:
+    def take_validation_sums(self) -> tuple[float, dict[str, float]]:
         """Return the sums of a validation, and reset them.
 
         Returns
@@ -299,19 +299,19 @@ class ClassRecorder:
             Sums of ``cost``, ``error`` and ``top5``, each times the batch's weight.
         """
         found = self._val_rows, self._val
-        self._forget_validation()
+        self._reset_validation()
         return found
 
-    def _forget_validation(self) -> None:
+    def _reset_validation(self) -> None:
         self._val: dict[str, float] = {}
         self._val_rows: float = 0
 
 
 def _read_costs(costs: Sequence[Any], weights: Sequence[Any]) -> list[tuple[float, float]]:
     """Return each cost times its weight, and its weight; a cost of weight 0 is ignored, even if it is NaN."""
-    return [(w * _mean(cost) if w else 0.0, w) for cost, w in zip(costs, map(_mean, weights), strict=True)]
+    return [(w * _to_float(cost) if w else 0.0, w) for cost, w in zip(costs, map(_to_float, weights), strict=True)]
 
 
-def _mean(value: Any) -> float:
+def _to_float(value: Any) -> float:
     """Return a value of any array type as a float; the mean of an array."""
     return float(value) if isinstance(value, int | float) else float(np.mean(np.asarray(value, np.float64)))

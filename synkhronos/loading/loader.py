@@ -32,7 +32,7 @@ from synkhronos.data.shared import create_with_file
 from synkhronos.devices import Selection
 from synkhronos.graphs import library_of
 from synkhronos.loading.augment import make_generator
-from synkhronos.loading.process import LoaderTask, pack_task, start_loader
+from synkhronos.loading.process import LoaderConfig, pack_config, start_loader
 from synkhronos.loading.ring import RESUME_HINT, LoadError, ReadPlan, Ring, RingLayout
 from synkhronos.loading.sources import IterableSource, as_source, describe_row
 from synkhronos.ranks.interrupts import defer_signals
@@ -306,9 +306,9 @@ class Loader:
         layout = RingLayout(1, self.processes, self.depth, batch_size)
         pool, unit = self._prepare_pool(plan, layout, in_session)
         ring, count = pool.ring, None if isinstance(self.source, IterableSource) else len(self)
-        is_over = count is not None and not plan.unit_starts(count, batch_size)
+        is_over = count is not None and not plan.list_unit_starts(count, batch_size)
         if is_over:  # the loader processes continue with the next epoch, too
-            self._position = plan.next_epoch(), unit
+            self._position = plan.advance_epoch(), unit
         while not is_over:
             self._position = None  # after a failure the plan starts anew
             began = time.perf_counter()
@@ -323,8 +323,8 @@ class Loader:
             length = ring.unit_lengths[unit % layout.slots]
             rows = ring.select_rows(unit, length)
             plan = plan._replace(row=plan.row + plan.size * batch_size)
-            is_over = length < batch_size if count is None else not plan.unit_starts(count, batch_size)
-            plan, unit = plan.next_epoch() if is_over else plan, unit + 1
+            is_over = length < batch_size if count is None else not plan.list_unit_starts(count, batch_size)
+            plan, unit = plan.advance_epoch() if is_over else plan, unit + 1
             # Set before the yield: the caller may leave this loop, and continue from here with another.
             self._position = position = plan, unit
             if len(rows):
@@ -347,8 +347,8 @@ class Loader:
         if self._pool is None or not self._pool.can_serve(layout, in_session):
             self.close()
             fields = [(array.shape, dtype.str) for array, dtype in zip(self._sample, self._dtypes, strict=True)]
-            task = LoaderTask(self.source, self.augment, self.shuffle, self._skip_unreadable, layout, fields)
-            self._pool = _LoaderPool(task, in_session)
+            config = LoaderConfig(self.source, self.augment, self.shuffle, self._skip_unreadable, layout, fields)
+            self._pool = _LoaderPool(config, in_session)
         elif death := self._pool.ring.find_death():
             self.close()
             raise LoadError(f"{death}{RESUME_HINT.format(plan.epoch, plan.row)}", plan.epoch, plan.row)
@@ -436,7 +436,7 @@ def open_feed(loader: Loader, epoch: int, row: int, unit_rows: int, seed: int, c
 def record_position(loader: Loader, feed: Feed, row: int) -> None:
     """Record that all rows of a feed before position ``row`` have been taken and freed."""
     unit, plan = feed.find_unit(row), feed.plan._replace(row=row)
-    loader._position = (plan.next_epoch() if row == len(loader) else plan), unit
+    loader._position = (plan.advance_epoch() if row == len(loader) else plan), unit
 
 
 class _LoaderPool:
@@ -444,19 +444,19 @@ class _LoaderPool:
 
     Parameters
     ----------
-    task : LoaderTask
+    config : LoaderConfig
     in_session : bool
         Whether the ring's arrays are Data, which all ranks share, instead of memory of this process.
     """
 
-    def __init__(self, task: LoaderTask, in_session: bool):
-        self.layout = task.layout
+    def __init__(self, config: LoaderConfig, in_session: bool):
+        self.layout = config.layout
         self.data: list[Any] = []
         self.pids: list[int] = []
         self._owner = os.getpid()
         self._session = ranks.session() if in_session else None
-        layout = task.layout
-        shapes = [((layout.slots * layout.unit_rows, *shape), np.dtype(dtype)) for shape, dtype in task.fields]
+        layout = config.layout
+        shapes = [((layout.slots * layout.unit_rows, *shape), np.dtype(dtype)) for shape, dtype in config.fields]
         files = []
         nbytes = layout.nbytes + sum(math.prod(shape) * dtype.itemsize for shape, dtype in shapes)
         try:
@@ -466,7 +466,7 @@ class _LoaderPool:
                 self.data.append(array)
                 files.append(file)
             self.words = self.data.pop(0)
-            packet = pack_task(task)
+            packet = pack_config(config)
         except MemoryError as error:
             error.add_note(
                 f"The loader needs shared memory for {layout.slots} batches of {layout.unit_rows} rows, {nbytes:,} "

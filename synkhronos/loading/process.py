@@ -1,7 +1,7 @@
 """Program of a loader process: reads its share of the rows that the ring's plan asks for.
 
 The process is started anew rather than forked, so it inherits no threads, locks or GPUs.  It shares with its owner the
-ring's memory, the memory of a pickled `LoaderTask`, and a pair of sockets.  Nothing is sent through the sockets: when
+ring's memory, the memory of a pickled `LoaderConfig`, and a pair of sockets.  Nothing is sent through the sockets: when
 the owner closes its end, or dies, the other end reports it.
 """
 
@@ -43,7 +43,7 @@ _OWNER_POLL = 0.5
 
 
 @dataclass
-class LoaderTask:
+class LoaderConfig:
     """Everything that a loader process needs to know; the same for all processes of a loader.
 
     Attributes
@@ -67,8 +67,8 @@ class LoaderTask:
     fields: list[tuple[tuple[int, ...], str]]
 
 
-def pack_task(task: LoaderTask) -> tuple[io.FileIO, int]:
-    """Pickle a task into shared memory; arrays are stored once, and all loader processes map them.
+def pack_config(config: LoaderConfig) -> tuple[io.FileIO, int]:
+    """Pickle the configuration into shared memory; arrays are stored once, and all loader processes map them.
 
     Returns
     -------
@@ -84,7 +84,7 @@ def pack_task(task: LoaderTask) -> tuple[io.FileIO, int]:
     """
     buffers: list[pickle.PickleBuffer] = []
     try:
-        head = cloudpickle.dumps(task, pickle.HIGHEST_PROTOCOL, buffer_callback=buffers.append)
+        head = cloudpickle.dumps(config, pickle.HIGHEST_PROTOCOL, buffer_callback=buffers.append)
     except (pickle.PicklingError, AttributeError, TypeError) as error:
         raise TypeError(f"source, augment: can't be pickled, as loader processes require: {error}") from error
     parts = [memoryview(head), *(buffer.raw() for buffer in buffers)]
@@ -94,14 +94,14 @@ def pack_task(task: LoaderTask) -> tuple[io.FileIO, int]:
     return file, nbytes
 
 
-def _unpack_task(file: int, nbytes: int) -> LoaderTask:
+def _unpack_config(file: int, nbytes: int) -> LoaderConfig:
     head, *arrays = read_parts(memoryview(map_file(file, nbytes)).toreadonly())
-    task: LoaderTask = pickle.loads(head, buffers=arrays)
-    return task
+    config: LoaderConfig = pickle.loads(head, buffers=arrays)
+    return config
 
 
 def start_loader(
-    number: int, layout: RingLayout, task: tuple[io.FileIO, int], memory: Sequence[io.FileIO], end: socket.socket
+    number: int, layout: RingLayout, config: tuple[io.FileIO, int], memory: Sequence[io.FileIO], end: socket.socket
 ) -> int:
     """Start a loader process and return its process id.
 
@@ -110,16 +110,16 @@ def start_loader(
     number : int
         Number of the process among the loader's processes.
     layout : RingLayout
-    task : (file, int)
-        The packed task, from `pack_task`.
+    config : (file, int)
+        Packed configuration, from `pack_config`.
     memory : list of file
         The ring's words, then its arrays.
     end : socket
         The process's end of the pair of sockets.
     """
-    files = [task[0].fileno(), end.fileno(), *(file.fileno() for file in memory)]
+    files = [config[0].fileno(), end.fileno(), *(file.fileno() for file in memory)]
     in_main_thread = threading.current_thread() is threading.main_thread()
-    settings = [number, list(layout), task[1], files, os.getpid(), in_main_thread]
+    settings = [number, list(layout), config[1], files, os.getpid(), in_main_thread]
     # One thread each: the user has chosen the number of processes.  No GPU, whatever a source imports.
     environment = {**os.environ, **ONE_THREAD, "CUDA_VISIBLE_DEVICES": ""}
     return spawn("synkhronos.loading.process", "main", settings, files, in_main_thread, environment)
@@ -134,13 +134,13 @@ def main() -> NoReturn:
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT, *JOB_SIGNALS})
     exit_with_parent(owner, in_main_thread)
     layout = RingLayout(*layout)
-    task_file, end, words, *arrays = files
+    config_file, end, words, *arrays = files
     memory = np.frombuffer(map_file(words, layout.nbytes), np.uint8)
     ring = Ring(layout, memory, layout.consumers + number, [])
     try:
-        task = _unpack_task(task_file, nbytes)
-        slots = [_map_slots(file, layout, *field) for file, field in zip(arrays, task.fields, strict=True)]
-        _LoaderProcess(number, task, ring, slots, end).serve()
+        config = _unpack_config(config_file, nbytes)
+        slots = [_map_slots(file, layout, *field) for file, field in zip(arrays, config.fields, strict=True)]
+        _LoaderProcess(number, config, ring, slots, end).serve()
     except BaseException as error:
         text = f"loader {number} could not start: {type(error).__name__}: {error}"
         ring.fail(number, f"{text}\n\nIts traceback:\n{traceback.format_exc()}")
@@ -157,8 +157,8 @@ def _map_slots(file: int, layout: RingLayout, shape: tuple[int, ...], dtype: str
 class _LoaderProcess:
     """Producer of a ring: writes its share of each unit."""
 
-    def __init__(self, number: int, task: LoaderTask, ring: Ring, arrays: list[np.ndarray], end: int):
-        self.number, self.task, self.ring, self.arrays = number, task, ring, arrays
+    def __init__(self, number: int, config: LoaderConfig, ring: Ring, arrays: list[np.ndarray], end: int):
+        self.number, self.config, self.ring, self.arrays = number, config, ring, arrays
         self._owner = select.poll()
         self._owner.register(end, 0)
         self._warned: set[int] = set()
@@ -173,14 +173,14 @@ class _LoaderProcess:
             plan = ring.plan
             # Otherwise the plan may mix two generations.
             if ring.generation == self.generation:
-                self._follow(plan)
+                self._fill_units(plan)
 
     def _exit_with_owner(self) -> None:
         """Exit if the owner has closed its end of the pair of sockets."""
         if self._owner.poll(0):
             os._exit(0)
 
-    def _follow(self, plan: ReadPlan) -> None:
+    def _fill_units(self, plan: ReadPlan) -> None:
         """Fill units until the plan is replaced, or a row can't be read."""
         ring, slots, unit_rows = self.ring, self.ring.layout.slots, self.ring.layout.unit_rows
         for unit, (epoch, rows) in enumerate(self._iterate_units(plan)):
@@ -210,13 +210,13 @@ class _LoaderProcess:
 
     def _iterate_units(self, plan: ReadPlan) -> Iterator[tuple[int, Any]]:
         """Yield the epoch and rows of each unit: row numbers, or of an iterable ``(number, row or error)``."""
-        task, unit_rows = self.task, self.ring.layout.unit_rows
-        if isinstance(task.source, IterableSource):
+        config, unit_rows = self.config, self.ring.layout.unit_rows
+        if isinstance(config.source, IterableSource):
             yield from self._iterate_stream(plan)  # endless
-        count, current = len(task.source), -1
+        count, current = len(config.source), -1
         for epoch, start, length in iterate_units(plan, count, unit_rows):
             if epoch != current:
-                order, current = order_rows(count, plan.seed, epoch, task.shuffle), epoch
+                order, current = order_rows(count, plan.seed, epoch, config.shuffle), epoch
             yield epoch, order[start : start + length]
 
     def _iterate_stream(self, plan: ReadPlan) -> Iterator[tuple[int, Any]]:
@@ -240,12 +240,12 @@ class _LoaderProcess:
                 yield plan.epoch, own_unit
                 if has_ended and len(own_unit) == unit_rows:
                     yield plan.epoch, []
-            plan = plan.next_epoch()
+            plan = plan.advance_epoch()
 
     def _read_stream(self) -> Iterator[Any]:
         """Yield an iterable's rows; if it raises, a last item with the error."""
         try:
-            yield from self.task.source
+            yield from self.config.source
         except Exception as error:
             yield _StreamFailure(error)
 
@@ -254,9 +254,9 @@ class _LoaderProcess:
     def _write_share(self, start: int, status: np.ndarray, rows: Any, epoch: int, seed: int) -> None:
         """Write this process's share of the unit that begins at row ``start`` of the ring's arrays."""
         share = get_share(len(rows), self.ring.layout.loaders, self.number)
-        task = self.task
-        if task.augment is None and isinstance(task.source, ArraySource):
-            values = task.source.read_many(rows[share])
+        config = self.config
+        if config.augment is None and isinstance(config.source, ArraySource):
+            values = config.source.read_many(rows[share])
             if values is not None and self._can_hold(values):
                 for array, value in zip(self.arrays, values, strict=True):
                     array[start + share.start : start + share.stop] = value
@@ -265,7 +265,7 @@ class _LoaderProcess:
         for i in range(share.start, share.stop):
             if self._is_replaced():
                 return
-            number, row = rows[i] if isinstance(task.source, IterableSource) else (int(rows[i]), None)
+            number, row = rows[i] if isinstance(config.source, IterableSource) else (int(rows[i]), None)
             try:
                 self._write_row(start + i, number, row, epoch, seed)
                 status[i] = READ
@@ -286,10 +286,10 @@ class _LoaderProcess:
         """Read row ``number``, unless an iterable has yielded it, augment it, and write it to ``index``."""
         if isinstance(row, _StreamFailure):
             raise row.error
-        values = self.task.source[number] if row is None else row
+        values = self.config.source[number] if row is None else row
         values = values if isinstance(values, tuple | list) else (values,)
-        if self.task.augment is not None:
-            values = self.task.augment(tuple(values), make_generator(seed, epoch, number))
+        if self.config.augment is not None:
+            values = self.config.augment(tuple(values), make_generator(seed, epoch, number))
         if len(values) != len(self.arrays):
             raise ValueError(f"expected {len(self.arrays)} arrays, as in the first row, got {len(values)}")
         for i, (array, value) in enumerate(zip(self.arrays, values, strict=True)):
@@ -303,11 +303,11 @@ class _LoaderProcess:
     def _report_unreadable(self, error: Exception, number: int, epoch: int, has_stream_failed: bool) -> None:
         """Log a skipped row, or raise `_UnreadableRow`; an iterable that has raised can't be continued."""
         try:
-            name = describe_row(self.task.source, number)
+            name = describe_row(self.config.source, number)
         except Exception:
             name = f"row {number}"
         reason = f"{type(error).__name__}: {error}"
-        if not self.task.skip or has_stream_failed:
+        if not self.config.skip or has_stream_failed:
             lines = "".join(traceback.format_exception(error))
             raise _UnreadableRow(
                 f"{name} can't be read (row {number}, epoch {epoch}): {reason}. Repair it and continue after the last "

@@ -85,13 +85,13 @@ class ReadPlan(NamedTuple):
     size: int = 1
     whole: int = 0
 
-    def unit_starts(self, count: int, unit_rows: int) -> range:
+    def list_unit_starts(self, count: int, unit_rows: int) -> range:
         """Return the positions at which the units of an epoch of ``count`` rows start."""
         stride = self.size * unit_rows
         stop = self.row + (count - self.row) // stride * stride if self.whole else count
         return range(self.row + self.rank * unit_rows, stop, stride)
 
-    def next_epoch(self) -> ReadPlan:
+    def advance_epoch(self) -> ReadPlan:
         """Return the plan that continues with the next epoch."""
         return self._replace(epoch=self.epoch + 1, row=0)
 
@@ -103,10 +103,10 @@ def order_rows(count: int, seed: int, epoch: int, shuffle: bool) -> np.ndarray:
 
 def iterate_units(plan: ReadPlan, count: int, unit_rows: int) -> Iterator[tuple[int, int, int]]:
     """Yield the epoch, start and length of each unit, without end; nothing if no epoch has a unit."""
-    while plan.row or plan.unit_starts(count, unit_rows):
-        for start in plan.unit_starts(count, unit_rows):
+    while plan.row or plan.list_unit_starts(count, unit_rows):
+        for start in plan.list_unit_starts(count, unit_rows):
             yield plan.epoch, start, min(unit_rows, count - start)
-        plan = plan.next_epoch()
+        plan = plan.advance_epoch()
 
 
 class RingLayout(NamedTuple):
@@ -268,7 +268,7 @@ class Ring:
 
     def is_filled(self, unit: int) -> bool:
         """Whether all loader processes have filled a unit."""
-        return min(self._filled) >= self._tag(unit + 1)
+        return min(self._filled) >= self._make_tag(unit + 1)
 
     def wait_filled(self, unit: int, position: tuple[int, int], watch: Callable[[], None] | None = None) -> None:
         """Wait until a unit is filled.
@@ -299,7 +299,7 @@ class Ring:
 
     def _find_failed(self, unit: int) -> list[int]:
         """Return the loader processes that can't fill a unit."""
-        first, last = self._tag(0), self._tag(unit + 1)
+        first, last = self._make_tag(0), self._make_tag(unit + 1)
         return [i for i, failed in enumerate(self._failed) if failed == _FAILED_AT_START or first <= failed <= last]
 
     def _raise_failure(self, unit: int, position: tuple[int, int]) -> None:
@@ -328,10 +328,10 @@ class Ring:
 
     def free(self, unit: int) -> None:
         """Allow the loader processes to overwrite a unit."""
-        self._freed[unit % self.layout.slots] = self._tag(unit + 1)
+        self._freed[unit % self.layout.slots] = self._make_tag(unit + 1)
         self._wake(self._loaders)
 
-    def _tag(self, unit: int) -> int:
+    def _make_tag(self, unit: int) -> int:
         """Return the word for a unit of the current generation."""
         return self._words[0] << _UNIT_BITS | unit
 

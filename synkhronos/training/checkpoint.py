@@ -38,7 +38,7 @@ _FORMAT = 2
 
 
 class CheckpointError(ValueError):
-    """A checkpoint is damaged, or of something else, or its folder has another writer."""
+    """A checkpoint is damaged or of another training, or its folder is in use by another writer."""
 
 
 class _Table(dict[str, Any]):

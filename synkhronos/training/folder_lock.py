@@ -72,7 +72,7 @@ class FolderLock:
             self.is_exclusive = True
         except BlockingIOError:
             owner = os.pread(file, 1000, 0).decode(errors="replace").strip() or "another process"
-            owner += " (this one)" if owner == _this_process() else ""
+            owner += " (this one)" if owner == _describe_this_process() else ""
             os.close(file)
             raise BlockingIOError(errno.EWOULDBLOCK, owner) from None
         except OSError as error:
@@ -85,7 +85,7 @@ class FolderLock:
         self._file = file
         with contextlib.suppress(OSError):  # on a full disk the lock holds, and errors do not name the writer
             os.ftruncate(file, 0)
-            os.pwrite(file, f"{_this_process()}\n".encode(), 0)
+            os.pwrite(file, f"{_describe_this_process()}\n".encode(), 0)
 
     def release(self) -> None:
         """Release the lock, if this object holds it."""
@@ -99,7 +99,7 @@ class FolderLock:
         return FolderLock, (self.path.parent,)
 
 
-def _this_process() -> str:
+def _describe_this_process() -> str:
     """Return this process' name in the locked file."""
     return f"process {os.getpid()} on host {platform.node()}"
 

@@ -38,7 +38,7 @@ from synkhronos.training.survival import Survival
 from synkhronos.training.train_function import TrainFunction
 from synkhronos.training.training_graph import TrainingGraph
 
-#: Bytes of the rows of one launch, at most, which are there at once.
+#: Maximal number of bytes of the rows of one launch.
 _MAX_LAUNCH_NBYTES = 1 << 30
 
 
@@ -119,7 +119,7 @@ class RankLoop(TrainingLoop):
         return self._steps_left
 
     def exchange(self, steps: int) -> None:
-        """Count steps, and exchange if no more were left."""
+        """Count steps, and exchange if these were the last ones before an exchange."""
         worker, state = self.worker, self.state
         state.step += steps
         state.since += steps
@@ -136,7 +136,7 @@ class RankLoop(TrainingLoop):
         """Prepare the state for an exchange."""
 
     def end_exchange(self) -> None:
-        """Reset what counts from exchange to exchange."""
+        """Reset the counts since the last exchange."""
 
 
 class _SourceLoop(TrainingLoop):
@@ -163,7 +163,7 @@ class _SourceLoop(TrainingLoop):
         self.plan, self.source, self.meter, self.rows, self.rate = plan, source, meter, rows, rate
         #: Place up to which rows have been trained on.
         self.end = plan.first
-        #: Places of rows that unfinished steps may still read.
+        #: Ranges of positions of rows that unfinished steps may still read.
         self.reading: list[tuple[int, int]] = []
         self._bar: Any = None
         if plan.shows_progress and is_master:
@@ -187,7 +187,7 @@ class _SourceLoop(TrainingLoop):
             self._bar.update(self.end - self._bar.n)
 
     def write_lines(self, last: bool = False) -> None:
-        """Write the recorders' lines that are due; with ``last``, of all steps since their last ones."""
+        """Write the recorders' lines that are due; with ``last``, a line for all remaining steps."""
         plan = self.plan
         self.meter.write_lines(plan.epoch, plan.epoch * plan.count + self.end, self.rate, last)
 
@@ -197,7 +197,7 @@ class _SourceLoop(TrainingLoop):
 
     @abstractmethod
     def launch(self, rows: list[Any]) -> list[tuple[Any, Any]]:
-        """Start a step on each of some batches.
+        """Start one step on each batch.
 
         Returns
         -------
@@ -207,10 +207,10 @@ class _SourceLoop(TrainingLoop):
 
     @abstractmethod
     def free_after_launch(self, places: list[tuple[int, int]], steps: int) -> None:
-        """Give memory of rows back to the loaders, after a launch of ``steps`` steps."""
+        """Release memory of rows to the loaders, after a launch of ``steps`` steps."""
 
     def step(self, batches: Batches) -> int:
-        """Launch the steps, and note their losses."""
+        """Launch the steps, and pass their losses to the meter."""
         last = self.plan.last
         places = [(start, min(start + self.rows, last)) for start in batches.starts if start < last]
         rate = self.plan.get_rate(batches.first)
@@ -231,7 +231,7 @@ class _SourceLoop(TrainingLoop):
         return len(batches.starts)
 
     def wait_for_rows(self, places: list[tuple[int, int]]) -> list[Any]:
-        """Return the numbers of the rows between places; wait until a loader has read them."""
+        """Wait until a loader has read the rows in some ranges of positions, and return their row numbers."""
         source = self.source
         if isinstance(source, Feed) and not all(source.is_ready(*each) for each in places):
             # The loaders may need the memory of rows that this rank holds, to read rows for other ranks.
@@ -240,20 +240,20 @@ class _SourceLoop(TrainingLoop):
             return [source.rows(*each, self.watch) for each in places]
 
     def finish_steps(self) -> None:
-        """Wait for the launched steps, and give the memory of their rows back to the loaders."""
+        """Wait for the launched steps, and release the memory of their rows to the loaders."""
         with self.meter.time("compute"):
             self.meter.read_losses()
             self.free(self.reading)
             self.reading = []
 
     def free(self, places: list[tuple[int, int]]) -> None:
-        """Give the memory of rows back to the loaders."""
+        """Release the memory of rows to the loaders."""
         for each in places:
             self.source.free(*each)
 
 
 class CommandLoop(_SourceLoop):
-    """Loop of the master, whose steps are commands of all ranks; one command takes steps of one learning rate.
+    """Loop of the master: each launch of steps is a command of all ranks, with one learning rate.
 
     Parameters
     ----------
@@ -315,12 +315,12 @@ class CommandLoop(_SourceLoop):
         return self._survival.change(lambda: self._step.weighted_steps(self._x, self._y, rows), len(rows))
 
     def free_after_launch(self, places: list[tuple[int, int]], steps: int) -> None:
-        """Wait for the steps, whose rows have been read then."""
+        """Wait for the steps, then release the memory of their rows."""
         self.meter.read_losses()
         self.free(places)
 
     def exchange(self, steps: int) -> None:
-        """Each step has exchanged gradients."""
+        """Do nothing: each step has exchanged gradients."""
 
     def is_stopped(self) -> bool:
         """Return True if a signal has arrived."""
@@ -328,7 +328,7 @@ class CommandLoop(_SourceLoop):
 
 
 class RowLoop(_SourceLoop, RankLoop):
-    """Loop of one rank over rows of data, with the steps of a function.
+    """Loop of one rank over rows of data; a compiled function takes the steps.
 
     Parameters
     ----------
@@ -381,7 +381,7 @@ class RowLoop(_SourceLoop, RankLoop):
         return self._take_batches() if self.rule.asynchronous else self._assign_batches()
 
     def _assign_batches(self) -> Iterator[Batches]:
-        """Distribute rows in rounds of one batch a rank; the last round may have fewer rows for some ranks."""
+        """Assign rows to ranks in rounds of one batch each; in the last round some ranks may get fewer rows."""
         plan, n, me = self.plan, self.worker.size, self.worker.number
         place = plan.first
         while place < plan.last:
@@ -436,7 +436,7 @@ class RowLoop(_SourceLoop, RankLoop):
         )
 
     def launch(self, rows: list[Any]) -> list[tuple[Any, Any]]:
-        """Start the steps, in one launch where that can be."""
+        """Start the steps, in one launch if possible."""
         steps = self._launch_steps(rows)
         self._unexchanged_weights += [weight for _, weight in steps if weight is not None]
         return steps
@@ -455,20 +455,20 @@ class RowLoop(_SourceLoop, RankLoop):
         return [(loss, weight[0] if weight else None) for loss, *weight in steps]
 
     def free_after_launch(self, places: list[tuple[int, int]], steps: int) -> None:
-        """Wait for the launch before, whose rows have been read then."""
+        """Wait for the previous launch, then release the memory of its rows."""
         if isinstance(self.source, Feed):
             self.meter.read_losses(besides=steps)
             self.free(self.reading)
             self.reading = places
 
     def begin_exchange(self) -> None:
-        """Finish the steps where the exchange would wait for them; other ranks may wait for their rows meanwhile."""
+        """Finish the launched steps if the exchange waits for them: other ranks may need the memory of rows."""
         if isinstance(self.source, Feed) or self.rule.asynchronous and self.state.since > 1:
             self.finish_steps()
         self.state.learning_rate = self.rate
 
     def end_exchange(self) -> None:
-        """Count weights and batches anew."""
+        """Reset the weights and the number of batches since the last exchange."""
         self._unexchanged_weights = []
         if self.state.average_size:
             self.state.own["batches"] = 0.0
@@ -500,24 +500,30 @@ def train_interval(
     batches_taken: LocalRows,
     shared: dict[str, LocalRows],
 ) -> tuple[int, Outcome]:
-    """Train on rows between two places of an epoch's order; afterwards the parameters are those to be validated.
+    """Train one rank on its rows of an interval, then set the parameters to the rule's reported ones.
 
-    ``variables`` are the parameters that are exchanged, the optimizer's variables, and how many of the first are
-    running averages; ``shared`` is the rule's memory.  All else is as for `RowLoop`.
+    Parameters
+    ----------
+    worker, plan, rule, step, rate, source, batches_taken
+        As for `RowLoop`.
+    variables : (list of shared variable, list of shared variable, int)
+        Parameters that are exchanged; variables of the optimizer; number of running averages among the former.
+    shared : dict of str to LocalRows
+        Shared memory of the rule.
 
     Returns
     -------
     end : int
-        The place up to which ranks have trained: before the plan's last one if a signal came.
+        Position up to which the ranks have trained: before ``plan.last`` if a signal has stopped them.
     outcome : Outcome
     """
     kept = worker.kept(plan.name)
     state: State | None = kept.get("state")
-    restore_own_params(worker, plan.name)  # none after an interrupt: then each goes on with the parameters it has
+    restore_own_params(worker, plan.name)  # does nothing after an interrupt: each rank keeps its present parameters
     places = worker.exchange(None if state is None else (state.step, state.since))
     begun = [place for place in places if place is not None]
     if state is None or len(begun) < len(places) or not rule.asynchronous and len(set(places)) > 1:
-        # The first time; or after an interrupt at which ranks had come to different places: then all begin anew.
+        # At the first interval, or after an interrupt that stopped ranks at different steps: all ranks start anew.
         params, optimizer, n_averages = variables
         state = State(params, optimizer, shared, n_averages)
         state.step = max([step for step, _ in begun], default=0)

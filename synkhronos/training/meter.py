@@ -190,7 +190,7 @@ class Meter:
         self.begin()
 
     def begin(self, before: Outcome | None = None) -> None:
-        """Begin an interval between two reports, or continue one of which a checkpoint has the outcome ``before``."""
+        """Begin an interval between two reports; ``before`` is the outcome of its first part, from a checkpoint."""
         self.loss = self.weight = 0.0
         self.rows = self.steps = 0
         self.first = 0, 0.0
@@ -206,7 +206,7 @@ class Meter:
         return ActivityTimer(self.seconds, name, self._waited)
 
     def count_step(self, rows: int) -> None:
-        """Count a step of so many rows."""
+        """Count a step of ``rows`` rows."""
         self.rows += rows
         self.steps += 1
         self.step += 1
@@ -250,7 +250,7 @@ class Meter:
             del self._losses[:n_ready], self._weights[:n_ready]
 
     def get_outcome(self, rate: float) -> Outcome:
-        """Return the totals; ``rate`` is the last learning rate.  Losses that are not read are missing from it."""
+        """Return the totals without unread losses; ``rate`` is the learning rate of the last step."""
         return Outcome(self.loss, self.weight, self.rows, self.steps, self.seconds, rate, self.first)
 
     def write_lines(self, epoch: int, seen: int, rate: float, last: bool = False) -> None:
@@ -287,7 +287,7 @@ class Meter:
 
 
 def rows_per_second(rows: int, seconds: float, first: tuple[int, float]) -> float:
-    """Return the speed of a training without launches that may have compiled functions, if there were others.
+    """Return the rows per second; launches that may have compiled functions are excluded if there were others.
 
     Parameters
     ----------

@@ -141,7 +141,7 @@ class MetricTotals:
         self.rows += rows
 
     def results(self) -> dict[str, float]:
-        """Return the value of each metric over all batches; NaN for a mean whose weights are all 0."""
+        """Return each metric's value over all batches, by name; NaN for a mean whose weights are all 0."""
         values = iter(float(total.result()) for total in self._totals)
         found = {}
         for name, metric in self._metrics.items():

@@ -44,7 +44,7 @@ def describe_nonfinite(arrays: Mapping[str, Any], rows: Any = None) -> str:
             chosen = chosen[(chosen >= here.start) & (chosen < here.stop)]
         step = max(1, _BYTES // max(1, int(np.prod(array.shape[1:])) * array.dtype.itemsize))
         found = np.concatenate(
-            [_nonfinite(array, chosen[i : i + step]) for i in range(0, len(chosen), step)] or [chosen]
+            [_find_nonfinite(array, chosen[i : i + step]) for i in range(0, len(chosen), step)] or [chosen]
         )
         if len(found):
             row = np.asarray(array[found[:1]])
@@ -53,6 +53,6 @@ def describe_nonfinite(arrays: Mapping[str, Any], rows: Any = None) -> str:
     return ""
 
 
-def _nonfinite(array: Any, rows: np.ndarray) -> np.ndarray:
+def _find_nonfinite(array: Any, rows: np.ndarray) -> np.ndarray:
     """Return the indexes among ``rows`` of the rows with a value that is not finite."""
     return rows[~np.isfinite(array[rows]).reshape(len(rows), -1).all(1)]

@@ -58,7 +58,7 @@ class Groups:
 
     @classmethod
     def from_graph(cls, graph: TrainingGraph, params: Sequence[Any], rule: Rule) -> Groups:
-        """Return the variables of a model that is trained by an exchange rule."""
+        """Group the variables of a training by their role under an exchange rule."""
         excluded = [rule.exclude is not None and bool(rule.exclude(p)) for p in params]
         exchanged = [p for p, out in zip(params, excluded, strict=True) if not out]
         if not exchanged:
@@ -77,8 +77,8 @@ class Groups:
         generators = [s for s in library.find_shareds(variables) if library.is_generator(s)]
         return cls([*exchanged, *averages], optimizer, own, others, generators, len(averages))
 
-    def by_role(self) -> dict[str, list[Any]]:
-        """Return the variables of each role, random streams left out."""
+    def group_by_role(self) -> dict[str, list[Any]]:
+        """Return the variables of each role; random streams have no role."""
         n_params = len(self.params) - self.n_averages
         return {
             "params": self.params[:n_params],
@@ -90,7 +90,10 @@ class Groups:
 
 
 def collect_state(worker: Worker, name: str, groups: Groups, alike: bool) -> dict[str, Any] | None:
-    """Return the state of this rank; of alike ranks only rank 0 returns more than streams and other variables."""
+    """Return the state of this rank.
+
+    If ``alike``, all ranks have equal parameters: ranks other than 0 return only their streams and other variables.
+    """
     kept = worker.kept(name)
     state: State | None = kept.get("state")
     found: dict[str, Any] = {"streams": [get_stream_state(shared) for shared in groups.generators]}
@@ -121,7 +124,7 @@ def _pack_states(by_rank: Sequence[dict[str, Any]]) -> tuple[dict[str, np.ndarra
     return arrays, [found["streams"] for found in by_rank]
 
 
-def _unpack(stored: Stored) -> list[dict[str, Any]]:
+def _unpack_states(stored: Stored) -> list[dict[str, Any]]:
     """Return the state of each rank, checked against the description in the checkpoint.
 
     Raises
@@ -203,11 +206,13 @@ def describe_training(
         "kind": kind,
         "rule": type(rule).__name__,
         "asynchronous": rule.asynchronous,
-        "rule_options": _plain_options(rule.options()),
+        "rule_options": _to_json_options(rule.options()),
         "update_rule": name,
-        "update_rule_options": _plain_options(options),
-        "variables": {role: [_variable(s, role) for s in shareds] for role, shareds in groups.by_role().items()},
-        "generators": [_generator(shared) for shared in groups.generators],
+        "update_rule_options": _to_json_options(options),
+        "variables": {
+            role: [_describe_variable(s, role) for s in shareds] for role, shareds in groups.group_by_role().items()
+        },
+        "generators": [_describe_generator(shared) for shared in groups.generators],
     }
 
 
@@ -246,7 +251,7 @@ def write_states(
 
 
 def check_meta(path: Any, meta: Mapping[str, Any], now: Mapping[str, Any], types: Mapping[str, Any]) -> None:
-    """Refuse a checkpoint of another training than ``now``, from `describe_training`.
+    """Raise if a checkpoint is of another training than ``now``, a description by `describe_training`.
 
     ``types`` has the types of the caller's own entries.
 
@@ -260,7 +265,7 @@ def check_meta(path: Any, meta: Mapping[str, Any], now: Mapping[str, Any], types
 
 
 def check_description(path: Any, meta: Mapping[str, Any], now: Mapping[str, Any]) -> None:
-    """Refuse a checkpoint whose description differs from ``now``; raise CheckpointError."""
+    """Raise CheckpointError if a checkpoint's description differs from ``now``."""
     if meta["kind"] != now["kind"]:
         raise CheckpointError(f"{path} is a checkpoint of a {meta['kind']}, got a {now['kind']}")
     _check_variables(path, "params", meta, now)  # first: of another model everything else may differ, too
@@ -285,7 +290,8 @@ def _check_variables(path: Any, role: str, meta: Mapping[str, Any], now: Mapping
     before, expected = meta["variables"][role], now["variables"][role]
     if before != expected:
         raise CheckpointError(
-            f"{path} is of another model: its {_ROLES[role]} are {_said(before)}, expected {_said(expected)}"
+            f"{path} is of another model: its {_ROLES[role]} are {_format_variables(before)}, expected "
+            f"{_format_variables(expected)}"
         )
 
 
@@ -296,13 +302,13 @@ def _check_options(path: Any, name: str | None, before: Mapping[str, Any], now: 
             raise CheckpointError(f"{path} is of {name} with {option}={old!r}, got {option}={new!r}")
 
 
-def _plain_options(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return numbers, flags and texts as JSON represents them, and a mark for each other value."""
+def _to_json_options(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return options in types that JSON can represent: a placeholder for each value but numbers, flags and texts."""
     plain = {name: np.asarray(value).item() if is_number(value) else value for name, value in options.items()}
     return {name: v if isinstance(v, str | int | float | bool | None) else _SYMBOLIC for name, v in plain.items()}
 
 
-def _variable(shared: Any, role: str) -> list[Any]:
+def _describe_variable(shared: Any, role: str) -> list[Any]:
     """Describe a shared variable: its name, its shape, its dtype.
 
     An extra update may change its variable's shape from step to step: its number of dimensions stands for it.
@@ -311,19 +317,19 @@ def _variable(shared: Any, role: str) -> list[Any]:
     return [shared.name or "", f"{len(shape)}-d" if role == "others" else shape, str(shared.type.dtype)]
 
 
-def _generator(shared: Any) -> list[Any]:
+def _describe_generator(shared: Any) -> list[Any]:
     """Describe a random stream: its generator, and the shape of its state where that is an array."""
     value = library_of(shared).copy_generator(shared)
     state = value.bit_generator if isinstance(value, np.random.Generator) else value
     return [type(state).__name__, list(np.shape(value))]
 
 
-def _said(variables: list[list[Any]]) -> str:
+def _format_variables(variables: list[list[Any]]) -> str:
     return ", ".join(f"{name or 'unnamed'} {shape} {dtype}" for name, shape, dtype in variables) or "none"
 
 
 def set_reported_params(worker: Worker, name: str, rule: Rule) -> None:
-    """Set the parameters to those that stand for all ranks; remember this rank's own under ``"own"``."""
+    """Set the parameters to the rule's reported ones; save this rank's own parameters under ``"own"``."""
     kept = worker.kept(name)
     state: State = kept["state"]
     reported = rule.report(worker, state)
@@ -332,7 +338,7 @@ def set_reported_params(worker: Worker, name: str, rule: Rule) -> None:
 
 
 def restore_own_params(worker: Worker, name: str) -> None:
-    """Set the parameters to this rank's own again, if they are those that stand for all ranks."""
+    """Undo `set_reported_params`: set the parameters to this rank's own."""
     kept = worker.kept(name)
     if "own" in kept:
         kept["state"].vector = kept["own"]
@@ -355,7 +361,7 @@ def restore_state(
     """
     if worker.number == root:
         stored = load(path)
-        shares = _shares(stored, rule, worker.size, alike)
+        shares = _assign_states(stored, rule, worker.size, alike)
         if groups.optimizer is None:
             shares = [({**mine, "optimizer": None}, *others) for mine, *others in shares]
         for r, share in enumerate(shares):
@@ -412,9 +418,11 @@ def set_state(
     kept["own"] = mine["params"]
 
 
-def _shares(stored: Stored, rule: Rule, size: int, alike: bool) -> list[tuple[dict[str, Any], dict[str, Any], Any]]:
+def _assign_states(
+    stored: Stored, rule: Rule, size: int, alike: bool
+) -> list[tuple[dict[str, Any], dict[str, Any], Any]]:
     """Return the state, the other variables and the random streams of each of ``size`` ranks."""
-    before, streams = _unpack(stored), stored.meta["streams"]
+    before, streams = _unpack_states(stored), stored.meta["streams"]
     others = [each.pop("others") for each in before]
     if alike:
         mine = before[:1] * size
@@ -426,13 +434,13 @@ def _shares(stored: Stored, rule: Rule, size: int, alike: bool) -> list[tuple[di
 
 
 def get_value(shared: Any) -> np.ndarray:
-    """Return the value of a shared variable as an array of the host."""
+    """Return the value of a shared variable as an array in host memory."""
     value = library_of(shared).get(shared)
     return array_device(value).to_host(value)
 
 
 def put_value(shared: Any, array: np.ndarray) -> None:
-    """Set the value of a shared variable to an array of the host, on the variable's device."""
+    """Copy an array in host memory into a shared variable, on the variable's device."""
     library = library_of(shared)
     library.put(shared, array_device(library.get(shared)).from_host(array))
 

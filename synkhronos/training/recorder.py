@@ -67,7 +67,7 @@ class Recorder:
 
     def _append(self, name: str, record: Mapping[str, Any]) -> None:
         """Append a record to a file of the folder, on a line of its own."""
-        line = line_of(record)
+        line = format_line(record)
         # Opened for each line, which are few: no rank has unwritten lines when it is killed.
         with open(self.folder / name, "ab+") as file:
             if file.tell():
@@ -94,15 +94,15 @@ def cut(path: Path, stays: Callable[[dict[str, Any]], bool]) -> None:
     stays : callable
         Takes a line's record, and returns whether the line stays.  The record of an incomplete line is empty.
     """
-    lines = [line for line in path.read_text().splitlines() if stays(_parsed(line))]
+    lines = [line for line in path.read_text().splitlines() if stays(_parse_line(line))]
     beside = path.with_suffix(".cut")
     beside.write_text("".join(line + "\n" for line in lines))
     os.replace(beside, path)
 
 
-def line_of(record: Mapping[str, Any]) -> str:
+def format_line(record: Mapping[str, Any]) -> str:
     """Return a record as a line of JSON, with the present time as ``time``, in seconds since 1970."""
-    return json.dumps({"time": round(time.time(), 3), **_plain(record)})
+    return json.dumps({"time": round(time.time(), 3), **_to_plain(record)})
 
 
 class TensorBoard:
@@ -137,7 +137,7 @@ class TensorBoard:
     def write(self, record: Mapping[str, Any]) -> None:
         """Write an event for each number of a record; the step is the number of rows seen so far."""
         step = int(record.get("seen", 0))
-        for name, value in _flat(_plain(record)):
+        for name, value in _flatten(_to_plain(record)):
             event = self._proto.Event(wall_time=time.time(), step=step, summary=self._scalar(name, value))
             self._file.write_event(event)
         self._file.flush()
@@ -164,12 +164,12 @@ def read(folder: str | os.PathLike[str]) -> dict[str, list[dict[str, Any]]]:
     if not found:
         raise FileNotFoundError(f"{folder}: expected a recorder's folder, with {REPORT_FILE} or rank-0.jsonl in it")
     return {
-        name: [record for line in path.read_text().splitlines() if (record := _parsed(line))]
+        name: [record for line in path.read_text().splitlines() if (record := _parse_line(line))]
         for name, path in found.items()
     }
 
 
-def _parsed(line: str) -> dict[str, Any]:
+def _parse_line(line: str) -> dict[str, Any]:
     """Return the record of a line; an empty one if the line is not a JSON object."""
     try:
         record = json.loads(line)
@@ -178,12 +178,12 @@ def _parsed(line: str) -> dict[str, Any]:
     return record if isinstance(record, dict) else {}
 
 
-def _plain(record: Mapping[str, Any]) -> dict[str, Any]:
+def _to_plain(record: Mapping[str, Any]) -> dict[str, Any]:
     """Return a record that JSON can represent: scalar arrays become floats, and NaN and infinity become None."""
     plain: dict[str, Any] = {}
     for name, value in record.items():
         if isinstance(value, Mapping):
-            plain[name] = _plain(value)
+            plain[name] = _to_plain(value)
         elif isinstance(value, str | bool | int | list) or value is None:
             plain[name] = value
         else:
@@ -192,12 +192,12 @@ def _plain(record: Mapping[str, Any]) -> dict[str, Any]:
     return plain
 
 
-def _flat(record: Mapping[str, Any], prefix: str = "") -> list[tuple[str, float]]:
+def _flatten(record: Mapping[str, Any], prefix: str = "") -> list[tuple[str, float]]:
     """Return the names and values of a record's numbers; names in nested records are joined by ``/``."""
     pairs = []
     for name, value in record.items():
         if isinstance(value, Mapping):
-            pairs += _flat(value, f"{prefix}{name}/")
+            pairs += _flatten(value, f"{prefix}{name}/")
         elif isinstance(value, int | float) and not isinstance(value, bool):
             pairs.append((prefix + name, float(value)))
     return pairs

@@ -221,8 +221,8 @@ class Trainer:
         ranks.  The death of the master ends the training, as does a death while your code between two reports calls the
         ranks.
         """
-        loader = self._loader(x_data, y_data)
-        data, count = ([], len(loader)) if loader else self._data(x_data, y_data, "x_data, y_data")
+        loader = self._find_loader(x_data, y_data)
+        data, count = ([], len(loader)) if loader else self._make_data(x_data, y_data, "x_data, y_data")
         batch_size, epochs = check_at_least(batch_size, "batch_size", 1), check_at_least(epochs, "epochs", 1)
         seed = check_at_least(seed, "seed", 0)
         if not 0 < check_number(grace, "grace", "a number of seconds") <= threading.TIMEOUT_MAX:
@@ -248,7 +248,9 @@ class Trainer:
             raise ValueError(f"checkpoint: keep_best expects one of {', '.join(names)}, got {keep_best[0]!r}")
         if isinstance(valid, Loader):
             cast_rows(valid, [*self._graph.x, *self._graph.y])
-        valid_data = valid if valid is None or isinstance(valid, Loader) else self._data(valid[0], valid[1], "valid")
+        valid_data = (
+            valid if valid is None or isinstance(valid, Loader) else self._make_data(valid[0], valid[1], "valid")
+        )
         recorders = list(recorder) if isinstance(recorder, list | tuple) else [] if recorder is None else [recorder]
         for one in recorders:
             if not hasattr(one, "write"):
@@ -333,8 +335,8 @@ class Trainer:
 
     # -- data ------------------------------------------------------------------------------------------------
 
-    def _loader(self, x_data: Any, y_data: Any) -> Loader | None:
-        """Return the loader, if rows come from one."""
+    def _find_loader(self, x_data: Any, y_data: Any) -> Loader | None:
+        """Return the loader that the data are from; None if they are arrays."""
         if not isinstance(x_data, Loader):
             if isinstance(y_data, Loader):
                 raise TypeError("y_data: expected arrays, or None and one loader of all inputs as x_data, got a loader")
@@ -344,8 +346,8 @@ class Trainer:
         cast_rows(x_data, [*self._graph.x, *self._graph.y])
         return x_data
 
-    def _data(self, x_data: Any, y_data: Any, name: str) -> tuple[list[Data], int]:
-        """Return Data for each input, and how many rows they have."""
+    def _make_data(self, x_data: Any, y_data: Any, name: str) -> tuple[list[Data], int]:
+        """Return a Data object for each input, and their number of rows."""
         arrays = self._graph.check_data(x_data, y_data, None, None)
         variables = [*self._graph.x, *self._graph.y]
         data = []
@@ -399,7 +401,7 @@ class _TrainerLoop(EpochLoop):
         return self.place.early_stop
 
     def begin(self, resume: Any) -> None:
-        """Make what the ranks need, and restore a checkpoint if there is one."""
+        """Allocate shared memory, and restore a checkpoint if ``resume`` names one."""
         trainer, checkpoint, state = self.trainer, self.checkpoint, self.trainer._state
         self.session = ranks.session()
         state.begin(self.session, trainer)
@@ -448,12 +450,12 @@ class _TrainerLoop(EpochLoop):
             return self.is_signalled()
         while place.row < self.last and not self.is_signalled():
             began = time.perf_counter()
-            place.row, place.outcomes = survival.change(self._train_to_copy())
+            place.row, place.outcomes = survival.change(self._make_attempt())
             survival.count_steps_ahead(time.perf_counter() - began)
         return self.is_signalled()
 
-    def _train_to_copy(self) -> Callable[[], tuple[int, list[Outcome]]]:
-        """Return a function that trains until the next copy of the ranks' state, and that may be called repeatedly."""
+    def _make_attempt(self) -> Callable[[], tuple[int, list[Outcome]]]:
+        """Return a function that trains until the next copy of the ranks' state; a repeated call is another attempt."""
         assert self.survival is not None
         place, attempts = self.place, itertools.count()
         last = min(self.last, place.row + self._count_rows_ahead(self.survival))
@@ -516,7 +518,7 @@ class _TrainerLoop(EpochLoop):
         return end, outcomes
 
     def _run_rank_loops(self, plan: IntervalPlan, source: Source) -> list[tuple[int, Outcome]]:
-        """Have each rank take its own steps."""
+        """Run a `RowLoop` on every rank, which takes its own steps; return their ends and outcomes."""
         trainer, state = self.trainer, self.trainer._state
         self.batches_taken[...] = 0
         exchanged = state.groups.params, state.groups.optimizer, state.groups.n_averages
@@ -534,7 +536,7 @@ class _TrainerLoop(EpochLoop):
         return ended
 
     def _take_joint_steps(self, plan: IntervalPlan, source: Source) -> tuple[int, Outcome]:
-        """Take steps of all ranks at once."""
+        """Run a `CommandLoop`, each of whose steps is one command of all ranks; return its end and outcome."""
         trainer, place = self.trainer, self.place
         assert trainer._together is not None
         meter = Meter(0, plan.recorders, make_loss_reader(list, plan.has_weight), trainer._kinds, place.steps)
@@ -606,7 +608,7 @@ class _TrainerLoop(EpochLoop):
         if not all(map(math.isfinite, [report.loss, *report.validation.values()])):
             raise FloatingPointError(
                 f"the loss is {report.loss} after {report.seen:,} rows, validation {report.validation}: "
-                f"{self._explain(report)}; nothing was saved since"
+                f"{self._explain_nonfinite(report)}; nothing was saved since"
             )
         place, is_epoch_over = self.place, self.last == self.data.count
         place.outcomes, place.metrics = [], report.metrics
@@ -617,8 +619,8 @@ class _TrainerLoop(EpochLoop):
         for one in self.recorders:
             one.write(report.record())
 
-    def _explain(self, report: Report) -> str:
-        """Return why a loss may be NaN or infinite: a row of the data, or else the learning rate."""
+    def _explain_nonfinite(self, report: Report) -> str:
+        """Return a likely cause of a NaN or infinite loss: a row of the data, or else the learning rate."""
         graph, data, valid = self.trainer._graph, self.data, self.valid
         x, y = ([describe(v) for v in variables] for variables in (graph.x, graph.y))
         words = ""
@@ -653,7 +655,7 @@ class _TrainerLoop(EpochLoop):
             self.survival.run(save)
 
     def stop(self) -> NoReturn:
-        """Save the place between two reports, and end the program by the signal."""
+        """Save the place between two reports, and exit with the status of the signal."""
         number = requested_stop()
         words, place, checkpoint = f"{signal.Signals(number).name}: training ends", self.place, self.checkpoint
         assert checkpoint is not None
@@ -666,7 +668,7 @@ class _TrainerLoop(EpochLoop):
 
 
 def _compile_rank_step(graph: TrainingGraph) -> synk.Function:
-    """Return a function that takes a step on a rank by itself: gradient and update in one."""
+    """Compile a step of a single rank: gradient and update in one function, without an all-reduce."""
     updates = [*apply_own_gradient(graph.rule).items(), *((u.shared, u.expression) for u in graph.extra_updates)]
     return synk.function(
         [*graph.x, *graph.y],

@@ -285,7 +285,7 @@ def test_check_counts_batches_without_a_batch_size(capsys):
     for rows, unit in ((1, "batches"), (20, "rows")):
         recorder = ClassRecorder(0, rows=rows)
         recorder.train_error(1, 0.5, 0.1)
-        recorder.stepped()
+        recorder.count_iteration()
         recorder.write()
         assert capsys.readouterr().out.endswith(f" {unit}/s\n")
 

@@ -143,11 +143,11 @@ def test_loader_plan_assigns_each_position_to_one_rank(count, unit, size, row, w
     places = sorted(
         place
         for plan in plans
-        for start in plan.unit_starts(count, unit)
+        for start in plan.list_unit_starts(count, unit)
         for place in range(start, min(count, start + unit))
     )
     if whole:
-        assert len({len(plan.unit_starts(count, unit)) for plan in plans}) == 1
+        assert len({len(plan.list_unit_starts(count, unit)) for plan in plans}) == 1
         assert count - row - len(places) < size * unit
     assert places == list(range(row, row + len(places) if whole else count))
 

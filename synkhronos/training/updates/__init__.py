@@ -6,12 +6,12 @@ Signatures, formulas and defaults are those of Lasagne.  One step takes three ca
 
 1. a function with `grad_updates`: each rank writes the gradient of its own rows into one flat vector,
 2. ``synk.all_reduce(grad_shared)``: one collective, however many parameters there are,
-3. a function with `param_updates`: each rank moves its parameters by the combined gradient.  All ranks hold
+3. a function with `param_updates`: each rank moves its parameters by the reduced gradient.  All ranks hold
    the same vector and the same parameters, so that they stay the same.
 
 `synkhronos.training.make_train_function` makes one callable of the three.
 
-**The combined gradient.**  Where the loss is a mean over rows, the combined gradient should be the one over
+**The reduced gradient.**  Where the loss is a mean over rows, the reduced gradient should be the one over
 all rows.  Without the argument `weight` the ranks' gradients are averaged plainly: exact only where all
 ranks have the same number of rows.  With ``weight=x.shape[0]`` each rank's gradient counts as many times as
 the rank has rows: exact for any split.  The vector then holds one element more, the weight, and both

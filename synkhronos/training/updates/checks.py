@@ -10,7 +10,7 @@ from synkhronos.graphs import GraphLibrary, is_variable, library_of
 
 
 def check_params(params: Iterable[Any]) -> list[Any]:
-    """List the parameters: shared variables of floats, of one graph library, each once.
+    """Check parameters and return them as a list: distinct shared variables of floats, of one graph library.
 
     Raises
     ------
@@ -20,22 +20,22 @@ def check_params(params: Iterable[Any]) -> list[Any]:
     expected = "params: expected a list of shared variables of floats"
     # A variable could be iterated over too, and would give its rows.
     if not isinstance(params, Iterable) or isinstance(params, str) or is_variable(params):
-        raise TypeError(f"{expected}, got {_described(params)}")
+        raise TypeError(f"{expected}, got {_describe_value(params)}")
     listed = list(params)
     if not listed:
         raise ValueError(f"{expected}, got none")
     for i, p in enumerate(listed):
-        library = _library(expected, p)
+        library = _find_library(expected, p)
         if not library.is_shared(p) or not str(getattr(p, "dtype", None)).startswith("float"):
-            raise TypeError(f"{expected}, got {_described(p)} at index {i}")
+            raise TypeError(f"{expected}, got {_describe_value(p)} at index {i}")
         if any(p is q for q in listed[:i]):
             raise ValueError(f"{expected}, each once, got {p!r} again at index {i}")
-    _library(expected, *listed)
+    _find_library(expected, *listed)
     return listed
 
 
 def check_scalars(params: Sequence[Any], **scalars: Any) -> None:
-    """Check that each is a number, or a symbolic scalar of the parameters' graph library.
+    """Check that each hyperparameter is a number, or a symbolic scalar of the parameters' graph library.
 
     Raises
     ------
@@ -46,9 +46,9 @@ def check_scalars(params: Sequence[Any], **scalars: Any) -> None:
         if is_number(value):
             continue
         expected = f"{argument}: expected a number or a symbolic scalar"
-        _library(expected, value, *params)
+        _find_library(expected, value, *params)
         if getattr(value, "ndim", None) != 0:
-            raise ValueError(f"{expected}, got {_described(value)}")
+            raise ValueError(f"{expected}, got {_describe_value(value)}")
 
 
 def check_gradients(loss_or_grads: Any, params: Sequence[Any]) -> list[Any]:
@@ -61,31 +61,33 @@ def check_gradients(loss_or_grads: Any, params: Sequence[Any]) -> list[Any]:
     """
     if not isinstance(loss_or_grads, list | tuple):
         expected = "loss_or_grads: expected a symbolic scalar or a list of gradients"
-        library = _library(expected, loss_or_grads, *params)
+        library = _find_library(expected, loss_or_grads, *params)
         if getattr(loss_or_grads, "ndim", None) != 0:
-            raise ValueError(f"{expected}, got {_described(loss_or_grads)}")
+            raise ValueError(f"{expected}, got {_describe_value(loss_or_grads)}")
         used = {id(shared) for shared in library.find_shareds([loss_or_grads])}
         if unused := [p for p in params if id(p) not in used]:
-            raise ValueError(f"params: the loss does not depend on {', '.join(map(_described, unused))}")
+            raise ValueError(f"params: the loss does not depend on {', '.join(map(_describe_value, unused))}")
         return list(library.grad(loss_or_grads, list(params)))
     expected = f"loss_or_grads: expected one gradient for each of {len(params)} params"
     if len(loss_or_grads) != len(params):
         raise ValueError(f"{expected}, got {len(loss_or_grads)}")
     for i, (g, p) in enumerate(zip(loss_or_grads, params, strict=True)):
-        _library(expected, g, p)
+        _find_library(expected, g, p)
         if getattr(g, "ndim", None) != p.ndim:
-            raise ValueError(f"{expected}, that of {p!r} with {p.ndim} dimensions, got {_described(g)} at index {i}")
+            raise ValueError(
+                f"{expected}, that of {p!r} with {p.ndim} dimensions, got {_describe_value(g)} at index {i}"
+            )
     return list(loss_or_grads)
 
 
-def _library(expected: str, *variables: Any) -> GraphLibrary:
-    """Return the graph library of the variables; `expected` opens the error, should there not be one."""
+def _find_library(expected: str, *variables: Any) -> GraphLibrary:
+    """Return the graph library of the variables; raise TypeError, with a message that begins with `expected`."""
     try:
         return library_of(*variables)
     except TypeError as error:
         raise TypeError(f"{expected}; {error}") from None
 
 
-def _described(value: Any) -> str:
-    """Return the value and its type: the symbolic one, if it has one."""
+def _describe_value(value: Any) -> str:
+    """Return a text with the value and its type, which is the symbolic type of a variable."""
     return f"{value!r} of type {getattr(value, 'type', type(value).__name__)}"

@@ -90,13 +90,13 @@ class FlatGradient:
             self.expression = self.expression + self.tensor.zeros_like(self.shared)
 
     def pieces(self) -> Iterator[Any]:
-        """Read the combined gradient of each parameter from the vector."""
+        """Yield the reduced gradient of each parameter, read from the vector."""
         for p, g in zip(self.params, split_vector(self.shared, self.params, self._may_be_zero), strict=True):
             yield self.tensor.cast(g, p.dtype)
 
 
 def split_vector(vector: Any, params: Sequence[Any], may_be_zero: bool = True) -> Iterator[Any]:
-    """Yield the combined gradient of each parameter from the vector, in the vector's dtype.
+    """Yield the reduced gradient of each parameter, a part of the vector, in the vector's dtype.
 
     Parameters
     ----------

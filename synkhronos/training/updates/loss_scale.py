@@ -26,7 +26,7 @@ _LARGEST = 2.0**24
 
 
 def scale_gradients(loss: Any, params: Any) -> tuple[Any, list[Any]]:
-    """Compute gradients by way of a scaled loss.
+    """Compute the gradients of a scaled loss.
 
     Parameters
     ----------
@@ -49,7 +49,7 @@ def scale_gradients(loss: Any, params: Any) -> tuple[Any, list[Any]]:
 
 
 def skip_overflows(updates: RuleUpdates, scale: Any) -> RuleUpdates:
-    """Return updates that change nothing but the scale, unless the combined gradient is finite.
+    """Return updates that change nothing but the scale, unless the reduced gradient is finite.
 
     Parameters
     ----------

@@ -138,7 +138,7 @@ def rule(example: str, leads_to: float, **words: str) -> Callable[[Callable[...,
                 updates.update(formula(p, g, Context(flat, p, shared_by_all), **scalars))
             return RuleUpdates(OrderedDict([(flat.shared, flat.expression)]), shared_by_all | updates, flat.shared)
 
-        lines = [_GRADIENTS, *(_hyperparameter(p, words) for p in hyperparameters), _WEIGHT]
+        lines = [_GRADIENTS, *(_format_hyperparameter(p, words) for p in hyperparameters), _WEIGHT]
         _document(update_rule, lines, _TRIPLE, f"{formula.__name__}(w**2, [w], {example})", leads_to)
         update_rule.__signature__ = signature  # type: ignore[attr-defined]
         return update_rule
@@ -151,7 +151,7 @@ def _arguments(loss_or_grads: Any, params: Iterable[Any], *, weight: Any = None)
     raise NotImplementedError
 
 
-def _with_velocity(
+def _replace_steps(
     updates: Updates,
     params: Iterable[Any] | None,
     momentum: Any,
@@ -165,7 +165,7 @@ def _with_velocity(
     """
     if isinstance(updates, tuple) and len(updates) == 3:
         grad_updates, param_updates, grad_shared = updates
-        changed = _with_velocity(param_updates, params, momentum, velocity, name)
+        changed = _replace_steps(param_updates, params, momentum, velocity, name)
         return RuleUpdates(grad_updates, changed, grad_shared)
     if not isinstance(updates, Mapping):
         raise TypeError(
@@ -182,11 +182,11 @@ def _with_velocity(
     return changed
 
 
-def _on_top(example: str, leads_to: float) -> Callable[[Function], Function]:
+def _document_velocity(example: str, leads_to: float) -> Callable[[Function], Function]:
     """Return a decorator that adds the sections shared by `apply_momentum` and `apply_nesterov_momentum`."""
 
     def decorate(function: Function) -> Function:
-        lines = [_UPDATES, _hyperparameter(inspect.signature(function).parameters["momentum"], {})]
+        lines = [_UPDATES, _format_hyperparameter(inspect.signature(function).parameters["momentum"], {})]
         call = f"{function.__name__}(sgd(w**2, [w], learning_rate=0.25), {example})"
         _document(function, lines, _CHANGED, call, leads_to)
         return function
@@ -194,7 +194,7 @@ def _on_top(example: str, leads_to: float) -> Callable[[Function], Function]:
     return decorate
 
 
-def _hyperparameter(p: inspect.Parameter, words: Mapping[str, str]) -> str:
+def _format_hyperparameter(p: inspect.Parameter, words: Mapping[str, str]) -> str:
     optional = "" if p.default is p.empty else ", optional"
     kind = "callable" if p.name == "mask" else "number or symbolic scalar"
     return f"{p.name} : {kind}{optional}\n    {({**WORDS, **words})[p.name]}"
@@ -242,12 +242,12 @@ def sgd(p: Any, g: Any, c: Context, learning_rate: Any) -> New:
     return {p: p - c(learning_rate) * g}
 
 
-def _polyak(p: Any, target: Any, v: Any, m: Any) -> New:
+def _add_polyak_velocity(p: Any, target: Any, v: Any, m: Any) -> New:
     new = m * v + target
     return {p: new, v: new - p}
 
 
-def _nesterov(p: Any, target: Any, v: Any, m: Any) -> New:
+def _add_nesterov_velocity(p: Any, target: Any, v: Any, m: Any) -> New:
     new = m * v + target - p
     return {p: target + m * new, v: new}
 
@@ -269,7 +269,7 @@ def momentum(p: Any, g: Any, c: Context, learning_rate: Any, momentum: Any = 0.9
     .. [1] Polyak, B. T. (1964): Some methods of speeding up the convergence of iteration methods.
        USSR Computational Mathematics and Mathematical Physics 4(5), 1-17.
     """
-    return _polyak(p, p - c(learning_rate) * g, c.zeros("velocity"), c(momentum))
+    return _add_polyak_velocity(p, p - c(learning_rate) * g, c.zeros("velocity"), c(momentum))
 
 
 @rule("learning_rate=0.25", 0.15)
@@ -292,10 +292,10 @@ def nesterov_momentum(p: Any, g: Any, c: Context, learning_rate: Any, momentum: 
     .. [2] Sutskever, I., Martens, J., Dahl, G. and Hinton, G. (2013): On the importance of initialization and
        momentum in deep learning. ICML, 1139-1147.
     """
-    return _nesterov(p, p - c(learning_rate) * g, c.zeros("nesterov_velocity"), c(momentum))
+    return _add_nesterov_velocity(p, p - c(learning_rate) * g, c.zeros("nesterov_velocity"), c(momentum))
 
 
-@_on_top("[w], momentum=0.5", 1.5)
+@_document_velocity("[w], momentum=0.5", 1.5)
 def apply_momentum(updates: Updates, params: Iterable[Any] | None = None, momentum: Any = 0.9) -> Updates:
     r"""Add the velocity of `momentum` to the steps of a rule.
 
@@ -307,10 +307,10 @@ def apply_momentum(updates: Updates, params: Iterable[Any] | None = None, moment
        v_t &= \mu v_{t-1} + \hat p_t - p_{t-1} \\
        p_t &= p_{t-1} + v_t
     """
-    return _with_velocity(updates, params, momentum, _polyak)
+    return _replace_steps(updates, params, momentum, _add_polyak_velocity)
 
 
-@_on_top("[w], momentum=0.5", 0.75)
+@_document_velocity("[w], momentum=0.5", 0.75)
 def apply_nesterov_momentum(updates: Updates, params: Iterable[Any] | None = None, momentum: Any = 0.9) -> Updates:
     r"""Add the velocity of `nesterov_momentum` to the steps of a rule.
 
@@ -322,7 +322,7 @@ def apply_nesterov_momentum(updates: Updates, params: Iterable[Any] | None = Non
        v_t &= \mu v_{t-1} + \hat p_t - p_{t-1} \\
        p_t &= \hat p_t + \mu v_t
     """
-    return _with_velocity(updates, params, momentum, _nesterov, "nesterov_velocity")
+    return _replace_steps(updates, params, momentum, _add_nesterov_velocity, "nesterov_velocity")
 
 
 @rule("learning_rate=0.25", 2.75)
@@ -418,7 +418,7 @@ def adam(
     m, v = c.zeros("m"), c.zeros("v")
     m_new = c(beta1) * m + c(1 - beta1) * g
     v_new = c(beta2) * v + c(1 - beta2) * g**2
-    rate = _corrected(c, learning_rate, beta1, beta2)
+    rate = _correct_bias(c, learning_rate, beta1, beta2)
     return {m: m_new, v: v_new, p: p - rate * m_new / (c.tensor.sqrt(v_new) + c(epsilon))}
 
 
@@ -426,7 +426,7 @@ def adam(
 def adamax(
     p: Any, g: Any, c: Context, learning_rate: Any = 0.002, beta1: Any = 0.9, beta2: Any = 0.999, epsilon: Any = 1e-8
 ) -> New:
-    r"""Adamax: the mean gradient over its largest size, which fades.
+    r"""Adamax: the mean gradient over a decaying maximum of its magnitude.
 
     Notes
     -----
@@ -442,14 +442,14 @@ def adamax(
     m, u = c.zeros("m"), c.zeros("u")
     m_new = c(beta1) * m + c(1 - beta1) * g
     u_new = c.tensor.maximum(c(beta2) * u, abs(g))
-    return {m: m_new, u: u_new, p: p - _corrected(c, learning_rate, beta1) * m_new / (u_new + c(epsilon))}
+    return {m: m_new, u: u_new, p: p - _correct_bias(c, learning_rate, beta1) * m_new / (u_new + c(epsilon))}
 
 
 @rule("learning_rate=0.25", 2.75)
 def amsgrad(
     p: Any, g: Any, c: Context, learning_rate: Any = 0.001, beta1: Any = 0.9, beta2: Any = 0.999, epsilon: Any = 1e-8
 ) -> New:
-    r"""AMSGrad: Adam with a mean square that never falls.
+    r"""AMSGrad: Adam with a mean square that never decreases.
 
     Notes
     -----
@@ -471,12 +471,12 @@ def amsgrad(
     m_new = c(beta1) * m + c(1 - beta1) * g
     v_new = c(beta2) * v + c(1 - beta2) * g**2
     v_hat_new = c.tensor.maximum(v_hat, v_new)
-    rate = _corrected(c, learning_rate, beta1, beta2)
+    rate = _correct_bias(c, learning_rate, beta1, beta2)
     return {m: m_new, v: v_new, v_hat: v_hat_new, p: p - rate * m_new / (c.tensor.sqrt(v_hat_new) + c(epsilon))}
 
 
-def _corrected(c: Context, learning_rate: Any, beta1: Any, beta2: Any = None) -> Any:
-    """Return the learning rate, made up for moving averages that began at zero."""
+def _correct_bias(c: Context, learning_rate: Any, beta1: Any, beta2: Any = None) -> Any:
+    """Return the learning rate, corrected for moving averages that start at zero."""
     rate = as_scalar(learning_rate, c.t)
     if beta2 is not None:
         rate = rate * c.tensor.sqrt(one_minus_power(beta2, c.t))

@@ -1,4 +1,4 @@
-"""Transformations of the combined gradient, and rules made of rules.
+"""Transformations of the reduced gradient, and compositions of update rules.
 
 Clipping is only exact after the all-reduce: the norm of the mean gradient does not follow from the norms of the ranks'
 own.  A transformation is therefore applied to what the rule reads from `grad_shared`::
@@ -7,7 +7,7 @@ own.  A transformation is therefore applied to what the rule reads from `grad_sh
                              (grad_shared)      (of gradients)                           (of steps)
 
 A transformation is a function ``transform(values, params)`` of two lists of variables that returns a list of the same
-types.  It runs identically on all ranks, which hold the same combined gradient.
+types.  It runs identically on all ranks, which hold the same reduced gradient.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def chain(*parts: Any) -> UpdateRule:
     Parameters
     ----------
     *parts : transformations, and one update rule
-        In the order in which they are applied.  Transformations before the rule change the combined gradient.  Those
+        In the order in which they are applied.  Transformations before the rule change the reduced gradient.  Those
         after the rule change the step, which is subtracted from the parameters: it has the gradient's sign.
 
     Returns
@@ -84,7 +84,7 @@ def chain(*parts: Any) -> UpdateRule:
             )
         return _transform_step(updates, params, after) if after else updates
 
-    chained.__name__ = f"chain({', '.join(map(_name, parts))})"
+    chained.__name__ = f"chain({', '.join(map(_get_name, parts))})"
     chained.__signature__ = inspect.signature(rule)  # type: ignore[attr-defined]
     return chained
 
@@ -153,7 +153,7 @@ def partition(*groups: tuple[Callable[[Any], bool], UpdateRule] | UpdateRule) ->
                 merged.update(_replace_gradient(updates, some, [pieces[p] for p in some]).param_updates)
         return RuleUpdates(OrderedDict([(flat.shared, flat.expression)]), merged, flat.shared)
 
-    partitioned.__name__ = f"partition({', '.join(_name(rule) for _, rule in pairs)})"
+    partitioned.__name__ = f"partition({', '.join(_get_name(rule) for _, rule in pairs)})"
     return partitioned
 
 
@@ -164,8 +164,8 @@ def _is_any(param: Any) -> bool:
 # -- transformations -------------------------------------------------------------------------------------------
 
 
-def _named(name: str, transform: Transformation) -> Transformation:
-    """Name a transformation; checkpoints identify it by this."""
+def _set_name(name: str, transform: Transformation) -> Transformation:
+    """Set the name of a transformation, by which checkpoints identify it, and return it."""
     transform.__name__ = name
     return transform
 
@@ -212,11 +212,11 @@ def clip_by_global_norm(max_norm: Any) -> Transformation:
 
     def transform(grads: list[Any], params: list[Any]) -> list[Any]:
         norm = global_norm(grads)
-        limit = _scalar("max_norm", max_norm, norm)
+        limit = _to_scalar("max_norm", max_norm, norm)
         factor = library_of(norm).tensor.switch(norm < limit, as_scalar(1, norm), limit / norm)
         return [g * as_scalar(factor, g) for g in grads]
 
-    return _named(f"clip_by_global_norm({_option(max_norm)})", transform)
+    return _set_name(f"clip_by_global_norm({_format_option(max_norm)})", transform)
 
 
 def clip(max_delta: Any) -> Transformation:
@@ -239,10 +239,10 @@ def clip(max_delta: Any) -> Transformation:
     _check_limit("max_delta", max_delta)
 
     def transform(grads: list[Any], params: list[Any]) -> list[Any]:
-        limits = [_scalar("max_delta", max_delta, g) for g in grads]
+        limits = [_to_scalar("max_delta", max_delta, g) for g in grads]
         return [library_of(g).tensor.clip(g, -limit, limit) for g, limit in zip(grads, limits, strict=True)]
 
-    return _named(f"clip({_option(max_delta)})", transform)
+    return _set_name(f"clip({_format_option(max_delta)})", transform)
 
 
 def add_decayed_weights(weight_decay: Any, mask: Callable[[Any], bool] | None = None) -> Transformation:
@@ -276,13 +276,13 @@ def add_decayed_weights(weight_decay: Any, mask: Callable[[Any], bool] | None = 
 
     def transform(grads: list[Any], params: list[Any]) -> list[Any]:
         return [
-            g + _scalar("weight_decay", weight_decay, g) * library_of(g).tensor.cast(p, g.dtype)
+            g + _to_scalar("weight_decay", weight_decay, g) * library_of(g).tensor.cast(p, g.dtype)
             if mask is None or mask(p)
             else g
             for g, p in zip(grads, params, strict=True)
         ]
 
-    return _named(f"add_decayed_weights({_option(weight_decay)})", transform)
+    return _set_name(f"add_decayed_weights({_format_option(weight_decay)})", transform)
 
 
 def scale(factor: Any) -> Transformation:
@@ -309,9 +309,9 @@ def scale(factor: Any) -> Transformation:
 
     def transform(grads: list[Any], params: list[Any]) -> list[Any]:
         factors = [factor(p) if callable(factor) else factor for p in params]
-        return [g * _scalar("factor", f, g) for g, f in zip(grads, factors, strict=True)]
+        return [g * _to_scalar("factor", f, g) for g, f in zip(grads, factors, strict=True)]
 
-    return _named(f"scale({_option(factor)})", transform)
+    return _set_name(f"scale({_format_option(factor)})", transform)
 
 
 # -- Lasagne's constraints -------------------------------------------------------------------------------------
@@ -352,7 +352,7 @@ def total_norm_constraint(
     _check_limit("max_norm", max_norm)
     norm = global_norm(tensor_vars)
     tensor = library_of(norm).tensor
-    limit = _scalar("max_norm", max_norm, norm)
+    limit = _to_scalar("max_norm", max_norm, norm)
     factor = tensor.minimum(norm, limit) / (norm + as_scalar(epsilon, norm))
     scaled = [g * as_scalar(factor, g) for g in tensor_vars]
     return (scaled, norm) if return_norm else scaled
@@ -397,7 +397,7 @@ def norm_constraint(tensor_var: Any, max_norm: Any, norm_axes: Sequence[int] | N
     else:
         raise ValueError(f"norm_axes: needed for a variable of {n_axes} dimensions")
     norms = tensor.sqrt((tensor_var**2).sum(axis=axes, keepdims=True))
-    target = tensor.minimum(norms, _scalar("max_norm", max_norm, norms))
+    target = tensor.minimum(norms, _to_scalar("max_norm", max_norm, norms))
     return tensor_var * (target / (norms + as_scalar(epsilon, norms)))
 
 
@@ -457,7 +457,7 @@ def _apply(transforms: Sequence[Transformation], values: list[Any], params: list
         values = list(transform(values, params))
         if len(values) != len(params):
             raise ValueError(
-                f"chain: {_name(transform)} returned {len(values)} variables, "
+                f"chain: {_get_name(transform)} returned {len(values)} variables, "
                 f"expected one for each of {len(params)} params"
             )
     return values
@@ -470,7 +470,7 @@ def _as_updates(rule: UpdateRule, returned: Any) -> RuleUpdates:
     """Return the updates of a rule; raise TypeError for anything but a triple."""
     if not isinstance(returned, tuple) or len(returned) != 3:
         raise TypeError(
-            f"update_rule: expected {_name(rule)} to return (grad_updates, param_updates, grad_shared), "
+            f"update_rule: expected {_get_name(rule)} to return (grad_updates, param_updates, grad_shared), "
             f"got {returned!r} of type {type(returned).__name__}"
         )
     return RuleUpdates(*returned)
@@ -493,20 +493,20 @@ def _check_limit(name: str, value: Any) -> None:
         raise TypeError(f"{name}: expected a positive number or a symbolic scalar, got {value!r}") from None
 
 
-def _scalar(name: str, value: Any, like: Any) -> Any:
+def _to_scalar(name: str, value: Any, like: Any) -> Any:
     """Return an option as a scalar in the dtype of `like`; raise ValueError for an array."""
     check_scalars([like], **{name: value})
     return as_scalar(value, like)
 
 
-def _name(part: Any) -> str:
+def _get_name(part: Any) -> str:
     """Return the name of a part, with the options of a `functools.partial`."""
     if isinstance(part, functools.partial):
-        options = ", ".join(f"{name}={_option(value)}" for name, value in part.keywords.items())
-        return f"{_name(part.func)}({options})"
+        options = ", ".join(f"{name}={_format_option(value)}" for name, value in part.keywords.items())
+        return f"{_get_name(part.func)}({options})"
     return str(getattr(part, "__name__", type(part).__name__))
 
 
-def _option(value: Any) -> str:
-    """Return a number as text; variables and functions have no identity that lasts."""
+def _format_option(value: Any) -> str:
+    """Return a number as text, and a placeholder for variables and functions, which have no persistent identity."""
     return repr(float(value)) if is_number(value) else "..."
