@@ -22,7 +22,7 @@ import numpy as np
 from synkhronos import engines, ranks
 from synkhronos.checks import check_flag, check_index, check_integer, check_number
 from synkhronos.devices import HOST, choose_device, force_cpu, get_device, is_fork_unsafe
-from synkhronos.graphs import loaded_libraries
+from synkhronos.graphs import list_loaded_libraries
 from synkhronos.hosts import MAX_RANKS_PER_HOST, Host, MpiLink, find_launch, is_this_machine, parse_hosts, serve
 from synkhronos.ranks import Command, Rank
 
@@ -256,7 +256,7 @@ def _fork(
     states = np.random.get_state(legacy=False), random.getstate()
     seeds = tuple(blake2b(pickle.dumps(state)).digest() for state in states)
     # Imported before the fork, so that workers share it.
-    loaded_libraries()
+    list_loaded_libraries()
     engines.list_engines()
     first = _Bind(device.name, device.assign_gpus(n_here, master_rank), seeds, cores)
     ranks.fork(size, master_rank, profile_workers, timeout, first, is_fork_unsafe(), link)

@@ -1,4 +1,4 @@
-"""Collectives over shared variables, of which every rank has its own copy.
+"""Collectives over shared variables; every rank has its own copy of each.
 
 The functions in `calls` check their arguments in the master (`arguments`) before any rank starts.  Then they run one
 command on all ranks (`commands`).

@@ -131,7 +131,7 @@ def match_values(values: Any, variables: Sequence[Any], is_single: bool) -> list
     )
 
 
-def as_data(session: Session, variable: Any, value: Any) -> Data:
+def to_data(session: Session, variable: Any, value: Any) -> Data:
     """Return a value as Data of the variable's dtype and number of dimensions; other arrays are copied."""
     if isinstance(value, Data):
         check_session(value, session, "values")

@@ -11,7 +11,6 @@ from typing import Any
 from synkhronos import ranks
 from synkhronos.checks import check_flag, check_index, check_integer, describe
 from synkhronos.collectives.arguments import (
-    as_data,
     check_generator_state,
     check_op,
     check_shape,
@@ -22,6 +21,7 @@ from synkhronos.collectives.arguments import (
     select_all,
     share_by_rank,
     share_selection,
+    to_data,
 )
 from synkhronos.collectives.commands import (
     AllGather,
@@ -86,7 +86,7 @@ def broadcast(shared_vars: Any, values: Any = None, nccl: bool = True) -> None:
         else:
             pairs = list(zip(variables, match_values(values, variables, is_single), strict=True))
             states = [value for v, value in pairs if library_of(v).is_generator(v)]
-            staged = [as_data(session, v, value) for v, value in pairs if not library_of(v).is_generator(v)]
+            staged = [to_data(session, v, value) for v, value in pairs if not library_of(v).is_generator(v)]
             for variable, value in zip(arrays, staged, strict=True):
                 check_shape(variable, value.shape)
         for variable, state in zip(generators, states, strict=True):
@@ -145,7 +145,7 @@ def scatter(shared_vars: Any, values: Any, batch: Any = None) -> None:
         for variable, value in zip(variables, match_values(values, variables, is_single), strict=True):
             if variable.type.ndim == 0:
                 raise ValueError(f"shared_vars: {describe(variable)} has no rows to scatter")
-            staged.append(as_data(session, variable, value))
+            staged.append(to_data(session, variable, value))
         selections = [select(batch, len(value)) for value in staged]
         for variable, value, selection in zip(variables, staged, selections, strict=True):
             for r in range(session.size):
@@ -423,7 +423,7 @@ def set_value(rank: int, shared_vars: Any, values: Any, batch: Any = None) -> No
             if is_generator_object(variable) or variable.type.ndim == 0:
                 raise ValueError(f"batch: the value for {describe(variable)} has no rows to select")
         variables = [variable for variable in variables if not is_generator_object(variable)]
-        staged = [as_data(session, variable, value) for variable, value in pairs if not is_generator_object(variable)]
+        staged = [to_data(session, variable, value) for variable, value in pairs if not is_generator_object(variable)]
         buffers: list[Data] = []
         rows: list[Any] = []
         for variable, value in zip(variables, staged, strict=True):

@@ -9,7 +9,7 @@ import numpy as np
 
 
 class SyncedArray(np.ndarray):
-    """A view of a shared variable's memory on the host."""
+    """A view of a shared variable's array in host memory."""
 
     def sync(self) -> None:
         """Do nothing: a NumPy array is always complete."""
@@ -17,8 +17,8 @@ class SyncedArray(np.ndarray):
     def __array_ufunc__(self, ufunc: Any, method: str, *inputs: Any, out: Any = (), **kwargs: Any) -> Any:
         """Compute with plain arrays, and return plain arrays."""
         if out:
-            kwargs["out"] = tuple(map(_plain, out))
-        return getattr(ufunc, method)(*map(_plain, inputs), **kwargs)
+            kwargs["out"] = tuple(map(_to_plain_array, out))
+        return getattr(ufunc, method)(*map(_to_plain_array, inputs), **kwargs)
 
 
 class SyncedValue:
@@ -48,10 +48,10 @@ def get_synced_value(container: Any) -> Any:
 
 def set_synced_value(container: Any, value: Any) -> None:
     """Set a container's value."""
-    container.data = _plain(value)
+    container.data = _to_plain_array(value)
 
 
-def _plain(value: Any) -> Any:
+def _to_plain_array(value: Any) -> Any:
     return value.view(np.ndarray) if isinstance(value, SyncedArray) else value
 
 

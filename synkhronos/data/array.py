@@ -204,7 +204,7 @@ class Data:
         oversize : float
             As in `set_value`.
         """
-        lengths = _lengths(shape)
+        lengths = _to_lengths(shape)
         if len(lengths) != self._ndim:
             raise ValueError(f"shape: expected {self._ndim} lengths, got {lengths}")
         self._reshape_in_turn(lengths, oversize, keep=True)
@@ -394,8 +394,8 @@ def data(
             raise TypeError(f"var: expected a variable whose values are arrays, got {var!r} of type {var.type}")
         if name is None:
             name = var.name
-        if dtype is not None and _dtype(dtype) != np.dtype(var.type.dtype):
-            raise ValueError(f"dtype: {var!r} has {var.type.dtype}, got {_dtype(dtype)}")
+        if dtype is not None and _to_dtype(dtype) != np.dtype(var.type.dtype):
+            raise ValueError(f"dtype: {var!r} has {var.type.dtype}, got {_to_dtype(dtype)}")
         if ndim is not None and ndim != var.type.ndim:
             raise ValueError(f"ndim: {var!r} has {var.type.ndim}, got {ndim}")
         dtype, ndim = var.type.dtype, var.type.ndim
@@ -406,10 +406,10 @@ def data(
             raise ValueError(f"ndim: value has {array.ndim}, got {ndim}")
         ndim, value = array.ndim, array
     if ndim is None and shape is not None:
-        ndim = len(_lengths(shape))
+        ndim = len(_to_lengths(shape))
     if dtype is None or ndim is None:
         raise TypeError("data() needs var, or value, or dtype with ndim or shape, to know dtype and dimensions")
-    made = Data(_dtype(dtype), check_at_least(ndim, "ndim", 0), minibatch, name)
+    made = Data(_to_dtype(dtype), check_at_least(ndim, "ndim", 0), minibatch, name)
     if value is not None:
         made._set_value(value, force_cast, oversize, "value")
     else:
@@ -426,7 +426,7 @@ def as_numpy(array: np.ndarray, dtype: npt.DTypeLike | None, copy: bool | None) 
     return array.copy() if copy else array
 
 
-def _dtype(dtype: npt.DTypeLike) -> np.dtype:
+def _to_dtype(dtype: npt.DTypeLike) -> np.dtype:
     try:
         checked = np.dtype(dtype)
     except TypeError as error:
@@ -436,7 +436,7 @@ def _dtype(dtype: npt.DTypeLike) -> np.dtype:
     return checked
 
 
-def _lengths(shape: Any) -> tuple[int, ...]:
+def _to_lengths(shape: Any) -> tuple[int, ...]:
     if isinstance(shape, int | np.integer) and not isinstance(shape, bool):
         shape = (shape,)
     if not isinstance(shape, list | tuple | np.ndarray):

@@ -21,7 +21,7 @@ from synkhronos import ranks
 from synkhronos.casts import as_numbers
 from synkhronos.checks import check_at_least
 from synkhronos.data.read_only import ReadOnlyData
-from synkhronos.data.rows import get_share, max_row, min_row, select
+from synkhronos.data.rows import find_max_row, find_min_row, get_share, select
 from synkhronos.graphs.mirror import Mirror, get_object
 from synkhronos.ranks import Command, Rank, Segment, Session, SharedArray
 from synkhronos.ranks.segments import create_unlinked
@@ -46,7 +46,7 @@ class PartsData(ReadOnlyData):
             super().__init__(dtype, len(shape), name=name)
             self._origin = "data_parts" if name is None else name
             self._map_segment(session.rank.segments[key], shape)
-        self.here = _rows_of_ranks(length, session.size, session.rank.control.here)
+        self.here = _find_rank_rows(length, session.size, session.rank.control.here)
 
     @property
     def data(self) -> np.ndarray:
@@ -73,7 +73,9 @@ class PartsData(ReadOnlyData):
             if first is None or first is Ellipsis:
                 first = slice(None)
             rows = select(first if isinstance(first, slice) else np.ravel(first), len(self), "key")
-            if max_row(rows) >= 0 and not (min_row(rows) >= self.here.start and max_row(rows) < self.here.stop):
+            if find_max_row(rows) >= 0 and not (
+                find_min_row(rows) >= self.here.start and find_max_row(rows) < self.here.stop
+            ):
                 raise IndexError(
                     f"{self._origin}: this host has rows {self.here.start:,} to {self.here.stop - 1:,} of "
                     f"{len(self):,}; others have the rest"
@@ -177,8 +179,8 @@ def iterate_shuffled(length: int, size: int, ranks_by_host: Sequence[range], see
         As in `PartsData.batches`.
     """
     rng, n_ranks = np.random.default_rng(seed), ranks_by_host[-1].stop
-    orders = [rng.permutation(_rows_of_ranks(length, n_ranks, ranks)) for ranks in ranks_by_host]
-    counts = [len(_rows_of_ranks(size, n_ranks, ranks)) for ranks in ranks_by_host]
+    orders = [rng.permutation(_find_rank_rows(length, n_ranks, ranks)) for ranks in ranks_by_host]
+    counts = [len(_find_rank_rows(size, n_ranks, ranks)) for ranks in ranks_by_host]
     for k in range(min(len(order) // count for order, count in zip(orders, counts, strict=True))):
         yield np.concatenate([order[k * count :][:count] for order, count in zip(orders, counts, strict=True)])
 
@@ -197,7 +199,7 @@ def iterate_in_order(length: int, size: int, n_ranks: int) -> Iterator[np.ndarra
         yield np.concatenate([rows[start : start + count] for rows in shares])
 
 
-def _rows_of_ranks(n_rows: int, n_ranks: int, ranks: range) -> range:
+def _find_rank_rows(n_rows: int, n_ranks: int, ranks: range) -> range:
     """Return the rows that a run of ranks has, if ``n_rows`` are divided among ``n_ranks``."""
     return range(get_share(n_rows, n_ranks, ranks[0]).start, get_share(n_rows, n_ranks, ranks[-1]).stop)
 
@@ -209,7 +211,7 @@ class _PartialArray(SharedArray):
 
     def find_local_rows(self, size: int, ranks: range) -> range:
         """Return the rows on a host with these ranks."""
-        return _rows_of_ranks(self.shape[0], size, ranks)
+        return _find_rank_rows(self.shape[0], size, ranks)
 
 
 def _load_rows(session: Session, load: Any, length: int) -> tuple[int, tuple[int, ...], str]:
@@ -261,7 +263,7 @@ class _LoadRows(Command):
         rows = self._call_load(rank, mine.start, mine.stop) if mine.stop > mine.start else None
         shape, dtype = self._gather_layout(rank, rows)
         here, row_nbytes = rank.control.here, math.prod(shape) * np.dtype(dtype).itemsize
-        nbytes, rows_here = max(1, self.length * row_nbytes), _rows_of_ranks(self.length, rank.size, here)
+        nbytes, rows_here = max(1, self.length * row_nbytes), _find_rank_rows(self.length, rank.size, here)
         allocated = range(rows_here.start * row_nbytes, rows_here.stop * row_nbytes)
         with contextlib.ExitStack() as files:
             descriptor = None

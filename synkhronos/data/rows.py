@@ -95,7 +95,7 @@ def select_unbounded(batch: Any, name: str = "batch") -> Selection:
             return np.flatnonzero(index)
     most = int(np.iinfo(np.int64).max)
     rows = select(batch, most, name)
-    if max_row(rows) > most // 2:  # a negative index
+    if find_max_row(rows) > most // 2:  # a negative index
         raise IndexError(f"{name}: with minibatch inputs alone indexes need to be from the start, got {batch!r:.80}")
     return rows
 
@@ -168,14 +168,14 @@ def split(rows: Selection, n_shares: int) -> Iterator[Selection]:
         yield rows[get_share(len(rows), n_shares, index)]
 
 
-def min_row(rows: Selection) -> int:
+def find_min_row(rows: Selection) -> int:
     """Return the lowest index of a selection, 0 for an empty one."""
     if isinstance(rows, range):
         return min(rows[0], rows[-1]) if rows else 0
     return int(rows.min()) if rows.size else 0
 
 
-def max_row(rows: Selection) -> int:
+def find_max_row(rows: Selection) -> int:
     """Return the highest index of a selection, -1 for an empty one."""
     if isinstance(rows, range):
         return max(rows[0], rows[-1]) if rows else -1

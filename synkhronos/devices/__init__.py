@@ -38,7 +38,7 @@ __all__ = [
     "Selection",
     "array_device",
     "choose_device",
-    "device_from_environment",
+    "read_environment_device",
     "find_device",
     "force_cpu",
     "get_device",
@@ -98,7 +98,7 @@ def array_device(array: Any) -> Device:
     return device
 
 
-def device_from_environment() -> Device | None:
+def read_environment_device() -> Device | None:
     """Return the device that the environment variable SYNKHRONOS_DEVICE names; None if the variable is empty.
 
     GPUs can't be named there: `choose_device` selects them.
@@ -139,13 +139,13 @@ def choose_device(use_gpu: bool | None, n_parallel: int | None) -> tuple[Device,
     ValueError
         If there are fewer GPUs than ranks.
     """
-    named = device_from_environment()
+    named = read_environment_device()
     if named is not None:
         return named, available_cores() if n_parallel is None else n_parallel
     n_gpu = get_n_gpu() if use_gpu is None or use_gpu else 0
     if use_gpu and not n_gpu:
         raise RuntimeError("use_gpu=True, but there is no GPU: leave use_gpu out, or pass False to compute on the CPU")
-    device = _gpu_device()
+    device = _choose_gpu_device()
     if n_gpu and (missing := device.missing_requirements()):
         if use_gpu:
             raise RuntimeError(
@@ -174,7 +174,7 @@ def choose_device(use_gpu: bool | None, n_parallel: int | None) -> tuple[Device,
     return device, n_gpu if n_parallel is None else n_parallel
 
 
-def _gpu_device() -> jax.JaxDevice | pygpu.PygpuDevice:
+def _choose_gpu_device() -> jax.JaxDevice | pygpu.PygpuDevice:
     """Return the device for GPUs: PyTensor computes on JAX arrays, Theano on its own."""
     theano = sys.modules.get("theano")
     if theano is not None:

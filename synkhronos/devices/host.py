@@ -1,4 +1,4 @@
-"""Host memory: NumPy arrays, and all that NumPy can read."""
+"""Host memory: NumPy arrays, and all values that NumPy can read."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class HostDevice(Device):
         return np.concatenate(arrays)
 
     def can_communicate(self, dtype: np.dtype) -> bool:
-        """Return True: the host's communicators handle all dtypes."""
+        """Return True: the communicators of NumPy arrays handle all dtypes."""
         return True
 
     def as_contiguous(self, value: Any) -> Any:

@@ -178,7 +178,7 @@ class HostCommunicator(Communicator):
 
 def reduce_share(inputs: Sequence[np.ndarray], reduction: Reduction, out: np.ndarray) -> None:
     """Write the reduction of all contributors' arrays into ``out``, which must not overlap them."""
-    accumulator = reduction.accumulator_dtype(out.dtype)
+    accumulator = reduction.choose_accumulator_dtype(out.dtype)
     wide = out if accumulator == out.dtype else np.empty(out.size, accumulator)
     reduce_arrays(inputs, reduction, wide)
     if reduction.divides:

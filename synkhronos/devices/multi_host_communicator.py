@@ -153,7 +153,7 @@ class MultiHostCommunicator(HostCommunicator):
             Ranks whose arrays are reduced, in order.
         """
         rank, here, row = self._rank, self._here, REDUCTIONS[op]
-        working = row.accumulator_dtype(dtype)
+        working = row.choose_accumulator_dtype(dtype)
         each = FRAME // working.itemsize
         pending: list[tuple[int, int]] = []  # chunks whose results have not arrived: first element, number
         place = rank.number - here.start
@@ -223,7 +223,7 @@ class MultiHostCommunicator(HostCommunicator):
         at, count = chunk
         if self._is_last:
             self._rank.wait(self._down_out.make_all_done(n_earlier))
-            result = self._down_out.previous_frame(n_earlier)[: count * working.itemsize].view(working)
+            result = self._down_out.view_previous_frame(n_earlier)[: count * working.itemsize].view(working)
         else:
             result = self._down_in.wait_readable()[: count * working.itemsize].view(working)
             if not self._is_first:

@@ -3,7 +3,7 @@
 Theano's flags keep it off the GPU until the ranks are forked (``device=cpu,force_device=True``).  Each rank then opens
 its own GPU, and from there on Theano places shared variables and computations on it.
 
-libgpuarray uses a single stream, and this device launches on the same one.  Only reads from the host have to wait.
+libgpuarray uses a single stream, and this device launches on the same one.  Only copies to host memory have to wait.
 """
 
 from __future__ import annotations
@@ -81,11 +81,11 @@ class PygpuDevice(CudaDevice):
     # -- functions -------------------------------------------------------------------------------------------
 
     def accepts_input(self, dtype: np.dtype, ndim: int) -> bool:
-        """Return False for labels, indices and complex arrays, which Theano would copy back to the host."""
+        """Return False for labels, indices and complex arrays, which Theano would copy back to host memory."""
         return not (dtype.kind in "biuc" and ndim < 2 or dtype.kind == "c")
 
     def make_input(self, variable: Any) -> Any | None:
-        """Return a variable of Theano's type of GpuArrays; None on the CPU, and for inputs that stay on the host."""
+        """Return a variable of Theano's type of GpuArrays; None on the CPU, and for inputs that stay in host memory."""
         if not self.is_on_gpu:
             return None
         from theano.gpuarray.type import GpuArrayType

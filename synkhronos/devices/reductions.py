@@ -50,7 +50,7 @@ class Reduction:
         """Whether values of a dtype are reduced to the same dtype."""
         return dtype.kind not in self.refuses
 
-    def accumulator_dtype(self, dtype: np.dtype) -> np.dtype:
+    def choose_accumulator_dtype(self, dtype: np.dtype) -> np.dtype:
         """Return the dtype in which values of a dtype are reduced.
 
         It is float32 for a mean of float16: the sum may overflow, and quotients of the summands underflow.

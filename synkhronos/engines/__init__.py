@@ -20,7 +20,7 @@ __all__ = ["Engine", "GradientReduction", "Runner", "choose_engine", "list_engin
 
 @cache
 def list_engines() -> tuple[Engine, ...]:
-    """Return the ``ENGINE`` of every module here; that of the host is the last, as it runs every function."""
+    """Return the ``ENGINE`` of every module here; that of host memory is the last, as it runs every function."""
     modules = [import_module(f"{__name__}.{module.name}") for module in iter_modules(__path__)]
     found = [module.ENGINE for module in modules if hasattr(module, "ENGINE")]
     return (*(engine for engine in found if engine is not host.ENGINE), host.ENGINE)

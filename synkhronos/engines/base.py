@@ -162,7 +162,7 @@ class Engine:
 
     # -- in the master ---------------------------------------------------------------------------------------
 
-    def before_call(self, session: Session) -> None:
+    def prepare_call(self, session: Session) -> None:
         """Prepare the session for a call.  The default sends NumPy's settings for floating-point errors to workers."""
         sync_float_errors(session)
 

@@ -1,6 +1,6 @@
 """Functions of NumPy arrays, which return when they have computed.
 
-With a device selected by SYNKHRONOS_DEVICE, inputs and shared variables are copied from that device to the host for
+With a device selected by SYNKHRONOS_DEVICE, inputs and shared variables are copied from that device to host memory for
 each call, and shared variables back.
 """
 
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from synkhronos.devices import HOST, Device, device_from_environment
+from synkhronos.devices import HOST, Device, read_environment_device
 from synkhronos.engines.base import Engine, Runner
 from synkhronos.graphs import GraphLibrary
 
@@ -23,10 +23,10 @@ class HostEngine(Engine):
     @property
     def device(self) -> Device:
         """Host memory, or the device that the environment names."""
-        return device_from_environment() or HOST
+        return read_environment_device() or HOST
 
     def make_runner(self, library: GraphLibrary, function: Any, n_inputs: int, is_fetched: bool) -> Runner:
-        """Wrap a compiled function, with copies to the host and back if the device is another."""
+        """Wrap a compiled function, with copies to host memory and back if the device is another."""
         device = self.device
         if device is HOST:
             return Runner(function)

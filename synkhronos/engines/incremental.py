@@ -15,7 +15,7 @@ from typing import Any
 
 
 class IncrementalFunction:
-    """A function of traced arrays, of which each value is computed when it is asked for.
+    """A function of traced arrays that computes each value at the first request for it.
 
     Parameters
     ----------
@@ -80,7 +80,7 @@ class IncrementalFunction:
         return token
 
     def finish(self, vector: Any) -> list[Any]:
-        """Return the function's results, with ``vector`` in the place of the result that was computed in parts."""
+        """Return the function's results; ``vector`` replaces the result that was computed in parts."""
         position = self._results.index(None)
         others = self.compute([v for v in self._results if v is not None])
         return [*others[:position], vector, *others[position:]]

@@ -336,7 +336,7 @@ class LazyEngine(Engine):
     A call returns a `Result` for each output.  `fetch` must return the outputs as NumPy arrays, and wait for them.
     """
 
-    def before_call(self, session: Session) -> None:
+    def prepare_call(self, session: Session) -> None:
         """Drop outputs that can't be read any more, if there are many."""
         ResultTable.from_session(session).drop_deleted(session)
 

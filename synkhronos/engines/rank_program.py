@@ -143,7 +143,7 @@ def get_settings() -> dict[str, Any]:
     return {name: getattr(jax.config, name) for name in _SETTINGS if hasattr(jax.config, name)}
 
 
-def map_in_turn(function: Callable[..., Any]) -> Callable[..., Any]:
+def map_sequentially(function: Callable[..., Any]) -> Callable[..., Any]:
     """Return a function that applies another one to each item of the leading axis, one by one.
 
     It replaces `jax.pmap`, whose all-reduces would have no order.

@@ -88,14 +88,14 @@ class Executable(Runner):
         self._fused: dict[Any, Executable] = {}
         self._signatures: set[Any] = set()
         self._n_inputs = sum(function.n_inputs for function in functions)
-        self._storages = _unique([storage for function in functions for storage in function.storages])
+        self._storages = _remove_duplicates([storage for function in functions for storage in function.storages])
         #: Cells for the results of a launch: first the outputs, then the updated storages.
         self._outputs = [cell for function in functions for cell in function.cells[: function.n_outputs]]
         # In the order of the storages: JAX gives each new value the memory of the first donated array of its shape.  In
         # another order XLA would copy arrays, and addresses would change from launch to launch.
         updated = {id(cell) for function in functions for cell in function.cells}
         self._updated = [storage for storage in self._storages if id(storage) in updated]
-        self._donated = _unique([storage for function in functions for storage in function.donated])
+        self._donated = _remove_duplicates([storage for function in functions for storage in function.donated])
         self._copy = jnp.copy
         self._log: ScalarLog | None = None
         self._is_interrupted = False
@@ -254,7 +254,7 @@ class Executable(Runner):
         return [*lengths, *inputs, *[cell[0] for cell in (*self._storages, *logs)]]
 
 
-def _unique(lists: Sequence[list[Any]]) -> list[list[Any]]:
+def _remove_duplicates(lists: Sequence[list[Any]]) -> list[list[Any]]:
     """Return lists without duplicates, compared by identity, in the order of their first occurrence."""
     return list({id(each): each for each in lists}.values())
 

@@ -90,7 +90,7 @@ def start_ranks(max_ranks: int | None = None) -> bool:
     bool
         False if this process samples no chain, or the master has no ranks or has them on GPUs.
     """
-    inherited, chain = ranks.inherited_session(), find_chain()
+    inherited, chain = ranks.get_inherited_session(), find_chain()
     if inherited is None or chain is None or not can_start_ranks(inherited):
         return False
     number, at_a_time = chain

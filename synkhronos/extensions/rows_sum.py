@@ -359,7 +359,7 @@ class RowsSum:
         try:
             return ranks.session()
         except RuntimeError as error:
-            if ranks.inherited_session() is None:
+            if ranks.get_inherited_session() is None:
                 raise
             for each in list(_sums.values()):
                 each.inherited_rows = [_get_values(source) for source in each._sources]

@@ -30,7 +30,7 @@ import numpy as np
 
 from synkhronos import ranks
 from synkhronos.collectives.arguments import get_mirror_keys
-from synkhronos.engines.rank_program import RankProgram, get_settings, map_in_turn
+from synkhronos.engines.rank_program import RankProgram, get_settings, map_sequentially
 from synkhronos.extensions.rows_sum import RowsSum
 from synkhronos.extensions.xla_sums import LocalGraph, register_conversions, replace_sums
 from synkhronos.graphs.mirror import Mirror
@@ -161,7 +161,7 @@ def _sample(program: SamplerProgram) -> tuple[Any, dict[str, Any]]:
         if program.name == "numpyro":
             arguments["chain_method"] = "sequential"
         else:
-            changes = mock.patch.object(module.jax, "pmap", map_in_turn)
+            changes = mock.patch.object(module.jax, "pmap", map_sequentially)
     sample = getattr(module, f"_sample_{program.name}_nuts")
     sample = getattr(sample, "__wrapped__", sample)
     with changes:

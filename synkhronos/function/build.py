@@ -14,7 +14,7 @@ from synkhronos.checks import check_distinct, check_name, describe
 from synkhronos.devices import Device
 from synkhronos.function.computation import Computation
 from synkhronos.function.reduce import ReductionOp
-from synkhronos.graphs import GraphLibrary, is_variable, library_of, loaded_libraries
+from synkhronos.graphs import GraphLibrary, is_variable, library_of, list_loaded_libraries
 from synkhronos.graphs.library import InputSpec
 
 _numbers = itertools.count()
@@ -214,7 +214,7 @@ def _find_library(**arguments: list[Any]) -> GraphLibrary:
                 raise TypeError(f"{name}: {variable!r} is {found.name}'s, but other arguments are {library.name}'s")
             library = found
     if library is None:
-        loaded = loaded_libraries()
+        loaded = list_loaded_libraries()
         if len(loaded) != 1:
             raise TypeError("inputs, outputs and updates are all empty: no variable tells PyTensor from Theano")
         return loaded[0]

@@ -240,7 +240,9 @@ class RankCall:
         if call.n_rows is not None:
             self.n_rows = len(next(mine for mine in self._shares if mine is not None))
         elif computation.sliceable:
-            self.n_rows = self._sliceable_lengths()[0] if self._sliceable_rows is None else len(self._sliceable_rows)
+            self.n_rows = (
+                self._get_sliceable_lengths()[0] if self._sliceable_rows is None else len(self._sliceable_rows)
+            )
         else:
             self.n_rows = 1
         self.is_active = self.n_rows > 0
@@ -256,7 +258,7 @@ class RankCall:
         self.compute()
         return self.values
 
-    def _sliceable_lengths(self) -> list[int]:
+    def _get_sliceable_lengths(self) -> list[int]:
         library = self.computation.library
         return [library.get(shared).shape[0] for shared in self.computation.sliceable]
 
@@ -265,7 +267,7 @@ class RankCall:
 
         The ranks agree that all selected rows exist before any rank computes, so that a wrong index changes nothing.
         """
-        lengths = self._sliceable_lengths()
+        lengths = self._get_sliceable_lengths()
         if self._call.batch_s is None:
             if min(lengths) != max(lengths):
                 names = [shared.name for shared in self.computation.sliceable]
@@ -331,7 +333,7 @@ class RankCall:
 
     def _load_inputs(self, rows: Sequence[Selection | None], sliceable_rows: Selection | None) -> list[Any]:
         rank, computation, buffers = self._rank, self.computation, self.computation.buffers
-        devices = computation.input_devices_for(self.runner)
+        devices = computation.choose_input_devices(self.runner)
         values = [
             device.stage_input(rank, buffers, position, entry.array, mine, entry.is_mutable)
             for position, (device, entry, mine) in enumerate(zip(devices, self._call.inputs, rows, strict=True))

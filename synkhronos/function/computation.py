@@ -31,7 +31,7 @@ from synkhronos.graphs.user_code import UserCode
 
 
 class Variant(NamedTuple):
-    """One way in which a computation is compiled.
+    """Options with which a computation is compiled.
 
     Attributes
     ----------
@@ -159,8 +159,8 @@ class Computation:
         kinds = [entry.variable.type for entry in self.inputs]
         return [self.device if self.device.accepts_input(np.dtype(kind.dtype), kind.ndim) else HOST for kind in kinds]
 
-    def input_devices_for(self, runner: Runner) -> list[Device]:
-        """Return the device of each input's value for a runner, which may take some on the host."""
+    def choose_input_devices(self, runner: Runner) -> list[Device]:
+        """Return the device of each input's value for a runner, which may take some inputs in host memory."""
         if not runner.host_inputs:
             return self.input_devices
         return [HOST if i in runner.host_inputs else device for i, device in enumerate(self.input_devices)]
@@ -248,7 +248,7 @@ class Computation:
 
     def list_accumulated_updates(self) -> list[tuple[Any, ReductionOp]]:
         """Return the shared variables whose updates are accumulated over slices, with their ops."""
-        ops = self.update_ops + [_default_op(shared) for shared, _ in self.default_updates]
+        ops = self.update_ops + [_choose_default_op(shared) for shared, _ in self.default_updates]
         return [
             (shared, op)
             for (shared, _), op in zip(self.updates + self.default_updates, ops, strict=True)
@@ -257,7 +257,7 @@ class Computation:
 
     @cached_property
     def default_updates(self) -> list[tuple[Any, Any]]:
-        """Default updates that the library's ``function`` adds by itself."""
+        """Default updates, which the library's ``function`` adds to the user's."""
         without = self.kwargs.get("no_default_updates", False)
         if without is True:
             return []
@@ -278,7 +278,7 @@ class Computation:
         return [index], lambda shared: shared[index]
 
 
-def _default_op(shared: Any) -> ReductionOp:
+def _choose_default_op(shared: Any) -> ReductionOp:
     """Return the op of a default update: "avg", or None for integers, whose average is no integer."""
     is_integer = getattr(shared.type, "dtype", "") and np.dtype(shared.type.dtype).kind in "biu"
     return ReductionOp(None if is_integer else "avg")

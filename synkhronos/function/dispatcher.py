@@ -82,7 +82,7 @@ class Dispatcher:
         has_updates = bool(self.computation.updates)
         try:
             self.ensure_distributed(session)
-            self.computation.engine.before_call(session)
+            self.computation.engine.prepare_call(session)
         except Exception as error:
             if has_updates:  # errors of later stages have such a note too
                 error.add_note("The function's updates were applied on no rank.")
@@ -174,19 +174,19 @@ class Dispatcher:
         session.memory.release_with(self, "object", self.key)
 
 
-class _Undistributed(WeakKeys[Dispatcher, bool]):
+class _PendingDispatchers(WeakKeys[Dispatcher, bool]):
     """Dispatchers created since the fork whose computations were not sent; earlier ones are sent when called."""
 
 
 def register(dispatcher: Dispatcher) -> None:
     """Have the next `distribute_new` send the computation of a dispatcher, unless no ranks are running."""
     with contextlib.suppress(RuntimeError):  # a function can be unpickled while no ranks are running
-        ranks.session().registry.get(_Undistributed)[dispatcher] = True
+        ranks.session().registry.get(_PendingDispatchers)[dispatcher] = True
 
 
 def distribute_new(session: Session) -> None:
     """Send all computations that are registered and that the workers lack."""
-    _distribute(session, list(session.registry.get(_Undistributed)))
+    _distribute(session, list(session.registry.get(_PendingDispatchers)))
 
 
 def _distribute(session: Session, dispatchers: Sequence[Dispatcher]) -> None:
@@ -210,4 +210,4 @@ def _distribute(session: Session, dispatchers: Sequence[Dispatcher]) -> None:
             raise TypeError(f"{', '.join(computation.name for computation in computations)}: {error}") from error
     for dispatcher in dispatchers:
         dispatcher.mark_distributed(session)
-        session.registry.get(_Undistributed).discard(dispatcher)
+        session.registry.get(_PendingDispatchers).discard(dispatcher)

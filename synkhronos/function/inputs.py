@@ -13,7 +13,7 @@ import numpy as np
 
 from synkhronos.casts import check_dense
 from synkhronos.data import Data
-from synkhronos.data.rows import as_index_array, max_row, min_row, select, select_unbounded
+from synkhronos.data.rows import as_index_array, find_max_row, find_min_row, select, select_unbounded
 from synkhronos.data.shared import Buffers, check_session, locate
 from synkhronos.devices import Selection
 from synkhronos.function.call import BroadcastInput, ScatteredInput
@@ -106,7 +106,7 @@ class CallInputs:
             elif not isinstance(value, Data):
                 array = self._buffers.write(i, value, rows)
                 located.append(ScatteredInput(array, range(len(rows)), 0, is_mutable))
-            elif value.minibatch and _is_listed(batch):
+            elif value.minibatch and _is_list_or_mask(batch):
                 # A minibatch has its rows in the order of the list.
                 located.append(ScatteredInput(locate(value), range(len(rows)), 0, is_mutable))
             else:
@@ -166,10 +166,12 @@ class CallInputs:
                     f"{self.computation.name}: scattered inputs need equally many rows, got {lengths}"
                     + ("" if batch is None else f", of which batch={_shorten(batch)} picks different ones")
                 )
-        low = min_row(rows) if any(isinstance(v, Data) and v.minibatch for v in values) else 0
+        low = find_min_row(rows) if any(isinstance(v, Data) and v.minibatch for v in values) else 0
         for i, value in enumerate(values):
             if isinstance(value, Data) and value.minibatch:
-                verb, needed = ("picks", len(rows)) if _is_listed(batch) else ("spans", max_row(rows) - low + 1)
+                verb, needed = (
+                    ("picks", len(rows)) if _is_list_or_mask(batch) else ("spans", find_max_row(rows) - low + 1)
+                )
                 if needed > len(value):
                     raise IndexError(f"batch: input {i} is a minibatch of {len(value)} rows, but batch {verb} {needed}")
         return rows, low
@@ -197,7 +199,7 @@ class CallInputs:
         return tuple(shared * session.size if by_rank is None else shared)
 
 
-def _is_listed(batch: Any) -> bool:
+def _is_list_or_mask(batch: Any) -> bool:
     """Whether ``batch`` is a list of indexes or a mask, rather than a number of rows or a slice."""
     return batch is not None and not isinstance(batch, int | np.integer | slice)
 

@@ -108,7 +108,7 @@ class RankOutputs(NamedTuple):
         try:  # now, before the shared variables change
             return self._replace(values=self.values or self.compute_empty(), compute_empty=list)
         except Exception as error:
-            return self._replace(compute_empty=_Raiser(error))
+            return self._replace(compute_empty=_RaisingCallable(error))
 
     def reduce(self, rank: Rank) -> Any:
         """Reduce the outputs over all ranks.
@@ -147,7 +147,7 @@ class RankOutputs(NamedTuple):
         return results + _reduce_scalars_of_many(rank, waiting) if waiting else results
 
 
-class _Raiser:
+class _RaisingCallable:
     """A callable that raises an error: stands for values that could not be computed."""
 
     def __init__(self, error: Exception):
@@ -360,7 +360,7 @@ def _reduce_large(
     Each rank weights its own values, so that the reduction over ranks is a plain one, followed by a division.
     """
     shape, dtype = next(iter(layouts.values()))
-    working = op.reduction.accumulator_dtype(dtype)
+    working = op.reduction.choose_accumulator_dtype(dtype)
     mine = None
     if value is not None:
         mine = np.ascontiguousarray(value, working)

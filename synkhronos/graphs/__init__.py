@@ -13,7 +13,7 @@ from typing import Any
 
 from synkhronos.graphs.library import GraphLibrary
 
-__all__ = ["GraphLibrary", "is_variable", "library_of", "loaded_libraries"]
+__all__ = ["GraphLibrary", "is_variable", "library_of", "list_loaded_libraries"]
 
 #: Module with the description of each library, by the library's import name.
 _LIBRARIES = {"pytensor": "synkhronos.graphs.pytensor", "theano": "synkhronos.graphs.theano"}
@@ -23,7 +23,7 @@ _libraries: dict[str, GraphLibrary] = {}
 _by_class: dict[type, GraphLibrary] = {}
 
 
-def loaded_libraries() -> list[GraphLibrary]:
+def list_loaded_libraries() -> list[GraphLibrary]:
     """Return the graph libraries that this process has imported."""
     for name, module in _LIBRARIES.items():
         package = sys.modules.get(name)
@@ -36,7 +36,7 @@ def loaded_libraries() -> list[GraphLibrary]:
 
 def is_variable(value: Any) -> bool:
     """Whether a value is a variable of a graph library."""
-    return any(library.is_variable(value) for library in loaded_libraries())
+    return any(library.is_variable(value) for library in list_loaded_libraries())
 
 
 def library_of(*variables: Any) -> GraphLibrary:
@@ -57,7 +57,7 @@ def library_of(*variables: Any) -> GraphLibrary:
     if len(variables) == 1 and (found := _by_class.get(type(variables[0]))) is not None:
         return found
     for variable in variables:
-        for library in loaded_libraries():
+        for library in list_loaded_libraries():
             if library.is_variable(variable):
                 break
         else:

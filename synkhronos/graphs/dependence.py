@@ -57,7 +57,7 @@ class Dependence:
             depends = id(inputs[0]) in self._by_length
         else:
             # `Second` fills an array: of its first input only the shape matters.
-            depends = any(map(self.depends_on_values, inputs[1:] if _scalar_name(node) == "Second" else inputs))
+            depends = any(map(self.depends_on_values, inputs[1:] if _get_scalar_name(node) == "Second" else inputs))
         selects = (
             name in _SELECTIONS
             or name == "AdvancedSubtensor"
@@ -87,7 +87,7 @@ class Dependence:
         """
         found = []
         for node in self._library.sort_nodes([expression]):
-            name = _scalar_name(node)
+            name = _get_scalar_name(node)
             if name in ("TrueDiv", "IntDiv"):
                 numerator, denominator = node.inputs
             elif name in ("Inv", "Reciprocal"):
@@ -105,7 +105,7 @@ class Dependence:
         return any(id(shared) not in self._sources for shared in self._library.find_shareds([variable]))
 
 
-def _scalar_name(node: Any) -> str:
+def _get_scalar_name(node: Any) -> str:
     """Return the class name of an Elemwise node's scalar op; "" for any other node."""
     return type(node.op.scalar_op).__name__ if type(node.op).__name__ == "Elemwise" else ""
 
@@ -119,7 +119,7 @@ def _is_sum(variable: Any) -> bool:
     node = variable.owner
     if node is None or not _is_number(variable):
         return False
-    name, scalar = type(node.op).__name__, _scalar_name(node)
+    name, scalar = type(node.op).__name__, _get_scalar_name(node)
     if name in ("Sum", "Dot") or name == "CAReduce" and type(node.op.scalar_op).__name__ == "Add":
         return True
     if name in ("DimShuffle", "Reshape", "TensorFromScalar", "SpecifyShape") or scalar == "TrueDiv":

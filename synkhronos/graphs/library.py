@@ -242,7 +242,7 @@ class GraphLibrary:
         seen: set[int] = set()
         stack: list[tuple[Any, bool]] = [(v.owner, False) for v in variables if v.owner is not None]
         for shared in [v for v in variables if self.is_shared(v)]:
-            stack.extend(self._default_update_nodes(shared))
+            stack.extend(self._list_default_update_nodes(shared))
         while stack:
             node, expanded = stack.pop()
             if expanded:
@@ -256,10 +256,10 @@ class GraphLibrary:
                 if variable.owner is not None:
                     stack.append((variable.owner, False))
                 elif self.is_shared(variable):
-                    stack.extend(self._default_update_nodes(variable))
+                    stack.extend(self._list_default_update_nodes(variable))
         return order
 
-    def _default_update_nodes(self, shared: Any) -> list[tuple[Any, bool]]:
+    def _list_default_update_nodes(self, shared: Any) -> list[tuple[Any, bool]]:
         update = getattr(shared, "default_update", None)
         return [(update.owner, False)] if update is not None and update.owner is not None else []
 
@@ -317,7 +317,7 @@ class GraphLibrary:
         """Put an array into a shared variable's container, without a copy where the type allows it."""
         if isinstance(value, np.ndarray):
             shared.container.value = value
-        else:  # a device's array, which the type's filter might copy to the host
+        else:  # a device's array, which the type's filter might copy to host memory
             shared.container.storage[0] = value
 
     def can_hold(self, shared: Any, shape: tuple[int, ...]) -> bool:

@@ -174,7 +174,7 @@ class Mirror:
                 _MirrorPickler(stream, self._keys, buffers, self._by_value, code).dump(value)
         except (pickle.PicklingError, AttributeError, TypeError) as error:
             raise TypeError(
-                f"the graph can't be pickled, as it has to be for the workers: {error}{self._advice()}"
+                f"the graph can't be pickled, as it has to be for the workers: {error}{self._format_advice()}"
             ) from error
         code.update_digests()
         parts = [stream.getbuffer(), *(buffer.raw() for buffer in buffers)]
@@ -183,7 +183,7 @@ class Mirror:
         write_parts(parts, memoryview(segment.buffer))
         return code, SharedArray(segment.key, "u1", (nbytes,))
 
-    def _advice(self) -> str:
+    def _format_advice(self) -> str:
         """Return advice for an error's message if the code of modules has to be sent; "" otherwise."""
         if not self._by_value:
             return ""

@@ -57,15 +57,15 @@ from synkhronos.hosts.mail import (
     Mail,
 )
 from synkhronos.hosts.names import describe_host, number_ranks
-from synkhronos.hosts.page_table import PAGE, PageTable, find_pages, put_pages, take_pages
+from synkhronos.hosts.page_table import PAGE, PageTable, find_pages, read_pages, write_pages
 from synkhronos.hosts.pipes import FRAME, NEWS, FrameTransport, PipeLayout
 from synkhronos.hosts.task import TaskAgent
 from synkhronos.ranks.agreement import StepTally, record_common_step
 from synkhronos.ranks.child_process import ignore_job_signals
 from synkhronos.ranks.control import FOR_COMMAND, FOR_JOIN, FOR_STEP, SLOT, SPIN, Control
-from synkhronos.ranks.errors import cause_of_death
+from synkhronos.ranks.errors import describe_exit
 from synkhronos.ranks.rank import HEAD
-from synkhronos.ranks.segments import Receiver, Segment, Unmapped, announce, create_unlinked, is_closed
+from synkhronos.ranks.segments import Segment, SegmentReceiver, UnmappedSegment, announce, create_unlinked, is_closed
 from synkhronos.ranks.task_memory import TaskMemory
 from synkhronos.ranks.threads import available_cores
 from synkhronos.ranks.workers import Workers
@@ -126,7 +126,7 @@ class Agent:
         self._mail = Mail(mpi, world)
         self._frames = FrameTransport(mpi, frames, control, self._layout)
         self._pages = PageTable(world.size - 1, self._heartbeat)
-        self._receiver = None if channel is None else Receiver(channel)
+        self._receiver = None if channel is None else SegmentReceiver(channel)
         self._segments: dict[int, Segment] = {}
         self._task = TaskAgent(self._mail, control, self._ranks, self._segments)
         self._mapped = self._posted = self._step = 0
@@ -168,10 +168,10 @@ class Agent:
                 continue
             quiet = now - last_news
             # While frames are in transit a short sleep costs nothing: others follow, and ranks may need the core.
-            if quiet < _AWAKE and has_cores and not self._frames.are_moving:
+            if quiet < _AWAKE and has_cores and not self._frames.has_transfers:
                 os.sched_yield()
             else:
-                time.sleep(_SHORT if quiet < _DOZING or self._task.is_waited_for else min(quiet / 100, _LONG))
+                time.sleep(_SHORT if quiet < _DOZING or self._task.has_waiting_ranks else min(quiet / 100, _LONG))
 
     def _is_over(self) -> bool:
         return self._is_ending and (not self._is_first or self._gone.issuperset(self._peers))
@@ -209,7 +209,7 @@ class Agent:
         self._posted = words[Control.POSTED]
         while self._mapped < words[Control.ANNOUNCED]:
             segment = self._receiver.receive()
-            if isinstance(segment, Unmapped):
+            if isinstance(segment, UnmappedSegment):
                 segment = segment.map()
             if segment.key > self._mapped:
                 self._mapped = segment.key
@@ -227,7 +227,7 @@ class Agent:
             for key, pages in of_host.items():
                 for at in range(0, len(pages), CHUNK_NBYTES // PAGE):
                     part = pages[at : at + CHUNK_NBYTES // PAGE]
-                    content = take_pages(memory[key], part)
+                    content = read_pages(memory[key], part)
                     words[Control.SENT] += content.size
                     mail.send(host, PAGES, key, part, content)
                     self._heartbeat(MAX_PENDING)
@@ -303,10 +303,10 @@ class Agent:
                     self._exit_alone(9)
                 name, first = describe_host(self._names[host], self._ranks[host]), self._ranks[host].start
                 self._report_loss(f"{name} has not been heard of for {timeout:g} seconds", first)
-        dead = self._workers.first_dead()
+        dead = self._workers.find_dead()
         if dead is not None:
             number, pid, code = dead
-            text = f"rank {number} on host {self._names[self._me]} (process {pid}) {cause_of_death(code)}"
+            text = f"rank {number} on host {self._names[self._me]} (process {pid}) {describe_exit(code)}"
             self._mail.send(0, LOST, text, number)
             del self._workers.pids[number]
 
@@ -344,7 +344,7 @@ class Agent:
     def _on_pages(self, source: int, key: int, pages: np.ndarray, content: np.ndarray) -> None:
         if key in self._segments:  # else it could not be mapped
             segment = self._segments[key]
-            put_pages(np.frombuffer(segment.buffer, np.uint8, segment.nbytes), pages, content)
+            write_pages(np.frombuffer(segment.buffer, np.uint8, segment.nbytes), pages, content)
 
     def _on_drop(self, source: int, keys: list[int]) -> None:
         for key in keys:
@@ -465,7 +465,7 @@ def main(address: str) -> None:
     here = number_ranks(config["counts"])[world.rank]
     made, extra = file is not None, PipeLayout.nbytes(len(here))
     if file is None:
-        file = _control_memory(MPI, config, here, extra)
+        file = _create_control_memory(MPI, config, here, extra)
         _set_environment(config)
     spin = SPIN if len(here) < available_cores() else 0.0
     control = Control(config["size"], spin, file.fileno(), made, here, extra)
@@ -490,7 +490,7 @@ def _set_environment(config: dict[str, Any]) -> None:
         os.chdir(config["folder"])
 
 
-def _control_memory(mpi: Any, config: dict[str, Any], here: range, extra: int) -> io.FileIO:
+def _create_control_memory(mpi: Any, config: dict[str, Any], here: range, extra: int) -> io.FileIO:
     """Create this host's control memory; without room for it, report the loss and wait for the end."""
     try:
         return Control.create(config["size"], len(here), extra)

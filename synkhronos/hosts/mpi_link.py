@@ -1,4 +1,4 @@
-"""The link of several hosts: starts the agents with ``mpirun``, and tells the master what they report."""
+"""The link of several hosts: starts the agents with ``mpirun``, and passes their reports to the master."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from synkhronos.hosts.pipes import PipeLayout
 from synkhronos.ranks import Command, SharedArray
 from synkhronos.ranks.child_process import JOB_SIGNALS, ignore_job_signals
 from synkhronos.ranks.control import MAILBOX, Control
-from synkhronos.ranks.errors import cause_of_death
+from synkhronos.ranks.errors import describe_exit
 from synkhronos.ranks.interrupts import defer_signals
 from synkhronos.ranks.link import Link, RowAccess, find_row_accesses
 from synkhronos.ranks.memory import Release
@@ -50,7 +50,7 @@ _VARIABLES = re.compile(
 def serve() -> NoReturn:
     """Run this host's agent in a script that ``mpirun`` has started on every host, and exit with it."""
     ignore_job_signals()
-    raise SystemExit(subprocess.call(mpirun.agent_command(""), stdin=subprocess.DEVNULL, close_fds=False))
+    raise SystemExit(subprocess.call(mpirun.make_agent_command(""), stdin=subprocess.DEVNULL, close_fds=False))
 
 
 @contextlib.contextmanager
@@ -108,7 +108,9 @@ class MpiLink(Link):
         with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
             listener.bind("\0" + address)
             listener.listen(1)
-            command = mpirun.agent_command(address) if hosts is None else mpirun.mpirun_command(self.names, address)
+            command = (
+                mpirun.make_agent_command(address) if hosts is None else mpirun.make_mpirun_command(self.names, address)
+            )
             # A scheduler's signal goes to all processes, and mpirun would end the agents: the master's script decides.
             with defer_signals(), _block_job_signals():
                 self._launcher = subprocess.Popen(
@@ -118,7 +120,7 @@ class MpiLink(Link):
                     stderr=subprocess.PIPE,
                     text=True,
                     errors="backslashreplace",
-                    env=mpirun.mpirun_environment(hosts is None),
+                    env=mpirun.make_mpirun_environment(hosts is None),
                     start_new_session=True,  # Ctrl-C at the terminal is the master's to handle
                     close_fds=hosts is not None,  # mpirun talks to its processes over files that they inherit
                 )
@@ -254,7 +256,7 @@ class MpiLink(Link):
             self._readers[-1].start()
         return self._channel
 
-    def make_plan(self, command: Command, parcel: SharedArray | None, segments: SegmentTable) -> bytes:
+    def plan_transfers(self, command: Command, parcel: SharedArray | None, segments: SegmentTable) -> bytes:
         """Return, pickled, the rows that each other host reads, the segments to release, and the memory of a task."""
         dropped = [key for what, key in command.released if what == "segment"] if isinstance(command, Release) else []
         needed: list[list[SegmentAccess]] = []
@@ -282,7 +284,7 @@ class MpiLink(Link):
         """Number of bytes of shared memory that were sent to other hosts."""
         return 0 if self._control is None else self._control.words[Control.SENT]
 
-    def host_name(self, rank: int) -> str:
+    def get_host_name(self, rank: int) -> str:
         """Return the name of a rank's host."""
         return self.names[find_host(self.ranks_by_host, rank)]
 
@@ -305,7 +307,7 @@ class MpiLink(Link):
         code = self._launcher.poll()
         if code is not None and code < 0:
             what = "the agent of this host" if self._named is None else "mpirun, which connects the hosts,"
-            return f"{what} (process {self._launcher.pid}) {cause_of_death(code)}", 0
+            return f"{what} (process {self._launcher.pid}) {describe_exit(code)}", 0
         lost = mpirun.find_lost_hosts(" ".join(list(self._last_lines)), self._known_as)
         names = [describe_host(self.names[i], self.ranks_by_host[i]) for i in lost]
         which = names[0] if len(names) == 1 else f"one of {', '.join(names)}"

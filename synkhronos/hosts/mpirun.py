@@ -21,7 +21,7 @@ from synkhronos.hosts.names import find_launch
 _MPI_FAULT = int(signal.SIGUSR2)
 
 
-def agent_command(address: str) -> list[str]:
+def make_agent_command(address: str) -> list[str]:
     """Return the command line of an agent."""
     package = str(Path(__file__).resolve().parents[2])
     # An agent that fails kills itself: the others wait for it, and mpirun may ignore an exit code.  Errors of MPI
@@ -33,7 +33,7 @@ def agent_command(address: str) -> list[str]:
     return [sys.executable, "-c", code]
 
 
-def mpirun_command(names: Sequence[str], address: str) -> list[str]:
+def make_mpirun_command(names: Sequence[str], address: str) -> list[str]:
     """Return the command line that starts an agent on each host."""
     mpirun = find_mpirun()
     each = ",".join(f"{name}:1" for name in names)
@@ -42,13 +42,13 @@ def mpirun_command(names: Sequence[str], address: str) -> list[str]:
     else:
         _check_names(names)
         how = ["-H", each, "--bind-to", "none"]
-    return [mpirun, *how, "-n", str(len(names)), *agent_command(address)]
+    return [mpirun, *how, "-n", str(len(names)), *make_agent_command(address)]
 
 
 def find_mpirun() -> str:
     """Return the ``mpirun`` of this environment, or else the first on the path."""
-    beside = Path(sys.executable).with_name("mpirun")
-    found = str(beside) if beside.exists() else shutil.which("mpirun")
+    sibling = Path(sys.executable).with_name("mpirun")
+    found = str(sibling) if sibling.exists() else shutil.which("mpirun")
     if found is None:
         raise RuntimeError(
             "several hosts need MPI, and there is no mpirun: pip install synkhronos[hosts], or load the cluster's "
@@ -87,7 +87,7 @@ def _resolve_ssh_alias(name: str) -> str:
     return name
 
 
-def mpirun_environment(is_started: bool) -> dict[str, str]:
+def make_mpirun_environment(is_started: bool) -> dict[str, str]:
     """Return the environment of ``mpirun``, or of an agent if ``mpirun`` has started this script (``is_started``)."""
     found = {"UCX_LOG_LEVEL": "error", **os.environ}  # Open MPI's UCX warns at every agent's exit
     if is_started:
@@ -149,7 +149,7 @@ def find_lost_hosts(output: str, known_as: Sequence[Sequence[str]]) -> list[int]
     """
     output = " ".join(output.split())  # lines are broken anywhere
 
-    def named(pattern: str) -> list[int]:
+    def find_named(pattern: str) -> list[int]:
         found = re.findall(pattern, output)
         return [i for i, names in enumerate(known_as) if any(name in found for name in names)]
 
@@ -158,10 +158,10 @@ def find_lost_hosts(output: str, known_as: Sequence[Sequence[str]]) -> list[int]
     # is lost in the middle of a message, and one that reports a closed connection.
     follows = rf"(?:{int(signal.SIGSEGV)}|{_MPI_FAULT})\b"
     for pattern in (f"{of_mpich}(?!{follows})", r"Remote daemon: \S+ on node (\S+)", f"{of_open_mpi}(?!{follows})"):
-        if lost := named(pattern):
+        if lost := find_named(pattern):
             return lost[:1]
-    complaining = named(r"\[([^\s:]+):\d+\] \*\*\* An error occurred in Socket closed")
-    complaining = complaining or named(of_mpich + follows) or named(of_open_mpi + follows) or [0]
+    complaining = find_named(r"\[([^\s:]+):\d+\] \*\*\* An error occurred in Socket closed")
+    complaining = complaining or find_named(of_mpich + follows) or find_named(of_open_mpi + follows) or [0]
     return [i for i in range(len(known_as)) if i not in complaining]
 
 

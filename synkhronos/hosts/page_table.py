@@ -66,7 +66,7 @@ class PageTable:
         self._has: dict[int, np.ndarray] = {}
 
     def add(self, key: int, memory: np.ndarray) -> None:
-        """Add a segment, of which no other host has a page yet."""
+        """Add a segment; no other host has any page of it yet."""
         self.memory[key] = memory
         # Untouched memory costs nothing: only pages that are sent are written here.
         self._last[key] = np.empty(memory.size, np.uint8)
@@ -111,12 +111,12 @@ class PageTable:
         """Mark pages that have changed since they were sent, and copy those that are sent now."""
         memory, last, has = self.memory[key], self._last[key], self._has[key]
         known = pages[has[:, pages].any(axis=0)]
-        has[:, known[_differ(take_pages(memory, known), take_pages(last, known))]] = False
+        has[:, known[_compare_pages(read_pages(memory, known), read_pages(last, known))]] = False
         new = pages[~has[:, pages].any(axis=0)]
-        put_pages(last, new, take_pages(memory, new))
+        write_pages(last, new, read_pages(memory, new))
 
 
-def _differ(one: np.ndarray, other: np.ndarray) -> np.ndarray:
+def _compare_pages(one: np.ndarray, other: np.ndarray) -> np.ndarray:
     """Return, page by page, whether two runs of bytes differ; the last page may be shorter."""
     n_whole = one.size // PAGE
     whole = slice(n_whole * PAGE)
@@ -133,29 +133,29 @@ def find_pages(accesses: Iterable[SegmentAccess], memory: dict[int, np.ndarray])
     for access in accesses:
         if access.indexes is not None:
             key, at, count, base = access.indexes
-            found.setdefault(key, []).append(_page_range(at, at + 8 * count))
+            found.setdefault(key, []).append(_find_page_range(at, at + 8 * count))
             index = memory[key][at : at + 8 * count].view(np.int64) - base
-            found.setdefault(access.key, []).append(_pages_of_rows(access, index))
+            found.setdefault(access.key, []).append(_find_row_pages(access, index))
         elif access.rows is not None:
             rows = range(*access.rows)
             if rows and abs(rows.step) == 1:
                 low, high = sorted((rows[0], rows[-1]))  # min() would go through all of them
-                pages = _page_range(
+                pages = _find_page_range(
                     access.offset + low * access.row_nbytes, access.offset + (high + 1) * access.row_nbytes
                 )
             else:
-                pages = _pages_of_rows(access, np.arange(*access.rows))
+                pages = _find_row_pages(access, np.arange(*access.rows))
             found.setdefault(access.key, []).append(pages)
     # A segment that is not in `memory` is a file, which every host has.
     return {key: np.unique(np.concatenate(parts)) for key, parts in found.items() if key in memory}
 
 
-def _page_range(start: int, stop: int) -> np.ndarray:
+def _find_page_range(start: int, stop: int) -> np.ndarray:
     """Return the numbers of the pages of a range of bytes."""
     return np.arange(start // PAGE, -(-stop // PAGE)) if stop > start else np.arange(0)
 
 
-def _pages_of_rows(access: SegmentAccess, index: np.ndarray) -> np.ndarray:
+def _find_row_pages(access: SegmentAccess, index: np.ndarray) -> np.ndarray:
     """Return the numbers of the pages of rows."""
     if not index.size or not access.row_nbytes:
         return np.arange(0)
@@ -165,7 +165,7 @@ def _pages_of_rows(access: SegmentAccess, index: np.ndarray) -> np.ndarray:
     return np.minimum(first[:, None] + np.arange(most), last[:, None]).reshape(-1)
 
 
-def take_pages(memory: np.ndarray, pages: np.ndarray) -> np.ndarray:
+def read_pages(memory: np.ndarray, pages: np.ndarray) -> np.ndarray:
     """Return the bytes of some pages, concatenated; the last page of the memory may be shorter."""
     if not pages.size:
         return np.empty(0, np.uint8)
@@ -176,8 +176,8 @@ def take_pages(memory: np.ndarray, pages: np.ndarray) -> np.ndarray:
     return np.concatenate([np.take(whole, pages[:-1], axis=0).reshape(-1), memory[n_whole * PAGE :]])
 
 
-def put_pages(memory: np.ndarray, pages: np.ndarray, content: np.ndarray) -> None:
-    """Write pages into memory; ``content`` is as `take_pages` returned it."""
+def write_pages(memory: np.ndarray, pages: np.ndarray, content: np.ndarray) -> None:
+    """Write pages into memory; ``content`` is as `read_pages` returned it."""
     if not pages.size:
         return
     n_whole = memory.size // PAGE

@@ -52,7 +52,7 @@ class PipeLayout:
     def __init__(self, control: Control):
         n_here = len(control.here)
         memory = control.extra
-        words = memory[NEWS : NEWS + _words_bytes(n_here)].cast("Q")
+        words = memory[NEWS : NEWS + _compute_words_nbytes(n_here)].cast("Q")
         self.news = memory[:NEWS]
         self.n_next_hosts = words[:1]
         self.moved = words[1:5]
@@ -60,12 +60,12 @@ class PipeLayout:
         done = words[5 + 4 * FRAMES :]
         self.done = [done[i * n_here : (i + 1) * n_here] for i in range(5)]
         self._memory = memory
-        self._frames_at = NEWS + _words_bytes(n_here)
+        self._frames_at = NEWS + _compute_words_nbytes(n_here)
 
     @staticmethod
     def nbytes(n_here: int) -> int:
         """Return the size of the memory of a host with ``n_here`` ranks."""
-        return NEWS + _words_bytes(n_here) + 4 * FRAMES * FRAME
+        return NEWS + _compute_words_nbytes(n_here) + 4 * FRAMES * FRAME
 
     def frame(self, pipe: int, count: int) -> memoryview:
         """Return the memory of the frame number ``count``."""
@@ -73,7 +73,7 @@ class PipeLayout:
         return self._memory[at : at + FRAME]
 
 
-def _words_bytes(n_here: int) -> int:
+def _compute_words_nbytes(n_here: int) -> int:
     return 8 * (5 + 4 * FRAMES + 5 * n_here)
 
 
@@ -107,7 +107,7 @@ class Pipe:
         moved, pipe, needed = self._layout.moved, self._pipe, self._base + count - FRAMES + 1
         if count >= FRAMES and moved[pipe] < needed:
             self._rank.wait(lambda: moved[pipe] >= needed)
-        return self._bytes(count)
+        return self._view_bytes(count)
 
     def wait_readable(self) -> np.ndarray:
         """Wait until the current frame has been received, and return it as bytes."""
@@ -115,14 +115,14 @@ class Pipe:
         moved, pipe, needed = self._layout.moved, self._pipe, self._base + count + 1
         if moved[pipe] < needed:
             self._rank.wait(lambda: moved[pipe] >= needed)
-        return self._bytes(count)
+        return self._view_bytes(count)
 
-    def previous_frame(self, n_earlier: int) -> np.ndarray:
+    def view_previous_frame(self, n_earlier: int) -> np.ndarray:
         """Return a frame that this rank has processed, as bytes: the last, or ``n_earlier`` frames before it."""
-        return self._bytes(self._frame_number() - 1 - n_earlier)
+        return self._view_bytes(self._frame_number() - 1 - n_earlier)
 
     def advance(self, nbytes: int = 0) -> None:
-        """Finish the current frame, of which ``nbytes`` are to be sent, and go on to the next."""
+        """Finish the current frame, whose first ``nbytes`` are to be sent, and advance to the next."""
         count = self._frame_number()
         self._count = count + 1
         if nbytes:
@@ -131,11 +131,11 @@ class Pipe:
         self._rank.notify_local()
 
     def make_all_done(self, n_earlier: int = 0) -> Callable[[], bool]:
-        """Return a predicate: have all ranks of the host processed as many frames as this one, less ``n_earlier``?"""
+        """Return a predicate: have all ranks of the host processed all but this rank's last ``n_earlier`` frames?"""
         done, needed = self._done, self._base + self._frame_number() - n_earlier
         return lambda: min(done) >= needed
 
-    def _bytes(self, count: int) -> np.ndarray:
+    def _view_bytes(self, count: int) -> np.ndarray:
         return np.frombuffer(self._layout.frame(self._pipe, count), np.uint8)
 
 
@@ -185,7 +185,7 @@ class FrameTransport:
         return news
 
     @property
-    def are_moving(self) -> bool:
+    def has_transfers(self) -> bool:
         """Whether frames are in transit; MPI makes progress only while an agent calls it."""
         return any(self._moving.values())
 

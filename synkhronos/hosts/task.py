@@ -85,7 +85,7 @@ class TaskAgent:
             self._bridge = Bridge(task, segment, self._control.here)
 
     @property
-    def is_waited_for(self) -> bool:
+    def has_waiting_ranks(self) -> bool:
         """Whether a rank of another host waits for a lock of this one, or a transfer is in progress."""
         return any(self._queues.values()) or bool(self._transfers) or any(self._actions)
 

@@ -27,7 +27,7 @@ from typing import Any
 import numpy as np
 
 from synkhronos.devices import array_device
-from synkhronos.graphs import library_of, loaded_libraries
+from synkhronos.graphs import library_of, list_loaded_libraries
 from synkhronos.launch import binding, contract, output
 from synkhronos.launch.change_check import ChangeCheck
 from synkhronos.launch.copies import CopySchedule, DeathLog
@@ -125,7 +125,7 @@ def build(worker: Worker, settings: Settings, rule: Rule) -> tuple[int, str]:
         If the class or the instance lacks something, or the shapes of parameters differ between ranks.
     """
     kind = contract.load_class(settings.root, settings.modelfile, settings.modelclass)
-    loaded_libraries()  # before the class compiles: all ranks compile at once
+    list_loaded_libraries()  # before the class compiles: all ranks compile at once
     contract.check_complete(kind, settings.modelclass)
     config = contract.make_config(settings, worker.number, worker.size)
     model = contract.make_instance(kind, config)

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from synkhronos.graphs import library_of, loaded_libraries
+from synkhronos.graphs import library_of, list_loaded_libraries
 from synkhronos.launch.model import Model
 from synkhronos.rules import BSP, Rule
 from synkhronos.training.rank_state import Groups
@@ -51,7 +51,7 @@ def list_missing(model: Any) -> list[str]:
         found.append(f"attribute params: expected a list of shared variables, got {_shorten(params)}")
     else:
         for i, param in enumerate(params):
-            if not any(library.is_shared(param) and library.is_array(param) for library in loaded_libraries()):
+            if not any(library.is_shared(param) and library.is_array(param) for library in list_loaded_libraries()):
                 found.append(f"attribute params[{i}]: expected a shared variable, got {_shorten(param)}")
             elif np.dtype(param.type.dtype).kind != "f":
                 found.append(f"attribute params[{i}]: expected floats, got {param.type}")

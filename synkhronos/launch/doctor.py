@@ -72,7 +72,7 @@ def report() -> str:
 
 
 def _measure_shared_memory() -> int:
-    """Return the bytes free in /dev/shm, or raise OSError if it can't be used."""
+    """Return the free bytes in /dev/shm; raise OSError if it can't be used."""
     return shutil.disk_usage("/dev/shm").free
 
 

@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import Any
 
 from synkhronos.ranks.child_process import JOB_SIGNALS
-from synkhronos.ranks.errors import cause_of_death
+from synkhronos.ranks.errors import describe_exit
 from synkhronos.training.recorder import RANK_FILE, format_line
 
 #: Maximal characters of a line; longer lines are split, which bounds the memory.
@@ -84,7 +84,7 @@ class RemoteRecords:
             If the pump has exited: output of this rank would be lost.
         """
         if _pump is not None and _pump.poll() is not None:
-            raise RuntimeError(f"the process that passes on rank {rank}'s output {cause_of_death(_pump.returncode)}")
+            raise RuntimeError(f"the process that passes on rank {rank}'s output {describe_exit(_pump.returncode)}")
         os.write(_standard_output, f"{_MARK}{RANK_FILE.format(rank)}{_MARK}{format_line(record)}\n".encode())
 
 

@@ -40,7 +40,7 @@ from synkhronos.launch import binding
 from synkhronos.launch.copies import DEATHS, CopyFolder, DeathLog
 from synkhronos.launch.output import Console, LineSplitter, RunOutput
 from synkhronos.launch.settings import FAILURE, PROCESSES, SETTINGS, Settings, SettingsError
-from synkhronos.ranks.errors import cause_of_death
+from synkhronos.ranks.errors import describe_exit
 from synkhronos.training.checkpoint import list_checkpoints
 from synkhronos.training.stop import ECHO, STOP_SIGNALS
 from synkhronos.training.survival import MAX_REPEATED
@@ -407,7 +407,7 @@ class Supervisor:
                 words += ", before it had written a checkpoint"
             words += "\n"
         elif code and not words:
-            words = f"rank 0 (process {self._master.pid}) {cause_of_death(code)}\n"
+            words = f"rank 0 (process {self._master.pid}) {describe_exit(code)}\n"
             with contextlib.suppress(OSError):  # the disk is full: only the console has it
                 failure.write_text(words, "utf-8")
         self._errors.write(words)

@@ -1,4 +1,4 @@
-"""Program of a loader process: reads its share of the rows that the ring's plan asks for.
+"""A loader process: reads its share of the rows in the order of the ring's plan.
 
 The process is started anew rather than forked, so it inherits no threads, locks or GPUs.  It shares with its owner the
 ring's memory, the memory of a pickled `LoaderConfig`, and a pair of sockets.  Nothing is sent through the sockets: when
@@ -44,7 +44,7 @@ _OWNER_POLL = 0.5
 
 @dataclass
 class LoaderConfig:
-    """Everything that a loader process needs to know; the same for all processes of a loader.
+    """Configuration of the loader processes of a loader.
 
     Attributes
     ----------
@@ -165,7 +165,7 @@ class _LoaderProcess:
         self.generation = 0
 
     def serve(self) -> NoReturn:
-        """Follow one plan after another, until the owner ends."""
+        """Fill units by one plan after another, until the owner ends."""
         ring = self.ring
         while True:
             ring.wait_until(lambda: ring.generation != self.generation, self._exit_with_owner, _OWNER_POLL)
@@ -181,7 +181,7 @@ class _LoaderProcess:
             os._exit(0)
 
     def _fill_units(self, plan: ReadPlan) -> None:
-        """Fill units until the plan is replaced, or a row can't be read."""
+        """Fill units of a plan until the plan is replaced, or a row can't be read."""
         ring, slots, unit_rows = self.ring, self.ring.layout.slots, self.ring.layout.unit_rows
         for unit, (epoch, rows) in enumerate(self._iterate_units(plan)):
             ring.wait_until(

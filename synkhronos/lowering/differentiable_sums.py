@@ -77,7 +77,9 @@ def join_sums(
         cotangents = (cotangents,) if len(functions) == 1 else cotangents
         result: list[Any] = []
         for own, positions, cotangent in zip(split(params), floats, cotangents, strict=True):
-            result += [cotangent * next(gradients) if i in positions else _zero_of(p) for i, p in enumerate(own)]
+            result += [
+                cotangent * next(gradients) if i in positions else _make_zero_cotangent(p) for i, p in enumerate(own)
+            ]
         return tuple(result)
 
     compute.defvjp(forward, backward)
@@ -121,13 +123,13 @@ def call_python(value: Sum, value_and_gradients: Sum, dtype: str, floats: Sequen
     def backward(residuals: Any, cotangent: Any) -> tuple[Any, ...]:
         gradients, params = residuals
         found = dict(zip(floats, gradients, strict=True))
-        return tuple(cotangent * found[i] if i in found else _zero_of(p) for i, p in enumerate(params))
+        return tuple(cotangent * found[i] if i in found else _make_zero_cotangent(p) for i, p in enumerate(params))
 
     compute.defvjp(forward, backward)
     return lambda *params: compute(*map(jnp.asarray, params))
 
 
-def _zero_of(param: Any) -> Any:
+def _make_zero_cotangent(param: Any) -> Any:
     """Return the cotangent of a parameter that is not differentiated."""
     import jax
 

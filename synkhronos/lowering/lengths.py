@@ -1,13 +1,13 @@
 """Lengths that follow from a function's integer inputs, as static arguments of its JAX function.
 
 XLA compiles for fixed shapes.  The rows ``x[i * b:(i + 1) * b]`` have a length that depends on the value of ``i``, as
-do an array of ``n`` zeros or ``k`` steps of a loop.  The expressions that decide lengths, and follow from the inputs'
-shapes and from integer inputs without dimensions, are therefore cut out of the graph: the host computes them at each
-call, and XLA gets them as constants.  It compiles once for each set of lengths, which is once for all ``i`` but the
-last.  The start of a slice remains a traced value.
+do an array of ``n`` zeros or ``k`` steps of a loop.  Some expressions that decide lengths depend only on the inputs'
+shapes and on scalar integer inputs.  They are cut out of the graph: Python computes them before each call, and XLA gets
+them as constants.  It compiles once for each set of lengths, which is once for all ``i`` but the last.  The start of a
+slice remains a traced value.
 
-    graph(i, x) --extract_lengths--> StaticLengthGraph:  graph(i, x, n)    on XLA, where n is static
-                                                         n = lengths(i, x)  on the host
+    graph(i, x) --extract_lengths--> StaticLengthGraph:  n = lengths(i, x)  in Python, before the call
+                                                         graph(i, x, n)     by XLA, with n as a constant
 """
 
 from __future__ import annotations
@@ -58,8 +58,8 @@ __all__ = [
     "to_python_function",
 ]
 
-#: Ops that the host may compute lengths with.
-_HOST_OPS = (
+#: Ops by which Python may compute lengths before a call.
+_LENGTH_OPS = (
     CAReduce,
     CheckAndRaise,
     DimShuffle,
@@ -105,10 +105,10 @@ class _SliceLength(NamedTuple):
 
 
 class StaticLengthGraph:
-    """A graph with lengths as additional inputs, and the host's program that computes these lengths.
+    """A graph with lengths as additional inputs, and the steps by which Python computes these lengths.
 
-    The program is a list of steps over numbered slots, each of which contains one value.  A step computes the value of
-    one slot, or of a range of slots, from others.
+    Steps read and write numbered slots with one value each.  A step computes one slot, or a range of slots, from
+    others.
 
     Parameters
     ----------
@@ -247,9 +247,9 @@ def extract_lengths(graph: FunctionGraph) -> StaticLengthGraph | None:
 class KnownVariables:
     """Classification of a graph's variables by the time at which their values are known.
 
-    The host knows before a call all values that follow from scalar integer inputs and from the inputs' shapes; only the
-    former vary with the values of inputs.  JAX, when it traces the graph, also knows the values that follow from the
-    shapes of other variables.
+    Known before a call are all values that follow from scalar integer inputs and from the inputs' shapes; only the
+    former vary with the values of inputs.  While JAX traces the graph, the values that follow from the shapes of other
+    variables are known, too.
 
     Parameters
     ----------
@@ -258,24 +258,24 @@ class KnownVariables:
 
     def __init__(self, graph: FunctionGraph):
         self._inputs = list(graph.inputs)
-        #: Variables that the host knows, and whether they depend on the value of an input.
+        #: Variables that are known before a call, and whether they depend on the value of an input.
         self._varies: dict[Any, bool] = {variable: True for variable in self._inputs if _is_integer_scalar(variable)}
-        #: Variables that JAX knows, but the host does not.
+        #: Variables that are known only while JAX traces the graph.
         self._traced: set[Any] = set()
         for node in graph.toposort():
             self._classify(node)
 
-    def is_known_to_host(self, variable: Any) -> bool:
-        """Whether the host knows the value before a call."""
+    def is_known_before_call(self, variable: Any) -> bool:
+        """Whether the value is known before a call."""
         return not hasattr(variable, "type") or isinstance(variable, Constant) or variable in self._varies
 
-    def varies(self, variable: Any) -> bool:
-        """Whether the host knows the value, and it depends on the value of an input."""
-        return self.is_known_to_host(variable) and self._varies.get(variable, False)
+    def is_varying(self, variable: Any) -> bool:
+        """Whether the value is known before a call, and depends on the value of an input."""
+        return self.is_known_before_call(variable) and self._varies.get(variable, False)
 
-    def is_known_to_jax(self, variable: Any) -> bool:
-        """Whether the value is known when JAX traces the graph with the host's values as constants."""
-        return self.is_known_to_host(variable) or variable in self._traced
+    def is_known_in_trace(self, variable: Any) -> bool:
+        """Whether the value is known while JAX traces the graph; those known before the call are constants there."""
+        return self.is_known_before_call(variable) or variable in self._traced
 
     def express_length(self, variable: Any, axis: int) -> Any:
         """Return the length of an axis as an int, or as an expression in the graph's inputs."""
@@ -297,12 +297,12 @@ class KnownVariables:
                 self._varies[node.outputs[0]] = False
             else:
                 self._traced.add(node.outputs[0])
-        elif all(map(_is_small, node.outputs)) and isinstance(node.op, _HOST_OPS):
-            if all(map(self.is_known_to_host, node.inputs)):
-                self._varies.update(dict.fromkeys(node.outputs, any(map(self.varies, node.inputs))))
-            elif all(map(self.is_known_to_jax, node.inputs)):
+        elif all(map(_is_small, node.outputs)) and isinstance(node.op, _LENGTH_OPS):
+            if all(map(self.is_known_before_call, node.inputs)):
+                self._varies.update(dict.fromkeys(node.outputs, any(map(self.is_varying, node.inputs))))
+            elif all(map(self.is_known_in_trace, node.inputs)):
                 self._traced.update(node.outputs)
-        elif type(node.op).__name__ == "JAXShapeTuple" and all(map(self.is_known_to_jax, node.inputs)):
+        elif type(node.op).__name__ == "JAXShapeTuple" and all(map(self.is_known_in_trace, node.inputs)):
             self._traced.update(node.outputs)
 
 
@@ -339,12 +339,12 @@ def select_shape_inputs(node: Any) -> Sequence[Any]:
 
 
 def _find_varying_scalars(variable: Any, known: KnownVariables) -> Iterator[Any]:
-    """Yield the scalars above a length or shape that the host knows and that vary with the values of inputs."""
-    if known.varies(variable) and getattr(variable.type, "ndim", 0) == 0:
+    """Yield the scalars above a length or shape that are known before a call and vary with the values of inputs."""
+    if known.is_varying(variable) and getattr(variable.type, "ndim", 0) == 0:
         yield variable
         return
-    is_fixed = known.is_known_to_host(variable) and not known.varies(variable)
-    if not is_fixed and known.is_known_to_jax(variable) and variable.owner is not None:
+    is_fixed = known.is_known_before_call(variable) and not known.is_varying(variable)
+    if not is_fixed and known.is_known_in_trace(variable) and variable.owner is not None:
         for source in variable.owner.inputs:
             yield from _find_varying_scalars(source, known)
 
@@ -352,15 +352,15 @@ def _find_varying_scalars(variable: Any, known: KnownVariables) -> Iterator[Any]
 def _find_varying_slices(node: Any, known: KnownVariables) -> Iterator[tuple[int, _SliceLength]]:
     """Yield the position among the indices, and the length, of each slice whose length varies with inputs' values."""
     x = node.inputs[0]
-    if known.is_known_to_host(x):
-        return  # a shape, for example: the host computes this node
+    if known.is_known_before_call(x):
+        return  # a shape, for example: Python computes this node
     axis = 0
     for position, index in enumerate(split_indexing(node.op, node.inputs)[1]):
         if isinstance(index, slice):
             bounds = index.start, index.stop, index.step
-            if all(map(known.is_known_to_host, bounds)) and any(map(known.varies, bounds)):
+            if all(map(known.is_known_before_call, bounds)) and any(map(known.is_varying, bounds)):
                 length = known.express_length(x, axis)
-                if known.is_known_to_host(length):
+                if known.is_known_before_call(length):
                     yield position, _SliceLength(*bounds, length)
         # A boolean mask indexes as many axes as it has.
         kind: Any = None if isinstance(index, slice) else index.type
@@ -382,7 +382,7 @@ def split_indexing(op: Op, inputs: Sequence[Any]) -> tuple[Sequence[Any], tuple[
     return inputs[:n_operands], indices_from_subtensor(inputs[n_operands:], getattr(op, "idx_list", None))
 
 
-# -- functions for the host --------------------------------------------------------------------------------------------
+# -- functions that Python calls ---------------------------------------------------------------------------------------
 
 
 def _to_python_number(value: Any) -> Any:

@@ -45,10 +45,10 @@ def round_to_bfloat16(run: Callable[..., Any], node: Any, graph: Any) -> Callabl
     graph : FunctionGraph
         Graph of the node.
     """
-    if _multiplies(node.op):
+    if _is_product(node.op):
         return _multiply_in_bfloat16(run, node)
     rounded_inputs = [
-        i for i, x in enumerate(node.inputs) if i in _rounded_positions(node.op) and _is_rounded(x, graph)
+        i for i, x in enumerate(node.inputs) if i in _list_rounded_positions(node.op) and _is_rounded(x, graph)
     ]
     if rounded_inputs:
         run = _pass_in_bfloat16(run, rounded_inputs)
@@ -60,7 +60,7 @@ def round_to_bfloat16(run: Callable[..., Any], node: Any, graph: Any) -> Callabl
     return run
 
 
-def _multiplies(op: Any) -> bool:
+def _is_product(op: Any) -> bool:
     """Whether an Op computes sums of products of its first two inputs."""
     from pytensor.tensor.blas import BatchedDot
     from pytensor.tensor.blockwise import Blockwise
@@ -77,9 +77,9 @@ def _is_elementwise(op: Any) -> bool:
     return isinstance(op, Elemwise) or getattr(op, "elementwise", False)
 
 
-def _rounded_positions(op: Any) -> Sequence[int]:
+def _list_rounded_positions(op: Any) -> Sequence[int]:
     """Return the positions of an Op's inputs that may be rounded to bfloat16."""
-    return (0, 1) if _multiplies(op) else getattr(op, "rounded", ())
+    return (0, 1) if _is_product(op) else getattr(op, "rounded", ())
 
 
 def _is_rounded(variable: Any, graph: Any) -> bool:
@@ -88,7 +88,7 @@ def _is_rounded(variable: Any, graph: Any) -> bool:
         return False
     if variable.owner is None or not _is_elementwise(variable.owner.op):
         return False
-    return any(i in _rounded_positions(client.op) for client, i in graph.clients[variable])
+    return any(i in _list_rounded_positions(client.op) for client, i in graph.clients[variable])
 
 
 def _pass_in_bfloat16(run: Callable[..., Any], positions: Sequence[int]) -> Callable[..., Any]:

@@ -356,8 +356,8 @@ def _index_with_lengths(
     lengths : sequence of int
         Length of each of these slices.
     is_exact : bool
-        Whether the lengths are those of NumPy.  Otherwise the result is filled with `_invalid_number` if they are not,
-        for example where a slice extends beyond the end: its shape can't change.
+        Whether the lengths are those of NumPy.  Otherwise the result is filled with `_get_invalid_number` if they are
+        not, for example where a slice extends beyond the end: its shape can't change.
     """
     import jax.numpy as jnp
 
@@ -380,7 +380,7 @@ def _index_with_lengths(
         result = apply_cuts(chunk, others)
         if len(operands) == 2:
             result = _put(x, result, places, axis)
-        return result if is_exact else jnp.where(is_right, result, _invalid_number(result.dtype))
+        return result if is_exact else jnp.where(is_right, result, _get_invalid_number(result.dtype))
 
     return apply_cuts(jnp.asarray(operands[0]), cuts)
 
@@ -432,7 +432,7 @@ def _put(x: Any, chunk: Any, places: Any, axis: int) -> Any:
     return lax.dynamic_update_slice_in_dim(x, chunk, places, axis)
 
 
-def _invalid_number(dtype: Any) -> Any:
+def _get_invalid_number(dtype: Any) -> Any:
     """Return the value that marks an invalid element: NaN, the least integer, or False."""
     kind = np.dtype(dtype).kind
     return np.nan if kind in "fcV" else False if kind == "b" else np.iinfo(dtype).min

@@ -42,7 +42,7 @@ def _find_lengths(node: Any, known: Any) -> list[int | None]:
         if not isinstance(index, slice):
             continue
         bounds = [bound for bound in (index.start, index.stop, index.step) if bound is not None]
-        is_data = not all(map(known.is_known_to_jax, bounds))
+        is_data = not all(map(known.is_known_in_trace, bounds))
         found.append(find_constant_length(index, {}) if is_data else None)
     return found + [None] * (node.outputs[0].type.ndim - len(found))
 

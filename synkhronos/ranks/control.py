@@ -3,7 +3,7 @@
 The master creates them before it forks, and nothing has a name: the memory is anonymous, and the semaphores lie in it.
 
 Counters only grow, and each has one writer, so reading them needs no lock.  A rank that waits for a counter spins for
-some microseconds and then sleeps on its own semaphore, its *bell*; whoever writes the counter rings the bell if the
+some microseconds and then sleeps on its own semaphore, its *bell*; the writer of the counter rings the bell if the
 rank sleeps.  A ring is only a hint: the sleeper checks the counter again, so a spurious ring does no harm, and it wakes
 every `POLL` seconds to check whether its peers are alive.
 """
@@ -146,7 +146,7 @@ class Control:
         return create_unlinked(others.stop, [range(others.start), *(range(at, at + mmap.PAGESIZE) for at in others)])
 
     def slot(self, rank: int, which: int) -> memoryview:
-        """Return a slot of a rank, of which steps use 0 and 1 in turn."""
+        """Return slot 0 or 1 of a rank; successive steps use them in turn."""
         return self._slots[rank][which]
 
     def write_report(self, rank: int, report: bytes) -> None:
@@ -208,7 +208,7 @@ class Control:
         if ready():
             return
         if self.spin:
-            self.core[me] = current_core()
+            self.core[me] = _get_current_core()
             deadline = perf_counter() + self.spin
             while perf_counter() < deadline:
                 if ready():
@@ -238,7 +238,7 @@ class Control:
         spinning while the other waits for the core.  The process is moved, and not bound afterwards: other programs may
         need the cores too.
         """
-        core = self.core[me] = current_core()
+        core = self.core[me] = _get_current_core()
         taken = {self.core[r] for r in range(self.size) if r != me and self.sleeping[r] == AWAKE}
         if core not in taken:
             return
@@ -248,7 +248,7 @@ class Control:
             with defer_signals():  # an interrupt in between would leave it bound
                 os.sched_setaffinity(0, free)
                 os.sched_setaffinity(0, allowed)
-            self.core[me] = current_core()
+            self.core[me] = _get_current_core()
 
 
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -258,8 +258,8 @@ if _sem_wait is None:  # glibc before 2.30 has the wall clock alone: setting it 
 _getcpu = getattr(_libc, "sched_getcpu", None)  # Linux only
 
 
-def current_core() -> int:
-    """Return the number of the current core, counted from 1; 0 where the system does not tell."""
+def _get_current_core() -> int:
+    """Return the number of the current core, counted from 1; 0 if the system does not provide it."""
     return _getcpu() + 1 if _getcpu is not None else 0
 
 

@@ -151,7 +151,7 @@ def describe_effect(
 UNKNOWN = 1 << 16
 
 
-def cause_of_death(code: int) -> str:
+def describe_exit(code: int) -> str:
     """Return a description of an exit code as of `os.waitstatus_to_exitcode`, such as "was killed by SIGKILL"."""
     if code == UNKNOWN:
         return (

@@ -57,7 +57,7 @@ class Link(ABC):
         """
 
     @abstractmethod
-    def make_plan(self, command: Command, parcel: SharedArray | None, segments: SegmentTable) -> bytes:
+    def plan_transfers(self, command: Command, parcel: SharedArray | None, segments: SegmentTable) -> bytes:
         """Return the pickled list of the shared memory that the other machines need for a command.
 
         Parameters
@@ -77,7 +77,7 @@ class Link(ABC):
         """
 
     @abstractmethod
-    def host_name(self, rank: int) -> str:
+    def get_host_name(self, rank: int) -> str:
         """Return the name of a rank's machine; "" if there is only one."""
 
     @abstractmethod
@@ -122,11 +122,11 @@ class LocalLink(Link):
     def start(self, control: Control, file: io.FileIO | None, root: int, profile: bool) -> None:
         """Do nothing: `Workers` starts this machine's workers."""
 
-    def make_plan(self, command: Command, parcel: SharedArray | None, segments: SegmentTable) -> bytes:
+    def plan_transfers(self, command: Command, parcel: SharedArray | None, segments: SegmentTable) -> bytes:
         """Return an empty plan."""
         return b""
 
-    def host_name(self, rank: int) -> str:
+    def get_host_name(self, rank: int) -> str:
         """Return an empty name."""
         return ""
 

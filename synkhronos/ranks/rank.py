@@ -1,4 +1,4 @@
-"""One process among the ranks, and the commands that it runs.
+"""A rank's view of the other ranks, and the commands that ranks run.
 
 Ranks synchronise at *steps*: each rank counts the steps of a command, and a barrier returns when every counter has
 reached the step.  Small values are exchanged at a step through one slot of shared memory a rank.
@@ -49,7 +49,7 @@ class Command(ABC):
         What the command changes, as an error says it ("The function's updates were applied").  A command with an
         effect calls `Rank.commit` when it has been applied, so that the error of a failed one names the ranks.
     partial_effect : str or None
-        Said instead if some ranks have applied a part of the effect, and nobody knows how much.
+        Sentence for the message if some ranks have applied an unknown part of the effect.
     memory : TaskMemory or None
         Memory that the ranks share while the command runs, if it is a task.
     """
@@ -100,9 +100,9 @@ class Registry:
 class PendingOperation:
     """An operation that a command starts and that may outlast it.
 
-    Examples are a collective on GPUs that nobody waits for, and outputs that have not been read yet.  Each rank has a
-    list of its pending operations, `Rank.pending`.  The methods of this class do nothing; a subclass overrides those
-    that apply.
+    Examples are a collective on GPUs for which no rank has waited, and outputs that have not been read yet.  Each rank
+    has a list of its pending operations, `Rank.pending`.  The methods of this class do nothing; a subclass overrides
+    those that apply.
     """
 
     def finish(self) -> None:
@@ -248,10 +248,10 @@ class Rank:
         control.fence()
         # The last rank to arrive wakes the others, and the last worker the master: that one may be gathering, and then
         # arrives after the workers.
-        if self._reached(self._step):
+        if self._has_reached(self._step):
             for r in range(self.size):
                 control.ring(r, FOR_STEP)
-        elif not self.is_master and self._reached(self._step, besides=self.root):
+        elif not self.is_master and self._has_reached(self._step, besides=self.root):
             control.ring(self.root, FOR_STEP)
 
     def barrier(self, check: Callable[[], None] | None = None) -> None:
@@ -312,16 +312,16 @@ class Rank:
 
     def all_gather_cached(self, value: Hashable) -> list[Any]:
         """All-gather an immutable value that is often the same: only a digest travels when all ranks agree."""
-        payload, digest = self._pickled(value)
+        payload, digest = self._pickle_cached(value)
         if self.is_same_on_all(digest):  # nearly always
             return [value] * self.size
         return [pickle.loads(whole) for whole in self.all_gather_bytes(payload)]
 
     def digest(self, value: Hashable) -> bytes:
         """Return the digest of a value that `all_gather_cached` compares."""
-        return self._pickled(value)[1]
+        return self._pickle_cached(value)[1]
 
-    def _pickled(self, value: Hashable) -> tuple[bytes, bytes]:
+    def _pickle_cached(self, value: Hashable) -> tuple[bytes, bytes]:
         known = self._known
         if len(known) > _KNOWN:
             known.clear()
@@ -391,7 +391,7 @@ class Rank:
 
     # -- the parts of a step ---------------------------------------------------------------------------------
 
-    def _reached(self, step: int, besides: int | None = None) -> bool:
+    def _has_reached(self, step: int, besides: int | None = None) -> bool:
         """Whether all ranks, or all but one, have arrived at this step."""
         arrived = self.control.arrived
         if besides is None:
@@ -399,7 +399,7 @@ class Rank:
         return min([step, *arrived[:besides], *arrived[besides + 1 :]]) >= step
 
     def _wait_for_step(self, step: int, besides: int | None = None, check: Callable[[], None] | None = None) -> None:
-        reached = self._reached
+        reached = self._has_reached
         self.wait(lambda: reached(step, besides), check)
 
     def wait(self, ready: Callable[[], bool], check: Callable[[], None] | None = None, reason: int = FOR_STEP) -> None:
@@ -412,7 +412,7 @@ class Rank:
         check : callable, optional
             Called repeatedly while waiting; may raise.
         reason : int
-            Whoever makes the condition true rings the ranks that sleep for this reason.
+            Reason of the wait: the rank that makes the condition true rings the ranks that sleep for it.
 
         Raises
         ------
@@ -442,7 +442,7 @@ class Rank:
         Nobody waits at a `gather`, so this waits for that step first.
         """
         step = self._step + 1
-        if self._step & _STEP_MASK and not self._reached(step - 1):
+        if self._step & _STEP_MASK and not self._has_reached(step - 1):
             self._wait_for_step(step - 1)
         slot = self.control.slot(self.number, step & 1)
         HEAD.pack_into(slot, 0, len(payload) if total is None else total, step)

@@ -169,7 +169,7 @@ class Segment:
         return np.ndarray(shape, dtype, cast(Any, self.buffer), offset)
 
 
-class Unmapped:
+class UnmappedSegment:
     """A segment that could not be mapped when it was received; `map` tries again, or raises the error."""
 
     def __init__(self, key: int, file: io.FileIO | None, nbytes: int, is_file: bool):
@@ -189,7 +189,7 @@ class Unmapped:
 
 
 class SharedArray(NamedTuple):  # a tuple, because it is pickled with every call
-    """Location of an array in shared memory: what a command carries in the place of the array.
+    """Location of an array in shared memory; commands contain it in place of the array.
 
     Attributes
     ----------
@@ -231,7 +231,7 @@ class SegmentTable:
     def __init__(self) -> None:
         self.on_drop: list[Callable[[Segment], None]] = []
         self._segments: dict[int, Segment] = {}
-        self._unmapped: dict[int, Unmapped] = {}
+        self._unmapped: dict[int, UnmappedSegment] = {}
 
     def __getitem__(self, key: int) -> Segment:
         segment = self._segments.get(key)
@@ -243,7 +243,7 @@ class SegmentTable:
     def __len__(self) -> int:
         return len(self._segments) + len(self._unmapped)
 
-    def add(self, segment: Segment | Unmapped) -> None:
+    def add(self, segment: Segment | UnmappedSegment) -> None:
         """Add a segment."""
         if isinstance(segment, Segment):
             self._segments[segment.key] = segment
@@ -334,7 +334,7 @@ def is_closed(channel: socket.socket) -> bool:
         return True
 
 
-class Receiver:
+class SegmentReceiver:
     """A worker's end of the channel over which segments arrive.
 
     It reserves a file descriptor, so that segments arrive even if the user's code has used up all others.
@@ -350,10 +350,10 @@ class Receiver:
     def __init__(self, channel: socket.socket):
         self._channel = channel
         self._reserve: io.FileIO | None = None
-        self._keep_reserve()
+        self._open_reserve()
 
-    def receive(self) -> Segment | Unmapped:
-        """Receive the next announced segment and map it; return `Unmapped` if it cannot be mapped now."""
+    def receive(self) -> Segment | UnmappedSegment:
+        """Receive the next announced segment and map it; return `UnmappedSegment` if it cannot be mapped now."""
         if self._reserve is not None:
             self._reserve.close()
         try:
@@ -362,20 +362,20 @@ class Receiver:
                 raise EOFError("the master closed the channel")
             key, nbytes, is_file = _ANNOUNCEMENT.unpack(message)
             if not fds:
-                return Unmapped(key, None, nbytes, is_file)
+                return UnmappedSegment(key, None, nbytes, is_file)
             file = io.FileIO(fds[0], "r+")
             if is_file:
                 self.path = os.readlink(f"/proc/self/fd/{fds[0]}")
             try:
                 segment = Segment(key, file.fileno(), nbytes, is_file)
             except MemoryError:
-                return Unmapped(key, file, nbytes, is_file)
+                return UnmappedSegment(key, file, nbytes, is_file)
             file.close()
             return segment
         finally:
-            self._keep_reserve()
+            self._open_reserve()
 
-    def _keep_reserve(self) -> None:
+    def _open_reserve(self) -> None:
         try:
             self._reserve = io.FileIO(os.devnull)
         except OSError:

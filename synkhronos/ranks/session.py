@@ -47,7 +47,7 @@ from typing import Any, TypeVar
 
 from synkhronos.ranks import worker
 from synkhronos.ranks.control import FOR_COMMAND, FOR_JOIN, MAILBOX, POLL, SPIN, Control
-from synkhronos.ranks.errors import Cancelled, Death, FailureReport, WorkerError, cause_of_death, describe_effect
+from synkhronos.ranks.errors import Cancelled, Death, FailureReport, WorkerError, describe_effect, describe_exit
 from synkhronos.ranks.interrupts import defer_signals
 from synkhronos.ranks.link import Link, LocalLink
 from synkhronos.ranks.memory import Memory
@@ -317,7 +317,7 @@ class Session:
         try:
             memoryview(segment.buffer).cast("B")[: len(message)] = message
             location = SharedArray(segment.key, "u1", (len(message),))
-            self._send(number, command, pickle.dumps(worker.Parcel(location), pickle.HIGHEST_PROTOCOL), location)
+            self._send(number, command, pickle.dumps(worker.LongCommand(location), pickle.HIGHEST_PROTOCOL), location)
         finally:
             self.memory.release("segment", segment.key)
 
@@ -343,7 +343,7 @@ class Session:
         self.memory.announce()
         control.mailbox[: len(message)] = message
         words[Control.LENGTH] = len(message)
-        plan = self.link.make_plan(command, location, self.rank.segments)
+        plan = self.link.plan_transfers(command, location, self.rank.segments)
         control.mailbox[len(message) : len(message) + len(plan)] = plan
         words[Control.PLAN] = len(plan)
         words[Control.ANNOUNCED] = self.memory.last_key
@@ -376,7 +376,7 @@ class Session:
         """Return the reports of the workers whose part of a command raised an exception."""
         control = self._control
         return [
-            replace(pickle.loads(control.read_report(r)), host=self.link.host_name(r))
+            replace(pickle.loads(control.read_report(r)), host=self.link.get_host_name(r))
             for r in range(self.size)
             if r != self.rank.root
             and control.done[r] == number == control.words[Control.POSTED]
@@ -451,12 +451,12 @@ class Session:
         """End the session and raise WorkerError if a worker or another machine has died."""
         peers = self._peers
         busy_thread, peers.busy_thread = peers.busy_thread, 0  # no PeerDied while this handles it
-        dead = self.workers.first_dead()
+        dead = self.workers.find_dead()
         if dead is not None:
             number, pid, code = dead
-            host = self.link.host_name(number)
+            host = self.link.get_host_name(number)
             who = f"rank {number} on host {host}" if host else f"rank {number}"
-            death = Death(number, host, pid, cause_of_death(code))
+            death = Death(number, host, pid, describe_exit(code))
             message = f"{who} (process {pid}) {death.cause}; the other workers were ended."
             self._end_with_error(message, number, death)
         lost = self.link.find_loss()
@@ -715,7 +715,7 @@ def last_death() -> Death | None:
     return None if _current is None else _current.death
 
 
-def inherited_session() -> Session | None:
+def get_inherited_session() -> Session | None:
     """Return the running session of the master that this process is a fork of; None in any other process."""
     return _current if _current is not None and _current.is_copy and _current.closed is None else None
 

@@ -42,7 +42,7 @@ class ThreadShare:
         self._limits: list[threadpoolctl.threadpool_limits] = []
         if environment:
             for variable in _VARIABLES:
-                os.environ[variable] = str(min(self.threads, _positive(os.environ.get(variable), self.threads)))
+                os.environ[variable] = str(min(self.threads, _parse_positive(os.environ.get(variable), self.threads)))
         self.limit()
 
     def limit(self) -> None:
@@ -60,5 +60,5 @@ class ThreadShare:
             self._limits.pop().restore_original_limits()
 
 
-def _positive(text: str | None, default: int) -> int:
+def _parse_positive(text: str | None, default: int) -> int:
     return int(text) if text is not None and text.isdecimal() and int(text) > 0 else default

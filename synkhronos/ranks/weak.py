@@ -37,5 +37,5 @@ class WeakKeys(Generic[K, V]):
         return self._values.get(weakref.ref(key))
 
     def discard(self, key: K) -> None:
-        """Remove a key if it is there."""
+        """Remove a key if the dictionary has it."""
         self._values.pop(weakref.ref(key), None)

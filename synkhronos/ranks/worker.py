@@ -22,7 +22,7 @@ from synkhronos.ranks.child_process import JOB_SIGNALS, exit_with_parent, spawn
 from synkhronos.ranks.control import FOR_COMMAND, FOR_JOIN, SLOT, Control
 from synkhronos.ranks.errors import Cancelled, FailureReport
 from synkhronos.ranks.rank import Command, Rank
-from synkhronos.ranks.segments import Receiver, SharedArray
+from synkhronos.ranks.segments import SegmentReceiver, SharedArray
 from synkhronos.ranks.threads import ThreadShare
 
 #: Seconds between two checks of the master's life by an idle worker, where the kernel does not report its death.
@@ -41,7 +41,7 @@ class Exit(Command):
 
 
 @dataclass(frozen=True, slots=True)
-class Parcel(Command):
+class LongCommand(Command):
     """Command that is too long for the mailbox: it is pickled in a segment."""
 
     location: SharedArray
@@ -147,7 +147,7 @@ def _serve(rank: Rank, channel: socket.socket, mapped: int) -> None:
     control, words = rank.control, rank.control.words
     posted, last = Control.POSTED, 0
     cache: dict[bytes, Command] = {}
-    receiver = Receiver(channel)
+    receiver = SegmentReceiver(channel)
     while True:
         command: Command | None = None
         control.wait(rank.number, lambda: words[posted] > last, FOR_COMMAND, rank.watch, IDLE_POLL)  # noqa: B023

@@ -45,7 +45,7 @@ class Workers:
         self.channels: dict[int, socket.socket] = {}
 
     def start(self, profile: bool, inherited: tuple[Rank, int] | None = None) -> None:
-        """Start all workers, with signals deferred: no child may be forgotten, or go on as a second master.
+        """Start all workers, with signals deferred: no child may be left out, or continue as a second master.
 
         Parameters
         ----------
@@ -62,7 +62,7 @@ class Workers:
     def _start_one(self, number: int, profile: bool, inherited: tuple[Rank, int] | None) -> None:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         # Numbers of standard streams that the user closed are free, but a worker uses them as standard streams.
-        ours, theirs = _above_standard_streams(ours), _above_standard_streams(theirs)
+        ours, theirs = _move_above_standard_streams(ours), _move_above_standard_streams(theirs)
         self.channels[number] = ours
         for stream in (sys.stdout, sys.stderr):
             if stream is not None:
@@ -89,10 +89,10 @@ class Workers:
         """Whether a worker has exited."""
         return any(_has_exited(pid) for pid in list(self.pids.values()))
 
-    def first_dead(self) -> tuple[int, int, int] | None:
+    def find_dead(self) -> tuple[int, int, int] | None:
         """Return rank, process id and exit code of a worker that has exited; None if all live."""
         for number, pid in list(self.pids.items()):  # another thread may be ending them
-            code = _exit_code(pid)
+            code = _get_exit_code(pid)
             if code is not None:
                 return number, pid, code
         return None
@@ -102,7 +102,7 @@ class Workers:
         deadline = time.monotonic() + seconds
         while self.pids:
             number, pid = next(iter(self.pids.items()))
-            while _exit_code(pid) is None:
+            while _get_exit_code(pid) is None:
                 if is_hurried() or time.monotonic() > deadline:
                     with contextlib.suppress(ProcessLookupError):
                         os.kill(pid, signal.SIGKILL)
@@ -128,7 +128,7 @@ def _has_exited(pid: int) -> bool:
         return True
 
 
-def _exit_code(pid: int) -> int | None:
+def _get_exit_code(pid: int) -> int | None:
     """Return a child's exit code (negative: a signal; `UNKNOWN`: collected elsewhere), None if it lives."""
     try:
         found, status = os.waitpid(pid, os.WNOHANG)
@@ -142,7 +142,7 @@ def _wait_for(pid: int) -> None:
         os.waitpid(pid, 0)
 
 
-def _above_standard_streams(end: socket.socket) -> socket.socket:
+def _move_above_standard_streams(end: socket.socket) -> socket.socket:
     if end.fileno() > 2:
         return end
     with end:

@@ -303,7 +303,7 @@ def reduce_by_rows(state: State, vector: Any, reduce: Callable[[Any], Any], prec
     n = state.average_size
     if not n:
         return reduce(vector)
-    # Weight of a rank without rows: negligible beside any number of rows.  A power of two, so products are exact.
+    # Weight of a rank without rows: negligible next to any number of rows.  A power of two, so products are exact.
     least = 2.0**-14 if "float16" in (precision, vector.dtype.name) else 2.0**-64
     # At most 1, for the narrow range of float16.
     weight = max(state.own.get("batches", 0.0) / max(1, state.since), least)

@@ -127,7 +127,7 @@ class Downpour(Rule):
                 b[...] = x
 
     def _exchange_on_device(self, state: State, x: Any, pushes: bool, fetches: bool, is_unchanged: bool) -> Any:
-        """Push, fetch, or both, for parameters ``x`` on another device than the host; return the new parameters."""
+        """Push, fetch, or both, for parameters ``x`` outside of host memory; return the new parameters."""
         centre, own, device = state.rows["centre"], state.own, array_device(x)
         steps = x - own["base"]
         if pushes:

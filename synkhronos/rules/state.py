@@ -54,7 +54,7 @@ class Vector:
 
     @property
     def device(self) -> Device:
-        """Device of the vector: that of all variables if its arrays have arithmetic, else the host."""
+        """Device of the vector: that of all variables if its arrays have arithmetic, else host memory."""
         return _common_device(self._values())
 
     def get(self) -> Any:
@@ -79,7 +79,7 @@ class Vector:
         values = self._values()
         device = find_device(vector)
         # Variables that no function of this library has moved may still hold NumPy arrays, as vels2 of Theano-MPI's
-        # classes does: on the host they would be sent to the device again at each call.
+        # classes does: in host memory they would be copied to the device again at each call.
         moves = device.moves_shareds and all(isinstance(value, np.ndarray) for value in values)
         if device is not HOST and (moves or device is _common_device(values)):
             for shared, piece in zip(self.shareds, device.split(vector, self.shapes, self._dtypes), strict=True):
@@ -126,7 +126,7 @@ def concatenate(*vectors: Any) -> Any:
 
 
 def _common_device(values: Sequence[Any]) -> Device:
-    """Return the device that owns all values, if its arrays have arithmetic; else the host."""
+    """Return the device that owns all values, if its arrays have arithmetic; else that of host memory."""
     devices = {find_device(value) for value in values}
     device = devices.pop() if len(devices) == 1 else HOST
     return device if device.has_arithmetic else HOST
@@ -207,7 +207,7 @@ class State:
         Returns
         -------
         runs : list of ndarray, or None
-            Consecutive runs of the vector; None if the vector is on another device than the host.
+            Consecutive runs of the vector; None if the vector is not in host memory.
         vector : array, or None
             Array to which `vector` has to be set afterwards: the memory of ``runs``, or the device's array.  None if
             ``runs`` are the variables' memory.

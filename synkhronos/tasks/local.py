@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from synkhronos.casts import cast
 from synkhronos.data.array import as_numpy
-from synkhronos.data.rows import max_row, min_row, select
+from synkhronos.data.rows import find_max_row, find_min_row, select
 from synkhronos.devices import HOST, Device, Selection, find_device, take_rows
 from synkhronos.engines import Runner
 from synkhronos.function.computation import PLAIN, Computation
@@ -79,11 +79,11 @@ class LocalRows:
         here = self.here
         if self.ndim and len(here) < len(self._array):
             rows = range(len(self._array)) if rows is None else rows
-            if len(rows) and not (min_row(rows) >= here.start and max_row(rows) < here.stop):
+            if len(rows) and not (find_min_row(rows) >= here.start and find_max_row(rows) < here.stop):
                 raise IndexError(
-                    f"rows {min_row(rows):,} to {max_row(rows):,} are not all here: of the {len(self._array):,} that "
-                    f"data_parts has loaded, rank {self._rank.number}'s host has {here.start:,} to {here.stop - 1:,} "
-                    "(rows.here)"
+                    f"rows {find_min_row(rows):,} to {find_max_row(rows):,} are not all here: of the "
+                    f"{len(self._array):,} that data_parts has loaded, rank {self._rank.number}'s host has "
+                    f"{here.start:,} to {here.stop - 1:,} (rows.here)"
                 )
 
     def to_device(self, device: Device) -> Any:
@@ -194,7 +194,7 @@ class LocalFunction:
         computation = self._computation
         if len(inputs) != len(computation.inputs):
             raise TypeError(f"{computation.name} takes {len(computation.inputs)} inputs, got {len(inputs)}")
-        devices, values = computation.input_devices_for(runner), []
+        devices, values = computation.choose_input_devices(runner), []
         for position, (entry, device, value) in enumerate(zip(computation.inputs, devices, inputs, strict=True)):
             kind = entry.variable.type
             if isinstance(value, LocalRows) and value.dtype == kind.dtype and value.ndim == kind.ndim:

@@ -22,7 +22,7 @@ from synkhronos.devices import HOST
 from synkhronos.function import Function, get_dispatcher
 from synkhronos.function.computation import PLAIN
 from synkhronos.function.notice import warn_if_slow
-from synkhronos.graphs import loaded_libraries
+from synkhronos.graphs import list_loaded_libraries
 from synkhronos.graphs.mirror import get_object
 from synkhronos.ranks import Command, Rank, Session, SharedArray
 from synkhronos.ranks.task import RankTask
@@ -196,7 +196,9 @@ class _ProgramPickler(pickle.Pickler):
             if is_published(value):
                 self.arrays.append(location)
             return "data", location
-        if getattr(value, "container", None) is not None and any(lib.is_shared(value) for lib in loaded_libraries()):
+        if getattr(value, "container", None) is not None and any(
+            lib.is_shared(value) for lib in list_loaded_libraries()
+        ):
             return "shared", get_mirror_keys(self.session, [value])[0]
         return None
 

@@ -7,7 +7,7 @@ steps.  First the rows of each step are assigned to ranks, then steps with equal
     rows of 2 ranks    2, 2     2, 2     None     2, 2
     launches           ---------------   ------   ------
 
-A step whose rows cannot be assigned in advance, or not evenly, has None in place of its rows.  It is taken by itself.
+A step whose rows cannot be assigned in advance, or not evenly, has None in place of its rows, and a launch of its own.
 """
 
 from __future__ import annotations

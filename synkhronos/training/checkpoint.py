@@ -1,4 +1,4 @@
-"""Folders of checkpoints, for trainings that go on after an interruption.
+"""Folders of checkpoints, from which interrupted trainings resume.
 
 A checkpoint is a folder of three files::
 

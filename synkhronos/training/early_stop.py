@@ -37,7 +37,7 @@ def as_metric(value: Any, name: str) -> tuple[str, str]:
 
 
 def to_cost(metrics: Mapping[str, float], metric: tuple[str, str]) -> float:
-    """Return a metric's value as a cost, of which lower is better; infinity if it is missing or NaN."""
+    """Return a metric's value as a cost: lower is better; infinity if the metric is missing or NaN."""
     value = _SIGNS[metric[1]] * float(metrics.get(metric[0], math.nan))
     return math.inf if math.isnan(value) else value
 

@@ -55,7 +55,7 @@ class FolderLock:
     def acquire(self) -> None:
         """Acquire the lock without waiting; does nothing if this object holds it.
 
-        On a file system without locks this warns, and the object holds a lock that excludes nobody.
+        On a file system without locks this warns, and the object holds a lock that excludes no other.
 
         Raises
         ------

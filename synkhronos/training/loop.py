@@ -480,7 +480,7 @@ def make_loss_reader(fetch: Callable[[Sequence[Any]], Sequence[Any]], has_weight
     Parameters
     ----------
     fetch : callable
-        Copies a list of arrays to the host.
+        Copies a list of arrays to host memory.
     has_weight : bool
         Whether losses are multiplied by weights.  Else they are means, and their weights are numbers of rows.
     """

@@ -1,7 +1,7 @@
 """Measurement of a rank's training between two reports: time by activity, rows, steps and losses.
 
-To read a loss is to wait for the step that computes it.  So a step's loss stays on the device until its value is
-needed, and on GPUs the host goes on to launch the next steps::
+Reading a loss waits for the step that computes it.  So a step's loss stays on the device until its value is needed:
+on GPUs Python launches the next steps in the meantime::
 
     add_loss(loss, weight) --> unread losses --> read_losses() --> sums since the report --> get_outcome(): a Report
                                                              |

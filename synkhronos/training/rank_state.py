@@ -153,7 +153,7 @@ def _unpack_states(stored: Stored) -> list[dict[str, Any]]:
     return by_rank
 
 
-#: Options with which a training may go on that has had others: learning rates, and how often ranks exchange.
+#: Options that may change when a training is resumed: learning rates, and periods of exchanges.
 CHANGEABLE = frozenset({"learning_rate", "lr", "period", "push", "fetch", "start", "probability"})
 #: Stands for options that are no numbers, flags or texts, such as shared variables; these are not compared.
 _SYMBOLIC = "symbolic"
@@ -199,7 +199,7 @@ def describe_training(
     Returns
     -------
     dict
-        Equal for two trainings of which one can go on from the other's checkpoint, except for `CHANGEABLE` options.
+        Equal for two trainings if one can resume from the other's checkpoint, except for `CHANGEABLE` options.
     """
     name, options = update_rule or (None, {})
     return {

@@ -95,9 +95,9 @@ def cut(path: Path, stays: Callable[[dict[str, Any]], bool]) -> None:
         Takes a line's record, and returns whether the line stays.  The record of an incomplete line is empty.
     """
     lines = [line for line in path.read_text().splitlines() if stays(_parse_line(line))]
-    beside = path.with_suffix(".cut")
-    beside.write_text("".join(line + "\n" for line in lines))
-    os.replace(beside, path)
+    temporary = path.with_suffix(".cut")
+    temporary.write_text("".join(line + "\n" for line in lines))
+    os.replace(temporary, path)
 
 
 def format_line(record: Mapping[str, Any]) -> str:

@@ -20,7 +20,7 @@ from synkhronos.training.updates.shards import StatePart, get_bounds
 
 
 class _ShardedStepFields(NamedTuple):
-    """Fields of `ShardedStep`; a named tuple cannot have another base class beside it."""
+    """Fields of `ShardedStep`; a named tuple cannot have a second base class."""
 
     gradient: Call
     local_update: Call

@@ -21,7 +21,7 @@ from synkhronos.ranks import Command, Rank
 
 
 class _StepFields(NamedTuple):
-    """Fields of `Step`; a named tuple cannot have another base class beside it."""
+    """Fields of `Step`; a named tuple cannot have a second base class."""
 
     gradient: Call
     reduce: AllReduceValues

@@ -11,7 +11,7 @@ exact mean, whatever number of rows each rank has.  New values of extra updates 
 the same vector.
 
 Several steps can be one launch.  `TrainFunction.weighted_steps` partitions them (see `synkhronos.training.batches`),
-and takes a step by itself where that is impossible.
+and takes a single step per launch where that is impossible.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from synkhronos.training.updates.shards import Shards, StatePart
 
 #: Maximal number of bytes of scattered rows on a rank in one launch of several steps.
 _MAX_LAUNCH_NBYTES = 1 << 30
-#: Minimal number of bytes of such rows per step for a launch of its own.  The host launches long steps in time anyway,
+#: Minimal number of bytes of such rows per step for a launch of its own.  Python launches long steps in time anyway,
 #: and it copies the next step's rows while one computes: ResNet-50 is slower with many steps in a launch.
 _LONG_STEP_NBYTES = 4 << 20
 
@@ -257,13 +257,13 @@ class TrainFunction:
     ) -> list[Any]:
         """Take several steps, in one launch where that is possible.
 
-        A GPU finishes a step of a small network before the host has launched the next one.  This method launches many
-        steps at once: XLA goes from step to step by itself, with an all-reduce of the gradients in each.
+        A GPU finishes a step of a small network before Python has launched the next one.  This method launches many
+        steps at once: XLA runs them one after another, with an all-reduce of the gradients in each.
 
         Parameters
         ----------
         x_data, y_data
-            As for a single step: all the data, of which each step takes a batch.
+            As for a single step: all the data.  Each step takes a batch of them.
         batches : sequence
             The argument `batch` of each step.
         num_slices : int, optional
@@ -367,7 +367,7 @@ class TrainFunction:
         return losses
 
     def _find_max_repeats(self, arrays: list[Any], rows: Sequence[StepRows], num_slices: int) -> int:
-        """Return the maximal number of steps in a launch; 1 if each has to be launched by itself."""
+        """Return the maximal number of steps in a launch; 1 if steps cannot share a launch."""
         if self._sharding is not None:
             return 1
         if isinstance(num_slices, bool) or not isinstance(num_slices, int | np.integer) or num_slices != 1:

@@ -170,8 +170,9 @@ class Trainer:
         every : int, optional
             The steps of each rank between two reports; by default an epoch's.
         patience : int, optional
-            Stop when a metric has not improved for so many reports: that of ``checkpoint.keep_best``, or else the first
-            value of `validate`, of which lower is better.  After `resume`, another metric starts a new comparison.
+            Number of reports without an improvement of a metric after which training stops.  The metric is that of
+            ``checkpoint.keep_best``, or else the first value of `validate`; lower is better.  After `resume`, another
+            metric starts a new comparison.
         recorder : Recorder, or anything with ``write(dict)``, or a list of these, optional
             The objects that get the reports.
         checkpoint : Checkpoint, optional
@@ -187,7 +188,7 @@ class Trainer:
             What follows when a worker dies, such as by SIGKILL when memory runs out: "stop" raises WorkerError;
             "continue" forks new workers and repeats the last step; see the notes.
         max_deaths : int
-            Number of deaths after which "continue" goes on.  After three deaths in the same step it stops, too.
+            Maximal number of deaths that "continue" survives.  A fourth death in the same step ends the training, too.
 
         Yields
         ------

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from messages import raises
 
-from synkhronos.data.rows import get_share, max_row, min_row, select, split
+from synkhronos.data.rows import find_max_row, find_min_row, get_share, select, split
 from synkhronos.devices import take_rows
 
 lengths = st.integers(0, 12)
@@ -196,9 +196,9 @@ def test_split_of_shares_covers_all_rows(case, parts, count):
 def test_min_row_and_max_row(case):
     length, batch, index = case
     rows, picked = select(batch, length), np.arange(length)[index]
-    assert min_row(rows) == (picked.min() if picked.size else 0)
-    assert max_row(rows) == (picked.max() if picked.size else -1)
-    assert type(min_row(rows)) is type(max_row(rows)) is int
+    assert find_min_row(rows) == (picked.min() if picked.size else 0)
+    assert find_max_row(rows) == (picked.max() if picked.size else -1)
+    assert type(find_min_row(rows)) is type(find_max_row(rows)) is int
 
 
 # -- take_rows ----------------------------------------------------------------------------------------------------

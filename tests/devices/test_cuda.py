@@ -74,7 +74,7 @@ def test_device_choice_for_theano_and_compat(monkeypatch, loaded, expected):
     module = types.ModuleType("theano")
     vars(module).update(loaded)
     monkeypatch.setitem(sys.modules, "theano", module)
-    assert devices._gpu_device() is expected
+    assert devices._choose_gpu_device() is expected
 
 
 def test_theano_keeps_an_opened_gpu(monkeypatch):

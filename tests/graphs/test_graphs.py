@@ -12,7 +12,7 @@ from library import tensor as T
 
 import synkhronos as synk
 from synkhronos import ranks
-from synkhronos.graphs import library_of, loaded_libraries
+from synkhronos.graphs import library_of, list_loaded_libraries
 from synkhronos.graphs.mirror import Mirror, get_object
 from synkhronos.ranks import Command
 
@@ -59,7 +59,7 @@ def test_library_of_variables():
 
 
 def test_only_the_imported_library_is_loaded():
-    assert [library.name for library in loaded_libraries()] == [NAME]
+    assert [library.name for library in list_loaded_libraries()] == [NAME]
 
 
 @pytest.mark.parametrize("value", [1.0, np.ones(2), "x", None, object()])

@@ -25,7 +25,7 @@ from synkhronos.hosts.agent import Agent
 from synkhronos.hosts.mail import PART
 from synkhronos.hosts.mpirun import _check_names, find_lost_hosts
 from synkhronos.hosts.names import Host, parse_hosts
-from synkhronos.hosts.page_table import PAGE, PageTable, SegmentAccess, find_pages, put_pages, take_pages
+from synkhronos.hosts.page_table import PAGE, PageTable, SegmentAccess, find_pages, read_pages, write_pages
 from synkhronos.hosts.pipes import FRAME, FRAMES, PipeLayout
 from synkhronos.hosts.task import TaskAgent
 from synkhronos.ranks.control import Control
@@ -163,7 +163,7 @@ def test_fork_refuses_processes_without_mpi(monkeypatch):
     for name, value in (("SLURM_PROCID", "0"), ("SLURM_STEP_NUM_TASKS", "2"), ("SLURM_STEP_ID", "0")):
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(mpi_link, "_has_started", False)
-    monkeypatch.setattr(mpirun, "agent_command", lambda address: ["sleep", "60"])
+    monkeypatch.setattr(mpirun, "make_agent_command", lambda address: ["sleep", "60"])
     monkeypatch.setattr(mpi_link.MpiLink, "_connect", lambda self, listener: said)
     with pytest.raises(RuntimeError, match="2 processes were started, and MPI connects 1 of them.*srun --ntasks-per"):
         synk.fork(use_gpu=False)
@@ -171,7 +171,7 @@ def test_fork_refuses_processes_without_mpi(monkeypatch):
 
 def test_leftovers_of_mpirun_do_not_block(monkeypatch):
     leaves = ["sh", "-c", "sleep 20 & echo no route to host b >&2; exit 255"]
-    monkeypatch.setattr(mpirun, "mpirun_command", lambda names, address: leaves)
+    monkeypatch.setattr(mpirun, "make_mpirun_command", lambda names, address: leaves)
     began = time.monotonic()
     with pytest.raises(RuntimeError, match="hosts a, b could not be reached: no route to host b$"):
         synk.fork(hosts=["a", "b"], use_gpu=False)
@@ -181,7 +181,9 @@ def test_leftovers_of_mpirun_do_not_block(monkeypatch):
 def test_agent_messages_are_separated_from_mpirun_output(monkeypatch):
     reason = "the first host has to be the machine that calls fork(), and a is not"
     said = f"Traceback:\n  in _connect\nRuntimeError: {reason}\n[proxy:1@b] main (pmip.c:123): demux engine error"
-    monkeypatch.setattr(mpirun, "mpirun_command", lambda names, address: ["sh", "-c", f"echo '{said}' >&2; exit 7"])
+    monkeypatch.setattr(
+        mpirun, "make_mpirun_command", lambda names, address: ["sh", "-c", f"echo '{said}' >&2; exit 7"]
+    )
     with pytest.raises(RuntimeError, match=f"^the hosts a, b could not be reached: {re.escape(reason)}$"):
         synk.fork(hosts=["a", "b"], use_gpu=False)
 
@@ -220,7 +222,7 @@ def test_interrupt_at_any_moment_leaves_no_mpirun(monkeypatch):
     made.end()  # those are children of this process, too
     children = set(children_of(os.getpid()))
     said = [{"name": name, "cores": 1, "gpus": 0, "machine": 1, "versions": {}} for name in "ab"]
-    monkeypatch.setattr(mpirun, "mpirun_command", lambda names, address: ["sleep", "60"])
+    monkeypatch.setattr(mpirun, "make_mpirun_command", lambda names, address: ["sleep", "60"])
     monkeypatch.setattr(mpi_link.MpiLink, "_connect", lambda self, listener: said)
     for press in range(1, 1 + started(-1)):
         with pytest.raises(KeyboardInterrupt):
@@ -233,7 +235,7 @@ def test_fork_warns_of_a_process_bound_to_a_core(monkeypatch):
     said = [{"name": each, "cores": 1, "gpus": 0, "machine": 4, "versions": next(versions)} for each in "ab"]
     monkeypatch.setattr(processes, "find_launch", lambda: (0, 2))
     monkeypatch.setattr(mpi_link, "_has_started", False)
-    monkeypatch.setattr(mpirun, "agent_command", lambda address: ["sleep", "60"])
+    monkeypatch.setattr(mpirun, "make_agent_command", lambda address: ["sleep", "60"])
     monkeypatch.setattr(mpi_link.MpiLink, "_connect", lambda self, listener: said)
     with (
         pytest.warns(UserWarning, match="may use 1 of 4 cores") as found,
@@ -245,7 +247,7 @@ def test_fork_warns_of_a_process_bound_to_a_core(monkeypatch):
 
 def test_fork_refuses_an_mpirun_of_another_mpi(monkeypatch):
     made.end()  # those are children of this process, too
-    monkeypatch.setattr(mpirun, "mpirun_command", lambda names, address: ["sleep", "60"])
+    monkeypatch.setattr(mpirun, "make_mpirun_command", lambda names, address: ["sleep", "60"])
     monkeypatch.setattr(mpirun, "find_mpirun", lambda: "/opt/mpi/bin/mpirun")
     # The process of the first host, which is alone to its MPI.
     monkeypatch.setattr(mpi_link.MpiLink, "_connect", lambda self, listener: [{"name": "a", "cores": 4, "gpus": 0}])
@@ -307,7 +309,7 @@ def test_mpirun_output_names_the_lost_host():
 @pytest.mark.parametrize(("error", "number"), [("mpi4py.MPI.Exception(1)", 12), ("OSError(1)", 9)])
 def test_agent_exit_signal_tells_whether_mpi_failed(error, number):
     pytest.importorskip("mpi4py")
-    (python, _, code) = mpirun.agent_command("somewhere")
+    (python, _, code) = mpirun.make_agent_command("somewhere")
     raises = (
         f"import mpi4py.MPI, synkhronos.hosts.agent as agent\ndef main(address): raise {error}\nagent.main = main\n"
     )
@@ -356,8 +358,8 @@ def test_mpirun_in_a_slurm_step_uses_the_jobs_allocation(monkeypatch):
         "SLURM_MPI_TYPE": "none",
         "SLURM_OVERLAP": "1",
     }
-    assert mpirun.mpirun_environment(False) == {**expected, "SLURM_STEP_ID": "0", **of_user, **of_job}
-    assert mpirun.mpirun_environment(True) == os.environ  # what this host's agent finds the others by
+    assert mpirun.make_mpirun_environment(False) == {**expected, "SLURM_STEP_ID": "0", **of_user, **of_job}
+    assert mpirun.make_mpirun_environment(True) == os.environ  # what this host's agent finds the others by
 
 
 ROWS = st.one_of(
@@ -390,7 +392,7 @@ def test_pull_sends_read_data_to_other_hosts(data):
             expected.append(list(range(*rows)) if rows is not None else indexes.tolist())
         for host, pages, rows in zip(hosts, contents.take_missing(needed), expected, strict=True):
             for key, some in pages.items():
-                put_pages(host[key], some, take_pages(memory[key], some))
+                write_pages(host[key], some, read_pages(memory[key], some))
             for r in rows:
                 assert np.array_equal(host[1][r * row : (r + 1) * row], memory[1][r * row : (r + 1) * row])
         assert contents.take_missing(needed) == [{}, {}]  # nothing goes twice
@@ -436,7 +438,7 @@ def test_early_messages_of_a_task_are_queued():
     agent.handlers[PART](1, 5, 1, 0, 2, b"second")
     agent.handlers[PART](1, 4, 1, 0, 1, b"of a command that has failed")
     assert agent.progress() and taken == [(1, 0, 1, b"first"), (1, 0, 2, b"second")]
-    assert not agent.is_waited_for
+    assert not agent.has_waiting_ranks
 
 
 def test_agent_reports_missing_memory(monkeypatch):
@@ -469,5 +471,5 @@ def test_page_ranges_of_a_partial_page():
     memory = np.arange(2 * PAGE + 5, dtype=np.uint64).astype(np.uint8)
     copy = np.zeros_like(memory)
     for pages in ([0, 2], [1]):
-        put_pages(copy, np.array(pages), take_pages(memory, np.array(pages)))
+        write_pages(copy, np.array(pages), read_pages(memory, np.array(pages)))
     assert np.array_equal(copy, memory)

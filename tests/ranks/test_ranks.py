@@ -17,7 +17,7 @@ from system import LIMIT
 from synkhronos import ranks
 from synkhronos.ranks import Command, segments
 from synkhronos.ranks.control import MAILBOX, SLOT, Control, Semaphore
-from synkhronos.ranks.errors import Cancelled, cause_of_death
+from synkhronos.ranks.errors import Cancelled, describe_exit
 from synkhronos.ranks.interrupts import defer_signals, restore_handler
 from synkhronos.ranks.rank import Rank
 
@@ -544,7 +544,7 @@ def test_idle_workers_use_no_processor(session):
 def test_exit_statuses_have_descriptions(code, words):
     import re
 
-    assert re.search(words, cause_of_death(code))
+    assert re.search(words, describe_exit(code))
 
 
 @dataclass(frozen=True)

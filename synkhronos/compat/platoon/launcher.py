@@ -134,7 +134,7 @@ def _parser() -> argparse.ArgumentParser:
     places.add_argument(
         "-D", "--devices", nargs="+", metavar="DEVICE", help="a device for each worker: cuda0 cuda1, or cpu cpu"
     )
-    places.add_argument("-H", "--hosts", nargs="+", metavar="HOST", help="hosts, of which the first is this machine")
+    places.add_argument("-H", "--hosts", nargs="+", metavar="HOST", help="hosts; the first is this machine")
     parser.add_argument("-c", "--controller-args", help='arguments of the controller: -c="--patience 3"')
     parser.add_argument("-w", "--worker-args", help='arguments of the workers: -w="--rate 0.1"')
     return parser

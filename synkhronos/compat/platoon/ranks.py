@@ -21,7 +21,7 @@ from synkhronos.compat.platoon.util import EndOfBatches
 from synkhronos.compat.startup import prepare_ranks
 from synkhronos.ranks import WorkerError
 from synkhronos.ranks.child_process import exit_with_parent
-from synkhronos.ranks.errors import Cancelled, cause_of_death
+from synkhronos.ranks.errors import Cancelled, describe_exit
 from synkhronos.tasks import Worker, run
 from synkhronos.tasks.worker import get_rank
 
@@ -147,7 +147,7 @@ def _connect_to_controller(worker: Worker, plan: WorkersPlan) -> Iterator[None]:
             worker.progress()
             time.sleep(POLL)
         if controller.returncode:
-            raise ScriptError(f"the controller of host {name} {cause_of_death(controller.returncode)}; see {log}.err")
+            raise ScriptError(f"the controller of host {name} {describe_exit(controller.returncode)}; see {log}.err")
 
 
 def _run_file(worker: Worker, plan: WorkersPlan) -> None:

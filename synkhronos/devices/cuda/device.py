@@ -11,7 +11,7 @@ import numpy as np
 
 from synkhronos.devices import cuda
 from synkhronos.devices.cuda.group import NcclGroup
-from synkhronos.devices.cuda.nccl import NcclCommunicator, nccl_dtype
+from synkhronos.devices.cuda.nccl import NcclCommunicator, to_nccl_dtype
 from synkhronos.devices.cuda.staging import GpuArrays, ItemRange, Staging
 from synkhronos.devices.device import Device
 from synkhronos.devices.selection import Selection
@@ -87,7 +87,7 @@ class CudaDevice(Device, GpuArrays):
 
     def can_communicate(self, dtype: np.dtype) -> bool:
         """Whether NCCL has this dtype; arrays of others go through host memory."""
-        return self.is_on_gpu and nccl_dtype(dtype) is not None
+        return self.is_on_gpu and to_nccl_dtype(dtype) is not None
 
     def slice_items(self, array: Any, start: int, shape: tuple[int, ...]) -> ItemRange:
         """Return consecutive items of an array, from flat index ``start``, for the communicator's `gather`."""

@@ -71,7 +71,7 @@ class ReduceSpan(NamedTuple):
 
 
 @cache
-def nccl_dtype(dtype: np.dtype) -> int | None:
+def to_nccl_dtype(dtype: np.dtype) -> int | None:
     """Return NCCL's number for a dtype; None if it has none."""
     return NCCL_DTYPES.get(str(dtype))  # cached, as the conversion to str is slow
 
@@ -376,7 +376,7 @@ class NcclCommunicator(Communicator):
         """Return an array's address, its number of items, and NCCL's number for its dtype."""
         if self._arrays.stream is None:
             self._arrays.sync(array)
-        return self._arrays.pointer(array), array.size, nccl_dtype(array.dtype)
+        return self._arrays.pointer(array), array.size, to_nccl_dtype(array.dtype)
 
     def _wait_stream(self, check_peers: Callable[[], None] | None = None) -> None:
         """Wait until the stream is idle.

@@ -265,7 +265,7 @@ class Staging:
         self._finish_copies()
         return array
 
-    # -- to the host -----------------------------------------------------------------------------------------
+    # -- to host memory --------------------------------------------------------------------------------------
 
     def write(self, rank: Rank, key: int, offset: int, array: Any) -> None:
         """Copy an array into a segment of shared memory, at a byte offset, and wait for the copy."""
@@ -277,7 +277,7 @@ class Staging:
         self.stream.sync()
 
     def fetch(self, arrays: Sequence[Any]) -> list[np.ndarray] | None:
-        """Copy small arrays to the host once they are computed, and wait for the copies.
+        """Copy small arrays to host memory once they are computed, and wait for the copies.
 
         Returns
         -------
@@ -333,7 +333,7 @@ class Staging:
             self._last_command = self._rank.command
 
     def _mark_pending(self, rank: Rank) -> None:
-        """Note that copies have been started; the command waits for them at its end, also if it fails."""
+        """Record that copies have been started; the command waits for them at its end, also if it fails."""
         if not self._has_pending_copies:
             self._has_pending_copies = True
             rank.on_finish.append(self._finish_copies)

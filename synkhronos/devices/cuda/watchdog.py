@@ -1,4 +1,4 @@
-"""Watchdog of collectives on the GPU that the host does not wait for.
+"""Watchdog of collectives on the GPU that Python does not wait for.
 
 A rank launches a collective and continues.  If a peer never launches it, the GPU waits for ever, unless the connection
 is aborted.  The watchdog records what this rank has started, finds out whether all ranks have, and aborts otherwise::
@@ -96,7 +96,7 @@ class CollectiveWatchdog(PendingOperation):
     # -- calls from a command --------------------------------------------------------------------------------
 
     def mark_started(self, connection: Connection) -> None:
-        """Record that a connection puts work on the stream now, and start the thread if needed."""
+        """Record that a connection launches work on the stream now, and start the watching thread if needed."""
         self.active_connection = connection
         self._pending_command = self._rank.command
         self._started_step = math.inf
@@ -105,7 +105,7 @@ class CollectiveWatchdog(PendingOperation):
             self._thread.start()
 
     def mark_completed(self, connection: Connection) -> None:
-        """Record that this rank has waited for what it has started.
+        """Record that this rank has waited for its collectives.
 
         NCCL buffers small messages, so a sender (such as the root of a broadcast) may complete before its receivers
         have started.  If a receiver fails before it starts, the next collective would receive the message: `cancel`
@@ -116,7 +116,7 @@ class CollectiveWatchdog(PendingOperation):
             self._completed_command = self._rank.command
 
     def wait_started(self, check: Callable[[], None] | None = None) -> None:
-        """Wait until every rank has started what this one has.  From then on only a peer's exit can prevent its end.
+        """Wait until every rank has started the same collectives; then only a peer's exit can prevent their end.
 
         Parameters
         ----------
@@ -144,7 +144,7 @@ class CollectiveWatchdog(PendingOperation):
     # -- PendingOperation ------------------------------------------------------------------------------------
 
     def cancel(self, command: int) -> None:
-        """Abort what a failed command has started, unless all ranks have started it; all ranks decide alike.
+        """Abort the collectives of a failed command unless all ranks have started them; all ranks decide alike.
 
         Connections of groups are aborted in any case, on all ranks, so that members need not compare epochs.
         """
@@ -191,7 +191,7 @@ class CollectiveWatchdog(PendingOperation):
     # -- thread ----------------------------------------------------------------------------------------------
 
     def _watch_peers(self) -> None:
-        """Abort what is pending when a peer has exited, or has failed in the command that started it."""
+        """Abort pending collectives when a peer has exited, or has failed in the command that started them."""
         self._staging.set_current()
         failed, since, pause = 0, 0.0, PEER_POLL_SECONDS
         while not self._stop.wait(pause):

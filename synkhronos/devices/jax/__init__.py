@@ -115,8 +115,8 @@ class JaxDevice(CudaDevice):
     def refresh(self, value: Any, is_complete: bool = False) -> Any:
         """Return a new array object for memory that is written in place; the old one is invalid from then on.
 
-        A JAX array remembers when it is computed, and the copy that the host has read.  Both are outdated once the
-        memory is written.  If it has been written already, another object for the same memory suffices, without a
+        A JAX array caches whether it is computed, and its copy in host memory.  Both are outdated once the memory is
+        written.  If it has been written already, another object for the same memory suffices, without a
         launch.
         """
         if is_complete and (other := value.addressable_data(0)) is not value:

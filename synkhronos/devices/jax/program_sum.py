@@ -5,7 +5,7 @@ get the same bits, so that their loops have the same lengths.  A `ProgramReducti
 
     XLA program     local sum ──> foreign function ──> sum over all ranks ──> next evaluation
                                         |
-    on GPUs                       `GpuSum`: NCCL on XLA's stream; the host does not wait
+    on GPUs                       `GpuSum`: NCCL on XLA's stream; Python does not wait
     on the CPU                    `HostSum`: through shared memory, in rank order
 
 An error, and an interrupt in the master, ends the launch: the reducer raises it in the foreign function.

@@ -2,7 +2,7 @@
 
 XLA records a launch as a CUDA graph and replays it while no address changes, which halves the time of a launch.  A loss
 that the user keeps would need a new address at every launch.  So each launch appends its scalars to one array per
-output, and that array is donated from launch to launch.  The host reads many launches' scalars in one copy.
+output, and that array is donated from launch to launch.  One copy to host memory reads the scalars of many launches.
 """
 
 from __future__ import annotations

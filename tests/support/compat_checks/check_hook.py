@@ -20,7 +20,7 @@ import synkhronos as synk
 import synkhronos.compat
 from synkhronos.compat.flags import Config, to_pytensor_flags
 from synkhronos.compat.hook import TreeFinder
-from synkhronos.graphs import library_of, loaded_libraries
+from synkhronos.graphs import library_of, list_loaded_libraries
 
 NEEDS_JAX = pytest.mark.skipif(importlib.util.find_spec("jax") is None, reason="needs JAX")
 
@@ -190,7 +190,7 @@ def test_graphs_are_pytensors_for_the_library():
     import theano.tensor as T
 
     x = T.nnet.softmax(T.nnet.conv2d(T.tensor4(), T.tensor4(), border_mode="half").flatten(2))
-    assert [library.name for library in loaded_libraries()] == ["pytensor"]
+    assert [library.name for library in list_loaded_libraries()] == ["pytensor"]
     assert library_of(x).name == "pytensor"
 
 

@@ -25,7 +25,7 @@ from typing import Any
 from synkhronos.compat.platoon.channel import sockets
 from synkhronos.compat.platoon.channel.sockets import POLL
 from synkhronos.compat.platoon.processes import Hosts
-from synkhronos.ranks.errors import cause_of_death
+from synkhronos.ranks.errors import describe_exit
 from synkhronos.ranks.segments import create_unlinked
 
 #: Seconds that workers have to end by themselves after one has failed.
@@ -223,7 +223,7 @@ class WorkerGroup:
         if self._master is None or status == 0:
             return None
         log = self._plan.logs[0]
-        return Failure(0, 2, f"worker 0 (process {self._master.pid}) {cause_of_death(status)}; see {log}.err", False)
+        return Failure(0, 2, f"worker 0 (process {self._master.pid}) {describe_exit(status)}; see {log}.err", False)
 
     def end(self) -> None:
         """Kill the workers that have not ended, and their children."""
