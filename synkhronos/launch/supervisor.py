@@ -338,7 +338,7 @@ class Supervisor:
         deaths = self._deaths.read()
         assert self._master is not None
         if self._master.returncode < 0:
-            self._deaths.add(0, "", cause_of_death(self._master.returncode))
+            self._deaths.add(0, "", describe_exit(self._master.returncode))
             deaths = self._deaths.read()
         if len(deaths) == self._n_deaths:
             return False  # an error, which would be raised again
