@@ -1,4 +1,4 @@
-"""Arrays of which each rank loads its own rows: the rows are in the memory of the hosts that compute on them.
+"""Arrays whose rows are loaded by the ranks that compute on them, and stay in the memory of these ranks' hosts.
 
 On each host there is a segment that is as long as the array of all rows, so that rows have the same offset everywhere.
 Only the pages of the host's own rows are allocated.
@@ -28,7 +28,7 @@ from synkhronos.ranks.segments import create_unlinked
 
 
 class PartsData(ReadOnlyData):
-    """A read-only `Data` object of which each host has the rows of its own ranks; created by `data_parts`.
+    """A read-only `Data` object whose rows are distributed: each host has those of its own ranks; see `data_parts`.
 
     Attributes
     ----------
@@ -205,7 +205,7 @@ def _find_rank_rows(n_rows: int, n_ranks: int, ranks: range) -> range:
 
 
 class _PartialArray(SharedArray):
-    """An array of which each host has the rows of its own ranks."""
+    """An array whose rows are distributed: each host has those of its own ranks."""
 
     __slots__ = ()
 

@@ -32,7 +32,7 @@ class Communicator(ABC):
         """Wait until every rank has started the collectives of this one; ``check`` is polled, and may raise."""
 
     def notify_started(self) -> None:  # noqa: B027 - as above
-        """Tell the other ranks that this one has started; takes the place of `wait_started` at a command's end."""
+        """Notify the other ranks that this one has started; replaces `wait_started` at the end of a command."""
 
     @abstractmethod
     def broadcast(self, array: Any, root: int) -> None:

@@ -120,7 +120,7 @@ class DeviceArithmetic(DeviceMemory):
         return self.concatenate([value.reshape(-1).astype(dtype) for value in values])
 
     def split(self, vector: Any, shapes: Sequence[tuple[int, ...]], dtypes: Sequence[np.dtype]) -> Sequence[Any]:
-        """Return the arrays of which `flatten` has made a vector."""
+        """Split a vector made by `flatten` into the original arrays."""
         ends = list(accumulate(map(math.prod, shapes)))
         starts = [0, *ends[:-1]]
         return [

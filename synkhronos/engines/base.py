@@ -53,7 +53,10 @@ class Runner:
         return False
 
     def repeat(self, times: int) -> Runner | None:
-        """Return the runner that computes ``times`` times in one launch, always the same; None if there is none."""
+        """Return the runner that computes ``times`` times in one launch; None if the engine has none.
+
+        Repeated calls return the same object.
+        """
         return self if times == 1 else None
 
 

@@ -1,4 +1,4 @@
-"""Outputs that are read when the user looks at them.
+"""Outputs that are read at the user's first access to them.
 
 A training loop that reads its loss once per epoch should not wait for it at every step.  So each rank keeps its outputs
 where they were computed, and the call returns a `Result` for each.  The first access to a result reduces all unread

@@ -60,7 +60,7 @@ class RankSums(Op):
         return Apply(self, list(params), [graph.total.type() for graph in self.graphs])
 
     def perform(self, node: Any, inputs: Any, output_storage: Any) -> None:
-        """Raise: there is only the conversion to JAX."""
+        """Raise NotImplementedError: the Op has a conversion to JAX only."""
         raise NotImplementedError("RankSums is computed by XLA only")
 
     def do_constant_folding(self, fgraph: Any, node: Any) -> bool:

@@ -179,7 +179,7 @@ class _PendingDispatchers(WeakKeys[Dispatcher, bool]):
 
 
 def register(dispatcher: Dispatcher) -> None:
-    """Have the next `distribute_new` send the computation of a dispatcher, unless no ranks are running."""
+    """Schedule the computation of a dispatcher for the next `distribute_new`, if ranks are running."""
     with contextlib.suppress(RuntimeError):  # a function can be unpickled while no ranks are running
         ranks.session().registry.get(_PendingDispatchers)[dispatcher] = True
 

@@ -72,7 +72,7 @@ def find_gpu_cores(devices: Sequence[str], pci: Path = _PCI) -> dict[str, list[i
 
 
 def get_nvml_handle(number: int) -> Any:
-    """Return NVML's handle of the GPU that CUDA numbers so: CUDA orders GPUs by speed, NVML by PCI address."""
+    """Return NVML's handle of CUDA's GPU ``number``: CUDA orders GPUs by speed, NVML by PCI address."""
     import pynvml
     from cuda.core import Device
 

@@ -74,7 +74,7 @@ class _Check:
             self.check_two_ranks()
 
     def has_missing(self, model: Any) -> bool:
-        """Record missing methods and attributes as a problem, and return whether there are any."""
+        """Record missing methods and attributes as a problem; return True if any are missing."""
         if lines := contract.list_missing(model):
             self.problems.append(" lacks:\n" + "\n".join(f"  {line}" for line in lines))
         return bool(lines)

@@ -303,7 +303,7 @@ class Model:
             self._apply_fn()
 
     def next_batch(self, recorder: Any) -> list[np.ndarray]:
-        """Return the next batch of this rank, shuffled anew in each epoch; record the time as "wait"."""
+        """Return the next batch of this rank; each epoch has another order.  The time is recorded as "wait"."""
         recorder.start()
         if self._batches_epoch != self.epoch:
             self._batches, self._batches_epoch = self._iterate_epoch(), self.epoch

@@ -155,7 +155,7 @@ class LineSplitter:
 
 
 class RunOutput:
-    """Log files in the run's folder, and the console, where each line starts with its rank."""
+    """Log files in the run's folder, and the console, on which each line starts with its rank."""
 
     def __init__(self, folder: Path, is_resumed: bool, console: Console, errors: Console):
         self._folder, self._console, self._errors = folder, console, errors

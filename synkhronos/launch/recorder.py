@@ -32,7 +32,7 @@ _WORDS = {"calc": "compute", "comm": "exchange", "sync": "wait", "wait": "load",
 
 
 class ClassRecorder:
-    """Recorder with the methods of Theano-MPI's: collects costs, errors and times, and writes a line from time to time.
+    """Recorder with the methods of Theano-MPI's: collects costs, errors and times, and writes lines.
 
     Parameters
     ----------

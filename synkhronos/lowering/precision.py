@@ -1,4 +1,4 @@
-"""Products in bfloat16, where JAX's setting ``jax_default_matmul_precision`` asks for them.
+"""Products in bfloat16, if JAX's setting ``jax_default_matmul_precision`` requests them.
 
 By default XLA multiplies float32 in TF32 on a GPU.  JAX follows the setting's value ``"bfloat16"`` on TPUs alone; here
 it also applies to GPUs.  Two decisions are made for each node of a graph:

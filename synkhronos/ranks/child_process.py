@@ -62,7 +62,7 @@ def spawn(
 
 
 def exit_with_parent(parent: int, in_main_thread: bool) -> None:
-    """Have this process killed when its parent dies, even in the middle of compiled code.
+    """Make the kernel kill this process when its parent dies, even in the middle of compiled code.
 
     The kernel's signal is sent when the thread ends that started this process: too early if that is not the parent's
     main thread.  Then a thread of this process watches instead, which cannot act while compiled code holds the GIL.

@@ -42,7 +42,7 @@ class FailureReport:
 
     @property
     def who(self) -> str:
-        """Name of the rank, and of its host if there are several."""
+        """Name of the rank, followed by that of its host if there are several hosts."""
         return f"rank {self.rank}" + (f" on host {self.host}" if self.host else "")
 
     def summary(self) -> str:

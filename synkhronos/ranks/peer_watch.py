@@ -106,7 +106,7 @@ class PeerWatch:
             self._raise_error()
 
     def _wait_for_exit(self) -> bool:
-        """Return whether a worker has exited; one that closes its files may be about to."""
+        """Wait briefly for a worker whose files are closed; return True if a worker has exited."""
         deadline = time.monotonic() + _LAST_MOMENTS
         while not self._has_peer_died():
             if time.monotonic() > deadline or not any(map(is_closed, list(self._channels.values()))):

@@ -39,7 +39,7 @@ MAX_SLOT_NBYTES = SLOT - HEAD.size
 
 
 class Command(ABC):
-    """A small picklable object with a method that every rank runs, the master's included.
+    """A small picklable object whose method `run` every rank runs, including the master's.
 
     A command is sent once and may run many times from the same object: `run` must not change it.
 
@@ -332,7 +332,7 @@ class Rank:
         return found
 
     def is_same_on_all(self, digest: bytes) -> bool:
-        """Return whether all ranks passed the same digest; takes one step."""
+        """Compare digests in one step; return True if all ranks have passed the same one."""
         step = self._open_slot(digest)
         self.barrier()
         slot, which, n = self.control.slot, step & 1, HEAD.size + len(digest)

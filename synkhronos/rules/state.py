@@ -98,7 +98,7 @@ class Vector:
                 library.put(shared, device.from_host(piece.astype(value.dtype)))
 
     def view_memory(self) -> list[np.ndarray] | None:
-        """Return flat, writable views of the variables' memory; None if there are none of the vector's dtype."""
+        """Return flat, writable views of the variables' memory in the vector's dtype; None if that is impossible."""
         pieces = []
         for value, dtype in zip(self._values(), self._dtypes, strict=True):
             if not isinstance(value, np.ndarray) or not value.flags.c_contiguous or not value.flags.writeable:

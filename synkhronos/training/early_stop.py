@@ -44,7 +44,7 @@ def to_cost(metrics: Mapping[str, float], metric: tuple[str, str]) -> float:
 
 @dataclass
 class EarlyStop:
-    """The best value so far of a metric of which lower is better.
+    """The best value so far of a metric; lower is better.
 
     Attributes
     ----------
@@ -60,7 +60,7 @@ class EarlyStop:
     since: int = 0
 
     def begin(self, measure: str) -> bool:
-        """Select the metric that `observe` is given; return whether this discards the best value of another one."""
+        """Set the metric that `observe` compares; return True if this discards the best value of another metric."""
         is_other = self.measure not in ("", measure)
         if is_other:
             self.best, self.since = math.inf, 0

@@ -103,7 +103,7 @@ class TrainerState:
         self.memory: dict[str, Data] = {}
 
     def begin(self, session: ranks.Session, trainer: Any) -> None:
-        """Start anew on new ranks, which release the state when the trainer is released."""
+        """Reset the state if the ranks are new; they release theirs when the trainer is released."""
         if self._session is session:
             return
         self.place, self.rate = Progress(), math.nan

@@ -318,7 +318,7 @@ def _describe_variable(shared: Any, role: str) -> list[Any]:
 
 
 def _describe_generator(shared: Any) -> list[Any]:
-    """Describe a random stream: its generator, and the shape of its state where that is an array."""
+    """Describe a random stream: its generator, and the shape of its state if that is an array."""
     value = library_of(shared).copy_generator(shared)
     state = value.bit_generator if isinstance(value, np.random.Generator) else value
     return [type(state).__name__, list(np.shape(value))]

@@ -30,7 +30,7 @@ class _ShardedStepFields(NamedTuple):
 
 
 class ShardedStep(_ShardedStepFields, Command):
-    """Take a training step on all ranks, each of which updates its part of the parameters.
+    """Take a training step on all ranks; each rank updates its part of the parameters.
 
     Attributes
     ----------
@@ -180,7 +180,7 @@ class ShardedState:
         return next((one for one in self.state if isinstance(one, StatePart) and one.whole is whole), None)
 
     def get_vector(self, variables: Sequence[Any]) -> np.ndarray:
-        """Return the values of some variables of the unsharded optimizer, one after another, in the widest dtype."""
+        """Concatenate the values of some variables of the unsharded optimizer, in the widest dtype."""
         self.begin()
         found = [self.find(one) for one in variables]
         values = [
@@ -215,7 +215,7 @@ class ShardedState:
 
 
 def join_parts(parts: Sequence[np.ndarray], shape: tuple[int, ...]) -> np.ndarray:
-    """Return the array of which the ranks have parts; elements of several parts are those of the first."""
+    """Join the ranks' parts of an array; where parts overlap, the elements are those of the first part."""
     whole = np.empty(shape, parts[0].dtype)
     flat = whole.reshape(-1)
     bounds = get_bounds(flat.size, len(parts))

@@ -102,7 +102,7 @@ def exit_by_signal(number: int) -> None:
 
 
 class StopAgreement:
-    """Agreement of synchronous ranks on the step to stop after; each rank has one, and asks it after each step."""
+    """Agreement of synchronous ranks on the step after which they stop; each rank calls `is_stop` after each step."""
 
     def __init__(self, worker: Worker):
         self._worker = worker
@@ -110,7 +110,7 @@ class StopAgreement:
         self._asked_at = time.monotonic()
 
     def is_stop(self) -> bool:
-        """Return whether to stop now; all ranks call this after the same steps, and get the same answer."""
+        """Return True if training stops here; a collective of all ranks after each step, with one common answer."""
         self._left -= 1
         if self._left:
             return False
@@ -137,7 +137,7 @@ class StopPoll:
         self._next = 0.0
 
     def is_stop(self) -> bool:
-        """Return whether to stop now; at most about twice a second this takes a lock."""
+        """Return True if the master has requested a stop; acquires a lock at most about twice a second."""
         now = time.monotonic()
         if now < self._next:
             return bool(self._flag.array[0])

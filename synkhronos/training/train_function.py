@@ -255,7 +255,7 @@ class TrainFunction:
         num_slices: int | None = None,
         batches_s: Sequence[Any] | None = None,
     ) -> list[Any]:
-        """Take several steps, in one launch where that is possible.
+        """Take several steps, in one launch if possible.
 
         A GPU finishes a step of a small network before Python has launched the next one.  This method launches many
         steps at once: XLA runs them one after another, with an all-reduce of the gradients in each.

@@ -261,7 +261,7 @@ def _check_variables(argument: str, value: Any) -> list[Any]:
 
 
 def _check_sliceable(shareds: Sequence[Any] | None, variables: list[Any]) -> list[Any]:
-    """Check that there is one shared variable for each input, and of its dtype and number of dimensions."""
+    """Check that each input has one shared variable, of its dtype and number of dimensions; return them as a list."""
     if shareds is None:
         return []
     if not isinstance(shareds, list | tuple):
@@ -283,7 +283,7 @@ def _check_sliceable(shareds: Sequence[Any] | None, variables: list[Any]) -> lis
 
 
 def apply_own_gradient(rule: RuleUpdates) -> dict[Any, Any]:
-    """Return the new value of each shared variable in a step by the rank's own gradient, without an all-reduce."""
+    """Return the updates of a step by the rank's own gradient, without an all-reduce: new values by shared variable."""
     expression = rule.grad_updates[rule.grad_shared]
     library = library_of(expression)
     news = library.clone(list(rule.param_updates.values()), {rule.grad_shared: expression})

@@ -91,7 +91,7 @@ class Connection:
         self._swap_lock = threading.Lock()
 
     def connect(self, epoch: int, members: Sequence[int], exchange: Callable[[Any], Sequence[Any]]) -> None:
-        """Connect ranks, none of which is connected.
+        """Connect ranks that have no connection yet.
 
         Parameters
         ----------

@@ -138,7 +138,7 @@ class NcclCommunicator(Communicator):
         self._watchdog.wait_started(check)
 
     def notify_started(self) -> None:
-        """Tell the other ranks that this one has started; takes the place of `wait_started` at a command's end."""
+        """Notify the other ranks that this one has started; replaces `wait_started` at the end of a command."""
         self._watchdog.notify_started()
 
     # -- all_reduce, which is not waited for -----------------------------------------------------------------

@@ -133,7 +133,7 @@ class CollectiveWatchdog(PendingOperation):
                     raise
 
     def notify_started(self) -> None:
-        """Tell the other ranks that this one has started its collectives, without waiting.
+        """Notify the other ranks, without waiting, that this one has started its collectives.
 
         Sufficient in place of `wait_started` at the end of a command, as the master waits for that end.
         """

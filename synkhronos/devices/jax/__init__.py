@@ -165,7 +165,7 @@ class JaxDevice(CudaDevice):
         return self._flatten_and_split[0](list(values), dtype)
 
     def split(self, vector: Any, shapes: Sequence[tuple[int, ...]], dtypes: Sequence[np.dtype]) -> Sequence[Any]:
-        """Return the arrays of which `flatten` has made a vector, in one launch."""
+        """Split a vector made by `flatten` into the original arrays, in one launch."""
         arrays: Sequence[Any] = self._flatten_and_split[1](vector, tuple(shapes), tuple(dtypes))
         return arrays
 
