@@ -127,7 +127,7 @@ def test_model_names_a_nan_row():
     rows[3, 1] = np.inf
     recorder = ClassRecorder(0)
     recorder.train_error(1, np.nan)
-    recorder.stepped()
+    recorder.count_iteration()
     recorder.write()
     run = SimpleNamespace(
         worker=SimpleNamespace(size=1), recorder=recorder, outcomes=[recorder.meter.get_outcome(0.1)], rows=1,
@@ -167,6 +167,6 @@ def test_model_trains_when_a_loader_skips_batches():
         model.reset_iter("val")
         for i in range(3):
             model.val_iter(i, recorder)
-        assert recorder.validation_sums() == (4, {"cost": 2 * 0.5 + 2 * 2.5})
+        assert recorder.take_validation_sums() == (4, {"cost": 2 * 0.5 + 2 * 2.5})
     finally:
         model.cleanup()
