@@ -25,6 +25,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -148,7 +149,7 @@ class Shards:
         self._shapes = [shape_of(p) for p in params]
         self._is_divided = [_can_divide(p, shape) for p, shape in zip(params, self._shapes, strict=True)]
         self._lengths = [
-            -(-n // size) if divided else n
+            _part_length(n, size) if divided else n
             for n, divided in zip(map(_count, self._shapes), self._is_divided, strict=True)
         ]
         self._columns = np.cumsum([0, *self._lengths]).tolist()
@@ -324,6 +325,30 @@ class Shards:
             return pieces[0][1]
         return _Value(variable, lambda: self._tensor.concatenate([v.whole for _, v in pieces]), pieces=pieces)
 
+    def _concatenate(self, variable: Any, pieces: list[tuple[int, _Value]]) -> _Value:
+        """Return the value of a vector that the rule's graph concatenates.
+
+        The parts of the pieces are concatenated, too, although each of them will be sliced off again: the graph library
+        simplifies arithmetic up to a concatenation, and would otherwise round differently than in the rule's graph.
+        """
+        vector = self._join(variable, pieces)
+        parts = [self._tensor.flatten(v.whole if v.is_common else v.part) for _, v in pieces]
+        row = self._tensor.concatenate(parts)
+        new: list[tuple[int, _Value]] = []
+        start = column = 0
+        for length, piece in pieces:
+            width = length if piece.owner is None else self._lengths[piece.owner]
+            part, whole = row[column : column + width], partial(self._slice_whole, vector, start, start + length)
+            if piece.is_common:
+                new.append((length, _Value(part, lambda part=part: part)))  # type: ignore[misc]
+            else:
+                new.append((length, _Value(part, whole, part, piece.owner)))
+            start, column = start + length, column + width
+        return self._join(variable, new)
+
+    def _slice_whole(self, vector: _Value, start: int, stop: int) -> Any:
+        return vector.whole[start:stop]
+
     def _find_values(self, variables: list[Any]) -> dict[Any, _Value]:
         """Return the value of each variable that is computed."""
         values: dict[Any, _Value] = {}
@@ -356,7 +381,7 @@ class Shards:
                 if not value.pieces and length is None:
                     return _Value(out, make_whole)
                 pieces += value.pieces or [(length or 0, value)]
-            return self._join(out, pieces)
+            return self._concatenate(out, pieces)
         is_passing = kind in _PASSING or kind == "DimShuffle" and _keeps_order(node.op.new_order)
         if is_passing and inputs[0].owner is not None:
             return _Value(out, make_whole, inputs[0].part, inputs[0].owner)
@@ -445,9 +470,14 @@ class Shards:
 
 def get_bounds(size: int, n_parts: int) -> list[tuple[int, int]]:
     """Return the first and the last element of each part of an array; parts are equally long, the last ones overlap."""
-    length = -(-size // n_parts)
+    length = _part_length(size, n_parts)
     starts = [min(r * length, size - length) for r in range(n_parts)]
     return [(start, start + length) for start in starts]
+
+
+def _part_length(size: int, n_parts: int) -> int:
+    """Return the length of each part: two, if possible; graph libraries simplify arithmetic with single elements."""
+    return min(size, max(2, -(-size // n_parts)))
 
 
 class _Explained:
