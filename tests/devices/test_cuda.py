@@ -757,7 +757,7 @@ def test_unlockable_memory_is_not_used(staging, monkeypatch, error):
         assert list(staging.driver.locked) == [pinned._memory.ctypes.data] and place == pinned._memory.ctypes.data
 
 
-def test_a_segment_that_could_not_be_locked_is_forgotten(fork, staging, monkeypatch):
+def test_unlockable_segment_is_forgotten(fork, staging, monkeypatch):
     fork(2)
     rank, array = ranks.session().rank, synk.data(np.ones(10))
     lock = staging.lock_pages

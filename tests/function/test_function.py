@@ -529,7 +529,7 @@ def test_update_by_an_input_does_not_alias_it(fork, batch):
 
 
 @pytest.mark.parametrize("batch", [None, slice(0, 6), [0, 1, 2]])
-def test_a_mutable_input_does_not_corrupt_data(fork, batch):
+def test_mutable_input_does_not_change_data(fork, batch):
     fork(2)
     x, b = T.dmatrix("x"), T.dvector("b")
     f = synk.function(

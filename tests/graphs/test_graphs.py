@@ -75,7 +75,7 @@ def test_library_of_no_variables():
         library_of()
 
 
-def test_a_library_is_pickled_by_its_name():
+def test_library_is_pickled_by_its_name():
     import pickle
 
     assert pickle.loads(pickle.dumps(LIBRARY)) is LIBRARY

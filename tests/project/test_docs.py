@@ -139,7 +139,7 @@ def test_piece(page, begins, script, change):
     test_script(f"{before}\n{WANDB}{piece}\n{assigned}{fork}{after}")
 
 
-def test_a_model_of_your_own(tmp_path):
+def test_own_model_of_the_launcher_page(tmp_path):
     """The launcher's page shows a class, which ``check`` finds complete."""
     if importlib.util.find_spec("lasagne") is None:
         pytest.skip("the class is made of Lasagne's layers")

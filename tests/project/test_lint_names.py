@@ -24,7 +24,7 @@ def found(source, **others):
     return [(each.rule, each.line, each.text) for each in findings(sources)]
 
 
-def test_a_file_without_findings():
+def test_lint_names_of_a_clean_file():
     assert found(WHOLE) == []
 
 
@@ -41,12 +41,12 @@ def test_a_file_without_findings():
         ('"""Return the weight in bytes."""', "pass", ("short docstring", 5, "Parcel.weigh")),
     ],
 )
-def test_findings(before, after, finding):
+def test_lint_names_findings(before, after, finding):
     assert before in WHOLE
     assert found(WHOLE.replace(before, after)) == [finding]
 
 
-def test_a_class_name_in_use():
+def test_lint_names_finds_a_duplicate_class():
     other = textwrap.dedent('''
         class Parcel:
             """A message."""
@@ -57,7 +57,7 @@ def test_a_class_name_in_use():
     assert list(findings({"synkhronos/compat/tree/one.py": other, "synkhronos/two.py": other})) == []
 
 
-def test_only_more_findings_than_before_are_additions():
+def test_lint_names_fails_only_on_additions():
     old = [Finding("bare name", path, 1, "of") for path in ("a", "a", "b")]
     moved = [finding._replace(path="c") for finding in old]
     assert additions(old, count(old)) == additions(old[1:], count(old)) == additions(moved, count(old)) == []

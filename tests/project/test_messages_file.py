@@ -21,7 +21,7 @@ def fail_with(error):
     raise error
 
 
-def test_an_error_as_recorded_passes(golden):
+def test_raises_accepts_recorded_messages(golden):
     with raises(ValueError, "count") as caught:
         fail_with(ValueError("count: expected 1, got 2"))
     assert caught.type is ValueError
@@ -36,17 +36,17 @@ def test_an_error_as_recorded_passes(golden):
         (UnicodeError("count: expected 1, got 2"), "count", "does not have this message"),
     ],
 )
-def test_another_message_argument_or_type_fails(golden, error, argument, complaint):
+def test_raises_refuses_other_messages_arguments_and_types(golden, error, argument, complaint):
     with pytest.raises((AssertionError, pytest.fail.Exception), match=complaint), raises(ValueError, argument):
         fail_with(error)
 
 
-def test_no_error_fails(golden):
+def test_raises_fails_without_an_error(golden):
     with pytest.raises(pytest.fail.Exception, match="DID NOT RAISE"), raises(ValueError):
         pass
 
 
-def test_new_messages_are_added_only_when_asked(golden, monkeypatch):
+def test_raises_adds_messages_only_when_asked(golden, monkeypatch):
     monkeypatch.setenv("SYNKHRONOS_MESSAGES", "write")
     check_golden(golden, "tests/other.py", "TypeError: size")
     assert read_golden(golden) == {
@@ -58,7 +58,7 @@ def test_new_messages_are_added_only_when_asked(golden, monkeypatch):
         check_golden(golden, "tests/other.py", "TypeError: another")
 
 
-def test_what_differs_from_run_to_run_is_replaced(tmp_path):
+def test_normalise_replaces_volatile_parts(tmp_path):
     error = RuntimeError(f"rank 1 (process 4711), <f at 0x7f00>, {tmp_path / 'a.npy'}, {ROOT}/b, synk_function_12")
     error.add_note("a note")
     assert (
@@ -66,6 +66,6 @@ def test_what_differs_from_run_to_run_is_replaced(tmp_path):
     )
 
 
-def test_every_section_is_of_a_test_file():
+def test_messages_sections_name_test_files():
     for name in read_golden(ROOT / "tests" / "messages.txt"):
         assert "from messages import" in (ROOT / name).read_text(), name

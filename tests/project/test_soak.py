@@ -18,7 +18,7 @@ from synkhronos.ranks import Command
 
 @pytest.mark.faults
 @pytest.mark.timeout(100)
-def test_a_short_soak_finds_nothing_wrong():
+def test_short_soak():
     script = SUPPORT / "soak.py"
     done = subprocess.run(
         [sys.executable, str(script), "--seconds", "8", "--seed", "7"], capture_output=True, text=True, timeout=90
@@ -40,7 +40,7 @@ def test_soak_oracle_gathers_scalars_over_slices(fork, n):
     assert largest == 11
 
 
-def test_a_worker_that_died_before_it_was_sent_memory_is_named(fork):
+def test_death_before_a_segment_is_sent_is_named(fork):
     fork(3)
     pid = ranks.session().workers.pids[1]
     os.kill(pid, signal.SIGKILL)
@@ -72,7 +72,7 @@ class FailAtMeeting(Command):
 
 
 @pytest.mark.parametrize("who", [0, 1, 2])
-def test_a_broadcast_of_another_shape_that_fails_half_way_leaves_the_old_value(fork, who):
+def test_failed_broadcast_keeps_the_old_value(fork, who):
     fork(3)
     s = shared(np.zeros(3), "s")
     f = synk.function([], [], updates=[(s, s + 1)])
@@ -96,7 +96,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("what", REFUSED)
-def test_a_refused_collective_sends_nothing(fork, what):
+def test_refused_collective_sends_nothing(fork, what):
     fork(2)
     s, i = shared(np.zeros(3), "s"), shared(np.zeros(3, np.int64), "i")
     f = synk.function([], [], updates=[(s, s), (i, i)])

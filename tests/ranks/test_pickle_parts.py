@@ -11,7 +11,7 @@ pytestmark = pytest.mark.any_library
 
 
 @given(st.lists(st.binary(max_size=200), min_size=1, max_size=20))
-def test_what_is_read_is_what_was_written_and_aligned(parts):
+def test_pickle_parts_round_trip_is_aligned(parts):
     views = [memoryview(part) for part in parts]
     memory = np.zeros(measure_parts(views), np.uint8)
     write_parts(views, memory.data)

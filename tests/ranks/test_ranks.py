@@ -201,7 +201,7 @@ class Signals(Command):
         )
 
 
-def test_a_command_runs_on_every_rank(session):
+def test_command_runs_on_every_rank(session):
     number, size, is_master, pid = session.run(Number())
     assert (number, size, is_master, pid) == (session.size // 2, session.size, True, os.getpid())
 

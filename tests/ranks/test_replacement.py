@@ -114,7 +114,7 @@ class AskErrors(ranks.Command):
         return rank.all_gather(np.geterr()["divide"])
 
 
-def test_an_interrupt_of_the_replacement_closes_the_ranks(session):
+def test_interrupted_replacement_closes_the_ranks(session):
     x = T.dmatrix("x")
     f = synk.function([x], (x.sum(), "sum"))
     data = synk.data(np.ones((6, 3)))
@@ -149,7 +149,7 @@ def test_after_the_context_a_death_frees_all(session):
     assert not len(session.rank.segments)
 
 
-def test_a_death_outside_the_context_frees_all(session):
+def test_death_outside_the_replacement_context_frees_all(session):
     x = T.dmatrix("x")
     f = synk.function([x], (x.sum(), "sum"))
     data = synk.data(np.ones((6, 3)))

@@ -55,7 +55,7 @@ def assert_equal(found, expected):
 
 
 @pytest.mark.parametrize("name", RULES)
-def test_a_sharded_optimizer_computes_what_the_unsharded_one_does(n_ranks, name):
+def test_shard_optimizer_equals_unsharded(n_ranks, name):
     assert_equal(results(RULES[name], shard_optimizer=True), results(RULES[name]))
 
 
@@ -88,7 +88,7 @@ def test_each_rank_has_a_part_of_the_state(n_ranks):
 
 
 @pytest.mark.parametrize("shards", [False, True])
-def test_a_state_is_set_from_whole_arrays(n_ranks, shards):
+def test_shard_optimizer_state_is_set_from_whole_arrays(n_ranks, shards):
     first = Problem()
     train = first.train_by(u.adam)
     train(X, Y)
@@ -106,7 +106,7 @@ def test_a_state_is_set_from_whole_arrays(n_ranks, shards):
         other.set_optimizer_state([])
 
 
-def test_a_rule_that_reads_whole_state_is_refused(n_ranks):
+def test_shard_optimizer_refuses_rules_that_read_whole_state(n_ranks):
     if n_ranks == 1:
         return  # the optimizer of one rank is whole
     with pytest.raises(ValueError, match="shard_optimizer: lamb reads the whole of w_m"):

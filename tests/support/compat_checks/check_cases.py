@@ -47,5 +47,5 @@ def check(case, mode):
 
 
 @pytest.mark.parametrize("case", cases.CASES, ids=lambda case: case.name)
-def test_a_case_gives_what_theano_gave(case):
+def test_compat_case_equals_theano(case):
     check(case, "FAST_COMPILE")

@@ -97,7 +97,7 @@ def test_functions_keep_their_names_beside_modules_of_the_same():
     assert T.var(x).eval(mode="FAST_COMPILE") == 1 and T.sort(x).eval(mode="FAST_COMPILE").tolist() == [1, 3]
 
 
-def test_a_folder_of_that_name_is_not_theano(tmp_path):
+def test_folder_named_theano_is_not_imported(tmp_path):
     (tmp_path / "theano").mkdir()
     code = "import sys; sys.path.insert(0, sys.argv[1]); import synkhronos.compat as c; print(c.chosen)"
     assert run(code, str(tmp_path)) == "pytensor"
@@ -140,12 +140,12 @@ def test_jax_is_imported_only_at_compilation():
         "from theano.sandbox.cuda.dnn import GpuDnnConv",
     ],
 )
-def test_a_module_that_is_missing_says_so(line):
+def test_missing_module_is_named(line):
     with pytest.raises(ImportError, match=r"^theano\..* is not provided by synkhronos.compat.*From Theano"):
         exec(line, {})
 
 
-def test_a_name_that_is_missing_says_so():
+def test_missing_name_is_named():
     import theano
     import theano.tensor as T
 
@@ -291,7 +291,7 @@ def test_inputs_have_default_values(mode):
         theano.In(T.iscalar(), value=0.5)
 
 
-def test_a_default_value_that_a_function_may_overwrite_stays():
+def test_mutable_default_value_is_kept():
     import theano
     import theano.tensor as T
 
@@ -452,7 +452,7 @@ def test_products_with_logarithms(mode):
         np.testing.assert_allclose(result, value)
 
 
-def test_a_function_is_made_an_op():
+def test_as_op_makes_an_op():
     import theano
     import theano.tensor as T
     from theano.compile.ops import as_op
@@ -506,7 +506,7 @@ def test_branches_are_lazy():
 
 
 @pytest.mark.filterwarnings("ignore:.*should implement `pullback`")
-def test_a_programs_own_op_works():
+def test_own_op_works():
     import theano
     import theano.tensor as T
 
@@ -533,7 +533,7 @@ def test_a_programs_own_op_works():
 
 
 @pytest.mark.parametrize("k, expected", [(2, [5, 7]), (-2, [1, 3])])
-def test_the_largest_elements_are_found(k, expected):
+def test_topk_finds_the_largest_elements(k, expected):
     import theano.tensor as T
 
     values = np.array([[7.0, 1, 5, 3]])
@@ -605,14 +605,14 @@ def test_flags_for_theano_reach_pytensor():
     assert run(code, THEANO_FLAGS="floatX=float32", PYTENSOR_FLAGS="floatX=float64") == "float64 float64"
 
 
-def test_the_configuration_is_where_programs_import_it_from():
+def test_config_import_paths():
     import theano
     from theano.configparser import change_flags, config
 
     assert config is theano.config and change_flags is theano.change_flags
 
 
-def test_the_configuration_is_read_and_set():
+def test_config_is_read_and_set():
     config = Config(pytensor.config)
     assert config.device == "cpu" and config.dnn.enabled == "False" and config.compute_test_value == "off"
     config.compute_test_value = "off"
@@ -641,7 +641,7 @@ def test_the_configuration_is_read_and_set():
 # -- which library ---------------------------------------------------------------------------------------------------
 
 
-def test_a_setting_that_names_neither_is_refused():
+def test_setting_that_names_neither_library_is_refused():
     code = """
     try:
         import synkhronos.compat
@@ -686,7 +686,7 @@ print(__name__, sys.argv[1:], theano.config.floatX, beside.NAME)
 """
 
 
-def test_a_script_runs_unchanged(tmp_path):
+def test_theano_script_runs_unchanged(tmp_path):
     (tmp_path / "script.py").write_text(SCRIPT)
     (tmp_path / "beside.py").write_text("NAME = 'beside'\n")
     path = os.pathsep.join(filter(None, [os.getcwd(), os.environ.get("PYTHONPATH")]))

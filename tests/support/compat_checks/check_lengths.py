@@ -50,7 +50,7 @@ def test_all_full_batches_are_one_compilation(x, i):
     assert compilations(f) == 2
 
 
-def test_a_length_that_the_data_are_divided_by_is_cut_out(x, i):
+def test_length_of_a_divided_batch(x, i):
     rows = x[i * 10 : (i + 1) * 10, 0]
     f = function([i], [T.cos(rows.mean()), T.zeros(rows.shape[0] + 1) + rows.sum()])
     cosine, sums = f(2)
@@ -145,7 +145,7 @@ def test_lengths(name):
     check([n], LENGTHS[name](n), (3,), (4,), (1,))
 
 
-def test_a_gradient_through_a_loop_of_so_many_steps():
+def test_gradient_through_a_scan_of_symbolic_length():
     a, k = T.dvector("a"), T.iscalar("k")
     result, updates = theano.scan(lambda p, a: p * a, outputs_info=T.ones_like(a), non_sequences=a, n_steps=k)
     check([a, k], T.grad(result[-1].sum(), a), ([1.0, 2], 3), ([2.0, 3, 4], 5), updates=updates)
@@ -164,7 +164,7 @@ def test_draws_of_as_many_as_there_are_rows(x, i):
     assert function([n], random.uniform(size=(n * 2,)))(4).shape == (8,)
 
 
-def test_the_logistic_regression_of_theanos_tutorial(i):
+def test_logistic_regression_of_theanos_tutorial(i):
     data = theano.shared(np.random.default_rng(1).normal(size=(50, 4)))
     labels = T.cast(theano.shared(np.random.default_rng(2).integers(0, 3, 50).astype("float64")), "int32")
     x, y = T.dmatrix("x"), T.ivector("y")
@@ -185,7 +185,7 @@ def test_the_logistic_regression_of_theanos_tutorial(i):
     np.testing.assert_allclose(losses("JAX"), losses("FAST_COMPILE"))
 
 
-def test_a_shared_counter_picks_the_rows(x):
+def test_shared_counter_selects_rows_by_length(x):
     for dtype in ("int64", "int32"):
         counter = theano.shared(np.asarray(0, dtype), "counter")
         f = function([], x[counter * 10 : (counter + 1) * 10], updates=[(counter, counter + 1)])
@@ -272,7 +272,7 @@ def test_rows_by_what_runs_over_a_sequence(x):
         lambda x: theano.scan(lambda a: a * 2, outputs_info=T.constant(1.0), n_steps=T.cast(x[0], "int64"))[0],
     ],
 )
-def test_a_length_that_depends_on_an_array_is_refused(graph):
+def test_data_dependent_length_is_refused_in_jax(graph):
     x = T.dvector("x")
     with pytest.raises(NotImplementedError, match=r"XLA compiles for fixed shapes(.|\n)*single integers.*another mode"):
         function([x], graph(x))(np.ones(4))

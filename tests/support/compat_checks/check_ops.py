@@ -119,7 +119,7 @@ def test_convolutions_are_their_definition(data):
     np.testing.assert_allclose(op.compute(x, w), expected, atol=1e-12)
 
 
-def test_a_long_batch_is_convolved_in_parts(monkeypatch):
+def test_conv_of_a_long_batch_in_parts(monkeypatch):
     op, x, w = Conv(2), draw(5, 2, 6, 6), draw(3, 2, 3, 3)
     whole = [op.compute(x, w), op._with_class(ConvGradWeights).compute(x, draw(5, 3, 4, 4) * 0 + 1, w)]
     monkeypatch.setattr("synkhronos.compat.ops.convolution._COLUMN_BYTES", 1)
@@ -155,7 +155,7 @@ def test_known_lengths_are_told_by_the_type():
     assert [v.type.shape for v in normalised] == [(None, 3, 8, None), (1, 3, 1, 1), (1, 3, 1, 1)]
 
 
-def test_an_unfolded_array_folds_back():
+def test_fold_is_the_transpose_of_unfold():
     x = draw(2, 3, 5, 6)
     columns = unfold(x, (2, 3), (2, 2), (2, 1), (1, 2))
     y = draw(*columns.shape)
@@ -294,7 +294,7 @@ def test_batch_normalization_in_all_modes(mode, axes, dtype):
 
 
 @pytest.mark.parametrize("mode", ["FAST_COMPILE", "JAX"])
-def test_what_is_normalised_far_from_zero_is_right(mode):
+def test_batch_normalization_far_from_zero(mode):
     v, dy = pt.tensor4("v", dtype="float32"), pt.tensor4("dy", dtype="float32")
     ones = np.ones((1, 2, 1, 1), "float32")
     y, mean, invstd = BatchNormTrain((0, 2, 3), EPSILON)(v, ones, 0 * ones)
@@ -384,7 +384,7 @@ def test_lengths_are_known_without_normalising():
 
 
 @pytest.mark.parametrize("mode", ["FAST_COMPILE", *COMPILED])
-def test_the_rectifier_passes_what_is_positive_forth_and_back(mode):
+def test_relu_values_and_gradients(mode):
     v = pt.dvector("v")
     y = rectifier(v)
     first = pytensor.grad((y**2).sum(), v)
@@ -396,7 +396,7 @@ def test_the_rectifier_passes_what_is_positive_forth_and_back(mode):
 
 
 @pytest.mark.parametrize("dtype", ["float16", "float32", "float64"])
-def test_the_rectifier_keeps_type_and_shape(dtype):
+def test_relu_keeps_type_and_shape(dtype):
     v = pt.TensorType(dtype, (2, None, 1))("v")
     y = rectifier(v)
     assert y.type == v.type
@@ -448,7 +448,7 @@ def test_loss_gradients_equal_finite_differences(name):
     verify(lambda x: losses(x)[name], draw(2, 3))
 
 
-def test_a_crossentropy_of_other_probabilities_has_gradients():
+def test_crossentropy_of_other_probabilities_has_gradients():
     p = np.abs(draw(2, 3)) + 0.1
     verify(lambda v: crossentropy(v, CLASSES), p)
     v = pt.dmatrix()
@@ -457,7 +457,7 @@ def test_a_crossentropy_of_other_probabilities_has_gradients():
     np.testing.assert_allclose(first.eval({v: p}, mode="FAST_COMPILE")[[0, 1], CLASSES], -1 / p[[0, 1], CLASSES])
 
 
-def test_a_softmax_replaced_in_a_loss_is_not_looked_through():
+def test_softmax_replaced_in_a_loss():
     x, other = pt.dmatrix("x"), pt.dmatrix("other")
     p = softmax(x)
     loss = crossentropy(p, CLASSES)
@@ -469,7 +469,7 @@ def test_second_derivatives_through_softmax_are_right():
     verify(lambda x: pytensor.grad((crossentropy(softmax(x), CLASSES) ** 2).sum(), x), draw(2, 3))
 
 
-def test_what_is_no_class_is_refused():
+def test_crossentropy_refuses_wrong_classes():
     with pytest.raises(TypeError, match="classes: expected integers"):
         crossentropy(pt.matrix(), pt.vector())
     with pytest.raises(TypeError, match="a matrix and a vector"):
@@ -534,7 +534,7 @@ STRIDES = [
 
 
 @pytest.mark.parametrize("op, x, w", STRIDES)
-def test_a_gpu_convolves_few_channels_by_strides_as_blocks(op, x, w, monkeypatch):
+def test_conv_of_few_channels_with_strides_on_gpus(op, x, w, monkeypatch):
     import jax
 
     kinds = [pt.TensorType("float64", (None,) * len(shape))() for shape in (x, w)]
@@ -590,7 +590,7 @@ print(json.dumps([text.count("conv_general_dilated["), "float64" in text or "f64
 """
 
 
-def test_a_convolution_is_one_of_xlas_and_stays_in_float32():
+def test_conv_is_one_xla_convolution_in_float32():
     """Forward and two gradients: three convolutions, and nothing in float64."""
     run = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", CONVOLVE],
@@ -632,7 +632,7 @@ def test_length_with_more_than_32_terms():
     assert f(*(np.zeros((i, 2)) for i in range(70))).shape == (69 * 35,)
 
 
-def test_a_shape_that_depends_on_values_is_told():
+def test_value_dependent_shape_is_named():
     x = pt.lvector("x")
     with pytest.raises(NotImplementedError, match="depends on what arrays hold"):
         in_mode("JAX", [x], pt.arange(x.sum()), [1, 2])

@@ -129,7 +129,7 @@ def test_global_dynamics_before_there_is_a_worker():
 # -- configuration -----------------------------------------------------------------------------------------------
 
 
-def test_where_devices_and_hosts_come_from(tmp_path, monkeypatch):
+def test_sources_of_devices_and_hosts(tmp_path, monkeypatch):
     def write(name, host, devices):
         (tmp_path / name).write_text(f"[platoon]\nhosts : {host}\n[devices]\nlisa : {devices}\n")
         return str(tmp_path / name)
@@ -244,7 +244,7 @@ def test_each_mini_batch_goes_to_one_reader(queue):
             assert actual.dtype == expected.dtype and actual.flags.writeable
 
 
-def test_the_queue_is_bounded(queue):
+def test_mini_batch_queue_is_bounded(queue):
     sent, received = [], []
 
     def send():
@@ -265,7 +265,7 @@ def test_the_queue_is_bounded(queue):
         queue.sender.send([np.zeros(2)])
 
 
-def test_a_sender_that_waits_ends_with_the_workers(queue):
+def test_waiting_sender_ends_with_the_workers(queue):
     for i in range(3):
         queue.sender.send([np.array(i)])
     threading.Timer(0.1, lambda: setattr(queue, "is_over", True)).start()
@@ -273,7 +273,7 @@ def test_a_sender_that_waits_ends_with_the_workers(queue):
         queue.sender.send([np.array(3)])
 
 
-def test_what_is_sent_is_a_copy(queue):
+def test_mini_batch_queue_sends_copies(queue):
     array, received = np.ones(3), []
     queue.sender.send([array])
     array[:] = 2
@@ -315,7 +315,7 @@ class Group:
         assert (self.master.returncode == 0) == (status == 0)
 
 
-def test_a_workers_own_report_counts_whenever_it_comes(tmp_path):
+def test_worker_report_counts_when_late(tmp_path):
     """A peer's word of its end may arrive first, and blames whom it has seen end."""
     group = Group(tmp_path, 3)
     send_failure(group.workers[0], Failure(2, 2, "rank 2 has ended", is_own=False))
@@ -325,7 +325,7 @@ def test_a_workers_own_report_counts_whenever_it_comes(tmp_path):
     assert failure == Failure(1, 3, "worker 1 exited with status 3", True)
 
 
-def test_a_report_is_read_after_all_processes_have_ended(tmp_path):
+def test_worker_report_is_read_after_exit(tmp_path):
     group = Group(tmp_path, 2)
     send_failure(group.workers[0], Failure(1, 2, "rank 1 has ended", is_own=False))
     send_failure(group.workers[1], Failure(1, 7, "worker 1 exited with status 7", True))

@@ -266,7 +266,7 @@ PROGRAM = """
 """
 
 
-def test_the_environment_sets_it_on_all_ranks():
+def test_bfloat16_setting_from_environment_on_all_ranks():
     def result(name):
         root = str(Path(__file__).resolve().parents[3])
         path = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))
@@ -294,7 +294,7 @@ COMPILING = """
 """
 
 
-def test_a_function_is_compiled_once_where_floatx_is_float32():
+def test_function_is_compiled_once_with_floatx_float32():
     root = str(Path(__file__).resolve().parents[3])
     path = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))
     environment = {**os.environ, "PYTHONPATH": path, "JAX_PLATFORMS": "cpu", "JAX_LOG_COMPILES": "1"}

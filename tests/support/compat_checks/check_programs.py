@@ -42,7 +42,7 @@ else:
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("name", programs.NAMES)
-def test_a_program_learns_as_on_theano(name, mode):
+def test_program_losses_equal_theano(name, mode):
     if mode == "JAX":
         pytest.importorskip("jax")
     theano.config.floatX = "float32"

@@ -38,7 +38,7 @@ def flags_after(monkeypatch, theano_flags, finds_blas=False, theanorc="", blas="
         ("floatX=float32, blas.ldflags=-lblas", "floatX=float32, blas.ldflags=-lblas"),
     ],
 )
-def test_a_has_blas_flag_where_none_is(monkeypatch, given, expected):
+def test_blas_flag_is_set_if_missing(monkeypatch, given, expected):
     assert flags_after(monkeypatch, given) == expected
 
 
@@ -46,7 +46,7 @@ def test_nothing_is_named_where_theano_finds_one(monkeypatch):
     assert flags_after(monkeypatch, None, finds_blas=True) is None
 
 
-def test_a_blas_in_the_users_file_stays(monkeypatch, tmp_path):
+def test_blas_of_theanorc_is_kept(monkeypatch, tmp_path):
     file = tmp_path / "theanorc"
     file.write_text("[blas]\nldflags = -lmine\n")
     assert flags_after(monkeypatch, None, theanorc=f"/nowhere:{file}") is None
@@ -57,7 +57,7 @@ def test_a_blas_in_the_users_file_stays(monkeypatch, tmp_path):
 
 
 @pytest.mark.parametrize("printed, blas", [("/usr/lib/libopenblas.so", "-lopenblas"), ("libopenblas.so", "")])
-def test_the_compiler_says_what_it_can_link(monkeypatch, printed, blas):
+def test_find_blas_flags_asks_the_compiler(monkeypatch, printed, blas):
     done = subprocess.CompletedProcess([], 0, stdout=f"{printed}\n")
     monkeypatch.setattr(subprocess, "run", lambda *args, **kwargs: done)
     assert theano_patches.find_blas_flags() == blas
@@ -77,7 +77,7 @@ def test_gaps_are_filled_last_and_once():
     assert finder.find_spec("pkg_resources", None).origin.endswith("lost/pkg_resources.py")
 
 
-def test_a_packages_version_is_told():
+def test_package_versions():
     from synkhronos.compat.lost import pkg_resources
 
     assert pkg_resources.get_distribution("pytest").version == pytest.__version__
@@ -105,7 +105,7 @@ needs_theano = pytest.mark.skipif(synkhronos.compat.chosen != "theano", reason="
 
 
 @needs_theano
-def test_a_scan_runs_in_theanos_default_mode():
+def test_scan_runs_in_theanos_default_mode():
     code = """
     import synkhronos.compat
     import theano, theano.tensor as T

@@ -67,7 +67,7 @@ def test_draws_go_on_and_seeds_start_anew():
 
 
 @pytest.mark.parametrize("name", ["uniform", "binomial", "truncated_normal", "poisson"])
-def test_a_variable_knows_its_generator(name):
+def test_random_variable_has_its_generator(name):
     variable = getattr(RandomStreams(3), name)((20,))
     f = pytensor.function([], variable, mode="FAST_COMPILE")
     state = variable.rng.get_value()
@@ -91,7 +91,7 @@ def test_others_are_drawn():
 
 @pytest.mark.filterwarnings("ignore:The RandomType SharedVariables")
 @pytest.mark.parametrize("mode", ["FAST_COMPILE", "JAX"])
-def test_a_size_may_be_another_arrays_shape(mode):
+def test_random_size_from_another_shape(mode):
     x = pt.dmatrix("x")
     mask = RandomStreams(1).binomial(x.shape, p=0.5, dtype=x.dtype)
     dropped = pytensor.function([x], x * mask, mode=mode)(np.ones((50, 40)))

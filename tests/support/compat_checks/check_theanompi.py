@@ -74,7 +74,7 @@ def test_pools_overlap_by_default():
     assert computed(dnn.dnn_pool(theano.shared(IMAGES), (3, 2))).shape == (2, 4, 5, 5)
 
 
-def test_a_shared_variable_can_be_waited_for():
+def test_shared_variable_sync():
     x = theano.shared(np.zeros(3, "float32"), "x")
     add = theano.function([], updates=[(x, x + 1)], mode="FAST_COMPILE")
     add()

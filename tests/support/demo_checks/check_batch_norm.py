@@ -121,7 +121,7 @@ def test_deterministic_mode_uses_the_running_averages_row_by_row(array):
     np.testing.assert_allclose(f(array[1:2]), f(array)[1:2], rtol=1e-12)
 
 
-def test_the_gradient_goes_through_the_statistics(array):
+def test_batch_norm_gradient_through_the_statistics(array):
     weights = rng.normal(size=array.shape)
     x, beta, gamma = variable(array), theano.shared(BETA, "beta"), theano.shared(GAMMA, "gamma")
     layer = layer_for(array, beta=beta, gamma=gamma)
@@ -147,13 +147,13 @@ def test_the_gradient_goes_through_the_statistics(array):
         np.testing.assert_allclose(got[position], expected, rtol=1e-5, atol=1e-5 * np.abs(expected).max())
 
 
-def test_a_constant_channel_becomes_the_shift():
+def test_batch_norm_of_a_constant_channel_is_the_shift():
     x, constant = T.matrix("x", dtype="float64"), np.full((6, 3), 7.0)
     f = theano.function([x], layer_for(constant).get_output_for(x))
     np.testing.assert_allclose(f(constant), np.tile(BETA, (6, 1)), atol=1e-12)
 
 
-def test_the_nonlinearity_comes_last(array):
+def test_batch_norm_applies_nonlinearity_last(array):
     x = variable(array)
     layer = layer_for(array, nonlinearity=lasagne.nonlinearities.rectify)
     f = theano.function([x], layer.get_output_for(x))

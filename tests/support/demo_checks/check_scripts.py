@@ -105,7 +105,7 @@ def test_mnist_learns_the_real_digits(run, tmp_path):
         ("cnn:3", "there is no model 'cnn:3'"),
     ],
 )
-def test_a_wrong_model_is_refused_before_anything_starts(run, capsys, model, message):
+def test_mnist_refuses_a_wrong_model(run, capsys, model, message):
     assert message in refused(run, capsys, CPU_DATA, model)
 
 
@@ -169,7 +169,7 @@ def test_pictures_are_read_as_they_are(pictures):
     assert sorted(np.concatenate([train.labels, valid.labels])) == [0] * 8 + [1] * 8
 
 
-def test_a_file_that_is_no_picture_is_named(run, capsys, pictures):
+def test_resnet_names_a_file_that_is_no_image(run, capsys, pictures):
     (pictures / "red" / "notes.txt").write_text("no picture")
     assert "notes.txt" in refused(run, capsys, RESNET_ALONE, *SMALL_RESNET, "--data", pictures)
 

@@ -194,7 +194,7 @@ def test_resnet_equals_one_process_with_split_batch_norm(together):
 # -- few rows --------------------------------------------------------------------------------------------
 
 
-def test_a_rank_whose_rows_are_used_up_contributes_nothing(two_ranks):
+def test_rank_without_rows_contributes_nothing(two_ranks):
     # Five images in steps of two: rank 0 has three, and rank 1 sits out the last step.
     options = digits.finish(parser_of(digits), ["custom_mlp:0", "--no-dropout", "--synthetic", "5"])
     options.batch_size = 2
@@ -252,7 +252,7 @@ def test_epoch_runs_steps_in_one_launch(sizes, at_once, calls, counted):
     assert 0 < run.setup_seconds < taken and 0 < run.seconds < taken
 
 
-def test_the_bar_says_what_takes_long(capsys):
+def test_progress_bar_reports_compilation(capsys):
     bars = []
 
     class Slow(Recorded):

@@ -56,7 +56,7 @@ def every_parameter_learns(model):
 
 
 @pytest.mark.parametrize("name", [name for name in NETWORKS if name not in WHOLE])
-def test_a_network_learns_as_on_theano(no_dropout, name):
+def test_network_losses_equal_theano(no_dropout, name):
     model = make_for_table(name)
     learn_as_on_theano(name, model)
     if name == "LSGAN":
@@ -67,7 +67,7 @@ def test_a_network_learns_as_on_theano(no_dropout, name):
 @pytest.mark.lasagne
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("name", WHOLE)
-def test_a_whole_network_learns_as_on_theano(no_dropout, jax, name):
+def test_whole_network_losses_equal_theano(no_dropout, jax, name):
     model = make_for_table(name)
     with every_parameter_learns(model):
         learn_as_on_theano(name, model)
@@ -119,7 +119,7 @@ def test_every_network_has_one():
     assert {settings.read_session(session)["model"].split(":")[1] for session in SESSIONS} == set(NETWORKS)
 
 
-def test_the_network_of_seven_layers_trains_on_two_ranks(tmp_path):
+def test_zoo_cifar10_trains_on_two_ranks(tmp_path):
     # As users have it, in JAX mode: the rule's own work on JAX arrays must not change what the class' functions compute.
     flags = {} if ON_THEANO else {"PYTENSOR_FLAGS": "mode=JAX"}
     report = train("cifar10", tmp_path / "run", "config.images=32", "rule_options.period=2", **flags)
@@ -143,12 +143,12 @@ def test_running_averages_are_exchanged_and_kept():
 # -- what they are given -------------------------------------------------------------------------------------
 
 
-def test_a_wrong_setting_is_refused():
+def test_zoo_refuses_wrong_settings():
     with pytest.raises(ValueError, match="config: Cifar10 has no 'rates': expected data, batch_size, n_epochs, rate"):
         make("Cifar10", rates=3)
 
 
-def test_the_lstm_has_all_that_a_run_asks_for(capsys, monkeypatch):
+def test_lstm_fulfils_the_contract(capsys, monkeypatch):
     monkeypatch.setattr(sys, "path", list(sys.path))
     assert check.check(f"{DEMOS / 'zoo' / 'imdb.py'}:LSTM", {"config": NETWORKS["LSTM"][2]}) == 0, (
         capsys.readouterr().out
@@ -178,7 +178,7 @@ def test_arrays_of_a_users(tmp_path):
         np.testing.assert_array_equal(labels, [0, 1])
 
 
-def test_a_folder_of_pictures(tmp_path):
+def test_zoo_data_of_an_image_folder(tmp_path):
     Image = pytest.importorskip("PIL.Image")
     colours = {"blue": (0, 0, 255), "red": (255, 0, 0)}
     for part, count in (("train", 2), ("valid", 1)):
@@ -240,7 +240,7 @@ def test_pictures_that_are_not_there(tmp_path):
         make("Cifar10", data=str(tmp_path))
 
 
-def test_the_learning_rate_falls():
+def test_zoo_learning_rate_schedule():
     import theano
 
     model = make("Cifar10", falls={"2": 0.5}, rate=0.25)
