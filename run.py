@@ -334,7 +334,10 @@ def list_test_files(*names: str) -> list[str]:
 #: Tests that `test` runs on JAX arrays: a minute.
 ON_JAX = list_test_files("jax", "rank_program")
 #: Tests that `test --all` runs on JAX arrays: two minutes.
-ON_JAX_ALL = [*ON_JAX, *list_test_files("collectives", "lowering", "modes", "rules", "timeline", "updates")]
+ON_JAX_ALL = [
+    *ON_JAX,
+    *list_test_files("collectives", "lowering", "modes", "rank_mean", "rules", "timeline", "updates"),
+]
 #: What `test --quick` runs, with PyTensor alone: what most changes break, in a minute.
 QUICK = list_test_files(
     *("layers", "rows", "reduce", "graphs", "data", "collectives", "tasks", "threads", "update_rule"),

@@ -4,7 +4,8 @@ In training, the layer normalises by the statistics of the batch; with ``determi
 these. It does not update the averages by itself: ``get_output(network, average_updates=updates)`` adds their new values
 to the dict `updates`, an argument of the training function.
 
-On several ranks, each rank normalises by the statistics of its own rows. Pass the averages' updates to
+On several ranks, each rank normalises by the statistics of its own rows, or with ``sync=True`` by those of all ranks'
+rows, as one process does. Pass the averages' updates to
 `make_train_function` or `make_trainer` as ``extra_updates``, which averages them over the ranks. In a function of your
 own, each rank has its own averages until ``synk.all_reduce(running_averages(network))``.
 """
@@ -15,6 +16,7 @@ from collections.abc import MutableMapping
 from typing import Any
 
 from lasagne_tools.library import T, lasagne
+from synkhronos.extensions.rank_mean import rank_mean
 
 __all__ = ["BatchNormLayer", "running_averages"]
 
@@ -34,6 +36,9 @@ class BatchNormLayer(lasagne.layers.Layer):
         Initial shift and scale of each channel, as in other Lasagne layers; None for no shift or scale.
     nonlinearity : callable or None
         Applied at the end.
+    sync : bool
+        Whether to normalise by the statistics of all ranks' rows: see `synkhronos.extensions.rank_mean`, whose
+        restrictions apply.
     **kwargs
         Arguments of the base class, such as ``name``.
 
@@ -67,6 +72,7 @@ class BatchNormLayer(lasagne.layers.Layer):
         beta: Any = lasagne.init.Constant(0),  # noqa: B008 - as in Lasagne: it holds nothing that changes
         gamma: Any = lasagne.init.Constant(1),  # noqa: B008
         nonlinearity: Any = None,
+        sync: bool = False,
         **kwargs: Any,
     ) -> None:
         super().__init__(incoming, **kwargs)
@@ -79,7 +85,7 @@ class BatchNormLayer(lasagne.layers.Layer):
             raise ValueError(f"BatchNormLayer: epsilon: expected a number above 1e-5, got {epsilon!r}")
         if not 0 <= alpha <= 1:
             raise ValueError(f"BatchNormLayer: alpha: expected a number from 0 to 1, got {alpha!r}")
-        self.epsilon, self.alpha = epsilon, alpha
+        self.epsilon, self.alpha, self.sync = epsilon, alpha, sync
         self.nonlinearity = nonlinearity or lasagne.nonlinearities.identity
         shape = (self.input_shape[1],)
         self.beta = self._learned(beta, shape, "beta")
@@ -128,12 +134,28 @@ class BatchNormLayer(lasagne.layers.Layer):
             return self.nonlinearity(distance * self._per_channel(scale) + self._per_channel(beta))
         # One operation with its own gradient: it is bound by memory, and reads its input fewer times than the formula.
         axes = tuple(axis for axis in range(input.ndim) if axis != 1)
-        normalised, mean, invstd = T.nnet.bn.batch_normalization_train(input, gamma, beta, axes, self.epsilon)
-        if average_updates is not None:
+        if self.sync:
+            normalised, mean, variance = self._normalise_by_all_ranks(input, gamma, beta, axes)
+        else:
+            normalised, mean, invstd = T.nnet.bn.batch_normalization_train(input, gamma, beta, axes, self.epsilon)
             variance = T.maximum(1 / T.sqr(invstd) - self.epsilon, 0)
+        if average_updates is not None:
             average_updates[self.mean] = (1 - self.alpha) * self.mean + self.alpha * mean
             average_updates[self.variance] = (1 - self.alpha) * self.variance + self.alpha * variance
         return self.nonlinearity(normalised)
+
+    def _normalise_by_all_ranks(self, input: Any, gamma: Any, beta: Any, axes: tuple[int, ...]) -> tuple[Any, Any, Any]:
+        """Return the normalised input, and mean and variance of all ranks' rows, by one exchange."""
+        n_channels = self.input_shape[1]
+        # Relative to the running mean, which is equal on all ranks: the variance of large numbers would lose digits.
+        distance = input - self._per_channel(self.mean)
+        moments = T.concatenate([distance.mean(axis=axes), T.sqr(distance).mean(axis=axes)])
+        moments = rank_mean(moments, input.shape[0])
+        shift = moments[:n_channels]
+        variance = T.maximum(moments[n_channels:] - T.sqr(shift), 0)
+        scale = gamma / T.sqrt(variance + self.epsilon)
+        normalised = (distance - self._per_channel(shift)) * self._per_channel(scale) + self._per_channel(beta)
+        return normalised, self.mean + shift, variance
 
     def _per_channel(self, vector: Any) -> Any:
         """Return a vector broadcast along all axes of the input but axis 1."""

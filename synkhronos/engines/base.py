@@ -52,6 +52,9 @@ class Runner:
         """Whether these inputs make the engine compile: True at the first call with inputs of their shapes."""
         return False
 
+    def wait(self, results: Sequence[Any]) -> None:
+        """Wait until the last launch, which returned ``results``, is computed."""
+
     def repeat(self, times: int) -> Runner | None:
         """Return the runner that computes ``times`` times in one launch; None if the engine has none.
 

@@ -220,6 +220,13 @@ class Executable(Runner):
         self._is_interrupted = False
         return results
 
+    def wait(self, results: Sequence[Any]) -> None:
+        """Wait until the last launch is computed."""
+        import jax
+
+        logs = [] if self._log is None else self._log.cells
+        jax.block_until_ready([*(r for r in results if JAX.owns(r)), *(cell[0] for cell in (*self._updated, *logs))])
+
     def _take_results(self) -> list[Any]:
         """Return the outputs of the last launch, and clear their cells."""
         if self._n_inputs:

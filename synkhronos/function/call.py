@@ -21,6 +21,7 @@ import numpy as np
 
 from synkhronos.data.rows import get_share, select, split
 from synkhronos.devices import HOST, Selection
+from synkhronos.engines.rank_mean import RankMeans
 from synkhronos.function.computation import CompiledVariant, Computation, Variant
 from synkhronos.function.notice import warn_if_slow
 from synkhronos.function.outputs import RankOutputs
@@ -151,12 +152,16 @@ class Call(_CallFields, Command):
             reduced outputs.
         """
         computation = bound.computation
+        if bound.compiled.n_rank_means:
+            self._check_rank_means(rank, bound)
         if bound.is_active or (self.n_rows == 0 and rank.is_master):
             if self.needs_compile:
                 self._compute_first(rank, bound)
             else:
                 bound.compute()
             rank.commit()
+        elif bound.compiled.n_rank_means:
+            RankMeans(rank, bound.compiled.n_rank_means).join()
         elif self.needs_compile and self._fills_cache(bound):
             rank.barrier()
         if self.needs_compile:
@@ -168,8 +173,21 @@ class Call(_CallFields, Command):
             return outputs.with_values(computation.engine.fetch(outputs.values)).reduce(rank)
         return computation.engine.collect(rank, bound.collect_outputs())
 
+    def _check_rank_means(self, rank: Rank, bound: RankCall) -> None:
+        if self.variant.returns_updates:
+            rank.raise_collectively(
+                ValueError(
+                    f"num_slices: expected 1, got {self.n_slices}: {bound.computation.name} has means over all ranks' rows "
+                    "(rank_mean, sync=True), and a slice has other means than the batch"
+                )
+            )
+        if self.n_rows == 0:
+            rank.raise_collectively(ValueError("batch: expected at least one row for a mean over ranks, got none"))
+
     def _fills_cache(self, bound: RankCall) -> bool:
         """Whether the first launch compiles, and writes the compiled code to disk for the other ranks."""
+        if bound.compiled.n_rank_means:
+            return False  # all ranks have to compute at the same time
         computation = bound.computation
         return computation.compile_order == AT_FIRST_CALL and computation.library.has_disk_cache(
             bound.compiled.function
@@ -325,11 +343,18 @@ class RankCall:
     def _launch(self, rows: Sequence[Selection | None], sliceable_rows: Selection | None) -> list[Any]:
         """Run the compiled function on some rows of each input, None for all of it, and return its outputs."""
         inputs = self._load_inputs(rows, sliceable_rows)
+        if count := self.compiled.n_rank_means:
+            return RankMeans(self._rank, count).launch(lambda: self._launch_and_wait(inputs))
         if self._rank.is_master and self.runner.is_new_signature(inputs):
             shapes = [getattr(value, "shape", ()) for value in inputs]
             with warn_if_slow(f"compiling {self.computation.name} for inputs of shapes {shapes}"):
                 return self.runner(*inputs)
         return self.runner(*inputs)
+
+    def _launch_and_wait(self, inputs: Sequence[Any]) -> list[Any]:
+        results = self.runner(*inputs)
+        self.runner.wait(results)
+        return results
 
     def _load_inputs(self, rows: Sequence[Selection | None], sliceable_rows: Selection | None) -> list[Any]:
         rank, computation, buffers = self._rank, self.computation, self.computation.buffers

@@ -23,6 +23,7 @@ import numpy as np
 
 from synkhronos.devices import HOST, Device
 from synkhronos.engines import Engine, Runner, choose_engine
+from synkhronos.engines.rank_mean import count_rank_means
 from synkhronos.function.outputs import OutputSpec
 from synkhronos.function.reduce import ReductionOp
 from synkhronos.graphs import GraphLibrary
@@ -65,11 +66,14 @@ class CompiledVariant(NamedTuple):
     runner : Runner
         Launches the function on a rank.
     spec : OutputSpec
+    n_rank_means : int
+        Number of means over ranks within the function.
     """
 
     function: Callable[..., Any]
     runner: Runner
     spec: OutputSpec
+    n_rank_means: int = 0
 
 
 @dataclass
@@ -205,7 +209,7 @@ class Computation:
             function = self._compile(variant)
             n_inputs = len(self.inputs) + {None: 0, "index": 1, "slice": 2}[variant.row_inputs]
             runner = self.engine.make_runner(self.library, function, n_inputs, is_fetched=not variant.returns_updates)
-            compiled = self.compiled[variant] = CompiledVariant(function, runner, spec)
+            compiled = self.compiled[variant] = CompiledVariant(function, runner, spec, count_rank_means(function))
         return compiled
 
     def _compile(self, variant: Variant) -> Callable[..., Any]:

@@ -19,6 +19,7 @@ from synkhronos.collectives.arguments import get_mirror_keys
 from synkhronos.data import Data
 from synkhronos.data.shared import check_session, is_published, locate
 from synkhronos.devices import HOST
+from synkhronos.engines.rank_mean import RankMeans
 from synkhronos.function import Function, get_dispatcher
 from synkhronos.function.computation import PLAIN
 from synkhronos.function.notice import warn_if_slow
@@ -131,7 +132,8 @@ class RunProgram(_RunProgramFields, Command):
                 "in the script, before synkhronos.fork(), is enough where JAX didn't run before that"
             ) from error
         task.progress()
-        result = program(Worker(rank, task), *args, **kwargs)
+        with RankMeans.refuse():
+            result = program(Worker(rank, task), *args, **kwargs)
         try:
             payload = pickle.dumps(result, pickle.HIGHEST_PROTOCOL)
         except (pickle.PicklingError, AttributeError, TypeError) as error:

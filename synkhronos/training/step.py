@@ -108,6 +108,8 @@ class Step(_StepFields, Command):
 
     def _fuse(self, rank: Rank, gradient: RankCall, update: RankCall) -> Runner | None:
         """Return the fused launch of gradient, all-reduce and update, or None if it cannot be fused on this rank."""
+        if gradient.compiled.n_rank_means:
+            return None  # the host takes part within the launch, and has to wait for its end
         engine = gradient.computation.engine
         if update.computation.engine is not engine or not gradient.is_active or self.gradient.variant.returns_updates:
             return None

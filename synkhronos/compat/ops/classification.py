@@ -18,7 +18,7 @@ from pytensor.tensor.elemwise import Elemwise
 from pytensor.tensor.rewriting.basic import register_stabilize
 from pytensor.tensor.type import TensorType
 
-from synkhronos.compat.ops.base import NumpyOp, register_lowering
+from synkhronos.lowering.numpy_op import NumpyOp, register_lowering
 
 __all__ = [
     "OneHot",

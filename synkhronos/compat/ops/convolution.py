@@ -16,8 +16,8 @@ from pytensor.gradient import disconnected_type
 from pytensor.graph.basic import Apply
 from pytensor.tensor.type import TensorType
 
-from synkhronos.compat.ops.base import NumpyOp, register_lowering
 from synkhronos.compat.ops.windows import fold, pad_zeros, unfold
+from synkhronos.lowering.numpy_op import NumpyOp, register_lowering
 
 __all__ = ["Conv", "ConvGradInputs", "ConvGradWeights", "Padding", "output_length", "compute_padding"]
 

@@ -17,7 +17,7 @@ from pytensor.graph.basic import Apply
 from pytensor.scalar import upcast
 from pytensor.tensor.type import TensorType
 
-from synkhronos.compat.ops.base import NumpyOp, register_lowering
+from synkhronos.lowering.numpy_op import NumpyOp, register_lowering
 
 __all__ = ["BatchNormTrain", "BatchNormTrainGrad"]
 

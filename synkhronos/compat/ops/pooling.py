@@ -16,8 +16,8 @@ from pytensor.gradient import disconnected_type
 from pytensor.graph.basic import Apply
 from pytensor.tensor.type import TensorType
 
-from synkhronos.compat.ops.base import NumpyOp, register_lowering
 from synkhronos.compat.ops.windows import iterate_window_slices, pad_zeros
+from synkhronos.lowering.numpy_op import NumpyOp, register_lowering
 
 __all__ = ["MODES", "MaxPoolGrad", "MaxPoolPick", "Pool", "SumPoolGrad"]
 

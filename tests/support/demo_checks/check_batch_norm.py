@@ -200,3 +200,21 @@ def test_running_averages_are_local_until_averaged(fork):
     synk.all_reduce(averages)
     for rank in range(2):
         np.testing.assert_allclose(synk.get_value(rank, averages), np.mean(expected, axis=0), rtol=1e-9)
+
+
+def test_sync_normalises_by_the_rows_of_all_ranks_as_one_process_does(array, fork):
+    x, updates, values = variable(array), OrderedDict(), []
+    layer, alone = layer_for(array, sync=True, alpha=0.25), layer_for(array, alpha=0.25)
+    target = np.cos(np.arange(array[0].size)).reshape(array[0].shape)
+    for each in (layer, alone):
+        out = each.get_output_for(x, average_updates=updates if each is layer else None)
+        loss = T.sqr(out - target).mean()
+        values.append([out, *T.grad(loss, [each.gamma, each.beta])])
+    fork(3)
+    f = synk.function([x], list(zip(values[0], ("gather", "mean", "mean"), strict=True)), updates=updates)
+    for one, other in zip(f(array), theano.function([x], values[1])(array), strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-8, atol=1e-10)
+    mean, variance = statistics(array)
+    for rank in range(3):  # equal on all ranks, without an all-reduce
+        found = synk.get_value(rank, running_averages(layer))
+        np.testing.assert_allclose(found, [0.25 * mean, 0.75 + 0.25 * variance], rtol=1e-9)

@@ -1,4 +1,4 @@
-"""Base class of the Ops here, and their registration with JAX and Numba.
+"""Base class of Ops computed by NumPy or XLA, and their registration with JAX and Numba.
 
 Each Op is defined once.  Its ``perform`` uses NumPy, for all modes on the CPU; Numba calls it in object mode.  For JAX
 mode, `register_lowering` adds a function of JAX arrays.

@@ -1,0 +1,134 @@
+"""Means over the ranks within compiled functions, such as the statistics of batch normalisation.
+
+A compiled function calls `average_over_ranks` where its graph has a mean (`synkhronos.extensions.rank_mean`)::
+
+    rank 0   rows --> mean of its rows --+                                    +--> next operation
+    rank 1   rows --> mean of its rows --+--> mean over ranks, by their rows --+--> next operation
+    rank 2   no rows: `RankMeans.join` --+
+
+All ranks run the same function, so that they make the same means in the same order.  XLA calls from a thread of its
+own; the main thread waits until the launch is computed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any, ClassVar
+
+import numpy as np
+
+from synkhronos.graphs import library_of
+from synkhronos.ranks import Rank
+
+#: Attribute of an Op that calls `average_over_ranks`.
+MARK = "averages_over_ranks"
+
+
+class RankMeans:
+    """The means of one launch of a compiled function on this rank.
+
+    Parameters
+    ----------
+    rank : Rank
+    count : int
+        Number of means that the function makes.
+    """
+
+    #: The launch in progress in this process.
+    current: ClassVar[RankMeans | None] = None
+    #: Whether a program runs in this process whose ranks do not call functions together.
+    is_refused: ClassVar[bool] = False
+
+    def __init__(self, rank: Rank, count: int):
+        self._rank, self._count = rank, count
+        self._n_done = 0
+        self._error: BaseException | None = None
+
+    def launch(self, run: Callable[[], list[Any]]) -> list[Any]:
+        """Run a function that makes the means, and returns when they are made; return its result."""
+        RankMeans.current = self
+        try:
+            results = run()
+        except Exception:
+            if self._error is not None:  # XLA raises an error of its own
+                raise self._error from None
+            raise
+        finally:
+            RankMeans.current = None
+        if self._n_done != self._count:
+            raise RuntimeError(f"this rank has made {self._n_done} means over ranks, expected {self._count}")
+        return results
+
+    def join(self) -> None:
+        """Take part in the means of the other ranks, without rows."""
+        for _ in range(self._count):
+            self._rank.all_gather_bytes(b"")
+
+    def average(self, values: np.ndarray, weight: float) -> np.ndarray:
+        """Return the mean of the ranks' vectors by their weights."""
+        self._n_done += 1
+        try:
+            mine = np.append(np.asarray(values, np.float64) * weight, weight)
+            gathered = self._rank.all_gather_bytes(mine.tobytes())
+            total = np.sum([np.frombuffer(each) for each in gathered if each], axis=0)
+        except BaseException as error:
+            self._error = error
+            raise
+        return np.asarray(total[:-1] / total[-1], values.dtype)
+
+    @classmethod
+    @contextlib.contextmanager
+    def refuse(cls) -> Iterator[None]:
+        """Context in which means over ranks are refused: ranks do not call functions together."""
+        cls.is_refused = True
+        try:
+            yield
+        finally:
+            cls.is_refused = False
+
+
+def average_over_ranks(values: np.ndarray, weight: Any) -> np.ndarray:
+    """Return the mean of a vector over the ranks; outside of the ranks' functions the vector of this process.
+
+    Raises
+    ------
+    RuntimeError
+        If ranks take steps of their own.
+    """
+    launch = RankMeans.current
+    if launch is not None:
+        return launch.average(np.asarray(values), float(weight))
+    if RankMeans.is_refused:
+        raise RuntimeError(
+            "rank_mean, sync=True: ranks call this function at their own pace (exchange rules other than BSP() on "
+            "gradients, the launcher, tasks); use make_train_function, make_trainer with BSP(), or synkhronos.function"
+        )
+    return np.asarray(values)
+
+
+def count_rank_means(function: Any) -> int:
+    """Return the number of means over ranks in a compiled function.
+
+    Raises
+    ------
+    NotImplementedError
+        If one is within a loop or another graph of its own, so that ranks might make different numbers of means.
+    """
+    nodes = function.maker.fgraph.toposort()
+    count = sum(hasattr(node.op, MARK) for node in nodes)
+    inner = [below for node in nodes for below in _list_inner_nodes(node.op)]
+    while inner:
+        node = inner.pop()
+        if hasattr(node.op, MARK):
+            raise NotImplementedError("rank_mean, sync=True: not within loops (scan) and other graphs of their own")
+        inner += _list_inner_nodes(node.op)
+    return count
+
+
+def _list_inner_nodes(op: Any) -> list[Any]:
+    """Return the nodes of the graph that an Op contains: PyTensor's ``fgraph``, ``outputs`` of Theano's loops."""
+    graph, outputs = getattr(op, "fgraph", None), getattr(op, "outputs", None)
+    if graph is not None:
+        return list(graph.toposort())
+    return library_of(outputs[0]).sort_nodes(outputs) if isinstance(outputs, list) and outputs else []

@@ -1,0 +1,118 @@
+"""Means over the rows of all ranks within a graph: batch normalisation that one process has with all rows."""
+
+import numpy as np
+import pytest
+
+import synkhronos as synk
+from synkhronos import rules
+from synkhronos.extensions.rank_mean import rank_mean
+from synkhronos.training import make_train_function, make_train_function_serial, make_trainer
+from synkhronos.training.updates import adam
+
+try:
+    import pytensor as library
+except ImportError:
+    import theano as library
+
+T = library.tensor
+
+rng = np.random.default_rng(3)
+X = rng.normal([1.0, -20.0, 5.0], [1.0, 0.1, 30.0], (13, 3))
+Y = rng.normal(size=13)
+WEIGHTS = rng.normal(size=(3, 4)), rng.normal(size=4)
+
+
+class Network:
+    """Two layers, the first one followed by a batch normalisation, and a second one beside it."""
+
+    def __init__(self):
+        self.x, self.y = T.dmatrix("x"), T.dvector("y")
+        self.w, self.v = (library.shared(value, name) for value, name in zip(WEIGHTS, "wv", strict=True))
+        self.mean = library.shared(np.zeros(4), "mean")
+        hidden, mean = self.normalise(T.dot(self.x, self.w), 4)
+        beside, _ = self.normalise(self.x, 3)
+        self.loss = T.sqr(T.dot(T.tanh(hidden), self.v) + beside.sum(axis=1) - self.y).mean()
+        self.averages = {self.mean: 0.5 * self.mean + 0.5 * mean}
+
+    def normalise(self, value, size):
+        moments = rank_mean(T.concatenate([value.mean(axis=0), T.sqr(value).mean(axis=0)]), value.shape[0])
+        mean, variance = moments[:size], moments[size:] - T.sqr(moments[:size])
+        return (value - mean) / T.sqrt(variance + 0.1), mean
+
+    def train_by(self, make, **options):
+        return make(
+            self.loss,
+            [self.w, self.v],
+            self.x,
+            self.y,
+            adam,
+            learning_rate=0.1,
+            extra_updates=self.averages,
+            **options,
+        )
+
+    def values(self):
+        return [shared.get_value() for shared in (self.w, self.v, self.mean)]
+
+
+def check_equal(found, expected):
+    for one, other in zip(found, expected, strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-8, atol=1e-10)
+
+
+def test_a_training_function_has_the_statistics_and_gradients_of_one_process(n_ranks):
+    """Train on 13 rows, on 5 and on 1, so that some ranks have none."""
+    serial, parallel = Network(), Network()
+    alone = serial.train_by(make_train_function_serial)
+    train = parallel.train_by(make_train_function)
+    for rows in (None, list(range(5)), [7], None):
+        losses = [each(X, Y, batch=rows) for each in (train, alone)]
+        np.testing.assert_allclose(*losses, rtol=1e-8)
+        check_equal(parallel.values(), serial.values())
+
+
+def test_a_trainer_with_a_last_batch_that_leaves_some_ranks_without_rows(n_ranks):
+    network, serial = Network(), Network()
+    trainer = network.train_by(make_trainer)
+    for report in trainer.epochs(X, Y, 12 // n_ranks, 3, seed=1):  # a batch of 12 rows, then one of 1
+        assert np.isfinite(report.loss)
+    alone = serial.train_by(make_train_function_serial)
+    for epoch in range(3):
+        order = np.random.default_rng((1, epoch)).permutation(13)
+        for rows in (order[:12], order[12:]):
+            alone(X, Y, batch=rows)
+    check_equal(network.values(), serial.values())
+
+
+def test_where_it_is_refused(n_ranks):
+    network = Network()
+    train = network.train_by(make_train_function)
+    with pytest.raises(
+        ValueError, match="num_slices: expected 1, got 2: train_gradient has means over all ranks' rows"
+    ):
+        train(X, Y, num_slices=2)
+    train(X, Y)  # the ranks go on
+    with pytest.raises(ValueError, match="weight: expected None for a loss with means over ranks"):
+        network.train_by(make_train_function, weight=T.sqr(network.y).sum())
+    trainer = Network().train_by(make_trainer, rule=rules.LocalSGD(2))
+    with pytest.raises(RuntimeError, match="sync=True: ranks call this function at their own pace"):
+        list(trainer.epochs(X, Y, 2, 1))
+    train(X, Y)
+
+
+def test_in_a_loop_it_is_refused(n_ranks):
+    x = T.dmatrix("x")
+    options = {} if library.__name__ == "theano" else {"return_updates": False}
+    steps = library.scan(lambda row: rank_mean(row, row.shape[0]), sequences=[x], **options)
+    steps = steps[0] if library.__name__ == "theano" else steps
+    f = synk.function([x], [(steps, None)])
+    with pytest.raises(NotImplementedError, match="sync=True: not within loops"):
+        f(X)
+
+
+def test_outside_of_the_ranks_functions_it_is_the_mean_of_this_process(n_ranks):
+    x = T.dmatrix("x")
+    f = library.function([x], rank_mean(x.mean(axis=0), x.shape[0]))
+    np.testing.assert_allclose(f(X), X.mean(axis=0))
+    g = synk.function([x], [(rank_mean(x.mean(axis=0), x.shape[0]), "gather")])
+    np.testing.assert_allclose(np.reshape(g(X), (-1, 3)), np.tile(X.mean(axis=0), (n_ranks, 1)))
