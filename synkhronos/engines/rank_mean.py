@@ -107,6 +107,17 @@ def average_over_ranks(values: np.ndarray, weight: Any) -> np.ndarray:
     return np.asarray(values)
 
 
+def call_average_over_ranks(values: Any, rows: Any) -> Any:
+    """Call `average_over_ranks` from a program of XLA; traced by JAX, which keeps the order of the calls."""
+    import jax
+    from jax.experimental import io_callback
+
+    def average(values: Any, rows: Any) -> np.ndarray:
+        return average_over_ranks(np.asarray(values), rows)
+
+    return io_callback(average, jax.ShapeDtypeStruct(values.shape, values.dtype), values, rows, ordered=True)
+
+
 def count_rank_means(function: Any) -> int:
     """Return the number of means over ranks in a compiled function.
 

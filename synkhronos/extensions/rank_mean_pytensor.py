@@ -4,16 +4,15 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
 from pytensor.gradient import DisconnectedType
 from pytensor.graph.basic import Apply
 
-from synkhronos.engines.rank_mean import average_over_ranks
-from synkhronos.extensions.rank_mean import _RankMean
+from synkhronos.engines.rank_mean import call_average_over_ranks
+from synkhronos.extensions.rank_mean_op import RankMeanOp
 from synkhronos.lowering.numpy_op import NumpyOp, register_lowering
 
 
-class RankMean(_RankMean, NumpyOp):
+class RankMean(RankMeanOp, NumpyOp):
     """Mean of a vector over the ranks."""
 
     apply_class, disconnected_type = Apply, DisconnectedType
@@ -21,10 +20,4 @@ class RankMean(_RankMean, NumpyOp):
 
 @register_lowering(RankMean)
 def _lower(op: RankMean, values: Any, rows: Any) -> Any:
-    import jax
-    from jax.experimental import io_callback
-
-    def average(values: Any, rows: Any) -> np.ndarray:
-        return average_over_ranks(np.asarray(values), rows)
-
-    return io_callback(average, jax.ShapeDtypeStruct(values.shape, values.dtype), values, rows, ordered=True)
+    return call_average_over_ranks(values, rows)

@@ -5,10 +5,10 @@ from __future__ import annotations
 from theano.gof import Apply, Op
 from theano.gradient import DisconnectedType
 
-from synkhronos.extensions.rank_mean import _RankMean
+from synkhronos.extensions.rank_mean_op import RankMeanOp
 
 
-class RankMean(_RankMean, Op):
+class RankMean(RankMeanOp, Op):
     """Mean of a vector over the ranks."""
 
     apply_class, disconnected_type = Apply, DisconnectedType

@@ -57,7 +57,11 @@ def modules(path, prefix: str) -> list[str]:
     for module in pkgutil.iter_modules(path, prefix):
         if module.name == "synkhronos.extensions.pymc_model" and not HAS_PYMC:
             continue
-        if module.name not in ("synkhronos.graphs.theano", "synkhronos.compat"):
+        if module.name not in (
+            "synkhronos.graphs.theano",
+            "synkhronos.extensions.rank_mean_theano",
+            "synkhronos.compat",
+        ):
             names.append(module.name)
             if module.ispkg:
                 names += modules([str(Path(path[0]) / module.name.rsplit(".", 1)[1])], f"{module.name}.")
