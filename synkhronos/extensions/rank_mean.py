@@ -45,7 +45,9 @@ def rank_mean(values: Any, rows: Any) -> Any:
 
 def _get_op(name: str) -> Any:
     if name == "theano":
-        from synkhronos.extensions.rank_mean_theano import RankMean
-    else:
-        from synkhronos.extensions.rank_mean_pytensor import RankMean
-    return RankMean()
+        from synkhronos.extensions.rank_mean_theano import TheanoRankMean
+
+        return TheanoRankMean()
+    from synkhronos.extensions.rank_mean_pytensor import PytensorRankMean
+
+    return PytensorRankMean()

@@ -35,7 +35,7 @@ class RankMeanOp:
         return False
 
     def connection_pattern(self, node: Any) -> list[list[bool]]:
-        """Return that the mean is differentiated with respect to the vector only."""
+        """Return the derivatives that exist: with respect to the vector, not to the number of rows."""
         return [[True], [False]]
 
     def _differentiate(self, inputs: Any, gradients: Any) -> list[Any]:

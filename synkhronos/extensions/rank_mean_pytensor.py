@@ -12,12 +12,12 @@ from synkhronos.extensions.rank_mean_op import RankMeanOp
 from synkhronos.lowering.numpy_op import NumpyOp, register_lowering
 
 
-class RankMean(RankMeanOp, NumpyOp):
+class PytensorRankMean(RankMeanOp, NumpyOp):
     """Mean of a vector over the ranks."""
 
     apply_class, disconnected_type = Apply, DisconnectedType
 
 
-@register_lowering(RankMean)
-def _lower(op: RankMean, values: Any, rows: Any) -> Any:
+@register_lowering(PytensorRankMean)
+def _lower(op: PytensorRankMean, values: Any, rows: Any) -> Any:
     return call_average_over_ranks(values, rows)

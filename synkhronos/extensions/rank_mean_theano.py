@@ -8,7 +8,7 @@ from theano.gradient import DisconnectedType
 from synkhronos.extensions.rank_mean_op import RankMeanOp
 
 
-class RankMean(RankMeanOp, Op):
+class TheanoRankMean(RankMeanOp, Op):
     """Mean of a vector over the ranks."""
 
     apply_class, disconnected_type = Apply, DisconnectedType
