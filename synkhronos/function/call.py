@@ -177,8 +177,8 @@ class Call(_CallFields, Command):
         if self.variant.returns_updates:
             rank.raise_collectively(
                 ValueError(
-                    f"num_slices: expected 1, got {self.n_slices}: {bound.computation.name} has means over all ranks' rows "
-                    "(rank_mean, sync=True), and a slice has other means than the batch"
+                    f"num_slices: expected 1, got {self.n_slices}: {bound.computation.name} has means over all ranks' "
+                    "rows (rank_mean, sync=True), and a slice has other means than the batch"
                 )
             )
         if self.n_rows == 0:
