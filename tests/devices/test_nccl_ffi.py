@@ -73,9 +73,9 @@ def test_several_processes_compile_once(tmp_path):
     environment = {"CXX": str(compiler), "XDG_CACHE_HOME": str(tmp_path / "cache")}
     processes = [
         subprocess.Popen([sys.executable, "-c", code], env={**os.environ, **environment}, stdout=subprocess.PIPE)
-        for _ in range(3)
+        for _ in range(2)
     ]
-    assert [process.communicate(timeout=LIMIT + 60)[0] for process in processes] == 3 * [b"library\n"]
+    assert [process.communicate(timeout=LIMIT + 60)[0] for process in processes] == 2 * [b"library\n"]
     assert log.read_text().count("\n") == 1
     assert sorted(path.suffix for path in (tmp_path / "cache" / "synkhronos").iterdir()) == [".lock", ".so"]
 
