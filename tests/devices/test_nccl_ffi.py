@@ -26,7 +26,7 @@ def run(program):
 
 @needs_compiler
 @pytest.mark.parametrize("calls", ["native", "graph"])
-def test_a_handler_reduces_and_a_failure_leaves_donated_arrays_as_they_were(calls):
+def test_nccl_handler_failure_keeps_donated_arrays(calls):
     good, twice, failed, after, aborted, outside = run(f"reduce_once({calls!r})")
     reduced = "['3 of 7 by 4 in 1234 on None', 'flag on None']"
     assert good == after == f"[[1.0, 3.0, 5.0], 1]; {reduced}"
@@ -52,7 +52,7 @@ def test_chunks_are_reduced_on_the_side_stream_and_waited_for():
 
 
 @needs_compiler
-def test_a_loop_calls_the_handler_in_each_iteration():
+def test_nccl_handler_is_called_in_each_iteration():
     assert run("reduce_in_loop()") == [
         "[[1024.0, 1024.0, 1024.0], 10, 10] 10",
         "[[8.0, 8.0, 8.0], 10, 3]; RuntimeError: NCCL failed within a launch (ncclResult_t 3) 4",
@@ -95,7 +95,7 @@ def test_without_a_compiler_xla_calls_through_python(tmp_path, compiler, words):
     assert not list(tmp_path.glob("*/*.so"))
 
 
-def test_an_unknown_way_to_call_nccl_is_refused(monkeypatch):
+def test_nccl_calls_refuses_unknown_values(monkeypatch):
     from synkhronos.devices.jax import native
 
     monkeypatch.setenv("SYNKHRONOS_NCCL_CALLS", "quickly")

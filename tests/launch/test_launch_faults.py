@@ -123,7 +123,7 @@ def copies_in_memory():
 
 @pytest.mark.faults
 @pytest.mark.parametrize("victim", [0, 1])
-def test_a_run_continues_after_deaths_with_the_results_of_an_undisturbed_one(tmp_path, victim):
+def test_on_death_continue_equals_an_undisturbed_run(tmp_path, victim):
     before = copies_in_memory()
     restarted(tmp_path / "whole", 2, [], checkpoint=0)
     done = restarted(tmp_path / "parts", victim, [0, 1], "--on-death=continue", checkpoint=0)
@@ -152,7 +152,7 @@ def test_a_run_continues_after_deaths_with_the_results_of_an_undisturbed_one(tmp
 
 @pytest.mark.faults
 @pytest.mark.parametrize("rule", ["EASGD", "GoSGD", "Swap"])
-def test_a_run_continues_after_a_death_under_other_rules(tmp_path, rule):
+def test_on_death_continue_under_other_rules(tmp_path, rule):
     restarted(tmp_path, 1, [1], "--on-death=continue", checkpoint=0, rule=rule)
     assert [report["epoch"] for report in lines(tmp_path / "run", "reports")] == [1, 2, 3]
     for rank in range(2):  # no row twice, none left out
@@ -162,14 +162,14 @@ def test_a_run_continues_after_a_death_under_other_rules(tmp_path, rule):
 
 
 @pytest.mark.faults
-def test_a_run_ends_after_too_many_deaths(tmp_path):
+def test_max_deaths_ends_a_run(tmp_path):
     done = restarted(tmp_path, 1, [0, 1, 2], "--on-death=continue", checkpoint=0, max_deaths=1, status=1)
     assert done.stderr.endswith("on_death = 'continue' goes on after max_deaths = 1 of them, and this is one more\n")
     assert "SIGKILL" in (tmp_path / "run" / "failure.txt").read_text()
 
 
 @pytest.mark.faults
-def test_an_exception_is_no_death(tmp_path):
+def test_on_death_continue_ends_at_an_exception(tmp_path):
     arguments = "--on-death=continue", "--restarts=1"
     done = restarted(tmp_path, 1, [0, 1], *arguments, status=1, config__raising="true")
     assert done.stderr.count("restart 1 of 1 from the beginning") == 1 and "death" not in done.stderr
@@ -177,7 +177,7 @@ def test_an_exception_is_no_death(tmp_path):
 
 
 @pytest.mark.faults
-def test_a_signal_ends_a_run_that_copies(tmp_path):
+def test_signal_ends_a_run_with_on_death_continue(tmp_path):
     """Ranks at their own pace end together at a copy: one that ended alone would miss it."""
     pytest.importorskip("safetensors")
     process = scheduled(tmp_path, False, checkpoint=1, rule="EASGD", on_death="continue")

@@ -122,7 +122,7 @@ def test_restart_on_two_hosts(tmp_path, victim):
 @pytest.mark.faults
 @pytest.mark.any_library
 @pytest.mark.parametrize("has_lost_host", [False, True])
-def test_a_run_on_two_hosts_continues_after_a_death(tmp_path, has_lost_host):
+def test_on_death_continue_on_two_hosts(tmp_path, has_lost_host):
     """The agent of a host is its ranks' parent: without it the whole host is lost."""
     pytest.importorskip("safetensors")
     config = {"config.marks": f"'{tmp_path}'", "config.victim": 1, "config.epochs": "[1]"}

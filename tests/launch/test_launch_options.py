@@ -46,7 +46,7 @@ def load(folder, name="params.npz"):
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3])
-def test_a_model_with_options_is_one_process_on_any_number_of_ranks_and_resumed_on_another(tmp_path, ranks):
+def test_model_options_equal_one_process_and_resume(tmp_path, ranks):
     train(tmp_path, "Optioned", ranks, options=ALL, epochs=1, checkpoint=1)
     train(tmp_path, "Optioned", ranks % 3 + 1, "--resume", options=ALL, epochs=3, checkpoint=1)
     w, average, mean = by_hand(3)
@@ -70,7 +70,7 @@ def test_gradients_are_exchanged_without_options_if_asked_for(tmp_path):
     np.testing.assert_allclose(load(tmp_path), [w, mean], rtol=1e-9)
 
 
-def test_a_step_that_overflows_on_one_rank_is_skipped_on_all_and_the_scale_is_resumed(tmp_path):
+def test_model_loss_scale_skips_an_overflow_and_resumes(tmp_path):
     x, y = make_data()
     w = average = np.zeros(3)
     count = 0

@@ -167,7 +167,7 @@ def test_own_model_of_the_launcher_page(tmp_path):
 
 
 @pytest.mark.skipif(DEVICE != "host", reason="where XLA was used, workers start anew and lack the row")
-def test_the_first_change_on_the_page_of_contributing(fork, monkeypatch):
+def test_contributing_first_change_works(fork, monkeypatch):
     """Its row and its test work, and the test fails without the row."""
     page = (ROOT / "docs" / "contributing.rst").read_text()
     row, test = (
@@ -183,7 +183,7 @@ def test_the_first_change_on_the_page_of_contributing(fork, monkeypatch):
     names["test_logaddexp"](fork)
 
 
-def test_the_complete_test_on_the_page_of_contributing(fork):
+def test_contributing_complete_test_passes(fork):
     page = (ROOT / "docs" / "contributing.rst").read_text()
     (test,) = re.findall(r'::\n\n(    """Sums over all ranks.*?)\n\n\S', page, re.DOTALL)
     names = {}
@@ -300,7 +300,7 @@ def test_speed_table_commands_exist():
 
 
 @pytest.mark.any_library
-def test_the_readme_has_the_rows_of_the_table_of_speed():
+def test_readme_has_the_rows_of_the_speed_table():
     columns = ["Work", "On", "Beside", "Times as fast", "Command"]
     with SPEED.open(newline="") as file:
         rows = [[row[column] for column in columns] for row in csv.DictReader(file)]

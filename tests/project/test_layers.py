@@ -258,7 +258,7 @@ def find_missing_names(text):
     return missing + [name for name in names if name not in defined]
 
 
-def test_the_walks_through_the_source_name_functions_that_exist():
+def test_source_walks_name_existing_functions():
     page = (PACKAGE.parent / "docs" / "internals.rst").read_text()
     walks = re.split("^Four walks|^Processes$", page, flags=re.MULTILINE)[1]
     lines = re.findall(r"^#\. (.*(?:\n   .*)*)", walks, re.MULTILINE)
@@ -266,7 +266,7 @@ def test_the_walks_through_the_source_name_functions_that_exist():
     assert {line: found for line in lines if (found := find_missing_names(line))} == {}
 
 
-def test_the_classes_and_methods_in_the_text_about_the_source_exist():
+def test_internals_names_existing_classes_and_methods():
     page = (PACKAGE.parent / "docs" / "internals.rst").read_text()
     everywhere = set().union(*map(defined_names, FILES)) | set(dir(builtins))
     named = set(re.findall(r"``(?:[a-z_/]+\.)?([A-Z]\w*[a-z]\w*(?:\.\w+)?)``", page))

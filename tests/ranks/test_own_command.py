@@ -34,7 +34,7 @@ def get_process_ids():
 
 
 @pytest.mark.parametrize("n", [1, 3])
-def test_a_command_of_a_user(fork, n):
+def test_own_command_runs_on_all_ranks(fork, n):
     fork(n)
     workers = ranks.session().workers.pids
     assert get_process_ids() == [workers.get(r, os.getpid()) for r in range(n)]

@@ -33,7 +33,7 @@ def exchange_once(worker, rule, parameter):
     return np.asarray(parameter.get_value())
 
 
-def test_a_rule_of_a_user(fork):
+def test_own_rule_of_contributing_trains(fork):
     fork(3)
     parameter = shared(np.zeros((2, 2)), "w")
     assert [w.tolist() for w in synk.run(exchange_once, Halfway(), parameter)] == [[[m, m]] * 2 for m in (0.5, 1, 1.5)]

@@ -181,7 +181,7 @@ def test_clip_by_norm_formula(first, second, limit):
             np.testing.assert_allclose(step, expected(g), rtol=1e-12, atol=1e-300)
 
 
-def test_transformations_are_applied_in_order_before_and_behind_the_rule():
+def test_chain_applies_transformations_in_order():
     grads, starts = [[3.0, 4.0]], [np.array([10.0, 20.0])]
     for rule, expected in {
         chain(scale(0.5), clip(1.8), sgd): [1.5, 1.8],
