@@ -6,20 +6,18 @@ PyMC is imported at the first call rather than with this module, as it is an opt
 from __future__ import annotations
 
 import warnings
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from synkhronos.checks import check_integer
 from synkhronos.ranks import available_cores
 
 if TYPE_CHECKING:
-    import pymc
-
     from synkhronos.extensions.pymc_model import DataParallelModel
 
 __all__ = ["data_parallel"]
 
 
-def data_parallel(model: pymc.Model, ranks: str | None = None, chains: int | None = None) -> DataParallelModel:
+def data_parallel(model: Any, ranks: str | None = None, chains: int | None = None) -> DataParallelModel:
     """Return a copy of a model whose log-density is computed by all ranks, each from its own rows.
 
     An observed variable is split if its log-density is a sum over rows, and each row's term depends on that row alone:
@@ -29,8 +27,8 @@ def data_parallel(model: pymc.Model, ranks: str | None = None, chains: int | Non
 
     Parameters
     ----------
-    model : pymc.Model
-        It is not changed.
+    model : pymc.Model or bambi.Model
+        It is not changed.  A model of Bambi is built, if it is not yet; the copy is one of its PyMC model.
     ranks : "auto", optional
         Measure how long the chains' gradients take with 1, 2, 4, ... ranks for each chain, and take the quickest
         number.  If PyMC alone is as quick, no variable is split.  A line in PyMC's log has the times.  Default: the
@@ -87,6 +85,10 @@ def data_parallel(model: pymc.Model, ranks: str | None = None, chains: int | Non
 
     from synkhronos.extensions.pymc_model import DataParallelModel
 
+    if type(model).__module__.partition(".")[0] == "bambi":
+        if not model.built:
+            model.build()
+        model = model.backend.model
     if not isinstance(model, pm.Model):
         raise TypeError(f"model: expected a pymc.Model, got {model!r}")
     if ranks not in (None, "auto"):

@@ -22,15 +22,23 @@ from pytensor.compile.builders import OpFromGraph
 from pytensor.compile.ops import ViewOp
 from pytensor.graph.basic import Constant
 from pytensor.graph.traversal import walk
+from pytensor.sparse.math import Dot as SparseDot
+from pytensor.sparse.math import StructuredDot
 from pytensor.tensor import TensorType, subtensor
-from pytensor.tensor.basic import Alloc, ARange, Join, MakeVector, ScalarFromTensor, TensorFromScalar
+from pytensor.tensor.basic import Alloc, AllocEmpty, ARange, Join, MakeVector, ScalarFromTensor, TensorFromScalar
 from pytensor.tensor.blockwise import Blockwise
 from pytensor.tensor.elemwise import CAReduce, DimShuffle, Elemwise
 from pytensor.tensor.extra_ops import CumOp
 from pytensor.tensor.math import All, Dot
 from pytensor.tensor.shape import Reshape, Shape, Shape_i, SpecifyShape
 from pytensor.tensor.special import LogSoftmax, Softmax
-from pytensor.tensor.subtensor import AdvancedSubtensor, IncSubtensor, Subtensor, indices_from_subtensor
+from pytensor.tensor.subtensor import (
+    AdvancedIncSubtensor,
+    AdvancedSubtensor,
+    IncSubtensor,
+    Subtensor,
+    indices_from_subtensor,
+)
 from pytensor.tensor.type_other import MakeSlice
 
 from synkhronos.extensions.rows_sum import replace_variables
@@ -41,6 +49,10 @@ __all__ = ["NotRowwiseError", "make_rowwise"]
 #: A rule for one operation: takes the search, the node, and the axis of its output that runs along the rows.
 #: It returns the restricted output.
 Rule = Callable[["RowSearch", Any, int], Any]
+
+
+#: Most elements of padded sparse rows, as a multiple of the rows and their elements.
+_MAX_PADDING = 4
 
 
 class NotRowwiseError(ValueError):
@@ -121,7 +133,7 @@ class RowSearch:
         """Return the expression of `variable` for the computed rows, which run along `axis`."""
         made = self._restricted.get((variable, axis))
         if made is None:
-            found = self._fold_constants(variable)
+            found = self.fold_constants(variable)
             find = self._restrict_data if found.owner is None else self._restrict_computed
             made = self._restricted[variable, axis] = find(found, axis)
         return made
@@ -132,7 +144,7 @@ class RowSearch:
 
     def merge_equal_rows(self, variable: Any, axis: int) -> Any:
         """Replace a constant with equal rows, such as a condition that holds everywhere, by one row; else restrict."""
-        found = self._fold_constants(variable)
+        found = self.fold_constants(variable)
         if isinstance(found, Constant):
             one = found.data.take([0], axis)
             if np.array_equal(found.data, np.broadcast_to(one, found.data.shape)):
@@ -206,7 +218,7 @@ class RowSearch:
             if len(data) < len(read) and any(self.length in _get_shape(one) for one in data):
                 raise NotRowwiseError(f"{_describe(variable)} needs all rows at once")
 
-    def _fold_constants(self, variable: Any) -> Any:
+    def fold_constants(self, variable: Any) -> Any:
         """Return the value, as a constant, of a variable that is computed from constants; else the variable.
 
         PyTensor would fold it while compiling; the ranks would compute it at each evaluation.
@@ -421,6 +433,65 @@ def _restrict_inc_subtensor(search: RowSearch, node: Any, axis: int) -> Any:
     )
 
 
+def _restrict_advanced_set(search: RowSearch, node: Any, axis: int) -> Any:
+    """Restrict ``set_subtensor(values[index], part)`` for a constant index, as of predictors with missing values."""
+    values, part, *operands = node.inputs
+    idx_list = getattr(node.op, "idx_list", None)
+    index, *others = operands if idx_list is None else indices_from_subtensor(operands, idx_list)
+    index = search.fold_constants(index)
+    is_set = getattr(node.op, "set_instead_of_inc", False)
+    is_known = isinstance(index, Constant) and index.type.ndim == 1
+    if not is_set or axis or not is_known or not all(map(_is_full_slice, others)):
+        raise _make_error(node)
+    picks = np.arange(search.length)[index.data]
+    position = np.full(search.length, -1)
+    position[picks] = np.arange(len(picks))
+    chosen = search.restrict(pt.constant(position), 0)
+    if part.type.ndim == values.type.ndim and part.type.shape[0] != 1:  # else the same for all rows
+        part = _fold_part(part, picks, search.length)
+        part = search.restrict(part, 0) if isinstance(part, Constant) else part[pt.maximum(chosen, 0)]
+    is_new = (chosen >= 0).dimshuffle(0, *["x"] * (values.type.ndim - 1))
+    return pt.switch(is_new, part, search.restrict(values, 0)).astype(values.type.dtype)
+
+
+def _fold_part(part: Any, picks: np.ndarray, length: int) -> Any:
+    """Return an array of all rows, if the values of the picked rows are computed from constants; else `part`."""
+    if any(
+        not isinstance(v, Constant) for v in walk([part], lambda v: v.owner.inputs if v.owner else []) if not v.owner
+    ):
+        return part
+    values = pytensor.function([], part, mode="FAST_COMPILE")()
+    full = np.zeros((length, *values.shape[1:]), values.dtype)
+    full[picks] = values
+    return pt.constant(full)
+
+
+def _restrict_alloc_empty(search: RowSearch, node: Any, axis: int) -> Any:
+    shape = node.inputs
+    return node.op(*shape[:axis], search.count, *shape[axis + 1 :])
+
+
+def _restrict_sparse_dot(search: RowSearch, node: Any, axis: int) -> Any:
+    """Restrict a product of a constant sparse matrix and a dense one.
+
+    Each row has as many indexes and values as the row with most elements.
+    """
+    design, dense = node.inputs
+    if axis or not isinstance(design, Constant) or not isinstance(dense.type, TensorType):
+        raise _make_error(node)
+    rows = design.data.tocsr()
+    counts = np.diff(rows.indptr)
+    width = max(1, counts.max(initial=0))
+    if width * len(counts) > _MAX_PADDING * (rows.nnz + len(counts)):
+        raise NotRowwiseError(f"{node.op}: a row of the sparse matrix has {width} elements, and most have far fewer")
+    is_element = np.arange(width) < counts[:, None]
+    columns, values = np.zeros(is_element.shape, "int64"), np.zeros(is_element.shape, rows.dtype)
+    columns[is_element], values[is_element] = rows.indices, rows.data
+    picked = dense[search.restrict(pt.constant(columns), 0)]
+    product = (search.restrict(pt.constant(values), 0)[:, :, None] * picked).sum(axis=1)
+    return product.astype(node.outputs[0].type.dtype)
+
+
 def _restrict_reduction(search: RowSearch, node: Any, axis: int) -> Any:
     return node.op(search.restrict(node.inputs[0], _list_kept_axes(node)[axis]))
 
@@ -504,6 +575,10 @@ _RULES: dict[type, Rule] = {
     AdvancedSubtensor: _restrict_advanced,
     Subtensor: _restrict_subtensor,
     IncSubtensor: _restrict_inc_subtensor,
+    AdvancedIncSubtensor: _restrict_advanced_set,
+    AllocEmpty: _restrict_alloc_empty,
+    SparseDot: _restrict_sparse_dot,
+    StructuredDot: _restrict_sparse_dot,
     CAReduce: _restrict_reduction,
     CumOp: _restrict_cumulative,
     Softmax: _restrict_softmax,
@@ -517,3 +592,4 @@ _RULES: dict[type, Rule] = {
 }
 if hasattr(subtensor, "AdvancedSubtensor1"):  # gone in newer versions
     _RULES[subtensor.AdvancedSubtensor1] = _restrict_take
+    _RULES[subtensor.AdvancedIncSubtensor1] = _restrict_advanced_set

@@ -58,9 +58,8 @@ def test_density_and_gradient_are_the_models(name):
     pandas = pytest.importorskip("pandas")
     formula, options = MODELS[name]
     built = bambi.Model(formula, pandas.DataFrame(DATA), **options)
-    built.build()
+    parallel = data_parallel(built)
     model = built.backend.model
-    parallel = data_parallel(model)
     assert len(parallel.split_RVs) == 1 and not parallel.reasons
     point = model.initial_point()
     for compile_function in ("compile_logp", "compile_dlogp"):

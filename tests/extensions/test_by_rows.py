@@ -4,10 +4,12 @@ import re
 
 import numpy as np
 import pytest
+from scipy.sparse import csr_matrix
 from scipy.special import gammaln
 
 pytensor = pytest.importorskip("pytensor", reason="it is about PyTensor's graphs")
 import pytensor.tensor as pt  # noqa: E402
+from pytensor import sparse  # noqa: E402
 
 from synkhronos.extensions.rowwise import NotRowwiseError, make_rowwise  # noqa: E402
 
@@ -16,6 +18,7 @@ RNG = np.random.default_rng(2)
 X, Y, GROUP, KIND = RNG.normal(size=(N, 3)), RNG.normal(size=N), RNG.integers(0, 4, N), RNG.integers(0, 3, N)
 REVERSED = np.arange(N)[::-1].copy()
 x, y, group, kind = pt.constant(X), pt.constant(Y), pt.constant(GROUP), pt.constant(KIND)
+SPARSE = csr_matrix(np.where(X > -0.5, X, 0))
 held = pytensor.shared(X, "held")
 a, w, m, each = pt.dscalar("a"), pt.dvector("w"), pt.dmatrix("m"), pt.dvector("each")
 VALUES = {a: 0.7, w: RNG.normal(size=3), m: RNG.normal(size=(4, 3)), each: RNG.normal(size=N)}
@@ -52,6 +55,11 @@ GOOD = {
     "rows and columns of longer rows": (pt.constant(np.tile(X, (2, 1))) * w)[5 : N + 5, 1],
     "a column that is set": pt.set_subtensor((x * a)[:, 1], y)[:, 1] + x[:, 0],
     "columns that grow": pt.inc_subtensor(pt.zeros((N, 3))[:, 1:], x[:, :2] * a).sum(axis=1) * x[:, 0],
+    "rows that are set": pt.set_subtensor((x * w)[:, 0][np.array([1, 4, 6])], w) * y,
+    "rows by a mask": pt.set_subtensor(pt.set_subtensor(pt.empty(N)[KIND > 0], Y[KIND > 0])[KIND == 0], a) * a,
+    "rows of a matrix that are set": pt.set_subtensor(x[np.array([5, 2, 0, -1])], m).sum(axis=1),
+    "a sparse design": sparse.dot(SPARSE, w[:, None])[:, 0] * y,
+    "a sparse matrix and a dense one": sparse.structured_dot(SPARSE, m.T).sum(axis=1),
     "columns that are set to one number": pt.set_subtensor((x * w)[:, :2], a).sum(axis=1),
     "along an axis": pt.take_along_axis(x * w, kind[:, None], axis=1)[:, 0],
     "log-softmax": pt.special.log_softmax(x * w, axis=1)[:, 0],

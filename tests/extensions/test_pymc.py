@@ -11,6 +11,7 @@ import sys
 import textwrap
 import threading
 import time
+import types
 import warnings
 from pathlib import Path
 
@@ -21,7 +22,9 @@ with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # ArviZ tells of its next version
     pm = pytest.importorskip("pymc", reason="the extra `pymc` is not installed")
 import pytensor  # noqa: E402
+import pytensor.sparse  # noqa: E402
 import pytensor.tensor as pt  # noqa: E402
+import scipy.sparse  # noqa: E402
 from library import INTERPRETED, XLA, fork_ranks  # noqa: E402
 
 import synkhronos as synk  # noqa: E402
@@ -181,6 +184,17 @@ def imputed():
     pm.Normal("y", X @ pm.Normal("b", shape=3), pm.HalfNormal("s"), observed=missing)
 
 
+def imputed_predictor():
+    column = pm.Normal("column", pm.Normal("mean"), 1, observed=np.ma.masked_where(np.arange(N) % 9 == 0, X[:, 0]))
+    pm.Normal("y", pm.Normal("a") + pm.Normal("b") * column, pm.HalfNormal("s"), observed=X[:, 1])
+
+
+def sparse_design():
+    design = scipy.sparse.csr_matrix((X > 0) * X)
+    effects = pytensor.sparse.structured_dot(design, pm.Normal("b", shape=3)[:, None])[:, 0]
+    pm.Bernoulli("y", logit_p=effects, observed=SUCCESS)
+
+
 def observed_in_others():
     b = pm.Normal("b", shape=3)
     first = pm.Normal("first", X @ b, 1, observed=X[:, 0])
@@ -286,6 +300,8 @@ MODELS = [
     varying_slopes,
     ordered,
     imputed,
+    imputed_predictor,
+    sparse_design,
     observed_in_others,
     within_another,
     rows_of_vectors,
@@ -295,7 +311,7 @@ MODELS = [
 ]
 
 
-@pytest.mark.filterwarnings("ignore:Data in y contains missing values")
+@pytest.mark.filterwarnings("ignore:Data in .* contains missing values")
 @pytest.mark.parametrize("build", MODELS, ids=lambda build: build.__name__)
 def test_data_parallel_of_pymcs_documented_models(two, build):
     with pm.Model() as model:
@@ -369,6 +385,21 @@ def test_data_parallel_refuses_random_rows():
         pm.Normal("y", x @ pm.Normal("b", shape=3), 1, observed=y, total_size=N)
     with pytest.raises(ValueError, match="split by rows: y: pm.Minibatch draws other rows at each evaluation"):
         data_parallel(model)
+
+
+def test_data_parallel_builds_a_model_of_bambi():
+    class Model:
+        built, backend = False, None
+
+        def build(self):
+            self.built, self.backend = True, types.SimpleNamespace(model=small())
+
+    Model.__module__ = "bambi.models"
+    one = Model()
+    assert names(data_parallel(one).split_RVs) == ["y"]
+    model = one.backend.model
+    data_parallel(one)
+    assert one.backend.model is model
 
 
 @pytest.mark.parametrize("what", ["nothing", "no observed", "no model"])
