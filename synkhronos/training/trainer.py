@@ -797,6 +797,8 @@ def make_trainer(
         raise TypeError(f"loss: {error}") from None
     first = params[0] if isinstance(params, list | tuple) and params else None
     dtype = getattr(getattr(first, "type", None), "dtype", library.floatX)
+    # At least float32: a rate of 1e-5 has few digits in float16.  Rules cast it to the dtype in which they compute.
+    dtype = np.result_type(dtype, np.float32)
     rate = library.shared(np.asarray(schedule(0.0), dtype), name="learning_rate")
     rule_kwargs = {"learning_rate": rate, **rule_kwargs}
     graph = TrainingGraph.build(

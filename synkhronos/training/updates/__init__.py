@@ -56,6 +56,7 @@ Examples
 
 from synkhronos.training.updates.decoupled import adamw, lamb, lion, muon
 from synkhronos.training.updates.flat import RuleUpdates
+from synkhronos.training.updates.masters import master_weights
 from synkhronos.training.updates.rules import (
     adadelta,
     adagrad,
@@ -96,6 +97,7 @@ __all__ = [
     "clip_by_global_norm",
     "lamb",
     "lion",
+    "master_weights",
     "momentum",
     "muon",
     "nesterov_momentum",

@@ -1,0 +1,95 @@
+"""Float32 copies of float16 parameters, which an update rule updates in their place."""
+
+from __future__ import annotations
+
+import inspect
+from collections import OrderedDict
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+
+from synkhronos.graphs import library_of
+from synkhronos.training.updates.checks import check_gradients, check_params
+from synkhronos.training.updates.flat import RuleUpdates
+
+
+def master_weights(rule: Any) -> Any:
+    r"""Let an update rule compute in float32 for float16 parameters, as PyTorch's and Apex' mixed precision does.
+
+    Each float16 parameter has a master copy in float32 among the rule's variables.  The rule updates the copy, and the
+    parameter is the copy rounded.  So steps that are too small for float16 add up.
+
+    Parameters
+    ----------
+    rule : callable
+        An update rule.
+
+    Returns
+    -------
+    callable
+        An update rule with the signature of the given one.
+
+    Raises
+    ------
+    TypeError
+        If `rule` is not callable.
+
+    Notes
+    -----
+    A copy is made of the parameter's value at the first step.  Values that are assigned to the parameter afterwards are
+    overwritten by the next step.
+
+    Examples
+    --------
+    >>> import numpy as np, pytensor
+    >>> from synkhronos.training.updates import master_weights, sgd
+    >>> w = pytensor.shared(np.float16(1), "w")
+    >>> updates = master_weights(sgd)(w, [w], learning_rate=0.0002)
+    >>> [(shared.name, shared.dtype) for shared in updates.param_updates]
+    [('w', 'float16'), ('w_master', 'float32'), ('masters_exist', 'float32')]
+    >>> for _ in range(10):
+    ...     _ = pytensor.function([], updates=updates.grad_updates)()
+    ...     _ = pytensor.function([], updates=updates.param_updates)()
+    >>> print(w.get_value())
+    0.998
+    """
+    if not callable(rule):
+        raise TypeError(f"master_weights: expected an update rule, got {rule!r}")
+
+    def mastered(loss_or_grads: Any, params: Iterable[Any], *args: Any, weight: Any = None, **kwargs: Any) -> Any:
+        params = check_params(params)
+        grads = check_gradients(loss_or_grads, params)
+        library = library_of(*params)
+        tensor = library.tensor
+        # Named as the parameters until the rule has been built, for its predicates of parameters.
+        masters = [p if p.dtype != "float16" else _make_master(p) for p in params]
+        grads = [tensor.cast(g, str(np.result_type(g.dtype, m.dtype))) for g, m in zip(grads, masters, strict=True)]
+        updates = RuleUpdates(*rule(grads, masters, *args, weight=weight, **kwargs))
+        pairs = {m: p for p, m in zip(params, masters, strict=True) if m is not p}
+        if not pairs:
+            return updates
+        exist = library.shared(np.zeros((), "float32"), name="masters_exist")
+        olds = {
+            m: library.convert(m, tensor.switch(tensor.eq(exist, 0), tensor.cast(p, m.dtype), m))
+            for m, p in pairs.items()
+        }
+        clones = library.clone(list(updates.param_updates.values()), olds)
+        news: OrderedDict[Any, Any] = OrderedDict()
+        for shared, new in zip(updates.param_updates, clones, strict=True):
+            if shared in pairs:
+                news[pairs[shared]] = library.convert(pairs[shared], tensor.cast(new, "float16"))
+                shared.name = f"{shared.name or 'param'}_master"
+            news[shared] = library.convert(shared, new)
+        news[exist] = tensor.ones_like(exist)
+        return updates._replace(param_updates=news)
+
+    mastered.__name__ = f"master_weights({getattr(rule, '__name__', type(rule).__name__)})"
+    mastered.__signature__ = inspect.signature(rule)  # type: ignore[attr-defined]
+    return mastered
+
+
+def _make_master(param: Any) -> Any:
+    """Return a float32 copy of a shared variable."""
+    kind = param.type.clone(dtype="float32")
+    return type(param)(type=kind, value=np.asarray(param.get_value(), "float32"), strict=False, name=param.name)

@@ -1,0 +1,92 @@
+"""Float16 parameters with float32 copies: small steps add up, and the results are those of one process."""
+
+import functools
+
+import numpy as np
+import pytest
+from library import shared, tensor
+
+from synkhronos.training import Checkpoint, make_train_function, make_train_function_serial, make_trainer
+from synkhronos.training import updates as u
+
+X = np.random.default_rng(0).normal(size=(13, 4)).astype("float16")
+Y = np.random.default_rng(1).normal(size=(13, 3)).astype("float16")
+
+
+def make(maker, rule, **options):
+    """Return a training function of float16 parameters, and these."""
+    x, y = tensor.matrix("x", dtype="float16"), tensor.matrix("y", dtype="float16")
+    w, b = shared(np.full((4, 3), 0.5, "float16"), "w"), shared(np.zeros(3, "float16"), "b")
+    # Products in float32, as on tensor cores.
+    product = tensor.dot(tensor.cast(x, "float32"), tensor.cast(w, "float32"))
+    loss = ((product + b - y) ** 2).mean()
+    return maker(loss, [w, b], x, y, rule, **options), [w, b]
+
+
+def state_of(train):
+    values = train.get_optimizer_state() if hasattr(train, "get_optimizer_state") else None
+    values = values or [s.get_value() for s in train.optimizer_state]
+    return dict(zip([s.name for s in train.optimizer_state], values, strict=True))
+
+
+def test_small_steps_add_up(n_ranks):
+    """Each is below half of the distance between float16 numbers at 0.5."""
+    found = {}
+    for rule in (u.sgd, u.master_weights(u.sgd)):
+        train, (w, _) = make(make_train_function, rule, learning_rate=1e-5)
+        for _ in range(100):
+            train(X, Y)
+        found[rule] = w.get_value()
+    plain, mastered = found.values()
+    start = np.full((4, 3), 0.5, "float16")
+    np.testing.assert_array_equal(plain, start)
+    assert (mastered != start).any()
+
+
+@pytest.mark.parametrize("shards", [False, True])
+@pytest.mark.parametrize(
+    "rule", [u.adam, functools.partial(u.adamw, mask=lambda p: p.name == "w")], ids=["adam", "adamw"]
+)
+def test_ranks_compute_what_one_process_does(n_ranks, rule, shards):
+    options = {"rule": u.master_weights(rule), "learning_rate": 0.01, "clip_norm": 0.5, "loss_scale": "dynamic"}
+    train, params = make(make_train_function, shard_optimizer=shards, num_slices=2, **options)
+    serial, like = make(make_train_function_serial, **options)
+    for batch in (None, 7, 2, None):
+        train(X, Y, batch=batch)
+        serial(X, Y, batch=batch)
+    found, expected = state_of(train), state_of(serial)
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        np.testing.assert_allclose(found[name], value, rtol=2e-3, atol=1e-4, err_msg=name)
+    for one, other in zip(params, like, strict=True):
+        assert one.get_value().dtype == np.float16
+        np.testing.assert_array_equal(one.get_value(), found[f"{one.name}_master"].astype("float16"))
+        np.testing.assert_allclose(one.get_value(), other.get_value(), rtol=2e-3, atol=1e-3)
+
+
+def test_checkpoints_hold_the_copies(n_ranks, tmp_path):
+    def run(folder, epochs, resume=None):
+        trainer, params = make(make_trainer, u.master_weights(u.momentum), learning_rate=1e-3)
+        list(trainer.epochs(X, Y, 4, epochs, checkpoint=Checkpoint(folder), resume=resume))
+        return [value.get_value() for value in (*params, *trainer.optimizer)]
+
+    expected = run(tmp_path / "whole", 3)
+    run(tmp_path / "parts", 1)
+    for one, other in zip(run(tmp_path / "parts", 3, "latest"), expected, strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
+def test_the_learning_rate_of_a_trainer_is_not_rounded_to_float16(n_ranks):
+    trainer, _ = make(make_trainer, u.master_weights(u.momentum), learning_rate=1e-5)
+    assert trainer.learning_rate.get_value() == np.float32(1e-5)
+
+
+def test_other_parameters_have_no_copies():
+    w = shared(np.ones(3, "float32"), "w")
+    updates = u.master_weights(u.momentum)((w**2).sum(), [w], learning_rate=0.1)
+    assert [s.name for s in updates.param_updates] == ["w", "w_velocity"]
+
+
+def test_a_rule_is_needed():
+    with pytest.raises(TypeError, match="master_weights: expected an update rule, got 3"):
+        u.master_weights(3)
