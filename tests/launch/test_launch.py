@@ -163,6 +163,15 @@ def test_ranks_with_fewer_batches_do_not_block(tmp_path):
 
 @pytest.mark.any_library
 @pytest.mark.slow
+@pytest.mark.parametrize(("rule", "steps"), [("BSP", [9, 9]), ("EASGD", [9, 12]), ("GOSGD", [9, 12])])
+def test_data_that_grow_between_epochs_do_not_block(tmp_path, rule, steps):
+    train(tmp_path, "Growing", epochs=3, rule=rule)
+    assert [lines(tmp_path, f"rank-{r}")[-1]["step"] for r in range(2)] == steps
+    assert [report["steps"] for report in lines(tmp_path, "reports")] == ([4, 6, 8] if rule == "BSP" else [4, 7, 10])
+
+
+@pytest.mark.any_library
+@pytest.mark.slow
 def test_random_streams_differ_by_rank(tmp_path):
     train(tmp_path, "Noisy", epochs=1)
     drawn = [re.search("drawn .*", (tmp_path / f"rank-{r}.log").read_text())[0] for r in range(2)]

@@ -41,6 +41,16 @@ def test_trainer_uses_every_row_once_an_epoch(n_ranks, name, rows, batch, every)
     assert reports[-1].seen == 2 * rows
 
 
+@pytest.mark.parametrize("name", [name for name in ("BSP", "LocalSGD", "EASGD", "Downpour", "GoSGD") if name in ALL])
+def test_data_that_grow_between_epochs_do_not_block(n_ranks, name):
+    if XLA:
+        pytest.skip("compiled for each number of rows")
+    model = Model(name, 60)
+    for epochs, rows in ((1, 31), (2, 53)):  # the first batch of 1 row, then of 5, leaves some ranks without one
+        list(model.epochs(6, epochs, rows))
+    assert model.used().tolist() == [2.0] * 31 + [1.0] * 22 + [0.0] * 7
+
+
 @pytest.mark.parametrize("name", ["BSP"] if XLA else ["BSP", "BSP of parameters", "PostLocal", "SlowMo"])
 def test_trainer_learning_rate_of_0_changes_nothing(n_ranks, name):
     model = Model(name, rate=schedules.cosine(0.05, epochs=1))

@@ -106,6 +106,14 @@ class Uneven(MLP):
             self.data.n_batch_train = 4
 
 
+class Growing(MLP):
+    """Has more batches in each epoch, rank 1 more than rank 0."""
+
+    def train_iter(self, count, recorder):
+        super().train_iter(count, recorder)
+        self.data.n_batch_train = 2 + self.epoch * (1 + self.rank)
+
+
 class FailsOnOne(MLP):
     def train_iter(self, count, recorder):
         if self.rank == 1 and count == 3:
