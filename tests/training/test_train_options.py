@@ -1,10 +1,14 @@
 """Options of training functions and trainers: clipping, slices and averages of parameters."""
 
+import re
+
 import numpy as np
 import pytest
+from paths import ROOT
 
 import synkhronos as synk
 from synkhronos import rules
+from synkhronos.launch.options import check_options
 from synkhronos.training import (
     Checkpoint,
     CheckpointError,
@@ -241,3 +245,44 @@ def test_loss_scale_refuses_other_values(n_ranks):
         for make in (make_train_function, make_train_function_serial, make_trainer):
             with pytest.raises(error, match="loss_scale: expected one of"):
                 Problem().train_by(make, loss_scale=value)
+
+
+# -- the table of docs/training.rst ------------------------------------------------------------------------
+
+VALUES = {
+    "clip_norm": 0.5,
+    "num_slices": 2,
+    "ema": 0.9,
+    "validate_ema": True,
+    "loss_scale": "dynamic",
+    "shard_optimizer": True,
+}
+TABLE = re.findall(r"^``(\w+)`` +(yes|no) +(yes|no) +(yes|no)$", (ROOT / "docs" / "training.rst").read_text(), re.M)
+
+
+def train_by_function(**options):
+    Problem().train_by(make_train_function, **options)(X, Y)
+
+
+def train_by_trainer(**options):
+    problem = Problem()
+    trainer = problem.train_by(make_trainer, validate={"mse": problem.loss}, **options)
+    assert len(list(trainer.epochs(X, Y, 2, 1, valid=(X, Y)))) == 1
+
+
+def set_in_a_model(**options):
+    check_options(options)  # tests/launch/test_launch_options.py trains with them
+
+
+@pytest.mark.parametrize("option", VALUES)
+def test_the_table_of_options(n_ranks, option):
+    cells = {name: accepted for name, *accepted in TABLE}
+    assert set(cells) == set(VALUES)
+    options = {option: VALUES[option], **({"ema": 0.9} if option == "validate_ema" else {})}
+    uses = train_by_function, train_by_trainer, set_in_a_model
+    for use, accepted in zip(uses, cells[option], strict=True):
+        if accepted == "yes":
+            use(**options)
+        else:
+            with pytest.raises((TypeError, ValueError), match=option):
+                use(**options)
