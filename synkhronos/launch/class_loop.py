@@ -1,13 +1,13 @@
-"""Program of a rank in a run: train an instance of the user's class under an exchange rule.
+"""The part of a run on each rank: train an instance of the user's class under an exchange rule.
 
-The master runs three tasks on all ranks.  Each rank keeps its instance from `build` to `train`::
+The master calls three functions on all ranks.  Each rank keeps its instance from `build_instance` to `train_instance`::
 
-    enter()     redirect output, print device and cores
-    build()     make and check the instance, compile its functions, make parameters equal on all ranks
-    train()     epochs of a ClassLoop
+    start_rank()      redirect output, print device and cores
+    build_instance()  make and check the instance, compile its functions, make parameters equal on all ranks
+    train_instance()  epochs of a ClassLoop
 
 A signal may end an epoch after any batch.  The checkpoint then has the number of batches, and the state of random
-generators at the start of the epoch: a class knows by itself which rows it has taken, so it has to skip these batches,
+generators at the start of the epoch: only the class knows which rows it has taken, so it has to skip these batches,
 or to repeat them, when the run is resumed.
 """
 
@@ -63,7 +63,9 @@ _WARMUP, _SNAPSHOTS = 5, 5
 _TYPES: dict[str, Any] = {"epochs": int, "stop": dict, "host_generators": list, "totals": list, "within": list | None}
 
 
-def enter(worker: Worker, consoles: list[int], masks: list[list[int]], devices: list[str], by_host: list[range]) -> int:
+def start_rank(
+    worker: Worker, consoles: list[int], masks: list[list[int]], devices: list[str], by_host: list[range]
+) -> int:
     """Redirect this rank's output to its own pipe, print its device and cores, and return its process ID.
 
     Parameters
@@ -96,7 +98,7 @@ def enter(worker: Worker, consoles: list[int], masks: list[list[int]], devices: 
 
 
 @contextmanager
-def as_the_class_computes() -> Iterator[None]:
+def use_class_precision() -> Iterator[None]:
     """Switch JAX to the precision for which PyTensor compiled the class' functions, within a ``with`` block.
 
     PyTensor enables float64 in JAX only if ``floatX`` is float64.  This library's own functions need it enabled.
@@ -113,11 +115,11 @@ def as_the_class_computes() -> Iterator[None]:
         jax.config.update("jax_enable_x64", before)
 
 
-def build(worker: Worker, settings: Settings, rule: Rule) -> tuple[int, str]:
+def build_instance(worker: Worker, settings: Settings, rule: Rule) -> tuple[int, str]:
     """Make, check and compile this rank's instance; return the number of elements that ranks exchange, and their dtype.
 
     All ranks get the parameters of rank 0.  The instance, its groups of variables and the kind of its exchange are kept
-    for `train`.
+    for `train_instance`.
 
     Raises
     ------
@@ -164,7 +166,7 @@ def build(worker: Worker, settings: Settings, rule: Rule) -> tuple[int, str]:
     return exchanged.size, exchanged.dtype.name
 
 
-def train(
+def train_instance(
     worker: Worker,
     settings: Settings,
     rule: Rule,
@@ -173,7 +175,7 @@ def train(
     copies: str | None,
     flag: LocalRows,
 ) -> bool:
-    """Train the instance that `build` has made, and call its ``cleanup``.
+    """Train the instance that `build_instance` has made, and call its ``cleanup``.
 
     ``path`` is the checkpoint or copy to resume from, or None; the other arguments are those of `ClassLoop`.  Return
     whether a signal has ended the training, after a checkpoint was written.
@@ -184,7 +186,7 @@ def train(
         rule = SummedGradients(model.vels, model.vels2, rule.precision)
     run = ClassLoop(worker, settings, rule, model, kept["groups"], shared, copies, flag)
     try:
-        return run.all_epochs(path)
+        return run.train_all_epochs(path)
     finally:
         run.model.cleanup()
 
@@ -280,7 +282,7 @@ class ClassLoop(EpochLoop, RankLoop):
         self._common_batches = 0
         self._ends_at_copy = False
 
-    def all_epochs(self, path: str | None) -> bool:
+    def train_all_epochs(self, path: str | None) -> bool:
         """Train all epochs, and write the parameters; if a signal ends the training, save a checkpoint and return True.
 
         ``path`` is the checkpoint to resume from, or None.
@@ -396,7 +398,7 @@ class ClassLoop(EpochLoop, RankLoop):
         self.has_ended = any(has_ended for _, has_ended in ended)
         if not self.has_ended:
             self.recorder.clear_train_info()
-            self.reset("train")
+            self.reset_iterator("train")
             self.change_check.check_change(self.recorder.learning_rate, epoch_ended=True)
             if self.rule.asynchronous:
                 self.change_check.compare(self.worker)
@@ -407,12 +409,12 @@ class ClassLoop(EpochLoop, RankLoop):
         """Yield for each step the number of its batch, and whether it is the batch's last step."""
         batch, n_steps = self.within["batch"], contract.get_sub_batches(self.model)
         # A class may distribute its data in the first step, so the number of batches is read after it.
-        batches = self.agree(int(self.model.data.n_batch_train)) if batch else None
+        batches = self.agree_on_batches(int(self.model.data.n_batch_train)) if batch else None
         while batches is None or batch < batches:
             for step in range(n_steps):
                 yield batch, step == n_steps - 1
                 if batches is None:
-                    batches = self.agree(int(self.model.data.n_batch_train))
+                    batches = self.agree_on_batches(int(self.model.data.n_batch_train))
             batch += 1
 
     def step(self, batches: tuple[int, bool]) -> int:
@@ -424,10 +426,10 @@ class ClassLoop(EpochLoop, RankLoop):
         recorder = self.recorder
         self.worker.progress()
         began, before = time.perf_counter(), dict(recorder.meter.seconds)
-        with as_the_class_computes():
+        with use_class_precision():
             self.model.train_iter(batch, recorder)
         recorder.count_iteration(time.perf_counter() - began)
-        self.note_compute(began, before)
+        self.record_compute_time(began, before)
         return int(self.is_last_step or not self.rule.asynchronous)
 
     def exchange(self, steps: int) -> None:
@@ -444,7 +446,7 @@ class ClassLoop(EpochLoop, RankLoop):
         self.count_steps_left()
         super().exchange(steps)
         if self.applies_gradients:
-            with as_the_class_computes():
+            with use_class_precision():
                 self.model.apply_gradients()
 
     def begin_exchange(self) -> None:
@@ -468,10 +470,10 @@ class ClassLoop(EpochLoop, RankLoop):
             if self._ends_at_copy or not self._common_batches or self._copy_schedule.due < self._common_batches:
                 self.has_ended = self._ends_at_copy  # a rank that ended alone would miss the next copy
                 return self.has_ended
-        self.has_ended = self.is_last_step and self.is_ended(together=not self.rule.asynchronous)
+        self.has_ended = self.is_last_step and self.is_stop_requested(together=not self.rule.asynchronous)
         return self.has_ended
 
-    def is_ended(self, together: bool) -> bool:
+    def is_stop_requested(self, together: bool) -> bool:
         """Return True if a signal ends the training here.
 
         All ranks agree if they call this ``together``, after equally many steps.  Otherwise this rank polls the flag,
@@ -481,7 +483,7 @@ class ClassLoop(EpochLoop, RankLoop):
             return False
         return self.agreement.is_stop() if together else self.poll.is_stop()
 
-    def agree(self, batches: int) -> int:
+    def agree_on_batches(self, batches: int) -> int:
         """Return the number of batches of this epoch.
 
         Under synchronous rules it is the minimum over ranks: all ranks take part in each exchange.
@@ -496,7 +498,7 @@ class ClassLoop(EpochLoop, RankLoop):
             sys.stdout.write(f"ranks have {every} batches: each takes {min(every)}, since all exchange at once\n")
         return min(every)
 
-    def note_compute(self, began: float, before: dict[str, float]) -> None:
+    def record_compute_time(self, began: float, before: dict[str, float]) -> None:
         """Add an iteration's time to ``compute``, less the time that the class has recorded for other activities.
 
         ``began`` is its start by `time.perf_counter`; ``before`` has the seconds by activity at that time.
@@ -540,14 +542,14 @@ class ClassLoop(EpochLoop, RankLoop):
             following = batch + 1
             for _ in range(per_batch):
                 self.worker.progress()
-                with as_the_class_computes():
+                with use_class_precision():
                     answer = self.model.val_iter(self.count, recorder)
                 following, has_stopped = contract.parse_next_batch(answer, batch, following)
                 if has_stopped:
                     break
             batch = following
-            is_ended = self.is_ended(together=False)
-        self.reset("val")
+            is_ended = self.is_stop_requested(together=False)
+        self.reset_iterator("val")
         shown = self.worker.exchange((*recorder.take_validation_sums(), has_stopped, is_ended))
         self.has_ended = any(ended for *_, ended in shown)
         if self.has_ended:
@@ -593,7 +595,7 @@ class ClassLoop(EpochLoop, RankLoop):
             f"{self.recorder.unit}/s\n"
         )
 
-    def reset(self, mode: str) -> None:
+    def reset_iterator(self, mode: str) -> None:
         """Call the class' ``reset_iter`` with "train" or "val", if it has one: its next batch is the first."""
         method = getattr(self.model, "reset_iter", None)
         if callable(method):
@@ -710,7 +712,7 @@ class ClassLoop(EpochLoop, RankLoop):
         for epoch in range(meta["epochs"]):  # a checkpoint has learning rates in shared variables only
             contract.call_accepted(self.model.adjust_hyperp, epoch)
         if meta["within"]:
-            self.replay(meta["epochs"], meta["within"])
+            self.skip_trained_batches(meta["epochs"], meta["within"])
         rank_state.restore_state(worker, _KEPT, self.groups, self.rule, path, self.shared, False, 0)
         self.state = worker.kept(_KEPT)["state"]
         if isinstance(self.rule, SummedGradients):
@@ -733,7 +735,7 @@ class ClassLoop(EpochLoop, RankLoop):
         worker.barrier("all go on from the checkpoint")
         return int(meta["epochs"])
 
-    def replay(self, epoch: int, within: list[dict[str, Any]]) -> None:
+    def skip_trained_batches(self, epoch: int, within: list[dict[str, Any]]) -> None:
         """Move the class past the batches of an epoch that were trained on before the checkpoint.
 
         A class without ``skip_iter`` takes these steps again, to set its attributes.  The checkpoint then overwrites
@@ -764,7 +766,7 @@ class ClassLoop(EpochLoop, RankLoop):
         for batch in range(batches):
             for _ in range(sub_batches):
                 self.worker.progress()
-                with as_the_class_computes():
+                with use_class_precision():
                     self.model.train_iter(batch, recorder)
 
 
