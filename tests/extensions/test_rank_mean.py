@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+from library import XLA
 
 import synkhronos as synk
 from synkhronos import rules
@@ -116,3 +117,20 @@ def test_outside_of_the_ranks_functions_it_is_the_mean_of_this_process(n_ranks):
     np.testing.assert_allclose(f(X), X.mean(axis=0))
     g = synk.function([x], [(rank_mean(x.mean(axis=0), x.shape[0]), "gather")])
     np.testing.assert_allclose(np.reshape(g(X), (-1, 3)), np.tile(X.mean(axis=0), (n_ranks, 1)))
+
+
+def test_an_error_of_one_rank_before_the_mean_reaches_the_others(n_ranks):
+    if XLA:
+        pytest.skip("lengths that follow from values of floats")
+    x = T.dmatrix("x")
+    flat = x.flatten().reshape((T.cast(x[-1, 0], "int64"),))
+    f = synk.function([x], [(rank_mean(flat.mean().reshape((1,)), x.shape[0]), None)])
+    rows = np.full((2 * n_ranks, 3), 6.0)
+    if n_ranks > 1:
+        np.testing.assert_allclose(f(rows)[0], [6.0])
+    rows[-1] = 5  # of the last rank alone
+    for _ in range(2):
+        with pytest.raises((ValueError, synk.WorkerError, RuntimeError)):
+            f(rows)
+    train = Network().train_by(make_train_function)
+    assert np.isfinite(train(X, Y))
