@@ -167,11 +167,18 @@ class Dispatcher:
     def mark_distributed(self, session: Session) -> None:
         """Record that the workers have the computation, and prepare the master's."""
         self.session = session
+        session.notify_at_replacement(self, Dispatcher._note_replacement)
         self._compiled = set()
         self.computation.reset_if_engine_changed()
         session.rank.objects[self.key] = weakref.ref(self.computation)
         self.computation.to_device()
         session.memory.release_with(self, "object", self.key)
+
+    def _note_replacement(self) -> None:
+        """Have the next task or call send the program again if the new workers are no forks, which have it."""
+        if self.session is not None and not self.session.workers.are_forks:
+            self.session = None
+            register(self)
 
 
 class _PendingDispatchers(WeakKeys[Dispatcher, bool]):

@@ -18,6 +18,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import io
+import itertools
 import os
 import pickle
 import sys
@@ -38,6 +39,8 @@ from synkhronos.ranks.pickle_parts import measure_parts, read_parts, write_parts
 
 #: Shared variables that functions use, in any session.
 _registered: WeakKeys[Any, bool] = WeakKeys()
+#: Numbers of the keys of shared variables.  None is used twice: an old key may be released late.
+_numbers = itertools.count(1)
 #: Largest number of jumps of any rank's stream from the master's, by random generator.  A later session's streams start
 #: after it: workers may have drawn more numbers than the master, and its stream does not show them.
 _furthest: WeakKeys[Any, int] = WeakKeys()
@@ -65,7 +68,6 @@ class Mirror:
     def __init__(self, session: Session):
         self._session = weakref.ref(session)
         self._keys: WeakKeys[Any, tuple[str, int]] = WeakKeys()
-        self._last = 0
         #: The user's modules whose code is sent, because a worker has another version or none.
         self._by_value: set[str] = set()
 
@@ -117,8 +119,7 @@ class Mirror:
         keyed = []
         for shared in shareds:
             if self.get_key(shared) is None:
-                self._last += 1
-                keyed.append((("shared", self._last), shared))
+                keyed.append((("shared", next(_numbers)), shared))
         if session.size > 1:
             starts = [_choose_start(session, shared) for _, shared in keyed]
             # In topological order: pickle follows references, and would recurse through the depth of the graph.

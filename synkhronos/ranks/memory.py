@@ -61,10 +61,12 @@ class Memory:
     ----------
     last_key : int
         Key of the newest segment.
+    last_announced : int
+        Key of the newest segment that the workers have.
     """
 
     def __init__(self, rank: Rank, channels: Mapping[int, socket], run: Callable[[Command], Any]):
-        self.last_key = self._last_part = 0
+        self.last_key = self.last_announced = self._last_part = 0
         self._rank = rank
         self._channels = channels
         self._run = run
@@ -138,6 +140,7 @@ class Memory:
                 self._unannounced.append((segment, file, set(self._channels)))
             else:
                 file.close()
+                self.last_announced = segment.key
         if len(self._unannounced) > _UNANNOUNCED and not in_command:
             self.flush(force=True)
         return segment
@@ -152,6 +155,7 @@ class Memory:
                 waiting.discard(number)
             del self._unannounced[0]
             file.close()
+            self.last_announced = segment.key
 
     def release(self, what: Kind, key: Any) -> None:
         """Release a segment or an object: here at once, on the other ranks with the next command."""
@@ -184,8 +188,17 @@ class Memory:
             self._run(release)
             del self._garbage[: len(release.released)]  # only now: an interrupt may come at any moment
 
-    def forget_workers(self) -> None:
-        """Forget what the workers have not received: new ones inherit the present segments and objects."""
+    def send_again(self) -> None:
+        """Send all segments to new workers that are no forks of this process."""
+        for segment, file in self._rank.segments.replace_files():
+            self._unannounced.append((segment, file, set(self._channels)))
+            if len(self._unannounced) > _UNANNOUNCED:
+                self.flush(force=True)
+        self.flush(force=True)
+
+    def forget_workers(self, is_inherited: bool) -> None:
+        """Forget the old workers: new ones inherit the present segments and objects, or have none of them."""
+        self.last_announced = self.last_key if is_inherited else 0
         for _, file, _ in self._unannounced:
             file.close()
         self._unannounced.clear()

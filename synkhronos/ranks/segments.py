@@ -18,7 +18,7 @@ import secrets
 import socket
 import struct
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
@@ -155,13 +155,14 @@ class Segment:
         Bytes that are backed by memory; the others are addresses alone.  Default: all.
     """
 
-    __slots__ = ("buffer", "here", "is_file", "key", "nbytes")
+    __slots__ = ("buffer", "here", "is_file", "key", "nbytes", "path")
 
     def __init__(self, key: int, fd: int, nbytes: int, is_file: bool = False, here: range | None = None):
         self.key = key
         self.nbytes = nbytes
         self.is_file = is_file
         self.here = range(nbytes) if here is None else here
+        self.path = os.readlink(f"/proc/self/fd/{fd}") if is_file else ""
         self.buffer = map_file(fd, nbytes, is_file)
 
     def array(self, shape: tuple[int, ...], dtype: npt.DTypeLike, offset: int = 0) -> np.ndarray:
@@ -250,6 +251,36 @@ class SegmentTable:
         else:
             self._unmapped[segment.key] = segment
 
+    def replace_files(self) -> Iterator[tuple[Segment, io.FileIO]]:
+        """Move each segment's memory to a new file at the same address; yield segments and files in the order of keys.
+
+        The old file's descriptor is closed, so that new processes could not map it.  Views of the memory stay valid.
+
+        Raises
+        ------
+        MemoryError
+            If ``/dev/shm`` has no room for a copy of the segment.
+        OSError
+            If a user's file has been replaced by another one.
+        """
+        for key in sorted(self._segments):
+            segment = self._segments[key]
+            if segment.is_file:
+                file = io.FileIO(segment.path)
+                if os.fstat(file.fileno()).st_size != segment.nbytes:
+                    raise OSError(errno.ESTALE, f"{segment.path} has changed since it was mapped")
+                yield segment, file
+                continue
+            for notify in self.on_drop:
+                notify(segment)
+            file = create_unlinked(segment.nbytes)
+            content, done = memoryview(segment.buffer).cast("B"), 0
+            while done < segment.nbytes:
+                done += os.pwrite(file.fileno(), content[done : done + (1 << 30)], done)
+            if error := _map_over(segment.buffer, file.fileno(), segment.nbytes, private=False):
+                raise MemoryError(f"{segment.nbytes:,} bytes of shared memory can't be mapped: {os.strerror(error)}")
+            yield segment, file
+
     def drop(self, key: int) -> weakref.ref[mmap.mmap] | None:
         """Drop a segment and return a weak reference to its memory, which is freed with its last view."""
         segment = self._segments.get(key)
@@ -301,17 +332,21 @@ def map_file(fd: int, nbytes: int, private: bool = False) -> mmap.mmap:
     except OSError as caught:
         error = caught.errno or errno.ENOMEM
     else:
-        address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
-        protection, flags = mmap.PROT_READ | mmap.PROT_WRITE, _MAP_FIXED
-        flags |= mmap.MAP_PRIVATE | _MAP_NORESERVE if private else mmap.MAP_SHARED
-        if _libc.mmap(address, nbytes, protection, flags, fd, 0) == _FAILED:
-            error = ctypes.get_errno()
+        error = _map_over(memory, fd, nbytes, private)
     if error:
         raise MemoryError(
             f"{nbytes:,} bytes of shared memory can't be mapped: {os.strerror(error)}; see `ulimit -v`, and "
             "`sysctl vm.max_map_count` for how many Data objects there may be"
         )
     return memory
+
+
+def _map_over(memory: mmap.mmap, fd: int, nbytes: int, private: bool) -> int:
+    """Map a file over mapped memory, at its address; return an error number, or 0."""
+    address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+    protection, flags = mmap.PROT_READ | mmap.PROT_WRITE, _MAP_FIXED
+    flags |= mmap.MAP_PRIVATE | _MAP_NORESERVE if private else mmap.MAP_SHARED
+    return ctypes.get_errno() if _libc.mmap(address, nbytes, protection, flags, fd, 0) == _FAILED else 0
 
 
 def announce(channel: socket.socket, segment: Segment, fd: int) -> None:

@@ -346,7 +346,7 @@ class Session:
         plan = self.link.plan_transfers(command, location, self.rank.segments)
         control.mailbox[len(message) : len(message) + len(plan)] = plan
         words[Control.PLAN] = len(plan)
-        words[Control.ANNOUNCED] = self.memory.last_key
+        words[Control.ANNOUNCED] = self.memory.last_announced
         words[Control.POSTED] = number
         control.fence()
         for r in self.workers.pids:
@@ -578,8 +578,8 @@ class Session:
 
     @property
     def can_replace_workers(self) -> bool:
-        """Whether `replace_workers` is possible: the workers are forks of this process, on this machine."""
-        return isinstance(self.link, LocalLink) and self.workers.are_forks
+        """Whether `replace_workers` is possible: all workers are on this machine."""
+        return isinstance(self.link, LocalLink)
 
     @contextlib.contextmanager
     def keep_memory(self) -> Iterator[None]:
@@ -598,11 +598,16 @@ class Session:
                     _call_all(self._at_close)
                     self._free_memory()
 
-    def replace_workers(self) -> None:
+    def replace_workers(self, fresh: bool = False) -> None:
         """Start new workers after a death within `keep_memory`.
 
         They are copies of this process as it is now: they inherit its segments, and its mirrored objects with their
         present values and compiled functions.
+
+        Parameters
+        ----------
+        fresh : bool
+            Start them as new processes instead.  They get the segments, and mirrored objects when these are used next.
 
         Raises
         ------
@@ -616,10 +621,15 @@ class Session:
         try:
             with defer_signals():  # between its lines the session is neither closed nor open
                 # The counters and semaphores of the old workers stay as they died.
-                self._control = Control(self.size, self._control.spin, here=self.link.here)
+                here = self.link.here
+                self._file = Control.create(self.size, len(here), self.link.extra) if fresh else None
+                fd = -1 if self._file is None else self._file.fileno()
+                self._control = Control(self.size, self._control.spin, fd, here=here, extra=self.link.extra)
                 self.rank.restart(self._control, self._watch)
                 self.rank.has_peer_died = self._has_peer_died
-                self.memory.forget_workers()
+                self.memory.forget_workers(is_inherited=not fresh)
+                self.workers.begin_again(self._file)
+                self._pickled.clear()
                 self._peers = PeerWatch(self._has_peer_died, self._has_pending_alone, self._raise_if_peer_died)
                 self._running, self._idle = False, True
                 self._dead_rank = self.death = self.closed = None
@@ -628,6 +638,9 @@ class Session:
             self._run_first()
             with self.turn:
                 self.settle()
+                if fresh:
+                    self.memory.send_again()
+                    self.registry.clear()
                 _call_all(self._at_replacement)
         except BaseException:
             self.close(kill=True)

@@ -80,6 +80,10 @@ class Workers:
                 worker.main(self._control, theirs, *settings, inherited)
         self.pids[number] = pid
 
+    def begin_again(self, file: io.FileIO | None) -> None:
+        """Have the next `start` start forks, or new processes that get the control memory as a file."""
+        self._file = file
+
     @property
     def are_forks(self) -> bool:
         """Whether workers are forks of this process, and so inherit its memory."""

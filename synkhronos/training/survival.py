@@ -9,7 +9,8 @@ The master has a copy of the state of all ranks in memory, of the last whole ste
 
 An operation is all or nothing: what a failed one has changed on any rank is replaced by the copy.  So no row is lost or
 used twice.  New workers are forks of the master, and inherit the copy with everything else (see
-`synkhronos.ranks.session`).
+`synkhronos.ranks.session`).  Once JAX or CUDA has started in the master they are new processes instead: a fork could
+not compute.  They get the copy with the command that restores it, and compile functions again.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ import numpy as np
 
 from synkhronos import ranks
 from synkhronos.devices import HOST, Device, is_fork_unsafe
+from synkhronos.function import distribute
 from synkhronos.ranks import WorkerError
 from synkhronos.rules.state import Vector
 from synkhronos.tasks import LocalRows, Worker, run
@@ -38,7 +40,7 @@ T = TypeVar("T")
 MAX_REPEATED = 3
 #: Approximate seconds between two copies, where ranks take steps of their own.
 _INTERVAL = 1.0
-#: States of all ranks, by the trainer's name.  Workers read what they have inherited.
+#: States of all ranks, by the trainer's name.  Workers that are forks read what they have inherited.
 _states: dict[str, list[dict[str, Any]]] = {}
 
 
@@ -79,6 +81,8 @@ class Survival:
         Whether ranks with equal parameters have other state that differs: random streams, or updates of their own.
     max_deaths : int
         Number of deaths after which the next one ends the training.
+    has_loader : bool
+        Whether rows come from a `Loader`.
 
     Attributes
     ----------
@@ -88,12 +92,17 @@ class Survival:
         Number of steps of the present copy.
     """
 
-    def __init__(self, state: TrainerState, device: Device, differs: bool, max_deaths: int):
+    def __init__(self, state: TrainerState, device: Device, differs: bool, max_deaths: int, has_loader: bool):
         self._session = ranks.session()
-        if not self._session.can_replace_workers or device is not HOST or is_fork_unsafe():
+        if not self._session.can_replace_workers:
             raise ValueError(
-                "on_death: 'continue' needs ranks on the cores of one machine, and functions that are not compiled by "
-                "JAX: their workers are copies of this process; use 'stop', and resume from a checkpoint"
+                "on_death: 'continue' needs ranks on one machine; use 'stop', and resume from a checkpoint, or the "
+                "launcher's on_death"
+            )
+        if has_loader and (device is not HOST or is_fork_unsafe()):
+            raise ValueError(
+                "on_death: 'continue' needs Data or arrays instead of a Loader where JAX has started: a loader's "
+                "processes would keep the memory of the workers that died"
             )
         if getattr(state, "_sharded", None) is not None:
             raise ValueError("on_death: 'continue' needs the whole optimizer on each rank, got shard_optimizer=True")
@@ -174,9 +183,6 @@ class Survival:
     def _recover(self, error: Exception, began: float) -> None:
         """Replace the workers and restore the copy; raise the error if it is no worker's death, or one too many."""
         session, deaths = self._session, []
-        if session.has_kept_memory and is_fork_unsafe():
-            error.add_note("on_death='continue': this process has started JAX since: workers can't be its forks")
-            raise error
         while session.has_kept_memory and self._has_copy:
             death = session.death
             assert death is not None
@@ -207,15 +213,18 @@ class Survival:
         raise error
 
     def _restore(self) -> None:
-        state = self._state
+        state, is_fresh = self._state, is_fork_unsafe()
         if state.alike and not self._differs:
             _write(state.groups, self._mine)
-            self._session.replace_workers()
+            self._session.replace_workers(is_fresh)
             return
-        self._session.replace_workers()
+        self._session.replace_workers(is_fresh)
+        if is_fresh:
+            distribute()  # functions move their variables to the device, where a task would leave them on the host
         for name, data in state.memory.items():
             data[...] = self._shared[name]
-        run(restore_copy, state.name, state.groups, state.memory, state.alike, self._is_begun)
+        by_rank = _states[state.name] if is_fresh else None
+        run(restore_copy, state.name, state.groups, state.memory, state.alike, self._is_begun, by_rank)
         if not state.alike and self._is_begun:
             run(rank_state.set_reported_params, state.name, state.rule)
 
@@ -241,13 +250,14 @@ def restore_copy(
     shared: dict[str, LocalRows],
     alike: bool,
     is_begun: bool,
+    sent: list[dict[str, Any]] | None,
 ) -> None:
-    """Restore this rank from the copy in memory that it has inherited, or made if it is the master."""
-    by_rank = _states[name]
+    """Restore this rank from the copy that was sent, or that it has inherited, or made if it is the master."""
+    by_rank = _states[name] if sent is None else sent
     state = {**by_rank[0], **by_rank[worker.number]} if alike else by_rank[worker.number]
     state = deepcopy(state)  # the master restores it again if a worker dies before the next copy
     rank_state.set_state(worker, name, groups, shared, alike, state, state["others"], state["streams"])
     if not is_begun:
         worker.kept(name).clear()
-    if not worker.is_master:
+    if not worker.is_master and sent is None:
         del _states[name]  # memory that the next copy would not free here

@@ -217,10 +217,10 @@ class Trainer:
         steps of their own it does so about every second, or at each report if the loss has a weight.  After a death all
         ranks return to the copy, so that each row is used exactly once.  ``report.deaths`` describes the deaths.
 
-        New workers are copies of the master, so that nothing is compiled again.  This needs ranks on the cores of one
-        machine, and another compiler than JAX.  Variables that the trainer does not use get the master's values on all
-        ranks.  The death of the master ends the training, as does a death while your code between two reports calls the
-        ranks.
+        New workers are copies of the master, so that nothing is compiled again.  Once JAX or CUDA has started they are
+        new processes, which compile again, and rows may not come from a `Loader`.  All ranks have to be on one machine.
+        Variables that the trainer does not use get the master's values on all ranks.  The death of the master ends the
+        training, as does a death while your code between two reports calls the ranks.
         """
         loader = self._find_loader(x_data, y_data)
         data, count = ([], len(loader)) if loader else self._make_data(x_data, y_data, "x_data, y_data")
@@ -275,17 +275,19 @@ class Trainer:
             recorders,
             checkpoint,
             progress,
-            self._make_survival(max_deaths) if on_death == "continue" else None,
+            self._make_survival(max_deaths, loader is not None or isinstance(valid, Loader))
+            if on_death == "continue"
+            else None,
         )
         return self._iterate_reports(loop, resume, grace)
 
-    def _make_survival(self, max_deaths: int) -> Survival:
+    def _make_survival(self, max_deaths: int, has_loader: bool) -> Survival:
         differs = bool(self._state.groups.generators) or any(
             update.differs and update.op != "mean" for update in self._graph.extra_updates
         )
         step = self._step if self._together is None else self._together.gradient
         assert step is not None
-        return Survival(self._state, get_dispatcher(step).computation.device, differs, max_deaths)
+        return Survival(self._state, get_dispatcher(step).computation.device, differs, max_deaths, has_loader)
 
     def _iterate_reports(self, loop: _TrainerLoop, resume: Any, grace: float) -> Iterator[Report]:
         checkpoint = loop.checkpoint

@@ -39,7 +39,8 @@ def lose(session, call, rank=1):
         call()
 
 
-def test_new_workers_have_data_functions_and_variables(session):
+@pytest.mark.parametrize("fresh", [False, True])
+def test_new_workers_have_data_functions_and_variables(session, fresh):
     x, w = T.dmatrix("x"), shared(np.zeros(3), "w")
     f = synk.function([x], [(x.sum(), "sum")], updates=[(w, w + x.sum(axis=0))])
     data = synk.data(np.ones((6, 3)))
@@ -49,7 +50,11 @@ def test_new_workers_have_data_functions_and_variables(session):
             lose(session, lambda: f(data), rank)
             assert session.death.rank == rank and "SIGKILL" in session.death.cause
             before = w.get_value()
-            session.replace_workers()
+            session.replace_workers(fresh)
+            if fresh:  # a new process gets the function, and then the variable, in the first call
+                assert session.death is None and float(read(f(data)[0])) == 18.0
+                np.testing.assert_array_equal(synk.gather(w, nd_up=1), [before + 2.0] * 3)
+                continue
             assert session.death is None and len(session.workers.pids) == 2
             np.testing.assert_array_equal(synk.gather(w, nd_up=1), [before] * 3)
             assert float(read(f(data)[0])) == 18.0
@@ -57,6 +62,24 @@ def test_new_workers_have_data_functions_and_variables(session):
         more = synk.data(np.arange(6.0).reshape(3, 2))
         g = synk.function([x], [(x.sum(), "sum")])
         assert float(read(g(more)[0])) == 15.0
+
+
+def test_fresh_workers_have_the_memory_of_the_old_ones(session, tmp_path):
+    """More segments than are sent at once, the newest of them freed, and a file; views in the master stay valid."""
+    many = [synk.data(np.full(3, float(i))) for i in range(70)]
+    view, newest = many[5].data, synk.data(np.ones(3))
+    np.save(tmp_path / "rows.npy", np.arange(6.0))
+    file = synk.data_file(tmp_path / "rows.npy")
+    x = T.dvector("x")
+    f = synk.function([x], (x.sum(), "sum"))
+    f(newest)
+    newest.free_memory()
+    with session.keep_memory():
+        lose(session, lambda: f(many[0]))
+        session.replace_workers(fresh=True)
+        view[0] = 100.0
+        assert [float(read(f(data))) for data in (many[5], many[69], file)] == [110.0, 207.0, 15.0]
+        assert float(read(f(synk.data(np.ones(4))))) == 4.0
 
 
 def test_compiled_functions_are_inherited(session):
@@ -80,7 +103,8 @@ class CountCompiled(ranks.Command):
         return rank.all_gather(len(rank.objects[self.key]().compiled))
 
 
-def test_streams_of_new_workers_differ(session):
+@pytest.mark.parametrize("fresh", [False, True])
+def test_streams_of_new_workers_differ(session, fresh):
     x = T.dmatrix("x")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -90,7 +114,7 @@ def test_streams_of_new_workers_differ(session):
     drawn = [read(f(data))]
     with session.keep_memory():
         lose(session, lambda: f(data))
-        session.replace_workers()
+        session.replace_workers(fresh)
         drawn.append(read(f(data)))
     numbers = np.concatenate(drawn)
     assert len(numbers) == 24 and len(np.unique(numbers)) == 24

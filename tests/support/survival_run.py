@@ -52,9 +52,9 @@ class Killer(threading.Thread):
                 os.kill(self.random.choice(pids), signal.SIGKILL)
 
 
-def train(name: str, n_ranks: int, n_epochs: int, killer: Killer | None, seconds: float):
+def train(name: str, n_ranks: int, use_gpu: bool, n_epochs: int, killer: Killer | None, seconds: float):
     """Train for some seconds, or a number of epochs; return the parameters, the rows' counts, and the reports."""
-    synk.fork(n_ranks, use_gpu=False)
+    synk.fork(n_ranks, use_gpu=use_gpu)
     model = Model(name, rate=0.001)
     if killer is not None:
         killer.start()
@@ -69,9 +69,9 @@ def train(name: str, n_ranks: int, n_epochs: int, killer: Killer | None, seconds
         killer.is_over.set()
         killer.join()
     try:
-        result = model.values(), model.used(), reports
+        result = np.asarray(model.values()), np.asarray(model.used()), reports
     except synk.WorkerError:  # killed after the last report
-        result = model.values(), None, reports
+        result = np.asarray(model.values()), None, reports
     synk.close()
     return result
 
@@ -82,12 +82,13 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=60.0)
     parser.add_argument("--every", type=float, default=5.0)
     parser.add_argument("--ranks", type=int, default=3)
+    parser.add_argument("--gpu", action="store_true", help="ranks on GPUs; --every has to be longer than a recovery")
     parser.add_argument("--rule", default="BSP")
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
     killer = Killer(options.every, options.seed)
-    values, used, reports = train(options.rule, options.ranks, 10**9, killer, options.seconds)
-    expected, _, others = train(options.rule, options.ranks, len(reports), None, 1e9)
+    values, used, reports = train(options.rule, options.ranks, options.gpu, 10**9, killer, options.seconds)
+    expected, _, others = train(options.rule, options.ranks, options.gpu, len(reports), None, 1e9)
     deaths = [death for report in reports for death in report.deaths]
     is_same = np.array_equal(values, expected)
     losses = [report.loss for report in reports] == [report.loss for report in others]

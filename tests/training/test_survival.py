@@ -11,7 +11,7 @@ from trainer_model import ALL, ROWS, SYNCHRONOUS, Model, X, Y
 
 import synkhronos as synk
 from synkhronos import ranks
-from synkhronos.devices import JAX
+from synkhronos.devices import HOST, JAX
 from synkhronos.loading import Loader
 from synkhronos.training import Checkpoint, Recorder, make_trainer, recorder, survival
 from synkhronos.training.survival import MAX_REPEATED, Survival
@@ -266,18 +266,32 @@ def test_max_deaths_refuses_other_values(value, kind):
         Model("BSP").epochs(on_death="continue", max_deaths=value)
 
 
-def test_on_death_refuses_jax(monkeypatch):
+def test_on_death_refuses_loaders_in_jax_mode(monkeypatch):
     fork_ranks(RANKS)
     model = Model("BSP")
     iterator = model.epochs(on_death="continue")
     next(iterator)
-    with pytest.raises(ValueError, match="^on_death: .* not compiled by JAX"):
-        survival.Survival(model.trainer._state, JAX, False, 1)
+    arguments = model.trainer._state, False, 1, True
+    with pytest.raises(ValueError, match="^on_death: .* instead of a Loader where JAX has started"):
+        survival.Survival(arguments[0], JAX, *arguments[1:])
     monkeypatch.setattr(survival, "is_fork_unsafe", lambda: True)
-    Killer(monkeypatch, {1: (1, True)}, waits=False)
-    with pytest.raises(synk.WorkerError, match="SIGKILL") as caught:
-        next(iterator)
-    assert "has started JAX since" in caught.value.__notes__[-1]
+    with pytest.raises(ValueError, match="^on_death: .* instead of a Loader where JAX has started"):
+        survival.Survival(arguments[0], HOST, *arguments[1:])
+    monkeypatch.undo()
+    iterator.close()
+
+
+@pytest.mark.parametrize(("name", "noise"), [("BSP", True), ("LocalSGD", False)])
+def test_a_death_where_workers_are_no_forks(name, noise, monkeypatch):
+    """As in JAX mode: new processes get the data, the functions and the state."""
+    counter = Killer(monkeypatch)
+    undisturbed = train(name, noise)
+    monkeypatch.undo()
+    killer = Killer(monkeypatch, {counter.count // 2: (1, True)})
+    monkeypatch.setattr(survival, "is_fork_unsafe", lambda: True)
+    disturbed = train(name, noise)
+    check_same(name, disturbed, undisturbed)
+    assert killer.killed == sum(len(report.deaths) for report in disturbed[2]) == 1
 
 
 def test_on_death_refuses_shard_optimizer():
@@ -292,5 +306,5 @@ def test_on_death_refuses_irreplaceable_ranks(monkeypatch):
     fork_ranks(1)
     model = Model("BSP")
     monkeypatch.setattr(ranks.Session, "can_replace_workers", False)
-    with pytest.raises(ValueError, match="^on_death: 'continue' needs ranks on the cores of one machine"):
+    with pytest.raises(ValueError, match="^on_death: 'continue' needs ranks on one machine"):
         model.epochs(on_death="continue")

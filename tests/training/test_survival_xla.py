@@ -1,0 +1,44 @@
+"""In JAX mode a training goes on after the death of a worker, with new processes in the place of forks."""
+
+import os
+import signal
+
+import numpy as np
+import pytest
+from library import HOSTS, XLA, fork_ranks
+from trainer_model import Model, X, Y
+
+import synkhronos as synk
+from synkhronos import ranks
+
+pytestmark = [
+    pytest.mark.skipif(not XLA or bool(HOSTS), reason="new processes in JAX mode, on one machine"),
+    pytest.mark.new_ranks,
+]
+
+
+def train(name, is_disturbed):
+    """Train on two new ranks, of which the worker may die between two reports; return the model's values and reports."""
+    fork_ranks(2)
+    try:
+        model, reports = Model(name), []
+        for report in model.epochs(epochs=2, every=3, valid=(X, Y), on_death="continue"):
+            reports.append(report)
+            if is_disturbed and len(reports) == 1:
+                (pid,) = ranks.session().workers.pids.values()
+                os.kill(pid, signal.SIGKILL)
+                os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
+        return np.asarray(model.values()), np.asarray(model.used()), reports
+    finally:
+        synk.close()
+
+
+@pytest.mark.parametrize("name", ["BSP", "LocalSGD"])
+def test_a_death(name):
+    values, used, reports = train(name, is_disturbed=True)
+    expected, _, others = train(name, is_disturbed=False)
+    assert set(used.tolist()) == {2.0}  # each row once in each epoch
+    np.testing.assert_allclose(values, expected, rtol=1e-12)
+    np.testing.assert_allclose([report.loss for report in reports], [report.loss for report in others], rtol=1e-12)
+    deaths = [death for report in reports for death in report.deaths]
+    assert [death["rank"] for death in deaths] == [1] and "SIGKILL" in deaths[0]["cause"]
