@@ -175,7 +175,7 @@ class Dispatcher:
         session.memory.release_with(self, "object", self.key)
 
     def _note_replacement(self) -> None:
-        """Have the next task or call send the program again if the new workers are no forks, which have it."""
+        """Have the next task or call send the computation again if the new workers are no forks, which have it."""
         if self.session is not None and not self.session.workers.are_forks:
             self.session = None
             register(self)
