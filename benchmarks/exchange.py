@@ -51,7 +51,7 @@ def times_of_exchanges(worker: Any, rule: rules.Rule, params: list[Any], shared:
 
 def one_exchange(worker: Any, rule: rules.Rule, params: list[Any], shared: Any, who: int) -> float:
     """Return the seconds of one rank's exchange with the centre."""
-    kept = worker.kept("exchange")
+    kept = worker.get_storage("exchange")
     if "state" not in kept:
         kept["state"] = rules.State(params, [], shared)
         rule.setup(worker, kept["state"])

@@ -221,7 +221,7 @@ def _start_hosts(
     named: Sequence[Host] | None, use_gpu: bool | None, host_timeout: float = HOST_TIMEOUT, log: IO[str] | None = None
 ) -> Iterator[MpiLink]:
     """Start the agents of the hosts, and end them if the ``with`` block fails."""
-    ranks.check_free()
+    ranks.check_no_session()
     if use_gpu:
         choose_device(True, None)  # raises if this host has no GPUs, before any other is started
     link = MpiLink(named, float(host_timeout), log)

@@ -26,7 +26,7 @@ sys.dont_write_bytecode = False
 # The libraries read these when they are imported.  Python's linkers compile in milliseconds; tests that are about a
 # compiler ask for its mode.  PyTensor's rewrites take as long as all that comes after them: its functions are computed
 # as they are written, but in tests that ask for the fixture `rewrites` or for a mode.  Theano has its rewrites
-# everywhere.  Where in the program each variable was made nobody asks, and pytest's stacks are deep.
+# everywhere.  traceback__limit=0: PyTensor would record a stack trace for each variable, and pytest's stacks are deep.
 # Tests of synkhronos.compat look at what its rewrites and PyTensor's own make, and the zoo's networks compute for longer
 # than their rewrites take; "linker" and "optimizer" are then PyTensor's defaults, for what asks for its default mode.
 PLAIN, REWRITTEN = ["mode=Mode", "linker=py", "optimizer=None"], ["mode=FAST_COMPILE", "linker=auto", "optimizer=o4"]

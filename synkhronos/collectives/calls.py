@@ -74,8 +74,8 @@ def broadcast(shared_vars: Any, values: Any = None, nccl: bool = True) -> None:
     >>> synk.close()
     """
     session = ranks.session()
-    with session.turn:
-        session.settle()
+    with session.call_lock:
+        session.wait_until_idle()
         nccl = check_flag(nccl, "nccl")
         variables, is_single = check_variables(session, shared_vars, allow_generators=True)
         generators = [v for v in variables if library_of(v).is_generator(v)]
@@ -138,8 +138,8 @@ def scatter(shared_vars: Any, values: Any, batch: Any = None) -> None:
     >>> synk.close()
     """
     session = ranks.session()
-    with session.turn:
-        session.settle()
+    with session.call_lock:
+        session.wait_until_idle()
         variables, is_single = check_variables(session, shared_vars)
         staged: list[Data] = []
         for variable, value in zip(variables, match_values(values, variables, is_single), strict=True):
@@ -187,8 +187,8 @@ def gather(shared_vars: Any, nd_up: int = 1, nccl: bool = True) -> Any:
     >>> synk.close()
     """
     session = ranks.session()
-    with session.turn:
-        session.settle()
+    with session.call_lock:
+        session.wait_until_idle()
         nd_up = check_integer(nd_up, "nd_up", "0 or 1")
         if nd_up not in (0, 1):
             raise ValueError(f"nd_up: expected 0 or 1, got {nd_up}")
@@ -231,8 +231,8 @@ def all_gather(shared_vars: Any, nccl: bool = True) -> None:
     >>> synk.close()
     """
     session = ranks.session()
-    with session.turn:
-        session.settle()
+    with session.call_lock:
+        session.wait_until_idle()
         nccl = check_flag(nccl, "nccl")
         variables, _ = check_variables(session, shared_vars)
         session.run(AllGather(get_mirror_keys(session, variables), nccl))
@@ -272,8 +272,8 @@ def reduce(shared_vars: Any, op: str = "avg", in_place: bool = True, nccl: bool 
     >>> synk.close()
     """
     session = ranks.session()
-    with session.turn:
-        session.settle()
+    with session.call_lock:
+        session.wait_until_idle()
         in_place, nccl = check_flag(in_place, "in_place"), check_flag(nccl, "nccl")
         variables, is_single = check_variables(session, shared_vars)
         op, nccl = check_op(op, variables, nccl)
@@ -311,8 +311,8 @@ def all_reduce(shared_vars: Any, op: str = "avg", nccl: bool = True) -> None:
     >>> synk.close()
     """
     session = ranks.session()
-    with session.turn:
-        session.settle()
+    with session.call_lock:
+        session.wait_until_idle()
         nccl = check_flag(nccl, "nccl")
         session.run(get_all_reduce_command(session, shared_vars, op, nccl))
 
@@ -374,8 +374,8 @@ def reduce_scatter(shared_vars: Any, op: str = "avg", nccl: bool = True) -> None
     >>> synk.close()
     """
     session = ranks.session()
-    with session.turn:
-        session.settle()
+    with session.call_lock:
+        session.wait_until_idle()
         nccl = check_flag(nccl, "nccl")
         variables, _ = check_variables(session, shared_vars)
         op, nccl = check_op(op, variables, nccl)
@@ -411,8 +411,8 @@ def set_value(rank: int, shared_vars: Any, values: Any, batch: Any = None) -> No
     >>> synk.close()
     """
     session = ranks.session()
-    with session.turn:
-        session.settle()
+    with session.call_lock:
+        session.wait_until_idle()
         rank = check_index(rank, "rank", session.size)
         variables, is_single = check_variables(session, shared_vars, allow_generators=True)
         pairs = list(zip(variables, match_values(values, variables, is_single), strict=True))
@@ -470,8 +470,8 @@ def get_value(rank: int, shared_vars: Any) -> Any:
     >>> synk.close()
     """
     session = ranks.session()
-    with session.turn:
-        session.settle()
+    with session.call_lock:
+        session.wait_until_idle()
         rank = check_index(rank, "rank", session.size)
         variables, is_single = check_variables(session, shared_vars, allow_generators=True)
         arrays = [v for v in variables if not is_generator_object(v)]
@@ -512,8 +512,8 @@ def get_shapes(shared_vars: Any) -> list[Any]:
     >>> synk.close()
     """
     session = ranks.session()
-    with session.turn:
-        session.settle()
+    with session.call_lock:
+        session.wait_until_idle()
         variables, is_single = check_variables(session, shared_vars)
         layouts = session.run(GetShapes(get_mirror_keys(session, variables)))
     shapes = [[shape for shape, _ in by_rank] for by_rank in layouts]

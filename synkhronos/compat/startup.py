@@ -7,8 +7,8 @@ import os
 import sys
 
 
-def prepare_ranks(on_gpu: bool) -> None:
-    """Set the graph libraries' flags, and import ``theano`` for all ranks that this process will fork.
+def import_theano_before_fork(on_gpu: bool) -> None:
+    """Set the graph libraries' flags and import ``theano``, without mpi4py, in the process that will fork the ranks.
 
     - Ranks that imported Theano each by itself would wait for one another's lock of its compiler.
     - Theano imports mpi4py where it is installed, for Ops that send and receive, and so initialises MPI.  Forked ranks

@@ -233,8 +233,8 @@ class Data:
         if self._session.closed is not None:
             return
         memory = None if self._segment is None else weakref.ref(self._segment.buffer)
-        with self._session.turn:
-            self._session.settle()
+        with self._session.call_lock:
+            self._session.wait_until_idle()
             self._drop()
             self._session.flush()
         if memory is not None and memory() is not None:
@@ -290,8 +290,8 @@ class Data:
         self._check_open()
         if not 1 <= check_number(oversize, "oversize", "a number from 1 to 2") <= 2:
             raise ValueError(f"oversize: expected a number from 1 to 2, got {oversize!r}")
-        with self._session.turn:
-            self._session.settle()  # until no rank reads the memory
+        with self._session.call_lock:
+            self._session.wait_until_idle()  # until no rank reads the memory
             self._reshape(shape, oversize, keep)
 
     def _reshape(self, shape: tuple[int, ...], oversize: float = 1, keep: bool = False) -> np.ndarray:

@@ -30,8 +30,8 @@ class FileData(ReadOnlyData):
         self.path = self._origin = os.path.abspath(path)
         shape, dtype, self._offset = _read_header(self.path)
         super().__init__(dtype, len(shape), minibatch, name)
-        with self._session.turn:
-            self._session.settle()
+        with self._session.call_lock:
+            self._session.wait_until_idle()
             self._map_segment(self._session.memory.open(self.path), shape, self._offset)
 
     def __repr__(self) -> str:

@@ -40,8 +40,8 @@ class PartsData(ReadOnlyData):
 
     def __init__(self, load: Callable[[int, int], npt.ArrayLike], length: int, name: str | None = None):
         session = ranks.session()
-        with session.turn:
-            session.settle()
+        with session.call_lock:
+            session.wait_until_idle()
             key, shape, dtype = _load_rows(session, load, length)
             super().__init__(dtype, len(shape), name=name)
             self._origin = "data_parts" if name is None else name

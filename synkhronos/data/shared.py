@@ -55,8 +55,8 @@ def create_with_file(shape: tuple[int, ...], dtype: np.dtype, name: str) -> tupl
     """Return a new array of zeros with the open file of its memory, which a process that is no rank can map."""
     made = Data(dtype, len(shape), name=name)
     session, nbytes = made._session, max(1, math.prod(shape) * dtype.itemsize)
-    with session.turn:
-        session.settle()
+    with session.call_lock:
+        session.wait_until_idle()
         file = session.memory.create_file(nbytes)
         duplicate = io.FileIO(os.dup(file.fileno()), "r+")  # the other is closed once all ranks have mapped it
         made._use_segment(session.memory.add_file(file, nbytes))

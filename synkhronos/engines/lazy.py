@@ -216,8 +216,8 @@ class ResultTable(PendingOperation):
             if call.error is None and call.number in self._unread:
                 session = ranks.session()
                 if session is self._session():  # else the session has ended, and another was forked
-                    with session.inner_turn:  # a call in preparation may have this result as its input
-                        session.settle()
+                    with session.nested_call_lock:  # a call in preparation may have this result as its input
+                        session.wait_until_idle()
                         self.read_all()
             if call.error is not None:
                 raise call.error

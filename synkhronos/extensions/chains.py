@@ -168,8 +168,8 @@ def set_inherited_rows(session: Session, variables: list[Any], owner: Any) -> No
         Its pickle is a reference: each worker has inherited the object with ``inherited_rows``, a list of an array
         for each variable.
     """
-    with session.turn:
-        session.settle()
+    with session.call_lock:
+        session.wait_until_idle()
         session.run(_InheritRows(get_mirror_keys(session, variables), owner))
 
 

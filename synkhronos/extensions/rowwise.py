@@ -223,15 +223,15 @@ class RowSearch:
 
         PyTensor would fold it while compiling; the ranks would compute it at each evaluation.
         """
-        if variable.owner is None or not self._is_constant_data(variable):
+        if variable.owner is None or not self._is_foldable(variable):
             return variable
         if variable not in self._values:
             values = pytensor.function([], variable, mode="FAST_COMPILE")()
             self._values[variable] = pt.constant(values, name=variable.name)
         return self._values[variable]
 
-    def _is_constant_data(self, variable: Any) -> bool:
-        """Whether a variable is computed from constants only, at least one of which has as many elements as rows."""
+    def _is_foldable(self, variable: Any) -> bool:
+        """Whether a variable depends on constants only, one of which has an axis as long as there are rows."""
         leaves = [variable]
         for node in library_of(variable).sort_nodes([variable]):
             leaves += [v for v in node.inputs if v.owner is None]

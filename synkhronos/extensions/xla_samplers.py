@@ -110,8 +110,8 @@ def _sample_on_ranks(name: str, arguments: dict[str, Any]) -> tuple[Any, Any, Mo
     others = {key: value for key, value in arguments.items() if key not in ("model", "logp_fn")}
     program = SamplerProgram(name, list(model.value_vars), potential, others, get_settings())
     key = "sampler", next(_numbers)
-    with session.turn:
-        session.settle()
+    with session.call_lock:
+        session.wait_until_idle()
         try:
             session.rank.objects[key] = lambda: program
             Mirror.get(session).send([(key, program)], [potential])

@@ -57,8 +57,8 @@ class Dispatcher:
     def call(self, *inputs: Any, num_slices: int = 1) -> list[Any]:
         """Run the computation, and read the outputs in the same command: arrays, not `Result`, in JAX mode too."""
         session = ranks.session()
-        with session.turn:
-            session.settle()
+        with session.call_lock:
+            session.wait_until_idle()
             call = self.prepare(session, inputs, num_slices=num_slices)._replace(reads_outputs=True)
             return self.finish(session, call, session.run(call))
 

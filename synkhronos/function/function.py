@@ -142,8 +142,8 @@ class Function:
         >>> synk.close()
         """
         session = ranks.session()
-        with session.turn:
-            session.settle()
+        with session.call_lock:
+            session.wait_until_idle()
             dispatcher = self._dispatcher
             call = dispatcher.prepare(session, inputs, named_inputs, batch, batch_s, num_slices, output_subset)
             outputs = dispatcher.finish(session, call, session.run(call))
@@ -322,6 +322,6 @@ def distribute() -> None:
     >>> synk.close()
     """
     session = ranks.session()
-    with session.turn:
-        session.settle()
+    with session.call_lock:
+        session.wait_until_idle()
         distribute_new(session)

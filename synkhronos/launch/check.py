@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from synkhronos.compat.startup import prepare_ranks
+from synkhronos.compat.startup import import_theano_before_fork
 from synkhronos.launch import contract
 from synkhronos.launch.change_check import SAME_STEPS, digest, find_equal_steps
 from synkhronos.launch.recorder import ClassRecorder
@@ -32,7 +32,7 @@ _ITERATIONS = 3
 def check(model: str, asked: Mapping[str, Any] | None = None) -> int:
     """Check a class, ``FILE:CLASS``, with further settings; print the problems, and return 1 if there are any, or 0."""
     settings = resolve([{"model": model, "devices": "cpu"}, asked or {}])
-    prepare_ranks(on_gpu=False)
+    import_theano_before_fork(on_gpu=False)
     with tempfile.TemporaryDirectory() as folder:
         checked = _Check(settings, Path(folder))
         try:

@@ -161,7 +161,7 @@ def build_instance(worker: Worker, settings: Settings, rule: Rule) -> tuple[int,
         library = library_of(shared)
         stream = library.copy_generator(shared)
         library.set_generator(shared, library.jump(stream, worker.number) if worker.number else stream)
-    worker.kept(_KEPT).update(model=model, groups=groups, average=average)
+    worker.get_storage(_KEPT).update(model=model, groups=groups, average=average)
     exchanged = Vector(groups.params)
     return exchanged.size, exchanged.dtype.name
 
@@ -180,7 +180,7 @@ def train_instance(
     ``path`` is the checkpoint or copy to resume from, or None; the other arguments are those of `ClassLoop`.  Return
     whether a signal has ended the training, after a checkpoint was written.
     """
-    kept = worker.kept(_KEPT)
+    kept = worker.get_storage(_KEPT)
     model = kept["model"]
     if kept["average"] == "gradient":
         rule = SummedGradients(model.vels, model.vels2, rule.precision)
@@ -258,7 +258,7 @@ class ClassLoop(EpochLoop, RankLoop):
         self.recorder = ClassRecorder(worker.number, lines, settings.every, self.rows, folder)
         self.seconds = self.recorder.meter.seconds
         self.state = State(self.groups.params, self.groups.optimizer, shared, self.groups.n_averages)
-        worker.kept(_KEPT)["state"] = self.state
+        worker.get_storage(_KEPT)["state"] = self.state
         self.reports = Recorder(self.folder) if worker.number == 0 else None
         own = model.vels if isinstance(rule, SummedGradients) else self.groups.params
         self.change_check = ChangeCheck(list(model.params), own)
@@ -627,7 +627,7 @@ class ClassLoop(EpochLoop, RankLoop):
         best = self.worker.decide(self.open_checkpoints().best() if self.worker.number == 0 else None)
         if best is not None:
             rank_state.restore_state(self.worker, _KEPT, self.groups, self.rule, str(best), self.shared, False, 0)
-            self.state = self.worker.kept(_KEPT)["state"]
+            self.state = self.worker.get_storage(_KEPT)["state"]
             rank_state.set_reported_params(self.worker, _KEPT, self.rule)
             self.save_params("best.npz")
 
@@ -714,7 +714,7 @@ class ClassLoop(EpochLoop, RankLoop):
         if meta["within"]:
             self.skip_trained_batches(meta["epochs"], meta["within"])
         rank_state.restore_state(worker, _KEPT, self.groups, self.rule, path, self.shared, False, 0)
-        self.state = worker.kept(_KEPT)["state"]
+        self.state = worker.get_storage(_KEPT)["state"]
         if isinstance(self.rule, SummedGradients):
             self.rule.restore(self.state)
         self.recorder.meter.step = meta["totals"][worker.number % len(meta["totals"])]

@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from synkhronos.compat.startup import prepare_ranks
+from synkhronos.compat.startup import import_theano_before_fork
 from synkhronos.data.shared import create_unpublished
 from synkhronos.launch import binding, class_loop
 from synkhronos.launch.copies import DeathLog
@@ -79,7 +79,7 @@ def _note_death(folder: str, error: BaseException) -> None:
 
 def _run(settings: Settings, plan: dict[str, Any]) -> int:
     """Train; return 0, or 128 plus the number of the signal at which a checkpoint was written."""
-    prepare_ranks(settings.on_gpu)
+    import_theano_before_fork(settings.on_gpu)
     np.random.seed(settings.seed)
     random.seed(settings.seed)
     masks = plan["masks"]

@@ -500,8 +500,8 @@ class _LoaderPool:
     def start_plan(self, plan: ReadPlan) -> None:
         """Start a plan, after all ranks have finished reading rows of the previous one."""
         if self._session is not None:
-            with self._session.turn:
-                self._session.settle()
+            with self._session.call_lock:
+                self._session.wait_until_idle()
         self.ring.start_plan(plan)
 
     def close(self) -> None:

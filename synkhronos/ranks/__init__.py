@@ -7,7 +7,7 @@ from synkhronos.ranks.errors import Cancelled, Death, WorkerError
 from synkhronos.ranks.link import RowAccess
 from synkhronos.ranks.rank import MAX_SLOT_NBYTES, Command, PendingOperation, Rank
 from synkhronos.ranks.segments import Segment, SharedArray
-from synkhronos.ranks.session import Session, check_free, close, fork, get_inherited_session, last_death, session
+from synkhronos.ranks.session import Session, check_no_session, close, fork, get_inherited_session, last_death, session
 from synkhronos.ranks.threads import available_cores
 from synkhronos.ranks.weak import WeakKeys
 
@@ -25,7 +25,7 @@ __all__ = [
     "WeakKeys",
     "WorkerError",
     "available_cores",
-    "check_free",
+    "check_no_session",
     "close",
     "fork",
     "get_inherited_session",

@@ -58,17 +58,17 @@ class Command(ABC):
 
     @property
     def effect(self) -> str | None:
-        """No effect."""
+        """Effect of the command, for error messages; None if it changes nothing."""
         return None
 
     @property
     def partial_effect(self) -> str | None:
-        """No partial effect."""
+        """Effect in the message of an error after only some ranks have changed something; None if there is none."""
         return None
 
     @property
     def memory(self) -> TaskMemory | None:
-        """No memory of a task."""
+        """Memory of the task that the command runs; None if it runs none."""
         return None
 
     @abstractmethod
@@ -296,7 +296,7 @@ class Rank:
         """Return the last step that all ranks reached in a failed command; None until it is decided."""
         return last_common_step(self.control.words, command)
 
-    def have_all_reached(self, step: int) -> bool:
+    def is_reached_by_all(self, step: int) -> bool:
         """Whether all ranks had reached a step of this failed command; the answer is the same on all ranks."""
         self._wait_until_decided(self.command)
         return (self.last_common_step(self.command) or 0) >= step

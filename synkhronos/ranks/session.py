@@ -28,7 +28,7 @@ A death ends the session: the other workers are killed, and the call raises a Wo
 memory stays, and `replace_workers` opens the session again with new workers.
 
 If an interrupt ends the master's part, `_join` waits for a moment only.  The workers may still be busy with the command
-then: the next call waits for them (`settle`) before it writes memory that they may read.
+then: the next call waits for them (`wait_until_idle`) before it writes memory that they may read.
 """
 
 from __future__ import annotations
@@ -78,8 +78,8 @@ class Session:
 
     A call that uses the ranks holds the session's lock, whatever threads and signal handlers do meanwhile::
 
-        with session.turn:
-            session.settle()
+        with session.call_lock:
+            session.wait_until_idle()
             ...
             session.run(command)
 
@@ -132,7 +132,7 @@ class Session:
         self._profile, self._first = False, None  # type: bool, Command | None
         #: Number of `keep_memory` contexts, and whether a death has left the memory in one of them.
         self._n_keepers, self.has_kept_memory = 0, False
-        self._turn = threading.RLock()
+        self._call_lock = threading.RLock()
         self._command, self._began = 0, 0.0
         self._running = False
         #: Whether all ranks are known to have finished the last command.
@@ -166,8 +166,8 @@ class Session:
 
     def _run_first(self) -> None:
         """Run the first command."""
-        with self.turn:
-            self.settle()
+        with self.call_lock:
+            self.wait_until_idle()
             if self._first is not None:
                 self.run(self._first)
 
@@ -186,7 +186,7 @@ class Session:
     # -- one call at a time ----------------------------------------------------------------------------------
 
     @property
-    def turn(self) -> contextlib.AbstractContextManager[Any]:
+    def call_lock(self) -> contextlib.AbstractContextManager[Any]:
         """Lock of one call, held from the check of its arguments to its results.
 
         It is implemented in C: a ``with`` statement acquires and releases it with no moment between at which a signal
@@ -197,37 +197,37 @@ class Session:
         RuntimeError
             If this thread holds it: it is in the middle of another call.
         """
-        if self._is_my_turn():
+        if self._holds_call_lock():
             raise RuntimeError(_NESTED_CALL)
-        return self._turn
+        return self._call_lock
 
     @property
-    def inner_turn(self) -> contextlib.AbstractContextManager[Any]:
-        """The same lock, for a command that may run while a call is being prepared.
+    def nested_call_lock(self) -> contextlib.AbstractContextManager[Any]:
+        """`call_lock`, also for the thread that is preparing a call and runs a command for it.
 
         Raises
         ------
         RuntimeError
             If this thread is in the middle of another command.
         """
-        if self._running and self._is_my_turn():
+        if self._running and self._holds_call_lock():
             raise RuntimeError(_NESTED_CALL)
-        return self._turn
+        return self._call_lock
 
-    def _is_my_turn(self) -> bool:
+    def _holds_call_lock(self) -> bool:
         """Whether this thread holds the lock."""
-        owned: bool = self._turn._is_owned()  # type: ignore[attr-defined] # as threading.Condition does
+        owned: bool = self._call_lock._is_owned()  # type: ignore[attr-defined] # as threading.Condition does
         return owned
 
-    def settle(self) -> None:
+    def wait_until_idle(self) -> None:
         """Wait until no rank is busy: an interrupt may have left the workers with a command to finish.
 
         Memory that ranks may still read must not be written before.
         """
         self._running = False  # an interrupt may have left it; only the holder of the lock runs commands
-        self._wait_until_idle()
+        self._wait_for_workers()
 
-    def _wait_until_idle(self) -> None:
+    def _wait_for_workers(self) -> None:
         if self._running:
             raise RuntimeError(_NESTED_CALL)
         if self.closed is None:
@@ -254,11 +254,11 @@ class Session:
 
     def flush(self) -> None:
         """Release on the workers, now, what was released here.  The lock has to be held."""
-        self._wait_until_idle()
+        self._wait_for_workers()
         self.memory.flush()
 
     def _run_when_idle(self, command: Command) -> Any:
-        self._wait_until_idle()
+        self._wait_for_workers()
         return self._run(command)
 
     def _run(self, command: Command) -> Any:
@@ -288,7 +288,7 @@ class Session:
             if peers.has_raised:
                 self._raise_if_peer_died()
             # A worker in compiled code may take long to finish after the master was interrupted, or exits by a signal
-            # handler: `settle` waits for it, or `close` ends it.
+            # handler: `wait_until_idle` waits for it, or `close` ends it.
             self._join(None if mine is None or isinstance(mine, Exception) else _INTERRUPTED_GRACE)
             has_failed = control.words[Control.FAILED] == number
             reports = self._read_reports(number) if has_failed else []
@@ -505,7 +505,7 @@ class Session:
         is_mine = False
         try:
             # Reentrant: a signal handler may close in the middle of a call of this thread.
-            is_mine = self._turn.acquire(timeout=GRACE)
+            is_mine = self._call_lock.acquire(timeout=GRACE)
             kill = kill or not is_mine
             self._peers.busy_thread = 0
             if not kill:
@@ -525,7 +525,7 @@ class Session:
                 self._end(kill)
             finally:
                 if is_mine:
-                    self._turn.release()
+                    self._call_lock.release()
 
     def _end(self, kill: bool) -> None:
         """End the workers and free everything; a signal that arrives meanwhile shortens the workers' grace period."""
@@ -636,8 +636,8 @@ class Session:
                 self.has_kept_memory = False
                 self._start_workers()
             self._run_first()
-            with self.turn:
-                self.settle()
+            with self.call_lock:
+                self.wait_until_idle()
                 if fresh:
                     self.memory.send_again()
                     self.registry.clear()
@@ -681,7 +681,7 @@ def fork(
         Command to run first.
     """
     global _current
-    check_free()
+    check_no_session()
     atexit.unregister(close)
     atexit.register(close)
     session: Session | None = None
@@ -733,7 +733,7 @@ def get_inherited_session() -> Session | None:
     return _current if _current is not None and _current.is_copy and _current.closed is None else None
 
 
-def check_free() -> None:
+def check_no_session() -> None:
     """Raise RuntimeError if a session of this process is running."""
     if _current is not None and _current.closed is None and not _current.is_copy:
         raise RuntimeError(

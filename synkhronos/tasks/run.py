@@ -79,8 +79,8 @@ def run(program: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any]:
     if not callable(program):
         raise TypeError(f"program: expected a function, got {program!r}")
     session = ranks.session()
-    with session.turn:
-        session.settle()
+    with session.call_lock:
+        session.wait_until_idle()
         functions: list[Any] = []
         arrays: list[SharedArray] = []
         payload = _pack(session, (program, args, kwargs), functions, arrays)

@@ -298,14 +298,14 @@ class Worker:
         """
         return self._task.get_lock(check_integer(number, "number"))
 
-    def kept(self, name: str) -> dict[Any, Any]:
+    def get_storage(self, name: str) -> dict[Any, Any]:
         """Return a dict that this rank keeps under a name until `close`, for later programs.
 
         Parameters
         ----------
         name : str
         """
-        kept: dict[Any, Any] = self._rank.objects.setdefault(("kept", name), {})
+        kept: dict[Any, Any] = self._rank.objects.setdefault(("storage", name), {})
         return kept
 
     # -- data ------------------------------------------------------------------------------------------------

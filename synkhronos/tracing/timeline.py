@@ -132,8 +132,8 @@ class Timeline:
             raise RuntimeError("timeline: another one is being recorded; stop() it first")
         with open(self.path, "a"):  # a path that can't be written is reported before the run, not after it
             pass
-        with session.turn:
-            session.settle()
+        with session.call_lock:
+            session.wait_until_idle()
             session.run(StartRecording(max_spans, compute))
             self._recording = _Recording(self.path, compute, session)
             session.rank.pending.append(self._recording)  # an orderly end of the ranks calls finish()
@@ -155,8 +155,8 @@ class Timeline:
         session = self._recording.session
         if session is None or session.closed is not None:
             return
-        with session.turn:
-            session.settle()
+        with session.call_lock:
+            session.wait_until_idle()
             self._recording.finish()
             session.rank.pending.remove(self._recording)
 

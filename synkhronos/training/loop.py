@@ -357,7 +357,7 @@ class RowLoop(_SourceLoop, RankLoop):
         source: Source,
         batches_taken: LocalRows,
     ):
-        kinds = worker.kept(plan.name).setdefault("kinds", set())
+        kinds = worker.get_storage(plan.name).setdefault("kinds", set())
         read = make_loss_reader(step.read, plan.has_weight)
         meter = Meter(worker.number, plan.recorders, read, kinds, state.step, lambda: worker.waited)
         if plan.earlier_outcomes:
@@ -517,7 +517,7 @@ def train_interval(
         Position up to which the ranks have trained: before ``plan.last`` if a signal has stopped them.
     outcome : Outcome
     """
-    kept = worker.kept(plan.name)
+    kept = worker.get_storage(plan.name)
     state: State | None = kept.get("state")
     restore_own_params(worker, plan.name)  # does nothing after an interrupt: each rank keeps its present parameters
     places = worker.exchange(None if state is None else (state.step, state.since))

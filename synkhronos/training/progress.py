@@ -109,7 +109,7 @@ class TrainerState:
         self.place, self.rate = Progress(), math.nan
         self._renew_memory()
         if not self.alike:
-            session.memory.release_with(trainer, "object", ("kept", self.name))
+            session.memory.release_with(trainer, "object", ("storage", self.name))
         self._session = session
 
     def _renew_memory(self) -> None:

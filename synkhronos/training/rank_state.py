@@ -94,7 +94,7 @@ def collect_state(worker: Worker, name: str, groups: Groups, alike: bool) -> dic
 
     If ``alike``, all ranks have equal parameters: ranks other than 0 return only their streams and other variables.
     """
-    kept = worker.kept(name)
+    kept = worker.get_storage(name)
     state: State | None = kept.get("state")
     found: dict[str, Any] = {"streams": [get_stream_state(shared) for shared in groups.generators]}
     found["others"] = [np.array(get_value(shared)) for shared in groups.others]
@@ -330,7 +330,7 @@ def _format_variables(variables: list[list[Any]]) -> str:
 
 def set_reported_params(worker: Worker, name: str, rule: Rule) -> None:
     """Set the parameters to the rule's reported ones; save this rank's own parameters under ``"own"``."""
-    kept = worker.kept(name)
+    kept = worker.get_storage(name)
     state: State = kept["state"]
     reported = rule.report(worker, state)
     kept["own"] = state.vector  # after the report, which may receive messages that change it
@@ -339,7 +339,7 @@ def set_reported_params(worker: Worker, name: str, rule: Rule) -> None:
 
 def restore_own_params(worker: Worker, name: str) -> None:
     """Undo `set_reported_params`: set the parameters to this rank's own."""
-    kept = worker.kept(name)
+    kept = worker.get_storage(name)
     if "own" in kept:
         kept["state"].vector = kept["own"]
         del kept["own"]  # not before: an interrupt between the two must not lose it
@@ -411,7 +411,7 @@ def set_state(
             set_stream_state(one, state)
     if alike:
         return
-    kept = worker.kept(name)
+    kept = worker.get_storage(name)
     state = kept["state"] = State(groups.params, groups.optimizer, shared, groups.n_averages)
     state.step, state.since = mine["step"], mine["since"]
     state.own = {key: value if np.ndim(value) else np.asarray(value).item() for key, value in mine["own"].items()}

@@ -173,7 +173,7 @@ class Survival:
             return
         by_rank = run(rank_state.collect_state, state.name, state.groups, state.alike)
         shared = {name: np.array(data.data) for name, data in state.memory.items()}
-        kept = self._session.rank.objects.get(("kept", state.name), {})
+        kept = self._session.rank.objects.get(("storage", state.name), {})
         # An interrupt cannot come between the parts of a copy that are assigned here: no worker takes part.
         _states[state.name], self._shared, self._is_begun = by_rank, shared, "state" in kept
         self._has_copy = True
@@ -258,6 +258,6 @@ def restore_copy(
     state = deepcopy(state)  # the master restores it again if a worker dies before the next copy
     rank_state.set_state(worker, name, groups, shared, alike, state, state["others"], state["streams"])
     if not is_begun:
-        worker.kept(name).clear()
+        worker.get_storage(name).clear()
     if not worker.is_master and sent is None:
         del _states[name]  # memory that the next copy would not free here

@@ -404,8 +404,8 @@ class TrainFunction:
         session, sharding = ranks.session(), self._sharding
         if sharding is not None:
             sharding.state.begin()
-        with session.turn:
-            session.settle()
+        with session.call_lock:
+            session.wait_until_idle()
             first, second = get_dispatcher(self.gradient), get_dispatcher(self.update)
             gradient = first.prepare(session, arrays, batch=batch, batch_s=batch_s, num_slices=num_slices)
             if self._has_rank_without_rows(session, gradient, batch):

@@ -35,8 +35,8 @@ class Rotate(Command):
 
 def rotate(shared_vars):
     session = ranks.session()
-    with session.turn:
-        session.settle()
+    with session.call_lock:
+        session.wait_until_idle()
         variables, _ = check_variables(session, shared_vars)
         session.run(Rotate(get_mirror_keys(session, variables)))
 

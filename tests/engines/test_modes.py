@@ -247,8 +247,8 @@ def test_numba_cache_is_filled_by_one_rank(monkeypatch):
         close_to(synk.gather(w), [w.get_value()] * 3)
         session = ranks.session()
         keys = [get_dispatcher(function).key for function in (train.gradient, train.update, f)]
-        with session.turn:
-            session.settle()
+        with session.call_lock:
+            session.wait_until_idle()
             shown = session.run(Compiled(keys))
         # The update by the first worker, beside the gradient.
         assert shown == [[(0, 1), (1, 0), (0, 1)], [(1, 0), (0, 1), (1, 0)], [(1, 0), (1, 0), (1, 0)]]

@@ -15,8 +15,8 @@ pytestmark = [
 
 def run(command):
     session = ranks.session()
-    with session.turn:
-        session.settle()
+    with session.call_lock:
+        session.wait_until_idle()
         return session.run(command)
 
 

@@ -25,8 +25,8 @@ class GetProcessIds(Command):
 
 def get_process_ids():
     session = ranks.session()
-    with session.turn:
-        session.settle()
+    with session.call_lock:
+        session.wait_until_idle()
         return session.run(GetProcessIds())
 
 

@@ -484,8 +484,8 @@ def test_close_ends_a_waiting_call(two, monkeypatch, what, by):
     else:
         threading.Timer(0.2, ranks.close).start()
     start = time.monotonic()
-    with pytest.raises(RuntimeError, match="the ranks were closed: call synkhronos.fork"), two.turn:
-        two.settle()
+    with pytest.raises(RuntimeError, match="the ranks were closed: call synkhronos.fork"), two.call_lock:
+        two.wait_until_idle()
         two.run(WaitForWorkers(what == "a step"))
     assert time.monotonic() - start < LIMIT
     with pytest.raises(ChildProcessError):
@@ -774,7 +774,7 @@ class Leave(Command):
             if rank.is_master:
                 leave()
         except Cancelled:
-            rank.objects["found"] = rank.have_all_reached(step)
+            rank.objects["found"] = rank.is_reached_by_all(step)
             raise
         except Left:
             rank.objects["found"] = self.all_come
@@ -815,7 +815,7 @@ class DieInBetween(Command):
         try:
             rank.barrier()
         except Cancelled:
-            rank.have_all_reached(step)
+            rank.is_reached_by_all(step)
             raise
 
 
@@ -843,7 +843,7 @@ def test_ranks_that_fail_together_record_one_common_step(monkeypatch):
     monkeypatch.setattr(control, "fence", meanwhile)
     first.fail()
     assert not failing
-    assert [rank.have_all_reached(step) for rank in (first, second, third)] == [True] * 3
+    assert [rank.is_reached_by_all(step) for rank in (first, second, third)] == [True] * 3
 
 
 @pytest.mark.parametrize("all_come", [False, True])
@@ -859,7 +859,7 @@ def test_ranks_that_fail_in_turn_record_one_common_step(all_come):
     if not all_come:
         third.arrive()  # too late: it may not have heard
     second.fail()
-    assert [rank.have_all_reached(step) for rank in (first, second, third)] == [all_come] * 3
+    assert [rank.is_reached_by_all(step) for rank in (first, second, third)] == [all_come] * 3
 
 
 def test_wait_polls_despite_many_signals():

@@ -15,7 +15,7 @@
 `few`
     Hypothesis' settings, with fewer examples where each new shape is compiled.
 `is_array`, `read`, `same`
-    What a call returns: an array, or one that is there when somebody looks at it.
+    Whether a value is an ndarray, an array of a device or a result that is read later; its array; equality of two.
 """
 
 import os

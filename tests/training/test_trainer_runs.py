@@ -97,7 +97,7 @@ def test_resume_after_early_stop_trains_nothing(fork, tmp_path):
 
 
 def weight_and_own(worker, name):
-    kept = worker.kept(name)
+    kept = worker.get_storage(name)
     return kept["state"].own["weight"], np.array(kept["own"])
 
 
@@ -117,8 +117,8 @@ class Counts(rules.Rule):
 
     def exchange(self, worker, state):
         state.vector = state.vector + 1
-        if state.step == 9 and not worker.kept("failed"):
-            worker.kept("failed")["once"] = True
+        if state.step == 9 and not worker.get_storage("failed"):
+            worker.get_storage("failed")["once"] = True
             worker.barrier("all have come to the same place")
             raise RuntimeError("not now")
 
@@ -138,14 +138,14 @@ def test_trainer_continues_after_an_error(fork):
 
 
 def come_to_different_steps(worker, name):
-    kept = worker.kept(name)
+    kept = worker.get_storage(name)
     kept["state"].step += worker.number
     kept["state"].since = worker.number
     del kept["own"]
 
 
 def where(worker, name):
-    state = worker.kept(name)["state"]
+    state = worker.get_storage(name)["state"]
     return state.step, state.since
 
 

@@ -18,7 +18,7 @@ from synkhronos.compat.platoon.channel.group import Failure, WorkersPlan
 from synkhronos.compat.platoon.channel.sockets import POLL
 from synkhronos.compat.platoon.processes import Hosts, run_file, start_controller
 from synkhronos.compat.platoon.util import EndOfBatches
-from synkhronos.compat.startup import prepare_ranks
+from synkhronos.compat.startup import import_theano_before_fork
 from synkhronos.ranks import WorkerError
 from synkhronos.ranks.child_process import exit_with_parent
 from synkhronos.ranks.errors import Cancelled, describe_exit
@@ -38,7 +38,7 @@ def main() -> None:
     hosts = [] if plan.hosts is None else [f"{name}:{len(each)}" for name, each in plan.hosts["devices"].items()]
     if on_gpu and not hosts:
         os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(_to_visible_device(device) for device in plan.devices)
-    prepare_ranks(on_gpu)
+    import_theano_before_fork(on_gpu)
     synkhronos.fork(None if hosts else len(plan.devices), use_gpu=on_gpu, hosts=hosts)
     try:
         with _watch_other_hosts() if hosts else contextlib.nullcontext():

@@ -273,7 +273,7 @@ def at_every_moment(what: str, first: int = 0, step: int = 1, limit: bool = Fals
 
 def _others_may_call() -> bool:
     """Whether another thread could run a command now."""
-    turn, taken = ranks.session().turn, []
+    turn, taken = ranks.session().call_lock, []
 
     def take() -> None:
         if turn.acquire(timeout=1):

@@ -168,7 +168,7 @@ def theano():
     n = fork()
     assert ranks.session().rank.device.name == "pygpu"
     data = synk.data(np.arange(1000, dtype="float32"))
-    with ranks.session().turn:
+    with ranks.session().call_lock:
         for op in ("sum", "max"):
             results = ranks.session().run(Reduced(op, locate(data)))
             assert results == results[:1] * n

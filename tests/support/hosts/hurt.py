@@ -181,15 +181,15 @@ class Orders:
         if place in ("lock", "exchange"):
             rows = create_unpublished((LARGE,), "float64")  # else hosts were busy with its rows first
             return all(synk.run(locked, self.folder, place, tuple(on), action, rows))
-        with ranks.session().turn:
-            ranks.session().settle()
+        with ranks.session().call_lock:
+            ranks.session().wait_until_idle()
             return ranks.session().run(Part(self.folder, place, tuple(on), action))
 
     def share(self, nbytes: int) -> int:
         """Have all ranks read memory that they share, and return what they find."""
         session = ranks.session()
-        with session.turn:
-            session.settle()
+        with session.call_lock:
+            session.wait_until_idle()
             key = session.memory.create(nbytes).key
             try:
                 return session.run(Read(SharedArray(key, "u1", (nbytes,))))
