@@ -149,7 +149,7 @@ CALLS = {
     "seed": (ValueError, "seed", lambda: asked(seed=1 << 63)),
     "row": (ValueError, "row", lambda: asked(row=11)),
     "rank": (ValueError, "rank", lambda: asked(rank=2, size=2)),
-    "no ranks": (RuntimeError, "", lambda: rows().epoch(0, 2)),
+    "no ranks": (RuntimeError, "", lambda: (synk.fork(1, use_gpu=False), synk.close(), rows().epoch(0, 2))),
     "data outside of a loop": (RuntimeError, "data", lambda: rows().data),
     "the length of an iterable": (TypeError, "", lambda: len(Loader(Endless(3)))),
     "no room": (MemoryError, "", no_room),

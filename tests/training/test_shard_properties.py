@@ -112,7 +112,7 @@ def train_epochs(folder, n, shards, epochs, resume=None):
         return w.get_value()
 
 
-def test_trainings_resume_on_other_numbers_of_ranks_sharded_or_not(no_ranks, tmp_path):
+def test_trainers_with_shards_resume_on_other_numbers_of_ranks(no_ranks, tmp_path):
     steps = [(2, True), (1, False), (2, False)] if XLA else [(3, True), (2, False), (4, True), (1, True), (2, True)]
     expected = train_epochs(tmp_path / "whole", 1, False, len(steps))
     for epochs, (n, shards) in enumerate(steps, 1):
