@@ -67,6 +67,7 @@ def run_synkhronos(settings: Settings) -> dict[str, Any]:
     import synkhronos.compat  # noqa: F401 - before Lasagne
 
     # isort: split
+    import lasagne
     import pytensor
 
     import synkhronos as synk
@@ -75,6 +76,7 @@ def run_synkhronos(settings: Settings) -> dict[str, Any]:
     sys.path[1:1] = [str(ROOT / "demos"), str(ROOT / "demos" / "zoo")]
     from vgg16 import VGG16
 
+    lasagne.random.set_rng(np.random.RandomState(0))  # of initial weights and dropout: equal on both sides
     pytensor.config.floatX = "float32"
     n, size, batch_size = settings["n"], settings["size"], settings["batch_size"]
     on_gpu = settings["device"] == "gpu"
