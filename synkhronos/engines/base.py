@@ -10,7 +10,7 @@ one launch::
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, Self
 
 import numpy as np
 
@@ -85,6 +85,24 @@ class GradientReduction(Protocol):
         """Return the communicator, and the shape on all ranks; a collective operation, right before the launch."""
 
 
+class ReducibleOutputs(Protocol):
+    """Outputs that one rank has computed in a call; `synkhronos.function.outputs` implements it."""
+
+    @property
+    def values(self) -> list[Any]:
+        """Values of the outputs; empty on a rank without rows."""
+
+    @property
+    def n_outputs(self) -> int:
+        """Number of outputs."""
+
+    def reduce(self, rank: Rank) -> Any:
+        """Reduce the outputs over all ranks; return a list of values in the master."""
+
+    def detach(self, rank: Rank) -> Self:
+        """Return a copy without a reference to the computation, which may be deleted before the values are read."""
+
+
 class Engine:
     """Launches compiled functions of one kind.
 
@@ -154,15 +172,18 @@ class Engine:
         """Return outputs as NumPy arrays, after they have been computed."""
         return self.device.fetch(values)
 
-    def collect(self, rank: Rank, outputs: Any) -> Any:
-        """Process the outputs that this rank has computed in a call; the master returns the argument of `to_results`.
-
-        The default reduces them over the ranks.
+    def collect(self, rank: Rank, outputs: ReducibleOutputs) -> Any:
+        """Reduce this rank's outputs of a call, or keep them for a later `fetch`.
 
         Parameters
         ----------
         rank : Rank
-        outputs : synkhronos.function.outputs.RankOutputs
+        outputs : ReducibleOutputs
+
+        Returns
+        -------
+        object
+            In the master, the argument of `to_results`.
         """
         return outputs.reduce(rank)
 

@@ -340,7 +340,7 @@ class LazyEngine(Engine):
         """Drop outputs that can't be read any more, if there are many."""
         ResultTable.from_session(session).drop_deleted(session)
 
-    def collect(self, rank: Rank, outputs: Any) -> tuple[int, int, int]:
+    def collect(self, rank: Rank, outputs: ReducibleOutputs) -> tuple[int, int, int]:
         """Store the outputs until they are read; return the command's number, and their size in bytes and number."""
         outputs = outputs.detach(rank)
         unread = _get_unread(rank)
