@@ -17,7 +17,7 @@ from synkhronos.launch import contract
 from synkhronos.launch.settings import find_module
 
 
-def traces(folder):
+def read_traces(folder):
     return [json.loads((folder / f"trace-{r}.json").read_text()) for r in range(2)]
 
 
@@ -30,7 +30,7 @@ def test_launch_trains_a_theano_mpi_class(tmp_path, rule):
     assert [report["epoch"] for report in reports] == [1, 2, 3]
     assert reports[-1]["validation"]["error"] < 0.1 < reports[0]["loss"]
     assert reports[-1]["batch"] == "2 x 10" and reports[-1]["steps"] == 18
-    one, other = traces(tmp_path)
+    one, other = read_traces(tmp_path)
     assert one["own"] != other["own"]  # what each instance had made of its parameters
     assert one["trace"][0][2] == other["trace"][0][2] == one["own"]  # and what they begin with
     assert one["random"] != other["random"]

@@ -41,7 +41,7 @@ def test_rank_that_exits_by_itself(tmp_path):
     assert re.search(r"rank 1 .* exited with code 7", done.stderr)
 
 
-def restarted(folder, victim, epochs, *arguments, status=0, checkpoint=1, **settings):
+def train_with_deaths(folder, victim, epochs, *arguments, status=0, checkpoint=1, **settings):
     """Train with one rank that dies in some epochs; return the command's result."""
     pytest.importorskip("safetensors")
     marks = folder / "marks"
@@ -53,8 +53,8 @@ def restarted(folder, victim, epochs, *arguments, status=0, checkpoint=1, **sett
 @pytest.mark.faults
 @pytest.mark.parametrize("victim", [0, 1])
 def test_restart_from_the_newest_checkpoint(tmp_path, victim):
-    restarted(tmp_path / "whole", 2, [])
-    done = restarted(tmp_path / "parts", victim, [1, 2], "--restarts=3")
+    train_with_deaths(tmp_path / "whole", 2, [])
+    done = train_with_deaths(tmp_path / "parts", victim, [1, 2], "--restarts=3")
     run = tmp_path / "parts" / "run"
     newest = [run / "checkpoints" / f"rows-{9 * epoch:012d}" for epoch in (1, 2)]
     assert [line for line in done.stderr.splitlines() if line.startswith("restart ")] == [
@@ -77,14 +77,14 @@ def test_restart_from_the_newest_checkpoint(tmp_path, victim):
 
 @pytest.mark.faults
 def test_restart_without_a_checkpoint(tmp_path):
-    done = restarted(tmp_path, 1, [0], "--restarts=1", every=1)
+    done = train_with_deaths(tmp_path, 1, [0], "--restarts=1", every=1)
     assert "restart 1 of 1 from the beginning, as it has no checkpoint" in done.stderr
     assert [line["step"] for line in lines(tmp_path / "run", "rank-0")] == list(range(1, 28))
 
 
 @pytest.mark.faults
 def test_restart_limit_reports_the_last_failure(tmp_path):
-    done = restarted(tmp_path, 1, [0, 1, 2], "--restarts=2", status=1, config__raising="true")
+    done = train_with_deaths(tmp_path, 1, [0, 1, 2], "--restarts=2", status=1, config__raising="true")
     assert done.stderr.rstrip().endswith("ValueError: epoch 2 is damaged")
     assert "epoch 2" in (tmp_path / "run" / "failure.txt").read_text()
     assert "epoch 1" in (tmp_path / "run" / "failure-2.txt").read_text()
@@ -94,10 +94,10 @@ def test_restart_limit_reports_the_last_failure(tmp_path):
 @pytest.mark.faults
 def test_restart_of_a_resumed_run(tmp_path):
     """Later checkpoints than the one to resume from are of a training that was left."""
-    restarted(tmp_path, 2, [])
+    train_with_deaths(tmp_path, 2, [])
     first = tmp_path / "run" / "checkpoints" / "rows-000000000009"
     (tmp_path / "marks").rmdir()
-    done = restarted(tmp_path, 1, [1], "--resume", first, "--restarts=1")
+    done = train_with_deaths(tmp_path, 1, [1], "--resume", first, "--restarts=1")
     assert f"restart 1 of 1 from {first}" in done.stderr
     assert [report["epoch"] for report in lines(tmp_path / "run", "reports")] == [1, 2, 3]
 
@@ -106,9 +106,9 @@ def test_restart_of_a_resumed_run(tmp_path):
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_no_restart_after_a_signal(tmp_path, number):
     pytest.importorskip("safetensors")
-    process = scheduled(tmp_path, False, checkpoint=1, restarts=3)
+    process = start_checkpointed_run(tmp_path, False, checkpoint=1, restarts=3)
     try:
-        started(tmp_path, process)
+        wait_until_training(tmp_path, process)
         process.send_signal(number)
         _, said = process.communicate(timeout=LIMIT)
         assert process.returncode == 128 + number and "restart" not in said
@@ -117,16 +117,16 @@ def test_no_restart_after_a_signal(tmp_path, number):
         process.communicate()
 
 
-def copies_in_memory():
+def list_copies():
     return set(Path("/dev/shm").glob("synkhronos-copy-*"))
 
 
 @pytest.mark.faults
 @pytest.mark.parametrize("victim", [0, 1])
 def test_on_death_continue_equals_an_undisturbed_run(tmp_path, victim):
-    before = copies_in_memory()
-    restarted(tmp_path / "whole", 2, [], checkpoint=0)
-    done = restarted(tmp_path / "parts", victim, [0, 1], "--on-death=continue", checkpoint=0)
+    before = list_copies()
+    train_with_deaths(tmp_path / "whole", 2, [], checkpoint=0)
+    done = train_with_deaths(tmp_path / "parts", victim, [0, 1], "--on-death=continue", checkpoint=0)
     assert "death 1 of at most 100: from " in done.stderr and "death 2 of at most 100: from the copy " in done.stderr
     whole, parts = tmp_path / "whole" / "run", tmp_path / "parts" / "run"
     noted = json.loads((parts / "run.json").read_text())
@@ -147,13 +147,13 @@ def test_on_death_continue_equals_an_undisturbed_run(tmp_path, victim):
         records = lines(parts, f"rank-{rank}")
         assert records[-1]["step"] == 27 and sum(record["rows"] for record in records) == 270
     assert f"rank {victim} was killed by SIGKILL" in (parts / "rank-0.log").read_text()
-    assert copies_in_memory() == before
+    assert list_copies() == before
 
 
 @pytest.mark.faults
 @pytest.mark.parametrize("rule", ["EASGD", "GoSGD", "Swap"])
 def test_on_death_continue_under_other_rules(tmp_path, rule):
-    restarted(tmp_path, 1, [1], "--on-death=continue", checkpoint=0, rule=rule)
+    train_with_deaths(tmp_path, 1, [1], "--on-death=continue", checkpoint=0, rule=rule)
     assert [report["epoch"] for report in lines(tmp_path / "run", "reports")] == [1, 2, 3]
     for rank in range(2):  # no row twice, none left out
         records = lines(tmp_path / "run", f"rank-{rank}")
@@ -163,7 +163,7 @@ def test_on_death_continue_under_other_rules(tmp_path, rule):
 
 @pytest.mark.faults
 def test_max_deaths_ends_a_run(tmp_path):
-    done = restarted(tmp_path, 1, [0, 1, 2], "--on-death=continue", checkpoint=0, max_deaths=1, status=1)
+    done = train_with_deaths(tmp_path, 1, [0, 1, 2], "--on-death=continue", checkpoint=0, max_deaths=1, status=1)
     assert done.stderr.endswith("on_death = 'continue' goes on after max_deaths = 1 of them, and this is one more\n")
     assert "SIGKILL" in (tmp_path / "run" / "failure.txt").read_text()
 
@@ -171,7 +171,7 @@ def test_max_deaths_ends_a_run(tmp_path):
 @pytest.mark.faults
 def test_on_death_continue_ends_at_an_exception(tmp_path):
     arguments = "--on-death=continue", "--restarts=1"
-    done = restarted(tmp_path, 1, [0, 1], *arguments, status=1, config__raising="true")
+    done = train_with_deaths(tmp_path, 1, [0, 1], *arguments, status=1, config__raising="true")
     assert done.stderr.count("restart 1 of 1 from the beginning") == 1 and "death" not in done.stderr
     assert done.stderr.rstrip().endswith("ValueError: epoch 1 is damaged")
 
@@ -180,9 +180,9 @@ def test_on_death_continue_ends_at_an_exception(tmp_path):
 def test_signal_ends_a_run_with_on_death_continue(tmp_path):
     """Ranks at their own pace end together at a copy: one that ended alone would miss it."""
     pytest.importorskip("safetensors")
-    process = scheduled(tmp_path, False, checkpoint=1, rule="EASGD", on_death="continue")
+    process = start_checkpointed_run(tmp_path, False, checkpoint=1, rule="EASGD", on_death="continue")
     try:
-        started(tmp_path, process)
+        wait_until_training(tmp_path, process)
         process.send_signal(signal.SIGTERM)
         _, said = process.communicate(timeout=LIMIT)
         assert process.returncode == 143 and "--resume goes on from" in said
@@ -474,14 +474,14 @@ def test_interrupt_before_ranks_start(tmp_path, monkeypatch):
     assert time.monotonic() - began < LIMIT
 
 
-def family(pid):
+def list_process_tree(pid):
     found = [pid]
     for child in children_of(pid):
-        found += family(child)
+        found += list_process_tree(child)
     return found
 
 
-def started(folder, process):
+def wait_until_training(folder, process):
     """Wait until all ranks train; return the processes: supervisor, master, worker."""
     deadline = time.monotonic() + LIMIT
     while not (folder / "rank-1.jsonl").exists():
@@ -515,8 +515,8 @@ def test_kill_of_any_process_leaves_nothing(tmp_path, who, script):
         words, cwd=SUPPORT, env=ENVIRONMENT, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
     )
     try:
-        first, *ranks = started(folder, process)
-        everyone = family(process.pid)
+        first, *ranks = wait_until_training(folder, process)
+        everyone = list_process_tree(process.pid)
         assert set(ranks) < set(everyone) and len(everyone) == (4 if script else 3)
         supervisor = children_of(process.pid)[0] if script else process.pid
         victim = {"script": first, "supervisor": supervisor, "rank 0": ranks[0], "rank 1": ranks[1]}.get(who, first)
@@ -540,7 +540,7 @@ def test_kill_of_any_process_leaves_nothing(tmp_path, who, script):
         process.wait()
 
 
-def scheduled(tmp_path, script, name="Slow", **settings):
+def start_checkpointed_run(tmp_path, script, name="Slow", **settings):
     """Start a run that writes checkpoints."""
     settings = {"modelfile": "launch_models.others", "modelclass": name, "every": 1, "epochs": 1000, **settings}
     if script:
@@ -558,10 +558,10 @@ def scheduled(tmp_path, script, name="Slow", **settings):
 @pytest.mark.parametrize("script", [False, True])
 def test_signal_to_all_processes_of_a_run(tmp_path, script):
     pytest.importorskip("safetensors")
-    process = scheduled(tmp_path, script, checkpoint=1)
+    process = start_checkpointed_run(tmp_path, script, checkpoint=1)
     try:
-        started(tmp_path, process)
-        everyone = family(process.pid)
+        wait_until_training(tmp_path, process)
+        everyone = list_process_tree(process.pid)
         for pid in reversed(everyone):  # the ranks first
             os.kill(pid, signal.SIGUSR1)
         _, said = process.communicate(timeout=LIMIT)
@@ -581,9 +581,9 @@ def test_signal_to_all_processes_of_a_run(tmp_path, script):
 @pytest.mark.faults
 def test_second_signal_ends_a_run_at_once(tmp_path):
     pytest.importorskip("safetensors")
-    process = scheduled(tmp_path, False, "Stuck", checkpoint=1, grace=600)
+    process = start_checkpointed_run(tmp_path, False, "Stuck", checkpoint=1, grace=600)
     try:
-        started(tmp_path, process)
+        wait_until_training(tmp_path, process)
         while any(len((tmp_path / f"rank-{r}.jsonl").read_text().splitlines()) < 3 for r in range(2)):
             time.sleep(0.05)
         time.sleep(0.5)  # both are in the fourth step, which has no end

@@ -25,7 +25,7 @@ LIMIT = 60
 pytestmark = pytest.mark.timeout(300)  # ranks compile, and mpirun starts
 
 
-def start(hosts, folder, model="mlp.py:MLP", **settings):
+def start_run(hosts, folder, model="mlp.py:MLP", **settings):
     """Start a run on some hosts."""
     sets = [f"--set={name}={value}" for name, value in {"epochs": 2, **settings}.items()]
     where = ["--set", f"model='launch_models/{model}'", "--hosts", ",".join(hosts), "--folder", folder]
@@ -36,7 +36,7 @@ def start(hosts, folder, model="mlp.py:MLP", **settings):
     )
 
 
-def ended(process, status):
+def wait_for_end(process, status):
     said, errors = process.communicate(timeout=LIMIT)
     assert process.returncode == status, (process.returncode, said, errors)
     return said, errors
@@ -47,7 +47,7 @@ def ended(process, status):
     "hosts", [["a:2", "b:2"], pytest.param(["a:3", "b:1"], marks=pytest.mark.any_library)], ids="+".join
 )
 def test_launch_on_hosts_equals_one_host(tmp_path, hosts):
-    said, _ = ended(start(hosts, tmp_path / "hosts", every=4), 0)
+    said, _ = wait_for_end(start_run(hosts, tmp_path / "hosts", every=4), 0)
     train(tmp_path / "one", "MLP", "--devices=cpu", "--ranks=4", epochs=2, every=4)
     one, other = (np.load(tmp_path / each / "params.npz") for each in ("one", "hosts"))
     assert all(np.array_equal(one[name], other[name]) for name in one)
@@ -98,7 +98,7 @@ def test_resume_on_hosts_without_a_shared_folder(tmp_path, rule):
 @pytest.mark.hosts
 @pytest.mark.any_library
 def test_first_failure_of_another_host_is_printed_last(tmp_path):
-    said, errors = ended(start(["a:1", "b:1"], tmp_path, "others.py:FailsOnOne"), 1)
+    said, errors = wait_for_end(start_run(["a:1", "b:1"], tmp_path, "others.py:FailsOnOne"), 1)
     errors = errors.rstrip().splitlines()
     assert errors[-1] == "ValueError: the third batch is damaged" and errors[0] == "rank 1 on host b:"
     assert "[rank 1] process" in said
@@ -111,8 +111,8 @@ def test_first_failure_of_another_host_is_printed_last(tmp_path):
 def test_restart_on_two_hosts(tmp_path, victim):
     pytest.importorskip("safetensors")
     config = {"config.marks": f"'{tmp_path}'", "config.victim": victim, "config.epochs": "[1]"}
-    run = start(["a:1", "b:1"], tmp_path / "run", "others.py:DiesOnce", checkpoint=1, restarts=1, **config)
-    _, errors = ended(run, 0)
+    run = start_run(["a:1", "b:1"], tmp_path / "run", "others.py:DiesOnce", checkpoint=1, restarts=1, **config)
+    _, errors = wait_for_end(run, 0)
     assert "restart 1 of 1 from " in errors and "rows-000000000009" in errors
     assert [line["epoch"] for line in lines(tmp_path / "run", "reports")] == [1, 2]
     assert [line["step"] for line in lines(tmp_path / "run", "rank-1")] == [9, 18]
@@ -127,8 +127,8 @@ def test_on_death_continue_on_two_hosts(tmp_path, has_lost_host):
     pytest.importorskip("safetensors")
     config = {"config.marks": f"'{tmp_path}'", "config.victim": 1, "config.epochs": "[1]"}
     config["config.parent"] = str(has_lost_host).lower()
-    run = start(["a:1", "b:1"], tmp_path / "run", "others.py:DiesOnce", on_death="continue", **config)
-    _, errors = ended(run, 0)
+    run = start_run(["a:1", "b:1"], tmp_path / "run", "others.py:DiesOnce", on_death="continue", **config)
+    _, errors = wait_for_end(run, 0)
     assert "death 1 of at most 100: from the copy " in errors
     train(tmp_path / "one", "MLP", "--devices=cpu", "--ranks=2", epochs=2)
     one, other = (np.load(tmp_path / each / "params.npz") for each in ("one", "run"))

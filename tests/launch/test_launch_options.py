@@ -24,7 +24,7 @@ def make_data():
     return x, x @ [1.0, 2.0, 3.0]
 
 
-def by_hand(epochs, clip_norm=0.5, ema=0.9, momentum=0.9):
+def train_in_numpy(epochs, clip_norm=0.5, ema=0.9, momentum=0.9):
     """Return parameters, their moving average, and the running average of x, of one process."""
     x, y = make_data()
     w = average = velocity = mean = np.zeros(3)
@@ -40,7 +40,7 @@ def by_hand(epochs, clip_norm=0.5, ema=0.9, momentum=0.9):
     return w, average, mean
 
 
-def load(folder, name="params.npz"):
+def load_params(folder, name="params.npz"):
     with np.load(folder / name) as file:
         return list(file.values())
 
@@ -49,25 +49,25 @@ def load(folder, name="params.npz"):
 def test_model_options_equal_one_process_and_resume(tmp_path, ranks):
     train(tmp_path, "Optioned", ranks, options=ALL, epochs=1, checkpoint=1)
     train(tmp_path, "Optioned", ranks % 3 + 1, "--resume", options=ALL, epochs=3, checkpoint=1)
-    w, average, mean = by_hand(3)
-    np.testing.assert_allclose(load(tmp_path), [average, mean], rtol=1e-9)
+    w, average, mean = train_in_numpy(3)
+    np.testing.assert_allclose(load_params(tmp_path), [average, mean], rtol=1e-9)
     x, y = make_data()
     reports = lines(tmp_path, "reports")
-    errors = [np.mean((x[120:] @ by_hand(epoch)[1] - y[120:]) ** 2) for epoch in (1, 2, 3)]
+    errors = [np.mean((x[120:] @ train_in_numpy(epoch)[1] - y[120:]) ** 2) for epoch in (1, 2, 3)]
     np.testing.assert_allclose([report["validation"]["cost"] for report in reports], errors, rtol=1e-9)
     assert np.mean((x[120:] @ w - y[120:]) ** 2) < 0.99 * errors[-1]  # another number than that of the parameters
 
 
 def test_options_of_the_class_with_a_rule_of_lasagnes_kind(tmp_path):
     train(tmp_path, "Lasagnes", 2, options={"clip_norm": 0.25}, epochs=2)
-    np.testing.assert_allclose(load(tmp_path)[0], by_hand(2, clip_norm=0.25, momentum=0)[0], rtol=1e-9)
+    np.testing.assert_allclose(load_params(tmp_path)[0], train_in_numpy(2, clip_norm=0.25, momentum=0)[0], rtol=1e-9)
 
 
 def test_gradients_are_exchanged_without_options_if_asked_for(tmp_path):
     done = train(tmp_path, "Optioned", 2, epochs=2, **{"rule_options.average": "gradient"})
     assert "after each step vels2 is set to the sum of vels" in done.stdout
-    w, _, mean = by_hand(2, clip_norm=np.inf)
-    np.testing.assert_allclose(load(tmp_path), [w, mean], rtol=1e-9)
+    w, _, mean = train_in_numpy(2, clip_norm=np.inf)
+    np.testing.assert_allclose(load_params(tmp_path), [w, mean], rtol=1e-9)
 
 
 def test_model_loss_scale_skips_an_overflow_and_resumes(tmp_path):

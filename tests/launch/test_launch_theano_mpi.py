@@ -22,18 +22,18 @@ def train(folder, name, *arguments, status=0, ranks=2, **settings):
     return run("train", *where, *sets, *arguments, status=status, cwd=SUPPORT)
 
 
-def params(folder):
+def load_params(folder):
     with np.load(folder / "params.npz") as file:
         return np.append(file["arr_0"], file["arr_1"])
 
 
-def gradient(w, part):
+def compute_gradient(w, part):
     x, y = part
     x = np.column_stack([x, np.ones(len(x))])
     return 2 * x.T @ (x @ w - y) / len(x)
 
 
-def batches(size, epochs):
+def iterate_batches(size, epochs):
     """Yield epoch and, for each rank, its batch."""
     x, y = rows()
     for epoch in range(epochs):
@@ -44,20 +44,20 @@ def batches(size, epochs):
             )
 
 
-def rate(epoch, size):
+def compute_rate(epoch, size):
     """Return the learning rate, with warm-up."""
     return RATE * size ** (min(epoch, 5) / 5)
 
 
-def by_gradients(size, epochs, late=1, warmup=True):
+def train_delayed(size, epochs, late=1, warmup=True):
     """Train one process by batches that are so many times as large; each update comes one iteration late."""
     w, velocity, pending = np.zeros(4), np.zeros(4), []
-    for epoch, parts in batches(size, epochs):
-        lr = rate(epoch, size if warmup else 1)
+    for epoch, parts in iterate_batches(size, epochs):
+        lr = compute_rate(epoch, size if warmup else 1)
         if late and pending:
             w = w - lr * pending.pop()
         whole = tuple(np.concatenate(each) for each in zip(*parts, strict=True))
-        velocity = MOMENTUM * velocity + gradient(w, whole)
+        velocity = MOMENTUM * velocity + compute_gradient(w, whole)
         pending.append(velocity)
         if not late:
             w = w - lr * pending.pop()
@@ -67,32 +67,32 @@ def by_gradients(size, epochs, late=1, warmup=True):
 def test_cdd_equals_one_process_delayed_by_a_step(tmp_path):
     done = train(tmp_path / "two", "Regression", epochs=7)
     assert "after each step vels2 is set to the sum of vels over all ranks (cdd)" in done.stdout
-    np.testing.assert_allclose(params(tmp_path / "two"), by_gradients(2, 7), rtol=1e-5)
-    assert np.abs(by_gradients(2, 7) - by_gradients(2, 7, late=0)).max() > 1e-4  # which would be seen
+    np.testing.assert_allclose(load_params(tmp_path / "two"), train_delayed(2, 7), rtol=1e-5)
+    assert np.abs(train_delayed(2, 7) - train_delayed(2, 7, late=0)).max() > 1e-4  # which would be seen
     reports = lines(tmp_path / "two", "reports")
     found = [report["learning_rate"] for report in reports]
-    np.testing.assert_allclose(found, [rate(epoch, 2) for epoch in range(7)], rtol=1e-6)
+    np.testing.assert_allclose(found, [compute_rate(epoch, 2) for epoch in range(7)], rtol=1e-6)
     assert found[6] == pytest.approx(2 * RATE)
     assert [report["steps"] for report in reports] == [2 * BATCHES] * 7
     train(tmp_path / "plain", "Regression", epochs=3, warmup="false")
-    np.testing.assert_allclose(params(tmp_path / "plain"), by_gradients(2, 3, warmup=False), rtol=1e-5)
+    np.testing.assert_allclose(load_params(tmp_path / "plain"), train_delayed(2, 3, warmup=False), rtol=1e-5)
 
 
 @pytest.mark.any_library
 @pytest.mark.slow
 def test_cdd_on_three_ranks_and_one(tmp_path):
     train(tmp_path / "three", "Regression", ranks=3, rule_options__average="gradient")
-    np.testing.assert_allclose(params(tmp_path / "three"), by_gradients(3, 2), rtol=1e-5)
+    np.testing.assert_allclose(load_params(tmp_path / "three"), train_delayed(3, 2), rtol=1e-5)
     train(tmp_path / "one", "Regression", ranks=1)
-    np.testing.assert_allclose(params(tmp_path / "one"), by_gradients(1, 2, late=0), rtol=1e-5)
+    np.testing.assert_allclose(load_params(tmp_path / "one"), train_delayed(1, 2, late=0), rtol=1e-5)
 
 
 @pytest.mark.any_library
 def test_cdd_in_16_bits(tmp_path):
     train(tmp_path, "Regression", rule_options__precision="float16")
-    exact = by_gradients(2, 2)
-    np.testing.assert_allclose(params(tmp_path), exact, rtol=5e-3)
-    assert np.abs(params(tmp_path) / exact - 1).max() > 2e-5
+    exact = train_delayed(2, 2)
+    np.testing.assert_allclose(load_params(tmp_path), exact, rtol=5e-3)
+    assert np.abs(load_params(tmp_path) / exact - 1).max() > 2e-5
 
 
 @pytest.mark.any_library
@@ -106,26 +106,30 @@ def test_avg_averages_parameters_after_each_step(tmp_path):
     done = train(tmp_path, "Regression", rule_options__average="params")
     assert "after each step parameters are averaged over all ranks (avg)" in done.stdout
     own, velocities = [np.zeros(4)] * 2, [np.zeros(4)] * 2
-    for epoch, parts in batches(2, 2):
-        velocities = [MOMENTUM * v + gradient(w, part) for v, w, part in zip(velocities, own, parts, strict=True)]
-        own = [np.mean([w - rate(epoch, 2) * v for w, v in zip(own, velocities, strict=True)], 0)] * 2
-    np.testing.assert_allclose(params(tmp_path), own[0], rtol=1e-5)
+    for epoch, parts in iterate_batches(2, 2):
+        velocities = [
+            MOMENTUM * v + compute_gradient(w, part) for v, w, part in zip(velocities, own, parts, strict=True)
+        ]
+        own = [np.mean([w - compute_rate(epoch, 2) * v for w, v in zip(own, velocities, strict=True)], 0)] * 2
+    np.testing.assert_allclose(load_params(tmp_path), own[0], rtol=1e-5)
 
 
 def test_avg_excludes_batch_norm_gamma_and_beta(tmp_path):
     train(tmp_path, "Normalized", rule_options__average="params")
     found = [re.search(r"beta (\S+) w (.*)", (tmp_path / f"rank-{r}.log").read_text()) for r in range(2)]
     own, velocities = [np.zeros(4)] * 2, [np.zeros(4)] * 2
-    for epoch, parts in batches(2, 2):
-        velocities = [MOMENTUM * v + gradient(w, part) for v, w, part in zip(velocities, own, parts, strict=True)]
-        own = [w - rate(epoch, 2) * v for w, v in zip(own, velocities, strict=True)]
+    for epoch, parts in iterate_batches(2, 2):
+        velocities = [
+            MOMENTUM * v + compute_gradient(w, part) for v, w, part in zip(velocities, own, parts, strict=True)
+        ]
+        own = [w - compute_rate(epoch, 2) * v for w, v in zip(own, velocities, strict=True)]
         mean = np.mean(own, 0)
         own = [np.append(mean[:3], w[3]) for w in own]
     for r in range(2):
         np.testing.assert_allclose(float(found[r][1]), own[r][3], rtol=1e-5)
         np.testing.assert_allclose(ast.literal_eval(found[r][2]), own[r][:3], rtol=1e-5)
     assert own[0][3] != own[1][3]
-    np.testing.assert_allclose(params(tmp_path), own[0], rtol=1e-5)  # params.npz has all of rank 0's
+    np.testing.assert_allclose(load_params(tmp_path), own[0], rtol=1e-5)  # params.npz has all of rank 0's
 
 
 @pytest.mark.any_library
@@ -141,7 +145,7 @@ def test_class_methods_are_called_in_order(tmp_path, rule):
             ["compile_iter_fns", *(("cdd", 2) if rule == "BSP" else ("avg", 1))],
         ]
         for epoch in range(2):
-            lr = np.float32(rate(epoch, 2) if rule == "BSP" else RATE)
+            lr = np.float32(compute_rate(epoch, 2) if rule == "BSP" else RATE)
             for batch in range(BATCHES):  # each for n_subb = 2 steps; counted anew in each epoch
                 expected += [["train_iter", epoch, batch, pytest.approx(float(lr))]] * 2
             expected += [["reset_iter", "train"], *[["val_iter", 2 * BATCHES]] * 2 * BATCHES, ["reset_iter", "val"]]
@@ -205,7 +209,7 @@ def test_cdd_resumes_from_a_checkpoint(tmp_path):
     train(tmp_path / "whole", "Regression", epochs=3)
     train(tmp_path / "parts", "Regression", epochs=1, checkpoint=1)
     train(tmp_path / "parts", "Regression", "--resume", epochs=3)
-    np.testing.assert_array_equal(params(tmp_path / "whole"), params(tmp_path / "parts"))
+    np.testing.assert_array_equal(load_params(tmp_path / "whole"), load_params(tmp_path / "parts"))
 
 
 def test_cdd_pending_gradients_survive_another_number_of_ranks():
