@@ -23,7 +23,7 @@ import numpy as np
 import numpy.typing as npt
 
 from synkhronos import ranks
-from synkhronos.engines.base import Engine
+from synkhronos.engines.base import Engine, ReducibleOutputs
 from synkhronos.ranks import Command, PendingOperation, Rank, Session
 
 #: Limits above which outputs that can't be read any more are dropped: number of calls, bytes on a rank.
