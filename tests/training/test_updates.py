@@ -117,7 +117,7 @@ def test_adam_is_exact_in_float32_from_the_first_step():
 
 def test_update_table_is_complete():
     assert {c["rule"].split(" + ")[0] for c in TABLE["columns"]} == set(RULES)
-    others = {"apply_momentum", "apply_nesterov_momentum", "RuleUpdates"}
+    others = {"apply_momentum", "apply_nesterov_momentum", "master_weights", "RuleUpdates"}
     in_test_transformations = set("adamw lion lamb muon chain partition clip scale norm_constraint".split())
     in_test_transformations |= {"add_decayed_weights", "clip_by_global_norm", "total_norm_constraint"}
     assert set(updates.__all__) == {*RULES, *others, *in_test_transformations}
