@@ -73,7 +73,7 @@ class _Bind(Command):
         rank.device = device
         if device is HOST:
             force_cpu()
-        here = rank.control.here
+        here = rank.control.local_ranks
         places = self.places if rank.root in here else device.assign_gpus(len(here), 0)
         device.bind(rank, places[rank.number - here.start])
 
@@ -249,8 +249,8 @@ def _fork(
     else:
         device, _ = choose_device(link.choose_gpu_default() if use_gpu is None else use_gpu, None)
         link.divide(n_parallel, device.needs_gpu)
-        size, n_here = link.size, len(link.here)
-        if master_rank not in link.here:
+        size, n_here = link.size, len(link.local_ranks)
+        if master_rank not in link.local_ranks:
             raise ValueError(f"master_rank: expected a rank of this host, below {n_here}, got {master_rank}")
     # Derived from the master's states, so that a run repeats from its seed.
     states = np.random.get_state(legacy=False), random.getstate()

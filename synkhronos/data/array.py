@@ -207,7 +207,7 @@ class Data:
         lengths = _to_lengths(shape)
         if len(lengths) != self._ndim:
             raise ValueError(f"shape: expected {self._ndim} lengths, got {lengths}")
-        self._reshape_in_turn(lengths, oversize, keep=True)
+        self._reshape_locked(lengths, oversize, keep=True)
 
     def condition_data(self, x: npt.ArrayLike, force_cast: bool = False) -> np.ndarray:
         """Convert a value to an array that `set_value` accepts without a cast; this object does not change.
@@ -240,7 +240,7 @@ class Data:
         if memory is not None and memory() is not None:
             gc.collect()  # compilers leave reference cycles that hold the inputs they compiled for
 
-    # -- internal, in the turn of a call; other packages use `shared` -----------------------------------------
+    # -- internal, with the call lock held; other packages use `shared` ---------------------------------------
 
     def _location(self) -> SharedArray:
         """Return the description of the array that a command carries."""
@@ -260,8 +260,8 @@ class Data:
 
     def _set_value(self, x: npt.ArrayLike, force_cast: bool, oversize: float, argument: str) -> None:
         value = self._check_value(x, force_cast, argument)
-        self._reshape_in_turn(value.shape, oversize, keep=False)
-        # Outside of the turn, so that a thread can copy the next batch while the ranks compute on the last one.
+        self._reshape_locked(value.shape, oversize, keep=False)
+        # Without the call lock, so that a thread can copy the next batch while the ranks compute on the last one.
         self._array[...] = value
 
     def _check_value(self, x: npt.ArrayLike, force_cast: bool, argument: str) -> np.ndarray:
@@ -286,7 +286,7 @@ class Data:
         """Return the part of an error message that names this object."""
         return "" if self._name is None else f" for {self._name!r}"
 
-    def _reshape_in_turn(self, shape: tuple[int, ...], oversize: float, keep: bool) -> None:
+    def _reshape_locked(self, shape: tuple[int, ...], oversize: float, keep: bool) -> None:
         self._check_open()
         if not 1 <= check_number(oversize, "oversize", "a number from 1 to 2") <= 2:
             raise ValueError(f"oversize: expected a number from 1 to 2, got {oversize!r}")

@@ -46,7 +46,7 @@ class PartsData(ReadOnlyData):
             super().__init__(dtype, len(shape), name=name)
             self._origin = "data_parts" if name is None else name
             self._map_segment(session.rank.segments[key], shape)
-        self.here = _find_rank_rows(length, session.size, session.rank.control.here)
+        self.here = _find_rank_rows(length, session.size, session.rank.control.local_ranks)
 
     @property
     def data(self) -> np.ndarray:
@@ -262,7 +262,7 @@ class _LoadRows(Command):
         mine = get_share(self.length, rank.size, rank.number)
         rows = self._call_load(rank, mine.start, mine.stop) if mine.stop > mine.start else None
         shape, dtype = self._gather_layout(rank, rows)
-        here, row_nbytes = rank.control.here, math.prod(shape) * np.dtype(dtype).itemsize
+        here, row_nbytes = rank.control.local_ranks, math.prod(shape) * np.dtype(dtype).itemsize
         nbytes, rows_here = max(1, self.length * row_nbytes), _find_rank_rows(self.length, rank.size, here)
         allocated = range(rows_here.start * row_nbytes, rows_here.stop * row_nbytes)
         with contextlib.ExitStack() as files:

@@ -1,6 +1,6 @@
 """Data objects as other packages use them: the descriptions that commands carry, and memory for temporary arrays.
 
-The caller holds the session's turn, except for functions that create Data of a given shape.
+The caller holds the session's `call_lock`, except for functions that create Data of a given shape.
 """
 
 from __future__ import annotations

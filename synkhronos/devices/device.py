@@ -85,7 +85,7 @@ class DeviceMemory(ABC):
         location : SharedArray
         rows : range, ndarray or None
         copy : bool
-            Whether the function may overwrite the input.
+            Whether the function may overwrite the input: the result must not share memory with the segment then.
         """
         return self.load(rank, location, rows)
 
@@ -134,7 +134,7 @@ class DeviceCollectives(DeviceMemory):
 
     def get_communicator(self, rank: Rank) -> Communicator:
         """Return this rank's communicator for arrays of this kind; one object per rank."""
-        if len(rank.control.here) == rank.size:
+        if len(rank.control.local_ranks) == rank.size:
             return rank.registry.get(HostCommunicator, lambda: HostCommunicator(rank))
         return rank.registry.get(MultiHostCommunicator, lambda: MultiHostCommunicator(rank))
 

@@ -40,7 +40,8 @@ class HostCommunicator(Communicator):
     def __init__(self, rank: Rank):
         self._rank = rank
         self._halves = [
-            [np.frombuffer(rank.control.scratch(r, half), np.uint8) for r in rank.control.here] for half in range(2)
+            [np.frombuffer(rank.control.scratch(r, half), np.uint8) for r in rank.control.local_ranks]
+            for half in range(2)
         ]
         self._command = self._turn = 0
 

@@ -57,7 +57,7 @@ class ChainServers:
             self._processes.append(process)
             self._idle.put(ours)
 
-    def evaluate(self, rows: Any, params: Sequence[np.ndarray], gradient: bool) -> list[np.ndarray]:
+    def evaluate(self, rows_sum: Any, params: Sequence[np.ndarray], gradient: bool) -> list[np.ndarray]:
         """Return the value and, if asked for, the gradients of a `RowsSum`, computed by an idle server.
 
         Raises
@@ -69,10 +69,14 @@ class ChainServers:
         """
         pipe = self._idle.get()
         try:
-            pipe.send((rows, list(params), gradient))
+            pipe.send((rows_sum, list(params), gradient))
             results = pipe.recv()
-        except (EOFError, OSError) as error:
-            raise WorkerError("a process that computes a chain's log-density has exited", 0) from error
+        except BaseException as error:
+            # After an interrupt, the result would be read as that of the next evaluation.
+            pipe.close()
+            if isinstance(error, EOFError | OSError):
+                raise WorkerError("a process that computes a chain's log-density has exited", 0) from error
+            raise
         finally:
             self._idle.put(pipe)
         if isinstance(results, Exception):
@@ -97,11 +101,11 @@ def _serve(pipe: Connection, inherited: list[Connection], number: int, count: in
     chains.set_chain(number, count)
     while True:
         try:
-            rows, params, gradient = pipe.recv()
+            rows_sum, params, gradient = pipe.recv()
         except EOFError:
             return
         try:
-            results: Any = rows.evaluate(params, gradient)
+            results: Any = rows_sum.evaluate(params, gradient)
         except Exception as error:
             results = error
         pipe.send(results)

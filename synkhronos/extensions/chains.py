@@ -94,7 +94,7 @@ def start_ranks(max_ranks: int | None = None) -> bool:
     if inherited is None or chain is None or not can_start_ranks(inherited):
         return False
     number, at_a_time = chain
-    share = get_share(len(inherited.rank.control.here), at_a_time, number % at_a_time)
+    share = get_share(len(inherited.rank.control.local_ranks), at_a_time, number % at_a_time)
     size = max(1, share.stop - share.start)
     synk.fork(min(size, max_ranks or size), use_gpu=False, timeout=inherited.timeout, hosts=[])
     Finalize(None, synk.close, exitpriority=0)  # a process of multiprocessing does not run the functions of atexit

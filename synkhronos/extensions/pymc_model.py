@@ -116,7 +116,7 @@ class DataParallelModel(pm.Model):
         _check_pathfinder()
         wrap_samplers()
         for each in self.rows_sums:
-            each.get_session()
+            each.ensure_session()
         others = [variable for variable in variables if variable not in self._sums]
         return reduce(operator.add, sums if not others else [super().logp(others, jacobian), *sums])
 
@@ -140,7 +140,7 @@ class DataParallelModel(pm.Model):
         if chains == 1 or session.rank.device is not HOST:  # the master samples one chain at a time, on all ranks
             chains, counts = 1, [session.size]
         else:
-            share = max(1, len(session.rank.control.here) // chains)
+            share = max(1, len(session.rank.control.local_ranks) // chains)
             counts = [*(1 << i for i in range(share.bit_length()) if 1 << i < share), share]
         plain, parallel = _make_evaluator(model), _make_evaluator(self)
         plain(), parallel()  # compiled here once, and not by each chain

@@ -10,7 +10,7 @@ from synkhronos.engines.rank_mean import MARK, average_over_ranks
 
 
 class RankMeanOp:
-    """Op: the mean of a vector over the ranks, weighted by their numbers of rows.
+    """Mixin of the Ops of PyTensor and Theano: the mean of a vector over the ranks, weighted by their numbers of rows.
 
     Each rank's loss is a mean over its rows, and the loss of all ranks their mean by rows.  So the gradient is the same
     mean, of the ranks' gradients.

@@ -67,7 +67,7 @@ _MAX_CONSTANT_SIZE = 1000
 _SLICE_BYTES = 4 << 20
 
 #: Maximal number of elements of an array that an evaluation compares with the scattered ones.  Of larger arrays it
-#: compares elements at equal distances.
+#: compares rows and elements at equal distances.
 _SAMPLE_SIZE = 1 << 15
 
 #: Seconds that a sampler gets to stop its threads.
@@ -325,7 +325,7 @@ class RowsSum:
 
     def scatter_rows(self) -> None:
         """Scatter the rows if the session or the rows have changed since the last evaluation."""
-        session = self.get_session()
+        session = self.ensure_session()
         arrays = [_get_values(source) for source in self._sources]
         # A chain's process samples only, so that nobody changes its copies of the arrays.
         samples = [] if self.inherited_rows else [_take_sample(values) for values in arrays]
@@ -348,8 +348,8 @@ class RowsSum:
                 self._num_slices = min(max(1, nbytes // (session.rank.size * _SLICE_BYTES)), num_rows)
         self._scattered, self._samples, self._session = arrays, samples, weakref.ref(session)
 
-    def get_session(self) -> Any:
-        """Return the running session, which starts here in the process of a chain.
+    def ensure_session(self) -> Any:
+        """Return the running session; in the process of a chain, the first call starts the chain's ranks.
 
         Raises
         ------
@@ -589,7 +589,11 @@ def _take_sample(values: Any) -> Any:
     if isinstance(values, ReadOnlyData):
         return None
     array = np.asarray(values)
-    return array.shape, array[:: -(-array.size // _SAMPLE_SIZE) or 1].tobytes()
+    if array.size <= _SAMPLE_SIZE:
+        return array.shape, array.tobytes()
+    # Rows have all columns, but miss other rows; elements are in all long rows, but may miss columns.
+    step = -(-2 * array.size // _SAMPLE_SIZE)
+    return array.shape, array[::step].tobytes(), array.flat[::step].tobytes()
 
 
 def _make_shared(variable: Any) -> Any:

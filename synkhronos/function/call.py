@@ -231,7 +231,8 @@ class RankCall:
     runner : Runner
         Launches the compiled function, or a fused launch that contains it.
     n_rows : int
-        Number of rows to compute: the weight of the outputs in a mean.  1 if the call selects no rows.
+        Number of rows to compute: the weight of the outputs in a mean.  1 for a function without
+        rows; 0 if this rank has none.
     is_active : bool
         Whether the rank has rows to compute.
     values : list of array

@@ -74,7 +74,7 @@ class Dispatcher:
     ) -> Call:
         """Check the arguments of a call, put the inputs into shared memory, and return the command.
 
-        The caller holds the session's turn until it has passed the command's result to `finish`.
+        The caller holds the session's `call_lock` until it has passed the command's result to `finish`.
         """
         variant = self._choose_variant(batch_s, num_slices, output_subset)
         shared_inputs, n_rows = self.inputs.share_inputs(session, inputs, named_inputs, batch)
@@ -175,7 +175,7 @@ class Dispatcher:
         session.memory.release_with(self, "object", self.key)
 
     def _note_replacement(self) -> None:
-        """Have the next task or call send the computation again if the new workers are no forks, which have it."""
+        """Mark the computation as not sent if the new workers are fresh processes; forks have inherited it."""
         if self.session is not None and not self.session.workers.are_forks:
             self.session = None
             register(self)

@@ -120,7 +120,7 @@ class Agent:
         self._config, self._control, self._channel, self._workers = config, control, channel, workers
         self._me, self._names = world.rank, config["names"]
         self._ranks = number_ranks(config["counts"])
-        self._here = control.here
+        self._here = control.local_ranks
         self._layout = PipeLayout(control)
         self._layout.n_next_hosts[0] = world.size - 1 - world.rank
         self._mail = Mail(mpi, world)

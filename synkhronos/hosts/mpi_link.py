@@ -288,7 +288,7 @@ class MpiLink(Link):
         """Return the name of a rank's host."""
         return self.names[find_host(self.ranks_by_host, rank)]
 
-    def find_loss(self) -> tuple[str, int] | None:
+    def find_lost_host(self) -> tuple[str, int] | None:
         """Return a description of the failure of another host, or of an agent, and a rank there; None if all live."""
         if self._control is None or self._layout is None:
             return None

@@ -50,7 +50,7 @@ class PipeLayout:
     """
 
     def __init__(self, control: Control):
-        n_here = len(control.here)
+        n_here = len(control.local_ranks)
         memory = control.extra
         words = memory[NEWS : NEWS + _compute_words_nbytes(n_here)].cast("Q")
         self.news = memory[:NEWS]
@@ -89,7 +89,7 @@ class Pipe:
 
     def __init__(self, rank: Rank, layout: PipeLayout, pipe: int):
         self._rank, self._layout, self._pipe = rank, layout, pipe
-        self._me = rank.number - rank.control.here.start
+        self._me = rank.number - rank.control.local_ranks.start
         self._done = layout.done[pipe]
         self._command = self._base = self._count = 0
 

@@ -82,7 +82,7 @@ class TaskAgent:
             segment = self._segments[task.key]
             if self._mail.me > 0:  # on the first host the master prepares it
                 task.initialise_locks(segment)
-            self._bridge = Bridge(task, segment, self._control.here)
+            self._bridge = Bridge(task, segment, self._control.local_ranks)
 
     @property
     def has_waiting_ranks(self) -> bool:

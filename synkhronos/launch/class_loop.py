@@ -88,8 +88,8 @@ def start_rank(
         where = f"on {devices[worker.number]}, {binding.describe_binding(masks[worker.number] if masks else None)}"
     else:
         output.redirect_output(worker.number)
-        of_host = next(of_host for of_host in by_host if worker.number in of_host)
-        device = "cpu" if devices[0] == "cpu" else f"cuda{of_host.index(worker.number)}"
+        host_ranks = next(ranks for ranks in by_host if worker.number in ranks)
+        device = "cpu" if devices[0] == "cpu" else f"cuda{host_ranks.index(worker.number)}"
         where = f"on {device} of host {platform.node()}, {binding.describe_binding(None)}"
     for stream in (sys.stdout, sys.stderr):  # the supervisor reads UTF-8, whatever the locale
         stream.reconfigure(encoding="utf-8", errors="backslashreplace")  # type: ignore[union-attr]

@@ -72,7 +72,7 @@ class Control:
         File descriptor of shared memory to use, for processes that do not inherit this one's.
     initialised : bool
         Whether another process has initialised that memory.
-    here : range, optional
+    local_ranks : range, optional
         Ranks of this machine; the agents of `synkhronos.hosts` write the counters of the others.  Default: all.
     extra : int
         Number of bytes for the link.
@@ -108,14 +108,14 @@ class Control:
         spin: float,
         file: int = -1,
         initialised: bool = False,
-        here: range | None = None,
+        local_ranks: range | None = None,
         extra: int = 0,
     ):
         self.size = size
-        self.here = range(size) if here is None else here
+        self.local_ranks = range(size) if local_ranks is None else local_ranks
         self.spin = spin
         n_words = _N_WORDS + 7 * size
-        mailbox, self._scratch_at, semaphores, link, slots = _compute_offsets(size, len(self.here), extra)
+        mailbox, self._scratch_at, semaphores, link, slots = _compute_offsets(size, len(self.local_ranks), extra)
         nbytes = slots + 3 * size * SLOT
         self._memory = mmap.mmap(-1, nbytes) if file < 0 else map_file(file, nbytes)
         memory = memoryview(self._memory)
@@ -132,7 +132,7 @@ class Control:
             self.deciding.release()
         self._fence_lock = threading.Lock()
         # The slots of this machine's ranks come first.
-        starts = [slots + 3 * ((rank - self.here.start) % size) * SLOT for rank in range(size)]
+        starts = [slots + 3 * ((rank - self.local_ranks.start) % size) * SLOT for rank in range(size)]
         self._slots = [[memory[at + i * SLOT : at + (i + 1) * SLOT] for i in range(3)] for at in starts]
 
     @staticmethod
@@ -160,7 +160,7 @@ class Control:
 
     def scratch(self, rank: int, half: int) -> memoryview:
         """Return one half of the scratch memory of a rank of this machine."""
-        at = self._scratch_at + (2 * (rank - self.here.start) + half) * SCRATCH
+        at = self._scratch_at + (2 * (rank - self.local_ranks.start) + half) * SCRATCH
         return memoryview(self._memory)[at : at + SCRATCH]
 
     def fence(self) -> None:
@@ -180,7 +180,7 @@ class Control:
     def ring_here(self, reason: int) -> None:
         """Wake the ranks of this machine that sleep for this reason; call it after the write that they wait for."""
         self.fence()
-        for rank in self.here:
+        for rank in self.local_ranks:
             self.ring(rank, reason)
 
     def ring_all(self) -> None:

@@ -42,7 +42,7 @@ class Link(ABC):
     plan_nbytes: int
 
     @property
-    def here(self) -> range:
+    def local_ranks(self) -> range:
         """Ranks of this machine."""
         return self.ranks_by_host[0]
 
@@ -81,7 +81,7 @@ class Link(ABC):
         """Return the name of a rank's machine; "" if there is only one."""
 
     @abstractmethod
-    def find_loss(self) -> tuple[str, int] | None:
+    def find_lost_host(self) -> tuple[str, int] | None:
         """Return a description of another machine's failure and the rank that it concerns, or None."""
 
     @abstractmethod
@@ -130,7 +130,7 @@ class LocalLink(Link):
         """Return an empty name."""
         return ""
 
-    def find_loss(self) -> None:
+    def find_lost_host(self) -> None:
         """Return None: a worker's death is seen by `Workers`."""
 
     def end(self, kill: bool, seconds: float, is_hurried: Callable[[], bool]) -> None:

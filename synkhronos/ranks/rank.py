@@ -31,7 +31,7 @@ _STEP_MASK = (1 << STEP_BITS) - 1
 
 
 #: Maximal number of values whose pickled bytes `Rank.all_gather_cached` keeps.
-_KNOWN = 64
+_MAX_CACHED_PICKLES = 64
 #: Header of a slot: number of bytes of the whole message, and the step for which it was written.
 HEAD = struct.Struct("=QQ")
 #: Maximal number of bytes that one `Rank.gather`, or one round of `Rank.all_gather`, transports.
@@ -167,7 +167,7 @@ class Rank:
         self.is_master = number == root
         self.control = control
         #: Whether there are ranks on other machines; their agents then decide failed commands.
-        self.spans_hosts = len(control.here) < control.size
+        self.spans_hosts = len(control.local_ranks) < control.size
         self.watch = watch
         self.threads = threads
         self.segments = SegmentTable()
@@ -176,7 +176,7 @@ class Rank:
         self.device: Any = None
         self.command = 0
         self._step = 0
-        self._known: dict[Any, Any] = {}
+        self._pickles: dict[Any, Any] = {}
         self._commits = True
         self.on_finish: list[Callable[[], None]] = []
         self.pending: list[PendingOperation] = []
@@ -186,7 +186,7 @@ class Rank:
         """Continue as the master of new workers, with new counters; segments and mirrored objects stay."""
         self.control, self.watch = control, watch
         self.registry.clear()
-        self._known.clear()
+        self._pickles.clear()
 
     def inherit(self, master: Rank) -> None:
         """Take over the segments and mirrored objects of the master, which this process is a fork of.
@@ -322,14 +322,14 @@ class Rank:
         return self._pickle_cached(value)[1]
 
     def _pickle_cached(self, value: Hashable) -> tuple[bytes, bytes]:
-        known = self._known
-        if len(known) > _KNOWN:
-            known.clear()
-        found: tuple[bytes, bytes] | None = known.get(value)
-        if found is None:
+        pickles = self._pickles
+        if len(pickles) > _MAX_CACHED_PICKLES:
+            pickles.clear()
+        cached: tuple[bytes, bytes] | None = pickles.get(value)
+        if cached is None:
             payload = pickle.dumps(value, pickle.HIGHEST_PROTOCOL)
-            found = known[value] = payload, hashlib.blake2b(payload, digest_size=16).digest()
-        return found
+            cached = pickles[value] = payload, hashlib.blake2b(payload, digest_size=16).digest()
+        return cached
 
     def is_same_on_all(self, digest: bytes) -> bool:
         """Compare digests in one step; return True if all ranks have passed the same one."""

@@ -141,13 +141,13 @@ class Session:
         self.registry = Registry()
         self._at_close: WeakKeys[Any, Callable[[Any], None]] = WeakKeys()
         self._at_replacement: WeakKeys[Any, Callable[[Any], None]] = WeakKeys()
-        here = link.here
+        here = link.local_ranks
         # Copies of this process inherit its memory; workers that start anew, and an agent, get it as an open file.
         is_open = size > 1 and (fresh or link.shares_file)
         self._file = Control.create(size, len(here), link.extra) if is_open else None
         spin = SPIN if len(here) <= available_cores() else 0.0
         fd = -1 if self._file is None else self._file.fileno()
-        self._control = Control(size, spin, fd, here=here, extra=link.extra)
+        self._control = Control(size, spin, fd, local_ranks=here, extra=link.extra)
         self.rank = Rank(root, root, self._control, self._watch, ThreadShare(len(here), environment=False))
         self.rank.has_peer_died = self._has_peer_died
         self.workers = Workers(root, self._control, self._file if fresh else None)
@@ -292,7 +292,7 @@ class Session:
             self._join(None if mine is None or isinstance(mine, Exception) else _INTERRUPTED_GRACE)
             has_failed = control.words[Control.FAILED] == number
             reports = self._read_reports(number) if has_failed else []
-            if has_failed and self.link.find_loss() is not None:
+            if has_failed and self.link.find_lost_host() is not None:
                 self._raise_if_peer_died()  # reports may only follow from the loss of a machine, which is the cause
             rank.cancel_failed()
         except PeerDied:  # raised just after the master's part had failed
@@ -440,7 +440,7 @@ class Session:
 
     def _has_peer_died(self) -> bool:
         """Whether a worker has exited, as far as this machine knows."""
-        return self.workers.has_any_exited() or self.link.find_loss() is not None
+        return self.workers.has_any_exited() or self.link.find_lost_host() is not None
 
     def _has_pending_alone(self) -> bool:
         """Whether an operation with the workers is pending although no command runs."""
@@ -459,7 +459,7 @@ class Session:
             death = Death(number, host, pid, describe_exit(code))
             message = f"{who} (process {pid}) {death.cause}; the other workers were ended."
             self._end_with_error(message, number, death)
-        lost = self.link.find_loss()
+        lost = self.link.find_lost_host()
         if lost is not None:
             self._end_with_error(f"{lost[0]}; the workers were ended.", lost[1])
         peers.busy_thread = busy_thread
@@ -621,10 +621,10 @@ class Session:
         try:
             with defer_signals():  # between its lines the session is neither closed nor open
                 # The counters and semaphores of the old workers stay as they died.
-                here = self.link.here
+                here = self.link.local_ranks
                 self._file = Control.create(self.size, len(here), self.link.extra) if fresh else None
                 fd = -1 if self._file is None else self._file.fileno()
-                self._control = Control(self.size, self._control.spin, fd, here=here, extra=self.link.extra)
+                self._control = Control(self.size, self._control.spin, fd, local_ranks=here, extra=self.link.extra)
                 self.rank.restart(self._control, self._watch)
                 self.rank.has_peer_died = self._has_peer_died
                 self.memory.forget_workers(is_inherited=not fresh)
@@ -647,7 +647,7 @@ class Session:
             raise
 
     def notify_at_replacement(self, owner: T, renew: Callable[[T], None]) -> None:
-        """Have ``renew(owner)`` called when workers have been replaced, in a call's turn, if the owner still exists."""
+        """Have ``renew(owner)`` called when workers have been replaced, with the call lock held, if the owner exists."""
         self._at_replacement[owner] = renew
 
 

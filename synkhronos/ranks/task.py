@@ -214,7 +214,7 @@ class RankTask:
         """Return a lock, to be used in a ``with`` statement; raise ValueError for a number out of range."""
         if not 0 <= number < self.memory.locks:
             raise ValueError(f"expected a lock from 0 to {self.memory.locks - 1}, got {number}")
-        is_here = self.memory.find_home(number) in self.rank.control.here
+        is_here = self.memory.find_home(number) in self.rank.control.local_ranks
         return Lock(self, number, self.memory.get_semaphore(self._segment, number) if is_here else None)
 
     def _acquire(self, number: int, semaphore: Semaphore, timeout: float | None = None) -> int | None:

@@ -92,7 +92,7 @@ def main(
             if os.getppid() != master:
                 os._exit(1)
 
-        rank = Rank(number, root, control, watch, ThreadShare(len(control.here), environment=True))
+        rank = Rank(number, root, control, watch, ThreadShare(len(control.local_ranks), environment=True))
         newest = 0
         if inherited is not None:
             master_rank, newest = inherited
@@ -128,7 +128,7 @@ def spawn_worker(control: Control, memory: io.FileIO, channel: socket.socket, *s
     *settings
         The other arguments of `main`.
     """
-    here, files = control.here, (memory.fileno(), channel.fileno())
+    here, files = control.local_ranks, (memory.fileno(), channel.fileno())
     layout = control.size, control.spin, memory.fileno(), True, [here.start, here.stop], len(control.extra)
     arguments = layout, channel.fileno(), settings
     return spawn("synkhronos.ranks.worker", "run_spawned", arguments, files, settings[-1], os.environ)

@@ -55,7 +55,7 @@ class Workers:
         """
         if inherited is not None:
             self._control = inherited[0].control
-        for number in self._control.here:
+        for number in self._control.local_ranks:
             if number != self._root:
                 self._start_one(number, profile, inherited)
 

@@ -37,7 +37,7 @@ class LocalRows:
         self._location = location
         self._selected = rows
         self._array = location.view(rank.segments)
-        rows = location.find_local_rows(rank.size, rank.control.here)
+        rows = location.find_local_rows(rank.size, rank.control.local_ranks)
         self.here = range(*self._array.shape[:1] or (0,)) if rows is None else rows
 
     @property

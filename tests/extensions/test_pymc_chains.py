@@ -1,6 +1,7 @@
 """Chains of PyMC side by side, each with its own ranks, compared with PyMC's own chains."""
 
 import _thread
+import multiprocessing
 import os
 import queue
 import signal
@@ -304,6 +305,32 @@ def test_evaluate_after_an_exit_raises_a_worker_error(fork, started, index):
     finally:
         servers.close()
     assert all(has_exited(pid) for pid in group)
+
+
+def test_evaluate_after_an_interrupt_reads_no_late_result():
+    ours, theirs = multiprocessing.Pipe()
+
+    class InterruptedPipe:
+        """Pipe whose first result arrives after an interrupt."""
+
+        is_first = True
+        send, close = ours.send, ours.close
+
+        def recv(self):
+            if self.is_first:
+                self.is_first = False
+                raise KeyboardInterrupt
+            return ours.recv()
+
+    servers = object.__new__(chain_servers.ChainServers)
+    servers._idle = queue.SimpleQueue()
+    servers._idle.put(InterruptedPipe())
+    theirs.send([np.float64(1)])
+    with pytest.raises(KeyboardInterrupt):
+        servers.evaluate(None, [], False)
+    with pytest.raises(synk.WorkerError):
+        servers.evaluate(None, [], False)
+    theirs.close()
 
 
 # -- ranks="auto" ------------------------------------------------------------------------------------------------

@@ -257,7 +257,7 @@ def test_fork_refuses_an_mpirun_of_another_mpi(monkeypatch):
 
 
 def test_frames_allocate_no_extra_memory():
-    control = Control(3, 0.0, here=range(2), extra=PipeLayout.nbytes(2))
+    control = Control(3, 0.0, local_ranks=range(2), extra=PipeLayout.nbytes(2))
     frame = PipeLayout(control).frame(3, FRAMES - 1)
     assert len(frame) == FRAME
     frame[-1] = 1

@@ -44,7 +44,7 @@ class Memory:
     """The control memory of a host, as `Rank` uses it."""
 
     def __init__(self, here, size):
-        self.here, self.size = here, size
+        self.local_ranks, self.size = here, size
         self.words, self.arrived, self.done = [0] * (Control.COMMON_STEP + 2), [0] * size, [0] * size
 
     def fence(self):

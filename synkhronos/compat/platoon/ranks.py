@@ -120,7 +120,7 @@ def _connect_to_controller(worker: Worker, plan: WorkersPlan) -> Iterator[None]:
     ScriptError
         If that controller has failed.
     """
-    folder, first = os.path.dirname(plan.logs[0]), get_rank(worker).control.here.start
+    folder, first = os.path.dirname(plan.logs[0]), get_rank(worker).control.local_ranks.start
     if plan.hosts is None or not first:
         link.current = link.ControllerLink(worker, plan.address, f"{folder}/controller_cpu.err", worker.progress)
         yield

@@ -94,7 +94,7 @@ class ProgramSum:
     def __init__(self, rank: Rank, poll: InterruptPoll):
         self._rank, self._poll = rank, poll
         self.count = 0
-        here = rank.control.here
+        here = rank.control.local_ranks
         self._heads = [[rank.control.scratch(r, half)[:_HEAD].cast("Q") for r in here] for half in range(2)]
         self._place = rank.number - here.start
         for heads in self._heads:
@@ -156,7 +156,7 @@ class HostSum(ProgramSum):
         super().__init__(rank, poll)
         assert not rank.spans_hosts
         self._data = [
-            [np.frombuffer(rank.control.scratch(r, half), np.uint8)[_HEAD:] for r in rank.control.here]
+            [np.frombuffer(rank.control.scratch(r, half), np.uint8)[_HEAD:] for r in rank.control.local_ranks]
             for half in range(2)
         ]
         self._exchange = 0

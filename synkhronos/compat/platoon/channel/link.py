@@ -48,7 +48,7 @@ class ControllerLink:
 
     def __init__(self, worker: RankWorker, address: str, log: str, progress: Callable[[], None]):
         self.worker, self.address, self._log = worker, address, log
-        here = get_rank(worker).control.here
+        here = get_rank(worker).control.local_ranks
         self.local_rank, self.local_size = worker.number - here.start, len(here)
         self._sending = threading.Lock()
         connection = sockets.connect(address, progress, _CONNECT)
