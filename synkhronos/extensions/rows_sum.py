@@ -592,7 +592,7 @@ def _take_sample(values: Any) -> Any:
     if array.size <= _SAMPLE_SIZE:
         return array.shape, array.tobytes()
     # Rows have all columns, but miss other rows; elements are in all long rows, but may miss columns.
-    step = -(-2 * array.size // _SAMPLE_SIZE)
+    step = -(-3 * array.size // _SAMPLE_SIZE)
     return array.shape, array[::step].tobytes(), array.flat[::step].tobytes()
 
 

@@ -647,7 +647,7 @@ class Session:
             raise
 
     def notify_at_replacement(self, owner: T, renew: Callable[[T], None]) -> None:
-        """Have ``renew(owner)`` called when workers have been replaced, with the call lock held, if the owner exists."""
+        """Have ``renew(owner)`` called when workers have been replaced, with the call lock held, if it exists."""
         self._at_replacement[owner] = renew
 
 
