@@ -99,7 +99,7 @@ def while_closing(where: str) -> None:
     """Hold in the master while it waits for workers to end, or close with a worker that is still busy."""
     signal.signal(signal.SIGINT, _interrupt_the_library)
     before = start()
-    exit_code = workers._exit_code
+    exit_code = workers._get_exit_code
     synk.fork(N, use_gpu=False)
     know()
     work = Work()
@@ -113,7 +113,7 @@ def while_closing(where: str) -> None:
             looks.append(pid)
             return None
 
-        workers._exit_code = not_yet
+        workers._get_exit_code = not_yet
     else:
         plant("perform", "hold:compiled", (2,))
         tell("first", **attempt(work.call))
@@ -126,7 +126,7 @@ def while_closing(where: str) -> None:
 
         ranks.Session._join = joined  # type: ignore[method-assign]
     tell("outcome", **attempt(synk.close))
-    workers._exit_code = exit_code
+    workers._get_exit_code = exit_code
     vars(work).clear()
     tell("dead", before=before, after=footprint())
     synk.fork(N, use_gpu=False)

@@ -254,7 +254,7 @@ def no_room() -> None:
             hog.append(synk.data(shape=1, dtype="float64"))
     tell("data", **attempt(lambda: synk.data(np.ones(100_000))))
     tell("grow", **attempt(functools.partial(kept.set_length, 100_000)))
-    tell("storage", right=bool((np.asarray(kept) == np.arange(1000.0)).all()))
+    tell("kept", right=bool((np.asarray(kept) == np.arange(1000.0)).all()))
     tell("call", **attempt(lambda: work.f(np.ones(100_000))))
     tell("distribute", **attempt(synk.distribute))
     tell("collective", **attempt(lambda: synk.broadcast(work.big, np.ones(300_000))))
