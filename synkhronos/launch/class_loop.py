@@ -386,7 +386,8 @@ class ClassLoop(EpochLoop, RankLoop):
         else:
             self.recorder.begin_epoch(epoch)
             self.within = {"batch": 0, "generators": _get_generators()}
-        self._copy_schedule.set_due(self.within["batch"])
+        if self._copies:  # ranks at their own pace may resume at different batches, and copy at the same ones
+            self._copy_schedule.set_due(max(self.worker.exchange(self.within["batch"])))
         self._common_batches, self._ends_at_copy = 0, False
         self.run()
         self.count = self.within["batch"] * self.worker.size

@@ -27,6 +27,7 @@ import json
 import os
 import platform
 import selectors
+import shutil
 import signal
 import subprocess
 import sys
@@ -152,7 +153,7 @@ class Supervisor:
         self._copies: CopyFolder | None = None
         self._deaths = DeathLog(self.folder)
         #: Number of deaths, and of those since the copy was written that the ranks resume from.
-        self._n_deaths = self._n_repeated = 0
+        self._n_deaths = self._n_noted = self._n_repeated = 0
         self._old_checkpoints = self._list_checkpoints()
         #: Checkpoint that the ranks resume from.
         self._checkpoint = settings.resume
@@ -183,7 +184,7 @@ class Supervisor:
                         os.close(write)
                 self._read([read for read, _ in pipes])
                 end = self._end()
-                if not end["status"] or "signal" in end:
+                if not end["status"] or "signal" in end or self.signal_number:
                     break
                 if not self._prepare_recovery():
                     if self._n_restarts == self.settings.restarts:
@@ -197,6 +198,7 @@ class Supervisor:
             if self._master is not None:
                 self._master.wait()
             if self._copies is not None:
+                self._keep_copy(end)
                 self._copies.remove()
             self._record(end)
             for number, handler in before.items():
@@ -340,11 +342,11 @@ class Supervisor:
         if self._master.returncode < 0:
             self._deaths.add(0, "", describe_exit(self._master.returncode))
             deaths = self._deaths.read()
-        if len(deaths) == self._n_deaths:
+        if len(deaths) == self._n_noted:
             return False  # an error, which would be raised again
         copy = next((str(path) for path in reversed(list_checkpoints(self._copies.path))), self._checkpoint)
         self._n_repeated = 1 if copy != self._checkpoint else self._n_repeated + 1
-        self._n_deaths += 1
+        self._n_deaths, self._n_noted = self._n_deaths + 1, len(deaths)  # the master may die after it has noted one
         limit = ""
         if self._n_deaths > self.settings.max_deaths:
             limit = f"max_deaths = {self.settings.max_deaths} of them"
@@ -382,6 +384,25 @@ class Supervisor:
         if self._checkpoint is None:
             for file in self.folder.glob("*.jsonl"):
                 file.unlink()
+
+    def _keep_copy(self, end: dict[str, Any]) -> None:
+        """Make the newest copy a checkpoint, if a signal has ended the run before its ranks could write one."""
+        assert self._copies is not None
+        found = list_checkpoints(self._copies.path)
+        if not (found and self.signal_number and self.settings.saves_on_signal) or end.get("checkpoint"):
+            return
+        path = self.folder / "checkpoints" / found[-1].name
+        aside = path.with_name(f"unfinished-{os.getpid()}")  # a Checkpoint removes it after a kill
+        try:
+            shutil.copytree(found[-1], aside)
+            if path.exists():
+                shutil.rmtree(aside)
+            else:
+                aside.rename(path)
+            end["checkpoint"] = str(path)
+            self._errors.write(f"--resume goes on from {path}, the last copy\n")
+        except OSError as error:
+            self._errors.write(f"{path} can't be written: {error}\n")
 
     # -- the end ---------------------------------------------------------------------------------------------
 

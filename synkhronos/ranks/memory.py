@@ -66,7 +66,7 @@ class Memory:
     """
 
     def __init__(self, rank: Rank, channels: Mapping[int, socket], run: Callable[[Command], Any]):
-        self.last_key = self.last_announced = self._last_part = 0
+        self.last_key = self.last_announced = 0
         self._rank = rank
         self._channels = channels
         self._run = run
@@ -129,8 +129,9 @@ class Memory:
 
     def create_parts_key(self) -> int:
         """Return a key for memory that the ranks of each host create themselves within a command."""
-        self._last_part -= 1
-        return self._last_part
+        with defer_signals():
+            self.last_key += 1
+            return self.last_key
 
     def _add(self, segment: Segment, file: io.FileIO, in_command: bool) -> Segment:
         with defer_signals():  # a worker would wait forever for a key that is never announced

@@ -155,7 +155,7 @@ class Segment:
         Bytes that are backed by memory; the others are addresses alone.  Default: all.
     """
 
-    __slots__ = ("buffer", "here", "is_file", "key", "nbytes", "path")
+    __slots__ = ("buffer", "here", "identity", "is_file", "key", "nbytes", "path")
 
     def __init__(self, key: int, fd: int, nbytes: int, is_file: bool = False, here: range | None = None):
         self.key = key
@@ -163,11 +163,18 @@ class Segment:
         self.is_file = is_file
         self.here = range(nbytes) if here is None else here
         self.path = os.readlink(f"/proc/self/fd/{fd}") if is_file else ""
+        self.identity = _identify(fd)
         self.buffer = map_file(fd, nbytes, is_file)
 
     def array(self, shape: tuple[int, ...], dtype: npt.DTypeLike, offset: int = 0) -> np.ndarray:
         """Return an array view of the segment's memory from byte ``offset`` on."""
         return np.ndarray(shape, dtype, cast(Any, self.buffer), offset)
+
+
+def _identify(fd: int) -> tuple[int, int]:
+    """Return the device and inode of a file."""
+    status = os.fstat(fd)
+    return status.st_dev, status.st_ino
 
 
 class UnmappedSegment:
@@ -267,7 +274,8 @@ class SegmentTable:
             segment = self._segments[key]
             if segment.is_file:
                 file = io.FileIO(segment.path)
-                if os.fstat(file.fileno()).st_size != segment.nbytes:
+                is_same_file = _identify(file.fileno()) == segment.identity
+                if not is_same_file or os.fstat(file.fileno()).st_size != segment.nbytes:
                     raise OSError(errno.ESTALE, f"{segment.path} has changed since it was mapped")
                 yield segment, file
                 continue

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, NamedTuple
 
+import cloudpickle
 import numpy as np
 
 from synkhronos import ranks
@@ -166,7 +167,8 @@ class RunProgram(_RunProgramFields, Command):
 def _pack(session: Session, value: Any, functions: list[Any], arrays: list[SharedArray]) -> bytes:
     """Pickle the program and its arguments; append to the lists the functions and Data objects among them."""
     stream = io.BytesIO()
-    pickler = _ProgramPickler(stream, pickle.HIGHEST_PROTOCOL)
+    kind = _ProgramPickler if session.workers.are_forks else _ValuePickler
+    pickler = kind(stream, pickle.HIGHEST_PROTOCOL)
     pickler.session, pickler.functions, pickler.arrays = session, functions, arrays
     try:
         pickler.dump(value)
@@ -203,6 +205,10 @@ class _ProgramPickler(pickle.Pickler):
         ):
             return "shared", get_mirror_keys(self.session, [value])[0]
         return None
+
+
+class _ValuePickler(cloudpickle.Pickler, _ProgramPickler):
+    """Pickler for workers that are no forks: what the script defines, which they lack, is pickled by value."""
 
 
 class _ProgramUnpickler(pickle.Unpickler):

@@ -133,7 +133,7 @@ class SerialTrainFunction:
             finally:
                 for shared, value in zip(extra, before, strict=True):
                     shared.set_value(value)
-        self.grad_shared.set_value(np.sum(gradients, axis=0))
+        self.grad_shared.set_value(np.sum(gradients, axis=0).astype(self.grad_shared.type.dtype, copy=False))
         for shared, value, values in zip(extra, before, zip(*after, strict=True), strict=True):
             new = np.average(values, axis=0, weights=rows).astype(value.dtype) if is_averaged(shared) else values[-1]
             shared.set_value(new)

@@ -164,6 +164,11 @@ class Survival:
             self._steps_ahead = max(1, min(2 * self._steps_ahead, fitting))
         return self._steps_ahead
 
+    def forget(self) -> None:
+        """Free the copy, at the end of the training."""
+        _states.pop(self._state.name, None)
+        self._mine, self._shared, self._has_copy = {}, {}, False
+
     # -- copies ----------------------------------------------------------------------------------------------
 
     def _copy(self) -> None:

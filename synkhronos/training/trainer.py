@@ -299,6 +299,7 @@ class Trainer:
             self._loop = loop
             loop.begin(resume)
             if loop.survival is not None:
+                stack.callback(loop.survival.forget)
                 stack.enter_context(loop.session.keep_memory())
             yield from loop.iterate_reports()
             if checkpoint is not None and requested_stop():

@@ -21,6 +21,7 @@ from system import children_of, lives, names, names_left
 
 from synkhronos.launch import copies, output, supervisor
 from synkhronos.launch.settings import Settings
+from synkhronos.training.checkpoint import list_checkpoints
 
 pytestmark = pytest.mark.any_library
 
@@ -186,6 +187,31 @@ def test_signal_ends_a_run_with_on_death_continue(tmp_path):
         process.send_signal(signal.SIGTERM)
         _, said = process.communicate(timeout=LIMIT)
         assert process.returncode == 143 and "--resume goes on from" in said
+    finally:
+        process.kill()
+        process.communicate()
+
+
+@pytest.mark.faults
+def test_signal_during_a_recovery_keeps_the_copy(tmp_path):
+    """The new ranks have written no checkpoint yet: the copy in memory is all that there is."""
+    pytest.importorskip("safetensors")
+    before = list_copies()
+    process = start_checkpointed_run(tmp_path, False, checkpoint=500, on_death="continue")
+    try:
+        pids = wait_until_training(tmp_path, process)
+        deadline = time.monotonic() + LIMIT
+        while not any(list_checkpoints(folder) for folder in list_copies() - before):
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        os.kill(pids[2], signal.SIGKILL)
+        for line in process.stderr:
+            if line.startswith("death 1 "):
+                break
+        process.send_signal(signal.SIGTERM)
+        _, said = process.communicate(timeout=LIMIT)
+        assert process.returncode == 143 and "--resume goes on from" in said
+        assert len(list((tmp_path / "checkpoints").iterdir())) == 1 and list_copies() == before
     finally:
         process.kill()
         process.communicate()

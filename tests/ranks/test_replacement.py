@@ -70,6 +70,7 @@ def test_fresh_workers_have_the_memory_of_the_old_ones(session, tmp_path):
     view, newest = many[5].data, synk.data(np.ones(3))
     np.save(tmp_path / "rows.npy", np.arange(6.0))
     file = synk.data_file(tmp_path / "rows.npy")
+    parts = synk.data_parts(lambda start, stop: np.arange(float(start), float(stop)), 5)
     x = T.dvector("x")
     f = synk.function([x], (x.sum(), "sum"))
     f(newest)
@@ -78,8 +79,21 @@ def test_fresh_workers_have_the_memory_of_the_old_ones(session, tmp_path):
         lose(session, lambda: f(many[0]))
         session.replace_workers(fresh=True)
         view[0] = 100.0
-        assert [float(read(f(data))) for data in (many[5], many[69], file)] == [110.0, 207.0, 15.0]
+        assert [float(read(f(data))) for data in (many[5], many[69], file, parts)] == [110.0, 207.0, 15.0, 10.0]
         assert float(read(f(synk.data(np.ones(4))))) == 4.0
+
+
+def test_fresh_workers_refuse_a_file_that_has_been_replaced(session, tmp_path):
+    np.save(tmp_path / "rows.npy", np.arange(6.0))
+    file, x = synk.data_file(tmp_path / "rows.npy"), T.dvector("x")
+    f = synk.function([x], (x.sum(), "sum"))
+    f(file)
+    np.save(tmp_path / "new.npy", np.zeros(6))
+    os.replace(tmp_path / "new.npy", tmp_path / "rows.npy")
+    with session.keep_memory():
+        lose(session, lambda: f(file))
+        with pytest.raises(OSError, match="rows.npy has changed since it was mapped"):
+            session.replace_workers(fresh=True)
 
 
 def test_compiled_functions_are_inherited(session):

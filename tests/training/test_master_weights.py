@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from library import shared, tensor
 
+import synkhronos as synk
 from synkhronos.training import Checkpoint, make_train_function, make_train_function_serial, make_trainer
 from synkhronos.training import updates as u
 
@@ -41,6 +42,20 @@ def test_small_steps_add_up(n_ranks):
     start = np.full((4, 3), 0.5, "float16")
     np.testing.assert_array_equal(plain, start)
     assert (mastered != start).any()
+
+
+@pytest.mark.parametrize("shards", [False, True])
+def test_assigned_values_are_where_the_next_step_starts(n_ranks, shards):
+    train, (w, b) = make(make_train_function, u.master_weights(u.sgd), learning_rate=0.25, shard_optimizer=shards)
+    train(X, Y)
+    start = w.get_value()
+    start[0] = [2, 3, 4]
+    synk.broadcast(w, start)
+    bias = b.get_value().astype("float32")
+    train(X, Y)
+    rows, targets = X.astype("float32"), Y.astype("float32")
+    gradient = rows.T @ (rows @ start.astype("float32") + bias - targets) * np.float32(2 / targets.size)
+    np.testing.assert_allclose(w.get_value()[0], start[0] - 0.25 * gradient[0], rtol=2e-3)
 
 
 @pytest.mark.parametrize("shards", [False, True])

@@ -3,6 +3,7 @@
 import os
 import random
 import signal
+import sys
 
 import numpy as np
 import pytest
@@ -69,13 +70,14 @@ class Killer:
         monkeypatch.setattr(Survival, "_copy", copy_and_arm)
 
 
-def train(name="BSP", noise=False, **kwargs):
+def train(name="BSP", noise=False, rate=0.05, **kwargs):
     """Train a new model on new ranks; return its values, how often each row was used, and the reports."""
     fork_ranks(RANKS)
-    model = Model(name, noise=noise)
+    model = Model(name, noise=noise, rate=rate)
     reports = list(model.epochs(valid=(X, Y), on_death="continue", **kwargs))
     values, used = model.values(), model.used()
     synk.close()
+    assert not survival._states  # the memory of the copy is free
     return values, used, reports
 
 
@@ -283,13 +285,19 @@ def test_on_death_refuses_loaders_in_jax_mode(monkeypatch):
 
 @pytest.mark.parametrize(("name", "noise"), [("BSP", True), ("LocalSGD", False)])
 def test_a_death_where_workers_are_no_forks(name, noise, monkeypatch):
-    """As in JAX mode: new processes get the data, the functions and the state."""
+    """As in JAX mode: new processes get the data, the functions, the state, and what the script defines."""
+
+    def rate(progress):
+        return 0.05
+
+    rate.__module__, rate.__qualname__ = "__main__", "rate"
     counter = Killer(monkeypatch)
     undisturbed = train(name, noise)
     monkeypatch.undo()
     killer = Killer(monkeypatch, {counter.count // 2: (1, True)})
     monkeypatch.setattr(survival, "is_fork_unsafe", lambda: True)
-    disturbed = train(name, noise)
+    monkeypatch.setattr(sys.modules["__main__"], "rate", rate, raising=False)
+    disturbed = train(name, noise, rate)
     check_same(name, disturbed, undisturbed)
     assert killer.killed == sum(len(report.deaths) for report in disturbed[2]) == 1
 

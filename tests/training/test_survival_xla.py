@@ -17,11 +17,11 @@ pytestmark = [
 ]
 
 
-def train(name, is_disturbed):
+def train(name, is_disturbed, **options):
     """Train on two new ranks, of which the worker may die between two reports; return the model's values and reports."""
     fork_ranks(2)
     try:
-        model, reports = Model(name), []
+        model, reports = Model(name, **options), []
         for report in model.epochs(epochs=2, every=3, valid=(X, Y), on_death="continue"):
             reports.append(report)
             if is_disturbed and len(reports) == 1:

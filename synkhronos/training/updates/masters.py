@@ -11,7 +11,7 @@ import numpy as np
 
 from synkhronos.graphs import library_of
 from synkhronos.training.updates.checks import check_gradients, check_params
-from synkhronos.training.updates.flat import RuleUpdates
+from synkhronos.training.updates.flat import RuleUpdates, zeros_like
 
 
 def master_weights(rule: Any) -> Any:
@@ -37,8 +37,8 @@ def master_weights(rule: Any) -> Any:
 
     Notes
     -----
-    A copy is made of the parameter's value at the first step.  Values that are assigned to the parameter afterwards are
-    overwritten by the next step.
+    The rule's variables also have the parameter's value after the last step.  Where the parameter has another value,
+    since the user or an exchange of parameters has assigned it, a step starts from that, not from the master copy.
 
     Examples
     --------
@@ -47,7 +47,7 @@ def master_weights(rule: Any) -> Any:
     >>> w = pytensor.shared(np.float16(1), "w")
     >>> updates = master_weights(sgd)(w, [w], learning_rate=0.0002)
     >>> [(shared.name, shared.dtype) for shared in updates.param_updates]
-    [('w', 'float16'), ('w_master', 'float32'), ('masters_exist', 'float32')]
+    [('w', 'float16'), ('w_last', 'float16'), ('w_master', 'float32')]
     >>> for _ in range(10):
     ...     _ = pytensor.function([], updates=updates.grad_updates)()
     ...     _ = pytensor.function([], updates=updates.param_updates)()
@@ -69,19 +69,21 @@ def master_weights(rule: Any) -> Any:
         pairs = {m: p for p, m in zip(params, masters, strict=True) if m is not p}
         if not pairs:
             return updates
-        exist = library.shared(np.zeros((), "float32"), name="masters_exist")
+        lasts = {m: zeros_like(p, "last") for m, p in pairs.items()}
+        for m, p in pairs.items():
+            lasts[m].set_value(p.get_value())
         olds = {
-            m: library.convert(m, tensor.switch(tensor.eq(exist, 0), tensor.cast(p, m.dtype), m))
+            m: library.convert(m, tensor.switch(tensor.eq(p, lasts[m]), m, tensor.cast(p, m.dtype)))
             for m, p in pairs.items()
         }
         clones = library.clone(list(updates.param_updates.values()), olds)
         news: OrderedDict[Any, Any] = OrderedDict()
         for shared, new in zip(updates.param_updates, clones, strict=True):
             if shared in pairs:
-                news[pairs[shared]] = library.convert(pairs[shared], tensor.cast(new, "float16"))
+                param = pairs[shared]
+                news[param] = news[lasts[shared]] = library.convert(param, tensor.cast(new, "float16"))
                 shared.name = f"{shared.name or 'param'}_master"
             news[shared] = library.convert(shared, new)
-        news[exist] = tensor.ones_like(exist)
         return updates._replace(param_updates=news)
 
     mastered.__name__ = f"master_weights({getattr(rule, '__name__', type(rule).__name__)})"
