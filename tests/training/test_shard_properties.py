@@ -63,7 +63,7 @@ def results(train, params, x, y, batches):
     n=st.integers(2, 4),
     name=st.sampled_from(sorted(RULES)),
     shape=st.tuples(st.integers(1, 6), st.integers(5, 6)),
-    dtype=st.sampled_from(["float64"] if XLA else ["float32", "float64"]),  # PyTensor's own JAX mode widens float32
+    dtype=st.sampled_from(["float32", "float64"]),
     clip_norm=st.sampled_from([None, 0.1]),
     num_slices=st.integers(1, 3),
     batches=st.lists(st.integers(1, 13), min_size=2, max_size=4),
