@@ -29,7 +29,7 @@ import numpy as np
 
 from synkhronos.devices import Selection
 from synkhronos.ranks.control import POLL, Semaphore
-from synkhronos.ranks.errors import UNKNOWN, describe_exit, shorten
+from synkhronos.ranks.errors import UNKNOWN_EXIT_CODE, describe_exit, shorten
 
 #: Status of a row, one byte: not readable, or read.
 SKIPPED, READ = 0, 1
@@ -382,5 +382,5 @@ def _describe_exit(pid: int) -> str:
     except ChildProcessError:  # a child of another rank
         return "has ended"
     if found is None:
-        return describe_exit(UNKNOWN)
+        return describe_exit(UNKNOWN_EXIT_CODE)
     return describe_exit(found.si_status if found.si_code == os.CLD_EXITED else -found.si_status)

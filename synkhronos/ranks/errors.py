@@ -148,12 +148,12 @@ def describe_effect(
 
 
 #: In place of the exit code of a process whose status was collected elsewhere; larger than any exit code.
-UNKNOWN = 1 << 16
+UNKNOWN_EXIT_CODE = 1 << 16
 
 
 def describe_exit(code: int) -> str:
     """Return a description of an exit code as of `os.waitstatus_to_exitcode`, such as "was killed by SIGKILL"."""
-    if code == UNKNOWN:
+    if code == UNKNOWN_EXIT_CODE:
         return (
             "ended (how is not known: this process ignores SIGCHLD, or something in it, such as os.wait(), "
             "has taken the exit code)"

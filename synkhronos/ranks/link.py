@@ -50,6 +50,17 @@ class Link(ABC):
     def start(self, control: Control, file: io.FileIO | None, root: int, profile: bool) -> socket.socket | None:
         """Start the workers of the other machines.
 
+        Parameters
+        ----------
+        control : Control
+            Control memory of this machine's ranks.
+        file : FileIO or None
+            The file of that memory; None if only forks map it.
+        root : int
+            Rank of the master.
+        profile : bool
+            Whether workers write a profile at exit.
+
         Returns
         -------
         socket or None

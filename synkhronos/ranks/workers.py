@@ -16,7 +16,7 @@ from collections.abc import Callable
 
 from synkhronos.ranks import worker
 from synkhronos.ranks.control import Control
-from synkhronos.ranks.errors import UNKNOWN
+from synkhronos.ranks.errors import UNKNOWN_EXIT_CODE
 from synkhronos.ranks.rank import Rank
 
 
@@ -133,11 +133,11 @@ def _has_exited(pid: int) -> bool:
 
 
 def _get_exit_code(pid: int) -> int | None:
-    """Return a child's exit code (negative: a signal; `UNKNOWN`: collected elsewhere), None if it lives."""
+    """Return a child's exit code (negative: a signal; `UNKNOWN_EXIT_CODE`: collected elsewhere), None if it lives."""
     try:
         found, status = os.waitpid(pid, os.WNOHANG)
     except ChildProcessError:
-        return UNKNOWN  # another wait() has collected it, or SIGCHLD is ignored
+        return UNKNOWN_EXIT_CODE  # another wait() has collected it, or SIGCHLD is ignored
     return os.waitstatus_to_exitcode(status) if found else None
 
 
