@@ -14,14 +14,13 @@ alone, and average their parameters after so many steps.
 from __future__ import annotations
 
 import json
-import multiprocessing
-import os
 import sys
-import tempfile
 from contextlib import nullcontext
 from statistics import median
 from time import perf_counter
 from typing import Any
+
+from benchmarks._training import join_group, run_processes
 
 
 def network(settings: dict[str, Any]) -> Any:
@@ -143,14 +142,7 @@ def serve(rank: int, meeting: str, settings: dict[str, Any]) -> None:
     """Run one process of the group."""
     import torch
 
-    gpu = settings["device"] == "gpu"
-    if gpu:
-        torch.cuda.set_device(rank)
-    else:
-        torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // settings["n"]))
-    torch.distributed.init_process_group(
-        "nccl" if gpu else "gloo", init_method=f"file://{meeting}", rank=rank, world_size=settings["n"]
-    )
+    join_group(rank, meeting, settings["n"], settings["device"] == "gpu")
     side = Side(rank, settings)
     results = {where: side.measure(where) for where in settings["where"]}
     if rank == 0:
@@ -162,18 +154,7 @@ def serve(rank: int, meeting: str, settings: dict[str, Any]) -> None:
 def main() -> None:
     """Start the other processes; this one is rank 0."""
     settings = json.loads(sys.argv[1])
-    context = multiprocessing.get_context("spawn")
-    with tempfile.TemporaryDirectory() as folder:
-        meeting = os.path.join(folder, "meeting")
-        others = [
-            context.Process(target=serve, args=(rank, meeting, settings), daemon=True)
-            for rank in range(1, settings["n"])
-        ]
-        for process in others:
-            process.start()
-        serve(0, meeting, settings)
-        for process in others:
-            process.join()
+    run_processes(serve, settings["n"], settings)
 
 
 if __name__ == "__main__":

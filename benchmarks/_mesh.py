@@ -13,8 +13,6 @@ import json
 import sys
 from collections.abc import Callable, Sequence
 from functools import partial
-from statistics import median
-from time import perf_counter
 from typing import Any
 
 import jax
@@ -22,6 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from benchmarks._training import time_steps
 from benchmarks.gpu_step import LAYERS, ROWS, batches_of
 from benchmarks.gpu_step import measure as measure_steps
 
@@ -193,19 +192,7 @@ def measure_resnet(settings: dict[str, Any]) -> dict[str, Any]:
             turn += 1
             return take(*(held if where == "gpu" else jax.device_put(batches[turn % len(batches)], split)))
 
-        start = perf_counter()
-        float(step())
-        first = perf_counter() - start
-        for _ in range(settings["warm"]):
-            step()
-        times, loss = [], 0.0
-        for _ in range(settings["rounds"]):
-            float(step())
-            start = perf_counter()
-            losses = [step() for _ in range(settings["steps"])]
-            loss = float(losses[-1])
-            times.append((perf_counter() - start) / len(losses))
-        results[where] = first, median(times), loss
+        results[where] = time_steps(step, settings["warm"], settings["rounds"], settings["steps"])
     import flax
 
     title = f"flax {flax.__version__}, JAX {jax.__version__}"

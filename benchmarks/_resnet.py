@@ -25,6 +25,7 @@ import synkhronos.compat  # noqa: F401 - before Lasagne
 import pytensor
 
 import synkhronos as synk
+from benchmarks._training import time_steps
 from synkhronos.loading import CropMirror, Loader, npy
 from synkhronos.training import make_train_function, updates
 
@@ -156,19 +157,7 @@ class Side:
     def measure(self, where: str) -> tuple[float, float, float]:
         """Return the first step's seconds, the median seconds of a step, and the last loss."""
         step = {"host": self.host, "gpu": self.gpu, "files": self.files}[where]()
-        start = perf_counter()
-        float(step())
-        first = perf_counter() - start
-        for _ in range(self._settings["warm"]):
-            step()
-        times = []
-        for _ in range(self._settings["rounds"]):
-            float(step())  # all before is done
-            start = perf_counter()
-            losses = [step() for _ in range(self._settings["steps"])]
-            value = float(losses[-1])
-            times.append((perf_counter() - start) / len(losses))
-        return first, median(times), value
+        return time_steps(step, self._settings["warm"], self._settings["rounds"], self._settings["steps"])
 
 
 def main() -> None:

@@ -12,17 +12,15 @@ from __future__ import annotations
 
 import argparse
 import json
-import multiprocessing
 import os
 import sys
-import tempfile
 from collections.abc import Callable
 from pathlib import Path
-from statistics import median
-from time import perf_counter
 from typing import Any
 
 import numpy as np
+
+from benchmarks._training import join_group, run_processes, time_steps
 
 ROOT = Path(__file__).resolve().parents[1]
 SIDES = ("synkhronos", "ddp", "compiled", "flax")
@@ -40,30 +38,9 @@ def make_tokens(settings: Settings, rank: int | None = None) -> tuple[np.ndarray
 
 
 def measure(step: Callable[[], Any], settings: Settings, **more: Any) -> dict[str, Any]:
-    """Return seconds of the first step and of a step (the median of three rounds), and the last loss.
-
-    Parameters
-    ----------
-    step : callable
-        Starts a step, and returns its loss, which ``float`` waits for.
-    settings : dict
-    **more
-        Further entries of the result.
-    """
-    start = perf_counter()
-    float(step())
-    first = perf_counter() - start
-    for _ in range(settings["warm"]):
-        loss = step()
-    float(loss)
-    times = []
-    for _ in range(3):
-        start = perf_counter()
-        for _ in range(settings["steps"]):
-            loss = step()
-        value = float(loss)
-        times.append((perf_counter() - start) / settings["steps"])
-    return {"first": first, "seconds": median(times), "loss": value, **more}
+    """Return seconds of the first step and of a step, the last loss, and further entries of the result."""
+    first, seconds, loss = time_steps(step, settings["warm"], 3, settings["steps"])
+    return {"first": first, "seconds": seconds, "loss": loss, **more}
 
 
 def run_synkhronos(settings: Settings) -> dict[str, Any]:
@@ -165,7 +142,7 @@ def run_flax(settings: Settings) -> dict[str, Any]:
     return measure(step, settings, parameters=count, version=f"flax {flax.__version__}, JAX {jax.__version__}")
 
 
-def run_torch(rank: int, folder: str, settings: Settings) -> dict[str, Any]:
+def run_torch(rank: int, meeting: str, settings: Settings) -> dict[str, Any]:
     """Measure one process of PyTorch's DDP."""
     import torch
     from torch import distributed, nn
@@ -173,15 +150,8 @@ def run_torch(rank: int, folder: str, settings: Settings) -> dict[str, Any]:
 
     size, heads, length = settings["size"], settings["heads"], settings["length"]
     on_gpu = settings["device"] == "gpu"
-    device = torch.device("cuda", rank) if on_gpu else torch.device("cpu")
+    device = join_group(rank, meeting, settings["n"], on_gpu)
     torch.backends.cuda.matmul.allow_tf32 = True
-    if on_gpu:
-        torch.cuda.set_device(device)
-    else:
-        torch.set_num_threads(1)
-    distributed.init_process_group(
-        "nccl" if on_gpu else "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=settings["n"]
-    )
 
     class Block(nn.Module):
         def __init__(self) -> None:
@@ -246,17 +216,7 @@ def run_torch(rank: int, folder: str, settings: Settings) -> dict[str, Any]:
 
 def run_ddp(settings: Settings) -> dict[str, Any]:
     """Measure PyTorch's DDP with a process for each GPU; this process is rank 0."""
-    context = multiprocessing.get_context("spawn")
-    with tempfile.TemporaryDirectory() as folder:
-        others = [
-            context.Process(target=run_torch, args=(rank, folder, settings), daemon=True)
-            for rank in range(1, settings["n"])
-        ]
-        for process in others:
-            process.start()
-        result = run_torch(0, folder, settings)
-        for process in others:
-            process.join()
+    result: dict[str, Any] = run_processes(run_torch, settings["n"], settings)
     return result
 
 

@@ -16,17 +16,16 @@ from __future__ import annotations
 
 import argparse
 import json
-import multiprocessing
 import os
 import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
-from statistics import median
-from time import perf_counter
 from typing import Any
 
 import numpy as np
+
+from benchmarks._training import join_group, run_processes, time_steps
 
 ROOT = Path(__file__).resolve().parents[1]
 #: Sides, and the unsharded one of the same library.
@@ -39,27 +38,9 @@ Settings = dict[str, Any]
 
 
 def measure(step: Callable[[], Any], settings: Settings) -> dict[str, Any]:
-    """Return seconds of the first step and of a step (the median of three rounds), and the last loss.
-
-    Parameters
-    ----------
-    step : callable
-        Starts a step, and returns its loss, which ``float`` waits for.
-    settings : dict
-    """
-    start = perf_counter()
-    float(step())
-    first = perf_counter() - start
-    for _ in range(settings["warm"]):
-        loss = step()
-    times = []
-    for _ in range(3):
-        float(step())
-        start = perf_counter()
-        losses = [step() for _ in range(settings["steps"])]
-        loss = float(losses[-1])
-        times.append((perf_counter() - start) / len(losses))
-    return {"first": first, "seconds": median(times), "loss": loss}
+    """Return seconds of the first step and of a step, and the last loss."""
+    first, seconds, loss = time_steps(step, settings["warm"], 3, settings["steps"])
+    return {"first": first, "seconds": seconds, "loss": loss}
 
 
 def run_synkhronos(settings: Settings) -> dict[str, Any]:
@@ -115,7 +96,7 @@ def run_synkhronos(settings: Settings) -> dict[str, Any]:
     return {**result, "version": f"PyTensor {pytensor.__version__}"}
 
 
-def run_torch(rank: int, folder: str, settings: Settings) -> dict[str, Any]:
+def run_torch(rank: int, meeting: str, settings: Settings) -> dict[str, Any]:
     """Measure one process of PyTorch's DDP."""
     import torch
     from torch import distributed, nn
@@ -124,16 +105,9 @@ def run_torch(rank: int, folder: str, settings: Settings) -> dict[str, Any]:
     from benchmarks._torch_networks import vgg16
 
     on_gpu = settings["device"] == "gpu"
-    device = torch.device("cuda", rank) if on_gpu else torch.device("cpu")
+    device = join_group(rank, meeting, settings["n"], on_gpu)
     torch.backends.cudnn.benchmark = True
     torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = True
-    if on_gpu:
-        torch.cuda.set_device(device)
-    else:
-        torch.set_num_threads(1)
-    distributed.init_process_group(
-        "nccl" if on_gpu else "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=settings["n"]
-    )
     torch.manual_seed(0)
     size, classes, batch_size = settings["size"], settings["classes"], settings["batch_size"]
     net = vgg16(classes, settings["units"])
@@ -181,17 +155,7 @@ def run_torch(rank: int, folder: str, settings: Settings) -> dict[str, Any]:
 
 def run_ddp(settings: Settings) -> dict[str, Any]:
     """Measure PyTorch with a process for each GPU; this process is rank 0."""
-    context = multiprocessing.get_context("spawn")
-    with tempfile.TemporaryDirectory() as folder:
-        others = [
-            context.Process(target=run_torch, args=(rank, folder, settings), daemon=True)
-            for rank in range(1, settings["n"])
-        ]
-        for process in others:
-            process.start()
-        result = run_torch(0, folder, settings)
-        for process in others:
-            process.join()
+    result: dict[str, Any] = run_processes(run_torch, settings["n"], settings)
     return result
 
 

@@ -1,0 +1,78 @@
+"""Timed training steps, and PyTorch's processes, for the sides of benchmarks, each of which has its own process.
+
+Nothing is imported that a side must not have: PyTorch is never loaded beside JAX.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import tempfile
+from collections.abc import Callable
+from statistics import median
+from time import perf_counter
+from typing import Any
+
+
+def time_steps(step: Callable[[], Any], warm: int, rounds: int, steps: int) -> tuple[float, float, float]:
+    """Return the first step's seconds, the median seconds of a step over some rounds, and the last loss.
+
+    Parameters
+    ----------
+    step : callable
+        Starts a step, and returns its loss, which ``float`` waits for.
+    warm : int
+        Number of steps before the rounds.
+    rounds, steps : int
+        Number of rounds, and of steps in each.
+    """
+    start = perf_counter()
+    float(step())
+    first = perf_counter() - start
+    for _ in range(warm):
+        step()
+    times, value = [], 0.0
+    for _ in range(rounds):
+        float(step())  # all before is done
+        start = perf_counter()
+        losses = [step() for _ in range(steps)]
+        value = float(losses[-1])
+        times.append((perf_counter() - start) / len(losses))
+    return first, median(times), value
+
+
+def run_processes(serve: Callable[..., Any], n: int, *arguments: Any, method: str = "spawn") -> Any:
+    """Run a function in ``n`` processes, of which this one is rank 0; return its result here.
+
+    Parameters
+    ----------
+    serve : callable
+        Takes the rank, the path of the file by which `torch.distributed` connects the processes, and ``arguments``.
+    n : int
+    *arguments
+    method : {"spawn", "fork"}
+    """
+    context: Any = multiprocessing.get_context(method)
+    with tempfile.TemporaryDirectory() as folder:
+        meeting = os.path.join(folder, "meeting")
+        others = [context.Process(target=serve, args=(rank, meeting, *arguments), daemon=True) for rank in range(1, n)]
+        for process in others:
+            process.start()
+        result = serve(0, meeting, *arguments)
+        for process in others:
+            process.join()
+    return result
+
+
+def join_group(rank: int, meeting: str, n: int, on_gpu: bool) -> Any:
+    """Connect this process to the others of `run_processes` by NCCL or Gloo; return its device."""
+    import torch
+
+    if on_gpu:
+        torch.cuda.set_device(rank)
+    else:
+        torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // n))
+    torch.distributed.init_process_group(
+        "nccl" if on_gpu else "gloo", init_method=f"file://{meeting}", rank=rank, world_size=n
+    )
+    return torch.device("cuda", rank) if on_gpu else torch.device("cpu")
