@@ -27,7 +27,6 @@ import json
 import os
 import platform
 import selectors
-import shutil
 import signal
 import subprocess
 import sys
@@ -42,7 +41,7 @@ from synkhronos.launch.copies import DEATHS, CopyFolder, DeathLog
 from synkhronos.launch.output import Console, LineSplitter, RunOutput
 from synkhronos.launch.settings import FAILURE, PROCESSES, SETTINGS, Settings, SettingsError
 from synkhronos.ranks.errors import describe_exit
-from synkhronos.training.checkpoint import list_checkpoints
+from synkhronos.training.checkpoint import copy_checkpoint, list_checkpoints
 from synkhronos.training.stop import ECHO, STOP_SIGNALS
 from synkhronos.training.survival import MAX_REPEATED
 
@@ -391,18 +390,14 @@ class Supervisor:
         found = list_checkpoints(self._copies.path)
         if not (found and self.signal_number and self.settings.saves_on_signal) or end.get("checkpoint"):
             return
-        path = self.folder / "checkpoints" / found[-1].name
-        aside = path.with_name(f"unfinished-{os.getpid()}")  # a Checkpoint removes it after a kill
+        folder = self.folder / "checkpoints"
         try:
-            shutil.copytree(found[-1], aside)
-            if path.exists():
-                shutil.rmtree(aside)
-            else:
-                aside.rename(path)
-            end["checkpoint"] = str(path)
-            self._errors.write(f"--resume goes on from {path}, the last copy\n")
+            path = copy_checkpoint(found[-1], folder)
         except OSError as error:
-            self._errors.write(f"{path} can't be written: {error}\n")
+            self._errors.write(f"{folder / found[-1].name} can't be written: {error}\n")
+            return
+        end["checkpoint"] = str(path)
+        self._errors.write(f"--resume goes on from {path}, the last copy\n")
 
     # -- the end ---------------------------------------------------------------------------------------------
 

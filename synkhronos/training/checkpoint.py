@@ -160,12 +160,10 @@ class Checkpoint:
         files = {_STATE: content, _META: json.dumps(header).encode()}
         files[_SUMS] = "".join(f"{_compute_digest(data)}  {name}\n" for name, data in files.items()).encode()
         self.lock()
-        temporary = self._make_temporary_path()
+        temporary = _make_temporary_path(self.folder)
         os.mkdir(temporary)
         try:
-            for name, data in files.items():
-                _write(temporary / name, data)
-            _sync_folder(temporary)
+            _write_files(temporary, files)
             # Checkpoints of more rows are of an abandoned training: this one resumed from an earlier checkpoint.  They
             # are removed first: after a kill in between, none of them can be mistaken for a later one of this training.
             for later in reversed(self.paths()):
@@ -221,13 +219,9 @@ class Checkpoint:
         """Return the path of the checkpoint after ``seen`` rows, whether or not it exists."""
         return self.folder / f"rows-{seen:012d}"
 
-    def _make_temporary_path(self) -> Path:
-        """Return a path that no other process uses, on this machine or another."""
-        return self.folder / f"{_UNFINISHED}{secrets.token_hex(8)}"
-
     def _remove(self, path: Path) -> None:
         """Rename a checkpoint, then remove it: a kill in between must not leave half of it under its name."""
-        temporary = self._make_temporary_path()
+        temporary = _make_temporary_path(self.folder)
         with contextlib.suppress(OSError):
             os.rename(path, temporary)
             shutil.rmtree(temporary, ignore_errors=True)
@@ -292,6 +286,34 @@ class Checkpoint:
 def list_checkpoints(folder: Path) -> list[Path]:
     """Return the checkpoints in a folder, the oldest first; none if there is no such folder."""
     return sorted((path for path in folder.glob("rows-*") if _NAME.fullmatch(path.name)), key=_sort_key)
+
+
+def copy_checkpoint(path: Path, folder: Path) -> Path:
+    """Copy a checkpoint into another folder, unless that has it; return its path there.
+
+    Raises
+    ------
+    OSError
+        For example if the disk is full; the folder is unchanged then.
+    """
+    copy = folder / path.name
+    if copy.exists():
+        return copy
+    temporary = _make_temporary_path(folder)
+    os.makedirs(temporary)
+    try:
+        _write_files(temporary, {file.name: file.read_bytes() for file in path.iterdir()})
+        os.rename(temporary, copy)
+    except BaseException:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise
+    _sync_folder(folder)
+    return copy
+
+
+def _make_temporary_path(folder: Path) -> Path:
+    """Return a path that no other process uses, on this machine or another."""
+    return folder / f"{_UNFINISHED}{secrets.token_hex(8)}"
 
 
 def _sort_key(path: Path) -> tuple[int, bool]:
@@ -397,6 +419,13 @@ def _serialize(arrays: Mapping[str, np.ndarray]) -> bytes:
 
 def _import_safetensors() -> Any:
     return import_package("safetensors.numpy", "checkpoints need safetensors", "training")
+
+
+def _write_files(folder: Path, files: Mapping[str, bytes]) -> None:
+    """Write files into a folder, and wait until all of it is on the disk."""
+    for name, content in files.items():
+        _write(folder / name, content)
+    _sync_folder(folder)
 
 
 def _write(path: Path, content: bytes) -> None:
