@@ -1,6 +1,6 @@
 """Means over the ranks within compiled functions, such as the statistics of batch normalisation.
 
-A compiled function calls `average_over_ranks` where its graph has a mean (`synkhronos.extensions.rank_mean`)::
+A compiled function calls `average_over_ranks` where its graph has a `RankMeanOp` (`synkhronos.extensions.rank_mean`)::
 
     rank 0   rows --> mean of its rows --+                                    +--> next operation
     rank 1   rows --> mean of its rows --+--> mean over ranks, by their rows --+--> next operation
@@ -20,9 +20,6 @@ import numpy as np
 
 from synkhronos.graphs import library_of
 from synkhronos.ranks import Rank
-
-#: Attribute of an Op that calls `average_over_ranks`.
-MARK = "averages_over_ranks"
 
 
 class RankMeans:
@@ -118,6 +115,48 @@ def call_average_over_ranks(values: Any, rows: Any) -> Any:
     return io_callback(average, jax.ShapeDtypeStruct(values.shape, values.dtype), values, rows, ordered=True)
 
 
+class RankMeanOp:
+    """Mixin of the Ops of PyTensor and Theano: the mean of a vector over the ranks, weighted by their numbers of rows.
+
+    Each rank's loss is a mean over its rows, and the loss of all ranks their mean by rows.  So the gradient is the same
+    mean, of the ranks' gradients.
+    """
+
+    __props__ = ()
+
+    def make_node(self, values: Any, rows: Any) -> Any:
+        """Return the node of a vector and a scalar."""
+        return self.apply_class(self, [values, rows], [values.type()])  # type: ignore[attr-defined]
+
+    def perform(self, node: Any, inputs: Any, outputs: Any, params: Any = None) -> None:
+        """Average over the ranks."""
+        outputs[0][0] = np.array(average_over_ranks(*inputs))
+
+    def infer_shape(self, *arguments: Any) -> list[Any]:
+        """Return the shape of the vector."""
+        return [arguments[-1][0]]
+
+    def do_constant_folding(self, *_: Any) -> bool:
+        """Return False: the compilation of one rank would wait for the others."""
+        return False
+
+    def connection_pattern(self, node: Any) -> list[list[bool]]:
+        """Return the derivatives that exist: with respect to the vector, not to the number of rows."""
+        return [[True], [False]]
+
+    def _differentiate(self, inputs: Any, gradients: Any) -> list[Any]:
+        disconnected = self.disconnected_type()  # type: ignore[attr-defined]
+        return [self(gradients[0], inputs[1]), disconnected()]  # type: ignore[operator]
+
+    def grad(self, inputs: Any, gradients: Any) -> list[Any]:
+        """Return the gradients with respect to the inputs (Theano)."""
+        return self._differentiate(inputs, gradients)
+
+    def pullback(self, inputs: Any, outputs: Any, gradients: Any) -> list[Any]:
+        """Return the gradients with respect to the inputs (PyTensor)."""
+        return self._differentiate(inputs, gradients)
+
+
 def count_rank_means(function: Any) -> int:
     """Return the number of means over ranks in a compiled function.
 
@@ -127,11 +166,11 @@ def count_rank_means(function: Any) -> int:
         If one is within a loop or another graph of its own, so that ranks might make different numbers of means.
     """
     nodes = function.maker.fgraph.toposort()
-    count = sum(hasattr(node.op, MARK) for node in nodes)
+    count = sum(isinstance(node.op, RankMeanOp) for node in nodes)
     inner = [below for node in nodes for below in _list_inner_nodes(node.op)]
     while inner:
         node = inner.pop()
-        if hasattr(node.op, MARK):
+        if isinstance(node.op, RankMeanOp):
             raise NotImplementedError("rank_mean, sync=True: not within loops (scan) and other graphs of their own")
         inner += _list_inner_nodes(node.op)
     return count

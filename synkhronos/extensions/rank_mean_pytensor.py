@@ -7,8 +7,7 @@ from typing import Any
 from pytensor.gradient import DisconnectedType
 from pytensor.graph.basic import Apply
 
-from synkhronos.engines.rank_mean import call_average_over_ranks
-from synkhronos.extensions.rank_mean_op import RankMeanOp
+from synkhronos.engines.rank_mean import RankMeanOp, call_average_over_ranks
 from synkhronos.lowering.numpy_op import NumpyOp, register_lowering
 
 

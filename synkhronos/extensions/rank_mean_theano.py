@@ -5,7 +5,7 @@ from __future__ import annotations
 from theano.gof import Apply, Op
 from theano.gradient import DisconnectedType
 
-from synkhronos.extensions.rank_mean_op import RankMeanOp
+from synkhronos.engines.rank_mean import RankMeanOp
 
 
 class TheanoRankMean(RankMeanOp, Op):

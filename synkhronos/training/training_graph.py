@@ -24,7 +24,7 @@ import numpy.typing as npt
 
 import synkhronos as synk
 from synkhronos.checks import check_choice, check_list, check_positive
-from synkhronos.engines.rank_mean import MARK
+from synkhronos.engines.rank_mean import RankMeanOp
 from synkhronos.graphs import library_of
 from synkhronos.graphs.dependence import Dependence
 from synkhronos.training.updates import RuleUpdates, chain, clip_by_global_norm
@@ -151,7 +151,7 @@ class TrainingGraph:
         sliceable = _check_sliceable(sliceable_shareds, [*xs, *ys])
         if weight is not None:
             _check_weight(weight, loss, params)
-            if any(hasattr(node.op, MARK) for node in library_of(loss).sort_nodes([loss])):
+            if any(isinstance(node.op, RankMeanOp) for node in library_of(loss).sort_nodes([loss])):
                 raise ValueError("weight: expected None for a loss with means over ranks (rank_mean, sync=True)")
         loss_or_grads, scale = loss, None
         if loss_scale is not None:
