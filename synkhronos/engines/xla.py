@@ -143,6 +143,7 @@ class Executable(Runner):
             # Lengths are the first argument, and static: XLA compiles anew for others.
             run, positions = partial(trace_with_lengths, run), [position + 1 for position in positions]
         static = {"static_argnums": 0} if self._has_lengths else {}
+        # Each time another function object: JAX would return the program that it has compiled for the same one.
         self._jit = lambda: jax.jit(
             partial(run), donate_argnums=tuple(positions), keep_unused=True, compiler_options=options, **static
         )
@@ -303,9 +304,7 @@ class _FusedRunner(Runner):
         return results
 
     def _launch(self, inputs: Sequence[Any], communicator: Any, shape: tuple[int, ...]) -> list[Any]:
-        # Values that are sent in another dtype are divided by the program.
-        op = "sum" if self._reduction.wire_dtype else self._reduction.op
-        reducer = LaunchReducer(self._rank, communicator, op, shape, self.times > 1)
+        reducer = LaunchReducer(self._rank, communicator, self._program_reduction.op, shape, self.times > 1)
         with self._program_reduction.bind(reducer, self.times):
             return self._executable(*inputs)
 
@@ -405,6 +404,7 @@ class XlaEngine(LazyEngine):
         # A value that the user has set may have to be moved or cast first, by an unfused step.
         if not JAX.owns(value) or value.dtype != shared.type.dtype or not JAX.can_reduce_in_launch(value.dtype):
             return None
+        # Values that are sent in another dtype are divided by the program.
         op = "sum" if reduction.wire_dtype else reduction.op
         fused_reduction = FusedReduction(
             shared.container.storage, reduction.wire_dtype, rank.size, reduction.tail, JAX.nccl_calls, op

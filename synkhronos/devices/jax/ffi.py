@@ -297,7 +297,7 @@ class ProgramReduction:
 
     def __init__(self, aborts: bool = False, calls: str = "python", op: str = "sum") -> None:
         assert calls == "python" or not aborts
-        self._aborts, self.calls, self._op = aborts, calls, np.int64(NCCL_OPS[op])
+        self._aborts, self.calls, self.op = aborts, calls, op
         #: Shape of the array that the bound launch reduces.
         self._expected: tuple[int, ...] = ()
         #: The attribute of the program's calls.  A count, not an address, so that equal programs of two processes are
@@ -404,7 +404,7 @@ class ProgramReduction:
             _register_once(_START_TARGET, _start_callback)
             target, attributes = _START_TARGET, {"number": self._number}
         else:
-            target, attributes = native.START, {"op": self._op, "n_started": np.int64(0)}
+            target, attributes = native.START, {"op": np.int64(NCCL_OPS[self.op]), "n_started": np.int64(0)}
         call = jax.ffi.ffi_call(target, results, input_output_aliases={0: 0, 1: 1})
         started, token = call(array, token, **attributes)
         return started, token
@@ -446,7 +446,7 @@ class ProgramReduction:
                 )
             # A graph can't wait for the other stream, on which chunks are reduced outside of it.
             target = native.RECORDABLE_FINISH if self.calls == "graph" and not started else native.FINISH
-            attributes = {"op": self._op, "n_started": np.int64(len(started))}
+            attributes = {"op": np.int64(NCCL_OPS[self.op]), "n_started": np.int64(len(started))}
         results = [*map(_shape_of, operands), jax.ShapeDtypeStruct((), np.int32)]
         # The side effect is not declared, as JAX would then launch the program by its slow path.  XLA still makes the
         # call exactly once, as its results are used.
@@ -563,9 +563,6 @@ def _shape_of(array: Any) -> Any:
 
 
 def _register_once(name: str, callback: Any) -> None:
-    import jax
-
-    platform = {"gpu": "CUDA"}.get(jax.default_backend(), jax.default_backend())
     if name not in _registered:
-        _register(name, callback, platform)
+        _register(name, callback, native.get_platform())
         _registered.add(name)

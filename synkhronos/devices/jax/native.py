@@ -45,6 +45,14 @@ def chosen_calls() -> str:
     return calls
 
 
+def get_platform() -> str:
+    """Return XLA's name of the platform on which JAX computes."""
+    import jax
+
+    backend: str = jax.default_backend()
+    return {"gpu": "CUDA"}.get(backend, backend)
+
+
 @cache
 def load_handlers() -> Any:
     """Compile the handlers if they are not in the cache, load and register them.
@@ -58,9 +66,8 @@ def load_handlers() -> Any:
 
     try:
         library = ctypes.CDLL(str(build_library()))
-        platform = {"gpu": "CUDA"}.get(jax.default_backend(), jax.default_backend())
         for name in (START, FINISH, RECORDABLE_FINISH):
-            jax.ffi.register_ffi_target(name, jax.ffi.pycapsule(getattr(library, name)), platform=platform)
+            jax.ffi.register_ffi_target(name, jax.ffi.pycapsule(getattr(library, name)), platform=get_platform())
         library.synkhronos_set_launch_state.argtypes = [ctypes.POINTER(LaunchState)]
         library.synkhronos_set_launch_state.restype = None
     except Exception as error:
