@@ -107,15 +107,11 @@ def test_restart_of_a_resumed_run(tmp_path):
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_no_restart_after_a_signal(tmp_path, number):
     pytest.importorskip("safetensors")
-    process = start_checkpointed_run(tmp_path, False, checkpoint=1, restarts=3)
-    try:
+    with start_checkpointed_run(tmp_path, False, checkpoint=1, restarts=3) as process:
         wait_until_training(tmp_path, process)
         process.send_signal(number)
         _, said = process.communicate(timeout=LIMIT)
         assert process.returncode == 128 + number and "\nrestart " not in f"\n{said}"
-    finally:
-        process.kill()
-        process.communicate()
 
 
 def list_copies():
@@ -181,15 +177,11 @@ def test_on_death_continue_ends_at_an_exception(tmp_path):
 def test_signal_ends_a_run_with_on_death_continue(tmp_path):
     """Ranks at their own pace end together at a copy: one that ended alone would miss it."""
     pytest.importorskip("safetensors")
-    process = start_checkpointed_run(tmp_path, False, checkpoint=1, rule="EASGD", on_death="continue")
-    try:
+    with start_checkpointed_run(tmp_path, False, checkpoint=1, rule="EASGD", on_death="continue") as process:
         wait_until_training(tmp_path, process)
         process.send_signal(signal.SIGTERM)
         _, said = process.communicate(timeout=LIMIT)
         assert process.returncode == 143 and "--resume goes on from" in said
-    finally:
-        process.kill()
-        process.communicate()
 
 
 @pytest.mark.faults
@@ -197,8 +189,7 @@ def test_signal_during_a_recovery_keeps_the_copy(tmp_path):
     """The new ranks have written no checkpoint yet: the copy in memory is all that there is."""
     pytest.importorskip("safetensors")
     before = list_copies()
-    process = start_checkpointed_run(tmp_path, False, checkpoint=500, on_death="continue")
-    try:
+    with start_checkpointed_run(tmp_path, False, checkpoint=500, on_death="continue") as process:
         pids = wait_until_training(tmp_path, process)
         deadline = time.monotonic() + LIMIT
         while not any(list_checkpoints(folder) for folder in list_copies() - before):
@@ -212,9 +203,6 @@ def test_signal_during_a_recovery_keeps_the_copy(tmp_path):
         _, said = process.communicate(timeout=LIMIT)
         assert process.returncode == 143 and "--resume goes on from" in said
         assert len(list((tmp_path / "checkpoints").iterdir())) == 1 and list_copies() == before
-    finally:
-        process.kill()
-        process.communicate()
 
 
 def test_folders_of_copies_that_killed_runs_left_are_removed(tmp_path, monkeypatch):
@@ -566,8 +554,9 @@ def test_kill_of_any_process_leaves_nothing(tmp_path, who, script):
         process.wait()
 
 
+@contextlib.contextmanager
 def start_checkpointed_run(tmp_path, script, name="Slow", **settings):
-    """Start a run that writes checkpoints."""
+    """Start a run that writes checkpoints; kill its supervisor, if that still runs, at the end of the block."""
     settings = {"modelfile": "launch_models.others", "modelclass": name, "every": 1, "epochs": 1000, **settings}
     if script:
         settings = {**settings, "devices": ["cpu", "cpu"], "folder": str(tmp_path)}
@@ -575,17 +564,21 @@ def start_checkpointed_run(tmp_path, script, name="Slow", **settings):
     else:
         sets = [f"--set={name}={value}" for name, value in settings.items()]
         words = command("train", "--devices=cpu,cpu", "--folder", tmp_path, *sets)
-    return subprocess.Popen(
+    process = subprocess.Popen(
         words, cwd=SUPPORT, env=ENVIRONMENT, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
     )
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.communicate()
 
 
 @pytest.mark.faults
 @pytest.mark.parametrize("script", [False, True])
 def test_signal_to_all_processes_of_a_run(tmp_path, script):
     pytest.importorskip("safetensors")
-    process = start_checkpointed_run(tmp_path, script, checkpoint=1)
-    try:
+    with start_checkpointed_run(tmp_path, script, checkpoint=1) as process:
         wait_until_training(tmp_path, process)
         everyone = list_process_tree(process.pid)
         for pid in reversed(everyone):  # the ranks first
@@ -599,16 +592,12 @@ def test_signal_to_all_processes_of_a_run(tmp_path, script):
         while any(lives(pid) for pid in everyone):
             assert time.monotonic() < deadline
             time.sleep(0.05)
-    finally:
-        process.kill()
-        process.communicate()
 
 
 @pytest.mark.faults
 def test_second_signal_ends_a_run_at_once(tmp_path):
     pytest.importorskip("safetensors")
-    process = start_checkpointed_run(tmp_path, False, "Stuck", checkpoint=1, grace=600)
-    try:
+    with start_checkpointed_run(tmp_path, False, "Stuck", checkpoint=1, grace=600) as process:
         wait_until_training(tmp_path, process)
         while any(len((tmp_path / f"rank-{r}.jsonl").read_text().splitlines()) < 3 for r in range(2)):
             time.sleep(0.05)
@@ -619,6 +608,3 @@ def test_second_signal_ends_a_run_at_once(tmp_path):
         process.send_signal(signal.SIGTERM)
         _, said = process.communicate(timeout=LIMIT)
         assert process.returncode == 143 and "before it had written a checkpoint" in said
-    finally:
-        process.kill()
-        process.communicate()

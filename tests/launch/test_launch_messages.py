@@ -7,12 +7,11 @@ import dataclasses
 import datetime
 import json
 import re
-import subprocess
 import sys
 import textwrap
 
 import pytest
-from launch_runs import ENVIRONMENT, run, train
+from launch_runs import run, run_cases, train
 from messages import raises
 from paths import SUPPORT
 
@@ -257,14 +256,10 @@ def checked():
     code = f"""
 from synkhronos.launch.check import check
 for name in {list(CLASSES)}:
-    print("-- class", name)
+    print("-- case", name)
     print("-- status", check(f"launch_models/others.py:{{name}}"))
 """
-    done = subprocess.run(
-        [sys.executable, "-c", code], cwd=SUPPORT, env=ENVIRONMENT, capture_output=True, text=True, timeout=100
-    )
-    assert done.returncode == 0, done.stderr
-    return dict(part.split("\n", 1) for part in done.stdout.split("-- class ")[1:])
+    return run_cases(code)
 
 
 @pytest.mark.parametrize("name", CLASSES)

@@ -1,12 +1,10 @@
 """Options of a `Model`'s step: clipping, slices, averages of parameters and loss scaling, on any number of ranks."""
 
 import ast
-import subprocess
-import sys
 
 import numpy as np
 import pytest
-from launch_runs import ENVIRONMENT, lines, run
+from launch_runs import lines, run, run_cases
 from paths import SUPPORT
 
 ALL = {"clip_norm": 0.5, "num_slices": 3, "ema": 0.9, "validate_ema": "true"}
@@ -133,11 +131,7 @@ for rule, options in (("EASGD", {{}}), ("BSP", {{"average": "params"}}), ("BSP",
     report(f"{{rule}} {{options}}", "launch_models/small.py:Lasagnes", asked)
 report("right", "launch_models/small.py:Lasagnes", {{"model_options": {{"num_slices": 2, "validate_ema": True}}}})
 """
-    done = subprocess.run(
-        [sys.executable, "-c", code], cwd=SUPPORT, env=ENVIRONMENT, capture_output=True, text=True, timeout=100
-    )
-    assert done.returncode == 0, done.stderr
-    return dict(part.split("\n", 1) for part in done.stdout.split("-- case ")[1:])
+    return run_cases(code)
 
 
 @pytest.mark.parametrize("name", WRONG)

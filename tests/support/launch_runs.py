@@ -48,6 +48,15 @@ def train(folder, model="MLP", *arguments, status=0, **settings):
     )
 
 
+def run_cases(code):
+    """Run a program that prints a line ``-- case NAME`` before each case; return what it prints after these lines."""
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=SUPPORT, env=ENVIRONMENT, capture_output=True, text=True, timeout=100
+    )
+    assert done.returncode == 0, done.stderr
+    return dict(part.split("\n", 1) for part in done.stdout.split("-- case ")[1:])
+
+
 def lines(folder, name):
     return [json.loads(line) for line in (Path(folder) / f"{name}.jsonl").read_text().splitlines()]
 
