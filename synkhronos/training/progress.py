@@ -8,6 +8,8 @@ import os
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
+
 from synkhronos import ranks
 from synkhronos.data import Data
 from synkhronos.rules import Rule, shared_memory
@@ -82,6 +84,8 @@ class TrainerState:
         Value of the learning rate's variable on all ranks; NaN if it is unknown.
     memory : dict of str to Data
         Shared memory of the rule.
+    rank_groups : Groups
+        Variables that each rank saves and restores: `groups`, without those of a sharded optimizer.
     """
 
     def __init__(
@@ -95,8 +99,7 @@ class TrainerState:
     ):
         self.name, self.rule, self.groups, self.alike = name, rule, groups, alike
         self._sharded = sharded
-        #: Variables that the ranks save and restore; they have none of the whole optimizer's.
-        self._rank_groups = groups if sharded is None else dataclasses.replace(groups, optimizer=None)
+        self.rank_groups = groups if sharded is None else dataclasses.replace(groups, optimizer=None)
         self.update_rule = update_rule
         self._session: Any = None
         self.place, self.rate = Progress(), math.nan
@@ -121,12 +124,21 @@ class TrainerState:
     def _describe(self) -> dict[str, Any]:
         return rank_state.describe_training("trainer", self.rule, self.groups, self.update_rule)
 
+    def get_sharded_optimizer(self) -> np.ndarray | None:
+        """Return the optimizer's variables in one vector, gathered from all ranks; None if they are not sharded."""
+        return None if self._sharded is None else self._sharded.get_vector(self.groups.optimizer)
+
+    def set_sharded_optimizer(self, vector: np.ndarray | None) -> None:
+        """Divide the optimizer's variables among the ranks; nothing is done with None."""
+        if self._sharded is not None and vector is not None:
+            self._sharded.set_vector(self.groups.optimizer, vector)
+
     def save(self, checkpoint: Checkpoint, data: EpochData, schedule: Schedule, seen: int) -> None:
         """Write a checkpoint of all ranks; right after a report it has the metrics of this report."""
         place = self.place
-        by_rank = run(rank_state.collect_state, self.name, self._rank_groups, self.alike)
+        by_rank = run(rank_state.collect_state, self.name, self.rank_groups, self.alike)
         if self._sharded is not None:
-            by_rank[0]["optimizer"] = self._sharded.get_vector(self.groups.optimizer)
+            by_rank[0]["optimizer"] = self.get_sharded_optimizer()
         meta = {
             "seen": seen,
             "epoch": place.epoch,
@@ -174,10 +186,10 @@ class TrainerState:
         if self.memory:
             self._renew_memory()  # so that on no host there is anything else in it
         root = ranks.session().rank.number
-        arguments = self.name, self._rank_groups, self.rule, str(path), self.memory, self.alike, root
+        arguments = self.name, self.rank_groups, self.rule, str(path), self.memory, self.alike, root
         run(rank_state.restore_state, *arguments)
         if self._sharded is not None:
-            self._sharded.set_vector(self.groups.optimizer, load(path).arrays["0.optimizer"])
+            self.set_sharded_optimizer(load(path).arrays["0.optimizer"])
         if not self.alike:
             run(rank_state.set_reported_params, self.name, self.rule)
         schedules.set_state(schedule, meta["schedule"])

@@ -104,8 +104,6 @@ class Survival:
                 "on_death: 'continue' needs Data or arrays instead of a Loader where JAX has started: a loader's "
                 "processes would keep the memory of the workers that died"
             )
-        if getattr(state, "_sharded", None) is not None:
-            raise ValueError("on_death: 'continue' needs the whole optimizer on each rank, got shard_optimizer=True")
         self._state, self._differs, self._max_deaths = state, differs, max_deaths
         self._n_deaths = self._n_repeated = 0
         self.deaths: list[SurvivedDeath] = []
@@ -113,6 +111,8 @@ class Survival:
         self._steps_ahead = 1
         self._mine: dict[str, Any] = {}
         self._shared: dict[str, np.ndarray] = {}
+        #: The sharded optimizer's variables, of all ranks together.
+        self._optimizer: np.ndarray | None = None
         self._is_begun = self._has_copy = False
 
     # -- operations ------------------------------------------------------------------------------------------
@@ -167,21 +167,22 @@ class Survival:
     def forget(self) -> None:
         """Free the copy, at the end of the training."""
         _states.pop(self._state.name, None)
-        self._mine, self._shared, self._has_copy = {}, {}, False
+        self._mine, self._shared, self._optimizer, self._has_copy = {}, {}, None, False
 
     # -- copies ----------------------------------------------------------------------------------------------
 
     def _copy(self) -> None:
         state = self._state
+        optimizer = state.get_sharded_optimizer()
         if state.alike and not self._differs:
-            self._mine, self._has_copy = _read(state.groups), True  # the same on all ranks
-            return
-        by_rank = run(rank_state.collect_state, state.name, state.groups, state.alike)
+            self._mine, self._optimizer, self._has_copy = _read(state.rank_groups), optimizer, True
+            return  # the same on all ranks
+        by_rank = run(rank_state.collect_state, state.name, state.rank_groups, state.alike)
         shared = {name: np.array(data.data) for name, data in state.memory.items()}
         kept = self._session.rank.objects.get(("storage", state.name), {})
         # An interrupt cannot come between the parts of a copy that are assigned here: no worker takes part.
         _states[state.name], self._shared, self._is_begun = by_rank, shared, "state" in kept
-        self._has_copy = True
+        self._optimizer, self._has_copy = optimizer, True
         if not state.alike:
             self.step = by_rank[self._session.rank.number]["step"]
 
@@ -220,8 +221,9 @@ class Survival:
     def _restore(self) -> None:
         state, is_fresh = self._state, is_fork_unsafe()
         if state.alike and not self._differs:
-            _write(state.groups, self._mine)
+            _write(state.rank_groups, self._mine)
             self._session.replace_workers(is_fresh)
+            state.set_sharded_optimizer(self._optimizer)
             return
         self._session.replace_workers(is_fresh)
         if is_fresh:
@@ -229,21 +231,28 @@ class Survival:
         for name, data in state.memory.items():
             data[...] = self._shared[name]
         by_rank = _states[state.name] if is_fresh else None
-        run(restore_copy, state.name, state.groups, state.memory, state.alike, self._is_begun, by_rank)
+        run(restore_copy, state.name, state.rank_groups, state.memory, state.alike, self._is_begun, by_rank)
+        state.set_sharded_optimizer(self._optimizer)
         if not state.alike and self._is_begun:
             run(rank_state.set_reported_params, state.name, state.rule)
 
 
+def _list_vectors(groups: rank_state.Groups) -> list[tuple[str, list[Any]]]:
+    """Return the roles whose variables are copied as a vector, with the variables; a sharded optimizer has none."""
+    found = [("params", groups.params), ("optimizer", groups.optimizer), ("excluded", groups.excluded)]
+    return [(role, variables) for role, variables in found if variables is not None]
+
+
 def _read(groups: rank_state.Groups) -> dict[str, Any]:
     """Return copies of the values of the variables that are equal on all ranks."""
-    values = {role: np.array(Vector(getattr(groups, role)).get()) for role in ("params", "optimizer", "excluded")}
+    values = {role: np.array(Vector(variables).get()) for role, variables in _list_vectors(groups)}
     return {**values, "others": [np.array(rank_state.get_value(shared)) for shared in groups.others]}
 
 
 def _write(groups: rank_state.Groups, values: dict[str, Any]) -> None:
     """Set the variables of this process to copies of the values that `_read` returned."""
-    for role in ("params", "optimizer", "excluded"):
-        Vector(getattr(groups, role)).set(np.array(values[role]))
+    for role, variables in _list_vectors(groups):
+        Vector(variables).set(np.array(values[role]))
     for shared, value in zip(groups.others, values["others"], strict=True):
         rank_state.put_value(shared, np.array(value))
 

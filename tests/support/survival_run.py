@@ -1,6 +1,7 @@
 """A training in which a random worker is killed every few seconds, beside an undisturbed one.
 
     python tests/support/survival_run.py --seconds 60 --every 5 --ranks 3 --rule BSP
+    python tests/support/survival_run.py --kills 720 --every 0.3 --random --ranks 3 --rule EASGD
 
 The undisturbed training goes first, without a pause, and takes as many epochs as the other.  Prints a line for each
 death, and at the end whether the parameters and the reports are equal and how often each row was used.  Exits with 1 if
@@ -10,10 +11,14 @@ a synchronous rule has other parameters, or a row was used more or less often th
 from __future__ import annotations
 
 import argparse
+import contextlib
+import faulthandler
 import os
 import pathlib
 import random
+import resource
 import signal
+import statistics
 import sys
 import threading
 import time
@@ -27,6 +32,11 @@ from trainer_model import SYNCHRONOUS, Model, X, Y
 
 import synkhronos as synk
 from synkhronos import ranks
+from synkhronos.training import survival
+from synkhronos.training.updates import adam
+
+#: Seconds without a report after which the training is stuck, and the stacks are printed.
+STUCK = 120
 
 
 class Killer(threading.Thread):
@@ -37,33 +47,48 @@ class Killer(threading.Thread):
     every : float
         Seconds between two deaths.
     seed : int
+    is_random : bool
+        Wait for a random time with the mean `every` instead: some workers die during a recovery.
     """
 
-    def __init__(self, every: float, seed: int):
+    def __init__(self, every: float, seed: int, is_random: bool = False):
         super().__init__(daemon=True)
         self.every, self.random, self.is_over, self.n_killed = every, random.Random(seed), threading.Event(), 0
+        self.is_random = is_random
 
     def run(self) -> None:
         """Kill until `is_over` is set."""
-        while not self.is_over.wait(self.every):
-            pids = list(ranks.session().workers.pids.values())
+        session = ranks.session()
+        while not self.is_over.wait(self.random.expovariate(1 / self.every) if self.is_random else self.every):
+            pids = list(session.workers.pids.values())
             if pids:
                 self.n_killed += 1
-                os.kill(self.random.choice(pids), signal.SIGKILL)
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(self.random.choice(pids), signal.SIGKILL)
 
 
-def train(name: str, n_ranks: int, use_gpu: bool, n_epochs: int, killer: Killer | None, seconds: float):
-    """Train for some seconds, or a number of epochs; return the parameters, the rows' counts, and the reports."""
+def train(
+    name: str,
+    n_ranks: int,
+    use_gpu: bool,
+    shard: bool,
+    n_epochs: int,
+    killer: Killer | None,
+    seconds: float,
+    kills: int,
+):
+    """Train for some seconds, kills, or epochs; return the parameters, the rows' counts, and the reports."""
     synk.fork(n_ranks, use_gpu=use_gpu)
-    model = Model(name, rate=0.001)
+    model = Model(name, rate=0.001, update=adam if shard else None, shard_optimizer=shard)
     if killer is not None:
         killer.start()
     began, reports = time.monotonic(), []
-    for report in model.epochs(epochs=n_epochs, valid=(X, Y), on_death="continue"):
+    for report in model.epochs(epochs=n_epochs, valid=(X, Y), on_death="continue", max_deaths=10**6):
+        faulthandler.dump_traceback_later(STUCK, exit=True)
         reports.append(report)
         for death in report.deaths:
             print(f"{time.monotonic() - began:6.1f} s", death, flush=True)
-        if time.monotonic() - began > seconds:
+        if time.monotonic() - began > seconds or killer is not None and killer.n_killed >= kills:
             break
     if killer is not None:
         killer.is_over.set()
@@ -85,17 +110,27 @@ def main() -> int:
     parser.add_argument("--gpu", action="store_true", help="ranks on GPUs; --every has to be longer than a recovery")
     parser.add_argument("--rule", default="BSP")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--shard", action="store_true", help="Adam, sharded, under BSP")
+    parser.add_argument("--kills", type=int, default=10**9, help="end after so many kills")
+    parser.add_argument("--random", action="store_true", help="random times between two deaths, some in recoveries")
     options = parser.parse_args()
-    killer = Killer(options.every, options.seed)
-    values, used, reports = train(options.rule, options.ranks, options.gpu, 10**9, killer, options.seconds)
-    expected, _, others = train(options.rule, options.ranks, options.gpu, len(reports), None, 1e9)
+    if options.random:
+        survival.MAX_REPEATED = 10**6
+    killer = Killer(options.every, options.seed, options.random)
+    settings = options.rule, options.ranks, options.gpu, options.shard
+    values, used, reports = train(*settings, 10**9, killer, options.seconds, options.kills)
+    n_files = len(os.listdir("/proc/self/fd"))
+    memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> 10
+    expected, _, others = train(*settings, len(reports), None, 1e9, 0)
     deaths = [death for report in reports for death in report.deaths]
     is_same = np.array_equal(values, expected)
     losses = [report.loss for report in reports] == [report.loss for report in others]
+    lost = [death["seconds"] for death in deaths]
     counts = None if used is None else sorted(set(used.tolist()))
     print(
         f"{options.rule}: {len(reports)} epochs, {killer.n_killed} workers killed, {len(deaths)} deaths survived; "
-        f"seconds lost: {sum(d['seconds'] for d in deaths):.1f}, at most {max(d['seconds'] for d in deaths):.2f}; "
+        f"seconds lost: {sum(lost):.1f}, median {statistics.median(lost):.2f}, at most {max(lost):.2f}; "
+        f"the master's memory {memory} MiB, files {n_files}; "
         f"parameters equal: {is_same}; losses equal: {losses}; each row used {counts} times"
     )
     wrong = counts not in (None, [float(len(reports))]) or options.rule in SYNCHRONOUS and not (is_same and losses)

@@ -36,8 +36,9 @@ if XLA:  # each takes seconds to compile
 
 
 class Model:
-    def __init__(self, name, rows=ROWS, rate=0.05, noise=False, **kwargs):
-        make, update = ALL[name]
+    def __init__(self, name, rows=ROWS, rate=0.05, noise=False, update=None, **kwargs):
+        make, default = ALL[name]
+        update = update or default
         self.rule = make()
         self.x, self.y, self.at = tensor.dmatrix("x"), tensor.dvector("y"), tensor.lvector("at")
         self.w, self.b = shared(np.zeros(4), "w"), shared(np.zeros(1), "b")

@@ -16,7 +16,7 @@ from synkhronos.devices import HOST, JAX
 from synkhronos.loading import Loader
 from synkhronos.training import Checkpoint, Recorder, make_trainer, recorder, survival
 from synkhronos.training.survival import MAX_REPEATED, Survival
-from synkhronos.training.updates import adam
+from synkhronos.training.updates import adam, momentum
 
 pytestmark = [
     pytest.mark.skipif(DEVICE != "host" or bool(HOSTS), reason="workers that are forks of this process"),
@@ -70,10 +70,10 @@ class Killer:
         monkeypatch.setattr(Survival, "_copy", copy_and_arm)
 
 
-def train(name="BSP", noise=False, rate=0.05, **kwargs):
+def train(name="BSP", noise=False, rate=0.05, update=None, shard_optimizer=False, **kwargs):
     """Train a new model on new ranks; return its values, how often each row was used, and the reports."""
     fork_ranks(RANKS)
-    model = Model(name, noise=noise, rate=rate)
+    model = Model(name, noise=noise, rate=rate, update=update, shard_optimizer=shard_optimizer)
     reports = list(model.epochs(valid=(X, Y), on_death="continue", **kwargs))
     values, used = model.values(), model.used()
     synk.close()
@@ -148,25 +148,37 @@ def test_on_death_continue_with_a_loader(name, monkeypatch):
     check_same(name, disturbed, undisturbed)
 
 
-def test_on_death_copies_equal_variables_from_the_master(monkeypatch):
+@pytest.mark.parametrize("kind", ["whole", "sharded", "sharded, fresh workers"])
+def test_on_death_copies_equal_variables_from_the_master(kind, monkeypatch):
+    options = {"ema": 0.5, "shard_optimizer": kind != "whole"}
+
     def make(moments=None):
         killer = Killer(monkeypatch, moments)
+        if "fresh" in kind and moments:
+            monkeypatch.setattr(survival, "is_fork_unsafe", lambda: True)
         fork_ranks(RANKS)
         x, y, w = tensor.dmatrix("x"), tensor.dvector("y"), shared(np.zeros(4), "w")
-        trainer = make_trainer(((tensor.dot(x, w) - y) ** 2).mean(), [w], x, y, adam, learning_rate=0.1, ema=0.5)
+        trainer = make_trainer(((tensor.dot(x, w) - y) ** 2).mean(), [w], x, y, adam, learning_rate=0.1, **options)
         reports = list(trainer.epochs(X, Y, 5, 6, on_death="continue"))
-        states = [np.asarray(s.get_value()) for s in [w, *trainer.optimizer]]
+        states = [np.asarray(w.get_value()), *trainer._together.get_optimizer_state()]
         by_rank = synk.gather(w, nd_up=1)
         synk.close()
         monkeypatch.undo()
         return killer, states, by_rank, reports
 
     counter, expected, _, _ = make()
-    killer, states, by_rank, reports = make({k: (1 + k % 2, k % 4 < 2) for k in range(2, counter.count, 7)})
-    assert killer.killed > 2 and any(report.deaths for report in reports)
+    step = {"whole": 7, "sharded": 29}.get(kind, counter.count // 2)
+    killer, states, by_rank, reports = make({k: (1 + k % 2, k % 4 < 2) for k in range(2, counter.count, step)})
+    assert killer.killed > 1 and any(report.deaths for report in reports)
     for state, other in zip(states, expected, strict=True):
         np.testing.assert_array_equal(state, other)
     np.testing.assert_array_equal(by_rank, [states[0]] * RANKS)
+
+
+def test_on_death_continues_random_streams_beside_a_sharded_optimizer(monkeypatch):
+    options = {"noise": True, "update": momentum, "shard_optimizer": True}
+    killer, disturbed, _ = train_twice(monkeypatch, "BSP", lambda count: {count // 2: (1, True)}, **options)
+    assert killer.killed == sum(len(report.deaths) for report in disturbed[2]) == 1
 
 
 def test_on_death_before_the_first_copy_ends_training(monkeypatch):
@@ -300,14 +312,6 @@ def test_a_death_where_workers_are_no_forks(name, noise, monkeypatch):
     disturbed = train(name, noise, rate)
     check_same(name, disturbed, undisturbed)
     assert killer.killed == sum(len(report.deaths) for report in disturbed[2]) == 1
-
-
-def test_on_death_refuses_shard_optimizer():
-    fork_ranks(1)
-    model = Model("BSP")
-    model.trainer._state._sharded = object()
-    with pytest.raises(ValueError, match="^on_death: .* got shard_optimizer=True"):
-        model.epochs(on_death="continue")
 
 
 def test_on_death_refuses_irreplaceable_ranks(monkeypatch):
