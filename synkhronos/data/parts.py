@@ -46,7 +46,7 @@ class PartsData(ReadOnlyData):
             super().__init__(dtype, len(shape), name=name)
             self._origin = "data_parts" if name is None else name
             self._map_segment(session.rank.segments[key], shape)
-        self.here = _find_rank_rows(length, session.size, session.rank.control.local_ranks)
+        self.local_rows = _find_rank_rows(length, session.size, session.rank.control.local_ranks)
 
     @property
     def data(self) -> np.ndarray:
@@ -63,21 +63,21 @@ class PartsData(ReadOnlyData):
         return self._get_rows(key)[key]
 
     def __repr__(self) -> str:
-        return f"<synkhronos.PartsData: {self.dtype}, shape {self.shape}, rows {self.here.start} to {self.here.stop}>"
+        return f"<synkhronos.PartsData: {self.dtype}, shape {self.shape}, rows {self.local_rows.start} to {self.local_rows.stop}>"
 
     def _get_rows(self, key: Any) -> np.ndarray:
         """Return the array; raise IndexError if this host lacks a row that the key selects."""
         self._check_open()
-        if len(self.here) < len(self):
+        if len(self.local_rows) < len(self):
             first = (*key, ...)[0] if isinstance(key, tuple) else key
             if first is None or first is Ellipsis:
                 first = slice(None)
             rows = select(first if isinstance(first, slice) else np.ravel(first), len(self), "key")
             if find_max_row(rows) >= 0 and not (
-                find_min_row(rows) >= self.here.start and find_max_row(rows) < self.here.stop
+                find_min_row(rows) >= self.local_rows.start and find_max_row(rows) < self.local_rows.stop
             ):
                 raise IndexError(
-                    f"{self._origin}: this host has rows {self.here.start:,} to {self.here.stop - 1:,} of "
+                    f"{self._origin}: this host has rows {self.local_rows.start:,} to {self.local_rows.stop - 1:,} of "
                     f"{len(self):,}; others have the rest"
                 )
         return self._array

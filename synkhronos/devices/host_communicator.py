@@ -50,8 +50,8 @@ class HostCommunicator(Communicator):
 
         Alternation restarts with each command: ranks may have left a cancelled one at different chunks.
         """
-        if self._command != self._rank.command:
-            self._command, self._turn = self._rank.command, 0
+        if self._command != self._rank.command_number:
+            self._command, self._turn = self._rank.command_number, 0
         self._turn ^= 1
         return self._halves[self._turn]
 

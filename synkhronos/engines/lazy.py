@@ -344,10 +344,10 @@ class LazyEngine(Engine):
         """Store the outputs until they are read; return the command's number, and their size in bytes and number."""
         outputs = outputs.detach(rank)
         unread = _get_unread(rank)
-        assert rank.command not in unread, "two calls with outputs in one command"
-        unread[rank.command] = self, outputs
+        assert rank.command_number not in unread, "two calls with outputs in one command"
+        unread[rank.command_number] = self, outputs
         nbytes = sum(int(getattr(value, "nbytes", 0)) for value in outputs.values)
-        return rank.command, nbytes, outputs.n_outputs
+        return rank.command_number, nbytes, outputs.n_outputs
 
     def to_results(self, session: Session, collected: Any) -> list[Any]:
         """Return a `Result` for each output."""

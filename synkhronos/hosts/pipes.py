@@ -95,8 +95,8 @@ class Pipe:
 
     def _frame_number(self) -> int:
         """Return the number of the current frame; 0 at the start of a command."""
-        if self._command != self._rank.command:
-            self._command = self._rank.command
+        if self._command != self._rank.command_number:
+            self._command = self._rank.command_number
             self._base = self._command << COUNT_BITS
             self._count = 0
         return self._count

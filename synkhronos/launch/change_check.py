@@ -84,7 +84,7 @@ class ChangeCheck:
             return
         self._is_compared = True
         has_stepped = bool(self._steps) and self._steps[-1] != self._before
-        if same := find_equal_steps(worker.exchange(self._steps if has_stepped else None)):
+        if same := find_equal_steps(worker.all_gather(self._steps if has_stepped else None)):
             raise TrainingError(SAME_STEPS.format(*same))
 
 

@@ -151,11 +151,11 @@ def build_instance(worker: Worker, settings: Settings, rule: Rule) -> tuple[int,
         model.scale_lr(worker.size)
     vector = Vector(list(model.params))
     shapes = [list(shape) for shape in vector.shapes]
-    all_shapes = worker.exchange(shapes)
+    all_shapes = worker.all_gather(shapes)
     for r, other in enumerate(all_shapes):
         if other != all_shapes[0]:
             raise contract.ContractError(f"params: of shapes {all_shapes[0]} on rank 0, and of {other} on rank {r}")
-    vector.set(worker.decide(np.asarray(vector.get()) if worker.number == 0 else None))
+    vector.set(worker.broadcast(np.asarray(vector.get()) if worker.number == 0 else None))
     groups = contract.group_variables(model, leave_out_normalization=average == "params")
     for shared in groups.generators:  # the class may give all ranks one seed, but their streams have to differ
         library = library_of(shared)
@@ -277,7 +277,7 @@ class ClassLoop(EpochLoop, RankLoop):
         self.within: dict[str, Any] = {"batch": 0}
         self.checkpoint: Checkpoint | None = None
         self._copies, self._copy_checkpoint = copies, None  # type: str | None, Checkpoint | None
-        self._copy_schedule = CopySchedule(worker.decide)
+        self._copy_schedule = CopySchedule(worker.broadcast)
         #: Least number of batches of the epoch of any rank; 0 while it is unknown.  No rank copies after more.
         self._common_batches = 0
         self._ends_at_copy = False
@@ -387,13 +387,13 @@ class ClassLoop(EpochLoop, RankLoop):
             self.recorder.begin_epoch(epoch)
             self.within = {"batch": 0, "generators": _get_generators()}
         if self._copies:  # ranks at their own pace may resume at different batches, and copy at the same ones
-            self._copy_schedule.set_due(max(self.worker.exchange(self.within["batch"])))
+            self._copy_schedule.set_due(max(self.worker.all_gather(self.within["batch"])))
         self._common_batches, self._ends_at_copy = 0, False
         self.run()
         self.count = self.within["batch"] * self.worker.size
         self.recorder.write()
         outcome = self.recorder.meter.get_outcome(self.recorder.learning_rate)
-        ended = self.worker.exchange((outcome, self.has_ended))
+        ended = self.worker.all_gather((outcome, self.has_ended))
         self.outcomes = [outcome for outcome, _ in ended]
         self.trained = time.perf_counter()
         self.has_ended = any(has_ended for _, has_ended in ended)
@@ -463,7 +463,7 @@ class ClassLoop(EpochLoop, RankLoop):
             if self._copies and self._copy_schedule.due <= batch + 1 < self._common_batches:
                 self.copy(None)
                 if self.rule.asynchronous and self.settings.saves_on_signal:
-                    self._ends_at_copy = any(self.worker.exchange(bool(requested_stop())))
+                    self._ends_at_copy = any(self.worker.all_gather(bool(requested_stop())))
 
     def is_stopped(self) -> bool:
         """Return True if a signal ends the training after this batch."""
@@ -491,7 +491,7 @@ class ClassLoop(EpochLoop, RankLoop):
         """
         if self.rule.asynchronous and not self._copies:
             return batches
-        every = self.worker.exchange(batches)
+        every = self.worker.all_gather(batches)
         self._common_batches = min(every)
         if self.rule.asynchronous:
             return batches
@@ -551,7 +551,7 @@ class ClassLoop(EpochLoop, RankLoop):
             batch = following
             is_ended = self.is_stop_requested(together=False)
         self.reset_iterator("val")
-        shown = self.worker.exchange((*recorder.take_validation_sums(), has_stopped, is_ended))
+        shown = self.worker.all_gather((*recorder.take_validation_sums(), has_stopped, is_ended))
         self.has_ended = any(ended for *_, ended in shown)
         if self.has_ended:
             return True
@@ -625,7 +625,7 @@ class ClassLoop(EpochLoop, RankLoop):
 
     def save_best(self) -> None:
         """Restore the checkpoint of the best epoch, if there is one, and write its parameters; a collective."""
-        best = self.worker.decide(self.open_checkpoints().best() if self.worker.number == 0 else None)
+        best = self.worker.broadcast(self.open_checkpoints().best() if self.worker.number == 0 else None)
         if best is not None:
             rank_state.restore_state(self.worker, _KEPT, self.groups, self.rule, str(best), self.shared, False, 0)
             self.state = self.worker.get_storage(_KEPT)["state"]
@@ -705,7 +705,7 @@ class ClassLoop(EpochLoop, RankLoop):
     def resume(self, path: str) -> int:
         """Restore a checkpoint, which rank 0 reads for all ranks; cut the records; return the number of epochs."""
         worker = self.worker
-        meta = worker.decide(load_meta(path) if worker.number == 0 else None)
+        meta = worker.broadcast(load_meta(path) if worker.number == 0 else None)
         rank_state.check_meta(path, meta, self.describe(), _TYPES)
         self.early_stop = EarlyStop.from_json(meta["stop"])
         if self.settings.keep_best:

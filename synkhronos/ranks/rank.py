@@ -174,7 +174,7 @@ class Rank:
         self.objects: dict[Any, Any] = {}
         self.registry = Registry()
         self.device: Any = None
-        self.command = 0
+        self.command_number = 0
         self._step = 0
         self._pickles: dict[Any, Any] = {}
         self._commits = True
@@ -199,21 +199,21 @@ class Rank:
     def begin(self, command: int) -> None:
         """Start counting the steps of a new command."""
         self.cancel_failed()
-        self.command = command
+        self.command_number = command
         self._commits = True
         self._step = command << STEP_BITS
 
     def cancel_failed(self) -> None:
         """Cancel the pending operations of the last command if it failed on some rank."""
         failed = self.control.words[Control.FAILED]
-        if not 0 < self.command <= failed:
+        if not 0 < self.command_number <= failed:
             return
         self._wait_until_decided(failed)  # it may be the next one, which is decided after this one
-        if self.last_common_step(self.command) is None:
+        if self.last_common_step(self.command_number) is None:
             return
         for one in self.pending:
             try:
-                one.cancel(self.command)
+                one.cancel(self.command_number)
             except Exception as error:
                 _log.warning("an operation of a failed command could not be cancelled: %s", error)
 
@@ -224,7 +224,7 @@ class Rank:
     def commit(self) -> None:
         """Record that this rank has applied the command's effect, for the message of an error."""
         if self._commits:
-            self.control.committed[self.number] = self.command
+            self.control.committed[self.number] = self.command_number
 
     @contextlib.contextmanager
     def suspend_commits(self) -> Iterator[None]:
@@ -276,7 +276,7 @@ class Rank:
 
     def fail(self) -> None:
         """Mark the command as failed, wake all waiting ranks, and record the last step that every rank reached."""
-        control, words, command = self.control, self.control.words, self.command
+        control, words, command = self.control, self.control.words, self.command_number
         with defer_signals():  # peers wait for all of it once the first line is done
             words[Control.FAILED] = command
             control.fence()
@@ -298,8 +298,8 @@ class Rank:
 
     def is_reached_by_all(self, step: int) -> bool:
         """Whether all ranks had reached a step of this failed command; the answer is the same on all ranks."""
-        self._wait_until_decided(self.command)
-        return (self.last_common_step(self.command) or 0) >= step
+        self._wait_until_decided(self.command_number)
+        return (self.last_common_step(self.command_number) or 0) >= step
 
     def _wait_until_decided(self, command: int) -> None:
         words = self.control.words
@@ -385,7 +385,7 @@ class Rank:
 
     def check(self) -> None:
         """Raise `Cancelled` if a peer has failed, and call `watch`: for waits that are not for a step."""
-        if self.control.words[Control.FAILED] == self.command:
+        if self.control.words[Control.FAILED] == self.command_number:
             raise Cancelled
         self.watch()
 
@@ -419,7 +419,7 @@ class Rank:
         Cancelled
             If a rank failed in this command.
         """
-        words, failed, command = self.control.words, Control.FAILED, self.command
+        words, failed, command = self.control.words, Control.FAILED, self.command_number
         watch = self.watch
         if check is not None:
 

@@ -281,7 +281,7 @@ class Session:
                 peers.busy_thread = 0
             except BaseException as error:
                 peers.busy_thread = 0
-                if rank.command == number:  # else it was not posted
+                if rank.command_number == number:  # else it was not posted
                     rank.fail()
                 mine = error
             control.done[rank.number] = number

@@ -94,7 +94,7 @@ class RankTask:
     def progress(self) -> None:
         """Publish a sign of progress, and raise `Cancelled` if a peer has failed."""
         control = self.rank.control
-        if control.words[control.FAILED] == self.rank.command:
+        if control.words[control.FAILED] == self.rank.command_number:
             raise Cancelled
         now = perf_counter()
         if now > self._next_check:

@@ -113,7 +113,7 @@ class GoSGD(Rule):
         worker.barrier("all messages are sent")
         self._receive(worker, state)
         # The sum of the weights is not 1 after an interrupt in the middle of a message.
-        share = state.own["weight"] / sum(worker.exchange(state.own["weight"]))
+        share = state.own["weight"] / sum(worker.all_gather(state.own["weight"]))
         return worker.all_reduce(share * state.vector, "sum")
 
     def resized(self, ranks: list[dict[str, Any]], size: int) -> list[dict[str, Any]]:

@@ -55,7 +55,7 @@ class BSP(Rule):
         """Average parameters, weighted by the items of the loss if it has a weight."""
         factor = 1.0
         if state.count_items is not None:
-            items = worker.exchange(state.count_items())
+            items = worker.all_gather(state.count_items())
             if sum(items):
                 factor = items[worker.number] * worker.size / sum(items)
         state.vector = self.mean(worker, state, factor)

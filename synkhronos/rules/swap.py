@@ -77,7 +77,7 @@ class Swap(Rule):
 
     def report(self, worker: Worker, state: State) -> Any:
         """Return the parameters of rank 0; a mean of different models would be meaningless."""
-        return worker.decide(state.params.get_on_host())
+        return worker.broadcast(state.params.get_on_host())
 
     def resized(self, ranks: list[dict[str, Any]], size: int) -> list[dict[str, Any]]:
         """Keep the models of the first ranks; additional ranks start with copies of them."""

@@ -38,7 +38,7 @@ class LocalRows:
         self._selected = rows
         self._array = location.view(rank.segments)
         rows = location.find_local_rows(rank.size, rank.control.local_ranks)
-        self.here = range(*self._array.shape[:1] or (0,)) if rows is None else rows
+        self.local_rows = range(*self._array.shape[:1] or (0,)) if rows is None else rows
 
     @property
     def array(self) -> np.ndarray:
@@ -76,14 +76,14 @@ class LocalRows:
 
     def _check_here(self, rows: Selection | None) -> None:
         """Raise IndexError if some of the rows, None for all, are not on this rank's host."""
-        here = self.here
+        here = self.local_rows
         if self.ndim and len(here) < len(self._array):
             rows = range(len(self._array)) if rows is None else rows
             if len(rows) and not (find_min_row(rows) >= here.start and find_max_row(rows) < here.stop):
                 raise IndexError(
                     f"rows {find_min_row(rows):,} to {find_max_row(rows):,} are not all here: of the "
                     f"{len(self._array):,} that data_parts has loaded, rank {self._rank.number}'s host has "
-                    f"{here.start:,} to {here.stop - 1:,} (rows.here)"
+                    f"{here.start:,} to {here.stop - 1:,} (rows.local_rows)"
                 )
 
     def to_device(self, device: Device) -> Any:

@@ -117,14 +117,14 @@ class Worker:
         """
         self._task.barrier(f"barrier {name!r}")
 
-    def exchange(self, value: Any) -> list[Any]:
+    def all_gather(self, value: Any) -> list[Any]:
         """All-gather a picklable value: return the values of all ranks, in rank order."""
-        return self._task.all_gather("exchange()", value)
+        return self._task.all_gather("all_gather()", value)
 
-    def decide(self, value: Any, root: int = 0) -> Any:
+    def broadcast(self, value: Any, root: int = 0) -> Any:
         """Broadcast one rank's value: return it on all ranks, for a common decision such as an early stop."""
         root = check_index(root, "root", self.size)
-        values = self._task.all_gather("decide()", value if self.number == root else None)
+        values = self._task.all_gather("broadcast()", value if self.number == root else None)
         return values[root]
 
     def all_reduce(self, array: Any, op: str = "avg", overwrite: bool = False) -> Any:
@@ -359,11 +359,11 @@ class Group:
 
     def barrier(self, name: str) -> None:
         """Wait until all members have arrived at the barrier of this name."""
-        self._exchange_at(f"barrier {name!r}", None)
+        self._gather_at_barrier(f"barrier {name!r}", None)
 
-    def exchange(self, value: Any) -> list[Any]:
+    def all_gather(self, value: Any) -> list[Any]:
         """All-gather a small picklable value: return the values of all members, in the order of the group."""
-        return self._exchange_at("exchange()", value)
+        return self._gather_at_barrier("all_gather()", value)
 
     def all_reduce(self, array: Any, op: str = "avg") -> Any:
         """Return the reduction of all members' arrays, the same on each of them; see `Worker.all_reduce`."""
@@ -372,13 +372,13 @@ class Group:
         gpus = device.get_group(self._rank, self.ranks)
         result = np.array(array, order="C") if gpus is None else _copy_array(device, array)
         kind = _describe_reduction(result, op, HOST if gpus is None else device)
-        by_member = self._exchange_at("all_reduce()", (kind, 0 if gpus is None else gpus.epoch))
+        by_member = self._gather_at_barrier("all_reduce()", (kind, 0 if gpus is None else gpus.epoch))
         kinds = [each for each, _ in by_member]
         if any(each != kind for each in kinds):
             raise RuntimeError(f"all_reduce: expected the same shape, dtype and op, got {kinds}")
         if gpus is not None:
             if self.size > 1:
-                gpus.connect_members(self.ranks, [epoch for _, epoch in by_member], self.exchange)
+                gpus.connect_members(self.ranks, [epoch for _, epoch in by_member], self.all_gather)
                 return device.refresh(result, gpus.all_reduce(result, op))
             return result
         flat = result.reshape(-1)
@@ -410,7 +410,7 @@ class Group:
             if i != self.number:
                 self._task.receive(r, "a result", _as_bytes(flat[bounds[i] : bounds[i + 1]]))
 
-    def _exchange_at(self, place: str, value: Any) -> list[Any]:
+    def _gather_at_barrier(self, place: str, value: Any) -> list[Any]:
         """Wait until all members have arrived at this place, and return the value of each."""
         place = f"{place} of group {self.ranks}"
         payload = pickle.dumps(((place, value), "place"), pickle.HIGHEST_PROTOCOL)

@@ -520,7 +520,7 @@ def train_interval(
     kept = worker.get_storage(plan.name)
     state: State | None = kept.get("state")
     restore_own_params(worker, plan.name)  # does nothing after an interrupt: each rank keeps its present parameters
-    places = worker.exchange(None if state is None else (state.step, state.since))
+    places = worker.all_gather(None if state is None else (state.step, state.since))
     begun = [place for place in places if place is not None]
     if state is None or len(begun) < len(places) or not rule.asynchronous and len(set(places)) > 1:
         # At the first interval, or after an interrupt that stopped ranks at different steps: all ranks start anew.

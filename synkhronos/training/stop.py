@@ -116,7 +116,7 @@ class StopAgreement:
             return False
         seconds = max(time.monotonic() - self._asked_at, 1e-6)
         proposed = max(1, min(2 * self._every, int(self._every * _INTERVAL / seconds)))
-        answers = self._worker.exchange((requested_stop(), proposed))
+        answers = self._worker.all_gather((requested_stop(), proposed))
         self._every = self._left = min(each for _, each in answers)
         self._asked_at = time.monotonic()
         return any(number for number, _ in answers)

@@ -33,7 +33,7 @@ def doubled():
 def test_data_parts_reads_few_of_many_rows():
     """As on the first of several hosts: rows' numbers would take 8 TB here."""
     x = PartsData.__new__(PartsData)
-    x._session, x._ndim, x._origin, x.here = SimpleNamespace(closed=None), 1, "x", range(10)
+    x._session, x._ndim, x._origin, x.local_rows = SimpleNamespace(closed=None), 1, "x", range(10)
     x._array = np.broadcast_to(7.0, 10**12)
     assert x[5:8].tolist() == [7, 7, 7] and not len(x[5:5])
     with pytest.raises(IndexError, match="x: this host has rows 0 to 9 of 1,000,000,000,000; others have the rest"):
@@ -61,7 +61,7 @@ def test_data_parts_holds_the_loaded_rows(fork, n):
         parts, whole = synk.data_parts(load, length), rows(0, length)
         mine = get_share(length, n, 0)
         assert asked == [(mine.start, mine.stop)]  # the other ranks have lists of their own
-        assert parts.shape == (length, 3) and parts.here == range(length) and parts.dtype == float
+        assert parts.shape == (length, 3) and parts.local_rows == range(length) and parts.dtype == float
         assert np.array_equal(parts, whole) and np.array_equal(parts[-1], whole[-1])
         chosen = data.draw(st.one_of(st.none(), st.lists(st.integers(0, length - 1), min_size=1)))
         double, total = f(parts, batch=chosen)

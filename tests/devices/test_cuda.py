@@ -104,7 +104,7 @@ class Gpu:
         self.failed = 0
         self.has_room = threading.Event()
         self.has_room.set()
-        self.command, self.is_master, self.size, self.number = 0, is_master, 2, 0
+        self.command_number, self.is_master, self.size, self.number = 0, is_master, 2, 0
         self.pending = []
         self.stream = self.handle = 7
         self.next_step, self.arrived, self.host_flags = 3, 0, np.zeros(1, np.int32)
@@ -189,7 +189,7 @@ def connected(monkeypatch):
 
 
 def start(communicator, gpu, command=5):
-    gpu.command = command
+    gpu.command_number = command
     communicator.all_reduce(np.ones(3, "float32"), "sum")
 
 
@@ -203,7 +203,7 @@ def test_all_reduce_returns_before_the_stream_ends(connected):
 
 def test_all_reduce_of_few_bytes_is_waited_for(connected):
     communicator, gpu = connected()
-    gpu.command = 5
+    gpu.command_number = 5
     gpu.seen = [DONE, NOT_READY, NOT_READY, DONE]
     assert communicator.all_reduce(np.ones(3, "float32"), "sum") is True
     assert not gpu.seen and not gpu.pending[0].is_unfinished()
@@ -220,14 +220,14 @@ def test_all_reduce_of_few_bytes_is_waited_for(connected):
 )
 def test_all_reduce_on_a_busy_stream_is_not_waited_for(connected, seen, left):
     communicator, gpu = connected()
-    gpu.command, gpu.seen = 5, seen
+    gpu.command_number, gpu.seen = 5, seen
     assert communicator.all_reduce(np.ones(3, "float32"), "sum") is False
     assert gpu.seen == left
 
 
 def test_all_reduce_fails_when_aborted_meanwhile(connected, monkeypatch):
     communicator, gpu = connected()
-    gpu.command, gpu.seen = 5, [DONE]
+    gpu.command_number, gpu.seen = 5, [DONE]
     monkeypatch.setattr("synkhronos.devices.cuda.nccl._SMALL_SECONDS", 10.0)
     threading.Timer(0.1, communicator._watchdog.abort).start()  # and then the stream is idle
     assert communicator.all_reduce(np.ones(3, "float32"), "sum") is False
@@ -352,7 +352,7 @@ def combine_within(communicator, gpu, count=3):
     copied = []
     gpu.cuMemcpyAsync = lambda *arguments: copied.append(arguments)
     communicator._connection.valid_flag = np.ones(1, np.int32)
-    gpu.command = 5
+    gpu.command_number = 5
     communicator.finish_in_launch([(64, 64, count, "float32")], "sum", 96, 7)
     return copied
 
@@ -394,7 +394,7 @@ def streams(connected):
     gpu.cuStreamWaitEvent = lambda stream, event, flags: told.append(f"{stream} waits")
     gpu.cuMemcpyAsync = lambda *arguments: told.append(f"flag {arguments[-1]}")
     gpu.all_reduce = lambda *arguments: told.append(f"{arguments[2]} items of {arguments[3]} on {arguments[-1]}")
-    gpu.command = 5
+    gpu.command_number = 5
     return communicator, told
 
 
@@ -609,7 +609,7 @@ def grouped(communicator, gpu):
         connection = each._connection
         connection._comm, connection._handle = types.SimpleNamespace(abort=partial(abort, name)), 1
         connection.epoch, connection.members = 1, (0, 1)
-    gpu.command = 5
+    gpu.command_number = 5
     return group, told
 
 

@@ -117,7 +117,7 @@ class World:
     def state(self):
         return (
             tuple(m.state() for m in self.memories),
-            tuple((r.command, r._step) for r in self.ranks),
+            tuple((r.command_number, r._step) for r in self.ranks),
             tuple((g._pending_command, g._started_step, g.active_connection.epoch) for g in self.watchdogs),
             tuple((tuple(t.steps), tuple(map(tuple, t.failures)), t.failed) for t in self.tallies),
             tuple(self.pcs),
@@ -135,7 +135,7 @@ class World:
         for memory, of_memory in zip(self.memories, memories, strict=True):
             memory.put(of_memory)
         for rank, of_rank in zip(self.ranks, ranks, strict=True):
-            rank.command, rank._step = of_rank
+            rank.command_number, rank._step = of_rank
         for watchdog, of_watchdog in zip(self.watchdogs, watchdogs, strict=True):
             watchdog._pending_command, watchdog._started_step, watchdog.active_connection.epoch = of_watchdog
         for tally, (steps, failures, tally.failed) in zip(self.tallies, tallies, strict=True):

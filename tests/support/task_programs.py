@@ -33,7 +33,7 @@ def float16_average(worker, value):
 
 
 def values(worker, n):
-    return worker.exchange([worker.number] * n), worker.decide(f"rank {worker.number}", root=worker.size - 1)
+    return worker.all_gather([worker.number] * n), worker.broadcast(f"rank {worker.number}", root=worker.size - 1)
 
 
 def ring(worker, n):
@@ -78,7 +78,7 @@ def in_groups(worker, n):
     group.barrier("begin")
     array = np.full(n, worker.number + 1, "float32")
     total, largest = group.all_reduce(array, "sum"), group.all_reduce(array, "max")
-    shown = group.exchange(worker.number)
+    shown = group.all_gather(worker.number)
     return (
         total[0] == total[-1] and float(total[0]),
         float(largest[-1]),
@@ -100,7 +100,7 @@ def steps(worker, of_ranks):
             elif worker.number == to:
                 came[number] = worker.receive(source).tolist()
         elif kind == "exchange":
-            came[number] = group.exchange((number, worker.number))
+            came[number] = group.all_gather((number, worker.number))
         elif kind == "sum":
             came[number] = group.all_reduce(mine, "sum").tolist()
         else:
@@ -301,7 +301,7 @@ def wrong(worker, call):
         "a group of halves": lambda: worker.group([0.5, 1]),
         "an average of integers": lambda: worker.all_reduce(np.arange(3)),
         "an average of integers in a group": lambda: worker.group([0, 1]).all_reduce(np.arange(3)),
-        "a decision of nobody": lambda: worker.decide(3, root=-1),
+        "a decision of nobody": lambda: worker.broadcast(3, root=-1),
         "objects": lambda: worker.all_reduce(np.array([worker])),
         "a mask": lambda: worker.all_reduce(np.ma.masked_array([1.0, 2.0], [False, True])),
         "a mask in a group": lambda: worker.group([0, 1]).all_reduce(np.ma.masked_array([1.0, 2.0], [False, True])),

@@ -198,7 +198,7 @@ def test_signal_check_costs_no_collective_per_step(monkeypatch, every):
     monkeypatch.setattr(stop, "time", SimpleNamespace(monotonic=lambda: now[0]))
 
     class Alone:
-        def exchange(self, value):
+        def all_gather(self, value):
             asked.append(now[0])
             return [value, (0, 2 * value[1])]
 

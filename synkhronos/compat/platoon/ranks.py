@@ -71,7 +71,7 @@ def _watch_other_hosts() -> Iterator[None]:
     def watch() -> None:
         while not has_ended.wait(POLL * 4):
             rank = None if link.current is None else get_rank(link.current.worker)
-            if rank is not None and rank.has_failed(rank.command):
+            if rank is not None and rank.has_failed(rank.command_number):
                 _report(0, "a worker of another host has failed; see the logs of all workers")
                 return
 

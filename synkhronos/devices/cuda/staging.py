@@ -327,10 +327,10 @@ class Staging:
             for buffer in self._filled:
                 buffer.last_read = done
         self._filled.clear()
-        if self._rank is None or self._last_command == self._rank.command:
+        if self._rank is None or self._last_command == self._rank.command_number:
             self._finish_copies()
         else:
-            self._last_command = self._rank.command
+            self._last_command = self._rank.command_number
 
     def _mark_pending(self, rank: Rank) -> None:
         """Record that copies have been started; the command waits for them at its end, also if it fails."""

@@ -98,7 +98,7 @@ class CollectiveWatchdog(PendingOperation):
     def mark_started(self, connection: Connection) -> None:
         """Record that a connection launches work on the stream now, and start the watching thread if needed."""
         self.active_connection = connection
-        self._pending_command = self._rank.command
+        self._pending_command = self._rank.command_number
         self._started_step = math.inf
         if self._thread is None:
             self._thread = threading.Thread(target=self._watch_peers, daemon=True)
@@ -113,7 +113,7 @@ class CollectiveWatchdog(PendingOperation):
         """
         self.clear()
         if connection is self.connections[0]:
-            self._completed_command = self._rank.command
+            self._completed_command = self._rank.command_number
 
     def wait_started(self, check: Callable[[], None] | None = None) -> None:
         """Wait until every rank has started the same collectives; then only a peer's exit can prevent their end.

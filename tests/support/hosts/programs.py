@@ -196,8 +196,8 @@ def parts() -> None:
         before = synk.bytes_sent()
         double, total = f(data)
         np.testing.assert_array_equal(double, 2 * whole)
-        assert total == whole.sum() and (data.here == range(length)) == (is_alone or length <= here)
-        np.testing.assert_array_equal(data[data.here.start : data.here.stop], whole[: len(data.here)])
+        assert total == whole.sum() and (data.local_rows == range(length)) == (is_alone or length <= here)
+        np.testing.assert_array_equal(data[data.local_rows.start : data.local_rows.stop], whole[: len(data.local_rows)])
         if length >= n:
             seen = []
             for batch in data.batches(n, seed=(1, length)):
@@ -212,7 +212,7 @@ def parts() -> None:
         np.testing.assert_array_equal(f(data, batch=last)[0], 2 * whole[last])
         np.testing.assert_array_equal(data, whole)
     else:
-        held = f"has those from 0 to {data.here.stop - 1}"
+        held = f"has those from 0 to {data.local_rows.stop - 1}"
         for batch in (last, slice(600, 1000), slice(1000, 600, -1)):
             refused(IndexError, held, lambda batch=batch: f(data, batch=batch))
         refused(IndexError, held, lambda: synk.broadcast(s, data))
@@ -233,7 +233,7 @@ def parts() -> None:
 
 def own_rows(worker: synk.Worker, rows: Any, f: Any) -> Any:
     """Compute on rows of this host, and ask for others."""
-    here, said = rows.here, []
+    here, said = rows.local_rows, []
     for call in (lambda: rows[[here.start, here.stop % len(rows)]], lambda: rows.array, lambda: f(rows)):
         try:
             call()
@@ -261,7 +261,7 @@ def parts_tasks() -> None:
             if len(HOSTS) == 1:
                 assert here == range(101) and not said
             else:
-                words = f"rank {r}'s host has {here.start} to {here.stop - 1} (rows.here)"
+                words = f"rank {r}'s host has {here.start} to {here.stop - 1} (rows.local_rows)"
                 assert len(said) == 3 and all(words in each for each in said), said
     assert sum(len(results[of_host[0]][0]) for of_host in ranks.session().link.ranks_by_host) == 101
     print("right", n)
@@ -348,7 +348,7 @@ def talk(worker: synk.Worker) -> Any:
     for r in others:
         assert all((worker.receive(r) == r + k).all() for k in range(5))
     worker.barrier("half way")
-    assert worker.exchange(me) == list(range(n))
+    assert worker.all_gather(me) == list(range(n))
     total = worker.all_reduce(np.arange(300_000.0) + me, "sum")
     assert (total == n * np.arange(300_000.0) + n * (n - 1) / 2).all()
     group = worker.group([r for r in range(n) if r % 2 == me % 2])
