@@ -63,22 +63,22 @@ class PartsData(ReadOnlyData):
         return self._get_rows(key)[key]
 
     def __repr__(self) -> str:
-        return f"<synkhronos.PartsData: {self.dtype}, shape {self.shape}, rows {self.local_rows.start} to {self.local_rows.stop}>"
+        rows = self.local_rows
+        return f"<synkhronos.PartsData: {self.dtype}, shape {self.shape}, rows {rows.start} to {rows.stop}>"
 
     def _get_rows(self, key: Any) -> np.ndarray:
         """Return the array; raise IndexError if this host lacks a row that the key selects."""
         self._check_open()
-        if len(self.local_rows) < len(self):
+        local = self.local_rows
+        if len(local) < len(self):
             first = (*key, ...)[0] if isinstance(key, tuple) else key
             if first is None or first is Ellipsis:
                 first = slice(None)
             rows = select(first if isinstance(first, slice) else np.ravel(first), len(self), "key")
-            if find_max_row(rows) >= 0 and not (
-                find_min_row(rows) >= self.local_rows.start and find_max_row(rows) < self.local_rows.stop
-            ):
+            if find_max_row(rows) >= 0 and not (find_min_row(rows) >= local.start and find_max_row(rows) < local.stop):
                 raise IndexError(
-                    f"{self._origin}: this host has rows {self.local_rows.start:,} to {self.local_rows.stop - 1:,} of "
-                    f"{len(self):,}; others have the rest"
+                    f"{self._origin}: this host has rows {local.start:,} to {local.stop - 1:,} of {len(self):,}; "
+                    "others have the rest"
                 )
         return self._array
 
