@@ -15,9 +15,9 @@ from typing import Any, Protocol, Self
 import numpy as np
 
 from synkhronos.devices import HOST, Device
-from synkhronos.engines.float_errors import sync_float_errors
 from synkhronos.graphs import GraphLibrary
 from synkhronos.ranks import Rank, Session
+from synkhronos.ranks.float_errors import sync_float_errors
 
 
 class Runner:

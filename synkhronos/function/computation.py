@@ -23,8 +23,8 @@ import numpy as np
 
 from synkhronos.devices import HOST, Device
 from synkhronos.engines import Engine, Runner, choose_engine
-from synkhronos.engines.rank_mean import count_rank_means
 from synkhronos.function.outputs import OutputSpec
+from synkhronos.function.rank_mean import count_rank_means
 from synkhronos.function.reduce import ReductionOp
 from synkhronos.graphs import GraphLibrary
 from synkhronos.graphs.library import InputSpec

@@ -21,7 +21,7 @@ from pytensor.graph.rewriting.basic import GraphRewriter
 
 from synkhronos.lowering import shapes
 
-__all__ = ["NumpyOp", "register_lowering"]
+__all__ = ["NumpyOp", "call_in_order", "register_lowering"]
 
 _lowerings: dict[type[Op], Callable[..., Any]] = {}
 #: Registrations that have run in this process.
@@ -70,6 +70,20 @@ def register_lowering(op: type[Op]) -> Callable[[Callable[..., Any]], Callable[.
         return function
 
     return register
+
+
+def call_in_order(function: Callable[..., np.ndarray], array: Any, *others: Any) -> Any:
+    """Call a function of NumPy arrays from a program of XLA; JAX, which traces it, keeps the order of such calls.
+
+    The result has the shape and dtype of ``array``.
+    """
+    import jax
+    from jax.experimental import io_callback
+
+    def call(*arrays: Any) -> np.ndarray:
+        return function(*map(np.asarray, arrays))
+
+    return io_callback(call, jax.ShapeDtypeStruct(array.shape, array.dtype), array, *others, ordered=True)
 
 
 # -- registration --------------------------------------------------------------------------------------------------

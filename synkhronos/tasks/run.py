@@ -20,10 +20,10 @@ from synkhronos.collectives.arguments import get_mirror_keys
 from synkhronos.data import Data
 from synkhronos.data.shared import check_session, is_published, locate
 from synkhronos.devices import HOST
-from synkhronos.engines.rank_mean import RankMeans
 from synkhronos.function import Function, get_dispatcher
 from synkhronos.function.computation import PLAIN
 from synkhronos.function.notice import warn_if_slow
+from synkhronos.function.rank_mean import RankMeans
 from synkhronos.graphs import list_loaded_libraries
 from synkhronos.graphs.mirror import get_object
 from synkhronos.ranks import Command, Rank, Session, SharedArray

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import IO, Any, cast
 
-from synkhronos.engines.xla_profile import Operation
+from synkhronos.engines.xla.profile import Operation
 from synkhronos.tracing.spans import Span
 
 

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from synkhronos import ranks
 from synkhronos.checks import check_at_least, check_flag
-from synkhronos.engines.xla_profile import Operation, XlaProfile
+from synkhronos.engines.xla.profile import Operation, XlaProfile
 from synkhronos.ranks import MAX_SLOT_NBYTES, Command, PendingOperation, Rank
 from synkhronos.ranks.session import Session
 from synkhronos.tracing.chrome import RankSpans, write_trace

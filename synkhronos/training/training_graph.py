@@ -24,7 +24,7 @@ import numpy.typing as npt
 
 import synkhronos as synk
 from synkhronos.checks import check_choice, check_list, check_positive
-from synkhronos.engines.rank_mean import RankMeanOp
+from synkhronos.function.rank_mean import RankMeanOp
 from synkhronos.graphs import library_of
 from synkhronos.graphs.dependence import Dependence
 from synkhronos.training.updates import RuleUpdates, chain, clip_by_global_norm

@@ -20,7 +20,7 @@ from synkhronos.devices import JAX, PYGPU, cuda
 from synkhronos.devices.cuda.group import NcclGroup
 from synkhronos.devices.cuda.nccl import NcclCommunicator, ReduceSpan
 from synkhronos.devices.cuda.staging import Staging, _PinnedMemory
-from synkhronos.engines.xla import LaunchReducer
+from synkhronos.engines.xla.fused_launch import LaunchReducer
 from synkhronos.ranks import Cancelled
 
 # -- which GPU, and what to install ----------------------------------------------------------------------------
@@ -452,10 +452,10 @@ def test_training_step_is_one_launch_with_all_reduce(tmp_path):
         import numpy as np, pytensor, pytensor.tensor as T
         import synkhronos as synk
         from synkhronos.training import make_train_function, make_train_function_serial, updates
-        from synkhronos.engines import xla_trace
+        from synkhronos.engines.xla import trace
         pytensor.config.mode = "JAX"
         pytensor.config.floatX = "float32"
-        xla_trace.MIN_CHUNK_BYTES = 1000
+        trace.MIN_CHUNK_BYTES = 1000
         n = synk.fork(3, use_gpu=False)
         rng = np.random.default_rng(0)
         data = rng.normal(size=(60, 30)).astype("float32"), rng.normal(size=60).astype("float32")

@@ -24,9 +24,9 @@ import synkhronos as synk
 from synkhronos import ranks
 from synkhronos.devices import JAX
 from synkhronos.devices.cuda.nccl import NcclCommunicator
-from synkhronos.engines import xla_trace
 from synkhronos.engines.lazy import Result
-from synkhronos.engines.xla import Executable
+from synkhronos.engines.xla import trace
+from synkhronos.engines.xla.executable import Executable
 from synkhronos.ranks import Command
 from synkhronos.training import make_train_function, make_train_function_serial, updates
 
@@ -968,13 +968,13 @@ class Cut(Command):
         self.piece = piece
 
     def run(self, rank):
-        xla_trace.MIN_CHUNK_BYTES = self.piece
+        trace.MIN_CHUNK_BYTES = self.piece
 
 
 @pytest.fixture
 def pieces():
     """Have vectors travel in pieces of so many bytes, until the test's end."""
-    before = xla_trace.MIN_CHUNK_BYTES
+    before = trace.MIN_CHUNK_BYTES
     yield lambda piece: ranks.session().run(Cut(piece))
     ranks.session().run(Cut(before))
 

@@ -31,8 +31,9 @@ from synkhronos import ranks
 from synkhronos.devices import JAX
 from synkhronos.devices.jax.scalar_log import LOG_CAPACITY, ScalarLog
 from synkhronos.engines.lazy import _MAX_CALLS, Result, ResultTable, _get_unread
-from synkhronos.engines.xla import Executable, XlaEngine
-from synkhronos.engines.xla_trace import FusedReduction
+from synkhronos.engines.xla import XlaEngine
+from synkhronos.engines.xla.executable import Executable
+from synkhronos.engines.xla.trace import FusedReduction
 from synkhronos.function.computation import PLAIN
 from synkhronos.graphs import library_of
 from synkhronos.launch.contract import group_variables
@@ -496,7 +497,7 @@ SIZES = (5, 300, 700, 1)
 @pytest.mark.parametrize("piece", [100, 2000, 10**6])
 @pytest.mark.parametrize("tail", [1, 451])
 def test_fused_all_reduce_in_chunks_or_another_dtype(fork, monkeypatch, tail, piece, dtype, times):
-    monkeypatch.setattr("synkhronos.engines.xla_trace.MIN_CHUNK_BYTES", piece)
+    monkeypatch.setattr("synkhronos.engines.xla.trace.MIN_CHUNK_BYTES", piece)
     fork(1)
     rng = np.random.default_rng(0)
     x = T.fmatrix("x")
@@ -543,7 +544,7 @@ def needs(jaxpr, variables):
 def test_chunk_all_reduce_starts_during_the_backward_pass(fork, monkeypatch):
     import jax
 
-    monkeypatch.setattr("synkhronos.engines.xla_trace.MIN_CHUNK_BYTES", 100)
+    monkeypatch.setattr("synkhronos.engines.xla.trace.MIN_CHUNK_BYTES", 100)
     fork(1)
     x = T.fmatrix("x")
     rng = np.random.default_rng(0)
@@ -602,7 +603,7 @@ def test_shared_variables_keep_their_memory_between_launches(fork):
 
 @on_host
 def test_error_after_a_started_chunk_waits_and_updates_nothing(fork, monkeypatch):
-    monkeypatch.setattr("synkhronos.engines.xla_trace.MIN_CHUNK_BYTES", 100)
+    monkeypatch.setattr("synkhronos.engines.xla.trace.MIN_CHUNK_BYTES", 100)
     fork(1)
     g, w = shared(np.zeros(60, "float32"), "g"), shared(np.ones(60, "float32"), "w")
     first = synk.function([], (w.sum(), "sum"), updates=[(g, T.join(0, w[:30] * 2, w[30:] * 3))])
@@ -631,11 +632,11 @@ def test_recently_used_launches_are_cached(fork):
     x, w = T.dvector("x"), shared(np.zeros(3), "w")
     f, g = synk.function([x], (x.sum(), "sum")), synk.function([], updates=[(w, w + 1)])
     runs = [each._computation.compile(PLAIN).runner for each in (f, g)]
-    made = {times: runs[0].fuse(then=runs[1], times=times) for times in range(1, 17)}
-    assert made[1] is runs[0].fuse(then=runs[1], times=1)
-    runs[0].fuse(then=runs[1], times=17)
-    assert made[1] is runs[0].fuse(then=runs[1], times=1)
-    assert made[2] is not runs[0].fuse(then=runs[1], times=2)
+    made = {times: runs[0].fuse(second=runs[1], times=times) for times in range(1, 17)}
+    assert made[1] is runs[0].fuse(second=runs[1], times=1)
+    runs[0].fuse(second=runs[1], times=17)
+    assert made[1] is runs[0].fuse(second=runs[1], times=1)
+    assert made[2] is not runs[0].fuse(second=runs[1], times=2)
 
 
 LENGTHS_AND_CONSTANTS = {
@@ -667,7 +668,7 @@ def test_updates_by_lengths_and_constants_are_compiled_once(fork, at_once, which
         assert np.asarray(shared_.get_value()).dtype == np.asarray(expected.get_value()).dtype
     runs = [f._computation.compile(PLAIN).runner for f in (train.gradient, train.update)]
     for times in (1, 3):
-        assert runs[0].fuse(then=runs[1], times=times)._run._cache_size() == 1
+        assert runs[0].fuse(second=runs[1], times=times)._run._cache_size() == 1
 
 
 def test_repeated_launch_returns_only_scalars(fork):
@@ -675,7 +676,7 @@ def test_repeated_launch_returns_only_scalars(fork):
     x, w = T.dvector("x"), shared(np.zeros(3), "w")
     f, g = synk.function([x], (x * 2, "gather")), synk.function([], updates=[(w, w + 1)])
     runs = [each._computation.compile(PLAIN).runner for each in (f, g)]
-    assert runs[0].fuse(then=runs[1], times=2) is None
+    assert runs[0].fuse(second=runs[1], times=2) is None
 
 
 def test_launch_log_capacity(fork):
@@ -683,7 +684,7 @@ def test_launch_log_capacity(fork):
     x, w = T.dvector("x"), shared(np.zeros(()), "w")
     f, g = synk.function([x], (x.sum(), "sum")), synk.function([], updates=[(w, w + 1)])
     runs = [each._computation.compile(PLAIN).runner for each in (f, g)]
-    launch = runs[0].fuse(then=runs[1], times=100)
+    launch = runs[0].fuse(second=runs[1], times=100)
     rows = JAX.from_host(np.arange(200.0))
     expected = np.arange(200.0).reshape(100, 2).sum(axis=1)
     launches = [launch(rows) for _ in range(5)]
@@ -758,7 +759,7 @@ def test_launches_are_freed_with_their_function(fork):
     f, g = synk.function([x], (x.sum(), "sum"), updates=[(w, w + x)]), synk.function([], updates=[(w, 2 * w)])
     f(np.ones(3)), g()
     runs = [each._computation.compile(PLAIN).runner for each in (f, g)]
-    runs.append(runs[0].fuse(then=runs[1]))
+    runs.append(runs[0].fuse(second=runs[1]))
     runs[-1](JAX.from_host(np.ones(3)))
     references = [weakref.ref(run) for run in runs]
     gc.collect()

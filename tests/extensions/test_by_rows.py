@@ -11,7 +11,7 @@ pytensor = pytest.importorskip("pytensor", reason="it is about PyTensor's graphs
 import pytensor.tensor as pt  # noqa: E402
 from pytensor import sparse  # noqa: E402
 
-from synkhronos.extensions.rowwise import NotRowwiseError, make_rowwise  # noqa: E402
+from synkhronos.extensions.pymc.rowwise import NotRowwiseError, make_rowwise  # noqa: E402
 
 N = 9
 RNG = np.random.default_rng(2)

@@ -741,7 +741,7 @@ def test_import_works_without_pymc():
     script = """
         import sys
         sys.modules["pymc"] = None
-        import synkhronos.extensions.pymc, synkhronos.extensions.rows_sum, synkhronos.extensions.rowwise
+        import synkhronos.extensions.pymc, synkhronos.extensions.rows_sum, synkhronos.extensions.pymc.rowwise
         try:
             synkhronos.extensions.pymc.data_parallel(None)
         except ImportError as error:

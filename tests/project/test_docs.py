@@ -55,11 +55,11 @@ def modules(path, prefix: str) -> list[str]:
     """
     names = []
     for module in pkgutil.iter_modules(path, prefix):
-        if module.name == "synkhronos.extensions.pymc_model" and not HAS_PYMC:
+        if module.name == "synkhronos.extensions.pymc.model" and not HAS_PYMC:
             continue
         if module.name not in (
             "synkhronos.graphs.theano",
-            "synkhronos.extensions.rank_mean_theano",
+            "synkhronos.extensions.rank_mean.theano",
             "synkhronos.compat",
         ):
             names.append(module.name)

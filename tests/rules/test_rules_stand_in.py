@@ -16,7 +16,7 @@ def test_local_sgd_on_stand_in_nccl_launches_steps_at_once():
         import synkhronos as synk
         from synkhronos import rules
         from synkhronos.training.updates import momentum
-        from synkhronos.engines.xla import Executable
+        from synkhronos.engines.xla.executable import Executable
         from synkhronos.training import loop, make_trainer
         pytensor.config.mode, pytensor.config.floatX = "JAX", "float32"
         launches = []

@@ -21,7 +21,7 @@ from synkhronos.devices import HOST, JAX
 from synkhronos.devices.cuda import nccl
 from synkhronos.devices.jax import JaxDevice
 from synkhronos.devices.jax.ffi import ComputeStream
-from synkhronos.engines.xla import Executable
+from synkhronos.engines.xla.executable import Executable
 
 _DTYPES = {number: np.dtype(getattr(ml_dtypes, name, name)) for name, number in nccl.NCCL_DTYPES.items()}
 _OPS = {number: name for name, number in nccl.NCCL_OPS.items()}

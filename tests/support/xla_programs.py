@@ -9,7 +9,7 @@ from unittest import mock
 import numpy as np
 
 from synkhronos.devices.jax import program_sum
-from synkhronos.engines.rank_program import RankProgram, get_settings
+from synkhronos.engines.xla.rank_program import RankProgram, get_settings
 from synkhronos.ranks import Command
 
 #: Number of the sum at which something happens, and of the rank on which it does.

@@ -24,7 +24,7 @@ from synkhronos.compat.ops.normalization import BatchNormTrain
 from synkhronos.compat.ops.pooling import Pool
 from synkhronos.compat.ops.rectifier import rectifier
 from synkhronos.devices import JAX
-from synkhronos.engines.xla import Executable
+from synkhronos.engines.xla.executable import Executable
 from synkhronos.lowering.jax_function import JaxFunction
 from synkhronos.lowering.linker import use_length_linker
 

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from pytensor.graph.basic import Apply, Variable
 from pytensor.graph.op import Op
 
-from synkhronos.engines.rank_program import RankProgram
+from synkhronos.engines.xla.rank_program import RankProgram
 from synkhronos.extensions.rows_sum import RowsSum, SumOverRows, replace_variables
 from synkhronos.graphs import library_of
 from synkhronos.graphs.mirror import get_object

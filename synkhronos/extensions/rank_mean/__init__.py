@@ -45,9 +45,9 @@ def rank_mean(values: Any, rows: Any) -> Any:
 
 def _get_op(name: str) -> Any:
     if name == "theano":
-        from synkhronos.extensions.rank_mean_theano import TheanoRankMean
+        from synkhronos.extensions.rank_mean.theano import TheanoRankMean
 
         return TheanoRankMean()
-    from synkhronos.extensions.rank_mean_pytensor import PytensorRankMean
+    from synkhronos.extensions.rank_mean.pytensor import PytensorRankMean
 
     return PytensorRankMean()

@@ -12,7 +12,7 @@ from synkhronos.checks import check_integer
 from synkhronos.ranks import available_cores
 
 if TYPE_CHECKING:
-    from synkhronos.extensions.pymc_model import DataParallelModel
+    from synkhronos.extensions.pymc.model import DataParallelModel
 
 __all__ = ["data_parallel"]
 
@@ -83,7 +83,7 @@ def data_parallel(model: Any, ranks: str | None = None, chains: int | None = Non
     """
     import pymc as pm
 
-    from synkhronos.extensions.pymc_model import DataParallelModel
+    from synkhronos.extensions.pymc.model import DataParallelModel
 
     if type(model).__module__.partition(".")[0] == "bambi":
         if not model.built:

@@ -66,9 +66,9 @@ class RankMeans:
         """Return the mean of the ranks' vectors by their weights."""
         self._n_done += 1
         try:
-            mine = np.append(np.asarray(values, np.float64) * weight, weight)
-            gathered = self._rank.all_gather_bytes(mine.tobytes())
-            total = np.sum([np.frombuffer(each) for each in gathered if each], axis=0)
+            weighted = np.append(np.asarray(values, np.float64) * weight, weight)
+            gathered = self._rank.all_gather_bytes(weighted.tobytes())
+            total = np.sum([np.frombuffer(vector) for vector in gathered if vector], axis=0)
         except BaseException as error:
             self._error = error
             raise
@@ -102,17 +102,6 @@ def average_over_ranks(values: np.ndarray, weight: Any) -> np.ndarray:
             "gradients, the launcher, tasks); use make_train_function, make_trainer with BSP(), or synkhronos.function"
         )
     return np.asarray(values)
-
-
-def call_average_over_ranks(values: Any, rows: Any) -> Any:
-    """Call `average_over_ranks` from a program of XLA; traced by JAX, which keeps the order of the calls."""
-    import jax
-    from jax.experimental import io_callback
-
-    def average(values: Any, rows: Any) -> np.ndarray:
-        return average_over_ranks(np.asarray(values), rows)
-
-    return io_callback(average, jax.ShapeDtypeStruct(values.shape, values.dtype), values, rows, ordered=True)
 
 
 class RankMeanOp:
@@ -167,7 +156,7 @@ def count_rank_means(function: Any) -> int:
     """
     nodes = function.maker.fgraph.toposort()
     count = sum(isinstance(node.op, RankMeanOp) for node in nodes)
-    inner = [below for node in nodes for below in _list_inner_nodes(node.op)]
+    inner = [inner_node for node in nodes for inner_node in _list_inner_nodes(node.op)]
     while inner:
         node = inner.pop()
         if isinstance(node.op, RankMeanOp):

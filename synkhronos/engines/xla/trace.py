@@ -13,7 +13,7 @@ import numpy as np
 
 from synkhronos.devices.jax.ffi import ProgramReduction
 from synkhronos.devices.jax.scalar_log import ScalarLog
-from synkhronos.engines.incremental import IncrementalFunction
+from synkhronos.engines.xla.incremental_function import IncrementalFunction
 from synkhronos.lowering.jax_function import JaxFunction
 
 #: Minimal bytes of a chunk of the gradient whose all-reduce overlaps the rest of the backward pass.

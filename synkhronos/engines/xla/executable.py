@@ -1,23 +1,10 @@
-"""Functions that XLA compiles: PyTensor's in JAX mode.
-
-An `Executable` is one XLA program.  It consists of one or several PyTensor functions, takes the inputs and the values
-of all shared variables, and returns the outputs and the variables' new values::
-
-                      ┌────────────────────────── one launch ──────────────────────────┐
-    inputs ─────────> │ gradient function ──> all-reduce (`FusedReduction`) ──> update │ ──> outputs
-    shared variables  │                                                    function    │ ──> new values
-    (donated) ──────> └────────────────────────────────────────────────────────────────┘
-
-The all-reduce is a foreign function that XLA calls during the launch (`devices.jax.ffi`).  `_FusedRunner` binds a
-`LaunchReducer` to the program's `ProgramReduction`.
-"""
+"""One or several PyTensor functions in JAX mode as one program of XLA."""
 
 from __future__ import annotations
 
-import math
 import warnings
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import chain, repeat, starmap
 from operator import setitem
@@ -25,17 +12,14 @@ from typing import Any
 
 import numpy as np
 
-from synkhronos.devices import JAX, Device
+from synkhronos.devices import JAX
 from synkhronos.devices.jax.ffi import ProgramReduction
 from synkhronos.devices.jax.scalar_log import LOG_CAPACITY, ScalarLog
-from synkhronos.engines.base import GradientReduction, Runner
-from synkhronos.engines.lazy import LazyEngine
-from synkhronos.engines.xla_trace import FusedReduction, trace_functions, trace_loop, trace_with_lengths
-from synkhronos.graphs import GraphLibrary
+from synkhronos.engines.base import Runner
+from synkhronos.engines.xla.trace import FusedReduction, trace_functions, trace_loop, trace_with_lengths
 from synkhronos.graphs.library import is_referenced
 from synkhronos.lowering.jax_function import JaxFunction
 from synkhronos.lowering.precision import COMPILER_OPTIONS, computes_in_bfloat16
-from synkhronos.ranks import Rank
 from synkhronos.ranks.interrupts import defer_signals
 
 #: Fused executables that a function caches, the most recently used ones.
@@ -82,6 +66,8 @@ class Executable(Runner):
         # PyTensor's dispatchers, imported when the first function is compiled, turn this off where floatX is float32.
         # Turning it on after the first call would compile that function again.
         jax.config.update("jax_enable_x64", True)
+        # A new value of another shape than the old one can't reuse its memory, which is no error.
+        warnings.filterwarnings("ignore", "Some donated buffers were not usable")
         self._functions = list(functions)
         self._logs_scalars, self.times = logs_scalars, times
         self.program_reduction = None if reduction is None else ProgramReduction(calls=reduction.calls, op=reduction.op)
@@ -89,16 +75,12 @@ class Executable(Runner):
         self._signatures: set[Any] = set()
         self._n_inputs = sum(function.n_inputs for function in functions)
         self._storages = _remove_duplicates([storage for function in functions for storage in function.storages])
-        #: Cells for the results of a launch: first the outputs, then the updated storages.
-        self._outputs = [cell for function in functions for cell in function.cells[: function.n_outputs]]
         # In the order of the storages: JAX gives each new value the memory of the first donated array of its shape.  In
         # another order XLA would copy arrays, and addresses would change from launch to launch.
         updated = {id(cell) for function in functions for cell in function.cells}
         self._updated = [storage for storage in self._storages if id(storage) in updated]
         self._donated = _remove_duplicates([storage for function in functions for storage in function.donated])
         self._copy = jnp.copy
-        self._log: ScalarLog | None = None
-        self._is_interrupted = False
         #: Inputs whose values decide the lengths of arrays.
         self.host_inputs = frozenset(
             position
@@ -109,21 +91,25 @@ class Executable(Runner):
         self._has_lengths = any(function.length_graph is not None for function in functions)
         assert len(functions) == 1 or not self._has_lengths
         types = [kind for function in functions for kind in function.types]
+        #: Positions and dtypes of the outputs that are logged, and cells for the other outputs of a launch.
         self._logged = [i for i, kind in enumerate(types) if logs_scalars and getattr(kind, "ndim", None) == 0]
         self._dtypes = [np.dtype(types[i].dtype) for i in self._logged]
-        self._outputs = [cell for i, cell in enumerate(self._outputs) if i not in self._logged]
-        if self._logged or times > 1:
-            self._log = ScalarLog(self._dtypes)
-        # A new value of another shape than the old one can't reuse its memory, which is no error.
-        warnings.filterwarnings("ignore", "Some donated buffers were not usable")
+        cells = [cell for function in functions for cell in function.cells[: function.n_outputs]]
+        self._outputs = [cell for i, cell in enumerate(cells) if i not in self._logged]
+        self._log = ScalarLog(self._dtypes) if self._logged or times > 1 else None
+        self._is_interrupted = False
+        self._jit = self._prepare_jit(reduction)
+        self._run, self._serial = self._jit(), 0
+
+    def _prepare_jit(self, reduction: FusedReduction | None) -> Callable[[], Callable[..., Any]]:
+        """Return a function that makes the program, as a function of the arguments of `_get_arguments`."""
+        import jax
+
         donated = {id(storage) for storage in self._donated}
         positions = [self._n_inputs + i for i, storage in enumerate(self._storages) if id(storage) in donated]
         if self._log is not None:
             n_arguments = self._n_inputs + len(self._storages)
             positions += range(n_arguments, n_arguments + len(self._log.cells))
-        # keep_unused: old values that no computation reads still donate their memory, so that addresses stay the same
-        # and XLA can replay recorded launches.
-        options = COMPILER_OPTIONS if computes_in_bfloat16() else None
         # No reference to self: the cycle would leave its memory to the garbage collector.
         run = partial(
             trace_functions,
@@ -134,23 +120,25 @@ class Executable(Runner):
             self._updated,
             self._logged,
         )
-        if times > 1:
+        if self.times > 1:
             index = {id(storage): i for i, storage in enumerate(self._storages)}
             logs = range(len(index), len(index) + 1 + len(self._logged))
             changed = [*(index[id(cell)] for cell in self._updated), *logs]
-            run = partial(trace_loop, partial(run, in_loop=True), times, self._n_inputs, changed)
+            run = partial(trace_loop, partial(run, in_loop=True), self.times, self._n_inputs, changed)
+        options: dict[str, Any] = {}
         if self._has_lengths:
             # Lengths are the first argument, and static: XLA compiles anew for others.
             run, positions = partial(trace_with_lengths, run), [position + 1 for position in positions]
-        static = {"static_argnums": 0} if self._has_lengths else {}
+            options["static_argnums"] = 0
+        options["compiler_options"] = COMPILER_OPTIONS if computes_in_bfloat16() else None
+        # keep_unused: old values that no computation reads still donate their memory, so that addresses stay the same
+        # and XLA can replay recorded launches.
+        options |= {"donate_argnums": tuple(positions), "keep_unused": True}
         # Each time another function object: JAX would return the program that it has compiled for the same one.
-        self._jit = lambda: jax.jit(
-            partial(run), donate_argnums=tuple(positions), keep_unused=True, compiler_options=options, **static
-        )
-        self._run, self._serial = self._jit(), 0
+        return lambda: jax.jit(partial(run), **options)
 
     def fuse(
-        self, reduction: FusedReduction | None = None, then: Executable | None = None, times: int = 1
+        self, reduction: FusedReduction | None = None, second: Executable | None = None, times: int = 1
     ) -> Executable | None:
         """Fuse this executable, a reduction and another executable into one launch, which computes ``times`` times.
 
@@ -160,17 +148,19 @@ class Executable(Runner):
             The same object for the same arguments.  None if values of inputs decide shapes, if the reduced variable is
             not updated here, or if ``times > 1`` and an output is no scalar.
         """
-        key = reduction and (id(reduction.storage), *reduction[1:]), then, times
+        key = reduction and (id(reduction.storage), *reduction[1:]), second, times
         fused = self._fused.pop(key, None)
         if fused is None:
-            executables = [self] if then is None else [self, then]
+            executables = [self] if second is None else [self, second]
             can_fuse = reduction is None or any(cell is reduction.storage for cell in self._functions[0].cells)
-            can_fuse = can_fuse and not any(each._has_lengths for each in executables)
+            can_fuse = can_fuse and not any(executable._has_lengths for executable in executables)
             if times > 1:
-                can_fuse = can_fuse and times <= LOG_CAPACITY and not any(each._outputs for each in executables)
+                can_fuse = (
+                    can_fuse and times <= LOG_CAPACITY and not any(executable._outputs for executable in executables)
+                )
             if not can_fuse:
                 return None
-            functions = [function for each in executables for function in each._functions]
+            functions = [function for executable in executables for function in executable._functions]
             assert len(functions) == len(executables)  # a fused executable would lose its reduction
             while len(self._fused) >= _MAX_FUSED:
                 del self._fused[next(iter(self._fused))]
@@ -191,7 +181,7 @@ class Executable(Runner):
         return True
 
     def bind_connection(self, serial: int) -> None:
-        """Drop what XLA has recorded as CUDA graphs for another connection: it contains that one's communicator."""
+        """Drop the CUDA graphs that XLA has recorded for another connection: they contain its communicator."""
         if serial != self._serial:
             if self._serial:
                 self._run = self._jit()
@@ -264,158 +254,4 @@ class Executable(Runner):
 
 def _remove_duplicates(lists: Sequence[list[Any]]) -> list[list[Any]]:
     """Return lists without duplicates, compared by identity, in the order of their first occurrence."""
-    return list({id(each): each for each in lists}.values())
-
-
-# -- launches with an all-reduce -------------------------------------------------------------------------------
-
-
-class _FusedRunner(Runner):
-    """An executable with an all-reduce, which all ranks launch together.
-
-    Parameters
-    ----------
-    rank : Rank
-    executable : Executable
-    reduction : GradientReduction
-    """
-
-    def __init__(self, rank: Rank, executable: Executable, reduction: GradientReduction):
-        self._rank, self._executable, self._reduction = rank, executable, reduction
-        self.times = executable.times
-        assert executable.program_reduction is not None
-        self._program_reduction = executable.program_reduction
-
-    def is_new_signature(self, inputs: Sequence[Any]) -> bool:
-        """Whether XLA compiles for these inputs: True at the first call with inputs of their shapes."""
-        return self._executable.is_new_signature(inputs)
-
-    def __call__(self, *inputs: Any) -> list[Any]:
-        """Launch, and wait until all ranks have launched."""
-        communicator, shape = self._reduction.gather_layout(self._rank)
-        # No signal handler may raise within XLA's callbacks.  Once this rank has launched, all others will in a moment:
-        # then the updates are valid on all ranks, or, if one of them fails, on none.
-        with defer_signals() as signals:
-            launch = self._launch if self._program_reduction.calls == "python" else self._launch_native
-            results = launch(inputs, communicator, shape)
-            signals.restart_patience()
-            communicator.wait_started(signals.deliver_if_late)
-            self._rank.commit()
-        return results
-
-    def _launch(self, inputs: Sequence[Any], communicator: Any, shape: tuple[int, ...]) -> list[Any]:
-        reducer = LaunchReducer(self._rank, communicator, self._program_reduction.op, shape, self.times > 1)
-        with self._program_reduction.bind(reducer, self.times):
-            return self._executable(*inputs)
-
-    def _launch_native(self, inputs: Sequence[Any], communicator: Any, shape: tuple[int, ...]) -> list[Any]:
-        if self._program_reduction.calls == "graph":
-            self._executable.bind_connection(communicator.serial)
-        with self._program_reduction.bind_native(communicator, shape, self.times):
-            try:
-                return self._executable(*inputs)
-            finally:
-                if self.times > 1:
-                    self._rank.commit()  # an earlier step may be valid although a later one fails
-
-
-class LaunchReducer:
-    """All-reduce of the ranks' gradients during one launch, called by XLA (`devices.jax.ffi.Reducer`).
-
-    Parameters
-    ----------
-    rank : Rank
-    communicator : NcclCommunicator
-    op : str
-    shape : tuple of int
-        Shape of the gradient on all ranks.
-    is_repeated : bool
-        Whether the launch makes several all-reduces.
-    """
-
-    def __init__(self, rank: Rank, communicator: Any, op: str, shape: tuple[int, ...], is_repeated: bool):
-        self._rank, self._communicator, self._op, self._is_repeated = rank, communicator, op, is_repeated
-        self._shape = shape
-        self._n_started = 0
-
-    def start(self, spans: Sequence[Any], stream: int | None) -> None:
-        """Start to reduce a chunk of the gradient, overlapping the stream's next work."""
-        self._communicator.start_in_launch(spans, self._op, stream)
-        self._n_started += sum(span.n_items for span in spans)
-
-    def finish(self, spans: Sequence[Any], is_valid: int, stream: int | None) -> None:
-        """Reduce the rest of the gradient, and make the stream wait for all of it.
-
-        Parameters
-        ----------
-        spans : list of ReduceSpan
-        is_valid : int
-            Address of an int32 on the GPU: 0 before a valid reduction, 1 after it.
-        stream : int
-
-        Raises
-        ------
-        ValueError
-            If the gradient has not the shape that all ranks have.
-        """
-        if self._is_repeated:
-            self._rank.commit()  # an earlier step may be valid although a later one fails
-        n_items, self._n_started = self._n_started + sum(span.n_items for span in spans), 0
-        if n_items != math.prod(self._shape):
-            self.wait(stream)
-            raise ValueError(f"all_reduce: expected shape {self._shape}, as before the launch, got {n_items} items")
-        self._communicator.finish_in_launch(spans, self._op, is_valid, stream)
-
-    def wait(self, stream: int | None) -> None:
-        """Make the stream wait for the chunks that were started, after an error."""
-        self._communicator.wait_in_launch(stream)
-
-
-class XlaEngine(LazyEngine):
-    """Launches PyTensor's functions in JAX mode."""
-
-    fixed_lengths = True
-
-    def can_run(self, library: GraphLibrary, mode: Any) -> bool:
-        """Whether the mode is JAX mode."""
-        return library.is_xla_mode(mode)
-
-    @property
-    def device(self) -> Device:
-        """JAX arrays."""
-        return JAX
-
-    def make_runner(self, library: GraphLibrary, function: Any, n_inputs: int, is_fetched: bool) -> Runner:
-        """Make an executable; it returns scalars as log entries if only `fetch` reads them."""
-        return Executable([JaxFunction(function, n_inputs, JAX)], logs_scalars=is_fetched)
-
-    def fuse_step(
-        self, rank: Rank, first: Runner, reduction: GradientReduction, second: Runner, times: int
-    ) -> Runner | None:
-        """Fuse two executables and NCCL's all-reduce into one launch; None if that is impossible.
-
-        Ranks need not agree on the answer.  Those that fuse and those that don't pass the same steps of the command.
-        """
-        assert isinstance(first, Executable) and isinstance(second, Executable)
-        if rank.size == 1:
-            return first.fuse(then=second, times=times)
-        shared = reduction.get_shared(rank)
-        value = shared.container.storage[0]
-        # A value that the user has set may have to be moved or cast first, by an unfused step.
-        if not JAX.owns(value) or value.dtype != shared.type.dtype or not JAX.can_reduce_in_launch(value.dtype):
-            return None
-        # Values that are sent in another dtype are divided by the program.
-        op = "sum" if reduction.wire_dtype else reduction.op
-        fused_reduction = FusedReduction(
-            shared.container.storage, reduction.wire_dtype, rank.size, reduction.tail, JAX.nccl_calls, op
-        )
-        fused = first.fuse(fused_reduction, second, times=times)
-        return None if fused is None else _FusedRunner(rank, fused, reduction)
-
-    def max_repeats(self, dtype: np.dtype | None = None) -> int:
-        """Return the log's capacity; 1 on the CPU, where XLA computes convolutions in loops with a single thread."""
-        can_repeat = JAX.is_on_gpu if dtype is None else JAX.can_reduce_in_launch(dtype)
-        return LOG_CAPACITY if can_repeat else 1
-
-
-ENGINE = XlaEngine()
+    return list({id(items): items for items in lists}.values())

@@ -6,7 +6,7 @@ all ranks, and each rank runs the same sampler from the same seed.  No rank wait
     pm.sample(nuts_sampler="numpyro")
       initial points                               in the master
       _sample_numpyro_nuts    ── RunSampler ──▶    on every rank: NUTS, of which each evaluation adds the rank's own
-                                                   rows and makes an all-reduce (`xla_sums`, `engines.rank_program`)
+                                                   rows and makes an all-reduce (`xla_sums`, `engines.xla.rank_program`)
       draws of the master's rank
       transformations, ArviZ                       in the master
 
@@ -30,9 +30,9 @@ import numpy as np
 
 from synkhronos import ranks
 from synkhronos.collectives.arguments import get_mirror_keys
-from synkhronos.engines.rank_program import RankProgram, get_settings, map_sequentially
+from synkhronos.engines.xla.rank_program import RankProgram, get_settings, map_sequentially
+from synkhronos.extensions.pymc.xla_sums import LocalGraph, register_conversions, replace_sums
 from synkhronos.extensions.rows_sum import RowsSum
-from synkhronos.extensions.xla_sums import LocalGraph, register_conversions, replace_sums
 from synkhronos.graphs.mirror import Mirror
 from synkhronos.ranks import Command, Rank
 

@@ -7,8 +7,8 @@ from typing import Any
 from pytensor.gradient import DisconnectedType
 from pytensor.graph.basic import Apply
 
-from synkhronos.engines.rank_mean import RankMeanOp, call_average_over_ranks
-from synkhronos.lowering.numpy_op import NumpyOp, register_lowering
+from synkhronos.function.rank_mean import RankMeanOp, average_over_ranks
+from synkhronos.lowering.numpy_op import NumpyOp, call_in_order, register_lowering
 
 
 class PytensorRankMean(RankMeanOp, NumpyOp):
@@ -19,4 +19,4 @@ class PytensorRankMean(RankMeanOp, NumpyOp):
 
 @register_lowering(PytensorRankMean)
 def _lower(op: PytensorRankMean, values: Any, rows: Any) -> Any:
-    return call_average_over_ranks(values, rows)
+    return call_in_order(average_over_ranks, values, rows)

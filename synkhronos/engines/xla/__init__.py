@@ -1,0 +1,80 @@
+"""Programs that XLA compiles, and the engine that launches PyTensor's functions in JAX mode.
+
+An `Executable` is one XLA program.  It consists of one or several PyTensor functions, takes the inputs and the values
+of all shared variables, and returns the outputs and the variables' new values::
+
+                      ┌────────────────────────── one launch ──────────────────────────┐
+    inputs ─────────> │ gradient function ──> all-reduce (`FusedReduction`) ──> update │ ──> outputs
+    shared variables  │                                                    function    │ ──> new values
+    (donated) ──────> └────────────────────────────────────────────────────────────────┘
+
+A `FusedRunner` launches an executable with an all-reduce.  A `RankProgram` is a program of another library, such as a
+sampler, that all ranks run at the same time.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from synkhronos.devices import JAX, Device
+from synkhronos.devices.jax.scalar_log import LOG_CAPACITY
+from synkhronos.engines.base import GradientReduction, Runner
+from synkhronos.engines.lazy import LazyEngine
+from synkhronos.engines.xla.executable import Executable
+from synkhronos.engines.xla.fused_launch import FusedRunner
+from synkhronos.engines.xla.trace import FusedReduction
+from synkhronos.graphs import GraphLibrary
+from synkhronos.lowering.jax_function import JaxFunction
+from synkhronos.ranks import Rank
+
+
+class XlaEngine(LazyEngine):
+    """Launches PyTensor's functions in JAX mode."""
+
+    fixed_lengths = True
+
+    def can_run(self, library: GraphLibrary, mode: Any) -> bool:
+        """Whether the mode is JAX mode."""
+        return library.is_xla_mode(mode)
+
+    @property
+    def device(self) -> Device:
+        """JAX arrays."""
+        return JAX
+
+    def make_runner(self, library: GraphLibrary, function: Any, n_inputs: int, is_fetched: bool) -> Runner:
+        """Make an executable; it returns scalars as log entries if only `fetch` reads them."""
+        return Executable([JaxFunction(function, n_inputs, JAX)], logs_scalars=is_fetched)
+
+    def fuse_step(
+        self, rank: Rank, first: Runner, reduction: GradientReduction, second: Runner, times: int
+    ) -> Runner | None:
+        """Fuse two executables and NCCL's all-reduce into one launch; None if that is impossible.
+
+        Ranks need not agree on the answer.  Those that fuse and those that don't pass the same steps of the command.
+        """
+        assert isinstance(first, Executable) and isinstance(second, Executable)
+        if rank.size == 1:
+            return first.fuse(second=second, times=times)
+        shared = reduction.get_shared(rank)
+        value = shared.container.storage[0]
+        # A value that the user has set may have to be moved or cast first, by an unfused step.
+        if not JAX.owns(value) or value.dtype != shared.type.dtype or not JAX.can_reduce_in_launch(value.dtype):
+            return None
+        # Values that are sent in another dtype are divided by the program.
+        op = "sum" if reduction.wire_dtype else reduction.op
+        fused_reduction = FusedReduction(
+            shared.container.storage, reduction.wire_dtype, rank.size, reduction.tail, JAX.nccl_calls, op
+        )
+        fused = first.fuse(fused_reduction, second, times=times)
+        return None if fused is None else FusedRunner(rank, fused, reduction)
+
+    def max_repeats(self, dtype: np.dtype | None = None) -> int:
+        """Return the log's capacity; 1 on the CPU, where XLA computes convolutions in loops with a single thread."""
+        can_repeat = JAX.is_on_gpu if dtype is None else JAX.can_reduce_in_launch(dtype)
+        return LOG_CAPACITY if can_repeat else 1
+
+
+ENGINE = XlaEngine()

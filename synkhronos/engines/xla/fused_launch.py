@@ -1,0 +1,117 @@
+"""Launches of an executable with an all-reduce, which all ranks launch together.
+
+XLA calls the all-reduce during the launch (`devices.jax.ffi`).  `FusedRunner` binds a `LaunchReducer`, or NCCL's
+communicator itself, to the program's `ProgramReduction`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from synkhronos.engines.base import GradientReduction, Runner
+from synkhronos.engines.xla.executable import Executable
+from synkhronos.ranks import Rank
+from synkhronos.ranks.interrupts import defer_signals
+
+
+class FusedRunner(Runner):
+    """An executable with an all-reduce, which all ranks launch together.
+
+    Parameters
+    ----------
+    rank : Rank
+    executable : Executable
+    reduction : GradientReduction
+    """
+
+    def __init__(self, rank: Rank, executable: Executable, reduction: GradientReduction):
+        self._rank, self._executable, self._reduction = rank, executable, reduction
+        self.times = executable.times
+        assert executable.program_reduction is not None
+        self._program_reduction = executable.program_reduction
+
+    def is_new_signature(self, inputs: Sequence[Any]) -> bool:
+        """Whether XLA compiles for these inputs: True at the first call with inputs of their shapes."""
+        return self._executable.is_new_signature(inputs)
+
+    def __call__(self, *inputs: Any) -> list[Any]:
+        """Launch, and wait until all ranks have launched."""
+        communicator, shape = self._reduction.gather_layout(self._rank)
+        # No signal handler may raise within XLA's callbacks.  Once this rank has launched, all others will in a moment:
+        # then the updates are valid on all ranks, or, if one of them fails, on none.
+        with defer_signals() as signals:
+            launch = self._launch if self._program_reduction.calls == "python" else self._launch_native
+            results = launch(inputs, communicator, shape)
+            signals.restart_patience()
+            communicator.wait_started(signals.deliver_if_late)
+            self._rank.commit()
+        return results
+
+    def _launch(self, inputs: Sequence[Any], communicator: Any, shape: tuple[int, ...]) -> list[Any]:
+        reducer = LaunchReducer(self._rank, communicator, self._program_reduction.op, shape, self.times > 1)
+        with self._program_reduction.bind(reducer, self.times):
+            return self._executable(*inputs)
+
+    def _launch_native(self, inputs: Sequence[Any], communicator: Any, shape: tuple[int, ...]) -> list[Any]:
+        if self._program_reduction.calls == "graph":
+            self._executable.bind_connection(communicator.serial)
+        with self._program_reduction.bind_native(communicator, shape, self.times):
+            try:
+                return self._executable(*inputs)
+            finally:
+                if self.times > 1:
+                    self._rank.commit()  # an earlier step may be valid although a later one fails
+
+
+class LaunchReducer:
+    """All-reduce of the ranks' gradients during one launch, called by XLA (`devices.jax.ffi.Reducer`).
+
+    Parameters
+    ----------
+    rank : Rank
+    communicator : NcclCommunicator
+    op : str
+    shape : tuple of int
+        Shape of the gradient on all ranks.
+    is_repeated : bool
+        Whether the launch makes several all-reduces.
+    """
+
+    def __init__(self, rank: Rank, communicator: Any, op: str, shape: tuple[int, ...], is_repeated: bool):
+        self._rank, self._communicator, self._op, self._is_repeated = rank, communicator, op, is_repeated
+        self._shape = shape
+        self._n_started = 0
+
+    def start(self, spans: Sequence[Any], stream: int | None) -> None:
+        """Start to reduce a chunk of the gradient, overlapping the stream's next work."""
+        self._communicator.start_in_launch(spans, self._op, stream)
+        self._n_started += sum(span.n_items for span in spans)
+
+    def finish(self, spans: Sequence[Any], is_valid: int, stream: int | None) -> None:
+        """Reduce the rest of the gradient, and make the stream wait for all of it.
+
+        Parameters
+        ----------
+        spans : list of ReduceSpan
+        is_valid : int
+            Address of an int32 on the GPU: 0 before a valid reduction, 1 after it.
+        stream : int
+
+        Raises
+        ------
+        ValueError
+            If the gradient has not the shape that all ranks have.
+        """
+        if self._is_repeated:
+            self._rank.commit()  # an earlier step may be valid although a later one fails
+        n_items, self._n_started = self._n_started + sum(span.n_items for span in spans), 0
+        if n_items != math.prod(self._shape):
+            self.wait(stream)
+            raise ValueError(f"all_reduce: expected shape {self._shape}, as before the launch, got {n_items} items")
+        self._communicator.finish_in_launch(spans, self._op, is_valid, stream)
+
+    def wait(self, stream: int | None) -> None:
+        """Make the stream wait for the chunks that were started, after an error."""
+        self._communicator.wait_in_launch(stream)
