@@ -7,6 +7,7 @@ among them, run in a process of their own.
 """
 
 import ast
+import contextlib
 import csv
 import doctest
 import hashlib
@@ -117,6 +118,40 @@ def test_script(script):
     result = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, timeout=100)
     assert result.returncode == 0, result.stderr
     assert result.stdout
+
+
+def arguments_by_function(code):
+    """Yield each call in a piece of code, as a function's name and the names of arguments.
+
+    Arguments that stand alone, such as ``seed=1``, are those of ``options``.
+    """
+    for form in ("options({})", "{}: pass"):
+        with contextlib.suppress(SyntaxError):
+            calls = [node for node in ast.walk(ast.parse(form.format(code))) if isinstance(node, ast.Call)]
+            yield from ((ast.unparse(call.func), {keyword.arg for keyword in call.keywords}) for call in calls)
+
+
+@pytest.mark.skipif(not HAS_PYTENSOR, reason="the library that graphs are of does not matter")
+def test_training_table_names_existing_options():
+    """Arguments in the right column exist: ``ema=0.999``, ``Checkpoint(folder, keep_best="error")``."""
+    from synkhronos import training
+
+    page = (ROOT / "docs" / "training.rst").read_text()
+    (table,) = re.findall(r"\* - PyTorch Lightning, optax\n.*?(?=\n\n)", page, re.DOTALL)
+    cells = re.findall(r"^     - (.*(?:\n       .*)*)", table, re.MULTILINE)
+    functions = {**vars(training), **vars(training.schedules), **vars(training.updates)}
+    functions |= {"trainer.epochs": training.Trainer.epochs, "synk.fork": synk.fork}
+    # The first two are an environment variable, and an argument of the demos' layer.
+    options = {"JAX_DEFAULT_MATMUL_PRECISION", "sync"}
+    options |= {*inspect.signature(training.make_trainer).parameters}
+    options |= {*inspect.signature(training.Trainer.epochs).parameters}
+    found = [call for cell in cells for code in re.findall("``(.+?)``", cell) for call in arguments_by_function(code)]
+    unknown = [
+        (name, used - (options if name == "options" else {*inspect.signature(functions[name]).parameters}))
+        for name, used in found
+        if used
+    ]
+    assert len(unknown) > 20 and [one for one in unknown if one[1]] == []
 
 
 #: Pieces of pages: the page, how the piece begins, the page's script in which a reader would put it, and what changes there.

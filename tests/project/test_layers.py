@@ -260,7 +260,7 @@ def find_missing_names(text):
 
 def test_source_walks_name_existing_functions():
     page = (PACKAGE.parent / "docs" / "internals.rst").read_text()
-    walks = re.split("^Four walks|^Processes$", page, flags=re.MULTILINE)[1]
+    walks = re.split("^Four walks|^Mechanisms and invariants$", page, flags=re.MULTILINE)[1]
     lines = re.findall(r"^#\. (.*(?:\n   .*)*)", walks, re.MULTILINE)
     assert len(lines) > 40
     assert {line: found for line in lines if (found := find_missing_names(line))} == {}
