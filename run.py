@@ -207,7 +207,7 @@ class Environment:
         self.stamp.write_text(json.dumps(stamp, indent=2) + "\n")
 
     def _installed(self) -> dict:
-        """Return what is installed, or nothing when the environment has to be made from scratch."""
+        """Return the stamp of the installed packages; an empty dict if the environment has to be made anew."""
         try:
             stamp = json.loads(self.stamp.read_text())
         except (FileNotFoundError, json.JSONDecodeError):
@@ -338,22 +338,22 @@ ON_JAX_ALL = [
     *ON_JAX,
     *list_test_files("collectives", "lowering", "modes", "rank_mean", "rules", "timeline", "updates"),
 ]
-#: What `test --quick` runs, with PyTensor alone: what most changes break, in a minute.
+#: Tests of `test --quick`, with PyTensor alone: a minute of those that most changes break.
 QUICK = list_test_files(
     *("layers", "rows", "reduce", "graphs", "data", "collectives", "tasks", "threads", "update_rule"),
     *("user_code", "seed_example"),
 )
-#: What starts programs of its own and waits for them: half of the time of all tests, and run beside the others.
+#: Tests that start programs of their own and wait for them; a job of their own.
 PROGRAMS = list_test_files("demos", "docs")
-#: What imports `synkhronos.compat`, in processes of its own: ``import theano`` finds another module there, which other
-#: tests must not see. To run one: ``python -m pytest tests/support/compat_checks/check_ops.py``.
+#: Tests that import `synkhronos.compat`, in processes of their own: ``import theano`` finds another module there, which
+#: other tests must not see. To run one: ``python -m pytest tests/support/compat_checks/check_ops.py``.
 COMPAT = "tests/support/compat_checks"
 LASAGNE_DEMOS = "tests/support/demo_checks"
 #: Number of failures of a job up to which these tests are run a second time: more are no accident.
 MOST_RETRIED = 5
-#: What only `--all` runs, each by its marker; pyproject.toml says what these are.
+#: Markers of tests that only `--all` runs; pyproject.toml describes them.
 MARKERS = ("lasagne", "hosts", "faults")
-#: What it runs beside PyMC: what was made for it.
+#: Tests of the environment `pymc`.
 WITH_PYMC = [
     *list_test_files("by_rows", "pymc", "pymc_chains", "pymc_demos", "rows_sum", "xla_samplers"),
     "tests/project/test_docs.py::test_page[pymc]",
@@ -497,7 +497,7 @@ def lasagne_jobs_of(environment: Environment) -> list[Job]:
 
 
 def suites_of(report: Path) -> list[xml.etree.ElementTree.Element]:
-    """Return what pytest's report file holds; nothing where pytest ended before it wrote one."""
+    """Return the test suites of pytest's report; an empty list if pytest ended before it wrote one."""
     try:
         return xml.etree.ElementTree.parse(report).getroot().findall("testsuite")
     except (FileNotFoundError, xml.etree.ElementTree.ParseError):
@@ -520,7 +520,7 @@ def count_failures(report: Path) -> int:
 
 
 def counts(report: Path, status: int) -> str:
-    """Return how many tests passed, failed and were skipped, from pytest's report file."""
+    """Return the numbers of passed, failed and skipped tests in pytest's report, as text."""
     suites = suites_of(report)
     if not suites:
         return f"no result, pytest ended with exit status {status}"

@@ -1,4 +1,4 @@
-"""What the benchmarks share.
+"""Measurements and tables of all benchmarks.
 
 `interleaved`
     Runs several sides in turn and keeps their times.

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
-#: What each output counts in the loss, where there are several.
+#: Weight of each output in the loss, for networks with several.
 SHARES = (1.0, 0.3, 0.3)
 #: GoogLeNet's modules: filters of 1x1; of 3x3, and before it; of 5x5, and before it; behind the pool.  None for a pool.
 MODULES = (

@@ -1,4 +1,4 @@
-"""How fast do ranks add up a large array?
+"""Throughput of the sum of a large array over the ranks.
 
 `synkhronos.all_reduce` of a float32 shared variable, beside
 

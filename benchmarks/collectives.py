@@ -1,4 +1,4 @@
-"""What does each collective cost?
+"""Time of each collective.
 
 All collectives, on float32 of 4 KB, 4 MB and 100 MB a rank, on CPU cores or, with ``--device gpu``, on GPUs. Beside
 them
@@ -32,7 +32,7 @@ from synkhronos.graphs import library_of
 from synkhronos.tasks import Worker
 
 SIZES = [4_000, 4_000_000, 100_000_000]
-#: What NCCL calls what a collective does.
+#: NCCL's name of each collective.
 OF_NCCL = {name: name for name in ("broadcast", "gather", "all_gather", "reduce", "all_reduce", "send")} | {
     "group": "all_reduce"
 }

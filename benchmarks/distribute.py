@@ -1,4 +1,4 @@
-"""How often does a shared variable cross?
+"""Number of transfers of a shared variable.
 
 Three functions use one large shared variable, and are distributed.  What is sent to a worker is counted: the sizes of
 the shared segments that it is given.  The time is shown beside that of one plain copy of the variable.

@@ -1,4 +1,4 @@
-"""What do exchange rules cost, and what do they save?
+"""Time of exchange rules, and the time that they save.
 
 Three measurements, on the CPU:
 

@@ -1,4 +1,4 @@
-"""How fast do shared variables on GPUs combine?
+"""Throughput of all_reduce of shared variables on GPUs.
 
 `synkhronos.all_reduce` beside NCCL alone in processes of its own, on both sides once when many are queued and once when
 each is waited for; and the time from the call to its return in the master, which doesn't wait.  Bus bandwidth is
@@ -52,7 +52,7 @@ def main() -> None:
     def finish() -> None:
         device.wait([library_of(shared).get(shared)])
 
-    def one() -> None:
+    def all_reduce_once() -> None:
         synk.all_reduce(shared, "sum")
         finish()
 
@@ -70,12 +70,12 @@ def main() -> None:
         raw: list[tuple[float, float]] = []
         for _ in range(3):
             for _ in range(10):
-                one()
+                all_reduce_once()
             start = perf_counter()
             calls += [seconds(lambda: synk.all_reduce(shared, "sum")) for _ in range(options.calls // 3)]
             finish()
             together = (perf_counter() - start) / (options.calls // 3)
-            ours.append((together, median(seconds(one) for _ in range(options.calls // 3))))
+            ours.append((together, median(seconds(all_reduce_once) for _ in range(options.calls // 3))))
             print("all_reduce", items, file=nccl.stdin, flush=True)
             queued, waited = map(float, nccl.stdout.readline().split())
             raw.append((queued, waited))

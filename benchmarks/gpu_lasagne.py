@@ -1,4 +1,4 @@
-"""How fast do the Lasagne demos train, on PyTensor and on Theano?
+"""Speed of training of the Lasagne demos, on PyTensor and on Theano.
 
 The scripts of demos/lasagne_mnist and demos/resnet, on made-up images, in processes of their own one after the other:
 
@@ -20,7 +20,7 @@ from pathlib import Path
 from benchmarks._measure import Failed, Table, bar, gpus, heading, run_alone
 
 DEMOS = Path(__file__).resolve().parents[1] / "demos"
-#: What the scripts are told beside the number of ranks.
+#: Options of the scripts beside the number of ranks.
 MNIST = ["--synthetic", "60000", "--batch-size", "500", "--epochs", "4"]
 RESNET = ["--batch-size", "32", "--images", "320", "--epochs", "2", "--validation", "0.1"]
 

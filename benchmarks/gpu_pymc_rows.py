@@ -1,4 +1,4 @@
-"""How fast is the gradient of a likelihood of many rows, on GPUs?
+"""Time of the gradient of a likelihood of many rows, on GPUs.
 
 A hierarchical logistic regression, as `synkhronos.extensions.pymc.data_parallel` has the ranks compute it: the rows lie
 on the GPUs, and an evaluation of the log-likelihood and its gradient sends parameters, and gets a sum.  On 1, 2 and

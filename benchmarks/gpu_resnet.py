@@ -1,4 +1,4 @@
-"""How fast does a ResNet-50 train, beside PyTorch?
+"""Speed of training of a ResNet-50, beside PyTorch.
 
 The Lasagne network of demos/resnet, through `synkhronos.compat`, beside torchvision's under DistributedDataParallel:
 made-up images, 64 for each GPU, gradient step, all-reduce and momentum update, on 1, 2, 4, ... GPUs.  Once images come
@@ -26,9 +26,9 @@ from benchmarks._measure import Failed, Table, bar, duration, gpus, heading, run
 
 #: Blocks of each stage, by the depth that a network is called after; those of demos/resnet.
 BLOCKS = {14: (1, 1, 1, 1), 26: (2, 2, 2, 2), 50: (3, 4, 6, 3)}
-#: What the JAX settings of our side are called, and how many times PyTorch's speed is asked for.
+#: JAX's name of each precision, and the required speed relative to PyTorch.
 PRECISIONS = {"tf32": ("tensorfloat32", 1.1), "bfloat16": ("bfloat16", 1.2)}
-#: How many times the speed of PyTorch under torch.compile is asked for.
+#: Required speed relative to PyTorch under torch.compile.
 BESIDE_COMPILED = 1.15
 #: XLA's flag for a number of devices on the CPU.
 _HOST_DEVICES = "--xla_force_host_platform_device_count"

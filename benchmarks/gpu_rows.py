@@ -1,4 +1,4 @@
-"""How fast do rows of a Data object get to the GPUs?
+"""Throughput of rows of a Data object to the GPUs.
 
 A function that does next to nothing with its input is called with a shuffled list of rows, and with as long a slice.
 The call returns when the rows are there: from then on the user may write into the memory that they came from.  Beside

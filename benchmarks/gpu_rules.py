@@ -1,4 +1,4 @@
-"""How fast do ranks train under exchange rules on GPUs?
+"""Speed of training under exchange rules on GPUs.
 
 Rows a second, beside BSP, of the small MLP (784-800-800-10, 500 rows a GPU) and of ResNet-50 (64 images a GPU), under
 rules by which the steps between two exchanges are one launch, and under those by which no rank waits; ResNet-50 also

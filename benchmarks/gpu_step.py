@@ -1,4 +1,4 @@
-"""How long does a training step take?
+"""Time of a training step.
 
 An MLP 784-800-800-10 with Nesterov momentum: gradient, all_reduce, update.  The rows of each batch are picked by a
 shuffled list of indexes, once from Data objects on the host, once from shared variables on the GPUs (`batch_s`); step

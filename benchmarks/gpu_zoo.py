@@ -1,4 +1,4 @@
-"""How long do the networks of Theano-MPI's table take, beside PyTorch?
+"""Time of the networks of Theano-MPI's table, beside PyTorch.
 
 Seconds of training, and of communication, for 5,120 images: AlexNet, GoogLeNet, VGG16 and ResNet-50 of demos/zoo, each
 with the batch that a GPU had there, on 1, 2, 4, ... GPUs; beside the same networks under PyTorch's
@@ -31,7 +31,7 @@ ROWS: dict[str, tuple[str, int, int, tuple[str, ...]]] = {
     "VGG16-32b": ("VGG16", 224, 32, ("343.37", "169.12+7.14", "86.97+4.80", "43.29+5.41")),
     "ResNet50-64b": ("ResNet50", 224, 64, ("163.15", "80.09+0.81", "40.25+0.56", "20.12+0.57")),
 }
-#: How many times DDP's speed is asked for.
+#: Required speed relative to DDP.
 BESIDE_DDP = 1.1
 
 

@@ -1,4 +1,4 @@
-"""What does the library add as ranks grow in number?
+"""Overhead of the library by number of ranks.
 
 For 1, 2, 4, ... ranks on the cores of this machine: the time to fork them and to end them; the memory of each that is
 its own; the round trip of an empty function, which is a launch and a join; that of `get_shapes`, which is one step

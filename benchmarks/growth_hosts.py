@@ -1,4 +1,4 @@
-"""What would many hosts with eight GPUs each make of a training step?
+"""Estimated time of a training step on many hosts with eight GPUs each.
 
 A model on paper, of ResNet-50 in bfloat16 with float32 gradients: nothing is measured here.  The constants of one
 machine were, on H200s: a step's time, the bandwidth between GPUs, what ranks wait for the slowest.  Those of the

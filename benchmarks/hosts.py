@@ -1,4 +1,4 @@
-"""What does it cost that ranks are on two machines?
+"""Overhead of ranks on two machines.
 
 Two hosts are simulated on this one machine, by ``tests/support/hosts/simulated.py``: a network, memory and process ids
 each. They share the cores, so that ratios of what was measured beside it say more than times.
@@ -137,13 +137,13 @@ def exchanges(hosts: list[str], rounds: int) -> None:
         rule, params = rules.EASGD(), [library.shared(np.ones(exchange.SIZE, np.float32), "w")]
         memory = rules.shared_memory(rule, count, exchange.SIZE, np.dtype("float32"))
 
-        def by(who: int) -> float:
+        def exchange_on(who: int) -> float:
             seconds: float = synk.run(exchange.one_exchange, rule, params, memory, who)[who]
             return seconds
 
         sides: dict[str, Callable[[], float]] = {
-            "here": lambda: by(0),
-            "from there": lambda: by(count - 1),
+            "here": lambda: exchange_on(0),
+            "from there": lambda: exchange_on(count - 1),
             "MPI": lambda: other.there_and_back(exchange.SIZE),
         }
         times: dict[str, list[float]] = {name: [] for name in sides}

@@ -1,4 +1,4 @@
-"""What does a call cost?
+"""Latency of a call.
 
 An empty function is called on 2 ranks and then on 8, beside the cheapest thing that could tell so many processes to
 start and wait until they have done: a pair of POSIX semaphores for each worker.  Two of Python's barriers, one before

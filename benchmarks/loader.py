@@ -1,4 +1,4 @@
-"""How fast do loaders read, and what does it cost a training loop that its rows come from files?
+"""Throughput of loaders, and the time that reading from files adds to a training loop.
 
 Made-up photographs, as JPEG files and as rows of .npy files.  First images a second of loaders alone: a picture is
 read, brought to 256 x 256, cropped at random to 224 x 224, mirrored, and written as bytes where all ranks see it.

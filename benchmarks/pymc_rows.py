@@ -1,4 +1,4 @@
-"""How many gradients a second does a PyMC model get from the ranks?
+"""Gradients per second of a PyMC model on the ranks.
 
 Three models, each by itself and by `synkhronos.extensions.pymc.data_parallel`, in one process and in turn: PyMC's own
 function with one BLAS thread and with two, and the ranks, which have one BLAS thread each.  Every evaluation of the

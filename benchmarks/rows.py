@@ -1,4 +1,4 @@
-"""How fast do ranks pick rows?
+"""Throughput of the selection of rows.
 
 A function takes a batch by a shuffled list of indexes and looks at nothing but its shape, so that the time is that of
 picking the rows: each rank copies its own.  Beside it is NumPy's ``x[idx]`` in one process, which allocates its

@@ -1,4 +1,4 @@
-"""How do exchange rules learn, at which period?
+"""Learning curves of exchange rules, by period.
 
 A network of one hidden layer learns MNIST's digits under each rule, with periods of 1, 4, 16 and 64 steps, on some
 ranks; beside it one process with a rank's batch, and one with the batch of all ranks.  The validation error after each

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 #: A table cell's line may be shorter than this part of its column only if the next word would not fit.
 SHORT = 0.75
 LITERAL = re.compile(r"``.*?``", re.DOTALL)
-#: What a paragraph's source matches, outside of literals, where other markup has been joined to it.
+#: Patterns, outside of literals, of a paragraph that other markup has been joined to.
 IN_PARAGRAPHS = {
     re.compile(r"(?:^|\s)([-=~^+#*\"'])\1{2,}(?:\s|$)"): "the underline of a title in a paragraph",
     re.compile(r"\n[-*] \S"): "an item of a list in a paragraph",

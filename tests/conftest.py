@@ -1,4 +1,4 @@
-"""What all tests share: one graph library, ranks that are forked when asked for, and nothing left behind.
+"""Fixtures of all tests: flags of the graph library, ranks, and checks that nothing is left.
 
 The environment variable SYNKHRONOS_TEST_DEVICE says where functions compute whose tests don't say it themselves:
 

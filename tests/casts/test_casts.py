@@ -1,4 +1,4 @@
-"""Which casts are safe: the one function that decides it, and that all packages ask it."""
+"""Safe casts: the function that decides, and its use by all packages."""
 
 import math
 
@@ -112,7 +112,7 @@ def test_cast_finds_masked_arrays_in_lists(nested):
 
 # -- trainers ----------------------------------------------------------------------------------------------------
 
-#: What a bvector can't hold, and what is said of it.
+#: Values that a bvector can't hold, and the message for each.
 REFUSED = {
     "a fraction": ([0.0, 1.0, 0.7, 1.0], r"can't cast float64 to int8 without changing 0.7 at index \(2,\)"),
     "NaN": ([0.0, 1.0, np.nan, 1.0], r"can't cast float64 to int8 without changing nan at index \(2,\)"),
@@ -306,7 +306,7 @@ def test_large_integers_are_not_cast_to_floats(fork):
 
 
 def write(worker, rows, value):
-    """Return what is said of a value that is written to rows."""
+    """Return the message of the error that a write of `value` to rows raises, or None."""
     try:
         rows.write(value)
     except TypeError as error:
@@ -314,7 +314,7 @@ def write(worker, rows, value):
 
 
 def call(worker, function, value):
-    """Return what is said of a value with which a rank calls a function."""
+    """Return the message of the error that a call with `value` raises on a rank, or None."""
     try:
         function(value)
     except TypeError as error:

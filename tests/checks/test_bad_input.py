@@ -328,7 +328,7 @@ COLLECTIVES = {
     "get_shapes": synk.get_shapes,
 }
 
-#: What is no shared variable that the ranks have.
+#: Arguments that are not shared variables of the ranks.
 NOT_VARIABLES = {
     "a string": (lambda w: "s", TypeError, "shared_vars"),
     "None": (lambda w: None, TypeError, "shared_vars"),
@@ -361,7 +361,7 @@ WITH_VALUES = {
     "set_value": lambda variables, values: synk.set_value(1, variables, values),
 }
 
-#: What `batch` can't be, for three rows.
+#: Wrong values of `batch` for three rows.
 BATCHES = {
     "a string": ("2", TypeError, "batch"),
     "a float": (2.0, TypeError, "batch"),
@@ -520,7 +520,7 @@ NEED_RANKS = {
 
 @pytest.fixture
 def closed(world):
-    """Yield what was made for ranks that have ended, and fork again for the tests to come."""
+    """Yield objects of a closed session; fork again for the next tests."""
     synk.close()
     yield world
     synk.close()

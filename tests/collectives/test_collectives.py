@@ -72,7 +72,7 @@ def put(s, values):
 
 
 def held(s, n):
-    """Return what each rank holds."""
+    """Return the value of `s` on each rank."""
     return [synk.get_value(r, s) for r in range(n)]
 
 

@@ -416,7 +416,7 @@ def run_on_hosts(folder, experiment, *arguments, status=0):
 @pytest.mark.hosts
 @needs_namespaces
 def test_controller_on_each_host(tmp_path):
-    """What a host's workers share is their own; collectives span all hosts."""
+    """Shared parameters belong to one host; collectives span all hosts."""
     err, logs = run_on_hosts(tmp_path, "hosts")
     assert not err
     found = [pickle.loads((tmp_path / f"found-{rank}.pkl").read_bytes()) for rank in range(4)]

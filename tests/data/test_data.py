@@ -65,7 +65,7 @@ def seen_by_ranks(data):
 
 
 def files_and_mappings():
-    """Return how many files each rank has open, and how many pieces of shared memory it has mapped."""
+    """Return the number of open files and of mapped shared memory segments of each rank."""
     counts = []
     for pid in [os.getpid(), *children_of(os.getpid())]:
         with open(f"/proc/{pid}/maps") as file:

@@ -1,4 +1,4 @@
-"""Which rows each rank reads: NumPy's own indexing is the oracle."""
+"""Rows that each rank reads; NumPy's indexing is the oracle."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""What can be said of GPUs without any: who gets which, what is missing, and who gives up what is under way."""
+"""CUDA without a GPU: assignment of GPUs, missing requirements, cancelled collectives."""
 
 import ctypes
 import os
@@ -110,7 +110,7 @@ class Gpu:
         self.next_step, self.arrived, self.host_flags = 3, 0, np.zeros(1, np.int32)
         self.arrays = self
         self.CUresult = types.SimpleNamespace(CUDA_SUCCESS=DONE, CUDA_ERROR_NOT_READY=NOT_READY)
-        #: What comes of one look at the stream after another, as long as there are any.
+        #: Results of the next queries of the stream.
         self.seen = []
         self.driver = self
 

@@ -1,4 +1,4 @@
-"""What only GPUs show: rows copied by the GPU itself, NCCL, and what fails in the middle of it.
+"""Tests that need GPUs: rows copied by the GPU, NCCL, and failures during both.
 
 Run by ``python3 run.py test --device gpu --here`` on a machine with two GPUs or more, with PyTensor or with Theano.
 """
@@ -928,7 +928,7 @@ class Sabotage(Command):
 
 
 def trained(times=1):
-    """Return what takes a training step on the ranks and one in this process, and both their parameters.
+    """Return a training step on the ranks, one in this process, and the parameters of both.
 
     Or several steps, and then it returns the last loss.
     """

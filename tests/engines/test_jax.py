@@ -1,4 +1,4 @@
-"""What only JAX arrays have: results that are read later, donated memory, workers that start anew.
+"""JAX arrays: results that are read later, donated memory, workers that start as new processes.
 
 These start XLA in this process, whose forks are none from then on: they run where other tests do so too, with
 SYNKHRONOS_TEST_DEVICE=jax or gpu.
@@ -209,7 +209,7 @@ def unread():
 
 
 def to_drop():
-    """How many of these the ranks will be told to drop when there are more."""
+    """Return the number of results that are to be dropped with the next message to the ranks."""
     return len(ResultTable.from_session(ranks.session())._dropped)
 
 
@@ -1197,7 +1197,7 @@ def test_interrupt_after_a_launch_keeps_results_aligned(fork, monkeypatch, noted
 
 
 class Alarm(BaseException):
-    """What a signal's handler raises."""
+    """Raised by a signal handler."""
 
 
 @pytest.fixture(autouse=True)

@@ -52,7 +52,7 @@ def center(a, b, x):
     return a[GROUP] + x @ b
 
 
-#: What the observed variable is, from one center for each row and a positive number.
+#: Observed variables: functions of a center per row and of a positive scale.
 LIKELIHOODS = {
     "normal": lambda eta, s: pm.Normal("y", eta, s, observed=X[:, 0]),
     "two columns": lambda eta, s: pm.Normal("y", eta[:, None], s, observed=X[:, :2]),
@@ -119,7 +119,7 @@ def names(variables):
 
 
 def sent(parallel):
-    """Return what the ranks are sent at each evaluation."""
+    """Return the inputs that the ranks receive at each evaluation."""
     return [param for node in applied(parallel.logp()) if isinstance(node.op, SumOverRows) for param in node.inputs]
 
 

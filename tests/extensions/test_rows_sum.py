@@ -35,8 +35,8 @@ def log_density(x, y, group):
     return -pt.log1p(((y - center) / scale) ** 2) - pt.log(scale)
 
 
-def both(terms, variables, values):
-    """Return the sum by the ranks, and what PyTensor makes of the same terms."""
+def sum_both_ways(terms, variables, values):
+    """Return the sum computed by the ranks, and the sum of the terms in one process."""
     constants = {variable: pt.constant(value) for variable, value in zip(variables, values, strict=True)}
     serial = pytensor.graph.replace.graph_replace([terms], constants)[0].sum()
     return sum_over_rows(terms, dict(zip(variables, values, strict=True))), serial
@@ -88,7 +88,7 @@ def test_rows_sum_value_gradient_and_hessian_product(fork, monkeypatch, n, rows,
         monkeypatch.setattr(rows_sum, "_SLICE_BYTES", block)
     fork(n)
     values = [X[:rows], Y[:rows], GROUP[:rows]]
-    total, serial = both(log_density(x, y, group), [x, y, group], values)
+    total, serial = sum_both_ways(log_density(x, y, group), [x, y, group], values)
     actual = function(*derivatives(total))(*POINT, DIRECTION)
     expected = function(*derivatives(serial))(*POINT, DIRECTION)
     assert len(actual) == 7
@@ -100,7 +100,7 @@ def test_rows_sum_value_gradient_and_hessian_product(fork, monkeypatch, n, rows,
 def test_rows_sum_of_any_shape_and_dtype(two):
     z, b = pt.ftensor3("z"), pt.fscalar("b")
     values = RNG.normal(size=(5, 2, 3)).astype("float32")
-    total, serial = both(pt.tanh(z * b), [z], [values])
+    total, serial = sum_both_ways(pt.tanh(z * b), [z], [values])
     actual, expected = (function([b], [s, pytensor.grad(s, b)])(np.float32(0.5)) for s in (total, serial))
     assert [one.dtype for one in actual] == ["float32", "float32"]
     np.testing.assert_allclose(actual, expected, rtol=1e-5)
@@ -123,7 +123,7 @@ def test_rows_sum_moves_other_terms_outside(two):
 @pytest.mark.parametrize("mode", ["CVM", "NUMBA"])
 def test_rows_sum_in_compiled_modes(two, mode):
     a = pt.dvector("a")
-    total, serial = both((y[:, None] - a) ** 3, [y], [Y])
+    total, serial = sum_both_ways((y[:, None] - a) ** 3, [y], [Y])
     point = np.array([0.5, 1.5])
     results = []
     for s in (total, serial):

@@ -51,7 +51,7 @@ def parts_of(rows, n):
 
 @st.composite
 def batches(draw, length):
-    """What `batch` may be for data of a length."""
+    """Draw a `batch` for data of `length` rows."""
     index = st.integers(-length, length - 1) if length else st.nothing()
     some = st.lists(index, max_size=2 * length + 1) if length else st.just([])
     bound = st.none() | st.integers(-length - 3, length + 3)
@@ -757,7 +757,7 @@ UPDATE_OPS = ["avg", "mean", "sum", "prod", "min", "max", "gather", None]
 
 
 def accumulated(op, values, weights):
-    """What the values of some slices become."""
+    """Return the result of accumulating the values of slices."""
     match op:
         case "avg":
             return np.mean(values, axis=0)
@@ -918,7 +918,7 @@ def test_givens_inside_the_graph_with_num_slices(fork):
 
 @st.composite
 def choices(draw, lengths):
-    """What `batch_s` may be for ranks that have so many rows."""
+    """Draw a `batch_s` for ranks with these numbers of rows."""
 
     def spans(length):
         bound = st.none() | st.integers(-length - 1, length + 1)

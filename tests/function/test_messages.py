@@ -1,4 +1,4 @@
-"""What errors say: what happened, to whom, and what to try.
+"""Messages of errors: the cause, the rank or the argument, and advice.
 
 A table: each row has a name, a function that provokes the error, the exception, and the argument that it names, if any.
 """

@@ -16,7 +16,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
 
 #: Draws of one rank in one call.
 K = 5
-#: What draws NumPy's own numbers, and not XLA's.
+#: Marks tests that compare with NumPy's generators.
 numpys_numbers = pytest.mark.skipif(XLA, reason="XLA draws other numbers than NumPy, from the same seeds")
 
 
@@ -47,7 +47,7 @@ if XLA:
 
 
 def drawn(kind, calls=2, seed=3, n=3):
-    """What each rank draws in so many calls: an array of calls, ranks, draws."""
+    """Return each rank's draws: an array of shape (calls, ranks, draws)."""
     draws, updates = stream(kind, seed)
     f = synk.function([], (draws, "gather"), updates=updates)
     return np.array([f() for _ in range(calls)]).reshape(calls, n, K)
@@ -194,7 +194,7 @@ def generator_of(draws):
 
 
 def seeded(kind, seed):
-    """Return what the variable of `stream` holds at the start."""
+    """Return the initial generator of `stream`'s variable."""
     return library_of(draws := stream(kind, seed)[0]).copy_generator(generator_of(draws))
 
 

@@ -1,4 +1,4 @@
-"""How results of slices and ranks become one: every op against NumPy."""
+"""Reduction of results over slices and ranks: every op against NumPy."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""Whose variables are these, what is in a graph, and what the workers have of it."""
+"""Variables' graph libraries, the contents of graphs, and the workers' copies."""
 
 import gc
 import importlib

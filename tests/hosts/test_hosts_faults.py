@@ -120,7 +120,7 @@ def test_exceptions_and_interrupts_on_hosts(hosts):
 
 # -- something is lost -------------------------------------------------------------------------------------------
 
-#: Whose process is killed, and what the error says: HOST stands for the other host.
+#: Killed processes, and words of the error; HOST stands for the other host.
 KILLED = {
     "rank": ("ranks", 2, 2, ["rank 2 on host HOST", "SIGKILL"]),
     "rank of this host": ("ranks", 1, 1, ["rank 1 on host a", "SIGKILL"]),

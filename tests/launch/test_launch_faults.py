@@ -1,4 +1,4 @@
-"""How runs fail: the first failure is told last, the status says so, and whoever is killed leaves nothing behind."""
+"""Failing runs: the last line is the first failure, the exit status is not 0, and nothing is left."""
 
 import contextlib
 import json

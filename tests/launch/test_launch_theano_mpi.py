@@ -1,4 +1,4 @@
-"""What Theano-MPI's workers do with a class, one by one, with small classes in the same manner."""
+"""Calls of a model class's methods, compared with Theano-MPI's workers."""
 
 import ast
 import json

@@ -29,7 +29,7 @@ def order(count, seed, epoch):
 
 
 def cropped(row, seed, epoch, crop, mirror, mean, size=6):
-    """Return what `CropMirror` is to make of a row, step by step."""
+    """Return the row that `CropMirror` returns, computed step by step."""
     random = np.random.default_rng((seed, epoch, row, 1))
     top, left = random.integers(size - crop + 1, size=2)
     cut = picture(row, size).astype("float32")[:, top : top + crop, left : left + crop] - np.float32(mean)

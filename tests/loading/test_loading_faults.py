@@ -1,4 +1,4 @@
-"""What becomes of loaders, and of those who wait for them, when processes are killed: nothing is left, nothing is lost."""
+"""Loaders and waiting readers when processes are killed: nothing is left, and no row is lost."""
 
 import _thread
 import json

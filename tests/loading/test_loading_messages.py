@@ -92,7 +92,7 @@ def lost_module():
 
 
 class Holds:
-    """What can't be pickled."""
+    """An object that can't be pickled."""
 
     def __init__(self):
         self.generator = (i for i in range(3))

@@ -161,14 +161,14 @@ PIECES = [
     ("loading", "def add_noise", "loading-0", ("processes=2)", "processes=2, augment=add_noise)")),
     ("tasks", "def count", "tasks-0", ("print(synk.run(", "synk.run(count, synk.data(np.zeros(3)))\nprint(synk.run(")),
 ]
-#: What the piece on Weights & Biases imports.
+#: Replaces the module that the script on Weights & Biases imports.
 WANDB = "class wandb:\n    log = lambda record, step: print(step)\n\n"
 
 
 @pytest.mark.skipif(not HAS_PYTENSOR, reason="the scripts that these pieces belong to import PyTensor")
 @pytest.mark.parametrize(("page", "begins", "script", "change"), PIECES, ids=[begins for _, begins, _, _ in PIECES])
 def test_piece(page, begins, script, change):
-    """What a page shows outside of its script works in it."""
+    """Code that a page shows outside of its script works in that script."""
     blocks = re.findall(r"^\.\. code-block:: text\n\n((?: +.*\n|\n)+)", (ROOT / f"docs/{page}.rst").read_text(), re.M)
     (piece,) = [textwrap.dedent(block) for block in blocks if textwrap.dedent(block).startswith(begins)]
     whole = scripts()[script]

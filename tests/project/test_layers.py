@@ -104,7 +104,7 @@ def is_self(node):
 
 
 def find_private_uses(trees):
-    """Return where a package uses a private name that another package defines, and it does not.
+    """Return the uses of private names that only another package defines.
 
     A class may use those of its base class.
 

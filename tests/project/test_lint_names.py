@@ -3,7 +3,7 @@
 import textwrap
 
 import pytest
-from lint_names import Finding, additions, count, findings
+from lint_names import Finding, additions, count, find_unlisted_imports, findings
 
 pytestmark = pytest.mark.any_library
 
@@ -55,6 +55,20 @@ def test_lint_names_finds_a_duplicate_class():
     private = other.replace("Parcel", "_Parcel")
     assert found(WHOLE, two=private) == [("class name in use", 2, "Parcel, also in synkhronos/one.py")]
     assert list(findings({"synkhronos/compat/tree/one.py": other, "synkhronos/two.py": other})) == []
+
+
+def test_lint_names_outside_of_the_package():
+    source = WHOLE.replace('"""Return the weight in bytes."""', "pass").replace("A message", "What is sent")
+    found = findings({"tests/one.py": source, "tests/two.py": source})
+    assert [finding.rule for finding in found] == ["clause for a noun"] * 2
+
+
+def test_lint_names_finds_imports_that_mypy_may_not_see():
+    source = "import os, numpy.linalg, jaxlib.xla\nfrom jax import numpy\nfrom . import one\nfrom digits import load\n"
+    sources = {"synkhronos/jaxlib/one.py": source, "demos/digits.py": ""}
+    (finding,) = find_unlisted_imports(sources, ["jax.*"])
+    assert (finding.line, finding.text) == (1, "jaxlib.xla")
+    assert list(find_unlisted_imports(sources, ["jax.*", "jaxlib.*"])) == []
 
 
 def test_lint_names_fails_only_on_additions():

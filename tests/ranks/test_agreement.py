@@ -28,7 +28,7 @@ from synkhronos.ranks.rank import Rank
 pytestmark = [pytest.mark.any_library, pytest.mark.skipif(DEVICE != "host", reason="has no arrays")]
 
 FIRST, SECOND = 1, 2
-#: What a rank does in the first command, one after the other; it may fail before each of them, and after the last.
+#: Steps of a rank in the first command; it may fail before each of them and after the last.
 SHOW_ID, SEE_ID, ENTER, INIT, START, COME, PASS = range(7)
 #: The ends of the first command, and of all.
 FAILED, LEFT, DONE, OVER = range(7, 11)
@@ -68,7 +68,7 @@ class Memory:
 
 
 class Connection:
-    """What `CollectiveWatchdog` gives up."""
+    """A connection that `CollectiveWatchdog` aborts."""
 
     def __init__(self):
         self.epoch = 0
@@ -393,7 +393,7 @@ def explore(world):
 
 
 def way(known, state):
-    """Return what led to a state, a line each."""
+    """Return the transitions that led to a state, one a line."""
     lines = []
     while known[state] is not None:
         state, name, who = known[state]

@@ -1,4 +1,4 @@
-"""What the library uses stays flat, and two programs that use it leave each other alone."""
+"""Resources of the library stay constant, and two programs do not disturb each other."""
 
 import gc
 import os
@@ -25,7 +25,7 @@ def status_of(pid):
 
 
 def footprint(pid):
-    """Return what a process uses: resident memory in kB, and what can be counted."""
+    """Return a process's resident memory in kB, and counts of its other resources."""
     with open(f"/proc/{pid}/maps") as maps:
         shared_maps = sum(line.split()[1].endswith("s") for line in maps)
     status = status_of(pid)
@@ -42,7 +42,7 @@ def workers():
 
 
 class Stores(Command):
-    """How much each rank keeps, once its garbage is collected."""
+    """Count the objects of each rank after a garbage collection."""
 
     def run(self, rank):
         gc.collect()
@@ -50,7 +50,7 @@ class Stores(Command):
 
 
 class Faults(Command):
-    """How many pages the kernel had to bring to each rank while it made and freed temporary arrays, as a graph does."""
+    """Count each rank's page faults while it allocates and frees temporary arrays, as a graph does."""
 
     def run(self, rank):
         for turn in range(40):

@@ -1,4 +1,4 @@
-"""What workers take over from the master's settings: seeds, and how floating-point errors are treated."""
+"""Settings that workers inherit from the master: seeds and NumPy's floating-point error handling."""
 
 import random
 
@@ -102,7 +102,7 @@ def test_workers_inherit_numpy_errstate(fork):
 
 
 class Treated(Op):
-    """Returns what is done about a division by zero."""
+    """Returns NumPy's handling of a division by zero."""
 
     __props__ = ()
 

@@ -52,7 +52,7 @@ SETUP = f"""
 
 
 def pids_in(printed):
-    """Return what the first cell has printed last: other libraries may have warned of something before."""
+    """Return the process IDs in the last line of the first cell; other libraries' warnings may precede it."""
     assert "workers" in printed, printed
     return [int(pid) for pid in printed.split("workers")[1].split()]
 
@@ -93,7 +93,7 @@ class Notebook:
                 return
 
     def finish(self, asked):
-        """Return what a cell printed from now on, and the name of its error."""
+        """Return a cell's output from now on, and the name of its error."""
         text, error = "", None
         while True:
             try:

@@ -286,7 +286,7 @@ def test_killed_worker_is_named(number, met):
 
 @dataclass(frozen=True)
 class HeardElsewhere(Command):
-    """What hears of the death is not what raises: a guard, in a thread or within a foreign function."""
+    """Detect a death in a guard (in a thread or in a foreign function) and raise elsewhere."""
 
     def run(self, rank):
         if not rank.is_master:
@@ -662,7 +662,7 @@ def test_error_lists_only_the_commands_own_effect(two):
 
 
 class Rung(Exception):
-    """What a signal's handler raises."""
+    """Raised by a signal handler."""
 
 
 @pytest.mark.parametrize("inside", [False, True])

@@ -1,4 +1,4 @@
-"""What can't be sent to the ranks, or would lose a part on its way: refused, with words on what to do."""
+"""Objects that can't be sent to the ranks unchanged: errors with advice."""
 
 import os
 import subprocess

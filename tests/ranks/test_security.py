@@ -46,7 +46,7 @@ def sockets_of(pid):
 
 
 def shared_mappings(pid):
-    """Return what a process has mapped to share, and may write."""
+    """Return the writable shared mappings of a process."""
     with open(f"/proc/{pid}/maps") as maps:
         fields = [line.split(maxsplit=5) for line in maps]
     return [each[5].strip() for each in fields if len(each) == 6 and each[1].startswith("rw") and each[1].endswith("s")]

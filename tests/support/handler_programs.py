@@ -15,7 +15,7 @@ from synkhronos.devices.jax.ffi import ProgramReduction
 
 STREAM, SIDE, EVENT, COMM = None, 8, 9, 1234  # XLA has no stream on the CPU
 calls = []
-#: What the next calls of NCCL return.
+#: Return codes of the next calls of NCCL.
 codes = []
 
 

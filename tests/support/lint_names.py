@@ -1,8 +1,9 @@
-"""Lint of names and docstrings: findings may become fewer, but not more.
+"""Lint of names, docstrings and optional imports: findings may become fewer, but not more.
 
-``python tests/support/lint_names.py`` compares the findings in synkhronos/ with the counts in lint_names.json, and fails if a
-rule has more of them in all than before; moving code between files changes nothing.  With ``--update`` it writes lower
-counts into lint_names.json.
+``python tests/support/lint_names.py`` compares the findings with the counts in lint_names.json, and fails if a rule has more
+of them in all than before; moving code between files changes nothing.  With ``--update`` it writes lower counts into
+lint_names.json.  Tests, benchmarks and demos are programs of their own: rules on public methods and on classes of one
+name are for synkhronos/ alone.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import ast
 import json
 import re
 import sys
+import tomllib
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
@@ -25,12 +27,15 @@ VAGUE = re.compile(
 #: First words of a docstring, or of a comment on a variable, that stand for a noun.
 CLAUSE = re.compile(r"(?:(?:of|by|in|under|to|from|with) )?(?:what|which|how|whose)\b", re.ASCII | re.IGNORECASE)
 COMMENT = re.compile(r"^\s*#: (.*)", re.MULTILINE)
-#: Prepositions and pronouns, which name nothing by themselves.
+#: Prepositions and pronouns, which name nothing by themselves; `all` and `any` are methods of arrays.
 BARE = frozenset(
-    "all any as at both by each everything for from in it its kept none of on one so such that them they this those to "
+    "as at both by each everything for from in it its kept none of on one so such that them they this those to "
     "what which who with".split()
 )
 SHORTEST = 3
+PACKAGE = "synkhronos/"
+#: Installed wherever mypy runs.
+REQUIRED = {"numpy", "synkhronos"}
 #: Modules whose classes have the names that other libraries give them.
 FOREIGN = re.compile(r"synkhronos/compat/(tree/|theanompi/|platoon/(param_sync|training/|channel/worker))")
 
@@ -47,8 +52,30 @@ class Finding(NamedTuple):
         return f"{self.path}:{self.line}: {self.rule}: {self.text}"
 
 
+def find_unlisted_imports(sources: Mapping[str, str], listed: Iterable[str]) -> Iterator[Finding]:
+    """Yield imports of packages that pyproject.toml does not list for mypy: its result would depend on what is installed.
+
+    Parameters
+    ----------
+    sources : mapping of str to str
+        The source of each file by its path; they may import each other.
+    listed : iterable of str
+        Modules of mypy's overrides, such as ``"jax.*"``.
+    """
+    own = {part for path in sources if not path.startswith(PACKAGE) for part in path.removesuffix(".py").split("/")}
+    known = {*sys.stdlib_module_names, *REQUIRED, *own, *(name.removesuffix(".*") for name in listed)}
+    for path, source in sources.items():
+        for node in ast.walk(ast.parse(source)):
+            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            if isinstance(node, ast.ImportFrom) and not node.level:
+                names = [str(node.module)]
+            for name in names:
+                if name.partition(".")[0] not in known:
+                    yield Finding("import unlisted for mypy", path, node.lineno, name)
+
+
 def findings(sources: Mapping[str, str]) -> Iterator[Finding]:
-    """Yield the findings in a package.
+    """Yield the findings of names and docstrings.
 
     Parameters
     ----------
@@ -69,6 +96,8 @@ def findings(sources: Mapping[str, str]) -> Iterator[Finding]:
                     yield Finding("clause for a noun", path, getattr(node, "lineno", 1), first)
             if isinstance(node, ast.ClassDef | ast.FunctionDef) and node.name in BARE:
                 yield Finding("bare name", path, node.lineno, node.name)
+            if not path.startswith(PACKAGE):
+                continue
             if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
                 for method in node.body:
                     if isinstance(method, ast.FunctionDef) and not method.name.startswith("_"):
@@ -79,6 +108,12 @@ def findings(sources: Mapping[str, str]) -> Iterator[Finding]:
     for name, places in classes.items():
         for path, line in places[1:]:
             yield Finding("class name in use", path, line, f"{name}, also in {places[0][0]}")
+
+
+def read_sources(places: Iterable[str]) -> dict[str, str]:
+    """Return the source of each Python file in these folders, and of these files, by its path."""
+    files = {path for place in places for path in [ROOT / place, *(ROOT / place).rglob("*.py")] if path.is_file()}
+    return {path.relative_to(ROOT).as_posix(): path.read_text() for path in sorted(files)}
 
 
 def count(found: Iterable[Finding]) -> dict[str, dict[str, int]]:
@@ -103,8 +138,12 @@ def additions(found: Iterable[Finding], baseline: Mapping[str, Mapping[str, int]
 
 def main(arguments: list[str]) -> int:
     """Print findings that are new, and return the exit status."""
-    package = sorted((ROOT / "synkhronos").rglob("*.py"))
-    found = list(findings({path.relative_to(ROOT).as_posix(): path.read_text() for path in package}))
+    config = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["mypy"]
+    checked = read_sources([*config["files"], *config["mypy_path"]])
+    found = [
+        *findings({**read_sources(["synkhronos", "tests", "benchmarks", "demos", "docs"]), **checked}),
+        *find_unlisted_imports(checked, [name for override in config["overrides"] for name in override["module"]]),
+    ]
     new = additions(found, json.loads(BASELINE.read_text()))
     for finding in new:
         print(finding)

@@ -50,7 +50,7 @@ class Damaged(Numbers):
 
 
 class Deep(Numbers):
-    """What goes wrong does so far down."""
+    """Fails at the bottom of a deep stack of calls."""
 
     def __getitem__(self, row):
         return self.one_way(50) if row else super().__getitem__(row)
@@ -108,7 +108,7 @@ def add_noise(row, random):
     return image + random.integers(1000, size=image.shape), label
 
 
-#: What is to be learned from `Rows`: y = x @ [1, 2, 3].
+#: Regression problem of `Rows`: y = x @ [1, 2, 3].
 ROWS = np.random.default_rng(0).normal(size=(103, 3))
 TARGETS = ROWS @ [1.0, 2.0, 3.0]
 

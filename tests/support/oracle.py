@@ -5,7 +5,7 @@ from rule_programs import gradient, local_step
 
 
 def run(n, problem, x0, kind, eta, steps, exchange, due):
-    """Return where each rank was after each step; ``exchange(xs, velocities)`` is called after the steps that are due."""
+    """Return each rank's parameters after each step; ``exchange(xs, velocities)`` is called after due steps."""
     xs, vs = [x0.copy() for _ in range(n)], [np.zeros_like(x0) for _ in range(n)]
     trace = [list(xs)]
     for step in range(steps):

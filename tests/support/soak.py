@@ -88,7 +88,7 @@ def _die_by(number: int) -> None:
         time.sleep(60)
 
 
-#: What a rank can be told to do, by number, since an array has to carry it.
+#: Actions of a rank, by number, since an array carries the number.
 DEEDS: dict[int, Callable[[], None]] = {
     0: _raise,
     1: functools.partial(_die_by, signal.SIGKILL),
@@ -157,7 +157,7 @@ class Repair(Command):
 
 @dataclass
 class Faults:
-    """What goes wrong during one step.
+    """Faults of one step.
 
     Attributes
     ----------
@@ -175,7 +175,7 @@ class Faults:
     outside: list[tuple[float, int, int]] = field(default_factory=list)
 
     def deeds(self) -> dict[int, set[int]]:
-        """Return what each rank may do."""
+        """Return the possible actions of each rank."""
         found: dict[int, set[int]] = collections.defaultdict(set)
         for rank, deed in [*self.orders, *((rank, deed) for rank, _, deed in self.sabotage)]:
             found[rank].add(deed)
@@ -246,7 +246,7 @@ def reduced(op: str | None, values: list[np.ndarray], weights: list[int]) -> Any
 
 
 def close(a: np.ndarray, b: np.ndarray) -> np.ndarray:
-    """Return where two arrays of one shape agree, as far as their dtype allows."""
+    """Return a mask of equal elements of two arrays, within their dtype's precision."""
     if a.dtype.kind not in "fc" or a.size == 0:
         return a == b
     epsilon = {"float16": 4e-3, "float32": 1e-5, "complex64": 1e-5}.get(a.dtype.name, 1e-10)
@@ -257,7 +257,7 @@ def close(a: np.ndarray, b: np.ndarray) -> np.ndarray:
 
 
 class Wrong(AssertionError):
-    """What should not be."""
+    """A result that differs from the expected one."""
 
 
 def expect(condition: Any, *words: Any) -> None:

@@ -109,7 +109,7 @@ def install():
 
 
 def seen():
-    """Return what the master was told to combine since the last look."""
+    """Return the master's collectives since the last call."""
     told = " ".join(_seen)
     _seen.clear()
     return told

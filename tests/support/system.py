@@ -1,4 +1,4 @@
-"""What the system says of processes, and of the names in shared memory."""
+"""Processes, and names in shared memory, as the kernel lists them."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def members(session: int) -> dict[int, str]:
 
 
 def _status(pid: int) -> list[str]:
-    """Return what /proc/PID/stat has behind the name: the state, the parent, the group, the session, ..."""
+    """Return the fields of /proc/PID/stat behind the name: state, parent, group, session, ..."""
     try:
         with open(f"/proc/{pid}/stat") as stat:
             return stat.read().rsplit(")", 1)[1].split()

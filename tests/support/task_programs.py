@@ -18,7 +18,7 @@ def together(worker, values):
 
 
 def as_arrays(worker, rows, number):
-    """Return what NumPy, and `len`, make of rows."""
+    """Return results of NumPy's conversions of rows, and of `len`."""
     made = [np.shares_memory(np.asarray(rows, dtype), rows.array) for dtype in (None, rows.dtype, "float32")]
     for function in (lambda: rows.__array__(np.dtype("float32"), copy=False), lambda: len(number)):
         try:

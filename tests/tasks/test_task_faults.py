@@ -1,4 +1,4 @@
-"""How programs on all ranks fail: errors, interrupts, deaths, ranks that wait for each other, wrong arguments."""
+"""Failures of programs on all ranks: errors, interrupts, deaths, deadlocks, wrong arguments."""
 
 import _thread
 import contextlib

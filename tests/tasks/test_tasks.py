@@ -105,7 +105,7 @@ def programs_of_groups(size):
 
 
 def values_of(step):
-    """Return what comes of a step on each rank."""
+    """Return the result of a step on each rank."""
     number, kind, members, n = step
     of_rank = {r: np.arange(n) + 10.0 * number + r for r in members}
     if kind == "send" and len(members) > 1:

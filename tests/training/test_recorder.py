@@ -1,4 +1,4 @@
-"""What recorders write, what is drawn of it, and the learning rates' schedules."""
+"""Recorders' files and plots, and schedules of learning rates."""
 
 import csv
 import itertools

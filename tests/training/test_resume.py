@@ -1,4 +1,4 @@
-"""What a checkpoint is of: another training's is refused by what differs; the best one comes back."""
+"""Checkpoints of another training are refused with the difference; the best checkpoint is restored."""
 
 import functools
 import os

@@ -48,7 +48,7 @@ def is_matrix(p):
     return p.ndim > 1
 
 
-#: What optax's rules of the table are called here.
+#: Rules of the library, by the name of optax's rule in the table.
 RULES = {
     "adamw": functools.partial(adamw, learning_rate=0.1, weight_decay=0.05),
     "adamw, other options": functools.partial(
@@ -135,7 +135,7 @@ def test_transformations_on_ranks_equal_one_process(n_ranks, name):
 
 
 def step_of(rule, grads, starts=None, **kwargs):
-    """Return how far a rule moves parameters of these gradients."""
+    """Return the step of a rule for parameters with these gradients."""
     starts = [np.zeros(np.shape(g)) for g in grads] if starts is None else starts
     params = [library.shared(np.array(start, "float64"), f"p{i}") for i, start in enumerate(starts)]
     result = rule([T.constant(np.asarray(g, "float64")) for g in grads], params, **kwargs)

@@ -71,7 +71,7 @@ class Problem:
 
 
 def rule_of(column, problem, **more):
-    """What the column's rule returns."""
+    """Return the updates of the column's rule."""
     kwargs = {**column["kwargs"], **more}
     first, _, modifier = column["rule"].partition(" + ")
     if not modifier:

@@ -1,4 +1,4 @@
-"""What Theano 1.0.5 computed in random cases, PyTensor computes in its place: values, gradients, second derivatives.
+"""Random cases computed by Theano 1.0.5 are equal on PyTensor: values, gradients, second derivatives.
 
 ``tests/support/tables/make_compat_cases.py`` wrote the numbers, in Theano's environment.
 """

@@ -1,4 +1,4 @@
-"""What answers to ``import theano``: on PyTensor, beside Theano, and by ``python -m synkhronos``."""
+"""The module that ``import theano`` finds: on PyTensor, beside Theano, and by ``python -m synkhronos``."""
 
 import importlib.util
 import json

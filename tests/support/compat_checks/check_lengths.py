@@ -29,7 +29,7 @@ def check(inputs, output, *calls, **kwargs):
 
 
 def compilations(f):
-    """How often XLA has compiled a function."""
+    """Return the number of XLA's compilations of a function."""
     return f.vm.jit_fn.compiled._cache_size()
 
 

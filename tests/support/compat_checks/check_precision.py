@@ -29,7 +29,7 @@ from synkhronos.lowering.jax_function import JaxFunction
 from synkhronos.lowering.linker import use_length_linker
 
 RNG = np.random.default_rng(0)
-#: How far a sum of products may be off, of the numbers' size: bfloat16 has 8 bits.
+#: Relative tolerance of a sum of products: bfloat16 has 8 bits.
 TOLERANCE = 2.0**-7
 
 
@@ -173,7 +173,7 @@ def test_bfloat16_batch_normalization_rounds_its_output():
     definitions = dict(re.findall(r"(%\w+) = (.*)", lowered(inputs, outputs, values)))
 
     def source(name):
-        """Return where a number comes from that is only rounded, or turned around, on its way."""
+        """Return the origin of a number, through conversions and transpositions."""
         line = definitions.get(name, "")
         same = re.match(r"stablehlo\.(?:convert|reverse|transpose|optimization_barrier) (%\w+)", line)
         return source(same[1]) if same else name

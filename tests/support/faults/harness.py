@@ -119,7 +119,7 @@ class Program:
             self._release = None
 
     def next(self, limit: float = LIMIT) -> dict[str, Any] | None:
-        """Return what it tells next, None if it and all its processes have ended; fail if it is silent."""
+        """Return the next event, or None if all processes have ended; fail after `limit` seconds of silence."""
         deadline = time.monotonic() + limit
         while b"\n" not in self._text:
             left = deadline - time.monotonic()
@@ -134,7 +134,7 @@ class Program:
         return self.told[-1]
 
     def wait(self, event: str, limit: float = LIMIT) -> dict[str, Any]:
-        """Return what it tells with this event."""
+        """Return the next event of this name."""
         deadline = time.monotonic() + limit
         while True:
             told = self.next(deadline - time.monotonic())
@@ -243,7 +243,7 @@ def _received(channel: socket.socket, limit: float) -> bytes:
 
 
 def code_run_by(call: Callable[[], object]) -> list[str]:
-    """Return what a call runs of the library's code, and of that of Python's weak references."""
+    """Return the lines of the library, and of Python's weak references, that a call runs."""
     places = [str(ROOT / "synkhronos"), weakref.__file__, _weakrefset.__file__]
     ran = []
 

@@ -1,4 +1,4 @@
-"""What the hurt programs have in common; on the master and in the workers alike.
+"""Shared code of the programs with planned faults, for the master and the workers.
 
 `tell`, `attempt`, `footprint`
     What the harness learns.
@@ -46,9 +46,9 @@ _RELEASE = int(os.environ.get("FAULTS_RELEASE", -1))
 
 #: This process' rank, once `know` has run.
 RANK: int | None = None
-#: What happens at a point, after how many times.
+#: Planned actions by point: the number of passes before it, and the action.
 PLANS: dict[str, tuple[int, str]] = {}
-#: What to do before "interrupt".
+#: Called before "interrupt".
 INTERRUPTED: Any = None
 
 
@@ -72,7 +72,7 @@ def tell_to(events: int, release: int) -> None:
 
 
 def attempt(call: Any) -> dict[str, Any]:
-    """Return what a call returned, or raised, and when it did."""
+    """Return a call's value or error, and the time of its end."""
     try:
         value = call()
     except BaseException as error:
@@ -106,7 +106,7 @@ def _trimmed(text: str, limit: int) -> str:
 
 
 def footprint() -> dict[str, Any]:
-    """Return what a program must have no more of after a fault than before it."""
+    """Return counts of resources that a fault may not increase."""
     gc.collect()
     files = sorted(os.readlink(f"/proc/self/fd/{fd}").split(":")[0][-40:] for fd in _files())
     with open("/proc/self/maps") as maps:
@@ -141,7 +141,7 @@ def _files() -> list[int]:
 
 
 def reach(point: str) -> None:
-    """Do what was planted for this point."""
+    """Run the action planned for this point."""
     plan = PLANS.get(point)
     if plan is None:
         return
@@ -329,7 +329,7 @@ class Work:
         return float(self.f(np.arange(6.0), **kwargs)[0])
 
     def check(self) -> list[Any]:
-        """Return what is 15.0, all equal and all right where everything works, after new values everywhere."""
+        """Set new values, and return results of a call and of collectives: see `right`."""
         synk.broadcast([self.w, self.big], [np.ones(2), np.ones(300_000)])
         value = self.call()
         synk.all_reduce([self.w, self.big], "sum")
@@ -339,5 +339,5 @@ class Work:
 
 
 def right(n: int) -> list[Any]:
-    """Return what `Work.check` returns on n ranks where all is right."""
+    """Return the expected result of `Work.check` on n ranks."""
     return [15.0, [[2.0 * n] * 2] * n, True, n]

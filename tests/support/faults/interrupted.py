@@ -186,7 +186,7 @@ class Press:
 
 
 class TimeLimit(Exception):
-    """What the handler of a time limit raises."""
+    """Raised by the handler of a time limit."""
 
 
 def _limit(number: int, frame: Any) -> None:

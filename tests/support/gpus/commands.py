@@ -68,7 +68,7 @@ class Reduced(Command):
 
 
 def in_groups(worker):
-    """Do so as one of the ranks; return digests."""
+    """Run the collectives as one of the ranks; return digests."""
     device, n = worker._rank.device, worker.size
     array = device.from_host(np.random.default_rng(worker.number).integers(-9, 9, 50_000).astype("float32"))
     results = []

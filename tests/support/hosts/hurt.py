@@ -30,7 +30,7 @@ from synkhronos.ranks.segments import SharedArray
 
 #: An array of so many float64 takes several chunks.
 LARGE = 1_000_000
-#: What this process does at its next chunk.
+#: Called by this process at its next chunk.
 AT_CHUNK: Callable[[], None] | None = None
 
 _real_advance = Pipe.advance
@@ -61,7 +61,7 @@ class _Poll(ctypes.Structure):
 
 
 def hold(folder: str, rank: int) -> None:
-    """Say so, and wait until the test lets go, as compiled code does: with no Python running meanwhile."""
+    """Report this rank, and block without running Python, as compiled code does, until the test releases it."""
     release = os.open(f"{folder}/release", os.O_RDONLY | os.O_NONBLOCK)
     poll = ctypes.PyDLL(None).poll  # keeps the interpreter's lock
     deadline = time.monotonic() + 60
@@ -132,7 +132,7 @@ def act(folder: str, rank: int, action: str) -> None:
 
 @dataclass(frozen=True)
 class Know(Command):
-    """Say which process each rank is."""
+    """Return the process ID of each rank."""
 
     def run(self, rank: ranks.Rank) -> list[tuple[str, int]]:
         """Return the namespaces' names and the process ids."""
@@ -151,7 +151,7 @@ class Read(Command):
 
 
 class Orders:
-    """What the test can have this program do."""
+    """Commands that the test can send to this program."""
 
     def __init__(self, folder: str):
         self.folder = folder

@@ -411,7 +411,7 @@ def by_chance(worker: synk.Worker, rows: Any, seed: int, who: int, times: int) -
 
 
 def last(worker: synk.Worker, rows: Any) -> float:
-    """Return what this rank's host has in the last place."""
+    """Return the last item of this rank's rows."""
     return float(rows.array[-1, -1])
 
 

@@ -98,7 +98,7 @@ class Tree:
         return self.wait("outcome", limit)
 
     def wait(self, event: str, limit: float = LIMIT) -> dict[str, Any]:
-        """Return what is told next, which is this event."""
+        """Return the next event, and check its name."""
         deadline = time.monotonic() + limit
         while b"\n" not in self._text:
             if not select.select([self._events], [], [], 0.05)[0]:
@@ -139,7 +139,7 @@ class Tree:
             os.close(os.open(self.folder / "release", os.O_WRONLY | os.O_NONBLOCK))
 
     def printed(self) -> str:
-        """Return what the program has printed."""
+        """Return the program's output."""
         self.output.seek(0)
         return self.output.read()
 

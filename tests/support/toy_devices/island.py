@@ -13,7 +13,7 @@ from synkhronos.devices.reductions import REDUCTIONS
 #: The device's memory, by address: nothing but this module reads it.
 MEMORY = {}
 _addresses = itertools.count(1)
-#: What ranks have done on the device; tests look whether it was used.
+#: Number of operations on the device; tests check that it was used.
 counts = {"launches": 0, "collectives": 0, "stores": 0}
 
 

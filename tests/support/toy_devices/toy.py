@@ -43,7 +43,7 @@ class Toy(Device):
 class Combining(HostCommunicator):
     """Combines what is inside."""
 
-    #: How many arrays: the tests look whether it was used.
+    #: Number of arrays made; tests check that the device was used.
     count = 0
 
     def broadcast(self, array, root):

@@ -16,7 +16,7 @@ class Handle:
 class Launch(Runner):
     """Some functions, one after the other, many times: the first takes inputs and returns outputs."""
 
-    #: How many this process has launched: the tests look at it.
+    #: Number of launches in this process; tests read it.
     count = 0
 
     def __init__(self, first, behind=(), times=1):

@@ -30,7 +30,7 @@ NAMES = (
 #: Arguments of ``run`` for a smaller form of what compilers take long for: one of GoogLeNet's modules for each size.
 SMALLER = {"googlenet": {"modules": (0, 2, 7)}}
 
-#: How many steps are compared.
+#: Number of steps that are compared.
 STEPS = 3
 
 

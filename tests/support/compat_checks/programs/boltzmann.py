@@ -80,7 +80,7 @@ class RBM:
         return self.reconstruction_cost(pre_sigmoid_nvs[-1]), updates
 
     def pseudo_likelihood(self, updates):
-        """How likely one pixel is, given the others; the pixel is the next one each time."""
+        """Return the likelihood of one pixel given the others; each call takes the next pixel."""
         bit_i_idx = theano.shared(value=0, name="bit_i_idx")
         xi = T.round(self.input)
         fe_xi = self.free_energy(xi)

@@ -1,4 +1,4 @@
-"""How the stand-in for NCCL combines: rank 0 has a server, to which all ranks, itself too, send what they have.
+"""Reductions of the stand-in for NCCL: all ranks send their arrays to a server on rank 0.
 
 `Link`
     One rank's end.
@@ -119,7 +119,7 @@ class Server(threading.Thread):
 
 
 def _answers(kind, how, contents):
-    """Return what each rank gets."""
+    """Return the answer to each rank."""
     if kind == "broadcast":  # the root waits for nothing: what it doesn't read may be more than its socket has room for
         return [None if r == how else contents[how] for r in range(len(contents))]
     if kind == "group":
@@ -144,7 +144,7 @@ class Link:
 
     def __init__(self, size, rank, address, port):
         self.size, self.rank, self.is_aborted = size, rank, False
-        #: How many answers are on their way for which this rank has not waited.
+        #: Number of answers for which this rank has not waited.
         self._unread = 0
         if rank:
             interface()
@@ -185,7 +185,7 @@ class Link:
             _busy[0] -= 1
 
     def abort(self):
-        """Have who waits go on."""
+        """Wake the waiting rank."""
         self.is_aborted = True
         try:
             self._socket.shutdown(socket.SHUT_RDWR)

@@ -69,7 +69,7 @@ class Program:
 
 
 def launch(stream, config, size, source, index, target, count, width):
-    """Do what the kernel `gather` does: ``count`` items of a size, ``width`` in a row, rows by their indexes."""
+    """Run the kernel `gather`: copy ``count`` items, ``width`` a row, from the rows of the indexes."""
     count, width = int(count), int(width)
     rows = np.ctypeslib.as_array((ctypes.c_int64 * (count // width)).from_address(index))
     for at, row in enumerate(rows.tolist()):

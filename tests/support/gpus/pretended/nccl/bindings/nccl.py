@@ -8,7 +8,7 @@ import numpy as np
 from nccl import wire
 
 _links = []
-#: What was put into the group that is open, if one is: what to send, and where what comes goes.
+#: Operations of the open group: arrays to send, and targets of received arrays; None if no group is open.
 _group = None
 
 
