@@ -2,7 +2,7 @@
 
     python tests/support/launch_survival_run.py --seconds 40 --every 5 --devices cuda0,cuda1 --rule BSP
 
-A rank is killed ``--every`` seconds after the training has begun or gone on.  Prints the seconds that each death has
+A rank is killed ``--every`` seconds after the training has begun or gone on, with ``--random`` on the average.  Prints the seconds that each death has
 cost, and whether the parameters and the reports are equal.  Exits with 1 if a step was lost or taken twice, or BSP has
 other parameters.
 """
@@ -14,6 +14,7 @@ import json
 import os
 import random
 import signal
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -33,6 +34,7 @@ def start(folder: Path, options: argparse.Namespace) -> subprocess.Popen[bytes]:
     """Start a run that takes some seconds."""
     sets = {"model": "'launch_models/others.py:Slow'", "epochs": options.epochs, "rule": options.rule}
     words = command("train", "--devices", options.devices, "--folder", folder, "--on-death=continue")
+    words.append("--set=max_deaths=1000000")
     words += [f"--set={name}={value}" for name, value in sets.items()]
     paths = [ENVIRONMENT["PYTHONPATH"], os.environ.get("PYTHONPATH", "")]  # such as that of pretended GPUs
     environment = {**ENVIRONMENT, "PYTHONPATH": os.pathsep.join(paths)}
@@ -44,7 +46,7 @@ def kill_some(folder: Path, process: subprocess.Popen[bytes], options: argparse.
     chosen, n_killed, record = random.Random(options.seed), 0, folder / "rank-1.jsonl"
     end = float("inf")
     pids: list[int] = []
-    while time.monotonic() < end and process.poll() is None:
+    while time.monotonic() < end and n_killed < options.kills and process.poll() is None:
         time.sleep(0.05)
         try:
             found = json.loads((folder / "processes.json").read_text())
@@ -54,7 +56,7 @@ def kill_some(folder: Path, process: subprocess.Popen[bytes], options: argparse.
         if found == pids or not is_training:
             continue
         end = min(end, time.monotonic() + options.seconds)  # from the first steps on
-        time.sleep(options.every)
+        time.sleep(chosen.expovariate(1 / options.every) if options.random else options.every)
         if process.poll() is None and time.monotonic() < end:
             pids, n_killed = found, n_killed + 1
             os.kill(chosen.choice(pids), signal.SIGKILL)
@@ -70,6 +72,9 @@ def main() -> int:
     parser.add_argument("--rule", default="BSP")
     parser.add_argument("--epochs", type=int, default=60)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--kills", type=int, default=10**9, help="kill so many ranks at most")
+    parser.add_argument("--random", action="store_true", help="random times between a start and the next death")
+    parser.add_argument("--limit", type=float, default=LIMIT, help="seconds that a run may take")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:
         whole, parts = Path(name, "whole"), Path(name, "parts")
@@ -80,7 +85,7 @@ def main() -> int:
             process = start(folder, options)
             if folder is parts:
                 n_killed = kill_some(folder, process, options)
-            status = process.wait(LIMIT)
+            status = process.wait(options.limit)
             seconds[folder.name] = time.monotonic() - began
             if status:
                 print(f"{folder.name}: exit status {status}")
@@ -93,8 +98,10 @@ def main() -> int:
         losses = [[report["loss"] for report in lines(folder, "reports")] for folder in (whole, parts)]
         n_ranks = len(options.devices.split(","))
         rows = [[sum(line["rows"] for line in lines(f, f"rank-{r}")) for r in range(n_ranks)] for f in (whole, parts)]
+        lost = [death["seconds"] for death in deaths]
         print(
-            f"{options.rule} on {options.devices}: {n_killed} ranks killed, {len(deaths)} deaths survived; undisturbed "
+            f"{options.rule} on {options.devices}: {n_killed} ranks killed, {len(deaths)} deaths survived; seconds lost: "
+            f"median {statistics.median(lost):.1f}, at most {max(lost):.1f}; undisturbed "
             f"{seconds['whole']:.1f} s, disturbed {seconds['parts']:.1f} s; parameters equal: {is_same}; "
             f"losses equal: {losses[0] == losses[1]}; rows of each rank: {rows[0]} and {rows[1]}"
         )

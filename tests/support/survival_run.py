@@ -32,7 +32,7 @@ from trainer_model import SYNCHRONOUS, Model, X, Y
 
 import synkhronos as synk
 from synkhronos import ranks
-from synkhronos.training import survival
+from synkhronos.training import Trainer, survival
 from synkhronos.training.updates import adam
 
 #: Seconds without a report after which the training is stuck, and the stacks are printed.
@@ -40,10 +40,11 @@ STUCK = 120
 
 
 class Killer(threading.Thread):
-    """Kills a random worker every few seconds.
+    """Kills a random worker every few seconds, once the training can survive it.
 
     Parameters
     ----------
+    trainer : Trainer
     every : float
         Seconds between two deaths.
     seed : int
@@ -51,14 +52,17 @@ class Killer(threading.Thread):
         Wait for a random time with the mean `every` instead: some workers die during a recovery.
     """
 
-    def __init__(self, every: float, seed: int, is_random: bool = False):
+    def __init__(self, trainer: Trainer, every: float, seed: int, is_random: bool = False):
         super().__init__(daemon=True)
+        self.trainer = trainer
         self.every, self.random, self.is_over, self.n_killed = every, random.Random(seed), threading.Event(), 0
         self.is_random = is_random
 
     def run(self) -> None:
         """Kill until `is_over` is set."""
         session = ranks.session()
+        while self.trainer._loop is None or not self.trainer._loop.survival._has_copy:
+            time.sleep(0.01)
         while not self.is_over.wait(self.random.expovariate(1 / self.every) if self.is_random else self.every):
             pids = list(session.workers.pids.values())
             if pids:
@@ -67,20 +71,13 @@ class Killer(threading.Thread):
                     os.kill(self.random.choice(pids), signal.SIGKILL)
 
 
-def train(
-    name: str,
-    n_ranks: int,
-    use_gpu: bool,
-    shard: bool,
-    n_epochs: int,
-    killer: Killer | None,
-    seconds: float,
-    kills: int,
-):
+def train(options: argparse.Namespace, n_epochs: int, is_disturbed: bool):
     """Train for some seconds, kills, or epochs; return the parameters, the rows' counts, and the reports."""
-    synk.fork(n_ranks, use_gpu=use_gpu)
-    model = Model(name, rate=0.001, update=adam if shard else None, shard_optimizer=shard)
-    if killer is not None:
+    synk.fork(options.ranks, use_gpu=options.gpu)
+    update = adam if options.shard else None
+    model = Model(options.rule, rate=0.001, noise=options.noise, update=update, shard_optimizer=options.shard)
+    killer = Killer(model.trainer, options.every, options.seed, options.random)
+    if is_disturbed:
         killer.start()
     began, reports = time.monotonic(), []
     for report in model.epochs(epochs=n_epochs, valid=(X, Y), on_death="continue", max_deaths=10**6):
@@ -88,15 +85,15 @@ def train(
         reports.append(report)
         for death in report.deaths:
             print(f"{time.monotonic() - began:6.1f} s", death, flush=True)
-        if time.monotonic() - began > seconds or killer is not None and killer.n_killed >= kills:
+        if is_disturbed and (time.monotonic() - began > options.seconds or killer.n_killed >= options.kills):
             break
-    if killer is not None:
+    if is_disturbed:
         killer.is_over.set()
         killer.join()
     try:
-        result = np.asarray(model.values()), np.asarray(model.used()), reports
+        result = np.asarray(model.values()), np.asarray(model.used()), reports, killer.n_killed
     except synk.WorkerError:  # killed after the last report
-        result = np.asarray(model.values()), None, reports
+        result = np.asarray(model.values()), None, reports, killer.n_killed
     synk.close()
     return result
 
@@ -110,25 +107,24 @@ def main() -> int:
     parser.add_argument("--gpu", action="store_true", help="ranks on GPUs; --every has to be longer than a recovery")
     parser.add_argument("--rule", default="BSP")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--noise", action="store_true", help="a random stream of each rank")
     parser.add_argument("--shard", action="store_true", help="Adam, sharded, under BSP")
     parser.add_argument("--kills", type=int, default=10**9, help="end after so many kills")
     parser.add_argument("--random", action="store_true", help="random times between two deaths, some in recoveries")
     options = parser.parse_args()
     if options.random:
         survival.MAX_REPEATED = 10**6
-    killer = Killer(options.every, options.seed, options.random)
-    settings = options.rule, options.ranks, options.gpu, options.shard
-    values, used, reports = train(*settings, 10**9, killer, options.seconds, options.kills)
+    values, used, reports, n_killed = train(options, 10**9, True)
     n_files = len(os.listdir("/proc/self/fd"))
     memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> 10
-    expected, _, others = train(*settings, len(reports), None, 1e9, 0)
+    expected, _, others, _ = train(options, len(reports), False)
     deaths = [death for report in reports for death in report.deaths]
     is_same = np.array_equal(values, expected)
     losses = [report.loss for report in reports] == [report.loss for report in others]
     lost = [death["seconds"] for death in deaths]
     counts = None if used is None else sorted(set(used.tolist()))
     print(
-        f"{options.rule}: {len(reports)} epochs, {killer.n_killed} workers killed, {len(deaths)} deaths survived; "
+        f"{options.rule}: {len(reports)} epochs, {n_killed} workers killed, {len(deaths)} deaths survived; "
         f"seconds lost: {sum(lost):.1f}, median {statistics.median(lost):.2f}, at most {max(lost):.2f}; "
         f"the master's memory {memory} MiB, files {n_files}; "
         f"parameters equal: {is_same}; losses equal: {losses}; each row used {counts} times"
