@@ -15,7 +15,7 @@ from synkhronos.data.parts import PartsData, iterate_shuffled
 from synkhronos.loading import Loader
 from synkhronos.loading.loader import Feed, open_feed
 from synkhronos.training.recorder import Recorder
-from synkhronos.training.schedules import Schedule
+from synkhronos.training.schedules import Schedule, compute_rate
 
 #: Maximal number of steps in one launch; each number is compiled separately.
 _MAX_REPEATS = 64
@@ -50,7 +50,7 @@ class IntervalPlan:
 
     def get_rate(self, place: int) -> float:
         """Return the learning rate at a position in the epoch."""
-        return float(self.schedule(self.epoch + place / self.count))
+        return compute_rate(self.schedule, self.epoch + place / self.count)
 
 
 class OrderedRows:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from synkhronos.checks import check_positive
+from synkhronos.checks import check_at_least, check_number, check_positive, is_number
 
 Schedule = Callable[[float], float]
 
@@ -48,6 +48,15 @@ def _find_plateau(schedule: Any) -> plateau | None:
 def as_schedule(value: Schedule | float) -> Schedule:
     """Return a schedule, or for a number the constant one."""
     return value if callable(value) else constant(value)
+
+
+def compute_rate(schedule: Schedule, epoch: float) -> float:
+    """Return a schedule's learning rate at an epoch; raise TypeError or ValueError if it is no finite number."""
+    rate = schedule(epoch)
+    if not is_number(rate) or not math.isfinite(rate):
+        kind = ValueError if is_number(rate) else TypeError
+        raise kind(f"learning_rate: expected a schedule that returns a finite number, got {rate!r} for epoch {epoch:g}")
+    return float(rate)
 
 
 @dataclass
@@ -113,6 +122,7 @@ class cosine:  # noqa: N801
 
     def __post_init__(self) -> None:
         self.rate, self.epochs = check_positive(self.rate, "rate"), check_positive(self.epochs, "epochs")
+        self.least = check_number(self.least, "least")
 
     def __call__(self, epoch: float) -> float:
         """Return the learning rate."""
@@ -151,7 +161,7 @@ class warmup(_Wrapper):  # noqa: N801 - as above
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.epochs = check_positive(self.epochs, "epochs")
+        self.epochs, self.start = check_positive(self.epochs, "epochs"), check_number(self.start, "start")
 
     def __call__(self, epoch: float) -> float:
         """Return the learning rate."""
@@ -171,6 +181,10 @@ class scaled(_Wrapper):  # noqa: N801 - as above
     """
 
     n: int
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.n = check_at_least(self.n, "n", 1)
 
     def __call__(self, epoch: float) -> float:
         """Return the learning rate."""
@@ -211,6 +225,7 @@ class plateau:  # noqa: N801
 
     def __post_init__(self) -> None:
         self.rate, self.factor = check_positive(self.rate, "rate"), check_positive(self.factor, "factor")
+        self.patience, self.least = check_at_least(self.patience, "patience", 1), check_number(self.least, "least")
         self.initial = self.rate
 
     @property

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import math
+import os
 import signal
 import sys
 import threading
@@ -260,6 +261,8 @@ class Trainer:
                 )
         if checkpoint is not None and not isinstance(checkpoint, Checkpoint):
             raise TypeError(f"checkpoint: expected a Checkpoint, got {checkpoint!r}")
+        if resume is not None and not isinstance(resume, str | os.PathLike):
+            raise TypeError(f"resume: expected 'latest' or a path, got {resume!r}")
         if resume == "latest" and checkpoint is None:
             raise ValueError("resume: expected a path, or checkpoint=..., in which to look for the latest")
         if on_death not in ("stop", "continue"):
@@ -274,7 +277,7 @@ class Trainer:
             patience,
             recorders,
             checkpoint,
-            progress,
+            check_flag(progress, "progress"),
             self._make_survival(max_deaths, loader is not None or isinstance(valid, Loader))
             if on_death == "continue"
             else None,
@@ -802,7 +805,7 @@ def make_trainer(
     dtype = getattr(getattr(first, "type", None), "dtype", library.floatX)
     # At least float32: a rate of 1e-5 has few digits in float16.  Rules cast it to the dtype in which they compute.
     dtype = np.result_type(dtype, np.float32)
-    rate = library.shared(np.asarray(schedule(0.0), dtype), name="learning_rate")
+    rate = library.shared(np.asarray(schedules.compute_rate(schedule, 0.0), dtype), name="learning_rate")
     rule_kwargs = {"learning_rate": rate, **rule_kwargs}
     graph = TrainingGraph.build(
         loss,
