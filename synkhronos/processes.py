@@ -23,7 +23,7 @@ from synkhronos import engines, ranks
 from synkhronos.checks import check_flag, check_index, check_integer, check_number
 from synkhronos.devices import HOST, choose_device, force_cpu, get_device, is_fork_unsafe
 from synkhronos.graphs import list_loaded_libraries
-from synkhronos.hosts import MAX_RANKS_PER_HOST, Host, MpiLink, find_launch, is_this_machine, parse_hosts, serve
+from synkhronos.hosts import MAX_RANKS_PER_HOST, Host, MpiLink, find_launch, is_this_machine, parse_hosts, run_agent
 from synkhronos.ranks import Command, Rank
 
 __all__ = ["bytes_sent", "close", "fork"]
@@ -171,7 +171,7 @@ def fork(
         return _fork(named[0].n_ranks or n_parallel, use_gpu, master_rank, profile_workers, timeout)
     process = find_launch() if hosts is None else None
     if not named and process is not None and process[0] > 0:
-        serve()
+        run_agent()
     if named or process is not None:
         with _start_hosts(named or None, use_gpu, host_timeout) as others:
             return _fork(n_parallel, use_gpu, master_rank, profile_workers, timeout, link=others)
@@ -248,7 +248,7 @@ def _fork(
         n_here = size
     else:
         device, _ = choose_device(link.choose_gpu_default() if use_gpu is None else use_gpu, None)
-        link.divide(n_parallel, device.needs_gpu)
+        link.assign_ranks(n_parallel, device.needs_gpu)
         size, n_here = link.size, len(link.local_ranks)
         if master_rank not in link.local_ranks:
             raise ValueError(f"master_rank: expected a rank of this host, below {n_here}, got {master_rank}")

@@ -24,7 +24,7 @@ import numpy as np
 from synkhronos.devices.communicator import ArrayLayout
 from synkhronos.devices.host_communicator import HostCommunicator, as_bytes, count_bytes, reduce_arrays
 from synkhronos.devices.reductions import REDUCTIONS
-from synkhronos.hosts.pipes import DOWN_IN, DOWN_OUT, FRAME, FRAMES, HERE, UP_IN, UP_OUT, Pipe, PipeLayout
+from synkhronos.hosts.pipes import DOWN_IN, DOWN_OUT, FRAME, FRAMES, LOCAL, UP_IN, UP_OUT, Pipe, PipeLayout
 from synkhronos.ranks import Rank
 
 #: Maximal number of chunks on the last host whose results are not copied yet.  They are read from frames that may have
@@ -45,7 +45,7 @@ class MultiHostCommunicator(HostCommunicator):
         layout, self._here = PipeLayout(rank.control), rank.control.local_ranks
         self._n_next_hosts = layout.n_next_hosts
         self._up_out, self._up_in, self._down_out, self._down_in, self._local = (
-            Pipe(rank, layout, pipe) for pipe in (UP_OUT, UP_IN, DOWN_OUT, DOWN_IN, HERE)
+            Pipe(rank, layout, pipe) for pipe in (UP_OUT, UP_IN, DOWN_OUT, DOWN_IN, LOCAL)
         )
         self._is_first, self._is_last = self._here.start == 0, self._here.stop == rank.size
 
@@ -114,7 +114,7 @@ class MultiHostCommunicator(HostCommunicator):
                 if number == root and source is not None:
                     content[:] = source[at : at + n]
                 self._local.advance()
-                self._rank.wait(self._local.make_all_done())
+                self._rank.wait(self._local.make_all_processed())
             else:
                 content = source_pipe.wait_readable()[:n]
             for pipe in target_pipes:
@@ -166,7 +166,7 @@ class MultiHostCommunicator(HostCommunicator):
                 halves[place][:low] = part[:low]
                 halves[place][high:] = part[high:]
             self._local.advance()
-            rank.wait(self._local.make_all_done())
+            rank.wait(self._local.make_all_processed())
             inputs = [
                 source[at + low : at + high]
                 if r == rank.number and source is not None
@@ -222,7 +222,7 @@ class MultiHostCommunicator(HostCommunicator):
         """
         at, count = chunk
         if self._is_last:
-            self._rank.wait(self._down_out.make_all_done(n_earlier))
+            self._rank.wait(self._down_out.make_all_processed(n_earlier))
             result = self._down_out.view_previous_frame(n_earlier)[: count * working.itemsize].view(working)
         else:
             result = self._down_in.wait_readable()[: count * working.itemsize].view(working)

@@ -10,7 +10,7 @@ words in its own host's memory wherever its peers are, and the layers above know
 `MpiLink` connects the master's session to the agents.
 """
 
-from synkhronos.hosts.mpi_link import MpiLink, serve
+from synkhronos.hosts.mpi_link import MpiLink, run_agent
 from synkhronos.hosts.names import MAX_RANKS_PER_HOST, Host, find_launch, is_this_machine, parse_hosts
 
-__all__ = ["MAX_RANKS_PER_HOST", "Host", "MpiLink", "parse_hosts", "is_this_machine", "find_launch", "serve"]
+__all__ = ["MAX_RANKS_PER_HOST", "Host", "MpiLink", "parse_hosts", "is_this_machine", "find_launch", "run_agent"]

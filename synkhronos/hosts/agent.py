@@ -1,17 +1,18 @@
-"""The agent of a host: the process that ``mpirun`` starts there, and that alone speaks MPI.
+"""The agent of a host: the process that ``mpirun`` starts there, and the only one that uses MPI.
 
 An agent polls its host's control memory and the messages that have arrived, in turns, and waits for neither::
 
     control memory of this host                                to and from the other agents (`Mail`)
-    a command was posted (master's host)          ->           POST, preceded by ANNOUNCE, PAGES, DROP
+    a command was posted (master's host)          ->           COMMAND, preceded by ANNOUNCE, PAGES, DROP
     all ranks of the host have reached a step     ->           STEP, with the values that they publish
     a rank, here or elsewhere, has failed         ->           FAILED, once from each host
     all ranks of the host have finished           ->           DONE, with their reports, to the master's host
     a worker has exited                           ->           LOST, to the master's host
     a frame of a pipe is full, or free            <->          frames, to and from the neighbours
-    a rank has sent to a rank of another host     ->           PART, to that host; STOP, to all
-    a rank uses a lock of another host            <->          ASK, ANSWER, CONTENT: see `synkhronos.hosts.task`
-    the master ends the ranks                     ->           END;  answered by GONE
+    a rank has sent to a rank of another host     ->           CHANNEL_UPDATE, to that host
+    a rank asks all ranks to stop                 ->           STOP
+    a rank uses a lock of another host            <->          LOCK_REQUEST, LOCK_REPLY, LOCK_ROWS (`TaskAgent`)
+    the master ends the ranks                     ->           END; answered by ENDED
 
 The master's agent and each other agent send each other BEAT a few times a second.  A host that is silent for
 `host_timeout` seconds is lost.  The master's agent reports that to the master; another agent that has lost the master's
@@ -44,21 +45,21 @@ from synkhronos.hosts.mail import (
     ANNOUNCE,
     BEAT,
     CHUNK_NBYTES,
+    COMMAND,
     DONE,
     DROP,
     END,
+    ENDED,
     FAILED,
-    GONE,
     LOST,
     MAX_PENDING,
     PAGES,
-    POST,
     STEP,
     Mail,
 )
 from synkhronos.hosts.names import describe_host, number_ranks
 from synkhronos.hosts.page_table import PAGE, PageTable, find_pages, read_pages, write_pages
-from synkhronos.hosts.pipes import FRAME, NEWS, FrameTransport, PipeLayout
+from synkhronos.hosts.pipes import FRAME, LOSS_NBYTES, FrameTransport, PipeLayout
 from synkhronos.hosts.task import TaskAgent
 from synkhronos.ranks.agreement import StepTally, record_common_step
 from synkhronos.ranks.child_process import ignore_job_signals
@@ -75,17 +76,17 @@ _LAUNCHERS = ("PMI", "OMPI_", "PRTE_", "MPI_LOCAL", "HYDI_", "HYDRA_")
 #: Maximal number of messages that an agent accepts while it cannot process them: beats of some minutes.
 _MAX_UNPROCESSED = 10_000
 #: Seconds between two beats, and between two checks of the workers' lives.
-_BEAT, _LOOK = 0.2, 0.02
-#: Seconds without news up to which an agent polls without sleeping, and up to which its sleeps are short.
-_AWAKE, _DOZING = 1e-3, 0.05
-#: Seconds of a short sleep, and of the longest; in between a sleep is a hundredth of the time without news.
-_SHORT, _LONG = 50e-6, 10e-3
+_BEAT_INTERVAL, _CHECK_INTERVAL = 0.2, 0.02
+#: Seconds without an event up to which an agent polls without sleeping, and up to which its sleeps are short.
+_POLL_SECONDS, _SHORT_SLEEP_SECONDS = 1e-3, 0.05
+#: Seconds of a short sleep, and of the longest; in between, a sleep is a hundredth of the time without an event.
+_MIN_SLEEP, _MAX_SLEEP = 50e-6, 10e-3
 #: Seconds that workers get to exit by themselves.
-_GRACE = 2.0
+_EXIT_SECONDS = 2.0
 #: Seconds that the other hosts get to exit after the master has.
-_GRACE_WITHOUT_MASTER = 0.5
+_EXIT_SECONDS_WITHOUT_MASTER = 0.5
 #: Seconds after which an agent exits that has not connected to the others.
-_START = 90
+_START_SECONDS = 90
 
 
 class Agent:
@@ -118,9 +119,9 @@ class Agent:
     ):
         world = mpi.COMM_WORLD
         self._config, self._control, self._channel, self._workers = config, control, channel, workers
-        self._me, self._names = world.rank, config["names"]
+        self._host, self._names = world.rank, config["names"]
         self._ranks = number_ranks(config["counts"])
-        self._here = control.local_ranks
+        self._local_ranks = control.local_ranks
         self._layout = PipeLayout(control)
         self._layout.n_next_hosts[0] = world.size - 1 - world.rank
         self._mail = Mail(mpi, world)
@@ -129,115 +130,119 @@ class Agent:
         self._receiver = None if channel is None else SegmentReceiver(channel)
         self._segments: dict[int, Segment] = {}
         self._task = TaskAgent(self._mail, control, self._ranks, self._segments)
-        self._mapped = self._posted = self._step = 0
+        self._last_segment_key = self._last_command = self._last_step = 0
         self._tally = StepTally(world.size, world.rank)
-        self._done: tuple[int, ...] = ()
-        # The others start their workers before they send anything.
-        self._next_beat = self._next_look = 0.0
+        self._sent_done: tuple[int, ...] = ()
+        # The other agents start their workers before they send anything.
+        self._next_beat = self._next_check = 0.0
         self._deadline = 0.0
         self._is_ending = False
-        #: Hosts with which this one exchanges beats, and those of them that have exited.
-        self._peers = self._mail.others if self._is_first else [0]
-        self._gone: set[int] = set()
+        #: Hosts with which this one exchanges beats, and hosts that have ended their workers.
+        self._beat_hosts = self._mail.other_hosts if self._is_master_host else [0]
+        self._ended_hosts: set[int] = set()
         self._handlers: dict[int, Callable[..., None]] = {
-            POST: self._on_post, ANNOUNCE: self._on_announce, PAGES: self._on_pages, DROP: self._on_drop,
+            COMMAND: self._on_command, ANNOUNCE: self._on_announce, PAGES: self._on_pages, DROP: self._on_drop,
             STEP: self._on_step, FAILED: self._on_failed, DONE: self._on_done, LOST: self._on_lost,
-            BEAT: self._on_beat, END: self._on_end, GONE: self._on_gone, **self._task.handlers,
+            BEAT: self._on_beat, END: self._on_end, ENDED: self._on_ended, **self._task.handlers,
         }  # fmt: skip
 
     @property
-    def _is_first(self) -> bool:
+    def _is_master_host(self) -> bool:
         return self._channel is not None
 
     def run(self) -> None:
         """Poll until the ranks end."""
-        last_news, has_cores = time.monotonic(), len(self._here) < available_cores()
+        last_event, has_cores = time.monotonic(), len(self._local_ranks) < available_cores()
         while not self._is_over():
-            news = self._poll_memory()
-            for source, kind, what in self._mail.receive():
-                self._handlers[kind](source, *what)
-                news |= kind != BEAT
+            has_events = self._poll_memory()
+            for source, kind, arguments in self._mail.receive():
+                self._handlers[kind](source, *arguments)
+                has_events |= kind != BEAT
             if self._frames.progress():
                 self._control.ring_here(FOR_STEP)
-                news = True
-            news |= self._task.progress()
+                has_events = True
+            has_events |= self._task.progress()
             now = time.monotonic()
             self._beat(now)
-            if news:
-                last_news = now
+            if has_events:
+                last_event = now
                 continue
-            quiet = now - last_news
+            idle = now - last_event
             # While frames are in transit a short sleep costs nothing: others follow, and ranks may need the core.
-            if quiet < _AWAKE and has_cores and not self._frames.has_transfers:
+            if idle < _POLL_SECONDS and has_cores and not self._frames.has_transfers:
                 os.sched_yield()
             else:
-                time.sleep(_SHORT if quiet < _DOZING or self._task.has_waiting_ranks else min(quiet / 100, _LONG))
+                time.sleep(
+                    _MIN_SLEEP
+                    if idle < _SHORT_SLEEP_SECONDS or self._task.has_waiting_ranks
+                    else min(idle / 100, _MAX_SLEEP)
+                )
 
     def _is_over(self) -> bool:
-        return self._is_ending and (not self._is_first or self._gone.issuperset(self._peers))
+        return self._is_ending and (not self._is_master_host or self._ended_hosts.issuperset(self._beat_hosts))
 
     # -- events of this host -----------------------------------------------------------------------------------
 
     def _poll_memory(self) -> bool:
-        """Send the other hosts what has changed on this one; return True if something has."""
-        words, news = self._control.words, False
+        """Send the changes of this host's control memory to the other hosts; return True if there were any."""
+        words, has_events = self._control.words, False
         # Read before FAILED, which a failing rank writes first: otherwise DONE could be sent without the failure.
-        done = tuple(self._control.done[self._here.start : self._here.stop])
-        if self._is_first and words[Control.POSTED] > self._posted:
-            self._post()
-            news = True
+        done = tuple(self._control.done[self._local_ranks.start : self._local_ranks.stop])
+        if self._is_master_host and words[Control.POSTED] > self._last_command:
+            self._send_command()
+            has_events = True
         failed = words[Control.FAILED]  # read before the ranks' steps: see `ranks.agreement`
-        step = min(self._control.arrived[self._here.start : self._here.stop])
+        step = min(self._control.arrived[self._local_ranks.start : self._local_ranks.stop])
         sends_step, sends_failed = self._tally.update(failed, step)
         if sends_step:
             self._send_step(step)
         if sends_failed:
-            self._mail.send_all(self._mail.others, FAILED, failed)
+            self._mail.send_all(self._mail.other_hosts, FAILED, failed)
             self._decide_commands()
-        news |= sends_step or sends_failed
-        if not self._is_first:
-            news |= self._send_done(done)
+        has_events |= sends_step or sends_failed
+        if not self._is_master_host:
+            has_events |= self._send_done(done)
         elif words[Control.ENDING] and not self._is_ending:
-            self._is_ending = news = True
-            self._mail.send_all(self._mail.others, END, words[Control.ENDING] > 1)
-        return news
+            self._is_ending = has_events = True
+            self._mail.send_all(self._mail.other_hosts, END, words[Control.ENDING] > 1)
+        return has_events
 
-    def _post(self) -> None:
+    def _send_command(self) -> None:
         """Send a command to the other hosts, preceded by the segments and pages that it needs."""
         words, mail = self._control.words, self._mail
         assert self._receiver is not None
-        self._posted = words[Control.POSTED]
-        while self._mapped < words[Control.ANNOUNCED]:
+        self._last_command = words[Control.POSTED]
+        while self._last_segment_key < words[Control.ANNOUNCED]:
             segment = self._receiver.receive()
             if isinstance(segment, UnmappedSegment):
                 segment = segment.map()
-            if segment.key > self._mapped:
-                self._mapped = segment.key
+            if segment.key > self._last_segment_key:
+                self._last_segment_key = segment.key
                 self._segments[segment.key] = segment
                 if not segment.is_file:
                     self._pages.add(segment.key, np.frombuffer(segment.buffer, np.uint8, segment.nbytes))
                 path = self._receiver.path if segment.is_file else None
-                mail.send_all(mail.others, ANNOUNCE, segment.key, segment.nbytes, path)
+                mail.send_all(mail.other_hosts, ANNOUNCE, segment.key, segment.nbytes, path)
         length = words[Control.LENGTH]
         message = bytes(self._control.mailbox[:length])
-        reads, dropped, task = pickle.loads(self._control.mailbox[length : length + words[Control.PLAN]])
+        accesses, dropped, task = pickle.loads(self._control.mailbox[length : length + words[Control.PLAN_LENGTH]])
         memory = self._pages.memory
-        missing = self._pages.take_missing([find_pages(of_host, memory) for of_host in reads])
-        for host, of_host in zip(mail.others, missing, strict=True):
-            for key, pages in of_host.items():
-                for at in range(0, len(pages), CHUNK_NBYTES // PAGE):
-                    part = pages[at : at + CHUNK_NBYTES // PAGE]
-                    content = read_pages(memory[key], part)
-                    words[Control.SENT] += content.size
-                    mail.send(host, PAGES, key, part, content)
+        missing = self._pages.take_missing([find_pages(pages_by_segment, memory) for pages_by_segment in accesses])
+        for host, pages_by_segment in zip(mail.other_hosts, missing, strict=True):
+            for key, pages in pages_by_segment.items():
+                for start in range(0, len(pages), CHUNK_NBYTES // PAGE):
+                    chunk = pages[start : start + CHUNK_NBYTES // PAGE]
+                    content = read_pages(memory[key], chunk)
+                    words[Control.BYTES_SENT] += content.size
+                    mail.send(host, PAGES, key, chunk, content)
                     self._heartbeat(MAX_PENDING)
-            mail.send(host, POST, self._posted, message, task)
+            mail.send(host, COMMAND, self._last_command, message, task)
             if dropped:
                 mail.send(host, DROP, dropped)
         self._pages.drop(dropped)
         for key in dropped:
             self._segments.pop(key, None)
-        self._task.begin(self._posted, task)
+        self._task.start_command(self._last_command, task)
 
     def _heartbeat(self, limit: int = 1 << 30) -> None:
         """Send beats during long work, and wait until at most ``limit`` messages are unsent."""
@@ -246,45 +251,47 @@ class Agent:
             self._beat(time.monotonic())
             if not self._mail.has_pending(limit):
                 return
-            time.sleep(_SHORT)
+            time.sleep(_MIN_SLEEP)
 
     def _send_step(self, step: int) -> None:
-        """Send the step that this host's ranks have reached, with the values published there and one step before.
+        """Send the step that this host's ranks have reached, and their values for it and for the previous step.
 
-        They may have passed the step before without waiting for the others.
+        Ranks of this host may have passed the previous step without waiting for other hosts.
         """
-        shown = []
-        for r in self._here:
-            for each in {max(step - 1, self._step + 1), step}:
-                slot = self._control.slot(r, each & 1)
-                length, stamp = HEAD.unpack_from(slot)
-                if stamp == each:
-                    shown.append((r, each & 1, bytes(slot[: min(HEAD.size + length, SLOT)])))
-        self._step = step
-        self._mail.send_all(self._mail.others, STEP, step, shown)
+        published = []
+        for r in self._local_ranks:
+            for published_step in {max(step - 1, self._last_step + 1), step}:
+                slot = self._control.slot(r, published_step & 1)
+                length, slot_step = HEAD.unpack_from(slot)
+                if slot_step == published_step:
+                    published.append((r, published_step & 1, bytes(slot[: min(HEAD.size + length, SLOT)])))
+        self._last_step = step
+        self._mail.send_all(self._mail.other_hosts, STEP, step, published)
 
     def _send_done(self, done: tuple[int, ...]) -> bool:
         """Send the ranks that have finished to the master's host: all at once, or one by one if the command failed."""
-        control, here, posted = self._control, self._here, self._posted
-        if done == self._done or not (min(done) >= posted or control.words[Control.FAILED] == posted):
+        control, local_ranks, posted = self._control, self._local_ranks, self._last_command
+        if done == self._sent_done or not (min(done) >= posted or control.words[Control.FAILED] == posted):
             return False
-        self._done = done
+        self._sent_done = done
         reports = {
-            r: control.read_report(r) for r in here if done[r - here.start] == posted and control.report_length[r]
+            r: control.read_report(r)
+            for r in local_ranks
+            if done[r - local_ranks.start] == posted and control.report_length[r]
         }
-        self._mail.send(0, DONE, done, tuple(control.committed[here.start : here.stop]), reports)
+        self._mail.send(0, DONE, done, tuple(control.committed[local_ranks.start : local_ranks.stop]), reports)
         return True
 
     def _beat(self, now: float) -> None:
         """Send a beat if it is time, and check the other hosts and the workers."""
         if now >= self._next_beat and not self._is_ending:
-            self._next_beat = now + _BEAT
-            here, clock = self._here, time.monotonic_ns()
-            going_on = [(p and clock - p) for p in self._control.progress[here.start : here.stop]]
-            sleeping = list(self._control.sleeping[here.start : here.stop])
-            self._mail.send_all(self._peers, BEAT, going_on, sleeping)
-        if now >= self._next_look:
-            self._next_look = now + _LOOK
+            self._next_beat = now + _BEAT_INTERVAL
+            local_ranks, clock = self._local_ranks, time.monotonic_ns()
+            elapsed = [(p and clock - p) for p in self._control.progress[local_ranks.start : local_ranks.stop]]
+            sleeping = list(self._control.sleeping[local_ranks.start : local_ranks.stop])
+            self._mail.send_all(self._beat_hosts, BEAT, elapsed, sleeping)
+        if now >= self._next_check:
+            self._next_check = now + _CHECK_INTERVAL
             self._check_peers(now)
 
     def _check_peers(self, now: float) -> None:
@@ -294,9 +301,9 @@ class Agent:
         if self._is_ending:
             return
         timeout = self._config["timeout"]
-        for host in self._peers:
+        for host in self._beat_hosts:
             if now - self._mail.last_received[host] > timeout:
-                if not self._is_first:
+                if not self._is_master_host:
                     if not self._config["launched"] and os.getppid() > 1:
                         with contextlib.suppress(OSError):
                             os.kill(os.getppid(), signal.SIGKILL)  # mpirun's daemon, which would wait forever
@@ -306,26 +313,26 @@ class Agent:
         dead = self._workers.find_dead()
         if dead is not None:
             number, pid, code = dead
-            text = f"rank {number} on host {self._names[self._me]} (process {pid}) {describe_exit(code)}"
+            text = f"rank {number} on host {self._names[self._host]} (process {pid}) {describe_exit(code)}"
             self._mail.send(0, LOST, text, number)
             del self._workers.pids[number]
 
     def _end_without_master(self, now: float) -> None:
         """End all hosts after the master's death; leave those that do not answer to the launcher."""
         self._control.words[Control.ENDING] = 2
-        self._deadline = self._deadline or now + _GRACE_WITHOUT_MASTER
+        self._deadline = self._deadline or now + _EXIT_SECONDS_WITHOUT_MASTER
         if now > self._deadline:
             self._exit_alone(1)
 
     # -- messages of other hosts ----------------------------------------------------------------------
 
-    def _on_post(self, source: int, number: int, message: bytes, task: TaskMemory | None) -> None:
+    def _on_command(self, source: int, number: int, message: bytes, task: TaskMemory | None) -> None:
         control, words = self._control, self._control.words
-        self._task.begin(number, task)
+        self._task.start_command(number, task)
         control.mailbox[: len(message)] = message
         words[Control.LENGTH] = len(message)
-        words[Control.ANNOUNCED] = self._mapped
-        words[Control.POSTED] = self._posted = number
+        words[Control.ANNOUNCED] = self._last_segment_key
+        words[Control.POSTED] = self._last_command = number
         self._control.ring_here(FOR_COMMAND)
 
     def _on_announce(self, source: int, key: int, nbytes: int, path: str | None) -> None:
@@ -335,11 +342,11 @@ class Agent:
                 for channel in self._workers.channels.values():
                     announce(channel, segment, file.fileno())
         except (MemoryError, OSError) as error:
-            name = describe_host(self._names[self._me], self._here)
-            self._mail.send(0, LOST, f"{name}: {error}", self._here.start)
+            name = describe_host(self._names[self._host], self._local_ranks)
+            self._mail.send(0, LOST, f"{name}: {error}", self._local_ranks.start)
             return
         self._segments[key] = segment
-        self._mapped = key
+        self._last_segment_key = key
 
     def _on_pages(self, source: int, key: int, pages: np.ndarray, content: np.ndarray) -> None:
         if key in self._segments:  # else it could not be mapped
@@ -350,11 +357,11 @@ class Agent:
         for key in keys:
             self._segments.pop(key, None)
 
-    def _on_step(self, source: int, step: int, shown: list[tuple[int, int, bytes]]) -> None:
+    def _on_step(self, source: int, step: int, published: list[tuple[int, int, bytes]]) -> None:
         self._tally.receive_step(source, step)
         control = self._control
-        for r, which, content in shown:
-            control.slot(r, which)[: len(content)] = content
+        for r, parity, content in published:
+            control.slot(r, parity)[: len(content)] = content
         for r in self._ranks[source]:
             control.arrived[r] = step
         self._control.ring_here(FOR_STEP)
@@ -386,29 +393,29 @@ class Agent:
     def _on_lost(self, source: int, text: str, rank: int) -> None:
         self._report_loss(text, rank)
 
-    def _on_beat(self, source: int, going_on: list[int], sleeping: list[int]) -> None:
+    def _on_beat(self, source: int, elapsed: list[int], sleeping: list[int]) -> None:
         control, clock = self._control, time.monotonic_ns()
         for i, r in enumerate(self._ranks[source]):
-            control.progress[r] = going_on[i] and clock - going_on[i]
+            control.progress[r] = elapsed[i] and clock - elapsed[i]
             control.sleeping[r] = sleeping[i]
 
     def _on_end(self, source: int, kill: bool) -> None:
-        self._workers.end(0.0 if kill else _GRACE, lambda: False)
+        self._workers.end(0.0 if kill else _EXIT_SECONDS, lambda: False)
         self._is_ending = True
-        self._mail.send(0, GONE)
+        self._mail.send(0, ENDED)
 
-    def _on_gone(self, source: int) -> None:
-        self._gone.add(source)
+    def _on_ended(self, source: int) -> None:
+        self._ended_hosts.add(source)
 
     # -- loss and exit -----------------------------------------------------------------------------------------------
 
     def _report_loss(self, text: str, rank: int) -> None:
         """Report a loss to the master: the first only, since others may follow from it."""
-        if self._control.words[Control.NEWS]:
+        if self._control.words[Control.LOSS_LENGTH]:
             return
-        content = json.dumps([text[: NEWS // 8], rank]).encode()
-        self._layout.news[: len(content)] = content
-        self._control.words[Control.NEWS] = len(content)
+        content = json.dumps([text[: LOSS_NBYTES // 8], rank]).encode()
+        self._layout.loss_message[: len(content)] = content
+        self._control.words[Control.LOSS_LENGTH] = len(content)
         self._control.ring_all()
         with contextlib.suppress(ProcessLookupError):
             os.kill(self._config["master"], signal.SIGURG)  # it may be running its own part of the command
@@ -445,7 +452,7 @@ def main(address: str) -> None:
     # this process is killed during its start.
     os.environ.setdefault("UCX_TLS", "^sm")
     if address:  # else the master may call fork() at any time
-        signal.alarm(_START)  # MPI waits without limit until all are connected
+        signal.alarm(_START_SECONDS)  # MPI waits without limit until all are connected
     from mpi4py import MPI
 
     _unlink_shared_memory()
@@ -462,15 +469,15 @@ def main(address: str) -> None:
         return
     frames = world.Dup()
     signal.alarm(0)
-    here = number_ranks(config["counts"])[world.rank]
-    made, extra = file is not None, PipeLayout.nbytes(len(here))
+    local_ranks = number_ranks(config["counts"])[world.rank]
+    is_master_host, extra = file is not None, PipeLayout.compute_nbytes(len(local_ranks))
     if file is None:
-        file = _create_control_memory(MPI, config, here, extra)
+        file = _create_control_memory(MPI, config, local_ranks, extra)
         _set_environment(config)
-    spin = SPIN if len(here) < available_cores() else 0.0
-    control = Control(config["size"], spin, file.fileno(), made, here, extra)
-    workers = Workers(config["root"], control, None if made else file)
-    if not made:
+    spin = SPIN if len(local_ranks) < available_cores() else 0.0
+    control = Control(config["size"], spin, file.fileno(), is_master_host, local_ranks, extra)
+    workers = Workers(config["root"], control, None if is_master_host else file)
+    if not is_master_host:
         workers.start(config["profile"])
         file.close()
     Agent(MPI, config, control, channel, workers, frames).run()
@@ -479,7 +486,7 @@ def main(address: str) -> None:
 
 
 def _set_environment(config: dict[str, Any]) -> None:
-    """Set up this process, and so its workers, as the master's process is: variables, ``sys.path``, folder."""
+    """Give this process, and so its workers, the environment variables, ``sys.path`` and folder of the master."""
     os.environ.update(config["environment"])
     # A worker that imports mpi4py, as Theano does, must neither identify as this agent nor initialise MPI.
     os.environ["MPI4PY_RC_INITIALIZE"] = "0"
@@ -490,16 +497,16 @@ def _set_environment(config: dict[str, Any]) -> None:
         os.chdir(config["folder"])
 
 
-def _create_control_memory(mpi: Any, config: dict[str, Any], here: range, extra: int) -> io.FileIO:
-    """Create this host's control memory; without room for it, report the loss and wait for the end."""
+def _create_control_memory(mpi: Any, config: dict[str, Any], local_ranks: range, extra: int) -> io.FileIO:
+    """Create this host's control memory; if there is no memory for it, report the loss and wait for END."""
     try:
-        return Control.create(config["size"], len(here), extra)
+        return Control.create(config["size"], len(local_ranks), extra)
     except MemoryError as error:
         mail = Mail(mpi, mpi.COMM_WORLD)
-        mail.send(0, LOST, f"{describe_host(config['names'][mail.me], here)}: {error}", here.start)
-        deadline = time.monotonic() + _GRACE
+        mail.send(0, LOST, f"{describe_host(config['names'][mail.host], local_ranks)}: {error}", local_ranks.start)
+        deadline = time.monotonic() + _EXIT_SECONDS
         while time.monotonic() < deadline and all(kind != END for _, kind, _ in mail.receive()):
-            time.sleep(_LONG)
+            time.sleep(_MAX_SLEEP)
         raise
 
 
@@ -508,9 +515,9 @@ def _unlink_shared_memory() -> None:
 
     They are for processes of the same host, on which there is one agent only.  Open MPI creates some under srun.
     """
-    ours = re.compile(r"/dev/shm/(mpich|sm_segment)\S*$")
+    pattern = re.compile(r"/dev/shm/(mpich|sm_segment)\S*$")
     with open("/proc/self/maps") as maps:
-        names = {found[0] for line in maps if (found := ours.search(line))}
+        names = {match[0] for line in maps if (match := pattern.search(line))}
     for name in names:
         with contextlib.suppress(FileNotFoundError):
             os.unlink(name)
@@ -528,10 +535,10 @@ def _collect_facts() -> dict[str, Any]:
 
 
 def _find_versions() -> dict[str, str]:
-    found = list_versions(("synkhronos", "numpy", "pytensor", "Theano", "jax", "nccl4py", "cuda-core"))
+    versions = list_versions(("synkhronos", "numpy", "pytensor", "Theano", "jax", "nccl4py", "cuda-core"))
     if find_spec("pygpu") is not None:  # linked into environments without metadata
-        found["pygpu"] = "installed"
-    return found
+        versions["pygpu"] = "installed"
+    return versions
 
 
 def _connect(address: str, facts: Any) -> tuple[socket.socket, dict[str, Any] | None, Any]:

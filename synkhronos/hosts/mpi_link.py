@@ -36,7 +36,7 @@ from synkhronos.ranks.memory import Release
 from synkhronos.ranks.segments import SegmentTable, is_closed
 
 #: Seconds that the agents may take to start.
-_START = 60.0
+_START_SECONDS = 60.0
 #: Seconds that agents get to exit by themselves.
 _EXIT_SECONDS = 0.7
 #: Seconds for which the last output of killed agents is read.
@@ -47,7 +47,7 @@ _VARIABLES = re.compile(
 )
 
 
-def serve() -> NoReturn:
+def run_agent() -> NoReturn:
     """Run this host's agent in a script that ``mpirun`` has started on every host, and exit with it."""
     ignore_job_signals()
     raise SystemExit(subprocess.call(mpirun.make_agent_command(""), stdin=subprocess.DEVNULL, close_fds=False))
@@ -56,18 +56,18 @@ def serve() -> NoReturn:
 @contextlib.contextmanager
 def _block_job_signals() -> Iterator[None]:
     """Start the block's child processes with `JOB_SIGNALS` blocked."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, JOB_SIGNALS)
+    old_mask = signal.pthread_sigmask(signal.SIG_BLOCK, JOB_SIGNALS)
     try:
         yield
     finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        signal.pthread_sigmask(signal.SIG_SETMASK, old_mask)
 
 
 class MpiLink(Link):
     """Link of a session with ranks on several hosts: the master's own, which is the first, and the others.
 
-    `launch` starts an agent on each host with ``mpirun``, `divide` assigns ranks to hosts, `start` starts the workers,
-    `end` or `kill` end everything, whatever has been started.
+    `launch` starts an agent on each host with ``mpirun``, `assign_ranks` divides the ranks among the hosts, `start`
+    starts the workers, `end` or `kill` end all that has been started.
 
     Parameters
     ----------
@@ -83,7 +83,7 @@ class MpiLink(Link):
     plan_nbytes = MAILBOX // 2
 
     def __init__(self, hosts: Sequence[Host] | None, timeout: float, output: IO[str] | None = None):
-        self._named = hosts
+        self._hosts = hosts
         self.names = [host.name for host in hosts or ()]
         self._timeout, self._output = timeout, output
         self._last_lines: deque[str] = deque(maxlen=50)
@@ -101,9 +101,9 @@ class MpiLink(Link):
         RuntimeError
             If they do not start, or the hosts have different versions.
         """
-        hosts = self._named
+        hosts = self._hosts
         if hosts is None:
-            _start_once()
+            _check_single_start()
         address = f"synkhronos-{secrets.token_hex(16)}"
         with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
             listener.bind("\0" + address)
@@ -126,7 +126,7 @@ class MpiLink(Link):
                 )
             facts = self._connect(listener)
         if hosts is None:
-            hosts = [Host(each["name"], None) for each in facts]
+            hosts = [Host(host["name"], None) for host in facts]
             self.names = [host.name for host in hosts]
             mpirun.check_processes(facts)
         elif len(facts) < len(hosts):
@@ -135,10 +135,10 @@ class MpiLink(Link):
                 "not of the MPI that mpi4py uses, which python -c 'from mpi4py import MPI; "
                 "print(MPI.Get_library_version())' names; pip install synkhronos[hosts] brings one MPI for both"
             )
-        check_versions(self.names, [each["versions"] for each in facts])
-        self._known_as = [(name, each["name"]) for name, each in zip(self.names, facts, strict=True)]
+        check_versions(self.names, [host["versions"] for host in facts])
+        self._aliases = [(name, host["name"]) for name, host in zip(self.names, facts, strict=True)]
         self._n_ranks = [host.n_ranks for host in hosts]
-        self._cores, self._gpus = ([each[key] for each in facts] for key in ("cores", "gpus"))
+        self._cores, self._gpus = ([host[key] for host in facts] for key in ("cores", "gpus"))
 
     def choose_gpu_default(self) -> bool | None:
         """Return the default of ``use_gpu``: None if all hosts have GPUs (this host then decides), False if none has.
@@ -155,13 +155,13 @@ class MpiLink(Link):
             raise ValueError(f"use_gpu: expected True or False, since not all hosts have GPUs: {counts}")
         return False
 
-    def divide(self, n_ranks: int | None, on_gpus: bool) -> None:
+    def assign_ranks(self, n_ranks: int | None, on_gpus: bool) -> None:
         """Assign ranks to the hosts: set `ranks_by_host`, `size` and `extra`.
 
         Parameters
         ----------
         n_ranks : int or None
-            Number of ranks of each host whose name came without a number; None for one on each core, or GPU.
+            Number of ranks of each host that was named without a number; None for one on each core, or GPU.
         on_gpus : bool
             Whether each rank has a GPU.
 
@@ -170,29 +170,29 @@ class MpiLink(Link):
         ValueError
             If a host has fewer GPUs than ranks.
         """
-        there = self._gpus if on_gpus else self._cores
-        each = [asked or n_ranks or n for asked, n in zip(self._n_ranks, there, strict=True)]
-        for name, n, n_gpus in zip(self.names, each, self._gpus, strict=True):
+        defaults = self._gpus if on_gpus else self._cores
+        counts = [count or n_ranks or n for count, n in zip(self._n_ranks, defaults, strict=True)]
+        for name, n, n_gpus in zip(self.names, counts, self._gpus, strict=True):
             if on_gpus and not 1 <= n <= n_gpus:
-                asked = f", and {n} ranks there need one each" if n else ""
+                needed = f", and {n} ranks there need one each" if n else ""
                 raise ValueError(
-                    f"hosts: {name} has {n_gpus} GPUs{asked}: pass use_gpu=False, or in a session devices = 'cpu', to "
+                    f"hosts: {name} has {n_gpus} GPUs{needed}: pass use_gpu=False, or in a session devices = 'cpu', to "
                     "compute on CPU cores"
                 )
-        self.ranks_by_host = number_ranks(each)
-        self.size = sum(each)
-        self.extra = PipeLayout.nbytes(each[0])
+        self.ranks_by_host = number_ranks(counts)
+        self.size = sum(counts)
+        self.extra = PipeLayout.compute_nbytes(counts[0])
 
     def _connect(self, listener: socket.socket) -> list[dict[str, Any]]:
         """Wait for the first agent to connect and return each host's description."""
         listener.settimeout(0.05)
-        deadline = time.monotonic() + _START
+        deadline = time.monotonic() + _START_SECONDS
         while self._channel is None:
             try:
                 channel, _ = listener.accept()
             except TimeoutError:
                 if self._launcher.poll() is not None:
-                    if self._named is None:
+                    if self._hosts is None:
                         raise RuntimeError(
                             "MPI did not connect the processes that mpirun or srun has started: "
                             f"{self._read_error()}{mpirun.advise_srun()}"
@@ -202,8 +202,8 @@ class MpiLink(Link):
                     ) from None
                 if time.monotonic() > deadline:
                     raise RuntimeError(
-                        f"the hosts {', '.join(self.names)} could not be reached within {_START:g} seconds; the first "
-                        f"has to be this machine, {socket.gethostname()}"
+                        f"the hosts {', '.join(self.names)} could not be reached within {_START_SECONDS:g} seconds; "
+                        f"the first has to be this machine, {socket.gethostname()}"
                     ) from None
                 continue
             _, user, _ = struct.unpack("3i", channel.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
@@ -211,21 +211,21 @@ class MpiLink(Link):
                 self._channel = channel
             else:
                 channel.close()
-        self._channel.settimeout(_START)
-        said = self._channel.recv(1 << 20)
-        if not said:
+        self._channel.settimeout(_START_SECONDS)
+        message = self._channel.recv(1 << 20)
+        if not message:
             raise RuntimeError(f"the agent of this host ended at once: {self._read_error()}")
-        facts: list[dict[str, Any]] = json.loads(said)
+        facts: list[dict[str, Any]] = json.loads(message)
         self._channel.settimeout(None)
         return facts
 
     def _read_error(self) -> str:
         """Return the error message of ``mpirun``, which has ended."""
         try:
-            said = self._launcher.communicate(timeout=_EXIT_SECONDS)
+            outputs = self._launcher.communicate(timeout=_EXIT_SECONDS)
         except subprocess.TimeoutExpired as error:  # a shared ssh connection keeps the pipes open
-            said = [(text or b"").decode(errors="backslashreplace") for text in (error.output, error.stderr)]
-        lines = [line.strip(" =-") for text in reversed(said) for line in text.splitlines()]
+            outputs = [(text or b"").decode(errors="backslashreplace") for text in (error.output, error.stderr)]
+        lines = [line.strip(" =-") for text in reversed(outputs) for line in text.splitlines()]
         for line in lines:  # an agent's own message, among mpirun's
             if line.startswith("RuntimeError: "):
                 return line.removeprefix("RuntimeError: ")
@@ -244,7 +244,7 @@ class MpiLink(Link):
             "root": root,
             "profile": profile,
             "timeout": self._timeout,
-            "launched": self._named is None,
+            "launched": self._hosts is None,
             "environment": {name: value for name, value in os.environ.items() if _VARIABLES.match(name)},
             "path": [os.path.abspath(folder) for folder in sys.path],
             "folder": os.getcwd(),
@@ -258,20 +258,21 @@ class MpiLink(Link):
 
     def plan_transfers(self, command: Command, parcel: SharedArray | None, segments: SegmentTable) -> bytes:
         """Return, pickled, the rows that each other host reads, the segments to release, and the memory of a task."""
-        dropped = [key for what, key in command.released if what == "segment"] if isinstance(command, Release) else []
-        needed: list[list[SegmentAccess]] = []
+        released = command.released if isinstance(command, Release) else []
+        dropped = [key for kind, key in released if kind == "segment"]
+        accesses_by_host: list[list[SegmentAccess]] = []
         for name, ranks in zip(self.names, self.ranks_by_host, strict=True):
-            needed.append([])
+            accesses_by_host.append([])
             for access in find_row_accesses((command, parcel), self.size, ranks):
-                there = access.array.find_local_rows(self.size, ranks)
-                if there is None:
-                    needed[-1].append(_to_segment_access(access))
+                local_rows = access.array.find_local_rows(self.size, ranks)
+                if local_rows is None:
+                    accesses_by_host[-1].append(_to_segment_access(access))
                     continue
-                _check_rows(access, there, segments, describe_host(name, ranks))
+                _check_rows(access, local_rows, segments, describe_host(name, ranks))
                 if isinstance(access.rows, SharedArray):
-                    needed[-1].append(_to_segment_access(RowAccess(access.rows)))
+                    accesses_by_host[-1].append(_to_segment_access(RowAccess(access.rows)))
         task = command.memory
-        plan = pickle.dumps((needed[1:], dropped, task), pickle.HIGHEST_PROTOCOL)
+        plan = pickle.dumps((accesses_by_host[1:], dropped, task), pickle.HIGHEST_PROTOCOL)
         if len(plan) > self.plan_nbytes:
             raise ValueError(
                 f"a call on several hosts names too many arrays: they take {len(plan):,} bytes, and there is room "
@@ -282,7 +283,7 @@ class MpiLink(Link):
     @property
     def bytes_sent(self) -> int:
         """Number of bytes of shared memory that were sent to other hosts."""
-        return 0 if self._control is None else self._control.words[Control.SENT]
+        return 0 if self._control is None else self._control.words[Control.BYTES_SENT]
 
     def get_host_name(self, rank: int) -> str:
         """Return the name of a rank's host."""
@@ -292,9 +293,9 @@ class MpiLink(Link):
         """Return a description of the failure of another host, or of an agent, and a rank there; None if all live."""
         if self._control is None or self._layout is None:
             return None
-        length = self._control.words[Control.NEWS]
+        length = self._control.words[Control.LOSS_LENGTH]
         if length:
-            text, rank = json.loads(bytes(self._layout.news[:length]))
+            text, rank = json.loads(bytes(self._layout.loss_message[:length]))
             return text, rank
         assert self._channel is not None
         if self._launcher.poll() is None and not is_closed(self._channel):
@@ -306,12 +307,14 @@ class MpiLink(Link):
             reader.join(0.2)
         code = self._launcher.poll()
         if code is not None and code < 0:
-            what = "the agent of this host" if self._named is None else "mpirun, which connects the hosts,"
-            return f"{what} (process {self._launcher.pid}) {describe_exit(code)}", 0
-        lost = mpirun.find_lost_hosts(" ".join(list(self._last_lines)), self._known_as)
-        names = [describe_host(self.names[i], self.ranks_by_host[i]) for i in lost]
-        which = names[0] if len(names) == 1 else f"one of {', '.join(names)}"
-        return f"{which} was lost: the host, or the agent there, has ended", self.ranks_by_host[lost[0]].start
+            process_name = "the agent of this host" if self._hosts is None else "mpirun, which connects the hosts,"
+            return f"{process_name} (process {self._launcher.pid}) {describe_exit(code)}", 0
+        lost_hosts = mpirun.find_lost_hosts(" ".join(list(self._last_lines)), self._aliases)
+        names = [describe_host(self.names[i], self.ranks_by_host[i]) for i in lost_hosts]
+        description = names[0] if len(names) == 1 else f"one of {', '.join(names)}"
+        return f"{description} was lost: the host, or the agent there, has ended", self.ranks_by_host[
+            lost_hosts[0]
+        ].start
 
     def end(self, kill: bool, seconds: float, is_hurried: Callable[[], bool]) -> None:
         """End the other hosts' workers and the agents."""
@@ -332,7 +335,7 @@ class MpiLink(Link):
             self._channel.close()  # agents exit when it is closed
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._launcher.wait(_EXIT_SECONDS)
-        last = _EXIT_SECONDS
+        output_seconds = _EXIT_SECONDS
         if self._launcher.poll() is None:
             # Its children, too: an ssh would wait for an unreachable host.
             for pid in mpirun.list_process_tree(self._launcher.pid):
@@ -341,49 +344,51 @@ class MpiLink(Link):
             self._launcher.wait()
             # Open MPI's ssh inherits the pipes that are read here, and may pass them on (ControlMaster): they stay open
             # as long as a process waits for an unreachable host.  All output is in them already.
-            last = _OUTPUT_SECONDS
+            output_seconds = _OUTPUT_SECONDS
         for reader in self._readers:
-            reader.join(last)
+            reader.join(output_seconds)
         self._control = self._layout = None
 
     def _forward_output(self, stream: IO[str], name: str) -> None:
         """Forward the hosts' output to a standard stream of this process, and keep its last lines."""
         for line in stream:
             self._last_lines.append(line)
-            to = getattr(sys, name) if self._output is None else self._output
-            if to is not None:
+            target = getattr(sys, name) if self._output is None else self._output
+            if target is not None:
                 with contextlib.suppress(OSError, ValueError):
-                    to.write(line)
+                    target.write(line)
 
 
 def _to_segment_access(access: RowAccess) -> SegmentAccess:
     """Convert an access of rows to bytes of a segment."""
     array, rows, base = access
-    item = np.dtype(array.dtype).itemsize
+    itemsize = np.dtype(array.dtype).itemsize
     if rows is None or not array.shape:
-        return SegmentAccess(array.key, array.offset, 1, (0, int(np.prod(array.shape)) * item, 1), None)
-    row = int(np.prod(array.shape[1:])) * item
+        return SegmentAccess(array.key, array.offset, 1, (0, int(np.prod(array.shape)) * itemsize, 1), None)
+    row_nbytes = int(np.prod(array.shape[1:])) * itemsize
     if isinstance(rows, range):
-        return SegmentAccess(array.key, array.offset, row, (rows.start - base, rows.stop - base, rows.step), None)
-    return SegmentAccess(array.key, array.offset, row, None, (rows.key, rows.offset, rows.shape[0], base))
+        return SegmentAccess(
+            array.key, array.offset, row_nbytes, (rows.start - base, rows.stop - base, rows.step), None
+        )
+    return SegmentAccess(array.key, array.offset, row_nbytes, None, (rows.key, rows.offset, rows.shape[0], base))
 
 
-def _check_rows(access: RowAccess, there: range, segments: SegmentTable, who: str) -> None:
+def _check_rows(access: RowAccess, local_rows: range, segments: SegmentTable, description: str) -> None:
     """Raise IndexError for rows that only another host has loaded."""
     rows = range(access.array.shape[0]) if access.rows is None else access.rows
     index = np.array([*rows[:1], *rows[-1:]]) if isinstance(rows, range) else rows.view(segments)
     if not index.size:
         return
-    first, last = int(index.min()) - access.base, int(index.max()) - access.base
-    if first < there.start or last >= there.stop:
+    first_row, last_row = int(index.min()) - access.base, int(index.max()) - access.base
+    if first_row < local_rows.start or last_row >= local_rows.stop:
         raise IndexError(
-            f"{who} needs rows from {first:,} to {last:,} of data that data_parts has loaded, and has those from "
-            f"{there.start:,} to {there.stop - 1:,}: what hosts load for themselves is not sent; the rows that "
-            "PartsData.batches() yields are where they are needed"
+            f"{description} needs rows from {first_row:,} to {last_row:,} of data that data_parts has loaded, and has "
+            f"those from {local_rows.start:,} to {local_rows.stop - 1:,}: what hosts load for themselves is not sent; "
+            "the rows that PartsData.batches() yields are where they are needed"
         )
 
 
-def _start_once() -> None:
+def _check_single_start() -> None:
     """Raise in a second session of a script that ``mpirun`` started: its processes on other hosts have exited."""
     global _has_started
     if _has_started:
@@ -399,10 +404,10 @@ _has_started = False
 
 def check_versions(names: Sequence[str], versions: Sequence[dict[str, str]]) -> None:
     """Raise RuntimeError if a host has another version of Python or of a package than the first host."""
-    for name, here in versions[0].items():
-        for host, there in zip(names, versions, strict=True):
-            if there.get(name) != here:
+    for name, first_version in versions[0].items():
+        for host, versions_of_host in zip(names, versions, strict=True):
+            if versions_of_host.get(name) != first_version:
                 raise RuntimeError(
-                    f"hosts need the same versions: {name} is {here} on {names[0]} and {there.get(name, 'missing')} "
-                    f"on {host}"
+                    f"hosts need the same versions: {name} is {first_version} on {names[0]} and "
+                    f"{versions_of_host.get(name, 'missing')} on {host}"
                 )

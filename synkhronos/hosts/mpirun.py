@@ -36,25 +36,25 @@ def make_agent_command(address: str) -> list[str]:
 def make_mpirun_command(names: Sequence[str], address: str) -> list[str]:
     """Return the command line that starts an agent on each host."""
     mpirun = find_mpirun()
-    each = ",".join(f"{name}:1" for name in names)
+    host_list = ",".join(f"{name}:1" for name in names)
     if _is_mpich(mpirun):
-        how = ["-hosts", each]
+        options = ["-hosts", host_list]
     else:
         _check_names(names)
-        how = ["-H", each, "--bind-to", "none"]
-    return [mpirun, *how, "-n", str(len(names)), *make_agent_command(address)]
+        options = ["-H", host_list, "--bind-to", "none"]
+    return [mpirun, *options, "-n", str(len(names)), *make_agent_command(address)]
 
 
 def find_mpirun() -> str:
     """Return the ``mpirun`` of this environment, or else the first on the path."""
     sibling = Path(sys.executable).with_name("mpirun")
-    found = str(sibling) if sibling.exists() else shutil.which("mpirun")
-    if found is None:
+    path = str(sibling) if sibling.exists() else shutil.which("mpirun")
+    if path is None:
         raise RuntimeError(
             "several hosts need MPI, and there is no mpirun: pip install synkhronos[hosts], or load the cluster's "
             "own MPI and pip install mpi4py"
         )
-    return found
+    return path
 
 
 def _is_mpich(mpirun: str) -> bool:
@@ -82,25 +82,30 @@ def _resolve_ssh_alias(name: str) -> str:
     """Return the host name or address in the user's ssh configuration."""
     with contextlib.suppress(OSError):
         output = subprocess.run(["ssh", "-G", name], capture_output=True, text=True, check=False).stdout
-        if found := re.search(r"^hostname (\S+)$", output, re.MULTILINE):
-            return found[1]
+        if match := re.search(r"^hostname (\S+)$", output, re.MULTILINE):
+            return match[1]
     return name
 
 
 def make_mpirun_environment(is_started: bool) -> dict[str, str]:
     """Return the environment of ``mpirun``, or of an agent if ``mpirun`` has started this script (``is_started``)."""
-    found = {"UCX_LOG_LEVEL": "error", **os.environ}  # Open MPI's UCX warns at every agent's exit
+    environment = {"UCX_LOG_LEVEL": "error", **os.environ}  # Open MPI's UCX warns at every agent's exit
     if is_started:
-        return found
+        return environment
     # In a step of Slurm, srun's MPI variables of this process describe that step, of one task.
-    found = {name: value for name, value in found.items() if not name.startswith("PMI") or name.startswith("PMIX_MCA_")}
-    if nodes := found.get("SLURM_JOB_NODELIST"):
+    environment = {
+        name: value for name, value in environment.items() if not name.startswith("PMI") or name.startswith("PMIX_MCA_")
+    }
+    if nodes := environment.get("SLURM_JOB_NODELIST"):
         # Open MPI reads hosts and slots from these, which a step redefines.
-        found |= {"SLURM_NODELIST": nodes, "SLURM_TASKS_PER_NODE": f"1(x{found.get('SLURM_JOB_NUM_NODES', 1)})"}
+        environment |= {
+            "SLURM_NODELIST": nodes,
+            "SLURM_TASKS_PER_NODE": f"1(x{environment.get('SLURM_JOB_NUM_NODES', 1)})",
+        }
         # mpirun starts a step with srun.  That would wait without limit for cores of the script's own step; and where
         # srun provides PMIx by default, MPICH gets two answers and aborts.
-        found |= {"SLURM_OVERLAP": "1", "SLURM_MPI_TYPE": "none"}
-    return found
+        environment |= {"SLURM_OVERLAP": "1", "SLURM_MPI_TYPE": "none"}
+    return environment
 
 
 def check_processes(facts: Sequence[dict[str, Any]]) -> None:
@@ -111,7 +116,7 @@ def check_processes(facts: Sequence[dict[str, Any]]) -> None:
             f"{count} processes were started, and MPI connects {len(facts)} of them: start one on each host, by the "
             f"mpirun of the MPI that mpi4py uses{advise_srun()}; independent processes call fork(hosts=[])"
         )
-    names = [each["name"] for each in facts]
+    names = [host["name"] for host in facts]
     for name in names:
         if names.count(name) > 1:
             raise RuntimeError(
@@ -138,31 +143,35 @@ def advise_srun() -> str:
     )
 
 
-def find_lost_hosts(output: str, known_as: Sequence[Sequence[str]]) -> list[int]:
+def find_lost_hosts(output: str, aliases: Sequence[Sequence[str]]) -> list[int]:
     """Return the lost host according to the output of ``mpirun``, or all candidates if it names none.
 
     Parameters
     ----------
     output : str
-    known_as : sequence of sequence of str
+    aliases : sequence of sequence of str
         Names of each host.
     """
     output = " ".join(output.split())  # lines are broken anywhere
 
-    def find_named(pattern: str) -> list[int]:
-        found = re.findall(pattern, output)
-        return [i for i, names in enumerate(known_as) if any(name in found for name in names)]
+    def find_hosts(pattern: str) -> list[int]:
+        named = re.findall(pattern, output)
+        return [i for i, names in enumerate(aliases) if any(name in named for name in names)]
 
-    of_mpich, of_open_mpi = r"RUNNING AT (\S+) = EXIT CODE: ", r"on node (\S+) exited on signal "
-    # A host whose agent got an error of MPI is alive.  So is one whose agent crashed in MPICH, as happens when a peer
-    # is lost in the middle of a message, and one that reports a closed connection.
-    follows = rf"(?:{int(signal.SIGSEGV)}|{_MPI_FAULT})\b"
-    for pattern in (f"{of_mpich}(?!{follows})", r"Remote daemon: \S+ on node (\S+)", f"{of_open_mpi}(?!{follows})"):
-        if lost := find_named(pattern):
+    mpich_pattern, open_mpi_pattern = r"RUNNING AT (\S+) = EXIT CODE: ", r"on node (\S+) exited on signal "
+    # A host whose agent got an error of MPI is alive.  So is a host whose agent crashed in MPICH, which happens when a
+    # peer is lost in the middle of a message, and a host that reports a closed connection.
+    follow_up = rf"(?:{int(signal.SIGSEGV)}|{_MPI_FAULT})\b"
+    for pattern in (
+        f"{mpich_pattern}(?!{follow_up})",
+        r"Remote daemon: \S+ on node (\S+)",
+        f"{open_mpi_pattern}(?!{follow_up})",
+    ):
+        if lost := find_hosts(pattern):
             return lost[:1]
-    complaining = find_named(r"\[([^\s:]+):\d+\] \*\*\* An error occurred in Socket closed")
-    complaining = complaining or find_named(of_mpich + follows) or find_named(of_open_mpi + follows) or [0]
-    return [i for i in range(len(known_as)) if i not in complaining]
+    survivors = find_hosts(r"\[([^\s:]+):\d+\] \*\*\* An error occurred in Socket closed")
+    survivors = survivors or find_hosts(mpich_pattern + follow_up) or find_hosts(open_mpi_pattern + follow_up) or [0]
+    return [i for i in range(len(aliases)) if i not in survivors]
 
 
 def list_process_tree(pid: int) -> list[int]:
@@ -171,4 +180,4 @@ def list_process_tree(pid: int) -> list[int]:
         children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
     except OSError:  # it has exited
         children = []
-    return [pid, *(each for child in children for each in list_process_tree(int(child)))]
+    return [pid, *(descendant for child in children for descendant in list_process_tree(int(child)))]

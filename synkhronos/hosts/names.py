@@ -49,8 +49,8 @@ def is_this_machine(name: str) -> bool:
     """Whether a name resolves to an address of this machine."""
     with contextlib.suppress(OSError):
         for family, kind, _, _, address in socket.getaddrinfo(name, 0, type=socket.SOCK_STREAM):
-            with contextlib.suppress(OSError), socket.socket(family, kind) as one:
-                one.bind(address)
+            with contextlib.suppress(OSError), socket.socket(family, kind) as test_socket:
+                test_socket.bind(address)
                 return True
     return name == socket.gethostname()
 
@@ -79,12 +79,12 @@ def parse_hosts(hosts: str | Sequence[str] | None) -> list[Host]:
         hosts = _read_allocation(argument)
     if isinstance(hosts, str) or not isinstance(hosts, Sequence):
         raise TypeError(f'{argument}: expected a list of names, or "all", got {hosts!r}')
-    found = [_parse_host(each, argument) for each in hosts]
-    names = [host.name for host in found]
+    parsed = [_parse_host(host, argument) for host in hosts]
+    names = [host.name for host in parsed]
     for name in names:
         if names.count(name) > 1:
             raise ValueError(f"{argument}: {name} is named twice; write {name}:2 for two ranks on it")
-    return found
+    return parsed
 
 
 def _parse_host(text: object, argument: str) -> Host:
@@ -113,25 +113,25 @@ def number_ranks(counts: Sequence[int]) -> list[range]:
 
 def find_host(ranks: Sequence[range], rank: int) -> int:
     """Return the number of a rank's host."""
-    return next(host for host, of_host in enumerate(ranks) if rank in of_host)
+    return next(host for host, host_ranks in enumerate(ranks) if rank in host_ranks)
 
 
-def describe_host(name: str, of_host: range) -> str:
+def describe_host(name: str, host_ranks: range) -> str:
     """Return the name of a host with its ranks, for messages."""
-    ranks = f"rank {of_host.start}" if len(of_host) == 1 else f"ranks {of_host.start} to {of_host.stop - 1}"
+    ranks = f"rank {host_ranks.start}" if len(host_ranks) == 1 else f"ranks {host_ranks.start} to {host_ranks.stop - 1}"
     return f"host {name} ({ranks})"
 
 
 def _read_allocation(argument: str) -> list[str]:
     """Return the hosts of this job's allocation, in the batch system's order."""
     if nodes := os.environ.get("SLURM_JOB_NODELIST"):
-        found = subprocess.run(["scontrol", "show", "hostnames", nodes], capture_output=True, text=True, check=True)
-        names = found.stdout.split()
+        output = subprocess.run(["scontrol", "show", "hostnames", nodes], capture_output=True, text=True, check=True)
+        names = output.stdout.split()
     elif path := os.environ.get("PBS_NODEFILE"):
         with open(path) as file:
             names = file.read().split()
-    elif listed := os.environ.get("LSB_MCPU_HOSTS"):  # "a 16 b 16"; large jobs have no LSB_HOSTS ("a a b b")
-        names = listed.split()[::2]
+    elif host_counts := os.environ.get("LSB_MCPU_HOSTS"):  # "a 16 b 16"; large jobs have no LSB_HOSTS ("a a b b")
+        names = host_counts.split()[::2]
     else:
         raise ValueError(
             f'{argument}: "all" are the hosts of an allocation of Slurm, PBS or LSF, and this process is in none: '

@@ -16,7 +16,7 @@ import numpy as np
 #: Number of bytes of a page, the unit in which memory is compared and sent.
 PAGE = 4096
 #: Number of pages compared at a time.
-_RUN = 1024
+_PAGES_PER_COMPARISON = 1024
 
 
 class SegmentAccess(NamedTuple):
@@ -62,20 +62,20 @@ class PageTable:
         self._n_hosts = n_hosts
         self._heartbeat = heartbeat
         self.memory: dict[int, np.ndarray] = {}
-        self._last: dict[int, np.ndarray] = {}
-        self._has: dict[int, np.ndarray] = {}
+        self._sent_copies: dict[int, np.ndarray] = {}
+        self._held_pages: dict[int, np.ndarray] = {}
 
     def add(self, key: int, memory: np.ndarray) -> None:
         """Add a segment; no other host has any page of it yet."""
         self.memory[key] = memory
         # Untouched memory costs nothing: only pages that are sent are written here.
-        self._last[key] = np.empty(memory.size, np.uint8)
-        self._has[key] = np.zeros((self._n_hosts, -(-memory.size // PAGE)), bool)
+        self._sent_copies[key] = np.empty(memory.size, np.uint8)
+        self._held_pages[key] = np.zeros((self._n_hosts, -(-memory.size // PAGE)), bool)
 
     def drop(self, keys: Iterable[int]) -> None:
         """Remove segments."""
         for key in keys:
-            for table in (self.memory, self._last, self._has):
+            for table in (self.memory, self._sent_copies, self._held_pages):
                 table.pop(key, None)
 
     def take_missing(self, needed: Sequence[dict[int, np.ndarray]]) -> list[dict[int, np.ndarray]]:
@@ -92,50 +92,54 @@ class PageTable:
             Page numbers to send to each host, by segment.
         """
         for key in set().union(*needed):
-            pages = np.unique(np.concatenate([of_host[key] for of_host in needed if key in of_host]))
-            for at in range(0, len(pages), _RUN):
-                self._compare(key, pages[at : at + _RUN])
+            pages = np.unique(
+                np.concatenate([pages_by_segment[key] for pages_by_segment in needed if key in pages_by_segment])
+            )
+            for start in range(0, len(pages), _PAGES_PER_COMPARISON):
+                self._update_copies(key, pages[start : start + _PAGES_PER_COMPARISON])
                 self._heartbeat()
         missing_by_host: list[dict[int, np.ndarray]] = []
-        for host, of_host in enumerate(needed):
+        for host, pages_by_segment in enumerate(needed):
             missing_by_host.append({})
-            for key, pages in of_host.items():
-                has = self._has[key][host]
-                missing = pages[~has[pages]]
+            for key, pages in pages_by_segment.items():
+                held = self._held_pages[key][host]
+                missing = pages[~held[pages]]
                 if missing.size:
                     missing_by_host[-1][key] = missing
-                    has[missing] = True
+                    held[missing] = True
         return missing_by_host
 
-    def _compare(self, key: int, pages: np.ndarray) -> None:
+    def _update_copies(self, key: int, pages: np.ndarray) -> None:
         """Mark pages that have changed since they were sent, and copy those that are sent now."""
-        memory, last, has = self.memory[key], self._last[key], self._has[key]
-        known = pages[has[:, pages].any(axis=0)]
-        has[:, known[_compare_pages(read_pages(memory, known), read_pages(last, known))]] = False
-        new = pages[~has[:, pages].any(axis=0)]
-        write_pages(last, new, read_pages(memory, new))
+        memory, sent_copy, held = self.memory[key], self._sent_copies[key], self._held_pages[key]
+        sent_pages = pages[held[:, pages].any(axis=0)]
+        held[:, sent_pages[_compare_pages(read_pages(memory, sent_pages), read_pages(sent_copy, sent_pages))]] = False
+        new_pages = pages[~held[:, pages].any(axis=0)]
+        write_pages(sent_copy, new_pages, read_pages(memory, new_pages))
 
 
-def _compare_pages(one: np.ndarray, other: np.ndarray) -> np.ndarray:
+def _compare_pages(left: np.ndarray, right: np.ndarray) -> np.ndarray:
     """Return, page by page, whether two runs of bytes differ; the last page may be shorter."""
-    n_whole = one.size // PAGE
-    whole = slice(n_whole * PAGE)
-    first, second = (each[whole].view(np.uint64).reshape(n_whole, PAGE // 8) for each in (one, other))
-    differ = (first != second).any(axis=1)
-    if one.size % PAGE:
-        differ = np.append(differ, not np.array_equal(one[n_whole * PAGE :], other[n_whole * PAGE :]))
-    return differ
+    n_full_pages = left.size // PAGE
+    full_pages = slice(n_full_pages * PAGE)
+    left_words, right_words = (
+        content[full_pages].view(np.uint64).reshape(n_full_pages, PAGE // 8) for content in (left, right)
+    )
+    differs = (left_words != right_words).any(axis=1)
+    if left.size % PAGE:
+        differs = np.append(differs, not np.array_equal(left[n_full_pages * PAGE :], right[n_full_pages * PAGE :]))
+    return differs
 
 
 def find_pages(accesses: Iterable[SegmentAccess], memory: dict[int, np.ndarray]) -> dict[int, np.ndarray]:
     """Return the sorted numbers of the pages that are read, by segment; indexes are looked up in ``memory``."""
-    found: dict[int, list[np.ndarray]] = {}
+    pages_by_segment: dict[int, list[np.ndarray]] = {}
     for access in accesses:
         if access.indexes is not None:
-            key, at, count, base = access.indexes
-            found.setdefault(key, []).append(_find_page_range(at, at + 8 * count))
-            index = memory[key][at : at + 8 * count].view(np.int64) - base
-            found.setdefault(access.key, []).append(_find_row_pages(access, index))
+            key, start, count, base = access.indexes
+            pages_by_segment.setdefault(key, []).append(_find_page_range(start, start + 8 * count))
+            index = memory[key][start : start + 8 * count].view(np.int64) - base
+            pages_by_segment.setdefault(access.key, []).append(_find_row_pages(access, index))
         elif access.rows is not None:
             rows = range(*access.rows)
             if rows and abs(rows.step) == 1:
@@ -145,9 +149,9 @@ def find_pages(accesses: Iterable[SegmentAccess], memory: dict[int, np.ndarray])
                 )
             else:
                 pages = _find_row_pages(access, np.arange(*access.rows))
-            found.setdefault(access.key, []).append(pages)
+            pages_by_segment.setdefault(access.key, []).append(pages)
     # A segment that is not in `memory` is a file, which every host has.
-    return {key: np.unique(np.concatenate(parts)) for key, parts in found.items() if key in memory}
+    return {key: np.unique(np.concatenate(parts)) for key, parts in pages_by_segment.items() if key in memory}
 
 
 def _find_page_range(start: int, stop: int) -> np.ndarray:
@@ -159,30 +163,30 @@ def _find_row_pages(access: SegmentAccess, index: np.ndarray) -> np.ndarray:
     """Return the numbers of the pages of rows."""
     if not index.size or not access.row_nbytes:
         return np.arange(0)
-    first = (access.offset + index * access.row_nbytes) // PAGE
-    last = (access.offset + (index + 1) * access.row_nbytes - 1) // PAGE
-    most = int((last - first).max()) + 1
-    return np.minimum(first[:, None] + np.arange(most), last[:, None]).reshape(-1)
+    first_pages = (access.offset + index * access.row_nbytes) // PAGE
+    last_pages = (access.offset + (index + 1) * access.row_nbytes - 1) // PAGE
+    max_pages_per_row = int((last_pages - first_pages).max()) + 1
+    return np.minimum(first_pages[:, None] + np.arange(max_pages_per_row), last_pages[:, None]).reshape(-1)
 
 
 def read_pages(memory: np.ndarray, pages: np.ndarray) -> np.ndarray:
     """Return the bytes of some pages, concatenated; the last page of the memory may be shorter."""
     if not pages.size:
         return np.empty(0, np.uint8)
-    n_whole = memory.size // PAGE
-    whole = memory[: n_whole * PAGE].reshape(n_whole, PAGE)
-    if pages[-1] < n_whole:
-        return np.take(whole, pages, axis=0).reshape(-1)
-    return np.concatenate([np.take(whole, pages[:-1], axis=0).reshape(-1), memory[n_whole * PAGE :]])
+    n_full_pages = memory.size // PAGE
+    full_pages = memory[: n_full_pages * PAGE].reshape(n_full_pages, PAGE)
+    if pages[-1] < n_full_pages:
+        return np.take(full_pages, pages, axis=0).reshape(-1)
+    return np.concatenate([np.take(full_pages, pages[:-1], axis=0).reshape(-1), memory[n_full_pages * PAGE :]])
 
 
 def write_pages(memory: np.ndarray, pages: np.ndarray, content: np.ndarray) -> None:
     """Write pages into memory; ``content`` is as `read_pages` returned it."""
     if not pages.size:
         return
-    n_whole = memory.size // PAGE
-    whole = memory[: n_whole * PAGE].reshape(n_whole, PAGE)
-    n = pages.size if pages[-1] < n_whole else pages.size - 1
-    whole[pages[:n]] = content[: n * PAGE].reshape(n, PAGE)
+    n_full_pages = memory.size // PAGE
+    full_pages = memory[: n_full_pages * PAGE].reshape(n_full_pages, PAGE)
+    n = pages.size if pages[-1] < n_full_pages else pages.size - 1
+    full_pages[pages[:n]] = content[: n * PAGE].reshape(n, PAGE)
     if n < pages.size:
-        memory[n_whole * PAGE :] = content[n * PAGE :]
+        memory[n_full_pages * PAGE :] = content[n * PAGE :]

@@ -1,23 +1,23 @@
 """Tasks on several hosts: messages between ranks, and locks with the rows that are used under them.
 
-A message of a rank to a rank of another host travels as PART; its receipt is another PART.  STOP is a rank's request
-that all ranks stop.
+CHANNEL_UPDATE carries the bytes that a rank has sent to a rank of another host, or the number of bytes that the other
+rank has received.  STOP is a rank's request that all ranks stop.
 
-A lock, and the only valid copy of the rows that are used under it, is on one host.  A rank of another host has a copy
-in its own host's memory while it holds the lock: it reads rows after it has acquired the lock, and writes them back
-before it releases it.  Agents carry requests and bytes, and compute nothing::
+A lock, and the only valid copy of the rows that are used under it, is on one host.  A rank of another host reads the
+rows after it has acquired the lock, and writes them back before it releases it.  Agents carry requests and bytes, and
+compute nothing::
 
-    rank          its agent                       agent of the lock's host
-    acquire       ASK(ACQUIRE)               ->      queues; acquires the lock for the rank
-                                          <-      ANSWER: how often it had been acquired
-    read          ASK(READ, rows)         ->
-                  into memory             <-      CONTENT, chunk by chunk, from memory; ANSWER
-    write         CONTENT, chunk by chunk ->      into memory
-                  ASK(WRITE)              ->
-                                          <-      ANSWER: all bytes have arrived
-    release       ASK(RELEASE)               ->      releases it
+    rank          its agent                              agent of the lock's host
+    acquire       LOCK_REQUEST(ACQUIRE)           ->     queues; acquires the lock for the rank
+                                                  <-     LOCK_REPLY: how often it had been acquired
+    read          LOCK_REQUEST(READ, rows)        ->
+                  into memory                     <-     LOCK_ROWS, chunk by chunk, from memory; LOCK_REPLY
+    write         LOCK_ROWS, chunk by chunk       ->     into memory
+                  LOCK_REQUEST(WRITE)             ->
+                                                  <-     LOCK_REPLY: all bytes have arrived
+    release       LOCK_REQUEST(RELEASE)           ->     releases it
 
-Bytes travel from memory to memory; the message before them names their place.
+Rows travel from memory to memory; the message before them names their offset.
 
 Invariant: messages of a host are processed in order.  None is processed before the bytes announced ahead of it have
 arrived, or before this host has received the command to which it belongs.
@@ -32,7 +32,16 @@ from typing import Any
 
 import numpy as np
 
-from synkhronos.hosts.mail import ANSWER, ASK, CHUNK_NBYTES, CONTENT, MAX_PENDING, PART, STOP, Mail
+from synkhronos.hosts.mail import (
+    CHANNEL_UPDATE,
+    CHUNK_NBYTES,
+    LOCK_REPLY,
+    LOCK_REQUEST,
+    LOCK_ROWS,
+    MAX_PENDING,
+    STOP,
+    Mail,
+)
 from synkhronos.hosts.names import find_host
 from synkhronos.ranks.control import FOR_TASK, Control
 from synkhronos.ranks.segments import Segment
@@ -60,7 +69,7 @@ class TaskAgent:
 
     def __init__(self, mail: Mail, control: Control, ranks: Sequence[range], segments: dict[int, Segment]):
         self._mail, self._control, self._ranks, self._segments = mail, control, ranks, segments
-        self._number = 0
+        self._command = 0
         self._bridge: Bridge | None = None
         #: Hosts and ranks that wait for each lock, in order.
         self._queues: dict[int, deque[tuple[int, int]]] = {}
@@ -69,18 +78,18 @@ class TaskAgent:
         #: Actions by host, in order: the request of the bytes to wait for, the command, the action.
         self._actions: list[deque[tuple[Any, int, Callable[[Bridge], object]]]] = [deque() for _ in range(mail.size)]
         self.handlers: dict[int, Callable[..., None]] = {
-            PART: self._on_part, STOP: self._on_stop,
-            ASK: self._on_ask, ANSWER: self._on_answer, CONTENT: self._on_content,
+            CHANNEL_UPDATE: self._on_channel_update, STOP: self._on_stop,
+            LOCK_REQUEST: self._on_lock_request, LOCK_REPLY: self._on_lock_reply, LOCK_ROWS: self._on_lock_rows,
         }  # fmt: skip
 
-    def begin(self, number: int, task: TaskMemory | None) -> None:
+    def start_command(self, command: int, task: TaskMemory | None) -> None:
         """Start a command, which may be a task, and drop the remains of the previous one."""
-        self._number, self._bridge = number, None
+        self._command, self._bridge = command, None
         self._queues.clear()
         self._transfers.clear()
         if task is not None and task.key in self._segments:  # its memory may not have been mapped
             segment = self._segments[task.key]
-            if self._mail.me > 0:  # on the first host the master prepares it
+            if self._mail.host > 0:  # on the first host the master prepares it
                 task.initialise_locks(segment)
             self._bridge = Bridge(task, segment, self._control.local_ranks)
 
@@ -91,30 +100,30 @@ class TaskAgent:
 
     def progress(self) -> bool:
         """Process requests and transfers without waiting; return True if anything was done."""
-        news = False
-        for coming in self._actions:
-            while coming and coming[0][1] <= self._number and (coming[0][0] is None or coming[0][0].Test()):
-                _, number, act = coming.popleft()
-                if number == self._number and self._bridge is not None:  # else its command has failed
-                    act(self._bridge)
-                news = True
+        has_events = False
+        for actions in self._actions:
+            while actions and actions[0][1] <= self._command and (actions[0][0] is None or actions[0][0].Test()):
+                _, command, action = actions.popleft()
+                if command == self._command and self._bridge is not None:  # else its command has failed
+                    action(self._bridge)
+                has_events = True
         if self._bridge is not None:
-            news |= self._forward(self._bridge)
+            has_events |= self._forward_messages(self._bridge)
             for request in self._bridge.poll_requests():
-                self._request(self._bridge, *request)
-                news = True
-            for lock, line in self._queues.items():
-                news |= bool(line) and self._grant(self._bridge, lock, line)
+                self._forward_request(self._bridge, *request)
+                has_events = True
+            for lock, queue in self._queues.items():
+                has_events |= bool(queue) and self._grant(self._bridge, lock, queue)
         while self._transfers and not self._mail.has_pending(MAX_PENDING):
-            one = self._transfers.popleft()
-            if next(one, self) is not self:
-                self._transfers.append(one)  # one chunk of each in turn
-            news = True
-        return news
+            transfer = self._transfers.popleft()
+            if next(transfer, self) is not self:
+                self._transfers.append(transfer)  # one chunk of each in turn
+            has_events = True
+        return has_events
 
-    def _schedule(self, source: int, number: int, act: Callable[[Bridge], object], content: Any = None) -> None:
+    def _schedule(self, source: int, command: int, action: Callable[[Bridge], object], content: Any = None) -> None:
         """Schedule an action to run after the earlier ones of the same host, and after its bytes have arrived."""
-        self._actions[source].append((content, number, act))
+        self._actions[source].append((content, command, action))
 
     def _wake(self, rank: int) -> None:
         self._control.fence()
@@ -122,120 +131,130 @@ class TaskAgent:
 
     # -- messages between ranks ----------------------------------------------------------------------------------
 
-    def _forward(self, bridge: Bridge) -> bool:
+    def _forward_messages(self, bridge: Bridge) -> bool:
         """Forward the messages, receipts and stop requests of this host's ranks."""
-        news = False
-        for source, target, turn, content in bridge.poll_channels():
-            to = target if content is not None else source
-            self._mail.send(find_host(self._ranks, to), PART, self._number, source, target, turn, content)
-            news = True
+        has_events = False
+        for source, target, count, content in bridge.poll_channels():
+            peer = target if content is not None else source
+            self._mail.send(find_host(self._ranks, peer), CHANNEL_UPDATE, self._command, source, target, count, content)
+            has_events = True
         if bridge.take_stop_request():
-            self._mail.send_all(self._mail.others, STOP, self._number)
-        return news
+            self._mail.send_all(self._mail.other_hosts, STOP, self._command)
+        return has_events
 
-    def _on_part(self, source: int, number: int, *part: Any) -> None:
-        self._schedule(source, number, lambda bridge: self._wake(bridge.update_channel(*part)))
+    def _on_channel_update(self, source: int, command: int, *update: Any) -> None:
+        self._schedule(source, command, lambda bridge: self._wake(bridge.update_channel(*update)))
 
-    def _on_stop(self, source: int, number: int) -> None:
-        self._schedule(source, number, Bridge.stop)
+    def _on_stop(self, source: int, command: int) -> None:
+        self._schedule(source, command, Bridge.stop)
 
     # -- ranks of this host that use locks of another -------------------------------------------------
 
-    def _request(self, bridge: Bridge, rank: int, what: int, lock: int, spans: Sequence[Span]) -> None:
-        home, number = find_host(self._ranks, bridge.find_home(lock)), self._number
-        if what == WRITE:
-            self._transfers.append(self._send(home, spans, ASK, number, rank, what, lock, ()))
+    def _forward_request(self, bridge: Bridge, rank: int, operation: int, lock: int, spans: Sequence[Span]) -> None:
+        home, command = find_host(self._ranks, bridge.find_home(lock)), self._command
+        if operation == WRITE:
+            self._transfers.append(self._send_rows(home, spans, LOCK_REQUEST, command, rank, operation, lock, ()))
             return
-        self._mail.send(home, ASK, number, rank, what, lock, spans)
-        if what == RELEASE:
-            self._answer(bridge, rank, 0)
+        self._mail.send(home, LOCK_REQUEST, command, rank, operation, lock, spans)
+        if operation == RELEASE:
+            self._deliver_reply(bridge, rank, 0)
 
-    def _on_answer(self, source: int, number: int, rank: int, value: int) -> None:
-        self._schedule(source, number, lambda bridge: self._answer(bridge, rank, value))
+    def _on_lock_reply(self, source: int, command: int, rank: int, value: int) -> None:
+        self._schedule(source, command, lambda bridge: self._deliver_reply(bridge, rank, value))
 
-    def _answer(self, bridge: Bridge, rank: int, value: int) -> None:
+    def _deliver_reply(self, bridge: Bridge, rank: int, value: int) -> None:
         """Deliver the lock's host's answer to a rank."""
-        bridge.answer(rank, value)
+        bridge.reply(rank, value)
         self._wake(rank)
 
     # -- locks of this host ------------------------------------------------------------------------------
 
-    def _on_ask(self, source: int, number: int, rank: int, what: int, lock: int, spans: Sequence[Span]) -> None:
-        self._schedule(source, number, lambda bridge: self._process(bridge, source, rank, what, lock, spans))
+    def _on_lock_request(
+        self, source: int, command: int, rank: int, operation: int, lock: int, spans: Sequence[Span]
+    ) -> None:
+        self._schedule(
+            source, command, lambda bridge: self._process_request(bridge, source, rank, operation, lock, spans)
+        )
 
-    def _process(self, bridge: Bridge, source: int, rank: int, what: int, lock: int, spans: Sequence[Span]) -> None:
+    def _process_request(
+        self, bridge: Bridge, source: int, rank: int, operation: int, lock: int, spans: Sequence[Span]
+    ) -> None:
         """Process the request of a rank of another host."""
-        number = self._number
-        if what == ACQUIRE:
+        command = self._command
+        if operation == ACQUIRE:
             self._queues.setdefault(lock, deque()).append((source, rank))
             bridge.set_wanted(lock, True)
-        elif what == READ:
-            self._transfers.append(self._send(source, spans, ANSWER, number, rank, 0))
-        elif what == WRITE:  # the bytes announced before it have arrived
-            self._mail.send(source, ANSWER, number, rank, 0)
+        elif operation == READ:
+            self._transfers.append(self._send_rows(source, spans, LOCK_REPLY, command, rank, 0))
+        elif operation == WRITE:  # the bytes announced before it have arrived
+            self._mail.send(source, LOCK_REPLY, command, rank, 0)
         else:
             bridge.release(lock)
 
-    def _grant(self, bridge: Bridge, lock: int, line: deque[tuple[int, int]]) -> bool:
+    def _grant(self, bridge: Bridge, lock: int, queue: deque[tuple[int, int]]) -> bool:
         """Grant a lock to the first rank in line if it is free."""
-        source, rank = line[0]
+        source, rank = queue[0]
         turn = bridge.try_acquire(lock, rank)
         if turn is None:
             return False
-        line.popleft()
-        bridge.set_wanted(lock, bool(line))
-        self._mail.send(source, ANSWER, self._number, rank, turn)
+        queue.popleft()
+        bridge.set_wanted(lock, bool(queue))
+        self._mail.send(source, LOCK_REPLY, self._command, rank, turn)
         return True
 
     # -- transfers -------------------------------------------------------------------------------------------------
 
-    def _send(self, to: int, spans: Sequence[Span], *message: Any) -> Iterator[None]:
+    def _send_rows(self, host: int, spans: Sequence[Span], *message: Any) -> Iterator[None]:
         """Send rows to another host, a chunk at each step, and then a message."""
         for key, start, nbytes in spans:
             memory = memoryview(self._segments[key].buffer)
-            for at in range(start, start + nbytes, CHUNK_NBYTES):
-                part = memory[at : min(at + CHUNK_NBYTES, start + nbytes)]
-                self._mail.send(to, CONTENT, self._number, key, at, len(part))
-                self._mail.send_bytes(to, part)
-                if self._mail.me == 0:
-                    self._control.words[Control.SENT] += len(part)
+            for offset in range(start, start + nbytes, CHUNK_NBYTES):
+                chunk = memory[offset : min(offset + CHUNK_NBYTES, start + nbytes)]
+                self._mail.send(host, LOCK_ROWS, self._command, key, offset, len(chunk))
+                self._mail.send_bytes(host, chunk)
+                if self._mail.host == 0:
+                    self._control.words[Control.BYTES_SENT] += len(chunk)
                 yield
-        self._mail.send(to, *message)
+        self._mail.send(host, *message)
 
-    def _on_content(self, source: int, number: int, key: int, at: int, nbytes: int) -> None:
+    def _on_lock_rows(self, source: int, command: int, key: int, offset: int, nbytes: int) -> None:
         """Receive a chunk of rows into their place in memory."""
         buffer: Any = bytearray(nbytes)
-        if number == self._number and key in self._segments:  # else the command has failed
-            buffer = memoryview(self._segments[key].buffer)[at : at + nbytes]
-        self._schedule(source, number, lambda bridge: None, self._mail.receive_bytes(source, buffer))
+        if command == self._command and key in self._segments:  # else the command has failed
+            buffer = memoryview(self._segments[key].buffer)[offset : offset + nbytes]
+        self._schedule(source, command, lambda bridge: None, self._mail.receive_bytes(source, buffer))
 
 
 class Bridge:
     """The agent's access to a task's memory on its host: channels to ranks of other hosts, and the host's locks.
 
-    The words and channels in the segment are written by the ranks of this host.  For messages of other hosts' ranks to
-    them, the agent writes.
+    The ranks of this host write their words and channels in the segment.  The agent writes those of ranks of other
+    hosts.
 
     Parameters
     ----------
     memory : TaskMemory
     segment : Segment
-    here : range
+    local_ranks : range
         Ranks of this host.
     """
 
-    def __init__(self, memory: TaskMemory, segment: Segment, here: range):
-        self._memory, self._segment, self._here = memory, segment, here
+    def __init__(self, memory: TaskMemory, segment: Segment, local_ranks: range):
+        self._memory, self._segment, self._local_ranks = memory, segment, local_ranks
         n = memory.size
         self._stop, _, self._owners, self._turns, self._wanted, *channels = memory.view_words(segment)
         self._sent, self._received = (np.frombuffer(words, np.uint64).reshape(n, n) for words in channels)
-        self._n_requests = [0] * len(here)
-        there = [r for r in range(n) if r not in here]
-        # Counters, their sources and targets, and their values at the last poll: of the channels out of this host, and
-        # of those into it.
-        self._polled = [
-            (self._sent, list(here), there, np.zeros((len(here), len(there)), np.uint64)),
-            (self._received, there, list(here), np.zeros((len(there), len(here)), np.uint64)),
+        self._n_requests = [0] * len(local_ranks)
+        remote_ranks = [r for r in range(n) if r not in local_ranks]
+        # Counters, sources, targets and the counts of the last poll: of channels from this host, of channels to it.
+        self._polled_channels = [
+            (self._sent, list(local_ranks), remote_ranks, np.zeros((len(local_ranks), len(remote_ranks)), np.uint64)),
+            (
+                self._received,
+                remote_ranks,
+                list(local_ranks),
+                np.zeros((len(remote_ranks), len(local_ranks)), np.uint64),
+            ),
         ]
         self._has_sent_stop = False
 
@@ -251,22 +270,22 @@ class Bridge:
         content : bytearray or None
             Bytes sent since the last call; None for bytes that a rank of this host has received.
         """
-        for words, sources, targets, last in self._polled:
-            now = words[np.ix_(sources, targets)]
-            for i, j in np.argwhere(last < now):
-                source, target, begin, end = sources[i], targets[j], int(last[i, j]), int(now[i, j])
-                content = bytearray(end - begin) if words is self._sent else None
+        for words, sources, targets, last_counts in self._polled_channels:
+            counts = words[np.ix_(sources, targets)]
+            for i, j in np.argwhere(last_counts < counts):
+                source, target, start, stop = sources[i], targets[j], int(last_counts[i, j]), int(counts[i, j])
+                content = bytearray(stop - start) if words is self._sent else None
                 if content is not None:
-                    read_ring(self._ring(source, target), begin, memoryview(content))
-                yield source, target, end, content
-            last[:] = now
+                    read_ring(self._view_ring(source, target), start, memoryview(content))
+                yield source, target, stop, content
+            last_counts[:] = counts
 
     def update_channel(self, source: int, target: int, count: int, content: bytearray | None) -> int:
         """Apply progress that `poll_channels` of another host yielded; return the rank that may wait for it."""
         if content is None:
             self._received[source, target] = count
             return source
-        write_ring(self._ring(source, target), count - len(content), content)
+        write_ring(self._view_ring(source, target), count - len(content), content)
         self._sent[source, target] = count
         return target
 
@@ -285,15 +304,15 @@ class Bridge:
 
     def poll_requests(self) -> Iterator[tuple[int, int, int, Sequence[Span]]]:
         """Yield new requests of this host's ranks about locks of other hosts: rank, request, lock and spans of rows."""
-        for i, rank in enumerate(self._here):
+        for i, rank in enumerate(self._local_ranks):
             if self._sent[rank, rank] > self._n_requests[i]:
-                request = read_prefixed(self._ring(rank, rank))
+                request = read_prefixed(self._view_ring(rank, rank))
                 self._n_requests[i] += 1
                 yield rank, *pickle.loads(request)
 
-    def answer(self, rank: int, value: int) -> None:
+    def reply(self, rank: int, value: int) -> None:
         """Write the answer to a request of a rank of this host."""
-        self._ring(rank, rank)[:WORD] = value.to_bytes(WORD, "little")
+        self._view_ring(rank, rank)[:WORD] = value.to_bytes(WORD, "little")
         self._received[rank, rank] += 1
 
     def find_home(self, lock: int) -> int:
@@ -320,5 +339,5 @@ class Bridge:
         self._owners[lock] = 0
         self._memory.get_semaphore(self._segment, lock).release()
 
-    def _ring(self, source: int, target: int) -> memoryview:
+    def _view_ring(self, source: int, target: int) -> memoryview:
         return self._memory.view_channel(self._segment, source, target)

@@ -100,7 +100,7 @@ class Control:
         Lock of the rank that decides a failed command: see `agreement`.
     """
 
-    POSTED, FAILED, LENGTH, ANNOUNCED, PLAN, ENDING, NEWS, SENT, COMMON_STEP = range(9)
+    POSTED, FAILED, LENGTH, ANNOUNCED, PLAN_LENGTH, ENDING, LOSS_LENGTH, BYTES_SENT, COMMON_STEP = range(9)
 
     def __init__(
         self,

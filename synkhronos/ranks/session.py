@@ -345,7 +345,7 @@ class Session:
         words[Control.LENGTH] = len(message)
         plan = self.link.plan_transfers(command, location, self.rank.segments)
         control.mailbox[len(message) : len(message) + len(plan)] = plan
-        words[Control.PLAN] = len(plan)
+        words[Control.PLAN_LENGTH] = len(plan)
         words[Control.ANNOUNCED] = self.memory.last_announced
         words[Control.POSTED] = number
         control.fence()

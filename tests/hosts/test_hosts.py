@@ -22,7 +22,7 @@ from synkhronos import processes
 from synkhronos.hosts import agent as agents
 from synkhronos.hosts import mpi_link, mpirun
 from synkhronos.hosts.agent import Agent
-from synkhronos.hosts.mail import PART
+from synkhronos.hosts.mail import CHANNEL_UPDATE
 from synkhronos.hosts.mpirun import _check_names, find_lost_hosts
 from synkhronos.hosts.names import Host, parse_hosts
 from synkhronos.hosts.page_table import PAGE, PageTable, SegmentAccess, find_pages, read_pages, write_pages
@@ -257,8 +257,8 @@ def test_fork_refuses_an_mpirun_of_another_mpi(monkeypatch):
 
 
 def test_frames_allocate_no_extra_memory():
-    control = Control(3, 0.0, local_ranks=range(2), extra=PipeLayout.nbytes(2))
-    frame = PipeLayout(control).frame(3, FRAMES - 1)
+    control = Control(3, 0.0, local_ranks=range(2), extra=PipeLayout.compute_nbytes(2))
+    frame = PipeLayout(control).view_frame(3, FRAMES - 1)
     assert len(frame) == FRAME
     frame[-1] = 1
     assert control.extra[-1] == 1
@@ -422,21 +422,21 @@ def test_agent_reads_messages_before_it_decides():
 def test_early_messages_of_a_task_are_queued():
     taken = []
     bridge = SimpleNamespace(
-        update_channel=lambda *part: taken.append(part),
+        update_channel=lambda *update: taken.append(update),
         poll_channels=list,
         poll_requests=list,
         take_stop_request=lambda: False,
     )
-    mail = SimpleNamespace(size=2, me=0, others=[1])
+    mail = SimpleNamespace(size=2, host=0, other_hosts=[1])
     control = SimpleNamespace(here=range(1), fence=lambda: None, ring=lambda rank, reason: None)
     agent = TaskAgent(mail, control, [range(1), range(1, 2)], {})
-    agent.begin(4, None)
-    agent.handlers[PART](1, 5, 1, 0, 1, b"first")
+    agent.start_command(4, None)
+    agent.handlers[CHANNEL_UPDATE](1, 5, 1, 0, 1, b"first")
     assert not agent.progress() and not taken
-    agent.begin(5, None)
+    agent.start_command(5, None)
     agent._bridge = bridge
-    agent.handlers[PART](1, 5, 1, 0, 2, b"second")
-    agent.handlers[PART](1, 4, 1, 0, 1, b"of a command that has failed")
+    agent.handlers[CHANNEL_UPDATE](1, 5, 1, 0, 2, b"second")
+    agent.handlers[CHANNEL_UPDATE](1, 4, 1, 0, 1, b"of a command that has failed")
     assert agent.progress() and taken == [(1, 0, 1, b"first"), (1, 0, 2, b"second")]
     assert not agent.has_waiting_ranks
 
@@ -447,7 +447,7 @@ def test_agent_reports_missing_memory(monkeypatch):
 
     monkeypatch.setattr(agents, "Segment", unmapped)
     agent, said = object.__new__(Agent), []
-    agent._names, agent._me, agent._here, agent._segments, agent._mapped = "ab", 1, range(2, 3), {}, 0
+    agent._names, agent._host, agent._local_ranks, agent._segments = "ab", 1, range(2, 3), {}
     agent._mail = SimpleNamespace(send=lambda *message: said.append(message))
     agent._on_announce(0, 1, 4096, None)
     assert said == [(0, agents.LOST, "host b (rank 2): 4096 bytes of shared memory can't be mapped", 2)]
