@@ -35,7 +35,7 @@ def draw(rows: list[dict[str, str]], theme: str, is_narrow: bool) -> None:
     text, lighter, grid, gain, loss = COLOURS[theme]
     size = (4, 0.74 * len(rows) + 0.6) if is_narrow else (7, 0.56 * len(rows) + 0.6)
     bar, top = (0.28, -0.42) if is_narrow else (0.36, -0.22)
-    beside = {"x": LEFT, "y": -0.18, "ha": "left"} if is_narrow else {"x": RIGHT, "y": top, "ha": "right"}
+    other = {"x": LEFT, "y": -0.18, "ha": "left"} if is_narrow else {"x": RIGHT, "y": top, "ha": "right"}
     figure, axis = pyplot.subplots(figsize=size, layout="constrained")
     for i, row in enumerate(rows):
         ratio = float(row["Times as fast"])
@@ -43,8 +43,8 @@ def draw(rows: list[dict[str, str]], theme: str, is_narrow: bool) -> None:
         axis.barh(i, ratio - 1, left=1, height=bar, color=colour)
         axis.text(LEFT, i + top, f"{row['Work']}, {row['On']}", color=text, va="bottom", fontsize=10.5)
         axis.text(
-            beside["x"], i + beside["y"], f"beside {row['Beside']}",
-            color=lighter, va="bottom", ha=beside["ha"], fontsize=10.5,
+            other["x"], i + other["y"], f"versus {row['Compared with']}",
+            color=lighter, va="bottom", ha=other["ha"], fontsize=10.5,
         )  # fmt: skip
         end = max(ratio, 1) * 1.03
         axis.text(end, i, row["Times as fast"], color=colour, va="center", fontsize=11, weight="bold")
@@ -62,7 +62,7 @@ def draw(rows: list[dict[str, str]], theme: str, is_narrow: bool) -> None:
     axis.set_xticks(ticks, [f"{tick:g}" for tick in ticks], color=text)
     axis.set_xticks([], minor=True)
     axis.set_yticks([])
-    axis.set_xlabel("times as fast as the other", color=text, fontsize=10.5)
+    axis.set_xlabel("times as fast as the other\n* by an earlier program", color=text, fontsize=10.5)
     axis.tick_params(color=grid, labelsize=10)
     for spine in axis.spines.values():
         spine.set_visible(False)

@@ -336,7 +336,7 @@ def test_speed_table_commands_exist():
 
 @pytest.mark.any_library
 def test_readme_has_the_rows_of_the_speed_table():
-    columns = ["Work", "On", "Beside", "Times as fast", "Command"]
+    columns = ["Work", "On", "Compared with", "Times as fast", "Command"]
     with SPEED.open(newline="") as file:
         rows = [[row[column] for column in columns] for row in csv.DictReader(file)]
     readme = (ROOT / "README.rst").read_text()
