@@ -40,13 +40,13 @@ def main() -> None:
         functions = [synk.function([], (s.sum() * x * k, "sum"), bcast_inputs=[x]) for k in range(options.functions)]
         crossed: list[int] = []
         memory = importlib.import_module("synkhronos.ranks.memory")
-        announce = memory.announce
+        send_segment = memory.send_segment
 
         def counted(channel: object, segment: Segment, fd: int) -> None:
             crossed.append(segment.nbytes)
-            announce(channel, segment, fd)
+            send_segment(channel, segment, fd)
 
-        with mock.patch.object(memory, "announce", counted):
+        with mock.patch.object(memory, "send_segment", counted):
             first = seconds(synk.distribute)
             again = seconds(synk.distribute)
         workers = options.ranks - 1

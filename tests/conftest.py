@@ -151,11 +151,11 @@ class Kept:
 
     def usable(self, n):
         session = self.session
-        if session is None or session.closed is not None or session.size != n:
+        if session is None or session.close_reason is not None or session.size != n:
             return False
         gc.collect()  # what the last test has made
         try:
-            session.flush()
+            session.send_releases()
         except synk.WorkerError:
             return False
         return True

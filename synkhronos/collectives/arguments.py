@@ -218,4 +218,4 @@ def share_by_rank(selection: Selection, size: int, buffers: list[Data]) -> list[
     rows, bounds = share_selection(selection, buffers), [get_share(len(selection), size, r) for r in range(size)]
     if isinstance(rows, range):
         return [rows[each] for each in bounds]
-    return [rows.part(each.start, each.stop) for each in bounds]
+    return [rows.slice_items(each.start, each.stop) for each in bounds]

@@ -403,7 +403,7 @@ class AllReducePlan(NamedTuple):
             for key, each in zip(keys, copies, strict=True)
         ]
         described = tuple([(*each.layout, each.device.name) for each in variables])
-        return cls(variables, epoch, rank.digest((described, epoch)))
+        return cls(variables, epoch, rank.compute_digest((described, epoch)))
 
     def is_valid(self, rank: Rank) -> bool:
         """Whether this rank's variables and its connection have not changed."""

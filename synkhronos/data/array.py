@@ -67,7 +67,7 @@ class Data:
             raise ValueError(
                 f"ndim: expected a number of dimensions that NumPy supports, got {ndim}: {error}"
             ) from None
-        self._session.notify_at_close(self, Data._drop)
+        self._session.add_close_callback(self, Data._drop)
 
     # -- attributes ------------------------------------------------------------------------------------------
 
@@ -230,13 +230,13 @@ class Data:
 
         Arrays that `data` returned before keep the memory as long as they exist.
         """
-        if self._session.closed is not None:
+        if self._session.close_reason is not None:
             return
         memory = None if self._segment is None else weakref.ref(self._segment.buffer)
         with self._session.call_lock:
             self._session.wait_until_idle()
             self._drop()
-            self._session.flush()
+            self._session.send_releases()
         if memory is not None and memory() is not None:
             gc.collect()  # compilers leave reference cycles that hold the inputs they compiled for
 
@@ -253,7 +253,7 @@ class Data:
 
     def _check_open(self) -> None:
         """Raise RuntimeError if the session has ended."""
-        if self._session.closed is not None:
+        if self._session.close_reason is not None:
             raise RuntimeError(
                 "this Data object's memory was freed when the ranks were closed: make a new one after synkhronos.fork()"
             )

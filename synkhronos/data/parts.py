@@ -216,7 +216,7 @@ class _PartialArray(SharedArray):
 
 def _load_rows(session: Session, load: Any, length: int) -> tuple[int, tuple[int, ...], str]:
     """Load all rows on the ranks; return the segment's key, the array's shape, and its dtype."""
-    key = session.memory.create_parts_key()
+    key = session.memory.reserve_key()
     function = _LoadFunction(load)
     try:
         Mirror.get(session).send([(("load", key), function)], [])
@@ -273,7 +273,7 @@ class _LoadRows(Command):
             pid, number = rank.all_gather(descriptor)[here.start]
             if rank.number != here.start:
                 file = files.enter_context(io.FileIO(f"/proc/{pid}/fd/{number}", "r+"))
-            segment = Segment(self.key, file.fileno(), nbytes, here=allocated)
+            segment = Segment(self.key, file.fileno(), nbytes, local_bytes=allocated)
             rank.segments.add(segment)
             if rows is not None:
                 segment.array((self.length, *shape), dtype)[mine] = rows

@@ -24,7 +24,7 @@ import numpy as np
 from synkhronos.devices.communicator import ArrayLayout, Communicator
 from synkhronos.devices.reductions import REDUCTIONS, Reduction
 from synkhronos.ranks import Rank
-from synkhronos.ranks.control import SCRATCH
+from synkhronos.ranks.control import SCRATCH_NBYTES
 
 
 class HostCommunicator(Communicator):
@@ -40,7 +40,7 @@ class HostCommunicator(Communicator):
     def __init__(self, rank: Rank):
         self._rank = rank
         self._halves = [
-            [np.frombuffer(rank.control.scratch(r, half), np.uint8) for r in rank.control.local_ranks]
+            [np.frombuffer(rank.control.get_scratch(r, half), np.uint8) for r in rank.control.local_ranks]
             for half in range(2)
         ]
         self._command = self._turn = 0
@@ -60,8 +60,8 @@ class HostCommunicator(Communicator):
         rank, mine = self._rank, as_bytes(array)
         if rank.size == 1:
             return
-        for offset in range(0, mine.size, SCRATCH):
-            chunk = mine[offset : offset + SCRATCH]
+        for offset in range(0, mine.size, SCRATCH_NBYTES):
+            chunk = mine[offset : offset + SCRATCH_NBYTES]
             shared = self._next_halves()[root][: chunk.size]
             if rank.number == root:
                 shared[:] = chunk
@@ -94,7 +94,7 @@ class HostCommunicator(Communicator):
         """Write this rank's items of the reduction over all ranks into ``out``."""
         rank, reduction, source, target = self._rank, REDUCTIONS[op], array.reshape(-1), out.reshape(-1)
         here, dtype = rank.number, array.dtype
-        n_items = SCRATCH // dtype.itemsize // rank.size
+        n_items = SCRATCH_NBYTES // dtype.itemsize // rank.size
         longest = max(stop - start for start, stop in pairwise(bounds))
         for offset in range(0, longest, n_items):
             # A half holds the next items of every rank; the rank that gets them reads them after the barrier.
@@ -125,15 +125,15 @@ class HostCommunicator(Communicator):
             own[:] = mine
         contributes = mine is not None and rank.number != root
         # The root's own array needs no copy.
-        for offset in range(0, max((s for r, s in enumerate(sizes) if r != root), default=0), SCRATCH):
+        for offset in range(0, max((s for r, s in enumerate(sizes) if r != root), default=0), SCRATCH_NBYTES):
             halves = self._next_halves()
             if contributes and mine is not None:
-                chunk = mine[offset : offset + SCRATCH]
+                chunk = mine[offset : offset + SCRATCH_NBYTES]
                 halves[rank.number][: chunk.size] = chunk
             rank.barrier()
             for r, target in enumerate(targets):
                 if target is not None and r != rank.number:
-                    chunk = target[offset : offset + SCRATCH]
+                    chunk = target[offset : offset + SCRATCH_NBYTES]
                     chunk[:] = halves[r][: chunk.size]
 
     def _reduce(
@@ -156,7 +156,7 @@ class HostCommunicator(Communicator):
             if target is not None and source is not None and target is not source:
                 target[:] = source
             return
-        here, n_elements = rank.number, SCRATCH // dtype.itemsize
+        here, n_elements = rank.number, SCRATCH_NBYTES // dtype.itemsize
         for offset in range(0, size, n_elements):
             count = min(n_elements, size - offset)
             bounds = [count * r // rank.size for r in range(rank.size + 1)]

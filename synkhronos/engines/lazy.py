@@ -176,14 +176,14 @@ class ResultTable(PendingOperation):
         try:
             values_by_call = session.run(FetchOutputs(tuple(call.number for call in calls)))
         except Exception:
-            if session.closed is not None:
+            if session.close_reason is not None:
                 raise
             # Some calls can't be reduced: their results raise the error.  The others are read one by one.
             for call in calls:
                 try:
                     (call.values,) = session.run(FetchOutputs((call.number,)))
                 except Exception as error:
-                    if session.closed is not None:
+                    if session.close_reason is not None:
                         raise
                     call.error = error
         else:

@@ -309,7 +309,7 @@ class RowsSum:
         except synk.WorkerError as error:
             session = None if self._session is None else self._session()
             # A chain's process reports the error to PyMC, which ends the other chains.
-            if not self.interrupts_on_exit or session is not None and session.closed is None or find_chain():
+            if not self.interrupts_on_exit or session is not None and session.close_reason is None or find_chain():
                 raise
             raise _stop_sampler(error) from error
         except NotImplementedError as error:

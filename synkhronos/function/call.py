@@ -71,7 +71,7 @@ class ScatteredInput(NamedTuple):
         if isinstance(rows, range):
             yield RowAccess(self.array, rows[first.start : last.stop], self.offset)
         else:
-            yield RowAccess(self.array, rows.part(first.start, last.stop), self.offset)
+            yield RowAccess(self.array, rows.slice_items(first.start, last.stop), self.offset)
 
     @property
     def _n_rows(self) -> int:

@@ -167,7 +167,7 @@ class Dispatcher:
     def mark_distributed(self, session: Session) -> None:
         """Record that the workers have the computation, and prepare the master's."""
         self.session = session
-        session.notify_at_replacement(self, Dispatcher._note_replacement)
+        session.add_replacement_callback(self, Dispatcher._note_replacement)
         self._compiled = set()
         self.computation.reset_if_engine_changed()
         session.rank.objects[self.key] = weakref.ref(self.computation)

@@ -79,7 +79,7 @@ class Mirror:
     @classmethod
     def _create(cls, session: Session) -> Mirror:
         mirror = cls(session)
-        session.notify_at_replacement(mirror, cls._separate_streams)
+        session.add_replacement_callback(mirror, cls._separate_streams)
         return mirror
 
     def _separate_streams(self) -> None:

@@ -63,10 +63,17 @@ from synkhronos.hosts.pipes import FRAME, LOSS_NBYTES, FrameTransport, PipeLayou
 from synkhronos.hosts.task import TaskAgent
 from synkhronos.ranks.agreement import StepTally, record_common_step
 from synkhronos.ranks.child_process import ignore_job_signals
-from synkhronos.ranks.control import FOR_COMMAND, FOR_JOIN, FOR_STEP, SLOT, SPIN, Control
+from synkhronos.ranks.control import FOR_COMMAND, FOR_DONE, FOR_STEP, SLOT_NBYTES, SPIN_SECONDS, Control
 from synkhronos.ranks.errors import describe_exit
-from synkhronos.ranks.rank import HEAD
-from synkhronos.ranks.segments import Segment, SegmentReceiver, UnmappedSegment, announce, create_unlinked, is_closed
+from synkhronos.ranks.rank import SLOT_HEADER
+from synkhronos.ranks.segments import (
+    Segment,
+    SegmentReceiver,
+    UnmappedSegment,
+    create_unlinked,
+    is_closed,
+    send_segment,
+)
 from synkhronos.ranks.task_memory import TaskMemory
 from synkhronos.ranks.threads import available_cores
 from synkhronos.ranks.workers import Workers
@@ -159,7 +166,7 @@ class Agent:
                 self._handlers[kind](source, *arguments)
                 has_events |= kind != BEAT
             if self._frames.progress():
-                self._control.ring_here(FOR_STEP)
+                self._control.ring_local(FOR_STEP)
                 has_events = True
             has_events |= self._task.progress()
             now = time.monotonic()
@@ -212,7 +219,7 @@ class Agent:
         words, mail = self._control.words, self._mail
         assert self._receiver is not None
         self._last_command = words[Control.POSTED]
-        while self._last_segment_key < words[Control.ANNOUNCED]:
+        while self._last_segment_key < words[Control.NEWEST_KEY]:
             segment = self._receiver.receive()
             if isinstance(segment, UnmappedSegment):
                 segment = segment.map()
@@ -261,10 +268,12 @@ class Agent:
         published = []
         for r in self._local_ranks:
             for published_step in {max(step - 1, self._last_step + 1), step}:
-                slot = self._control.slot(r, published_step & 1)
-                length, slot_step = HEAD.unpack_from(slot)
+                slot = self._control.get_slot(r, published_step & 1)
+                length, slot_step = SLOT_HEADER.unpack_from(slot)
                 if slot_step == published_step:
-                    published.append((r, published_step & 1, bytes(slot[: min(HEAD.size + length, SLOT)])))
+                    published.append(
+                        (r, published_step & 1, bytes(slot[: min(SLOT_HEADER.size + length, SLOT_NBYTES)]))
+                    )
         self._last_step = step
         self._mail.send_all(self._mail.other_hosts, STEP, step, published)
 
@@ -331,16 +340,16 @@ class Agent:
         self._task.start_command(number, task)
         control.mailbox[: len(message)] = message
         words[Control.LENGTH] = len(message)
-        words[Control.ANNOUNCED] = self._last_segment_key
+        words[Control.NEWEST_KEY] = self._last_segment_key
         words[Control.POSTED] = self._last_command = number
-        self._control.ring_here(FOR_COMMAND)
+        self._control.ring_local(FOR_COMMAND)
 
     def _on_announce(self, source: int, key: int, nbytes: int, path: str | None) -> None:
         try:
             with create_unlinked(nbytes) if path is None else _open(path, nbytes) as file:
                 segment = Segment(key, file.fileno(), nbytes, path is not None)
                 for channel in self._workers.channels.values():
-                    announce(channel, segment, file.fileno())
+                    send_segment(channel, segment, file.fileno())
         except (MemoryError, OSError) as error:
             name = describe_host(self._names[self._host], self._local_ranks)
             self._mail.send(0, LOST, f"{name}: {error}", self._local_ranks.start)
@@ -361,10 +370,10 @@ class Agent:
         self._tally.receive_step(source, step)
         control = self._control
         for r, parity, content in published:
-            control.slot(r, parity)[: len(content)] = content
+            control.get_slot(r, parity)[: len(content)] = content
         for r in self._ranks[source]:
             control.arrived[r] = step
-        self._control.ring_here(FOR_STEP)
+        self._control.ring_local(FOR_STEP)
 
     def _on_failed(self, source: int, number: int) -> None:
         self._tally.receive_failed(source, number)
@@ -378,7 +387,7 @@ class Agent:
         """Record the last common step of failed commands that all hosts have reported."""
         for number, step in self._tally.take_decided():
             record_common_step(self._control.words, number, step)
-            self._control.ring_here(FOR_STEP)
+            self._control.ring_local(FOR_STEP)
 
     def _on_done(
         self, source: int, done: tuple[int, ...], committed: tuple[int, ...], reports: dict[int, bytes]
@@ -388,7 +397,7 @@ class Agent:
             control.write_report(r, reports.get(r, b""))
             control.committed[r] = committed[i]
             control.done[r] = done[i]
-        self._control.ring_here(FOR_JOIN)
+        self._control.ring_local(FOR_DONE)
 
     def _on_lost(self, source: int, text: str, rank: int) -> None:
         self._report_loss(text, rank)
@@ -474,7 +483,7 @@ def main(address: str) -> None:
     if file is None:
         file = _create_control_memory(MPI, config, local_ranks, extra)
         _set_environment(config)
-    spin = SPIN if len(local_ranks) < available_cores() else 0.0
+    spin = SPIN_SECONDS if len(local_ranks) < available_cores() else 0.0
     control = Control(config["size"], spin, file.fileno(), is_master_host, local_ranks, extra)
     workers = Workers(config["root"], control, None if is_master_host else file)
     if not is_master_host:

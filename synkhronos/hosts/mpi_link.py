@@ -28,7 +28,7 @@ from synkhronos.hosts.page_table import SegmentAccess
 from synkhronos.hosts.pipes import PipeLayout
 from synkhronos.ranks import Command, SharedArray
 from synkhronos.ranks.child_process import JOB_SIGNALS, ignore_job_signals
-from synkhronos.ranks.control import MAILBOX, Control
+from synkhronos.ranks.control import MAILBOX_NBYTES, Control
 from synkhronos.ranks.errors import describe_exit
 from synkhronos.ranks.interrupts import defer_signals
 from synkhronos.ranks.link import Link, RowAccess, find_row_accesses
@@ -80,7 +80,7 @@ class MpiLink(Link):
     """
 
     shares_file = True
-    plan_nbytes = MAILBOX // 2
+    plan_nbytes = MAILBOX_NBYTES // 2
 
     def __init__(self, hosts: Sequence[Host] | None, timeout: float, output: IO[str] | None = None):
         self._hosts = hosts
@@ -181,7 +181,7 @@ class MpiLink(Link):
                 )
         self.ranks_by_host = number_ranks(counts)
         self.size = sum(counts)
-        self.extra = PipeLayout.compute_nbytes(counts[0])
+        self.control_nbytes = PipeLayout.compute_nbytes(counts[0])
 
     def _connect(self, listener: socket.socket) -> list[dict[str, Any]]:
         """Wait for the first agent to connect and return each host's description."""

@@ -15,10 +15,10 @@ from typing import Any
 import numpy as np
 
 from synkhronos.ranks import Rank
-from synkhronos.ranks.control import SCRATCH, Control
+from synkhronos.ranks.control import SCRATCH_NBYTES, Control
 
 #: Maximal number of bytes of a frame, the unit of streaming.
-FRAME = SCRATCH
+FRAME = SCRATCH_NBYTES
 #: Number of frames in a pipe.
 FRAMES = 8
 #: Number of bytes of the message in which an agent describes a lost host or rank.
@@ -51,7 +51,7 @@ class PipeLayout:
 
     def __init__(self, control: Control):
         n_local = len(control.local_ranks)
-        memory = control.extra
+        memory = control.link_memory
         words = memory[LOSS_NBYTES : LOSS_NBYTES + _compute_words_nbytes(n_local)].cast("Q")
         self.loss_message = memory[:LOSS_NBYTES]
         self.n_next_hosts = words[:1]
@@ -128,7 +128,7 @@ class Pipe:
         if nbytes:
             self._layout.lengths[self._pipe * FRAMES + count % FRAMES] = nbytes  # equal on all ranks of the host
         self._processed[self._local_rank] = self._first_count + count + 1
-        self._rank.notify_local()
+        self._rank.wake_local_ranks()
 
     def make_all_processed(self, n_earlier: int = 0) -> Callable[[], bool]:
         """Return a predicate: whether all ranks of the host have processed the frames that this rank has processed.

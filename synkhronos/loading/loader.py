@@ -483,7 +483,7 @@ class _LoaderPool:
                 for number in range(layout.loaders):
                     self.pids.append(start_loader(number, layout, packet, files, process_end))
             if self._session is not None:
-                self._session.notify_at_close(self, _LoaderPool.close)
+                self._session.add_close_callback(self, _LoaderPool.close)
         except BaseException:
             self.close()
             raise

@@ -28,7 +28,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from synkhronos.devices import Selection
-from synkhronos.ranks.control import POLL, Semaphore
+from synkhronos.ranks.control import POLL_SECONDS, Semaphore
 from synkhronos.ranks.errors import UNKNOWN_EXIT_CODE, describe_exit, shorten
 
 #: Status of a row, one byte: not readable, or read.
@@ -206,7 +206,7 @@ class Ring:
         """The plan of the current generation."""
         return ReadPlan(*self._words[1 : 1 + len(ReadPlan._fields)])
 
-    def wait_until(self, is_ready: Callable[[], bool], check: Callable[[], None], poll: float = POLL) -> None:
+    def wait_until(self, is_ready: Callable[[], bool], check: Callable[[], None], poll: float = POLL_SECONDS) -> None:
         """Wait until ``is_ready()`` is true.
 
         Parameters

@@ -5,7 +5,7 @@ The master creates them before it forks, and nothing has a name: the memory is a
 Counters only grow, and each has one writer, so reading them needs no lock.  A rank that waits for a counter spins for
 some microseconds and then sleeps on its own semaphore, its *bell*; the writer of the counter rings the bell if the
 rank sleeps.  A ring is only a hint: the sleeper checks the counter again, so a spurious ring does no harm, and it wakes
-every `POLL` seconds to check whether its peers are alive.
+every `POLL_SECONDS` seconds to check whether its peers are alive.
 """
 
 from __future__ import annotations
@@ -25,34 +25,34 @@ from synkhronos.ranks.interrupts import defer_signals
 from synkhronos.ranks.segments import create_unlinked, map_file
 
 #: Number of bytes of the mailbox; a longer command is written into a segment of its own.
-MAILBOX = 1 << 18
+MAILBOX_NBYTES = 1 << 18
 #: Number of bytes of a slot, in which a rank publishes a value at a step.
-SLOT = 1 << 16
+SLOT_NBYTES = 1 << 16
 #: Index of a rank's slot for its failure report; steps use slots 0 and 1 in turn.
 _REPORT = 2
 #: Number of bytes of one half of a rank's scratch memory, through which collectives on the host stream.
-SCRATCH = 1 << 20
+SCRATCH_NBYTES = 1 << 20
 #: Seconds after which a sleeping rank checks whether its peers are alive.
-POLL = 0.05
+POLL_SECONDS = 0.05
 #: Seconds for which a rank spins on a counter before it sleeps, if every rank has a core of its own.  Longer than the
 #: wake-up of a process whose core is idle (about 0.1 ms on a virtual machine): otherwise two ranks that take turns
 #: would sleep every time.
-SPIN = 250e-6
+SPIN_SECONDS = 250e-6
 
 #: Reasons for which a rank sleeps; a writer rings the ranks that sleep for its reason.
-AWAKE, FOR_COMMAND, FOR_STEP, FOR_JOIN, FOR_TASK = range(5)
+AWAKE, FOR_COMMAND, FOR_STEP, FOR_DONE, FOR_TASK = range(5)
 
 _N_WORDS = 10  # words before the counters of the ranks
-_SEMAPHORE = 64  # bytes for a semaphore: more than any system's takes, and a cache line
+_SEMAPHORE_NBYTES = 64  # bytes for a semaphore: more than any system's takes, and a cache line
 
 
-def _compute_offsets(size: int, n_here: int, extra: int) -> tuple[int, int, int, int, int]:
+def _compute_offsets(size: int, n_local: int, link_nbytes: int) -> tuple[int, int, int, int, int]:
     """Return the offsets of the mailbox, scratch memory, semaphores, the link's memory, and slots."""
     mailbox = _round_to_pages((_N_WORDS + 7 * size) * 8)
-    scratch = mailbox + MAILBOX
-    semaphores = scratch + 2 * n_here * SCRATCH
-    link = semaphores + (size + 1) * _SEMAPHORE
-    return mailbox, scratch, semaphores, link, _round_to_pages(link + extra)
+    scratch = mailbox + MAILBOX_NBYTES
+    semaphores = scratch + 2 * n_local * SCRATCH_NBYTES
+    link = semaphores + (size + 1) * _SEMAPHORE_NBYTES
+    return mailbox, scratch, semaphores, link, _round_to_pages(link + link_nbytes)
 
 
 def _round_to_pages(nbytes: int) -> int:
@@ -68,20 +68,21 @@ class Control:
         Number of ranks.
     spin : float
         Seconds for which to spin on a counter before sleeping.
-    file : int, optional
+    fd : int, optional
         File descriptor of shared memory to use, for processes that do not inherit this one's.
     initialised : bool
         Whether another process has initialised that memory.
     local_ranks : range, optional
         Ranks of this machine; the agents of `synkhronos.hosts` write the counters of the others.  Default: all.
-    extra : int
+    link_nbytes : int
         Number of bytes for the link.
 
     Attributes
     ----------
     words : memoryview of uint64
-        Single words, indexed by the constants of this class: the last command posted, the last that failed, the length
-        of the message in the mailbox, and others.  `COMMON_STEP` and the next word belong to `agreement`.
+        Single words, indexed by the constants of this class: number of the last command that was posted and of the last
+        that failed, length of the message in the mailbox, and others.  `COMMON_STEP` and the next word belong to
+        `agreement`.
     done : memoryview of uint64
         Last command that each rank has finished.
     arrived : memoryview of uint64
@@ -100,54 +101,60 @@ class Control:
         Lock of the rank that decides a failed command: see `agreement`.
     """
 
-    POSTED, FAILED, LENGTH, ANNOUNCED, PLAN_LENGTH, ENDING, LOSS_LENGTH, BYTES_SENT, COMMON_STEP = range(9)
+    POSTED, FAILED, LENGTH, NEWEST_KEY, PLAN_LENGTH, ENDING, LOSS_LENGTH, BYTES_SENT, COMMON_STEP = range(9)
 
     def __init__(
         self,
         size: int,
         spin: float,
-        file: int = -1,
+        fd: int = -1,
         initialised: bool = False,
         local_ranks: range | None = None,
-        extra: int = 0,
+        link_nbytes: int = 0,
     ):
         self.size = size
         self.local_ranks = range(size) if local_ranks is None else local_ranks
         self.spin = spin
         n_words = _N_WORDS + 7 * size
-        mailbox, self._scratch_at, semaphores, link, slots = _compute_offsets(size, len(self.local_ranks), extra)
-        nbytes = slots + 3 * size * SLOT
-        self._memory = mmap.mmap(-1, nbytes) if file < 0 else map_file(file, nbytes)
+        mailbox, self._scratch_offset, semaphores, link, slots = _compute_offsets(
+            size, len(self.local_ranks), link_nbytes
+        )
+        nbytes = slots + 3 * size * SLOT_NBYTES
+        self._memory = mmap.mmap(-1, nbytes) if fd < 0 else map_file(fd, nbytes)
         memory = memoryview(self._memory)
         self.words = memory[: n_words * 8].cast("Q")
         self.done, self.arrived, self.sleeping, self.report_length, self.core, self.committed, self.progress = (
             self.words[_N_WORDS + i * size : _N_WORDS + (i + 1) * size] for i in range(7)
         )
-        self.mailbox = memory[mailbox : mailbox + MAILBOX]
-        self.extra = memory[link : link + extra]
+        self.mailbox = memory[mailbox : mailbox + MAILBOX_NBYTES]
+        self.link_memory = memory[link : link + link_nbytes]
         *self._bells, self.deciding = (
-            Semaphore(self._memory, semaphores + i * _SEMAPHORE, initialised) for i in range(size + 1)
+            Semaphore(self._memory, semaphores + i * _SEMAPHORE_NBYTES, initialised) for i in range(size + 1)
         )
         if not initialised:
             self.deciding.release()
         self._fence_lock = threading.Lock()
         # The slots of this machine's ranks come first.
-        starts = [slots + 3 * ((rank - self.local_ranks.start) % size) * SLOT for rank in range(size)]
-        self._slots = [[memory[at + i * SLOT : at + (i + 1) * SLOT] for i in range(3)] for at in starts]
+        starts = [slots + 3 * ((rank - self.local_ranks.start) % size) * SLOT_NBYTES for rank in range(size)]
+        self._slots = [
+            [memory[start + i * SLOT_NBYTES : start + (i + 1) * SLOT_NBYTES] for i in range(3)] for start in starts
+        ]
 
     @staticmethod
-    def create(size: int, n_here: int, extra: int = 0) -> io.FileIO:
-        """Create the memory as an open file, for ``n_here`` ranks of this machine and their peers on others.
+    def create(size: int, n_local: int, link_nbytes: int = 0) -> io.FileIO:
+        """Create the memory as an open file, for ``n_local`` ranks of this machine and their peers on others.
 
         One page of each slot of the others is allocated: values that ranks publish are rarely longer.
         """
-        slots = _compute_offsets(size, n_here, extra)[-1]
-        others = range(slots + 3 * n_here * SLOT, slots + 3 * size * SLOT, SLOT)
-        return create_unlinked(others.stop, [range(others.start), *(range(at, at + mmap.PAGESIZE) for at in others)])
+        slots = _compute_offsets(size, n_local, link_nbytes)[-1]
+        others = range(slots + 3 * n_local * SLOT_NBYTES, slots + 3 * size * SLOT_NBYTES, SLOT_NBYTES)
+        return create_unlinked(
+            others.stop, [range(others.start), *(range(start, start + mmap.PAGESIZE) for start in others)]
+        )
 
-    def slot(self, rank: int, which: int) -> memoryview:
+    def get_slot(self, rank: int, index: int) -> memoryview:
         """Return slot 0 or 1 of a rank; successive steps use them in turn."""
-        return self._slots[rank][which]
+        return self._slots[rank][index]
 
     def write_report(self, rank: int, report: bytes) -> None:
         """Store a rank's failure report."""
@@ -158,10 +165,10 @@ class Control:
         """Return a rank's failure report; empty if it has none."""
         return bytes(self._slots[rank][_REPORT][: self.report_length[rank]])
 
-    def scratch(self, rank: int, half: int) -> memoryview:
+    def get_scratch(self, rank: int, half: int) -> memoryview:
         """Return one half of the scratch memory of a rank of this machine."""
-        at = self._scratch_at + (2 * (rank - self.local_ranks.start) + half) * SCRATCH
-        return memoryview(self._memory)[at : at + SCRATCH]
+        start = self._scratch_offset + (2 * (rank - self.local_ranks.start) + half) * SCRATCH_NBYTES
+        return memoryview(self._memory)[start : start + SCRATCH_NBYTES]
 
     def fence(self) -> None:
         """Order this rank's writes before its later reads.
@@ -177,7 +184,7 @@ class Control:
         if self.sleeping[rank] == reason:
             self._bells[rank].release()
 
-    def ring_here(self, reason: int) -> None:
+    def ring_local(self, reason: int) -> None:
         """Wake the ranks of this machine that sleep for this reason; call it after the write that they wait for."""
         self.fence()
         for rank in self.local_ranks:
@@ -190,7 +197,9 @@ class Control:
             if self.sleeping[rank] != AWAKE:
                 self._bells[rank].release()
 
-    def wait(self, me: int, ready: Callable[[], bool], reason: int, watch: Callable[[], None], poll: float) -> None:
+    def wait(
+        self, me: int, ready: Callable[[], bool], reason: int, check_peers: Callable[[], None], poll: float
+    ) -> None:
         """Wait until a condition on the counters holds.
 
         Parameters
@@ -201,7 +210,7 @@ class Control:
             Returns whether the condition holds: cheap, and monotonic.
         reason : int
             Reason that is published while the rank sleeps.
-        watch : callable
+        check_peers : callable
             Called every ``poll`` seconds; raises, or ends the process, when a peer has died.
         poll : float
         """
@@ -215,7 +224,7 @@ class Control:
                     return
                 os.sched_yield()  # the scheduler may have put the peer on this very core
         bell = self._bells[me]
-        look = perf_counter() + poll
+        next_check = perf_counter() + poll
         try:
             while True:
                 self.sleeping[me] = reason
@@ -223,9 +232,9 @@ class Control:
                 if ready():
                     return
                 rang = bell.wait(poll)
-                if not rang or perf_counter() > look:  # signals, too, end the wait
-                    watch()
-                    look = perf_counter() + poll
+                if not rang or perf_counter() > next_check:  # signals, too, end the wait
+                    check_peers()
+                    next_check = perf_counter() + poll
                 if rang and self.spin:
                     self._leave_shared_core(me)
         finally:
@@ -253,7 +262,7 @@ class Control:
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _CLOCK, _sem_wait = time.CLOCK_MONOTONIC, cast(Any, getattr(_libc, "sem_clockwait", None))
-if _sem_wait is None:  # glibc before 2.30 has the wall clock alone: setting it back lengthens a wait
+if _sem_wait is None:  # glibc before 2.30: setting back the system's clock lengthens a wait
     _CLOCK, _sem_wait = time.CLOCK_REALTIME, lambda semaphore, clock, until: _libc.sem_timedwait(semaphore, until)
 _getcpu = getattr(_libc, "sched_getcpu", None)  # Linux only
 
@@ -282,7 +291,7 @@ class Semaphore:
     """
 
     def __init__(self, memory: Any, offset: int, initialised: bool):
-        self._memory = (ctypes.c_char * _SEMAPHORE).from_buffer(memory, offset)  # this reference keeps it mapped
+        self._memory = (ctypes.c_char * _SEMAPHORE_NBYTES).from_buffer(memory, offset)  # this reference keeps it mapped
         self._semaphore = ctypes.c_void_p(ctypes.addressof(self._memory))
         self._deadline = _Timespec()
         self._until = ctypes.byref(self._deadline)
@@ -296,8 +305,8 @@ class Semaphore:
     def acquire(self, seconds: float) -> bool:
         """Decrement the semaphore; return False if it is zero for ``seconds``, or a signal handler runs."""
         deadline, until = self._deadline, time.clock_gettime(_CLOCK) + seconds
-        deadline.seconds = whole = int(until)
-        deadline.ns = int((until - whole) * 1e9)
+        deadline.seconds = seconds_part = int(until)
+        deadline.ns = int((until - seconds_part) * 1e9)
         return not _sem_wait(self._semaphore, _CLOCK, self._until)
 
     def wait(self, seconds: float) -> bool:

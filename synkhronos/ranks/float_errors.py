@@ -40,7 +40,7 @@ class _SentSettings:
     def create(cls, session: Session) -> _SentSettings:
         """Return a record that forgets the settings when workers are replaced."""
         sent = cls()
-        session.notify_at_replacement(sent, cls._forget)
+        session.add_replacement_callback(sent, cls._forget)
         return sent
 
     def _forget(self) -> None:

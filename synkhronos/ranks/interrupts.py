@@ -13,7 +13,7 @@ from types import FrameType
 from typing import Any, Self
 
 # The functions of `signal` convert arguments and results to enums, which takes ten times as long.
-_handler_of, _handle = _signal.getsignal, _signal.signal
+_getsignal, _setsignal = _signal.getsignal, _signal.signal
 
 #: Seconds after which `defer_signals.deliver_if_late` delivers a deferred signal.
 PATIENCE = 2.0
@@ -34,60 +34,60 @@ class defer_signals:  # noqa: N801 - a block, as the functions of contextlib are
     def __enter__(self) -> Self:
         #: Signals that have been deferred, and the time of the first.
         self._deferred: list[int] = []
-        self._since = 0.0
+        self._deferred_since = 0.0
         self._handlers: dict[int, Any] = {}
-        self._entering, self._holds, self._left = True, False, False
+        self._is_entering, self._is_deferring, self._has_stopped = True, False, False
         if threading.current_thread() is threading.main_thread():
             try:
-                self._take_over()
-                self._entering, self._holds = False, True
+                self._replace_handlers()
+                self._is_entering, self._is_deferring = False, True
             except BaseException:  # raised by a handler that was not replaced yet
                 self._restore(list(self._handlers.items()))
                 raise
         return self
 
-    def _take_over(self) -> None:
+    def _replace_handlers(self) -> None:
         for number in _SIGNALS:
-            handler = _handler_of(number)
+            handler = _getsignal(number)
             if callable(handler):  # else it is ignored, fatal, or was not installed by Python
                 self._handlers[number] = handler
-                _handle(number, self._note)
+                _setsignal(number, self._record)
 
     def __exit__(self, *_: object) -> None:
-        if not self._left:
-            self._leave()
+        if not self._has_stopped:
+            self._stop_deferring()
 
-    def _leave(self) -> None:
+    def _stop_deferring(self) -> None:
         try:
             self._restore(list(self._handlers.items()))
         finally:
-            self._holds, self._left = False, True
+            self._is_deferring, self._has_stopped = False, True
             deferred, self._deferred = self._deferred, []
-            self._raise(deferred)
+            self._deliver(deferred)
 
-    def has_deferred(self, besides: int) -> bool:
+    def has_deferred(self, excluded: int) -> bool:
         """Whether a signal other than this number is deferred."""
-        return any(number != besides for number in self._deferred)
+        return any(number != excluded for number in self._deferred)
 
     def restart_patience(self) -> None:
         """Count `PATIENCE` from now on, before a wait that follows other long work."""
         if self._deferred:
-            self._since = time.monotonic()
+            self._deferred_since = time.monotonic()
 
     def deliver_if_late(self) -> None:
         """Stop deferring if a signal has been deferred for `PATIENCE` seconds; for a wait inside the block."""
-        if self._deferred and time.monotonic() > self._since + PATIENCE:
-            self._leave()
+        if self._deferred and time.monotonic() > self._deferred_since + PATIENCE:
+            self._stop_deferring()
 
     def _restore(self, handlers: list[tuple[int, Any]]) -> None:
         for i, (number, handler) in enumerate(handlers):
             try:
-                (_handle if callable(handler) else signal.signal)(number, handler)
+                (_setsignal if callable(handler) else signal.signal)(number, handler)
             except BaseException:  # raised by a handler that is installed again
                 self._restore(handlers[i:])
                 raise
 
-    def _raise(self, numbers: list[int]) -> None:
+    def _deliver(self, numbers: list[int]) -> None:
         if numbers:
             # The wakeup descriptor was written when the signals arrived.
             wakeup = signal.set_wakeup_fd(-1)
@@ -95,17 +95,17 @@ class defer_signals:  # noqa: N801 - a block, as the functions of contextlib are
                 signal.raise_signal(numbers[0])
             finally:
                 signal.set_wakeup_fd(wakeup)
-                self._raise(numbers[1:])
+                self._deliver(numbers[1:])
 
-    def _note(self, number: int, frame: FrameType | None) -> None:
-        if self._holds:
+    def _record(self, number: int, frame: FrameType | None) -> None:
+        if self._is_deferring:
             if number not in self._deferred:
-                self._since = self._since or time.monotonic()
+                self._deferred_since = self._deferred_since or time.monotonic()
                 self._deferred.append(number)
             return
         # The signal arrived while the handlers were being replaced or restored.
         handler = self._handlers[number]
-        if not self._entering:
+        if not self._is_entering:
             self._restore([(number, handler)])
         if callable(handler):
             handler(number, frame)
@@ -113,7 +113,7 @@ class defer_signals:  # noqa: N801 - a block, as the functions of contextlib are
 
 def get_handler(number: int) -> Any:
     """Return a signal's handler outside of all `defer_signals` blocks."""
-    handler = _handler_of(number)
+    handler = _getsignal(number)
     while isinstance(block := getattr(handler, "__self__", None), defer_signals):
         handler = block._handlers[number]
     return handler
@@ -121,7 +121,7 @@ def get_handler(number: int) -> Any:
 
 def set_handler(number: int, handler: Any) -> None:
     """Set a signal's handler; within `defer_signals`, the one that is restored after the outermost block."""
-    block = getattr(_handler_of(number), "__self__", None)
+    block = getattr(_getsignal(number), "__self__", None)
     if not isinstance(block, defer_signals):
         signal.signal(number, handler)
         return

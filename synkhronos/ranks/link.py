@@ -30,7 +30,7 @@ class Link(ABC):
         Ranks of each machine; the first is this one.
     shares_file : bool
         Whether another process than the workers maps the control memory, which then has to be a file.
-    extra : int
+    control_nbytes : int
         Number of bytes of the control memory that the link uses itself.
     plan_nbytes : int
         Number of bytes of the mailbox that are reserved for the plan of a command.
@@ -38,7 +38,7 @@ class Link(ABC):
 
     ranks_by_host: list[range]
     shares_file: bool
-    extra: int
+    control_nbytes: int
     plan_nbytes: int
 
     @property
@@ -125,7 +125,7 @@ class LocalLink(Link):
     """
 
     shares_file = False
-    extra = plan_nbytes = bytes_sent = 0
+    control_nbytes = plan_nbytes = bytes_sent = 0
 
     def __init__(self, size: int) -> None:
         self.ranks_by_host = [range(size)]

@@ -41,7 +41,7 @@ class PeerWatch:
     ----------
     has_peer_died : callable
         Returns whether a worker has exited, or another machine is lost.
-    has_pending_alone : callable
+    has_pending_between_commands : callable
         Returns whether an operation with the workers is pending although no command runs; its results would be wrong.
     raise_error : callable
         Raises the user's error in that case.
@@ -57,10 +57,14 @@ class PeerWatch:
     def __init__(
         self,
         has_peer_died: Callable[[], bool],
-        has_pending_alone: Callable[[], bool],
+        has_pending_between_commands: Callable[[], bool],
         raise_error: Callable[[], None],
     ) -> None:
-        self._has_peer_died, self._has_pending_alone, self._raise_error = has_peer_died, has_pending_alone, raise_error
+        self._has_peer_died, self._has_pending_between_commands, self._raise_error = (
+            has_peer_died,
+            has_pending_between_commands,
+            raise_error,
+        )
         self.busy_thread = 0
         self.has_raised = False
         self._owner = os.getpid()
@@ -88,7 +92,7 @@ class PeerWatch:
     def stop(self) -> None:
         """Restore the signal's previous handler."""
         # The session refers to this object: no reference back.
-        self._has_peer_died = self._has_pending_alone = lambda: False
+        self._has_peer_died = self._has_pending_between_commands = lambda: False
         self._raise_error = lambda: None
         if self._before is not None and threading.current_thread() is threading.main_thread():
             restore_handler(signal.SIGURG, self._handle, self._before)
@@ -102,7 +106,7 @@ class PeerWatch:
             if self._wait_for_exit():
                 self.busy_thread, self.has_raised = 0, True
                 raise PeerDied
-        elif self._has_pending_alone() and self._wait_for_exit():
+        elif self._has_pending_between_commands() and self._wait_for_exit():
             self._raise_error()
 
     def _wait_for_exit(self) -> bool:

@@ -17,7 +17,7 @@ from collections.abc import Callable, Hashable, Iterator
 from typing import Any, NoReturn, TypeVar
 
 from synkhronos.ranks.agreement import STEP_BITS, last_common_step, record_common_step
-from synkhronos.ranks.control import FOR_STEP, POLL, SLOT, Control
+from synkhronos.ranks.control import FOR_STEP, POLL_SECONDS, SLOT_NBYTES, Control
 from synkhronos.ranks.errors import Cancelled
 from synkhronos.ranks.interrupts import defer_signals
 from synkhronos.ranks.segments import SegmentTable
@@ -33,9 +33,9 @@ _STEP_MASK = (1 << STEP_BITS) - 1
 #: Maximal number of values whose pickled bytes `Rank.all_gather_cached` keeps.
 _MAX_CACHED_PICKLES = 64
 #: Header of a slot: number of bytes of the whole message, and the step for which it was written.
-HEAD = struct.Struct("=QQ")
+SLOT_HEADER = struct.Struct("=QQ")
 #: Maximal number of bytes that one `Rank.gather`, or one round of `Rank.all_gather`, transports.
-MAX_SLOT_NBYTES = SLOT - HEAD.size
+MAX_SLOT_NBYTES = SLOT_NBYTES - SLOT_HEADER.size
 
 
 class Command(ABC):
@@ -46,8 +46,8 @@ class Command(ABC):
     Attributes
     ----------
     effect : str or None
-        What the command changes, as an error says it ("The function's updates were applied").  A command with an
-        effect calls `Rank.commit` when it has been applied, so that the error of a failed one names the ranks.
+        Effect of the command as a sentence for error messages ("The function's updates were applied").  A command with
+        an effect calls `Rank.commit` after it has applied it; the error of a failed command names the ranks that did.
     partial_effect : str or None
         Sentence for the message if some ranks have applied an unknown part of the effect.
     memory : TaskMemory or None
@@ -85,12 +85,12 @@ class Registry:
     def __init__(self) -> None:
         self._by_class: dict[type, Any] = {}
 
-    def get(self, kind: type[T], make: Callable[[], T] | None = None) -> T:
-        """Return the object of class ``kind``; the first call creates it with ``make``, or with ``kind`` itself."""
-        found: T | None = self._by_class.get(kind)
-        if found is None:
-            found = self._by_class[kind] = (make or kind)()
-        return found
+    def get(self, cls: type[T], factory: Callable[[], T] | None = None) -> T:
+        """Return the object of a class; the first call creates it with ``factory``, or with the class itself."""
+        instance: T | None = self._by_class.get(cls)
+        if instance is None:
+            instance = self._by_class[cls] = (factory or cls)()
+        return instance
 
     def clear(self) -> None:
         """Remove all objects."""
@@ -108,8 +108,8 @@ class PendingOperation:
     def finish(self) -> None:
         """Wait for completion.  Called in the master, while the workers still run, before an orderly end."""
 
-    def cancel(self, command: int) -> None:
-        """Cancel the part that a command started which has failed on some rank: it could wait forever for a peer."""
+    def cancel(self, command_number: int) -> None:
+        """Cancel everything that a failed command has started, as it could wait for a peer forever."""
 
     def end(self) -> None:
         """Release everything that could wait for a peer: the ranks end, and memory is freed after this call."""
@@ -120,7 +120,7 @@ class PendingOperation:
 
 
 class Rank:
-    """A process among the ranks: the one that runs this.
+    """One of the ranks, in its own process.
 
     Parameters
     ----------
@@ -128,14 +128,14 @@ class Rank:
         Rank of this process, and rank of the master.
     control : Control
         Counters and memory that the ranks share.
-    watch : callable
+    check_peers : callable
         Raises, or ends this process, when a peer has died.
     threads : ThreadShare
         Limit of this process' threads.
 
     Attributes
     ----------
-    command : int
+    command_number : int
         Number of the command that this rank runs; it is unique in a session.
     segments : SegmentTable
         Shared memory that this rank has mapped.
@@ -158,7 +158,7 @@ class Rank:
         number: int,
         root: int,
         control: Control,
-        watch: Callable[[], None],
+        check_peers: Callable[[], None],
         threads: ThreadShare,
     ):
         self.number = number
@@ -168,7 +168,7 @@ class Rank:
         self.control = control
         #: Whether there are ranks on other machines; their agents then decide failed commands.
         self.spans_hosts = len(control.local_ranks) < control.size
-        self.watch = watch
+        self.check_peers = check_peers
         self.threads = threads
         self.segments = SegmentTable()
         self.objects: dict[Any, Any] = {}
@@ -182,13 +182,13 @@ class Rank:
         self.pending: list[PendingOperation] = []
         self.has_peer_died: Callable[[], bool] = lambda: False
 
-    def restart(self, control: Control, watch: Callable[[], None]) -> None:
+    def restart(self, control: Control, check_peers: Callable[[], None]) -> None:
         """Continue as the master of new workers, with new counters; segments and mirrored objects stay."""
-        self.control, self.watch = control, watch
+        self.control, self.check_peers = control, check_peers
         self.registry.clear()
         self._pickles.clear()
 
-    def inherit(self, master: Rank) -> None:
+    def inherit_from(self, master: Rank) -> None:
         """Take over the segments and mirrored objects of the master, which this process is a fork of.
 
         The objects that a rank keeps for itself stay with the master.
@@ -196,12 +196,12 @@ class Rank:
         self.segments = master.segments.copy()
         self.objects = {key: value for key, value in master.objects.items() if isinstance(value, weakref.ref)}
 
-    def begin(self, command: int) -> None:
+    def begin_command(self, number: int) -> None:
         """Start counting the steps of a new command."""
         self.cancel_failed()
-        self.command_number = command
+        self.command_number = number
         self._commits = True
-        self._step = command << STEP_BITS
+        self._step = number << STEP_BITS
 
     def cancel_failed(self) -> None:
         """Cancel the pending operations of the last command if it failed on some rank."""
@@ -211,15 +211,15 @@ class Rank:
         self._wait_until_decided(failed)  # it may be the next one, which is decided after this one
         if self.last_common_step(self.command_number) is None:
             return
-        for one in self.pending:
+        for operation in self.pending:
             try:
-                one.cancel(self.command_number)
+                operation.cancel(self.command_number)
             except Exception as error:
                 _log.warning("an operation of a failed command could not be cancelled: %s", error)
 
-    def has_failed(self, command: int) -> bool:
+    def has_failed(self, command_number: int) -> bool:
         """Whether a command has failed on some rank, and no later command has."""
-        return bool(self.control.words[Control.FAILED] == command)
+        return bool(self.control.words[Control.FAILED] == command_number)
 
     def commit(self) -> None:
         """Record that this rank has applied the command's effect, for the message of an error."""
@@ -235,7 +235,7 @@ class Rank:
         finally:
             self._commits = True
 
-    def finish(self) -> None:
+    def finish_command(self) -> None:
         """Call and remove the functions in `on_finish`.  Called at the end of every command, failed or not."""
         while self.on_finish:
             self.on_finish.pop()()
@@ -246,12 +246,12 @@ class Rank:
         self._step += 1
         control.arrived[self.number] = self._step
         control.fence()
-        # The last rank to arrive wakes the others, and the last worker the master: that one may be gathering, and then
-        # arrives after the workers.
+        # The last rank to arrive wakes all others.  In a `gather` the master arrives after the workers: the last worker
+        # wakes it.
         if self._has_reached(self._step):
             for r in range(self.size):
                 control.ring(r, FOR_STEP)
-        elif not self.is_master and self._has_reached(self._step, besides=self.root):
+        elif not self.is_master and self._has_reached(self._step, excluded=self.root):
             control.ring(self.root, FOR_STEP)
 
     def barrier(self, check: Callable[[], None] | None = None) -> None:
@@ -292,32 +292,36 @@ class Rank:
         """Number of the next step."""
         return self._step + 1
 
-    def last_common_step(self, command: int) -> int | None:
+    def last_common_step(self, command_number: int) -> int | None:
         """Return the last step that all ranks reached in a failed command; None until it is decided."""
-        return last_common_step(self.control.words, command)
+        return last_common_step(self.control.words, command_number)
 
     def is_reached_by_all(self, step: int) -> bool:
         """Whether all ranks had reached a step of this failed command; the answer is the same on all ranks."""
         self._wait_until_decided(self.command_number)
         return (self.last_common_step(self.command_number) or 0) >= step
 
-    def _wait_until_decided(self, command: int) -> None:
+    def _wait_until_decided(self, command_number: int) -> None:
         words = self.control.words
-        self.control.wait(self.number, lambda: last_common_step(words, command) is not None, FOR_STEP, self.watch, POLL)
+
+        def is_decided() -> bool:
+            return last_common_step(words, command_number) is not None
+
+        self.control.wait(self.number, is_decided, FOR_STEP, self.check_peers, POLL_SECONDS)
 
     def all_gather(self, value: Any) -> list[Any]:
         """All-gather a picklable value: return every rank's value, in rank order."""
         payload = pickle.dumps(value, pickle.HIGHEST_PROTOCOL)
-        return [pickle.loads(whole) for whole in self.all_gather_bytes(payload)]
+        return [pickle.loads(pickled) for pickled in self.all_gather_bytes(payload)]
 
     def all_gather_cached(self, value: Hashable) -> list[Any]:
-        """All-gather an immutable value that is often the same: only a digest travels when all ranks agree."""
+        """All-gather an immutable value that is often the same: if all values are equal, ranks send only a digest."""
         payload, digest = self._pickle_cached(value)
         if self.is_same_on_all(digest):  # nearly always
             return [value] * self.size
-        return [pickle.loads(whole) for whole in self.all_gather_bytes(payload)]
+        return [pickle.loads(pickled) for pickled in self.all_gather_bytes(payload)]
 
-    def digest(self, value: Hashable) -> bytes:
+    def compute_digest(self, value: Hashable) -> bytes:
         """Return the digest of a value that `all_gather_cached` compares."""
         return self._pickle_cached(value)[1]
 
@@ -333,26 +337,27 @@ class Rank:
 
     def is_same_on_all(self, digest: bytes) -> bool:
         """Compare digests in one step; return True if all ranks have passed the same one."""
-        step = self._open_slot(digest)
+        step = self._write_slot(digest)
         self.barrier()
-        slot, which, n = self.control.slot, step & 1, HEAD.size + len(digest)
-        mine = slot(self.number, which)[:n]
-        return all(slot(r, which)[:n] == mine for r in range(self.size) if r != self.number)
+        get_slot, index, nbytes = self.control.get_slot, step & 1, SLOT_HEADER.size + len(digest)
+        own = get_slot(self.number, index)[:nbytes]
+        return all(get_slot(r, index)[:nbytes] == own for r in range(self.size) if r != self.number)
 
     def all_gather_bytes(self, payload: bytes) -> list[bytes]:
         """All-gather bytes, `MAX_SLOT_NBYTES` of them a step, and return every rank's bytes in rank order."""
-        parts: list[list[bytes]] = [[] for _ in range(self.size)]
-        at = longest = 0
-        while not at or at < longest:
-            step = self._open_slot(memoryview(payload)[at : at + MAX_SLOT_NBYTES], len(payload))
+        chunks: list[list[bytes]] = [[] for _ in range(self.size)]
+        start = longest = 0
+        while not start or start < longest:
+            step = self._write_slot(memoryview(payload)[start : start + MAX_SLOT_NBYTES], len(payload))
             self.barrier()
-            for r, some in enumerate(parts):
-                slot = self.control.slot(r, step & 1)
-                length, _ = HEAD.unpack_from(slot)
-                some.append(bytes(slot[HEAD.size : HEAD.size + max(0, min(length - at, MAX_SLOT_NBYTES))]))
+            for r, chunks_of_rank in enumerate(chunks):
+                slot = self.control.get_slot(r, step & 1)
+                length, _ = SLOT_HEADER.unpack_from(slot)
+                chunk_nbytes = max(0, min(length - start, MAX_SLOT_NBYTES))
+                chunks_of_rank.append(bytes(slot[SLOT_HEADER.size : SLOT_HEADER.size + chunk_nbytes]))
                 longest = max(longest, length)
-            at += MAX_SLOT_NBYTES
-        return [b"".join(some) for some in parts]
+            start += MAX_SLOT_NBYTES
+        return [b"".join(chunks_of_rank) for chunks_of_rank in chunks]
 
     def gather(self, value: bytes) -> list[bytes] | None:
         """Gather at most `MAX_SLOT_NBYTES` bytes of each rank in the master; workers do not wait.
@@ -362,45 +367,45 @@ class Rank:
         list of bytes or None
             Every rank's bytes in rank order in the master; None in workers.
         """
-        step = self._open_slot(value)
+        step = self._write_slot(value)
         if not self.is_master:
             self.arrive()
             return None
-        self._wait_for_step(step, besides=self.number)
+        self._wait_for_step(step, excluded=self.number)
         values = [value if r == self.number else self._read_slot(r, step) for r in range(self.size)]
         self.arrive()
         return values
 
     def has_pending(self) -> bool:
         """Whether a pending operation in which peers take part has not completed."""
-        return any(one.is_unfinished() for one in self.pending)
+        return any(operation.is_unfinished() for operation in self.pending)
 
-    def end(self) -> None:
-        """End all pending operations: the ranks end."""
+    def end_pending(self) -> None:
+        """End all pending operations before the ranks exit."""
         while self.pending:
             try:
                 self.pending.pop().end()
             except Exception as error:
                 _log.warning("a pending operation of the ranks could not be ended: %s", error)
 
-    def check(self) -> None:
-        """Raise `Cancelled` if a peer has failed, and call `watch`: for waits that are not for a step."""
+    def check_cancelled(self) -> None:
+        """Raise `Cancelled` if a peer has failed, and call `check_peers`: for waits that are not for a step."""
         if self.control.words[Control.FAILED] == self.command_number:
             raise Cancelled
-        self.watch()
+        self.check_peers()
 
-    # -- the parts of a step ---------------------------------------------------------------------------------
+    # -- steps -----------------------------------------------------------------------------------------------
 
-    def _has_reached(self, step: int, besides: int | None = None) -> bool:
+    def _has_reached(self, step: int, excluded: int | None = None) -> bool:
         """Whether all ranks, or all but one, have arrived at this step."""
         arrived = self.control.arrived
-        if besides is None:
+        if excluded is None:
             return min(arrived) >= step
-        return min([step, *arrived[:besides], *arrived[besides + 1 :]]) >= step
+        return min([step, *arrived[:excluded], *arrived[excluded + 1 :]]) >= step
 
-    def _wait_for_step(self, step: int, besides: int | None = None, check: Callable[[], None] | None = None) -> None:
+    def _wait_for_step(self, step: int, excluded: int | None = None, check: Callable[[], None] | None = None) -> None:
         reached = self._has_reached
-        self.wait(lambda: reached(step, besides), check)
+        self.wait(lambda: reached(step, excluded), check)
 
     def wait(self, ready: Callable[[], bool], check: Callable[[], None] | None = None, reason: int = FOR_STEP) -> None:
         """Wait until a condition on shared memory holds.
@@ -420,36 +425,36 @@ class Rank:
             If a rank failed in this command.
         """
         words, failed, command = self.control.words, Control.FAILED, self.command_number
-        watch = self.watch
+        poll = self.check_peers
         if check is not None:
 
-            def watch() -> None:
-                self.watch()
+            def poll() -> None:
+                self.check_peers()
                 check()
 
-        self.control.wait(self.number, lambda: ready() or words[failed] == command, reason, watch, POLL)
+        self.control.wait(self.number, lambda: ready() or words[failed] == command, reason, poll, POLL_SECONDS)
         if words[failed] == command:
             raise Cancelled
 
-    def notify_local(self) -> None:
+    def wake_local_ranks(self) -> None:
         """Wake the ranks of this machine that are in `wait`; call it after the write that they wait for."""
-        self.control.ring_here(FOR_STEP)
+        self.control.ring_local(FOR_STEP)
 
-    def _open_slot(self, payload: bytes | memoryview, total: int | None = None) -> int:
+    def _write_slot(self, payload: bytes | memoryview, total: int | None = None) -> int:
         """Write into this rank's slot for the next step, and return that step.
 
         Invariant: slot[step & 1] was last written two steps ago, and its readers have passed the step in between.
-        Nobody waits at a `gather`, so this waits for that step first.
+        Ranks do not wait at a `gather`, so this method waits for the step in between.
         """
         step = self._step + 1
         if self._step & _STEP_MASK and not self._has_reached(step - 1):
             self._wait_for_step(step - 1)
-        slot = self.control.slot(self.number, step & 1)
-        HEAD.pack_into(slot, 0, len(payload) if total is None else total, step)
-        slot[HEAD.size : HEAD.size + len(payload)] = payload
+        slot = self.control.get_slot(self.number, step & 1)
+        SLOT_HEADER.pack_into(slot, 0, len(payload) if total is None else total, step)
+        slot[SLOT_HEADER.size : SLOT_HEADER.size + len(payload)] = payload
         return step
 
     def _read_slot(self, rank: int, step: int) -> bytes:
-        slot = self.control.slot(rank, step & 1)
-        length, _ = HEAD.unpack_from(slot)
-        return bytes(slot[HEAD.size : HEAD.size + length])
+        slot = self.control.get_slot(rank, step & 1)
+        length, _ = SLOT_HEADER.unpack_from(slot)
+        return bytes(slot[SLOT_HEADER.size : SLOT_HEADER.size + length])

@@ -28,27 +28,27 @@ import posix_ipc
 
 from synkhronos.ranks.interrupts import defer_signals
 
-_ANNOUNCEMENT = struct.Struct("=QQ?")  # key, bytes, whether it is a file
-#: Bytes of shared memory from which on `check_free_memory` looks at what is free.
+_SEGMENT_HEADER = struct.Struct("=QQ?")  # key, bytes, whether it is a file
+#: Number of bytes of shared memory below which `check_free_memory` does not check.
 _LARGE = 64 << 20
 #: Advice of errors that report a lack of shared memory.
 _MEMORY_ADVICE = (
     "see `df -h /dev/shm`, free Data objects that are no longer needed, or start the container with a larger --shm-size"
 )
-#: Part of the free memory that is left to other programs.
+#: Fraction of the free memory that is left to other programs.
 _SPARED = 1 / 16
 
 
 def check_free_memory(nbytes: int) -> None:
     """Raise MemoryError if ``/dev/shm``, or the machine's memory, has fewer bytes free.
 
-    The kernel does not refuse what memory can't hold: it kills programs.
+    The kernel does not refuse an allocation that is too large: it kills processes later.
     """
     if nbytes < _LARGE:
         return
     with contextlib.suppress(FileNotFoundError):
         disk = os.statvfs("/dev/shm")
-        free, memory = disk.f_bavail * disk.f_frsize, int(free_memory() * (1 - _SPARED))
+        free, memory = disk.f_bavail * disk.f_frsize, int(get_free_memory() * (1 - _SPARED))
         if nbytes > min(free, memory):
             raise MemoryError(
                 f"no room for {nbytes:,} bytes of shared memory: {_MEMORY_ADVICE}; /dev/shm has {free:,} bytes left, "
@@ -56,10 +56,13 @@ def check_free_memory(nbytes: int) -> None:
             )
 
 
-def free_memory(root: str = "") -> int:
-    """Return the bytes of memory that this process could still take: of the machine's, and of its control groups'.
+def get_free_memory(root: str = "") -> int:
+    """Return the number of bytes that this process can still allocate, within the limits of its control groups.
 
-    ``root`` is the folder in which ``/proc`` and ``/sys`` are.
+    Parameters
+    ----------
+    root : str
+        Folder that contains ``/proc`` and ``/sys``.
     """
     lines = Path(f"{root}/proc/meminfo").read_text().splitlines()
     kilobytes = {name: int(rest.split()[0]) for name, rest in (line.split(":") for line in lines)}
@@ -89,8 +92,8 @@ def create_unlinked(nbytes: int, runs: Iterable[range] | None = None) -> io.File
     ----------
     nbytes : int
     runs : iterable of range, optional
-        Ranges of bytes whose pages are allocated now, so that a full ``/dev/shm`` is a MemoryError here rather than a
-        bus error at a later write.  Default: all.
+        Ranges of bytes whose pages are allocated now: a full ``/dev/shm`` then raises MemoryError, and a later write
+        causes no bus error.  Default: all.
 
     Raises
     ------
@@ -151,17 +154,17 @@ class Segment:
     nbytes : int
     is_file : bool
         Whether it is a user's file.
-    here : range, optional
+    local_bytes : range, optional
         Bytes that are backed by memory; the others are addresses alone.  Default: all.
     """
 
-    __slots__ = ("buffer", "here", "identity", "is_file", "key", "nbytes", "path")
+    __slots__ = ("buffer", "local_bytes", "identity", "is_file", "key", "nbytes", "path")
 
-    def __init__(self, key: int, fd: int, nbytes: int, is_file: bool = False, here: range | None = None):
+    def __init__(self, key: int, fd: int, nbytes: int, is_file: bool = False, local_bytes: range | None = None):
         self.key = key
         self.nbytes = nbytes
         self.is_file = is_file
-        self.here = range(nbytes) if here is None else here
+        self.local_bytes = range(nbytes) if local_bytes is None else local_bytes
         self.path = os.readlink(f"/proc/self/fd/{fd}") if is_file else ""
         self.identity = _identify(fd)
         self.buffer = map_file(fd, nbytes, is_file)
@@ -222,7 +225,7 @@ class SharedArray(NamedTuple):  # a tuple, because it is pickled with every call
         """Return the rows that the host of these ranks alone holds; None if any row can be sent to any host."""
         return None
 
-    def part(self, start: int, stop: int) -> SharedArray:
+    def slice_items(self, start: int, stop: int) -> SharedArray:
         """Return the location of the items ``start:stop`` of a vector."""
         return SharedArray(self.key, self.dtype, (stop - start,), self.offset + start * np.dtype(self.dtype).itemsize)
 
@@ -357,13 +360,13 @@ def _map_over(memory: mmap.mmap, fd: int, nbytes: int, private: bool) -> int:
     return ctypes.get_errno() if _libc.mmap(address, nbytes, protection, flags, fd, 0) == _FAILED else 0
 
 
-def announce(channel: socket.socket, segment: Segment, fd: int) -> None:
+def send_segment(channel: socket.socket, segment: Segment, fd: int) -> None:
     """Send a segment to the worker at the other end of ``channel``; nothing if it has died."""
     rights = (socket.SOL_SOCKET, socket.SCM_RIGHTS, struct.pack("i", fd))
     # The next wait for the worker reports its death with its exit status.  MSG_NOSIGNAL: the user may have restored
     # SIGPIPE's default action.
     with contextlib.suppress(BrokenPipeError, ConnectionResetError):
-        message = _ANNOUNCEMENT.pack(segment.key, segment.nbytes, segment.is_file)
+        message = _SEGMENT_HEADER.pack(segment.key, segment.nbytes, segment.is_file)
         channel.sendmsg([message], [rights], socket.MSG_NOSIGNAL)
 
 
@@ -396,14 +399,14 @@ class SegmentReceiver:
         self._open_reserve()
 
     def receive(self) -> Segment | UnmappedSegment:
-        """Receive the next announced segment and map it; return `UnmappedSegment` if it cannot be mapped now."""
+        """Receive the next segment and map it; return `UnmappedSegment` if it cannot be mapped now."""
         if self._reserve is not None:
             self._reserve.close()
         try:
-            message, fds, _, _ = socket.recv_fds(self._channel, _ANNOUNCEMENT.size, 1)
+            message, fds, _, _ = socket.recv_fds(self._channel, _SEGMENT_HEADER.size, 1)
             if not message:
                 raise EOFError("the master closed the channel")
-            key, nbytes, is_file = _ANNOUNCEMENT.unpack(message)
+            key, nbytes, is_file = _SEGMENT_HEADER.unpack(message)
             if not fds:
                 return UnmappedSegment(key, None, nbytes, is_file)
             file = io.FileIO(fds[0], "r+")

@@ -13,13 +13,13 @@ A command is posted by one word in shared memory, `Control.POSTED`, and finished
 
     master (`run`)                                             worker r (`worker._serve`)
     ──────────────                                             ──────────────────────────
-    wait until no rank is busy, release garbage (`flush`)      sleep until POSTED is a new number
+    wait until no rank is busy, release garbage (`send_releases`)      sleep until POSTED is a new number
     write segments and the pickled command; POSTED = number ─> map the segments, unpickle the command
     command.run(rank)     <──── barriers, slots ────>          command.run(rank)
       │ exception: FAILED = number, wake all ranks               │ exception: report, FAILED = number, wake all ranks
       │ FAILED by another rank: Cancelled at the next wait       │ FAILED by another rank: Cancelled at the next wait
     done[root] = number                                        done[r] = number; the last one wakes the master
-    wait until every rank has finished (`_join`)      <─────────────┘
+    wait until every rank has finished (`_wait_until_done`)      <─────────────┘
     no rank failed: return the master's result
     a rank failed:  cancel pending operations, raise the master's error, or a WorkerError made of the reports
 
@@ -27,8 +27,8 @@ While the master waits it polls the workers' lives (`_watch`); while it computes
 A death ends the session: the other workers are killed, and the call raises a WorkerError.  Within `keep_memory` the
 memory stays, and `replace_workers` opens the session again with new workers.
 
-If an interrupt ends the master's part, `_join` waits for a moment only.  The workers may still be busy with the command
-then: the next call waits for them (`wait_until_idle`) before it writes memory that they may read.
+If an interrupt ends the master's part, `_wait_until_done` waits for a moment only, and the workers may still be busy
+with the command.  The next call waits for them (`wait_until_idle`) before it writes memory that they may read.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ from dataclasses import replace
 from typing import Any, TypeVar
 
 from synkhronos.ranks import worker
-from synkhronos.ranks.control import FOR_COMMAND, FOR_JOIN, MAILBOX, POLL, SPIN, Control
+from synkhronos.ranks.control import FOR_COMMAND, FOR_DONE, MAILBOX_NBYTES, POLL_SECONDS, SPIN_SECONDS, Control
 from synkhronos.ranks.errors import Cancelled, Death, FailureReport, WorkerError, describe_effect, describe_exit
 from synkhronos.ranks.interrupts import defer_signals
 from synkhronos.ranks.link import Link, LocalLink
@@ -94,8 +94,8 @@ class Session:
     timeout : float, optional
         Seconds that the master waits for the other ranks in one command; in a task, since a rank's last sign of
         progress.  None: no limit.
-    fresh : bool
-        Start workers as new processes rather than as copies of this one.
+    spawn : bool
+        Start workers as new processes, not as forks of this one.
     link : Link, optional
         Connection to other machines.
 
@@ -106,13 +106,13 @@ class Session:
     workers : Workers
         Processes of the other ranks of this machine.
     memory : Memory
-        Shared memory and objects that all ranks keep until the master releases them.
+        Shared memory and objects that all ranks have until the master releases them.
     registry : Registry
-        State that layers above keep in the master alone.
-    closed : str or None
-        Why the session has ended, as a message for the user; None while it runs.
-    is_copy : bool
-        Whether this process is a fork of the master.
+        State of layers above that only the master has.
+    close_reason : str or None
+        Reason why the session has ended, as a message for the user; None while it runs.
+    is_inherited : bool
+        Whether this process is a fork of the master, and the session belongs to its parent.
     death : Death or None
         The worker's exit that closed the session, if one did.
     has_kept_memory : bool
@@ -120,56 +120,59 @@ class Session:
     """
 
     def __init__(
-        self, size: int, root: int, timeout: float | None = None, fresh: bool = False, link: Link | None = None
+        self, size: int, root: int, timeout: float | None = None, spawn: bool = False, link: Link | None = None
     ):
         self.size = size
         self.timeout = timeout
         self.link = link = LocalLink(size) if link is None else link
-        self.is_copy = False
-        self.closed: str | None = None
+        self.is_inherited = False
+        self.close_reason: str | None = None
         self.death: Death | None = None
         self._dead_rank: int | None = None
-        self._profile, self._first = False, None  # type: bool, Command | None
+        self._profile = False
+        self._first_command: Command | None = None
         #: Number of `keep_memory` contexts, and whether a death has left the memory in one of them.
         self._n_keepers, self.has_kept_memory = 0, False
         self._call_lock = threading.RLock()
-        self._command, self._began = 0, 0.0
-        self._running = False
+        self._command_number, self._command_began = 0, 0.0
+        self._is_running = False
         #: Whether all ranks are known to have finished the last command.
-        self._idle = True
+        self._is_idle = True
         self._pickled: dict[Any, bytes] = {}
         self.registry = Registry()
-        self._at_close: WeakKeys[Any, Callable[[Any], None]] = WeakKeys()
-        self._at_replacement: WeakKeys[Any, Callable[[Any], None]] = WeakKeys()
-        here = link.local_ranks
-        # Copies of this process inherit its memory; workers that start anew, and an agent, get it as an open file.
-        is_open = size > 1 and (fresh or link.shares_file)
-        self._file = Control.create(size, len(here), link.extra) if is_open else None
-        spin = SPIN if len(here) <= available_cores() else 0.0
-        fd = -1 if self._file is None else self._file.fileno()
-        self._control = Control(size, spin, fd, local_ranks=here, extra=link.extra)
-        self.rank = Rank(root, root, self._control, self._watch, ThreadShare(len(here), environment=False))
+        self._close_callbacks: WeakKeys[Any, Callable[[Any], None]] = WeakKeys()
+        self._replacement_callbacks: WeakKeys[Any, Callable[[Any], None]] = WeakKeys()
+        n_local = len(link.local_ranks)
+        # Forks of this process inherit its memory; spawned workers and an agent get the memory as an open file.
+        self._create_control(SPIN_SECONDS if n_local <= available_cores() else 0.0, spawn or link.shares_file)
+        self.rank = Rank(root, root, self._control, self._watch, ThreadShare(n_local, environment=False))
         self.rank.has_peer_died = self._has_peer_died
-        self.workers = Workers(root, self._control, self._file if fresh else None)
+        self.workers = Workers(root, self._control, self._file if spawn else None)
         self.memory = Memory(self.rank, self.workers.channels, self._run_when_idle)
-        self._peers = PeerWatch(self._has_peer_died, self._has_pending_alone, self._raise_if_peer_died)
+        self._peers = PeerWatch(self._has_peer_died, self._has_pending_between_commands, self._raise_if_peer_died)
 
-    def start(self, profile: bool, first: Command | None = None) -> None:
+    def _create_control(self, spin: float, as_file: bool) -> None:
+        size, local_ranks, link_nbytes = self.size, self.link.local_ranks, self.link.control_nbytes
+        self._file = Control.create(size, len(local_ranks), link_nbytes) if as_file and size > 1 else None
+        fd = -1 if self._file is None else self._file.fileno()
+        self._control = Control(size, spin, fd, local_ranks=local_ranks, link_nbytes=link_nbytes)
+
+    def start(self, profile: bool, first_command: Command | None = None) -> None:
         """Start the workers and run a first command; if either fails, end the session and raise the error."""
-        self._profile, self._first = profile, first
+        self._profile, self._first_command = profile, first_command
         try:
             self._start_workers()
-            self._run_first()
+            self._run_first_command()
         except BaseException:
             self.close(kill=True)
             raise
 
-    def _run_first(self) -> None:
+    def _run_first_command(self) -> None:
         """Run the first command."""
         with self.call_lock:
             self.wait_until_idle()
-            if self._first is not None:
-                self.run(self._first)
+            if self._first_command is not None:
+                self.run(self._first_command)
 
     def _start_workers(self) -> None:
         profile = self._profile
@@ -210,7 +213,7 @@ class Session:
         RuntimeError
             If this thread is in the middle of another command.
         """
-        if self._running and self._holds_call_lock():
+        if self._is_running and self._holds_call_lock():
             raise RuntimeError(_NESTED_CALL)
         return self._call_lock
 
@@ -224,18 +227,18 @@ class Session:
 
         Memory that ranks may still read must not be written before.
         """
-        self._running = False  # an interrupt may have left it; only the holder of the lock runs commands
+        self._is_running = False  # an interrupt may have left it True; only the holder of the lock runs commands
         self._wait_for_workers()
 
     def _wait_for_workers(self) -> None:
-        if self._running:
+        if self._is_running:
             raise RuntimeError(_NESTED_CALL)
-        if self.closed is None:
-            self.memory.notice_orphans()
-            if not self._idle:
-                self._join()
-        if self.closed is not None:  # a worker's death may have closed it just now
-            raise RuntimeError(self.closed)
+        if self.close_reason is None:
+            self.memory.release_orphans()
+            if not self._is_idle:
+                self._wait_until_done()
+        if self.close_reason is not None:  # a worker's death may have closed it just now
+            raise RuntimeError(self.close_reason)
 
     # -- commands --------------------------------------------------------------------------------------------
 
@@ -249,13 +252,13 @@ class Session:
         BaseException
             The exception of the master's own part.
         """
-        self.flush()
+        self.send_releases()
         return self._run(command)
 
-    def flush(self) -> None:
-        """Release on the workers, now, what was released here.  The lock has to be held."""
+    def send_releases(self) -> None:
+        """Release segments and objects on the workers that the master has released.  The lock has to be held."""
         self._wait_for_workers()
-        self.memory.flush()
+        self.memory.send_releases()
 
     def _run_when_idle(self, command: Command) -> Any:
         self._wait_for_workers()
@@ -263,33 +266,35 @@ class Session:
 
     def _run(self, command: Command) -> Any:
         control, rank, peers = self._control, self.rank, self._peers
-        result, mine = None, None
+        result, master_error = None, None
         try:
-            self._running, self._idle = True, False
-            self._command = number = self._command + 1
+            self._is_running, self._is_idle = True, False
+            self._command_number = number = self._command_number + 1
             if self.timeout is not None:
-                self._began = time.monotonic()
+                self._command_began = time.monotonic()
             try:
-                rank.begin(number)
+                rank.begin_command(number)
                 if self.size > 1:
                     self._post(number, command)
                 peers.busy_thread = threading.get_ident()
                 try:
                     result = command.run(rank)
                 finally:
-                    rank.finish()
+                    rank.finish_command()
                 peers.busy_thread = 0
             except BaseException as error:
                 peers.busy_thread = 0
                 if rank.command_number == number:  # else it was not posted
                     rank.fail()
-                mine = error
+                master_error = error
             control.done[rank.number] = number
             if peers.has_raised:
                 self._raise_if_peer_died()
-            # A worker in compiled code may take long to finish after the master was interrupted, or exits by a signal
-            # handler: `wait_until_idle` waits for it, or `close` ends it.
-            self._join(None if mine is None or isinstance(mine, Exception) else _INTERRUPTED_GRACE)
+            # After an interrupt of the master, a worker in compiled code may take long to finish: `wait_until_idle`
+            # waits for it, or `close` ends it.
+            self._wait_until_done(
+                None if master_error is None or isinstance(master_error, Exception) else _INTERRUPTED_GRACE
+            )
             has_failed = control.words[Control.FAILED] == number
             reports = self._read_reports(number) if has_failed else []
             if has_failed and self.link.find_lost_host() is not None:
@@ -299,25 +304,27 @@ class Session:
             self._raise_if_peer_died()
             raise
         finally:
-            self._running = False
-        if mine is None and not reports and self.closed is None:
+            self._is_running = False
+        if master_error is None and not reports and self.close_reason is None:
             return result
         try:
-            raise self._make_error(command, number, mine, reports)
+            raise self._make_error(command, number, master_error, reports)
         finally:
-            del mine  # the error refers to this frame, and the frame to the error: a cycle that keeps memory
+            del master_error  # the error refers to this frame, and the frame to the error: a cycle that keeps memory
 
     def _post(self, number: int, command: Command) -> None:
-        """Send a command to the workers; one that is too long for the mailbox through a segment of its own."""
+        """Send a command to the workers: in the mailbox, or in a segment of its own if it is too long for that."""
         message = self._pickle(command)
-        if len(message) <= MAILBOX - self.link.plan_nbytes:
-            self._send(number, command, message, None)
+        if len(message) <= MAILBOX_NBYTES - self.link.plan_nbytes:
+            self._write_mailbox(number, command, message, None)
             return
         segment = self.memory.create(len(message), in_command=True)
         try:
             memoryview(segment.buffer).cast("B")[: len(message)] = message
             location = SharedArray(segment.key, "u1", (len(message),))
-            self._send(number, command, pickle.dumps(worker.LongCommand(location), pickle.HIGHEST_PROTOCOL), location)
+            self._write_mailbox(
+                number, command, pickle.dumps(worker.LongCommand(location), pickle.HIGHEST_PROTOCOL), location
+            )
         finally:
             self.memory.release("segment", segment.key)
 
@@ -327,7 +334,7 @@ class Session:
         key = type(command), command
         try:
             message = self._pickled.get(key)
-        except TypeError:  # not hashable: a slice, say
+        except TypeError:  # not hashable, such as a slice
             return pickle.dumps(command, pickle.HIGHEST_PROTOCOL)
         if message is None:
             message = pickle.dumps(command, pickle.HIGHEST_PROTOCOL)
@@ -337,38 +344,38 @@ class Session:
                 self._pickled[key] = message
         return message
 
-    def _send(self, number: int, command: Command, message: bytes, location: SharedArray | None) -> None:
+    def _write_mailbox(self, number: int, command: Command, message: bytes, location: SharedArray | None) -> None:
         """Write a message into the mailbox and wake the workers; ``location`` is the segment of a long command."""
         control, words = self._control, self._control.words
-        self.memory.announce()
+        self.memory.send_segments()
         control.mailbox[: len(message)] = message
         words[Control.LENGTH] = len(message)
         plan = self.link.plan_transfers(command, location, self.rank.segments)
         control.mailbox[len(message) : len(message) + len(plan)] = plan
         words[Control.PLAN_LENGTH] = len(plan)
-        words[Control.ANNOUNCED] = self.memory.last_announced
+        words[Control.NEWEST_KEY] = self.memory.last_sent_key
         words[Control.POSTED] = number
         control.fence()
         for r in self.workers.pids:
             control.ring(r, FOR_COMMAND)
 
-    def _join(self, limit: float | None = None) -> None:
+    def _wait_until_done(self, limit: float | None = None) -> None:
         """Wait until all ranks have finished the last command, at most ``limit`` seconds."""
         control, me = self._control, self.rank.number
         done, number = control.done, control.words[Control.POSTED]
         if done[me] < number:  # an interrupt ended the master's part before it was marked as done
             self.rank.fail()
             done[me] = number
-        self._idle = min(done) >= number
-        if self._idle:
+        self._is_idle = min(done) >= number
+        if self._is_idle:
             return
         deadline = None if limit is None else time.monotonic() + limit
 
         def finished() -> bool:
             return min(done) >= number or (deadline is not None and time.monotonic() > deadline)
 
-        control.wait(me, finished, FOR_JOIN, self._watch, POLL)
-        self._idle = min(done) >= number
+        control.wait(me, finished, FOR_DONE, self._watch, POLL_SECONDS)
+        self._is_idle = min(done) >= number
 
     # -- the error of a failed command -------------------------------------------------------------------------
 
@@ -384,32 +391,32 @@ class Session:
         ]
 
     def _make_error(
-        self, command: Command, number: int, mine: BaseException | None, reports: Sequence[FailureReport]
+        self, command: Command, number: int, master_error: BaseException | None, reports: Sequence[FailureReport]
     ) -> BaseException:
-        """Return the exception that a failed call raises; ``mine`` is that of the master's part."""
+        """Return the exception that a failed call raises; ``master_error`` was raised by the master's part."""
         error: Exception
-        if self.closed is not None:  # no rank is left that could report more
-            if isinstance(mine, WorkerError) or not isinstance(mine, Exception | None):
-                return mine
-            if self._dead_rank is not None:  # seen first by another observer, such as a guard's thread
-                error = WorkerError(self.closed, self._dead_rank)
+        if self.close_reason is not None:  # the ranks have ended and report nothing more
+            if isinstance(master_error, WorkerError) or not isinstance(master_error, Exception | None):
+                return master_error
+            if self._dead_rank is not None:  # noticed first in another thread, such as a device's watchdog
+                error = WorkerError(self.close_reason, self._dead_rank)
             else:
-                error = RuntimeError(f"while this call ran, {self.closed}")
-            error.__cause__ = None if isinstance(mine, Cancelled) else mine
+                error = RuntimeError(f"while this call ran, {self.close_reason}")
+            error.__cause__ = None if isinstance(master_error, Cancelled) else master_error
             return error
         applied = [r for r in range(self.size) if self._control.committed[r] == number]
         busy = self._find_busy(number)
         effect = describe_effect(command.effect, command.partial_effect, applied, busy, self.size)
-        if reports and (mine is None or isinstance(mine, Cancelled)):
+        if reports and (master_error is None or isinstance(master_error, Cancelled)):
             error = WorkerError._from_reports(reports, effect)
             error.__cause__ = None
             return error
-        assert mine is not None
+        assert master_error is not None
         waits = f"The next call waits for ranks {busy}, which are still busy with this one; close() ends them."
         for note in [*(report.summary() for report in reports), effect, waits if busy else ""]:
             if note:
-                mine.add_note(note)
-        return mine
+                master_error.add_note(note)
+        return master_error
 
     def _find_busy(self, number: int) -> list[int]:
         """Return the ranks that have not finished a posted command: an interrupted master does not wait for them."""
@@ -421,14 +428,14 @@ class Session:
 
     def _watch(self) -> None:
         """End the session and raise WorkerError if a peer has died, or exceeds the time limit."""
-        if self.timeout is not None and time.monotonic() - self._began > self.timeout:
+        if self.timeout is not None and time.monotonic() - self._command_began > self.timeout:
             self._raise_if_late(self.timeout)
         self._raise_if_peer_died()
 
     def _raise_if_late(self, timeout: float) -> None:
         """Raise if a rank has shown no progress for ``timeout`` seconds, or since the command began."""
         control = self._control
-        began, now = int(self._began * 1e9), time.monotonic_ns()
+        began, now = int(self._command_began * 1e9), time.monotonic_ns()
         silent = [r for r in range(self.size) if now - max(began, control.progress[r]) > timeout * 1e9]
         busy = [r for r in silent if r != self.rank.root and control.done[r] < control.words[Control.POSTED]]
         late = [r for r in busy if not control.sleeping[r]]
@@ -442,10 +449,10 @@ class Session:
         """Whether a worker has exited, as far as this machine knows."""
         return self.workers.has_any_exited() or self.link.find_lost_host() is not None
 
-    def _has_pending_alone(self) -> bool:
+    def _has_pending_between_commands(self) -> bool:
         """Whether an operation with the workers is pending although no command runs."""
         # While the ranks are being ended, their exits are expected.
-        return self.closed is None and not self._running and self.rank.has_pending()
+        return self.close_reason is None and not self._is_running and self.rank.has_pending()
 
     def _raise_if_peer_died(self) -> None:
         """End the session and raise WorkerError if a worker or another machine has died."""
@@ -466,7 +473,7 @@ class Session:
 
     def _end_with_error(self, message: str, number: int, death: Death | None = None) -> None:
         """Kill all workers, close the session and raise a WorkerError with this message about a rank."""
-        if self.closed is not None:
+        if self.close_reason is not None:
             return  # the session is being closed: in another thread, or by a handler in this one
         if self.rank.has_pending():
             message += (
@@ -476,14 +483,14 @@ class Session:
         message += " Call synkhronos.fork() to start again."
         self.has_kept_memory = self._n_keepers > 0 and death is not None
         self.close(kill=True)
-        self.closed, self._dead_rank, self.death = message, number, death
+        self.close_reason, self._dead_rank, self.death = message, number, death
         raise WorkerError(message, number)
 
     # -- the end -----------------------------------------------------------------------------------------------
 
-    def notify_at_close(self, owner: T, release: Callable[[T], None]) -> None:
-        """Have ``release(owner)`` called when the session ends, if the owner still exists then."""
-        self._at_close[owner] = release
+    def add_close_callback(self, owner: T, callback: Callable[[T], None]) -> None:
+        """Add a call ``callback(owner)`` when the session ends, if the owner still exists then."""
+        self._close_callbacks[owner] = callback
 
     def close(self, kill: bool = False) -> None:
         """End the workers and free all shared memory.  The second call does nothing.
@@ -495,24 +502,24 @@ class Session:
         kill : bool
             Do not wait for pending operations and for the workers' orderly exit.
         """
-        if self.closed is not None:
+        if self.close_reason is not None:
             return
-        if self.is_copy:  # the workers are another process' children
-            self.closed = (
+        if self.is_inherited:  # the workers are children of another process
+            self.close_reason = (
                 "the ranks belong to the process that called synkhronos.fork(): call it here for ranks of its own"
             )
             return
-        is_mine = False
+        has_lock = False
         try:
             # Reentrant: a signal handler may close in the middle of a call of this thread.
-            is_mine = self._call_lock.acquire(timeout=GRACE)
-            kill = kill or not is_mine
+            has_lock = self._call_lock.acquire(timeout=GRACE)
+            kill = kill or not has_lock
             self._peers.busy_thread = 0
             if not kill:
                 for operation in self.rank.pending:
                     operation.finish()
                 # Workers may still be busy with a command that an interrupt left.
-                self._join(GRACE)
+                self._wait_until_done(GRACE)
                 kill = min(self._control.done) < self._control.words[Control.POSTED]
         except (WorkerError, Cancelled) as error:
             kill = True
@@ -524,28 +531,28 @@ class Session:
             try:
                 self._end(kill)
             finally:
-                if is_mine:
+                if has_lock:
                     self._call_lock.release()
 
     def _end(self, kill: bool) -> None:
         """End the workers and free everything; a signal that arrives meanwhile shortens the workers' grace period."""
         with defer_signals() as signals:
-            if self.closed is not None:
+            if self.close_reason is not None:
                 return
             if not kill:
                 # Not joined like other commands: a stopped worker would never arrive.
-                self._command += 1
+                self._command_number += 1
                 try:
-                    self._post(self._command, worker.Exit())
-                except OSError as error:  # while segments are announced with the command
+                    self._post(self._command_number, worker.Exit())
+                except OSError as error:  # while segments are sent with the command
                     kill = True
                     _log.debug("a worker did not receive the command to exit: %s", error)
-            self.closed = "the ranks were closed: call synkhronos.fork() first"
-            self.rank.end()
+            self.close_reason = "the ranks were closed: call synkhronos.fork() first"
+            self.rank.end_pending()
 
             # The first worker's exit raises SIGURG, which is no reason to hurry the others.
             def is_hurried() -> bool:
-                return signals.has_deferred(besides=signal.SIGURG)
+                return signals.has_deferred(excluded=signal.SIGURG)
 
             self.workers.end(0.0 if kill else GRACE, is_hurried)
             self.link.end(kill, GRACE, is_hurried)
@@ -560,10 +567,10 @@ class Session:
         self.rank.spans_hosts = False
         self.rank.fail()
         if not self.has_kept_memory:
-            _call_all(self._at_close)
+            _call_all(self._close_callbacks)
         self.workers.close()
         # Break reference cycles, which would keep the memory until the next collection.
-        self.rank.watch = lambda: None
+        self.rank.check_peers = lambda: None
         self.rank.has_peer_died = lambda: False
         if not self.has_kept_memory:
             self._free_memory()
@@ -595,10 +602,10 @@ class Session:
             if self.has_kept_memory and not self._n_keepers:
                 with defer_signals():
                     self.has_kept_memory = False
-                    _call_all(self._at_close)
+                    _call_all(self._close_callbacks)
                     self._free_memory()
 
-    def replace_workers(self, fresh: bool = False) -> None:
+    def replace_workers(self, spawn: bool = False) -> None:
         """Start new workers after a death within `keep_memory`.
 
         They are copies of this process as it is now: they inherit its segments, and its mirrored objects with their
@@ -606,7 +613,7 @@ class Session:
 
         Parameters
         ----------
-        fresh : bool
+        spawn : bool
             Start them as new processes instead.  They get the segments, and mirrored objects when these are used next.
 
         Raises
@@ -619,36 +626,35 @@ class Session:
         if not self.has_kept_memory:
             raise RuntimeError("replace_workers: no worker has died within keep_memory()")
         try:
-            with defer_signals():  # between its lines the session is neither closed nor open
-                # The counters and semaphores of the old workers stay as they died.
-                here = self.link.local_ranks
-                self._file = Control.create(self.size, len(here), self.link.extra) if fresh else None
-                fd = -1 if self._file is None else self._file.fileno()
-                self._control = Control(self.size, self._control.spin, fd, local_ranks=here, extra=self.link.extra)
+            with defer_signals():  # an interrupt in between would leave the session half open
+                # The counters and semaphores of the old workers are in an undefined state.
+                self._create_control(self._control.spin, spawn)
                 self.rank.restart(self._control, self._watch)
                 self.rank.has_peer_died = self._has_peer_died
-                self.memory.forget_workers(is_inherited=not fresh)
-                self.workers.begin_again(self._file)
+                self.memory.forget_workers(is_inherited=not spawn)
+                self.workers.set_control_file(self._file)
                 self._pickled.clear()
-                self._peers = PeerWatch(self._has_peer_died, self._has_pending_alone, self._raise_if_peer_died)
-                self._running, self._idle = False, True
-                self._dead_rank = self.death = self.closed = None
+                self._peers = PeerWatch(
+                    self._has_peer_died, self._has_pending_between_commands, self._raise_if_peer_died
+                )
+                self._is_running, self._is_idle = False, True
+                self._dead_rank = self.death = self.close_reason = None
                 self.has_kept_memory = False
                 self._start_workers()
-            self._run_first()
+            self._run_first_command()
             with self.call_lock:
                 self.wait_until_idle()
-                if fresh:
-                    self.memory.send_again()
+                if spawn:
+                    self.memory.resend_segments()
                     self.registry.clear()
-                _call_all(self._at_replacement)
+                _call_all(self._replacement_callbacks)
         except BaseException:
             self.close(kill=True)
             raise
 
-    def notify_at_replacement(self, owner: T, renew: Callable[[T], None]) -> None:
-        """Have ``renew(owner)`` called when workers have been replaced, with the call lock held, if it exists."""
-        self._at_replacement[owner] = renew
+    def add_replacement_callback(self, owner: T, callback: Callable[[T], None]) -> None:
+        """Add a call ``callback(owner)`` after workers were replaced, with the call lock held, if the owner exists."""
+        self._replacement_callbacks[owner] = callback
 
 
 def _call_all(callbacks: WeakKeys[Any, Callable[[Any], None]]) -> None:
@@ -665,19 +671,19 @@ def fork(
     root: int,
     profile: bool,
     timeout: float | None = None,
-    first: Command | None = None,
-    fresh: bool = False,
+    first_command: Command | None = None,
+    spawn: bool = False,
     link: Link | None = None,
 ) -> Session:
     """Start a session and run its first command; if either fails, end the session and raise the error.
 
     Parameters
     ----------
-    size, root, timeout, fresh, link
+    size, root, timeout, spawn, link
         As of `Session`.
     profile : bool
         Write a profile of each worker when it exits.
-    first : Command, optional
+    first_command : Command, optional
         Command to run first.
     """
     global _current
@@ -688,8 +694,8 @@ def fork(
     try:
         # An interrupt must not come between the change of this process' state and the assignment.
         with defer_signals():
-            session = _current = Session(size, root, timeout, fresh, link)
-        session.start(profile, first)
+            session = _current = Session(size, root, timeout, spawn, link)
+        session.start(profile, first_command)
     except BaseException:
         if session is not None:
             session.close(kill=True)
@@ -713,9 +719,9 @@ def session() -> Session:
     """
     if _current is None:
         raise RuntimeError("no ranks are running: call synkhronos.fork() first")
-    if _current.closed is not None:
-        raise RuntimeError(_current.closed)
-    if _current.is_copy:
+    if _current.close_reason is not None:
+        raise RuntimeError(_current.close_reason)
+    if _current.is_inherited:
         raise RuntimeError(
             "the ranks belong to the process that called synkhronos.fork(), of which this one is a copy: "
             "call synkhronos.fork() here for ranks of its own"
@@ -730,21 +736,21 @@ def last_death() -> Death | None:
 
 def get_inherited_session() -> Session | None:
     """Return the running session of the master that this process is a fork of; None in any other process."""
-    return _current if _current is not None and _current.is_copy and _current.closed is None else None
+    return _current if _current is not None and _current.is_inherited and _current.close_reason is None else None
 
 
 def check_no_session() -> None:
     """Raise RuntimeError if a session of this process is running."""
-    if _current is not None and _current.closed is None and not _current.is_copy:
+    if _current is not None and _current.close_reason is None and not _current.is_inherited:
         raise RuntimeError(
             f"{_current.size} ranks are running already: call synkhronos.close() before synkhronos.fork()"
         )
 
 
-def _note_copy() -> None:
+def _mark_inherited() -> None:
     """Record, in a process forked from the master, that the session belongs to its parent."""
     if _current is not None:
-        _current.is_copy = True
+        _current.is_inherited = True
 
 
-os.register_at_fork(after_in_child=_note_copy)  # cheaper than os.getpid() in each call
+os.register_at_fork(after_in_child=_mark_inherited)  # cheaper than os.getpid() in each call

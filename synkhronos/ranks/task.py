@@ -28,7 +28,7 @@ from time import perf_counter
 from types import TracebackType
 from typing import Any, NoReturn
 
-from synkhronos.ranks.control import FOR_TASK, POLL, Semaphore
+from synkhronos.ranks.control import FOR_TASK, POLL_SECONDS, Semaphore
 from synkhronos.ranks.errors import Cancelled
 from synkhronos.ranks.rank import Rank
 from synkhronos.ranks.task_memory import (
@@ -100,7 +100,7 @@ class RankTask:
         if now > self._next_check:
             self._next_check = now + _CHECK_INTERVAL
             control.progress[self.rank.number] = time.monotonic_ns()
-            self.rank.watch()
+            self.rank.check_peers()
 
     def stop(self) -> None:
         """Ask all ranks to stop, by setting their `is_stopped`."""
@@ -223,8 +223,8 @@ class RankTask:
             deadline = float("inf") if timeout is None else time.monotonic() + timeout
             # A wait with a time limit ends, so that it is no part of a deadlock.
             with _PublishedWait(self, LOCK if timeout is None else NOTHING, 0, f"for lock {number}", number):
-                while not semaphore.acquire(max(0.0, min(POLL, deadline - time.monotonic()))):
-                    self.rank.check()
+                while not semaphore.acquire(max(0.0, min(POLL_SECONDS, deadline - time.monotonic()))):
+                    self.rank.check_cancelled()
                     if time.monotonic() >= deadline:
                         return None
                     if timeout is None:

@@ -19,7 +19,7 @@ from types import FrameType
 from typing import Any, NoReturn
 
 from synkhronos.ranks.child_process import JOB_SIGNALS, exit_with_parent, spawn
-from synkhronos.ranks.control import FOR_COMMAND, FOR_JOIN, SLOT, Control
+from synkhronos.ranks.control import FOR_COMMAND, FOR_DONE, SLOT_NBYTES, Control
 from synkhronos.ranks.errors import Cancelled, FailureReport
 from synkhronos.ranks.rank import Command, Rank
 from synkhronos.ranks.segments import SegmentReceiver, SharedArray
@@ -58,7 +58,7 @@ def main(
     number: int,
     root: int,
     profile: bool,
-    master: int,
+    master_pid: int,
     in_main_thread: bool,
     inherited: tuple[Rank, int] | None = None,
 ) -> NoReturn:
@@ -76,7 +76,7 @@ def main(
         This rank and the master's.
     profile : bool
         Write a profile at exit.
-    master : int
+    master_pid : int
         Process id of the master, which may have exited already, so that it is no longer this process' parent.
     in_main_thread : bool
         Whether the master forked in its main thread.
@@ -85,24 +85,24 @@ def main(
     """
     code = 1
     try:
-        exit_with_parent(master, in_main_thread)
-        _detach_from_master(channel, master)
+        exit_with_parent(master_pid, in_main_thread)
+        _detach_from_master(channel, master_pid)
 
-        def watch() -> None:
-            if os.getppid() != master:
+        def check_peers() -> None:
+            if os.getppid() != master_pid:
                 os._exit(1)
 
-        rank = Rank(number, root, control, watch, ThreadShare(len(control.local_ranks), environment=True))
-        newest = 0
+        rank = Rank(number, root, control, check_peers, ThreadShare(len(control.local_ranks), environment=True))
+        newest_key = 0
         if inherited is not None:
-            master_rank, newest = inherited
-            rank.inherit(master_rank)
+            master_rank, newest_key = inherited
+            rank.inherit_from(master_rank)
         if profile:
             profiler = cProfile.Profile()
-            profiler.runcall(_serve, rank, channel, newest)
+            profiler.runcall(_serve, rank, channel, newest_key)
             profiler.dump_stats(f"synkhronos_rank{number}_{os.getpid()}.prof")
         else:
-            _serve(rank, channel, newest)
+            _serve(rank, channel, newest_key)
         code = 0
     except BaseException:
         traceback.print_exc()
@@ -128,37 +128,37 @@ def spawn_worker(control: Control, memory: io.FileIO, channel: socket.socket, *s
     *settings
         The other arguments of `main`.
     """
-    here, files = control.local_ranks, (memory.fileno(), channel.fileno())
-    layout = control.size, control.spin, memory.fileno(), True, [here.start, here.stop], len(control.extra)
+    local, files = control.local_ranks, (memory.fileno(), channel.fileno())
+    layout = control.size, control.spin, memory.fileno(), True, [local.start, local.stop], len(control.link_memory)
     arguments = layout, channel.fileno(), settings
     return spawn("synkhronos.ranks.worker", "run_spawned", arguments, files, settings[-1], os.environ)
 
 
 def run_spawned() -> NoReturn:
     """Run the worker that `spawn_worker` started."""
-    (size, spin, memory, made, here, extra), channel, settings = json.loads(sys.argv[2])
-    control = Control(size, spin, memory, made, range(*here), extra)
+    (size, spin, memory, initialised, local_ranks, link_nbytes), channel, settings = json.loads(sys.argv[2])
+    control = Control(size, spin, memory, initialised, range(*local_ranks), link_nbytes)
     os.close(memory)
     main(control, socket.socket(fileno=channel), *settings)
 
 
-def _serve(rank: Rank, channel: socket.socket, mapped: int) -> None:
-    """Run commands; ``mapped`` is the key of the newest segment that this rank has."""
+def _serve(rank: Rank, channel: socket.socket, newest_key: int) -> None:
+    """Run commands; ``newest_key`` is the key of the newest segment that this rank has."""
     control, words = rank.control, rank.control.words
-    posted, last = Control.POSTED, 0
+    posted, number = Control.POSTED, 0
     cache: dict[bytes, Command] = {}
     receiver = SegmentReceiver(channel)
     while True:
         command: Command | None = None
-        control.wait(rank.number, lambda: words[posted] > last, FOR_COMMAND, rank.watch, IDLE_POLL)  # noqa: B023
-        last = words[posted]
-        rank.begin(last)
+        control.wait(rank.number, lambda: words[posted] > number, FOR_COMMAND, rank.check_peers, IDLE_POLL)  # noqa: B023
+        number = words[posted]
+        rank.begin_command(number)
         try:
-            while mapped < words[Control.ANNOUNCED]:
+            while newest_key < words[Control.NEWEST_KEY]:
                 segment = receiver.receive()
-                if segment.key > mapped:  # else it was announced twice, after an interrupt
+                if segment.key > newest_key:  # else it was sent twice, after an interrupt
                     rank.segments.add(segment)
-                    mapped = segment.key
+                    newest_key = segment.key
                 del segment  # this name would keep the memory after its release
             message = bytes(control.mailbox[: words[Control.LENGTH]])
             command = cache.get(message)
@@ -171,13 +171,13 @@ def _serve(rank: Rank, channel: socket.socket, mapped: int) -> None:
             try:
                 command.run(rank)
             finally:
-                rank.finish()
+                rank.finish_command()
             control.report_length[rank.number] = 0
         except Cancelled:
             control.report_length[rank.number] = 0
         except BaseException as error:  # SystemExit, too: exit() within a graph is an error
             # The report comes first: a rank that sees the failure may read it.
-            report = pickle.dumps(FailureReport.from_exception(rank.number, error, SLOT // 10))
+            report = pickle.dumps(FailureReport.from_exception(rank.number, error, SLOT_NBYTES // 10))
             control.write_report(rank.number, report)
             rank.fail()
             del error
@@ -185,23 +185,23 @@ def _serve(rank: Rank, channel: socket.socket, mapped: int) -> None:
             sys.stdout.flush()
         except (AttributeError, OSError, ValueError):  # no stdout, a broken pipe, or a closed file
             pass
-        control.done[rank.number] = last
+        control.done[rank.number] = number
         control.fence()
         done = control.done.tolist()
-        done[rank.root] = last
-        if min(done) >= last:
-            control.ring(rank.root, FOR_JOIN)
+        done[rank.root] = number
+        if min(done) >= number:
+            control.ring(rank.root, FOR_DONE)
         if isinstance(command, Exit):
             return
 
 
-def _detach_from_master(channel: socket.socket, master: int) -> None:
+def _detach_from_master(channel: socket.socket, master_pid: int) -> None:
     """Reset inherited state that belongs to the master: signal handlers, sockets, streams, objects to collect."""
     signal.set_wakeup_fd(-1)
     # Ctrl-C is sent to every process of the terminal; the master decides what it means.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     for number in JOB_SIGNALS:
-        signal.signal(number, partial(_follow_master, master))
+        signal.signal(number, partial(_follow_master, master_pid))
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT, *JOB_SIGNALS})
     for name in ("CHLD", "ALRM", "URG"):
         signal.signal(getattr(signal, f"SIG{name}"), signal.SIG_DFL)
@@ -228,10 +228,10 @@ def _detach_from_master(channel: socket.socket, master: int) -> None:
         setattr(sys, name, open(fd, "w", buffering=1, errors="backslashreplace", closefd=False))
 
 
-def _follow_master(master: int, number: int, frame: FrameType | None) -> None:
+def _follow_master(master_pid: int, number: int, frame: FrameType | None) -> None:
     """Exit by a signal, unless the master handles or ignores it: it then continues and needs its workers."""
     try:
-        with open(f"/proc/{master}/status") as status:
+        with open(f"/proc/{master_pid}/status") as status:
             masks = [int(line.split()[1], 16) for line in status if line.startswith(("SigIgn", "SigCgt"))]
     except OSError:  # the master has exited, or there is no /proc
         masks = []

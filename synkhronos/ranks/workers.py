@@ -80,7 +80,7 @@ class Workers:
                 worker.main(self._control, theirs, *settings, inherited)
         self.pids[number] = pid
 
-    def begin_again(self, file: io.FileIO | None) -> None:
+    def set_control_file(self, file: io.FileIO | None) -> None:
         """Have the next `start` start forks, or new processes that get the control memory as a file."""
         self._file = file
 

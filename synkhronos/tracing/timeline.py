@@ -153,7 +153,7 @@ class Timeline:
             If the file can't be written.
         """
         session = self._recording.session
-        if session is None or session.closed is not None:
+        if session is None or session.close_reason is not None:
             return
         with session.call_lock:
             session.wait_until_idle()

@@ -149,7 +149,7 @@ class Survival:
     def copy(self) -> None:
         """Copy the state anew: the user may have changed it."""
         if self._session.has_kept_memory:  # a death of which the user's code has caught the error
-            self._recover(RuntimeError(self._session.closed), time.perf_counter())
+            self._recover(RuntimeError(self._session.close_reason), time.perf_counter())
         self.run(self._copy)
 
     def take_deaths(self) -> list[dict[str, Any]]:

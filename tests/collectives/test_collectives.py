@@ -13,7 +13,7 @@ from library import tensor as T
 
 import synkhronos as synk
 from synkhronos.data.rows import get_share
-from synkhronos.ranks.control import SCRATCH
+from synkhronos.ranks.control import SCRATCH_NBYTES
 
 INTEGERS = ["bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64"]
 FLOATS = ["float16", "float32", "float64", "complex64", "complex128"]
@@ -403,7 +403,7 @@ def test_reduce_scatter_splits_the_all_reduce_result(n, draw):
     assert_held(s, [whole] * n)
 
 
-@pytest.mark.parametrize("n_rows", [1, 5, 3 * SCRATCH // 8 + 1])
+@pytest.mark.parametrize("n_rows", [1, 5, 3 * SCRATCH_NBYTES // 8 + 1])
 def test_reduce_scatter_of_arrays_that_take_several_chunks(n, n_rows):
     values = [np.arange(2.0 * n_rows).reshape(n_rows, 2) * (r + 1) for r in range(n)]
     s = variable("float64", 2)
@@ -511,7 +511,14 @@ def test_get_lengths_and_get_shapes_of_a_list(n):
 # -- arrays longer than the chunks in which they travel ------------------------------------------------------
 
 #: Bytes around multiples of the scratch memory, and none that is a round number of elements for every rank.
-SIZES = [SCRATCH - 8, SCRATCH, SCRATCH + 8, 2 * SCRATCH, 2 * SCRATCH + 24, 3 * SCRATCH - 8]
+SIZES = [
+    SCRATCH_NBYTES - 8,
+    SCRATCH_NBYTES,
+    SCRATCH_NBYTES + 8,
+    2 * SCRATCH_NBYTES,
+    2 * SCRATCH_NBYTES + 24,
+    3 * SCRATCH_NBYTES - 8,
+]
 
 
 @pytest.mark.parametrize("size", SIZES)
@@ -536,7 +543,7 @@ def test_collectives_stream_large_arrays(n, master, size, dtype):
 
 def test_gather_of_different_numbers_of_chunks(n):
     s = variable("uint8")
-    values = [np.full(r * SCRATCH + 3 * r, r, "uint8") for r in range(n)]
+    values = [np.full(r * SCRATCH_NBYTES + 3 * r, r, "uint8") for r in range(n)]
     put(s, values)
     assert_same(synk.gather(s, nd_up=0), np.concatenate(values))
     synk.all_gather(s)

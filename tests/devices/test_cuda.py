@@ -143,7 +143,7 @@ class Gpu:
         assert step == 3
         return self.arrived >= step
 
-    def check(self):
+    def check_cancelled(self):
         if self.is_dead:
             raise synk.WorkerError("a peer has died", 1)
 
@@ -708,7 +708,7 @@ def test_pages_are_unlocked_before_they_are_unmapped(fork, staging):
         assert staging.lock_segment(rank, key) == staging.lock_segment(rank, key)
     assert len(staging.driver.locked) == len(rank.segments.on_drop) + 2 == 3
     del arrays[1]
-    ranks.session().flush()
+    ranks.session().send_releases()
     assert len(staging.driver.locked) == len(staging._locked) == 2
     synk.close()
     assert not staging.driver.locked and not staging._locked

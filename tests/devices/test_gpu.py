@@ -524,7 +524,7 @@ class InWaited(InCollective):
         if rank.number == self.culprit:
             time.sleep(0.1)  # the other is inside by now
             while self.deed == "wait":
-                rank.check()
+                rank.check_cancelled()
                 time.sleep(0.01)
             DEEDS[self.deed]()
         elif self.deed == "wait":

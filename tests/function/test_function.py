@@ -20,7 +20,7 @@ import synkhronos as synk
 from synkhronos import ranks
 from synkhronos.function.outputs import SMALL_NBYTES
 from synkhronos.ranks import Command
-from synkhronos.ranks.control import SCRATCH
+from synkhronos.ranks.control import SCRATCH_NBYTES
 from synkhronos.ranks.memory import Memory
 
 if NAME == "pytensor":
@@ -329,7 +329,7 @@ def test_large_outputs_are_streamed_in_chunks(fork, dtype):
     column = x[0]
     ops = ["sum", "min", "max", "prod"] + (["avg", "mean"] if dtype != "int8" else [])
     f = synk.function([x], [*((column, op) for op in ops), (x, "gather"), (x, None)])
-    width = 5 * SCRATCH // 2 // np.dtype(dtype).itemsize + 1
+    width = 5 * SCRATCH_NBYTES // 2 // np.dtype(dtype).itemsize + 1
     value = RNG.integers(-3, 4, size=(5, width)).astype(dtype)
     for n_rows in (2, 5):  # the third rank has none of two
         rows = value[:n_rows]
@@ -1217,7 +1217,7 @@ def test_workers_drop_collected_functions(fork):
     before = ranks.session().run(StoreSizes())
     del f
     gc.collect()
-    ranks.session().flush()
+    ranks.session().send_releases()
     after = ranks.session().run(StoreSizes())
     assert all(a == b - 1 for a, b in zip(after, before, strict=True))
 

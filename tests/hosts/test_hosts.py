@@ -257,11 +257,11 @@ def test_fork_refuses_an_mpirun_of_another_mpi(monkeypatch):
 
 
 def test_frames_allocate_no_extra_memory():
-    control = Control(3, 0.0, local_ranks=range(2), extra=PipeLayout.compute_nbytes(2))
+    control = Control(3, 0.0, local_ranks=range(2), link_nbytes=PipeLayout.compute_nbytes(2))
     frame = PipeLayout(control).view_frame(3, FRAMES - 1)
     assert len(frame) == FRAME
     frame[-1] = 1
-    assert control.extra[-1] == 1
+    assert control.link_memory[-1] == 1
 
 
 def test_remote_ranks_take_little_control_memory():
@@ -272,12 +272,14 @@ def test_remote_ranks_take_little_control_memory():
         controls = [Control(103, 0.0, many.fileno(), i > 0, range(5, 7)) for i in range(2)]
         for rank in range(103):
             for which in range(3):
-                controls[0].slot(rank, which)[:] = bytes([rank, which]) * (len(controls[0].slot(rank, which)) // 2)
-        controls[0].scratch(6, 1)[:] = b"x" * len(controls[0].scratch(6, 1))
+                controls[0].get_slot(rank, which)[:] = bytes([rank, which]) * (
+                    len(controls[0].get_slot(rank, which)) // 2
+                )
+        controls[0].get_scratch(6, 1)[:] = b"x" * len(controls[0].get_scratch(6, 1))
         controls[0].mailbox[:] = b"y" * len(controls[0].mailbox)
         for rank in range(103):
             for which in range(3):
-                slot = controls[1].slot(rank, which)
+                slot = controls[1].get_slot(rank, which)
                 assert bytes(slot) == bytes([rank, which]) * (len(slot) // 2)
         assert not any(controls[1].done)
 

@@ -53,7 +53,7 @@ class Memory:
     def ring(self, rank, reason):
         pass
 
-    ring_here = ring_all = lambda self, reason=0: None
+    ring_local = ring_all = lambda self, reason=0: None
     deciding = SimpleNamespace(acquire=lambda seconds: True, release=lambda: None)
 
     def wait(self, me, ready, reason, watch, poll):
@@ -102,7 +102,7 @@ class World:
         self.watchdogs = [make_watchdog(rank) for rank in self.ranks]
         for rank, watchdog in zip(self.ranks, self.watchdogs, strict=True):
             rank.pending.append(watchdog)
-            rank.begin(FIRST)
+            rank.begin_command(FIRST)
         for memory in self.memories:
             memory.words[Control.POSTED] = FIRST
         self.tallies = [StepTally(len(counts), h) for h in range(len(counts))]
@@ -192,7 +192,7 @@ class World:
                 self.inits[r] = 1
             elif pc == INIT:
                 if not all(self.inits):  # NCCL waits for all
-                    rank.check()
+                    rank.check_cancelled()
                     raise Blocked
                 watchdog.active_connection.epoch = 1
             elif pc == START:
@@ -252,7 +252,7 @@ class World:
             if not all(pc >= DONE for pc in self.pcs):
                 raise Blocked
             memory.done[:] = [FIRST] * self.size
-            rank.begin(SECOND)
+            rank.begin_command(SECOND)
             for host, other in enumerate(self.memories):
                 if host and self.in_failed_command():
                     # What is told between two hosts keeps its order: a host has heard of the failure before.
@@ -261,7 +261,7 @@ class World:
         elif memory.words[Control.POSTED] < SECOND:
             raise Blocked
         else:
-            rank.begin(SECOND)
+            rank.begin_command(SECOND)
         rank.arrive()  # shows its connection; nobody comes to a step of the first command any more
 
     def in_failed_command(self):

@@ -180,7 +180,7 @@ def test_death_whose_exit_status_was_already_reaped(reaper):
 
 @pytest.mark.parametrize("action", ["raise:ValueError", "hold:python", "kill:SIGKILL"])
 def test_faults_of_spawned_workers(action):
-    with Program("at_a_point", where="call", action=action, on=[2], fresh=True) as program:
+    with Program("at_a_point", where="call", action=action, on=[2], spawn=True) as program:
         pids = until_inside(program, "call", 1)
         if action == "hold:python":
             program.hurt(program.pid, signal.SIGKILL)
@@ -232,11 +232,11 @@ def test_worker_stopped_during_fork_is_waited_for():
 
 
 @pytest.mark.parametrize(
-    ("name", "who", "fresh"),
+    ("name", "who", "spawn"),
     [("SIGKILL", "master", False), ("SIGTERM", "all", False), ("SIGKILL", "master", True)],
 )
-def test_nothing_outlives_a_master_killed_during_fork(name, who, fresh):
-    with Program("at_fork", how="master", fresh=fresh) as program:
+def test_nothing_outlives_a_master_killed_during_fork(name, who, spawn):
+    with Program("at_fork", how="master", spawn=spawn) as program:
         program.wait("inside")
         program.hurt(program.pid if who == "master" else None, signal.Signals[name])
         program.nothing_left(limit=1)
@@ -252,12 +252,12 @@ def test_worker_ends_if_the_master_died_before_it_started():
         program.nothing_left(limit=1)
 
 
-@pytest.mark.parametrize(("how", "fresh"), [("raise", False), ("limit", False), ("raise", True)])
-def test_fork_that_fails_half_way(how, fresh):
+@pytest.mark.parametrize(("how", "spawn"), [("raise", False), ("limit", False), ("raise", True)])
+def test_fork_that_fails_half_way(how, spawn):
     if how == "limit" and os.geteuid() != 0:
         pytest.skip("needs a user who has no other processes")
     # OpenBLAS presses Ctrl-C when it can't have a thread.
-    with Program("at_fork", "env", "OPENBLAS_NUM_THREADS=1", how=how, fresh=fresh) as program:
+    with Program("at_fork", "env", "OPENBLAS_NUM_THREADS=1", how=how, spawn=spawn) as program:
         outcome = program.wait("outcome")
         assert outcome["error"] == "BlockingIOError", outcome
         check_goes_on(program, survived=False)

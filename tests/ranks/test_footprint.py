@@ -70,7 +70,7 @@ def test_ranks_keep_the_memory_of_freed_arrays(fork):
 def settled():
     """Let go of all that is garbage, on all ranks, and return what ranks keep."""
     gc.collect()
-    ranks.session().flush()
+    ranks.session().send_releases()
     return ranks.session().run(Stores())
 
 

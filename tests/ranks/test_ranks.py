@@ -16,7 +16,7 @@ from system import LIMIT
 
 from synkhronos import ranks
 from synkhronos.ranks import Command, segments
-from synkhronos.ranks.control import MAILBOX, SLOT, Control, Semaphore
+from synkhronos.ranks.control import MAILBOX_NBYTES, SLOT_NBYTES, Control, Semaphore
 from synkhronos.ranks.errors import Cancelled, describe_exit
 from synkhronos.ranks.interrupts import defer_signals, restore_handler
 from synkhronos.ranks.rank import Rank
@@ -123,7 +123,7 @@ class RaiseLate(Command):
         rank.barrier()
         rank.all_gather(rank.number)
         if rank.number == self.who:
-            raise OSError("x" * 10 * SLOT)
+            raise OSError("x" * 10 * SLOT_NBYTES)
         rank.barrier()
 
 
@@ -207,7 +207,7 @@ def test_command_runs_on_every_rank(session):
 
 
 def test_all_gather_of_values_of_any_length(session):
-    assert session.run(Exchange((0, 1, SLOT // 2, SLOT, 3 * SLOT))) == session.size
+    assert session.run(Exchange((0, 1, SLOT_NBYTES // 2, SLOT_NBYTES, 3 * SLOT_NBYTES))) == session.size
 
 
 def test_command_with_mixed_steps(session):
@@ -249,7 +249,7 @@ def test_failure_between_barriers_frees_other_ranks(session):
 
 
 def test_command_longer_than_the_mailbox(two):
-    payload = os.urandom(3 * MAILBOX)
+    payload = os.urandom(3 * MAILBOX_NBYTES)
     assert two.run(Long(payload)) == (len(payload), [len(payload)] * 2)
 
 
@@ -260,9 +260,9 @@ def test_failed_send_of_a_long_command_leaves_no_memory(two, monkeypatch):
         raise OSError("no channel")
 
     with monkeypatch.context() as patch:
-        patch.setattr(two.memory, "announce", no_channel)
+        patch.setattr(two.memory, "send_segments", no_channel)
         with pytest.raises(OSError, match="no channel"):
-            two.run(Long(os.urandom(3 * MAILBOX)))
+            two.run(Long(os.urandom(3 * MAILBOX_NBYTES)))
     assert two.run(CountSegments()) == before
 
 
@@ -390,11 +390,11 @@ def test_free_memory_reads_machine_and_cgroups(tmp_path, groups, files, free):
         for name, value in zip(names, (limit, used), strict=True):
             at.with_suffix(name).write_text(f"{value if value == 'max' else value * MIB}\n")
         at.with_suffix(".stat").write_text(f"anon 1\nactive_file {cache * MIB}\ninactive_file 0\n")
-    assert segments.free_memory(str(tmp_path)) == free * MIB
+    assert segments.get_free_memory(str(tmp_path)) == free * MIB
 
 
 def test_segments_leave_memory_to_other_programs(monkeypatch):
-    monkeypatch.setattr(segments, "free_memory", lambda: 128 * MIB)
+    monkeypatch.setattr(segments, "get_free_memory", lambda: 128 * MIB)
     opened = []
     monkeypatch.setattr(segments, "_open_unlinked", lambda: opened.append(1))
     with pytest.raises(
@@ -409,7 +409,7 @@ def test_segments_are_released_on_all_ranks(session):
     before = session.run(CountSegments())
     for _ in range(300):
         session.memory.release("segment", session.memory.create(100).key)
-    session.flush()
+    session.send_releases()
     assert session.run(CountSegments()) == before
 
 
@@ -835,7 +835,7 @@ def test_ranks_that_fail_together_record_one_common_step(monkeypatch):
             failing.pop().fail()
 
     for rank in (first, second, third):
-        rank.begin(1)
+        rank.begin_command(1)
     step = first.next_step
     for rank in (first, second, third):
         rank.arrive()
@@ -851,7 +851,7 @@ def test_ranks_that_fail_in_turn_record_one_common_step(all_come):
     control = Control(3, 0.0)
     first, second, third = (Rank(r, 0, control, lambda: None, None) for r in range(3))
     for rank in (first, second, third):
-        rank.begin(1)
+        rank.begin_command(1)
     step = first.next_step
     for rank in (first, second, third) if all_come else (first, second):
         rank.arrive()

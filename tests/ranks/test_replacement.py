@@ -39,8 +39,8 @@ def lose(session, call, rank=1):
         call()
 
 
-@pytest.mark.parametrize("fresh", [False, True])
-def test_new_workers_have_data_functions_and_variables(session, fresh):
+@pytest.mark.parametrize("spawn", [False, True])
+def test_new_workers_have_data_functions_and_variables(session, spawn):
     x, w = T.dmatrix("x"), shared(np.zeros(3), "w")
     f = synk.function([x], [(x.sum(), "sum")], updates=[(w, w + x.sum(axis=0))])
     data = synk.data(np.ones((6, 3)))
@@ -50,8 +50,8 @@ def test_new_workers_have_data_functions_and_variables(session, fresh):
             lose(session, lambda: f(data), rank)
             assert session.death.rank == rank and "SIGKILL" in session.death.cause
             before = w.get_value()
-            session.replace_workers(fresh)
-            if fresh:  # a new process gets the function, and then the variable, in the first call
+            session.replace_workers(spawn)
+            if spawn:  # a new process gets the function, and then the variable, in the first call
                 assert session.death is None and float(read(f(data)[0])) == 18.0
                 np.testing.assert_array_equal(synk.gather(w, nd_up=1), [before + 2.0] * 3)
                 continue
@@ -77,7 +77,7 @@ def test_fresh_workers_have_the_memory_of_the_old_ones(session, tmp_path):
     newest.free_memory()
     with session.keep_memory():
         lose(session, lambda: f(many[0]))
-        session.replace_workers(fresh=True)
+        session.replace_workers(spawn=True)
         view[0] = 100.0
         assert [float(read(f(data))) for data in (many[5], many[69], file, parts)] == [110.0, 207.0, 15.0, 10.0]
         assert float(read(f(synk.data(np.ones(4))))) == 4.0
@@ -93,7 +93,7 @@ def test_fresh_workers_refuse_a_file_that_has_been_replaced(session, tmp_path):
     with session.keep_memory():
         lose(session, lambda: f(file))
         with pytest.raises(OSError, match="rows.npy has changed since it was mapped"):
-            session.replace_workers(fresh=True)
+            session.replace_workers(spawn=True)
 
 
 def test_compiled_functions_are_inherited(session):
@@ -117,8 +117,8 @@ class CountCompiled(ranks.Command):
         return rank.all_gather(len(rank.objects[self.key]().compiled))
 
 
-@pytest.mark.parametrize("fresh", [False, True])
-def test_streams_of_new_workers_differ(session, fresh):
+@pytest.mark.parametrize("spawn", [False, True])
+def test_streams_of_new_workers_differ(session, spawn):
     x = T.dmatrix("x")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -128,7 +128,7 @@ def test_streams_of_new_workers_differ(session, fresh):
     drawn = [read(f(data))]
     with session.keep_memory():
         lose(session, lambda: f(data))
-        session.replace_workers(fresh)
+        session.replace_workers(spawn)
         drawn.append(read(f(data)))
     numbers = np.concatenate(drawn)
     assert len(numbers) == 24 and len(np.unique(numbers)) == 24
@@ -162,7 +162,7 @@ def test_interrupted_replacement_closes_the_ranks(session):
             raise KeyboardInterrupt
 
     owner = Interrupted()
-    session.notify_at_replacement(owner, Interrupted.renew)
+    session.add_replacement_callback(owner, Interrupted.renew)
     with session.keep_memory():
         lose(session, lambda: f(data))
         with pytest.raises(KeyboardInterrupt):

@@ -1182,7 +1182,7 @@ class Soak:
         hurt: set[int],
     ) -> None:
         """Check that the outcome is one that the faults allow, and every variable with it."""
-        session_ended = ranks.session.__globals__["_current"].closed is not None
+        session_ended = ranks.session.__globals__["_current"].close_reason is not None
         died = isinstance(error, synk.WorkerError) and session_ended
         mortal = {r: deeds & set(DEATHS) for r, deeds in may.items() if deeds & set(DEATHS)}
         outcome = "right" if error is None else "dead" if died else type(error).__name__

@@ -171,7 +171,7 @@ def _run_file(worker: Worker, plan: WorkersPlan) -> None:
         if isinstance(error, EndOfBatches) and error.is_idle:
             sys.stderr.write("this worker has ended: there are no more mini-batches\n")
             return
-        get_rank(worker).check()  # raises if a peer has failed before: this error may be a consequence
+        get_rank(worker).check_cancelled()  # raises if a peer has failed before: this error may be a consequence
         traceback.print_exc()
         status, what = 1, f"raised {type(error).__name__}: {error}"
     who = f"worker {worker.number} ({plan.devices[worker.number]}, process {os.getpid()})"

@@ -134,7 +134,7 @@ class Connection:
         thread.start()
         while thread.is_alive():
             thread.join(PEER_POLL_SECONDS)
-            self._rank.check()
+            self._rank.check_cancelled()
             if perf_counter() > deadline:
                 return f"it took longer than {CONNECT_TIMEOUT} seconds"
         return f"{type(errors[0]).__name__}: {errors[0]}" if errors else None
@@ -215,7 +215,7 @@ class Connection:
         RuntimeError
         """
         if self._comm is None:
-            self._rank.check()
+            self._rank.check_cancelled()
             raise RuntimeError("the connection between the ranks' GPUs was aborted")
         return self._handle
 

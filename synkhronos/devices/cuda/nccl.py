@@ -370,7 +370,7 @@ class NcclCommunicator(Communicator):
     def _wait_idle(self) -> None:
         """Wait until earlier work on the stream is done; a failure of a peer does not abort it."""
         self._staging.set_current()
-        self._wait_stream(self._rank.check)
+        self._wait_stream(self._rank.check_cancelled)
 
     def _locate(self, array: Any) -> tuple[int, int, int | None]:
         """Return an array's address, its number of items, and NCCL's number for its dtype."""
@@ -402,7 +402,7 @@ class NcclCommunicator(Communicator):
     def _abort_on_failure(self) -> None:
         """Abort the connection and raise if a peer has failed or exited, or NCCL has failed."""
         try:
-            self._rank.check()
+            self._rank.check_cancelled()
         except BaseException:
             self._watchdog.abort(self._connection)
             raise

@@ -425,7 +425,7 @@ class Staging:
             if self._unlock_segment not in rank.segments.on_drop:
                 rank.segments.on_drop.append(self._unlock_segment)
             address = segment.array((0,), np.uint8).ctypes.data
-            first, last = segment.here.start // mmap.PAGESIZE * mmap.PAGESIZE, segment.here.stop
+            first, last = segment.local_bytes.start // mmap.PAGESIZE * mmap.PAGESIZE, segment.local_bytes.stop
             try:
                 self._locked[segment] = address, address + first
                 self.lock_pages(address + first, last - first)

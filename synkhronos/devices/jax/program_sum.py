@@ -26,7 +26,7 @@ import numpy as np
 
 from synkhronos.devices.cuda.nccl import ReduceSpan
 from synkhronos.ranks import Rank
-from synkhronos.ranks.control import SCRATCH
+from synkhronos.ranks.control import SCRATCH_NBYTES
 
 #: Bytes in front of the data in half of a scratch area, and the positions of numbers in them: of the exchange that the
 #: data belong to, of the sums that the rank has begun, and of all its sums, plus 1, once its program has ended.
@@ -95,7 +95,7 @@ class ProgramSum:
         self._rank, self._poll = rank, poll
         self.count = 0
         here = rank.control.local_ranks
-        self._heads = [[rank.control.scratch(r, half)[:_HEAD].cast("Q") for r in here] for half in range(2)]
+        self._heads = [[rank.control.get_scratch(r, half)[:_HEAD].cast("Q") for r in here] for half in range(2)]
         self._place = rank.number - here.start
         for heads in self._heads:
             heads[self._place][:] = memoryview(bytes(_HEAD)).cast("Q")
@@ -132,7 +132,7 @@ class ProgramSum:
                 raise RuntimeError(DIVERGED)
 
         self._heads[0][self._place][_FINAL] = self.count + 1
-        self._rank.notify_local()
+        self._rank.wake_local_ranks()
         self._rank.wait(lambda: all(head[_FINAL] for head in self._heads[0]), check)
 
 
@@ -156,7 +156,7 @@ class HostSum(ProgramSum):
         super().__init__(rank, poll)
         assert not rank.spans_hosts
         self._data = [
-            [np.frombuffer(rank.control.scratch(r, half), np.uint8)[_HEAD:] for r in rank.control.local_ranks]
+            [np.frombuffer(rank.control.get_scratch(r, half), np.uint8)[_HEAD:] for r in rank.control.local_ranks]
             for half in range(2)
         ]
         self._exchange = 0
@@ -169,7 +169,7 @@ class HostSum(ProgramSum):
         ctypes.c_int32.from_address(is_valid).value = 1
 
     def _sum(self, source: np.ndarray, target: np.ndarray) -> None:
-        rank, size = self._rank, (SCRATCH - _HEAD) // source.itemsize
+        rank, size = self._rank, (SCRATCH_NBYTES - _HEAD) // source.itemsize
         for offset in range(0, source.size, size):
             mine = source[offset : offset + size]
             self._exchange = number = self._exchange + 1
@@ -178,7 +178,7 @@ class HostSum(ProgramSum):
             inputs = [data[: mine.nbytes].view(mine.dtype) for data in self._data[half]]
             inputs[rank.number][:] = mine
             heads[rank.number][_EXCHANGE] = number
-            rank.notify_local()
+            rank.wake_local_ranks()
             rank.wait(partial(_have_reached, heads, number))
             result = target[offset : offset + size]
             np.add(inputs[0], inputs[1], out=result)
@@ -204,7 +204,7 @@ class GpuSum(ProgramSum):
     def finish(self, spans: Sequence[ReduceSpan], is_valid: int, stream: int | None) -> None:
         """Launch the sums of arrays over the ranks, and then set the int32 at ``is_valid``."""
         self.begin_sum()
-        self._rank.check()
+        self._rank.check_cancelled()
         self._communicator.finish_in_launch(spans, "sum", is_valid, stream)
 
     def complete(self) -> None:

@@ -117,14 +117,14 @@ def while_closing(where: str) -> None:
     else:
         plant("perform", "hold:compiled", (2,))
         tell("first", **attempt(work.call))
-        join = ranks.Session._join
+        join = ranks.Session._wait_until_done
 
         def joined(self: ranks.Session, limit: float | None = None) -> None:
             if limit is not None:
                 tell("inside")  # in the library, and not on the way there
             join(self, limit)
 
-        ranks.Session._join = joined  # type: ignore[method-assign]
+        ranks.Session._wait_until_done = joined  # type: ignore[method-assign]
     tell("outcome", **attempt(synk.close))
     workers._get_exit_code = exit_code
     vars(work).clear()
@@ -346,7 +346,7 @@ def at_random(seed: int, times: int) -> None:
         wrong += value is not None and value[0] != value[1]
     tell("outcome", interrupted=interrupted, wrong=int(wrong))
     tell("works", right=right(2), **attempt(work.check))
-    ranks.session().flush()
+    ranks.session().send_releases()
     kept.clear()
     synk.close()
     vars(work).clear()

@@ -80,7 +80,7 @@ def at_a_point(
     point: str = "",
     urgent: bool = False,
     reaper: str = "library",
-    fresh: bool = False,
+    spawn: bool = False,
 ) -> None:
     """Reach a point in which something happens, look at what came of it, and work on.
 
@@ -88,7 +88,7 @@ def at_a_point(
     with workers that are no copies of the master.
     """
     inside.instrument()
-    if fresh:
+    if spawn:
         _need_fresh_processes()
     if urgent:
         signal.signal(signal.SIGURG, lambda *_: None)
@@ -143,7 +143,7 @@ def _closed() -> bool:
     return False
 
 
-def at_fork(how: str, on: int = 2, fresh: bool = False) -> None:
+def at_fork(how: str, on: int = 2, spawn: bool = False) -> None:
     """Fork, with something that happens in the master, or in a worker, while it does."""
     if how == "limit":
         _become_nobody()
@@ -185,7 +185,7 @@ def at_fork(how: str, on: int = 2, fresh: bool = False) -> None:
         return forked[-1]
 
     os.fork, worker._detach_from_master, worker.spawn_worker = fork, leave, spawn_worker
-    if fresh:
+    if spawn:
         _need_fresh_processes()
     outcome = attempt(lambda: synk.fork(4, use_gpu=False))
     os.fork, worker._detach_from_master, worker.spawn_worker = real_fork, real_leave, real_start
@@ -292,10 +292,10 @@ def few_files(who: str, spare: int) -> None:
             work = Work()
             assert work.call() == 15.0
             ranks.session().run(Limit(2, 0))
-            fresh = synk.data(np.arange(6.0))
-            tell("outcome", **attempt(lambda: float(work.f(fresh)[0])))
+            spawn = synk.data(np.arange(6.0))
+            tell("outcome", **attempt(lambda: float(work.f(spawn)[0])))
             ranks.session().run(Limit(2, usual[0]))
-            del fresh
+            del spawn
             vars(work).clear()
     tell("works", right=right(N), **attempt(Work().check))
     synk.close()

@@ -194,7 +194,7 @@ class Orders:
             try:
                 return session.run(Read(SharedArray(key, "u1", (nbytes,))))
             finally:
-                if session.closed is None:
+                if session.close_reason is None:
                     session.memory.release("segment", key)
 
     def work(self) -> bool:
