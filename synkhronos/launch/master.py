@@ -42,7 +42,8 @@ def main(folder: str, plan: dict[str, Any]) -> int:
     plan : dict
         From the supervisor: ``supervisor``, its process ID; ``consoles``, a pipe for each rank of this host; ``hosts``,
         the pipe of other hosts, or None; ``masks``, the cores of each rank; ``allowed``, all cores; ``checkpoint``, the
-        path of the one to resume from, or None; ``copies``, the folder of copies in memory, or None.
+        path of the one to resume from, or None; ``copies``, the folder of copies in memory, or None; ``recovers``,
+        whether the ranks start again after a death.
     """
     exit_with_parent(plan["supervisor"], in_main_thread=True)
     for stream in (sys.stdout, sys.stderr):  # the supervisor reads UTF-8, whatever the locale
@@ -52,7 +53,7 @@ def main(folder: str, plan: dict[str, Any]) -> int:
         return _run(settings, plan)
     except BaseException as error:
         if plan["copies"]:
-            _note_death(folder, error)
+            _note_death(folder, error, plan["recovers"] and not (Path(folder) / PROCESSES).exists())
         if isinstance(error, WorkerError):
             name = error.failures[error.rank].partition(":")[0] if error.worker_traceback else f"rank {error.rank}"
             text = f"{name}:\n{error.worker_traceback or error}\n"
@@ -65,8 +66,16 @@ def main(folder: str, plan: dict[str, Any]) -> int:
         return 130 if isinstance(error, KeyboardInterrupt) else 1
 
 
-def _note_death(folder: str, error: BaseException) -> None:
-    """Add the death of a worker, or the loss of a host, to the run's record, if it is the cause of an error."""
+def _note_death(folder: str, error: BaseException, is_failed_start: bool) -> None:
+    """Add the cause of an error to the run's record: a death, the loss of a host, or a rank that can't start.
+
+    Parameters
+    ----------
+    folder : str
+    error : BaseException
+    is_failed_start : bool
+        Whether the ranks have not started in a recovery: then any exception is a device that can't be used.
+    """
     death = last_death()
     if death is not None:
         DeathLog(folder).add(death.rank, death.host, death.cause)
@@ -75,6 +84,10 @@ def _note_death(folder: str, error: BaseException) -> None:
         match = re.fullmatch(r"rank \d+ on host (\S+) \(process \d+\) (.*)", text)
         host, cause = match.groups() if match else ("", f"ended: {text}")
         DeathLog(folder).add(error.rank, host, cause)
+    elif is_failed_start and isinstance(error, Exception):
+        rank = error.rank if isinstance(error, WorkerError) else 0
+        text = str(error).partition("\n")[0] if isinstance(error, WorkerError) else f"{type(error).__name__}: {error}"
+        DeathLog(folder).add(rank, "", f"could not start: {text}")
 
 
 def _run(settings: Settings, plan: dict[str, Any]) -> int:

@@ -10,7 +10,8 @@
         workers: the other ranks
 
 After a failure the supervisor starts the ranks again from the newest checkpoint, at most ``restarts`` times.  With
-``on_death = "continue"`` it does so after a death from the newest copy in memory (see `copies`).
+``on_death = "continue"`` it does so after a death from the newest copy in memory (see `copies`).  A device whose rank
+fails in `_MAX_FAILED_STARTS` such starts in a row is left out from then on.
 
 Whichever of them is killed, the others end: the kernel kills a child when its parent dies, the master watches its
 workers, and the supervisor waits for the master.
@@ -21,6 +22,7 @@ Invariant: the exit status is recorded, whatever happens to the console and to t
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import errno
 import fcntl
 import json
@@ -47,6 +49,8 @@ from synkhronos.training.survival import MAX_REPEATED
 
 #: Seconds that ranks have to exit after Ctrl-C.
 _GRACE = 10.0
+#: Number of recoveries in a row in which a rank fails to start, after which its device is left out.
+_MAX_FAILED_STARTS = 2
 #: Bytes of ``run.json`` that are reserved for the end of the run: a disk may be full by then.
 _RESERVED_BYTES = 1024
 _PACKAGES = ("synkhronos", "numpy", "pytensor", "Theano", "jax", "Lasagne", "safetensors")
@@ -153,6 +157,8 @@ class Supervisor:
         self._deaths = DeathLog(self.folder)
         #: Number of deaths, and of those since the copy was written that the ranks resume from.
         self._n_deaths = self._n_noted = self._n_repeated = 0
+        #: Number of last starts that failed, and the rank that failed in them.
+        self._n_failed_starts, self._failed_rank = 0, -1
         self._old_checkpoints = self._list_checkpoints()
         #: Checkpoint that the ranks resume from.
         self._checkpoint = settings.resume
@@ -207,6 +213,7 @@ class Supervisor:
 
     def _start(self, consoles: list[int]) -> None:
         settings = self.settings
+        (self.folder / PROCESSES).unlink(missing_ok=True)  # written once all ranks have started
         allowed = sorted(os.sched_getaffinity(0))
         masks: list[list[int]] = []
         why = "not bound, as asked"
@@ -230,6 +237,7 @@ class Supervisor:
             "hosts": consoles[n_here] if settings.hosts else None,
             "checkpoint": self._checkpoint,
             "copies": None if self._copies is None else str(self._copies.path),
+            "recovers": self._n_deaths > 0,
             "masks": masks,
             "allowed": allowed,
         }
@@ -343,6 +351,8 @@ class Supervisor:
             deaths = self._deaths.read()
         if len(deaths) == self._n_noted:
             return False  # an error, which would be raised again
+        if not self._leave_out_device(deaths[-1]["rank"]):
+            return False
         copy = next((str(path) for path in reversed(list_checkpoints(self._copies.path))), self._checkpoint)
         self._n_repeated = 1 if copy != self._checkpoint else self._n_repeated + 1
         self._n_deaths, self._n_noted = self._n_deaths + 1, len(deaths)  # the master may die after it has noted one
@@ -359,6 +369,27 @@ class Supervisor:
         self._remove_records_without_checkpoint()
         where = "the beginning, as there is no copy" if copy is None else f"the copy {Path(copy).name}"
         self._errors.write(f"death {self._n_deaths} of at most {self.settings.max_deaths}: from {where}\n")
+        return True
+
+    def _leave_out_device(self, rank: int) -> bool:
+        """Leave out the device of the rank that has died, if it can't be used; return False if none would be left."""
+        settings = self.settings
+        if not self._n_deaths or settings.hosts or (self.folder / PROCESSES).exists():
+            self._n_failed_starts = 0
+            return True
+        self._n_failed_starts = self._n_failed_starts + 1 if rank == self._failed_rank else 1
+        self._failed_rank = rank
+        if self._n_failed_starts < _MAX_FAILED_STARTS:
+            return True
+        devices = tuple(device for r, device in enumerate(settings.devices) if r != rank)
+        where = f"rank {rank} can't start on {settings.devices[rank]}"
+        if not devices:
+            self._errors.write(f"{where}: on_death = 'continue' has no device left\n")
+            return False
+        self._errors.write(f"{where}, which is left out: the run goes on with {', '.join(devices)}\n")
+        self.settings = dataclasses.replace(settings, devices=devices)
+        self.settings.save(self.folder / SETTINGS)
+        self._n_failed_starts = self._n_repeated = 0
         return True
 
     def _prepare_restart(self) -> None:

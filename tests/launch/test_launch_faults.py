@@ -165,6 +165,55 @@ def test_max_deaths_ends_a_run(tmp_path):
     assert "SIGKILL" in (tmp_path / "run" / "failure.txt").read_text()
 
 
+#: Has some ranks fail to start in each recovery: those whose numbers are in the variable GONE.
+BROKEN_DEVICES = """
+import json, os, sys
+if "synkhronos.launch.master" in sys.orig_argv:
+    from synkhronos.launch import class_loop
+    start_rank = class_loop.start_rank
+    recovers = json.loads(sys.orig_argv[-1])["recovers"]
+    def start_or_fail(worker, consoles, masks, devices, by_host):
+        if recovers and worker.size > int(os.environ["WORKING"]) and worker.number == int(os.environ["GONE"]):
+            raise OSError(f"{devices[worker.number]} has fallen off the bus")
+        return start_rank(worker, consoles, masks, devices, by_host)
+    class_loop.start_rank = start_or_fail
+"""
+
+
+def train_with_a_broken_device(folder, n_working, gone, **arguments):
+    """Train on three ranks, of which one dies, and some device can't be used any more."""
+    folder.mkdir()
+    (folder / "sitecustomize.py").write_text(BROKEN_DEVICES)
+    path = f"{folder}{os.pathsep}{ENVIRONMENT['PYTHONPATH']}"
+    environment = {"PYTHONPATH": path, "GONE": str(gone), "WORKING": str(n_working)}
+    words = "--on-death=continue", "--devices=cpu,cpu,cpu"
+    return train_with_deaths(folder, 1, [1], *words, checkpoint=0, environment=environment, **arguments)
+
+
+@pytest.mark.faults
+@pytest.mark.parametrize("gone", [0, 2])
+def test_on_death_continue_leaves_out_a_broken_device(tmp_path, gone):
+    done = train_with_a_broken_device(tmp_path / "a", 2, gone)
+    words = f"rank {gone} can't start on cpu, which is left out: the run goes on with cpu, cpu\n"
+    assert done.stderr.count(words) == 1
+    run = tmp_path / "a" / "run"
+    assert [report["epoch"] for report in lines(run, "reports")] == [1, 2, 3]
+    assert [report["batch"].split()[0] for report in lines(run, "reports")] == ["3", "2", "2"]
+    deaths = json.loads((run / "deaths.json").read_text())
+    assert [death["rank"] for death in deaths] == [1, gone, gone]
+    assert deaths[1]["cause"].startswith("could not start: ") and "fallen off the bus" in deaths[1]["cause"]
+    last = [sum(line["rows"] for line in lines(run, f"rank-{r}") if line["epoch"] == 2) for r in range(2)]
+    assert last == [90, 90]  # each rank of the class has as many rows
+
+
+@pytest.mark.faults
+def test_on_death_continue_without_a_device_left(tmp_path):
+    done = train_with_a_broken_device(tmp_path / "a", 0, 0, status=1)
+    assert done.stderr.count("which is left out") == 2
+    assert done.stderr.endswith("rank 0 can't start on cpu: on_death = 'continue' has no device left\n")
+    assert "fallen off the bus" in (tmp_path / "a" / "run" / "failure.txt").read_text()
+
+
 @pytest.mark.faults
 def test_on_death_continue_ends_at_an_exception(tmp_path):
     arguments = "--on-death=continue", "--restarts=1"

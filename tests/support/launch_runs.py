@@ -32,8 +32,8 @@ def run(*arguments, status=0, cwd=None, **environment):
     return done
 
 
-def train(folder, model="MLP", *arguments, status=0, **settings):
-    """Train a class of launch_models on two ranks."""
+def train(folder, model="MLP", *arguments, status=0, environment=None, **settings):
+    """Train a class of launch_models on two ranks; ``environment`` has further variables."""
     module = "mlp" if model == "MLP" else "others"
     sets = [f"--set={name.replace('__', '.')}={value}" for name, value in settings.items()]
     where = ["--set", f"model='launch_models/{module}.py:{model}'", "--folder", folder]
@@ -45,6 +45,7 @@ def train(folder, model="MLP", *arguments, status=0, **settings):
         *arguments,
         status=status,
         cwd=SUPPORT,
+        **(environment or {}),
     )
 
 

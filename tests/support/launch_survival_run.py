@@ -10,6 +10,7 @@ other parameters.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import random
@@ -58,8 +59,10 @@ def kill_some(folder: Path, process: subprocess.Popen[bytes], options: argparse.
         end = min(end, time.monotonic() + options.seconds)  # from the first steps on
         time.sleep(chosen.expovariate(1 / options.every) if options.random else options.every)
         if process.poll() is None and time.monotonic() < end:
-            pids, n_killed = found, n_killed + 1
-            os.kill(chosen.choice(pids), signal.SIGKILL)
+            pids = found
+            with contextlib.suppress(ProcessLookupError):  # the run has just ended
+                os.kill(chosen.choice(pids), signal.SIGKILL)
+                n_killed += 1
     return n_killed
 
 
