@@ -28,15 +28,16 @@ _USAGE = """python -m synkhronos train SESSION
        python -m synkhronos show RUN...
        python -m synkhronos doctor
        python -m synkhronos platoon NAME
-       python -m synkhronos [--theano {theano,pytensor}] [-m] PROGRAM [ARGUMENT...]"""
+       python -m synkhronos [--theano LIBRARY] [-m] PROGRAM [ARGUMENT...]"""
 _DESCRIPTION = """Commands, each with its own --help:
   train     train a class on all ranks, with the settings of a session file
-  check     list what a class lacks, and run three iterations of it
+  check     list missing methods of a class, and train it for three steps
   show      draw the curves of recorded runs, or a timeline
-  doctor    list what this machine has, and how to install what is missing
+  doctor    list cores, GPUs and packages, and how to install missing ones
   platoon   run a controller and workers written for Platoon
 
-PROGRAM is a program written for Theano. It runs on PyTensor if Theano is not installed."""
+PROGRAM is a program written for Theano. It runs on PyTensor if Theano is not
+installed."""
 
 
 def script() -> None:
@@ -74,7 +75,8 @@ def main(arguments: list[str]) -> None:
     parser.add_argument(
         "--theano",
         choices=("theano", "pytensor"),
-        help="the library that `import theano` imports; overrides SYNKHRONOS_THEANO",
+        metavar="LIBRARY",
+        help="theano or pytensor: the library that `import theano` imports; overrides SYNKHRONOS_THEANO",
     )
     parser.add_argument("-m", dest="module", action="store_true", help="PROGRAM is the name of a module")
     parser.add_argument("program", metavar="PROGRAM", help="a script, or with -m a module")
@@ -83,7 +85,7 @@ def main(arguments: list[str]) -> None:
         parser.error("expected a command or a program; see --help")
     options = parser.parse_args(arguments)
     if not options.module and not os.path.exists(options.program):
-        parser.error(f"there is neither a command nor a program {options.program!r}; see --help")
+        parser.error(f"{options.program!r} is neither a command nor a program; see --help")
     if options.theano:
         os.environ["SYNKHRONOS_THEANO"] = options.theano
 

@@ -112,7 +112,9 @@ def bind(cores: Sequence[int]) -> None:
 
 def describe_binding(mask: Sequence[int] | None) -> str:
     """Return the description of a rank's binding, for its first line of output."""
-    return f"bound to cores {format_cores(mask)}" if mask else "not bound"
+    if not mask:
+        return "not bound"
+    return f"bound to {'core' if len(mask) == 1 else 'cores'} {format_cores(mask)}"
 
 
 def format_cores(cores: Sequence[int]) -> str:

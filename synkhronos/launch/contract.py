@@ -27,10 +27,10 @@ if TYPE_CHECKING:
 #: Required methods, and the purpose of each in error messages.
 METHODS = {
     "compile_iter_fns": "compiles its functions",
-    "train_iter": "takes a step: train_iter(count, recorder)",
-    "val_iter": "validates a batch: val_iter(count, recorder)",
-    "adjust_hyperp": "changes the learning rate after an epoch: adjust_hyperp(epoch)",
-    "cleanup": "ends what it has begun",
+    "train_iter": "takes a step; arguments (count, recorder)",
+    "val_iter": "validates a batch; arguments (count, recorder)",
+    "adjust_hyperp": "changes the learning rate after an epoch; argument (epoch)",
+    "cleanup": "releases files, processes and other resources",
 }
 
 

@@ -112,7 +112,7 @@ def to_settings(assignments: Mapping[str, str | list[str]]) -> dict[str, Any]:
             found[_KEYS[name]] = value
         else:
             raise ValueError(
-                f"{key!r} is no setting: expected RULE, MODELFILE, MODELCLASS, DEVICES, SIZE, BIND, SESSION, "
+                f"{key!r} is not a setting: expected RULE, MODELFILE, MODELCLASS, DEVICES, SIZE, BIND, SESSION, "
                 "BSP_SYNC_TYPE or BSP_EXCH_STRATEGY; take a .toml file for others"
             )
     if str(found.get("rule", "BSP")).upper() == "BSP":

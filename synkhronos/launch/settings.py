@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ast
 import dataclasses
+import difflib
 import inspect
 import json
 import math
@@ -211,7 +212,12 @@ def read_session(path: str | os.PathLike[str]) -> dict[str, Any]:
 def _check_keys(found: Mapping[str, Any], source: str) -> None:
     for key in found:
         if key not in KEYS:
-            raise SettingsError(f"{source}: {key!r} is no setting: expected one of {', '.join(sorted(KEYS))}")
+            similar = difflib.get_close_matches(key, KEYS)
+            raise SettingsError(
+                f"{source}: {key!r} is not a setting"
+                + (f"; similar: {', '.join(similar)}" if similar else "")
+                + f"; for an argument of the class, config.{key}. Settings are {', '.join(sorted(KEYS))}"
+            )
 
 
 def parse_set(text: str) -> dict[str, Any]:

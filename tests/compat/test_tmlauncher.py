@@ -60,7 +60,7 @@ WRONG = {
     "BSP_EXCH_STRATEGY=pigeon": r"BSP_EXCH_STRATEGY: expected one of .* got 'pigeon'",
     "DEVICES=(a:cuda0 cuda1)": r"DEVICES: expected HOST:DEVICE,DEVICE for each of several hosts, got 'cuda1'",
     "DEVICES=(a:cuda1,cuda0 b:cuda0)": r"DEVICES: expected cuda0, cuda1 and so on in this order for host a, or cpu, got cuda1,cuda0",
-    "COLOUR=red": r"'COLOUR' is no setting: expected RULE, MODELFILE",
+    "COLOUR=red": r"'COLOUR' is not a setting: expected RULE, MODELFILE",
 }  # fmt: skip
 
 

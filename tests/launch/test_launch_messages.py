@@ -240,7 +240,7 @@ def test_launch_refuses_wrong_session_files(name, tmp_path):
 def test_command_line_errors(tmp_path):
     for arguments, words in (
         (["train", "--set", "epochs"], "synkhronos train: --set: expected KEY=VALUE, got 'epochs'"),
-        (["train", "--set", "epoch=3"], "synkhronos train: --set: 'epoch' is no setting: expected one of "),
+        (["train", "--set", "epoch=3"], "synkhronos train: --set: 'epoch' is not a setting; similar: epochs; for an argument"),
         (["train", "none.toml"], "synkhronos train: none.toml: expected a session file: "),
         (["train", "--ranks", "x"], "argument --ranks: invalid int value: 'x'"),
         (["check", "mlp.py"], "model: expected FILE:CLASS, got 'mlp.py'"),
@@ -273,7 +273,7 @@ def test_check_of_classes():
     run("check", "launch_models/others.py:NoEpochs", "--set", "epochs=2", cwd=SUPPORT)  # as it says itself
     said = run("check", "launch_models.mlp:MLP", cwd=SUPPORT).stdout
     assert re.search(r"^epoch 1, iteration 3, .*; [\d,]+ rows/s\n", said)
-    assert said.endswith("MLP has all that a run asks for\n")
+    assert said.endswith("MLP: no problem found, on one rank and on two\n")
 
 
 def test_check_counts_batches_without_a_batch_size(capsys):

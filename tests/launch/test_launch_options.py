@@ -158,4 +158,4 @@ def test_check_reports_options_that_cannot_be_had(checked, name, message):
 
 
 def test_check_of_a_model_with_options(checked):
-    assert checked["right"].endswith("Lasagnes has all that a run asks for\n-- status 0\n")
+    assert checked["right"].endswith("Lasagnes: no problem found, on one rank and on two\n-- status 0\n")

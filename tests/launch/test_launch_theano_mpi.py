@@ -264,7 +264,7 @@ print("-- status", check("launch_models/parts.py:Regression", {{"rule": "EASGD"}
     assert done.returncode == 0, done.stderr
     found = dict(part.split("\n", 1) for part in done.stdout.split("-- class ")[1:])
     for name in ("Regression", "Whole", "EASGD"):
-        assert found[name].endswith(" has all that a run asks for\n-- status 0\n"), found[name]
+        assert found[name].endswith(": no problem found, on one rank and on two\n-- status 0\n"), found[name]
     assert "Idle: train_iter() changes none of params\n-- status 1" in found["Idle"]
     same = "with size 2 ranks 0 and 1 have taken the same steps: they train on the same rows"
     assert f"Alike: {same}" in found["Alike"] and f"AlikeInParts: {same}" in found["AlikeInParts"]

@@ -198,7 +198,7 @@ def test_own_model_of_the_launcher_page(tmp_path):
         text=True,
         timeout=100,
     )
-    assert "Digits has all that a run asks for" in result.stdout, result.stdout + result.stderr
+    assert "Digits: no problem found, on one rank and on two" in result.stdout, result.stdout + result.stderr
 
 
 @pytest.mark.skipif(DEVICE != "host", reason="where XLA was used, workers start anew and lack the row")

@@ -701,7 +701,7 @@ def test_theano_script_runs_unchanged(tmp_path):
     assert start("--theano", "pytensor", "script.py", "--epochs", "3", "-m").stdout.strip() == expected
     assert start("-m", "script", "--epochs", "3", "-m").stdout.strip() == expected
     for nothing, said in (
-        ("tran", "there is neither a command nor a program 'tran'"),
+        ("tran", "'tran' is neither a command nor a program"),
         ("", "expected a command or a program"),
     ):
         done = start(*nothing.split())
