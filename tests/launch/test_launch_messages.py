@@ -240,7 +240,10 @@ def test_launch_refuses_wrong_session_files(name, tmp_path):
 def test_command_line_errors(tmp_path):
     for arguments, words in (
         (["train", "--set", "epochs"], "synkhronos train: --set: expected KEY=VALUE, got 'epochs'"),
-        (["train", "--set", "epoch=3"], "synkhronos train: --set: 'epoch' is not a setting; similar: epochs; for an argument"),
+        (
+            ["train", "--set", "epoch=3"],
+            "synkhronos train: --set: 'epoch' is not a setting; similar: epochs; for an argument",
+        ),
         (["train", "none.toml"], "synkhronos train: none.toml: expected a session file: "),
         (["train", "--ranks", "x"], "argument --ranks: invalid int value: 'x'"),
         (["check", "mlp.py"], "model: expected FILE:CLASS, got 'mlp.py'"),
