@@ -45,6 +45,17 @@ def raise_error():
     raise ArithmeticError("the sum is odd")
 
 
+def raise_after_other_updates():
+    """Raise once the other ranks have applied the function's updates, which the message tells."""
+    frame = sys._getframe()
+    while "control" not in frame.f_locals:  # those of the loop that serves commands
+        frame = frame.f_back
+    control = frame.f_locals["control"]
+    while min(control.committed[0], control.committed[2]) < control.words[control.POSTED]:
+        time.sleep(0.001)
+    raise_error()
+
+
 def call_again():
     synk.get_shapes(CALLED_AGAIN[0])
 
@@ -52,6 +63,7 @@ def call_again():
 CALLED_AGAIN = []
 DEEDS = {
     "raise": raise_error,
+    "raise after updates": raise_after_other_updates,
     "sleep": lambda: time.sleep(60),
     "exit": lambda: os._exit(3),
     "sys.exit": lambda: sys.exit(3),
@@ -62,12 +74,15 @@ DEEDS = {
 
 
 def do(deed, who=(1,), n=3, updates=False, **kwargs):
-    """Fork, and have some ranks do something in a call."""
+    """Fork, and have some ranks do something in a call.
+
+    Without ``updates`` no message depends on which ranks have applied theirs when another fails.
+    """
     synk.fork(n, use_gpu=False, **kwargs)
     x, w = tensor.dvector("x"), shared(np.zeros(()), "w")
     CALLED_AGAIN[:] = [w]
     f = synk.function(
-        [x], (Do(deed, who)(x).sum(), "sum"), updates=[(w, w + 1)] if updates else [(w, w)], name="f", mode=INTERPRETED
+        [x], ((Do(deed, who)(x) + w).sum(), "sum"), updates=[(w, w + 1)] if updates else [], name="f", mode=INTERPRETED
     )
     f(np.arange(float(n)))
 
@@ -222,7 +237,7 @@ TABLE = {
     "a worker raised": (lambda: do("raise"), synk.WorkerError),
     "a worker called exit": (lambda: do("sys.exit"), synk.WorkerError),
     "the master raised": (lambda: do("raise", (0,)), ArithmeticError),
-    "with updates": (lambda: do("raise", updates=True), synk.WorkerError),
+    "with updates": (lambda: do("raise after updates", updates=True), synk.WorkerError),
     "a call inside a call": (lambda: do("call", (0,)), RuntimeError),
     # -- memory
     "no room": (forked(lambda: synk.data(shape=1 << 45, dtype="float64")), MemoryError),
