@@ -82,7 +82,7 @@ import signal
 
 import pytest
 from hypothesis import HealthCheck, settings
-from library import COMPILER, HOSTS, fork_ranks, package
+from library import COMPILER, HOSTS, UNCOMPILED, fork_ranks, package
 from paths import SUPPORT
 from system import names, names_left
 
@@ -188,6 +188,15 @@ def fork(request):
 def compiler():
     """Have Theano use its C++ compiler in a module's tests."""
     with config(cxx=COMPILER):
+        yield
+
+
+@pytest.fixture
+def uncompiled():
+    """Start new processes without Theano's C++ compiler, which this process does not use either."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in UNCOMPILED.items():
+            patch.setenv(name, value)
         yield
 
 

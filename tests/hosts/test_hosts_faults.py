@@ -130,8 +130,10 @@ KILLED = {
 }
 
 
-@pytest.mark.parametrize("place", PLACES)
-@pytest.mark.parametrize("who", KILLED)
+@pytest.mark.parametrize(
+    ("who", "place"),
+    [(who, place) for who in KILLED for place in (PLACES if who == "rank" else ["idle", "computing", "exchange"])],
+)
 def test_killed_process_on_a_host_is_named(hosts, who, place):
     kind, number, rank, words = KILLED[who]
     with hosts as tree:
@@ -160,8 +162,14 @@ def test_death_of_a_lock_holder_with_a_remote_waiter(hosts):
 
 
 @needs_namespaces
-@pytest.mark.parametrize("place", PLACES)
-@pytest.mark.parametrize("fault", ["kill", "unplug", "freeze"])
+@pytest.mark.parametrize(
+    ("fault", "place"),
+    [
+        *((fault, place) for fault in ("kill", "unplug") for place in PLACES),
+        ("freeze", "idle"),
+        ("freeze", "collective"),
+    ],
+)
 def test_lost_host_is_named(hosts, fault, place):
     with hosts as tree:
         settings = {} if fault == "kill" else {"host_timeout": SILENCE}

@@ -133,11 +133,11 @@ def test_run_py_prints_failures_at_the_end(module, tmp_path):
         "test_it.py",
     ]
     assert subprocess.run(pytest_, cwd=tmp_path, capture_output=True).returncode == 1
-    failed, broken = module.failures(report)
+    failed, broken = module.list_failures(report)
     assert failed.startswith("FAILED test_it::test_sum\n") and "assert (1 + 1) == 3" in failed
     assert broken.startswith("FAILED test_it::test_with\n") and "KeyError: 'no such thing'" in broken
-    assert module.counts(report, 1) == "1 passed, 2 failed"
-    assert module.failures(tmp_path / "none.xml") == []
+    assert module.describe_counts(report, 1) == "1 passed, 2 failed"
+    assert module.list_failures(tmp_path / "none.xml") == []
 
 
 def test_run_py_prints_a_single_job_unchanged(module, capfd):
@@ -148,7 +148,7 @@ def test_run_py_prints_a_single_job_unchanged(module, capfd):
 @pytest.mark.parametrize("all_of_them", [False, True])
 def test_run_py_jobs_run_each_file_once(module, capfd, all_of_them):
     environments = [module.PYTENSOR, module.THEANO, module.PYMC]
-    jobs = module.jobs_of(environments, options(all=all_of_them), [])
+    jobs = module.list_jobs(environments, options(all=all_of_them), [])
     slow = "" if all_of_them else " and not slow"
     assert len({job.name for job in jobs}) == len(jobs)
     named = {path for job in jobs for word in job.arguments for path in [word.removeprefix("--ignore=").split("::")[0]]}
@@ -173,7 +173,7 @@ def test_run_py_jobs_run_each_file_once(module, capfd, all_of_them):
             left_out = {word.removeprefix("--ignore=") for word in own[part] if word.startswith("--ignore=")}
             alone = {word for arguments in own.values() for word in arguments if word.startswith(f"{folder}/")}
             assert alone == (left_out if all_of_them else set())
-    alone = module.jobs_of([module.THEANO], options(), [])
+    alone = module.list_jobs([module.THEANO], options(), [])
     assert alone and not any("any_library" in word for job in alone for word in job.arguments)
 
 

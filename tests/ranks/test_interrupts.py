@@ -125,13 +125,13 @@ def test_interrupt_during_close_ends_workers(where):
 #: Actions, and every which of the moments of each is tried: the same ones each time, so that what fails fails again.
 #: Before a change of how ranks are interrupted lands, try all of them: FAULTS=all and --timeout=6000.
 ACTIONS = {
-    "call": 11, "slices": 23, "rows": 17, "first call": 251, "collective": 17, "data": 7, "fork": 13, "close": 7,
+    "call": 23, "slices": 47, "rows": 37, "first call": 503, "collective": 37, "data": 13, "fork": 29, "close": 13,
     "call again": 1, "collective again": 1,
 }  # fmt: skip
 
 
 #: The same for a time limit, which is another signal and another exception.
-LIMITED = {"data": 5, "free": 5, "broadcast": 13, "fork": 13, "close": 7}
+LIMITED = {"data": 11, "free": 11, "broadcast": 29, "fork": 29, "close": 13}
 
 
 #: Those in which no function is sent or called.

@@ -7,15 +7,14 @@ import subprocess
 import sys
 from pathlib import Path
 
+from library import UNCOMPILED
 from paths import ROOT, SUPPORT
 from system import lives
 
 ENVIRONMENT = {
     **{name: value for name, value in os.environ.items() if not name.startswith("SYNKHRONOS_")},
     "PYTHONPATH": f"{ROOT}{os.pathsep}{SUPPORT}",
-    # With a compiler Theano would fold constants by C++, in each process after a look at all that it has ever compiled.
-    "THEANO_FLAGS": f"{os.environ.get('THEANO_FLAGS', '')},cxx=".lstrip(","),
-    "PYTHONWARNINGS": "ignore::UserWarning:theano.configdefaults",  # which says that there is none
+    **UNCOMPILED,
 }
 
 

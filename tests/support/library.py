@@ -2,8 +2,8 @@
 
 `ARRAYS`
     The device of the arrays on GPUs.
-`COMPILER`
-    Theano's C++ compiler, which only tests that ask for the fixture `compiler` have.
+`COMPILER`, `UNCOMPILED`
+    Theano's C++ compiler, which only tests that ask for the fixture `compiler` have; environment of processes without.
 `DEVICE`
     Where functions compute whose tests don't say it themselves: see conftest.py.
 `INTERPRETED`
@@ -43,6 +43,12 @@ grad = package.grad
 #: Theano's C++ compiler.  Without it Theano folds constants by Python, in a hundredth of the time; see `compiler` in
 #: conftest.py.
 COMPILER = package.config.cxx
+#: Environment in which new processes have no C++ compiler for Theano either: each would first look at all modules that it
+#: has ever compiled.
+UNCOMPILED = {
+    "THEANO_FLAGS": f"{os.environ.get('THEANO_FLAGS', '')},cxx=".lstrip(","),
+    "PYTHONWARNINGS": "ignore::UserWarning:theano.configdefaults",  # "g++ not detected"
+}
 if NAME == "theano" and os.environ.get("SYNKHRONOS_TEST_DEVICE", "host") == "host":
     package.config.cxx = ""
 
@@ -109,6 +115,7 @@ __all__ = [
     "DEVICE",
     "INTERPRETED",
     "NAME",
+    "UNCOMPILED",
     "XLA",
     "few",
     "fork_ranks",

@@ -115,8 +115,7 @@ def test_on_death_continue_after_one_death(name, monkeypatch):
 
 @pytest.mark.faults
 @pytest.mark.any_library
-@pytest.mark.parametrize("seed", range(2))
-@pytest.mark.parametrize("name", ALL)
+@pytest.mark.parametrize(("name", "seed"), [(name, i % 2) for i, name in enumerate(ALL)])
 def test_on_death_continue_after_random_deaths(name, seed, monkeypatch, tmp_path):
     source = random.Random(seed)
 
@@ -296,7 +295,8 @@ def test_on_death_refuses_loaders_in_jax_mode(monkeypatch):
 
 
 @pytest.mark.parametrize(("name", "noise"), [("BSP", True), ("LocalSGD", False)])
-def test_a_death_where_workers_are_no_forks(name, noise, monkeypatch):
+@pytest.mark.usefixtures("uncompiled")
+def test_on_death_continue_with_spawned_workers(name, noise, monkeypatch):
     """As in JAX mode: new processes get the data, the functions, the state, and what the script defines."""
 
     def rate(progress):
