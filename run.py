@@ -336,7 +336,7 @@ ON_JAX = list_test_files("jax", "rank_program")
 #: Tests that `test --all` runs on JAX arrays: two minutes.
 ON_JAX_ALL = [
     *ON_JAX,
-    *list_test_files("collectives", "lowering", "modes", "rank_mean", "rules", "timeline", "updates"),
+    *list_test_files("attention", "collectives", "lowering", "modes", "rank_mean", "rules", "timeline", "updates"),
 ]
 #: Tests of `test --quick`, with PyTensor alone: a minute of those that most changes break.
 QUICK = list_test_files(

@@ -1,4 +1,4 @@
-"""A transformer that predicts the next character, written out in PyTensor.
+"""A transformer that predicts the next character, in PyTensor.
 
 Pre-norm blocks as in GPT-2: ``x + attention(norm(x))``, then ``x + mlp(norm(x))``, with learned positions and an output
 layer of its own.
@@ -11,6 +11,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytensor
 import pytensor.tensor as pt
+
+from synkhronos.extensions.attention import dot_product_attention
 
 
 class Transformer(NamedTuple):
@@ -79,7 +81,6 @@ def build_transformer(
 
     x, y = pt.imatrix("x"), pt.imatrix("y")
     windows, width = x.shape[0], size // heads
-    is_future = np.triu(np.ones((length, length), bool), 1)
     residual = 1 / np.sqrt(2 * layers)  # keeps the variance of the sum over blocks at 1, as in GPT-2
 
     # Matrix products are of two dimensions where they can be: (windows * length, features).
@@ -90,12 +91,9 @@ def build_transformer(
     for block in range(layers):
         name = f"block{block}"
         joined = dense(f"{name}.qkv", norm(f"{name}.norm1", state), size, 3 * size)
-        joined = joined.reshape((windows, length, 3, heads, width)).transpose((2, 0, 3, 1, 4))
-        query, key, value = (joined[part] for part in range(3))
-        score = query @ key.swapaxes(-1, -2) / np.float32(np.sqrt(width))
-        score = pt.switch(is_future, np.float32(-1e9), score)
-        attended = pt.special.softmax(score, axis=-1) @ value
-        attended = attended.transpose((0, 2, 1, 3)).reshape((-1, size))
+        joined = joined.reshape((windows, length, 3, heads, width))
+        attended = dot_product_attention(*(joined[:, :, part] for part in range(3)), is_causal=True)
+        attended = attended.reshape((-1, size))
         state = state + dense(f"{name}.out", attended, size, size, residual)
         hidden = dense(f"{name}.mlp1", norm(f"{name}.norm2", state), size, 4 * size)
         hidden = hidden * pt.sigmoid(np.float32(1.702) * hidden)  # GELU, in its sigmoid approximation

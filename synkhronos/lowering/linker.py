@@ -15,7 +15,10 @@ import synkhronos.lowering.slices  # noqa: F401 - registers a rewrite
 from synkhronos.lowering.lengths import extract_lengths
 from synkhronos.lowering.shapes import register_lowerings
 
-__all__ = ["LengthLinker", "to_strong_array", "use_length_linker"]
+__all__ = ["WRITE_OUT", "LengthLinker", "to_strong_array", "use_length_linker"]
+
+#: Name of the rewrite that replaces an Op with a lowering of its own to JAX by the graph that it stands for.
+WRITE_OUT = "write_out_attention"
 
 
 class LengthLinker(JAXLinker):
@@ -26,7 +29,7 @@ class LengthLinker(JAXLinker):
 
     # XLA fuses by itself.  PyTensor would fuse a length with the data that are divided by it, so that it could not be
     # cut out.
-    incompatible_rewrites = (*JAXLinker.incompatible_rewrites, "fusion")
+    incompatible_rewrites = (*JAXLinker.incompatible_rewrites, "fusion", WRITE_OUT)
 
     def fgraph_convert(self, fgraph: Any, input_storage: Any, storage_map: Any, **kwargs: Any) -> Any:
         """Convert the graph, or its `StaticLengthGraph` if inputs' values decide lengths, to a JAX function."""

@@ -1,0 +1,186 @@
+"""Ops of attention, which JAX mode compiles to JAX's function and so to cuDNN's fused kernel.
+
+The forward pass written out in a graph could be recognised, but PyTensor differentiates a graph before it is compiled:
+then the backward pass, too, is written out, and reads the matrix of weights that a fused kernel never stores.  The Op
+is therefore built by the user, and has a gradient that is again one Op.  In every mode but JAX mode, and for float64,
+both are replaced by the graph that they stand for.
+
+.. code-block:: text
+
+   extensions.attention ──▶ Attention ──────────── other modes ──▶ products, softmax
+          │ gradient              └── JAX mode ──▶ jax.nn.dot_product_attention ──▶ cuDNN, or products and softmax
+          ▼
+   AttentionGradient: likewise; XLA merges its forward pass with that of Attention
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytensor
+import pytensor.tensor as pt
+from pytensor.compile.mode import optdb
+from pytensor.gradient import disconnected_type
+from pytensor.graph.basic import Apply
+from pytensor.graph.op import Op
+from pytensor.graph.rewriting.basic import in2out, node_rewriter
+
+from synkhronos.lowering.linker import WRITE_OUT
+from synkhronos.lowering.numpy_op import register_lowering
+
+__all__ = ["Attention", "AttentionGradient"]
+
+
+class _AttentionOp(Op):
+    """Base class of the Ops.
+
+    Parameters
+    ----------
+    scale : float or None
+        Factor of the products; None for ``1 / sqrt(width)``.
+    is_causal : bool
+    """
+
+    __props__ = ("scale", "is_causal")
+    #: In products of bfloat16, all factors are rounded; see `synkhronos.lowering.precision`.
+    multiplies = True
+
+    def __init__(self, scale: float | None, is_causal: bool):
+        self.scale, self.is_causal = scale, is_causal
+
+    def write_out(self, *inputs: Any) -> list[Any]:
+        """Return the outputs as a graph of products and softmax."""
+        raise NotImplementedError
+
+    def perform(self, node: Any, inputs: Any, output_storage: Any, params: Any = None) -> None:
+        """Compute by the written-out graph, in modes without rewrites and for constants."""
+        copies = [variable.type() for variable in node.inputs]
+        outputs = pytensor.function(copies, self.write_out(*copies), on_unused_input="ignore")(*inputs)
+        for storage, output in zip(output_storage, outputs, strict=True):
+            storage[0] = output
+
+    def pullback(self, inputs: Any, outputs: Any, cotangents: Any) -> list[Any]:
+        """Return the gradients of the written-out graph."""
+        copies = [variable.copy() for variable in inputs]  # two inputs may be one variable
+        wanted = [copy for copy in copies if copy.dtype != "bool"]
+        known = dict(zip(self.write_out(*copies), cotangents, strict=True))
+        known = {output: cotangent for output, cotangent in known.items() if hasattr(cotangent.type, "dtype")}
+        found = dict(zip(wanted, pytensor.grad(None, wanted, known_grads=known), strict=True))
+        return [found[copy] if copy in found else disconnected_type() for copy in copies]
+
+    def connection_pattern(self, node: Any) -> list[list[bool]]:
+        """Return the derivatives that exist: with respect to all inputs but the mask."""
+        return [[variable.dtype != "bool"] * len(node.outputs) for variable in node.inputs]
+
+
+class Attention(_AttentionOp):
+    """Attention to keys by queries.  Inputs: query, key, value and optionally a mask."""
+
+    def make_node(self, *inputs: Any) -> Apply:
+        """Return a node for these inputs."""
+        return Apply(self, list(inputs), [inputs[0].type()])
+
+    def infer_shape(self, *arguments: Any) -> list[Any]:
+        """Return the shape of the query."""
+        return [arguments[-1][0]]
+
+    def write_out(self, query: Any, key: Any, value: Any, *masks: Any) -> list[Any]:
+        """Return the output as a graph of products and softmax."""
+        dtype = "float64" if query.dtype == "float64" else "float32"
+        by_head = [tensor.astype(dtype).transpose(0, 2, 1, 3) for tensor in (query, key, value)]
+        scale = query.shape[-1] ** -0.5 if self.scale is None else self.scale
+        scores = by_head[0] @ by_head[1].swapaxes(-1, -2) * pt.cast(scale, dtype)
+        for allowed in (*masks, *([_make_causal_mask(*scores.shape[2:])] if self.is_causal else [])):
+            scores = pt.switch(allowed, scores, np.asarray(-0.7 * np.finfo("float32").max, dtype))
+        attended = pt.special.softmax(scores, axis=-1) @ by_head[2]
+        return [attended.transpose(0, 2, 1, 3).astype(query.dtype)]
+
+    def pullback(self, inputs: Any, outputs: Any, cotangents: Any) -> list[Any]:
+        """Return the gradients: one Op."""
+        gradients = AttentionGradient(self.scale, self.is_causal)(*inputs, *cotangents)
+        return [*gradients, *[disconnected_type() for _ in inputs[3:]]]
+
+
+class AttentionGradient(_AttentionOp):
+    """Gradient of `Attention` with respect to query, key and value.
+
+    Inputs: those of `Attention`, and the gradient with respect to its output.
+    """
+
+    def make_node(self, *inputs: Any) -> Apply:
+        """Return a node for these inputs."""
+        return Apply(self, list(inputs), [variable.type() for variable in inputs[:3]])
+
+    def infer_shape(self, *arguments: Any) -> list[Any]:
+        """Return the shapes of query, key and value."""
+        return list(arguments[-1][:3])
+
+    def write_out(self, *inputs: Any) -> list[Any]:
+        """Return the gradients of the written-out attention."""
+        forward = Attention(self.scale, self.is_causal)
+        return _AttentionOp.pullback(forward, inputs[:-1], [], inputs[-1:])[:3]
+
+
+def _make_causal_mask(length: Any, key_length: Any) -> Any:
+    return pt.arange(key_length) <= pt.arange(length)[:, None]
+
+
+@node_rewriter([_AttentionOp])
+def _write_out(fgraph: Any, node: Any) -> list[Any]:
+    return node.op.write_out(*node.inputs)
+
+
+@node_rewriter([_AttentionOp])
+def _write_out_float64(fgraph: Any, node: Any) -> list[Any] | bool:
+    """Write out attention in float64, whose softmax JAX would compute in float32."""
+    return node.op.write_out(*node.inputs) if node.inputs[0].dtype == "float64" else False
+
+
+# Before shapes are inferred and the graph is canonicalized, at 0.1 and 1.
+optdb.register(WRITE_OUT, in2out(_write_out, name=WRITE_OUT), "fast_run", "fast_compile", position=0.02)
+optdb.register("write_out_float64", in2out(_write_out_float64, name="write_out_float64"), "jax", position=0.02)
+
+
+# -- JAX ---------------------------------------------------------------------------------------------------------------
+
+
+@register_lowering(Attention)
+def _lower(op: Attention, *inputs: Any) -> Any:
+    return _differentiate(op, *inputs)[0]
+
+
+@register_lowering(AttentionGradient)
+def _lower_gradient(op: AttentionGradient, *inputs: Any) -> Any:
+    attended, pull_back = _differentiate(op, *inputs[:-1])
+    return pull_back(inputs[-1].astype(attended.dtype))
+
+
+def _differentiate(op: Any, query: Any, key: Any, value: Any, *masks: Any) -> Any:
+    """Return attention and its pullback.
+
+    Both Ops call this function, so that the forward passes of the two are equal and XLA computes one of them.
+    """
+    import jax
+    import jax.numpy as jnp
+
+    lengths = query.shape[1], key.shape[1]
+    options: dict[str, Any] = {"scale": op.scale, "is_causal": op.is_causal}
+    if masks:
+        mask = jnp.broadcast_to(masks[0], (*masks[0].shape[:2], *lengths))
+        # cuDNN would exclude the future by another number than what the mask excludes.
+        options |= {"mask": mask & jnp.tril(jnp.ones(lengths, bool)) if op.is_causal else mask, "is_causal": False}
+    if _takes_cudnn(query, lengths, bool(masks)):
+        options["implementation"] = "cudnn"
+    return jax.vjp(lambda *tensors: jax.nn.dot_product_attention(*tensors, **options), query, key, value)
+
+
+def _takes_cudnn(query: Any, lengths: tuple[int, int], has_mask: bool) -> bool:
+    """Whether cuDNN's fused kernel supports these factors on this rank's device."""
+    import jax
+
+    width = query.shape[3]
+    if query.dtype.itemsize != 2 or width % 8 or width > 128 or (has_mask and any(n % 2 for n in lengths)):
+        return False
+    capability = getattr(jax.local_devices()[0], "compute_capability", "0")  # CPUs have none
+    return float(capability) >= 8
