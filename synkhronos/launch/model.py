@@ -14,9 +14,9 @@ from synkhronos.checks import check_at_least, describe
 from synkhronos.data.rows import get_share
 from synkhronos.devices import array_device
 from synkhronos.graphs import library_of
-from synkhronos.launch.options import DEFAULTS, check_options
 from synkhronos.loading import Loader
 from synkhronos.training import updates
+from synkhronos.training.step_options import StepOptions, check_values
 from synkhronos.training.train_function import append_averages
 from synkhronos.training.training_graph import (
     TrainingGraph,
@@ -25,6 +25,17 @@ from synkhronos.training.training_graph import (
     warn_of_denominators,
 )
 from synkhronos.training.updates.flat import FlatGradient, RuleUpdates
+
+#: Names of the options of a model's step: attributes of its class, which the setting ``model_options`` overrides.
+MODEL_OPTIONS = ("clip_norm", "num_slices", "ema", "validate_ema", "loss_scale")
+
+
+def check_model_options(options: Mapping[str, Any]) -> None:
+    """Check names, types and ranges of options; raise TypeError or ValueError, with the option's name first."""
+    for name in options:
+        if name not in MODEL_OPTIONS:
+            raise ValueError(f"{name}: unknown option, expected one of {', '.join(MODEL_OPTIONS)}")
+    check_values(options)
 
 
 def _count_rows(data: Any) -> int:
@@ -177,17 +188,18 @@ class Model:
 
     def set_options(self, options: Mapping[str, Any]) -> None:
         """Set options of the step, before `compile_iter_fns`; raise TypeError or ValueError for a wrong one."""
-        merged = {**{name: getattr(self, name) for name in DEFAULTS}, **options}
-        check_options(merged)
-        if merged["validate_ema"] and merged["ema"] is None:
-            raise ValueError("validate_ema: needs ema, the decay of the averages")
+        check_model_options(options)
+        StepOptions(**{**self._read_options(), **options})
         for name, value in options.items():
             setattr(self, name, value)
 
     @property
     def step_options(self) -> dict[str, Any]:
         """The options of the step that differ from their defaults."""
-        return {name: getattr(self, name) for name, value in DEFAULTS.items() if getattr(self, name) != value}
+        return StepOptions(**self._read_options()).changed
+
+    def _read_options(self) -> dict[str, Any]:
+        return {name: getattr(self, name) for name in MODEL_OPTIONS}
 
     # -- the contract ----------------------------------------------------------------------------------------
 
@@ -239,10 +251,8 @@ class Model:
             [(shared, new, "mean") for shared, new in self.averages.items()],
             {"learning_rate": self.shared_lr},
             self.weight,
+            StepOptions(**self._read_options()),
             is_serial=True,
-            clip_norm=self.clip_norm,
-            ema=self.ema,
-            loss_scale=self.loss_scale,
         )
         rule, _ = append_averages(training)
         equal = {u.shared: u.expression for u in training.extra_updates if not u.differs}

@@ -27,7 +27,7 @@ from synkhronos.checks import check_at_least, is_number
 from synkhronos.gpus import get_n_gpu
 from synkhronos.hosts import MAX_RANKS_PER_HOST, Host, find_launch, parse_hosts
 from synkhronos.launch import key_value
-from synkhronos.launch.options import check_options
+from synkhronos.launch.model import check_model_options
 from synkhronos.ranks import available_cores
 from synkhronos.training.checkpoint import list_checkpoints
 from synkhronos.training.early_stop import as_metric
@@ -533,7 +533,7 @@ def _check_config(found: Mapping[str, Any]) -> dict[str, Any]:
 def _check_model_options(found: Mapping[str, Any]) -> dict[str, Any]:
     options = _check_table(found, "model_options")
     try:
-        check_options(options)
+        check_model_options(options)
     except (TypeError, ValueError) as error:
         raise SettingsError(f"model_options.{error}") from None
     return options

@@ -12,6 +12,7 @@ from synkhronos.checks import check_at_least
 from synkhronos.data.rows import select
 from synkhronos.devices import take_rows
 from synkhronos.graphs import library_of
+from synkhronos.training.step_options import StepOptions
 from synkhronos.training.training_graph import Batch, Rows, Rule, TrainingGraph, Updates, is_averaged
 
 
@@ -30,8 +31,7 @@ class SerialTrainFunction:
         Moving averages of the parameters, in their order; None without the option `ema`.
     """
 
-    def __init__(self, graph: TrainingGraph, num_slices: int = 1):
-        self._num_slices = check_at_least(num_slices, "num_slices", 1)
+    def __init__(self, graph: TrainingGraph):
         library = library_of(graph.loss)
         self.grad_shared = graph.rule.grad_shared
         self.optimizer_state = graph.optimizer_state
@@ -72,7 +72,8 @@ class SerialTrainFunction:
         TypeError, ValueError, IndexError
             If an argument is wrong; the message names it.
         """
-        num_slices = check_at_least(self._num_slices if num_slices is None else num_slices, "num_slices", 1)
+        num_slices = self._graph.options.num_slices if num_slices is None else num_slices
+        num_slices = check_at_least(num_slices, "num_slices", 1)
         arrays = self._graph.check_data(x_data, y_data, batch, batch_s)
         data, chooser, chosen = "x_data, y_data", "batch", batch
         if self._graph.sliceable:
@@ -197,12 +198,10 @@ def make_train_function_serial(
     >>> print(w.get_value())
     [0.5 1. ]
     """
+    options = StepOptions(clip_norm, num_slices, ema, loss_scale=loss_scale)
     return SerialTrainFunction(
         TrainingGraph.build(
-            *(loss, params, x, y, update_rule, sliceable_shareds, extra_updates, rule_kwargs, weight, True),
-            clip_norm=clip_norm,
-            ema=ema,
-            loss_scale=loss_scale,
-        ),
-        num_slices,
+            *(loss, params, x, y, update_rule, sliceable_shareds, extra_updates, rule_kwargs, weight, options),
+            is_serial=True,
+        )
     )

@@ -25,7 +25,7 @@ import numpy as np
 import synkhronos as synk
 from synkhronos import ranks
 from synkhronos.casts import check_cast
-from synkhronos.checks import check_at_least, check_flag, check_list
+from synkhronos.checks import check_list
 from synkhronos.collectives.arguments import get_mirror_keys
 from synkhronos.collectives.calls import get_all_reduce_command
 from synkhronos.collectives.commands import GetShapes
@@ -37,7 +37,8 @@ from synkhronos.training.batches import StepRows, assign_rows, collect_sliceable
 from synkhronos.training.serial import SerialTrainFunction, make_train_function_serial, weighted_mean
 from synkhronos.training.sharded_step import ShardedState, ShardedStep
 from synkhronos.training.step import Step
-from synkhronos.training.training_graph import Batch, Rows, Rule, TrainingGraph, Updates, is_averaged
+from synkhronos.training.step_options import StepOptions
+from synkhronos.training.training_graph import Batch, Rows, Rule, TrainingGraph, Updates, is_averaged, name_rule
 from synkhronos.training.updates import RuleUpdates
 from synkhronos.training.updates.flat import shape_of
 from synkhronos.training.updates.shards import Shards, StatePart
@@ -79,14 +80,11 @@ class TrainFunction:
         parameters.  Their order depends only on the rule and the parameters.  Their values are equal on all ranks.
     """
 
-    def __init__(
-        self, graph: TrainingGraph, exchange: str | None = None, num_slices: int = 1, shard_optimizer: bool = False
-    ):
-        self._num_slices = check_at_least(num_slices, "num_slices", 1)
+    def __init__(self, graph: TrainingGraph, exchange: str | None = None):
         rule, self._tail = append_averages(graph)
         shards = None
-        if check_flag(shard_optimizer, "shard_optimizer") and ranks.session().size > 1:
-            shards = Shards(rule, graph.params, ranks.session().size, graph.rule_name)
+        if graph.options.shard_optimizer and ranks.session().size > 1:
+            shards = Shards(rule, graph.params, ranks.session().size, name_rule(graph.update_rule))
             rule = RuleUpdates(shards.grad_updates, shards.local_updates, shards.grad_shared)
         grad_shared = rule.grad_shared
         inputs = [*graph.x, *graph.y]
@@ -239,7 +237,7 @@ class TrainFunction:
         -----
         The result depends on the numbers of ranks, rows per rank and slices only by rounding.
         """
-        num_slices = self._num_slices if num_slices is None else num_slices
+        num_slices = self._graph.options.num_slices if num_slices is None else num_slices
         arrays = self._graph.check_data(x_data, y_data, batch, batch_s)
         return self._to_loss(*self._run_steps(arrays, batch, batch_s, num_slices)[0])
 
@@ -334,7 +332,7 @@ class TrainFunction:
         list of (value, weight)
             The loss before each step, and None.  If the model has a weight: the loss times the weight, and the weight.
         """
-        num_slices = self._num_slices if num_slices is None else num_slices
+        num_slices = self._graph.options.num_slices if num_slices is None else num_slices
         arrays, steps = self._graph.check_steps(x_data, y_data, batches, batches_s)
         session, length = ranks.session(), _find_common_length(arrays)
         rows: Sequence[StepRows] = [None] * len(steps)
@@ -576,13 +574,13 @@ def make_train_function(
     """
     if exchange not in (None, "bfloat16"):
         raise ValueError(f"exchange: expected None or 'bfloat16', got {exchange!r}")
-    graph = TrainingGraph.build(
-        *(loss, params, x, y, update_rule, sliceable_shareds, extra_updates, rule_kwargs, weight),
-        clip_norm=clip_norm,
-        ema=ema,
-        loss_scale=loss_scale,
+    options = StepOptions(clip_norm, num_slices, ema, loss_scale=loss_scale, shard_optimizer=shard_optimizer)
+    return TrainFunction(
+        TrainingGraph.build(
+            *(loss, params, x, y, update_rule, sliceable_shareds, extra_updates, rule_kwargs, weight, options)
+        ),
+        exchange,
     )
-    return TrainFunction(graph, exchange, num_slices, shard_optimizer)
 
 
 def append_averages(graph: TrainingGraph) -> tuple[RuleUpdates, int]:

@@ -24,7 +24,7 @@ import numpy as np
 import synkhronos as synk
 from synkhronos import ranks
 from synkhronos.casts import as_numbers, check_cast
-from synkhronos.checks import check_at_least, check_flag, check_number, describe
+from synkhronos.checks import check_at_least, check_number, describe
 from synkhronos.data import Data
 from synkhronos.data.parts import iterate_in_order
 from synkhronos.function import get_dispatcher
@@ -47,6 +47,7 @@ from synkhronos.training.progress import Progress, TrainerState
 from synkhronos.training.recorder import Recorder
 from synkhronos.training.report import Report, make_report
 from synkhronos.training.schedules import Schedule, as_schedule
+from synkhronos.training.step_options import StepOptions
 from synkhronos.training.stop import StopSignals, requested_stop
 from synkhronos.training.survival import Survival
 from synkhronos.training.train_function import TrainFunction
@@ -54,7 +55,6 @@ from synkhronos.training.training_graph import (
     Rows,
     TrainingGraph,
     Updates,
-    add_clipping,
     apply_own_gradient,
     identify_rule,
     replace_params,
@@ -82,39 +82,39 @@ class Trainer:
     def __init__(
         self,
         graph: TrainingGraph,
-        params: list[Any],
         rule: Rule,
         learning_rate: Any,
         schedule: Schedule,
         validate: dict[str, Metric],
-        update_rule: tuple[str, dict[str, Any]],
-        num_slices: int = 1,
-        validate_ema: bool = False,
-        shard_optimizer: bool = False,
     ):
+        params = graph.params
         self.params, self.rule, self.learning_rate, self.schedule = params, rule, learning_rate, schedule
         self.optimizer = graph.optimizer_state
         self._graph = graph
         groups = rank_state.Groups.from_graph(graph, params, rule)
         self._validate = validate
         inputs = [*graph.x, *graph.y]
-        self._validation, self._validates_ema = None, validate_ema
+        self._validation: synk.Function | None = None
         if validate:
             outputs = [output for metric in validate.values() for output in metric.outputs]
-            if validate_ema:
+            if graph.options.validate_ema:
                 news = replace_params([expression for expression, _ in outputs], params, graph.ema)
                 outputs = [(new, op) for new, (_, op) in zip(news, outputs, strict=True)]
             self._validation = synk.function(inputs, outputs, name="validation")
         self._together: TrainFunction | None = None
         self._step: synk.Function | None = None
         if isinstance(rule, BSP) and rule.average == "gradient":
-            self._together = TrainFunction(graph, rule.precision, num_slices, shard_optimizer)
+            self._together = TrainFunction(graph, rule.precision)
             self.optimizer = self._together.optimizer_state
         else:
             self._step = _compile_rank_step(graph)
         name = f"trainer {next(_names)}"
         sharded = None if self._together is None else self._together._sharded_state
-        self._state = TrainerState(name, rule, groups, self._together is not None, update_rule, sharded)
+        update_rule, rule_options = identify_rule(graph.update_rule, graph.rule_kwargs)
+        if graph.options.ema is not None:
+            rule_options["ema"] = graph.options.ema
+        is_together = self._together is not None
+        self._state = TrainerState(name, rule, groups, is_together, (update_rule, rule_options), sharded)
         self._kinds: set[Any] = set()
         #: Loop of the last call of `epochs`.
         self._loop: _TrainerLoop | None = None
@@ -583,7 +583,7 @@ class _TrainerLoop(EpochLoop):
         if valid is None:
             return False
         assert trainer._validation is not None
-        if trainer._validates_ema:
+        if trainer._graph.options.validate_ema:
             _ = trainer.ema  # gathers the averages
         totals, step = MetricTotals(trainer._validate), self.data.batch * ranks.session().size
         chosen: Iterable[Any]
@@ -788,14 +788,10 @@ def make_trainer(
             raise ValueError(f"update_rule: EAMSGD needs nesterov_momentum, got {update_rule!r}")
         if rule_kwargs.setdefault("momentum", rule.momentum) != rule.momentum:
             raise ValueError(f"momentum: EAMSGD has {rule.momentum}, got {rule_kwargs['momentum']!r}")
-    built = {"clip_norm": clip_norm, "ema": ema, "loss_scale": loss_scale}
+    options = StepOptions(clip_norm, num_slices, ema, validate_ema, loss_scale, shard_optimizer)
     if not (isinstance(rule, BSP) and rule.average == "gradient"):
-        others = {"num_slices": None if num_slices == 1 else num_slices, "shard_optimizer": shard_optimizer or None}
-        for name, value in {**built, **others}.items():
-            if value is not None:
-                raise ValueError(f"{name}: needs the exchange rule BSP() on gradients, got {rule!r}")
-    if check_flag(validate_ema, "validate_ema") and ema is None:
-        raise ValueError("validate_ema: needs ema=..., the decay of the averages")
+        for name in options.changed:
+            raise ValueError(f"{name}: needs the exchange rule BSP() on gradients, got {rule!r}")
     schedule = as_schedule(learning_rate)
     try:
         library = library_of(loss)
@@ -807,23 +803,5 @@ def make_trainer(
     dtype = np.result_type(dtype, np.float32)
     rate = library.shared(np.asarray(schedules.compute_rate(schedule, 0.0), dtype), name="learning_rate")
     rule_kwargs = {"learning_rate": rate, **rule_kwargs}
-    graph = TrainingGraph.build(
-        loss,
-        params,
-        x,
-        y,
-        update_rule,
-        None,
-        extra_updates,
-        rule_kwargs,
-        weight,
-        **built,  # type: ignore[arg-type] # values of several types
-    )
-    metrics = parse_metrics(validate, [*graph.x, *graph.y])
-    name, rule_options = identify_rule(add_clipping(update_rule, clip_norm), rule_kwargs)
-    if ema is not None:
-        rule_options["ema"] = ema
-    identity = name, rule_options
-    return Trainer(
-        graph, list(params), rule, rate, schedule, metrics, identity, num_slices, validate_ema, shard_optimizer
-    )
+    graph = TrainingGraph.build(*(loss, params, x, y, update_rule, None, extra_updates, rule_kwargs, weight, options))
+    return Trainer(graph, rule, rate, schedule, parse_metrics(validate, [*graph.x, *graph.y]))

@@ -23,10 +23,11 @@ import numpy as np
 import numpy.typing as npt
 
 import synkhronos as synk
-from synkhronos.checks import check_choice, check_list, check_positive
+from synkhronos.checks import check_list
 from synkhronos.function.rank_mean import RankMeanOp
 from synkhronos.graphs import library_of
 from synkhronos.graphs.dependence import Dependence
+from synkhronos.training.step_options import StepOptions
 from synkhronos.training.updates import RuleUpdates, chain, clip_by_global_norm
 from synkhronos.training.updates.average import add_average
 from synkhronos.training.updates.loss_scale import scale_gradients, skip_overflows
@@ -86,8 +87,11 @@ class TrainingGraph:
     ema : list of shared variable, optional
         Moving averages of the parameters, in their order; None without the option `ema`.
     params : list of shared variable
-    rule_name : str
-        Name of the update rule.
+    update_rule : callable
+        The update rule that made `rule`, with clipping if the options have it.
+    rule_kwargs : dict
+        Its options.
+    options : StepOptions
     """
 
     loss: Any
@@ -99,10 +103,12 @@ class TrainingGraph:
     rule: RuleUpdates
     optimizer_state: list[Any]
     extra_updates: list[ExtraUpdate]
-    weight: Any = None
-    ema: list[Any] | None = None
-    params: Sequence[Any] = ()
-    rule_name: str = ""
+    weight: Any
+    ema: list[Any] | None
+    params: list[Any]
+    update_rule: Rule
+    rule_kwargs: Mapping[str, Any]
+    options: StepOptions
 
     @classmethod
     def build(
@@ -115,20 +121,19 @@ class TrainingGraph:
         sliceable_shareds: Sequence[Any] | None,
         extra_updates: Updates | None,
         rule_kwargs: dict[str, Any],
-        weight: Any = None,
+        weight: Any,
+        options: StepOptions,
         is_serial: bool = False,
-        clip_norm: float | None = None,
-        ema: float | None = None,
-        loss_scale: str | None = None,
     ) -> TrainingGraph:
         """Check the arguments of `make_train_function`, and apply the rule.
 
         Parameters
         ----------
-        loss, params, x, y, update_rule, sliceable_shareds, extra_updates, weight, clip_norm, ema, loss_scale
+        loss, params, x, y, update_rule, sliceable_shareds, extra_updates, weight
             As of `make_train_function`.
         rule_kwargs : dict
             Options of the rule.
+        options : StepOptions
         is_serial : bool
             Whether one process computes all rows: then no mean depends on the number of ranks, and none is warned of.
 
@@ -144,7 +149,8 @@ class TrainingGraph:
                 "update_rule: expected a rule of synkhronos.training.updates, "
                 f"got {update_rule!r} of type {type(update_rule).__name__}"
             )
-        update_rule = add_clipping(update_rule, clip_norm)
+        if options.clip_norm is not None:
+            update_rule = chain(clip_by_global_norm(options.clip_norm), update_rule)
         xs, ys = _check_variables("x", x), _check_variables("y", y)
         if not xs:
             raise ValueError("x: expected at least one variable, got none")
@@ -154,8 +160,7 @@ class TrainingGraph:
             if any(isinstance(node.op, RankMeanOp) for node in library_of(loss).sort_nodes([loss])):
                 raise ValueError("weight: expected None for a loss with means over ranks (rank_mean, sync=True)")
         loss_or_grads, scale = loss, None
-        if loss_scale is not None:
-            check_choice(loss_scale, "loss_scale", ("dynamic",))
+        if options.loss_scale is not None:
             scale, loss_or_grads = scale_gradients(loss, params)
         rule = update_rule(loss_or_grads, params, weight=xs[0].shape[0] if weight is None else weight, **rule_kwargs)
         if not isinstance(rule, tuple) or len(rule) != 3:
@@ -164,8 +169,8 @@ class TrainingGraph:
                 f"got {rule!r} of type {type(rule).__name__}"
             )
         rule, averages = RuleUpdates(*rule), None
-        if ema is not None:
-            rule, averages = add_average(rule, list(params), ema)
+        if options.ema is not None:
+            rule, averages = add_average(rule, list(params), options.ema)
         if scale is not None:
             rule = skip_overflows(rule, scale)
         lists = isinstance(x, list | tuple), isinstance(y, list | tuple)
@@ -174,8 +179,10 @@ class TrainingGraph:
         if not is_serial:
             means = {f"extra_updates: {u.shared.name}": u.expression for u in extra if u.op == "mean" and u.differs}
             warn_of_denominators(means if weight is not None else {"loss": loss, **means}, [*xs, *ys, *sliceable])
-        name = name_rule(update_rule)
-        return cls(loss, xs, ys, *lists, sliceable, rule, state, extra, weight, averages, list(params), name)
+        return cls(
+            *(loss, xs, ys, *lists, sliceable, rule, state, extra, weight, averages, list(params)),
+            *(update_rule, rule_kwargs, options),
+        )
 
     @property
     def outputs(self) -> list[tuple[Any, str]]:
@@ -301,13 +308,6 @@ def replace_params(expressions: Sequence[Any], params: Sequence[Any], averages: 
         for p, average in zip(params, averages, strict=True)
     }
     return list(library.clone(list(expressions), replacements))
-
-
-def add_clipping(update_rule: Rule, clip_norm: float | None) -> Rule:
-    """Return an update rule that clips the global norm of the reduced gradient; ``clip_norm=None`` changes nothing."""
-    if clip_norm is None:
-        return update_rule
-    return chain(clip_by_global_norm(check_positive(clip_norm, "clip_norm")), update_rule)
 
 
 def identify_rule(update_rule: Rule, rule_kwargs: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:

@@ -8,7 +8,7 @@ from paths import ROOT
 
 import synkhronos as synk
 from synkhronos import rules
-from synkhronos.launch.options import check_options
+from synkhronos.launch.model import check_model_options
 from synkhronos.training import (
     Checkpoint,
     CheckpointError,
@@ -271,7 +271,7 @@ def train_by_trainer(**options):
 
 
 def set_in_a_model(**options):
-    check_options(options)  # tests/launch/test_launch_options.py trains with them
+    check_model_options(options)  # tests/launch/test_launch_options.py trains with them
 
 
 @pytest.mark.parametrize("option", VALUES)

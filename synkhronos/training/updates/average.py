@@ -6,15 +6,8 @@ from typing import Any
 
 import numpy as np
 
-from synkhronos.checks import check_number
 from synkhronos.graphs import library_of
 from synkhronos.training.updates.flat import RuleUpdates, as_scalar
-
-
-def check_decay(decay: Any) -> None:
-    """Check the argument ``ema``; raise TypeError or ValueError unless it is a number between 0 and 1."""
-    if not 0 < check_number(decay, "ema", "a number between 0 and 1") < 1:
-        raise ValueError(f"ema: expected a number between 0 and 1, such as 0.999, got {decay!r}")
 
 
 def add_average(updates: RuleUpdates, params: list[Any], decay: float) -> tuple[RuleUpdates, list[Any]]:
@@ -33,18 +26,12 @@ def add_average(updates: RuleUpdates, params: list[Any], decay: float) -> tuple[
     averages : list of shared variables
         One for each parameter, at least float32.
 
-    Raises
-    ------
-    TypeError, ValueError
-        If `decay`, the argument ``ema``, is anything else.
-
     Notes
     -----
     .. math:: e_t = d\, e_{t-1} + (1 - d)\, p_t
 
     where :math:`e_0 = p_0` are the parameters before the first step, whatever they were when the rule was made.
     """
-    check_decay(decay)
     library = library_of(*params)
     tensor = library.tensor
     has_begun = library.shared(np.zeros((), "float32"), name="ema_has_begun")
