@@ -34,7 +34,7 @@ from synkhronos.training.epoch_data import IntervalPlan, Source
 from synkhronos.training.meter import ActivityTimer, Meter, Outcome, ReadLosses
 from synkhronos.training.rank_state import restore_own_params, set_reported_params
 from synkhronos.training.stop import StopAgreement, requested_stop
-from synkhronos.training.survival import Survival
+from synkhronos.training.survival import DeathHandler
 from synkhronos.training.train_function import TrainFunction
 from synkhronos.training.training_graph import TrainingGraph
 
@@ -263,8 +263,7 @@ class CommandLoop(_SourceLoop):
     learning_rate : shared variable
     rate : float
         Its present value on all ranks.
-    survival : Survival, optional
-        Repeats a step after the death of a worker.
+    survival : DeathHandler
     """
 
     def __init__(
@@ -277,12 +276,11 @@ class CommandLoop(_SourceLoop):
         step: TrainFunction,
         learning_rate: Any,
         rate: float,
-        survival: Survival | None = None,
+        survival: DeathHandler,
     ):
         super().__init__(plan, source, meter, rows, True, rate)
         self._step, self._learning_rate, self._survival = step, learning_rate, survival
-        #: Maximal number of steps in a launch; after a death the whole launch is repeated.
-        self._max_repeats = source.max_repeats if survival is None else 1
+        self._max_repeats = min(source.max_repeats, survival.max_repeats)
         data = source.data
         self._x = data[: len(graph.x)] if graph.x_is_list else data[0]
         self._y = data[len(graph.x) :] if graph.y_is_list else data[-1]
@@ -303,15 +301,10 @@ class CommandLoop(_SourceLoop):
     def set_rate(self, rate: float) -> None:
         """Set the variable on all ranks."""
         value = np.asarray(rate, self._learning_rate.type.dtype)
-        if self._survival is None:
-            synk.broadcast(self._learning_rate, value)
-        else:
-            self._survival.run(lambda: synk.broadcast(self._learning_rate, value))
+        self._survival.run(lambda: synk.broadcast(self._learning_rate, value))
 
     def launch(self, rows: list[Any]) -> list[tuple[Any, Any]]:
         """Take the steps."""
-        if self._survival is None:
-            return self._step.weighted_steps(self._x, self._y, rows)
         return self._survival.change(lambda: self._step.weighted_steps(self._x, self._y, rows), len(rows))
 
     def free_after_launch(self, places: list[tuple[int, int]], steps: int) -> None:

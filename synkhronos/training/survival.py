@@ -15,9 +15,11 @@ not compute.  They get the copy with the command that restores it, and compile f
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from copy import deepcopy
 from dataclasses import asdict, dataclass
 from typing import Any, TypeVar
@@ -69,8 +71,52 @@ class SurvivedDeath:
     seconds: float
 
 
-class Survival:
-    """Copies the state of a trainer, and replaces workers that die.
+class DeathHandler:
+    """Calls the operations of a training; the death of a worker ends it, as ``on_death="stop"`` asks.
+
+    Attributes
+    ----------
+    steps_ahead : int or None
+        Number of a rank's steps until the next copy, where ranks take steps of their own; None without copies.
+    max_repeats : int
+        Maximal number of steps in a launch, where all ranks take them together.
+    """
+
+    steps_ahead: int | None = None
+    max_repeats = sys.maxsize
+
+    def keep_copy(self) -> contextlib.AbstractContextManager[None]:
+        """Keep copies within a ``with`` block."""
+        return contextlib.nullcontext()
+
+    def copy(self) -> None:
+        """Copy the state anew: the user may have changed it."""
+
+    def adapt(self, seconds: float) -> None:
+        """Adapt `steps_ahead` to the seconds that these steps took."""
+
+    def run(self, operation: Callable[[], T]) -> T:
+        """Call an operation that changes no state of the ranks."""
+        return operation()
+
+    def change(self, operation: Callable[[], T], steps: int = 0) -> T:
+        """Call an operation that changes the ranks' state.
+
+        Parameters
+        ----------
+        operation : callable
+        steps : int
+            Number of steps that it takes, where all ranks take them together.
+        """
+        return operation()
+
+    def take_deaths(self) -> list[dict[str, Any]]:
+        """Return the deaths since the last call, for a report."""
+        return []
+
+
+class Survival(DeathHandler):
+    """Copies the state of a trainer, and replaces workers that die: ``on_death="continue"``.
 
     Parameters
     ----------
@@ -86,11 +132,16 @@ class Survival:
 
     Attributes
     ----------
+    max_repeats : int
+        1: after a death the whole launch is repeated.
     deaths : list of SurvivedDeath
         Deaths since `take_deaths` was last called.
     step : int
         Number of steps of the present copy.
     """
+
+    steps_ahead: int
+    max_repeats = 1
 
     def __init__(self, state: TrainerState, device: Device, differs: bool, max_deaths: int, has_loader: bool):
         self._session = ranks.session()
@@ -108,7 +159,7 @@ class Survival:
         self._n_deaths = self._n_repeated = 0
         self.deaths: list[SurvivedDeath] = []
         self.step = 0
-        self._steps_ahead = 1
+        self.steps_ahead = 1
         self._mine: dict[str, Any] = {}
         self._shared: dict[str, np.ndarray] = {}
         #: The sharded optimizer's variables, of all ranks together.
@@ -127,14 +178,7 @@ class Survival:
                 self._recover(error, began)
 
     def change(self, operation: Callable[[], T], steps: int = 0) -> T:
-        """Call an operation that changes the ranks' state, and copy it; repeat both if a worker dies.
-
-        Parameters
-        ----------
-        operation : callable
-        steps : int
-            Number of steps that it takes, where all ranks take them together.
-        """
+        """Call an operation that changes the ranks' state, and copy it; repeat both if a worker dies."""
 
         def call() -> T:
             result = operation()
@@ -157,17 +201,20 @@ class Survival:
         deaths, self.deaths = self.deaths, []
         return [asdict(death) for death in deaths]
 
-    def count_steps_ahead(self, seconds: float | None = None) -> int:
-        """Return the number of steps of a rank until the next copy, and adapt it to the seconds that the last took."""
-        if seconds is not None:
-            fitting = int(self._steps_ahead * _INTERVAL / max(seconds, 1e-9))
-            self._steps_ahead = max(1, min(2 * self._steps_ahead, fitting))
-        return self._steps_ahead
+    def adapt(self, seconds: float) -> None:
+        """Adapt `steps_ahead` such that these steps take about a second."""
+        fitting = int(self.steps_ahead * _INTERVAL / max(seconds, 1e-9))
+        self.steps_ahead = max(1, min(2 * self.steps_ahead, fitting))
 
-    def forget(self) -> None:
-        """Free the copy, at the end of the training."""
-        _states.pop(self._state.name, None)
-        self._mine, self._shared, self._optimizer, self._has_copy = {}, {}, None, False
+    @contextlib.contextmanager
+    def keep_copy(self) -> Iterator[None]:
+        """Keep copies, and the memory that new workers need, within a ``with`` block."""
+        try:
+            with self._session.keep_memory():
+                yield
+        finally:
+            _states.pop(self._state.name, None)
+            self._mine, self._shared, self._optimizer, self._has_copy = {}, {}, None, False
 
     # -- copies ----------------------------------------------------------------------------------------------
 

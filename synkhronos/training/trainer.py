@@ -1,56 +1,43 @@
-"""Epochs over data on all ranks, by an exchange rule.
+"""Trainers: epochs over data on all ranks, by an exchange rule.
 
-A trainer divides epochs into intervals between reports.  An interval is one run of a `TrainingLoop`.  At its end the
-trainer validates, yields a report, and saves a checkpoint if one is due.
+`make_trainer` checks the model and compiles the functions of a step; `Trainer.epochs` checks the data, and trains by a
+`TrainerLoop`.
 """
 
 from __future__ import annotations
 
 import contextlib
 import itertools
-import math
 import os
-import signal
-import sys
 import threading
-import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import numpy as np
 
 import synkhronos as synk
 from synkhronos import ranks
 from synkhronos.casts import as_numbers, check_cast
-from synkhronos.checks import check_at_least, check_number, describe
+from synkhronos.checks import check_at_least, check_flag, check_number, describe
 from synkhronos.data import Data
-from synkhronos.data.parts import iterate_in_order
 from synkhronos.function import get_dispatcher
 from synkhronos.graphs import library_of
-from synkhronos.loading import Loader, LoadError
-from synkhronos.loading.loader import Feed, cast_rows, record_position
-from synkhronos.ranks import WorkerError
+from synkhronos.loading import Loader
+from synkhronos.loading.loader import cast_rows
 from synkhronos.rules import BSP, EAMSGD, Rule
-from synkhronos.tasks import run
-from synkhronos.training import rank_state, schedules
+from synkhronos.training import rank_state
 from synkhronos.training.checkpoint import Checkpoint, CheckpointError
-from synkhronos.training.early_stop import EarlyStop
-from synkhronos.training.epoch_data import EpochData, IntervalPlan, Source, get_rank_pools
-from synkhronos.training.epoch_loop import EpochLoop
-from synkhronos.training.loop import CommandLoop, make_loss_reader, train_interval
-from synkhronos.training.meter import Meter, Outcome
-from synkhronos.training.metrics import Metric, MetricTotals, parse_metrics
-from synkhronos.training.nonfinite import describe_nonfinite
-from synkhronos.training.progress import Progress, TrainerState
-from synkhronos.training.recorder import Recorder
-from synkhronos.training.report import Report, make_report
+from synkhronos.training.epoch_data import EpochData
+from synkhronos.training.metrics import Metric, parse_metrics
+from synkhronos.training.progress import TrainerState
+from synkhronos.training.report import Report
 from synkhronos.training.schedules import Schedule, as_schedule
 from synkhronos.training.step_options import StepOptions
 from synkhronos.training.stop import StopSignals, requested_stop
-from synkhronos.training.survival import Survival
+from synkhronos.training.survival import DeathHandler, Survival
 from synkhronos.training.train_function import TrainFunction
+from synkhronos.training.trainer_loop import TrainerLoop
 from synkhronos.training.training_graph import (
     Rows,
     TrainingGraph,
@@ -117,7 +104,7 @@ class Trainer:
         self._state = TrainerState(name, rule, groups, is_together, (update_rule, rule_options), sharded)
         self._kinds: set[Any] = set()
         #: Loop of the last call of `epochs`.
-        self._loop: _TrainerLoop | None = None
+        self._loop: TrainerLoop | None = None
 
     @property
     def ema(self) -> list[Any] | None:
@@ -237,27 +224,13 @@ class Trainer:
             raise ValueError(
                 f"batch_size: {session.size} ranks times {batch_size} rows are more than the {count} rows of the data"
             )
-        is_pair = isinstance(valid, list | tuple) and len(valid) == 2
-        if valid is not None and not isinstance(valid, Loader) and not is_pair:
-            raise TypeError(f"valid: expected inputs and targets in a pair, or a Loader, got {type(valid).__name__}")
-        if valid is not None and not self._validate:
-            raise ValueError("valid: make_trainer needs validate=..., the expressions to compute on validation data")
-        keep_best = checkpoint.keep_best if isinstance(checkpoint, Checkpoint) else None
-        if patience is not None and valid is None and keep_best is None:
-            raise ValueError("patience: expected validation data, valid=..., to compare")
-        names = ["loss", *(self._validate if valid is not None else ())]
-        if keep_best is not None and keep_best[0] not in names:
-            raise ValueError(f"checkpoint: keep_best expects one of {', '.join(names)}, got {keep_best[0]!r}")
-        if isinstance(valid, Loader):
-            cast_rows(valid, [*self._graph.x, *self._graph.y])
-        valid_data = (
-            valid if valid is None or isinstance(valid, Loader) else self._make_data(valid[0], valid[1], "valid")
-        )
+        valid_data = self._make_validation_data(valid)
+        self._check_metric(valid is not None, patience, checkpoint)
         recorders = list(recorder) if isinstance(recorder, list | tuple) else [] if recorder is None else [recorder]
-        for one in recorders:
-            if not hasattr(one, "write"):
+        for candidate in recorders:
+            if not hasattr(candidate, "write"):
                 raise TypeError(
-                    f"recorder: expected something with a method write(dict), such as a Recorder, got {one!r}"
+                    f"recorder: expected something with a method write(dict), such as a Recorder, got {candidate!r}"
                 )
         if checkpoint is not None and not isinstance(checkpoint, Checkpoint):
             raise TypeError(f"checkpoint: expected a Checkpoint, got {checkpoint!r}")
@@ -267,22 +240,44 @@ class Trainer:
             raise ValueError("resume: expected a path, or checkpoint=..., in which to look for the latest")
         if on_death not in ("stop", "continue"):
             raise ValueError(f"on_death: expected 'stop' or 'continue', got {on_death!r}")
-        max_deaths = check_at_least(max_deaths, "max_deaths", 1)
-        loop = _TrainerLoop(
-            self,
-            EpochData(data, count, batch_size, seed, loader),
-            epochs,
-            every,
-            valid_data,
-            patience,
-            recorders,
-            checkpoint,
-            check_flag(progress, "progress"),
-            self._make_survival(max_deaths, loader is not None or isinstance(valid, Loader))
-            if on_death == "continue"
-            else None,
+        max_deaths, survival = check_at_least(max_deaths, "max_deaths", 1), DeathHandler()
+        if on_death == "continue":
+            survival = self._make_survival(max_deaths, loader is not None or isinstance(valid, Loader))
+        loop = TrainerLoop(
+            trainer=self,
+            data=EpochData(data, count, batch_size, seed, loader),
+            n_epochs=epochs,
+            every=every,
+            valid=valid_data,
+            patience=patience,
+            recorders=recorders,
+            checkpoint=checkpoint,
+            shows_progress=check_flag(progress, "progress"),
+            survival=survival,
         )
         return self._iterate_reports(loop, resume, grace)
+
+    def _make_validation_data(self, valid: Any) -> tuple[list[Data], int] | Loader | None:
+        """Return the validation data and their number of rows, or their loader."""
+        if valid is None:
+            return None
+        if not isinstance(valid, Loader) and not (isinstance(valid, list | tuple) and len(valid) == 2):
+            raise TypeError(f"valid: expected inputs and targets in a pair, or a Loader, got {type(valid).__name__}")
+        if not self._validate:
+            raise ValueError("valid: make_trainer needs validate=..., the expressions to compute on validation data")
+        if isinstance(valid, Loader):
+            cast_rows(valid, [*self._graph.x, *self._graph.y])
+            return valid
+        return self._make_data(valid[0], valid[1], "valid")
+
+    def _check_metric(self, has_validation: bool, patience: int | None, checkpoint: Checkpoint | None) -> None:
+        """Check that reports will have the metric of ``keep_best`` and of ``patience``."""
+        keep_best = checkpoint.keep_best if isinstance(checkpoint, Checkpoint) else None
+        if patience is not None and not has_validation and keep_best is None:
+            raise ValueError("patience: expected validation data, valid=..., to compare")
+        names = ["loss", *(self._validate if has_validation else ())]
+        if keep_best is not None and keep_best[0] not in names:
+            raise ValueError(f"checkpoint: keep_best expects one of {', '.join(names)}, got {keep_best[0]!r}")
 
     def _make_survival(self, max_deaths: int, has_loader: bool) -> Survival:
         differs = bool(self._state.groups.generators) or any(
@@ -292,7 +287,7 @@ class Trainer:
         assert step is not None
         return Survival(self._state, get_dispatcher(step).computation.device, differs, max_deaths, has_loader)
 
-    def _iterate_reports(self, loop: _TrainerLoop, resume: Any, grace: float) -> Iterator[Report]:
+    def _iterate_reports(self, loop: TrainerLoop, resume: Any, grace: float) -> Iterator[Report]:
         checkpoint = loop.checkpoint
         with contextlib.ExitStack() as stack:
             if checkpoint is not None:
@@ -301,9 +296,7 @@ class Trainer:
                 stack.enter_context(StopSignals(grace))
             self._loop = loop
             loop.begin(resume)
-            if loop.survival is not None:
-                stack.callback(loop.survival.forget)
-                stack.enter_context(loop.session.keep_memory())
+            stack.enter_context(loop.survival.keep_copy())
             yield from loop.iterate_reports()
             if checkpoint is not None and requested_stop():
                 raise SystemExit(128 + requested_stop())
@@ -364,314 +357,10 @@ class Trainer:
                 check_cast(array, variable.type.dtype, f"{name}: {describe(variable)}")
                 array = synk.data(array, var=variable, force_cast=True)
             data.append(array)
-        lengths = {len(each) for each in data}
+        lengths = {len(array) for array in data}
         if len(lengths) != 1 or not min(lengths):
-            raise ValueError(f"{name}: expected equally many rows of each, at least one, got {[len(d) for d in data]}")
+            raise ValueError(f"{name}: expected equally many rows of each, at least one, got {[*map(len, data)]}")
         return data, lengths.pop()
-
-
-@dataclass(eq=False)
-class _TrainerLoop(EpochLoop):
-    """Loop over the epochs of one call of `Trainer.epochs`, in the master."""
-
-    trainer: Trainer
-    data: EpochData
-    n_epochs: int
-    #: Number of each rank's steps in an interval; None for those of an epoch.
-    every: int | None
-    #: Validation data and their number of rows.
-    valid: tuple[list[Data], int] | Loader | None
-    patience: int | None
-    #: Objects with ``write``.
-    recorders: list[Any]
-    checkpoint: Checkpoint | None
-    #: Whether to show a progress bar.
-    shows_progress: bool
-    #: Continues after the death of a worker.
-    survival: Survival | None
-
-    def __post_init__(self) -> None:
-        self.first_metric = "loss" if self.valid is None else next(iter(self.trainer._validate))
-        keep_best = None if self.checkpoint is None else self.checkpoint.keep_best
-        self.metric = keep_best or (self.first_metric, "min")
-        self.saves_best = keep_best is not None
-        self.checkpoint_every = 0 if self.checkpoint is None else self.checkpoint.every
-
-    @property
-    def place(self) -> Progress:
-        """Place of the trainer, which `Trainer.restore_best` may change between two reports."""
-        return self.trainer._state.place
-
-    @property
-    def early_stop(self) -> EarlyStop:  # type: ignore[override]
-        """Best report so far."""
-        return self.place.early_stop
-
-    def begin(self, resume: Any) -> None:
-        """Allocate shared memory, and restore a checkpoint if ``resume`` names one."""
-        trainer, checkpoint, state = self.trainer, self.checkpoint, self.trainer._state
-        self.session = ranks.session()
-        state.begin(self.session, trainer)
-        self.batches_taken = synk.data(shape=(self.session.size + 1,), dtype="int64")
-        self.data.allocate_order()
-        if resume == "latest":
-            assert checkpoint is not None
-            resume = next(reversed(checkpoint.paths()), None)
-        if resume is not None:
-            seen = state.restore(resume, self.data, trainer.schedule)
-            self._cut_records(seen)
-        elif checkpoint is not None:
-            checkpoint.check_no_later(self.place.epoch * self.data.count + self.place.row)
-        measure = "loss" if self.valid is None else f"validation {self.first_metric}"
-        if self.metric != (self.first_metric, "min"):
-            measure += f", {' '.join(self.metric)}"
-        if self.early_stop.begin(measure):
-            schedules.reset_best(trainer.schedule)
-
-    def _cut_records(self, seen: int) -> None:
-        """Remove the records of steps after ``seen`` rows, which are taken again."""
-        for recorder in self.recorders:
-            if isinstance(recorder, Recorder):
-                recorder.cut(seen)
-
-    def is_complete(self) -> bool:
-        return self.place.epoch >= self.n_epochs
-
-    def is_signalled(self) -> bool:
-        """Whether a signal stops the training."""
-        return self.checkpoint is not None and bool(requested_stop())
-
-    # -- an interval -----------------------------------------------------------------------------------------
-
-    def train(self) -> bool:
-        if self.survival is not None:
-            self.survival.copy()
-        place = self.place
-        self.last = self._end_interval(place.start)
-        if self.last < place.row:  # of a checkpoint of more ranks
-            self.last = self._end_interval(place.row)
-        survival = self.survival
-        if survival is None or self.trainer._together is not None:
-            if place.row < self.last and not self.is_signalled():
-                place.row, place.outcomes = self._train_interval(self.last)
-            return self.is_signalled()
-        while place.row < self.last and not self.is_signalled():
-            began = time.perf_counter()
-            place.row, place.outcomes = survival.change(self._make_attempt())
-            survival.count_steps_ahead(time.perf_counter() - began)
-        return self.is_signalled()
-
-    def _make_attempt(self) -> Callable[[], tuple[int, list[Outcome]]]:
-        """Return a function that trains until the next copy of the ranks' state; a repeated call is another attempt."""
-        assert self.survival is not None
-        place, attempts = self.place, itertools.count()
-        last = min(self.last, place.row + self._count_rows_ahead(self.survival))
-
-        def attempt() -> tuple[int, list[Outcome]]:
-            if next(attempts):
-                self._cut_records(place.epoch * self.data.count + place.row)
-            return self._train_interval(last)
-
-        return attempt
-
-    def _count_rows_ahead(self, survival: Survival) -> int:
-        """Return the number of rows until the next copy of the ranks' state."""
-        if self.trainer._graph.weight is not None:  # weights since the last exchange are counted within an interval
-            return self.data.count
-        return survival.count_steps_ahead() * self.data.batch * ranks.session().size
-
-    def _end_interval(self, row: int) -> int:
-        """Return the place of the next report after a place."""
-        if self.every is None:
-            return self.data.count
-        return min(self.data.count, row + self.every * self.data.batch * ranks.session().size)
-
-    def _make_plan(self, last: int) -> IntervalPlan:
-        """Return the plan of an interval, from the present place to another."""
-        trainer, data, place = self.trainer, self.data, self.place
-        return IntervalPlan(
-            trainer._state.name,
-            place.row,
-            last,
-            data.batch,
-            place.epoch,
-            data.count,
-            trainer.schedule,
-            [one for one in self.recorders if isinstance(one, Recorder)],
-            self.shows_progress,
-            data.pools or [range(ranks.session().size)],
-            self.checkpoint is not None,
-            place.outcomes,
-            trainer._graph.weight is not None,
-        )
-
-    def _train_interval(self, last: int) -> tuple[int, list[Outcome]]:
-        """Train up to a place, or until a signal; return the place, and the ranks' outcomes."""
-        plan, loader = self._make_plan(last), self.data.loader
-        together = self.trainer._together is not None
-        try:
-            source = self.data.make_source(plan.epoch, plan.first, together)
-            ended = [self._take_joint_steps(plan, source)] if together else self._run_rank_loops(plan, source)
-            end, outcomes = min(end for end, _ in ended), [outcome for _, outcome in ended]
-            if loader is not None and isinstance(source, Feed):
-                record_position(loader, source, end)
-            if end == plan.last and not any(outcome.rows for outcome in outcomes):
-                said = f"none of the rows from {plan.first:,} to {end:,} of epoch {plan.epoch} could be read"
-                raise LoadError(said, plan.epoch, end)
-        except (LoadError, WorkerError):
-            if loader is not None:
-                loader.close()  # one may have died
-            raise
-        return end, outcomes
-
-    def _run_rank_loops(self, plan: IntervalPlan, source: Source) -> list[tuple[int, Outcome]]:
-        """Run a `RowLoop` on every rank, which takes its own steps; return their ends and outcomes."""
-        trainer, state = self.trainer, self.trainer._state
-        self.batches_taken[...] = 0
-        exchanged = state.groups.params, state.groups.optimizer, state.groups.n_averages
-        ended: list[tuple[int, Outcome]] = run(
-            train_interval,
-            plan,
-            trainer.rule,
-            trainer._step,
-            trainer.learning_rate,
-            exchanged,
-            source,
-            self.batches_taken,
-            state.memory,
-        )
-        return ended
-
-    def _take_joint_steps(self, plan: IntervalPlan, source: Source) -> tuple[int, Outcome]:
-        """Run a `CommandLoop`, each of whose steps is one command of all ranks; return its end and outcome."""
-        trainer, place = self.trainer, self.place
-        assert trainer._together is not None
-        meter = Meter(0, plan.recorders, make_loss_reader(list, plan.has_weight), trainer._kinds, place.steps)
-        if plan.earlier_outcomes:
-            meter.begin(plan.earlier_outcomes[0])
-        rows = plan.batch * ranks.session().size
-        loop = CommandLoop(
-            plan, source, meter, rows, trainer._graph, trainer._together, trainer.learning_rate, trainer._state.rate,
-            self.survival,
-        )  # fmt: skip
-        try:
-            loop.run()
-        finally:
-            trainer._state.rate = loop.rate
-        loop.write_lines(last=True)
-        place.steps = meter.step
-        return loop.end, meter.get_outcome(loop.rate)
-
-    def make_report(self) -> Report:
-        place, data, n_ranks = self.place, self.data, ranks.session().size
-        return make_report(
-            place.outcomes,
-            place.epoch + self.last / data.count,
-            place.epoch * data.count + self.last,
-            f"{n_ranks} x {data.batch} = {n_ranks * data.batch}",
-        )
-
-    def validate(self, report: Report) -> bool:
-        """Compute the metrics over all rows, each row counted once; return whether a signal has stopped it."""
-        survival = self.survival
-        if survival is None:
-            return self._validate(report)
-        return survival.change(lambda: self._validate(report))  # random streams of the metrics advance
-
-    def _validate(self, report: Report) -> bool:
-        trainer, valid = self.trainer, self.valid
-        if valid is None:
-            return False
-        assert trainer._validation is not None
-        if trainer._graph.options.validate_ema:
-            _ = trainer.ema  # gathers the averages
-        totals, step = MetricTotals(trainer._validate), self.data.batch * ranks.session().size
-        chosen: Iterable[Any]
-        if isinstance(valid, Loader):
-            chosen = valid.epoch(0, step)
-        elif get_rank_pools(valid[0]):
-            chosen = iterate_in_order(valid[1], step, ranks.session().size)
-        else:
-            chosen = (slice(start, min(valid[1], start + step)) for start in range(0, valid[1], step))
-        for rows in chosen:
-            if totals.rows and self.is_signalled():
-                break
-            data = valid.data if isinstance(valid, Loader) else valid[0]  # a loader has data from its first batch on
-            values = trainer._validation(*data, batch=rows)
-            totals.add(values, rows.stop - rows.start if isinstance(rows, slice) else len(rows))
-        if not totals.rows:
-            raise LoadError("none of the rows of the validation data could be read")
-        report.validation = totals.results()
-        return self.is_signalled()
-
-    def complete(self, report: Report) -> None:
-        """Move the place to the next interval, and pass the report to the recorders.
-
-        Raises
-        ------
-        FloatingPointError
-            If the loss or a metric is infinite or NaN.
-        """
-        if not all(map(math.isfinite, [report.loss, *report.validation.values()])):
-            raise FloatingPointError(
-                f"the loss is {report.loss} after {report.seen:,} rows, validation {report.validation}: "
-                f"{self._explain_nonfinite(report)}; nothing was saved since"
-            )
-        place, is_epoch_over = self.place, self.last == self.data.count
-        place.outcomes, place.metrics = [], report.metrics
-        place.row = place.start = 0 if is_epoch_over else self.last
-        place.epoch += is_epoch_over
-        if self.survival is not None:
-            report.deaths = self.survival.take_deaths()
-        for one in self.recorders:
-            one.write(report.record())
-
-    def _explain_nonfinite(self, report: Report) -> str:
-        """Return a likely cause of a NaN or infinite loss: a row of the data, or else the learning rate."""
-        graph, data, valid = self.trainer._graph, self.data, self.valid
-        x, y = ([describe(v) for v in variables] for variables in (graph.x, graph.y))
-        words = ""
-        if data.loader is None:
-            names = [*(f"x_data, {name}," for name in x), *(f"y_data, {name}," for name in y)]
-            rows = data.order.data[self.place.start : self.last]
-            words = describe_nonfinite(dict(zip(names, data.data, strict=True)), rows)
-        if not words and isinstance(valid, tuple):
-            names = [f"valid, {name}," for name in (*x, *y)]
-            words = describe_nonfinite(dict(zip(names, valid[0], strict=True)))
-        return words or f"the learning rate of {report.learning_rate:g} may be too high"
-
-    def adapt(self, report: Report) -> None:
-        """Let the schedule observe the first metric of the validation, or the loss."""
-        observe: Callable[[float], None] | None = getattr(self.trainer.schedule, "observe", None)
-        if observe is not None:
-            observe(next(iter(report.validation.values()), report.loss))
-
-    def save(self, report: Report) -> None:
-        self._save(report.seen)
-
-    def _save(self, seen: int) -> None:
-        checkpoint, trainer = self.checkpoint, self.trainer
-        assert checkpoint is not None
-
-        def save() -> None:
-            trainer._state.save(checkpoint, self.data, trainer.schedule, seen)
-
-        if self.survival is None:
-            save()
-        else:
-            self.survival.run(save)
-
-    def stop(self) -> NoReturn:
-        """Save the place between two reports, and exit with the status of the signal."""
-        number = requested_stop()
-        words, place, checkpoint = f"{signal.Signals(number).name}: training ends", self.place, self.checkpoint
-        assert checkpoint is not None
-        if all(math.isfinite(outcome.loss) for outcome in place.outcomes):
-            seen = place.epoch * self.data.count + place.row
-            self._save(seen)
-            words += f"; go on with resume={str(checkpoint.path(seen))!r}"
-        sys.stderr.write(f"{words}\n")
-        raise SystemExit(128 + number)
 
 
 def _compile_rank_step(graph: TrainingGraph) -> synk.Function:

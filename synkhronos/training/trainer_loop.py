@@ -1,0 +1,345 @@
+"""The loop over the epochs of a trainer, in the master.
+
+Epochs are divided into intervals between reports.  In each, either the master takes the steps of all ranks together, or
+every rank runs a loop of its own::
+
+    TrainerLoop.train() --> BSP on gradients: CommandLoop in the master
+                        --> other rules:      RowLoop on every rank
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import synkhronos as synk
+from synkhronos import ranks
+from synkhronos.checks import describe
+from synkhronos.data import Data
+from synkhronos.data.parts import iterate_in_order
+from synkhronos.loading import Loader, LoadError
+from synkhronos.loading.loader import Feed, record_position
+from synkhronos.ranks import WorkerError
+from synkhronos.tasks import run
+from synkhronos.training import schedules
+from synkhronos.training.checkpoint import Checkpoint
+from synkhronos.training.early_stop import EarlyStop
+from synkhronos.training.epoch_data import EpochData, IntervalPlan, Source, get_rank_pools
+from synkhronos.training.epoch_loop import EpochLoop
+from synkhronos.training.loop import CommandLoop, make_loss_reader, train_interval
+from synkhronos.training.meter import Meter, Outcome
+from synkhronos.training.metrics import MetricTotals
+from synkhronos.training.nonfinite import describe_nonfinite
+from synkhronos.training.progress import Progress
+from synkhronos.training.recorder import Recorder
+from synkhronos.training.report import Report, make_report
+from synkhronos.training.stop import requested_stop
+from synkhronos.training.survival import DeathHandler
+
+if TYPE_CHECKING:
+    from synkhronos.training.trainer import Trainer
+
+
+@dataclass(eq=False)
+class TrainerLoop(EpochLoop):
+    """Loop over the epochs of one call of `Trainer.epochs`, in the master."""
+
+    trainer: Trainer
+    data: EpochData
+    n_epochs: int
+    #: Number of each rank's steps in an interval; None for those of an epoch.
+    every: int | None
+    #: Validation data and their number of rows.
+    valid: tuple[list[Data], int] | Loader | None
+    patience: int | None
+    #: Objects with ``write``.
+    recorders: list[Any]
+    checkpoint: Checkpoint | None
+    #: Whether to show a progress bar.
+    shows_progress: bool
+    #: What follows when a worker dies.
+    survival: DeathHandler
+
+    def __post_init__(self) -> None:
+        self.first_metric = "loss" if self.valid is None else next(iter(self.trainer._validate))
+        keep_best = None if self.checkpoint is None else self.checkpoint.keep_best
+        self.metric = keep_best or (self.first_metric, "min")
+        self.saves_best = keep_best is not None
+        self.checkpoint_every = 0 if self.checkpoint is None else self.checkpoint.every
+
+    @property
+    def place(self) -> Progress:
+        """Place of the trainer, which `Trainer.restore_best` may change between two reports."""
+        return self.trainer._state.place
+
+    @property
+    def early_stop(self) -> EarlyStop:  # type: ignore[override]
+        """Best report so far."""
+        return self.place.early_stop
+
+    def begin(self, resume: Any) -> None:
+        """Allocate shared memory, and restore a checkpoint if ``resume`` names one."""
+        trainer, checkpoint, state = self.trainer, self.checkpoint, self.trainer._state
+        self.session = ranks.session()
+        state.begin(self.session, trainer)
+        self.batches_taken = synk.data(shape=(self.session.size + 1,), dtype="int64")
+        self.data.allocate_order()
+        if resume == "latest":
+            assert checkpoint is not None
+            resume = next(reversed(checkpoint.paths()), None)
+        if resume is not None:
+            seen = state.restore(resume, self.data, trainer.schedule)
+            self._cut_records(seen)
+        elif checkpoint is not None:
+            checkpoint.check_no_later(self.place.epoch * self.data.count + self.place.row)
+        measure = "loss" if self.valid is None else f"validation {self.first_metric}"
+        if self.metric != (self.first_metric, "min"):
+            measure += f", {' '.join(self.metric)}"
+        if self.early_stop.begin(measure):
+            schedules.reset_best(trainer.schedule)
+
+    def _cut_records(self, seen: int) -> None:
+        """Remove the records of steps after ``seen`` rows, which are taken again."""
+        for recorder in self.recorders:
+            if isinstance(recorder, Recorder):
+                recorder.cut(seen)
+
+    def is_complete(self) -> bool:
+        """Whether all epochs are trained."""
+        return self.place.epoch >= self.n_epochs
+
+    def is_signalled(self) -> bool:
+        """Whether a signal stops the training."""
+        return self.checkpoint is not None and bool(requested_stop())
+
+    # -- an interval -----------------------------------------------------------------------------------------
+
+    def train(self) -> bool:
+        """Train to the next report; return whether a signal has stopped it before."""
+        self.survival.copy()
+        place = self.place
+        self.last = self._end_interval(place.start)
+        if self.last < place.row:  # of a checkpoint of more ranks
+            self.last = self._end_interval(place.row)
+        if self.trainer._together is not None:
+            if place.row < self.last and not self.is_signalled():
+                place.row, place.outcomes = self._train_interval(self.last)
+            return self.is_signalled()
+        while place.row < self.last and not self.is_signalled():
+            began = time.perf_counter()
+            place.row, place.outcomes = self.survival.change(self._make_attempt())
+            self.survival.adapt(time.perf_counter() - began)
+        return self.is_signalled()
+
+    def _make_attempt(self) -> Callable[[], tuple[int, list[Outcome]]]:
+        """Return a function that trains until the next copy of the ranks' state; a repeated call is another attempt."""
+        place, attempts = self.place, itertools.count()
+        last = min(self.last, place.row + self._count_rows_ahead())
+
+        def attempt() -> tuple[int, list[Outcome]]:
+            if next(attempts):
+                self._cut_records(place.epoch * self.data.count + place.row)
+            return self._train_interval(last)
+
+        return attempt
+
+    def _count_rows_ahead(self) -> int:
+        """Return the number of rows until the next copy of the ranks' state."""
+        steps = self.survival.steps_ahead
+        if steps is None or self.trainer._graph.weight is not None:  # weights are counted within an interval
+            return self.data.count
+        return steps * self.data.batch * ranks.session().size
+
+    def _end_interval(self, row: int) -> int:
+        """Return the place of the next report after a place."""
+        if self.every is None:
+            return self.data.count
+        return min(self.data.count, row + self.every * self.data.batch * ranks.session().size)
+
+    def _make_plan(self, last: int) -> IntervalPlan:
+        """Return the plan of an interval, from the present place to another."""
+        trainer, data, place = self.trainer, self.data, self.place
+        return IntervalPlan(
+            trainer._state.name,
+            place.row,
+            last,
+            data.batch,
+            place.epoch,
+            data.count,
+            trainer.schedule,
+            [recorder for recorder in self.recorders if isinstance(recorder, Recorder)],
+            self.shows_progress,
+            data.pools or [range(ranks.session().size)],
+            self.checkpoint is not None,
+            place.outcomes,
+            trainer._graph.weight is not None,
+        )
+
+    def _train_interval(self, last: int) -> tuple[int, list[Outcome]]:
+        """Train up to a place, or until a signal; return the place, and the ranks' outcomes."""
+        plan, loader = self._make_plan(last), self.data.loader
+        together = self.trainer._together is not None
+        try:
+            source = self.data.make_source(plan.epoch, plan.first, together)
+            ended = [self._take_joint_steps(plan, source)] if together else self._run_rank_loops(plan, source)
+            end, outcomes = min(end for end, _ in ended), [outcome for _, outcome in ended]
+            if loader is not None and isinstance(source, Feed):
+                record_position(loader, source, end)
+            if end == plan.last and not any(outcome.rows for outcome in outcomes):
+                raise LoadError(
+                    f"none of the rows from {plan.first:,} to {end:,} of epoch {plan.epoch} could be read",
+                    plan.epoch,
+                    end,
+                )
+        except (LoadError, WorkerError):
+            if loader is not None:
+                loader.close()  # one may have died
+            raise
+        return end, outcomes
+
+    def _run_rank_loops(self, plan: IntervalPlan, source: Source) -> list[tuple[int, Outcome]]:
+        """Run a `RowLoop` on every rank, which takes its own steps; return their ends and outcomes."""
+        trainer, state = self.trainer, self.trainer._state
+        self.batches_taken[...] = 0
+        exchanged = state.groups.params, state.groups.optimizer, state.groups.n_averages
+        ended: list[tuple[int, Outcome]] = run(
+            train_interval,
+            plan,
+            trainer.rule,
+            trainer._step,
+            trainer.learning_rate,
+            exchanged,
+            source,
+            self.batches_taken,
+            state.memory,
+        )
+        return ended
+
+    def _take_joint_steps(self, plan: IntervalPlan, source: Source) -> tuple[int, Outcome]:
+        """Run a `CommandLoop`, each of whose steps is one command of all ranks; return its end and outcome."""
+        trainer, place = self.trainer, self.place
+        assert trainer._together is not None
+        meter = Meter(0, plan.recorders, make_loss_reader(list, plan.has_weight), trainer._kinds, place.steps)
+        if plan.earlier_outcomes:
+            meter.begin(plan.earlier_outcomes[0])
+        rows = plan.batch * ranks.session().size
+        loop = CommandLoop(
+            plan, source, meter, rows, trainer._graph, trainer._together, trainer.learning_rate, trainer._state.rate,
+            self.survival,
+        )  # fmt: skip
+        try:
+            loop.run()
+        finally:
+            trainer._state.rate = loop.rate
+        loop.write_lines(last=True)
+        place.steps = meter.step
+        return loop.end, meter.get_outcome(loop.rate)
+
+    def make_report(self) -> Report:
+        """Return the report of the interval, without validation."""
+        place, data, n_ranks = self.place, self.data, ranks.session().size
+        return make_report(
+            place.outcomes,
+            place.epoch + self.last / data.count,
+            place.epoch * data.count + self.last,
+            f"{n_ranks} x {data.batch} = {n_ranks * data.batch}",
+        )
+
+    def validate(self, report: Report) -> bool:
+        """Compute the metrics over all rows, each row counted once; return whether a signal has stopped it."""
+        return self.survival.change(lambda: self._validate(report))  # random streams of the metrics advance
+
+    def _validate(self, report: Report) -> bool:
+        trainer, valid = self.trainer, self.valid
+        if valid is None:
+            return False
+        assert trainer._validation is not None
+        if trainer._graph.options.validate_ema:
+            _ = trainer.ema  # gathers the averages
+        totals, step = MetricTotals(trainer._validate), self.data.batch * ranks.session().size
+        batches: Iterable[Any]
+        if isinstance(valid, Loader):
+            batches = valid.epoch(0, step)
+        elif get_rank_pools(valid[0]):
+            batches = iterate_in_order(valid[1], step, ranks.session().size)
+        else:
+            batches = (slice(start, min(valid[1], start + step)) for start in range(0, valid[1], step))
+        for rows in batches:
+            if totals.rows and self.is_signalled():
+                break
+            data = valid.data if isinstance(valid, Loader) else valid[0]  # a loader has data from its first batch on
+            values = trainer._validation(*data, batch=rows)
+            totals.add(values, rows.stop - rows.start if isinstance(rows, slice) else len(rows))
+        if not totals.rows:
+            raise LoadError("none of the rows of the validation data could be read")
+        report.validation = totals.results()
+        return self.is_signalled()
+
+    def complete(self, report: Report) -> None:
+        """Move the place to the next interval, and pass the report to the recorders.
+
+        Raises
+        ------
+        FloatingPointError
+            If the loss or a metric is infinite or NaN.
+        """
+        if not all(map(math.isfinite, [report.loss, *report.validation.values()])):
+            raise FloatingPointError(
+                f"the loss is {report.loss} after {report.seen:,} rows, validation {report.validation}: "
+                f"{self._explain_nonfinite(report)}; nothing was saved since"
+            )
+        place, is_epoch_over = self.place, self.last == self.data.count
+        place.outcomes, place.metrics = [], report.metrics
+        place.row = place.start = 0 if is_epoch_over else self.last
+        place.epoch += is_epoch_over
+        report.deaths = self.survival.take_deaths()
+        for recorder in self.recorders:
+            recorder.write(report.record())
+
+    def _explain_nonfinite(self, report: Report) -> str:
+        """Return a likely cause of a NaN or infinite loss: a row of the data, or else the learning rate."""
+        graph, data, valid = self.trainer._graph, self.data, self.valid
+        x, y = ([describe(v) for v in variables] for variables in (graph.x, graph.y))
+        words = ""
+        if data.loader is None:
+            names = [*(f"x_data, {name}," for name in x), *(f"y_data, {name}," for name in y)]
+            rows = data.order.data[self.place.start : self.last]
+            words = describe_nonfinite(dict(zip(names, data.data, strict=True)), rows)
+        if not words and isinstance(valid, tuple):
+            names = [f"valid, {name}," for name in (*x, *y)]
+            words = describe_nonfinite(dict(zip(names, valid[0], strict=True)))
+        return words or f"the learning rate of {report.learning_rate:g} may be too high"
+
+    def adapt(self, report: Report) -> None:
+        """Let the schedule observe the first metric of the validation, or the loss."""
+        observe: Callable[[float], None] | None = getattr(self.trainer.schedule, "observe", None)
+        if observe is not None:
+            observe(next(iter(report.validation.values()), report.loss))
+
+    def save(self, report: Report) -> None:
+        """Write a checkpoint after a report."""
+        self._save(report.seen)
+
+    def _save(self, seen: int) -> None:
+        checkpoint, trainer = self.checkpoint, self.trainer
+        assert checkpoint is not None
+
+        self.survival.run(lambda: trainer._state.save(checkpoint, self.data, trainer.schedule, seen))
+
+    def stop(self) -> NoReturn:
+        """Save the place between two reports, and exit with the status of the signal."""
+        number = requested_stop()
+        words, place, checkpoint = f"{signal.Signals(number).name}: training ends", self.place, self.checkpoint
+        assert checkpoint is not None
+        if all(math.isfinite(outcome.loss) for outcome in place.outcomes):
+            seen = place.epoch * self.data.count + place.row
+            self._save(seen)
+            words += f"; go on with resume={str(checkpoint.path(seen))!r}"
+        sys.stderr.write(f"{words}\n")
+        raise SystemExit(128 + number)
