@@ -21,7 +21,7 @@ import numpy as np
 from synkhronos.compat.startup import import_theano_before_fork
 from synkhronos.launch import contract
 from synkhronos.launch.change_check import SAME_STEPS, digest, find_equal_steps
-from synkhronos.launch.recorder import ClassRecorder
+from synkhronos.launch.class_recorder import ClassRecorder
 from synkhronos.launch.settings import Settings, resolve
 from synkhronos.rules.state import Vector
 

@@ -10,7 +10,8 @@ import importlib
 import inspect
 import math
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -346,3 +347,21 @@ def get_learning_rate(model: Any) -> float:
         if value is not None and np.ndim(value) == 0:
             return float(value)
     return math.nan
+
+
+@contextmanager
+def use_class_precision() -> Iterator[None]:
+    """Switch JAX to the precision for which PyTensor compiled the class' functions, within a ``with`` block.
+
+    PyTensor enables float64 in JAX only if ``floatX`` is float64.  This library's own functions need it enabled.
+    """
+    jax, pytensor = sys.modules.get("jax"), sys.modules.get("pytensor")
+    if jax is None or pytensor is None:  # PyTensor sets the flag itself when it compiles its first function
+        yield
+        return
+    before = jax.config.jax_enable_x64
+    jax.config.update("jax_enable_x64", pytensor.config.floatX == "float64")
+    try:
+        yield
+    finally:
+        jax.config.update("jax_enable_x64", before)

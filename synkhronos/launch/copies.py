@@ -19,9 +19,13 @@ import os
 import shutil
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+
+from synkhronos.launch.class_state import ClassState
+from synkhronos.training.checkpoint import Checkpoint
+from synkhronos.training.pace import adapt_steps
 
 _SHM, _PREFIX = Path("/dev/shm"), "synkhronos-copy-"
 #: Seconds after which an unlocked folder is a killed run's: a new one is locked just after its creation.
@@ -70,13 +74,13 @@ def _remove_abandoned() -> None:
                 os.close(file)
 
 
-class CopySchedule:
-    """Number of batches between two copies, adapted to their duration; each rank has one, and all agree.
+class RankCopies:
+    """Copies of a run's state, which the ranks write together into the supervisor's folder.
 
     Parameters
     ----------
-    decide : callable
-        Return rank 0's argument on all ranks.
+    folder : str
+    state : ClassState
 
     Attributes
     ----------
@@ -84,20 +88,42 @@ class CopySchedule:
         Number of batches of the epoch after which the next copy is due.
     """
 
-    def __init__(self, decide: Callable[[int], int]):
-        self._decide, self._every, self.due = decide, 1, 1
+    def __init__(self, folder: str, state: ClassState):
+        self._folder, self._state, self._checkpoint = folder, state, None  # type: str, ClassState, Checkpoint | None
+        self._every = self.due = 1
         self._ended_at = time.monotonic()
 
     def set_due(self, batch: int) -> None:
         """Set the next copy in an epoch of which ``batch`` batches are trained on."""
         self.due = batch + self._every
 
-    def adapt(self, began: float, batch: int) -> None:
+    def write(self, metrics: Mapping[str, float] | None) -> None:
+        """Copy the state of all ranks after an epoch with these metrics, or within an epoch without; a collective.
+
+        The copy has parameters as at a report, without messages between ranks.
+        """
+        state, began = self._state, time.monotonic()
+        state.worker.barrier("the ranks are copied")
+        if state.worker.number == 0 and self._checkpoint is None:
+            self._checkpoint = Checkpoint(self._folder, keep=1)
+        if metrics is None:
+            state.recorder.write()  # the steps since the last line would be missing from the next one after a death
+            state.set_reported_params()
+        try:
+            state.save(metrics, self._checkpoint)
+        except OSError as error:
+            error.add_note("on_death = 'continue' copies the state of all ranks into /dev/shm: give it more memory")
+            raise
+        if metrics is None:
+            state.restore_own_params()
+        self._adapt(began, state.within["batch"])
+
+    def _adapt(self, began: float, batch: int) -> None:
         """Set the next copy, after one of ``batch`` batches that began at this time of `monotonic`; a collective."""
         now = time.monotonic()
         interval = max(_INTERVAL, _RATIO * (now - began))
-        fitting = int(self._every * interval / max(began - self._ended_at, 1e-9))
-        self._every = self._decide(max(1, min(2 * self._every, fitting)))
+        steps = adapt_steps(self._every, began - self._ended_at, interval)
+        self._every = self._state.worker.broadcast(steps)
         self.set_due(batch)
         self._ended_at = time.monotonic()
 

@@ -20,7 +20,7 @@ import numpy as np
 
 from synkhronos.compat.startup import import_theano_before_fork
 from synkhronos.data.shared import create_unpublished
-from synkhronos.launch import binding, class_loop
+from synkhronos.launch import binding, rank_program
 from synkhronos.launch.copies import DeathLog
 from synkhronos.launch.settings import FAILURE, PROCESSES, SETTINGS, Settings
 from synkhronos.processes import fork_bound
@@ -102,18 +102,20 @@ def _run(settings: Settings, plan: dict[str, Any]) -> int:
     )
     fork_bound(len(settings.devices), settings.on_gpu, masks, settings.hosts, host_output)
     processes = run(
-        class_loop.start_rank, plan["consoles"], masks, list(settings.devices), session().link.ranks_by_host
+        rank_program.start_rank, plan["consoles"], masks, list(settings.devices), session().link.ranks_by_host
     )
     (Path(settings.folder) / PROCESSES).write_text(json.dumps(processes))
     rule = settings.make_rule()
-    size, dtype = run(class_loop.build_instance, settings, rule)[0]
+    size, dtype = run(rank_program.build_instance, settings, rule)[0]
     memory = shared_memory(rule, session().size, size, np.dtype(dtype))
     flag = create_unpublished((1,), "int64")
     path = Path(settings.folder) / "timeline.json"
     recording = timeline(path) if settings.timeline else contextlib.nullcontext()
     # Before this there is nothing to save, and signals end the run.  The supervisor bounds the time to save.
     with recording, StopSignals(None, flag.data) if settings.saves_on_signal else contextlib.nullcontext():
-        is_stopped = run(class_loop.train_instance, settings, rule, memory, plan["checkpoint"], plan["copies"], flag)[0]
+        is_stopped = run(rank_program.train_instance, settings, rule, memory, plan["checkpoint"], plan["copies"], flag)[
+            0
+        ]
         return 128 + requested_stop() if is_stopped else 0
 
 

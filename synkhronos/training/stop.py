@@ -19,6 +19,7 @@ import numpy as np
 
 from synkhronos.ranks.interrupts import get_handler, restore_handler, set_handler
 from synkhronos.tasks import LocalRows, Worker
+from synkhronos.training.pace import adapt_steps
 
 #: Signals of a scheduler or a closed terminal that ask a training to save and to exit.
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
@@ -114,10 +115,9 @@ class StopAgreement:
         self._left -= 1
         if self._left:
             return False
-        seconds = max(time.monotonic() - self._asked_at, 1e-6)
-        proposed = max(1, min(2 * self._every, int(self._every * _INTERVAL / seconds)))
+        proposed = adapt_steps(self._every, time.monotonic() - self._asked_at, _INTERVAL)
         answers = self._worker.all_gather((requested_stop(), proposed))
-        self._every = self._left = min(each for _, each in answers)
+        self._every = self._left = min(steps for _, steps in answers)
         self._asked_at = time.monotonic()
         return any(number for number, _ in answers)
 

@@ -33,6 +33,7 @@ from synkhronos.ranks import WorkerError
 from synkhronos.rules.state import Vector
 from synkhronos.tasks import LocalRows, Worker, run
 from synkhronos.training import rank_state
+from synkhronos.training.pace import adapt_steps
 from synkhronos.training.progress import TrainerState
 
 _log = logging.getLogger("synkhronos")
@@ -203,8 +204,7 @@ class Survival(DeathHandler):
 
     def adapt(self, seconds: float) -> None:
         """Adapt `steps_ahead` such that these steps take about a second."""
-        fitting = int(self.steps_ahead * _INTERVAL / max(seconds, 1e-9))
-        self.steps_ahead = max(1, min(2 * self.steps_ahead, fitting))
+        self.steps_ahead = adapt_steps(self.steps_ahead, seconds, _INTERVAL)
 
     @contextlib.contextmanager
     def keep_copy(self) -> Iterator[None]:

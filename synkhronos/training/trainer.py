@@ -7,7 +7,6 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 import os
 import threading
 from collections.abc import Iterator, Mapping, Sequence
@@ -21,35 +20,27 @@ from synkhronos import ranks
 from synkhronos.casts import as_numbers, check_cast
 from synkhronos.checks import check_at_least, check_flag, check_number, describe
 from synkhronos.data import Data
-from synkhronos.function import get_dispatcher
 from synkhronos.graphs import library_of
 from synkhronos.loading import Loader
 from synkhronos.loading.loader import cast_rows
 from synkhronos.rules import BSP, EAMSGD, Rule
-from synkhronos.training import rank_state
 from synkhronos.training.checkpoint import Checkpoint, CheckpointError
+from synkhronos.training.compiled_model import CompiledModel
 from synkhronos.training.epoch_data import EpochData
 from synkhronos.training.metrics import Metric, parse_metrics
-from synkhronos.training.progress import TrainerState
 from synkhronos.training.report import Report
 from synkhronos.training.schedules import Schedule, as_schedule
 from synkhronos.training.step_options import StepOptions
 from synkhronos.training.stop import StopSignals, requested_stop
-from synkhronos.training.survival import DeathHandler, Survival
-from synkhronos.training.train_function import TrainFunction
+from synkhronos.training.survival import DeathHandler
 from synkhronos.training.trainer_loop import TrainerLoop
 from synkhronos.training.training_graph import (
     Rows,
     TrainingGraph,
     Updates,
-    apply_own_gradient,
-    identify_rule,
-    replace_params,
 )
 from synkhronos.training.training_graph import Rule as UpdateRule
 from synkhronos.training.updates import nesterov_momentum
-
-_names = itertools.count()
 
 
 class Trainer:
@@ -74,35 +65,9 @@ class Trainer:
         schedule: Schedule,
         validate: dict[str, Metric],
     ):
-        params = graph.params
-        self.params, self.rule, self.learning_rate, self.schedule = params, rule, learning_rate, schedule
-        self.optimizer = graph.optimizer_state
-        self._graph = graph
-        groups = rank_state.Groups.from_graph(graph, params, rule)
-        self._validate = validate
-        inputs = [*graph.x, *graph.y]
-        self._validation: synk.Function | None = None
-        if validate:
-            outputs = [output for metric in validate.values() for output in metric.outputs]
-            if graph.options.validate_ema:
-                news = replace_params([expression for expression, _ in outputs], params, graph.ema)
-                outputs = [(new, op) for new, (_, op) in zip(news, outputs, strict=True)]
-            self._validation = synk.function(inputs, outputs, name="validation")
-        self._together: TrainFunction | None = None
-        self._step: synk.Function | None = None
-        if isinstance(rule, BSP) and rule.average == "gradient":
-            self._together = TrainFunction(graph, rule.precision)
-            self.optimizer = self._together.optimizer_state
-        else:
-            self._step = _compile_rank_step(graph)
-        name = f"trainer {next(_names)}"
-        sharded = None if self._together is None else self._together._sharded_state
-        update_rule, rule_options = identify_rule(graph.update_rule, graph.rule_kwargs)
-        if graph.options.ema is not None:
-            rule_options["ema"] = graph.options.ema
-        is_together = self._together is not None
-        self._state = TrainerState(name, rule, groups, is_together, (update_rule, rule_options), sharded)
-        self._kinds: set[Any] = set()
+        self.params, self.rule, self.learning_rate, self.schedule = graph.params, rule, learning_rate, schedule
+        self._model = CompiledModel(graph, rule, learning_rate, schedule, validate)
+        self.optimizer = self._model.optimizer
         #: Loop of the last call of `epochs`.
         self._loop: TrainerLoop | None = None
 
@@ -113,7 +78,7 @@ class Trainer:
         With `shard_optimizer` each rank has a part of them.  Reading this attribute gathers the averages of that moment
         into the variables, on all ranks.
         """
-        return None if self._together is None else self._together.ema
+        return self._model.ema
 
     # -- going through epochs --------------------------------------------------------------------------------
 
@@ -242,9 +207,9 @@ class Trainer:
             raise ValueError(f"on_death: expected 'stop' or 'continue', got {on_death!r}")
         max_deaths, survival = check_at_least(max_deaths, "max_deaths", 1), DeathHandler()
         if on_death == "continue":
-            survival = self._make_survival(max_deaths, loader is not None or isinstance(valid, Loader))
+            survival = self._model.make_survival(max_deaths, loader is not None or isinstance(valid, Loader))
         loop = TrainerLoop(
-            trainer=self,
+            model=self._model,
             data=EpochData(data, count, batch_size, seed, loader),
             n_epochs=epochs,
             every=every,
@@ -263,10 +228,10 @@ class Trainer:
             return None
         if not isinstance(valid, Loader) and not (isinstance(valid, list | tuple) and len(valid) == 2):
             raise TypeError(f"valid: expected inputs and targets in a pair, or a Loader, got {type(valid).__name__}")
-        if not self._validate:
+        if not self._model.metrics:
             raise ValueError("valid: make_trainer needs validate=..., the expressions to compute on validation data")
         if isinstance(valid, Loader):
-            cast_rows(valid, [*self._graph.x, *self._graph.y])
+            cast_rows(valid, [*self._model.graph.x, *self._model.graph.y])
             return valid
         return self._make_data(valid[0], valid[1], "valid")
 
@@ -275,17 +240,9 @@ class Trainer:
         keep_best = checkpoint.keep_best if isinstance(checkpoint, Checkpoint) else None
         if patience is not None and not has_validation and keep_best is None:
             raise ValueError("patience: expected validation data, valid=..., to compare")
-        names = ["loss", *(self._validate if has_validation else ())]
+        names = ["loss", *(self._model.metrics if has_validation else ())]
         if keep_best is not None and keep_best[0] not in names:
             raise ValueError(f"checkpoint: keep_best expects one of {', '.join(names)}, got {keep_best[0]!r}")
-
-    def _make_survival(self, max_deaths: int, has_loader: bool) -> Survival:
-        differs = bool(self._state.groups.generators) or any(
-            update.differs and update.op != "mean" for update in self._graph.extra_updates
-        )
-        step = self._step if self._together is None else self._together.gradient
-        assert step is not None
-        return Survival(self._state, get_dispatcher(step).computation.device, differs, max_deaths, has_loader)
 
     def _iterate_reports(self, loop: TrainerLoop, resume: Any, grace: float) -> Iterator[Report]:
         checkpoint = loop.checkpoint
@@ -330,7 +287,7 @@ class Trainer:
             raise CheckpointError(
                 f"{checkpoint.folder}: expected a checkpoint with {checkpoint.keep_best[0]}, found none"
             )
-        self._state.restore(path, loop.data, self.schedule)
+        self._model.state.restore(path, loop.data, self.schedule)
         return path
 
     # -- data ------------------------------------------------------------------------------------------------
@@ -343,13 +300,13 @@ class Trainer:
             return None
         if y_data is not None:
             raise TypeError(f"y_data: expected None, as the loader has all inputs, got {type(y_data).__name__}")
-        cast_rows(x_data, [*self._graph.x, *self._graph.y])
+        cast_rows(x_data, [*self._model.graph.x, *self._model.graph.y])
         return x_data
 
     def _make_data(self, x_data: Any, y_data: Any, name: str) -> tuple[list[Data], int]:
         """Return a Data object for each input, and their number of rows."""
-        arrays = self._graph.check_data(x_data, y_data, None, None)
-        variables = [*self._graph.x, *self._graph.y]
+        arrays = self._model.graph.check_data(x_data, y_data, None, None)
+        variables = [*self._model.graph.x, *self._model.graph.y]
         data = []
         for array, variable in zip(arrays, variables, strict=True):
             if not isinstance(array, Data):
@@ -361,17 +318,6 @@ class Trainer:
         if len(lengths) != 1 or not min(lengths):
             raise ValueError(f"{name}: expected equally many rows of each, at least one, got {[*map(len, data)]}")
         return data, lengths.pop()
-
-
-def _compile_rank_step(graph: TrainingGraph) -> synk.Function:
-    """Compile a step of a single rank: gradient and update in one function, without an all-reduce."""
-    updates = [*apply_own_gradient(graph.rule).items(), *((u.shared, u.expression) for u in graph.extra_updates)]
-    return synk.function(
-        [*graph.x, *graph.y],
-        graph.outputs,
-        updates=[(shared, new, None) for shared, new in updates],
-        name="train_step",
-    )
 
 
 def make_trainer(

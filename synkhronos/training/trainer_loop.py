@@ -1,4 +1,4 @@
-"""The loop over the epochs of a trainer, in the master.
+"""The loop over the epochs of a model, in the master.
 
 Epochs are divided into intervals between reports.  In each, either the master takes the steps of all ranks together, or
 every rank runs a loop of its own::
@@ -16,7 +16,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
 import synkhronos as synk
 from synkhronos import ranks
@@ -29,6 +29,7 @@ from synkhronos.ranks import WorkerError
 from synkhronos.tasks import run
 from synkhronos.training import schedules
 from synkhronos.training.checkpoint import Checkpoint
+from synkhronos.training.compiled_model import CompiledModel
 from synkhronos.training.early_stop import EarlyStop
 from synkhronos.training.epoch_data import EpochData, IntervalPlan, Source, get_rank_pools
 from synkhronos.training.epoch_loop import EpochLoop
@@ -42,15 +43,12 @@ from synkhronos.training.report import Report, make_report
 from synkhronos.training.stop import requested_stop
 from synkhronos.training.survival import DeathHandler
 
-if TYPE_CHECKING:
-    from synkhronos.training.trainer import Trainer
-
 
 @dataclass(eq=False)
 class TrainerLoop(EpochLoop):
     """Loop over the epochs of one call of `Trainer.epochs`, in the master."""
 
-    trainer: Trainer
+    model: CompiledModel
     data: EpochData
     n_epochs: int
     #: Number of each rank's steps in an interval; None for those of an epoch.
@@ -67,7 +65,7 @@ class TrainerLoop(EpochLoop):
     survival: DeathHandler
 
     def __post_init__(self) -> None:
-        self.first_metric = "loss" if self.valid is None else next(iter(self.trainer._validate))
+        self.first_metric = "loss" if self.valid is None else next(iter(self.model.metrics))
         keep_best = None if self.checkpoint is None else self.checkpoint.keep_best
         self.metric = keep_best or (self.first_metric, "min")
         self.saves_best = keep_best is not None
@@ -75,8 +73,8 @@ class TrainerLoop(EpochLoop):
 
     @property
     def place(self) -> Progress:
-        """Place of the trainer, which `Trainer.restore_best` may change between two reports."""
-        return self.trainer._state.place
+        """Place of the model, which `Trainer.restore_best` may change between two reports."""
+        return self.model.state.place
 
     @property
     def early_stop(self) -> EarlyStop:  # type: ignore[override]
@@ -85,16 +83,16 @@ class TrainerLoop(EpochLoop):
 
     def begin(self, resume: Any) -> None:
         """Allocate shared memory, and restore a checkpoint if ``resume`` names one."""
-        trainer, checkpoint, state = self.trainer, self.checkpoint, self.trainer._state
+        model, checkpoint, state = self.model, self.checkpoint, self.model.state
         self.session = ranks.session()
-        state.begin(self.session, trainer)
+        state.begin(self.session, model)
         self.batches_taken = synk.data(shape=(self.session.size + 1,), dtype="int64")
         self.data.allocate_order()
         if resume == "latest":
             assert checkpoint is not None
             resume = next(reversed(checkpoint.paths()), None)
         if resume is not None:
-            seen = state.restore(resume, self.data, trainer.schedule)
+            seen = state.restore(resume, self.data, model.schedule)
             self._cut_records(seen)
         elif checkpoint is not None:
             checkpoint.check_no_later(self.place.epoch * self.data.count + self.place.row)
@@ -102,7 +100,7 @@ class TrainerLoop(EpochLoop):
         if self.metric != (self.first_metric, "min"):
             measure += f", {' '.join(self.metric)}"
         if self.early_stop.begin(measure):
-            schedules.reset_best(trainer.schedule)
+            schedules.reset_best(model.schedule)
 
     def _cut_records(self, seen: int) -> None:
         """Remove the records of steps after ``seen`` rows, which are taken again."""
@@ -127,7 +125,7 @@ class TrainerLoop(EpochLoop):
         self.last = self._end_interval(place.start)
         if self.last < place.row:  # of a checkpoint of more ranks
             self.last = self._end_interval(place.row)
-        if self.trainer._together is not None:
+        if self.model.joint_step is not None:
             if place.row < self.last and not self.is_signalled():
                 place.row, place.outcomes = self._train_interval(self.last)
             return self.is_signalled()
@@ -152,7 +150,7 @@ class TrainerLoop(EpochLoop):
     def _count_rows_ahead(self) -> int:
         """Return the number of rows until the next copy of the ranks' state."""
         steps = self.survival.steps_ahead
-        if steps is None or self.trainer._graph.weight is not None:  # weights are counted within an interval
+        if steps is None or self.model.graph.weight is not None:  # weights are counted within an interval
             return self.data.count
         return steps * self.data.batch * ranks.session().size
 
@@ -164,27 +162,27 @@ class TrainerLoop(EpochLoop):
 
     def _make_plan(self, last: int) -> IntervalPlan:
         """Return the plan of an interval, from the present place to another."""
-        trainer, data, place = self.trainer, self.data, self.place
+        model, data, place = self.model, self.data, self.place
         return IntervalPlan(
-            trainer._state.name,
+            model.state.name,
             place.row,
             last,
             data.batch,
             place.epoch,
             data.count,
-            trainer.schedule,
+            model.schedule,
             [recorder for recorder in self.recorders if isinstance(recorder, Recorder)],
             self.shows_progress,
             data.pools or [range(ranks.session().size)],
             self.checkpoint is not None,
             place.outcomes,
-            trainer._graph.weight is not None,
+            model.graph.weight is not None,
         )
 
     def _train_interval(self, last: int) -> tuple[int, list[Outcome]]:
         """Train up to a place, or until a signal; return the place, and the ranks' outcomes."""
         plan, loader = self._make_plan(last), self.data.loader
-        together = self.trainer._together is not None
+        together = self.model.joint_step is not None
         try:
             source = self.data.make_source(plan.epoch, plan.first, together)
             ended = [self._take_joint_steps(plan, source)] if together else self._run_rank_loops(plan, source)
@@ -205,15 +203,15 @@ class TrainerLoop(EpochLoop):
 
     def _run_rank_loops(self, plan: IntervalPlan, source: Source) -> list[tuple[int, Outcome]]:
         """Run a `RowLoop` on every rank, which takes its own steps; return their ends and outcomes."""
-        trainer, state = self.trainer, self.trainer._state
+        model, state = self.model, self.model.state
         self.batches_taken[...] = 0
         exchanged = state.groups.params, state.groups.optimizer, state.groups.n_averages
         ended: list[tuple[int, Outcome]] = run(
             train_interval,
             plan,
-            trainer.rule,
-            trainer._step,
-            trainer.learning_rate,
+            model.rule,
+            model.rank_step,
+            model.learning_rate,
             exchanged,
             source,
             self.batches_taken,
@@ -223,20 +221,20 @@ class TrainerLoop(EpochLoop):
 
     def _take_joint_steps(self, plan: IntervalPlan, source: Source) -> tuple[int, Outcome]:
         """Run a `CommandLoop`, each of whose steps is one command of all ranks; return its end and outcome."""
-        trainer, place = self.trainer, self.place
-        assert trainer._together is not None
-        meter = Meter(0, plan.recorders, make_loss_reader(list, plan.has_weight), trainer._kinds, place.steps)
+        model, place = self.model, self.place
+        assert model.joint_step is not None
+        meter = Meter(0, plan.recorders, make_loss_reader(list, plan.has_weight), model.kinds, place.steps)
         if plan.earlier_outcomes:
             meter.begin(plan.earlier_outcomes[0])
         rows = plan.batch * ranks.session().size
         loop = CommandLoop(
-            plan, source, meter, rows, trainer._graph, trainer._together, trainer.learning_rate, trainer._state.rate,
+            plan, source, meter, rows, model.graph, model.joint_step, model.learning_rate, model.state.rate,
             self.survival,
         )  # fmt: skip
         try:
             loop.run()
         finally:
-            trainer._state.rate = loop.rate
+            model.state.rate = loop.rate
         loop.write_lines(last=True)
         place.steps = meter.step
         return loop.end, meter.get_outcome(loop.rate)
@@ -256,13 +254,13 @@ class TrainerLoop(EpochLoop):
         return self.survival.change(lambda: self._validate(report))  # random streams of the metrics advance
 
     def _validate(self, report: Report) -> bool:
-        trainer, valid = self.trainer, self.valid
+        model, valid = self.model, self.valid
         if valid is None:
             return False
-        assert trainer._validation is not None
-        if trainer._graph.options.validate_ema:
-            _ = trainer.ema  # gathers the averages
-        totals, step = MetricTotals(trainer._validate), self.data.batch * ranks.session().size
+        assert model.validation is not None
+        if model.graph.options.validate_ema:
+            _ = model.ema  # gathers the averages
+        totals, step = MetricTotals(model.metrics), self.data.batch * ranks.session().size
         batches: Iterable[Any]
         if isinstance(valid, Loader):
             batches = valid.epoch(0, step)
@@ -274,7 +272,7 @@ class TrainerLoop(EpochLoop):
             if totals.rows and self.is_signalled():
                 break
             data = valid.data if isinstance(valid, Loader) else valid[0]  # a loader has data from its first batch on
-            values = trainer._validation(*data, batch=rows)
+            values = model.validation(*data, batch=rows)
             totals.add(values, rows.stop - rows.start if isinstance(rows, slice) else len(rows))
         if not totals.rows:
             raise LoadError("none of the rows of the validation data could be read")
@@ -304,7 +302,7 @@ class TrainerLoop(EpochLoop):
 
     def _explain_nonfinite(self, report: Report) -> str:
         """Return a likely cause of a NaN or infinite loss: a row of the data, or else the learning rate."""
-        graph, data, valid = self.trainer._graph, self.data, self.valid
+        graph, data, valid = self.model.graph, self.data, self.valid
         x, y = ([describe(v) for v in variables] for variables in (graph.x, graph.y))
         words = ""
         if data.loader is None:
@@ -318,7 +316,7 @@ class TrainerLoop(EpochLoop):
 
     def adapt(self, report: Report) -> None:
         """Let the schedule observe the first metric of the validation, or the loss."""
-        observe: Callable[[float], None] | None = getattr(self.trainer.schedule, "observe", None)
+        observe: Callable[[float], None] | None = getattr(self.model.schedule, "observe", None)
         if observe is not None:
             observe(next(iter(report.validation.values()), report.loss))
 
@@ -327,10 +325,10 @@ class TrainerLoop(EpochLoop):
         self._save(report.seen)
 
     def _save(self, seen: int) -> None:
-        checkpoint, trainer = self.checkpoint, self.trainer
+        checkpoint, model = self.checkpoint, self.model
         assert checkpoint is not None
 
-        self.survival.run(lambda: trainer._state.save(checkpoint, self.data, trainer.schedule, seen))
+        self.survival.run(lambda: model.state.save(checkpoint, self.data, model.schedule, seen))
 
     def stop(self) -> NoReturn:
         """Save the place between two reports, and exit with the status of the signal."""

@@ -270,14 +270,15 @@ def test_folders_of_copies_that_killed_runs_left_are_removed(tmp_path, monkeypat
 def test_copies_are_rarer_where_they_take_long(monkeypatch):
     now = [0.0]
     monkeypatch.setattr(copies.time, "monotonic", lambda: now[0])
-    schedule = copies.CopySchedule(lambda number: number)
+    state = SimpleNamespace(worker=SimpleNamespace(broadcast=lambda number: number))
+    schedule = copies.RankCopies("folder", state)
     batch, dues = 0, []
     for _ in range(12):
         dues.append(schedule.due)
         now[0] += (schedule.due - batch) * 0.01  # seconds of the batches
         batch, began = schedule.due, now[0]
         now[0] += 0.5
-        schedule.adapt(began, batch)
+        schedule._adapt(began, batch)
     assert dues[:4] == [1, 3, 7, 15] and dues[-1] - dues[-2] == 500  # ten times as long as a copy
 
 

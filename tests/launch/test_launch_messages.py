@@ -18,7 +18,7 @@ from paths import SUPPORT
 from synkhronos import rules
 from synkhronos.gpus import get_n_gpu
 from synkhronos.launch import SettingsError, contract
-from synkhronos.launch.recorder import ClassRecorder
+from synkhronos.launch.class_recorder import ClassRecorder
 from synkhronos.launch.settings import Settings, join_tables, parse_set, read_environment, read_session, resolve
 from synkhronos.launch.supervisor import prepare
 

@@ -12,8 +12,8 @@ from launch_models.data.regression import BATCHES, MOMENTUM, RATE, ROWS, rows
 from launch_runs import ENVIRONMENT, lines, run
 from paths import SUPPORT
 
+from synkhronos.launch.class_recorder import ClassRecorder
 from synkhronos.launch.contract import ContractError, parse_next_batch
-from synkhronos.launch.recorder import ClassRecorder
 
 
 def train(folder, name, *arguments, status=0, ranks=2, **settings):

@@ -9,7 +9,7 @@ from launch_runs import lines, run
 from loading_sources import Damaged
 from paths import SUPPORT
 
-from synkhronos.launch.recorder import ClassRecorder
+from synkhronos.launch.class_recorder import ClassRecorder
 
 
 @pytest.mark.parametrize("rule", ["BSP", "GOSGD"])
@@ -121,7 +121,7 @@ def test_model_base_class_errors():
 
 @pytest.mark.any_library
 def test_model_names_a_nan_row():
-    from synkhronos.launch.class_loop import ClassLoop
+    from synkhronos.launch.class_run import ClassRun
 
     rows = np.zeros((5, 2))
     rows[3, 1] = np.inf
@@ -130,16 +130,16 @@ def test_model_names_a_nan_row():
     recorder.count_iteration()
     recorder.write()
     run = SimpleNamespace(
-        worker=SimpleNamespace(size=1), recorder=recorder, outcomes=[recorder.meter.get_outcome(0.1)], rows=1,
-        trained=recorder.epoch_began + 1, n_reports=1, model=SimpleNamespace(train_data=[np.arange(5), rows]),
+        worker=SimpleNamespace(size=1), recorder=recorder, outcomes=[recorder.meter.get_outcome(0.1)],
+        _ended_at=recorder.epoch_began + 1, n_reports=1, model=SimpleNamespace(train_data=[np.arange(5), rows]),
     )  # fmt: skip
     with pytest.raises(
         FloatingPointError, match=r"the cost is nan in epoch 2: row 3 of load\(\)'s training array 1 has inf"
     ):
-        ClassLoop.make_report(run)
+        ClassRun.make_report(run)
     run.model = SimpleNamespace(train_data="a class of somebody's")
     with pytest.raises(FloatingPointError, match="the cost is nan in epoch 2: nothing of it was saved"):
-        ClassLoop.make_report(run)
+        ClassRun.make_report(run)
 
 
 @pytest.mark.any_library

@@ -103,7 +103,7 @@ def test_signal_within_validation_defers_the_report(fork, tmp_path, at_once, mon
     checkpoint, valid = Checkpoint(tmp_path / "part"), (X[:30], Y[:30])
     whole = [report.record() for report in Model("LocalSGD").epochs(5, 2, valid=valid)]
     part = Model("LocalSGD")
-    validate, calls = part.trainer._validation, []
+    validate, calls = part.trainer._model.validation, []
 
     def signalled(*args, **kwargs):
         calls.append(kwargs["batch"])
@@ -111,7 +111,7 @@ def test_signal_within_validation_defers_the_report(fork, tmp_path, at_once, mon
             signal.raise_signal(signal.SIGUSR1)
         return validate(*args, **kwargs)
 
-    monkeypatch.setattr(part.trainer, "_validation", signalled)
+    monkeypatch.setattr(part.trainer._model, "validation", signalled)
     recorder = Recorder(tmp_path / "records")
     status, losses = ended(part.epochs(5, 2, valid=valid, checkpoint=checkpoint, recorder=recorder))
     assert status == 128 + signal.SIGUSR1 and losses == [whole[0]["loss"]] and len(calls) == 5

@@ -159,7 +159,7 @@ def test_on_death_copies_equal_variables_from_the_master(kind, monkeypatch):
         x, y, w = tensor.dmatrix("x"), tensor.dvector("y"), shared(np.zeros(4), "w")
         trainer = make_trainer(((tensor.dot(x, w) - y) ** 2).mean(), [w], x, y, adam, learning_rate=0.1, **options)
         reports = list(trainer.epochs(X, Y, 5, 6, on_death="continue"))
-        states = [np.asarray(w.get_value()), *trainer._together.get_optimizer_state()]
+        states = [np.asarray(w.get_value()), *trainer._model.joint_step.get_optimizer_state()]
         by_rank = synk.gather(w, nd_up=1)
         synk.close()
         monkeypatch.undo()
@@ -284,7 +284,7 @@ def test_on_death_refuses_loaders_in_jax_mode(monkeypatch):
     model = Model("BSP")
     iterator = model.epochs(on_death="continue")
     next(iterator)
-    arguments = model.trainer._state, False, 1, True
+    arguments = model.trainer._model.state, False, 1, True
     with pytest.raises(ValueError, match="^on_death: .* instead of a Loader where JAX has started"):
         survival.Survival(arguments[0], JAX, *arguments[1:])
     monkeypatch.setattr(survival, "is_fork_unsafe", lambda: True)

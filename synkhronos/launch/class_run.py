@@ -1,0 +1,334 @@
+"""The loop over the epochs of a user's class on one rank."""
+
+from __future__ import annotations
+
+import math
+import os
+import sys
+import time
+
+import numpy as np
+
+from synkhronos.devices import array_device
+from synkhronos.graphs import library_of
+from synkhronos.launch import contract
+from synkhronos.launch.change_check import ChangeCheck
+from synkhronos.launch.class_loop import ClassLoop
+from synkhronos.launch.class_state import ClassState, get_generators
+from synkhronos.launch.copies import DeathLog, RankCopies
+from synkhronos.launch.gradients import SummedGradients
+from synkhronos.launch.model import Model
+from synkhronos.rules import BSP, Swap
+from synkhronos.tasks import LocalRows
+from synkhronos.training.early_stop import EarlyStop
+from synkhronos.training.epoch_loop import EpochLoop
+from synkhronos.training.meter import Outcome
+from synkhronos.training.nonfinite import describe_nonfinite
+from synkhronos.training.recorder import Recorder
+from synkhronos.training.report import Report, make_report
+
+#: Number of epochs over which BSP multiplies a class' learning rate by the number of ranks, as Theano-MPI does; number
+#: of epochs between two calls of a class' save(path).
+_WARMUP, _SNAPSHOTS = 5, 5
+
+
+class ClassRun(EpochLoop):
+    """Loop over the epochs of an instance of the user's class, which validates it and reports.
+
+    Parameters
+    ----------
+    state : ClassState
+    path : str or None
+        Checkpoint, or copy, to resume from.
+    copies : str or None
+        Folder of copies in memory, for ``on_death = "continue"``.
+    flag : LocalRows
+        Flag of `synkhronos.training.stop.StopPoll`.
+
+    Attributes
+    ----------
+    n_epochs : int
+        Number of epochs to train in total; `n_reports` of them are complete.
+    change_check : ChangeCheck
+    copies : RankCopies or None
+    loop : ClassLoop
+        Loop over the batches of an epoch.
+    outcomes : list of Outcome
+        Totals of all ranks' training in the epoch.
+    class_stops : bool
+        Whether ``val_iter`` has returned ``"stop"`` on some rank.
+    """
+
+    def __init__(self, state: ClassState, path: str | None, copies: str | None, flag: LocalRows):
+        settings = state.settings
+        self.state, self.recorder = state, state.recorder
+        self.worker, self.settings, self.model = state.worker, settings, state.model
+        self.n_epochs = _choose_n_epochs(state)
+        self.patience, self.saves_best = settings.patience, settings.keep_best is not None
+        self.checkpoint_every = settings.checkpoint
+        own = self.model.vels if isinstance(state.rule, SummedGradients) else state.groups.params
+        self.change_check = ChangeCheck(list(self.model.params), own)
+        if path is None:
+            state.rule.setup(state.worker, state.rule_state)
+        else:
+            state.resume(path)
+        self.n_reports = state.epochs
+        self.copies = None if copies is None else RankCopies(copies, state)
+        self.loop = ClassLoop(state, self.change_check, self.copies, flag)
+        self.outcomes: list[Outcome] = []
+        self.class_stops = False
+        #: Recorder of the epochs' reports, on rank 0.
+        self._reports = Recorder(state.folder) if state.worker.number == 0 else None
+        #: Number of this rank's batches in the epoch times the number of ranks; an argument of ``val_iter``.
+        self._count = 0
+        #: End of the epoch's training, by `time.perf_counter`.
+        self._ended_at = 0.0
+
+    @property
+    def early_stop(self) -> EarlyStop:  # type: ignore[override]
+        """Best report so far."""
+        return self.state.early_stop
+
+    def train_all_epochs(self) -> bool:
+        """Train all epochs, and write the parameters; return whether a signal has ended the training before."""
+        is_master, n_before = self.worker.number == 0, self.n_reports
+        if is_master and self.copies:
+            for death in DeathLog(self.state.folder).note_recovery(self.recorder.meter.step):
+                sys.stdout.write(
+                    f"rank {death['rank']} {death['cause']}; the training goes on from step {death['step']}, "
+                    f"{death['seconds']:.1f} s later\n"
+                )
+        for report in self.iterate_reports():
+            if self.copies:
+                self.copies.write(report.metrics)
+            if self.class_stops and is_master:
+                sys.stdout.write(f"val_iter() has returned 'stop': the run ends after epoch {self.n_reports}\n")
+            if self.is_exhausted() and is_master:
+                stop = self.early_stop
+                sys.stdout.write(
+                    f"{stop.measure}: no better for {stop.since} epochs; the run ends after {self.n_reports}\n"
+                )
+        if self.loop.has_ended:
+            return True
+        if self.n_reports == n_before:  # the run had ended between its last checkpoint and the following lines
+            self.state.set_reported_params()
+        self._save_params("params.npz")
+        if self.settings.keep_best:
+            self._save_best()
+        return False
+
+    def is_complete(self) -> bool:
+        """Whether all epochs are trained, or the class ends the training."""
+        return self.n_reports >= self.n_epochs or self.class_stops
+
+    def _warm_up(self, epoch: int) -> None:
+        """Multiply ``shared_lr`` by the fifth root of the number of ranks, in each of epochs 1 to 5 (the first is 0).
+
+        By default this is done under BSP and Swap, unless the class' ``warmup`` is false or its ``scale_lr`` is called.
+        """
+        shared_lr = getattr(self.model, "shared_lr", None)
+        warms_up = self.settings.warmup
+        if warms_up is None:
+            is_default = isinstance(self.state.rule, BSP | SummedGradients | Swap) and getattr(
+                self.model, "warmup", True
+            )
+            warms_up = is_default and not self.settings.scale_lr  # scale_lr multiplies the rate at the start of the run
+        if not warms_up or shared_lr is None or self.worker.size == 1 or not 1 <= epoch <= _WARMUP:
+            return
+        rate = np.asarray(shared_lr.get_value())
+        shared_lr.set_value(np.asarray(rate * self.worker.size ** (1 / _WARMUP), rate.dtype))
+        if self.worker.number == 0:
+            sys.stdout.write(f"warm-up: shared_lr is {float(shared_lr.get_value()):.4g} from epoch {epoch + 1} on\n")
+
+    def observe(self, report: Report) -> bool:
+        """Compare an epoch with the best one so far; return whether it is better.
+
+        The metric is that of ``keep_best``, by default the first one of the validation.  Nothing is compared if neither
+        ``patience`` nor ``keep_best`` is set.
+
+        Raises
+        ------
+        ContractError
+            If the class does not report this metric.
+        """
+        if self.settings.patience is None and self.settings.keep_best is None:
+            return False
+        metrics = report.metrics
+        name, mode = self.settings.keep_best or (next((n for n in metrics if n != "loss"), "cost"), "min")
+        if name not in metrics:
+            found = ", ".join(metrics) or "nothing"
+            raise contract.ContractError(
+                f"keep_best, patience: {self.settings.modelclass} lacks:\n  metric {name!r}, got {found}"
+            )
+        self.metric = name, mode
+        self.early_stop.begin(f"{name} {mode}")
+        return super().observe(report)
+
+    def train(self) -> bool:
+        """Train to the end of an epoch; return whether a signal has ended the training on some rank."""
+        epoch, is_resumed = self.n_reports, self.state.within["batch"] > 0
+        self.state.restore_own_params()
+        self.model.epoch = epoch
+        if not is_resumed:
+            self._warm_up(epoch)
+        self.recorder.learning_rate = contract.get_learning_rate(self.model)
+        if not math.isnan(self.recorder.learning_rate):
+            self.state.rule_state.learning_rate = self.recorder.learning_rate
+        if is_resumed:
+            self.recorder.begin_epoch(epoch, *self.state.within["record"])
+        else:
+            self.recorder.begin_epoch(epoch)
+            self.state.within = {"batch": 0, "generators": get_generators()}
+        self.loop.run()
+        self._count = self.state.within["batch"] * self.worker.size
+        self.recorder.write()
+        outcome = self.recorder.meter.get_outcome(self.recorder.learning_rate)
+        ended = self.worker.all_gather((outcome, self.loop.has_ended))
+        self.outcomes = [outcome for outcome, _ in ended]
+        self._ended_at = time.perf_counter()
+        self.loop.has_ended = any(has_ended for _, has_ended in ended)
+        if not self.loop.has_ended:
+            self.recorder.clear_train_info()
+            self._reset_iterator("train")
+            self.change_check.check_change(self.recorder.learning_rate, epoch_ended=True)
+            if self.state.rule.asynchronous:
+                self.change_check.compare(self.worker)
+        self.state.set_reported_params()
+        return self.loop.has_ended
+
+    def make_report(self) -> Report:
+        """Return the report of an epoch's training; its loss is NaN if the class recorded no cost.
+
+        Raises
+        ------
+        FloatingPointError
+            If the loss is infinite or NaN.
+        """
+        n_ranks, epoch = self.worker.size, self.n_reports + 1
+        seen = self.recorder.meter.step * self.recorder.rows * n_ranks
+        elapsed = self._ended_at - self.recorder.epoch_began
+        report = make_report(self.outcomes, epoch, seen, f"{n_ranks} x {self.recorder.rows}", elapsed)
+        if any(outcome.weight for outcome in self.outcomes) and not math.isfinite(report.loss):
+            data = getattr(self.model, "train_data", None)  # an attribute of `Model`
+            arrays = [a for a in data if hasattr(a, "dtype")] if isinstance(data, list) else []
+            row = describe_nonfinite({f"load()'s training array {i}": array for i, array in enumerate(arrays)})
+            why = f"{row}; nothing of it was saved" if row else "nothing of it was saved"
+            raise FloatingPointError(f"the cost is {report.loss} in epoch {epoch}: {why}")
+        return report
+
+    def validate(self, report: Report) -> bool:
+        """Validate the reported parameters, those that stand for all ranks.
+
+        Returns
+        -------
+        bool
+            Whether a signal has ended the training meanwhile; then the validation is incomplete, and has no means.
+        """
+        recorder = self.recorder
+        batch, has_stopped, is_ended = 0, False, False
+        per_batch = contract.get_sub_batches(self.model)
+        while batch < int(self.model.data.n_batch_val) and not has_stopped and not is_ended:
+            following = batch + 1
+            for _ in range(per_batch):
+                self.worker.progress()
+                with contract.use_class_precision():
+                    answer = self.model.val_iter(self._count, recorder)
+                following, has_stopped = contract.parse_next_batch(answer, batch, following)
+                if has_stopped:
+                    break
+            batch = following
+            is_ended = self.loop.is_stop_requested(together=False)
+        self._reset_iterator("val")
+        by_rank = self.worker.all_gather((*recorder.take_validation_sums(), has_stopped, is_ended))
+        self.loop.has_ended = any(ended for *_, ended in by_rank)
+        if self.loop.has_ended:
+            return True
+        sums: dict[str, float] = {}
+        total = sum(rows for rows, *_ in by_rank)
+        for _, own, *_ in by_rank:
+            for name, value in own.items():
+                sums[name] = sums.get(name, 0.0) + value
+        report.validation = means = {name: value / total for name, value in sums.items()}  # no sums without weight
+        recorder.note_validation(self._count, means)
+        if means:
+            self.model.current_info = recorder.get_latest_val_info()
+        self.class_stops = any(stopped for _, _, stopped, _ in by_rank)
+        return False
+
+    def stop(self) -> None:
+        """Write a checkpoint within the epoch, after a signal; raise FloatingPointError if the loss is not finite."""
+        self.make_report()
+        self.state.save(None)
+
+    def adapt(self, report: Report) -> None:
+        """Call the class' ``save``, ``adjust_hyperp`` and ``print_info`` after an epoch."""
+        self._save_snapshot(self.n_reports - 1, self.is_over())
+        contract.call_accepted(self.model.adjust_hyperp, self.n_reports - 1)
+        if callable(getattr(self.model, "print_info", None)):
+            contract.call_accepted(self.model.print_info, self.recorder, verbose=self.worker.number == 0)
+
+    def complete(self, report: Report) -> None:
+        """Move the place to the next epoch; print and write the report, on rank 0."""
+        self.state.within = {"batch": 0}
+        self.state.epochs = self.n_reports + 1
+        if self._reports is None:
+            return
+        if self.copies:
+            first = self.recorder.meter.step - self.recorder.meter.steps
+            report.deaths = [death for death in DeathLog(self.state.folder).read() if death["step"] >= first]
+        self._reports.write(report.record())
+        shown = {} if math.isnan(report.loss) else {"cost": report.loss}
+        shown |= {f"validation {name}": value for name, value in report.validation.items()}
+        line = ", ".join(f"{name} {value:.4g}" for name, value in shown.items())
+        sys.stdout.write(
+            f"epoch {report.epoch} done: {line}; batch {report.batch}, {report.rows_per_second:,.0f} "
+            f"{self.recorder.unit}/s\n"
+        )
+
+    def save(self, report: Report) -> None:
+        """Write a checkpoint after an epoch."""
+        self.state.save(report.metrics)
+
+    def _reset_iterator(self, mode: str) -> None:
+        """Call the class' ``reset_iter`` with "train" or "val", if it has one: its next batch is the first."""
+        method = getattr(self.model, "reset_iter", None)
+        if callable(method):
+            contract.call_accepted(method, mode)
+
+    def _save_snapshot(self, epoch: int, last: bool) -> None:
+        """Call the class' ``save(path)`` on rank 0, if it has one, every five epochs and at the end."""
+        save = getattr(self.model, "save", None)
+        if self.worker.number == 0 and callable(save) and (epoch % _SNAPSHOTS == 0 or last):
+            (self.state.folder / "snapshots").mkdir(exist_ok=True)
+            save(f"{self.state.folder / 'snapshots'}{os.sep}")  # classes append a file's name to it
+
+    def _save_params(self, name: str) -> None:
+        """Write the parameters into an ``.npz`` file, on rank 0.
+
+        As in Lasagne's examples, the arrays are ``arr_0``, ``arr_1`` and so on.
+        """
+        if self.worker.number == 0:
+            params = self.model.params
+            if isinstance(self.model, Model) and self.model.ema_params is not None and self.model.validate_ema:
+                params = [*self.model.ema_params, *self.model.averages]
+            values = [array_device(v).to_host(v) for v in (library_of(p).get(p) for p in params)]
+            np.savez(self.state.folder / name, *values)
+
+    def _save_best(self) -> None:
+        """Restore the checkpoint of the best epoch, if there is one, and write its parameters; a collective."""
+        best = self.worker.broadcast(self.state.open_checkpoints().best() if self.worker.number == 0 else None)
+        if best is not None:
+            self.state.restore(str(best))
+            self.state.set_reported_params()
+            self._save_params("best.npz")
+
+
+def _choose_n_epochs(state: ClassState) -> int:
+    """Return the number of epochs of the settings, or of the class; raise ContractError if neither has one."""
+    epochs = state.settings.epochs if state.settings.epochs is not None else getattr(state.model, "n_epochs", None)
+    if isinstance(epochs, bool) or not isinstance(epochs, int | np.integer) or epochs < 1:
+        raise contract.ContractError(
+            f"{state.settings.modelclass} lacks:\n  attribute n_epochs: expected a number of epochs, got "
+            f"{epochs!r}; or give --set epochs=N"
+        )
+    return int(epochs)

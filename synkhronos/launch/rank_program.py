@@ -1,0 +1,159 @@
+"""The part of a run on each rank: three functions, which the master calls on all ranks one after another.
+
+Each rank stores its instance of the user's class from `build_instance` to `train_instance`::
+
+    start_rank()      redirect output, print device and cores
+    build_instance()  make and check the instance, compile its functions, make parameters equal on all ranks
+    train_instance()  train it: a ClassRun goes from epoch to epoch, its ClassLoop from batch to batch
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import sys
+from pathlib import Path
+
+import numpy as np
+
+from synkhronos.graphs import library_of, list_loaded_libraries
+from synkhronos.launch import binding, contract, output
+from synkhronos.launch.class_recorder import ClassRecorder
+from synkhronos.launch.class_run import ClassRun
+from synkhronos.launch.class_state import STORAGE, ClassState
+from synkhronos.launch.gradients import SummedGradients
+from synkhronos.launch.settings import Settings
+from synkhronos.rules import BSP, Rule
+from synkhronos.rules.state import Vector
+from synkhronos.tasks import LocalRows, Worker
+from synkhronos.training.recorder import Recorder
+
+#: Messages on the exchange under BSP, by the values that ranks exchange.
+_EXCHANGES = {
+    "gradient": "after each step vels2 is set to the sum of vels over all ranks (cdd)",
+    "params": "after each step parameters are averaged over all ranks (avg)",
+}
+
+
+def start_rank(
+    worker: Worker, consoles: list[int], masks: list[list[int]], devices: list[str], by_host: list[range]
+) -> int:
+    """Redirect this rank's output to its own pipe, print its device and cores, and return its process ID.
+
+    Parameters
+    ----------
+    worker : Worker
+    consoles, masks, devices : list
+        File descriptors of the pipes, cores and devices of ranks on the first host.  No masks: ranks are not bound.
+    by_host : list of range
+        Ranks of each host.
+    """
+    import synkhronos.compat  # noqa: F401 - classes import theano; ranks of other hosts are no copies of the master
+
+    sys.stdout.flush()
+    sys.stderr.flush()
+    if worker.number < len(consoles):
+        for file in (1, 2):
+            os.dup2(consoles[worker.number], file)
+        for console in consoles:
+            os.close(console)
+        where = f"on {devices[worker.number]}, {binding.describe_binding(masks[worker.number] if masks else None)}"
+    else:
+        output.redirect_output(worker.number)
+        host_ranks = next(ranks for ranks in by_host if worker.number in ranks)
+        device = "cpu" if devices[0] == "cpu" else f"cuda{host_ranks.index(worker.number)}"
+        where = f"on {device} of host {platform.node()}, {binding.describe_binding(None)}"
+    for stream in (sys.stdout, sys.stderr):  # the supervisor reads UTF-8, whatever the locale
+        stream.reconfigure(encoding="utf-8", errors="backslashreplace")  # type: ignore[union-attr]
+    sys.stdout.write(f"process {os.getpid()} {where}\n")
+    return os.getpid()
+
+
+def build_instance(worker: Worker, settings: Settings, rule: Rule) -> tuple[int, str]:
+    """Make, check and compile this rank's instance; return the number of elements that ranks exchange, and their dtype.
+
+    All ranks get the parameters of rank 0.  The instance, its groups of variables and the kind of its exchange are kept
+    for `train_instance`.
+
+    Raises
+    ------
+    ContractError
+        If the class or the instance lacks something, or the shapes of parameters differ between ranks.
+    """
+    kind = contract.load_class(settings.root, settings.modelfile, settings.modelclass)
+    list_loaded_libraries()  # before the class compiles: all ranks compile at once
+    contract.check_complete(kind, settings.modelclass)
+    config = contract.make_config(settings, worker.number, worker.size)
+    model = contract.make_instance(kind, config)
+    for name in ("rank", "size", "verbose", "seed"):
+        if not hasattr(model, name) and not hasattr(kind, "__slots__"):
+            setattr(model, name, config[name])
+    worker.progress()
+    average = None
+    needs_gradients = contract.set_options(model, settings.model_options, rule, settings.modelclass)
+    if needs_gradients or (isinstance(rule, BSP) and worker.size > 1):
+        average = settings.rule_options.get("average")
+        average = contract.compile_for(model, average, settings.modelclass)
+        if worker.number == 0:
+            sys.stdout.write(f"{_EXCHANGES[average]}\n")
+    else:
+        contract.compile_functions(model, "avg")
+    contract.check_complete(model, settings.modelclass)
+    if settings.scale_lr:
+        if not callable(getattr(model, "scale_lr", None)):
+            raise contract.ContractError(f"{settings.modelclass} lacks:\n  method scale_lr(size), for scale_lr = true")
+        model.scale_lr(worker.size)
+    vector = Vector(list(model.params))
+    shapes = [list(shape) for shape in vector.shapes]
+    all_shapes = worker.all_gather(shapes)
+    for r, other in enumerate(all_shapes):
+        if other != all_shapes[0]:
+            raise contract.ContractError(f"params: of shapes {all_shapes[0]} on rank 0, and of {other} on rank {r}")
+    vector.set(worker.broadcast(np.asarray(vector.get()) if worker.number == 0 else None))
+    groups = contract.group_variables(model, leave_out_normalization=average == "params")
+    for shared in groups.generators:  # the class may give all ranks one seed, but their streams have to differ
+        library = library_of(shared)
+        stream = library.copy_generator(shared)
+        library.set_generator(shared, library.jump(stream, worker.number) if worker.number else stream)
+    worker.get_storage(STORAGE).update(model=model, groups=groups, average=average)
+    exchanged = Vector(groups.params)
+    return exchanged.size, exchanged.dtype.name
+
+
+def train_instance(
+    worker: Worker,
+    settings: Settings,
+    rule: Rule,
+    shared: dict[str, LocalRows],
+    path: str | None,
+    copies: str | None,
+    flag: LocalRows,
+) -> bool:
+    """Train the instance that `build_instance` has made, and call its ``cleanup``.
+
+    Parameters
+    ----------
+    worker, settings, rule
+    shared : dict of str to LocalRows
+        Shared memory of the rule.
+    path, copies, flag
+        As of `ClassRun`.
+
+    Returns
+    -------
+    bool
+        Whether a signal has ended the training, after a checkpoint was written.
+    """
+    stored = worker.get_storage(STORAGE)
+    model = stored["model"]
+    if stored["average"] == "gradient":
+        rule = SummedGradients(model.vels, model.vels2, rule.precision)
+    is_on_first_host = worker.number < len(settings.devices)
+    lines = Recorder(settings.folder) if is_on_first_host else output.RemoteRecords()
+    folder = Path(settings.folder) if is_on_first_host else None
+    recorder = ClassRecorder(worker.number, lines, settings.every, contract.get_batch_size(model), folder)
+    state = ClassState(worker, settings, rule, model, stored["groups"], shared, recorder)
+    try:
+        return ClassRun(state, path, copies, flag).train_all_epochs()
+    finally:
+        model.cleanup()

@@ -1,0 +1,104 @@
+"""Functions of a trainer's model, and the model's state on the ranks."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import synkhronos as synk
+from synkhronos.function import get_dispatcher
+from synkhronos.rules import BSP, Rule
+from synkhronos.training import rank_state
+from synkhronos.training.metrics import Metric
+from synkhronos.training.progress import TrainerState
+from synkhronos.training.schedules import Schedule
+from synkhronos.training.survival import Survival
+from synkhronos.training.train_function import TrainFunction
+from synkhronos.training.training_graph import TrainingGraph, apply_own_gradient, identify_rule, replace_params
+
+_names = itertools.count()
+
+
+class CompiledModel:
+    """Functions that take steps and validate, and the state that they change.
+
+    Parameters
+    ----------
+    graph : TrainingGraph
+    rule : Rule
+    learning_rate : shared variable
+    schedule : Schedule
+    metrics : dict of str to Metric
+        Metrics of the validation.
+
+    Attributes
+    ----------
+    joint_step : TrainFunction or None
+        Step of all ranks together, under BSP on gradients.
+    rank_step : Function or None
+        Step of a single rank, under other rules.
+    validation : Function or None
+        Computes the metrics, if there are any.
+    optimizer : list of shared variables
+    state : TrainerState
+    kinds : set
+        Kinds of joint launches so far; see `Meter`.
+    """
+
+    def __init__(
+        self, graph: TrainingGraph, rule: Rule, learning_rate: Any, schedule: Schedule, metrics: dict[str, Metric]
+    ):
+        self.graph, self.rule, self.learning_rate, self.schedule = graph, rule, learning_rate, schedule
+        self.metrics = metrics
+        groups = rank_state.Groups.from_graph(graph, graph.params, rule)
+        self.validation = _compile_validation(graph, metrics) if metrics else None
+        self.joint_step: TrainFunction | None = None
+        self.rank_step: synk.Function | None = None
+        if isinstance(rule, BSP) and rule.average == "gradient":
+            self.joint_step = TrainFunction(graph, rule.precision)
+            self.optimizer = self.joint_step.optimizer_state
+        else:
+            self.rank_step = _compile_rank_step(graph)
+            self.optimizer = graph.optimizer_state
+        update_rule, rule_options = identify_rule(graph.update_rule, graph.rule_kwargs)
+        if graph.options.ema is not None:
+            rule_options["ema"] = graph.options.ema
+        is_joint = self.joint_step is not None
+        sharded = None if self.joint_step is None else self.joint_step._sharded_state
+        name = f"trainer {next(_names)}"
+        self.state = TrainerState(name, rule, groups, is_joint, (update_rule, rule_options), sharded)
+        self.kinds: set[Any] = set()
+
+    @property
+    def ema(self) -> list[Any] | None:
+        """Moving averages of the parameters, gathered on all ranks; None without the option `ema`."""
+        return None if self.joint_step is None else self.joint_step.ema
+
+    def make_survival(self, max_deaths: int, has_loader: bool) -> Survival:
+        """Return the handler of deaths for ``on_death="continue"``."""
+        differs = bool(self.state.groups.generators) or any(
+            update.differs and update.op != "mean" for update in self.graph.extra_updates
+        )
+        step = self.rank_step if self.joint_step is None else self.joint_step.gradient
+        assert step is not None
+        return Survival(self.state, get_dispatcher(step).computation.device, differs, max_deaths, has_loader)
+
+
+def _compile_rank_step(graph: TrainingGraph) -> synk.Function:
+    """Compile a step of a single rank: gradient and update in one function, without an all-reduce."""
+    updates = [*apply_own_gradient(graph.rule).items(), *((u.shared, u.expression) for u in graph.extra_updates)]
+    return synk.function(
+        [*graph.x, *graph.y],
+        graph.outputs,
+        updates=[(shared, new, None) for shared, new in updates],
+        name="train_step",
+    )
+
+
+def _compile_validation(graph: TrainingGraph, metrics: dict[str, Metric]) -> synk.Function:
+    """Compile the metrics, of the moving averages instead of the parameters if ``validate_ema`` is set."""
+    outputs = [output for metric in metrics.values() for output in metric.outputs]
+    if graph.options.validate_ema:
+        news = replace_params([expression for expression, _ in outputs], graph.params, graph.ema)
+        outputs = [(new, op) for new, (_, op) in zip(news, outputs, strict=True)]
+    return synk.function([*graph.x, *graph.y], outputs, name="validation")
