@@ -73,7 +73,8 @@ class ClassState:
         recorder: ClassRecorder,
     ):
         self.worker, self.settings, self.rule, self.model, self.groups = worker, settings, rule, model, groups
-        self._shared, self.recorder = shared, recorder
+        self.recorder = recorder
+        self._training = rank_state.RankTraining(STORAGE, groups, rule, shared, alike=False)
         self.folder = Path(settings.folder)
         self.applies_gradients = isinstance(rule, SummedGradients) and callable(getattr(model, "apply_gradients", None))
         self.epochs = 0
@@ -112,7 +113,7 @@ class ClassState:
         is_within = metrics is None
         if isinstance(self.rule, SummedGradients) and not self.applies_gradients:
             self.rule.store(self.rule_state)
-        own = rank_state.collect_state(self.worker, STORAGE, self.groups, False)
+        own = rank_state.collect_state(self.worker, self._training)
         meter = self.recorder.meter
         within = {**self.within, "record": [meter.steps, meter.loss, meter.weight]} if is_within else None
         entry = own, get_generators(), meter.step, within
@@ -142,7 +143,7 @@ class ClassState:
 
     def restore(self, path: str) -> None:
         """Restore the variables, the rule's state and random streams of a checkpoint, which rank 0 reads for all."""
-        rank_state.restore_state(self.worker, STORAGE, self.groups, self.rule, path, self._shared, False, 0)
+        rank_state.restore_state(self.worker, self._training, path, 0)
 
     def set_reported_params(self) -> None:
         """Set the parameters to those that stand for all ranks."""

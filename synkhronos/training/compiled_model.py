@@ -66,7 +66,8 @@ class CompiledModel:
         is_joint = self.joint_step is not None
         sharded = None if self.joint_step is None else self.joint_step._sharded_state
         name = f"trainer {next(_names)}"
-        self.state = TrainerState(name, rule, groups, is_joint, (update_rule, rule_options), sharded)
+        training = rank_state.RankTraining(name, groups, rule, {}, alike=is_joint)
+        self.state = TrainerState(training, (update_rule, rule_options), sharded)
         self.kinds: set[Any] = set()
 
     @property

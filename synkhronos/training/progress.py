@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import os
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 
 from synkhronos import ranks
-from synkhronos.data import Data
-from synkhronos.rules import Rule, shared_memory
+from synkhronos.rules import shared_memory
 from synkhronos.rules.state import Vector
 from synkhronos.tasks import run
 from synkhronos.training import rank_state, schedules
@@ -66,12 +64,8 @@ class TrainerState:
 
     Parameters
     ----------
-    name : str
-        Key of the state on each rank.
-    rule : Rule
-    groups : Groups
-    alike : bool
-        Whether all ranks have equal parameters after each step; they need no shared memory then.
+    training : RankTraining
+        With all variables; those of a sharded optimizer are left to `sharded`.
     update_rule : (str, dict)
         Name and options of the update rule.
     sharded : ShardedState, optional
@@ -79,31 +73,27 @@ class TrainerState:
 
     Attributes
     ----------
+    training : RankTraining
+        What each rank saves and restores.
+    groups : Groups
+        All variables.
     place : Progress
     rate : float
         Value of the learning rate's variable on all ranks; NaN if it is unknown.
-    memory : dict of str to Data
-        Shared memory of the rule.
-    rank_groups : Groups
-        Variables that each rank saves and restores: `groups`, without those of a sharded optimizer.
     """
 
     def __init__(
         self,
-        name: str,
-        rule: Rule,
-        groups: rank_state.Groups,
-        alike: bool,
+        training: rank_state.RankTraining,
         update_rule: tuple[str, dict[str, Any]],
         sharded: ShardedState | None = None,
     ):
-        self.name, self.rule, self.groups, self.alike = name, rule, groups, alike
-        self._sharded = sharded
-        self.rank_groups = groups if sharded is None else dataclasses.replace(groups, optimizer=None)
-        self.update_rule = update_rule
+        self.training, self.groups, self._sharded = training, training.groups, sharded
+        if sharded is not None:
+            self.training = replace(training, groups=replace(training.groups, optimizer=None))
+        self._update_rule = update_rule
         self._session: Any = None
         self.place, self.rate = Progress(), math.nan
-        self.memory: dict[str, Data] = {}
 
     def begin(self, session: ranks.Session, trainer: Any) -> None:
         """Reset the state if the ranks are new; they release theirs when the trainer is released."""
@@ -111,18 +101,20 @@ class TrainerState:
             return
         self.place, self.rate = Progress(), math.nan
         self._renew_memory()
-        if not self.alike:
-            session.memory.release_with(trainer, "object", ("storage", self.name))
+        if not self.training.alike:
+            session.memory.release_with(trainer, "object", ("storage", self.training.name))
         self._session = session
 
     def _renew_memory(self) -> None:
-        self.memory = {}
-        if not self.alike:
-            vector = Vector(self.groups.params)
-            self.memory = shared_memory(self.rule, ranks.session().size, vector.size, vector.dtype)
+        """Allocate the shared memory of the rule; ranks that are alike need none."""
+        training = self.training
+        training.memory = {}
+        if not training.alike:
+            vector = Vector(training.groups.params)
+            training.memory = shared_memory(training.rule, ranks.session().size, vector.size, vector.dtype)
 
     def _describe(self) -> dict[str, Any]:
-        return rank_state.describe_training("trainer", self.rule, self.groups, self.update_rule)
+        return rank_state.describe_training("trainer", self.training.rule, self.groups, self._update_rule)
 
     def get_sharded_optimizer(self) -> np.ndarray | None:
         """Return the optimizer's variables in one vector, gathered from all ranks; None if they are not sharded."""
@@ -136,7 +128,7 @@ class TrainerState:
     def save(self, checkpoint: Checkpoint, data: EpochData, schedule: Schedule, seen: int) -> None:
         """Write a checkpoint of all ranks; right after a report it has the metrics of this report."""
         place = self.place
-        by_rank = run(rank_state.collect_state, self.name, self.rank_groups, self.alike)
+        by_rank = run(rank_state.collect_state, self.training)
         if self._sharded is not None:
             by_rank[0]["optimizer"] = self.get_sharded_optimizer()
         meta = {
@@ -154,9 +146,10 @@ class TrainerState:
             "schedule": schedules.get_state(schedule),
             "steps_taken": place.steps,
         }
-        shared = {name: array.data for name, array in self.memory.items()}
+        memory = {name: array.data for name, array in self.training.memory.items()}
         metrics = {} if place.outcomes else place.metrics
-        rank_state.write_states(checkpoint, seen, self._describe(), by_rank, shared, self.alike, meta, metrics)
+        alike = self.training.alike
+        rank_state.write_states(checkpoint, seen, self._describe(), by_rank, memory, alike, meta, metrics)
 
     def restore(self, path: str | os.PathLike[str], data: EpochData, schedule: Schedule) -> int:
         """Restore all ranks and the place from a checkpoint; return the number of rows seen."""
@@ -173,25 +166,23 @@ class TrainerState:
                 f"{_format_parts(data.describe_parts())}: the order of rows would be another; a checkpoint of "
                 "an epoch's end will do"
             )
-        n_outcomes = 1 if self.alike else ranks.session().size
+        n_outcomes = 1 if self.training.alike else ranks.session().size
         place = Progress(
             epoch=meta["epoch"],
             row=meta["row"],
             start=meta["start"],
-            outcomes=split_outcomes([Outcome(*each) for each in meta["outcomes"]], n_outcomes),
+            outcomes=split_outcomes([Outcome(*entry) for entry in meta["outcomes"]], n_outcomes),
             metrics=meta["metrics"],
             early_stop=EarlyStop.from_json(meta["stop"]),
             steps=meta["steps_taken"],
         )
-        if self.memory:
+        if self.training.memory:
             self._renew_memory()  # so that on no host there is anything else in it
-        root = ranks.session().rank.number
-        arguments = self.name, self.rank_groups, self.rule, str(path), self.memory, self.alike, root
-        run(rank_state.restore_state, *arguments)
+        run(rank_state.restore_state, self.training, str(path), ranks.session().rank.number)
         if self._sharded is not None:
             self.set_sharded_optimizer(load(path).arrays["0.optimizer"])
-        if not self.alike:
-            run(rank_state.set_reported_params, self.name, self.rule)
+        if not self.training.alike:
+            run(rank_state.set_reported_params, self.training.name, self.training.rule)
         schedules.set_state(schedule, meta["schedule"])
         self.place = place
         return int(meta["seen"])

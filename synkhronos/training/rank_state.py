@@ -23,7 +23,7 @@ from synkhronos.devices import array_device
 from synkhronos.graphs import library_of
 from synkhronos.rules import Rule, State
 from synkhronos.rules.state import Vector
-from synkhronos.tasks import LocalRows, Worker
+from synkhronos.tasks import Worker
 from synkhronos.training.checkpoint import Checkpoint, CheckpointError, Stored, check_types, load
 from synkhronos.training.training_graph import TrainingGraph
 from synkhronos.training.updates.flat import shape_of
@@ -89,39 +89,68 @@ class Groups:
         }
 
 
-def collect_state(worker: Worker, name: str, groups: Groups, alike: bool) -> dict[str, Any] | None:
-    """Return the state of this rank.
+@dataclass
+class RankTraining:
+    """Training whose state every rank saves and restores.
 
-    If ``alike``, all ranks have equal parameters: ranks other than 0 return only their streams and other variables.
+    Attributes
+    ----------
+    name : str
+        Key under which a rank stores the state.
+    groups : Groups
+    rule : Rule
+    memory : dict of str to Data, or on a rank of LocalRows
+        Shared memory of the rule.
+    alike : bool
+        Whether all ranks have equal parameters after each step, so that those of rank 0 are saved.
     """
-    kept = worker.get_storage(name)
-    state: State | None = kept.get("state")
-    found: dict[str, Any] = {"streams": [get_stream_state(shared) for shared in groups.generators]}
-    found["others"] = [np.array(get_value(shared)) for shared in groups.others]
-    if alike and worker.number:
-        return found
-    found["params"] = np.array(kept["own"] if state is not None else Vector(groups.params).get())
+
+    name: str
+    groups: Groups
+    rule: Rule
+    memory: dict[str, Any]
+    alike: bool
+
+
+def collect_state(worker: Worker, training: RankTraining) -> dict[str, Any]:
+    """Return the state of this rank; of ranks that are alike, all but rank 0 return only what may differ.
+
+    Returns
+    -------
+    dict
+        ``streams``, ``others``, ``params``, ``optimizer`` and ``excluded`` as in `Groups`; ``own``, ``step`` and
+        ``since`` as in `State`.
+    """
+    groups, stored = training.groups, worker.get_storage(training.name)
+    state: State | None = stored.get("state")
+    entries: dict[str, Any] = {
+        "streams": [get_stream_state(shared) for shared in groups.generators],
+        "others": [np.array(get_value(shared)) for shared in groups.others],
+    }
+    if training.alike and worker.number:
+        return entries
+    entries["params"] = np.array(stored["own"] if state is not None else Vector(groups.params).get())
     if groups.optimizer is not None:
-        found["optimizer"] = np.array(Vector(groups.optimizer).get())
-    found["excluded"] = np.array(Vector(groups.excluded).get())
-    found["own"] = {} if state is None else {key: np.array(value) for key, value in state.own.items()}
-    found["step"] = 0 if state is None else state.step
-    found["since"] = 0 if state is None else state.since
-    return found
+        entries["optimizer"] = np.array(Vector(groups.optimizer).get())
+    entries["excluded"] = np.array(Vector(groups.excluded).get())
+    entries["own"] = {} if state is None else {key: np.array(value) for key, value in state.own.items()}
+    entries["step"] = 0 if state is None else state.step
+    entries["since"] = 0 if state is None else state.since
+    return entries
 
 
-def _pack_states(by_rank: Sequence[dict[str, Any]]) -> tuple[dict[str, np.ndarray], list[Any]]:
-    """Return the arrays of all ranks by name, and their random streams in the form for JSON."""
+def _pack_states(by_rank: Sequence[dict[str, Any]]) -> dict[str, np.ndarray]:
+    """Return the arrays of all ranks by name."""
     arrays: dict[str, np.ndarray] = {}
-    for r, found in enumerate(by_rank):
-        for key, value in found.items():
+    for r, state in enumerate(by_rank):
+        for key, value in state.items():
             if key == "own":
                 arrays |= {f"{r}.own.{name}": array for name, array in value.items()}
             elif key == "others":
                 arrays |= {f"{r}.others.{i}": array for i, array in enumerate(value)}
             elif key != "streams":
                 arrays[f"{r}.{key}"] = np.asarray(value)
-    return arrays, [found["streams"] for found in by_rank]
+    return arrays
 
 
 def _unpack_states(stored: Stored) -> list[dict[str, Any]]:
@@ -132,24 +161,24 @@ def _unpack_states(stored: Stored) -> list[dict[str, Any]]:
     CheckpointError
         If an array is missing, or has another size.
     """
-    variables = stored.meta["variables"]
-    shared = {name.removeprefix("shared."): a for name, a in stored.arrays.items() if name.startswith("shared.")}
+    meta, arrays = stored.meta, stored.arrays
+    shared = {name.removeprefix("shared."): array for name, array in arrays.items() if name.startswith("shared.")}
     by_rank: list[dict[str, Any]] = []
-    for r in range(stored.meta["ranks"]):
-        others = {str(i): stored.arrays[f"{r}.others.{i}"] for i in range(len(variables["others"]))}
-        found: dict[str, Any] = {"own": {}, "others": others, "shared": shared}
-        by_rank.append(found)
-        if stored.meta["alike"] and r:
+    for r in range(meta["ranks"]):
+        others = [arrays[f"{r}.others.{i}"] for i in range(len(meta["variables"]["others"]))]
+        state: dict[str, Any] = {"own": {}, "others": others, "shared": shared}
+        by_rank.append(state)
+        if meta["alike"] and r:
             continue
         for role in ("params", "optimizer", "excluded"):
-            found[role] = array = stored.arrays[f"{r}.{role}"]
-            described = variables[role] + (variables["averages"] if role == "params" else [])
+            state[role] = array = arrays[f"{r}.{role}"]
+            described = meta["variables"][role] + (meta["variables"]["averages"] if role == "params" else [])
             size = sum(math.prod(shape) for _, shape, _ in described)
             if array.shape != (size,):
                 raise CheckpointError(f"{stored.path}: expected {size} elements of {r}.{role}, got {array.shape}")
-        found |= {name: int(stored.arrays[f"{r}.{name}"]) for name in ("step", "since")}
+        state |= {name: int(arrays[f"{r}.{name}"]) for name in ("step", "since")}
         prefix = f"{r}.own."
-        found["own"] = {n.removeprefix(prefix): a for n, a in stored.arrays.items() if n.startswith(prefix)}
+        state["own"] = {n.removeprefix(prefix): array for n, array in arrays.items() if n.startswith(prefix)}
     return by_rank
 
 
@@ -221,7 +250,7 @@ def write_states(
     seen: int,
     description: Mapping[str, Any],
     by_rank: Sequence[dict[str, Any]],
-    shared: Mapping[str, Any],
+    memory: Mapping[str, np.ndarray],
     alike: bool,
     meta: Mapping[str, Any],
     metrics: Mapping[str, float],
@@ -237,16 +266,15 @@ def write_states(
         From `describe_training`.
     by_rank : list of dict
         From `collect_state`, of each rank.
-    shared : dict of str to array
+    memory : dict of str to array
         Shared memory of the rule.
     alike : bool
-        Whether all ranks have equal parameters, so that those of rank 0 are saved.
+        As of `RankTraining`.
     meta, metrics : dict
         Further entries, and metrics, of the checkpoint.
     """
-    arrays, streams = _pack_states(by_rank)
-    arrays |= {f"shared.{name}": np.array(array) for name, array in shared.items()}
-    own = {"ranks": len(by_rank), "alike": alike, "streams": streams}
+    arrays = _pack_states(by_rank) | {f"shared.{name}": np.array(array) for name, array in memory.items()}
+    own = {"ranks": len(by_rank), "alike": alike, "streams": [state["streams"] for state in by_rank]}
     checkpoint.save(seen, arrays, {**description, **own, **meta}, metrics)
 
 
@@ -330,107 +358,79 @@ def _format_variables(variables: list[list[Any]]) -> str:
 
 def set_reported_params(worker: Worker, name: str, rule: Rule) -> None:
     """Set the parameters to the rule's reported ones; save this rank's own parameters under ``"own"``."""
-    kept = worker.get_storage(name)
-    state: State = kept["state"]
+    stored = worker.get_storage(name)
+    state: State = stored["state"]
     reported = rule.report(worker, state)
-    kept["own"] = state.vector  # after the report, which may receive messages that change it
+    stored["own"] = state.vector  # after the report, which may receive messages that change it
     state.vector = reported
 
 
 def restore_own_params(worker: Worker, name: str) -> None:
     """Undo `set_reported_params`: set the parameters to this rank's own."""
-    kept = worker.get_storage(name)
-    if "own" in kept:
-        kept["state"].vector = kept["own"]
-        del kept["own"]  # not before: an interrupt between the two must not lose it
+    stored = worker.get_storage(name)
+    if "own" in stored:
+        stored["state"].vector = stored["own"]
+        del stored["own"]  # not before: an interrupt between the two must not lose it
 
 
-def restore_state(
-    worker: Worker,
-    name: str,
-    groups: Groups,
-    rule: Rule,
-    path: str,
-    shared: dict[str, LocalRows],
-    alike: bool,
-    root: int,
-) -> None:
+def restore_state(worker: Worker, training: RankTraining, path: str, root: int) -> None:
     """Restore this rank from a checkpoint, which the rule converts if it has another number of ranks.
 
     Rank ``root`` reads it and sends each rank its state: a rank of another host may not see the file.
     """
     if worker.number == root:
         stored = load(path)
-        shares = _assign_states(stored, rule, worker.size, alike)
-        if groups.optimizer is None:
-            shares = [({**mine, "optimizer": None}, *others) for mine, *others in shares]
-        for r, share in enumerate(shares):
+        by_rank = _assign_states(stored, training, worker.size)
+        for r, state in enumerate(by_rank):
             if r != root:
-                worker.send(share, r)
-        for key, rows in shared.items():
+                worker.send(state, r)
+        for key, rows in training.memory.items():
             array = stored.arrays[f"shared.{key}"]
             rows.array[...] = array if array.shape == rows.shape else 0  # one for each rank is empty at a report
-        mine, other_values, streams = shares[root]
+        state = by_rank[root]
     else:
-        mine, other_values, streams = worker.receive(root)
-    others = [other_values[str(i)] for i in range(len(groups.others))]
-    set_state(worker, name, groups, shared, alike, mine, others, streams)
+        state = worker.receive(root)
+    set_state(worker, training, state)
 
 
-def set_state(
-    worker: Worker,
-    name: str,
-    groups: Groups,
-    shared: dict[str, LocalRows],
-    alike: bool,
-    mine: dict[str, Any],
-    others: Sequence[np.ndarray],
-    streams: Sequence[Any] | None,
-) -> None:
-    """Set this rank's state to one that `collect_state` returned.
-
-    Parameters
-    ----------
-    worker, name, groups, shared, alike
-        As of `restore_state`.
-    mine : dict
-        State of this rank.
-    others : sequence of array
-        Values of ``groups.others``.
-    streams : sequence or None
-        States of ``groups.generators``; None leaves the present ones.
-    """
-    Vector(groups.params).set(mine["params"])
+def set_state(worker: Worker, training: RankTraining, saved: dict[str, Any]) -> None:
+    """Set this rank's state to one that `collect_state` returned; ``streams`` of None leave the present ones."""
+    groups = training.groups
+    Vector(groups.params).set(saved["params"])
     if groups.optimizer is not None:
-        Vector(groups.optimizer).set(mine["optimizer"])
-    Vector(groups.excluded).set(mine["excluded"])
-    for shared_variable, value in zip(groups.others, others, strict=True):
-        put_value(shared_variable, value)
-    if streams is not None:  # a rank that the checkpoint lacks has its first ones
-        for one, state in zip(groups.generators, streams, strict=True):
-            set_stream_state(one, state)
-    if alike:
+        Vector(groups.optimizer).set(saved["optimizer"])
+    Vector(groups.excluded).set(saved["excluded"])
+    for shared, value in zip(groups.others, saved["others"], strict=True):
+        put_value(shared, value)
+    if saved["streams"] is not None:
+        for shared, value in zip(groups.generators, saved["streams"], strict=True):
+            set_stream_state(shared, value)
+    if training.alike:
         return
-    kept = worker.get_storage(name)
-    state = kept["state"] = State(groups.params, groups.optimizer, shared, groups.n_averages)
-    state.step, state.since = mine["step"], mine["since"]
-    state.own = {key: value if np.ndim(value) else np.asarray(value).item() for key, value in mine["own"].items()}
-    kept["own"] = mine["params"]
+    stored = worker.get_storage(training.name)
+    state = stored["state"] = State(groups.params, groups.optimizer, training.memory, groups.n_averages)
+    state.step, state.since = saved["step"], saved["since"]
+    state.own = {key: value if np.ndim(value) else np.asarray(value).item() for key, value in saved["own"].items()}
+    stored["own"] = saved["params"]
 
 
-def _assign_states(
-    stored: Stored, rule: Rule, size: int, alike: bool
-) -> list[tuple[dict[str, Any], dict[str, Any], Any]]:
-    """Return the state, the other variables and the random streams of each of ``size`` ranks."""
-    before, streams = _unpack_states(stored), stored.meta["streams"]
-    others = [each.pop("others") for each in before]
-    if alike:
-        mine = before[:1] * size
+def _assign_states(stored: Stored, training: RankTraining, size: int) -> list[dict[str, Any]]:
+    """Return the state of each of ``size`` ranks; ranks that the checkpoint lacks have the streams None."""
+    saved, streams = _unpack_states(stored), stored.meta["streams"]
+    others = [state.pop("others") for state in saved]
+    if training.alike:
+        by_rank = saved[:1] * size
     else:
-        mine = before if len(before) == size else rule.resized(before, size)
-    # What ranks share is memory, and not sent with each.
-    mine = [{key: value for key, value in each.items() if key != "shared"} for each in mine]
-    return [(mine[r], others[r % len(others)], streams[r] if r < len(streams) else None) for r in range(size)]
+        by_rank = saved if len(saved) == size else training.rule.resized(saved, size)
+    by_rank = [
+        {**state, "others": others[r % len(others)], "streams": streams[r] if r < len(streams) else None}
+        for r, state in enumerate(by_rank)
+    ]
+    for state in by_rank:
+        del state["shared"]  # memory, which is not sent
+        if training.groups.optimizer is None:
+            state["optimizer"] = None
+    return by_rank
 
 
 def get_value(shared: Any) -> np.ndarray:
@@ -471,7 +471,7 @@ def set_stream_state(shared: Any, state: Any) -> None:
 def to_json(value: Any) -> Any:
     """Return a generator's state in types that JSON can represent."""
     if isinstance(value, dict):
-        return {key: to_json(one) for key, one in value.items()}
+        return {key: to_json(item) for key, item in value.items()}
     if isinstance(value, np.ndarray):
         return {"dtype": str(value.dtype), "values": value.tolist()}
     return value.item() if isinstance(value, np.generic) else value
@@ -482,5 +482,5 @@ def from_json(value: Any) -> Any:
     if isinstance(value, dict) and set(value) == {"dtype", "values"}:
         return np.array(value["values"], value["dtype"])
     if isinstance(value, dict):
-        return {key: from_json(one) for key, one in value.items()}
+        return {key: from_json(item) for key, item in value.items()}
     return value

@@ -31,7 +31,7 @@ from synkhronos.devices import HOST, Device, is_fork_unsafe
 from synkhronos.function import distribute
 from synkhronos.ranks import WorkerError
 from synkhronos.rules.state import Vector
-from synkhronos.tasks import LocalRows, Worker, run
+from synkhronos.tasks import Worker, run
 from synkhronos.training import rank_state
 from synkhronos.training.pace import adapt_steps
 from synkhronos.training.progress import TrainerState
@@ -213,24 +213,24 @@ class Survival(DeathHandler):
             with self._session.keep_memory():
                 yield
         finally:
-            _states.pop(self._state.name, None)
+            _states.pop(self._state.training.name, None)
             self._mine, self._shared, self._optimizer, self._has_copy = {}, {}, None, False
 
     # -- copies ----------------------------------------------------------------------------------------------
 
     def _copy(self) -> None:
-        state = self._state
+        state, training = self._state, self._state.training
         optimizer = state.get_sharded_optimizer()
-        if state.alike and not self._differs:
-            self._mine, self._optimizer, self._has_copy = _read(state.rank_groups), optimizer, True
+        if training.alike and not self._differs:
+            self._mine, self._optimizer, self._has_copy = _read(training.groups), optimizer, True
             return  # the same on all ranks
-        by_rank = run(rank_state.collect_state, state.name, state.rank_groups, state.alike)
-        shared = {name: np.array(data.data) for name, data in state.memory.items()}
-        kept = self._session.rank.objects.get(("storage", state.name), {})
+        by_rank = run(rank_state.collect_state, training)
+        shared = {name: np.array(data.data) for name, data in training.memory.items()}
+        stored = self._session.rank.objects.get(("storage", training.name), {})
         # An interrupt cannot come between the parts of a copy that are assigned here: no worker takes part.
-        _states[state.name], self._shared, self._is_begun = by_rank, shared, "state" in kept
+        _states[training.name], self._shared, self._is_begun = by_rank, shared, "state" in stored
         self._optimizer, self._has_copy = optimizer, True
-        if not state.alike:
+        if not training.alike:
             self.step = by_rank[self._session.rank.number]["step"]
 
     def _recover(self, error: Exception, began: float) -> None:
@@ -266,22 +266,22 @@ class Survival(DeathHandler):
         raise error
 
     def _restore(self) -> None:
-        state, is_fresh = self._state, is_fork_unsafe()
-        if state.alike and not self._differs:
-            _write(state.rank_groups, self._mine)
+        state, training, is_fresh = self._state, self._state.training, is_fork_unsafe()
+        if training.alike and not self._differs:
+            _write(training.groups, self._mine)
             self._session.replace_workers(is_fresh)
             state.set_sharded_optimizer(self._optimizer)
             return
         self._session.replace_workers(is_fresh)
         if is_fresh:
             distribute()  # functions move their variables to the device, where a task would leave them on the host
-        for name, data in state.memory.items():
+        for name, data in training.memory.items():
             data[...] = self._shared[name]
-        by_rank = _states[state.name] if is_fresh else None
-        run(restore_copy, state.name, state.rank_groups, state.memory, state.alike, self._is_begun, by_rank)
+        by_rank = _states[training.name] if is_fresh else None
+        run(restore_copy, training, self._is_begun, by_rank)
         state.set_sharded_optimizer(self._optimizer)
-        if not state.alike and self._is_begun:
-            run(rank_state.set_reported_params, state.name, state.rule)
+        if not training.alike and self._is_begun:
+            run(rank_state.set_reported_params, training.name, training.rule)
 
 
 def _list_vectors(groups: rank_state.Groups) -> list[tuple[str, list[Any]]]:
@@ -305,20 +305,14 @@ def _write(groups: rank_state.Groups, values: dict[str, Any]) -> None:
 
 
 def restore_copy(
-    worker: Worker,
-    name: str,
-    groups: rank_state.Groups,
-    shared: dict[str, LocalRows],
-    alike: bool,
-    is_begun: bool,
-    sent: list[dict[str, Any]] | None,
+    worker: Worker, training: rank_state.RankTraining, is_begun: bool, sent: list[dict[str, Any]] | None
 ) -> None:
     """Restore this rank from the copy that was sent, or that it has inherited, or made if it is the master."""
-    by_rank = _states[name] if sent is None else sent
-    state = {**by_rank[0], **by_rank[worker.number]} if alike else by_rank[worker.number]
-    state = deepcopy(state)  # the master restores it again if a worker dies before the next copy
-    rank_state.set_state(worker, name, groups, shared, alike, state, state["others"], state["streams"])
+    by_rank = _states[training.name] if sent is None else sent
+    own = by_rank[worker.number]
+    # Copied: the master restores it again if a worker dies before the next copy.
+    rank_state.set_state(worker, training, deepcopy({**by_rank[0], **own} if training.alike else own))
     if not is_begun:
-        worker.get_storage(name).clear()
+        worker.get_storage(training.name).clear()
     if not worker.is_master and sent is None:
-        del _states[name]  # memory that the next copy would not free here
+        del _states[training.name]  # memory that the next copy would not free here

@@ -164,7 +164,7 @@ class TrainerLoop(EpochLoop):
         """Return the plan of an interval, from the present place to another."""
         model, data, place = self.model, self.data, self.place
         return IntervalPlan(
-            model.state.name,
+            model.state.training.name,
             place.row,
             last,
             data.batch,
@@ -215,7 +215,7 @@ class TrainerLoop(EpochLoop):
             exchanged,
             source,
             self.batches_taken,
-            state.memory,
+            state.training.memory,
         )
         return ended
 
