@@ -41,19 +41,19 @@ def assign_cores(
     homes = [tuple(core for core in near.get(device, ()) if core in set(allowed)) for device in devices]
     away = [device for device, home in zip(devices, homes, strict=True) if device in near and not home]
     homes = [home or tuple(allowed) for home in homes]
-    found: list[list[int]] = [[] for _ in devices]
+    cores: list[list[int]] = [[] for _ in devices]
     for home in set(homes):  # the ranks whose GPUs are next to the same cores share them
-        ranks = [r for r, each in enumerate(homes) if each == home]
+        ranks = [r for r, candidate in enumerate(homes) if candidate == home]
         if len(home) < len(ranks):
             return [], f"not bound: cores {format_cores(home)} are next to the GPUs of {len(ranks)} ranks"
         bounds = [len(home) * i // len(ranks) for i in range(len(ranks) + 1)]
         for i, r in enumerate(ranks):
-            found[r] = list(home[bounds[i] : bounds[i + 1]])
+            cores[r] = list(home[bounds[i] : bounds[i + 1]])
     if away:
-        return found, f"the cores next to {', '.join(away)} are not among those that this process may use"
+        return cores, f"the cores next to {', '.join(away)} are not among those that this process may use"
     if any(device in near for device in devices):
-        return found, "each rank has a share of the cores next to its GPU"
-    return found, f"each rank has a share of the {len(allowed)} cores"
+        return cores, "each rank has a share of the cores next to its GPU"
+    return cores, f"each rank has a share of the {len(allowed)} cores"
 
 
 def find_gpu_cores(devices: Sequence[str], pci: Path = _PCI) -> dict[str, list[int]]:
@@ -62,13 +62,15 @@ def find_gpu_cores(devices: Sequence[str], pci: Path = _PCI) -> dict[str, list[i
         import pynvml
 
         pynvml.nvmlInit()
-        found = {}
-        for device in {each for each in devices if each != "cpu"}:
+        cores_by_device = {}
+        for device in {name for name in devices if name != "cpu"}:
             address = pynvml.nvmlDeviceGetPciInfo(get_nvml_handle(int(device.removeprefix("cuda")))).busId
-            found[device] = find_device_cores(address.decode() if isinstance(address, bytes) else address, pci)
+            cores_by_device[device] = find_device_cores(
+                address.decode() if isinstance(address, bytes) else address, pci
+            )
     except Exception:  # a package, a library or the driver is missing
         return {}
-    return {device: cores for device, cores in found.items() if cores}
+    return {device: cores for device, cores in cores_by_device.items() if cores}
 
 
 def get_nvml_handle(number: int) -> Any:

@@ -29,9 +29,9 @@ from synkhronos.rules.state import Vector
 _ITERATIONS = 3
 
 
-def check(model: str, asked: Mapping[str, Any] | None = None) -> int:
+def check(model: str, others: Mapping[str, Any] | None = None) -> int:
     """Check a class, ``FILE:CLASS``, with further settings; print the problems, and return 1 if there are any, or 0."""
-    settings = resolve([{"model": model, "devices": "cpu"}, asked or {}])
+    settings = resolve([{"model": model, "devices": "cpu"}, others or {}])
     import_theano_before_fork(on_gpu=False)
     with tempfile.TemporaryDirectory() as folder:
         checked = _Check(settings, Path(folder))
@@ -165,8 +165,8 @@ class _Check:
         average = "params"
         for instance in ranks:
             if self.settings.rule == "BSP":
-                asked = self.settings.rule_options.get("average")
-                average = contract.compile_for(instance, asked, self.settings.modelclass)
+                average_option = self.settings.rule_options.get("average")
+                average = contract.compile_for(instance, average_option, self.settings.modelclass)
             else:
                 contract.compile_functions(instance, "avg")
         if any(map(self.has_missing, ranks)):

@@ -96,7 +96,7 @@ class ClassRecorder:
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
-        calls = sorted(each for each in vars(type(self)) if not each.startswith("_"))
+        calls = sorted(method for method in vars(type(self)) if not method.startswith("_"))
         raise AttributeError(f"the recorder has no {name!r}: it answers {', '.join(calls)}")
 
     # -- interface of classes --------------------------------------------------------------------------------
@@ -275,13 +275,13 @@ class ClassRecorder:
         """Write and print a line, for the meter."""
         if self._recorder is not None:
             self._recorder.write_rank(rank, record)
-        shown = [f"epoch {self.epoch + 1}, iteration {record['step']}"]
+        words = [f"epoch {self.epoch + 1}, iteration {record['step']}"]
         if record["loss"] is not None:
-            shown += [f"cost {record['loss']:.4g}"]
+            words += [f"cost {record['loss']:.4g}"]
             errors = _read_costs([error for error, _ in self._errors], [weight for _, weight in self._errors])
             if total := sum(weight for _, weight in errors):
-                shown += [f"error {sum(error for error, _ in errors) / total:.4g}"]
-        sys.stdout.write(f"{', '.join(shown)}; {record['rows_per_second']:,.0f} {self.unit}/s\n")
+                words += [f"error {sum(error for error, _ in errors) / total:.4g}"]
+        sys.stdout.write(f"{', '.join(words)}; {record['rows_per_second']:,.0f} {self.unit}/s\n")
         self.clear_train_info()
 
     def get_last_weight(self) -> float:
@@ -298,9 +298,9 @@ class ClassRecorder:
         sums : dict of str to float
             Sums of ``cost``, ``error`` and ``top5``, each times the batch's weight.
         """
-        found = self._val_rows, self._val
+        sums = self._val_rows, self._val
         self._reset_validation()
-        return found
+        return sums
 
     def _reset_validation(self) -> None:
         self._val: dict[str, float] = {}

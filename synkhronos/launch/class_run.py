@@ -156,9 +156,9 @@ class ClassRun(EpochLoop):
         metrics = report.metrics
         name, mode = self.settings.keep_best or (next((n for n in metrics if n != "loss"), "cost"), "min")
         if name not in metrics:
-            found = ", ".join(metrics) or "nothing"
+            names = ", ".join(metrics) or "nothing"
             raise contract.ContractError(
-                f"keep_best, patience: {self.settings.modelclass} lacks:\n  metric {name!r}, got {found}"
+                f"keep_best, patience: {self.settings.modelclass} lacks:\n  metric {name!r}, got {names}"
             )
         self.metric = name, mode
         self.early_stop.begin(f"{name} {mode}")
@@ -277,9 +277,9 @@ class ClassRun(EpochLoop):
             first = self.recorder.meter.step - self.recorder.meter.steps
             report.deaths = [death for death in DeathLog(self.state.folder).read() if death["step"] >= first]
         self._reports.write(report.record())
-        shown = {} if math.isnan(report.loss) else {"cost": report.loss}
-        shown |= {f"validation {name}": value for name, value in report.validation.items()}
-        line = ", ".join(f"{name} {value:.4g}" for name, value in shown.items())
+        values = {} if math.isnan(report.loss) else {"cost": report.loss}
+        values |= {f"validation {name}": value for name, value in report.validation.items()}
+        line = ", ".join(f"{name} {value:.4g}" for name, value in values.items())
         sys.stdout.write(
             f"epoch {report.epoch} done: {line}; batch {report.batch}, {report.rows_per_second:,.0f} "
             f"{self.recorder.unit}/s\n"

@@ -181,12 +181,12 @@ class ClassState:
         for file in self.folder.glob("*.jsonl"):
             past = meta["epochs"] + (file.stem == "reports")  # reports count completed epochs, from 1
             rank = file.stem.removeprefix("rank-")
-            done = -1  # number of steps up to a checkpoint within an epoch
+            n_steps = -1  # number of steps up to a checkpoint within an epoch
             if meta["within"] and rank.isdecimal() and int(rank) < len(meta["totals"]):
-                done = meta["totals"][int(rank)]
+                n_steps = meta["totals"][int(rank)]
 
-            def stays(line: dict[str, Any], past: int = past, done: int = done) -> bool:
-                return line.get("epoch", past) < past or line.get("step", math.inf) <= done
+            def stays(line: dict[str, Any], past: int = past, n_steps: int = n_steps) -> bool:
+                return line.get("epoch", past) < past or line.get("step", math.inf) <= n_steps
 
             cut(file, stays)
 

@@ -125,14 +125,14 @@ def _train(options: argparse.Namespace, arguments: list[str]) -> int:
     from synkhronos.launch.supervisor import find_versions
 
     named = ("ranks", "devices", "hosts", "folder", "bind", "resume", "restarts", "on_death")
-    given = {name: getattr(options, name) for name in named if getattr(options, name) is not None}
-    sources = [join_tables([_sets(options), given]), read_environment(os.environ)]
+    options_given = {name: getattr(options, name) for name in named if getattr(options, name) is not None}
+    sources = [join_tables([_sets(options), options_given]), read_environment(os.environ)]
     if options.session is not None:
         sources.append(read_session(options.session))
     settings = resolve(sources, options.session)
     if options.dry_run:
-        shown = {**dataclasses.asdict(settings), **find_versions(settings.root)}
-        sys.stdout.write(json.dumps(shown, indent=1) + "\n")
+        printed = {**dataclasses.asdict(settings), **find_versions(settings.root)}
+        sys.stdout.write(json.dumps(printed, indent=1) + "\n")
         return 0
     return start(settings, [sys.executable, "-m", "synkhronos", *arguments])
 

@@ -44,31 +44,31 @@ def list_missing(model: Any) -> list[str]:
 
     On a class only methods are checked: the attributes are set by its constructor or by ``compile_iter_fns``.
     """
-    found = [f"method {name}(): {use}" for name, use in METHODS.items() if not callable(getattr(model, name, None))]
+    problems = [f"method {name}(): {use}" for name, use in METHODS.items() if not callable(getattr(model, name, None))]
     if isinstance(model, type):
-        return found
+        return problems
     params = getattr(model, "params", None)
     if not isinstance(params, list | tuple) or not params:
-        found.append(f"attribute params: expected a list of shared variables, got {_shorten(params)}")
+        problems.append(f"attribute params: expected a list of shared variables, got {_shorten(params)}")
     else:
         for i, param in enumerate(params):
             if not any(library.is_shared(param) and library.is_array(param) for library in list_loaded_libraries()):
-                found.append(f"attribute params[{i}]: expected a shared variable, got {_shorten(param)}")
+                problems.append(f"attribute params[{i}]: expected a shared variable, got {_shorten(param)}")
             elif np.dtype(param.type.dtype).kind != "f":
-                found.append(f"attribute params[{i}]: expected floats, got {param.type}")
-        if not found and len({id(param) for param in params}) != len(params):
-            found.append("attribute params: a shared variable comes twice")
+                problems.append(f"attribute params[{i}]: expected floats, got {param.type}")
+        if not problems and len({id(param) for param in params}) != len(params):
+            problems.append("attribute params: a shared variable comes twice")
     data = getattr(model, "data", None)
     if data is None:
-        found.append("attribute data: expected an object with n_batch_train and n_batch_val, got None")
-        return found
+        problems.append("attribute data: expected an object with n_batch_train and n_batch_val, got None")
+        return problems
     for name, least in (("n_batch_train", 1), ("n_batch_val", 0)):
         count = getattr(data, name, None)
         if isinstance(count, bool) or not isinstance(count, int | np.integer) or count < least:
-            found.append(
+            problems.append(
                 f"attribute data.{name}: expected a number of batches, at least {least}, got {_shorten(count)}"
             )
-    return found
+    return problems
 
 
 def check_complete(model: Any, name: str) -> None:
@@ -94,10 +94,10 @@ def load_class(root: str, module: str, class_name: str) -> Any:
     beside = str(Path(root, *module.split(".")[:-1]))
     if beside not in sys.path:
         sys.path.append(beside)
-    found = getattr(importlib.import_module(module), class_name, None)
-    if not isinstance(found, type):
-        raise ContractError(f"modelclass: {class_name!r} of {module}: expected a class, got {found!r}")
-    return found
+    kind = getattr(importlib.import_module(module), class_name, None)
+    if not isinstance(kind, type):
+        raise ContractError(f"modelclass: {class_name!r} of {module}: expected a class, got {kind!r}")
+    return kind
 
 
 def make_config(settings: Settings, rank: int, size: int) -> dict[str, Any]:
@@ -198,10 +198,10 @@ def compile_for(model: Any, average: str | None, name: str) -> str:
         compile_functions(model, "avg")
         return "params"
     compile_functions(model, "cdd")
-    lists = [getattr(model, each, None) for each in ("vels", "vels2")]
+    lists = [getattr(model, variables, None) for variables in ("vels", "vels2")]
     if average is None and not any(lists):
         return "params"
-    kinds = [[(p.type.dtype, np.shape(p.get_value())) for p in each] if each else [] for each in lists]
+    kinds = [[(p.type.dtype, np.shape(p.get_value())) for p in variables] if variables else [] for variables in lists]
     if not kinds[0] or kinds[0] != kinds[1]:
         raise ContractError(
             f"{name} lacks:\n  attributes vels and vels2: expected lists of shared variables of the same shapes, got "
@@ -268,8 +268,8 @@ def get_batch_size(model: Any) -> int:
 
     It is 1 for a model without one: its speed is in batches.
     """
-    found = getattr(model, "batch_size", getattr(model.data, "batch_size", 1))
-    return int(found) if isinstance(found, int | np.integer) else 1
+    size = getattr(model, "batch_size", getattr(model.data, "batch_size", 1))
+    return int(size) if isinstance(size, int | np.integer) else 1
 
 
 def group_variables(model: Any, leave_out_normalization: bool = False) -> Groups:
@@ -298,22 +298,22 @@ def group_variables(model: Any, leave_out_normalization: bool = False) -> Groups
     """
     excluded = [p for p in model.params if leave_out_normalization and p.name in ("gamma", "beta")]
     apart = {id(p) for p in excluded}
-    found = Groups([p for p in model.params if id(p) not in apart], [], excluded, [], [])
+    groups = Groups([p for p in model.params if id(p) not in apart], [], excluded, [], [])
     averages = getattr(model, "averages", None)
     if isinstance(averages, Mapping):  # a `Model`: its params end with the averages
-        found.n_averages = sum(any(p is average for average in averages) for p in found.params)
-    if not found.params:
+        groups.n_averages = sum(any(p is average for average in averages) for p in groups.params)
+    if not groups.params:
         raise ContractError("params: expected some that are not named gamma or beta, which each rank keeps for itself")
     seen = {
         id(param) for param in (*model.params, *(getattr(model, "vels2", None) or ()), *getattr(model, "shown", ()))
     }
     for _, value in sorted(vars(model).items()):
         for function in value if isinstance(value, list | tuple) else [value]:
-            _group_function(function, found, seen)
-    return found
+            _group_function(function, groups, seen)
+    return groups
 
 
-def _group_function(function: Any, found: Groups, seen: set[int]) -> None:
+def _group_function(function: Any, groups: Groups, seen: set[int]) -> None:
     """Add the variables of a compiled function to their groups; other objects have none.
 
     ``seen`` has the identities of variables that are in a group, or in none by intention; it is extended, too.
@@ -329,13 +329,13 @@ def _group_function(function: Any, found: Groups, seen: set[int]) -> None:
             continue
         seen.add(id(shared))
         if library.is_generator(shared):
-            found.generators.append(shared)
+            groups.generators.append(shared)
         elif not library.is_array(shared):
             continue
         elif entry.update is not None and np.dtype(shared.type.dtype).kind == "f":
-            found.optimizer.append(shared)
+            groups.optimizer.append(shared)
         elif entry.update is not None or shared.type.ndim == 0:
-            found.others.append(shared)
+            groups.others.append(shared)
 
 
 def get_learning_rate(model: Any) -> float:

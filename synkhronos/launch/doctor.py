@@ -146,6 +146,6 @@ def _describe_gpus(count: int) -> list[str]:
     return lines
 
 
-def _has_nvlink(pynvml: Any, one: Any, other: Any) -> bool:
-    status = pynvml.nvmlDeviceGetP2PStatus(one, other, pynvml.NVML_P2P_CAPS_INDEX_NVLINK)
+def _has_nvlink(pynvml: Any, first: Any, second: Any) -> bool:
+    status = pynvml.nvmlDeviceGetP2PStatus(first, second, pynvml.NVML_P2P_CAPS_INDEX_NVLINK)
     return bool(status == pynvml.NVML_P2P_STATUS_OK)

@@ -63,8 +63,8 @@ class SummedGradients(Rule):
 
     def resized(self, ranks: list[dict[str, Any]], size: int) -> list[dict[str, Any]]:
         """Scale the pending sum to the new number of ranks, by which the class divides it."""
-        found = super().resized(ranks, size)
+        states = super().resized(ranks, size)
         if _PENDING not in ranks[0]["own"]:
-            return found
+            return states
         pending = ranks[0]["own"][_PENDING] * (size / len(ranks))
-        return [{**each, "own": {**each["own"], _PENDING: pending.astype(each["params"].dtype)}} for each in found]
+        return [{**state, "own": {**state["own"], _PENDING: pending.astype(state["params"].dtype)}} for state in states]

@@ -50,14 +50,14 @@ class LaunchedRun:
     """
 
     def __init__(self, rule: Rule, devices: Sequence[str] | str | None, modelfile: str, modelclass: str, **others: Any):
-        asked = join_tables(
+        settings = join_tables(
             [{"rule": type(rule).__name__, "rule_options": get_rule_options(rule)}, *_read_exchange(rule), others]
         )
         for name, value in (("devices", devices), ("modelfile", modelfile), ("modelclass", modelclass)):
             if value not in (None, ""):  # else the environment may set it
-                asked[name] = value
+                settings[name] = value
         script = sys.argv[0] if sys.argv and os.path.exists(sys.argv[0]) else None
-        self.settings: Settings = resolve([asked, read_environment(os.environ)], beside=script)
+        self.settings: Settings = resolve([settings, read_environment(os.environ)], beside=script)
         self.folder = Path(self.settings.folder)
         open_standard_streams()
         lock = prepare(self.settings, [sys.executable, *sys.argv])

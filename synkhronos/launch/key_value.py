@@ -74,14 +74,14 @@ def parse(text: str) -> dict[str, str | list[str]]:
     >>> parse("RULE='BSP' # this one\nDEVICES=(a:cuda0\n  b:cuda0,cuda1)")
     {'RULE': 'BSP', 'DEVICES': ['a:cuda0', 'b:cuda0,cuda1']}
     """
-    found: dict[str, str | list[str]] = {}
+    assignments: dict[str, str | list[str]] = {}
     for number, words in _split_statements(text):
         try:
             key, value = _parse_assignment(words)
         except ValueError as error:
             raise ValueError(f"line {number}: {error}") from None
-        found[key] = value
-    return found
+        assignments[key] = value
+    return assignments
 
 
 def to_settings(assignments: Mapping[str, str | list[str]]) -> dict[str, Any]:
@@ -93,11 +93,11 @@ def to_settings(assignments: Mapping[str, str | list[str]]) -> dict[str, Any]:
         If a key is unknown, or its value is wrong.
     """
     values = {_normalize_key(key): (key, value) for key, value in assignments.items() if value}
-    found: dict[str, Any] = {}
+    settings: dict[str, Any] = {}
     exchange: list[dict[str, Any]] = []
     for name, (key, value) in values.items():
         if name == "devices":
-            found |= parse_devices([value] if isinstance(value, str) else value)
+            settings |= parse_devices([value] if isinstance(value, str) else value)
             continue
         if not isinstance(value, str):
             raise ValueError(f"{key}: expected one value, got {' '.join(value)}")
@@ -107,19 +107,19 @@ def to_settings(assignments: Mapping[str, str | list[str]]) -> dict[str, Any]:
             if "devices" not in values:  # else tmlauncher counts the devices
                 if not value.isdecimal():
                     raise ValueError(f"{key}: expected a number of ranks, got {value!r}")
-                found["ranks"] = int(value)
+                settings["ranks"] = int(value)
         elif name in _KEYS:
-            found[_KEYS[name]] = value
+            settings[_KEYS[name]] = value
         else:
             raise ValueError(
                 f"{key!r} is not a setting: expected RULE, MODELFILE, MODELCLASS, DEVICES, SIZE, BIND, SESSION, "
                 "BSP_SYNC_TYPE or BSP_EXCH_STRATEGY; take a .toml file for others"
             )
-    if str(found.get("rule", "BSP")).upper() == "BSP":
-        for each in exchange:
-            options = {**found.get("rule_options", {}), **each.get("rule_options", {})}
-            found |= each | ({"rule_options": options} if options else {})
-    return found
+    if str(settings.get("rule", "BSP")).upper() == "BSP":
+        for part in exchange:
+            options = {**settings.get("rule_options", {}), **part.get("rule_options", {})}
+            settings |= part | ({"rule_options": options} if options else {})
+    return settings
 
 
 def parse_devices(values: list[str]) -> dict[str, Any]:
@@ -154,8 +154,8 @@ def parse_devices(values: list[str]) -> dict[str, Any]:
                 f"{','.join(names_of_host)}: a host's CUDA_VISIBLE_DEVICES chooses among its GPUs"
             )
     # Several cores of a host are set as "cpu"; the host has the number.
-    shown = "cpu" if devices[0] == "cpu" else ",".join(devices)
-    return {"hosts": [f"{host}:{len(each)}" for host, each in by_host], "devices": shown}
+    names = "cpu" if devices[0] == "cpu" else ",".join(devices)
+    return {"hosts": [f"{host}:{len(host_devices)}" for host, host_devices in by_host], "devices": names}
 
 
 # -- reading -------------------------------------------------------------------------------------------------
@@ -192,21 +192,21 @@ def _split_statements(text: str) -> Iterator[tuple[int, list[str]]]:
 
 def _parse_assignment(words: list[str]) -> tuple[str, str | list[str]]:
     """Parse a statement into its key and value."""
-    shown = " ".join(words)
+    statement = " ".join(words)
     if words[0] == "export" and len(words) > 1:
         words = words[1:]
     match = re.fullmatch(r"([A-Za-z_]\w*)(=?)(.*)", words[0], re.DOTALL)
     key, rest = (match[1], [match[2] + match[3], *words[1:]]) if match else ("", [])
-    rest = [each for each in rest if each]
+    rest = [word for word in rest if word]
     if not match or (not match[2] and match[3]) or not rest or not rest[0].startswith("="):
-        raise ValueError(f"expected KEY=VALUE, or a .toml file, got {shown!r}")
+        raise ValueError(f"expected KEY=VALUE, or a .toml file, got {statement!r}")
     values = [rest[0][1:], *rest[1:]] if rest[0] != "=" else rest[1:]
     if values and values[0] == "(":
         if values[-1] != ")" or "(" in values[1:] or ")" in values[1:-1]:
-            raise ValueError(f"expected KEY=(VALUE ...), got {shown!r}")
-        return key, [_unquote(each) for each in values[1:-1]]
+            raise ValueError(f"expected KEY=(VALUE ...), got {statement!r}")
+        return key, [_unquote(word) for word in values[1:-1]]
     if len(values) > 1 or set(values) & {"(", ")"}:
-        raise ValueError(f"expected one value, in quotation marks if it has spaces, got {shown!r}")
+        raise ValueError(f"expected one value, in quotation marks if it has spaces, got {statement!r}")
     return key, _unquote(values[0]) if values else ""
 
 

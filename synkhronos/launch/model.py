@@ -211,25 +211,25 @@ class Model:
         """
         library = library_of(self.loss)
         self.shared_lr = library.shared(np.asarray(self.rate, self.params[0].type.dtype), name="learning_rate")
-        shown = [self.loss] if self.error is None else [self.loss, self.error]
-        tested, is_sliced = list(self.tested or shown), self.num_slices > 1
+        outputs = [self.loss] if self.error is None else [self.loss, self.error]
+        tested, is_sliced = list(self.tested or outputs), self.num_slices > 1
         if self.weight is not None:
-            shown.append(self.weight)
+            outputs.append(self.weight)
             tested.append(self.weight)
         elif not self.rank:
-            means = dict(zip(("loss", "error"), shown, strict=False))
-            means |= {f"tested[{i}]": each for i, each in enumerate(self.tested or ())}
+            means = dict(zip(("loss", "error"), outputs, strict=False))
+            means |= {f"tested[{i}]": output for i, output in enumerate(self.tested or ())}
             warn_of_denominators(means, self.inputs, 1)
         # Variables, not outputs: PyTensor waits for the outputs of a JAX function, so batches would not overlap.
-        self.shown = [library.shared(np.zeros((), each.dtype)) for each in shown]
+        self.shown = [library.shared(np.zeros((), output.dtype)) for output in outputs]
         if sync_type == "cdd" or self.step_options:
             news = self._compile_update(library)
         else:
             news = {**_as_dict(self.updates(self.loss, self.trained, self.shared_lr)), **self.averages}
         if is_sliced:
-            news |= self._average_slices(library, shown)
+            news |= self._average_slices(library, outputs)
         else:
-            news |= zip(self.shown, shown, strict=True)
+            news |= zip(self.shown, outputs, strict=True)
         self.train_fn = library.function(list(self.inputs), [], updates=list(news.items()))
         if is_sliced:
             sums = [*self.vels, *self.shown]
@@ -269,23 +269,23 @@ class Model:
         flat = FlatGradient(loss_or_grads, params, weight)
         own_weight, self.weight = self.weight, None  # the gradients are weighted already
         try:
-            found = _as_dict(self.updates(list(flat.pieces()), params, learning_rate))
+            updates = _as_dict(self.updates(list(flat.pieces()), params, learning_rate))
         except Exception as error:
             error.add_note("updates(): BSP reduces gradients here, so `loss` is a list of gradients, one per parameter")
             raise
         finally:
             self.weight = own_weight
-        return RuleUpdates(OrderedDict({flat.shared: flat.expression}), OrderedDict(found), flat.shared)
+        return RuleUpdates(OrderedDict({flat.shared: flat.expression}), OrderedDict(updates), flat.shared)
 
-    def _average_slices(self, library: Any, shown: list[Any]) -> dict[Any, Any]:
+    def _average_slices(self, library: Any, outputs: list[Any]) -> dict[Any, Any]:
         """Return updates of `shown` that average over the slices of a batch; the last one is the sum of weights."""
         tensor, dtype = library.tensor, str(np.result_type(self.loss.dtype, np.float32))
-        weight = tensor.cast(self.inputs[0].shape[0], dtype) if self.weight is None else shown.pop()
+        weight = tensor.cast(self.inputs[0].shape[0], dtype) if self.weight is None else outputs.pop()
         if self.weight is None:
             self.shown.append(library.shared(np.zeros((), dtype)))
         total = self.shown[-1]
         news = {total: tensor.cast(total + weight, total.dtype)}
-        for shared, value in zip(self.shown[:-1], shown, strict=True):
+        for shared, value in zip(self.shown[:-1], outputs, strict=True):
             mean = shared + (value - shared) * weight / (total + weight)
             news[shared] = tensor.cast(tensor.switch(tensor.eq(weight, 0), shared, mean), shared.dtype)
         return news
@@ -343,9 +343,9 @@ class Model:
             )
             return
         order = np.random.default_rng((self.seed, self.epoch)).permutation(len(self.train_data[0]))
-        mine = order[self.rank :: self.size]
-        for start in range(0, len(mine), self.batch_size):
-            yield tuple(array[mine[start : start + self.batch_size]] for array in self.train_data)
+        rows = order[self.rank :: self.size]
+        for start in range(0, len(rows), self.batch_size):
+            yield tuple(array[rows[start : start + self.batch_size]] for array in self.train_data)
 
     def _iterate_validation(self) -> Iterator[tuple[np.ndarray, ...]]:
         """Yield this rank's batches of the validation data."""
@@ -381,5 +381,5 @@ class Model:
                 data.close()
 
     def _prepare_batch(self, arrays: Sequence[Any], training: bool) -> list[np.ndarray]:
-        made = self.prepare(list(arrays), training)
-        return [cast(array, x.type.dtype, describe(x)) for array, x in zip(made, self.inputs, strict=True)]
+        prepared = self.prepare(list(arrays), training)
+        return [cast(array, x.type.dtype, describe(x)) for array, x in zip(prepared, self.inputs, strict=True)]

@@ -90,8 +90,8 @@ class RemoteRecords:
 
 def split_name(line: str) -> tuple[str, str]:
     """Split a line into its file's name and its text; the name is empty for other programs' lines."""
-    found = _NAMED_LINE.fullmatch(line)
-    return (found[1], found[2]) if found else ("", line)
+    match = _NAMED_LINE.fullmatch(line)
+    return (match[1], match[2]) if match else ("", line)
 
 
 class Console:
@@ -138,8 +138,8 @@ class LineSplitter:
         self._length += len(first)
         if others:
             self._flush()
-            *whole, rest = others
-            for line in whole:
+            *complete, rest = others
+            for line in complete:
                 self._write(line)
             self._pieces, self._length = [rest], len(rest)
         if self._length > (_MAX_LINE if data else 0):

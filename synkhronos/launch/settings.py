@@ -139,7 +139,7 @@ class Settings:
         kind, options = RULES[self.rule.lower()], self.rule_options
         if kind is rules.EAMSGD:
             raise SettingsError("rule: EAMSGD needs the velocities, and a class doesn't name them: take EASGD")
-        known = [each for each in inspect.signature(kind).parameters if each != "exclude"]
+        known = [name for name in inspect.signature(kind).parameters if name != "exclude"]
         for option in options:
             if option not in known:
                 expected = ", ".join(known) or "none"
@@ -173,8 +173,8 @@ class Settings:
     @classmethod
     def load(cls, path: Path) -> Settings:
         """Read settings that `save` has written."""
-        found = json.loads(path.read_text())
-        return cls(**{**found, "devices": tuple(found["devices"]), "hosts": tuple(found["hosts"])})
+        settings = json.loads(path.read_text())
+        return cls(**{**settings, "devices": tuple(settings["devices"]), "hosts": tuple(settings["hosts"])})
 
 
 #: Keys of session files, the environment and ``--set``; ``model`` sets both ``modelfile`` and ``modelclass``.
@@ -200,17 +200,17 @@ def read_session(path: str | os.PathLike[str]) -> dict[str, Any]:
         except ValueError as error:
             raise SettingsError(f"{path}: {error}") from None
     try:
-        found = json.loads(text) if path.suffix == ".json" else tomllib.loads(text)
+        settings = json.loads(text) if path.suffix == ".json" else tomllib.loads(text)
     except ValueError as error:
         raise SettingsError(f"{path}: {error}") from None
-    if not isinstance(found, dict):
-        raise SettingsError(f"{path}: expected settings by name, got {found!r}")
-    _check_keys(found, str(path))
-    return found
+    if not isinstance(settings, dict):
+        raise SettingsError(f"{path}: expected settings by name, got {settings!r}")
+    _check_keys(settings, str(path))
+    return settings
 
 
-def _check_keys(found: Mapping[str, Any], source: str) -> None:
-    for key in found:
+def _check_keys(settings: Mapping[str, Any], source: str) -> None:
+    for key in settings:
         if key not in KEYS:
             similar = difflib.get_close_matches(key, KEYS)
             raise SettingsError(
@@ -248,23 +248,23 @@ def _parse_value(text: str) -> Any:
 
 def read_environment(environment: Mapping[str, str]) -> dict[str, Any]:
     """Return the settings in environment variables such as SYNKHRONOS_DEVICES."""
-    found = {}
+    settings = {}
     for name, value in environment.items():
         key = name.removeprefix(PREFIX).lower()
         if name.startswith(PREFIX) and key in KEYS:  # other packages read other variables
-            found[key] = _parse_value(value)
-    return found
+            settings[key] = _parse_value(value)
+    return settings
 
 
 def join_tables(pieces: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
     """Merge settings of one source; later pieces override earlier ones, in tables entry by entry."""
-    found: dict[str, Any] = {}
+    joined: dict[str, Any] = {}
     for piece in pieces:
         for key, value in piece.items():
-            if isinstance(value, Mapping) and isinstance(found.get(key), Mapping):
-                value = {**found[key], **value}
-            found[key] = value
-    return found
+            if isinstance(value, Mapping) and isinstance(joined.get(key), Mapping):
+                value = {**joined[key], **value}
+            joined[key] = value
+    return joined
 
 
 def merge_sources(sources: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
@@ -273,17 +273,17 @@ def merge_sources(sources: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     Options of a rule are dropped if an earlier source names another rule.  Devices drop a later source's number of
     ranks.  A number of ranks drops a later source's GPUs; if its devices are ``cpu``, the ranks stay on the CPU.
     """
-    found: dict[str, Any] = {}
+    merged: dict[str, Any] = {}
     for source in map(_split_model, reversed(sources)):
-        rule = found.get("rule")
+        rule = merged.get("rule")
         if rule is not None and "rule" in source and str(source["rule"]).lower() != str(rule).lower():
-            found.pop("rule_options", None)  # they are another rule's
+            merged.pop("rule_options", None)  # they are another rule's
         if "devices" in source:
-            found.pop("ranks", None)
-        elif "ranks" in source and found.get("devices") is not None:  # the number of ranks chooses them
-            found["devices"] = "cpu" if set(_split_names(found["devices"])) == {"cpu"} else None
-        found = join_tables([found, source])
-    return found
+            merged.pop("ranks", None)
+        elif "ranks" in source and merged.get("devices") is not None:  # the number of ranks chooses them
+            merged["devices"] = "cpu" if set(_split_names(merged["devices"])) == {"cpu"} else None
+        merged = join_tables([merged, source])
+    return merged
 
 
 def _split_model(source: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -311,49 +311,51 @@ def resolve(sources: Sequence[Mapping[str, Any]], beside: str | os.PathLike[str]
     SettingsError
         If a setting is missing or wrong; the message begins with its name.
     """
-    found = merge_sources(sources)
-    name, class_name = _get_text(found, "modelfile"), _get_text(found, "modelclass")
+    merged = merge_sources(sources)
+    name, class_name = _get_text(merged, "modelfile"), _get_text(merged, "modelclass")
     if not name:
         raise SettingsError(
             "modelfile: expected the file to train: name a session file, or give --set model=FILE:CLASS"
         )
     if not class_name:
         raise SettingsError("modelclass: expected the class to train; name a session file, or model = 'FILE:CLASS'")
-    folders = [_get_path(found, "root"), os.getcwd(), beside and os.path.dirname(os.path.abspath(beside))]
-    root, module = find_module(name, class_name, [os.fspath(each) for each in folders if each])
-    n_ranks = None if found.get("ranks") is None else _check_integer(found["ranks"], "ranks", 1, MAX_RANKS_PER_HOST)
-    hosts = _parse_hosts(found.get("hosts"), n_ranks)
+    folders = [_get_path(merged, "root"), os.getcwd(), beside and os.path.dirname(os.path.abspath(beside))]
+    root, module = find_module(name, class_name, [os.fspath(folder) for folder in folders if folder])
+    n_ranks = None if merged.get("ranks") is None else _check_integer(merged["ranks"], "ranks", 1, MAX_RANKS_PER_HOST)
+    hosts = _parse_hosts(merged.get("hosts"), n_ranks)
     if hosts:
-        devices = _choose_first_hosts_devices(hosts[0], found.get("devices"))
+        devices = _choose_first_hosts_devices(hosts[0], merged.get("devices"))
         hosts[0] = Host(hosts[0].name, len(devices))
     else:
-        devices = _choose_devices(found.get("devices"), n_ranks)
+        devices = _choose_devices(merged.get("devices"), n_ranks)
     if len(devices) > MAX_RANKS_PER_HOST:
         raise SettingsError(f"devices: expected at most {MAX_RANKS_PER_HOST}, got {len(devices)}")
-    rule = find_rule_name(_get_text(found, "rule") or Settings.rule)
+    rule = find_rule_name(_get_text(merged, "rule") or Settings.rule)
     others: dict[str, Any] = {
-        **{key: _check_integer(found[key], key, *ends) for key, ends in _RANGES.items() if found.get(key) is not None},
-        **{key: _check_flag(found[key], key) for key in _FLAGS if found.get(key) is not None},
+        **{
+            key: _check_integer(merged[key], key, *ends) for key, ends in _RANGES.items() if merged.get(key) is not None
+        },
+        **{key: _check_flag(merged[key], key) for key in _FLAGS if merged.get(key) is not None},
     }
-    if found.get("grace") is not None:
-        others["grace"] = _check_seconds(found["grace"], "grace")
-    if found.get("on_death") is not None:
-        if found["on_death"] not in ("stop", "continue"):
-            raise SettingsError(f"on_death: expected 'stop' or 'continue', got {found['on_death']!r}")
-        others["on_death"] = found["on_death"]
+    if merged.get("grace") is not None:
+        others["grace"] = _check_seconds(merged["grace"], "grace")
+    if merged.get("on_death") is not None:
+        if merged["on_death"] not in ("stop", "continue"):
+            raise SettingsError(f"on_death: expected 'stop' or 'continue', got {merged['on_death']!r}")
+        others["on_death"] = merged["on_death"]
     settings = Settings(
         modelfile=module,
         modelclass=class_name,
         root=root,
         devices=devices,
-        hosts=tuple(each.name if each.n_ranks is None else f"{each.name}:{each.n_ranks}" for each in hosts),
+        hosts=tuple(host.name if host.n_ranks is None else f"{host.name}:{host.n_ranks}" for host in hosts),
         rule=rule,
-        rule_options=_check_table(found, "rule_options"),
-        folder=os.path.abspath(_get_path(found, "folder") or _make_folder_name(class_name, rule)),
-        config=_check_config(found),
-        model_options=_check_model_options(found),
-        keep_best=_check_metric(found.get("keep_best")),
-        resume=_get_path(found, "resume"),
+        rule_options=_check_table(merged, "rule_options"),
+        folder=os.path.abspath(_get_path(merged, "folder") or _make_folder_name(class_name, rule)),
+        config=_check_config(merged),
+        model_options=_check_model_options(merged),
+        keep_best=_check_metric(merged.get("keep_best")),
+        resume=_get_path(merged, "resume"),
         **others,
     )
     settings.make_rule()
@@ -364,15 +366,15 @@ def _check_folder(settings: Settings) -> Settings:
     """Check the run's folder, and the checkpoint to resume from."""
     folder = Path(settings.folder)
     for name in ("checkpoint", "keep_best", "resume", "on_death"):
-        asked = getattr(settings, name)
-        if asked and asked != "stop" and find_spec("safetensors") is None:
+        value = getattr(settings, name)
+        if value and value != "stop" and find_spec("safetensors") is None:
             raise SettingsError(f"{name}: needs safetensors: pip install 'synkhronos[training]'")
     if settings.restarts and not (settings.checkpoint or settings.keep_best):
         raise SettingsError("restarts: needs checkpoints: set 'checkpoint', the number of epochs between two")
     if (folder / "checkpoints").exists() and not (folder / "checkpoints").is_dir():
         raise SettingsError(f"folder: {folder / 'checkpoints'} has to be a folder, or nothing yet")
     if settings.resume is None:
-        if (folder / SETTINGS).exists() and any(any(folder.glob(each)) for each in _RESULTS):
+        if (folder / SETTINGS).exists() and any(any(folder.glob(pattern)) for pattern in _RESULTS):
             raise SettingsError(f"folder: {folder} has a run already: name another, or go on with --resume")
         return settings
     if settings.resume == "latest":
@@ -390,22 +392,22 @@ def _check_folder(settings: Settings) -> Settings:
 def find_rule_name(text: str) -> str:
     """Return the name of the rule's class, for a name in any case."""
     if text.lower() not in RULES:
-        names = ", ".join(sorted(each.__name__ for each in RULES.values()))
+        names = ", ".join(sorted(kind.__name__ for kind in RULES.values()))
         raise SettingsError(f"rule: expected one of {names}, got {text!r}")
     return RULES[text.lower()].__name__
 
 
 def get_rule_options(rule: rules.Rule) -> dict[str, Any]:
     """Return the options of a rule that differ from their defaults."""
-    found = {}
+    options = {}
     for name, parameter in inspect.signature(type(rule)).parameters.items():
         value = getattr(rule, name, parameter.default)
         if value == parameter.default:
             continue
         if callable(value):
             raise SettingsError(f"{name}: a rule that is started with init() takes numbers and words, got {value!r}")
-        found[name] = value
-    return found
+        options[name] = value
+    return options
 
 
 # -- the model's file ------------------------------------------------------------------------------------
@@ -477,7 +479,7 @@ def _find_names(tree: ast.Module) -> set[str]:
         if isinstance(node, ast.ClassDef | ast.FunctionDef):
             names.add(node.name)
         elif isinstance(node, ast.Import | ast.ImportFrom):
-            names |= {(each.asname or each.name).split(".")[0] for each in node.names}
+            names |= {(alias.asname or alias.name).split(".")[0] for alias in node.names}
         else:
             names |= {node.id} if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store) else set()
             todo += ast.iter_child_nodes(node)
@@ -487,20 +489,20 @@ def _find_names(tree: ast.Module) -> set[str]:
 # -- values ----------------------------------------------------------------------------------------------
 
 
-def _get_text(found: Mapping[str, Any], key: str) -> str | None:
-    value = found.get(key)
+def _get_text(settings: Mapping[str, Any], key: str) -> str | None:
+    value = settings.get(key)
     if value is None or isinstance(value, str):
         return value or None
     raise SettingsError(f"{key}: expected a text, got {value!r}")
 
 
-def _get_path(found: Mapping[str, Any], key: str) -> str | None:
-    path = _get_text(found, key)
+def _get_path(settings: Mapping[str, Any], key: str) -> str | None:
+    path = _get_text(settings, key)
     return path and os.path.expanduser(path)
 
 
-def _check_table(found: Mapping[str, Any], key: str) -> dict[str, Any]:
-    value = found.get(key, {})
+def _check_table(settings: Mapping[str, Any], key: str) -> dict[str, Any]:
+    value = settings.get(key, {})
     if not isinstance(value, Mapping):
         raise SettingsError(f"{key}: expected a table of names and values, got {value!r}")
     try:
@@ -522,16 +524,16 @@ def _check_metric(value: Any) -> list[str] | None:
     return [name, mode]
 
 
-def _check_config(found: Mapping[str, Any]) -> dict[str, Any]:
-    config = _check_table(found, "config")
+def _check_config(settings: Mapping[str, Any]) -> dict[str, Any]:
+    config = _check_table(settings, "config")
     for key, words in _SET_BY_RUN.items():
         if key in config:
             raise SettingsError(f"config: {key!r} is given by the run: {words}")
     return config
 
 
-def _check_model_options(found: Mapping[str, Any]) -> dict[str, Any]:
-    options = _check_table(found, "model_options")
+def _check_model_options(settings: Mapping[str, Any]) -> dict[str, Any]:
+    options = _check_table(settings, "model_options")
     try:
         check_model_options(options)
     except (TypeError, ValueError) as error:
@@ -565,9 +567,9 @@ def _check_flag(value: Any, key: str) -> bool:
 def _split_names(devices: Any) -> list[str]:
     if isinstance(devices, str):
         devices = devices.split(",")
-    if not isinstance(devices, list | tuple) or not all(isinstance(each, str) for each in devices):
+    if not isinstance(devices, list | tuple) or not all(isinstance(name, str) for name in devices):
         raise SettingsError(f"devices: expected names such as cuda0 and cpu, got {devices!r}")
-    return [each.strip() for each in devices if each.strip()]
+    return [name.strip() for name in devices if name.strip()]
 
 
 def _choose_devices(devices: Any, count: int | None) -> tuple[str, ...]:
@@ -587,20 +589,20 @@ def _choose_devices(devices: Any, count: int | None) -> tuple[str, ...]:
     if set(names) == {"cpu"}:
         return tuple(names)
     chosen = []
-    for each in names:
-        match = re.fullmatch(r"(?:cuda|gpu)(\d+)", each)
-        if ":" in each:
+    for name in names:
+        match = re.fullmatch(r"(?:cuda|gpu)(\d+)", name)
+        if ":" in name:
             raise SettingsError(
-                f"devices: {each!r} is on another host: these are devices of this machine; hosts = ['a', 'b:3'] names "
+                f"devices: {name!r} is on another host: these are devices of this machine; hosts = ['a', 'b:3'] names "
                 "machines, and how many of its GPUs or cores each is to use"
             )
         if match is None:
-            also = "; cpu can't be mixed with GPUs" if each == "cpu" else ""
-            raise SettingsError(f"devices: expected cuda0, gpu0 and so on, or cpu alone, got {each!r}{also}")
+            also = "; cpu can't be mixed with GPUs" if name == "cpu" else ""
+            raise SettingsError(f"devices: expected cuda0, gpu0 and so on, or cpu alone, got {name!r}{also}")
         if int(match[1]) >= n_gpu:
             there = f"cuda0 to cuda{n_gpu - 1}" if n_gpu else "no GPU"
             raise SettingsError(
-                f"devices: {each} is not there: this machine shows {there}; cpu,cpu computes on two of its cores"
+                f"devices: {name} is not there: this machine shows {there}; cpu,cpu computes on two of its cores"
             )
         chosen.append(f"cuda{int(match[1])}")
     if len(set(chosen)) != len(chosen):
@@ -611,30 +613,30 @@ def _choose_devices(devices: Any, count: int | None) -> tuple[str, ...]:
 def _parse_hosts(hosts: Any, n_ranks: int | None) -> list[Host]:
     """Return the hosts and their numbers of ranks, None where that is not set; empty for this machine alone."""
     if isinstance(hosts, str) and hosts != "all":
-        hosts = [each for each in hosts.split(",") if each.strip()]
+        hosts = [host for host in hosts.split(",") if host.strip()]
     try:
-        found = parse_hosts([] if hosts is None else hosts)
+        parsed = parse_hosts([] if hosts is None else hosts)
     except (TypeError, ValueError, OSError) as error:
         raise SettingsError(str(error)) from None
-    if found and (process := find_launch()) is not None:
+    if parsed and (process := find_launch()) is not None:
         raise SettingsError(
             f"hosts: {process[1]} of these commands were started, and one starts the ranks of all hosts: start it once "
             "(srun --nodes=1 --ntasks=1, or without srun or mpirun)"
         )
-    return [Host(each.name, each.n_ranks or n_ranks) for each in found]
+    return [Host(host.name, host.n_ranks or n_ranks) for host in parsed]
 
 
 def _choose_first_hosts_devices(first: Host, devices: Any) -> tuple[str, ...]:
     """Return the device of each rank on the first of several hosts; the other hosts use the same kind."""
     if devices is not None and _split_names(devices) == ["cpu"]:
         return ("cpu",) * (first.n_ranks or available_cores())
-    found = _choose_devices(devices, first.n_ranks)
-    if set(found) != {"cpu"} and found != tuple(f"cuda{i}" for i in range(len(found))):
+    chosen = _choose_devices(devices, first.n_ranks)
+    if set(chosen) != {"cpu"} and chosen != tuple(f"cuda{i}" for i in range(len(chosen))):
         raise SettingsError(
-            f"devices: expected cpu, or cuda0 to cuda{len(found) - 1} in this order, for several hosts, got "
-            f"{', '.join(found)}: each host's CUDA_VISIBLE_DEVICES says which GPUs are meant"
+            f"devices: expected cpu, or cuda0 to cuda{len(chosen) - 1} in this order, for several hosts, got "
+            f"{', '.join(chosen)}: each host's CUDA_VISIBLE_DEVICES says which GPUs are meant"
         )
-    return found
+    return chosen
 
 
 def _make_folder_name(class_name: str, rule: str) -> str:

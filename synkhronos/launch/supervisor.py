@@ -87,14 +87,14 @@ def prepare(settings: Settings, command: list[str]) -> IO[str]:
 
 def find_versions(root: str) -> dict[str, Any]:
     """Return the versions of the packages that compute, and the commit of the model's folder."""
-    found: dict[str, Any] = {"python": platform.python_version(), "host": platform.node()}
-    found |= checks.list_versions(_PACKAGES)
+    versions: dict[str, Any] = {"python": platform.python_version(), "host": platform.node()}
+    versions |= checks.list_versions(_PACKAGES)
     with contextlib.suppress(OSError, subprocess.SubprocessError):
         for name, words in (("commit", ["rev-parse", "HEAD"]), ("changed", ["status", "--porcelain", "-uno"])):
-            done = subprocess.run(["git", "-C", root, *words], capture_output=True, text=True, timeout=10)
-            if done.returncode == 0:
-                found[name] = done.stdout.strip() if name == "commit" else bool(done.stdout.strip())
-    return found
+            result = subprocess.run(["git", "-C", root, *words], capture_output=True, text=True, timeout=10)
+            if result.returncode == 0:
+                versions[name] = result.stdout.strip() if name == "commit" else bool(result.stdout.strip())
+    return versions
 
 
 def python_path() -> str:
@@ -418,14 +418,14 @@ class Supervisor:
     def _keep_copy(self, end: dict[str, Any]) -> None:
         """Make the newest copy a checkpoint, if a signal has ended the run before its ranks could write one."""
         assert self._copies is not None
-        found = list_checkpoints(self._copies.path)
-        if not (found and self.signal_number and self.settings.saves_on_signal) or end.get("checkpoint"):
+        copies = list_checkpoints(self._copies.path)
+        if not (copies and self.signal_number and self.settings.saves_on_signal) or end.get("checkpoint"):
             return
         folder = self.folder / "checkpoints"
         try:
-            path = copy_checkpoint(found[-1], folder)
+            path = copy_checkpoint(copies[-1], folder)
         except OSError as error:
-            self._errors.write(f"{folder / found[-1].name} can't be written: {error}\n")
+            self._errors.write(f"{folder / copies[-1].name} can't be written: {error}\n")
             return
         end["checkpoint"] = str(path)
         self._errors.write(f"--resume goes on from {path}, the last copy\n")
@@ -462,15 +462,15 @@ class Supervisor:
 
     def _record(self, end: dict[str, Any]) -> None:
         """Add the exit status and the time to ``run.json``."""
-        noted: dict[str, Any] = {}
+        record: dict[str, Any] = {}
         with contextlib.suppress(OSError, ValueError):
-            noted = json.loads((self.folder / "run.json").read_text())
+            record = json.loads((self.folder / "run.json").read_text())
         if self._n_restarts:
-            noted["restarts"] = self._n_restarts
+            record["restarts"] = self._n_restarts
         if self._n_deaths:
-            noted["deaths"] = self._n_deaths
+            record["deaths"] = self._n_deaths
         try:
-            _write_run_file(self.folder, {**noted, "ended": _now(), **end})
+            _write_run_file(self.folder, {**record, "ended": _now(), **end})
         except OSError as error:
             self._errors.write(f"run.json lacks the exit status, {end['status']}: {error}\n")
 

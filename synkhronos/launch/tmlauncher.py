@@ -59,17 +59,17 @@ def parse_options(arguments: list[str]) -> tuple[dict[str, str | list[str]], str
     ValueError
         If an option is unknown, or has no value.
     """
-    found: dict[str, str | list[str]] = {}
+    assignments: dict[str, str | list[str]] = {}
     for argument in arguments:
         name, equals, value = argument.partition("=")
         if argument in ("-b", "-bind"):
-            found["BIND"] = "True"
+            assignments["BIND"] = "True"
         elif name not in _OPTIONS or not equals:
             raise ValueError(f"unknown option {argument}\n{_USAGE}")
         else:
-            found[_OPTIONS[name]] = value
-    config = found.pop("config", None)
-    return found, None if config is None else str(config)
+            assignments[_OPTIONS[name]] = value
+    config = assignments.pop("config", None)
+    return assignments, None if config is None else str(config)
 
 
 if __name__ == "__main__":

@@ -88,8 +88,8 @@ class Rule:
 
     def options(self) -> dict[str, Any]:
         """Return the constructor's arguments for records, without those that are None or callables."""
-        found = {name: getattr(self, name, None) for name in inspect.signature(type(self)).parameters}
-        return {name: value for name, value in found.items() if value is not None and not callable(value)}
+        options = {name: getattr(self, name, None) for name in inspect.signature(type(self)).parameters}
+        return {name: value for name, value in options.items() if value is not None and not callable(value)}
 
     # -- methods for subclasses to override ------------------------------------------------------------------
 
@@ -142,7 +142,9 @@ class Rule:
             State of each of the ``size`` ranks.
         """
         first = ranks[0]
-        means = {name: np.mean([each[name] for each in ranks], axis=0) for name in ("params", "optimizer", "excluded")}
+        means = {
+            name: np.mean([saved[name] for saved in ranks], axis=0) for name in ("params", "optimizer", "excluded")
+        }
         means = {name: mean.astype(first[name].dtype) for name, mean in means.items()}
         return [{**first, **means} for _ in range(size)]
 

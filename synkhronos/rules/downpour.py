@@ -154,7 +154,7 @@ class Downpour(Rule):
         first = ranks[0]
         centre = first["shared"]["centre"] if self.asynchronous else first["own"]["base"]
         own = {"base": centre.copy(), "seen": -1}
-        optimizer = np.mean([each["optimizer"] for each in ranks], axis=0).astype(first["optimizer"].dtype)
+        optimizer = np.mean([saved["optimizer"] for saved in ranks], axis=0).astype(first["optimizer"].dtype)
         return [{**first, "params": centre.copy(), "own": dict(own), "optimizer": optimizer} for _ in range(size)]
 
 

@@ -118,19 +118,20 @@ class GoSGD(Rule):
 
     def resized(self, ranks: list[dict[str, Any]], size: int) -> list[dict[str, Any]]:
         """Merge surplus ranks into others, or split ranks' weights with additional ones; the mean is unchanged."""
-        now = [
-            {**each, "own": {"weight": float(each["own"]["weight"])}, "params": each["params"].copy()} for each in ranks
+        states = [
+            {**saved, "own": {"weight": float(saved["own"]["weight"])}, "params": saved["params"].copy()}
+            for saved in ranks
         ]
-        for r in range(size, len(now)):
-            target, surplus = now[r % size], now[r]
+        for r in range(size, len(states)):
+            target, surplus = states[r % size], states[r]
             target["own"]["weight"] += surplus["own"]["weight"]
             share = surplus["own"]["weight"] / target["own"]["weight"]
             target["params"] += share * (surplus["params"] - target["params"])
-        for r in range(len(now), size):
-            giver = now[r % len(ranks)]
+        for r in range(len(states), size):
+            giver = states[r % len(ranks)]
             giver["own"]["weight"] /= 2
-            now.append({**giver, "own": dict(giver["own"]), "params": giver["params"].copy()})
-        return now[:size]
+            states.append({**giver, "own": dict(giver["own"]), "params": giver["params"].copy()})
+        return states[:size]
 
 
 def _interpolate_in_place(into: np.ndarray, other: np.ndarray, share: float, scratch: np.ndarray) -> None:

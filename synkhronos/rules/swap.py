@@ -69,10 +69,10 @@ class Swap(Rule):
         """Return for each rank the number of the rank whose parameters it gets at a step."""
         order = np.random.default_rng((self.seed, step)).permutation(n_ranks).tolist()
         sources = list(range(n_ranks))
-        for one, other in zip(order[::2], order[1::2], strict=False):
-            sources[other] = one
+        for first, second in zip(order[::2], order[1::2], strict=False):
+            sources[second] = first
             if not self.replace:
-                sources[one] = other
+                sources[first] = second
         return sources
 
     def report(self, worker: Worker, state: State) -> Any:

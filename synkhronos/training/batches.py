@@ -91,9 +91,12 @@ def collect_sliceable_rows(batches_s: Sequence[Any], size: int) -> list[StepRows
     steps: list[StepRows] = []
     for i, batch_s in enumerate(batches_s):
         name = f"batches_s[{i}]"
-        each = split_by_rank(batch_s, size, name) or [batch_s] * size
-        rows = [None if one is None or isinstance(one, slice) else check_indexes(one, name) for one in each]
-        known = [one for one in rows if one is not None and len(one)]
+        by_rank = split_by_rank(batch_s, size, name) or [batch_s] * size
+        rows = [
+            None if selection is None or isinstance(selection, slice) else check_indexes(selection, name)
+            for selection in by_rank
+        ]
+        known = [selection for selection in rows if selection is not None and len(selection)]
         steps.append(known if len(known) == size else None)
     return steps
 
@@ -126,6 +129,6 @@ def group_steps(steps: Sequence[StepRows], max_repeats: int) -> Iterator[tuple[i
             start = stop
 
 
-def _can_share_launch(one: StepRows, other: StepRows) -> bool:
+def _can_share_launch(first: StepRows, second: StepRows) -> bool:
     """Whether two steps can share a launch: each rank has equally many rows in both."""
-    return one is not None and other is not None and list(map(len, one)) == list(map(len, other))
+    return first is not None and second is not None and list(map(len, first)) == list(map(len, second))

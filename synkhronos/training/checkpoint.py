@@ -375,7 +375,7 @@ def _read(path: Path, *names: str) -> dict[str, bytes]:
         # The folder is opened once: a writer may replace it in the meantime.
         folder = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
         try:
-            found = {name: _read_file(name, folder) for name in (*names, _SUMS)}
+            contents = {name: _read_file(name, folder) for name in (*names, _SUMS)}
         finally:
             os.close(folder)
     except FileNotFoundError as error:
@@ -384,11 +384,11 @@ def _read(path: Path, *names: str) -> dict[str, bytes]:
         raise CheckpointError(f"{expected}: {error}{old}") from error
     except OSError as error:
         raise CheckpointError(f"{path}: expected a checkpoint that can be read: {error}") from error
-    sums = found.pop(_SUMS).decode(errors="replace").splitlines()
-    for name, content in found.items():
+    sums = contents.pop(_SUMS).decode(errors="replace").splitlines()
+    for name, content in contents.items():
         if f"{_compute_digest(content)}  {name}" not in sums:
             raise _make_damage_error(path, f"{name} has another digest than {_SUMS} says")
-    return found
+    return contents
 
 
 def _read_file(name: str, folder: int) -> bytes:

@@ -133,4 +133,4 @@ class EpochData:
 
 def get_rank_pools(data: list[Data]) -> list[range] | None:
     """Return the ranks of each host if some data are of `synkhronos.data_parts`, else None."""
-    return ranks.session().link.ranks_by_host if any(isinstance(each, PartsData) for each in data) else None
+    return ranks.session().link.ranks_by_host if any(isinstance(array, PartsData) for array in data) else None

@@ -217,15 +217,15 @@ class _SourceLoop(TrainingLoop):
         if rate != self.rate:
             self.set_rate(rate)
             self.rate = rate
-        rows = [each for each in self.wait_for_rows(places) if len(each)]
+        rows = [indexes for indexes in self.wait_for_rows(places) if len(indexes)]
         if not rows:  # the last round had no batch for this rank, or none of the rows could be read
             self.free(places)
             return len(batches.starts)
         with self.meter.time("compute") as launch:
             losses = self.launch(rows)
-            for (loss, weight), some in zip(losses, rows, strict=True):
-                self.meter.add_loss(loss, len(some) if weight is None else weight)
-                self.meter.count_step(len(some))
+            for (loss, weight), indexes in zip(losses, rows, strict=True):
+                self.meter.add_loss(loss, len(indexes) if weight is None else weight)
+                self.meter.count_step(len(indexes))
             self.free_after_launch(places, len(losses))
         self.meter.record_launch(len(rows), len(rows[0]), launch.spent)
         return len(batches.starts)
@@ -233,11 +233,11 @@ class _SourceLoop(TrainingLoop):
     def wait_for_rows(self, places: list[tuple[int, int]]) -> list[Any]:
         """Wait until a loader has read the rows in some ranges of positions, and return their row numbers."""
         source = self.source
-        if isinstance(source, Feed) and not all(source.is_ready(*each) for each in places):
+        if isinstance(source, Feed) and not all(source.is_ready(*span) for span in places):
             # The loaders may need the memory of rows that this rank holds, to read rows for other ranks.
             self.finish_steps()
         with self.meter.time("load"):
-            return [source.rows(*each, self.watch) for each in places]
+            return [source.rows(*span, self.watch) for span in places]
 
     def finish_steps(self) -> None:
         """Wait for the launched steps, and release the memory of their rows to the loaders."""
@@ -248,8 +248,8 @@ class _SourceLoop(TrainingLoop):
 
     def free(self, places: list[tuple[int, int]]) -> None:
         """Release the memory of rows to the loaders."""
-        for each in places:
-            self.source.free(*each)
+        for span in places:
+            self.source.free(*span)
 
 
 class CommandLoop(_SourceLoop):
@@ -362,7 +362,7 @@ class RowLoop(_SourceLoop, RankLoop):
         self._unexchanged_weights: list[Any] = []
         state.count_items = self._sum_weights if plan.has_weight else None
         self._agreement = StopAgreement(worker)
-        row = sum(math.prod(each.shape[1:]) * each.dtype.itemsize for each in source.data)
+        row = sum(math.prod(array.shape[1:]) * array.dtype.itemsize for array in source.data)
         self.max_repeats = max(
             1, min(source.max_repeats, step.max_repeats, _MAX_LAUNCH_NBYTES // max(1, row * plan.batch))
         )
@@ -378,25 +378,25 @@ class RowLoop(_SourceLoop, RankLoop):
         plan, n, me = self.plan, self.worker.size, self.worker.number
         place = plan.first
         while place < plan.last:
-            whole = (plan.last - place) // (plan.batch * n)
-            rounds = max(1, min(self.count_steps_left(), self.max_repeats, whole))
+            n_full = (plan.last - place) // (plan.batch * n)
+            rounds = max(1, min(self.count_steps_left(), self.max_repeats, n_full))
             end = min(plan.last, place + rounds * n * plan.batch)
             yield Batches(place, [place + (k * n + me) * plan.batch for k in range(rounds)], end)
             place = end
 
     def _take_batches(self) -> Iterator[Batches]:
         """Take the next batches that no other rank has taken."""
-        plan, n, taken = self.plan, self.worker.size, self._batches_taken
+        plan, n, shared_counts = self.plan, self.worker.size, self._batches_taken
         pool = next(pool for pool in plan.pools if self.worker.number in pool)
         while True:
             n_batches = min(self.count_steps_left(), self.max_repeats)
             with self.meter.time("load"), self.worker.lock(n + 1) as lock:
-                lock.read(taken)
-                first = int(taken.array[pool.start])
-                if plan.can_stop and requested_stop() and not taken.array[-1]:
-                    begun = (-(-int(taken.array[each.start]) // len(each)) for each in plan.pools)
-                    taken.array[-1] = max(1, *begun)
-                rounds = int(taken.array[-1])
+                lock.read(shared_counts)
+                first = int(shared_counts.array[pool.start])
+                if plan.can_stop and requested_stop() and not shared_counts.array[-1]:
+                    begun = (-(-int(shared_counts.array[peers.start]) // len(peers)) for peers in plan.pools)
+                    shared_counts.array[-1] = max(1, *begun)
+                rounds = int(shared_counts.array[-1])
                 if rounds:  # all pools complete the same rounds, so that the rows trained on are one range
                     n_batches = min(n_batches, rounds * len(pool) - first)
                 # Of each n batches in a row the pool has those in its ranks' places: all, where there is one pool.
@@ -405,8 +405,8 @@ class RowLoop(_SourceLoop, RankLoop):
                     for k in range(first, first + n_batches)
                 ]
                 starts = [start for start in starts if start + plan.batch <= plan.last] or starts[:1]
-                taken.array[pool.start] += len(starts)
-                lock.write(taken)
+                shared_counts.array[pool.start] += len(starts)
+                lock.write(shared_counts)
             if not starts or starts[0] >= plan.last:
                 self.end = min(plan.last, plan.first + rounds * n * plan.batch) if rounds else plan.last
                 return
@@ -438,13 +438,13 @@ class RowLoop(_SourceLoop, RankLoop):
         data, state = self.source.data, self.state
         if state.average_size:
             state.own["batches"] = state.own.get("batches", 0.0) + sum(map(len, rows)) / self.plan.batch
-        if len(rows) > 1 and len({len(each) for each in rows}) == 1:
+        if len(rows) > 1 and len({len(array) for array in rows}) == 1:
             together = np.concatenate(rows)
-            outputs = self._step.launch_many(len(rows), *(each[together] for each in data))
+            outputs = self._step.launch_many(len(rows), *(array[together] for array in data))
             if outputs is not None:
                 weights = outputs[len(rows) :] or [None] * len(rows)
                 return list(zip(outputs[: len(rows)], weights, strict=True))
-        steps = [self._step.launch(*(each[some] for each in data)) for some in rows]
+        steps = [self._step.launch(*(array[indexes] for array in data)) for indexes in rows]
         return [(loss, weight[0] if weight else None) for loss, *weight in steps]
 
     def free_after_launch(self, places: list[tuple[int, int]], steps: int) -> None:
@@ -510,8 +510,8 @@ def train_interval(
         Position up to which the ranks have trained: before ``plan.last`` if a signal has stopped them.
     outcome : Outcome
     """
-    kept = worker.get_storage(plan.name)
-    state: State | None = kept.get("state")
+    stored = worker.get_storage(plan.name)
+    state: State | None = stored.get("state")
     restore_own_params(worker, plan.name)  # does nothing after an interrupt: each rank keeps its present parameters
     places = worker.all_gather(None if state is None else (state.step, state.since))
     begun = [place for place in places if place is not None]
@@ -523,7 +523,7 @@ def train_interval(
         if begun:
             state.vector = worker.all_reduce(state.vector)
         rule.setup(worker, state)
-        kept["state"] = state
+        stored["state"] = state
     loop = RowLoop(worker, plan, rule, state, step, rate, source, batches_taken)
     loop.run()
     loop.finish_steps()

@@ -70,14 +70,14 @@ def split_outcomes(outcomes: Sequence[Outcome], size: int) -> list[Outcome]:
     """
     if not outcomes or len(outcomes) == size:
         return list(outcomes)
-    seconds = {name: float(np.mean([each.seconds[name] for each in outcomes])) for name in outcomes[0].seconds}
+    seconds = {name: float(np.mean([outcome.seconds[name] for outcome in outcomes])) for name in outcomes[0].seconds}
     first = outcomes[0]._replace(
-        loss=sum(each.loss for each in outcomes),
-        weight=sum(each.weight for each in outcomes),
-        rows=sum(each.rows for each in outcomes),
-        steps=sum(each.steps for each in outcomes),
+        loss=sum(outcome.loss for outcome in outcomes),
+        weight=sum(outcome.weight for outcome in outcomes),
+        rows=sum(outcome.rows for outcome in outcomes),
+        steps=sum(outcome.steps for outcome in outcomes),
         seconds=seconds,
-        first=(sum(each.first[0] for each in outcomes), sum(each.first[1] for each in outcomes)),
+        first=(sum(outcome.first[0] for outcome in outcomes), sum(outcome.first[1] for outcome in outcomes)),
     )
     others = first._replace(loss=0.0, weight=0.0, rows=0, steps=0, first=(0, 0.0))
     return [first, *([others] * (size - 1))]

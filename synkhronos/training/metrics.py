@@ -71,7 +71,7 @@ def parse_metrics(validate: Any, inputs: Sequence[Any]) -> dict[str, Metric]:
         named = dict(validate)
     else:
         is_list = isinstance(validate, list) or isinstance(validate, tuple) and not _has_op(validate)
-        named = {f"valid_{i}": one for i, one in enumerate(validate if is_list else [validate])}
+        named = {f"valid_{i}": entry for i, entry in enumerate(validate if is_list else [validate])}
     metrics = {name: _parse_metric(name, entry) for name, entry in named.items()}
     warn_of_denominators(
         {f"validate: {name}": m.expression for name, m in metrics.items() if m.op == "mean" and m.weight is None},
@@ -143,11 +143,11 @@ class MetricTotals:
     def results(self) -> dict[str, float]:
         """Return each metric's value over all batches, by name; NaN for a mean whose weights are all 0."""
         values = iter(float(total.result()) for total in self._totals)
-        found = {}
+        results = {}
         for name, metric in self._metrics.items():
             value = next(values)
             if metric.weight is not None:
                 weight = next(values)
                 value = value / weight if weight else np.nan
-            found[name] = value
-        return found
+            results[name] = value
+        return results

@@ -11,6 +11,8 @@ from typing import Any
 
 import numpy as np
 
+from synkhronos.data.parts import PartsData
+
 #: Maximal number of bytes of rows that are searched at once: the search copies them.
 _BYTES = 1 << 26
 
@@ -40,16 +42,17 @@ def describe_nonfinite(arrays: Mapping[str, Any], rows: Any = None) -> str:
         if array.dtype.kind not in "fc":
             continue
         chosen = np.arange(len(array)) if rows is None else np.sort(rows)
-        if (here := getattr(array, "here", None)) is not None:
-            chosen = chosen[(chosen >= here.start) & (chosen < here.stop)]
+        if isinstance(array, PartsData):
+            local = array.local_rows
+            chosen = chosen[(chosen >= local.start) & (chosen < local.stop)]
         step = max(1, _BYTES // max(1, int(np.prod(array.shape[1:])) * array.dtype.itemsize))
-        found = np.concatenate(
+        rows_found = np.concatenate(
             [_find_nonfinite(array, chosen[i : i + step]) for i in range(0, len(chosen), step)] or [chosen]
         )
-        if len(found):
-            row = np.asarray(array[found[:1]])
-            others = f", the first of {len(found):,} such rows" if len(found) > 1 else ""
-            return f"row {found[0]:,} of {name} has {row[~np.isfinite(row)][0]}{others}"
+        if len(rows_found):
+            row = np.asarray(array[rows_found[:1]])
+            others = f", the first of {len(rows_found):,} such rows" if len(rows_found) > 1 else ""
+            return f"row {rows_found[0]:,} of {name} has {row[~np.isfinite(row)][0]}{others}"
     return ""
 
 

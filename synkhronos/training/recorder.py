@@ -159,13 +159,13 @@ def read(folder: str | os.PathLike[str]) -> dict[str, list[dict[str, Any]]]:
         If the folder has no such file.
     """
     folder = Path(folder)
-    files = sorted(folder.glob(RANK_FILE.format("*"))) + [folder / REPORT_FILE]
-    found = {path.stem: path for path in files if path.exists()}
-    if not found:
+    paths = sorted(folder.glob(RANK_FILE.format("*"))) + [folder / REPORT_FILE]
+    files = {path.stem: path for path in paths if path.exists()}
+    if not files:
         raise FileNotFoundError(f"{folder}: expected a recorder's folder, with {REPORT_FILE} or rank-0.jsonl in it")
     return {
         name: [record for line in path.read_text().splitlines() if (record := _parse_line(line))]
-        for name, path in found.items()
+        for name, path in files.items()
     }
 
 

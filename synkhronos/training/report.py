@@ -71,8 +71,8 @@ class Report:
 
     def __str__(self) -> str:
         valid = "".join(f", {name} {value:.4g}" for name, value in self.validation.items())
-        whole = sum(self.seconds.values()) or 1.0
-        shares = " ".join(f"{name} {value / whole:.0%}" for name, value in self.seconds.items() if value)
+        total = sum(self.seconds.values()) or 1.0
+        shares = " ".join(f"{name} {value / total:.0%}" for name, value in self.seconds.items() if value)
         return (
             f"epoch {self.epoch:g}: loss {self.loss:.4g}{valid}; batch {self.batch}, "
             f"learning rate {self.learning_rate:.3g}, {self.rows_per_second:,.0f} rows/s ({shares})"

@@ -157,34 +157,38 @@ class ShardedState:
                 "set_optimizer_state(), resume from a checkpoint, or make a new training function"
             )
         self._session = session
-        for one in self.state:
-            if isinstance(one, StatePart) and one.first.size > 1 and not is_overwritten:
-                self._divide(one, one.first)
+        for variable in self.state:
+            if isinstance(variable, StatePart) and variable.first.size > 1 and not is_overwritten:
+                self._divide(variable, variable.first)
 
     def get(self) -> list[np.ndarray]:
         """Return the whole state, in the order of the unsharded optimizer."""
         self.begin()
-        return [self.gather(one) if isinstance(one, StatePart) else np.array(one.get_value()) for one in self.state]
+        return [
+            self.gather(variable) if isinstance(variable, StatePart) else np.array(variable.get_value())
+            for variable in self.state
+        ]
 
     def set(self, values: Sequence[np.ndarray]) -> None:
         """Set the state from whole arrays, which the caller has checked."""
         self.begin(is_overwritten=True)
-        for one, value in zip(self.state, values, strict=True):
-            if isinstance(one, StatePart):
-                self._divide(one, value)
+        for variable, value in zip(self.state, values, strict=True):
+            if isinstance(variable, StatePart):
+                self._divide(variable, value)
             else:
-                synk.broadcast(one, value)
+                synk.broadcast(variable, value)
 
     def find(self, whole: Any) -> StatePart | None:
         """Return the parts of a variable of the unsharded optimizer; None if it is not divided."""
-        return next((one for one in self.state if isinstance(one, StatePart) and one.whole is whole), None)
+        return next((part for part in self.state if isinstance(part, StatePart) and part.whole is whole), None)
 
     def get_vector(self, variables: Sequence[Any]) -> np.ndarray:
         """Concatenate the values of some variables of the unsharded optimizer, in the widest dtype."""
         self.begin()
-        found = [self.find(one) for one in variables]
+        parts = [self.find(variable) for variable in variables]
         values = [
-            one.get_value() if part is None else self.gather(part) for one, part in zip(variables, found, strict=True)
+            variable.get_value() if part is None else self.gather(part)
+            for variable, part in zip(variables, parts, strict=True)
         ]
         dtype = np.result_type(*(value.dtype for value in values)) if values else np.dtype(np.float32)
         return np.concatenate([np.zeros(0, dtype), *(np.ravel(value).astype(dtype, copy=False) for value in values)])
@@ -193,13 +197,13 @@ class ShardedState:
         """Set the variables to values as from `get_vector`; they include all divided ones."""
         self.begin(is_overwritten=True)
         start = 0
-        for one in variables:
-            part, shape = self.find(one), shape_of(one)
+        for variable in variables:
+            part, shape = self.find(variable), shape_of(variable)
             size = int(np.prod(shape))
-            value = vector[start : start + size].astype(one.type.dtype).reshape(shape)
+            value = vector[start : start + size].astype(variable.type.dtype).reshape(shape)
             start += size
             if part is None:
-                synk.broadcast(one, value)
+                synk.broadcast(variable, value)
             else:
                 self._divide(part, value)
 

@@ -94,9 +94,9 @@ def summary(name: str, files: dict[str, list[dict[str, Any]]]) -> str:
     last = reports[-1]
     validation = {f"validation {key}": value for key, value in (last.get("validation") or {}).items()}
     numbers = {"loss": last.get("loss"), **validation}
-    shown = [f"{key} {value:.4g}" for key, value in numbers.items() if value is not None]
+    figures = [f"{key} {value:.4g}" for key, value in numbers.items() if value is not None]
     rate = f"{last.get('rows_per_second') or 0:,.0f} rows/s"
-    words = f"{len(reports)} reports", f"epoch {last.get('epoch') or 0:g}", *shown, rate
+    words = f"{len(reports)} reports", f"epoch {last.get('epoch') or 0:g}", *figures, rate
     return f"{name}: {', '.join(words)}, batch {last.get('batch', '?')}\n"
 
 

@@ -255,12 +255,14 @@ class Survival(DeathHandler):
             deaths.append(death)
             try:
                 self._restore()
-            except Exception as another:
-                error = another
+            except Exception as failure:
+                error = failure
                 continue
             seconds = time.perf_counter() - began
-            for each in deaths:
-                self.deaths.append(SurvivedDeath(each.rank, each.host, each.cause, self.step, round(seconds, 3)))
+            for survived in deaths:
+                self.deaths.append(
+                    SurvivedDeath(survived.rank, survived.host, survived.cause, self.step, round(seconds, 3))
+                )
             _log.warning("%s %s; the training went on from step %d, %.1f s later", who, death.cause, self.step, seconds)
             return
         raise error
@@ -286,8 +288,8 @@ class Survival(DeathHandler):
 
 def _list_vectors(groups: rank_state.Groups) -> list[tuple[str, list[Any]]]:
     """Return the roles whose variables are copied as a vector, with the variables; a sharded optimizer has none."""
-    found = [("params", groups.params), ("optimizer", groups.optimizer), ("excluded", groups.excluded)]
-    return [(role, variables) for role, variables in found if variables is not None]
+    vectors = [("params", groups.params), ("optimizer", groups.optimizer), ("excluded", groups.excluded)]
+    return [(role, variables) for role, variables in vectors if variables is not None]
 
 
 def _read(groups: rank_state.Groups) -> dict[str, Any]:

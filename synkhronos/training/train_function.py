@@ -119,7 +119,9 @@ class TrainFunction:
             self._sharding = _Sharding(
                 whole, shards.row, shards.rank, shards.reads_whole_gradient, ShardedState(state, shards.size)
             )
-            self.optimizer_state = [one.shared if isinstance(one, StatePart) else one for one in state]
+            self.optimizer_state = [
+                variable.shared if isinstance(variable, StatePart) else variable for variable in state
+            ]
         self._graph = graph
         self._exchange = exchange
 
@@ -138,9 +140,9 @@ class TrainFunction:
         if self._sharding is not None and self._averages is not None:
             state = self._sharding.state
             for average in self._averages:
-                found = state.find(average)
-                if found is not None:
-                    _set_on_all_ranks(average, state.gather(found))
+                part = state.find(average)
+                if part is not None:
+                    _set_on_all_ranks(average, state.gather(part))
         return self._averages
 
     def get_optimizer_state(self) -> list[np.ndarray]:
@@ -318,7 +320,7 @@ class TrainFunction:
         1.0 0.25 0.0625
         >>> synk.close()
         """
-        return [self._to_loss(*each) for each in self.weighted_steps(x_data, y_data, batches, num_slices, batches_s)]
+        return [self._to_loss(*step) for step in self.weighted_steps(x_data, y_data, batches, num_slices, batches_s)]
 
     def weighted_steps(
         self, x_data: Any, y_data: Any, batches: Any, num_slices: int | None = None, batches_s: Any = None
@@ -359,7 +361,7 @@ class TrainFunction:
         """Take steps in one launch; return their losses, or None if they have to be taken one by one."""
         if len(rows) == 1:
             return None
-        by_rank = [np.concatenate(each) for each in zip(*filter(None, rows), strict=True)]
+        by_rank = [np.concatenate(parts) for parts in zip(*filter(None, rows), strict=True)]
         batch, batch_s = (None, by_rank) if self._graph.sliceable else (np.concatenate(by_rank), None)
         losses: list[tuple[Any, Any]] | None = self._run_steps(arrays, batch, batch_s, 1, len(rows))
         return losses
@@ -370,7 +372,7 @@ class TrainFunction:
             return 1
         if isinstance(num_slices, bool) or not isinstance(num_slices, int | np.integer) or num_slices != 1:
             return 1  # a single step also raises the error for an invalid number
-        longest = max((len(one) for step in rows if step is not None for one in step), default=0)
+        longest = max((len(indexes) for step in rows if step is not None for indexes in step), default=0)
         if not longest:
             return 1  # no step can share a launch; the data may not even have shapes
         max_repeats = get_dispatcher(self.gradient).computation.engine.max_repeats(
@@ -446,12 +448,12 @@ class TrainFunction:
             return gradient.n_rows < n_ranks
         chosen = gradient.batch_s or (slice(None),) * n_ranks
         lengths = [0] * n_ranks
-        if any(isinstance(one, slice) for one in chosen):  # only the ranks know the lengths of their data
+        if any(isinstance(selection, slice) for selection in chosen):  # only the ranks know the lengths of their data
             layouts = session.run(GetShapes(get_mirror_keys(session, self._graph.sliceable)))
-            lengths = [min(shape[0] for shape, _ in each) for each in zip(*layouts, strict=True)]
+            lengths = [min(shape[0] for shape, _ in shapes) for shapes in zip(*layouts, strict=True)]
         counts = [
-            len(range(length)[one]) if isinstance(one, slice) else one.shape[0]
-            for one, length in zip(chosen, lengths, strict=True)
+            len(range(length)[selection]) if isinstance(selection, slice) else selection.shape[0]
+            for selection, length in zip(chosen, lengths, strict=True)
         ]
         if not any(counts):
             raise ValueError("batch_s: expected at least one row on some rank, got none")

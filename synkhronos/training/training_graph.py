@@ -249,11 +249,11 @@ class TrainingGraph:
             Selection of rows of each step: the first is None if the data are in shared variables, else the second.
         """
         arrays = self.check_data(x_data, y_data, batches, batches_s, ("batches", "batches_s"))
-        name, given = ("batches_s", batches_s) if self.sliceable else ("batches", batches)
-        is_sequence = isinstance(given, np.ndarray) and given.ndim or isinstance(given, Sequence)
-        if not is_sequence or isinstance(given, str | bytes):
-            raise TypeError(f"{name}: expected a sequence with the rows of each step, got {given!r}")
-        return arrays, [(None, one) if self.sliceable else (one, None) for one in given]
+        name, selections = ("batches_s", batches_s) if self.sliceable else ("batches", batches)
+        is_sequence = isinstance(selections, np.ndarray) and selections.ndim or isinstance(selections, Sequence)
+        if not is_sequence or isinstance(selections, str | bytes):
+            raise TypeError(f"{name}: expected a sequence with the rows of each step, got {selections!r}")
+        return arrays, [(None, selection) if self.sliceable else (selection, None) for selection in selections]
 
 
 def _check_variables(argument: str, value: Any) -> list[Any]:
@@ -276,12 +276,12 @@ def _check_sliceable(shareds: Sequence[Any] | None, variables: list[Any]) -> lis
         return []
     if not isinstance(shareds, list | tuple):
         raise TypeError(f"sliceable_shareds: expected a list of shared variables, got {shareds!r}")
-    found = list(shareds)
-    if len(found) != len(variables):
+    data = list(shareds)
+    if len(data) != len(variables):
         raise ValueError(
-            f"sliceable_shareds: expected {len(variables)} shared variables, one for each of x and y, got {len(found)}"
+            f"sliceable_shareds: expected {len(variables)} shared variables, one for each of x and y, got {len(data)}"
         )
-    for shared, variable in zip(found, variables, strict=True):
+    for shared, variable in zip(data, variables, strict=True):
         if not hasattr(shared, "get_value"):
             raise TypeError(f"sliceable_shareds: expected shared variables, got {shared!r}")
         kinds = [(getattr(v.type, "dtype", None), getattr(v.type, "ndim", None)) for v in (shared, variable)]
@@ -289,7 +289,7 @@ def _check_sliceable(shareds: Sequence[Any] | None, variables: list[Any]) -> lis
             raise TypeError(
                 f"sliceable_shareds: {shared.name!r} of {shared.type} can't stand for {variable!r} of {variable.type}"
             )
-    return found
+    return data
 
 
 def apply_own_gradient(rule: RuleUpdates) -> dict[Any, Any]:
@@ -426,8 +426,8 @@ def _check_extra_updates(updates: Updates | None, rule: RuleUpdates, sources: li
     if not isinstance(updates, Mapping | list | tuple):
         raise TypeError(f"extra_updates: expected a dict or a list of pairs, got {updates!r}")
     entries = list(updates.items() if isinstance(updates, Mapping) else updates)
-    taken = {id(shared) for shared in (*dict(rule.grad_updates), *dict(rule.param_updates))}
-    found: set[int] = set()
+    rule_ids = {id(shared) for shared in (*dict(rule.grad_updates), *dict(rule.param_updates))}
+    seen: set[int] = set()
     for entry in entries:
         if not isinstance(entry, list | tuple) or len(entry) not in (2, 3):
             raise TypeError(
@@ -436,11 +436,11 @@ def _check_extra_updates(updates: Updates | None, rule: RuleUpdates, sources: li
         shared = entry[0]
         if not hasattr(shared, "get_value"):
             raise TypeError(f"extra_updates: expected shared variables, got {shared!r}")
-        if id(shared) in taken:
+        if id(shared) in rule_ids:
             raise ValueError(f"extra_updates: the update rule has an update of {shared.name!r} already")
-        if id(shared) in found:
+        if id(shared) in seen:
             raise ValueError(f"extra_updates: there are two for {shared.name!r}")
-        found.add(id(shared))
+        seen.add(id(shared))
         if len(entry) == 3 and entry[2] not in ("mean", None):
             raise ValueError(f"extra_updates: {shared.name!r}: expected the op 'mean' or None, got {entry[2]!r}")
         if entry[2:] == ("mean",) and not _is_float(shared):
@@ -471,7 +471,7 @@ def _choose_ops(entries: list[Any], sources: list[Any]) -> list[ExtraUpdate]:
     differing = [*sources, *random]
     while True:
         dependence = Dependence(library, expressions, differing)
-        found = []
+        extra_updates = []
         for shared, expression, *op in entries:
             differs = bool(hasattr(expression, "owner") and dependence.list_sources(expression))
             if not op:
@@ -481,11 +481,13 @@ def _choose_ops(entries: list[Any], sources: list[Any]) -> list[ExtraUpdate]:
                         "values: give (variable, expression, None) to let each rank keep its own"
                     )
                 op = ["mean" if _is_float(shared) else None]
-            found.append(ExtraUpdate(shared, expression, op[0], differs))
+            extra_updates.append(ExtraUpdate(shared, expression, op[0], differs))
         # Expressions that read these variables may differ between ranks as well.
-        own = [u.shared for u in found if u.differs and u.op is None and not any(u.shared is d for d in differing)]
+        own = [
+            u.shared for u in extra_updates if u.differs and u.op is None and not any(u.shared is d for d in differing)
+        ]
         if not own:
-            return found
+            return extra_updates
         differing += own
 
 

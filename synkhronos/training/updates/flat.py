@@ -124,8 +124,8 @@ def split_vector(vector: Any, params: Sequence[Any], may_be_zero: bool = True) -
 def _is_length(library: GraphLibrary, weight: Any) -> bool:
     """Return True for a weight that depends on shapes alone, such as a number of rows."""
     nodes = library.sort_nodes([weight])
-    leaves = [weight, *(each for node in nodes for each in node.inputs)]
-    sources = [each for each in leaves if each.owner is None and not library.is_constant(each)]
+    leaves = [weight, *(operand for node in nodes for operand in node.inputs)]
+    sources = [operand for operand in leaves if operand.owner is None and not library.is_constant(operand)]
     return not Dependence(library, [weight], sources).depends_on_values(weight)
 
 

@@ -407,8 +407,8 @@ class Shards:
             (vector,) = vectors
             pieces = []
             for length, piece in vector.pieces:
-                one = [piece if value is vector else value for value in inputs]
-                pieces.append((length, self._apply_to_piece(node, one, piece)))
+                operands = [piece if value is vector else value for value in inputs]
+                pieces.append((length, self._apply_to_piece(node, operands, piece)))
             return _Value(out, make_whole, pieces=pieces)
         return _Value(out, make_whole)
 
@@ -538,7 +538,7 @@ def _leaves_beside(variables: Sequence[Any]) -> Iterator[Any]:
 
 def _find_whole_leaves(variables: Sequence[Any]) -> set[int]:
     """Return the ids of the variables without an owner that some operation other than an elementwise one reads."""
-    stack, seen, found = [(variable, False) for variable in variables], set(), set()
+    stack, seen, leaves = [(variable, False) for variable in variables], set(), set()
     while stack:
         variable, is_whole = stack.pop()
         if (id(variable), is_whole) in seen:
@@ -547,10 +547,10 @@ def _find_whole_leaves(variables: Sequence[Any]) -> set[int]:
         node = variable.owner
         if node is not None:
             is_whole = is_whole or type(node.op).__name__ not in ("Elemwise", *_PASSING)
-            stack.extend((each, is_whole) for each in node.inputs)
+            stack.extend((operand, is_whole) for operand in node.inputs)
         elif is_whole:
-            found.add(id(variable))
-    return found
+            leaves.add(id(variable))
+    return leaves
 
 
 def _constant_bounds(library: GraphLibrary, node: Any, total: int) -> tuple[int, int] | None:
@@ -568,8 +568,8 @@ def _constant_bounds(library: GraphLibrary, node: Any, total: int) -> tuple[int,
     if not isinstance(index, slice):
         place = read(index)
         return (place % total, place % total + 1) if isinstance(place, int) else None
-    found = [read(entry) for entry in (index.start, index.stop, index.step)]
-    if not all(entry is None or isinstance(entry, int) for entry in found):
+    bounds = [read(entry) for entry in (index.start, index.stop, index.step)]
+    if not all(entry is None or isinstance(entry, int) for entry in bounds):
         return None
-    start, stop, step = slice(*found).indices(total)
+    start, stop, step = slice(*bounds).indices(total)
     return (start, max(start, stop)) if step == 1 else None

@@ -146,11 +146,11 @@ def partition(*groups: tuple[Callable[[Any], bool], UpdateRule] | UpdateRule) ->
                 raise ValueError(f"params: {p!r} is in no group of partition(); end with a rule for the rest")
             members[place].append(p)
         merged: OrderedDict[Any, Any] = OrderedDict()
-        for (_, rule), some in zip(pairs, members, strict=True):
-            if some:
-                own = [g for g, p in zip(grads, params, strict=True) if any(p is q for q in some)]
-                updates = _as_updates(rule, rule(own, some, *args, **kwargs))
-                merged.update(_replace_gradient(updates, some, [pieces[p] for p in some]).param_updates)
+        for (_, rule), group_params in zip(pairs, members, strict=True):
+            if group_params:
+                own = [g for g, p in zip(grads, params, strict=True) if any(p is q for q in group_params)]
+                updates = _as_updates(rule, rule(own, group_params, *args, **kwargs))
+                merged.update(_replace_gradient(updates, group_params, [pieces[p] for p in group_params]).param_updates)
         return RuleUpdates(OrderedDict([(flat.shared, flat.expression)]), merged, flat.shared)
 
     partitioned.__name__ = f"partition({', '.join(_get_name(rule) for _, rule in pairs)})"
