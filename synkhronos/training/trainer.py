@@ -29,7 +29,7 @@ from synkhronos.training.compiled_model import CompiledModel
 from synkhronos.training.epoch_data import EpochData
 from synkhronos.training.metrics import Metric, parse_metrics
 from synkhronos.training.report import Report
-from synkhronos.training.schedules import Schedule, as_schedule
+from synkhronos.training.schedules import Schedule, as_schedule, compute_rate
 from synkhronos.training.step_options import StepOptions
 from synkhronos.training.stop import StopSignals, requested_stop
 from synkhronos.training.survival import DeathHandler
@@ -436,7 +436,7 @@ def make_trainer(
     dtype = getattr(getattr(first, "type", None), "dtype", library.floatX)
     # At least float32: a rate of 1e-5 has few digits in float16.  Rules cast it to the dtype in which they compute.
     dtype = np.result_type(dtype, np.float32)
-    rate = library.shared(np.asarray(schedules.compute_rate(schedule, 0.0), dtype), name="learning_rate")
+    rate = library.shared(np.asarray(compute_rate(schedule, 0.0), dtype), name="learning_rate")
     rule_kwargs = {"learning_rate": rate, **rule_kwargs}
     graph = TrainingGraph.build(*(loss, params, x, y, update_rule, None, extra_updates, rule_kwargs, weight, options))
     return Trainer(graph, rule, rate, schedule, parse_metrics(validate, [*graph.x, *graph.y]))
