@@ -72,11 +72,8 @@ __all__ = [
 ]
 
 
-def _start_run(*arguments: _Any, **settings: _Any) -> _Any:
-    """Start the run of a rule; the launcher is imported now, as most programs don't use it."""
+def start_run(rule: _Rule, *arguments: _Any, **settings: _Any) -> _Any:
+    """Start the run of `synkhronos.rules.Rule.init`; the launcher is imported now, as most programs do not use it."""
     from synkhronos.launch.handle import LaunchedRun
 
-    return LaunchedRun(*arguments, **settings)
-
-
-_Rule._start_run = staticmethod(_start_run)
+    return LaunchedRun(rule, *arguments, **settings)

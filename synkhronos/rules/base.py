@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Sequence
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 
+import synkhronos as synk
 from synkhronos.checks import check_at_least, check_number
 from synkhronos.data import Data
 from synkhronos.data.shared import create_unpublished
@@ -61,8 +62,6 @@ class Rule:
     exclude: Callable[[Any], bool] | None = None
     precision: str | None = None
     _run: Any = None
-    #: Starts a run for `init`.  The launcher is a layer above: ``synkhronos/__init__.py`` connects it.
-    _start_run: ClassVar[Callable[..., Any]]
 
     def __init__(
         self,
@@ -185,7 +184,7 @@ class Rule:
         """
         if self._run is not None:
             raise RuntimeError("init() was called already: call wait(), or make another rule")
-        self._run = self._start_run(self, devices, modelfile, modelclass, **settings)
+        self._run = synk.start_run(self, devices, modelfile, modelclass, **settings)
 
     def wait(self) -> Any:
         """Wait for the run that `init` has started, and return its folder.
