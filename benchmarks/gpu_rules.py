@@ -126,7 +126,7 @@ def exchanges(worker: Any, rule: rules.Rule, params: list[Any], shared: Any, rou
     """Return the median seconds of an exchange with the centre, and of averages."""
     from synkhronos.devices import JAX
     from synkhronos.graphs import library_of
-    from synkhronos.rules.base import average
+    from synkhronos.rules.rule import average
 
     library_of(params[0]).put(params[0], JAX.from_host(np.ones(SIZE, np.float32)))
     state = rules.State(params, [], shared)

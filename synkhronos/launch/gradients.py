@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from synkhronos.rules import Rule, State
-from synkhronos.rules.base import average
+from synkhronos.rules.rule import average
 from synkhronos.rules.state import Vector
 from synkhronos.tasks import Worker
 

@@ -24,7 +24,7 @@ from synkhronos.training.training_graph import (
     replace_params,
     warn_of_denominators,
 )
-from synkhronos.training.updates.flat import FlatGradient, RuleUpdates
+from synkhronos.training.updates.flat_gradient import FlatGradient, RuleUpdates
 
 #: Names of the options of a model's step: attributes of its class, which the setting ``model_options`` overrides.
 MODEL_OPTIONS = ("clip_norm", "num_slices", "ema", "validate_ema", "loss_scale")

@@ -10,8 +10,8 @@ import numpy as np
 
 from synkhronos.checks import check_flag
 from synkhronos.devices import array_device
-from synkhronos.rules.base import Rule, check_period, reduce_by_rows
 from synkhronos.rules.elastic import CENTRE_LOCK, read_centre
+from synkhronos.rules.rule import Rule, check_period, reduce_by_rows
 from synkhronos.rules.state import BLOCK, State
 from synkhronos.tasks import Worker
 

@@ -9,7 +9,7 @@ import numpy as np
 
 from synkhronos.checks import check_flag
 from synkhronos.devices import HOST, array_device
-from synkhronos.rules.base import Rule, check_fraction, check_momentum
+from synkhronos.rules.rule import Rule, check_fraction, check_momentum
 from synkhronos.rules.state import BLOCK, State
 from synkhronos.tasks import Worker
 

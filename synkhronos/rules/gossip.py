@@ -9,7 +9,7 @@ import numpy as np
 
 from synkhronos.checks import check_at_least
 from synkhronos.devices import array_device
-from synkhronos.rules.base import Rule, check_fraction
+from synkhronos.rules.rule import Rule, check_fraction
 from synkhronos.rules.state import BLOCK, State
 from synkhronos.tasks import Worker
 

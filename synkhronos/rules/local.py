@@ -8,7 +8,7 @@ from typing import Any, Literal
 import numpy as np
 
 from synkhronos.checks import check_choice
-from synkhronos.rules.base import Rule, check_period
+from synkhronos.rules.rule import Rule, check_period
 from synkhronos.rules.state import State
 from synkhronos.tasks import Worker
 

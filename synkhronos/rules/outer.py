@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from synkhronos.checks import check_flag, check_positive
-from synkhronos.rules.base import Rule, check_momentum
+from synkhronos.rules.rule import Rule, check_momentum
 from synkhronos.rules.state import State
 from synkhronos.tasks import Worker
 

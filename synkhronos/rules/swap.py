@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from synkhronos.checks import check_at_least, check_flag
-from synkhronos.rules.base import Rule
+from synkhronos.rules.rule import Rule
 from synkhronos.rules.state import State
 from synkhronos.tasks import Worker
 

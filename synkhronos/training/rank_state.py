@@ -26,7 +26,7 @@ from synkhronos.rules.state import Vector
 from synkhronos.tasks import Worker
 from synkhronos.training.checkpoint import Checkpoint, CheckpointError, Stored, check_types, load
 from synkhronos.training.training_graph import TrainingGraph
-from synkhronos.training.updates.flat import shape_of
+from synkhronos.training.updates.flat_gradient import shape_of
 
 
 @dataclass

@@ -15,7 +15,7 @@ from synkhronos.function.call import Call
 from synkhronos.graphs import library_of
 from synkhronos.graphs.mirror import get_object
 from synkhronos.ranks import Command, Rank
-from synkhronos.training.updates.flat import shape_of
+from synkhronos.training.updates.flat_gradient import shape_of
 from synkhronos.training.updates.shards import StatePart, get_bounds
 
 

@@ -40,7 +40,7 @@ from synkhronos.training.step import Step
 from synkhronos.training.step_options import StepOptions
 from synkhronos.training.training_graph import Batch, Rows, Rule, TrainingGraph, Updates, is_averaged, name_rule
 from synkhronos.training.updates import RuleUpdates
-from synkhronos.training.updates.flat import shape_of
+from synkhronos.training.updates.flat_gradient import shape_of
 from synkhronos.training.updates.shards import Shards, StatePart
 
 #: Maximal number of bytes of scattered rows on a rank in one launch of several steps.

@@ -29,8 +29,8 @@ from synkhronos.graphs import library_of
 from synkhronos.graphs.dependence import Dependence
 from synkhronos.training.step_options import StepOptions
 from synkhronos.training.updates import RuleUpdates, chain, clip_by_global_norm
-from synkhronos.training.updates.average import add_average
 from synkhronos.training.updates.loss_scale import scale_gradients, skip_overflows
+from synkhronos.training.updates.moving_average import add_average
 
 #: Argument for data: an array or Data object for one variable, a list of them for a list of variables.
 Rows = npt.ArrayLike | synk.Data | Sequence[npt.ArrayLike | synk.Data]

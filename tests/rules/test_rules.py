@@ -13,7 +13,7 @@ from library import ARRAYS, DEVICE, NAME, XLA, few, fork_ranks, shared
 import synkhronos as synk
 from synkhronos import rules
 from synkhronos.rules import elastic as elastic_rule
-from synkhronos.rules.base import as_bfloat16
+from synkhronos.rules.rule import as_bfloat16
 from synkhronos.rules.state import Vector
 
 # Where XLA compiles, as in conftest.py: 3 ranks do all that 2 do.

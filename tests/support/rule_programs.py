@@ -124,6 +124,6 @@ def vector_there_and_back(worker, w, on_device):
 
 
 def precise(worker, w, vectors, precision):
-    from synkhronos.rules.base import average
+    from synkhronos.rules.rule import average
 
     return np.asarray(average(worker, vectors[worker.number], precision))

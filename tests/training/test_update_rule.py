@@ -7,7 +7,7 @@ import pytest
 
 from synkhronos.training import make_train_function, make_train_function_serial
 from synkhronos.training.updates import apply_momentum
-from synkhronos.training.updates.rules import rule
+from synkhronos.training.updates.update_rule import rule
 
 try:
     import pytensor as library

@@ -55,9 +55,19 @@ Examples
 """
 
 from synkhronos.training.updates.decoupled import adamw, lamb, lion, muon
-from synkhronos.training.updates.flat import RuleUpdates
+from synkhronos.training.updates.flat_gradient import RuleUpdates
 from synkhronos.training.updates.masters import master_weights
-from synkhronos.training.updates.rules import (
+from synkhronos.training.updates.transformations import (
+    add_decayed_weights,
+    chain,
+    clip,
+    clip_by_global_norm,
+    norm_constraint,
+    partition,
+    scale,
+    total_norm_constraint,
+)
+from synkhronos.training.updates.update_rule import (
     adadelta,
     adagrad,
     adam,
@@ -69,16 +79,6 @@ from synkhronos.training.updates.rules import (
     nesterov_momentum,
     rmsprop,
     sgd,
-)
-from synkhronos.training.updates.transformations import (
-    add_decayed_weights,
-    chain,
-    clip,
-    clip_by_global_norm,
-    norm_constraint,
-    partition,
-    scale,
-    total_norm_constraint,
 )
 
 __all__ = [

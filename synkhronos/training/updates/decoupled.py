@@ -12,8 +12,8 @@ from typing import Any
 
 import numpy as np
 
-from synkhronos.training.updates.flat import shape_of
-from synkhronos.training.updates.rules import Context, New, one_minus_power, rule
+from synkhronos.training.updates.flat_gradient import shape_of
+from synkhronos.training.updates.update_rule import Context, New, one_minus_power, rule
 
 Mask = Callable[[Any], bool] | None
 

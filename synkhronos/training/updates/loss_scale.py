@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 
 from synkhronos.graphs import library_of
-from synkhronos.training.updates.checks import check_gradients, check_params
-from synkhronos.training.updates.flat import RuleUpdates
+from synkhronos.training.updates.argument_checks import check_gradients, check_params
+from synkhronos.training.updates.flat_gradient import RuleUpdates
 
 #: The first scale: the largest power of two in float16.
 _FIRST = 2.0**15

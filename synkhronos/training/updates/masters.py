@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 
 from synkhronos.graphs import library_of
-from synkhronos.training.updates.checks import check_gradients, check_params
-from synkhronos.training.updates.flat import RuleUpdates, zeros_like
+from synkhronos.training.updates.argument_checks import check_gradients, check_params
+from synkhronos.training.updates.flat_gradient import RuleUpdates, zeros_like
 
 
 def master_weights(rule: Any) -> Any:

@@ -31,7 +31,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from synkhronos.graphs import GraphLibrary, library_of
-from synkhronos.training.updates.flat import RuleUpdates, shape_of
+from synkhronos.training.updates.flat_gradient import RuleUpdates, shape_of
 
 #: Operations that change neither the elements nor their order.
 _PASSING = frozenset({"Reshape", "Flatten", "Rebroadcast", "SpecifyShape", "Unbroadcast"})

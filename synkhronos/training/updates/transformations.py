@@ -23,8 +23,8 @@ import numpy as np
 
 from synkhronos.checks import check_positive, is_number
 from synkhronos.graphs import library_of
-from synkhronos.training.updates.checks import check_gradients, check_params, check_scalars
-from synkhronos.training.updates.flat import FlatGradient, RuleUpdates, as_scalar, shape_of, split_vector
+from synkhronos.training.updates.argument_checks import check_gradients, check_params, check_scalars
+from synkhronos.training.updates.flat_gradient import FlatGradient, RuleUpdates, as_scalar, shape_of, split_vector
 
 #: Takes gradients, or steps, and parameters; returns new gradients or steps.
 Transformation = Callable[[list[Any], list[Any]], list[Any]]

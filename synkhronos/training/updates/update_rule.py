@@ -17,8 +17,8 @@ import numpy as np
 
 from synkhronos.checks import is_number
 from synkhronos.graphs import library_of
-from synkhronos.training.updates.checks import check_params, check_scalars
-from synkhronos.training.updates.flat import FlatGradient, RuleUpdates, as_scalar, zeros_like
+from synkhronos.training.updates.argument_checks import check_params, check_scalars
+from synkhronos.training.updates.flat_gradient import FlatGradient, RuleUpdates, as_scalar, zeros_like
 
 #: Updates of a rule, or its `param_updates`; a function returns the kind that it was given.
 Updates = TypeVar("Updates", RuleUpdates, "OrderedDict[Any, Any]")

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from synkhronos.graphs import library_of
-from synkhronos.training.updates.flat import RuleUpdates, as_scalar
+from synkhronos.training.updates.flat_gradient import RuleUpdates, as_scalar
 
 
 def add_average(updates: RuleUpdates, params: list[Any], decay: float) -> tuple[RuleUpdates, list[Any]]:

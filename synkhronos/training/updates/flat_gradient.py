@@ -14,7 +14,7 @@ import numpy as np
 from synkhronos.checks import is_number
 from synkhronos.graphs import GraphLibrary, library_of
 from synkhronos.graphs.dependence import Dependence
-from synkhronos.training.updates.checks import check_gradients, check_params, check_scalars
+from synkhronos.training.updates.argument_checks import check_gradients, check_params, check_scalars
 
 
 class RuleUpdates(NamedTuple):
