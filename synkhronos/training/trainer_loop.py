@@ -61,7 +61,7 @@ class TrainerLoop(EpochLoop):
     checkpoint: Checkpoint | None
     #: Whether to show a progress bar.
     shows_progress: bool
-    #: What follows when a worker dies.
+    #: Handler of the deaths of workers.
     survival: DeathHandler
 
     def __post_init__(self) -> None:
