@@ -44,9 +44,9 @@ from synkhronos.hosts.mail import (
 )
 from synkhronos.hosts.names import find_host
 from synkhronos.ranks.control import FOR_TASK, Control
+from synkhronos.ranks.rank_task import ACQUIRE, READ, RELEASE, WRITE, Span
 from synkhronos.ranks.segments import Segment
-from synkhronos.ranks.task import ACQUIRE, READ, RELEASE, WRITE, Span
-from synkhronos.ranks.task_memory import WORD, TaskMemory, read_prefixed, read_ring, write_ring
+from synkhronos.ranks.task_memory import WORD_NBYTES, TaskMemory, read_prefixed, read_ring, write_ring
 
 
 class TaskAgent:
@@ -151,7 +151,7 @@ class TaskAgent:
     # -- ranks of this host that use locks of another -------------------------------------------------
 
     def _forward_request(self, bridge: Bridge, rank: int, operation: int, lock: int, spans: Sequence[Span]) -> None:
-        home, command = find_host(self._ranks, bridge.find_home(lock)), self._command
+        home, command = find_host(self._ranks, bridge.get_home_rank(lock)), self._command
         if operation == WRITE:
             self._transfers.append(self._send_rows(home, spans, LOCK_REQUEST, command, rank, operation, lock, ()))
             return
@@ -312,12 +312,12 @@ class Bridge:
 
     def reply(self, rank: int, value: int) -> None:
         """Write the answer to a request of a rank of this host."""
-        self._view_ring(rank, rank)[:WORD] = value.to_bytes(WORD, "little")
+        self._view_ring(rank, rank)[:WORD_NBYTES] = value.to_bytes(WORD_NBYTES, "little")
         self._received[rank, rank] += 1
 
-    def find_home(self, lock: int) -> int:
+    def get_home_rank(self, lock: int) -> int:
         """Return a rank on the host of a lock."""
-        return self._memory.find_home(lock)
+        return self._memory.get_home_rank(lock)
 
     def set_wanted(self, lock: int, is_wanted: bool) -> None:
         """Publish whether a rank of another host waits for a lock of this host."""

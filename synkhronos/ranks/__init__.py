@@ -9,7 +9,7 @@ from synkhronos.ranks.rank import MAX_SLOT_NBYTES, Command, PendingOperation, Ra
 from synkhronos.ranks.segments import Segment, SharedArray
 from synkhronos.ranks.session import Session, check_no_session, close, fork, get_inherited_session, last_death, session
 from synkhronos.ranks.threads import available_cores
-from synkhronos.ranks.weak import WeakKeys
+from synkhronos.ranks.weak_keys import WeakKeys
 
 __all__ = [
     "MAX_SLOT_NBYTES",

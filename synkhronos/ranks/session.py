@@ -11,7 +11,7 @@ There is at most one session in a process::
 
 A command is posted by one word in shared memory, `Control.POSTED`, and finished by one word for each rank, `done`::
 
-    master (`run`)                                             worker r (`worker._serve`)
+    master (`run`)                                             worker r (`worker_process._serve`)
     ──────────────                                             ──────────────────────────
     wait until no rank is busy, release garbage (`send_releases`)      sleep until POSTED is a new number
     write segments and the pickled command; POSTED = number ─> map the segments, unpickle the command
@@ -45,7 +45,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
 
-from synkhronos.ranks import worker
+from synkhronos.ranks import worker_process
 from synkhronos.ranks.control import FOR_COMMAND, FOR_DONE, MAILBOX_NBYTES, POLL_SECONDS, SPIN_SECONDS, Control
 from synkhronos.ranks.errors import Cancelled, Death, FailureReport, WorkerError, describe_effect, describe_exit
 from synkhronos.ranks.interrupts import defer_signals
@@ -55,7 +55,7 @@ from synkhronos.ranks.peer_watch import PeerDied, PeerWatch
 from synkhronos.ranks.rank import Command, Rank, Registry
 from synkhronos.ranks.segments import SharedArray
 from synkhronos.ranks.threads import ThreadShare, available_cores
-from synkhronos.ranks.weak import WeakKeys
+from synkhronos.ranks.weak_keys import WeakKeys
 from synkhronos.ranks.workers import Workers
 
 _log = logging.getLogger("synkhronos")
@@ -323,7 +323,7 @@ class Session:
             memoryview(segment.buffer).cast("B")[: len(message)] = message
             location = SharedArray(segment.key, "u1", (len(message),))
             self._write_mailbox(
-                number, command, pickle.dumps(worker.LongCommand(location), pickle.HIGHEST_PROTOCOL), location
+                number, command, pickle.dumps(worker_process.LongCommand(location), pickle.HIGHEST_PROTOCOL), location
             )
         finally:
             self.memory.release("segment", segment.key)
@@ -338,8 +338,8 @@ class Session:
             return pickle.dumps(command, pickle.HIGHEST_PROTOCOL)
         if message is None:
             message = pickle.dumps(command, pickle.HIGHEST_PROTOCOL)
-            if len(message) <= worker.MAX_CACHED_NBYTES:
-                if len(self._pickled) >= worker.MAX_CACHED:
+            if len(message) <= worker_process.MAX_CACHED_NBYTES:
+                if len(self._pickled) >= worker_process.MAX_CACHED:
                     self._pickled.clear()
                 self._pickled[key] = message
         return message
@@ -543,7 +543,7 @@ class Session:
                 # Not joined like other commands: a stopped worker would never arrive.
                 self._command_number += 1
                 try:
-                    self._post(self._command_number, worker.Exit())
+                    self._post(self._command_number, worker_process.Exit())
                 except OSError as error:  # while segments are sent with the command
                     kill = True
                     _log.debug("a worker did not receive the command to exit: %s", error)

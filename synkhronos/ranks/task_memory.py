@@ -1,4 +1,4 @@
-"""Layout of the shared memory through which the ranks of a task synchronise (see `synkhronos.ranks.task`)."""
+"""Layout of the shared memory through which the ranks of a task synchronise (see `synkhronos.ranks.rank_task`)."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from synkhronos.ranks.control import Semaphore
 from synkhronos.ranks.segments import Segment
 
 #: Number of bytes of the text that describes a rank's wait.
-TEXT = 120
+TEXT_NBYTES = 120
 #: Number of bytes of a counter.
-WORD = 8
+WORD_NBYTES = 8
 #: Maximal and minimal number of bytes of a channel.
-_LARGEST, _SMALLEST = 1 << 17, 1 << 13
+_MAX_CHANNEL_NBYTES, _MIN_CHANNEL_NBYTES = 1 << 17, 1 << 13
 #: Number of bytes of the channels of all pairs together, unless each has the minimal size.
-_CHANNELS = 1 << 24
-_PAGE = 4096
-_LINE = 64
+_ALL_CHANNELS_NBYTES = 1 << 24
+_PAGE_NBYTES = 4096
+_CACHE_LINE_NBYTES = 64
 
 
 @dataclass(frozen=True)
@@ -42,8 +42,13 @@ class TaskMemory:
 
     @cached_property
     def capacity(self) -> int:
-        """Number of bytes of a channel: the most that can be on their way from one rank to another."""
-        return int(min(_LARGEST, max(_SMALLEST, _CHANNELS // self.size**2 // _PAGE * _PAGE)))
+        """Number of bytes of a channel: the maximal number that one rank can send before the other receives them."""
+        return int(
+            min(
+                _MAX_CHANNEL_NBYTES,
+                max(_MIN_CHANNEL_NBYTES, _ALL_CHANNELS_NBYTES // self.size**2 // _PAGE_NBYTES * _PAGE_NBYTES),
+            )
+        )
 
     @cached_property
     def _word_counts(self) -> tuple[int, ...]:
@@ -61,15 +66,18 @@ class TaskMemory:
 
     @cached_property
     def _texts_offset(self) -> int:
-        return -(-sum(self._word_counts) * WORD // _LINE) * _LINE
+        return _round_up(sum(self._word_counts) * WORD_NBYTES, _CACHE_LINE_NBYTES)
 
     @cached_property
     def _locks_offset(self) -> int:
-        return -(-(self._texts_offset + (TEXT + WORD) * self.size) // _LINE) * _LINE
+        return (
+            -(-(self._texts_offset + (TEXT_NBYTES + WORD_NBYTES) * self.size) // _CACHE_LINE_NBYTES)
+            * _CACHE_LINE_NBYTES
+        )
 
     @cached_property
     def _channels_offset(self) -> int:
-        return -(-(self._locks_offset + _LINE * self.locks) // _PAGE) * _PAGE
+        return _round_up(self._locks_offset + _CACHE_LINE_NBYTES * self.locks, _PAGE_NBYTES)
 
     @property
     def nbytes(self) -> int:
@@ -81,29 +89,29 @@ class TaskMemory:
         """Number that marks the host's agent as the owner of a lock."""
         return self.size + 1
 
-    def find_home(self, lock: int) -> int:
+    def get_home_rank(self, lock: int) -> int:
         """Return a rank on the host of a lock: lock 1 + r belongs to rank r's host, other locks to the first."""
         return lock - 1 if 1 <= lock <= self.size else 0
 
     def initialise_locks(self, segment: Segment) -> None:
         """Initialise the locks as free; called once on each host, before its ranks map the memory."""
         for lock in range(self.locks):
-            Semaphore(segment.buffer, self._locks_offset + _LINE * lock, initialised=False).release()
+            Semaphore(segment.buffer, self._locks_offset + _CACHE_LINE_NBYTES * lock, initialised=False).release()
 
     def view_words(self, segment: Segment) -> list[memoryview]:
         """Return one view for each kind of word, in the order of `_word_counts`."""
         counts = self._word_counts
-        words = memoryview(segment.buffer)[: sum(counts) * WORD].cast("Q")
+        words = memoryview(segment.buffer)[: sum(counts) * WORD_NBYTES].cast("Q")
         return [words[end - count : end] for count, end in zip(counts, accumulate(counts), strict=True)]
 
     def get_semaphore(self, segment: Segment, lock: int) -> Semaphore:
         """Return the semaphore of a lock."""
-        return Semaphore(segment.buffer, self._locks_offset + _LINE * lock, initialised=True)
+        return Semaphore(segment.buffer, self._locks_offset + _CACHE_LINE_NBYTES * lock, initialised=True)
 
     def view_text(self, segment: Segment, rank: int) -> memoryview:
         """Return the memory of the text that describes a rank's wait."""
-        start = self._texts_offset + (TEXT + WORD) * rank
-        return memoryview(segment.buffer)[start : start + TEXT + WORD]
+        start = self._texts_offset + (TEXT_NBYTES + WORD_NBYTES) * rank
+        return memoryview(segment.buffer)[start : start + TEXT_NBYTES + WORD_NBYTES]
 
     def view_channel(self, segment: Segment, source: int, target: int) -> memoryview:
         """Return the ring buffer through which one rank sends bytes to another.
@@ -114,6 +122,10 @@ class TaskMemory:
         return memoryview(segment.buffer)[start : start + self.capacity]
 
 
+def _round_up(nbytes: int, multiple: int) -> int:
+    return -(-nbytes // multiple) * multiple
+
+
 def write_ring(ring: memoryview, position: int, content: Any) -> None:
     """Write bytes into a ring buffer; ``position`` is the number of bytes written into it before."""
     start = position % len(ring)
@@ -122,20 +134,20 @@ def write_ring(ring: memoryview, position: int, content: Any) -> None:
     ring[: max(0, len(content) - before_end)] = content[before_end:]
 
 
-def read_ring(ring: memoryview, position: int, into: memoryview) -> None:
+def read_ring(ring: memoryview, position: int, out: memoryview) -> None:
     """Fill memory with bytes of a ring buffer; ``position`` is the number of bytes read from it before."""
     start = position % len(ring)
-    before_end = ring[start : start + len(into)]
-    into[: len(before_end)] = before_end
-    into[len(before_end) :] = ring[: len(into) - len(before_end)]
+    before_end = ring[start : start + len(out)]
+    out[: len(before_end)] = before_end
+    out[len(before_end) :] = ring[: len(out) - len(before_end)]
 
 
 def write_prefixed(memory: memoryview, content: Any) -> None:
     """Write the number of bytes, followed by the bytes."""
-    memory[:WORD] = len(content).to_bytes(WORD, "little")
-    memory[WORD : WORD + len(content)] = content
+    memory[:WORD_NBYTES] = len(content).to_bytes(WORD_NBYTES, "little")
+    memory[WORD_NBYTES : WORD_NBYTES + len(content)] = content
 
 
 def read_prefixed(memory: memoryview) -> memoryview:
     """Return the bytes that `write_prefixed` wrote."""
-    return memory[WORD : WORD + int.from_bytes(memory[:WORD], "little")]
+    return memory[WORD_NBYTES : WORD_NBYTES + int.from_bytes(memory[:WORD_NBYTES], "little")]

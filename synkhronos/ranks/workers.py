@@ -14,7 +14,7 @@ import time
 import warnings
 from collections.abc import Callable
 
-from synkhronos.ranks import worker
+from synkhronos.ranks import worker_process
 from synkhronos.ranks.control import Control
 from synkhronos.ranks.errors import UNKNOWN_EXIT_CODE
 from synkhronos.ranks.rank import Rank
@@ -75,9 +75,9 @@ class Workers:
             # handlers, and refuses to use a JAX that was initialised before.
             warnings.simplefilter("ignore")
             if self._file is not None:
-                pid = worker.spawn_worker(self._control, self._file, theirs, *settings)
+                pid = worker_process.spawn_worker(self._control, self._file, theirs, *settings)
             elif not (pid := os.fork()):
-                worker.main(self._control, theirs, *settings, inherited)
+                worker_process.main(self._control, theirs, *settings, inherited)
         self.pids[number] = pid
 
     def set_control_file(self, file: io.FileIO | None) -> None:

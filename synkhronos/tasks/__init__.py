@@ -5,7 +5,7 @@ local counterparts of its arguments: a `LocalFunction` for a `Function`, `LocalR
 of a shared variable.
 """
 
-from synkhronos.ranks.task import Lock
+from synkhronos.ranks.rank_task import Lock
 from synkhronos.tasks.local import LocalFunction, LocalRows
 from synkhronos.tasks.run import run
 from synkhronos.tasks.worker import Group, Worker

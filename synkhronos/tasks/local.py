@@ -1,4 +1,4 @@
-"""Compiled functions and rows of data on one rank: the arguments of a program that `synkhronos.run` runs."""
+"""Counterparts of functions and Data objects on one rank: the arguments of a program that `synkhronos.run` runs."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from synkhronos.devices import HOST, Device, Selection, find_device, take_rows
 from synkhronos.engines import Runner
 from synkhronos.function.computation import PLAIN, Computation
 from synkhronos.ranks import Rank, SharedArray
-from synkhronos.ranks.task import RankTask, Span, find_span
+from synkhronos.ranks.rank_task import RankTask, Span, find_span
 
 
 class LocalRows:
-    """Rows of an array in memory that all ranks share: the counterpart of a `synkhronos.Data` in a computation.
+    """Rows of an array in shared memory: the counterpart of a `synkhronos.Data` object in a program.
 
-    ``rows[selection]`` selects some of them, in the given order; a selection is anything that a call's ``batch`` may
-    be.  Rows are copied when a function is called with them, or when NumPy reads them.
+    ``rows[selection]`` selects some of them, in the given order; ``selection`` may have any form of a call's ``batch``.
+    Rows are copied when a function is called with them, or when NumPy reads them.
 
     Attributes
     ----------
@@ -43,7 +43,7 @@ class LocalRows:
     @property
     def array(self) -> np.ndarray:
         """NumPy array of all rows: the shared memory, which all ranks may read and write."""
-        self._check_here(None)
+        self._check_local(None)
         return self._array
 
     @property
@@ -71,19 +71,19 @@ class LocalRows:
             rows = range(start, stop, selected.step * rows.step)
         elif selected is not None:
             rows = np.asarray(selected)[np.asarray(rows)]
-        self._check_here(rows)
+        self._check_local(rows)
         return LocalRows(self._rank, self._location, rows)
 
-    def _check_here(self, rows: Selection | None) -> None:
+    def _check_local(self, rows: Selection | None) -> None:
         """Raise IndexError if some of the rows, None for all, are not on this rank's host."""
-        here = self.local_rows
-        if self.ndim and len(here) < len(self._array):
+        local = self.local_rows
+        if self.ndim and len(local) < len(self._array):
             rows = range(len(self._array)) if rows is None else rows
-            if len(rows) and not (find_min_row(rows) >= here.start and find_max_row(rows) < here.stop):
+            if len(rows) and not (find_min_row(rows) >= local.start and find_max_row(rows) < local.stop):
                 raise IndexError(
-                    f"rows {find_min_row(rows):,} to {find_max_row(rows):,} are not all here: of the "
+                    f"rows {find_min_row(rows):,} to {find_max_row(rows):,} are not all on this host: of the "
                     f"{len(self._array):,} that data_parts has loaded, rank {self._rank.number}'s host has "
-                    f"{here.start:,} to {here.stop - 1:,} (rows.local_rows)"
+                    f"{local.start:,} to {local.stop - 1:,} (rows.local_rows)"
                 )
 
     def to_device(self, device: Device) -> Any:
@@ -93,7 +93,7 @@ class LocalRows:
     def _get_selection(self) -> Selection | None:
         """Return the selected rows, None for all; raise IndexError if some are not on this rank's host."""
         if self._selected is None:
-            self._check_here(None)
+            self._check_local(None)
         return self._selected
 
     def write(self, value: Any) -> None:
@@ -136,7 +136,7 @@ def _(rows: LocalRows) -> Span:
 
 
 class LocalFunction:
-    """A compiled function on one rank: the counterpart of a `synkhronos.Function` in a computation.
+    """A compiled function on one rank: the counterpart of a `synkhronos.Function` in a program.
 
     Its updates change this rank's own shared variables.  Nothing is scattered or reduced.
     """
@@ -175,7 +175,7 @@ class LocalFunction:
         -------
         list, or None
             The values of the first output in all runs, then those of the second, and so on; pass them to `read`.  None
-            if the function can't be launched so: if it is not compiled by XLA, or an output is no scalar.
+            if the function is not compiled by XLA, or if an output is no scalar.
         """
         self._task.progress()
         repeated = self._computation.compile(PLAIN).runner.repeat(times)
@@ -196,14 +196,14 @@ class LocalFunction:
             raise TypeError(f"{computation.name} takes {len(computation.inputs)} inputs, got {len(inputs)}")
         devices, values = computation.choose_input_devices(runner), []
         for position, (entry, device, value) in enumerate(zip(computation.inputs, devices, inputs, strict=True)):
-            kind = entry.variable.type
-            if isinstance(value, LocalRows) and value.dtype == kind.dtype and value.ndim == kind.ndim:
+            input_type = entry.variable.type
+            if isinstance(value, LocalRows) and (value.dtype, value.ndim) == (input_type.dtype, input_type.ndim):
                 loaded = device.stage_input(
                     self._rank, computation.buffers, position, value._location, value._get_selection(), entry.mutable
                 )
             else:
                 value = np.asarray(value) if isinstance(value, LocalRows) else value
-                loaded = computation.library.filter(kind, value, entry.strict, entry.allow_downcast)
+                loaded = computation.library.filter(input_type, value, entry.strict, entry.allow_downcast)
                 loaded = loaded if device is HOST else device.from_host(loaded)
             values.append(loaded)
         return runner(*values)

@@ -27,7 +27,7 @@ from synkhronos.function.rank_mean import RankMeans
 from synkhronos.graphs import list_loaded_libraries
 from synkhronos.graphs.mirror import get_object
 from synkhronos.ranks import Command, Rank, Session, SharedArray
-from synkhronos.ranks.task import RankTask
+from synkhronos.ranks.rank_task import RankTask
 from synkhronos.ranks.task_memory import TaskMemory
 from synkhronos.tasks.local import LocalFunction, LocalRows
 from synkhronos.tasks.worker import Worker
@@ -84,7 +84,7 @@ def run(program: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any]:
         session.wait_until_idle()
         functions: list[Any] = []
         arrays: list[SharedArray] = []
-        payload = _pack(session, (program, args, kwargs), functions, arrays)
+        payload = _pickle_program(session, (program, args, kwargs), functions, arrays)
         memory = TaskMemory(0, session.size, session.size + _EXTRA_LOCKS)
         segment = session.memory.create(memory.nbytes)
         memory = replace(memory, key=segment.key)
@@ -148,7 +148,7 @@ class RunProgram(_RunProgramFields, Command):
         layouts = [((length,), np.dtype(np.uint8)) for length in lengths]
         out = [np.empty(*layout) for layout in layouts] if rank.is_master else None
         HOST.get_communicator(rank).gather(np.frombuffer(payload, np.uint8), rank.root, layouts, out)
-        return [] if out is None else [pickle.loads(each.data) for each in out]
+        return [] if out is None else [pickle.loads(pickled.data) for pickled in out]
 
     def _compile(self, rank: Rank) -> None:
         """Compile the functions among the arguments: on the master first, which fills the compiler's cache."""
@@ -164,11 +164,11 @@ class RunProgram(_RunProgramFields, Command):
         rank.threads.limit()  # the compiled code may have loaded a BLAS
 
 
-def _pack(session: Session, value: Any, functions: list[Any], arrays: list[SharedArray]) -> bytes:
+def _pickle_program(session: Session, value: Any, functions: list[Any], arrays: list[SharedArray]) -> bytes:
     """Pickle the program and its arguments; append to the lists the functions and Data objects among them."""
     stream = io.BytesIO()
-    kind = _ProgramPickler if session.workers.are_forks else _ValuePickler
-    pickler = kind(stream, pickle.HIGHEST_PROTOCOL)
+    pickler_class = _ProgramPickler if session.workers.are_forks else _ValuePickler
+    pickler = pickler_class(stream, pickle.HIGHEST_PROTOCOL)
     pickler.session, pickler.functions, pickler.arrays = session, functions, arrays
     try:
         pickler.dump(value)
@@ -181,7 +181,7 @@ def _pack(session: Session, value: Any, functions: list[Any], arrays: list[Share
 
 
 class _ProgramPickler(pickle.Pickler):
-    """A pickler that replaces objects which the ranks have by references."""
+    """A pickler that replaces functions, Data objects and shared variables by references."""
 
     session: Session
     functions: list[Any]
@@ -208,7 +208,7 @@ class _ProgramPickler(pickle.Pickler):
 
 
 class _ValuePickler(cloudpickle.Pickler, _ProgramPickler):
-    """Pickler for workers that are no forks: what the script defines, which they lack, is pickled by value."""
+    """Pickler for spawned workers: functions and classes that the script defines are pickled by value."""
 
 
 class _ProgramUnpickler(pickle.Unpickler):

@@ -12,7 +12,7 @@ None       the value                 none
 "pickle"   number of bytes           the pickled value
 "array"    shape and dtype           the bytes of the array
 "gpu"      layout and connection     the array, over NCCL
-"place"    name of a barrier, value  none: a member of a group has arrived at this barrier
+"barrier"  its description, value    none: a member of a group has arrived at this barrier
 =========  ========================  =====================================================
 """
 
@@ -32,14 +32,14 @@ from synkhronos.devices import HOST, Device, array_device
 from synkhronos.devices.host_communicator import reduce_share
 from synkhronos.devices.reductions import REDUCTIONS
 from synkhronos.ranks.rank import Rank
-from synkhronos.ranks.task import Lock, RankTask
+from synkhronos.ranks.rank_task import Lock, RankTask
 
 #: Number of bytes up to which an array is pickled; the bytes of a larger one are sent as a body.
 _SMALL_NBYTES = 2048
 
 
 class Worker:
-    """One rank's view of a task; the first argument of a program that `synkhronos.run` runs.
+    """One rank's view of a task: the first argument of a program that `synkhronos.run` runs.
 
     Attributes
     ----------
@@ -78,7 +78,7 @@ class Worker:
     # -- progress --------------------------------------------------------------------------------------------
 
     def progress(self) -> None:
-        """Report that this rank is not hanging; leave the program if another rank has failed.
+        """Report that this rank makes progress; end the program if another rank has failed.
 
         Calls of compiled functions and of methods that wait do so too.  A program that computes for long without these
         should call it from time to time.  The time limit ``fork(timeout=...)`` starts again with each call.
@@ -86,7 +86,7 @@ class Worker:
         self._task.progress()
 
     def stop(self) -> None:
-        """Ask all ranks to stop: sets `stopping` on each of them, which the program has to check."""
+        """Request all ranks to stop.  Sets `stopping` on each of them; the program has to check it."""
         self._task.stop()
 
     @property
@@ -96,9 +96,9 @@ class Worker:
         return self._task.is_stopped
 
     @property
-    def waited(self) -> float:
+    def wait_seconds(self) -> float:
         """Number of seconds for which this rank has waited for others in this program."""
-        return self._task.waited
+        return self._task.wait_seconds
 
     # -- all ranks together ----------------------------------------------------------------------------------
 
@@ -151,12 +151,15 @@ class Worker:
         device = _find_device(self._rank, array, parse_op(op))
         value = array
         if device is HOST:
-            host = array_device(array).to_host(array)
-            value = host if overwrite and HOST.as_writable(host, False) is host else np.array(host, order="C")
-        kind = _describe_reduction(value, op, device)
-        kinds = self._task.barrier("all_reduce()", kind)
-        if any(each != kind for each in kinds):
-            self._task.raise_in_master(f"all_reduce: expected the same shape, dtype and op on all ranks, got {kinds}")
+            on_host = array_device(array).to_host(array)
+            can_overwrite = overwrite and HOST.as_writable(on_host, False) is on_host
+            value = on_host if can_overwrite else np.array(on_host, order="C")
+        reduction = _describe_reduction(value, op, device)
+        reductions = self._task.barrier("all_reduce()", reduction)
+        if any(other != reduction for other in reductions):
+            self._task.raise_in_master(
+                f"all_reduce: expected the same shape, dtype and op on all ranks, got {reductions}"
+            )
         if self.size == 1:
             return value
         communicator = device.get_communicator(self._rank)
@@ -179,7 +182,7 @@ class Worker:
         """
         return Group(self, self._task, ranks)
 
-    def send(self, value: Any, to: int) -> None:
+    def send(self, value: Any, dest: int) -> None:
         """Send a picklable value, or an array, to another rank; values arrive in the order in which they were sent.
 
         The call returns at once if the messages that the other rank has not received, including this one, take no more
@@ -192,7 +195,7 @@ class Worker:
         Parameters
         ----------
         value : object
-        to : int
+        dest : int
             Rank of the receiver.
 
         Raises
@@ -200,19 +203,19 @@ class Worker:
         RuntimeError
             If all ranks wait for each other.
         """
-        self._check_peer(to, "to")
+        self._check_peer(dest, "dest")
         device = _find_device(self._rank, value)
         if device is not HOST and value.size * value.dtype.itemsize > self.send_buffer:
-            pair = device.get_group(self._rank, (self.number, to))
+            pair = device.get_group(self._rank, (self.number, dest))
             if pair is not None:
                 array = device.as_contiguous(value)
                 device.wait([array])
-                self._send_between_gpus(pair, array, to)
+                self._send_between_gpus(pair, array, dest)
                 return
-        head, body = _pack(value, self._task.max_chunk)
-        self._task.send(to, head, "a message")
-        for at in range(0, len(body), self._task.max_chunk):
-            self._task.send(to, body[at : at + self._task.max_chunk], "a message")
+        head, body = _pack_message(value, self._task.max_chunk)
+        self._task.send(dest, head, "a message")
+        for start in range(0, len(body), self._task.max_chunk):
+            self._task.send(dest, body[start : start + self._task.max_chunk], "a message")
 
     def receive(self, source: int) -> Any:
         """Wait for the next value from another rank and return it.
@@ -226,7 +229,7 @@ class Worker:
         value, kind = pickle.loads(self._task.receive(source, "a message"))
         if kind is None:
             return value
-        if kind == "place":
+        if kind == "barrier":
             raise RuntimeError(f"this rank waits for a message of rank {source}, which is at {value[0]}")
         if kind == "gpu":
             return self._receive_between_gpus(source, *value)
@@ -235,35 +238,35 @@ class Worker:
         else:
             body = np.empty(*value)
         view = _as_bytes(body.reshape(-1))
-        for at in range(0, len(view), self._task.max_chunk):
-            self._task.receive(source, "a message", view[at : at + self._task.max_chunk])
+        for start in range(0, len(view), self._task.max_chunk):
+            self._task.receive(source, "a message", view[start : start + self._task.max_chunk])
         return pickle.loads(body.data) if kind == "pickle" else body
 
-    def _send_between_gpus(self, pair: Any, array: Any, to: int) -> None:
+    def _send_between_gpus(self, pair: Any, array: Any, dest: int) -> None:
         """Send an array over NCCL, after the other rank has received the head of the message.
 
         NCCL's send blocks until the receiver has called its counterpart.
         """
 
-        def send_head(how_to_connect: Any = None) -> list[Any]:
-            head = (array.shape, np.dtype(array.dtype), pair.epoch, how_to_connect), "gpu"
-            self._task.send(to, pickle.dumps(head, pickle.HIGHEST_PROTOCOL), "a message")
-            self._task.wait_until_received(to, "a message")
-            return [how_to_connect]
+        def send_head(connection_id: Any = None) -> list[Any]:
+            head = (array.shape, np.dtype(array.dtype), pair.epoch, connection_id), "gpu"
+            self._task.send(dest, pickle.dumps(head, pickle.HIGHEST_PROTOCOL), "a message")
+            self._task.wait_until_received(dest, "a message")
+            return [connection_id]
 
         if pair.epoch:
             send_head()
         else:
-            pair.connect_members((self.number, to), [0], send_head)
-        pair.send(array, to)
+            pair.connect_members((self.number, dest), [0], send_head)
+        pair.send(array, dest)
 
     def _receive_between_gpus(
-        self, source: int, shape: tuple[int, ...], dtype: np.dtype, epoch: int, how_to_connect: Any
+        self, source: int, shape: tuple[int, ...], dtype: np.dtype, epoch: int, connection_id: Any
     ) -> Any:
         device: Device = self._rank.device
         pair = device.get_group(self._rank, (source, self.number))
-        if how_to_connect is not None:
-            pair.connect_members((source, self.number), [0], lambda _: [how_to_connect])
+        if connection_id is not None:
+            pair.connect_members((source, self.number), [0], lambda _: [connection_id])
         elif epoch != pair.epoch:
             raise RuntimeError(f"rank {self.number} has closed the connection of its GPU with that of rank {source}")
         array = device.empty(shape, dtype)
@@ -299,14 +302,14 @@ class Worker:
         return self._task.get_lock(check_integer(number, "number"))
 
     def get_storage(self, name: str) -> dict[Any, Any]:
-        """Return a dict that this rank keeps under a name until `close`, for later programs.
+        """Return a dict under a name, which later programs on this rank get too; it exists until `close`.
 
         Parameters
         ----------
         name : str
         """
-        kept: dict[Any, Any] = self._rank.objects.setdefault(("storage", name), {})
-        return kept
+        storage: dict[Any, Any] = self._rank.objects.setdefault(("storage", name), {})
+        return storage
 
     # -- data ------------------------------------------------------------------------------------------------
 
@@ -323,20 +326,21 @@ class Worker:
         Returns
         -------
         ndarray of int64
-            Indexes of rows; the shares of all ranks have each row once.
+            Indexes of rows; each row is in the share of one rank.
         """
         order = np.random.default_rng((seed, epoch)).permutation(count)
         return order[get_share(count, self.size, self.number)]
 
 
 class Group:
-    """Some of the ranks, which synchronise and reduce among themselves; made by `Worker.group`.
+    """A subset of the ranks that synchronise and reduce among themselves; made by `Worker.group`.
 
     Arrays on GPUs are reduced by NCCL, which connects the members at the first use: that takes a second or two.  Other
     arrays pass through host memory.
 
-    The calls of a group are messages between its members, in one order with those of `Worker.send`: a member has to
-    receive what another has sent to it before the two synchronise in a group.
+    The calls of a group are messages between its members, and messages between two ranks are delivered in order.  A
+    member therefore has to receive all messages that another has sent with `Worker.send` before both call a method of
+    the group.
 
     Attributes
     ----------
@@ -369,22 +373,23 @@ class Group:
         """Return the reduction of all members' arrays, the same on each of them; see `Worker.all_reduce`."""
         check_dense(array, "array")
         device = _find_device(self._rank, array, parse_op(op))
-        gpus = device.get_group(self._rank, self.ranks)
-        result = np.array(array, order="C") if gpus is None else _copy_array(device, array)
-        kind = _describe_reduction(result, op, HOST if gpus is None else device)
-        by_member = self._gather_at_barrier("all_reduce()", (kind, 0 if gpus is None else gpus.epoch))
-        kinds = [each for each, _ in by_member]
-        if any(each != kind for each in kinds):
-            raise RuntimeError(f"all_reduce: expected the same shape, dtype and op, got {kinds}")
-        if gpus is not None:
+        communicator = device.get_group(self._rank, self.ranks)
+        result = np.array(array, order="C") if communicator is None else _copy_array(device, array)
+        reduction = _describe_reduction(result, op, HOST if communicator is None else device)
+        epoch = 0 if communicator is None else communicator.epoch
+        by_member = self._gather_at_barrier("all_reduce()", (reduction, epoch))
+        reductions = [other for other, _ in by_member]
+        if any(other != reduction for other in reductions):
+            raise RuntimeError(f"all_reduce: expected the same shape, dtype and op, got {reductions}")
+        if communicator is not None:
             if self.size > 1:
-                gpus.connect_members(self.ranks, [epoch for _, epoch in by_member], self.all_gather)
-                return device.refresh(result, gpus.all_reduce(result, op))
+                communicator.connect_members(self.ranks, [epoch for _, epoch in by_member], self.all_gather)
+                return device.refresh(result, communicator.all_reduce(result, op))
             return result
         flat = result.reshape(-1)
-        each = max(1, self._task.max_chunk // flat.dtype.itemsize)
-        for at in range(0, flat.size, each * self.size):
-            self._reduce(flat[at : at + each * self.size], op)
+        block = self.size * max(1, self._task.max_chunk // flat.dtype.itemsize)  # a chunk for each member
+        for start in range(0, flat.size, block):
+            self._reduce(flat[start : start + block], op)
         return result
 
     def _reduce(self, flat: np.ndarray, op: str) -> None:
@@ -394,15 +399,15 @@ class Group:
         for i, r in enumerate(self.ranks):
             if i != self.number:
                 self._task.send(r, _as_bytes(flat[bounds[i] : bounds[i + 1]]), "its share")
-        parts = []
+        contributions = []
         for i, r in enumerate(self.ranks):
-            part = flat[low:high]
+            values = flat[low:high]
             if i != self.number:
-                part = np.empty(high - low, flat.dtype)
-                self._task.receive(r, "a share", _as_bytes(part))
-            parts.append(part)
+                values = np.empty(high - low, flat.dtype)
+                self._task.receive(r, "a share", _as_bytes(values))
+            contributions.append(values)
         total = np.empty(high - low, flat.dtype)
-        reduce_share(parts, REDUCTIONS[op], total)
+        reduce_share(contributions, REDUCTIONS[op], total)
         flat[low:high] = total
         for r in self._others:
             self._task.send(r, _as_bytes(flat[low:high]), "a result")
@@ -411,9 +416,9 @@ class Group:
                 self._task.receive(r, "a result", _as_bytes(flat[bounds[i] : bounds[i + 1]]))
 
     def _gather_at_barrier(self, place: str, value: Any) -> list[Any]:
-        """Wait until all members have arrived at this place, and return the value of each."""
+        """Wait until all members have arrived at this barrier, and return each member's value."""
         place = f"{place} of group {self.ranks}"
-        payload = pickle.dumps(((place, value), "place"), pickle.HIGHEST_PROTOCOL)
+        payload = pickle.dumps(((place, value), "barrier"), pickle.HIGHEST_PROTOCOL)
         if len(payload) > self._task.max_chunk:
             raise ValueError(
                 f"{place}: expected a value of at most {self._task.max_chunk:,} bytes, got {len(payload):,}"
@@ -422,15 +427,15 @@ class Group:
             self._task.send(r, payload, place)
         by_member = []
         for r in self.ranks:
-            content, kind = (place, value), "place"
+            content, kind = (place, value), "barrier"
             if r in self._others:
                 content, kind = pickle.loads(self._task.receive(r, place))
-            by_member.append(content if kind == "place" else ("send()", None))
+            by_member.append(content if kind == "barrier" else ("send()", None))
         if any(other != place for other, _ in by_member):
-            # Not `RankTask.fail`: ranks outside of the group do not find the problem.
+            # Not `RankTask.raise_in_master`: the master may be outside of the group.
             places = ", ".join(f"rank {r} is at {other}" for r, (other, _) in zip(self.ranks, by_member, strict=True))
             raise RuntimeError(f"the ranks wait for each other in different places: {places}")
-        return [each for _, each in by_member]
+        return [member_value for _, member_value in by_member]
 
 
 def get_rank(worker: Worker) -> Rank:
@@ -471,13 +476,13 @@ def _as_bytes(array: np.ndarray) -> memoryview:
     return array.view(np.uint8).data
 
 
-def _pack(value: Any, max_chunk: int) -> tuple[bytes, memoryview]:
+def _pack_message(value: Any, max_chunk: int) -> tuple[bytes, memoryview]:
     """Return the head of a message and its body."""
     if type(value) is np.ndarray and value.dtype.kind in "biufc" and value.nbytes > _SMALL_NBYTES:
         head = pickle.dumps(((value.shape, value.dtype), "array"), pickle.HIGHEST_PROTOCOL)
         return head, _as_bytes(np.ascontiguousarray(value).reshape(-1))
-    whole = pickle.dumps((value, None), pickle.HIGHEST_PROTOCOL)
-    if len(whole) <= max_chunk:
-        return whole, memoryview(b"")
+    message = pickle.dumps((value, None), pickle.HIGHEST_PROTOCOL)
+    if len(message) <= max_chunk:
+        return message, memoryview(b"")
     body = memoryview(pickle.dumps(value, pickle.HIGHEST_PROTOCOL))
     return pickle.dumps((len(body), "pickle"), pickle.HIGHEST_PROTOCOL), body

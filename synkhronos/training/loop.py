@@ -126,7 +126,7 @@ class RankLoop(TrainingLoop):
         if steps < self._steps_left:
             return
         self.begin_exchange()
-        with ActivityTimer(self.seconds, "exchange", lambda: worker.waited):
+        with ActivityTimer(self.seconds, "exchange", lambda: worker.wait_seconds):
             self.rule.exchange(worker, state)
             state.since = 0
             self.end_exchange()
@@ -352,7 +352,7 @@ class RowLoop(_SourceLoop, RankLoop):
     ):
         kinds = worker.get_storage(plan.name).setdefault("kinds", set())
         read = make_loss_reader(step.read, plan.has_weight)
-        meter = Meter(worker.number, plan.recorders, read, kinds, state.step, lambda: worker.waited)
+        meter = Meter(worker.number, plan.recorders, read, kinds, state.step, lambda: worker.wait_seconds)
         if plan.earlier_outcomes:
             meter.begin(plan.earlier_outcomes[worker.number])
         super().__init__(plan, source, meter, plan.batch, worker.is_master)

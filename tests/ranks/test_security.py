@@ -238,8 +238,8 @@ def test_unpickling_happens_only_in_known_places():
         ("ranks/rank.py", "loads"),  # what ranks show each other, from the slots
         ("ranks/session.py", "loads"),  # a worker's report of a failure, from its slot
         ("hosts/task.py", "loads"),  # what a rank asks its agent, from a channel
-        ("ranks/task.py", "loads"),  # what ranks exchange, from the slots
-        ("ranks/worker.py", "loads"),  # commands, from the mailbox or a segment that the master filled
+        ("ranks/rank_task.py", "loads"),  # what ranks exchange, from the slots
+        ("ranks/worker_process.py", "loads"),  # commands, from the mailbox or a segment that the master filled
         ("tasks/run.py", "Unpickler"),  # the program of a task, from its command
         ("tasks/run.py", "load"),
         ("tasks/run.py", "loads"),  # what ranks return, from the slots

@@ -213,7 +213,7 @@ def test_run_refuses_unpicklable_values(two):
     [
         ("a lock", ValueError, "expected a lock from 0 to"),
         ("half a lock", TypeError, "number: expected an integer, got 0.5"),
-        ("send beyond", ValueError, "to: expected another rank than"),
+        ("send beyond", ValueError, "dest: expected another rank than"),
         ("receive from oneself", ValueError, "source: expected another rank than"),
         ("receive from a name", TypeError, "source: expected a rank, got 'x'"),
         ("a group of one twice", ValueError, "ranks: expected different ranks"),

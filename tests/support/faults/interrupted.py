@@ -19,7 +19,7 @@ import synkhronos as synk
 from faults import inside
 from faults.inside import Work, attempt, footprint, hold, know, plant, right, start, tell
 from synkhronos import ranks
-from synkhronos.ranks import worker, workers
+from synkhronos.ranks import worker_process, workers
 
 N = 3
 
@@ -61,7 +61,7 @@ def while_forking(where: str) -> None:
     """Hold in the master between two workers, or in a worker that starts."""
     signal.signal(signal.SIGINT, _interrupt_the_library)
     before = start()
-    real_fork, real_leave = os.fork, worker._detach_from_master
+    real_fork, real_leave = os.fork, worker_process._detach_from_master
     forked: list[int] = []
 
     def fork() -> int:
@@ -82,9 +82,9 @@ def while_forking(where: str) -> None:
             tell("inside")
             hold("python")
 
-    os.fork, worker._detach_from_master = fork, leave
+    os.fork, worker_process._detach_from_master = fork, leave
     outcome = attempt(lambda: synk.fork(4, use_gpu=False))
-    os.fork, worker._detach_from_master = real_fork, real_leave
+    os.fork, worker_process._detach_from_master = real_fork, real_leave
     tell("outcome", **outcome)
     tell("dead", before=before, after=footprint())
     synk.fork(N, use_gpu=False)

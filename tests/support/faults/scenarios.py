@@ -27,7 +27,7 @@ import synkhronos as synk
 from faults import inside
 from faults.inside import Arguments, Work, attempt, footprint, hold, know, plant, reach, right, start, tell
 from synkhronos import processes, ranks
-from synkhronos.ranks import Command, worker
+from synkhronos.ranks import Command, worker_process
 
 N = 3
 
@@ -148,7 +148,7 @@ def at_fork(how: str, on: int = 2, spawn: bool = False) -> None:
     if how == "limit":
         _become_nobody()
     before = start()
-    real_fork, real_leave, real_start = os.fork, worker._detach_from_master, worker.spawn_worker
+    real_fork, real_leave, real_start = os.fork, worker_process._detach_from_master, worker_process.spawn_worker
     usual = resource.getrlimit(resource.RLIMIT_NPROC)
     forked: list[int] = []
 
@@ -184,11 +184,11 @@ def at_fork(how: str, on: int = 2, spawn: bool = False) -> None:
             hold("python")
         return forked[-1]
 
-    os.fork, worker._detach_from_master, worker.spawn_worker = fork, leave, spawn_worker
+    os.fork, worker_process._detach_from_master, worker_process.spawn_worker = fork, leave, spawn_worker
     if spawn:
         _need_fresh_processes()
     outcome = attempt(lambda: synk.fork(4, use_gpu=False))
-    os.fork, worker._detach_from_master, worker.spawn_worker = real_fork, real_leave, real_start
+    os.fork, worker_process._detach_from_master, worker_process.spawn_worker = real_fork, real_leave, real_start
     resource.setrlimit(resource.RLIMIT_NPROC, usual)
     tell("outcome", **outcome)
     tell("dead", before=before, after=footprint())

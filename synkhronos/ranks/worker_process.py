@@ -131,7 +131,7 @@ def spawn_worker(control: Control, memory: io.FileIO, channel: socket.socket, *s
     local, files = control.local_ranks, (memory.fileno(), channel.fileno())
     layout = control.size, control.spin, memory.fileno(), True, [local.start, local.stop], len(control.link_memory)
     arguments = layout, channel.fileno(), settings
-    return spawn("synkhronos.ranks.worker", "run_spawned", arguments, files, settings[-1], os.environ)
+    return spawn("synkhronos.ranks.worker_process", "run_spawned", arguments, files, settings[-1], os.environ)
 
 
 def run_spawned() -> NoReturn:

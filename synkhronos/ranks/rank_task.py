@@ -32,8 +32,8 @@ from synkhronos.ranks.control import FOR_TASK, POLL_SECONDS, Semaphore
 from synkhronos.ranks.errors import Cancelled
 from synkhronos.ranks.rank import Rank
 from synkhronos.ranks.task_memory import (
-    TEXT,
-    WORD,
+    TEXT_NBYTES,
+    WORD_NBYTES,
     TaskMemory,
     read_prefixed,
     read_ring,
@@ -75,7 +75,7 @@ class RankTask:
 
     Attributes
     ----------
-    waited : float
+    wait_seconds : float
         Seconds for which this rank has waited for others.
     """
 
@@ -84,9 +84,9 @@ class RankTask:
         self.memory = memory
         self._segment = segment = rank.segments[memory.key]
         words = memory.view_words(segment)
-        self._stop, self._waits, self._owners, self._turns, self._wanted, self._sent, self._received = words
+        self._stop, self._waits, self._owners, self._acquisitions, self._wanted, self._sent, self._received = words
         self._texts = [memory.view_text(segment, r) for r in range(memory.size)]
-        self.waited = 0.0
+        self.wait_seconds = 0.0
         self._next_check = 0.0
 
     # -- progress --------------------------------------------------------------------------------------------
@@ -141,14 +141,14 @@ class RankTask:
                 "the ranks wait for each other in different places: "
                 + ", ".join(f"rank {r} is at {other}" for r, (other, _) in enumerate(by_rank))
             )
-        return [each for _, each in by_rank]
+        return [rank_value for _, rank_value in by_rank]
 
     def all_gather(self, place: str, value: Any) -> list[Any]:
         """All-gather a picklable value: return every rank's value, in rank order."""
         payload = pickle.dumps(value, pickle.HIGHEST_PROTOCOL)
         self.barrier(place)
         with _PublishedWait(self, STEP, self.rank.next_step, f"at {place}"):
-            return [pickle.loads(each) for each in self.rank.all_gather_bytes(payload)]
+            return [pickle.loads(pickled) for pickled in self.rank.all_gather_bytes(payload)]
 
     def raise_in_master(self, message: str) -> NoReturn:
         """Fail on all ranks, which have found the same problem: RuntimeError in the master, `Cancelled` in workers."""
@@ -163,45 +163,45 @@ class RankTask:
 
     @property
     def max_chunk(self) -> int:
-        """Number of bytes of the longest chunk: two fit into a channel, so that one is written while one is read."""
-        return self.memory.capacity // 2 - WORD
+        """Maximal number of bytes of a chunk: two fit into a channel, so one can be written while the other is read."""
+        return self.memory.capacity // 2 - WORD_NBYTES
 
-    def send(self, to: int, chunk: Any, description: str) -> None:
+    def send(self, dest: int, chunk: Any, description: str) -> None:
         """Send at most `max_chunk` bytes to a rank, and wait while its channel is full.
 
         ``description`` names the content in the message of a deadlock.
         """
         me, sent = self.rank.number, self._sent
-        number = me * self.memory.size + to
-        end = sent[number] + WORD + len(chunk)
-        self._wait_for(RECEIVED, number, end - self.memory.capacity, f"until rank {to} receives {description}")
-        ring = self.memory.view_channel(self._segment, me, to)
-        write_ring(ring, sent[number], len(chunk).to_bytes(WORD, "little"))
-        write_ring(ring, sent[number] + WORD, chunk)
-        sent[number] = end
-        self._wake(to)
+        channel = me * self.memory.size + dest
+        end = sent[channel] + WORD_NBYTES + len(chunk)
+        self._wait_for(RECEIVED, channel, end - self.memory.capacity, f"until rank {dest} receives {description}")
+        ring = self.memory.view_channel(self._segment, me, dest)
+        write_ring(ring, sent[channel], len(chunk).to_bytes(WORD_NBYTES, "little"))
+        write_ring(ring, sent[channel] + WORD_NBYTES, chunk)
+        sent[channel] = end
+        self._wake(dest)
 
-    def wait_until_received(self, to: int, description: str) -> None:
+    def wait_until_received(self, dest: int, description: str) -> None:
         """Wait until a rank has received everything that this rank has sent to it."""
-        number = self.rank.number * self.memory.size + to
-        self._wait_for(RECEIVED, number, self._sent[number], f"until rank {to} receives {description}")
+        channel = self.rank.number * self.memory.size + dest
+        self._wait_for(RECEIVED, channel, self._sent[channel], f"until rank {dest} receives {description}")
 
-    def receive(self, source: int, description: str, into: memoryview | None = None) -> memoryview:
-        """Receive a chunk from a rank, ``into`` memory of its length or into new memory, and return the memory."""
+    def receive(self, source: int, description: str, out: memoryview | None = None) -> memoryview:
+        """Receive a chunk from a rank and return it; ``out`` is memory of its length to receive it in."""
         me, received = self.rank.number, self._received
-        number = source * self.memory.size + me
-        self._wait_for(SENT, number, received[number] + 1, f"for {description} of rank {source}")
-        ring, position = self.memory.view_channel(self._segment, source, me), received[number]
-        length = bytearray(WORD)
+        channel = source * self.memory.size + me
+        self._wait_for(SENT, channel, received[channel] + 1, f"for {description} of rank {source}")
+        ring, position = self.memory.view_channel(self._segment, source, me), received[channel]
+        length = bytearray(WORD_NBYTES)
         read_ring(ring, position, memoryview(length))
         nbytes = int.from_bytes(length, "little")
-        into = memoryview(bytearray(nbytes)) if into is None else into
-        if len(into) != nbytes:
-            raise ValueError(f"expected {len(into):,} bytes from rank {source}, got {nbytes:,}")
-        read_ring(ring, position + WORD, into)
-        received[number] = position + WORD + nbytes
+        out = memoryview(bytearray(nbytes)) if out is None else out
+        if len(out) != nbytes:
+            raise ValueError(f"expected {len(out):,} bytes from rank {source}, got {nbytes:,}")
+        read_ring(ring, position + WORD_NBYTES, out)
+        received[channel] = position + WORD_NBYTES + nbytes
         self._wake(source)
-        return into
+        return out
 
     def _wake(self, peer: int) -> None:
         """Wake a rank that waits for this rank's write."""
@@ -214,14 +214,14 @@ class RankTask:
         """Return a lock, to be used in a ``with`` statement; raise ValueError for a number out of range."""
         if not 0 <= number < self.memory.locks:
             raise ValueError(f"expected a lock from 0 to {self.memory.locks - 1}, got {number}")
-        is_here = self.memory.find_home(number) in self.rank.control.local_ranks
-        return Lock(self, number, self.memory.get_semaphore(self._segment, number) if is_here else None)
+        is_local = self.memory.get_home_rank(number) in self.rank.control.local_ranks
+        return Lock(self, number, self.memory.get_semaphore(self._segment, number) if is_local else None)
 
     def _acquire(self, number: int, semaphore: Semaphore, timeout: float | None = None) -> int | None:
         """Acquire a lock of this host and return its turn; None if it was not free within ``timeout`` seconds."""
         if not semaphore.acquire(0):
             deadline = float("inf") if timeout is None else time.monotonic() + timeout
-            # A wait with a time limit ends, so that it is no part of a deadlock.
+            # A wait with a time limit ends by itself, so it is not published as a reason of a deadlock.
             with _PublishedWait(self, LOCK if timeout is None else NOTHING, 0, f"for lock {number}", number):
                 while not semaphore.acquire(max(0.0, min(POLL_SECONDS, deadline - time.monotonic()))):
                     self.rank.check_cancelled()
@@ -230,8 +230,8 @@ class RankTask:
                     if timeout is None:
                         self._raise_if_deadlocked()
         self._owners[number] = self.rank.number + 1
-        turn = self._turns[number]
-        self._turns[number] = turn + 1
+        turn = self._acquisitions[number]
+        self._acquisitions[number] = turn + 1
         return turn
 
     def _release(self, number: int, semaphore: Semaphore) -> None:
@@ -247,11 +247,11 @@ class RankTask:
             semaphore.release()
 
     def _request(self, kind: int, number: int, spans: Sequence[Span] = ()) -> int:
-        """Send a request about a lock of another host to this host's agent; return the answer, 0 for RELEASE."""
+        """Send a request for a lock of another host to this host's agent; return the answer, 0 for RELEASE."""
         me, sent = self.rank.number, self._sent
         to_me = me * self.memory.size + me
         text = f"for lock {number}"
-        self._wait_for(RECEIVED, to_me, sent[to_me], text)  # a RELEASE may not have been processed
+        self._wait_for(RECEIVED, to_me, sent[to_me], text)  # the agent may still process a RELEASE
         memory = self.memory.view_channel(self._segment, me, me)
         write_prefixed(memory, pickle.dumps((kind, number, spans), pickle.HIGHEST_PROTOCOL))
         self.rank.control.fence()
@@ -259,16 +259,16 @@ class RankTask:
         if kind == RELEASE:
             return 0
         self._wait_for(RECEIVED, to_me, sent[to_me], text)
-        return int.from_bytes(memory[:WORD], "little")
+        return int.from_bytes(memory[:WORD_NBYTES], "little")
 
     # -- waiting ---------------------------------------------------------------------------------------------
 
-    def _wait_for(self, kind: int, channel: int, count: int, text: str) -> None:
+    def _wait_for(self, reason: int, channel: int, count: int, text: str) -> None:
         """Wait until ``count`` bytes have been SENT or RECEIVED through a channel."""
-        counts = self._sent if kind == SENT else self._received
+        counts = self._sent if reason == SENT else self._received
         if counts[channel] >= count:
             return
-        with _PublishedWait(self, kind, count, text, channel):
+        with _PublishedWait(self, reason, count, text, channel):
             self.rank.wait(lambda: counts[channel] >= count, self._raise_if_deadlocked, FOR_TASK)
         self.progress()
 
@@ -281,7 +281,7 @@ class RankTask:
             )
 
     def _read_text(self, rank: int) -> str:
-        """Return the text that describes what a rank waits for."""
+        """Return the description of a rank's wait."""
         return bytes(read_prefixed(self._texts[rank])).decode(errors="replace")
 
     def _is_deadlocked(self) -> bool:
@@ -295,37 +295,50 @@ class RankTask:
             return False
         return self._waits.tolist() == before
 
-    def _can_continue(self, kind: int, which: int, count: int) -> bool:
+    def _can_continue(self, reason: int, index: int, count: int) -> bool:
         """Whether a published wait is over."""
-        if kind == STEP:
+        if reason == STEP:
             return min(self.rank.control.arrived) >= count
-        if kind == SENT:
-            return self._sent[which] >= count
-        if kind == RECEIVED:
-            return self._received[which] >= count
-        return kind != LOCK or not self._owners[which]
+        if reason == SENT:
+            return self._sent[index] >= count
+        if reason == RECEIVED:
+            return self._received[index] >= count
+        return reason != LOCK or not self._owners[index]
 
 
 class _PublishedWait:
-    """A context manager that publishes what this rank waits for."""
+    """A context manager that publishes the reason of this rank's wait, and counts its seconds.
 
-    def __init__(self, task: RankTask, kind: int, count: int, text: str, which: int = 0):
-        self._task, self._kind, self._which, self._count = task, kind, which, count
-        self._text = text.encode()[:TEXT]
+    Parameters
+    ----------
+    task : RankTask
+    reason : int
+        `STEP`, `SENT`, `RECEIVED` or `LOCK`; `NOTHING` for a wait that ends by itself.
+    count : int
+        Step, or number of bytes, that ends the wait.
+    text : str
+        Description in the message of a deadlock.
+    index : int
+        Number of the channel or of the lock.
+    """
+
+    def __init__(self, task: RankTask, reason: int, count: int, text: str, index: int = 0):
+        self._task, self._reason, self._index, self._count = task, reason, index, count
+        self._text = text.encode()[:TEXT_NBYTES]
         self._began = 0.0
 
     def __enter__(self) -> None:
         self._began = perf_counter()
         task, me = self._task, self._task.rank.number
         write_prefixed(task._texts[me], self._text)
-        task._waits[4 * me + 1] = self._which
+        task._waits[4 * me + 1] = self._index
         task._waits[4 * me + 2] = self._count
         task._waits[4 * me + 3] += 1
-        task._waits[4 * me] = self._kind
+        task._waits[4 * me] = self._reason
 
     def __exit__(self, *_: object) -> None:
         task, me = self._task, self._task.rank.number
-        task.waited += perf_counter() - self._began
+        task.wait_seconds += perf_counter() - self._began
         task._waits[4 * me] = NOTHING
         task._waits[4 * me + 3] += 1
 
@@ -411,6 +424,6 @@ class Lock:
         self._copy(WRITE, rows)
 
     def _copy(self, kind: int, rows: Sequence[Any]) -> None:
-        spans = [find_span(each) for each in rows]
+        spans = [find_span(array) for array in rows]
         if self._semaphore is None:
             self._task._request(kind, self._number, spans)
