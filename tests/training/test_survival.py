@@ -44,7 +44,7 @@ class Killer:
 
     def __init__(self, monkeypatch, moments=None, waits=True):
         self.moments, self.count, self.killed = moments or {}, 0, 0
-        send, copy, self.is_armed = ranks.Session._send, Survival._copy, not waits
+        send, copy, self.is_armed = ranks.Session._post, Survival._copy, not waits
 
         def copy_and_arm(survival):
             copy(survival)
@@ -66,7 +66,7 @@ class Killer:
             if not is_late:
                 send(session, *args)
 
-        monkeypatch.setattr(ranks.Session, "_send", kill_and_send)
+        monkeypatch.setattr(ranks.Session, "_post", kill_and_send)
         monkeypatch.setattr(Survival, "_copy", copy_and_arm)
 
 
