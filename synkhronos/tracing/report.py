@@ -212,7 +212,7 @@ def format_report(path: str, ranks: dict[int, RankTimeline], critical_path: Sequ
     on_path: dict[tuple[str, int], float] = defaultdict(float)
     for step in critical_path:
         on_path[step.name, step.rank] += step.end - step.start
-    lines += ["", "critical path: what the run waited for"]
+    lines += ["", "critical path: the activities that determine the duration"]
     for (name, rank), time in sorted(on_path.items(), key=lambda item: -item[1])[:_MAX_LINES]:
         lines.append(f"{100 * time / total:5.1f} %  {_format_time(time / len(calls)):>9} a call  {name}, rank {rank}")
     return "\n".join(lines) + "\n"

@@ -169,7 +169,9 @@ class _SourceLoop(TrainingLoop):
         if plan.shows_progress and is_master:
             from tqdm import tqdm
 
-            self._bar = tqdm(total=plan.count, initial=plan.first, unit="row", desc=f"epoch {plan.epoch}", leave=False)
+            self._bar = tqdm(
+                total=plan.count, initial=plan.first, unit=" rows", desc=f"epoch {plan.epoch}", leave=False
+            )
 
     def run(self) -> None:
         """Train on all batches, or until a signal stops the training; then close the progress bar."""

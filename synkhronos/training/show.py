@@ -101,7 +101,7 @@ def summary(name: str, files: dict[str, list[dict[str, Any]]]) -> str:
 
 
 def draw(runs: dict[str, dict[str, list[dict[str, Any]]]], picture: Path) -> None:
-    """Draw the loss over seconds and over rows, each validation quantity, and the rows a second, into a file."""
+    """Draw the loss over seconds and over rows, each validation quantity, and the rows per second, into a file."""
     try:
         import matplotlib
     except ImportError:
@@ -116,7 +116,12 @@ def draw(runs: dict[str, dict[str, list[dict[str, Any]]]], picture: Path) -> Non
     }
     every = [record for records in reports.values() for record in records]
     validated = list(dict.fromkeys(name for record in every for name in record.get("validation") or {}))
-    panels = [("seconds", "loss"), ("rows", "loss"), *(("rows", name) for name in validated), ("rows", "rows a second")]
+    panels = [
+        ("seconds", "loss"),
+        ("rows", "loss"),
+        *(("rows", name) for name in validated),
+        ("rows", "rows per second"),
+    ]
     n_columns = min(3, len(panels))
     n_rows = -(-len(panels) // n_columns)
     figure, grid = pyplot.subplots(
@@ -131,7 +136,7 @@ def draw(runs: dict[str, dict[str, list[dict[str, Any]]]], picture: Path) -> Non
         marker = "o" if len(known) == 1 else None  # a line of one point is invisible
         across = {"seconds": [r["time"] - first for r in known], "rows": [r.get("seen") for r in known]}
         for axis, (x, y) in zip(axes, panels, strict=True):
-            if y in ("loss", "rows a second"):
+            if y in ("loss", "rows per second"):
                 values = [r.get(y if y == "loss" else "rows_per_second") for r in known]
             else:
                 values = [(r.get("validation") or {}).get(y) for r in known]
@@ -143,7 +148,7 @@ def draw(runs: dict[str, dict[str, list[dict[str, Any]]]], picture: Path) -> Non
         axis.xaxis.set_major_locator(MaxNLocator(5))
         if x == "rows":
             axis.xaxis.set_major_formatter(EngFormatter(sep=""))
-        if y == "rows a second":
+        if y == "rows per second":
             axis.yaxis.set_major_formatter(EngFormatter(sep=""))
             axis.set_ylim(bottom=0)
         if y == "loss":

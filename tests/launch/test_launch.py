@@ -176,7 +176,7 @@ def test_random_streams_differ_by_rank(tmp_path):
     train(tmp_path, "Noisy", epochs=1)
     drawn = [re.search("drawn .*", (tmp_path / f"rank-{r}.log").read_text())[0] for r in range(2)]
     assert drawn[0] != drawn[1]
-    # Nor do rows a second count the first step, in which functions may be compiled: 90 rows would be 45 in these 2 s.
+    # Nor do rows per second count the first step, in which functions may be compiled: 90 rows would be 45 in these 2 s.
     assert (
         lines(tmp_path, "rank-1")[0]["rows_per_second"] > 45 and lines(tmp_path, "reports")[0]["rows_per_second"] > 90
     )

@@ -132,7 +132,7 @@ def test_show_picture_has_no_overlaps(tmp_path, monkeypatch):
     show.draw({"run": {"reports": records}, "other": {"reports": records}}, tmp_path / "p.png")
     (figure,) = figures
     assert len({round(axis.get_position().x0, 1) for axis in figure.axes}) == 3  # more panels: further rows
-    assert [axis.get_ylabel() for axis in figure.axes] == ["loss", "loss", "validation error", "rows a second"]
+    assert [axis.get_ylabel() for axis in figure.axes] == ["loss", "loss", "validation error", "rows per second"]
     legend = figure.legends[0].get_window_extent()
     assert not any(legend.overlaps(axis.get_window_extent()) for axis in figure.axes)
     for axis in figure.axes:
