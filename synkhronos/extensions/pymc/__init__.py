@@ -1,4 +1,4 @@
-"""PyMC models whose likelihoods are computed by all ranks.
+"""PyMC models whose likelihoods are computed by all ranks, and functions of their draws.
 
 PyMC is imported at the first call rather than with this module, as it is an optional package.
 """
@@ -9,12 +9,13 @@ import warnings
 from typing import TYPE_CHECKING, Any
 
 from synkhronos.checks import check_integer
+from synkhronos.extensions.posterior import compute_log_likelihood, sample_posterior_predictive
 from synkhronos.ranks import available_cores
 
 if TYPE_CHECKING:
     from synkhronos.extensions.pymc.model import DataParallelModel
 
-__all__ = ["data_parallel"]
+__all__ = ["compute_log_likelihood", "data_parallel", "sample_posterior_predictive"]
 
 
 def data_parallel(model: Any, ranks: str | None = None, chains: int | None = None) -> DataParallelModel:
@@ -62,8 +63,9 @@ def data_parallel(model: Any, ranks: str | None = None, chains: int | None = Non
     Notes
     -----
     Call `synkhronos.fork` before a sampler, which compiles the model.  ``pm.sample`` divides the ranks among the chains
-    that it samples at a time; with ``cores=1`` each chain has all ranks.  This process alone computes
-    ``pm.sample_posterior_predictive`` and ``pm.compute_log_likelihood``.
+    that it samples at a time; with ``cores=1`` each chain has all ranks.  PyMC's ``pm.sample_posterior_predictive`` and
+    ``pm.compute_log_likelihood`` compute in this process alone; `sample_posterior_predictive` and
+    `compute_log_likelihood` of this module compute in parallel.
 
     Use ``pm.set_data`` for new rows.  If an array is changed in place, an evaluation notices it only if the array has
     up to 32,768 elements, or most of its rows were changed.

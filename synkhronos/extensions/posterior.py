@@ -1,0 +1,502 @@
+"""Functions of the draws of a posterior, computed by as many processes as there are ranks.
+
+PyMC computes the log-likelihood of each row, and predictions, draw after draw in one process, and keeps all results in
+memory.  Here the draws are divided into blocks, which forked processes compute.  Results are written into shared memory,
+or into a Zarr store, where they never are in memory as a whole.
+
+.. code-block:: text
+
+   master: PyMC computes the first draw, which compiles its function and gives shapes, dtypes and dimensions
+     ├─▶ process 0: blocks 0, 2, 4, ... ─▶ shared memory or Zarr store
+     └─▶ process 1: blocks 1, 3, 5, ... ─▶ the same arrays, other draws
+
+Neither blocks nor their seeds depend on the number of processes, and so neither do the results.  PyMC and xarray are
+imported at the first call, as they are optional packages.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import mmap
+import multiprocessing
+import os
+import signal
+import warnings
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import numpy as np
+
+from synkhronos import ranks
+from synkhronos.extensions.chains import can_start_ranks
+from synkhronos.ranks import WorkerError
+from synkhronos.ranks.errors import describe_exit
+
+__all__ = ["compute_log_likelihood", "sample_posterior_predictive"]
+
+#: Bytes of the results of a block, and the least number of blocks of a chain with as many draws.
+_BLOCK_BYTES, _MIN_BLOCKS = 32 << 20, 16
+
+#: Elements of a row of results, beyond the draws, in one chunk of a Zarr store.
+_CHUNK_SIZE = 1 << 17
+
+
+def compute_log_likelihood(
+    idata: Any,
+    *,
+    var_names: Sequence[str] | None = None,
+    extend_inferencedata: bool = True,
+    model: Any = None,
+    progressbar: bool = True,
+    compile_kwargs: dict[str, Any] | None = None,
+    store: str | os.PathLike[str] | None = None,
+) -> Any:
+    """Compute the log-likelihood of each row for each draw, as `pymc.compute_log_likelihood` does, in parallel.
+
+    As many processes as there are ranks on this machine compute PyMC's own function, each for its share of the draws.
+    The numbers are PyMC's to the last bit.
+
+    Parameters
+    ----------
+    idata : arviz.InferenceData or xarray.DataTree
+        With a group ``posterior`` that has the dimensions ``chain`` and ``draw``.
+    var_names : sequence of str, optional
+        Names of observed variables.  Default: all.
+    extend_inferencedata : bool, optional
+        Add the group ``log_likelihood`` to `idata`, and return `idata`.
+    model : pymc.Model, optional
+        Default: the model of the context.
+    progressbar : bool, optional
+        Show a progress bar.
+    compile_kwargs : dict, optional
+        Arguments for the compilation, such as ``{"mode": "NUMBA"}``.
+    store : path-like, optional
+        Directory of a Zarr store, such as that of ``idata.to_zarr``, to which the group ``log_likelihood`` is added.
+        Each process writes its own draws into it.  Default: the result is kept in memory.
+
+    Returns
+    -------
+    InferenceData, DataTree or xarray.Dataset
+        `idata`, or the dataset of the group.  With `store`, the dataset reads from there when its values are used.
+
+    Raises
+    ------
+    RuntimeError
+        If no ranks are running.
+    ValueError
+        If `store` has such a group already, or `idata` has other dimensions.
+    WorkerError
+        If a process exits.
+    Exception
+        Errors of PyMC and of the processes.  After an error, the group is removed from `store`.
+
+    Notes
+    -----
+    Processes are forked, so that the model is not copied.  If the ranks are on GPUs, or if JAX compiles the function,
+    this process computes alone.
+
+    Examples
+    --------
+    >>> import numpy as np, pymc as pm, synkhronos as synk
+    >>> n = synk.fork(2, use_gpu=False)
+    >>> with pm.Model() as model:
+    ...     center = pm.Normal("center")
+    ...     _ = pm.Normal("y", center, observed=np.arange(5.0))
+    ...     drawn = pm.sample(20, tune=20, chains=2, progressbar=False, compute_convergence_checks=False)
+    ...     drawn = compute_log_likelihood(drawn, progressbar=False)
+    >>> drawn.log_likelihood["y"].shape
+    (2, 20, 5)
+    >>> synk.close()
+    """
+    import pymc as pm
+    from pymc.stats import log_density
+
+    posterior = _get_posterior(idata)
+    model = pm.modelcontext(model)
+    calls = []
+
+    def record(function: Any, dataset: Any, **kwargs: Any) -> Any:
+        calls.append((function, dataset, kwargs))
+        return apply(function, dataset, **kwargs)
+
+    apply = log_density.apply_function_over_dataset
+    first = _replace_posterior(idata, posterior.isel(chain=[0], draw=[0]))
+    with mock.patch.object(log_density, "apply_function_over_dataset", record):
+        template = pm.compute_log_likelihood(
+            first,
+            var_names=var_names,
+            extend_inferencedata=False,
+            model=model,
+            progressbar=False,
+            compile_kwargs=dict(compile_kwargs or {}),
+        )
+    ((function, values, kwargs),) = calls
+    values = posterior[list(values)].astype({name: array.dtype for name, array in values.items()})
+    kwargs["progressbar"] = False
+
+    def compute(block: _Block) -> Mapping[Any, Any]:
+        made: Mapping[Any, Any] = apply(function, values.isel(**block.get_slices()), **kwargs)
+        return made
+
+    found = _compute_draws(
+        "log_likelihood", template, posterior, compute, _count_processes(function.f), progressbar, store
+    )
+    return _add_group(idata, "log_likelihood", found) if extend_inferencedata else found
+
+
+def sample_posterior_predictive(
+    trace: Any,
+    model: Any = None,
+    var_names: Sequence[str] | None = None,
+    *,
+    random_seed: int | Sequence[int] | None = None,
+    progressbar: bool = True,
+    extend_inferencedata: bool = False,
+    predictions: bool = False,
+    compile_kwargs: dict[str, Any] | None = None,
+    store: str | os.PathLike[str] | None = None,
+) -> Any:
+    """Draw predictions for each draw of a posterior, as `pymc.sample_posterior_predictive` does, in parallel.
+
+    As many processes as there are ranks on this machine compute PyMC's own function, each for its share of the draws.
+
+    Parameters
+    ----------
+    trace : arviz.InferenceData or xarray.DataTree
+        With a group ``posterior`` that has the dimensions ``chain`` and ``draw``.
+    model : pymc.Model, optional
+        Default: the model of the context.
+    var_names : sequence of str, optional
+        Names of variables to sample.  Default: the observed variables.
+    random_seed : int or sequence of int, optional
+        Seed.  The draws do not depend on the number of ranks, but are other draws than PyMC's for this seed, from the
+        same distribution.
+    progressbar : bool, optional
+        Show a progress bar.
+    extend_inferencedata : bool, optional
+        Add the group to `trace`, and return `trace`.
+    predictions : bool, optional
+        Name the group ``predictions`` rather than ``posterior_predictive``.
+    compile_kwargs : dict, optional
+        Arguments for the compilation, such as ``{"mode": "NUMBA"}``.
+    store : path-like, optional
+        Directory of a Zarr store, such as that of ``idata.to_zarr``, to which the group is added.  Each process writes
+        its own draws into it.  Default: the result is kept in memory.
+
+    Returns
+    -------
+    InferenceData or DataTree
+        `trace`, or PyMC's result, which has the group and those of observed and constant data.  With `store`, the group
+        reads from there when its values are used.
+
+    Raises
+    ------
+    RuntimeError
+        If no ranks are running.
+    ValueError
+        If `store` has such a group already, `trace` has other dimensions, or nothing is to be sampled.
+    WorkerError
+        If a process exits.
+    Exception
+        Errors of PyMC and of the processes.  After an error, the group is removed from `store`.
+
+    Notes
+    -----
+    The draws are divided into blocks, by their number and the size of the results.  Block ``i`` is sampled from element
+    ``i`` of ``numpy.random.SeedSequence(random_seed).generate_state(number_of_blocks, "uint64")``.
+
+    Processes are forked, so that the model is not copied.  If the ranks are on GPUs, or if JAX compiles the function,
+    this process computes alone.
+
+    Examples
+    --------
+    >>> import numpy as np, pymc as pm, synkhronos as synk
+    >>> n = synk.fork(2, use_gpu=False)
+    >>> with pm.Model() as model:
+    ...     center = pm.Normal("center")
+    ...     _ = pm.Normal("y", center, observed=np.arange(5.0))
+    ...     drawn = pm.sample(20, tune=20, chains=2, progressbar=False, compute_convergence_checks=False)
+    ...     predicted = sample_posterior_predictive(drawn, random_seed=1, progressbar=False)
+    >>> predicted.posterior_predictive["y"].shape
+    (2, 20, 5)
+    >>> synk.close()
+    """
+    import pymc as pm
+    from pymc.pytensorf import reseed_rngs
+    from pymc.sampling import forward
+
+    posterior = _get_posterior(trace)
+    group = "predictions" if predictions else "posterior_predictive"
+    model = pm.modelcontext(model)
+    seeds = np.random.SeedSequence(random_seed)
+    arguments = {"model": model, "var_names": var_names, "progressbar": False}
+    compiled: list[Any] = []
+
+    def compile_once(*args: Any, **kwargs: Any) -> Any:
+        compiled.append(original(*args, **kwargs))
+        return compiled[0]
+
+    original = forward.compile_forward_sampling_function
+    first = _replace_posterior(trace, posterior.isel(chain=[0], draw=[0]))
+    with mock.patch.object(forward, "compile_forward_sampling_function", compile_once):
+        made = pm.sample_posterior_predictive(
+            first, predictions=predictions, random_seed=0, compile_kwargs=dict(compile_kwargs or {}), **arguments
+        )
+    template = getattr(made, group, None)
+    if template is None or not compiled:
+        raise ValueError("var_names: none of these variables is sampled")
+    function = compiled[0][0]
+    generators = [variable for variable in function.get_shared() if not hasattr(variable.type, "shape")]
+
+    def compute(block: _Block) -> Mapping[Any, Any]:
+        reseed_rngs(generators, block.seed)
+        part = _replace_posterior(trace, posterior.isel(**block.get_slices()))
+        with (
+            mock.patch.object(forward, "compile_forward_sampling_function", lambda *args, **kwargs: compiled[0]),
+            mock.patch.object(forward._log, "disabled", True),  # messages and warnings of the first draw are enough
+            warnings.catch_warnings(action="ignore"),
+        ):
+            drawn: Mapping[Any, Any] = pm.sample_posterior_predictive(part, return_inferencedata=False, **arguments)
+        return drawn
+
+    found = _compute_draws(
+        group, template, posterior, compute, _count_processes(function), progressbar, store, seeds=seeds
+    )
+    if extend_inferencedata:
+        return _add_group(trace, group, found)
+    if hasattr(made, "add_groups"):
+        del made[group]
+    return _add_group(made, group, found)
+
+
+# -- the draws of a posterior, in ArviZ 0.23 and 1 ---------------------------------------------------------------
+
+
+def _get_posterior(idata: Any) -> Any:
+    """Return the dataset of the posterior."""
+    posterior = idata["posterior"]
+    posterior = posterior.to_dataset() if hasattr(posterior, "to_dataset") else posterior
+    for dimension in ("chain", "draw"):
+        if dimension not in posterior.sizes:
+            raise ValueError(f"the posterior has no dimension {dimension!r}, but {tuple(posterior.sizes)}")
+    return posterior
+
+
+def _replace_posterior(idata: Any, posterior: Any) -> Any:
+    """Return inference data with this posterior, and with the data that PyMC compares with the model's."""
+    groups = {name: idata[name] for name in ("constant_data", "observed_data") if _has_group(idata, name)}
+    groups["posterior"] = posterior
+    return type(idata)(**groups) if hasattr(idata, "add_groups") else type(idata).from_dict(groups)
+
+
+def _has_group(idata: Any, name: str) -> bool:
+    return name in (idata.groups() if hasattr(idata, "add_groups") else idata.children)
+
+
+def _add_group(idata: Any, name: str, dataset: Any) -> Any:
+    """Add a group to inference data, or replace it, and return the inference data."""
+    if hasattr(idata, "add_groups"):
+        idata.add_groups({name: dataset})
+    else:
+        idata[name] = dataset
+    return idata
+
+
+# -- blocks, and the processes that compute them -----------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class _Block:
+    """Some draws of one chain.
+
+    Parameters
+    ----------
+    chain : int
+        Position of the chain.
+    start, stop : int
+        Positions of the draws.
+    seed : int
+        Seed of predictions.
+    """
+
+    chain: int
+    start: int
+    stop: int
+    seed: int
+
+    def get_slices(self) -> dict[str, slice]:
+        """Return the slices of the posterior's dimensions."""
+        return {"chain": slice(self.chain, self.chain + 1), "draw": slice(self.start, self.stop)}
+
+
+def _count_processes(function: Any) -> int:
+    """Return the number of processes that may compute a compiled function; 1 for this process alone."""
+    session = ranks.session()
+    is_xla = type(function.maker.linker).__name__ == "JAXLinker"  # its threads do not outlive a fork
+    return 1 if is_xla or not can_start_ranks(session) else len(session.rank.control.local_ranks)
+
+
+def _compute_draws(
+    group: str,
+    template: Any,
+    posterior: Any,
+    compute: Callable[[_Block], Mapping[Any, Any]],
+    num_processes: int,
+    progressbar: bool,
+    store: str | os.PathLike[str] | None,
+    seeds: np.random.SeedSequence | None = None,
+) -> Any:
+    """Return a dataset like `template`, which has the first draw of the first chain, for all draws."""
+    import xarray
+
+    template = template.to_dataset() if hasattr(template, "to_dataset") else template
+    num_chains, num_draws = (posterior.sizes[name] for name in ("chain", "draw"))
+    nbytes = sum(array.nbytes for array in template.values())
+    length = max(1, min(_BLOCK_BYTES // max(1, nbytes), math.ceil(num_draws / _MIN_BLOCKS)))
+    places = [
+        (chain, start, min(start + length, num_draws))
+        for chain in range(num_chains)
+        for start in range(0, num_draws, length)
+    ]
+    states = (seeds or np.random.SeedSequence(0)).generate_state(len(places), "uint64")
+    blocks = [_Block(*place, int(seed)) for place, seed in zip(places, states, strict=True)]
+    coords = {name: array for name, array in template.coords.items() if name not in ("chain", "draw")}
+    coords.update({name: posterior[name] for name in ("chain", "draw")})
+    empty = xarray.Dataset(coords=coords, attrs=template.attrs)
+    shapes = {name: (num_chains, num_draws, *array.shape[2:]) for name, array in template.items()}
+    if store is None:
+        arrays = {name: _share(shape, template[name].dtype) for name, shape in shapes.items()}
+        _run(compute, blocks, arrays, num_processes, progressbar)
+        return empty.assign({name: (template[name].dims, array) for name, array in arrays.items()})
+    with _create_group(store, group, empty) as zarr_group:
+        arrays = {
+            name: _create_array(
+                zarr_group,
+                name,
+                array.dims,
+                shape=shapes[name],
+                dtype=array.dtype,
+                chunks=_choose_chunks(array.shape[2:], length),
+            )
+            for name, array in template.items()
+        }
+        _run(compute, blocks, arrays, num_processes, progressbar)
+    return xarray.open_zarr(store, group=group, consolidated=False, chunks=None)
+
+
+def _share(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+    """Return an array that forked processes share."""
+    memory = mmap.mmap(-1, max(1, math.prod(shape) * dtype.itemsize))
+    return np.frombuffer(memory, dtype, math.prod(shape)).reshape(shape)
+
+
+def _choose_chunks(shape: tuple[int, ...], num_draws: int) -> tuple[int, ...]:
+    """Return the shape of a chunk: no two processes write to one."""
+    rows = max(1, _CHUNK_SIZE // math.prod(shape[1:])) if shape else 0
+    return (1, num_draws, *[min(rows, max(1, length)) for length in shape[:1]], *[max(1, n) for n in shape[1:]])
+
+
+@contextlib.contextmanager
+def _create_group(store: str | os.PathLike[str], group: str, coords: Any) -> Iterator[Any]:
+    """Context with a new Zarr group that has these coordinates; after an error, the group is removed."""
+    import zarr
+
+    path = Path(store)
+    root = zarr.open_group(path, mode="a", use_consolidated=False)
+    if group in root:
+        raise ValueError(f"store: {path} has a group {group!r} already")
+    try:
+        coords.to_zarr(path, group=group, mode="w", consolidated=False, zarr_format=root.metadata.zarr_format)
+        yield root[group]
+        is_consolidated = zarr.open_group(path, mode="r").metadata.consolidated_metadata is not None
+        if is_consolidated:  # readers would not find a group that it lacks
+            zarr.consolidate_metadata(path)
+    except BaseException:
+        if group in root:
+            del root[group]
+        raise
+
+
+def _create_array(group: Any, name: str, dims: Sequence[str], **kwargs: Any) -> Any:
+    """Return a new array of a Zarr group, with the names of its dimensions where xarray reads them."""
+    if group.metadata.zarr_format == 3:
+        return group.create_array(name=name, dimension_names=dims, **kwargs)
+    # xarray takes a fill value of this format for missing values.
+    return group.create_array(name=name, attributes={"_ARRAY_DIMENSIONS": list(dims)}, fill_value=None, **kwargs)
+
+
+def _run(
+    compute: Callable[[_Block], Mapping[Any, Any]],
+    blocks: Sequence[_Block],
+    arrays: Mapping[Any, Any],
+    num_processes: int,
+    progressbar: bool,
+) -> None:
+    """Compute all blocks, and write the results into the arrays."""
+    from pymc.progress_bar import create_simple_progress
+
+    def write(number: int) -> Generator[int, None, None]:
+        for block in blocks[number::num_processes]:
+            results = compute(block)
+            for name, array in arrays.items():
+                array[block.chain, block.start : block.stop] = np.asarray(results[name])[0]
+            yield block.stop - block.start
+
+    progress = create_simple_progress(progressbar=progressbar)
+    with progress:
+        task = progress.add_task("Computing ...", completed=0, total=sum(each.stop - each.start for each in blocks))
+        with contextlib.closing(write(0) if num_processes == 1 else _fork(write, num_processes)) as counts:
+            for count in counts:
+                progress.advance(task, count)
+
+
+def _fork(write: Callable[[int], Iterator[int]], num_processes: int) -> Generator[int, None, None]:
+    """Yield what `write` yields in a process for each number."""
+    context = multiprocessing.get_context("fork")
+    processes: dict[Connection, Any] = {}
+    try:
+        for number in range(num_processes):
+            ours, theirs = context.Pipe(duplex=False)
+            process = context.Process(target=_serve, args=(write, number, theirs), daemon=True)
+            process.start()
+            theirs.close()
+            processes[ours] = process
+        running = dict(processes)
+        while running:
+            for pipe in wait(list(running)):
+                assert isinstance(pipe, Connection)
+                process = running[pipe]
+                try:
+                    result = pipe.recv()
+                except EOFError:
+                    process.join()
+                    raise WorkerError(
+                        f"a process that computes draws {describe_exit(process.exitcode)}", list(running).index(pipe)
+                    ) from None
+                if isinstance(result, Exception):
+                    raise result
+                if result is None:
+                    del running[pipe]
+                else:
+                    yield result
+    finally:
+        for pipe, process in processes.items():
+            process.terminate()
+            process.join()
+            pipe.close()
+
+
+def _serve(write: Callable[[int], Iterator[int]], number: int, pipe: Connection) -> None:
+    """Send what `write` yields, then None; or its error."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the master, which ends this process
+    try:
+        for count in write(number):
+            pipe.send(count)
+        pipe.send(None)
+    except Exception as error:
+        pipe.send(error)

@@ -1,0 +1,243 @@
+"""Functions of the draws of a posterior: PyMC's own functions, in one process, are the oracle."""
+
+import os
+import signal
+import warnings
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")  # ArviZ announces its next version
+    pm = pytest.importorskip("pymc", reason="the extra `pymc` is not installed")
+import xarray  # noqa: E402
+from library import INTERPRETED, XLA  # noqa: E402
+
+import synkhronos as synk  # noqa: E402
+from synkhronos.extensions import posterior  # noqa: E402
+from synkhronos.extensions.pymc import (  # noqa: E402
+    compute_log_likelihood,
+    data_parallel,
+    sample_posterior_predictive,
+)
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore:.*in the Zarr V3 spec", "ignore:.*Zarr format 3 specification"),
+    pytest.mark.skipif(XLA, reason="processes are forked beside JAX' threads"),
+]
+N, DRAWS = 30, 40
+X = np.random.default_rng(3).normal(size=(N, 3))
+
+
+def build():
+    with pm.Model(coords={"row": [f"row {i}" for i in range(N)]}) as model:
+        x = pm.Data("x", X, dims=("row", "column"))
+        mu = pm.Deterministic("mu", x @ pm.Normal("b", shape=3), dims="row")
+        pm.Normal("y", mu, pm.HalfNormal("s"), observed=X[:, 0], dims="row", shape=mu.shape)
+        pm.Poisson("z", pm.math.exp(mu[0]), observed=np.arange(50) % 4)
+    return model
+
+
+@pytest.fixture(scope="module")
+def sampled():
+    with build() as model:
+        steps = pm.Metropolis(compile_kwargs={"mode": INTERPRETED})
+        return model, pm.sample(
+            DRAWS, tune=0, step=steps, chains=2, cores=1, random_seed=1, progressbar=False,
+            compute_convergence_checks=False,
+        )  # fmt: skip
+
+
+@pytest.fixture
+def model(sampled):
+    return sampled[0]
+
+
+@pytest.fixture
+def drawn(sampled):
+    return sampled[1].copy()
+
+
+def settings(**kwargs):
+    return {"progressbar": False, "compile_kwargs": {"mode": INTERPRETED}, **kwargs}
+
+
+def predict(model, drawn, **kwargs):
+    with model:
+        return sample_posterior_predictive(drawn, **settings(random_seed=2, **kwargs))
+
+
+def check_equal(ours, theirs):
+    """Compare datasets to the last bit, with dimensions, coordinates and dtypes."""
+    assert set(ours.data_vars) == set(theirs.data_vars)
+    for name in theirs.data_vars:
+        assert (ours[name].dims, ours[name].dtype) == (theirs[name].dims, theirs[name].dtype)
+        np.testing.assert_array_equal(ours[name].values, theirs[name].values)
+    assert set(ours.coords) == set(theirs.coords)
+    for name in theirs.coords:
+        np.testing.assert_array_equal(ours[name].values, theirs[name].values)
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+@pytest.mark.parametrize("var_names", [None, ["z"]], ids=["all", "one"])
+def test_log_likelihood_equals_pymcs(fork, model, drawn, ranks, var_names):
+    fork(ranks)
+    with data_parallel(model):
+        kwargs = settings(extend_inferencedata=False, var_names=var_names)
+        ours = compute_log_likelihood(drawn, **kwargs)
+    with model:
+        check_equal(ours, pm.compute_log_likelihood(drawn, **kwargs))
+
+
+def test_log_likelihood_extends_the_inference_data(fork, model, drawn):
+    fork(2)
+    with model:
+        assert compute_log_likelihood(drawn, **settings()) is drawn
+    assert drawn["log_likelihood"]["y"].shape == (2, DRAWS, N)
+
+
+def test_predictions_do_not_depend_on_the_number_of_ranks(fork, model, drawn):
+    results = []
+    for ranks in (1, 2, 3):
+        fork(ranks)
+        results.append(predict(model, drawn)["posterior_predictive"])
+        synk.close()
+    for result in results[1:]:
+        check_equal(result, results[0])
+
+
+def test_predictions_have_pymcs_distribution_and_layout(fork, model, drawn):
+    fork(2)
+    ours = predict(model, drawn)
+    with model:
+        theirs = pm.sample_posterior_predictive(drawn, random_seed=2, **settings())
+    mine, other = ours["posterior_predictive"], theirs["posterior_predictive"]
+    assert {name: mine[name].dims for name in mine} == {name: other[name].dims for name in other}
+    assert {name: mine[name].dtype for name in mine} == {name: other[name].dtype for name in other}
+    assert [name for name in ("observed_data", "constant_data") if name not in ours] == []
+    # Given the draws, z of each draw is a sample of 50 from a Poisson distribution, and y of 30 from normal ones.
+    posterior = drawn["posterior"]
+    rate = np.exp(posterior["mu"].values[..., 0])
+    z = (mine["z"].values.mean(-1) - rate) / np.sqrt(rate / 50)
+    y = (mine["y"].values - posterior["mu"].values) / posterior["s"].values[..., None]
+    for standardised in (z, y):
+        assert abs(standardised.mean()) < 5 / np.sqrt(standardised.size)
+        assert abs(standardised.std() - 1) < 5 / np.sqrt(2 * standardised.size)
+    assert np.unique(y).size == y.size  # no two blocks have the same seed
+
+
+def test_predictions_of_other_rows(fork, model, drawn):
+    fork(2)
+    with build() as other:
+        pm.set_data({"x": X[:7] + 1}, coords={"row": [f"new {i}" for i in range(7)]})
+    found = predict(other, drawn, predictions=True, var_names=["y"], extend_inferencedata=True)
+    assert found is drawn
+    assert found["predictions"]["y"].shape == (2, DRAWS, 7)
+    assert found["predictions"]["row"].values[0] == "new 0"
+    slopes = drawn["posterior"]["b"].values
+    far = found["predictions"]["y"].values - slopes @ (X[:7] + 1).T
+    assert abs(far.mean() / far.std()) < 0.5
+
+
+def test_random_seed_changes_predictions(fork, model, drawn):
+    fork(2)
+    one, two, three = (predict(model, drawn, var_names=["y"])["posterior_predictive"]["y"].values for _ in range(3))
+    np.testing.assert_array_equal(one, two)
+    with model:
+        three = sample_posterior_predictive(drawn, random_seed=7, **settings(var_names=["y"]))
+    assert not np.array_equal(one, three["posterior_predictive"]["y"].values)
+
+
+@pytest.mark.parametrize("zarr_format", [2, 3])
+def test_results_in_a_store_equal_those_in_memory(fork, model, drawn, tmp_path, zarr_format):
+    pytest.importorskip("zarr", reason="the extra `pymc-zarr` is not installed")
+    fork(2)
+    store = tmp_path / "drawn.zarr"
+    tree = drawn.to_datatree() if hasattr(drawn, "to_datatree") else drawn
+    tree.to_zarr(store, zarr_format=zarr_format)
+    with model:
+        lazy = compute_log_likelihood(drawn, store=store, **settings(extend_inferencedata=False))
+        check_equal(lazy, compute_log_likelihood(drawn, **settings(extend_inferencedata=False)))
+    lazy = predict(model, drawn, store=store)
+    check_equal(lazy["posterior_predictive"], predict(model, drawn)["posterior_predictive"])
+    with xarray.open_datatree(store, engine="zarr") as found:
+        assert {"posterior", "log_likelihood", "posterior_predictive"} <= set(found.children)
+        np.testing.assert_array_equal(
+            found["posterior_predictive"]["z"].values, lazy["posterior_predictive"]["z"].values
+        )
+
+
+def test_new_store_and_its_errors(fork, model, drawn, tmp_path, monkeypatch):
+    zarr = pytest.importorskip("zarr", reason="the extra `pymc-zarr` is not installed")
+    fork(2)
+    store = str(tmp_path / "new.zarr")
+    run = posterior._run
+    with model:
+        monkeypatch.setattr(posterior, "_run", lambda *args: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            compute_log_likelihood(drawn, store=store, **settings())
+        monkeypatch.setattr(posterior, "_run", run)
+        assert not list(zarr.open_group(store))
+        compute_log_likelihood(drawn, store=store, **settings())
+        with pytest.raises(ValueError, match="^store: .*new.zarr has a group 'log_likelihood' already"):
+            compute_log_likelihood(drawn, store=store, **settings())
+    np.testing.assert_array_equal(xarray.open_zarr(store, group="log_likelihood")["draw"], np.arange(DRAWS))
+
+
+def test_no_two_processes_write_to_one_chunk(fork, model, drawn, tmp_path, monkeypatch):
+    """Blocks of all sizes, rows in several chunks."""
+    zarr = pytest.importorskip("zarr", reason="the extra `pymc-zarr` is not installed")
+    fork(3)
+    monkeypatch.setattr(posterior, "_CHUNK_SIZE", 16)
+    monkeypatch.setattr(posterior, "_MIN_BLOCKS", 3)
+    store = tmp_path / "new.zarr"
+    with model:
+        lazy = compute_log_likelihood(drawn, store=store, **settings(extend_inferencedata=False))
+        check_equal(lazy, pm.compute_log_likelihood(drawn, **settings(extend_inferencedata=False)))
+    assert zarr.open_group(store)["log_likelihood"]["y"].chunks == (1, 14, 16)
+
+
+def test_computing_without_ranks_is_an_error(model, drawn):
+    with model, pytest.raises(RuntimeError, match="fork"):
+        compute_log_likelihood(drawn, **settings())
+
+
+def test_wrong_draws_are_an_error(fork, model, drawn):
+    fork(1)
+    with model:
+        with pytest.raises(ValueError, match="posterior has no dimension 'draw', but"):
+            compute_log_likelihood(drawn.isel(draw=0), **settings())
+        with pytest.raises(ValueError, match="var_names"):
+            sample_posterior_predictive(drawn, **settings(var_names=[]))
+
+
+def has_exited(pid):
+    return not Path(f"/proc/{pid}").exists()
+
+
+@pytest.mark.parametrize("event", ["error", "exit", "interrupt"])
+def test_failures_end_all_processes(event):
+    def write(number):
+        yield os.getpid()
+        if number == 1 and event == "error":
+            raise ZeroDivisionError("division")
+        if number == 1 and event == "exit":
+            os.kill(os.getpid(), signal.SIGKILL)
+        while number == 0 or event == "interrupt":
+            signal.pause()
+
+    error, message = {
+        "error": (ZeroDivisionError, "division"),
+        "exit": (synk.WorkerError, "a process that computes draws was killed by SIGKILL"),
+        "interrupt": (KeyboardInterrupt, None),
+    }[event]
+    pids = []
+    counts = posterior._fork(write, 2)
+    with pytest.raises(error, match=message):
+        for pid in counts:
+            pids.append(pid)
+            if len(pids) == 2 and event == "interrupt":
+                counts.throw(KeyboardInterrupt)
+    assert pids and all(map(has_exited, pids))
