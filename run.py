@@ -355,9 +355,12 @@ MOST_RETRIED = 5
 MARKERS = ("lasagne", "hosts", "faults")
 #: Tests of the environment `pymc`.
 WITH_PYMC = [
-    *list_test_files("by_rows", "pymc", "pymc_chains", "pymc_demos", "rows_sum", "xla_samplers"),
+    *list_test_files("by_rows", "posterior", "pymc", "pymc_chains", "pymc_demos", "rows_sum", "xla_samplers"),
     "tests/project/test_docs.py::test_page[pymc]",
-    "tests/project/test_docs.py::test_docstring[synkhronos.extensions.pymc.data_parallel]",
+    *(
+        f"tests/project/test_docs.py::test_docstring[synkhronos.extensions.pymc.{name}]"
+        for name in ("data_parallel", "posterior.compute_log_likelihood", "posterior.sample_posterior_predictive")
+    ),
 ]
 
 
@@ -398,7 +401,7 @@ def test(options: argparse.Namespace, rest: list[str]) -> int:
     extras = {
         PYTENSOR.name: ["jax", "demos", "hosts", "lasagne", "training", "tensorboard", "test"],
         THEANO.name: ["demos", "hosts", "lasagne", "training", "test"],
-        PYMC.name: ["pymc-jax", "test"],
+        PYMC.name: ["pymc-jax", "pymc-zarr", "test"],
     }
     if options.device == "gpu":
         extras[PYTENSOR.name].append("gpu")

@@ -9,7 +9,7 @@ import warnings
 from typing import TYPE_CHECKING, Any
 
 from synkhronos.checks import check_integer
-from synkhronos.extensions.posterior import compute_log_likelihood, sample_posterior_predictive
+from synkhronos.extensions.pymc.posterior import compute_log_likelihood, sample_posterior_predictive
 from synkhronos.ranks import available_cores
 
 if TYPE_CHECKING:

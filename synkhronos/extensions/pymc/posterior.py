@@ -1,8 +1,8 @@
 """Functions of the draws of a posterior, computed by as many processes as there are ranks.
 
 PyMC computes the log-likelihood of each row, and predictions, draw after draw in one process, and keeps all results in
-memory.  Here the draws are divided into blocks, which forked processes compute.  Results are written into shared memory,
-or into a Zarr store, where they never are in memory as a whole.
+memory.  Here the draws are divided into blocks, which forked processes compute.  Results are written into shared
+memory, or into a Zarr store, where they never are in memory as a whole.
 
 .. code-block:: text
 
@@ -33,7 +33,7 @@ from unittest import mock
 import numpy as np
 
 from synkhronos import ranks
-from synkhronos.extensions.chains import can_start_ranks
+from synkhronos.extensions.pymc.chains import can_start_ranks
 from synkhronos.ranks import WorkerError
 from synkhronos.ranks.errors import describe_exit
 
