@@ -456,7 +456,7 @@ def _run(
 
 
 def _fork(write: Callable[[int], Iterator[int]], num_processes: int) -> Generator[int, None, None]:
-    """Yield what `write` yields in a process for each number."""
+    """Yield the numbers of draws that ``write(i)`` yields in process ``i``, in the order in which they arrive."""
     context = multiprocessing.get_context("fork")
     processes: dict[Connection, Any] = {}
     try:

@@ -322,6 +322,8 @@ def _restrict_blockwise(search: RowSearch, node: Any, axis: int) -> Any:
     n_batch = node.op.batch_ndim(node)
     if axis < n_batch:
         return node.op(*[search.restrict_or_broadcast(variable, axis) for variable in node.inputs], return_list=True)
+    if isinstance(node.op.core_op, AdvancedSubtensor):
+        return search.restrict(_index_all_batches(node, n_batch), axis)
     if not isinstance(node.op.core_op, Dot):
         raise _make_error(node)
     # A product of matrices: rows of the first operand, or columns of the second.
@@ -329,6 +331,25 @@ def _restrict_blockwise(search: RowSearch, node: Any, axis: int) -> Any:
     operands = list(node.inputs)
     operands[which] = search.restrict(operands[which], n_batch + min(which, operands[which].type.ndim - n_batch - 1))
     return node.op(*operands)
+
+
+def _index_all_batches(node: Any, n_batch: int) -> Any:
+    """Return an indexing of each batch, such as ``values[batch][index[batch]]``, as one indexing of all batches."""
+    values, *index = node.inputs
+    idx_list = getattr(node.op.core_op, "idx_list", None)
+    if any(isinstance(one, slice) for one in idx_list or []) or any(one.type.dtype == "bool" for one in index):
+        raise _make_error(node)
+    width = max(one.type.ndim for one in index) - n_batch
+    batches = range(n_batch)
+    gaps = [["x"] * (width + n_batch - one.type.ndim) for one in index]
+    arrays = [
+        one.dimshuffle(*batches, *gap, *range(n_batch, one.type.ndim)) for one, gap in zip(index, gaps, strict=True)
+    ]
+    batched = [i for i in batches if not values.type.broadcastable[i]]
+    picks = [
+        pt.arange(values.shape[i]).dimshuffle(*["x"] * i, 0, *["x"] * (n_batch + width - i - 1)) for i in batched
+    ]
+    return values.dimshuffle(*batched, *range(n_batch, values.type.ndim))[(*picks, *arrays)]
 
 
 def _restrict_take(search: RowSearch, node: Any, axis: int) -> Any:
