@@ -26,6 +26,7 @@ import pytensor.sparse  # noqa: E402
 import pytensor.tensor as pt  # noqa: E402
 import scipy.sparse  # noqa: E402
 from library import INTERPRETED, XLA, fork_ranks  # noqa: E402
+from pytensor.graph.replace import vectorize_graph  # noqa: E402
 
 import synkhronos as synk  # noqa: E402
 from synkhronos.extensions.pymc import data_parallel  # noqa: E402
@@ -288,7 +289,25 @@ def numbers_from_sums():
     pm.Potential("several", 2 * pm.logp(pm.Normal.dist(X @ b), HOURS).sum() + counts.sum() / 3 - (b**2).sum())
 
 
+def marginalize(build_terms):
+    """Return the log-density of rows without their category of three, as pymc-extras' `marginalize` computes it."""
+    k = pt.tensor("k", dtype="int64", shape=(N,))
+    categories = pt.alloc(np.arange(3), N, 3).T
+    return pt.logsumexp(vectorize_graph(build_terms(k), {k: categories}), axis=0)
+
+
+def marginalized_categories():
+    mu, w, s = pm.Normal("mu", shape=3), pm.Dirichlet("w", np.ones(3)), pm.HalfNormal("s", shape=3)
+    p = pm.math.softmax(X @ pm.Normal("b", shape=(3, 3)), axis=-1)
+    for name, weights in (("same", w), ("of each row", p)):
+        terms = marginalize(
+            lambda k, w=weights: pm.logp(pm.Normal.dist(mu[k], s[k]), X[:, 0]) + pm.logp(pm.Categorical.dist(w), k)
+        )
+        pm.Potential(name, terms)
+
+
 MODELS = [
+    marginalized_categories,
     several_groupings_of_data,
     counts_with_offset,
     survival,

@@ -346,9 +346,7 @@ def _index_all_batches(node: Any, n_batch: int) -> Any:
         one.dimshuffle(*batches, *gap, *range(n_batch, one.type.ndim)) for one, gap in zip(index, gaps, strict=True)
     ]
     batched = [i for i in batches if not values.type.broadcastable[i]]
-    picks = [
-        pt.arange(values.shape[i]).dimshuffle(*["x"] * i, 0, *["x"] * (n_batch + width - i - 1)) for i in batched
-    ]
+    picks = [pt.arange(values.shape[i]).dimshuffle(*["x"] * i, 0, *["x"] * (n_batch + width - i - 1)) for i in batched]
     return values.dimshuffle(*batched, *range(n_batch, values.type.ndim))[(*picks, *arrays)]
 
 
@@ -387,7 +385,10 @@ def _restrict_advanced(search: RowSearch, node: Any, axis: int) -> Any:
     for position, one in enumerate(arrays):
         own = axis - (ndim - one.type.ndim)
         if own >= 0 and position == 0 and search.length > 1 and _is_row_number(one, own, search.length):
-            # values[arange(n), k]: one element of each row.
+            # values[arange(n), k]: one element of each row; of values with one row, the same row for all.
+            if values.type.shape[first] == 1:
+                chosen.append(one)
+                continue
             values = search.restrict(values, first)
             chosen.append(pt.arange(search.count).dimshuffle(*["x"] * own, 0, *["x"] * (one.type.ndim - own - 1)))
         else:
