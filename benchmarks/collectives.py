@@ -27,7 +27,7 @@ import numpy as np
 
 import synkhronos as synk
 from benchmarks._measure import Table, duration, gpus, graph_library, heading, quartiles, seconds, size
-from synkhronos.devices import array_device
+from synkhronos.devices import get_array_device
 from synkhronos.graphs import library_of
 from synkhronos.tasks import Worker
 
@@ -87,7 +87,7 @@ class Ranks:
         return synk.run(in_program, name, self._s, calls)[0]
 
     def _wait(self, value: Any) -> None:
-        array_device(value).wait([value])
+        get_array_device(value).wait([value])
 
     def time(self, name: str, call: Callable[[], Any], rounds: int) -> list[float]:
         """Return the seconds of some calls, the first of which isn't counted."""
@@ -111,11 +111,11 @@ def in_program(worker: Worker, name: str, shared: Any, calls: int) -> list[float
             worker.send(result, 0)
         else:
             return
-        array_device(result).wait([result])
+        get_array_device(result).wait([result])
 
     def combine() -> None:
         result = group.all_reduce(array, "sum")
-        array_device(result).wait([result])
+        get_array_device(result).wait([result])
 
     call, share = (send, 0.5) if name == "send" else (combine, 1.0)
     call()

@@ -17,7 +17,7 @@ import numpy as np
 
 import synkhronos as synk
 from benchmarks._measure import Table, bar, duration, gpus, graph_library, heading, seconds, size
-from synkhronos.devices import array_device
+from synkhronos.devices import get_array_device
 from synkhronos.graphs import library_of
 
 SIZES = [4_000, 4_200_000, 102_000_000]
@@ -47,7 +47,7 @@ def main() -> None:
     synk.function([], shared, updates=[(shared, shared)])()
     columns = ("call", "queued", "NCCL", "share", "GB/s", "waited", "NCCL ")
     table = Table({"": 8, **dict.fromkeys(columns, 9)})
-    device = array_device(library_of(shared).get(shared))
+    device = get_array_device(library_of(shared).get(shared))
 
     def finish() -> None:
         device.wait([library_of(shared).get(shared)])

@@ -41,7 +41,9 @@ class Copy(Command):
             target = rank.objects["benchmark"] = device.empty((self.nbytes,), np.dtype(np.uint8))
         source = staging.lock_segment(rank, self.location.key) + rank.number * self.nbytes
         staging.set_current()
-        check_result(staging.driver.cuMemcpyAsync(device.pointer(target), source, self.nbytes, staging.handle))
+        check_result(
+            staging.driver.cuMemcpyAsync(device.get_pointer(target), source, self.nbytes, staging.stream_handle)
+        )
         staging.stream.sync()
 
 

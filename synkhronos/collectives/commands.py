@@ -19,7 +19,7 @@ import numpy as np
 
 from synkhronos.checks import describe
 from synkhronos.data.rows import get_share
-from synkhronos.devices import HOST, ArrayLayout, Communicator, Device, array_device, get_device
+from synkhronos.devices import HOST, ArrayLayout, Communicator, Device, get_array_device, get_device
 from synkhronos.graphs import GraphLibrary, library_of
 from synkhronos.graphs.mirror import get_object, jump_to_rank
 from synkhronos.ranks import Command, Rank, RowAccess, SharedArray
@@ -66,11 +66,11 @@ def gather_layouts(rank: Rank, keys: Sequence[Any], nccl: bool = False, is_chang
     """
     shareds = [get_object(rank, key) for key in keys]
     values = [library_of(shared).get(shared) for shared in shareds]
-    mine = tuple([(value.shape, value.dtype, array_device(value).name) for value in values])
+    mine = tuple([(value.shape, value.dtype, get_array_device(value).name) for value in values])
     del values  # each array is to have a single reference besides its container's
     communicator = rank.device.get_communicator(rank)
     all_gather = rank.all_gather if is_changed else rank.all_gather_cached
-    by_rank, epochs = zip(*all_gather((mine, communicator.epoch)), strict=True)
+    by_rank, generations = zip(*all_gather((mine, communicator.generation)), strict=True)
     plans = rank.registry.get(_TransferPlans)
     transfers = plans.get((by_rank, nccl))
     if transfers is None:
@@ -79,7 +79,7 @@ def gather_layouts(rank: Rank, keys: Sequence[Any], nccl: bool = False, is_chang
         transfers = plans[by_rank, nccl] = _plan_transfers(by_rank, nccl)
     copies = [VariableCopy(rank, shared, transfer) for shared, transfer in zip(shareds, transfers, strict=True)]
     if any(transfer.transport is rank.device for transfer in transfers):
-        communicator.connect(epochs)
+        communicator.connect(generations)
     return copies
 
 
@@ -220,7 +220,7 @@ class Assign(Command):
                 selection = rows if isinstance(rows, range) else rows.view(rank.segments)
             shared = get_object(rank, key)
             library = library_of(shared)
-            library.put(shared, array_device(library.get(shared)).load(rank, value, selection))
+            library.put(shared, get_array_device(library.get(shared)).load(rank, value, selection))
 
 
 @dataclass(frozen=True, slots=True)
@@ -384,34 +384,34 @@ class AllReducePlan(NamedTuple):
     Attributes
     ----------
     variables : list of PlannedVariable
-    epoch : int
+    generation : int
         Number of the device's connection.
     digest : bytes
         Digest of all of it.  Each rank on which the plan is still valid passes it to `Rank.is_same_on_all`.
     """
 
     variables: list[PlannedVariable]
-    epoch: int
+    generation: int
     digest: bytes
 
     @classmethod
     def from_copies(cls, rank: Rank, keys: Sequence[Any], copies: Sequence[VariableCopy]) -> AllReducePlan:
         """Return the plan for copies of equal shapes, which are on their devices now."""
-        epoch = rank.device.get_communicator(rank).epoch
+        generation = rank.device.get_communicator(rank).generation
         variables = [
             PlannedVariable(key, each.library, each.layouts[rank.number], each.device, each.transport)
             for key, each in zip(keys, copies, strict=True)
         ]
         described = tuple([(*each.layout, each.device.name) for each in variables])
-        return cls(variables, epoch, rank.compute_digest((described, epoch)))
+        return cls(variables, generation, rank.compute_digest((described, generation)))
 
     def is_valid(self, rank: Rank) -> bool:
         """Whether this rank's variables and its connection have not changed."""
         for key, library, (shape, dtype), device, _ in self.variables:
             value = library.get(get_object(rank, key))
-            if array_device(value) is not device or value.shape != shape or value.dtype != dtype:
+            if get_array_device(value) is not device or value.shape != shape or value.dtype != dtype:
                 return False
-        return bool(rank.device.get_communicator(rank).epoch == self.epoch)
+        return bool(rank.device.get_communicator(rank).generation == self.generation)
 
     def all_reduce(self, rank: Rank, op: str) -> None:
         """Reduce into every rank's variables."""

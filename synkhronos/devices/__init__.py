@@ -2,7 +2,7 @@
 
 A `Device` is the adapter for one kind of array: it binds a rank to its hardware, copies arrays to and from host memory,
 and provides the communicator of these arrays.  All other packages handle arrays through their device, which
-`array_device` finds.
+`get_array_device` finds.
 
 Devices are discovered: each module of this package that defines ``DEVICE`` adds one.  `device` describes how to write
 one.
@@ -36,7 +36,7 @@ __all__ = [
     "Communicator",
     "Device",
     "Selection",
-    "array_device",
+    "get_array_device",
     "choose_device",
     "read_environment_device",
     "find_device",
@@ -60,8 +60,8 @@ PYGPU = pygpu.DEVICE
 def list_devices() -> tuple[Device, ...]:
     """Return the ``DEVICE`` of every module here; `HOST` is the last, as it owns every array that NumPy can read."""
     modules = [import_module(f"{__name__}.{module.name}") for module in iter_modules(__path__)]
-    found = [module.DEVICE for module in modules if hasattr(module, "DEVICE")]
-    return (*(device for device in found if device is not HOST), HOST)
+    devices = [module.DEVICE for module in modules if hasattr(module, "DEVICE")]
+    return (*(device for device in devices if device is not HOST), HOST)
 
 
 def list_gpu_devices() -> list[CudaDevice]:
@@ -82,7 +82,7 @@ def find_device(value: Any) -> Device:
     return next(device for device in list_devices() if device is HOST or device.owns(value))
 
 
-def array_device(array: Any) -> Device:
+def get_array_device(array: Any) -> Device:
     """Return the device that owns an array.
 
     Raises
@@ -139,14 +139,14 @@ def choose_device(use_gpu: bool | None, n_parallel: int | None) -> tuple[Device,
     ValueError
         If there are fewer GPUs than ranks.
     """
-    named = read_environment_device()
-    if named is not None:
-        return named, available_cores() if n_parallel is None else n_parallel
+    environment_device = read_environment_device()
+    if environment_device is not None:
+        return environment_device, available_cores() if n_parallel is None else n_parallel
     n_gpu = get_n_gpu() if use_gpu is None or use_gpu else 0
     if use_gpu and not n_gpu:
         raise RuntimeError("use_gpu=True, but there is no GPU: leave use_gpu out, or pass False to compute on the CPU")
     device = _choose_gpu_device()
-    if n_gpu and (missing := device.missing_requirements()):
+    if n_gpu and (missing := device.list_missing_requirements()):
         if use_gpu:
             raise RuntimeError(
                 f"use_gpu=True, and {n_gpu} GPUs are visible, but nothing installed here can drive them: "

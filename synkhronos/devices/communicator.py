@@ -21,12 +21,12 @@ class Communicator(ABC):
     """
 
     @property
-    def epoch(self) -> int:
+    def generation(self) -> int:
         """Number of the connection, the same on all ranks that share one; 0 if there is none, or none is needed."""
         return 0
 
-    def connect(self, epochs: Sequence[int]) -> None:  # noqa: B027 - most need no connection
-        """Connect all ranks unless ``epochs``, one for each rank, shows that they share a connection."""
+    def connect(self, generations: Sequence[int]) -> None:  # noqa: B027 - most need no connection
+        """Connect all ranks unless ``generations``, one for each rank, shows that they share a connection."""
 
     def wait_started(self, check: Callable[[], None] | None = None) -> None:  # noqa: B027 - as above
         """Wait until every rank has started the collectives of this one; ``check`` is polled, and may raise."""

@@ -106,10 +106,10 @@ class DeviceArithmetic(DeviceMemory):
 
     has_arithmetic = False
 
-    def reduce_pair(self, op: Reduction, first: Any, second: Any) -> Any:
+    def reduce_pair(self, op: Reduction, left: Any, right: Any) -> Any:
         """Return ``op`` applied to two arrays of one shape; it may be written into the first."""
         assert op.ufunc is not None
-        return self.from_host(op.ufunc(self.to_host(first), self.to_host(second)))
+        return self.from_host(op.ufunc(self.to_host(left), self.to_host(right)))
 
     def concatenate(self, arrays: Sequence[Any]) -> Any:
         """Return arrays joined along axis 0."""

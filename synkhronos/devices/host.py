@@ -45,10 +45,10 @@ class HostDevice(Device):
         """Return the values."""
         return list(values)
 
-    def reduce_pair(self, op: Reduction, first: Any, second: Any) -> Any:
+    def reduce_pair(self, op: Reduction, left: Any, right: Any) -> Any:
         """Write ``op`` applied to two arrays into the first."""
         assert op.ufunc is not None
-        return op.ufunc(first, second, out=first)
+        return op.ufunc(left, right, out=left)
 
     def concatenate(self, arrays: Sequence[Any]) -> Any:
         """Return arrays joined along axis 0."""

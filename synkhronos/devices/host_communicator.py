@@ -35,7 +35,7 @@ class HostCommunicator(Communicator):
     rank : Rank
     """
 
-    epoch = 0  # the fork connects the ranks
+    generation = 0  # the fork connects the ranks
 
     def __init__(self, rank: Rank):
         self._rank = rank
@@ -43,7 +43,7 @@ class HostCommunicator(Communicator):
             [np.frombuffer(rank.control.get_scratch(r, half), np.uint8) for r in rank.control.local_ranks]
             for half in range(2)
         ]
-        self._command = self._turn = 0
+        self._command = self._half = 0
 
     def _next_halves(self) -> list[np.ndarray]:
         """Return every rank's scratch half for the next chunk of this command.
@@ -51,17 +51,17 @@ class HostCommunicator(Communicator):
         Alternation restarts with each command: ranks may have left a cancelled one at different chunks.
         """
         if self._command != self._rank.command_number:
-            self._command, self._turn = self._rank.command_number, 0
-        self._turn ^= 1
-        return self._halves[self._turn]
+            self._command, self._half = self._rank.command_number, 0
+        self._half ^= 1
+        return self._halves[self._half]
 
     def broadcast(self, array: np.ndarray, root: int) -> None:
         """Copy the root's array into every other rank's, in place."""
-        rank, mine = self._rank, as_bytes(array)
+        rank, source = self._rank, as_bytes(array)
         if rank.size == 1:
             return
-        for offset in range(0, mine.size, SCRATCH_NBYTES):
-            chunk = mine[offset : offset + SCRATCH_NBYTES]
+        for offset in range(0, source.size, SCRATCH_NBYTES):
+            chunk = source[offset : offset + SCRATCH_NBYTES]
             shared = self._next_halves()[root][: chunk.size]
             if rank.number == root:
                 shared[:] = chunk
@@ -85,15 +85,15 @@ class HostCommunicator(Communicator):
         contributors: Sequence[int],
     ) -> None:
         """Write the reduction of the contributors' arrays into the root's ``out``."""
-        (shape, dtype), here = layout, self._rank.number
-        source = array.reshape(-1) if array is not None and here in contributors else None
-        target = out.reshape(-1) if out is not None and here == root else None
+        (shape, dtype), number = layout, self._rank.number
+        source = array.reshape(-1) if array is not None and number in contributors else None
+        target = out.reshape(-1) if out is not None and number == root else None
         self._reduce(source, target, op, math.prod(shape), dtype, contributors)
 
     def reduce_scatter(self, array: np.ndarray, op: str, bounds: Sequence[int], out: np.ndarray) -> None:
         """Write this rank's items of the reduction over all ranks into ``out``."""
         rank, reduction, source, target = self._rank, REDUCTIONS[op], array.reshape(-1), out.reshape(-1)
-        here, dtype = rank.number, array.dtype
+        number, dtype = rank.number, array.dtype
         n_items = SCRATCH_NBYTES // dtype.itemsize // rank.size
         longest = max(stop - start for start, stop in pairwise(bounds))
         for offset in range(0, longest, n_items):
@@ -101,11 +101,14 @@ class HostCommunicator(Communicator):
             shared = [half[: n_items * rank.size * dtype.itemsize].view(dtype) for half in self._next_halves()]
             chunks = [source[start:stop][offset : offset + n_items] for start, stop in pairwise(bounds)]
             for r, chunk in enumerate(chunks):
-                if r != here:
-                    shared[here][r * n_items :][: chunk.size] = chunk
+                if r != number:
+                    shared[number][r * n_items :][: chunk.size] = chunk
             rank.barrier()
-            mine = chunks[here]
-            inputs = [mine if r == here else shared[r][here * n_items :][: mine.size] for r in range(rank.size)]
+            chunk_here = chunks[number]
+            inputs = [
+                chunk_here if r == number else shared[r][number * n_items :][: chunk_here.size]
+                for r in range(rank.size)
+            ]
             reduce_share(inputs, reduction, target[offset : offset + n_items])
 
     def gather(
@@ -118,17 +121,17 @@ class HostCommunicator(Communicator):
         """Copy rank r's array into ``out[r]`` on the root, or on every rank if ``root`` is None."""
         rank = self._rank
         sizes = [0 if layout is None else count_bytes(layout) for layout in layouts]
-        mine = None if array is None else as_bytes(array)
+        source = None if array is None else as_bytes(array)
         targets = [None if a is None else as_bytes(a) for a in out] if out is not None else [None] * rank.size
-        own = targets[rank.number]
-        if mine is not None and own is not None:
-            own[:] = mine
-        contributes = mine is not None and rank.number != root
+        own_target = targets[rank.number]
+        if source is not None and own_target is not None:
+            own_target[:] = source
+        contributes = source is not None and rank.number != root
         # The root's own array needs no copy.
         for offset in range(0, max((s for r, s in enumerate(sizes) if r != root), default=0), SCRATCH_NBYTES):
             halves = self._next_halves()
-            if contributes and mine is not None:
-                chunk = mine[offset : offset + SCRATCH_NBYTES]
+            if contributes and source is not None:
+                chunk = source[offset : offset + SCRATCH_NBYTES]
                 halves[rank.number][: chunk.size] = chunk
             rank.barrier()
             for r, target in enumerate(targets):
@@ -156,20 +159,20 @@ class HostCommunicator(Communicator):
             if target is not None and source is not None and target is not source:
                 target[:] = source
             return
-        here, n_elements = rank.number, SCRATCH_NBYTES // dtype.itemsize
+        number, n_elements = rank.number, SCRATCH_NBYTES // dtype.itemsize
         for offset in range(0, size, n_elements):
             count = min(n_elements, size - offset)
             bounds = [count * r // rank.size for r in range(rank.size + 1)]
             shared = [half[: count * dtype.itemsize].view(dtype) for half in self._next_halves()]
-            low, high = bounds[here], bounds[here + 1]
+            low, high = bounds[number], bounds[number + 1]
             if source is not None:
                 chunk = source[offset : offset + count]
-                shared[here][:low] = chunk[:low]
-                shared[here][high:] = chunk[high:]
+                shared[number][:low] = chunk[:low]
+                shared[number][high:] = chunk[high:]
             rank.barrier()
             if high > low:
-                inputs = [chunk[low:high] if r == here else shared[r][low:high] for r in contributors]
-                reduce_share(inputs, reduction, shared[here][low:high])
+                inputs = [chunk[low:high] if r == number else shared[r][low:high] for r in contributors]
+                reduce_share(inputs, reduction, shared[number][low:high])
             rank.barrier()
             if target is not None:
                 chunk = target[offset : offset + count]

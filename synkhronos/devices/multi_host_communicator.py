@@ -29,7 +29,7 @@ from synkhronos.ranks import Rank
 
 #: Maximal number of chunks on the last host whose results are not copied yet.  They are read from frames that may have
 #: been sent already, which the pipe alone would let ranks overwrite.
-_ON_LAST = FRAMES - 2
+_MAX_PENDING_ON_LAST = FRAMES - 2
 
 
 class MultiHostCommunicator(HostCommunicator):
@@ -42,24 +42,26 @@ class MultiHostCommunicator(HostCommunicator):
 
     def __init__(self, rank: Rank):
         super().__init__(rank)
-        layout, self._here = PipeLayout(rank.control), rank.control.local_ranks
+        layout, self._local_ranks = PipeLayout(rank.control), rank.control.local_ranks
         self._n_next_hosts = layout.n_next_hosts
         self._up_out, self._up_in, self._down_out, self._down_in, self._local = (
             Pipe(rank, layout, pipe) for pipe in (UP_OUT, UP_IN, DOWN_OUT, DOWN_IN, LOCAL)
         )
-        self._is_first, self._is_last = self._here.start == 0, self._here.stop == rank.size
+        self._is_first, self._is_last = self._local_ranks.start == 0, self._local_ranks.stop == rank.size
 
     def broadcast(self, array: np.ndarray, root: int) -> None:
         """Copy the root's array into every other rank's, in place."""
-        mine = as_bytes(array)
-        self._stream_bytes(mine if self._rank.number == root else None, mine, mine.size, root, range(self._rank.size))
+        content = as_bytes(array)
+        self._stream_bytes(
+            content if self._rank.number == root else None, content, content.size, root, range(self._rank.size)
+        )
 
     def reduce_scatter(self, array: np.ndarray, op: str, bounds: Sequence[int], out: np.ndarray) -> None:
         """Write this rank's items of the reduction over all ranks into ``out``; one reduction per rank."""
         rank, source, target = self._rank, array.reshape(-1), out.reshape(-1)
         for r, (start, stop) in enumerate(pairwise(bounds)):
-            mine = target if r == rank.number else None
-            self._reduce(source[start:stop], mine, op, stop - start, array.dtype, range(rank.size))
+            target_here = target if r == rank.number else None
+            self._reduce(source[start:stop], target_here, op, stop - start, array.dtype, range(rank.size))
 
     def gather(
         self,
@@ -72,16 +74,18 @@ class MultiHostCommunicator(HostCommunicator):
         rank = self._rank
         for r, layout in enumerate(layouts):
             target = None if out is None else out[r]
-            mine = array if r == rank.number else None
-            if mine is not None and target is not None:
-                target.reshape(-1)[:] = mine.reshape(-1)
+            source = array if r == rank.number else None
+            if source is not None and target is not None:
+                target.reshape(-1)[:] = source.reshape(-1)
             if layout is not None and r != root:
-                to = range(rank.size) if root is None else range(root, root + 1)
-                source = None if mine is None else as_bytes(mine)
-                self._stream_bytes(source, None if target is None else as_bytes(target), count_bytes(layout), r, to)
+                receivers = range(rank.size) if root is None else range(root, root + 1)
+                source_bytes = None if source is None else as_bytes(source)
+                self._stream_bytes(
+                    source_bytes, None if target is None else as_bytes(target), count_bytes(layout), r, receivers
+                )
 
     def _stream_bytes(
-        self, source: np.ndarray | None, target: np.ndarray | None, size: int, root: int, to: range
+        self, source: np.ndarray | None, target: np.ndarray | None, size: int, root: int, receivers: range
     ) -> None:
         """Stream bytes from the root to a range of ranks, through all hosts between them.
 
@@ -94,36 +98,36 @@ class MultiHostCommunicator(HostCommunicator):
         size : int
             Number of bytes.
         root : int
-        to : range
+        receivers : range
             Ranks that receive the bytes.
         """
-        here, number = self._here, self._rank.number
-        from_below, from_above = root < here.start, root >= here.stop
-        if (from_below and to.stop <= here.start) or (from_above and to.start >= here.stop):
+        local_ranks, number = self._local_ranks, self._rank.number
+        from_below, from_above = root < local_ranks.start, root >= local_ranks.stop
+        if (from_below and receivers.stop <= local_ranks.start) or (from_above and receivers.start >= local_ranks.stop):
             return  # this host is not on the way
         source_pipe = self._up_in if from_below else self._down_in if from_above else self._local
         target_pipes = []
-        if not self._is_last and not from_above and to.stop > here.stop:
+        if not self._is_last and not from_above and receivers.stop > local_ranks.stop:
             target_pipes.append(self._up_out)
-        if not self._is_first and not from_below and to.start < here.start:
+        if not self._is_first and not from_below and receivers.start < local_ranks.start:
             target_pipes.append(self._down_out)
-        for at in range(0, size, FRAME):
-            n = min(FRAME, size - at)
+        for offset in range(0, size, FRAME):
+            nbytes = min(FRAME, size - offset)
             if source_pipe is self._local:
-                content = self._next_halves()[root - here.start][:n]
+                content = self._next_halves()[root - local_ranks.start][:nbytes]
                 if number == root and source is not None:
-                    content[:] = source[at : at + n]
+                    content[:] = source[offset : offset + nbytes]
                 self._local.advance()
                 self._rank.wait(self._local.make_all_processed())
             else:
-                content = source_pipe.wait_readable()[:n]
+                content = source_pipe.wait_readable()[:nbytes]
             for pipe in target_pipes:
                 frame = pipe.wait_writable()
-                if number == here.start:
-                    frame[:n] = content
-                pipe.advance(n)
+                if number == local_ranks.start:
+                    frame[:nbytes] = content
+                pipe.advance(nbytes)
             if target is not None and number != root:
-                target[at : at + n] = content
+                target[offset : offset + nbytes] = content
             if source_pipe is not self._local:
                 source_pipe.advance()
 
@@ -152,46 +156,46 @@ class MultiHostCommunicator(HostCommunicator):
         contributors : sequence of int
             Ranks whose arrays are reduced, in order.
         """
-        rank, here, row = self._rank, self._here, REDUCTIONS[op]
-        working = row.choose_accumulator_dtype(dtype)
-        each = FRAME // working.itemsize
+        rank, local_ranks, reduction = self._rank, self._local_ranks, REDUCTIONS[op]
+        accumulator = reduction.choose_accumulator_dtype(dtype)
+        chunk_size = FRAME // accumulator.itemsize
         pending: list[tuple[int, int]] = []  # chunks whose results have not arrived: first element, number
-        place = rank.number - here.start
-        for at in range(0, size, each):
-            count = min(each, size - at)
-            low, high = (count * i // len(here) for i in (place, place + 1))
+        local_index = rank.number - local_ranks.start
+        for offset in range(0, size, chunk_size):
+            count = min(chunk_size, size - offset)
+            low, high = (count * i // len(local_ranks) for i in (local_index, local_index + 1))
             halves = [half[: count * dtype.itemsize].view(dtype) for half in self._next_halves()]
             if source is not None:
-                part = source[at : at + count]
-                halves[place][:low] = part[:low]
-                halves[place][high:] = part[high:]
+                own_chunk = source[offset : offset + count]
+                halves[local_index][:low] = own_chunk[:low]
+                halves[local_index][high:] = own_chunk[high:]
             self._local.advance()
             rank.wait(self._local.make_all_processed())
             inputs = [
-                source[at + low : at + high]
+                source[offset + low : offset + high]
                 if r == rank.number and source is not None
-                else halves[r - here.start][low:high]
+                else halves[r - local_ranks.start][low:high]
                 for r in contributors
-                if r in here
+                if r in local_ranks
             ]
             partial = None
             if not self._is_first:
-                partial = self._up_in.wait_readable()[: count * working.itemsize].view(working)[low:high]
+                partial = self._up_in.wait_readable()[: count * accumulator.itemsize].view(accumulator)[low:high]
             out = self._down_out if self._is_last else self._up_out
-            result = out.wait_writable()[: count * working.itemsize].view(working)[low:high]
-            if partial is not None and contributors[0] < here.start:
+            result = out.wait_writable()[: count * accumulator.itemsize].view(accumulator)[low:high]
+            if partial is not None and contributors[0] < local_ranks.start:
                 inputs.insert(0, partial)
-            reduce_arrays(inputs, row, result)
-            if self._is_last and row.divides:
+            reduce_arrays(inputs, reduction, result)
+            if self._is_last and reduction.divides:
                 np.true_divide(result, len(contributors), out=result)
             if not self._is_first:
                 self._up_in.advance()
-            out.advance(count * working.itemsize)
-            pending.append((at, count))
+            out.advance(count * accumulator.itemsize)
+            pending.append((offset, count))
             if len(pending) > self._max_pending:
-                self._finish_chunk(target, pending.pop(0), working, len(pending))
+                self._finish_chunk(target, pending.pop(0), accumulator, len(pending))
         while pending:
-            self._finish_chunk(target, pending.pop(0), working, len(pending))
+            self._finish_chunk(target, pending.pop(0), accumulator, len(pending))
 
     @property
     def _max_pending(self) -> int:
@@ -202,10 +206,10 @@ class MultiHostCommunicator(HostCommunicator):
         Invariant: each hop has room for four times as many chunks as it adds, in the two pipes at each of its ends.  So
         hosts with full pipes never wait for each other in a circle.
         """
-        return _ON_LAST if self._is_last else FRAMES * self._n_next_hosts[0]
+        return _MAX_PENDING_ON_LAST if self._is_last else FRAMES * self._n_next_hosts[0]
 
     def _finish_chunk(
-        self, target: np.ndarray | None, chunk: tuple[int, int], working: np.dtype, n_earlier: int
+        self, target: np.ndarray | None, chunk: tuple[int, int], accumulator: np.dtype, n_earlier: int
     ) -> None:
         """Copy a chunk of the result into this rank's target, and pass it on to the previous host.
 
@@ -215,23 +219,23 @@ class MultiHostCommunicator(HostCommunicator):
             Memory for the whole result; None if this rank does not need it.
         chunk : (int, int)
             First element and number of elements.
-        working : dtype
+        accumulator : dtype
             Dtype of the result in the pipes.
         n_earlier : int
             Number of chunks that this rank has begun since this one.
         """
-        at, count = chunk
+        offset, count = chunk
         if self._is_last:
             self._rank.wait(self._down_out.make_all_processed(n_earlier))
-            result = self._down_out.view_previous_frame(n_earlier)[: count * working.itemsize].view(working)
+            result = self._down_out.view_previous_frame(n_earlier)[: count * accumulator.itemsize].view(accumulator)
         else:
-            result = self._down_in.wait_readable()[: count * working.itemsize].view(working)
+            result = self._down_in.wait_readable()[: count * accumulator.itemsize].view(accumulator)
             if not self._is_first:
                 frame = self._down_out.wait_writable()
-                if self._rank.number == self._here.start:
-                    frame[: count * working.itemsize] = as_bytes(result)
-                self._down_out.advance(count * working.itemsize)
+                if self._rank.number == self._local_ranks.start:
+                    frame[: count * accumulator.itemsize] = as_bytes(result)
+                self._down_out.advance(count * accumulator.itemsize)
         if target is not None:
-            target[at : at + count] = result
+            target[offset : offset + count] = result
         if not self._is_last:
             self._down_in.advance()

@@ -126,7 +126,7 @@ class PygpuDevice(CudaDevice):
 
         return pygpu.empty(shape, dtype, context=self._context)
 
-    def pointer(self, array: Any) -> int:
+    def get_pointer(self, array: Any) -> int:
         """Return an array's address on the GPU."""
         return int(array.gpudata)
 
@@ -134,14 +134,14 @@ class PygpuDevice(CudaDevice):
         """Wait until an array has been computed."""
         array.sync()
 
-    def reduce_pair(self, op: Reduction, first: Any, second: Any) -> Any:
+    def reduce_pair(self, op: Reduction, left: Any, right: Any) -> Any:
         """Return ``op`` applied to two arrays of one shape."""
         if op.kernel is None:
             name = getattr(op.ufunc, "__name__", "")
             raise NotImplementedError(f"libgpuarray has no kernel for {name!r}: this op can't combine GpuArrays")
         from pygpu.elemwise import elemwise2
 
-        return elemwise2(first, None, second, first, odtype=first.dtype, oper=op.kernel)
+        return elemwise2(left, None, right, left, odtype=left.dtype, oper=op.kernel)
 
     def concatenate(self, arrays: Sequence[Any]) -> Any:
         """Return arrays joined along axis 0."""

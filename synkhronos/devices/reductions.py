@@ -74,4 +74,6 @@ REDUCTIONS = {
 
 def list_collective_ops() -> tuple[str, ...]:
     """Return the names of the reductions that collectives accept: those that need no row counts."""
-    return tuple(name for name, entry in REDUCTIONS.items() if entry.ufunc is not None and not entry.weights_rows)
+    return tuple(
+        name for name, reduction in REDUCTIONS.items() if reduction.ufunc is not None and not reduction.weights_rows
+    )

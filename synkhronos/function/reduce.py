@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from synkhronos.devices import HOST, Device, array_device
+from synkhronos.devices import HOST, Device, get_array_device
 from synkhronos.devices.reductions import REDUCTIONS, Reduction
 
 
@@ -112,7 +112,7 @@ class Accumulator:
             self._value = value
             return
         if self._n_values == 1:
-            self._device = array_device(value)
+            self._device = get_array_device(value)
         value = self._device.as_array(value)
         if reduction.ufunc is None:
             self._pieces.append(value if value.ndim else value.reshape((1,)))

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from synkhronos.devices import array_device
+from synkhronos.devices import get_array_device
 from synkhronos.rules.state import Vector
 from synkhronos.tasks import Worker
 
@@ -106,5 +106,5 @@ def find_equal_steps(by_rank: Sequence[list[str] | None]) -> tuple[int, int] | N
 def digest(vector: Vector) -> str:
     """Return a hash of the values of all variables."""
     value = vector.get()
-    array = np.ascontiguousarray(array_device(value).to_host(value))
+    array = np.ascontiguousarray(get_array_device(value).to_host(value))
     return hashlib.blake2b(array.view(np.uint8).data, digest_size=16).hexdigest()

@@ -9,7 +9,7 @@ import time
 
 import numpy as np
 
-from synkhronos.devices import array_device
+from synkhronos.devices import get_array_device
 from synkhronos.graphs import library_of
 from synkhronos.launch import contract
 from synkhronos.launch.change_check import ChangeCheck
@@ -311,7 +311,7 @@ class ClassRun(EpochLoop):
             params = self.model.params
             if isinstance(self.model, Model) and self.model.ema_params is not None and self.model.validate_ema:
                 params = [*self.model.ema_params, *self.model.averages]
-            values = [array_device(v).to_host(v) for v in (library_of(p).get(p) for p in params)]
+            values = [get_array_device(v).to_host(v) for v in (library_of(p).get(p) for p in params)]
             np.savez(self.state.folder / name, *values)
 
     def _save_best(self) -> None:

@@ -107,7 +107,7 @@ def _list_first_steps(installed: set[str], gpus: int) -> list[str]:
     if "theano" in installed and shutil.which("g++") is None:
         steps.append("install g++, with which Theano compiles functions: apt-get install g++")
     for device in list_gpu_devices():
-        if gpus and device.gpu_library in installed and (lacking := device.missing_requirements()):
+        if gpus and device.gpu_library in installed and (lacking := device.list_missing_requirements()):
             steps.append(f"make the GPUs usable, which needs {', '.join(lacking)}: {device.install_hint}")
     return steps
 

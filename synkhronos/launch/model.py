@@ -12,7 +12,7 @@ import numpy as np
 from synkhronos.casts import cast
 from synkhronos.checks import check_at_least, describe
 from synkhronos.data.rows import get_share
-from synkhronos.devices import array_device
+from synkhronos.devices import get_array_device
 from synkhronos.graphs import library_of
 from synkhronos.loading import Loader
 from synkhronos.training import updates
@@ -56,7 +56,7 @@ def _as_dict(updates: Any) -> dict[Any, Any]:
 def _copy_value(shared: Any) -> Any:
     """Return a snapshot of a variable's value; on a GPU it may not be computed yet."""
     value = library_of(shared).get(shared)
-    return array_device(value).snapshot(value)
+    return get_array_device(value).snapshot(value)
 
 
 class Model:

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from synkhronos.checks import check_flag
-from synkhronos.devices import array_device
+from synkhronos.devices import get_array_device
 from synkhronos.rules.elastic import CENTRE_LOCK, read_centre
 from synkhronos.rules.rule import Rule, check_period, reduce_by_rows
 from synkhronos.rules.state import BLOCK, State
@@ -128,7 +128,7 @@ class Downpour(Rule):
 
     def _exchange_on_device(self, state: State, x: Any, pushes: bool, fetches: bool, is_unchanged: bool) -> Any:
         """Push, fetch, or both, for parameters ``x`` outside of host memory; return the new parameters."""
-        centre, own, device = state.rows["centre"], state.own, array_device(x)
+        centre, own, device = state.rows["centre"], state.own, get_array_device(x)
         steps = x - own["base"]
         if pushes:
             new_centre = x if is_unchanged else centre.to_device(device) + steps

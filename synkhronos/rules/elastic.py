@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from synkhronos.checks import check_flag
-from synkhronos.devices import HOST, array_device
+from synkhronos.devices import HOST, get_array_device
 from synkhronos.rules.rule import Rule, check_fraction, check_momentum
 from synkhronos.rules.state import BLOCK, State
 from synkhronos.tasks import Worker
@@ -98,7 +98,7 @@ class EASGD(Rule):
         """Move the rank and the centre towards each other; the caller holds the lock."""
         runs, vector = state.open_memory()
         if runs is None:
-            centre = state.rows["centre"].to_device(array_device(vector))
+            centre = state.rows["centre"].to_device(get_array_device(vector))
             distance = alpha * (vector - centre)
             vector = vector - distance
             state.rows["centre"].write(centre + distance)
@@ -165,7 +165,7 @@ class EAMSGD(EASGD):
             super()._exchange_with_centre(state, alpha)
             return
         rows, position = state.rows["centre"], self._get_position(state)
-        device = array_device(position)
+        device = get_array_device(position)
         centre = rows.array if device is HOST else rows.to_device(device)
         distance = alpha * (position - centre)
         rows.write(centre + distance)

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from synkhronos.checks import check_at_least
-from synkhronos.devices import array_device
+from synkhronos.devices import get_array_device
 from synkhronos.rules.rule import Rule, check_fraction
 from synkhronos.rules.state import BLOCK, State
 from synkhronos.tasks import Worker
@@ -79,7 +79,7 @@ class GoSGD(Rule):
             share = weight / (float(weights[target]) + weight)
             if runs is None:
                 if share < 1:
-                    vector = _interpolate(target_mail.to_device(array_device(vector))[0], vector, share)
+                    vector = _interpolate(target_mail.to_device(get_array_device(vector))[0], vector, share)
                 target_mail.write(vector)
             else:
                 for x, bounds in state.params.iterate_blocks(runs):
@@ -99,7 +99,7 @@ class GoSGD(Rule):
             state.own["weight"] += weight
             share = weight / state.own["weight"]
             if runs is None:
-                device = array_device(vector)
+                device = get_array_device(vector)
                 vector = _interpolate(vector, state.rows["mail"][me : me + 1].to_device(device)[0], share)
             else:
                 for x, bounds in state.params.iterate_blocks(runs):

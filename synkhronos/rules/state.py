@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from synkhronos.devices import HOST, Device, array_device, find_device
+from synkhronos.devices import HOST, Device, find_device, get_array_device
 from synkhronos.graphs import library_of
 from synkhronos.tasks import LocalRows
 
@@ -63,7 +63,7 @@ class Vector:
         device = _common_device(values)
         if device is not HOST:
             return device.flatten(values, self.dtype)
-        flat = [np.ravel(array_device(value).to_host(value)) for value in values]
+        flat = [np.ravel(get_array_device(value).to_host(value)) for value in values]
         # Copied even if it is one variable: the next update changes the variable's memory.
         return np.concatenate(flat).astype(self.dtype, copy=False) if flat else np.zeros(0, self.dtype)
 
@@ -87,7 +87,7 @@ class Vector:
             return
         vector = device.to_host(vector)
         for shared, value, (start, stop), shape in zip(self.shareds, values, self._bounds, self.shapes, strict=True):
-            library, device = library_of(shared), array_device(value)
+            library, device = library_of(shared), get_array_device(value)
             piece = vector[start:stop].reshape(shape)
             if device is HOST and library.is_array(shared):
                 array = HOST.as_writable(value, is_referenced=False)

@@ -28,7 +28,7 @@ from synkhronos.casts import check_dense
 from synkhronos.checks import check_index, check_integer
 from synkhronos.collectives.arguments import check_op_dtype, parse_op
 from synkhronos.data.rows import get_share
-from synkhronos.devices import HOST, Device, array_device
+from synkhronos.devices import HOST, Device, get_array_device
 from synkhronos.devices.host_communicator import reduce_share
 from synkhronos.devices.reductions import REDUCTIONS
 from synkhronos.ranks.rank import Rank
@@ -151,7 +151,7 @@ class Worker:
         device = _find_device(self._rank, array, parse_op(op))
         value = array
         if device is HOST:
-            on_host = array_device(array).to_host(array)
+            on_host = get_array_device(array).to_host(array)
             can_overwrite = overwrite and HOST.as_writable(on_host, False) is on_host
             value = on_host if can_overwrite else np.array(on_host, order="C")
         reduction = _describe_reduction(value, op, device)
@@ -164,7 +164,7 @@ class Worker:
             return value
         communicator = device.get_communicator(self._rank)
         if device is not HOST:
-            communicator.connect(self._rank.all_gather_cached(communicator.epoch))
+            communicator.connect(self._rank.all_gather_cached(communicator.generation))
             value = device.as_writable(value, is_referenced=False) if overwrite else _copy_array(device, value)
         value = device.refresh(value, communicator.all_reduce(value, op))
         communicator.wait_started()
@@ -249,25 +249,25 @@ class Worker:
         """
 
         def send_head(connection_id: Any = None) -> list[Any]:
-            head = (array.shape, np.dtype(array.dtype), pair.epoch, connection_id), "gpu"
+            head = (array.shape, np.dtype(array.dtype), pair.generation, connection_id), "gpu"
             self._task.send(dest, pickle.dumps(head, pickle.HIGHEST_PROTOCOL), "a message")
             self._task.wait_until_received(dest, "a message")
             return [connection_id]
 
-        if pair.epoch:
+        if pair.generation:
             send_head()
         else:
             pair.connect_members((self.number, dest), [0], send_head)
         pair.send(array, dest)
 
     def _receive_between_gpus(
-        self, source: int, shape: tuple[int, ...], dtype: np.dtype, epoch: int, connection_id: Any
+        self, source: int, shape: tuple[int, ...], dtype: np.dtype, generation: int, connection_id: Any
     ) -> Any:
         device: Device = self._rank.device
         pair = device.get_group(self._rank, (source, self.number))
         if connection_id is not None:
             pair.connect_members((source, self.number), [0], lambda _: [connection_id])
-        elif epoch != pair.epoch:
+        elif generation != pair.generation:
             raise RuntimeError(f"rank {self.number} has closed the connection of its GPU with that of rank {source}")
         array = device.empty(shape, dtype)
         pair.receive(array, source)
@@ -320,7 +320,7 @@ class Worker:
         ----------
         count : int
             Number of rows on all ranks together.
-        epoch, seed : int
+        generation, seed : int
             Seed of the order of all rows, which does not depend on the number of ranks.
 
         Returns
@@ -376,14 +376,14 @@ class Group:
         communicator = device.get_group(self._rank, self.ranks)
         result = np.array(array, order="C") if communicator is None else _copy_array(device, array)
         reduction = _describe_reduction(result, op, HOST if communicator is None else device)
-        epoch = 0 if communicator is None else communicator.epoch
-        by_member = self._gather_at_barrier("all_reduce()", (reduction, epoch))
+        generation = 0 if communicator is None else communicator.generation
+        by_member = self._gather_at_barrier("all_reduce()", (reduction, generation))
         reductions = [other for other, _ in by_member]
         if any(other != reduction for other in reductions):
             raise RuntimeError(f"all_reduce: expected the same shape, dtype and op, got {reductions}")
         if communicator is not None:
             if self.size > 1:
-                communicator.connect_members(self.ranks, [epoch for _, epoch in by_member], self.all_gather)
+                communicator.connect_members(self.ranks, [generation for _, generation in by_member], self.all_gather)
                 return device.refresh(result, communicator.all_reduce(result, op))
             return result
         flat = result.reshape(-1)

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from synkhronos.checks import is_number
-from synkhronos.devices import array_device
+from synkhronos.devices import get_array_device
 from synkhronos.graphs import library_of
 from synkhronos.rules import Rule, State
 from synkhronos.rules.state import Vector
@@ -436,13 +436,13 @@ def _assign_states(stored: Stored, training: RankTraining, size: int) -> list[di
 def get_value(shared: Any) -> np.ndarray:
     """Return the value of a shared variable as an array in host memory."""
     value = library_of(shared).get(shared)
-    return array_device(value).to_host(value)
+    return get_array_device(value).to_host(value)
 
 
 def put_value(shared: Any, array: np.ndarray) -> None:
     """Copy an array in host memory into a shared variable, on the variable's device."""
     library = library_of(shared)
-    library.put(shared, array_device(library.get(shared)).from_host(array))
+    library.put(shared, get_array_device(library.get(shared)).from_host(array))
 
 
 def get_stream_state(shared: Any) -> Any:

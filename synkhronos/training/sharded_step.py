@@ -10,7 +10,7 @@ import numpy as np
 import synkhronos as synk
 from synkhronos import ranks
 from synkhronos.collectives.commands import VariableCopy, gather_layouts
-from synkhronos.devices import array_device
+from synkhronos.devices import get_array_device
 from synkhronos.function.call import Call
 from synkhronos.graphs import library_of
 from synkhronos.graphs.mirror import get_object
@@ -82,7 +82,7 @@ class ShardedStep(_ShardedStepFields, Command):
             return
         shared = get_object(rank, key)
         library = library_of(shared)
-        library.put(shared, array_device(library.get(shared)).from_host(np.asarray(rank.number)))
+        library.put(shared, get_array_device(library.get(shared)).from_host(np.asarray(rank.number)))
         numbered.add(key)
 
     def _copies(self, rank: Rank) -> tuple[VariableCopy, VariableCopy]:

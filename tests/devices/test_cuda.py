@@ -106,7 +106,7 @@ class Gpu:
         self.has_room.set()
         self.command_number, self.is_master, self.size, self.number = 0, is_master, 2, 0
         self.pending = []
-        self.stream = self.handle = 7
+        self.stream = self.stream_handle = 7
         self.next_step, self.arrived, self.host_flags = 3, 0, np.zeros(1, np.int32)
         self.arrays = self
         self.CUresult = types.SimpleNamespace(CUDA_SUCCESS=DONE, CUDA_ERROR_NOT_READY=NOT_READY)
@@ -147,7 +147,7 @@ class Gpu:
         if self.is_dead:
             raise synk.WorkerError("a peer has died", 1)
 
-    def pointer(self, array):
+    def get_pointer(self, array):
         return array.ctypes.data
 
     def all_reduce(self, source, target, count, dtype, op, handle, stream):
@@ -177,7 +177,7 @@ def connected(monkeypatch):
         sys.modules["nccl.bindings"].nccl = gpu
         communicator = NcclCommunicator(gpu, gpu)
         connection = communicator._connection
-        connection._comm, connection._handle, connection.epoch = gpu, 1, 1
+        connection._comm, connection._handle, connection.generation = gpu, 1, 1
         made.append(communicator)
         return communicator, gpu
 
@@ -228,7 +228,7 @@ def test_all_reduce_on_a_busy_stream_is_not_waited_for(connected, seen, left):
 def test_all_reduce_fails_when_aborted_meanwhile(connected, monkeypatch):
     communicator, gpu = connected()
     gpu.command_number, gpu.seen = 5, [DONE]
-    monkeypatch.setattr("synkhronos.devices.cuda.nccl._SMALL_SECONDS", 10.0)
+    monkeypatch.setattr("synkhronos.devices.cuda.nccl._QUICK_SECONDS", 10.0)
     threading.Timer(0.1, communicator._watchdog.abort).start()  # and then the stream is idle
     assert communicator.all_reduce(np.ones(3, "float32"), "sum") is False
     assert gpu.aborted == 1
@@ -239,9 +239,9 @@ def test_failed_command_aborts_its_collectives(connected):
     start(communicator, gpu, command=5)
     cancel = gpu.pending[0].cancel
     cancel(4)
-    assert not gpu.aborted and communicator.epoch == 1
+    assert not gpu.aborted and communicator.generation == 1
     cancel(5)
-    assert gpu.aborted == 1 and communicator.epoch == 0
+    assert gpu.aborted == 1 and communicator.generation == 0
     cancel(5)
     assert gpu.aborted == 1
 
@@ -329,7 +329,7 @@ def test_peer_failure_frees_a_rank_waiting_for_its_gpu(connected, is_master):
     deadline = time.monotonic() + LIMIT
     while not gpu.aborted and time.monotonic() < deadline:
         time.sleep(0.01)
-    assert gpu.aborted == 1 and communicator.epoch == 0
+    assert gpu.aborted == 1 and communicator.generation == 0
 
 
 def test_failure_after_the_last_barrier_aborts_nothing(connected):
@@ -373,7 +373,7 @@ def test_launch_all_reduce_is_valid_unless_aborted(connected):
     deadline = time.monotonic() + LIMIT
     while not told and time.monotonic() < deadline:
         time.sleep(0.01)
-    assert told == [0] and communicator.epoch == 0
+    assert told == [0] and communicator.generation == 0
 
 
 def test_launch_all_reduce_after_abort_is_invalid(connected):
@@ -608,7 +608,7 @@ def grouped(communicator, gpu):
     for each, name in ((communicator, "all"), (group, "group")):
         connection = each._connection
         connection._comm, connection._handle = types.SimpleNamespace(abort=partial(abort, name)), 1
-        connection.epoch, connection.members = 1, (0, 1)
+        connection.generation, connection.members = 1, (0, 1)
     gpu.command_number = 5
     return group, told
 
@@ -641,7 +641,7 @@ def test_abort_begins_with_blocked_connections(connected):
     gpu.is_dead = True
     with pytest.raises(synk.WorkerError, match="a peer has died"):
         group.all_reduce(np.ones(3, "float32"), "sum")
-    assert told == ["group"] and communicator.epoch == 1
+    assert told == ["group"] and communicator.generation == 1
     group, told = grouped(communicator, gpu)
     communicator._watchdog.mark_started(group._connection)  # the ranks are ended before this one has looked
     communicator._watchdog.end()
@@ -661,7 +661,7 @@ def test_failure_ends_group_connections_only(connected):
     communicator, gpu = connected()
     group, told = grouped(communicator, gpu)
     gpu.pending[0].cancel(5)
-    assert told == ["group"] and (communicator.epoch, group.epoch) == (1, 0)
+    assert told == ["group"] and (communicator.generation, group.generation) == (1, 0)
 
 
 # -- page-locked memory ------------------------------------------------------------------------------------------

@@ -89,8 +89,8 @@ def test_fork_makes_a_rank_for_each_gpu():
         f = synk.function([x], (x.sum(), "sum"), updates=[(w, w * 2)])
         print(n == synk.get_n_gpu(), float(f(np.ones(12))))
         synk.all_reduce(w)
-        from synkhronos.devices import array_device
-        print(array_device(w.container.storage[0]).name, array_device(w.container.storage[0]).is_on_gpu)
+        from synkhronos.devices import get_array_device
+        print(get_array_device(w.container.storage[0]).name, get_array_device(w.container.storage[0]).is_on_gpu)
         synk.close()
     """)
     assert printed.split() == ["True", "12.0", ARRAYS.name, "True"]
@@ -485,7 +485,7 @@ class InCollective(Command):
 
     def run(self, rank):
         communicator = ARRAYS.get_communicator(rank)
-        communicator.connect(rank.all_gather(communicator.epoch))
+        communicator.connect(rank.all_gather(communicator.generation))
         array = ARRAYS.from_host(np.ones(1 << 20, "float32"))
         if rank.number == self.culprit:
             time.sleep(0.1)  # the others are inside by now
@@ -498,7 +498,7 @@ class Leaving(InCollective):
 
     def run(self, rank):
         communicator = ARRAYS.get_communicator(rank)
-        communicator.connect(rank.all_gather(communicator.epoch))
+        communicator.connect(rank.all_gather(communicator.generation))
         array = ARRAYS.from_host(np.ones(1 << 20, "float32"))
         if rank.number == self.culprit:
             threading.Timer(0.5, DEEDS[self.deed]).start()
@@ -519,7 +519,7 @@ class InWaited(InCollective):
 
     def run(self, rank):
         communicator, layout = ARRAYS.get_communicator(rank), ((1 << 20,), np.dtype(np.float32))
-        communicator.connect(rank.all_gather(communicator.epoch))
+        communicator.connect(rank.all_gather(communicator.generation))
         array, room = ARRAYS.from_host(np.ones(*layout)), ARRAYS.empty(*layout)
         if rank.number == self.culprit:
             time.sleep(0.1)  # the other is inside by now
@@ -1312,4 +1312,4 @@ def test_results_of_any_dtype_and_size_are_fetched(fork, shape):
         assert fetched.pop() == 7
         for array, one in zip(fetched, expected, strict=True):
             np.testing.assert_array_equal(array, one, strict=True)
-        ARRAYS.staging._fetched.used = 64  # as an interrupt leaves it
+        ARRAYS.staging._fetch_memory.used = 64  # as an interrupt leaves it

@@ -100,4 +100,4 @@ def test_nccl_calls_refuses_unknown_values(monkeypatch):
 
     monkeypatch.setenv("SYNKHRONOS_NCCL_CALLS", "quickly")
     with pytest.raises(ValueError, match="SYNKHRONOS_NCCL_CALLS: expected one of python, native, graph, got 'quickly'"):
-        native.chosen_calls()
+        native.read_nccl_calls()

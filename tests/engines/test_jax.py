@@ -1241,7 +1241,7 @@ def test_in_place_updates_reuse_memory():
     for is_there in (True, False):
         # Not from_host: on the CPU, JAX may keep NumPy's memory (where it is aligned to 64 bytes), and copies it then.
         array = JAX.empty((3,), np.dtype("float32"))
-        at = JAX.pointer(array)
+        at = JAX.get_pointer(array)
         written = JAX.refresh(array, is_there)
         # What JAX has read of the old one it would not read again.
-        assert written is not array and JAX.pointer(written) == at
+        assert written is not array and JAX.get_pointer(written) == at

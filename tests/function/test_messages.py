@@ -171,7 +171,7 @@ def beside_gpus(count, lacking=(), cuda=False, **kwargs):
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(devices, "get_n_gpu", lambda: count)
             for device in (devices.JAX, devices.PYGPU):
-                patch.setattr(device, "missing_requirements", lambda: list(lacking))
+                patch.setattr(device, "list_missing_requirements", lambda: list(lacking))
                 patch.setattr(type(device), "is_on_gpu", False)
             patch.setattr(devices.cuda, "is_started", lambda: cuda)
             synk.fork(**kwargs)

@@ -464,7 +464,7 @@ def test_doctor_puts_gpus_that_cannot_be_used_first(monkeypatch):
 
     monkeypatch.setattr(doctor, "find_spec", lambda name: name if name == "pytensor" else None)
     monkeypatch.setattr(doctor, "get_n_gpu", lambda: 2)
-    monkeypatch.setattr(JAX, "missing_requirements", lambda: ["jax", "nccl4py"])
+    monkeypatch.setattr(JAX, "list_missing_requirements", lambda: ["jax", "nccl4py"])
     monkeypatch.setattr(doctor, "_describe_gpus", lambda count: ["  cuda0: a card", "  cuda1: a card"])
     monkeypatch.setattr(doctor.shutil, "disk_usage", lambda path: type("Usage", (), {"free": 8 << 30}))
     text = doctor.report()

@@ -71,10 +71,10 @@ class Connection:
     """A connection that `CollectiveWatchdog` aborts."""
 
     def __init__(self):
-        self.epoch = 0
+        self.generation = 0
 
     def abort(self):
-        self.epoch = 0
+        self.generation = 0
 
 
 def make_watchdog(rank):
@@ -118,7 +118,7 @@ class World:
         return (
             tuple(m.state() for m in self.memories),
             tuple((r.command_number, r._step) for r in self.ranks),
-            tuple((g._pending_command, g._started_step, g.active_connection.epoch) for g in self.watchdogs),
+            tuple((g._pending_command, g._started_step, g.active_connection.generation) for g in self.watchdogs),
             tuple((tuple(t.steps), tuple(map(tuple, t.failures)), t.failed) for t in self.tallies),
             tuple(self.pcs),
             tuple(self.inits),
@@ -137,7 +137,7 @@ class World:
         for rank, of_rank in zip(self.ranks, ranks, strict=True):
             rank.command_number, rank._step = of_rank
         for watchdog, of_watchdog in zip(self.watchdogs, watchdogs, strict=True):
-            watchdog._pending_command, watchdog._started_step, watchdog.active_connection.epoch = of_watchdog
+            watchdog._pending_command, watchdog._started_step, watchdog.active_connection.generation = of_watchdog
         for tally, (steps, failures, tally.failed) in zip(self.tallies, tallies, strict=True):
             tally.steps, tally.failures = list(steps), [deque(each) for each in failures]
         self.pcs, self.inits, self.started = list(pcs), list(inits), list(started)
@@ -194,9 +194,9 @@ class World:
                 if not all(self.inits):  # NCCL waits for all
                     rank.check_cancelled()
                     raise Blocked
-                watchdog.active_connection.epoch = 1
+                watchdog.active_connection.generation = 1
             elif pc == START:
-                if not watchdog.active_connection.epoch:  # given up since
+                if not watchdog.active_connection.generation:  # given up since
                     raise ArithmeticError
                 watchdog._pending_command, watchdog._started_step = FIRST, math.inf
                 self.started[r] = 1
@@ -276,9 +276,9 @@ class World:
         rank, watchdog = self.ranks[r], self.watchdogs[r]
         if not (watchdog._pending_command and rank.has_failed(watchdog._pending_command)):
             raise Blocked
-        before = watchdog._pending_command, watchdog.active_connection.epoch
+        before = watchdog._pending_command, watchdog.active_connection.generation
         watchdog.cancel(watchdog._pending_command)
-        if before == (watchdog._pending_command, watchdog.active_connection.epoch):
+        if before == (watchdog._pending_command, watchdog.active_connection.generation):
             raise Blocked
 
     def agent_looks(self, h):
@@ -340,27 +340,27 @@ class World:
     def check(self, is_last):
         """Check one state; the last ones are those in which nothing can happen any more."""
         failed = any(memory.words[Control.FAILED] == FIRST for memory in self.memories)
-        epochs = [watchdog.active_connection.epoch for watchdog in self.watchdogs]
+        generations = [watchdog.active_connection.generation for watchdog in self.watchdogs]
         if not is_last:
             return
         if self.dead:
-            assert set(self.pcs) == {ENDED} and not any(epochs), "a host is lost, and somebody is left"
+            assert set(self.pcs) == {ENDED} and not any(generations), "a host is lost, and somebody is left"
             return
         assert set(self.pcs) == {OVER}, "somebody waits for ever"
         for memory in self.memories:
             assert (memory.words[Control.FAILED] == FIRST) == failed, "a host has not heard of the failure"
         assert not {1, -1} <= set(self.passed), "some go on behind the step, and others leave"
         if any(self.inits) and not all(self.inits):
-            assert failed and not any(epochs), "who was in NCCL's init without the others was not told"
+            assert failed and not any(generations), "who was in NCCL's init without the others was not told"
         if not failed:
-            assert all(epochs) and all(self.started)
-        for epoch in epochs:
-            assert not epoch or all(self.inits), "a connection without all ranks"
-        for r, epoch in enumerate(epochs):
-            if self.started[r] and epoch:
+            assert all(generations) and all(self.started)
+        for generation in generations:
+            assert not generation or all(self.inits), "a connection without all ranks"
+        for r, generation in enumerate(generations):
+            if self.started[r] and generation:
                 # Its GPU waits for the others' in what it has started: they have started it, and have not given it up.
-                assert all(self.started) and all(epochs), "a collective never ends, and nobody gives it up"
-        if all(epochs):
+                assert all(self.started) and all(generations), "a collective never ends, and nobody gives it up"
+        if all(generations):
             assert len(set(self.started)) == 1, "the connection is the same, and not what was started on it"
 
 

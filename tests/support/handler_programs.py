@@ -71,7 +71,11 @@ def connect():
     )
     staging.set_current = lambda: None
     rank = types.SimpleNamespace(
-        pending=[], command=5, has_peer_died=lambda: False, has_failed=lambda command: False, check=lambda: None
+        pending=[],
+        command_number=5,
+        has_peer_died=lambda: False,
+        has_failed=lambda command: False,
+        check_cancelled=lambda: None,
     )
     sys.modules["nccl"], sys.modules["nccl.bindings"] = types.ModuleType("nccl"), types.ModuleType("nccl.bindings")
     sys.modules["nccl.bindings"].nccl = None

@@ -58,7 +58,7 @@ class _Staging:
     def set_current(self):
         pass
 
-    def pointer(self, array):
+    def get_pointer(self, array):
         return int(array.block_until_ready().unsafe_buffer_pointer())
 
     def cuStreamQuery(self, stream):  # noqa: N802 - CUDA's name
@@ -75,12 +75,12 @@ class _Staging:
 
 
 class _Communicator(nccl.NcclCommunicator):
-    def connect(self, epochs):
+    def connect(self, generations):
         connection = self._connection
-        if len(set(epochs)) > 1 or not self.epoch:
+        if len(set(generations)) > 1 or not self.generation:
             comm = types.SimpleNamespace(abort=lambda: None, _comm=1)
             connection._adopt(connection._attempt, comm)
-            connection.epoch = max(epochs) + 1
+            connection.generation = max(generations) + 1
 
 
 def install():

@@ -16,7 +16,7 @@ from importlib.util import find_spec
 DRIVERS: dict[tuple[str, ...], str] = {("nccl.core",): "nccl4py", ("cuda.core",): "cuda-core"}
 
 
-def assign_gpus(size: int, root: int, started: str | None) -> list[str]:
+def assign_gpus(size: int, root: int, started_gpu: str | None) -> list[str]:
     """Return the GPU of each rank, as ``CUDA_VISIBLE_DEVICES`` names them.
 
     Parameters
@@ -25,29 +25,29 @@ def assign_gpus(size: int, root: int, started: str | None) -> list[str]:
         Number of ranks.
     root : int
         The master's rank.
-    started : str or None
+    started_gpu : str or None
         The GPU on which the master has started CUDA already, which it can't leave.
     """
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     names = [str(i) for i in range(size)] if visible is None else [name.strip() for name in visible.split(",")]
-    if started is not None and started in names:
-        names.remove(started)
-        names.insert(root, started)
+    if started_gpu is not None and started_gpu in names:
+        names.remove(started_gpu)
+        names.insert(root, started_gpu)
     return names[:size]
 
 
 @contextlib.contextmanager
 def restrict_visible_gpu(gpu: str) -> Iterator[None]:
     """Make one GPU the only visible one, for a CUDA that is started in the ``with`` block."""
-    before = os.environ.get("CUDA_VISIBLE_DEVICES")
+    old_value = os.environ.get("CUDA_VISIBLE_DEVICES")
     os.environ["CUDA_VISIBLE_DEVICES"] = gpu
     try:
         yield
     finally:
-        if before is None:
+        if old_value is None:
             del os.environ["CUDA_VISIBLE_DEVICES"]
         else:
-            os.environ["CUDA_VISIBLE_DEVICES"] = before
+            os.environ["CUDA_VISIBLE_DEVICES"] = old_value
 
 
 def is_started() -> bool:

@@ -3,7 +3,7 @@
 States of a `Connection` on one rank::
 
     none ────────> exchanging id ────────> in NCCL's init ────────────> connected
-      ^   connect    the first member        a thread blocks in it,        │  epoch is not 0,
+      ^   connect    the first member        a thread blocks in it,        │  generation is not 0,
       │              sends an id             for 40 s at most              │  the same on all members
       │                 │                       │                          │
       └─────────────────┴───────────────────────┴──────────────────────────┘
@@ -13,7 +13,7 @@ The id is exchanged in a step of the command (among some ranks: by messages), so
 ends the attempt for all.  NCCL's init can't be interrupted, and returns only if all ranks enter it.  It therefore runs
 in a thread, while the main thread checks its peers and abandons the thread if one of them has failed; an abandoned
 init that returns late is aborted by its own thread.  A rank that returned from init before it noticed a failure may
-have an epoch that others lack, so each collective starts with a comparison of epochs.
+have a generation that others lack, so each collective starts with a comparison of generations.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class Connection:
 
     Attributes
     ----------
-    epoch : int
+    generation : int
         Number of the connection, the same on all ranks that share one; 0 if there is none.
     members : tuple of int
         Ranks of the last connection, in NCCL's order.
@@ -65,24 +65,24 @@ class Connection:
         1 while the connection is valid, else 0.  The GPU copies it after a reduction within a launch.
     launch_state : LaunchState
         For launches of XLA that call NCCL without Python.
-    serial : int
-        Number of the communicator, which no other one of this process has.
+    communicator_number : int
+        Number of the communicator, unique in this process.
     may_be_recorded : bool
         Whether CUDA graphs may contain the communicator's operations.
     """
 
-    _serials = itertools.count(1)
+    _numbers = itertools.count(1)
 
     def __init__(self, rank: Rank, staging: Staging, stream: int, valid_flag: np.ndarray):
         from nccl.bindings import nccl
 
         self.nccl = nccl
-        self.epoch = 0
+        self.generation = 0
         self.call_lock = threading.RLock()
         self.valid_flag = valid_flag
         self.members: tuple[int, ...] = ()
         self.launch_state = LaunchState(valid_flag=valid_flag.ctypes.data)
-        self.serial, self.may_be_recorded = 0, False
+        self.communicator_number, self.may_be_recorded = 0, False
         self._rank, self._staging, self._stream = rank, staging, stream
         self._comm: Any = None
         self._handle: Any = None
@@ -90,12 +90,12 @@ class Connection:
         self._attempt = 0
         self._swap_lock = threading.Lock()
 
-    def connect(self, epoch: int, members: Sequence[int], exchange: Callable[[Any], Sequence[Any]]) -> None:
+    def connect(self, generation: int, members: Sequence[int], exchange: Callable[[Any], Sequence[Any]]) -> None:
         """Connect ranks that have no connection yet.
 
         Parameters
         ----------
-        epoch : int
+        generation : int
             Number of the new connection, the same on all members.
         members : sequence of int
             Ranks, in the same order on all of them.
@@ -113,15 +113,17 @@ class Connection:
         with NcclLog(self._rank.spans_hosts) as log:
             try:
                 own_id = bytes(get_unique_id()) if self._rank.number == members[0] else b""
-                unique_id, first_interface = exchange((own_id, log.interface()))[0]
+                unique_id, first_interface = exchange((own_id, log.find_interface()))[0]
                 failure = self._run_init(unique_id)
                 if failure is not None:
-                    interfaces = _describe_interfaces(log.interface(), first_interface, members[0])
-                    raise RuntimeError(f"NCCL did not connect the ranks' GPUs: {failure}{interfaces}{log.warnings()}")
+                    interfaces = _describe_interfaces(log.find_interface(), first_interface, members[0])
+                    raise RuntimeError(
+                        f"NCCL did not connect the ranks' GPUs: {failure}{interfaces}{log.quote_warnings()}"
+                    )
             except BaseException:
                 self.abort()
                 raise
-        self.epoch = epoch
+        self.generation = generation
 
     def _run_init(self, unique_id: bytes) -> str | None:
         """Run NCCL's init in a thread, which is abandoned if a peer fails; return the reason of a failure, or None.
@@ -142,10 +144,15 @@ class Connection:
     def _init_nccl(self, attempt: int, unique_id: bytes, errors: list[BaseException]) -> None:
         from nccl.core import Communicator, UniqueId
 
-        nccl, stream, size, mine = self.nccl, self._stream, len(self.members), self.members.index(self._rank.number)
+        nccl, stream, size, nccl_rank = (
+            self.nccl,
+            self._stream,
+            len(self.members),
+            self.members.index(self._rank.number),
+        )
         try:
             self._staging.set_current()
-            comm = Communicator.init(size, mine, UniqueId.from_bytes(unique_id))
+            comm = Communicator.init(size, nccl_rank, UniqueId.from_bytes(unique_id))
             handle = comm._comm  # for the bindings; the class around it inspects every array anew
             scratch = self._staging.allocate_scratch(size)
             with self.call_lock:
@@ -157,10 +164,10 @@ class Connection:
                 nccl.broadcast(scratch, scratch, 1, BYTES, 0, handle, stream)
                 nccl.reduce(scratch, scratch, 1, BYTES, SUM, 0, handle, stream)
                 nccl.group_start()
-                for other in range(size):
-                    if other != mine:
-                        nccl.send(scratch, 1, BYTES, other, handle, stream)
-                        nccl.recv(scratch + other, 1, BYTES, other, handle, stream)
+                for peer in range(size):
+                    if peer != nccl_rank:
+                        nccl.send(scratch, 1, BYTES, peer, handle, stream)
+                        nccl.recv(scratch + peer, 1, BYTES, peer, handle, stream)
                 nccl.group_end()
             check_result(self._staging.driver.cuStreamSynchronize(stream))
         except BaseException as error:
@@ -172,7 +179,7 @@ class Connection:
             if attempt != self._attempt:
                 return False
             self._comm, self._handle = comm, comm._comm
-            self.serial, self.may_be_recorded = next(self._serials), False
+            self.communicator_number, self.may_be_recorded = next(self._numbers), False
             self.valid_flag[0] = 1
             self.launch_state.comm = int(getattr(comm._comm, "handle", comm._comm))
             return True
@@ -183,7 +190,7 @@ class Connection:
         # it would wait for ever.
         with defer_signals():
             with self._swap_lock:  # only one thread gets the communicator
-                comm, self._comm, self.epoch = self._comm, None, 0
+                comm, self._comm, self.generation = self._comm, None, 0
                 self._attempt += 1
                 # Before the abort: it lets the GPU continue, which must not take its memory for a result.
                 self.valid_flag[0] = 0
@@ -228,11 +235,11 @@ class Connection:
         return None if state in (0, 7) else state  # success, in progress
 
 
-def _describe_interfaces(own: str, of_first: str, first: int) -> str:
+def _describe_interfaces(own_interface: str, first_interface: str, first_rank: int) -> str:
     """Return a sentence on the interfaces by which this rank has tried to reach the first one; "" if unknown."""
-    if not (own and of_first):
+    if not (own_interface and first_interface):
         return ""
     return (
-        f". NCCL took the network interface {own} here, and {of_first} on rank {first}, which all ranks have to "
-        "reach; NCCL_SOCKET_IFNAME names the one to take, for all hosts"
+        f". NCCL took the network interface {own_interface} here, and {first_interface} on rank {first_rank}, which "
+        "all ranks have to reach; NCCL_SOCKET_IFNAME names the one to take, for all hosts"
     )

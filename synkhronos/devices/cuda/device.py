@@ -52,7 +52,7 @@ class CudaDevice(Device, GpuArrays):
         """Whether this process was bound to a GPU."""
         return self._gpu is not None
 
-    def missing_requirements(self) -> list[str]:
+    def list_missing_requirements(self) -> list[str]:
         """Return the packages that are needed to compute on GPUs and not installed."""
         return cuda.find_missing({**self.requirements, **cuda.DRIVERS})
 
@@ -92,7 +92,7 @@ class CudaDevice(Device, GpuArrays):
     def slice_items(self, array: Any, start: int, shape: tuple[int, ...]) -> ItemRange:
         """Return consecutive items of an array, from flat index ``start``, for the communicator's `gather`."""
         itemsize = array.dtype.itemsize
-        return ItemRange(array, self.pointer(array) + start * itemsize, math.prod(shape) * itemsize)
+        return ItemRange(array, self.get_pointer(array) + start * itemsize, math.prod(shape) * itemsize)
 
     # -- inputs ----------------------------------------------------------------------------------------------
 

@@ -24,7 +24,7 @@ class NcclGroup(NcclCommunicator):
         super().__init__(parent._rank, parent._staging, parent._watchdog)
 
     def connect_members(
-        self, members: Sequence[int], epochs: Sequence[int], exchange: Callable[[Any], Sequence[Any]]
+        self, members: Sequence[int], generations: Sequence[int], exchange: Callable[[Any], Sequence[Any]]
     ) -> None:
         """Connect the members unless they share a connection.
 
@@ -32,31 +32,31 @@ class NcclGroup(NcclCommunicator):
         ----------
         members : sequence of int
             Ranks in NCCL's order; the first provides the connection's id.
-        epochs : sequence of int
-            Each member's `epoch`.
+        generations : sequence of int
+            Each member's `generation`.
         exchange : callable
             Sends a value to all members, and returns one value per member; only the first one's is used.
         """
         self._wait_idle()
-        self._connect_ranks(epochs, members, exchange)
+        self._connect_ranks(generations, members, exchange)
 
     def all_reduce(self, array: Any, op: str) -> bool:
         """Replace every member's array by the reduction over all members, in place, and wait for it."""
-        address, count, dtype = self._locate(array)
+        address, count, dtype = self._describe_array(array)
         if count:
             self._run_blocking(
                 lambda handle: self._nccl.all_reduce(address, address, count, dtype, NCCL_OPS[op], handle, self._stream)
             )
         return True
 
-    def send(self, array: Any, to: int) -> None:
+    def send(self, array: Any, target: int) -> None:
         """Send an array to a rank, which receives it at the same time."""
-        address, count, dtype = self._locate(array)
-        to = self._connection.members.index(to)
-        self._run_blocking(lambda handle: self._nccl.send(address, count, dtype, to, handle, self._stream))
+        address, count, dtype = self._describe_array(array)
+        target = self._connection.members.index(target)
+        self._run_blocking(lambda handle: self._nccl.send(address, count, dtype, target, handle, self._stream))
 
     def receive(self, array: Any, source: int) -> None:
         """Receive an array from a rank, which sends it at the same time, in place."""
-        address, count, dtype = self._locate(array)
+        address, count, dtype = self._describe_array(array)
         source = self._connection.members.index(source)
         self._run_blocking(lambda handle: self._nccl.recv(address, count, dtype, source, handle, self._stream))

@@ -48,9 +48,9 @@ NCCL_DTYPES = {
     "bfloat16": 9,
 }
 #: NCCL's numbers for reductions (ncclRedOp_t); the others go through host memory.
-NCCL_OPS = {name: entry.nccl for name, entry in REDUCTIONS.items() if entry.nccl is not None}
+NCCL_OPS = {name: reduction.nccl for name, reduction in REDUCTIONS.items() if reduction.nccl is not None}
 #: Bytes up to which an all_reduce takes no longer than a launch, and the seconds to wait for it.
-_SMALL_BYTES, _SMALL_SECONDS = 1 << 16, 50e-6
+_QUICK_BYTES, _QUICK_SECONDS = 1 << 16, 50e-6
 
 
 class ReduceSpan(NamedTuple):
@@ -80,7 +80,7 @@ class NcclCommunicator(Communicator):
     """Collectives over arrays on the ranks' GPUs.
 
     It connects at its first use.  A failure in the middle of a collective aborts the connection on the ranks that were
-    in it.  Every collective therefore begins with `connect`, which compares the ranks' epochs.
+    in it.  Every collective therefore begins with `connect`, which compares the ranks' generations.
 
     Parameters
     ----------
@@ -94,7 +94,7 @@ class NcclCommunicator(Communicator):
         self._rank = rank
         self._staging = staging
         self._arrays = staging.arrays
-        self._stream = staging.handle if staging.arrays.stream is None else staging.arrays.stream
+        self._stream = staging.stream_handle if staging.arrays.stream is None else staging.arrays.stream
         valid_flag = np.zeros(1, np.int32) if watchdog else staging.host_flags
         self._connection = Connection(rank, staging, self._stream, valid_flag)
         self._nccl, self._call_lock = self._connection.nccl, self._connection.call_lock
@@ -110,28 +110,28 @@ class NcclCommunicator(Communicator):
         self._functions: dict[str, int] | None = None
 
     @property
-    def serial(self) -> int:
-        """Number of the present connection, which no other one of this process has."""
-        return self._connection.serial
+    def communicator_number(self) -> int:
+        """Number of the present connection, unique in this process."""
+        return self._connection.communicator_number
 
     @property
-    def epoch(self) -> int:
+    def generation(self) -> int:
         """Number of the connection, the same on all ranks that share one; 0 if there is none."""
-        return self._connection.epoch
+        return self._connection.generation
 
-    def connect(self, epochs: Sequence[int]) -> None:
-        """Connect all ranks unless ``epochs``, one for each rank, shows that they share a connection."""
-        self._connect_ranks(epochs, range(self._rank.size), self._rank.all_gather)
+    def connect(self, generations: Sequence[int]) -> None:
+        """Connect all ranks unless ``generations``, one for each rank, shows that they share a connection."""
+        self._connect_ranks(generations, range(self._rank.size), self._rank.all_gather)
 
     def _connect_ranks(
-        self, epochs: Sequence[int], members: Sequence[int], exchange: Callable[[Any], Sequence[Any]]
+        self, generations: Sequence[int], members: Sequence[int], exchange: Callable[[Any], Sequence[Any]]
     ) -> None:
-        if self.epoch and set(epochs) == {self.epoch}:
+        if self.generation and set(generations) == {self.generation}:
             return
         self._watchdog.abort(self._connection)
         self._staging.set_current()
         self._wait_stream()  # earlier work must not count against the timeout of the connection
-        self._connection.connect(max(epochs) + 1, members, exchange)
+        self._connection.connect(max(generations) + 1, members, exchange)
 
     def wait_started(self, check: Callable[[], None] | None = None) -> None:
         """Wait until every rank has started the collectives of this one; ``check`` is polled, and may raise."""
@@ -151,12 +151,12 @@ class NcclCommunicator(Communicator):
         bool
             Whether the result has been written already.
         """
-        address, count, dtype = self._locate(array)
+        address, count, dtype = self._describe_array(array)
         if not count:
             return True
         self._staging.set_current()
         # If the stream is idle, a small all_reduce is done before JAX could launch what `refresh` needs otherwise.
-        is_quick = count * array.dtype.itemsize <= _SMALL_BYTES and self._watchdog.is_stream_idle()
+        is_quick = count * array.dtype.itemsize <= _QUICK_BYTES and self._watchdog.is_stream_idle()
         self._watchdog.writes_in_place = True
         self._watchdog.mark_started(self._connection)
         with self._call_lock:
@@ -164,15 +164,15 @@ class NcclCommunicator(Communicator):
             self._nccl.all_reduce(address, address, count, dtype, NCCL_OPS[op], handle, self._stream)
         if self._arrays.stream is None:
             self._wait_stream()
-        return is_quick and self._completes_soon()
+        return is_quick and self._completes_quickly()
 
-    def _completes_soon(self) -> bool:
+    def _completes_quickly(self) -> bool:
         """Wait a moment for the stream; return whether its work has completed."""
-        driver, deadline = self._staging.driver, perf_counter() + _SMALL_SECONDS
+        driver, deadline = self._staging.driver, perf_counter() + _QUICK_SECONDS
         while (result := driver.cuStreamQuery(self._stream)[0]) != driver.CUresult.CUDA_SUCCESS:
             if result != driver.CUresult.CUDA_ERROR_NOT_READY or perf_counter() > deadline:
                 return False
-        if not self.epoch:  # aborted: the result is undefined
+        if not self.generation:  # aborted: the result is undefined
             return False
         self._watchdog.writes_in_place = False
         return True
@@ -231,21 +231,21 @@ class NcclCommunicator(Communicator):
         self._has_side_work = True
         self._launch_spans(spans, op, self._staging.side_stream)
 
-    def finish_in_launch(self, spans: Sequence[ReduceSpan], op: str, is_valid: int, stream: int) -> None:
+    def finish_in_launch(self, spans: Sequence[ReduceSpan], op: str, valid_flag: int, stream: int) -> None:
         """Launch reductions on XLA's stream, which also waits for those that were started.
 
         Parameters
         ----------
         spans, op, stream
             As in `start_in_launch`.
-        is_valid : int
+        valid_flag : int
             Address of an int32 on the GPU.  It becomes 1, or 0 if the connection was aborted: then the contents of all
             targets are undefined.
         """
         self.wait_in_launch(stream)
         self._launch_spans(spans, op, stream)
-        flag = self._connection.valid_flag.ctypes.data
-        check_result(self._staging.driver.cuMemcpyAsync(is_valid, flag, 4, stream))
+        host_flag = self._connection.valid_flag.ctypes.data
+        check_result(self._staging.driver.cuMemcpyAsync(valid_flag, host_flag, 4, stream))
 
     def wait_in_launch(self, stream: int) -> None:
         """Make a stream wait for the reductions that were started."""
@@ -266,17 +266,17 @@ class NcclCommunicator(Communicator):
             watchdog.writes_in_place = False
         watchdog.mark_started(self._connection)
 
-    def _order_after(self, stream: int, other: int) -> None:
+    def _order_after(self, stream: int, earlier_stream: int) -> None:
         """Make a stream wait for the present work of another one."""
         driver = self._staging.driver
-        check_result(driver.cuEventRecord(self._staging.event, other))
+        check_result(driver.cuEventRecord(self._staging.event, earlier_stream))
         check_result(driver.cuStreamWaitEvent(stream, self._staging.event, 0))
 
     # -- blocking operations ---------------------------------------------------------------------------------
 
     def broadcast(self, array: Any, root: int) -> None:
         """Copy the root's array into every other rank's, in place."""
-        address, count, dtype = self._locate(array)
+        address, count, dtype = self._describe_array(array)
         if count:
             self._run_blocking(
                 lambda handle: self._nccl.broadcast(address, address, count, dtype, root, handle, self._stream)
@@ -287,9 +287,9 @@ class NcclCommunicator(Communicator):
     ) -> None:
         """Write the reduction of all ranks' arrays into the root's ``out``."""
         assert len(contributors) == self._rank.size
-        address, count, dtype = self._locate(array)
+        address, count, dtype = self._describe_array(array)
         if count:
-            target = address if out is None else self._locate(out)[0]
+            target = address if out is None else self._describe_array(out)[0]
             self._run_blocking(
                 lambda handle: self._nccl.reduce(
                     address, target, count, dtype, NCCL_OPS[op], root, handle, self._stream
@@ -298,22 +298,22 @@ class NcclCommunicator(Communicator):
 
     def reduce_scatter(self, array: Any, op: str, bounds: Sequence[int], out: Any) -> None:
         """Write this rank's items of the reduction over all ranks into ``out``."""
-        address, count, dtype = self._locate(array)
-        number, itemsize = NCCL_OPS[op], array.dtype.itemsize
-        target = self._arrays.pointer(out) if out.size else 0
+        address, count, dtype = self._describe_array(array)
+        nccl_op, itemsize = NCCL_OPS[op], array.dtype.itemsize
+        target = self._arrays.get_pointer(out) if out.size else 0
         counts = [stop - start for start, stop in pairwise(bounds)]
 
         def launch(handle: Any) -> None:
             nccl = self._nccl
             if len(set(counts)) == 1:
-                nccl.reduce_scatter(address, target, counts[0], dtype, number, handle, self._stream)
+                nccl.reduce_scatter(address, target, counts[0], dtype, nccl_op, handle, self._stream)
                 return
             nccl.group_start()
             try:
                 for r, (start, n_items) in enumerate(zip(bounds, counts, strict=False)):
                     if n_items:
                         source = address + start * itemsize
-                        nccl.reduce(source, target, n_items, dtype, number, r, handle, self._stream)
+                        nccl.reduce(source, target, n_items, dtype, nccl_op, r, handle, self._stream)
             finally:
                 nccl.group_end()
 
@@ -324,23 +324,23 @@ class NcclCommunicator(Communicator):
         self, array: Any, root: int | None, layouts: Sequence[ArrayLayout | None], out: Sequence[Any | None] | None
     ) -> None:
         """Copy rank r's array into ``out[r]`` on the root, or on every rank if ``root`` is None."""
-        here, everyone = self._rank.number, range(self._rank.size)
-        receivers = everyone if root is None else [root]
-        address, count, _ = self._locate(array)
+        number, all_ranks = self._rank.number, range(self._rank.size)
+        receivers = all_ranks if root is None else [root]
+        address, count, _ = self._describe_array(array)
         size = count * array.dtype.itemsize
         targets: list[ItemRange | None] = list(out) if out is not None else [None] * self._rank.size
-        own = targets[here]
+        own_target = targets[number]
 
         def send_and_receive(handle: Any) -> None:
-            if own is not None and size:
-                check_result(self._staging.driver.cuMemcpyAsync(own.pointer, address, size, self._stream))
+            if own_target is not None and size:
+                check_result(self._staging.driver.cuMemcpyAsync(own_target.pointer, address, size, self._stream))
             self._nccl.group_start()
             try:
                 for r in receivers:
-                    if r != here and size:
+                    if r != number and size:
                         self._nccl.send(address, size, BYTES, r, handle, self._stream)
                 for r, target in enumerate(targets):
-                    if target is not None and r != here and target.nbytes:
+                    if target is not None and r != number and target.nbytes:
                         self._nccl.recv(target.pointer, target.nbytes, BYTES, r, handle, self._stream)
             finally:
                 self._nccl.group_end()
@@ -372,11 +372,11 @@ class NcclCommunicator(Communicator):
         self._staging.set_current()
         self._wait_stream(self._rank.check_cancelled)
 
-    def _locate(self, array: Any) -> tuple[int, int, int | None]:
+    def _describe_array(self, array: Any) -> tuple[int, int, int | None]:
         """Return an array's address, its number of items, and NCCL's number for its dtype."""
         if self._arrays.stream is None:
             self._arrays.sync(array)
-        return self._arrays.pointer(array), array.size, to_nccl_dtype(array.dtype)
+        return self._arrays.get_pointer(array), array.size, to_nccl_dtype(array.dtype)
 
     def _wait_stream(self, check_peers: Callable[[], None] | None = None) -> None:
         """Wait until the stream is idle.

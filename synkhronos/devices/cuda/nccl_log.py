@@ -46,15 +46,15 @@ class NcclLog:
             for name in ("NCCL_DEBUG", "NCCL_DEBUG_SUBSYS", "NCCL_DEBUG_FILE"):
                 os.environ.pop(name, None)
 
-    def interface(self) -> str:
+    def find_interface(self) -> str:
         """Return the network interface, with its address, by which NCCL reaches the other ranks; "" if unknown."""
-        found = _INTERFACE.findall(self._read(0))  # logged once per process
-        return found[-1] if found else ""
+        interfaces = _INTERFACE.findall(self._read(0))  # logged once per process
+        return interfaces[-1] if interfaces else ""
 
-    def warnings(self) -> str:
+    def quote_warnings(self) -> str:
         """Return a sentence with the last warnings of this block, to append to a message; "" if there are none."""
-        found = _WARNING.findall(self._read(self._start))[-_MAX_WARNINGS:]
-        return f". NCCL's own words: {'; '.join(found)}" if found else ""
+        messages = _WARNING.findall(self._read(self._start))[-_MAX_WARNINGS:]
+        return f". NCCL's own words: {'; '.join(messages)}" if messages else ""
 
     def _read(self, start: int) -> str:
         if not self._is_enabled or NcclLog._file is None:

@@ -77,7 +77,7 @@ class GpuArrays(Protocol):
     def empty(self, shape: tuple[int, ...], dtype: np.dtype) -> Any:
         """Return a new array of undefined content."""
 
-    def pointer(self, array: Any) -> int:
+    def get_pointer(self, array: Any) -> int:
         """Return an array's address on the GPU."""
 
     def sync(self, array: Any) -> None:
@@ -149,9 +149,9 @@ class _DoubleBuffer:
 
     def acquire(self) -> _InputBuffer:
         """Return a buffer that no launch reads any more."""
-        first = self._buffers[0]
-        if first.last_read is None or first.last_read.is_done:
-            return first
+        buffer = self._buffers[0]
+        if buffer.last_read is None or buffer.last_read.is_done:
+            return buffer
         if len(self._buffers) == 1:
             self._buffers.append(self._allocate())
         self._buffers.reverse()
@@ -174,7 +174,7 @@ class Staging:
     stream : cuda.core.Stream
         Stream of the copies.  Its priority is higher than that of computations, so that the copies for the next step
         run during this one.
-    handle : int
+    stream_handle : int
         Handle of ``stream``.
     event : CUevent
         Reused for ordering one stream after another.
@@ -193,7 +193,7 @@ class Staging:
         self._thread = threading.local()
         self.set_current()
         self.stream = self._device.create_stream(options=StreamOptions(priority=-1))
-        self.handle = int(self.stream.handle)
+        self.stream_handle = int(self.stream.handle)
         self._compute_stream = None if arrays.stream is None else Stream.from_handle(arrays.stream)
         self.event = check_result(driver.cuEventCreate(driver.CUevent_flags.CU_EVENT_DISABLE_TIMING))
         self._kernels: dict[int, Any] = {}
@@ -206,7 +206,7 @@ class Staging:
         self._rank: Rank | None = None
         #: The last command that launched something.
         self._last_command = 0
-        self._vectors, self._fetched = _PinnedMemory(self), _PinnedMemory(self)
+        self._vector_memory, self._fetch_memory = _PinnedMemory(self), _PinnedMemory(self)
         self.host_flags = np.frombuffer(mmap.mmap(-1, mmap.PAGESIZE), np.int32)
         self.lock_pages(self.host_flags.ctypes.data, self.host_flags.nbytes)
         #: The last selection whose row numbers were copied to page-locked memory, and their address.
@@ -215,7 +215,7 @@ class Staging:
     def allocate_scratch(self, nbytes: int) -> int:
         """Return the address of scratch memory on the GPU."""
         self._scratch = self.arrays.empty((nbytes,), np.dtype(np.uint8))
-        return self.arrays.pointer(self._scratch)
+        return self.arrays.get_pointer(self._scratch)
 
     @cached_property
     def side_stream(self) -> int:
@@ -252,7 +252,9 @@ class Staging:
         buffer = self._get_double_buffer(buffers, key, values.shape, values.dtype.str).acquire()
         if values.size:
             check_result(
-                self.driver.cuMemcpyAsync(buffer.pointer, self._vectors.store(values), values.nbytes, self.handle)
+                self.driver.cuMemcpyAsync(
+                    buffer.pointer, self._vector_memory.store(values), values.nbytes, self.stream_handle
+                )
             )
         self._filled.append(buffer)
         return buffer.array
@@ -261,7 +263,7 @@ class Staging:
         """Copy rows (None: all) into a new array, and wait for the copy."""
         shape = location.shape if rows is None else (len(rows), *location.shape[1:])
         array = self._allocate(shape, location.dtype)
-        self._copy_rows(rank, location, rows, self.arrays.pointer(array))
+        self._copy_rows(rank, location, rows, self.arrays.get_pointer(array))
         self._finish_copies()
         return array
 
@@ -273,7 +275,7 @@ class Staging:
         self.set_current()
         target = self.lock_segment(rank, key) + offset
         nbytes = array.size * array.dtype.itemsize
-        check_result(self.driver.cuMemcpyAsync(target, self.arrays.pointer(array), nbytes, self.handle))
+        check_result(self.driver.cuMemcpyAsync(target, self.arrays.get_pointer(array), nbytes, self.stream_handle))
         self.stream.sync()
 
     def fetch(self, arrays: Sequence[Any]) -> list[np.ndarray] | None:
@@ -291,16 +293,16 @@ class Staging:
         if sum(array.nbytes for array in arrays) > _MAX_FETCH_BYTES:
             return None
         self.set_current()
-        if self._fetched.used:  # an interrupt came before the last copies were done
+        if self._fetch_memory.used:  # an interrupt came before the last copies were done
             check_result(self.driver.cuStreamSynchronize(self.arrays.stream))
-            self._fetched.used = 0
-        targets = [self._fetched.allocate(array.nbytes) for array in arrays]
+            self._fetch_memory.used = 0
+        targets = [self._fetch_memory.allocate(array.nbytes) for array in arrays]
         for array, target in zip(arrays, targets, strict=True):
             if array.nbytes:
-                source = self.arrays.pointer(array)
+                source = self.arrays.get_pointer(array)
                 check_result(self.driver.cuMemcpyAsync(target.ctypes.data, source, array.nbytes, self.arrays.stream))
         check_result(self.driver.cuStreamSynchronize(self.arrays.stream))
-        self._fetched.used = 0
+        self._fetch_memory.used = 0
         return [
             target.view(array.dtype).reshape(array.shape).copy() for array, target in zip(arrays, targets, strict=True)
         ]
@@ -313,7 +315,7 @@ class Staging:
             if self.arrays.stream is None:
                 self._finish_copies()
             else:
-                check_result(self.driver.cuEventRecord(self.event, self.handle))
+                check_result(self.driver.cuEventRecord(self.event, self.stream_handle))
                 check_result(self.driver.cuStreamWaitEvent(self.arrays.stream, self.event, 0))
 
     def after_launch(self) -> None:
@@ -323,9 +325,9 @@ class Staging:
         From the second launch of a command on, they are waited for here.
         """
         if self._filled and self._compute_stream is not None:
-            done = self._compute_stream.record()
+            event = self._compute_stream.record()
             for buffer in self._filled:
-                buffer.last_read = done
+                buffer.last_read = event
         self._filled.clear()
         if self._rank is None or self._last_command == self._rank.command_number:
             self._finish_copies()
@@ -342,7 +344,7 @@ class Staging:
         if self._has_pending_copies:
             self.stream.sync()
             self._has_pending_copies = False
-            self._vectors.used = 0
+            self._vector_memory.used = 0
             self._pinned_rows = None, 0
 
     # -- buffers ---------------------------------------------------------------------------------------------
@@ -350,17 +352,19 @@ class Staging:
     def _get_double_buffer(
         self, buffers: dict[Any, Any], key: Any, shape: tuple[int, ...], dtype: str
     ) -> _DoubleBuffer:
-        by_shape: dict[Any, _DoubleBuffer] = buffers.setdefault(key, {})
-        double_buffer = by_shape.get((shape, dtype))
+        buffers_by_shape: dict[Any, _DoubleBuffer] = buffers.setdefault(key, {})
+        double_buffer = buffers_by_shape.get((shape, dtype))
         if double_buffer is None:
-            while len(by_shape) >= _MAX_SHAPES:
-                del by_shape[next(iter(by_shape))]  # the library reuses the memory once the launches that read it end
+            while len(buffers_by_shape) >= _MAX_SHAPES:
+                del buffers_by_shape[
+                    next(iter(buffers_by_shape))
+                ]  # the library reuses the memory once the launches that read it end
 
             def allocate() -> _InputBuffer:
                 array = self._allocate(shape, dtype)
-                return _InputBuffer(array, self.arrays.pointer(array))
+                return _InputBuffer(array, self.arrays.get_pointer(array))
 
-            double_buffer = by_shape[shape, dtype] = _DoubleBuffer(allocate)
+            double_buffer = buffers_by_shape[shape, dtype] = _DoubleBuffer(allocate)
         return double_buffer
 
     def _allocate(self, shape: tuple[int, ...], dtype: str) -> Any:
@@ -369,7 +373,7 @@ class Staging:
         array = self.arrays.empty(shape, np.dtype(dtype))
         if self.arrays.stream is not None:
             check_result(self.driver.cuEventRecord(self.event, self.arrays.stream))
-            check_result(self.driver.cuStreamWaitEvent(self.handle, self.event, 0))
+            check_result(self.driver.cuStreamWaitEvent(self.stream_handle, self.event, 0))
         return array
 
     # -- rows ------------------------------------------------------------------------------------------------
@@ -385,11 +389,11 @@ class Staging:
         self._mark_pending(rank)
         if rows is None or isinstance(rows, range) and (rows.step == 1 or len(rows) == 1):
             start = 0 if rows is None else rows[0] * row_bytes
-            check_result(self.driver.cuMemcpyAsync(target, source + start, n_rows * row_bytes, self.handle))
+            check_result(self.driver.cuMemcpyAsync(target, source + start, n_rows * row_bytes, self.stream_handle))
             return
         if rows is not self._pinned_rows[0]:
             indexes = rows if isinstance(rows, np.ndarray) else np.asarray(rows, np.int64)
-            self._pinned_rows = rows, self._vectors.store(indexes)
+            self._pinned_rows = rows, self._vector_memory.store(indexes)
         itemsize = next(size for size in _ITEM_TYPES if not (row_bytes | source | target) % size)
         width = row_bytes // itemsize
         self._gather_rows(itemsize, source, self._pinned_rows[1], target, n_rows * width, width)
@@ -425,10 +429,10 @@ class Staging:
             if self._unlock_segment not in rank.segments.on_drop:
                 rank.segments.on_drop.append(self._unlock_segment)
             address = segment.array((0,), np.uint8).ctypes.data
-            first, last = segment.local_bytes.start // mmap.PAGESIZE * mmap.PAGESIZE, segment.local_bytes.stop
+            first_page, end = segment.local_bytes.start // mmap.PAGESIZE * mmap.PAGESIZE, segment.local_bytes.stop
             try:
-                self._locked[segment] = address, address + first
-                self.lock_pages(address + first, last - first)
+                self._locked[segment] = address, address + first_page
+                self.lock_pages(address + first_page, end - first_page)
             except BaseException:
                 self._unlock_segment(segment)
                 raise

@@ -146,7 +146,7 @@ class CollectiveWatchdog(PendingOperation):
     def cancel(self, command: int) -> None:
         """Abort the collectives of a failed command unless all ranks have started them; all ranks decide alike.
 
-        Connections of groups are aborted in any case, on all ranks, so that members need not compare epochs.
+        Connections of groups are aborted in any case, on all ranks, so that members need not compare generations.
         """
         if self._completed_command == command != self._pending_command:
             self.abort(self.connections[0])

@@ -48,7 +48,7 @@ class JaxDevice(CudaDevice):
         """
         platforms = os.environ.pop("JAX_PLATFORMS", None)
         try:
-            devices = self._jax().devices()
+            devices = self._import_jax().devices()
         finally:
             if platforms is not None:
                 os.environ["JAX_PLATFORMS"] = platforms
@@ -58,7 +58,7 @@ class JaxDevice(CudaDevice):
                 "don't fit together, or jax_platforms is set; try `python -c 'import jax; print(jax.devices())'`"
             )
 
-    def _jax(self) -> Any:
+    def _import_jax(self) -> Any:
         import jax
 
         jax.config.update("jax_enable_x64", True)  # PyTensor needs it: JAX would turn float64 into float32
@@ -66,7 +66,7 @@ class JaxDevice(CudaDevice):
 
     @property
     def _numpy(self) -> Any:
-        self._jax()
+        self._import_jax()
         import jax.numpy
 
         return jax.numpy
@@ -89,7 +89,7 @@ class JaxDevice(CudaDevice):
     @cached_property
     def nccl_calls(self) -> str:
         """Kind of NCCL calls within a launch: "python", "native" or "graph"."""
-        calls = native.chosen_calls()
+        calls = native.read_nccl_calls()
         if calls == "python" or native.load_handlers() is None:
             return "python"
         if calls == "graph":
@@ -119,14 +119,14 @@ class JaxDevice(CudaDevice):
         written.  If it has been written already, another object for the same memory suffices, without a
         launch.
         """
-        if is_complete and (other := value.addressable_data(0)) is not value:
-            return other
+        if is_complete and (new_object := value.addressable_data(0)) is not value:
+            return new_object
         return self._copy_and_rewrap[1](value)
 
     @cached_property
     def _copy_and_rewrap(self) -> tuple[Any, Any]:
         """Compiled identity functions: one copies its argument, one reuses its memory."""
-        jax = self._jax()
+        jax = self._import_jax()
         # Without the barrier, JAX would return the argument.
         identity = jax.lax.optimization_barrier
         return jax.jit(identity), jax.jit(identity, donate_argnums=0)
@@ -138,9 +138,9 @@ class JaxDevice(CudaDevice):
     @cached_property
     def _zeros(self) -> Any:
         # Much faster than the call of jax.numpy.zeros, most of which is Python.
-        return self._jax().jit(self._numpy.zeros, static_argnums=(0, 1))
+        return self._import_jax().jit(self._numpy.zeros, static_argnums=(0, 1))
 
-    def pointer(self, array: Any) -> int:
+    def get_pointer(self, array: Any) -> int:
         """Return an array's address on the GPU."""
         return int(array.unsafe_buffer_pointer())
 
@@ -148,13 +148,13 @@ class JaxDevice(CudaDevice):
         """Wait until an array has been computed."""
         array.block_until_ready()
 
-    def reduce_pair(self, op: Reduction, first: Any, second: Any) -> Any:
+    def reduce_pair(self, op: Reduction, left: Any, right: Any) -> Any:
         """Return ``op`` applied to two arrays of one shape."""
         name = getattr(op.ufunc, "__name__", "")
         function = getattr(self._numpy, name, None)
         if function is None:
             raise NotImplementedError(f"jax.numpy has no {name!r}: this op can't combine JAX arrays")
-        return function(first, second)
+        return function(left, right)
 
     def concatenate(self, arrays: Sequence[Any]) -> Any:
         """Return arrays joined along axis 0."""
@@ -171,7 +171,7 @@ class JaxDevice(CudaDevice):
 
     @cached_property
     def _flatten_and_split(self) -> tuple[Any, Any]:
-        jax = self._jax()
+        jax = self._import_jax()
         return jax.jit(super().flatten, static_argnums=1), jax.jit(super().split, static_argnums=(1, 2))
 
     # -- host memory -----------------------------------------------------------------------------------------
@@ -184,18 +184,18 @@ class JaxDevice(CudaDevice):
         """Copy a NumPy array into a new JAX array."""
         # On the CPU, JAX may alias the memory that it gets: so it gets a copy.  On a GPU, the transfer uses a stream of
         # its own, with which NCCL's work is not ordered: so it is waited for.
-        return self._jax().device_put(np.array(array, order="C")).block_until_ready()
+        return self._import_jax().device_put(np.array(array, order="C")).block_until_ready()
 
     def fetch(self, values: Sequence[Any]) -> list[Any]:
         """Convert arrays and log entries to NumPy, in one transfer; values of other types are returned as they are."""
         logs = {id(value.log): value.log for value in values if isinstance(value, LogEntry)}
         arrays = [[value] if self.owns(value) else [] for value in values]
-        arrays += [log.unread_arrays() for log in logs.values()]
-        copies = iter(self._copy_to_host([array for some in arrays for array in some]))
-        fetched = [next(copies) if some else value for value, some in zip(values, arrays, strict=False)]
-        for log, some in zip(logs.values(), arrays[len(values) :], strict=True):
-            if some:
-                log.set_copies([next(copies) for _ in some])
+        arrays += [log.get_unread_arrays() for log in logs.values()]
+        copies = iter(self._copy_to_host([array for unread in arrays for array in unread]))
+        fetched = [next(copies) if unread else value for value, unread in zip(values, arrays, strict=False)]
+        for log, unread in zip(logs.values(), arrays[len(values) :], strict=True):
+            if unread:
+                log.set_copies([next(copies) for _ in unread])
         return [value.read() if isinstance(value, LogEntry) else value for value in fetched]
 
     def _copy_to_host(self, arrays: Sequence[Any]) -> list[np.ndarray]:

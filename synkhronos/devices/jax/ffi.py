@@ -261,8 +261,11 @@ class Reducer(Protocol):
     def start(self, spans: Sequence[ReduceSpan], stream: int | None) -> None:
         """Start reductions that overlap the stream's next work."""
 
-    def finish(self, spans: Sequence[ReduceSpan], is_valid: int, stream: int | None) -> None:
-        """Launch reductions on the stream, make it wait for those started, and set the int32 at ``is_valid``."""
+    def finish(self, spans: Sequence[ReduceSpan], valid_flag: int, stream: int | None) -> None:
+        """Launch reductions on the stream, make it wait for the started ones, and set the int32 at ``valid_flag``.
+
+        ``valid_flag`` is an address on the GPU.
+        """
 
     def wait(self, stream: int | None) -> None:
         """Make the stream wait for the reductions that were started, after an error."""
@@ -399,7 +402,7 @@ class ProgramReduction:
         """
         import jax
 
-        results = [_shape_of(array), jax.ShapeDtypeStruct((), np.int32)]
+        results = [_describe_array(array), jax.ShapeDtypeStruct((), np.int32)]
         if self.calls == "python":
             _register_once(_START_TARGET, _start_callback)
             target, attributes = _START_TARGET, {"number": self._number}
@@ -447,7 +450,7 @@ class ProgramReduction:
             # A graph can't wait for the other stream, on which chunks are reduced outside of it.
             target = native.RECORDABLE_FINISH if self.calls == "graph" and not started else native.FINISH
             attributes = {"op": np.int64(NCCL_OPS[self.op]), "n_started": np.int64(len(started))}
-        results = [*map(_shape_of, operands), jax.ShapeDtypeStruct((), np.int32)]
+        results = [*map(_describe_array, operands), jax.ShapeDtypeStruct((), np.int32)]
         # The side effect is not declared, as JAX would then launch the program by its slow path.  XLA still makes the
         # call exactly once, as its results are used.
         call = jax.ffi.ffi_call(target, results, input_output_aliases={i: i for i in range(len(results))})
@@ -527,9 +530,9 @@ class ProgramReduction:
         n_arrays = frame.results.size - 1
         # Arrays that were started are the first arguments, only so that XLA orders their readers after this call.
         spans = _read_spans(frame, n_started, n_arrays)
-        is_valid = frame.results.buffers[n_arrays].contents.data
+        valid_flag = frame.results.buffers[n_arrays].contents.data
         if self._error is None:
-            reducer.finish(spans, is_valid, _get_stream(frame))
+            reducer.finish(spans, valid_flag, _get_stream(frame))
         else:
             reducer.wait(_get_stream(frame))
 
@@ -544,10 +547,10 @@ def _finish_callback(address: int) -> int | None:
     return ProgramReduction.dispatch(address, ProgramReduction.finish)
 
 
-def _read_spans(frame: Any, first: int, stop: int) -> list[ReduceSpan]:
-    """Return the addresses of a call's arguments and results ``first`` to ``stop``."""
+def _read_spans(frame: Any, start: int, stop: int) -> list[ReduceSpan]:
+    """Return the addresses of a call's arguments and results ``start`` to ``stop``."""
     spans = []
-    for i in range(first, stop):
+    for i in range(start, stop):
         source, target = frame.arguments.buffers[i].contents, frame.results.buffers[i].contents
         count = 1
         for axis in range(source.rank):
@@ -556,7 +559,7 @@ def _read_spans(frame: Any, first: int, stop: int) -> list[ReduceSpan]:
     return spans
 
 
-def _shape_of(array: Any) -> Any:
+def _describe_array(array: Any) -> Any:
     import jax
 
     return jax.ShapeDtypeStruct(array.shape, array.dtype)

@@ -31,7 +31,7 @@ CALLS = ("python", "native", "graph")
 _DEFAULT_CALLS = "python"
 
 
-def chosen_calls() -> str:
+def read_nccl_calls() -> str:
     """Return the kind of NCCL calls within a launch: "python", "native", or "graph" (native, in CUDA graphs).
 
     Raises

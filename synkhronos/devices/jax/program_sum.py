@@ -30,7 +30,7 @@ from synkhronos.ranks.control import SCRATCH_NBYTES
 
 #: Bytes in front of the data in half of a scratch area, and the positions of numbers in them: of the exchange that the
 #: data belong to, of the sums that the rank has begun, and of all its sums, plus 1, once its program has ended.
-_HEAD, _EXCHANGE, _BEGUN, _FINAL = 24, 0, 1, 2
+_HEAD, _EXCHANGE_NUMBER, _N_BEGUN, _N_FINAL = 24, 0, 1, 2
 
 DIVERGED = (
     "the ranks' programs have diverged: their results differ, although all had the same arguments and sums. If the "
@@ -56,11 +56,11 @@ class InterruptPoll:
         self._read, write = os.pipe()
         os.set_blocking(self._read, False)
         os.set_blocking(write, False)
-        before = signal.set_wakeup_fd(write, warn_on_full_buffer=False)
+        old_fd = signal.set_wakeup_fd(write, warn_on_full_buffer=False)
         try:
             yield
         finally:
-            signal.set_wakeup_fd(before)
+            signal.set_wakeup_fd(old_fd)
             os.close(write)
             os.close(self._read)
             self._read = -1
@@ -94,25 +94,25 @@ class ProgramSum:
     def __init__(self, rank: Rank, poll: InterruptPoll):
         self._rank, self._poll = rank, poll
         self.count = 0
-        here = rank.control.local_ranks
-        self._heads = [[rank.control.get_scratch(r, half)[:_HEAD].cast("Q") for r in here] for half in range(2)]
-        self._place = rank.number - here.start
+        local_ranks = rank.control.local_ranks
+        self._heads = [[rank.control.get_scratch(r, half)[:_HEAD].cast("Q") for r in local_ranks] for half in range(2)]
+        self._local_index = rank.number - local_ranks.start
         for heads in self._heads:
-            heads[self._place][:] = memoryview(bytes(_HEAD)).cast("Q")
+            heads[self._local_index][:] = memoryview(bytes(_HEAD)).cast("Q")
         rank.barrier()
 
     def begin_sum(self) -> None:
         """Count a sum, and raise KeyboardInterrupt if SIGINT has arrived."""
         self._poll.check()
         self.count += 1
-        self._heads[0][self._place][_BEGUN] = self.count
+        self._heads[0][self._local_index][_N_BEGUN] = self.count
 
     def start(self, spans: Sequence[ReduceSpan], stream: int | None) -> None:
         """Raise: these programs reduce no chunks."""
         raise NotImplementedError
 
-    def finish(self, spans: Sequence[ReduceSpan], is_valid: int, stream: int | None) -> None:
-        """Sum arrays over the ranks, and set the int32 at ``is_valid``."""
+    def finish(self, spans: Sequence[ReduceSpan], valid_flag: int, stream: int | None) -> None:
+        """Sum arrays over the ranks, and set the int32 at the address ``valid_flag``."""
         raise NotImplementedError
 
     def wait(self, stream: int | None) -> None:
@@ -128,12 +128,12 @@ class ProgramSum:
         """
 
         def check() -> None:
-            if any(head[_BEGUN] > self.count for head in self._heads[0]):
+            if any(head[_N_BEGUN] > self.count for head in self._heads[0]):
                 raise RuntimeError(DIVERGED)
 
-        self._heads[0][self._place][_FINAL] = self.count + 1
+        self._heads[0][self._local_index][_N_FINAL] = self.count + 1
         self._rank.wake_local_ranks()
-        self._rank.wait(lambda: all(head[_FINAL] for head in self._heads[0]), check)
+        self._rank.wait(lambda: all(head[_N_FINAL] for head in self._heads[0]), check)
 
 
 class HostSum(ProgramSum):
@@ -159,31 +159,31 @@ class HostSum(ProgramSum):
             [np.frombuffer(rank.control.get_scratch(r, half), np.uint8)[_HEAD:] for r in rank.control.local_ranks]
             for half in range(2)
         ]
-        self._exchange = 0
+        self._n_exchanges = 0
 
-    def finish(self, spans: Sequence[ReduceSpan], is_valid: int, stream: int | None) -> None:
-        """Sum arrays over the ranks in rank order, and set the int32 at ``is_valid``."""
+    def finish(self, spans: Sequence[ReduceSpan], valid_flag: int, stream: int | None) -> None:
+        """Sum arrays over the ranks in rank order, and set the int32 at the address ``valid_flag``."""
         self.begin_sum()
         for span in spans:
             self._sum(view_items(span.source, span), view_items(span.target, span))
-        ctypes.c_int32.from_address(is_valid).value = 1
+        ctypes.c_int32.from_address(valid_flag).value = 1
 
     def _sum(self, source: np.ndarray, target: np.ndarray) -> None:
-        rank, size = self._rank, (SCRATCH_NBYTES - _HEAD) // source.itemsize
-        for offset in range(0, source.size, size):
-            mine = source[offset : offset + size]
-            self._exchange = number = self._exchange + 1
+        rank, n_items = self._rank, (SCRATCH_NBYTES - _HEAD) // source.itemsize
+        for offset in range(0, source.size, n_items):
+            chunk = source[offset : offset + n_items]
+            self._n_exchanges = number = self._n_exchanges + 1
             half = number & 1
             heads = self._heads[half]
-            inputs = [data[: mine.nbytes].view(mine.dtype) for data in self._data[half]]
-            inputs[rank.number][:] = mine
-            heads[rank.number][_EXCHANGE] = number
+            inputs = [data[: chunk.nbytes].view(chunk.dtype) for data in self._data[half]]
+            inputs[rank.number][:] = chunk
+            heads[rank.number][_EXCHANGE_NUMBER] = number
             rank.wake_local_ranks()
             rank.wait(partial(_have_reached, heads, number))
-            result = target[offset : offset + size]
+            result = target[offset : offset + n_items]
             np.add(inputs[0], inputs[1], out=result)
-            for other in inputs[2:]:
-                np.add(result, other, out=result)
+            for array in inputs[2:]:
+                np.add(result, array, out=result)
 
 
 class GpuSum(ProgramSum):
@@ -201,11 +201,11 @@ class GpuSum(ProgramSum):
         super().__init__(rank, poll)
         self._communicator = communicator
 
-    def finish(self, spans: Sequence[ReduceSpan], is_valid: int, stream: int | None) -> None:
-        """Launch the sums of arrays over the ranks, and then set the int32 at ``is_valid``."""
+    def finish(self, spans: Sequence[ReduceSpan], valid_flag: int, stream: int | None) -> None:
+        """Launch the sums of arrays over the ranks, and then set the int32 at the address ``valid_flag``."""
         self.begin_sum()
         self._rank.check_cancelled()
-        self._communicator.finish_in_launch(spans, "sum", is_valid, stream)
+        self._communicator.finish_in_launch(spans, "sum", valid_flag, stream)
 
     def complete(self) -> None:
         """Wait until the programs of all ranks have ended."""
@@ -215,7 +215,7 @@ class GpuSum(ProgramSum):
 
 def _have_reached(heads: Sequence[Any], number: int) -> bool:
     """Whether all ranks have written the data of an exchange."""
-    return all(head[_EXCHANGE] >= number for head in heads)
+    return all(head[_EXCHANGE_NUMBER] >= number for head in heads)
 
 
 def view_items(address: int, span: ReduceSpan) -> np.ndarray:

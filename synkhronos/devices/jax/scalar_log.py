@@ -63,11 +63,11 @@ class ScalarLog:
 
     def add_entries(self, times: int) -> list[list[LogEntry]]:
         """Return ``times`` new entries for each output; called once after each launch."""
-        first = self._n_entries
+        start = self._n_entries
         self._n_entries += times
-        return [[LogEntry(self, output, first + i) for i in range(times)] for output in range(len(self.cells) - 1)]
+        return [[LogEntry(self, output, start + i) for i in range(times)] for output in range(len(self.cells) - 1)]
 
-    def unread_arrays(self) -> list[Any]:
+    def get_unread_arrays(self) -> list[Any]:
         """Return the arrays to copy before `LogEntry.read`; none if nothing was appended since the last copy."""
         if self._copies[0] == self._n_entries:
             return []

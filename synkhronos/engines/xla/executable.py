@@ -99,7 +99,7 @@ class Executable(Runner):
         self._log = ScalarLog(self._dtypes) if self._logged or times > 1 else None
         self._is_interrupted = False
         self._jit = self._prepare_jit(reduction)
-        self._run, self._serial = self._jit(), 0
+        self._run, self._communicator_number = self._jit(), 0
 
     def _prepare_jit(self, reduction: FusedReduction | None) -> Callable[[], Callable[..., Any]]:
         """Return a function that makes the program, as a function of the arguments of `_get_arguments`."""
@@ -180,13 +180,13 @@ class Executable(Runner):
         self._signatures.add(signature)
         return True
 
-    def bind_connection(self, serial: int) -> None:
+    def bind_communicator(self, communicator_number: int) -> None:
         """Drop the CUDA graphs that XLA has recorded for another connection: they contain its communicator."""
-        if serial != self._serial:
-            if self._serial:
+        if communicator_number != self._communicator_number:
+            if self._communicator_number:
                 self._run = self._jit()
                 self._signatures.clear()
-            self._serial = serial
+            self._communicator_number = communicator_number
 
     def __call__(self, *inputs: Any) -> list[Any]:
         """Launch the program; return its outputs, which may not be computed yet."""

@@ -56,7 +56,7 @@ class FusedRunner(Runner):
 
     def _launch_native(self, inputs: Sequence[Any], communicator: Any, shape: tuple[int, ...]) -> list[Any]:
         if self._program_reduction.calls == "graph":
-            self._executable.bind_connection(communicator.serial)
+            self._executable.bind_communicator(communicator.communicator_number)
         with self._program_reduction.bind_native(communicator, shape, self.times):
             try:
                 return self._executable(*inputs)
@@ -89,13 +89,13 @@ class LaunchReducer:
         self._communicator.start_in_launch(spans, self._op, stream)
         self._n_started += sum(span.n_items for span in spans)
 
-    def finish(self, spans: Sequence[Any], is_valid: int, stream: int | None) -> None:
+    def finish(self, spans: Sequence[Any], valid_flag: int, stream: int | None) -> None:
         """Reduce the rest of the gradient, and make the stream wait for all of it.
 
         Parameters
         ----------
         spans : list of ReduceSpan
-        is_valid : int
+        valid_flag : int
             Address of an int32 on the GPU: 0 before a valid reduction, 1 after it.
         stream : int
 
@@ -110,7 +110,7 @@ class LaunchReducer:
         if n_items != math.prod(self._shape):
             self.wait(stream)
             raise ValueError(f"all_reduce: expected shape {self._shape}, as before the launch, got {n_items} items")
-        self._communicator.finish_in_launch(spans, self._op, is_valid, stream)
+        self._communicator.finish_in_launch(spans, self._op, valid_flag, stream)
 
     def wait(self, stream: int | None) -> None:
         """Make the stream wait for the chunks that were started, after an error."""

@@ -170,7 +170,7 @@ def _make_reducer(rank: Rank, poll: InterruptPoll) -> ProgramSum:
     if not JAX.can_reduce_in_launch(np.dtype(np.float64)):
         raise NotImplementedError("this JAX does not call foreign functions in the thread that launches")
     communicator = JAX.get_communicator(rank)
-    communicator.connect(rank.all_gather(communicator.epoch))
+    communicator.connect(rank.all_gather(communicator.generation))
     return GpuSum(rank, poll, communicator)
 
 

@@ -32,7 +32,7 @@ class InCollective(Command):
     def run(self, rank):
         device = rank.device
         communicator = device.get_communicator(rank)
-        communicator.connect(rank.all_gather(communicator.epoch))
+        communicator.connect(rank.all_gather(communicator.generation))
         array = device.from_host(np.ones(1000, "float32"))
         if rank.number == self.culprit and self.deed != "late":
             time.sleep(0.2)  # the others are inside by now
@@ -58,7 +58,7 @@ class Reduced(Command):
     def run(self, rank):
         device = rank.device
         communicator = device.get_communicator(rank)
-        communicator.connect(rank.all_gather(communicator.epoch))
+        communicator.connect(rank.all_gather(communicator.generation))
         rows = device.to_host(device.load(rank, self.rows, None))
         array = device.from_host(rows * (rank.number + 1))
         communicator.all_reduce(array, self.op)

@@ -116,20 +116,20 @@ class Bridge(Communicator):
     """Collectives between islands, which the ranks have to connect first."""
 
     def __init__(self, rank):
-        self._rank, self._epoch = rank, 0
+        self._rank, self._generation = rank, 0
 
     @property
-    def epoch(self):
-        return self._epoch
+    def generation(self):
+        return self._generation
 
-    def connect(self, epochs):
-        if not self.epoch or set(epochs) != {self.epoch}:
+    def connect(self, generations):
+        if not self.generation or set(generations) != {self.generation}:
             self._rank.all_gather("connect")
-            self._epoch = max(epochs) + 1
+            self._generation = max(generations) + 1
 
     def _send(self, array):
         """Return all ranks' items."""
-        assert self.epoch, "not connected"
+        assert self.generation, "not connected"
         counts["collectives"] += 1
         return [pickle.loads(each) for each in self._rank.all_gather_bytes(pickle.dumps(array.items()))]
 

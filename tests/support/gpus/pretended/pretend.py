@@ -63,7 +63,7 @@ def install():
 
     def start(self, place):
         cuda.core.PLACE = place
-        self._jax().devices()
+        self._import_jax().devices()
 
     def start_pygpu(self, place):
         import theano.compile
@@ -85,7 +85,7 @@ def install():
 
     JaxDevice.requirements = {}
     JaxDevice.start = start
-    JaxDevice.pointer = lambda self, array: int(array.block_until_ready().unsafe_buffer_pointer())
+    JaxDevice.get_pointer = lambda self, array: int(array.block_until_ready().unsafe_buffer_pointer())
     JaxDevice._compute_stream = ComputeStream(cuda.core.COMPUTE, True)
     # Streams keep nothing waiting here; XLA does, so what it has launched is waited for.
     launched = JaxDevice.after_launch
