@@ -13,7 +13,7 @@ import os
 import pickle
 import random
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from hashlib import blake2b
 from typing import IO
 
@@ -57,6 +57,11 @@ class _Bind(Command):
     places: list[str]
     seeds: tuple[bytes, ...]
     cores: tuple[tuple[int, ...], ...] = ()
+
+    def without_rank(self, number: int) -> _Bind:
+        """Return the command for all ranks but one, whose device and cores are left out."""
+        places = self.places[:number] + self.places[number + 1 :]
+        return replace(self, places=places, cores=self.cores[:number] + self.cores[number + 1 :])
 
     def run(self, rank: Rank) -> None:
         if rank.number < len(self.cores):  # before any library starts threads

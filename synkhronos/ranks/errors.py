@@ -96,7 +96,7 @@ class WorkerError(RuntimeError):
 
 
 class Death(NamedTuple):
-    """Exit of a worker that ended a session.
+    """Exit of a worker that ended a session, or failed start of one.
 
     Attributes
     ----------
@@ -104,6 +104,7 @@ class Death(NamedTuple):
     host : str
         Name of the rank's machine; "" if there is only one.
     pid : int
+        Its process id; 0 if the worker could not start.
     cause : str
         Description of the exit, such as "was killed by SIGKILL".
     """

@@ -71,6 +71,10 @@ class Command(ABC):
         """Memory of the task that the command runs; None if it runs none."""
         return None
 
+    def without_rank(self, number: int) -> Command:
+        """Return the command for all ranks but one, if it has entries by rank."""
+        return self
+
     @abstractmethod
     def run(self, rank: Rank) -> Any:
         """Run this rank's part and return its result; a session returns that of the master's rank."""
@@ -182,9 +186,10 @@ class Rank:
         self.pending: list[PendingOperation] = []
         self.has_peer_died: Callable[[], bool] = lambda: False
 
-    def restart(self, control: Control, check_peers: Callable[[], None]) -> None:
+    def restart(self, number: int, control: Control, check_peers: Callable[[], None]) -> None:
         """Continue as the master of new workers, with new counters; segments and mirrored objects stay."""
-        self.control, self.check_peers = control, check_peers
+        self.number = self.root = number
+        self.control, self.size, self.check_peers = control, control.size, check_peers
         self.registry.clear()
         self._pickles.clear()
 

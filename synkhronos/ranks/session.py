@@ -605,7 +605,7 @@ class Session:
                     _call_all(self._close_callbacks)
                     self._free_memory()
 
-    def replace_workers(self, spawn: bool = False) -> None:
+    def replace_workers(self, spawn: bool = False, without: int | None = None) -> None:
         """Start new workers after a death within `keep_memory`.
 
         They are copies of this process as it is now: they inherit its segments, and its mirrored objects with their
@@ -615,6 +615,8 @@ class Session:
         ----------
         spawn : bool
             Start them as new processes instead.  They get the segments, and mirrored objects when these are used next.
+        without : int, optional
+            Rank to leave out, with its device; ranks above it move down by one.
 
         Raises
         ------
@@ -622,14 +624,18 @@ class Session:
             If no worker's death has closed the session within `keep_memory`.
         WorkerError
             If a new worker dies.
+        Exception
+            If a new worker can't start: `death` then names its rank, and another call is possible.
         """
         if not self.has_kept_memory:
             raise RuntimeError("replace_workers: no worker has died within keep_memory()")
         try:
             with defer_signals():  # an interrupt in between would leave the session half open
                 # The counters and semaphores of the old workers are in an undefined state.
+                if without is not None:
+                    self._leave_out(without)
                 self._create_control(self._control.spin, spawn)
-                self.rank.restart(self._control, self._watch)
+                self.rank.restart(self.rank.root, self._control, self._watch)
                 self.rank.has_peer_died = self._has_peer_died
                 self.memory.forget_workers(is_inherited=not spawn)
                 self.workers.set_control_file(self._file)
@@ -648,9 +654,31 @@ class Session:
                     self.memory.resend_segments()
                     self.registry.clear()
                 _call_all(self._replacement_callbacks)
-        except BaseException:
+        except BaseException as error:
+            if isinstance(error, Exception) and self.close_reason is None:
+                self._close_after_failed_start(error)
             self.close(kill=True)
             raise
+
+    def _leave_out(self, number: int) -> None:
+        """Reduce the session by a worker's rank, before new workers are started."""
+        assert number != self.rank.root
+        self.size -= 1
+        self.link = LocalLink(self.size)
+        self.rank.root -= number < self.rank.root
+        self.workers.root = self.rank.root
+        if self._first_command is not None:
+            self._first_command = self._first_command.without_rank(number)
+
+    def _close_after_failed_start(self, error: Exception) -> None:
+        """Close the session because a new worker can't start; keep the memory for another try."""
+        number = error.rank if isinstance(error, WorkerError) else self.workers.find_missing()
+        text = str(error) if isinstance(error, WorkerError) else f"{type(error).__name__}: {error}"
+        cause = "could not start: " + text.partition("\n")[0]
+        self.has_kept_memory = self._n_keepers > 0
+        self.close(kill=True)
+        self.close_reason = f"rank {number} {cause}.  Call synkhronos.fork() to start again."
+        self._dead_rank, self.death = number, Death(number, "", 0, cause)
 
     def add_replacement_callback(self, owner: T, callback: Callable[[T], None]) -> None:
         """Add a call ``callback(owner)`` after workers were replaced, with the call lock held, if the owner exists."""

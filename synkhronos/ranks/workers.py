@@ -33,6 +33,8 @@ class Workers:
 
     Attributes
     ----------
+    root : int
+        As the parameter.
     pids : dict of int to int
         Process ids by rank, of workers that are not known to have exited.
     channels : dict of int to socket
@@ -40,7 +42,7 @@ class Workers:
     """
 
     def __init__(self, root: int, control: Control, file: io.FileIO | None):
-        self._root, self._control, self._file = root, control, file
+        self.root, self._control, self._file = root, control, file
         self.pids: dict[int, int] = {}
         self.channels: dict[int, socket.socket] = {}
 
@@ -56,7 +58,7 @@ class Workers:
         if inherited is not None:
             self._control = inherited[0].control
         for number in self._control.local_ranks:
-            if number != self._root:
+            if number != self.root:
                 self._start_one(number, profile, inherited)
 
     def _start_one(self, number: int, profile: bool, inherited: tuple[Rank, int] | None) -> None:
@@ -68,7 +70,7 @@ class Workers:
             if stream is not None:
                 stream.flush()  # otherwise the child would write the buffer again
         in_main_thread = threading.current_thread() is threading.main_thread()
-        settings = number, self._root, profile, os.getpid(), in_main_thread
+        settings = number, self.root, profile, os.getpid(), in_main_thread
         with theirs, warnings.catch_warnings():
             # Python and JAX warn of forking beside threads: a lock that one of them holds stays locked in the child.
             # The worker acquires no lock of the master: it opens its own streams, never runs the master's exit
@@ -79,6 +81,10 @@ class Workers:
             elif not (pid := os.fork()):
                 worker_process.main(self._control, theirs, *settings, inherited)
         self.pids[number] = pid
+
+    def find_missing(self) -> int:
+        """Return the first rank of this machine whose worker has not been started; the master's if none is missing."""
+        return next((r for r in self._control.local_ranks if r not in (*self.pids, self.root)), self.root)
 
     def set_control_file(self, file: io.FileIO | None) -> None:
         """Have the next `start` start forks, or new processes that get the control memory as a file."""

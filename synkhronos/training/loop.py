@@ -26,6 +26,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 import synkhronos as synk
+from synkhronos import ranks
 from synkhronos.loading.loader import Feed
 from synkhronos.rules import Rule, State
 from synkhronos.tasks import LocalFunction, LocalRows, Worker
@@ -307,7 +308,9 @@ class CommandLoop(_SourceLoop):
 
     def launch(self, rows: list[Any]) -> list[tuple[Any, Any]]:
         """Take the steps."""
-        return self._survival.change(lambda: self._step.weighted_steps(self._x, self._y, rows), len(rows))
+        losses = self._survival.change(lambda: self._step.weighted_steps(self._x, self._y, rows), len(rows))
+        self.rows = self.plan.batch * ranks.session().size  # a rank may have been left out
+        return losses
 
     def free_after_launch(self, places: list[tuple[int, int]], steps: int) -> None:
         """Wait for the steps, then release the memory of their rows."""

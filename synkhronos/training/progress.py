@@ -100,13 +100,13 @@ class TrainerState:
         if self._session is session:
             return
         self.place, self.rate = Progress(), math.nan
-        self._renew_memory()
+        self.renew_memory()
         if not self.training.alike:
             session.memory.release_with(trainer, "object", ("storage", self.training.name))
         self._session = session
 
-    def _renew_memory(self) -> None:
-        """Allocate the shared memory of the rule; ranks that are alike need none."""
+    def renew_memory(self) -> None:
+        """Allocate the shared memory of the rule, for the present number of ranks; ranks that are alike need none."""
         training = self.training
         training.memory = {}
         if not training.alike:
@@ -177,7 +177,7 @@ class TrainerState:
             steps=meta["steps_taken"],
         )
         if self.training.memory:
-            self._renew_memory()  # so that on no host there is anything else in it
+            self.renew_memory()  # so that on no host there is anything else in it
         run(rank_state.restore_state, self.training, str(path), ranks.session().rank.number)
         if self._sharded is not None:
             self.set_sharded_optimizer(load(path).arrays["0.optimizer"])

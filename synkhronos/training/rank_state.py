@@ -415,21 +415,39 @@ def set_state(worker: Worker, training: RankTraining, saved: dict[str, Any]) -> 
 
 
 def _assign_states(stored: Stored, training: RankTraining, size: int) -> list[dict[str, Any]]:
-    """Return the state of each of ``size`` ranks; ranks that the checkpoint lacks have the streams None."""
+    """Return the state of each of ``size`` ranks from a checkpoint."""
     saved, streams = _unpack_states(stored), stored.meta["streams"]
-    others = [state.pop("others") for state in saved]
+    by_rank = resize_states([{**state, "streams": streams[r]} for r, state in enumerate(saved)], training, size)
+    if training.groups.optimizer is None:
+        by_rank = [{**state, "optimizer": None} for state in by_rank]
+    return by_rank
+
+
+def resize_states(saved: list[dict[str, Any]], training: RankTraining, size: int) -> list[dict[str, Any]]:
+    """Return the state of each of ``size`` ranks, from those of as many or another number of ranks.
+
+    Parameters
+    ----------
+    saved : list of dict
+        States as of `collect_state`, and the rule's ``shared`` memory.
+    training : RankTraining
+    size : int
+
+    Returns
+    -------
+    list of dict
+        Without ``shared``; the streams of ranks above those of ``saved`` are None.
+    """
     if training.alike:
         by_rank = saved[:1] * size
     else:
         by_rank = saved if len(saved) == size else training.rule.resized(saved, size)
     by_rank = [
-        {**state, "others": others[r % len(others)], "streams": streams[r] if r < len(streams) else None}
+        {**state, "others": saved[r % len(saved)]["others"], "streams": saved[r]["streams"] if r < len(saved) else None}
         for r, state in enumerate(by_rank)
     ]
     for state in by_rank:
         del state["shared"]  # memory, which is not sent
-        if training.groups.optimizer is None:
-            state["optimizer"] = None
     return by_rank
 
 

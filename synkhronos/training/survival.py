@@ -6,6 +6,9 @@ The master has a copy of the state of all ranks in memory, of the last whole ste
                    │ a worker dies
                    v
                replace the workers, restore the copy on all ranks, and call the operation again
+                   │ a worker can't start, twice
+                   v
+               leave its device out: the copy is converted to fewer ranks, as a checkpoint is
 
 An operation is all or nothing: what a failed one has changed on any rank is replaced by the copy.  So no row is lost or
 used twice.  New workers are forks of the master, and inherit the copy with everything else (see
@@ -30,6 +33,7 @@ from synkhronos import ranks
 from synkhronos.devices import HOST, Device, is_fork_unsafe
 from synkhronos.function import distribute
 from synkhronos.ranks import WorkerError
+from synkhronos.ranks.errors import Death
 from synkhronos.rules.state import Vector
 from synkhronos.tasks import Worker, run
 from synkhronos.training import rank_state
@@ -41,6 +45,8 @@ T = TypeVar("T")
 
 #: Number of deaths without a copy in between after which the training ends: the step itself may be the cause.
 MAX_REPEATED = 3
+#: Number of recoveries in a row in which a rank fails to start, after which its device is left out.
+MAX_FAILED_STARTS = 2
 #: Approximate seconds between two copies, where ranks take steps of their own.
 _INTERVAL = 1.0
 #: States of all ranks, by the trainer's name.  Workers that are forks read what they have inherited.
@@ -158,6 +164,8 @@ class Survival(DeathHandler):
             )
         self._state, self._differs, self._max_deaths = state, differs, max_deaths
         self._n_deaths = self._n_repeated = 0
+        #: Whether new workers are being started; number of such starts that failed last, and the rank that failed.
+        self._is_starting, self._n_failed_starts, self._failed_rank = False, 0, -1
         self.deaths: list[SurvivedDeath] = []
         self.step = 0
         self.steps_ahead = 1
@@ -166,6 +174,8 @@ class Survival(DeathHandler):
         #: The sharded optimizer's variables, of all ranks together.
         self._optimizer: np.ndarray | None = None
         self._is_begun = self._has_copy = False
+        #: Number of ranks for which the exchange rule's memory was made.
+        self._n_ranks = self._session.size
 
     # -- operations ------------------------------------------------------------------------------------------
 
@@ -253,8 +263,9 @@ class Survival(DeathHandler):
                     f"{who} {death.cause}; on_death='continue' goes on after {limit}, and this is one more", death.rank
                 ) from error
             deaths.append(death)
+            broken = self._find_broken(death)
             try:
-                self._restore()
+                self._restore(broken)
             except Exception as failure:
                 error = failure
                 continue
@@ -267,20 +278,56 @@ class Survival(DeathHandler):
             return
         raise error
 
-    def _restore(self) -> None:
+    def _find_broken(self, death: Death) -> int | None:
+        """Return the rank that has died if its device can't be used any more; None if it may start again.
+
+        Raises
+        ------
+        WorkerError
+            If the training can't go on without this rank.
+        """
+        if not self._is_starting or death.rank != self._failed_rank:
+            self._n_failed_starts, self._failed_rank = 0, death.rank
+        self._n_failed_starts += self._is_starting
+        if self._n_failed_starts < MAX_FAILED_STARTS:
+            return None
+        failure = f"on_death='continue': rank {death.rank} {death.cause}"
+        if death.rank == self._session.rank.root:
+            raise WorkerError(f"{failure}; no device is left for the master", death.rank)
+        if self._optimizer is not None:
+            words = "with shard_optimizer=True the training needs all ranks: resume from a checkpoint"
+            raise WorkerError(f"{failure}; {words}", death.rank)
+        _log.warning("rank %d %s; its device is left out", death.rank, death.cause)
+        self._n_failed_starts = self._n_repeated = 0
+        return death.rank
+
+    def _replace_workers(self, spawn: bool, without: int | None) -> None:
+        self._is_starting = True
+        self._session.replace_workers(spawn, without)
+        self._is_starting = False
+
+    def _restore(self, without: int | None) -> None:
+        """Start new workers, except a rank that is left out, and restore the copy."""
         state, training, is_fresh = self._state, self._state.training, is_fork_unsafe()
         if training.alike and not self._differs:
             _write(training.groups, self._mine)
-            self._session.replace_workers(is_fresh)
+            self._replace_workers(is_fresh, without)
             state.set_sharded_optimizer(self._optimizer)
             return
-        self._session.replace_workers(is_fresh)
+        size, by_rank = self._session.size - (without is not None), _states[training.name]
+        if not training.alike and len(by_rank) != size:
+            saved = [{**own, "shared": self._shared} for own in by_rank]
+            _states[training.name] = rank_state.resize_states(saved, training, size)
+        self._replace_workers(is_fresh, without)
         if is_fresh:
             distribute()  # functions move their variables to the device, where a task would leave them on the host
+        if self._n_ranks != size:
+            state.renew_memory()
+            self._n_ranks = size
         for name, data in training.memory.items():
-            data[...] = self._shared[name]
-        by_rank = _states[training.name] if is_fresh else None
-        run(restore_copy, training, self._is_begun, by_rank)
+            before = self._shared[name]
+            data[...] = before if before.shape == data.shape else 0  # as after a resumption on other ranks
+        run(restore_copy, training, self._is_begun, _states[training.name] if is_fresh else None)
         state.set_sharded_optimizer(self._optimizer)
         if not training.alike and self._is_begun:
             run(rank_state.set_reported_params, training.name, training.rule)

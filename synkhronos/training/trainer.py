@@ -170,6 +170,9 @@ class Trainer:
         steps of their own it does so about every second, or at each report if the loss has a weight.  After a death all
         ranks return to the copy, so that each row is used exactly once.  ``report.deaths`` describes the deaths.
 
+        A device on which a new worker fails to start twice in a row is left out: the training goes on with fewer ranks,
+        as if resumed on their number, unless the optimizer is sharded.
+
         New workers are copies of the master, so that nothing is compiled again.  Once JAX or CUDA has started they are
         new processes, which compile again, and rows may not come from a `Loader`.  All ranks have to be on one machine.
         Variables that the trainer does not use get the master's values on all ranks.  The death of the master ends the

@@ -34,7 +34,7 @@ from synkhronos.training.early_stop import EarlyStop
 from synkhronos.training.epoch_data import EpochData, IntervalPlan, Source, get_rank_pools
 from synkhronos.training.epoch_loop import EpochLoop
 from synkhronos.training.loop import CommandLoop, make_loss_reader, train_interval
-from synkhronos.training.meter import Meter, Outcome
+from synkhronos.training.meter import Meter, Outcome, split_outcomes
 from synkhronos.training.metrics import MetricTotals
 from synkhronos.training.nonfinite import describe_nonfinite
 from synkhronos.training.progress import Progress
@@ -175,7 +175,7 @@ class TrainerLoop(EpochLoop):
             self.shows_progress,
             data.pools or [range(ranks.session().size)],
             self.checkpoint is not None,
-            place.outcomes,
+            split_outcomes(place.outcomes, 1 if model.joint_step is not None else ranks.session().size),
             model.graph.weight is not None,
         )
 
@@ -204,6 +204,8 @@ class TrainerLoop(EpochLoop):
     def _run_rank_loops(self, plan: IntervalPlan, source: Source) -> list[tuple[int, Outcome]]:
         """Run a `RowLoop` on every rank, which takes its own steps; return their ends and outcomes."""
         model, state = self.model, self.model.state
+        if len(self.batches_taken) != ranks.session().size + 1:  # some rank has been left out
+            self.batches_taken = synk.data(shape=(ranks.session().size + 1,), dtype="int64")
         self.batches_taken[...] = 0
         exchanged = state.groups.params, state.groups.optimizer, state.groups.n_averages
         ended: list[tuple[int, Outcome]] = run(

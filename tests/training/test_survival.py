@@ -11,7 +11,7 @@ from library import DEVICE, HOSTS, fork_ranks, shared, tensor
 from trainer_model import ALL, ROWS, SYNCHRONOUS, Model, X, Y
 
 import synkhronos as synk
-from synkhronos import ranks
+from synkhronos import processes, ranks
 from synkhronos.devices import HOST, JAX
 from synkhronos.loading import Loader
 from synkhronos.training import Checkpoint, Recorder, make_trainer, recorder, survival
@@ -214,6 +214,94 @@ def test_on_death_error_between_reports_can_be_caught(monkeypatch):
     assert death["rank"] == 1 and death["step"] == 4
     next(iterator)
     assert set(model.used()) == {3}
+
+
+def break_devices(monkeypatch, is_broken):
+    """Have the start of a new worker fail where ``is_broken(rank, size)``; those of `fork` do not."""
+    is_recovery, bind, replace = [False], processes._Bind.run, ranks.Session.replace_workers
+
+    def replace_workers(session, *args):
+        is_recovery[0] = True  # new workers are forks
+        replace(session, *args)
+
+    def fail_or_bind(command, rank):
+        if is_recovery[0] and not rank.is_master and is_broken(rank.number, rank.size):
+            raise OSError("the device has fallen off the bus")
+        bind(command, rank)
+
+    monkeypatch.setattr(ranks.Session, "replace_workers", replace_workers)
+    monkeypatch.setattr(processes._Bind, "run", fail_or_bind)
+
+
+@pytest.mark.parametrize("name", ["BSP", "LocalSGD", "GoSGD", "EASGD"])
+def test_on_death_leaves_out_a_broken_device(name, monkeypatch, tmp_path):
+    fork_ranks(RANKS)
+    model = Model(name, noise=name == "BSP")
+    break_devices(monkeypatch, lambda number, size: size == RANKS and number == 2)
+    reports = []
+    for report in model.epochs(
+        epochs=3, valid=(X, Y), on_death="continue", checkpoint=Checkpoint(tmp_path / "three", keep=9)
+    ):
+        reports.append(report)
+        if len(reports) == 1:
+            os.kill(ranks.session().workers.pids[1], signal.SIGKILL)
+            with pytest.raises(synk.WorkerError):
+                while True:
+                    model.used()
+    assert ranks.session().size == 2
+    assert [report.batch for report in reports] == ["3 x 5 = 15", "2 x 5 = 10", "2 x 5 = 10"]
+    assert [death["rank"] for death in reports[1].deaths] == [1, 2, 2]
+    assert all("could not start: rank 2 raised OSError" in death["cause"] for death in reports[1].deaths[1:])
+    values = model.values()
+    synk.close()
+    fork_ranks(2)
+    resumed = Model(name, noise=name == "BSP")
+    checkpoint = Checkpoint(tmp_path / "three", keep=9)
+    others = list(resumed.epochs(epochs=3, valid=(X, Y), resume=checkpoint.path(ROWS)))
+    assert [report.seen for report in others] == [report.seen for report in reports[1:]]
+    if name in SYNCHRONOUS:
+        np.testing.assert_array_equal(values, resumed.values())
+        assert [report.loss for report in others] == [report.loss for report in reports[1:]]
+
+
+@pytest.mark.parametrize("name", ["BSP", "EASGD"])
+def test_on_death_leaves_out_all_workers_within_steps(name, monkeypatch):
+    fork_ranks(RANKS)
+    model = Model(name)
+    Killer(monkeypatch, {4: (1, True)})
+    break_devices(monkeypatch, lambda number, size: True)
+    reports = list(model.epochs(epochs=3, valid=(X, Y), on_death="continue"))
+    assert ranks.session().size == 1 and reports[-1].batch == "1 x 5 = 5"
+    assert [report.seen for report in reports] == [60, 120, 180]
+    assert sum(len(report.deaths) for report in reports) == 5
+    np.testing.assert_allclose(synk.function([], model.w.sum())(), np.sum(model.w.get_value()))
+
+
+def test_on_death_without_a_device_for_the_master_ends_training(monkeypatch):
+    fork_ranks(2)
+    model = Model("BSP")
+    iterator = model.epochs(epochs=3, valid=(X, Y), on_death="continue")
+    next(iterator)
+    bind = processes._Bind.run
+
+    def fail_or_bind(command, rank):
+        if rank.is_master:
+            raise OSError("the device has fallen off the bus")
+        bind(command, rank)
+
+    monkeypatch.setattr(processes._Bind, "run", fail_or_bind)
+    os.kill(ranks.session().workers.pids[1], signal.SIGKILL)
+    with pytest.raises(synk.WorkerError, match="rank 0 could not start: OSError: .*; no device is left for the master"):
+        list(iterator)
+
+
+def test_on_death_with_a_sharded_optimizer_needs_all_ranks(monkeypatch):
+    fork_ranks(RANKS)
+    model = Model("BSP", update=momentum, shard_optimizer=True)
+    Killer(monkeypatch, {20: (1, True)})
+    break_devices(monkeypatch, lambda number, size: number == 1)
+    with pytest.raises(synk.WorkerError, match="with shard_optimizer=True the training needs all ranks: resume from"):
+        list(model.epochs(epochs=3, on_death="continue"))
 
 
 def test_on_death_is_recorded_and_each_step_once(monkeypatch, tmp_path):
