@@ -341,7 +341,7 @@ def get_all_reduce_command(session: Session, shared_vars: Any, op: Any, nccl: bo
 def reduce_scatter(shared_vars: Any, op: str = "avg", nccl: bool = True) -> None:
     """Reduce all ranks' values, and set each rank's variable to its share of the rows.
 
-    followed by `all_gather` it equals `all_reduce`.
+    Followed by `all_gather` it equals `all_reduce`.
 
     Parameters
     ----------

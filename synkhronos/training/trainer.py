@@ -49,10 +49,10 @@ class Trainer:
     Attributes
     ----------
     params : list of shared variables
-        After each report their values in the master are those that stand for all ranks': the centre, or the mean.  So
-        are those of `extra_updates` with the op "mean".
+        After each report the master has their values for all ranks: the centre, or the mean.  The same applies to
+        `extra_updates` with the op "mean".
     optimizer : list of shared variables
-        The variables that the update rule keeps from step to step.
+        Variables of the update rule, such as velocities.
     learning_rate : shared variable
     rule : Rule
     """
@@ -106,42 +106,44 @@ class Trainer:
         Parameters
         ----------
         x_data, y_data : Data or array_like, or list of these
-            One for each variable of `x` and of `y`, whose dtypes they get if those hold all numbers; only float64 is
-            rounded, to float32.  Of `synkhronos.data_parts` each rank takes rows of its own host,
-            in the order of `PartsData.batches`; an epoch leaves out those that make no whole step of all ranks.
-            Or a `synkhronos.loading.Loader` whose rows have an array for each of all these variables; ``y_data`` is
-            None then.
+            One for each variable of `x` and of `y`.  Values are cast to the variables' dtypes if no number changes;
+            only float64 is rounded, to float32.  Or a `synkhronos.loading.Loader` as ``x_data``, whose rows have an
+            array for each of these variables, and None as ``y_data``.  Of `synkhronos.data_parts` each rank trains on
+            rows of its own host, in the order of `PartsData.batches`; remaining rows that do not fill a step of all
+            ranks are left out of an epoch.
         batch_size : int
-            The rows of one rank's step; n ranks together take n times as many.
+            Number of rows of one rank in a step.  A step of n ranks has n times as many.
         epochs : int
-            How often to go through the data in total, with the epochs before `resume`.
+            Total number of epochs, including those before `resume`.
         seed : int
-            Of the order of rows, which differs from epoch to epoch, and does not depend on the number of ranks; of
-            `synkhronos.data_parts` it depends on how many ranks each host has.
+            Seed of the order of rows.  The order differs between epochs and does not depend on the number of ranks;
+            that of `synkhronos.data_parts` depends on the number of ranks of each host.
         valid : pair, or Loader, optional
-            Inputs and targets on which to compute `validate` at each report.
+            Inputs and targets for which `validate` is computed at each report.
         every : int, optional
-            The steps of each rank between two reports; by default an epoch's.
+            Number of steps of each rank between two reports.  Default: an epoch.
         patience : int, optional
             Number of reports without an improvement of a metric after which training stops.  The metric is that of
             ``checkpoint.keep_best``, or else the first value of `validate`; lower is better.  After `resume`, another
             metric starts a new comparison.
-        recorder : Recorder, or anything with ``write(dict)``, or a list of these, optional
-            The objects that get the reports.
+        recorder : Recorder, or object with ``write(dict)``, or a list of these, optional
+            Receivers of the reports.
         checkpoint : Checkpoint, optional
-            Where to save.  Its folder is locked until the last report.
+            Folder in which checkpoints are saved.  It is locked until the last report.
         resume : "latest" or path, optional
-            Go on from a checkpoint: the newest of `checkpoint`'s if there is one, or that of a path.
+            Checkpoint from which the training continues: the newest in the folder of `checkpoint`, if there is one, or
+            the one at a path.
         progress : bool
-            Show a progress bar; needs tqdm.
+            Whether to show a progress bar, which needs tqdm.
         grace : float
-            The seconds that SIGTERM, SIGHUP, SIGUSR1 or SIGUSR2 leave for writing a checkpoint, where the signal has
-            no handler of yours and `checkpoint` is given.
+            Maximal number of seconds for writing a checkpoint after SIGTERM, SIGHUP, SIGUSR1 or SIGUSR2.  It needs
+            `checkpoint`, and a signal for which you have not installed a handler.
         on_death : {"stop", "continue"}
-            What follows when a worker dies, such as by SIGKILL when memory runs out: "stop" raises WorkerError;
-            "continue" forks new workers and repeats the last step; see the notes.
+            Effect of the death of a worker, such as by SIGKILL when memory runs out: "stop" raises WorkerError;
+            "continue" replaces the workers and repeats the last step, see the notes.
         max_deaths : int
-            Maximal number of deaths that "continue" survives.  A fourth death in the same step ends the training, too.
+            Maximal number of deaths after which "continue" goes on.  A fourth death in the same step ends the training,
+            too.
 
         Yields
         ------
@@ -154,20 +156,20 @@ class Trainer:
         FloatingPointError
             If the loss is NaN or infinite; no checkpoint is written then.
         CheckpointError
-            If the checkpoint is damaged, or of another model, update rule or exchange rule; or if another training
+            If the checkpoint is damaged or of another model, update rule or exchange rule, or if another training
             writes into the folder.
         LoadError, WorkerError
-            If a loader can't read a row, or has died.
+            If a loader can't read a row, or a loader or worker has died.
         SystemExit
-            With status 128 plus the number of one of these signals, after a checkpoint of the last step has been
-            written.
+            After one of these signals, when a checkpoint of the last step has been written.  The status is 128 plus the
+            signal's number.
 
         Notes
         -----
         With ``on_death="continue"`` the master copies the state of all ranks in memory: parameters, the variables of
         the update rule and of the exchange rule, random streams and counts.  Under BSP on gradients it does so after
-        each step, and after a death the results are those of an undisturbed training, bit for bit.  Where ranks take
-        steps of their own it does so about every second, or at each report if the loss has a weight.  After a death all
+        each step, and after a death the results are those of an undisturbed training, bit for bit.  Under other rules
+        it does so about every second, or at each report if the loss has a weight.  After a death all
         ranks return to the copy, so that each row is used exactly once.  ``report.deaths`` describes the deaths.
 
         A device on which a new worker fails to start twice in a row is left out: the training goes on with fewer ranks,
@@ -349,40 +351,39 @@ def make_trainer(
     Parameters
     ----------
     loss : scalar variable
-        The loss to lower: a mean over the rows of `x`.
+        Loss to minimize: a mean over the rows of `x`.
     params : list of shared variables
-        The parameters.
+        Parameters to train.
     x, y : variable or list of variables
         Inputs and targets.  A list of targets may be empty.
     update_rule : callable
-        The rule for a rank's step: one of `synkhronos.training.updates`, or a function with the same arguments and
-        results.
+        A rule of `synkhronos.training.updates`, or a function with its arguments and results.
     rule : Rule, optional
-        The exchange rule: one of `synkhronos.rules`.  By default `BSP`.
+        Exchange rule of `synkhronos.rules`.  Default: `BSP`.
     learning_rate : float or callable
         A number, or a schedule: see `synkhronos.training.schedules`.
     validate : dict of str to metric, or list of metrics, or metric, optional
-        Values to compute on validation data.  `patience` and `plateau` look at the first.  A metric is a scalar
-        variable that is a mean over rows; or ``(variable, op)``, whose values of batches and ranks are reduced by the
-        op "mean" (by rows), "sum", "prod", "min" or "max"; or ``(variable, "mean", weight)``, a mean by a scalar
+        Values to compute on validation data.  `patience` and `plateau` use the first.  A metric is a scalar variable
+        that is a mean over rows; or ``(variable, op)``, whose values are reduced over batches and ranks by the op "mean"
+        (weighted by rows), "sum", "prod", "min" or "max"; or ``(variable, "mean", weight)``, whose weight is a scalar
         variable, such as the sum of a mask.
     extra_updates : dict, or list of (shared variable, expression) or (shared variable, expression, op), optional
         As for `synkhronos.training.make_train_function`.  Those with the op "mean" are exchanged with the
-        parameters: rules that average weigh them by the rows of each rank since the last exchange, other rules treat
-        them as parameters.  At a report the master has those that stand for all ranks.
+        parameters: averaging rules weight them by the number of rows of each rank since the last exchange, other rules
+        treat them as parameters.  At a report the master has the values of all ranks.
     weight : scalar variable, optional
-        As for `synkhronos.training.make_train_function`: what the loss is a mean over where that is not the
-        rows of `x`.  Losses in reports and records are means by this weight, under all rules.
+        As for `synkhronos.training.make_train_function`: number of items that the loss is a mean over, if they are not
+        the rows of `x`.  Losses in reports and records are means with this weight, under all rules.
     clip_norm, num_slices, ema, loss_scale
         As for `synkhronos.training.make_train_function`.  They need a `rule` that averages gradients, which
         is the default.  The averages are in ``trainer.ema`` and in checkpoints.
     validate_ema : bool, optional
         Whether `validate` is computed with the averages of `ema` instead of the parameters.
     shard_optimizer : bool, optional
-        As for `synkhronos.training.make_train_function`, with the same `rule` as these.  Checkpoints hold the
-        whole state: trainers resume with another number of ranks, with this option or without.
+        As for `synkhronos.training.make_train_function`, with such a `rule`.  Checkpoints hold the whole state, so that
+        trainers resume on any number of ranks, with this option or without.
     **rule_kwargs
-        For the update rule, such as ``momentum=0.9``.
+        Options of the update rule, such as ``momentum=0.9``.
 
     Returns
     -------
