@@ -1,0 +1,181 @@
+"""Transfer of functions, variables and constants to the workers."""
+
+import gc
+import sys
+import threading
+
+import numpy as np
+import pytest
+from library import INTERPRETED, NAME, XLA, shared
+from library import tensor as T
+from messages import raises
+
+import synkhronos as synk
+from synkhronos import ranks
+from synkhronos.ranks.memory import Memory
+
+if NAME == "pytensor":
+    pass
+else:
+    pass
+from function_cases import CountFunctions, FailOnWorkers
+
+pytestmark = pytest.mark.usefixtures("rewrites")
+
+
+# -- distributing ----------------------------------------------------------------------------------------------
+
+
+def test_distribute_can_be_repeated(fork):
+    fork(3)
+    synk.distribute()  # nothing is there yet
+    x = T.dvector("x")
+    w = shared(1.0, "w")
+    add = synk.function([x], updates=[(w, w + x.sum())])
+    synk.distribute()
+    add(np.arange(3.0))
+    synk.distribute()
+    np.testing.assert_array_equal(synk.gather(w), [1, 2, 3])
+    other = shared(5.0, "other")
+    both = synk.function([], (w + other, "gather"))
+    synk.distribute()
+    np.testing.assert_array_equal(both(), [6, 7, 8])
+    np.testing.assert_array_equal(synk.gather(w), [1, 2, 3])
+
+
+def test_distribute_sends_current_values(fork):
+    fork(2)
+    w = shared(1.0, "w")
+    read = synk.function([], (w, "gather"))
+    w.set_value(2.0)
+    synk.distribute()
+    w.set_value(3.0)
+    np.testing.assert_array_equal(read(), [3, 2])
+
+
+def counted(monkeypatch):
+    """Collect the sizes of all shared memory made from now on."""
+    sizes = []
+    create = Memory.create
+
+    def counting(self, nbytes, *args, **kwargs):
+        sizes.append(nbytes)
+        return create(self, nbytes, *args, **kwargs)
+
+    monkeypatch.setattr(Memory, "create", counting)
+    return sizes
+
+
+def test_large_shared_variable_is_sent_once(fork, monkeypatch):
+    fork(2)
+    sizes = counted(monkeypatch)
+    w = shared(np.ones(2_000_000), "w")
+    functions = [synk.function([], ((w * i).sum(), "sum")) for i in range(3)]
+    synk.distribute()
+    functions += [synk.function([], ((w * i).sum(), "sum")) for i in range(3, 5)]
+    synk.distribute()
+    assert [float(f()) for f in functions] == [4e6 * i for i in range(5)]
+    assert 16e6 <= sum(sizes) < 17e6
+
+
+def test_large_constant_is_sent_once_per_distribute(fork, monkeypatch):
+    fork(2)
+    sizes = counted(monkeypatch)
+    c = T.constant(np.arange(2_000_000.0))
+    x = T.dvector("x")
+    functions = [synk.function([x], ((c.sum() * i + x.sum()), "avg")) for i in range(3)]
+    synk.distribute()
+    assert 16e6 <= sum(sizes) < 17e6
+    assert functions[1](np.zeros(2)) == np.arange(2_000_000.0).sum()
+
+
+def test_functions_work_after_close_and_fork(fork):
+    x = T.dvector("x")
+    fork(2)
+    w = shared(1.0, "w")
+    f = synk.function([x], (x * w, "gather"), updates=[(w, w + x.sum())])
+    f(np.arange(4.0))
+    synk.close()
+    with raises(RuntimeError):
+        f(np.arange(4.0))
+    fork(3)
+    # The new ranks start from the master's value, 1 + 0 + 1.
+    np.testing.assert_array_equal(f(np.arange(4.0)), np.arange(4.0) * 2)
+    np.testing.assert_array_equal(synk.gather(w), [3, 4, 5])
+    np.testing.assert_array_equal(f(np.arange(3.0), num_slices=2), np.arange(3.0) * [3, 4, 5])
+
+
+def test_workers_drop_collected_functions(fork):
+    fork(2)
+    x = T.dvector("x")
+    f = synk.function([x], (x, "gather"))
+    f(np.arange(4.0))
+    before = ranks.session().run(CountFunctions())
+    del f
+    gc.collect()
+    ranks.session().send_releases()
+    after = ranks.session().run(CountFunctions())
+    assert all(a == b - 1 for a, b in zip(after, before, strict=True))
+
+
+# -- failing ---------------------------------------------------------------------------------------------------
+
+
+class Unpicklable(FailOnWorkers):
+    """An Op that holds a lock, which is of one process."""
+
+    def __init__(self, what):
+        super().__init__(what)
+        self.lock = threading.Lock()
+
+
+@pytest.mark.parametrize("how", ["distribute", "call"])
+def test_unpicklable_graph_leaves_ranks_usable(fork, how):
+    fork(2)
+    x = T.dvector("x")
+    w = shared(1.0, "w")
+    f = synk.function([x], (Unpicklable("nothing")(x) * w, "gather"), name="nameless")
+    with raises(TypeError, "nameless"):
+        synk.distribute() if how == "distribute" else f(np.arange(4.0))
+    del f
+    gc.collect()
+    synk.distribute()
+    g = synk.function([x], (x * w, "gather"))
+    np.testing.assert_array_equal(g(np.arange(4.0)), np.arange(4.0))
+
+
+def test_one_rank_needs_no_pickle(fork):
+    fork(1)
+    x = T.dvector("x")
+    f = synk.function([x], (Unpicklable("nothing")(x), "gather"), mode=INTERPRETED)
+    np.testing.assert_array_equal(f(np.arange(4.0)), np.arange(4.0))
+
+
+def test_functions_work_after_a_new_fork(fork):
+    fork(2)
+    weights = shared(np.zeros(2), "weights")
+    f = synk.function([], [], updates=[(weights, weights + 1)])
+    synk.distribute()
+    synk.close()
+    fork(3)
+    synk.broadcast(weights, [1.0, 2.0])  # no function of these ranks uses it yet, but one does
+    synk.distribute()
+    f()
+    assert synk.gather(weights).tolist() == [[2.0, 3.0]] * 3
+
+
+def test_slow_compilation_is_reported_once(fork, monkeypatch, caplog):
+    monkeypatch.setattr(sys.modules["synkhronos.function.notice"], "PATIENCE", 0.0)
+    fork(2)
+    x = T.dvector("x")
+    f = synk.function([x], (x.sum(), "sum"), name="slow")
+    for _ in range(3):
+        f(np.ones(6))
+    said = [record.getMessage() for record in caplog.records if "compiling slow" in record.getMessage()]
+    ends = [message for message in said if " took " in message]
+    assert ends[0].startswith("compiling slow took ")
+    # In the master alone: the graph, and where XLA compiles the shapes of its part.
+    assert len(ends) == (2 if XLA else 1)
+    if XLA:
+        f(np.ones(8))
+        assert "for inputs of shapes [(4,)]" in caplog.records[-1].getMessage()

@@ -1,0 +1,192 @@
+"""Sliceable shared variables: givens, batch_s and num_slices."""
+
+import numpy as np
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+from library import NAME, few, function, shared
+from library import tensor as T
+from messages import raises
+
+import synkhronos as synk
+
+if NAME == "pytensor":
+    pass
+else:
+    pass
+from function_cases import RNG, X, assert_close, select_rows
+
+pytestmark = pytest.mark.usefixtures("rewrites")
+
+
+# -- dtypes and sizes ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("argument, given", [("num_slices", {"num_slices": 2}), ("batch_s", {"batch_s": slice(0, 2)})])
+def test_batch_s_refuses_updates_of_a_sliced_variable(fork, argument, given):
+    fork(2)
+    cut, other = shared(np.arange(4.0), "cut"), shared(np.zeros(4), "other")
+    f = synk.function([], (cut.sum(), "sum"), updates=[(cut, 2 * cut)], sliceable_shareds=[cut], name="f")
+    with pytest.raises(ValueError, match=f"^{argument}: f updates 'cut', which is one of its sliceable_shareds"):
+        f(**given)
+    assert synk.get_lengths(cut) == [4, 4]
+    assert float(f()) == 12  # all of it is no part of it
+    np.testing.assert_array_equal(synk.gather(cut), [[0, 2, 4, 6]] * 2)
+    # Another variable may be made of the rows that are chosen.
+    g = synk.function([], [], updates=[(other, cut + 1, "gather")], sliceable_shareds=[cut])
+    g(**given)
+    np.testing.assert_array_equal(synk.get_value(1, other), [1, 3, 5, 7] if argument == "num_slices" else [1, 3])
+
+
+@pytest.mark.skipif(NAME == "pytensor", reason="Theano's default updates")
+def test_batch_s_refuses_default_updates_of_a_sliced_variable(fork):
+    fork(2)
+    cut = shared(np.arange(4.0), "cut")
+    cut.default_update = 2 * cut
+    f = synk.function([], (cut.sum(), "sum"), sliceable_shareds=[cut], name="f")
+    with raises(ValueError, "batch_s"):
+        f(batch_s=[0])
+
+
+# -- givens and sliceable shared variables ---------------------------------------------------------------------
+
+
+def test_givens_equal_serial(fork):
+    fork(2)
+    x, y = T.dmatrix("x"), T.dvector("y")
+    w = shared(np.array([2.0, 3.0]), "w")
+    f = synk.function([x], (x * y, "gather"), givens=[(y, w + 1)])
+    np.testing.assert_array_equal(f(X), X * [3, 4])
+    np.testing.assert_array_equal(f(X, num_slices=2), X * [3, 4])
+
+
+def test_givens_of_sliceable_shareds_are_sliced(fork):
+    # The pattern of a data set that lies in the ranks' own memory.
+    fork(2)
+    x = T.dmatrix("x")
+    s = shared(X, "s")
+    f = synk.function([], [((x * 2).sum(axis=0), "sum")], givens={x: s}, sliceable_shareds=[s])
+    synk.distribute()
+    synk.scatter(s, X)
+    assert_close(f()[0], (X * 2).sum(axis=0))
+    assert_close(f(num_slices=3)[0], (X * 2).sum(axis=0))
+    assert_close(f(batch_s=slice(1, 3))[0], (X[[1, 2, 6, 7]] * 2).sum(axis=0))
+    assert_close(f(batch_s=[[0], [3, 0]])[0], (X[[0, 8, 5]] * 2).sum(axis=0))
+
+
+def test_givens_inside_the_graph_with_num_slices(fork):
+    fork(2)
+    s = shared(np.arange(6.0), "s")
+    inside = s * 2
+    outputs = (inside + 1).sum()
+    f = synk.function([], (outputs, "sum"), givens={inside: s * 10}, sliceable_shareds=[s])
+    synk.distribute()
+    synk.scatter(s, np.arange(6.0))
+    expected = function([], outputs, givens={inside: s * 10})
+    s.set_value(np.arange(6.0))
+    whole = expected()
+    synk.scatter(s, np.arange(6.0))
+    assert f() == f(num_slices=2) == f(batch_s=slice(0, 3)) == whole == 15 * 10 + 6
+
+
+@st.composite
+def choices(draw, lengths):
+    """Draw a `batch_s` for ranks with these numbers of rows."""
+
+    def spans(length):
+        bound = st.none() | st.integers(-length - 1, length + 1)
+        return st.builds(slice, bound, bound, st.sampled_from([None, None, 1, 2, -1]))
+
+    def indexes(length):
+        return st.lists(st.integers(-length, length - 1), max_size=6)
+
+    shortest = min(lengths)
+    one = spans(shortest) | indexes(shortest) | indexes(shortest).map(lambda i: np.array(i, "int64"))
+    each = st.tuples(*(spans(length) | indexes(length) for length in lengths)).map(list)
+    return draw(st.none() | one | each)
+
+
+@pytest.mark.parametrize("n", [1, 3])
+def test_batch_s_selects_rows_of_each_rank(fork, n):
+    fork(n)
+    s, t = shared(np.zeros((1, 2)), "s"), shared(np.zeros(1), "t")
+    outputs = [(s.sum(axis=0), "sum"), (s * t.dimshuffle(0, "x"), "gather"), (t.mean(), "mean")]
+    f = synk.function([], outputs, sliceable_shareds=[s, t])
+    synk.distribute()
+    value, numbers = RNG.normal(size=(14, 2)), RNG.normal(size=14)
+    synk.scatter([s, t], [value, numbers])
+    split = np.array_split(np.arange(14), n)
+
+    @few(40)
+    @given(choices([len(part) for part in split]), st.sampled_from([1, 1, 2, 5]))
+    @example(slice(0, 3), 2)
+    @example([0, 1, -1], 2)
+    def check(choice, slices):
+        per_rank = [choice] * n
+        if isinstance(choice, list) and choice and isinstance(choice[0], slice | list):
+            per_rank = choice
+        rows = np.concatenate([part[select_rows(one, len(part))] for part, one in zip(split, per_rank, strict=True)])
+        results = f(batch_s=choice, num_slices=slices)
+        assert_close(results[0], value[rows].sum(axis=0))
+        assert_close(results[1], value[rows] * numbers[rows, None])
+        with np.errstate(invalid="ignore", divide="ignore"):
+            if len(rows):
+                assert_close(results[2], np.asarray(numbers[rows].mean()))
+            else:
+                assert np.isnan(results[2])
+
+    check()
+
+
+def test_rank_without_batch_s_rows_contributes_nothing(fork):
+    fork(3)
+    s = shared(np.arange(4.0), "s")
+    seen = shared(0.0, "seen")
+    f = synk.function([], [(s.max(), "max"), s.sum()], updates=[(seen, s.max())], sliceable_shareds=[s])
+    high, average = f(batch_s=[[0], [], [1, 2]])
+    assert (high, average) == (2, 1.5)
+    np.testing.assert_array_equal(synk.gather(seen), [0, 0, 2])
+
+
+def test_batch_s_with_batch(fork):
+    fork(2)
+    x = T.dvector("x")
+    s = shared(np.arange(4.0), "s")
+    f = synk.function([x], (x * s, "gather"), sliceable_shareds=[s])
+    synk.distribute()
+    expected = [10 * 0, 11 * 1, 12 * 2, 13 * 3]
+    result = f(np.arange(20.0), batch=slice(10, 14), batch_s=[slice(0, 2), slice(2, 4)])
+    np.testing.assert_array_equal(result, expected)
+    np.testing.assert_array_equal(
+        f(np.arange(20.0), batch=slice(10, 14), batch_s=[[0, 1], [2, 3]], num_slices=2), expected
+    )
+
+
+def test_num_slices_with_few_sliceable_rows(fork):
+    fork(2)
+    x = T.dvector("x")
+    s = shared(np.array([2.0, 4.0]), "s")
+    f = synk.function([x], (x.sum() * 0 + s.mean(), "avg"), sliceable_shareds=[s])
+    assert f(np.ones(10)) == f(np.ones(10), num_slices=2) == f(np.ones(10), num_slices=5) == 3
+
+
+@pytest.mark.parametrize("choice", [[4], [-5], [[0], [7]]])
+def test_batch_s_out_of_range_changes_nothing(fork, choice):
+    fork(2)
+    s, count = shared(np.arange(4.0), "s"), shared(0.0, "count")
+    f = synk.function([], (s.sum(), "sum"), updates=[(count, count + 1)], sliceable_shareds=[s])
+    with pytest.raises(IndexError, match=r"batch_s: index -?\d is out of range for 4 rows on rank [01]"):
+        f(batch_s=choice)
+    np.testing.assert_array_equal(synk.gather(count), [0, 0])
+    assert f() == 12
+
+
+def test_num_slices_of_sliceable_shareds_weigh_by_rows(fork):
+    fork(2)
+    s = shared(np.arange(7.0), "s")
+    f = synk.function([], [(s.mean(), "mean"), s.mean()], sliceable_shareds=[s])
+    synk.distribute()
+    synk.scatter(s, np.arange(7.0))
+    mean, average = f(num_slices=2)
+    assert_close(mean, np.asarray(3.0))
+    assert_close(average, np.asarray(((0.5 + 2.5) / 2 + (4.5 + 6) / 2) / 2))

@@ -1,0 +1,19 @@
+"""Sessions without a graph library."""
+
+import pytest
+
+from synkhronos import ranks
+
+
+@pytest.fixture(params=[1, 2, 3, 5])
+def session(request):
+    """Fork several numbers of ranks, with the master in their middle."""
+    yield ranks.fork(request.param, request.param // 2, False)
+    ranks.close()
+
+
+@pytest.fixture
+def two():
+    """Fork two ranks."""
+    yield ranks.fork(2, 0, False)
+    ranks.close()

@@ -1,0 +1,381 @@
+"""Commands that fail: exceptions, exits, deaths and time limits, and the step that all ranks agree on."""
+
+import linecache
+import os
+import signal
+import sys
+import time
+from dataclasses import dataclass
+
+import pytest
+from rank_commands import CollectRecords, Exchange, Number, RecordRun, RunBoth, Sleep
+from system import LIMIT
+
+from synkhronos import ranks
+from synkhronos.ranks import Command
+from synkhronos.ranks.control import SLOT_NBYTES, Control
+from synkhronos.ranks.errors import Cancelled, describe_exit
+from synkhronos.ranks.rank import Rank
+
+pytestmark = pytest.mark.any_library
+
+
+@dataclass(frozen=True)
+class Raise(Command):
+    who: tuple
+    then_meet: bool = True
+
+    def run(self, rank):
+        if rank.number in self.who:
+            raise KeyError(f"from {rank.number}")
+        if self.then_meet:
+            rank.barrier()
+        return "done"
+
+
+@dataclass(frozen=True)
+class RaiseLate(Command):
+    """Fail after some have passed a meeting point, and before another."""
+
+    who: int
+
+    def run(self, rank):
+        rank.barrier()
+        rank.all_gather(rank.number)
+        if rank.number == self.who:
+            raise OSError("x" * 10 * SLOT_NBYTES)
+        rank.barrier()
+
+
+@dataclass(frozen=True)
+class Kill(Command):
+    who: int
+    number: int
+    met: bool
+
+    def run(self, rank):
+        if rank.number == self.who:
+            os.kill(os.getpid(), self.number)
+            time.sleep(60)
+        if self.met:
+            rank.barrier()
+
+
+@dataclass(frozen=True)
+class LeaveWith(Command):
+    code: int
+
+    def run(self, rank):
+        if not rank.is_master:
+            os._exit(self.code)
+        rank.barrier()
+
+
+@pytest.mark.parametrize("meet", [True, False])
+def test_exception_in_a_command_leaves_ranks_usable(session, meet):
+    for who in range(session.size):
+        with pytest.raises(KeyError if who == session.rank.number else ranks.WorkerError) as caught:
+            session.run(Raise((who,), meet))
+        if who != session.rank.number:
+            assert caught.value.rank == who
+            assert "KeyError" in caught.value.worker_traceback
+            assert "Raise" in str(caught.value) or "raise KeyError" in str(caught.value)
+        assert session.run(Exchange((10,))) == session.size
+
+
+def test_command_names_all_failed_ranks():
+    session = ranks.fork(4, 0, False)
+    try:
+        with pytest.raises(ranks.WorkerError, match=r"rank 1 raised KeyError") as caught:
+            session.run(Raise((1, 3)))
+        # A rank that fails is heard even if another failed before it.
+        assert set(caught.value.failures) <= {1, 3}
+        with pytest.raises(KeyError) as own:
+            session.run(Raise((0, 1, 2, 3), then_meet=False))
+        assert any("rank 1: KeyError" in note for note in own.value.__notes__)
+    finally:
+        ranks.close()
+
+
+def test_failure_between_barriers_frees_other_ranks(session):
+    for who in range(session.size):
+        with pytest.raises(OSError if who == session.rank.number else ranks.WorkerError):
+            session.run(RaiseLate(who))
+    assert session.run(Exchange((10,))) == session.size
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSEGV, signal.SIGTERM, signal.SIGABRT])
+@pytest.mark.parametrize("met", [True, False])
+def test_killed_worker_is_named(number, met):
+    session = ranks.fork(3, 0, False)
+    start = time.monotonic()
+    with pytest.raises(ranks.WorkerError, match=f"rank 2 .* was killed by {number.name}") as caught:
+        session.run(Kill(2, number, met))
+    assert time.monotonic() - start < LIMIT
+    assert caught.value.rank == 2
+    with pytest.raises(RuntimeError, match="rank 2"):
+        ranks.session()
+    with pytest.raises(ChildProcessError):  # no child is left, not even a zombie
+        os.waitpid(-1, os.WNOHANG)
+    session = ranks.fork(2, 0, False)
+    assert session.run(Exchange((3,))) == 2
+    ranks.close()
+
+
+@dataclass(frozen=True)
+class DetectDeathElsewhere(Command):
+    """Detect a death in a guard (in a thread or in a foreign function) and raise elsewhere."""
+
+    def run(self, rank):
+        if not rank.is_master:
+            os.kill(os.getpid(), signal.SIGKILL)
+        with pytest.raises(ranks.WorkerError):
+            while True:
+                ranks.session()._raise_if_peer_died()
+        raise Cancelled
+
+
+def test_death_reaped_elsewhere_is_named(two):
+    with pytest.raises(ranks.WorkerError, match="rank 1 .* was killed by SIGKILL") as caught:
+        two.run(DetectDeathElsewhere())
+    assert caught.value.rank == 1
+
+
+class FailOnMaster(Command):
+    def run(self, rank):
+        if rank.is_master:
+            raise KeyError
+        time.sleep(60)
+
+
+def test_death_noticed_while_the_master_fails_is_named(two):
+    told = []
+
+    def trace(frame, event, arg):
+        if frame.f_code is ranks.Session._run.__code__:
+            return trace_lines
+        return None
+
+    def trace_lines(frame, event, arg):
+        line = linecache.getline(frame.f_code.co_filename, frame.f_lineno).strip()
+        if event == "line" and line == "peers.busy_thread = 0" and isinstance(sys.exception(), KeyError):
+            sys.settrace(None)
+            told.append(line)
+            os.kill(next(iter(two.workers.pids.values())), signal.SIGKILL)
+            time.sleep(1)  # cut short
+        return trace_lines
+
+    sys.settrace(trace)
+    try:
+        with pytest.raises(ranks.WorkerError, match="rank 1 .* was killed by SIGKILL"):
+            two.run(FailOnMaster())
+    finally:
+        sys.settrace(None)
+    assert told
+
+
+def test_exited_worker_is_named_with_its_status(two):
+    with pytest.raises(ranks.WorkerError, match="exited with code 7"):
+        two.run(LeaveWith(7))
+
+
+def test_death_of_an_idle_worker_is_noticed_by_the_next_command(two):
+    pid = next(iter(two.workers.pids.values()))
+    os.kill(pid, signal.SIGKILL)
+    with pytest.raises(ranks.WorkerError, match="SIGKILL"):
+        two.run(Number())
+
+
+def test_stopped_worker_is_waited_for(two):
+    pid = next(iter(two.workers.pids.values()))
+    os.kill(pid, signal.SIGSTOP)
+    if os.fork() == 0:
+        time.sleep(0.3)
+        os.kill(pid, signal.SIGCONT)
+        os._exit(0)
+    assert two.run(Exchange((3,))) == 2
+    os.wait()
+
+
+@pytest.mark.parametrize(
+    ("code", "words"), [(3, "exited with code 3"), (-9, "SIGKILL"), (-11, "SIGSEGV"), (-7, "SIGBUS"), (-63, "63|SIG")]
+)
+def test_exit_statuses_have_descriptions(code, words):
+    import re
+
+    assert re.search(words, describe_exit(code))
+
+
+@dataclass(frozen=True)
+class Commit(Command):
+    """Apply an effect on some ranks, and fail on another."""
+
+    fails: int
+    effect: str = "The sums were written"
+
+    def run(self, rank):
+        if rank.number == self.fails:
+            raise ValueError("no")
+        rank.commit()
+        rank.barrier()
+
+
+def test_error_lists_ranks_with_the_applied_effect():
+    session = ranks.fork(3, 0, False)
+    try:
+        with pytest.raises(ranks.WorkerError, match=r"written on ranks \[0, 2\], and not on ranks \[1\]"):
+            session.run(Commit(1))
+        with pytest.raises(ValueError, match="no") as caught:
+            session.run(Commit(0))
+        assert any("written on ranks [1, 2], and not on ranks [0]" in note for note in caught.value.__notes__)
+    finally:
+        ranks.close()
+
+
+def test_timeout_ends_a_hanging_worker():
+    session = ranks.fork(3, 0, False, timeout=0.5)
+    start = time.monotonic()
+    with pytest.raises(ranks.WorkerError, match=r"rank [12] did not finish within the 0.5 seconds"):
+        session.run(Sleep(60, "workers"))
+    assert time.monotonic() - start < LIMIT
+    with pytest.raises(ChildProcessError):
+        os.waitpid(-1, os.WNOHANG)
+
+
+def test_worker_that_calls_exit_raises(two):
+    with pytest.raises(ranks.WorkerError, match="SystemExit"):
+        two.run(CallExit())
+    assert two.run(Exchange((3,))) == 2
+
+
+class CallExit(Command):
+    def run(self, rank):
+        if not rank.is_master:
+            raise SystemExit(3)
+        rank.barrier()
+
+
+def test_error_lists_only_the_commands_own_effect(two):
+    with pytest.raises(ranks.WorkerError, match="It was noted on no rank"):
+        two.run(RunBoth(RecordRun("one", culprit=1), RecordRun("two")))
+    first, second = two.run(CollectRecords())
+    assert second == ["one", "one finished"]
+    started = [note for note in first if "finished" not in note]
+    assert started in (["one"], ["one", "two"])  # as soon as it has heard of it
+    assert first == [*started, *(f"{note} finished" for note in reversed(started))]
+    with pytest.raises(ranks.WorkerError, match=r"It was noted on ranks \[0\], and not on ranks \[1\]"):
+        two.run(RunBoth(RecordRun("one"), RecordRun("two", culprit=1, early=True)))
+    # A failure leaves nothing behind: commands by themselves commit as before.
+    with pytest.raises(ranks.WorkerError, match=r"It was noted on ranks \[0\], and not on ranks \[1\]"):
+        two.run(RecordRun("three", culprit=1, early=True))
+
+
+class Leave(Command):
+    """A command: ranks meet, but rank 0 leaves before rank 2 has come, or after; the others say whether all had come.
+
+    ``all_come`` says which.
+    """
+
+    def __init__(self, all_come):
+        self.all_come = all_come
+
+    def run(self, rank):
+        step = rank.next_step
+        if rank.number == 2 and not self.all_come:
+            time.sleep(0.2)
+
+        def leave():
+            if not self.all_come or min(rank.control.arrived) >= step:
+                raise Left
+
+        try:
+            rank.barrier(leave if rank.is_master else None)
+            if rank.is_master:
+                leave()
+        except Cancelled:
+            rank.objects["found"] = rank.is_reached_by_all(step)
+            raise
+        except Left:
+            rank.objects["found"] = self.all_come
+            raise
+        rank.objects["found"] = True
+        rank.barrier()
+
+
+class Left(Exception):
+    pass
+
+
+class Found(Command):
+    def run(self, rank):
+        return rank.all_gather(rank.objects["found"])
+
+
+@pytest.mark.parametrize("all_come", [False, True])
+def test_failed_command_is_agreed_by_all_ranks(all_come):
+    session = ranks.fork(3, 0, False)
+    try:
+        for _ in range(3 if not all_come else 50):
+            with pytest.raises(Left):
+                session.run(Leave(all_come))
+            assert session.run(Found()) == [all_come] * 3
+    finally:
+        ranks.close()
+
+
+class DieInBetween(Command):
+    """A command: the worker says that it has failed, and dies before it says how far all had come."""
+
+    def run(self, rank):
+        step = rank.next_step
+        if not rank.is_master:
+            rank.control.deciding.acquire = lambda seconds: os.kill(os.getpid(), signal.SIGKILL)
+            raise KeyError
+        try:
+            rank.barrier()
+        except Cancelled:
+            rank.is_reached_by_all(step)
+            raise
+
+
+def test_death_before_the_common_step_is_recorded(two):
+    with pytest.raises(ranks.WorkerError, match="rank 1 .* was killed by SIGKILL"):
+        two.run(DieInBetween())
+
+
+def test_ranks_that_fail_together_record_one_common_step(monkeypatch):
+    control = Control(3, 0.0)
+    first, second, third = (Rank(r, 0, control, lambda: None, None) for r in range(3))
+    fence, failing = control.fence, [second]
+
+    def meanwhile():
+        fence()
+        if failing:
+            failing.pop().fail()
+
+    for rank in (first, second, third):
+        rank.begin_command(1)
+    step = first.next_step
+    for rank in (first, second, third):
+        rank.arrive()
+    third.wait(lambda: min(control.arrived) >= step)  # all are there, and none has failed
+    monkeypatch.setattr(control, "fence", meanwhile)
+    first.fail()
+    assert not failing
+    assert [rank.is_reached_by_all(step) for rank in (first, second, third)] == [True] * 3
+
+
+@pytest.mark.parametrize("all_come", [False, True])
+def test_ranks_that_fail_in_turn_record_one_common_step(all_come):
+    control = Control(3, 0.0)
+    first, second, third = (Rank(r, 0, control, lambda: None, None) for r in range(3))
+    for rank in (first, second, third):
+        rank.begin_command(1)
+    step = first.next_step
+    for rank in (first, second, third) if all_come else (first, second):
+        rank.arrive()
+    first.fail()
+    if not all_come:
+        third.arrive()  # too late: it may not have heard
+    second.fail()
+    assert [rank.is_reached_by_all(step) for rank in (first, second, third)] == [all_come] * 3

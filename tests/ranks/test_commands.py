@@ -1,0 +1,157 @@
+"""Commands: exchanges between ranks, nested and combined commands, close."""
+
+import os
+import signal
+import sys
+import threading
+import time
+from dataclasses import dataclass
+
+import pytest
+from rank_commands import CollectRecords, CountSegments, Exchange, Number, RecordRun, RunBoth
+from system import LIMIT
+
+from synkhronos import ranks
+from synkhronos.ranks import Command
+from synkhronos.ranks.control import MAILBOX_NBYTES, SLOT_NBYTES
+
+pytestmark = pytest.mark.any_library
+
+
+@dataclass(frozen=True)
+class MixedSteps(Command):
+    """Steps of all kinds in a row, in which a slot that is used again too early would show."""
+
+    def run(self, rank):
+        for i in range(30):
+            shown = [rank.gather(b"%d %d" % (rank.number, k)) for k in range(i % 4)]
+            if rank.is_master:
+                assert shown == [[b"%d %d" % (r, k) for r in range(rank.size)] for k in range(i % 4)]
+            if i % 3 == 0:
+                rank.barrier()
+            assert rank.all_gather((i, rank.number)) == [(i, r) for r in range(rank.size)]
+
+
+@dataclass(frozen=True)
+class Long(Command):
+    payload: bytes
+
+    def run(self, rank):
+        return len(self.payload), rank.all_gather(len(self.payload))
+
+
+def test_command_runs_on_every_rank(session):
+    number, size, is_master, pid = session.run(Number())
+    assert (number, size, is_master, pid) == (session.size // 2, session.size, True, os.getpid())
+
+
+def test_all_gather_of_values_of_any_length(session):
+    assert session.run(Exchange((0, 1, SLOT_NBYTES // 2, SLOT_NBYTES, 3 * SLOT_NBYTES))) == session.size
+
+
+def test_command_with_mixed_steps(session):
+    for _ in range(5):
+        session.run(MixedSteps())
+
+
+def test_command_longer_than_the_mailbox(two):
+    payload = os.urandom(3 * MAILBOX_NBYTES)
+    assert two.run(Long(payload)) == (len(payload), [len(payload)] * 2)
+
+
+def test_failed_send_of_a_long_command_leaves_no_memory(two, monkeypatch):
+    before = two.run(CountSegments())
+
+    def no_channel():
+        raise OSError("no channel")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(two.memory, "send_segments", no_channel)
+        with pytest.raises(OSError, match="no channel"):
+            two.run(Long(os.urandom(3 * MAILBOX_NBYTES)))
+    assert two.run(CountSegments()) == before
+
+
+@dataclass(frozen=True)
+class WaitForWorkers(Command):
+    meet: bool
+
+    def run(self, rank):
+        if not rank.is_master:
+            time.sleep(60)
+        if self.meet:
+            rank.barrier()
+
+
+@pytest.mark.parametrize("by", ["a handler", "another thread"])
+@pytest.mark.parametrize("what", ["a step", "their end", "a command that was interrupted"])
+@pytest.mark.slow
+def test_close_ends_a_waiting_call(two, monkeypatch, what, by):
+    monkeypatch.setattr(sys.modules["synkhronos.ranks.session"], "GRACE", 0.2)
+    if what == "a command that was interrupted":
+        signal.signal(signal.SIGALRM, signal.default_int_handler)
+        signal.setitimer(signal.ITIMER_REAL, 0.1)
+        with pytest.raises(KeyboardInterrupt):
+            two.run(WaitForWorkers(False))
+    if by == "a handler":
+        signal.signal(signal.SIGALRM, lambda *_: ranks.close())
+        signal.setitimer(signal.ITIMER_REAL, 0.2)
+    else:
+        threading.Timer(0.2, ranks.close).start()
+    start = time.monotonic()
+    with pytest.raises(RuntimeError, match="the ranks were closed: call synkhronos.fork"), two.call_lock:
+        two.wait_until_idle()
+        two.run(WaitForWorkers(what == "a step"))
+    assert time.monotonic() - start < LIMIT
+    with pytest.raises(ChildProcessError):
+        os.waitpid(-1, os.WNOHANG)
+
+
+def test_command_refuses_a_nested_command(two):
+    with pytest.raises(RuntimeError, match="from inside another call"):
+        two.run(Nested())
+    assert two.run(Exchange((3,))) == 2
+
+
+class Nested(Command):
+    def run(self, rank):
+        if rank.is_master:
+            ranks.session().run(Number())
+
+
+def test_forked_copy_of_the_master_has_no_ranks(two):
+    pid = os.fork()
+    if pid == 0:
+        try:
+            ranks.session()
+        except RuntimeError as error:
+            os._exit(0 if "copy" in str(error) else 1)
+        os._exit(2)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+    assert two.run(Exchange((3,))) == 2
+
+
+@pytest.mark.slow
+def test_idle_workers_use_no_processor(session):
+    session.run(Number())
+
+    def ticks():
+        used = 0
+        for pid in session.workers.pids.values():
+            with open(f"/proc/{pid}/stat") as stat:
+                fields = stat.read().rsplit(")", 1)[1].split()
+            used += int(fields[11]) + int(fields[12])
+        return used
+
+    time.sleep(0.1)
+    before = ticks()
+    time.sleep(1)
+    assert ticks() - before <= 2  # of a hundred a second
+
+
+def test_command_made_of_several(session):
+    together = RunBoth(RecordRun("one"), RecordRun("two"))
+    for _ in range(2):
+        assert session.run(together) == [("one", session.rank.number), ("two", session.rank.number)]
+        # What may be waited for as late as the end of a command is, once.
+        assert session.run(CollectRecords()) == [["one", "two", "two finished", "one finished"]] * session.size

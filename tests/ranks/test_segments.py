@@ -1,0 +1,122 @@
+"""Shared memory segments: their mapping on all ranks, release and limits."""
+
+import gc
+import warnings
+from dataclasses import dataclass
+
+import pytest
+from rank_commands import CountSegments, Exchange
+
+from synkhronos import ranks
+from synkhronos.ranks import Command, segments
+
+pytestmark = pytest.mark.any_library
+
+
+class Owner:
+    def __hash__(self):
+        return 1
+
+
+def test_weak_keys_forget_collected_objects():
+    noted = ranks.WeakKeys()
+    first, second = Owner(), Owner()
+    noted[first], noted[second] = 1, 2
+    noted[second] = 3
+    assert (noted.get(first), noted.get(second), noted.get(Owner())) == (1, 3, None)
+    assert first in noted and Owner() not in noted
+    assert set(noted) == {first, second}
+    del first
+    assert list(noted) == [second]
+    noted.discard(second)
+    noted.discard(second)
+    assert list(noted) == []
+    noted[second] = 4
+    del noted  # before its keys
+    gc.collect()
+    del second
+
+
+@dataclass(frozen=True)
+class Fill(Command):
+    location: ranks.SharedArray
+
+    def run(self, rank):
+        view = self.location.view(rank.segments)
+        view[rank.number] = rank.number + 1
+        rank.barrier()
+        return view.tolist()
+
+
+def test_segment_is_mapped_on_all_ranks(session):
+    segment = session.memory.create(8 * session.size)
+    location = ranks.SharedArray(segment.key, "i8", (session.size,))
+    assert session.run(Fill(location)) == list(range(1, session.size + 1))
+
+
+MIB = 1 << 20
+
+
+@pytest.mark.parametrize(
+    ("groups", "files", "free"),
+    [
+        ("0::/\n", {}, 5000),
+        ("0::/job/step\n", {"job/step/memory": ("max", 900, 100), "job/memory": (1000, 900, 100)}, 200),
+        ("0::/of/the/host\n", {"memory": (1000, 700, 0)}, 300),  # a container, in which its own group is the root
+        ("0::/job\n", {"job/memory": (1000, 1200, 100)}, 0),
+        ("4:cpu:/\n3:memory:/job\n0::/\n", {"memory/job/memory": (800, 500, 50)}, 350),
+        ("3:memory:/job\n", {"memory/job/memory": (1 << 43, 500, 50)}, 5000),
+    ],
+)
+def test_free_memory_reads_machine_and_cgroups(tmp_path, groups, files, free):
+    (tmp_path / "proc" / "self").mkdir(parents=True)
+    (tmp_path / "proc" / "meminfo").write_text("MemTotal: 9000000 kB\nMemAvailable: 4096000 kB\nSwapFree: 1024000 kB\n")
+    (tmp_path / "proc" / "self" / "cgroup").write_text(groups)
+    names = (".limit_in_bytes", ".usage_in_bytes") if "memory:" in groups else (".max", ".current")
+    for path, (limit, used, cache) in files.items():
+        at = tmp_path / "sys" / "fs" / "cgroup" / path
+        at.parent.mkdir(parents=True, exist_ok=True)
+        for name, value in zip(names, (limit, used), strict=True):
+            at.with_suffix(name).write_text(f"{value if value == 'max' else value * MIB}\n")
+        at.with_suffix(".stat").write_text(f"anon 1\nactive_file {cache * MIB}\ninactive_file 0\n")
+    assert segments.get_free_memory(str(tmp_path)) == free * MIB
+
+
+def test_segments_leave_memory_to_other_programs(monkeypatch):
+    monkeypatch.setattr(segments, "get_free_memory", lambda: 128 * MIB)
+    opened = []
+    monkeypatch.setattr(segments, "_open_unlinked", lambda: opened.append(1))
+    with pytest.raises(
+        MemoryError, match="^no room for 134,217,728 bytes of shared memory: .* and memory 125,829,120$"
+    ):
+        segments.create_unlinked(128 * MIB)
+    assert not opened
+    segments.check_free_memory(120 * MIB)
+
+
+def test_segments_are_released_on_all_ranks(session):
+    before = session.run(CountSegments())
+    for _ in range(300):
+        session.memory.release("segment", session.memory.create(100).key)
+    session.send_releases()
+    assert session.run(CountSegments()) == before
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_segments_leave_no_open_files(size):
+    """Python warns of one: when the ranks are closed, and with one rank, which has nobody to send it to, at once."""
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always", ResourceWarning)
+        session = ranks.fork(size, 0, False)
+        for _ in range(3):
+            session.memory.create(100)
+        session.close(kill=True)
+        del session
+        gc.collect()
+    assert [str(warning.message) for warning in told if "FileIO" in str(warning.message)] == []
+
+
+def test_segment_without_memory_raises_memory_error(two):
+    with pytest.raises(MemoryError, match="/dev/shm"):
+        two.memory.create(1 << 50)
+    assert two.run(Exchange((3,))) == 2

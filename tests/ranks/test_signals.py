@@ -1,0 +1,180 @@
+"""Signals of the master: interrupts of commands, and signals that are deferred."""
+
+import mmap
+import os
+import signal
+import time
+from dataclasses import dataclass
+
+import pytest
+from rank_commands import Exchange, Sleep
+from system import LIMIT
+
+from synkhronos import ranks
+from synkhronos.ranks import Command
+from synkhronos.ranks.control import Semaphore
+from synkhronos.ranks.interrupts import defer_signals, restore_handler
+
+pytestmark = pytest.mark.any_library
+
+
+def test_wait_ignores_wall_clock_changes(monkeypatch):
+    bell = Semaphore(mmap.mmap(-1, mmap.PAGESIZE), 0, False)
+    monkeypatch.setattr(time, "time", lambda: 0.0)
+    began = time.monotonic()
+    assert not bell.wait(0.1)
+    assert 0.1 <= time.monotonic() - began < 5
+
+
+@dataclass(frozen=True)
+class Signals(Command):
+    def run(self, rank):
+        return rank.all_gather(
+            (
+                signal.getsignal(signal.SIGINT) == signal.SIG_IGN,
+                signal.getsignal(signal.SIGALRM) == signal.SIG_DFL,
+                os.readlink("/proc/self/fd/0"),
+            )
+        )
+
+
+@pytest.mark.parametrize("who", ["master", "workers", "all"])
+def test_command_after_an_interrupt_works(two, who):
+    signal.signal(signal.SIGALRM, lambda *_: signal.raise_signal(signal.SIGINT))
+    start = time.monotonic()
+    with pytest.raises(KeyboardInterrupt):
+        signal.setitimer(signal.ITIMER_REAL, 0.2)
+        two.run(Sleep(2.5, who))
+    assert time.monotonic() - start < 2.2
+    assert two.run(Exchange((3,))) == 2
+
+
+@pytest.mark.slow
+def test_close_after_an_interrupt_is_quick(two):
+    signal.signal(signal.SIGALRM, lambda *_: signal.raise_signal(signal.SIGINT))
+    with pytest.raises(KeyboardInterrupt):
+        signal.setitimer(signal.ITIMER_REAL, 0.1)
+        two.run(Sleep(60, "workers"))
+    start = time.monotonic()
+    ranks.close()
+    assert time.monotonic() - start < LIMIT
+    with pytest.raises(ChildProcessError):
+        os.waitpid(-1, os.WNOHANG)
+
+
+def test_workers_do_not_touch_signals_and_stdin_of_the_master(two):
+    assert two.run(Signals())[1] == (True, True, os.devnull)
+
+
+class SignalRaised(Exception):
+    """Raised by a signal handler."""
+
+
+@pytest.mark.parametrize("inside", [False, True])
+def test_defer_signals_raises_later_and_restores_handlers(inside):
+    def ring(number, frame):
+        raise SignalRaised
+
+    before = signal.signal(signal.SIGALRM, ring), signal.getsignal(signal.SIGINT)
+    inner, rung = [], 0
+    try:
+        for i in range(1000):
+            try:
+                try:
+                    # Now and then before the block, mostly in it, or while it is entered or left.
+                    signal.setitimer(signal.ITIMER_REAL, 0 if inside else 1e-6 + i % 100 * 6e-7)
+                    with defer_signals():
+                        if inside:
+                            signal.raise_signal(signal.SIGALRM)
+                        inner.append(i)
+                    time.sleep(0 if inside else 0.001)
+                finally:
+                    signal.setitimer(signal.ITIMER_REAL, 0)
+            except SignalRaised:
+                rung += 1
+            assert (signal.getsignal(signal.SIGALRM), signal.getsignal(signal.SIGINT)) == (ring, before[1])
+    finally:
+        signal.signal(signal.SIGALRM, before[0])
+    assert rung == 1000 and inner
+
+
+def test_defer_signals_holds_an_interrupt():
+    done = []
+    with pytest.raises(KeyboardInterrupt):
+        with defer_signals():
+            signal.raise_signal(signal.SIGINT)
+            signal.raise_signal(signal.SIGINT)
+            done.append(1)
+        done.append(2)
+    assert done == [1]
+
+
+def test_defer_signals_holds_to_the_end_of_the_outer_block():
+    done = []
+    with pytest.raises(KeyboardInterrupt):
+        with defer_signals():
+            with defer_signals():
+                signal.raise_signal(signal.SIGINT)
+                done.append(1)
+            done.append(2)
+        done.append(3)
+    assert done == [1, 2]
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_defer_signals_can_deliver_late_signals(monkeypatch):
+    monkeypatch.setattr("synkhronos.ranks.interrupts.PATIENCE", 0.05)
+    with pytest.raises(KeyboardInterrupt):
+        with defer_signals() as held:
+            held.deliver_if_late()
+            signal.raise_signal(signal.SIGINT)
+            held.deliver_if_late()
+            time.sleep(0.1)
+            held.restart_patience()  # what comes now has its own time
+            held.deliver_if_late()
+            time.sleep(0.1)
+            with pytest.raises(KeyboardInterrupt):
+                held.deliver_if_late()
+            held.deliver_if_late()
+            signal.raise_signal(signal.SIGINT)  # not held any more
+            pytest.fail()
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_defer_signals_allows_removing_a_handler():
+    def handler(number, frame):
+        pass
+
+    before = signal.signal(signal.SIGALRM, handler)
+    try:
+        with defer_signals():
+            restore_handler(signal.SIGALRM, handler, signal.SIG_IGN)
+            restore_handler(signal.SIGINT, handler, signal.SIG_IGN)  # which it isn't
+        assert signal.getsignal(signal.SIGALRM) is signal.SIG_IGN
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    finally:
+        signal.signal(signal.SIGALRM, before)
+
+
+def test_wait_polls_despite_many_signals():
+    session = ranks.fork(2, 0, False)
+    before = signal.signal(signal.SIGALRM, lambda number, frame: None)
+    signal.setitimer(signal.ITIMER_REAL, 0.01, 0.01)
+    try:
+        looks = session.run(Look())
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+        ranks.close()
+    assert looks >= 5
+
+
+class Look(Command):
+    """A command: the master waits for a second, and counts how often it looks around."""
+
+    def run(self, rank):
+        looks = []
+        if not rank.is_master:
+            time.sleep(1)
+        rank.barrier(lambda: looks.append(1))
+        return len(looks)

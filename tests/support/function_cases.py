@@ -1,0 +1,72 @@
+"""Random calls of functions, and comparisons of their results."""
+
+import os
+import signal
+
+import numpy as np
+from library import NAME, is_array
+
+from synkhronos.ranks import Command
+
+if NAME == "pytensor":
+    from pytensor.graph.basic import Apply
+    from pytensor.graph.op import Op
+else:
+    from theano import Apply, Op
+
+
+RNG = np.random.default_rng(7)
+
+
+def assert_close(actual, expected):
+    """Compare results that differ by the order of additions alone."""
+    assert is_array(actual)
+    np.testing.assert_allclose(actual, expected, rtol=1e-9, atol=1e-9)
+    assert actual.dtype == expected.dtype
+
+
+def select_rows(batch, length):
+    """Return the row numbers that a batch selects, by NumPy's indexing."""
+    every = np.arange(length)
+    if batch is None:
+        return every
+    if isinstance(batch, int):
+        return every[:batch]
+    if isinstance(batch, list):
+        return every[np.array(batch, "int64")]
+    return every[batch]
+
+
+X, Y = RNG.normal(size=(9, 2)), RNG.normal(size=9)
+
+
+class CountFunctions(Command):
+    """Return the number of functions of each rank."""
+
+    def run(self, rank):
+        return rank.all_gather(sum(isinstance(key, tuple) and key[0] == "function" for key in rank.objects))
+
+
+class FailOnWorkers(Op):
+    """Copies its input; fails in the workers, in the way that `what` names."""
+
+    __props__ = ("what",)
+
+    def __init__(self, what):
+        self.what = what
+        self.master = os.getpid()
+
+    def make_node(self, x):
+        return Apply(self, [x], [x.type()])
+
+    def perform(self, node, inputs, outputs):
+        if os.getpid() != self.master:
+            if self.what == "raise":
+                raise LookupError("this worker has had enough")
+            if self.what == "raise if 1" and inputs[0][0] == 1:
+                raise LookupError("this is one")
+            if self.what == "exit":
+                os._exit(3)
+            if self.what.startswith("SIG"):
+                os.kill(os.getpid(), getattr(signal, self.what))
+        outputs[0][0] = inputs[0] + 0

@@ -1,0 +1,62 @@
+"""Runs that tests interrupt, and a supervisor without processes."""
+
+import contextlib
+import json
+import subprocess
+import sys
+import time
+
+from launch_runs import ENVIRONMENT, command
+from paths import SUPPORT
+
+from synkhronos.launch import supervisor
+from synkhronos.launch.settings import Settings
+
+LIMIT = 60
+
+
+class ShellSupervisor(supervisor.Supervisor):
+    """A supervisor of a shell command in the place of ranks."""
+
+    def __init__(self, folder, script, **settings):
+        super().__init__(Settings("module", "Class", ".", ("cpu",), folder=str(folder), **settings))
+        self.script = script
+        supervisor.prepare(self.settings, []).close()
+
+    def _start(self, consoles):
+        # Signals come when the supervisor knows whom to pass them on to.
+        script = f"until [ -e {self.folder}/started ]; do sleep 0.01; done; {self.script}"
+        self._master = subprocess.Popen(["sh", "-c", script], stdout=consoles[0], start_new_session=True)
+        (self.folder / "started").touch()
+
+    def read_record(self):
+        return json.loads((self.folder / "run.json").read_text())
+
+
+def wait_until_training(folder, process):
+    """Wait until all ranks train; return the processes: supervisor, master, worker."""
+    deadline = time.monotonic() + LIMIT
+    while not (folder / "rank-1.jsonl").exists():
+        assert process.poll() is None and time.monotonic() < deadline
+        time.sleep(0.05)
+    return process.pid, *json.loads((folder / "processes.json").read_text())
+
+
+@contextlib.contextmanager
+def start_checkpointed_run(tmp_path, script, name="Slow", **settings):
+    """Start a run that writes checkpoints; kill its supervisor, if that still runs, at the end of the block."""
+    settings = {"modelfile": "launch_models.others", "modelclass": name, "every": 1, "epochs": 1000, **settings}
+    if script:
+        settings = {**settings, "devices": ["cpu", "cpu"], "folder": str(tmp_path)}
+        words = [sys.executable, "-c", f"from synkhronos.rules import BSP\nr = BSP()\nr.init(**{settings!r})\nr.wait()"]
+    else:
+        sets = [f"--set={name}={value}" for name, value in settings.items()]
+        words = command("train", "--devices=cpu,cpu", "--folder", tmp_path, *sets)
+    process = subprocess.Popen(
+        words, cwd=SUPPORT, env=ENVIRONMENT, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
+    )
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.communicate()

@@ -1,0 +1,89 @@
+"""Commands of the tests of ranks."""
+
+import os
+import time
+from dataclasses import dataclass
+
+from synkhronos.ranks import Command
+
+
+@dataclass(frozen=True)
+class Number(Command):
+    def run(self, rank):
+        return rank.number, rank.size, rank.is_master, os.getpid()
+
+
+@dataclass(frozen=True)
+class Exchange(Command):
+    sizes: tuple
+
+    def run(self, rank):
+        for size in self.sizes:
+            mine = (rank.number, b"x" * (size * (rank.number + 1)))
+            everyone = rank.all_gather(mine)
+            assert everyone == [(r, b"x" * (size * (r + 1))) for r in range(rank.size)]
+        return len(everyone)
+
+
+@dataclass(frozen=True)
+class CountSegments(Command):
+    def run(self, rank):
+        return rank.all_gather((len(rank.segments), len(os.listdir("/proc/self/fd"))))
+
+
+@dataclass(frozen=True)
+class Sleep(Command):
+    seconds: float
+    who: str
+
+    def run(self, rank):
+        if self.who == "all" or (self.who == "master") == rank.is_master:
+            deadline = time.monotonic() + self.seconds
+            while time.monotonic() < deadline:
+                time.sleep(0.01)
+        return "slept"
+
+
+@dataclass(frozen=True)
+class RecordRun(Command):
+    """Record the run and the end of a command on each rank; fail on the rank `culprit`.
+
+    With `early` the other ranks commit before the barrier, so that the failure can't precede that.
+    """
+
+    what: str
+    culprit: int = -1
+    early: bool = False
+    effect: str = "It was noted"
+
+    def run(self, rank):
+        notes = rank.objects.setdefault("notes", [])
+        notes.append(self.what)
+        rank.on_finish.append(lambda: notes.append(f"{self.what} finished"))
+        if self.early and rank.number != self.culprit:
+            rank.commit()
+        rank.barrier()
+        if rank.number == self.culprit:
+            raise ArithmeticError("no")
+        rank.commit()
+        return self.what, rank.number
+
+
+@dataclass(frozen=True)
+class CollectRecords(Command):
+    def run(self, rank):
+        return rank.all_gather(rank.objects.pop("notes", []))
+
+
+@dataclass(frozen=True)
+class RunBoth(Command):
+    """Run two commands as one; only the effect of the second is counted."""
+
+    first: RecordRun
+    second: RecordRun
+    effect: str = "It was noted"
+
+    def run(self, rank):
+        with rank.suspend_commits():
+            first = self.first.run(rank)
+        return [first, self.second.run(rank)]
