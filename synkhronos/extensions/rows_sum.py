@@ -74,6 +74,8 @@ _SAMPLE_SIZE = 1 << 15
 _STOP_SECONDS = 1.0
 
 _counter = itertools.count()
+#: The ranks or servers whose failure has last interrupted the main thread.
+_last_source: weakref.ref[Any] | None = None
 #: The sums of this process by process id and number: unpickling in this process returns the original.
 _sums: weakref.WeakValueDictionary[tuple[int, int], RowsSum] = weakref.WeakValueDictionary()
 
@@ -280,7 +282,7 @@ class RowsSum:
             try:
                 return self.chain_servers.evaluate(self, params, gradient)
             except synk.WorkerError as error:
-                raise _stop_sampler(error) from error
+                raise _stop_sampler(error, self.chain_servers) from error
 
     def _evaluate_here(self, params: Sequence[np.ndarray], gradient: bool) -> list[np.ndarray]:
         with self._lock:
@@ -311,7 +313,7 @@ class RowsSum:
             # A chain's process reports the error to PyMC, which ends the other chains.
             if not self.interrupts_on_exit or session is not None and session.close_reason is None or find_chain():
                 raise
-            raise _stop_sampler(error) from error
+            raise _stop_sampler(error, self if session is None else session) from error
         except NotImplementedError as error:
             raise NotImplementedError(
                 f"{self.name}: JAX mode, which GPUs need, lacks an operation: {textwrap.shorten(str(error), 150)}. "
@@ -368,13 +370,20 @@ class RowsSum:
             return ranks.session()
 
 
-def _stop_sampler(error: synk.WorkerError) -> WorkerExitInterrupt:
-    """Warn, stop a sampler whose thread this is, and return the interrupt for PyMC's samplers."""
+def _stop_sampler(error: synk.WorkerError, source: Any) -> WorkerExitInterrupt:
+    """Warn, stop a sampler whose thread this is, and return the interrupt for PyMC's samplers.
+
+    `source` are the ranks or servers that have failed: they interrupt the main thread once, as a second interrupt would
+    stop the main thread while it collects the draws.
+    """
+    global _last_source
     warnings.warn(f"stopped early, with the results so far: {error}", RuntimeWarning, stacklevel=3)
     if _is_foreign_thread():
-        # The main thread gets the interrupt and stops the sampler's threads.  Until then they have to wait here:
-        # without a density they would record a wrong draw.
-        _thread.interrupt_main()
+        if _last_source is None or _last_source() is not source:
+            _last_source = weakref.ref(source)
+            _thread.interrupt_main()
+        # The main thread stops the sampler's threads.  Until then they wait here: without a density they would record
+        # a wrong draw.
         time.sleep(_STOP_SECONDS)
     return WorkerExitInterrupt(str(error), error.rank, error.worker_traceback, error.failures)
 
@@ -391,6 +400,8 @@ def _warn_unseen_errors() -> Iterator[None]:
         yield
     except Exception as error:
         if _is_foreign_thread() and not isinstance(error, WorkerExitInterrupt):
+            if ranks.last_death() is not None:  # the sampler is being stopped, but may evaluate other points before
+                time.sleep(_STOP_SECONDS)
             warnings.warn(f"no density: {error}", RuntimeWarning, stacklevel=3)
         raise
 

@@ -4,6 +4,7 @@ import _thread
 import copy
 import importlib.util
 import os
+import queue
 import re
 import signal
 import subprocess
@@ -29,6 +30,7 @@ from library import INTERPRETED, XLA, fork_ranks  # noqa: E402
 from pytensor.graph.replace import vectorize_graph  # noqa: E402
 
 import synkhronos as synk  # noqa: E402
+from synkhronos.extensions import rows_sum  # noqa: E402
 from synkhronos.extensions.pymc import data_parallel  # noqa: E402
 from synkhronos.extensions.rows_sum import SumOverRows  # noqa: E402
 
@@ -398,6 +400,33 @@ def test_data_parallel_names_unsplittable_terms(two):
     check_equal(parallel, model)
 
 
+def scan(step, sequences, rho, **kwargs):
+    """Return the result of `pytensor.scan` on PyTensor 2 and 3."""
+    made = pytensor.scan(step, sequences, non_sequences=[rho], strict=True, **kwargs)
+    return made[0] if isinstance(made, tuple | list) else made
+
+
+def scan_along_rows(rho):
+    return scan(lambda x, h, rho: rho * h + x, [pt.as_tensor(X[:, 1])], rho, outputs_info=[pt.constant(0.0)])
+
+
+def scan_of_each_row(rho):
+    return scan(lambda row, rho: (rho * row).sum(), [pt.as_tensor(X)], rho)
+
+
+def scan_along_columns(rho):
+    return scan(lambda column, h, rho: rho * h + column, [pt.as_tensor(X.T)], rho, outputs_info=[pt.zeros(N)])[-1]
+
+
+@pytest.mark.parametrize("build", [scan_along_rows, scan_of_each_row, scan_along_columns], ids=lambda f: f.__name__)
+def test_data_parallel_refuses_scans(build):
+    """The search does not look into the loop, which may mix rows."""
+    with pm.Model() as model:
+        pm.Normal("y", build(pm.Normal("rho")), 1, observed=X[:, 0])
+    with pytest.raises(ValueError, match=r"split by rows: y: .*Scan\{"):
+        data_parallel(model)
+
+
 def test_data_parallel_refuses_random_rows():
     x, y = pm.Minibatch(X, X[:, 0], batch_size=5)
     with pm.Model() as model:
@@ -734,6 +763,32 @@ def test_nutpie_returns_draws_after_a_death(fork):
         drawn = nutpie.sample(compiled, draws=1_000_000, tune=5, chains=2, cores=2, seed=1, progress_bar=False)
     assert 10 <= drawn.posterior.sizes["draw"] < 1_000_000
     assert drawn.sample_stats["diverging"].sum() <= 2
+
+
+@pytest.mark.new_ranks
+@pytest.mark.filterwarnings("ignore:stopped early", "ignore:no density")
+def test_evaluations_after_a_death_wait_until_the_sampler_stops(fork, monkeypatch):
+    """Else nutpie's threads would record a wrong draw for each; a second interrupt would lose all draws."""
+    fork(2)
+    (rows,) = data_parallel(small()).rows_sums
+    rows.value([np.zeros(3)])
+    waits, interrupts, errors = [], [], queue.SimpleQueue()
+    monkeypatch.setattr(rows_sum, "time", types.SimpleNamespace(sleep=waits.append))
+    monkeypatch.setattr(rows_sum, "_thread", types.SimpleNamespace(interrupt_main=lambda: interrupts.append(1)))
+
+    def evaluate():
+        for number in range(3):
+            try:
+                rows.value([np.full(3, 1.0 + number)])
+            except BaseException as error:
+                errors.put(error)
+
+    (pid,) = synk.ranks.session().workers.pids.values()
+    os.kill(pid, signal.SIGKILL)
+    _thread.start_new_thread(evaluate, ())  # Python has not made a Thread for it, as for those of Rust
+    assert all("SIGKILL" in str(errors.get(timeout=60)) for _ in range(3))
+    assert waits == [rows_sum._STOP_SECONDS] * 3
+    assert interrupts == [1]
 
 
 @pytest.mark.parametrize("start", [pm.find_MAP, pm.fit, pm.sample, lambda model: model.logp()])
