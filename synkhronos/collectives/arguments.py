@@ -187,7 +187,7 @@ def check_op(op: Any, variables: Sequence[Any], nccl: bool) -> tuple[str, bool]:
 def check_op_dtype(op: str, dtype: np.dtype, name: str) -> None:
     """Raise ValueError if a reduction is not defined for the dtype of the array called ``name``."""
     if not REDUCTIONS[op].can_reduce(dtype):
-        *others, last = [repr(each) for each in list_collective_ops() if REDUCTIONS[each].can_reduce(dtype)]
+        *others, last = [repr(choice) for choice in list_collective_ops() if REDUCTIONS[choice].can_reduce(dtype)]
         raise ValueError(f"op: {op!r} of {name} is not defined for dtype {dtype}; choose {', '.join(others)} or {last}")
 
 
@@ -201,7 +201,7 @@ def select_all(value: Data) -> range:
     return range(len(value)) if value.ndim else range(1)
 
 
-def share_selection(selection: Selection, buffers: list[Data]) -> range | SharedArray:
+def put_selection(selection: Selection, buffers: list[Data]) -> range | SharedArray:
     """Return a selection in a form that a command can carry: indexes are put into shared memory.
 
     The new Data object is appended to ``buffers``: the caller keeps this list until the command has run.
@@ -213,9 +213,9 @@ def share_selection(selection: Selection, buffers: list[Data]) -> range | Shared
     return locate(index)
 
 
-def share_by_rank(selection: Selection, size: int, buffers: list[Data]) -> list[range | SharedArray]:
-    """Return each rank's share of a selection, as `share_selection` does."""
-    rows, bounds = share_selection(selection, buffers), [get_share(len(selection), size, r) for r in range(size)]
+def put_rank_selections(selection: Selection, size: int, buffers: list[Data]) -> list[range | SharedArray]:
+    """Return each rank's share of a selection, as `put_selection` does."""
+    rows, bounds = put_selection(selection, buffers), [get_share(len(selection), size, r) for r in range(size)]
     if isinstance(rows, range):
-        return [rows[each] for each in bounds]
-    return [rows.slice_items(each.start, each.stop) for each in bounds]
+        return [rows[share] for share in bounds]
+    return [rows.slice_items(share.start, share.stop) for share in bounds]

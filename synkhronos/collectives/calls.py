@@ -18,9 +18,9 @@ from synkhronos.collectives.arguments import (
     get_mirror_keys,
     is_generator_object,
     match_values,
+    put_rank_selections,
+    put_selection,
     select_all,
-    share_by_rank,
-    share_selection,
     to_data,
 )
 from synkhronos.collectives.commands import (
@@ -153,7 +153,7 @@ def scatter(shared_vars: Any, values: Any, batch: Any = None) -> None:
                 check_shape(variable, (bounds.stop - bounds.start, *value.shape[1:]))
         locations = tuple(locate(value) for value in staged)
         buffers: list[Data] = []
-        by_variable = [share_by_rank(selection, session.size, buffers) for selection in selections]
+        by_variable = [put_rank_selections(selection, session.size, buffers) for selection in selections]
         session.run(Assign(get_mirror_keys(session, variables), locations, tuple(zip(*by_variable, strict=True))))
 
 
@@ -199,7 +199,7 @@ def gather(shared_vars: Any, nd_up: int = 1, nccl: bool = True) -> Any:
         gathered = session.run(Gather(get_mirror_keys(session, arrays), nd_up, nccl)) if arrays else []
         if states:
             by_rank = session.run(GetGenerators(get_mirror_keys(session, states)))
-            gathered += [list(each) for each in zip(*by_rank, strict=True)]
+            gathered.extend(map(list, zip(*by_rank, strict=True)))
     return _restore_order(variables, [*arrays, *states], gathered, is_single)
 
 
@@ -325,16 +325,16 @@ def get_all_reduce_command(session: Session, shared_vars: Any, op: Any, nccl: bo
     """Return the command of `all_reduce`, cached for a single variable: a training loop runs it in each step."""
     commands = session.registry.get(_AllReduceCommands)
     try:
-        known = commands.get(shared_vars) or {}
-        command = known.get((op, nccl))
+        by_arguments = commands.get(shared_vars) or {}
+        command = by_arguments.get((op, nccl))
     except TypeError:  # a list, or not a variable
-        known, command = {}, None
+        by_arguments, command = {}, None
     if command is None:
         variables, is_single = check_variables(session, shared_vars)
         checked = check_op(op, variables, nccl)  # before any variable is sent
         command = AllReduceValues(get_mirror_keys(session, variables), *checked)
         if is_single:
-            commands[shared_vars] = {**known, (op, nccl): command}
+            commands[shared_vars] = {**by_arguments, (op, nccl): command}
     return command
 
 
@@ -429,7 +429,7 @@ def set_value(rank: int, shared_vars: Any, values: Any, batch: Any = None) -> No
         for variable, value in zip(variables, staged, strict=True):
             selection = select_all(value) if batch is None else select(batch, len(value))
             check_shape(variable, (len(selection), *value.shape[1:]) if value.ndim else ())
-            rows.append(share_selection(selection, buffers))
+            rows.append(put_selection(selection, buffers))
         if states:
             keys = get_mirror_keys(session, [variable for variable, _ in states])
             session.run(SetGenerators(keys, [value for _, value in states], only_rank=rank))
@@ -548,4 +548,6 @@ def get_lengths(shared_vars: Any) -> list[Any]:
         if getattr(getattr(variable, "type", None), "ndim", None) == 0:
             raise ValueError(f"shared_vars: {describe(variable)} has no length")
     shapes = get_shapes(shared_vars)
-    return [shape[0] for shape in shapes] if is_single else [[shape[0] for shape in each] for each in shapes]
+    if is_single:
+        return [shape[0] for shape in shapes]
+    return [[shape[0] for shape in by_rank] for by_rank in shapes]

@@ -43,11 +43,11 @@ class _TransferPlans(dict[Any, list[_Transfer]]):
 def _plan_transfers(by_rank: Sequence[Any], nccl: bool) -> list[_Transfer]:
     """Return the transfer of each variable from each rank's (shape, dtype, device name) of each variable."""
     transfers = []
-    for each in zip(*by_rank, strict=True):
-        names = {name for _, _, name in each} - {HOST.name}
+    for layouts in zip(*by_rank, strict=True):
+        names = {name for _, _, name in layouts} - {HOST.name}
         device = get_device(names.pop()) if names else HOST
-        is_direct = nccl and all(device.can_communicate(dtype) for _, dtype, _ in each)
-        transfers.append(_Transfer([layout[:2] for layout in each], device, device if is_direct else HOST))
+        is_direct = nccl and all(device.can_communicate(dtype) for _, dtype, _ in layouts)
+        transfers.append(_Transfer([layout[:2] for layout in layouts], device, device if is_direct else HOST))
     return transfers
 
 
@@ -66,11 +66,11 @@ def gather_layouts(rank: Rank, keys: Sequence[Any], nccl: bool = False, is_chang
     """
     shareds = [get_object(rank, key) for key in keys]
     values = [library_of(shared).get(shared) for shared in shareds]
-    mine = tuple([(value.shape, value.dtype, get_array_device(value).name) for value in values])
+    own_layouts = tuple([(value.shape, value.dtype, get_array_device(value).name) for value in values])
     del values  # each array is to have a single reference besides its container's
     communicator = rank.device.get_communicator(rank)
     all_gather = rank.all_gather if is_changed else rank.all_gather_cached
-    by_rank, generations = zip(*all_gather((mine, communicator.generation)), strict=True)
+    by_rank, generations = zip(*all_gather((own_layouts, communicator.generation)), strict=True)
     plans = rank.registry.get(_TransferPlans)
     transfers = plans.get((by_rank, nccl))
     if transfers is None:
@@ -172,17 +172,17 @@ class Broadcast(Command):
 
     def run(self, rank: Rank) -> None:
         """Send or receive each variable's value."""
-        for each in gather_layouts(rank, self.keys, self.nccl):
+        for variable in gather_layouts(rank, self.keys, self.nccl):
             if rank.is_master:
-                each.communicator.broadcast(each.get_contiguous(), rank.root)
+                variable.communicator.broadcast(variable.get_contiguous(), rank.root)
                 continue
-            if each.layouts[rank.number] == each.layouts[rank.root]:
-                array = each.get_writable()
+            if variable.layouts[rank.number] == variable.layouts[rank.root]:
+                array = variable.get_writable()
             else:
                 # Stored at the end: if a rank fails before, the variable keeps its old value.
-                array = each.transport.empty(*each.layouts[rank.root])
-            each.communicator.broadcast(array, rank.root)
-            each.store(array)
+                array = variable.transport.empty(*variable.layouts[rank.root])
+            variable.communicator.broadcast(array, rank.root)
+            variable.store(array)
 
 
 @dataclass(frozen=True, slots=True)
@@ -234,11 +234,11 @@ class Gather(Command):
     def run(self, rank: Rank) -> Any:
         """Return a list with the gathered values of each variable; its items are None in workers."""
         results = []
-        for each in gather_layouts(rank, self.keys, self.nccl):
+        for variable in gather_layouts(rank, self.keys, self.nccl):
             result = out = None
             if rank.is_master:
-                result, out = _allocate_gathered(each.transport, each.layouts, self.nd_up)
-            each.communicator.gather(each.get_contiguous(), rank.root, each.layouts, out)
+                result, out = _allocate_gathered(variable.transport, variable.layouts, self.nd_up)
+            variable.communicator.gather(variable.get_contiguous(), rank.root, variable.layouts, out)
             results.append(result)
         return results
 
@@ -252,17 +252,17 @@ class AllGather(Command):
 
     def run(self, rank: Rank) -> None:
         """Check that all variables can be joined, then join them."""
-        copies = gather_layouts(rank, self.keys, self.nccl)
-        for each in copies:
-            if not _can_join(each.layouts):
-                shapes = each.list_shapes()
-                each.refuse(f"all_gather: {describe(each.shared)} can't be joined along axis 0: {shapes}")
-            rows = sum(shape[0] for shape, _ in each.layouts)
-            each.check_shape((rows, *each.layouts[0][0][1:]), "all_gather")
-        for each in copies:
-            joined, out = _allocate_gathered(each.transport, each.layouts, 0)
-            each.communicator.gather(each.get_contiguous(), None, each.layouts, out)
-            each.store(joined)
+        variables = gather_layouts(rank, self.keys, self.nccl)
+        for variable in variables:
+            if not _can_join(variable.layouts):
+                shapes = variable.list_shapes()
+                variable.refuse(f"all_gather: {describe(variable.shared)} can't be joined along axis 0: {shapes}")
+            rows = sum(shape[0] for shape, _ in variable.layouts)
+            variable.check_shape((rows, *variable.layouts[0][0][1:]), "all_gather")
+        for variable in variables:
+            joined, out = _allocate_gathered(variable.transport, variable.layouts, 0)
+            variable.communicator.gather(variable.get_contiguous(), None, variable.layouts, out)
+            variable.store(joined)
 
 
 @dataclass(frozen=True, slots=True)
@@ -275,24 +275,24 @@ class ReduceScatter(Command):
 
     def run(self, rank: Rank) -> None:
         """Check that all variables have equal shapes that can be divided, then reduce."""
-        copies = gather_layouts(rank, self.keys, self.nccl)
+        variables = gather_layouts(rank, self.keys, self.nccl)
         shares = []
-        for each in copies:
-            each.check_equal_shapes("reduce_scatter")
-            shape = each.layouts[0][0]
+        for variable in variables:
+            variable.check_equal_shapes("reduce_scatter")
+            shape = variable.layouts[0][0]
             if not shape:
-                each.refuse(f"reduce_scatter: {describe(each.shared)} has no rows to divide")
+                variable.refuse(f"reduce_scatter: {describe(variable.shared)} has no rows to divide")
             shares.append([get_share(shape[0], rank.size, r) for r in range(rank.size)])
             for share in shares[-1]:
-                each.check_shape((share.stop - share.start, *shape[1:]), "reduce_scatter")
-        for each, rows in zip(copies, shares, strict=True):
-            shape, dtype = each.layouts[0]
+                variable.check_shape((share.stop - share.start, *shape[1:]), "reduce_scatter")
+        for variable, rows in zip(variables, shares, strict=True):
+            shape, dtype = variable.layouts[0]
             n_items = math.prod(shape[1:])
             bounds = [0, *(share.stop * n_items for share in rows)]
-            mine = rows[rank.number]
-            out = each.transport.empty((mine.stop - mine.start, *shape[1:]), dtype)
-            each.communicator.reduce_scatter(each.get_contiguous(), self.op, bounds, out)
-            each.store(out)
+            own_rows = rows[rank.number]
+            out = variable.transport.empty((own_rows.stop - own_rows.start, *shape[1:]), dtype)
+            variable.communicator.reduce_scatter(variable.get_contiguous(), self.op, bounds, out)
+            variable.store(out)
 
 
 @dataclass(frozen=True, slots=True)
@@ -318,20 +318,20 @@ class Reduce(Command):
         """Check that shapes are equal, then reduce; return the results in the master."""
         if rank.size == 1 and self.in_place:
             return []  # a reduction over one rank is that rank's value
-        copies = gather_layouts(rank, self.keys, self.nccl)
-        for each in copies:
-            each.check_equal_shapes("reduce")
+        variables = gather_layouts(rank, self.keys, self.nccl)
+        for variable in variables:
+            variable.check_equal_shapes("reduce")
         in_place, results = self.in_place and rank.is_master, []
-        for each in copies:
-            layout, out = each.layouts[0], None
+        for variable in variables:
+            layout, out = variable.layouts[0], None
             if rank.is_master:
-                out = each.get_writable() if in_place else each.transport.empty(*layout)
+                out = variable.get_writable() if in_place else variable.transport.empty(*layout)
             # The argument has no name of its own: `Device.refresh` checks whether there are other references to it.
-            each.communicator.reduce(
-                out if in_place else each.get_contiguous(), self.op, rank.root, out, layout, range(rank.size)
+            variable.communicator.reduce(
+                out if in_place else variable.get_contiguous(), self.op, rank.root, out, layout, range(rank.size)
             )
             if in_place:
-                each.store(out)
+                variable.store(out)
             results.append(out)
         return results
 
@@ -357,12 +357,12 @@ class AllReduceValues(Command):
             if rank.is_same_on_all(last.digest):
                 return last
             is_changed = True
-        copies = gather_layouts(rank, self.keys, self.nccl, is_changed)
-        for each in copies:
-            each.check_equal_shapes("all_reduce")
+        variables = gather_layouts(rank, self.keys, self.nccl, is_changed)
+        for variable in variables:
+            variable.check_equal_shapes("all_reduce")
         if len(plans) > _MAX_PLANS:
             plans.clear()
-        plan = plans[self] = AllReducePlan.from_copies(rank, self.keys, copies)
+        plan = plans[self] = AllReducePlan.from_copies(rank, self.keys, variables)
         return plan
 
 
@@ -399,11 +399,11 @@ class AllReducePlan(NamedTuple):
         """Return the plan for copies of equal shapes, which are on their devices now."""
         generation = rank.device.get_communicator(rank).generation
         variables = [
-            PlannedVariable(key, each.library, each.layouts[rank.number], each.device, each.transport)
-            for key, each in zip(keys, copies, strict=True)
+            PlannedVariable(key, own.library, own.layouts[rank.number], own.device, own.transport)
+            for key, own in zip(keys, copies, strict=True)
         ]
-        described = tuple([(*each.layout, each.device.name) for each in variables])
-        return cls(variables, generation, rank.compute_digest((described, generation)))
+        layouts = tuple([(*variable.layout, variable.device.name) for variable in variables])
+        return cls(variables, generation, rank.compute_digest((layouts, generation)))
 
     def is_valid(self, rank: Rank) -> bool:
         """Whether this rank's variables and its connection have not changed."""
@@ -446,15 +446,15 @@ class GetValue(Command):
     def run(self, rank: Rank) -> Any:
         """Return the source's value of each variable in the master, an empty list in workers."""
         results = []
-        for each in gather_layouts(rank, self.keys):
+        for variable in gather_layouts(rank, self.keys):
             layouts: list[ArrayLayout | None] = [None] * rank.size
-            layouts[self.source] = each.layouts[self.source]
-            mine = each.get_contiguous(HOST) if rank.number == self.source else None
+            layouts[self.source] = variable.layouts[self.source]
+            own = variable.get_contiguous(HOST) if rank.number == self.source else None
             out = None
             if rank.is_master:
                 out = [None if layout is None else np.empty(*layout) for layout in layouts]
                 results.append(out[self.source])
-            HOST.get_communicator(rank).gather(mine, rank.root, layouts, out)
+            HOST.get_communicator(rank).gather(own, rank.root, layouts, out)
         return results
 
 
@@ -466,7 +466,7 @@ class GetShapes(Command):
 
     def run(self, rank: Rank) -> Any:
         """Return for each variable the layout on each rank."""
-        return [each.layouts for each in gather_layouts(rank, self.keys)]
+        return [variable.layouts for variable in gather_layouts(rank, self.keys)]
 
 
 @dataclass(frozen=True, slots=True)

@@ -138,9 +138,9 @@ class Data:
         return as_numpy(self.data, dtype, copy)
 
     def __copy__(self) -> Data:
-        made = Data(self._dtype, self._ndim, self._minibatch, self._name)
-        made.set_value(self.data)
-        return made
+        copied = Data(self._dtype, self._ndim, self._minibatch, self._name)
+        copied.set_value(self.data)
+        return copied
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Data:
         return self.__copy__()
@@ -307,10 +307,10 @@ class Data:
         self._array = self._segment.array(shape, self._dtype)
         if not keep or not self._ndim:
             return self._array
-        kept = min(len(old), len(self._array)) if old.shape[1:] == shape[1:] else 0
-        if kept and old.ctypes.data != self._array.ctypes.data:
-            self._array[:kept] = old[:kept]
-        self._array[kept:] = 0
+        n_kept = min(len(old), len(self._array)) if old.shape[1:] == shape[1:] else 0
+        if n_kept and old.ctypes.data != self._array.ctypes.data:
+            self._array[:n_kept] = old[:n_kept]
+        self._array[n_kept:] = 0
         return self._array
 
     def _use_segment(self, segment: ranks.Segment) -> None:
@@ -409,12 +409,12 @@ def data(
         ndim = len(_to_lengths(shape))
     if dtype is None or ndim is None:
         raise TypeError("data() needs var, or value, or dtype with ndim or shape, to know dtype and dimensions")
-    made = Data(_to_dtype(dtype), check_at_least(ndim, "ndim", 0), minibatch, name)
+    created = Data(_to_dtype(dtype), check_at_least(ndim, "ndim", 0), minibatch, name)
     if value is not None:
-        made._set_value(value, force_cast, oversize, "value")
+        created._set_value(value, force_cast, oversize, "value")
     else:
-        made.set_shape((0,) * ndim if shape is None else shape, oversize)
-    return made
+        created.set_shape((0,) * ndim if shape is None else shape, oversize)
+    return created
 
 
 def as_numpy(array: np.ndarray, dtype: npt.DTypeLike | None, copy: bool | None) -> np.ndarray:

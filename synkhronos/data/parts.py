@@ -32,7 +32,7 @@ class PartsData(ReadOnlyData):
 
     Attributes
     ----------
-    here : range
+    local_rows : range
         Rows of this host: all rows if there is one host.
     """
 
@@ -50,7 +50,7 @@ class PartsData(ReadOnlyData):
 
     @property
     def data(self) -> np.ndarray:
-        """NumPy array of all rows, read-only.  On several hosts use ``data[here.start : here.stop]`` instead.
+        """NumPy array of all rows, read-only.  On several hosts index the object instead, with rows of `local_rows`.
 
         Raises
         ------
@@ -238,7 +238,7 @@ class _LoadFunction:
     def __init__(self, load: Callable[[int, int], npt.ArrayLike]):
         self.load = load
 
-    def to_device(self) -> None:
+    def move_to_device(self) -> None:
         """Do nothing: a function has no values on a device."""
 
 
@@ -259,24 +259,24 @@ class _LoadRows(Command):
 
     def run(self, rank: Rank) -> tuple[tuple[int, ...], str]:
         """Load this rank's rows; return a row's shape, and the dtype."""
-        mine = get_share(self.length, rank.size, rank.number)
-        rows = self._call_load(rank, mine.start, mine.stop) if mine.stop > mine.start else None
+        share = get_share(self.length, rank.size, rank.number)
+        rows = self._call_load(rank, share.start, share.stop) if share.stop > share.start else None
         shape, dtype = self._gather_layout(rank, rows)
-        here, row_nbytes = rank.control.local_ranks, math.prod(shape) * np.dtype(dtype).itemsize
-        nbytes, rows_here = max(1, self.length * row_nbytes), _find_rank_rows(self.length, rank.size, here)
-        allocated = range(rows_here.start * row_nbytes, rows_here.stop * row_nbytes)
+        local_ranks, row_nbytes = rank.control.local_ranks, math.prod(shape) * np.dtype(dtype).itemsize
+        nbytes, local_rows = max(1, self.length * row_nbytes), _find_rank_rows(self.length, rank.size, local_ranks)
+        allocated = range(local_rows.start * row_nbytes, local_rows.stop * row_nbytes)
         with contextlib.ExitStack() as files:
             descriptor = None
-            if rank.number == here.start:
+            if rank.number == local_ranks.start:
                 file = files.enter_context(create_unlinked(nbytes, [allocated]))
                 descriptor = os.getpid(), file.fileno()
-            pid, number = rank.all_gather(descriptor)[here.start]
-            if rank.number != here.start:
+            pid, number = rank.all_gather(descriptor)[local_ranks.start]
+            if rank.number != local_ranks.start:
                 file = files.enter_context(io.FileIO(f"/proc/{pid}/fd/{number}", "r+"))
             segment = Segment(self.key, file.fileno(), nbytes, local_bytes=allocated)
             rank.segments.add(segment)
             if rows is not None:
-                segment.array((self.length, *shape), dtype)[mine] = rows
+                segment.array((self.length, *shape), dtype)[share] = rows
             rank.barrier()  # before any rank closes the file, or reads the rows of another
         return shape, dtype
 
@@ -294,12 +294,12 @@ class _LoadRows(Command):
     def _gather_layout(self, rank: Rank, rows: np.ndarray | None) -> tuple[tuple[int, ...], str]:
         """Return a row's shape and the dtype; raise ValueError if they differ between ranks."""
         by_rank = rank.all_gather(None if rows is None else (rows.shape[1:], rows.dtype.str))
-        first: tuple[tuple[int, ...], str] = by_rank[0]  # rank 0 always has rows
-        for r, other in enumerate(by_rank):
-            if other not in (None, first):
+        layout: tuple[tuple[int, ...], str] = by_rank[0]  # rank 0 always has rows
+        for r, rank_layout in enumerate(by_rank):
+            if rank_layout not in (None, layout):
                 message = (
-                    f"load: expected rows of one shape and dtype, got {first[0]} of {np.dtype(first[1])} on rank 0, "
-                    f"and {other[0]} of {np.dtype(other[1])} on rank {r}"
+                    f"load: expected rows of one shape and dtype, got {layout[0]} of {np.dtype(layout[1])} on rank 0, "
+                    f"and {rank_layout[0]} of {np.dtype(rank_layout[1])} on rank {r}"
                 )
                 rank.raise_collectively(ValueError(message))
-        return first
+        return layout

@@ -83,27 +83,27 @@ def select_unbounded(batch: Any, name: str = "batch") -> Selection:
     """
     if isinstance(batch, slice):
         select(batch, 0, name)  # checks that the bounds are integers
-        far = batch.start if (batch.step or 1) < 0 else batch.stop
-        if far is None or min(far, batch.start or 0, batch.stop or 0) < 0:
+        bound = batch.start if (batch.step or 1) < 0 else batch.stop
+        if bound is None or min(bound, batch.start or 0, batch.stop or 0) < 0:
             raise ValueError(f"{name}: with minibatch inputs alone a slice needs bounds from the start, got {batch!r}")
-        return select(batch, far + 1, name)
+        return select(batch, bound + 1, name)
     if isinstance(batch, int | np.integer) and not isinstance(batch, bool):
         return select(batch, max(0, int(batch)), name)
     if not isinstance(batch, range | bool | np.bool_):
         index = as_index_array(batch, name)
         if index.dtype == bool:
             return np.flatnonzero(index)
-    most = int(np.iinfo(np.int64).max)
-    rows = select(batch, most, name)
-    if find_max_row(rows) > most // 2:  # a negative index
+    max_length = int(np.iinfo(np.int64).max)
+    rows = select(batch, max_length, name)
+    if find_max_row(rows) > max_length // 2:  # a negative index
         raise IndexError(f"{name}: with minibatch inputs alone indexes need to be from the start, got {batch!r:.80}")
     return rows
 
 
-_ANY = "None, an int, a slice, a list or array of indexes, or a boolean mask"
+_VALID_BATCHES = "None, an int, a slice, a list or array of indexes, or a boolean mask"
 
 
-def as_index_array(batch: Any, name: str, expected: str = _ANY) -> np.ndarray:
+def as_index_array(batch: Any, name: str, expected: str = _VALID_BATCHES) -> np.ndarray:
     """Return a list of indexes as an array of int64, or a mask as an array of bool.
 
     No index is compared with a length.
@@ -157,9 +157,9 @@ def get_share(n_rows: int, n_shares: int, index: int) -> slice:
     >>> [get_share(7, 3, rank) for rank in range(3)]
     [slice(0, 3, None), slice(3, 5, None), slice(5, 7, None)]
     """
-    each, odd = divmod(n_rows, n_shares)
-    start = index * each + min(index, odd)
-    return slice(start, start + each + (index < odd))
+    quotient, remainder = divmod(n_rows, n_shares)
+    start = index * quotient + min(index, remainder)
+    return slice(start, start + quotient + (index < remainder))
 
 
 def split(rows: Selection, n_shares: int) -> Iterator[Selection]:

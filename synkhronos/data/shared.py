@@ -39,29 +39,29 @@ def is_published(array: Data) -> bool:
 
 def create_unpublished(shape: tuple[int, ...], dtype: npt.DTypeLike) -> Data:
     """Return a new array of zeros whose rows ranks transfer between hosts themselves, under a lock of a task."""
-    made = data(shape=shape, dtype=dtype)
-    made._is_published = False
-    return made
+    array = data(shape=shape, dtype=dtype)
+    array._is_published = False
+    return array
 
 
 def copy_to_shared(array: np.ndarray) -> Data:
     """Return a copy of an array in shared memory."""
-    made = Data(array.dtype, array.ndim)
-    made._reshape(array.shape)[...] = array
-    return made
+    copied = Data(array.dtype, array.ndim)
+    copied._reshape(array.shape)[...] = array
+    return copied
 
 
 def create_with_file(shape: tuple[int, ...], dtype: np.dtype, name: str) -> tuple[Data, io.FileIO]:
     """Return a new array of zeros with the open file of its memory, which a process that is no rank can map."""
-    made = Data(dtype, len(shape), name=name)
-    session, nbytes = made._session, max(1, math.prod(shape) * dtype.itemsize)
+    array = Data(dtype, len(shape), name=name)
+    session, nbytes = array._session, max(1, math.prod(shape) * dtype.itemsize)
     with session.call_lock:
         session.wait_until_idle()
         file = session.memory.create_file(nbytes)
         duplicate = io.FileIO(os.dup(file.fileno()), "r+")  # the other is closed once all ranks have mapped it
-        made._use_segment(session.memory.add_file(file, nbytes))
-        made._reshape(shape)
-    return made, duplicate
+        array._use_segment(session.memory.add_file(file, nbytes))
+        array._reshape(shape)
+    return array, duplicate
 
 
 class Buffers:

@@ -207,12 +207,14 @@ def _find_library(**arguments: list[Any]) -> GraphLibrary:
         for value in values:
             variable = getattr(value, "variable", value)  # of an In or an Out
             try:
-                found = library_of(variable)
+                own_library = library_of(variable)
             except TypeError as error:
                 raise TypeError(f"{name}: {error}") from None
-            if library is not None and found is not library:
-                raise TypeError(f"{name}: {variable!r} is {found.name}'s, but other arguments are {library.name}'s")
-            library = found
+            if library is not None and own_library is not library:
+                raise TypeError(
+                    f"{name}: {variable!r} is {own_library.name}'s, but other arguments are {library.name}'s"
+                )
+            library = own_library
     if library is None:
         loaded = list_loaded_libraries()
         if len(loaded) != 1:

@@ -80,12 +80,12 @@ class ScatteredInput(NamedTuple):
     def select_share(self, rank: Rank) -> Selection:
         """Return the array's rows that this rank computes."""
         rows: Selection = self.rows if isinstance(self.rows, range) else self.rows.view(rank.segments)
-        mine = rows[get_share(len(rows), rank.size, rank.number)]
+        share = rows[get_share(len(rows), rank.size, rank.number)]
         if not self.offset:
-            return mine
-        if isinstance(mine, range):
-            return range(mine.start - self.offset, mine.stop - self.offset, mine.step)
-        return mine - self.offset
+            return share
+        if isinstance(share, range):
+            return range(share.start - self.offset, share.stop - self.offset, share.step)
+        return share - self.offset
 
 
 class _CallFields(NamedTuple):
@@ -245,19 +245,19 @@ class RankCall:
         self.runner = compiled.runner
         self._shares: list[Selection | None] = []
         # Inputs with the same rows share one selection, which devices copy only once.
-        known: dict[Any, Selection] = {}
+        shares: dict[Any, Selection] = {}
         for entry in call.inputs:
             if isinstance(entry, ScatteredInput):
-                mine = known.get((entry.rows, entry.offset))
-                if mine is None:
-                    mine = known[entry.rows, entry.offset] = entry.select_share(rank)
-                self._shares.append(mine)
+                share = shares.get((entry.rows, entry.offset))
+                if share is None:
+                    share = shares[entry.rows, entry.offset] = entry.select_share(rank)
+                self._shares.append(share)
             else:
                 self._shares.append(None)
         self._sliceable_rows = self._select_sliceable_rows() if call.variant.row_inputs is not None else None
         self.values: list[Any] = []
         if call.n_rows is not None:
-            self.n_rows = len(next(mine for mine in self._shares if mine is not None))
+            self.n_rows = len(next(share for share in self._shares if share is not None))
         elif computation.sliceable:
             self.n_rows = (
                 self._get_sliceable_lengths()[0] if self._sliceable_rows is None else len(self._sliceable_rows)
@@ -323,13 +323,14 @@ class RankCall:
         count = max(1, min(call.n_slices, *lengths))
         updates = self.computation.list_accumulated_updates()
         totals = [Accumulator(op) for op in [*ops, *(op for _, op in updates)]]
-        slices = [None if mine is None else list(split(mine, count)) for mine in self._shares]
+        slices = [None if share is None else list(split(share, count)) for share in self._shares]
         sliceable_slices = None if self._sliceable_rows is None else list(split(self._sliceable_rows, count))
         for i in range(count):
-            rows = [None if each is None else each[i] for each in slices]
+            rows = [None if selection is None else selection[i] for selection in slices]
             sliceable_rows = None if sliceable_slices is None else sliceable_slices[i]
             weight = next(
-                (len(each) for each in rows if each is not None), 1 if sliceable_rows is None else len(sliceable_rows)
+                (len(selection) for selection in rows if selection is not None),
+                1 if sliceable_rows is None else len(sliceable_rows),
             )
             values = self._launch(rows, sliceable_rows)
             for total, value in zip(totals, values, strict=True):
@@ -361,8 +362,8 @@ class RankCall:
         rank, computation, buffers = self._rank, self.computation, self.computation.buffers
         devices = computation.choose_input_devices(self.runner)
         values = [
-            device.stage_input(rank, buffers, position, entry.array, mine, entry.is_mutable)
-            for position, (device, entry, mine) in enumerate(zip(devices, self._call.inputs, rows, strict=True))
+            device.stage_input(rank, buffers, position, entry.array, selection, entry.is_mutable)
+            for position, (device, entry, selection) in enumerate(zip(devices, self._call.inputs, rows, strict=True))
         ]
         if sliceable_rows is not None:
             if self._call.variant.row_inputs == "slice":

@@ -190,7 +190,7 @@ class Computation:
             self.compiled.clear()
             self.buffers.clear()
 
-    def to_device(self) -> None:
+    def move_to_device(self) -> None:
         """Move the values of the shared variables to the device."""
         if not self.device.moves_shareds:
             return

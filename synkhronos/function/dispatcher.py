@@ -77,8 +77,8 @@ class Dispatcher:
         The caller holds the session's `call_lock` until it has passed the command's result to `finish`.
         """
         variant = self._choose_variant(batch_s, num_slices, output_subset)
-        shared_inputs, n_rows = self.inputs.share_inputs(session, inputs, named_inputs, batch)
-        shared_batch_s = None if batch_s is None else self.inputs.share_batch_s(session, batch_s)
+        shared_inputs, n_rows = self.inputs.put_inputs(session, inputs, named_inputs, batch)
+        shared_batch_s = None if batch_s is None else self.inputs.put_batch_s(session, batch_s)
         has_updates = bool(self.computation.updates)
         try:
             self.ensure_distributed(session)
@@ -171,7 +171,7 @@ class Dispatcher:
         self._compiled = set()
         self.computation.reset_if_engine_changed()
         session.rank.objects[self.key] = weakref.ref(self.computation)
-        self.computation.to_device()
+        self.computation.move_to_device()
         session.memory.release_with(self, "object", self.key)
 
     def _note_replacement(self) -> None:
@@ -198,7 +198,8 @@ def distribute_new(session: Session) -> None:
 
 def _distribute(session: Session, dispatchers: Sequence[Dispatcher]) -> None:
     """Send computations to the workers, those of one graph library in one message."""
-    dispatchers = sorted((one for one in dispatchers if one.session is not session), key=lambda one: one.key)
+    dispatchers = [dispatcher for dispatcher in dispatchers if dispatcher.session is not session]
+    dispatchers.sort(key=lambda dispatcher: dispatcher.key)
     by_library: dict[str, list[Dispatcher]] = {}
     for dispatcher in dispatchers:
         by_library.setdefault(dispatcher.computation.library.name, []).append(dispatcher)
@@ -212,8 +213,8 @@ def _distribute(session: Session, dispatchers: Sequence[Dispatcher]) -> None:
             for computation in computations:
                 try:
                     computation.check_picklable()
-                except TypeError as found:
-                    raise TypeError(f"{computation.name}: {found}") from found.__cause__
+                except TypeError as kwarg_error:
+                    raise TypeError(f"{computation.name}: {kwarg_error}") from kwarg_error.__cause__
             raise TypeError(f"{', '.join(computation.name for computation in computations)}: {error}") from error
     for dispatcher in dispatchers:
         dispatcher.mark_distributed(session)

@@ -26,9 +26,9 @@ class Function:
     copy, or an unpickled function, has copies of them with their values in the master.
     """
 
-    def __init__(self, computation: Computation, single: bool):
+    def __init__(self, computation: Computation, is_single_output: bool):
         self._computation = computation
-        self._single = single
+        self._is_single = is_single_output
         self._dispatcher = Dispatcher(computation)
 
     # -- attributes ------------------------------------------------------------------------------------------
@@ -59,7 +59,7 @@ class Function:
     # -- copies ----------------------------------------------------------------------------------------------
 
     def __copy__(self) -> Function:
-        return _make_function(copy.copy(self._computation), self._single)
+        return _make_function(copy.copy(self._computation), self._is_single)
 
     def __reduce__(self) -> Any:
         # The nodes in topological order: otherwise pickle would recurse as deep as the graph is.
@@ -67,18 +67,18 @@ class Function:
         return _unpickle_function, (
             computation.library.sort_nodes(computation.list_variables()),
             computation,
-            self._single,
+            self._is_single,
         )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Function:
         computation = self._computation
-        make, arguments = self.__reduce__()
+        rebuild, arguments = self.__reduce__()
         for shared in self.get_shared():
             # PyTensor's containers can pickle arrays of devices, but not copy them.
             if find_device(computation.library.get(shared)).moves_shareds and id(shared.container) not in memo:
                 memo[id(shared.container)] = pickle.loads(pickle.dumps(shared.container))
-        made: Function = make(*copy.deepcopy(arguments, memo))
-        return made
+        copied: Function = rebuild(*copy.deepcopy(arguments, memo))
+        return copied
 
     # -- calls -----------------------------------------------------------------------------------------------
 
@@ -147,7 +147,7 @@ class Function:
             dispatcher = self._dispatcher
             call = dispatcher.prepare(session, inputs, named_inputs, batch, batch_s, num_slices, output_subset)
             outputs = dispatcher.finish(session, call, session.run(call))
-            return outputs[0] if self._single and outputs else outputs
+            return outputs[0] if self._is_single and outputs else outputs
 
     def as_theano(self, *args: Any, **kwargs: Any) -> Any:
         """Run the graph library's plain function in the master alone, on all rows.
@@ -166,8 +166,8 @@ class Function:
         named = {key: np.asarray(arg) if isinstance(arg, Data) else arg for key, arg in kwargs.items()}
         result = self._computation.compile(PLAIN).function(*plain, **named)
         if isinstance(result, list | tuple):
-            return result[0] if self._single else list(result)
-        return [] if result is None else result if self._single else [result]
+            return result[0] if self._is_single else list(result)
+        return [] if result is None else result if self._is_single else [result]
 
     def build_inputs(
         self,
@@ -213,11 +213,11 @@ class Function:
             flags = list(minibatch)
         else:
             flags = [minibatch] * len(entries)
-        made = [
+        arrays = [
             data(value, var=entry.variable, minibatch=flag, force_cast=force_cast, oversize=oversize, name=entry.name)
             for value, entry, flag in zip(values, entries, flags, strict=True)
         ]
-        return made[0] if len(made) == 1 else made
+        return arrays[0] if len(arrays) == 1 else arrays
 
 
 def function(
@@ -280,12 +280,12 @@ def function(
     return _make_function(computation, is_single(outputs))
 
 
-def _make_function(computation: Computation, single: bool) -> Function:
+def _make_function(computation: Computation, is_single_output: bool) -> Function:
     """Return a new function, and register it for `distribute`."""
-    made = Function(computation, single)
+    function = Function(computation, is_single_output)
     register_shareds(computation.list_shareds())
-    register(made._dispatcher)
-    return made
+    register(function._dispatcher)
+    return function
 
 
 def get_dispatcher(function: Function) -> Dispatcher:
@@ -293,8 +293,8 @@ def get_dispatcher(function: Function) -> Dispatcher:
     return function._dispatcher
 
 
-def _unpickle_function(nodes: Sequence[Any], computation: Computation, single: bool) -> Function:
-    return _make_function(computation, single)
+def _unpickle_function(nodes: Sequence[Any], computation: Computation, is_single_output: bool) -> Function:
+    return _make_function(computation, is_single_output)
 
 
 def distribute() -> None:

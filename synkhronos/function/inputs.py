@@ -70,7 +70,7 @@ class CallInputs:
                 values[i] = entry.default[0]
         return values
 
-    def share_inputs(
+    def put_inputs(
         self, session: Session, args: Sequence[Any], named: dict[str, Any] | None, batch: Any
     ) -> tuple[tuple[ScatteredInput | BroadcastInput, ...], int | None]:
         """Check the inputs of a call, select their rows, and put arrays into shared memory.
@@ -180,7 +180,7 @@ class CallInputs:
         array = locate(value) if isinstance(value, Data) else self._buffers.write(position, value)
         return BroadcastInput(array, self.computation.inputs[position].mutable)
 
-    def share_batch_s(self, session: Session, batch_s: Any) -> tuple[Any, ...]:
+    def put_batch_s(self, session: Session, batch_s: Any) -> tuple[Any, ...]:
         """Check ``batch_s`` and put its indexes into shared memory; only the ranks know how many rows they have.
 
         Returns
@@ -214,7 +214,7 @@ def _shorten(value: Any) -> str:
 def has_only_slices(batch_s: Any) -> bool:
     """Whether ``batch_s`` selects contiguous rows on every rank."""
     selections = batch_s if isinstance(batch_s, list | tuple) else [batch_s]
-    return all(isinstance(one, slice) and one.step in (None, 1) for one in selections) and len(selections) > 0
+    return len(selections) > 0 and all(isinstance(item, slice) and item.step in (None, 1) for item in selections)
 
 
 def split_by_rank(batch_s: Any, size: int, name: str = "batch_s") -> list[Any] | None:
@@ -236,7 +236,7 @@ def split_by_rank(batch_s: Any, size: int, name: str = "batch_s") -> list[Any] |
     if isinstance(batch_s, slice):
         return None
     if isinstance(batch_s, list | tuple) and any(
-        isinstance(one, slice | list | tuple | range) or isinstance(one, np.ndarray) and one.ndim for one in batch_s
+        isinstance(item, slice | list | tuple | range) or isinstance(item, np.ndarray) and item.ndim for item in batch_s
     ):
         if len(batch_s) != size:
             raise ValueError(f"{name}: expected one choice of rows for each of {size} ranks, got {len(batch_s)}")

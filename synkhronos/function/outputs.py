@@ -3,7 +3,7 @@
 Every rank computes the outputs of its own rows, and the master returns one value per output.  There are two ways:
 
 - Scalars, the common case in a training loop, are packed into one record per call.  Each worker writes its record into
-  its slot and continues without waiting for the master.
+  its slot and continues without pending_calls for the master.
 - Outputs of any shape are reduced one at a time.  All ranks gather the shapes, with the contents of small arrays.
   Large arrays are gathered or reduced through shared memory, in chunks.
 """
@@ -132,19 +132,19 @@ class RankOutputs(NamedTuple):
             For each call the result of `reduce`.
         """
         results: list[Any] = []
-        waiting: list[RankOutputs] = []
+        pending_calls: list[RankOutputs] = []
         nbytes = 0
-        for mine in calls:
-            size = None if mine.spec.scalar_dtypes is None else _record_dtype(mine.spec.scalar_dtypes).itemsize
-            if waiting and (size is None or nbytes + size > MAX_SLOT_NBYTES):
-                results += _reduce_scalars_of_many(rank, waiting)
-                waiting, nbytes = [], 0
+        for outputs in calls:
+            size = None if outputs.spec.scalar_dtypes is None else _record_dtype(outputs.spec.scalar_dtypes).itemsize
+            if pending_calls and (size is None or nbytes + size > MAX_SLOT_NBYTES):
+                results += _reduce_scalars_of_many(rank, pending_calls)
+                pending_calls, nbytes = [], 0
             if size is None:
-                results.append(_reduce_arrays(rank, mine))
+                results.append(_reduce_arrays(rank, outputs))
             else:
-                waiting.append(mine)
+                pending_calls.append(outputs)
                 nbytes += size
-        return results + _reduce_scalars_of_many(rank, waiting) if waiting else results
+        return results + _reduce_scalars_of_many(rank, pending_calls) if pending_calls else results
 
 
 class _RaisingCallable:
@@ -169,21 +169,21 @@ def _record_dtype(dtypes: tuple[np.dtype | None, ...]) -> np.dtype:
     return np.dtype([("rows", np.int64), *((str(i), dtype) for i, dtype in enumerate(dtypes) if dtype is not None)])
 
 
-def _reduce_scalars(rank: Rank, mine: RankOutputs) -> list[Any] | None:
+def _reduce_scalars(rank: Rank, outputs: RankOutputs) -> list[Any] | None:
     """Reduce one call's scalars.  The record is packed by hand, which is faster than NumPy for a single one."""
-    records = rank.gather(b"" if rank.is_master else _pack_record(mine))
+    records = rank.gather(b"" if rank.is_master else _pack_record(outputs))
     if records is None:
         return None
-    dtypes = mine.spec.scalar_dtypes or ()
-    own = mine.n_rows, mine.values
+    dtypes = outputs.spec.scalar_dtypes or ()
+    own = outputs.n_rows, outputs.values
     by_rank = [own if r == rank.number else _unpack_record(record, dtypes) for r, record in enumerate(records)]
-    return _reduce_values(mine, by_rank)
+    return _reduce_values(outputs, by_rank)
 
 
-def _pack_record(mine: RankOutputs) -> bytes:
-    parts = [mine.n_rows.to_bytes(8, "little")]
-    if mine.n_rows:
-        for value, dtype in zip(mine.values, mine.spec.scalar_dtypes or (), strict=True):
+def _pack_record(outputs: RankOutputs) -> bytes:
+    parts = [outputs.n_rows.to_bytes(8, "little")]
+    if outputs.n_rows:
+        for value, dtype in zip(outputs.values, outputs.spec.scalar_dtypes or (), strict=True):
             if dtype is not None:
                 parts.append(np.asarray(value, dtype).tobytes())
     return b"".join(parts)
@@ -203,33 +203,35 @@ def _unpack_record(record: bytes, dtypes: Sequence[np.dtype | None]) -> tuple[in
 def _reduce_scalars_of_many(rank: Rank, calls: Sequence[RankOutputs]) -> list[Any]:
     """Reduce the scalars of many calls, whose records fit into one message."""
     # Grouped by the specification, not by its dtypes: NumPy 1.23 takes None for a dtype when it compares.
-    runs = [list(run) for _, run in groupby(calls, lambda mine: mine.spec)]
-    mine = [_pack_records(run) for run in runs]
-    messages = rank.gather(b"" if rank.is_master else b"".join([records.tobytes() for records in mine]))
+    groups = [list(group) for _, group in groupby(calls, lambda outputs: outputs.spec)]
+    own_records = [_pack_records(group) for group in groups]
+    messages = rank.gather(b"" if rank.is_master else b"".join([records.tobytes() for records in own_records]))
     if messages is None:
         return [None] * len(calls)
     results: list[Any] = []
     offset = 0
-    for run, own in zip(runs, mine, strict=True):
+    for group, own in zip(groups, own_records, strict=True):
         by_rank = [
-            own if r == rank.number else np.frombuffer(message, own.dtype, len(run), offset)
+            own if r == rank.number else np.frombuffer(message, own.dtype, len(group), offset)
             for r, message in enumerate(messages)
         ]
-        results += _reduce_run(run, by_rank)
+        results += _reduce_run(group, by_rank)
         offset += own.nbytes
     return results
 
 
-def _pack_records(run: Sequence[RankOutputs]) -> np.ndarray:
+def _pack_records(group: Sequence[RankOutputs]) -> np.ndarray:
     """Return this rank's records of calls with the same specification."""
-    dtypes = run[0].spec.scalar_dtypes or ()
+    dtypes = group[0].spec.scalar_dtypes or ()
     reduced = [i for i, dtype in enumerate(dtypes) if dtype is not None]
     empty = 0, *(0 for _ in reduced)
-    records = [(mine.n_rows, *[mine.values[i] for i in reduced]) if mine.n_rows else empty for mine in run]
+    records = [
+        (outputs.n_rows, *[outputs.values[i] for i in reduced]) if outputs.n_rows else empty for outputs in group
+    ]
     return np.array(records, _record_dtype(dtypes))
 
 
-def _reduce_run(run: Sequence[RankOutputs], by_rank: Sequence[np.ndarray]) -> list[Any]:
+def _reduce_run(group: Sequence[RankOutputs], by_rank: Sequence[np.ndarray]) -> list[Any]:
     """Reduce the records of calls with the same specification.
 
     If each rank computed the same number of rows in all of them, the calls are reduced at once, as vectors.
@@ -241,34 +243,37 @@ def _reduce_run(run: Sequence[RankOutputs], by_rank: Sequence[np.ndarray]) -> li
     by_rank : sequence of structured array
         Each rank's records of them.
     """
-    ops, dtypes = run[0].spec.ops, run[0].spec.scalar_dtypes or ()
+    ops, dtypes = group[0].spec.ops, group[0].spec.scalar_dtypes or ()
     n_rows = [int(records["rows"][0]) for records in by_rank]
-    is_uniform = all((records["rows"] == n).all() for records, n in zip(by_rank, n_rows, strict=True))
+    is_uniform = all((records["rows"] == count).all() for records, count in zip(by_rank, n_rows, strict=True))
     if not is_uniform or 0 in n_rows or any(op.name == "gather" for op in ops):
         unpacked = [[_unpack_record(record.tobytes(), dtypes) for record in records] for records in by_rank]
-        return [_reduce_values(mine, each) for mine, each in zip(run, zip(*unpacked, strict=True), strict=True)]
+        return [
+            _reduce_values(outputs, contributions)
+            for outputs, contributions in zip(group, zip(*unpacked, strict=True), strict=True)
+        ]
     columns: list[Any] = []
     for i, op in enumerate(ops):
         if op.name is None:
-            columns.append([mine.values[i] for mine in run])
+            columns.append([outputs.values[i] for outputs in group])
             continue
         total = Accumulator(op)
-        for records, n in zip(by_rank, n_rows, strict=True):
-            total.add(np.ascontiguousarray(records[str(i)]), n)
+        for records, count in zip(by_rank, n_rows, strict=True):
+            total.add(np.ascontiguousarray(records[str(i)]), count)
         reduced = total.result()
-        columns.append([reduced[k, ...] for k in range(len(run))])
-    return [list(row) for row in zip(*columns, strict=True)] if columns else [[] for _ in run]
+        columns.append([reduced[k, ...] for k in range(len(group))])
+    return [list(row) for row in zip(*columns, strict=True)] if columns else [[] for _ in group]
 
 
-def _reduce_values(mine: RankOutputs, by_rank: Sequence[tuple[int, list[Any]]]) -> list[Any]:
+def _reduce_values(outputs: RankOutputs, by_rank: Sequence[tuple[int, list[Any]]]) -> list[Any]:
     """Reduce values that the master has; ``by_rank`` has each rank's number of rows and its values."""
     contributions = [(n_rows, values) for n_rows, values in by_rank if n_rows]
     if not contributions:
-        return mine.values or mine.compute_empty()
+        return outputs.values or outputs.compute_empty()
     results = []
-    for i, op in enumerate(mine.spec.ops):
+    for i, op in enumerate(outputs.spec.ops):
         if op.name is None:
-            results.append(mine.values[i] if mine.n_rows else None)
+            results.append(outputs.values[i] if outputs.n_rows else None)
             continue
         total = Accumulator(op)
         for n_rows, values in contributions:
@@ -280,18 +285,18 @@ def _reduce_values(mine: RankOutputs, by_rank: Sequence[tuple[int, list[Any]]]) 
 # -- arrays ------------------------------------------------------------------------------------------------------
 
 
-def _reduce_arrays(rank: Rank, mine: RankOutputs) -> Any:
+def _reduce_arrays(rank: Rank, outputs: RankOutputs) -> Any:
     """Reduce outputs of any shape: all ranks gather the layouts, and large arrays go through a communicator."""
-    host = [None if op.name is None else np.asarray(v) for v, op in zip(mine.values, mine.spec.ops, strict=False)]
-    own: Any = (mine.n_rows, [_pack_array(value) for value in host] if mine.n_rows else [])
+    host = [None if op.name is None else np.asarray(v) for v, op in zip(outputs.values, outputs.spec.ops, strict=False)]
+    own: Any = (outputs.n_rows, [_pack_array(value) for value in host] if outputs.n_rows else [])
     by_rank = rank.all_gather(own) if rank.size > 1 else [own]
     contributors = [r for r, (n_rows, _) in enumerate(by_rank) if n_rows]
     if not contributors:
-        return _reduce_values(mine, by_rank) if rank.is_master else None
+        return _reduce_values(outputs, by_rank) if rank.is_master else None
     results: list[Any] = []
-    for i, op in enumerate(mine.spec.ops):
+    for i, op in enumerate(outputs.spec.ops):
         if op.name is None:
-            results.append(mine.values[i] if mine.n_rows else None)
+            results.append(outputs.values[i] if outputs.n_rows else None)
             continue
         entries = {r: by_rank[r][1][i] for r in contributors}
         layouts: dict[int, ArrayLayout] = {r: (shape, np.dtype(dtype)) for r, (shape, dtype, _) in entries.items()}
@@ -303,10 +308,10 @@ def _reduce_arrays(rank: Rank, mine: RankOutputs) -> Any:
                     total.add(host[i] if r == rank.number else _unpack_array(*entries[r]), by_rank[r][0])
                 results.append(total.result())
         elif op.name == "gather":
-            results.append(_gather_large(rank, host[i] if mine.n_rows else None, layouts))
+            results.append(_gather_large(rank, host[i] if outputs.n_rows else None, layouts))
         else:
             weights = {r: by_rank[r][0] for r in contributors}
-            results.append(_reduce_large(rank, op, host[i] if mine.n_rows else None, layouts, weights))
+            results.append(_reduce_large(rank, op, host[i] if outputs.n_rows else None, layouts, weights))
     return results if rank.is_master else None
 
 
@@ -327,9 +332,9 @@ def _check_shapes(rank: Rank, position: int, op: ReductionOp, layouts: dict[int,
     shapes = {r: shape for r, (shape, _) in layouts.items()}
     compared = {shape if op.is_elementwise else shape[1:] for shape in shapes.values()}
     if len(compared) > 1:
-        needed = "the same shape" if op.is_elementwise else "equal lengths of all axes but axis 0"
-        each = ", ".join(f"rank {r} has {shape}" for r, shape in shapes.items())
-        message = f"output {position}: op {op.spelling!r} needs {needed} on all ranks, but {each}"
+        condition = "the same shape" if op.is_elementwise else "equal lengths of all axes but axis 0"
+        shapes_text = ", ".join(f"rank {r} has {shape}" for r, shape in shapes.items())
+        message = f"output {position}: op {op.spelling!r} needs {condition} on all ranks, but {shapes_text}"
         rank.raise_collectively(ValueError(message))
 
 
@@ -337,9 +342,9 @@ def _gather_large(rank: Rank, value: np.ndarray | None, layouts: dict[int, Array
     """Join large arrays along axis 0 in the master; ``value`` is None on a rank without rows."""
     communicator = HOST.get_communicator(rank)
     all_layouts = [layouts.get(r) for r in range(rank.size)]
-    mine = None if value is None else np.ascontiguousarray(value)
+    own = None if value is None else np.ascontiguousarray(value)
     if not rank.is_master:
-        communicator.gather(mine, rank.root, all_layouts, None)
+        communicator.gather(own, rank.root, all_layouts, None)
         return None
     (_, *rest), dtype = next(iter(layouts.values()))
     joined = np.empty((sum(shape[0] for shape, _ in layouts.values()), *rest), dtype)
@@ -348,7 +353,7 @@ def _gather_large(rank: Rank, value: np.ndarray | None, layouts: dict[int, Array
         length = 0 if layout is None else layout[0][0]
         out.append(None if layout is None else joined[start : start + length])
         start += length
-    communicator.gather(mine, rank.root, all_layouts, out)
+    communicator.gather(own, rank.root, all_layouts, out)
     return joined
 
 
@@ -360,15 +365,15 @@ def _reduce_large(
     Each rank weights its own values, so that the reduction over ranks is a plain one, followed by a division.
     """
     shape, dtype = next(iter(layouts.values()))
-    working = op.reduction.choose_accumulator_dtype(dtype)
-    mine = None
+    accumulator_dtype = op.reduction.choose_accumulator_dtype(dtype)
+    own = None
     if value is not None:
-        mine = np.ascontiguousarray(value, working)
+        own = np.ascontiguousarray(value, accumulator_dtype)
         if op.reduction.weights_rows:
-            mine = np.multiply(mine, weights[rank.number], dtype=working)
-    out = np.empty(shape, working) if rank.is_master else None
-    plain = "sum" if op.reduction.divides else str(op.name)
-    HOST.get_communicator(rank).reduce(mine, plain, rank.root, out, (shape, working), sorted(layouts))
+            own = np.multiply(own, weights[rank.number], dtype=accumulator_dtype)
+    out = np.empty(shape, accumulator_dtype) if rank.is_master else None
+    op_name = "sum" if op.reduction.divides else str(op.name)
+    HOST.get_communicator(rank).reduce(own, op_name, rank.root, out, (shape, accumulator_dtype), sorted(layouts))
     if out is None:
         return None
     if op.reduction.divides:

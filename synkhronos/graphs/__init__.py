@@ -53,9 +53,9 @@ def library_of(*variables: Any) -> GraphLibrary:
     >>> library_of(pt.matrix("x")).name
     'pytensor'
     """
-    found: GraphLibrary | None = None
-    if len(variables) == 1 and (found := _by_class.get(type(variables[0]))) is not None:
-        return found
+    common: GraphLibrary | None = None
+    if len(variables) == 1 and (common := _by_class.get(type(variables[0]))) is not None:
+        return common
     for variable in variables:
         for library in list_loaded_libraries():
             if library.is_variable(variable):
@@ -65,9 +65,9 @@ def library_of(*variables: Any) -> GraphLibrary:
                 f"expected a variable of PyTensor or Theano, got {variable!r} of type "
                 f"{type(variable).__module__}.{type(variable).__qualname__}"
             )
-        if found is not None and library is not found:
-            raise TypeError(f"variables of {found.name} and of {library.name} can't be used together: {variable!r}")
-        found = _by_class[type(variable)] = library
-    if found is None:
+        if common is not None and library is not common:
+            raise TypeError(f"variables of {common.name} and of {library.name} can't be used together: {variable!r}")
+        common = _by_class[type(variable)] = library
+    if common is None:
         raise TypeError("no variable was given to tell PyTensor from Theano")
-    return found
+    return common

@@ -45,38 +45,43 @@ class Dependence:
     def __init__(self, library: GraphLibrary, expressions: Sequence[Any], sources: Iterable[Any]):
         self._library = library
         self._sources = {id(source): source for source in sources}
-        self._by_value = set(self._sources)
+        self._value_dependents = set(self._sources)
         #: Variables whose shapes depend on values of sources.
-        self._by_length: set[int] = set()
+        self._length_dependents: set[int] = set()
         for node in library.sort_nodes(expressions):
             self._add(node)
 
     def _add(self, node: Any) -> None:
         name, inputs = type(node.op).__name__, node.inputs
         if name in _SHAPES:
-            depends = id(inputs[0]) in self._by_length
+            depends = id(inputs[0]) in self._length_dependents
         else:
             # `Second` fills an array: of its first input only the shape matters.
             depends = any(map(self.depends_on_values, inputs[1:] if _get_scalar_name(node) == "Second" else inputs))
-        selects = (
+        is_selection = (
             name in _SELECTIONS
             or name == "AdvancedSubtensor"
             and any(getattr(index.type, "dtype", None) == "bool" for index in inputs[1:])
         )
-        resized = depends and selects or any(id(each) in self._by_length for each in inputs)
+        has_value_lengths = (
+            depends and is_selection or any(id(variable) in self._length_dependents for variable in inputs)
+        )
         for output in node.outputs:
             if depends:
-                self._by_value.add(id(output))
-            if resized and getattr(output.type, "ndim", None) != 0 and name not in _SHAPES:
-                self._by_length.add(id(output))
+                self._value_dependents.add(id(output))
+            if has_value_lengths and getattr(output.type, "ndim", None) != 0 and name not in _SHAPES:
+                self._length_dependents.add(id(output))
 
     def depends_on_values(self, variable: Any) -> bool:
         """Whether the variable's values depend on values of a source, not on shapes alone."""
-        return id(variable) in self._by_value
+        return id(variable) in self._value_dependents
 
     def list_sources(self, variable: Any) -> list[str]:
         """Return the names of the sources above a variable."""
-        above = {id(variable), *(id(each) for node in self._library.sort_nodes([variable]) for each in node.inputs)}
+        above = {
+            id(variable),
+            *(id(variable) for node in self._library.sort_nodes([variable]) for variable in node.inputs),
+        }
         return [source.name or str(source) for key, source in self._sources.items() if key in above]
 
     def find_denominators(self, expression: Any) -> list[Any]:
@@ -85,7 +90,7 @@ class Dependence:
         Only scalars count: an array, such as a softmax's sums over rows, normalises rows and does not count them.
         Either the numerator is a sum, or the denominator is a sum of expressions in sources alone.
         """
-        found = []
+        denominators = []
         for node in self._library.sort_nodes([expression]):
             name = _get_scalar_name(node)
             if name in ("TrueDiv", "IntDiv"):
@@ -94,12 +99,12 @@ class Dependence:
                 numerator, denominator = None, node.inputs[0]
             else:
                 continue
-            if not self.depends_on_values(denominator) or not _is_number(denominator):
+            if not self.depends_on_values(denominator) or not _is_scalar(denominator):
                 continue
             is_counted = _is_sum(denominator) and not self._has_parameters(denominator)
             if is_counted or numerator is not None and self.depends_on_values(numerator) and _is_sum(numerator):
-                found.append(denominator)
-        return found
+                denominators.append(denominator)
+        return denominators
 
     def _has_parameters(self, variable: Any) -> bool:
         return any(id(shared) not in self._sources for shared in self._library.find_shareds([variable]))
@@ -110,14 +115,14 @@ def _get_scalar_name(node: Any) -> str:
     return type(node.op.scalar_op).__name__ if type(node.op).__name__ == "Elemwise" else ""
 
 
-def _is_number(variable: Any) -> bool:
+def _is_scalar(variable: Any) -> bool:
     return all(getattr(variable.type, "broadcastable", (False,)))
 
 
 def _is_sum(variable: Any) -> bool:
     """Whether a scalar is a sum over all elements, possibly with factors, terms, bounds and casts applied to it."""
     node = variable.owner
-    if node is None or not _is_number(variable):
+    if node is None or not _is_scalar(variable):
         return False
     name, scalar = type(node.op).__name__, _get_scalar_name(node)
     if name in ("Sum", "Dot") or name == "CAReduce" and type(node.op.scalar_op).__name__ == "Add":

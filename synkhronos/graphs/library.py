@@ -60,7 +60,7 @@ def is_referenced(cell: list[Any]) -> bool:
     return getrefcount(cell[0]) > 2  # the list's reference, and that of this call's argument
 
 
-def write_keys_at_once(key_data: Any) -> None:
+def make_key_files_atomic(key_data: Any) -> None:
     """Patch the library's ``KeyData`` to replace its file atomically, so that ranks may share a compilation directory.
 
     The library itself writes into the existing file.  A rank that reads an incomplete file takes the C module for

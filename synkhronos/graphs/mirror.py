@@ -43,7 +43,7 @@ _registered: WeakKeys[Any, bool] = WeakKeys()
 _numbers = itertools.count(1)
 #: Largest number of jumps of any rank's stream from the master's, by random generator.  A later session's streams start
 #: after it: workers may have drawn more numbers than the master, and its stream does not show them.
-_furthest: WeakKeys[Any, int] = WeakKeys()
+_max_jumps: WeakKeys[Any, int] = WeakKeys()
 
 
 def register_shareds(shareds: Iterable[Any]) -> None:
@@ -69,7 +69,7 @@ class Mirror:
         self._session = weakref.ref(session)
         self._keys: WeakKeys[Any, tuple[str, int]] = WeakKeys()
         #: The user's modules whose code is sent, because a worker has another version or none.
-        self._by_value: set[str] = set()
+        self._modules_by_value: set[str] = set()
 
     @classmethod
     def get(cls, session: Session) -> Mirror:
@@ -102,8 +102,8 @@ class Mirror:
         Parameters
         ----------
         values : list of (key, object)
-            Objects for `Rank.objects` of the workers; may be empty.  Each has a method ``to_device``, which the workers
-            call, and an attribute ``code``, which is set to the `UserCode` in the pickle.
+            Objects for `Rank.objects` of the workers; may be empty.  Each has a method ``move_to_device``, which the
+            workers call, and an attribute ``code``, which is set to the `UserCode` in the pickle.
         variables : list of variables
             All variables in the values.
 
@@ -138,7 +138,7 @@ class Mirror:
         """Send objects with their keys, once more if the code of modules has to be sent; return the code in them."""
         outdated: set[str] | None = None
         while outdated is None or outdated:
-            code, pickled = self._pack((nodes, objects, starts))
+            code, pickled = self._pickle_to_shared_memory((nodes, objects, starts))
             try:
                 path = tuple(map(os.path.abspath, sys.path))
                 outdated = session.run(ReceiveObjects(pickled, sys.getrecursionlimit(), path, code.list_digests()))
@@ -148,10 +148,10 @@ class Mirror:
                 raise
             finally:
                 session.memory.release("segment", pickled.key)
-            self._by_value |= outdated
+            self._modules_by_value |= outdated
         return code
 
-    def _pack(self, value: Any) -> tuple[UserCode, SharedArray]:
+    def _pickle_to_shared_memory(self, value: Any) -> tuple[UserCode, SharedArray]:
         """Pickle a value into shared memory, with keys in place of shared variables that the workers have.
 
         Returns
@@ -171,8 +171,8 @@ class Mirror:
         buffers: list[pickle.PickleBuffer] = []
         stream, code = io.BytesIO(), UserCode()
         try:
-            with _pickle_by_value(self._by_value):
-                _MirrorPickler(stream, self._keys, buffers, self._by_value, code).dump(value)
+            with _pickle_by_value(self._modules_by_value):
+                _MirrorPickler(stream, self._keys, buffers, self._modules_by_value, code).dump(value)
         except (pickle.PicklingError, AttributeError, TypeError) as error:
             raise TypeError(
                 f"the graph can't be pickled, as it has to be for the workers: {error}{self._format_advice()}"
@@ -186,11 +186,12 @@ class Mirror:
 
     def _format_advice(self) -> str:
         """Return advice for an error's message if the code of modules has to be sent; "" otherwise."""
-        if not self._by_value:
+        if not self._modules_by_value:
             return ""
         return (
-            f" (the workers have another version of {', '.join(sorted(self._by_value))}, or none, so that its code has "
-            "to be sent: call synkhronos.close() and synkhronos.fork() again for workers that have the present one)"
+            f" (the workers have another version of {', '.join(sorted(self._modules_by_value))}, or none, so that its "
+            "code has to be sent: call synkhronos.close() and synkhronos.fork() again for workers that have the "
+            "present one)"
         )
 
 
@@ -246,7 +247,7 @@ class ReceiveObjects(Command):
             if library_of(shared).is_generator(shared):
                 _jump(shared, rank, start)
         for _, value in values[len(starts) :]:
-            value.to_device()
+            value.move_to_device()
         return set()
 
 
@@ -308,11 +309,11 @@ class _MirrorPickler(cloudpickle.Pickler):
         code: UserCode,
     ):
         super().__init__(stream, pickle.HIGHEST_PROTOCOL, buffer_callback=buffers.append)
-        self._keys, self._by_value, self._code = keys, by_value, code
+        self._keys, self._modules_by_value, self._code = keys, by_value, code
 
     def reducer_override(self, value: Any) -> Any:
         if isinstance(value, type | FunctionType) and is_user_module(value.__module__):
-            by_name = value.__module__ not in self._by_value and is_importable(value)
+            by_name = value.__module__ not in self._modules_by_value and is_importable(value)
             self._code.add(value, by_name)
             return value.__qualname__ if by_name else super().reducer_override(value)
         # Unpickling an array of a device could start the device's runtime in the wrong process; a NumPy array does not.
@@ -358,8 +359,8 @@ def _choose_start(session: Session, shared: Any) -> int:
     if not library.is_generator(shared):
         return 0
     library.check_generator(shared, library.copy_generator(shared), jumps=True)
-    start = _furthest.get(shared) or 0
-    _furthest[shared] = start + session.size - 1
+    start = _max_jumps.get(shared) or 0
+    _max_jumps[shared] = start + session.size - 1
     return start
 
 
@@ -390,4 +391,4 @@ def _jump(shared: Any, rank: Rank, start: int) -> None:
 def reset_jumps(session: Session, generators: Iterable[Any]) -> None:
     """Record that the user has set the generators: the ranks' streams restart from these states."""
     for shared in generators:
-        _furthest[shared] = session.size - 1
+        _max_jumps[shared] = session.size - 1

@@ -21,7 +21,7 @@ from pytensor.link.c.cmodule import KeyData
 from pytensor.link.jax.linker import JAXLinker
 from pytensor.link.numba.linker import NumbaLinker
 
-from synkhronos.graphs.library import AT_FIRST_CALL, AT_ONCE, IN_TURN, GraphLibrary, check_jumps, write_keys_at_once
+from synkhronos.graphs.library import AT_FIRST_CALL, AT_ONCE, IN_TURN, GraphLibrary, check_jumps, make_key_files_atomic
 from synkhronos.lowering import random_keys, sums  # noqa: F401 - sums bounds a rewrite
 from synkhronos.lowering.linker import use_length_linker
 
@@ -102,5 +102,5 @@ class PyTensor(GraphLibrary):
         return tuple(variable.type.shape)
 
 
-write_keys_at_once(KeyData)
+make_key_files_atomic(KeyData)
 LIBRARY = PyTensor(pytensor)

@@ -18,7 +18,7 @@ from theano.gof.graph import Constant, Variable
 
 from synkhronos.casts import as_numbers, check_cast
 from synkhronos.devices import find_device, list_devices
-from synkhronos.graphs.library import GraphLibrary, write_keys_at_once
+from synkhronos.graphs.library import GraphLibrary, make_key_files_atomic
 
 # MRG31k3p: two recurrences of order 3 modulo these primes (L'Ecuyer and Touzin, "Fast combined multiple recursive
 # generators with multipliers of the form a = 2^q +- 2^r", WSC 2000).  One step of each is a product with its matrix.
@@ -174,5 +174,5 @@ def _matrix_power(matrix: Sequence[Sequence[int]], power: int, modulus: int) -> 
     return result
 
 
-write_keys_at_once(KeyData)
+make_key_files_atomic(KeyData)
 LIBRARY = Theano(theano)

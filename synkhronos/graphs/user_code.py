@@ -132,11 +132,11 @@ def is_user_module(module: str | None) -> bool:
 def compute_digest(value: Any) -> bytes:
     """Return a digest of a user's class or function and of all of the user's code that it uses."""
     hasher = hashlib.sha256()
-    _feed(value, hasher.update, set())
+    _hash_value(value, hasher.update, set())
     return hasher.digest()
 
 
-def _feed(value: Any, update: Callable[[bytes], None], seen: set[int]) -> None:
+def _hash_value(value: Any, update: Callable[[bytes], None], seen: set[int]) -> None:
     """Feed a value to a hash: code with all that it uses, numbers, strings, arrays.
 
     Other objects, such as caches and connections, have a state that is not code, and are left out.
@@ -148,41 +148,41 @@ def _feed(value: Any, update: Callable[[bytes], None], seen: set[int]) -> None:
         seen.add(id(value))
         parts: list[Any]
         if isinstance(value, types.FunctionType):
-            _feed_code(value.__code__, update)
+            _hash_code(value.__code__, update)
             cells = [cell.cell_contents for cell in value.__closure__ or () if cell != types.CellType()]
             parts = [value.__defaults__, tuple((value.__kwdefaults__ or {}).items()), tuple(cells)]
         else:
             parts = [value.__bases__]
         for part in parts:
-            _feed(part, update, seen)
+            _hash_value(part, update, seen)
         for _, name, used in _iter_names(value):
             update(name.encode())
-            _feed(used, update, seen)
+            _hash_value(used, update, seen)
     elif isinstance(value, staticmethod | classmethod):
-        _feed(value.__func__, update, seen)
+        _hash_value(value.__func__, update, seen)
     elif isinstance(value, property):
         for accessor in (value.fget, value.fset, value.fdel):
-            _feed(accessor, update, seen)
+            _hash_value(accessor, update, seen)
     elif isinstance(value, types.ModuleType):
         update(value.__name__.encode())
     elif isinstance(value, types.CodeType):
-        _feed_code(value, update)
+        _hash_code(value, update)
     elif isinstance(value, bool | int | float | complex | str | bytes | np.generic):
         update(repr(value).encode())
     elif isinstance(value, tuple):
         for part in value:
-            _feed(part, update, seen)
+            _hash_value(part, update, seen)
     elif isinstance(value, np.ndarray) and value.dtype.kind != "O":
         update(f"{value.dtype} {value.shape}".encode())
         update(np.ascontiguousarray(value).tobytes())
 
 
-def _feed_code(code: types.CodeType, update: Callable[[bytes], None]) -> None:
+def _hash_code(code: types.CodeType, update: Callable[[bytes], None]) -> None:
     update(code.co_code)
     update(repr((code.co_names, code.co_varnames, code.co_freevars)).encode())
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):
-            _feed_code(constant, update)
+            _hash_code(constant, update)
         else:
             update(repr(constant).encode())
 

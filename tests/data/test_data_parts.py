@@ -33,7 +33,7 @@ def doubled():
 def test_data_parts_reads_few_of_many_rows():
     """As on the first of several hosts: rows' numbers would take 8 TB here."""
     x = PartsData.__new__(PartsData)
-    x._session, x._ndim, x._origin, x.local_rows = SimpleNamespace(closed=None), 1, "x", range(10)
+    x._session, x._ndim, x._origin, x.local_rows = SimpleNamespace(close_reason=None), 1, "x", range(10)
     x._array = np.broadcast_to(7.0, 10**12)
     assert x[5:8].tolist() == [7, 7, 7] and not len(x[5:5])
     with pytest.raises(IndexError, match="x: this host has rows 0 to 9 of 1,000,000,000,000; others have the rest"):

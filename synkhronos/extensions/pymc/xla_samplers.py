@@ -91,7 +91,7 @@ class SamplerProgram:
     settings: dict[str, Any]
     code: Any = None
 
-    def to_device(self) -> None:
+    def move_to_device(self) -> None:
         """Do nothing: the ranks have the rows."""
 
 
