@@ -407,7 +407,9 @@ def scan(step, sequences, rho, **kwargs):
 
 
 def scan_along_rows(rho):
-    return scan(lambda x, h, rho: rho * h + x, [pt.as_tensor(X[:, 1])], rho, outputs_info=[pt.constant(0.0)])
+    return scan(
+        lambda x, h, rho: rho * h + x, [pt.as_tensor(X[:, 1])], rho, outputs_info=[pt.constant(0.0, dtype="float64")]
+    )
 
 
 def scan_of_each_row(rho):
