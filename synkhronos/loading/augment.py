@@ -82,7 +82,7 @@ class CropMirror:
 
     def __call__(self, row: tuple[Any, ...], random: np.random.Generator) -> tuple[Any, ...]:
         """Return the row with its picture augmented."""
-        picture, rest = as_numbers(row[0], "CropMirror"), row[1:]
+        picture, other_arrays = as_numbers(row[0], "CropMirror"), row[1:]
         if picture.ndim != 3:
             raise ValueError(
                 f"CropMirror: expected pictures of shape (channels, height, width), got shape {picture.shape}"
@@ -100,13 +100,13 @@ class CropMirror:
         else:
             top, left = random.integers((height - crop_height + 1, width - crop_width + 1)).tolist()
         window = np.s_[:, top : top + crop_height, left : left + crop_width]
-        cut = picture[window]
+        window_values = picture[window]
         if mean is not None or self.scale is not None:
-            check_cast(cut, np.float32, "CropMirror")
+            check_cast(window_values, np.float32, "CropMirror")
         if mean is not None:
-            cut = np.subtract(cut, mean[window] if is_per_pixel else mean, dtype=np.float32)
+            window_values = np.subtract(window_values, mean[window] if is_per_pixel else mean, dtype=np.float32)
         if self.scale is not None:
-            cut = np.multiply(cut, self.scale, dtype=np.float32)
+            window_values = np.multiply(window_values, self.scale, dtype=np.float32)
         if self.mirror and random.integers(2):
-            cut = cut[:, :, ::-1]
-        return (cut, *rest)
+            window_values = window_values[:, :, ::-1]
+        return (window_values, *other_arrays)

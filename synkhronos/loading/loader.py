@@ -167,8 +167,9 @@ class Loader:
                     arrays = self.augment(tuple(arrays), make_generator(0, 0, number))
                 return tuple(arrays)
             except Exception as error:
-                last = error
-        raise LoadError(f"{describe_row(self.source, number)} can't be read: {type(last).__name__}: {last}") from last
+                last_error = error
+        reason = f"{type(last_error).__name__}: {last_error}"
+        raise LoadError(f"{describe_row(self.source, number)} can't be read: {reason}") from last_error
 
     @property
     def data(self) -> tuple[Data, ...]:
@@ -191,14 +192,14 @@ class Loader:
         dtypes = []
         for i, (variable, array) in enumerate(zip(variables, self._sample, strict=True)):
             library_of(variable)
-            kind = variable.type
-            if kind.ndim != array.ndim + 1:
+            variable_type = variable.type
+            if variable_type.ndim != array.ndim + 1:
                 raise ValueError(
                     f"vars: expected {array.ndim + 1} dimensions for array {i}, whose rows have shape {array.shape}, "
-                    f"got {variable} of {kind.ndim}"
+                    f"got {variable} of {variable_type.ndim}"
                 )
-            check_cast(array, kind.dtype, f"vars: array {i} of a row, for {describe(variable)}")
-            dtypes.append(np.dtype(kind.dtype))
+            check_cast(array, variable_type.dtype, f"vars: array {i} of a row, for {describe(variable)}")
+            dtypes.append(np.dtype(variable_type.dtype))
         if dtypes != self._dtypes:
             self.close()
         self._dtypes = dtypes
@@ -258,7 +259,7 @@ class Loader:
         epoch, batch_size, seed, row, whole
             As for `epoch`.
         rank, size : int
-            Of each ``size`` successive batches only number ``rank`` is read, for ranks with a loader each, as in a
+            Only batch ``rank`` of each ``size`` successive batches is read, for ranks with a loader each, as in a
             class of `synkhronos.launch`.  With ``whole`` all ranks have equally many batches.
 
         Yields
@@ -302,7 +303,7 @@ class Loader:
         return ReadPlan(int(epoch), int(row), int(seed), rank, size, int(whole)), unit
 
     def _iterate_batches(self, plan: ReadPlan, batch_size: int, in_session: bool) -> Iterator[tuple[Any, Any]]:
-        """Yield each batch's rows, as a slice or an index array, and the arrays that they are rows of."""
+        """Yield the rows of each batch, as a slice or an index array, and the arrays that hold them."""
         layout = RingLayout(1, self.processes, self.depth, batch_size)
         pool, unit = self._prepare_pool(plan, layout, in_session)
         ring, count = pool.ring, None if isinstance(self.source, IterableSource) else len(self)
@@ -311,7 +312,7 @@ class Loader:
             self._position = plan.advance_epoch(), unit
         while not is_over:
             self._position = None  # after a failure the plan starts anew
-            began = time.perf_counter()
+            start_time = time.perf_counter()
             try:
                 ring.wait_filled(unit, (plan.epoch, plan.row))
             except LoadError:
@@ -319,7 +320,7 @@ class Loader:
                     self.close()
                 raise
             finally:
-                self.waited += time.perf_counter() - began
+                self.waited += time.perf_counter() - start_time
             length = ring.unit_lengths[unit % layout.slots]
             rows = ring.select_rows(unit, length)
             plan = plan._replace(row=plan.row + plan.size * batch_size)
@@ -328,8 +329,8 @@ class Loader:
             # Set before the yield: the caller may leave this loop, and continue from here with another.
             self._position = position = plan, unit
             if len(rows):
-                found = slice(rows.start, rows.stop) if isinstance(rows, range) else rows
-                yield found, [np.asarray(data) for data in pool.data]
+                selection = slice(rows.start, rows.stop) if isinstance(rows, range) else rows
+                yield selection, [np.asarray(data) for data in pool.data]
                 if self._position is not position or not pool.pids:
                     raise RuntimeError(
                         "this loop over a loader's batches can't continue: another one has started since, or the "
@@ -400,22 +401,26 @@ class Feed:
         """Return the number of the first unit that starts at a position or after it."""
         return self._unit - (self.plan.row - position) // self.layout.unit_rows
 
-    def is_ready(self, first: int, last: int) -> bool:
-        """Whether the rows at positions ``first`` to ``last`` can be taken without waiting."""
-        return self._ring.is_filled(self.find_unit(last) - 1)
+    def is_ready(self, start: int, stop: int) -> bool:
+        """Whether the rows at positions ``start`` to ``stop`` can be taken without waiting."""
+        return self._ring.is_filled(self.find_unit(stop) - 1)
 
-    def rows(self, first: int, last: int, watch: Callable[[], None] | None = None) -> Selection:
-        """Wait for the rows at positions ``first`` to ``last``, and return their row numbers in `data`."""
-        found = []
-        for unit in range(self.find_unit(first), self.find_unit(last)):
+    def wait_rows(self, start: int, stop: int, watch: Callable[[], None] | None = None) -> Selection:
+        """Wait for the rows at positions ``start`` to ``stop``, and return their row numbers in `data`."""
+        selections = []
+        for unit in range(self.find_unit(start), self.find_unit(stop)):
             position = self.plan.row + (unit - self._unit) * self.layout.unit_rows
             self._ring.wait_filled(unit, (self.plan.epoch, position), watch)
-            found.append(self._ring.select_rows(unit, min(self.layout.unit_rows, self._count - position)))
-        return found[0] if len(found) == 1 else np.concatenate([np.asarray(rows, np.int64) for rows in found])
+            selections.append(self._ring.select_rows(unit, min(self.layout.unit_rows, self._count - position)))
+        return (
+            selections[0]
+            if len(selections) == 1
+            else np.concatenate([np.asarray(rows, np.int64) for rows in selections])
+        )
 
-    def free(self, first: int, last: int) -> None:
-        """Allow the loader processes to overwrite the rows at positions ``first`` to ``last``."""
-        for unit in range(self.find_unit(first), self.find_unit(last)):
+    def free(self, start: int, stop: int) -> None:
+        """Allow the loader processes to overwrite the rows at positions ``start`` to ``stop``."""
+        for unit in range(self.find_unit(start), self.find_unit(stop)):
             self._ring.free(unit)
 
 
@@ -530,12 +535,12 @@ def _reap_abandoned() -> None:
 
     This is not done by a finalizer, which would swallow an interrupt.
     """
-    for entry in list(_pools):
-        pool, owner, pids = entry
+    for pool_entry in list(_pools):
+        pool, owner, pids = pool_entry
         if pool() is None:
             if owner == os.getpid():
                 _kill(pids)
-            _pools.remove(entry)
+            _pools.remove(pool_entry)
 
 
 def _allocate(shape: tuple[int, ...], dtype: np.dtype, in_session: bool) -> tuple[Any, Any]:

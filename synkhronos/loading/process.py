@@ -129,8 +129,8 @@ def main() -> NoReturn:
     """Run the loader process that `start_loader` has started."""
     number, layout, nbytes, files, owner, in_main_thread = json.loads(sys.argv[2])
     # These signals reach every process of a terminal or a job.  The owner handles them, and the process ends with it.
-    for sent in (signal.SIGINT, *JOB_SIGNALS):
-        signal.signal(sent, signal.SIG_IGN)
+    for signum in (signal.SIGINT, *JOB_SIGNALS):
+        signal.signal(signum, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT, *JOB_SIGNALS})
     exit_with_parent(owner, in_main_thread)
     layout = RingLayout(*layout)
@@ -140,7 +140,7 @@ def main() -> NoReturn:
     try:
         config = _unpack_config(config_file, nbytes)
         slots = [_map_slots(file, layout, *field) for file, field in zip(arrays, config.fields, strict=True)]
-        _LoaderProcess(number, config, ring, slots, end).serve()
+        _LoaderProcess(number, config, ring, slots, end).run()
     except BaseException as error:
         text = f"loader {number} could not start: {type(error).__name__}: {error}"
         ring.fail(number, f"{text}\n\nIts traceback:\n{traceback.format_exc()}")
@@ -164,7 +164,7 @@ class _LoaderProcess:
         self._warned: set[int] = set()
         self.generation = 0
 
-    def serve(self) -> NoReturn:
+    def run(self) -> NoReturn:
         """Fill units by one plan after another, until the owner ends."""
         ring = self.ring
         while True:
@@ -213,10 +213,10 @@ class _LoaderProcess:
         config, unit_rows = self.config, self.ring.layout.unit_rows
         if isinstance(config.source, IterableSource):
             yield from self._iterate_stream(plan)  # endless
-        count, current = len(config.source), -1
+        count, current_epoch = len(config.source), -1
         for epoch, start, length in iterate_units(plan, count, unit_rows):
-            if epoch != current:
-                order, current = order_rows(count, plan.seed, epoch, config.shuffle), epoch
+            if epoch != current_epoch:
+                order, current_epoch = order_rows(count, plan.seed, epoch, config.shuffle), epoch
             yield epoch, order[start : start + length]
 
     def _iterate_stream(self, plan: ReadPlan) -> Iterator[tuple[int, Any]]:
@@ -224,21 +224,21 @@ class _LoaderProcess:
         unit_rows = self.ring.layout.unit_rows
         while True:
             # An error is neither passed over nor dropped with the last rows: it would stay unknown.
-            first = plan.row
-            numbered = (item for item in enumerate(self._read_stream()) if item[0] >= first or _is_error(item))
-            has_ended = False
-            while not has_ended:
-                own_unit: list[Any] = []
-                for turn in range(plan.size):
-                    batch = list(itertools.islice(numbered, unit_rows))
-                    own_unit = batch if turn == plan.rank else own_unit
+            first_row = plan.row
+            numbered_rows = (pair for pair in enumerate(self._read_stream()) if pair[0] >= first_row or _is_error(pair))
+            is_epoch_over = False
+            while not is_epoch_over:
+                unit: list[Any] = []
+                for unit_rank in range(plan.size):
+                    batch = list(itertools.islice(numbered_rows, unit_rows))
+                    unit = batch if unit_rank == plan.rank else unit
                     if len(batch) < unit_rows:
                         break
-                has_ended = len(batch) < unit_rows
-                if has_ended and plan.whole:
-                    own_unit = list(filter(_is_error, own_unit))
-                yield plan.epoch, own_unit
-                if has_ended and len(own_unit) == unit_rows:
+                is_epoch_over = len(batch) < unit_rows
+                if is_epoch_over and plan.whole:
+                    unit = list(filter(_is_error, unit))
+                yield plan.epoch, unit
+                if is_epoch_over and len(unit) == unit_rows:
                     yield plan.epoch, []
             plan = plan.advance_epoch()
 
@@ -330,5 +330,5 @@ class _StreamFailure:
         self.error = error
 
 
-def _is_error(numbered: tuple[int, Any]) -> bool:
-    return isinstance(numbered[1], _StreamFailure)
+def _is_error(numbered_row: tuple[int, Any]) -> bool:
+    return isinstance(numbered_row[1], _StreamFailure)

@@ -73,7 +73,7 @@ class ReadPlan(NamedTuple):
     seed : int
         Seed of the shuffle and of the augmentation.
     rank, size : int
-        Of each ``size`` successive units only number ``rank`` is read.
+        Only unit ``rank`` of each ``size`` successive units is read.
     whole : int
         1 to drop the last rows of an epoch if they do not fill ``size`` units, else 0.
     """
@@ -299,8 +299,8 @@ class Ring:
 
     def _find_failed(self, unit: int) -> list[int]:
         """Return the loader processes that can't fill a unit."""
-        first, last = self._make_tag(0), self._make_tag(unit + 1)
-        return [i for i, failed in enumerate(self._failed) if failed == _FAILED_AT_START or first <= failed <= last]
+        first_tag, last_tag = self._make_tag(0), self._make_tag(unit + 1)
+        return [i for i, tag in enumerate(self._failed) if tag == _FAILED_AT_START or first_tag <= tag <= last_tag]
 
     def _raise_failure(self, unit: int, position: tuple[int, int]) -> None:
         for loader in self._find_failed(unit):
@@ -378,9 +378,9 @@ def has_exited(pid: int) -> bool:
 def _describe_exit(pid: int) -> str:
     """Return the cause of a process's end, as far as this process may know it."""
     try:
-        found = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)  # WNOWAIT: the pid is not reused
+        result = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)  # WNOWAIT: the pid is not reused
     except ChildProcessError:  # a child of another rank
         return "has ended"
-    if found is None:
+    if result is None:
         return describe_exit(UNKNOWN_EXIT_CODE)
-    return describe_exit(found.si_status if found.si_code == os.CLD_EXITED else -found.si_status)
+    return describe_exit(result.si_status if result.si_code == os.CLD_EXITED else -result.si_status)

@@ -230,9 +230,9 @@ def _open_npy(path: str) -> np.ndarray:
 def _open_npz(path: str, name: str) -> np.ndarray:
     try:
         with zipfile.ZipFile(path) as archive:
-            known = [member.removesuffix(".npy") for member in archive.namelist()]
-            if name not in known:
-                raise KeyError(f"{path}: expected an array {name!r}, found {', '.join(known)}")
+            names = [member.removesuffix(".npy") for member in archive.namelist()]
+            if name not in names:
+                raise KeyError(f"{path}: expected an array {name!r}, found {', '.join(names)}")
             member = archive.getinfo(f"{name}.npy")
             if member.compress_type != zipfile.ZIP_STORED:
                 raise ValueError(
@@ -241,8 +241,11 @@ def _open_npz(path: str, name: str) -> np.ndarray:
                 )
             with archive.open(member) as file:
                 version = np.lib.format.read_magic(file)
-                read = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}
-                shape, by_column, dtype = read[version](file)
+                header_readers = {
+                    (1, 0): np.lib.format.read_array_header_1_0,
+                    (2, 0): np.lib.format.read_array_header_2_0,
+                }
+                shape, is_fortran, dtype = header_readers[version](file)
                 header = file.tell()
     except zipfile.BadZipFile as error:
         raise ValueError(f"{path}: expected a .npz file: {error}") from None
@@ -250,7 +253,7 @@ def _open_npz(path: str, name: str) -> np.ndarray:
         raw.seek(member.header_offset + 26)
         lengths = raw.read(4)
     start = member.header_offset + 30 + int.from_bytes(lengths[:2], "little") + int.from_bytes(lengths[2:], "little")
-    order: Any = "F" if by_column else "C"
+    order: Any = "F" if is_fortran else "C"
     return np.memmap(path, dtype, "r", start + header, shape, order)
 
 
@@ -262,14 +265,14 @@ def _open_hdf5(path: str, name: str) -> Any:
         file = h5py.File(path, "r")
     except OSError as error:
         raise ValueError(f"{path}: expected an HDF5 file: {error}") from None
-    found = file.get(name)
-    if not isinstance(found, h5py.Dataset):
+    dataset = file.get(name)
+    if not isinstance(dataset, h5py.Dataset):
         raise KeyError(f"{path}: expected a data set {name!r}, found {', '.join(file)}")
-    for source in found.virtual_sources() if found.is_virtual else ():  # HDF5 reads missing files as zeros
-        places = [os.path.join(folder, source.file_name) for folder in (os.path.dirname(path), os.getcwd())]
-        if "%" not in source.file_name and source.file_name != "." and not any(map(os.path.exists, places)):
+    for source in dataset.virtual_sources() if dataset.is_virtual else ():  # HDF5 reads missing files as zeros
+        candidates = [os.path.join(folder, source.file_name) for folder in (os.path.dirname(path), os.getcwd())]
+        if "%" not in source.file_name and source.file_name != "." and not any(map(os.path.exists, candidates)):
             raise FileNotFoundError(f"{path}: {name!r} refers to {source.file_name}: no such file")
-    return found
+    return dataset
 
 
 def _import_h5py() -> Any:
@@ -417,11 +420,13 @@ def image_folder(folder: str | os.PathLike[str], size: int, mode: str = "RGB") -
             raise FileNotFoundError(f"folder: expected subfolders, got the broken link {entry.path}")
     classes = sorted(entry.name for entry in entries if entry.is_dir())
     files, labels = [], []
-    for label, name in enumerate(classes):
-        found = [entry.name for entry in os.scandir(root / name) if _is_file_or_link(entry) and _is_visible(entry)]
-        found = [file for file in found if file.lower().endswith(_PICTURE_SUFFIXES)]
-        files += [os.path.join(name, file) for file in sorted(found)]
-        labels += [label] * len(found)
+    for label, class_name in enumerate(classes):
+        names = [
+            entry.name for entry in os.scandir(root / class_name) if _is_file_or_link(entry) and _is_visible(entry)
+        ]
+        names = [file for file in names if file.lower().endswith(_PICTURE_SUFFIXES)]
+        files += [os.path.join(class_name, file) for file in sorted(names)]
+        labels += [label] * len(names)
     if not files:
         raise FileNotFoundError(
             f"folder: expected pictures ({', '.join(_PICTURE_SUFFIXES)}) in {root}, in one subfolder per class; found "
@@ -471,8 +476,8 @@ class ArraySource:
 
     def name(self, row: int) -> str:
         """Return a row's files and its number in them, for errors."""
-        places = [array.name(row) for array in self._arrays if isinstance(array, FileRows)]
-        return ", ".join(places) or f"row {row}"
+        names = [array.name(row) for array in self._arrays if isinstance(array, FileRows)]
+        return ", ".join(names) or f"row {row}"
 
 
 def _as_rows(array: Any, name: str) -> Any:
@@ -486,12 +491,12 @@ def _as_rows(array: Any, name: str) -> Any:
         # Not pickled: each process maps the file.
         return FileRows([str(array.filename)], partial(np.memmap, mode="r", **layout))
     check_dense(array, name)
-    plain = np.asarray(array)
-    if plain.dtype.kind not in "biufc":
-        raise TypeError(f"{name}: expected an array of numbers, or npy(), npz() or hdf5(), got {plain.dtype}")
-    if not plain.ndim:
+    rows = np.asarray(array)
+    if rows.dtype.kind not in "biufc":
+        raise TypeError(f"{name}: expected an array of numbers, or npy(), npz() or hdf5(), got {rows.dtype}")
+    if not rows.ndim:
         raise ValueError(f"{name}: expected an array with rows, got one of 0 dimensions")
-    return plain
+    return rows
 
 
 class IterableSource:

@@ -1,4 +1,4 @@
-"""Timelines: spans of what each rank does, in Chrome's trace format.
+"""Timelines: spans of each rank's activities, in Chrome's trace format.
 
 ::
 
@@ -7,7 +7,7 @@
     stop, or the ranks' end       every rank: remove(); the master gathers the spans and writes the file
     python -m synkhronos show     report: where each rank's time went, and the critical path of the calls
 
-Nothing is recorded, and nothing is paid for, while no timeline is open.
+Without an open timeline nothing is recorded, at no cost.
 """
 
 from synkhronos.tracing.timeline import Timeline, timeline

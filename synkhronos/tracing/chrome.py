@@ -29,7 +29,7 @@ class RankSpans:
         Nanoseconds to add to the rank's clock for the master's.
     spans : list of Span
     compute : list of Operation
-        What XLA computed.
+        XLA's operations.
     """
 
     rank: int
@@ -70,30 +70,30 @@ def _open(path: str, mode: str) -> IO[str]:
 
 
 def _make_events(ranks: Sequence[RankSpans]) -> Iterator[dict[str, Any]]:
-    starts = [start + mine.offset for mine in ranks for _, _, start, _, _ in mine.spans]
+    starts = [start + rank_spans.offset for rank_spans in ranks for _, _, start, _, _ in rank_spans.spans]
     origin = min(starts, default=0)
-    for mine in ranks:
-        name = f"rank {mine.rank} on {mine.host}"
-        yield {"ph": "M", "name": "process_name", "pid": mine.rank, "args": {"name": name}}
-        yield {"ph": "M", "name": "process_sort_index", "pid": mine.rank, "args": {"sort_index": mine.rank}}
-        threads: dict[Any, int] = {mine.main_thread: 0}
-        yield {"ph": "M", "name": "thread_name", "pid": mine.rank, "tid": 0, "args": {"name": "main thread"}}
+    for rank_spans in ranks:
+        name = f"rank {rank_spans.rank} on {rank_spans.host}"
+        yield {"ph": "M", "name": "process_name", "pid": rank_spans.rank, "args": {"name": name}}
+        yield {"ph": "M", "name": "process_sort_index", "pid": rank_spans.rank, "args": {"sort_index": rank_spans.rank}}
+        threads: dict[Any, int] = {rank_spans.main_thread: 0}
+        yield {"ph": "M", "name": "thread_name", "pid": rank_spans.rank, "tid": 0, "args": {"name": "main thread"}}
 
         def number_thread(key: Any, threads: dict[Any, int] = threads) -> int:
             return threads.setdefault(key, len(threads))
 
         def make_event(
-            label: str, category: str, start: int, end: int, thread: int, mine: RankSpans = mine
+            label: str, category: str, start: int, end: int, thread: int, rank_spans: RankSpans = rank_spans
         ) -> dict[str, Any]:
-            ts = (start + mine.offset - origin) / 1000
+            ts = (start + rank_spans.offset - origin) / 1000
             event = {"ph": "X", "name": label, "cat": category, "ts": ts, "dur": (end - start) / 1000}
-            return {**event, "pid": mine.rank, "tid": thread}
+            return {**event, "pid": rank_spans.rank, "tid": thread}
 
-        for label, category, start, end, thread in mine.spans:
+        for label, category, start, end, thread in rank_spans.spans:
             yield make_event(label, category, start, end, number_thread(thread))
-        for lane, label, start, end in mine.compute:
+        for lane, label, start, end in rank_spans.compute:
             is_new = lane not in threads
             number = number_thread(lane)
             if is_new:
-                yield {"ph": "M", "name": "thread_name", "pid": mine.rank, "tid": number, "args": {"name": lane}}
+                yield {"ph": "M", "name": "thread_name", "pid": rank_spans.rank, "tid": number, "args": {"name": lane}}
             yield make_event(label, "compute", start, end, number)

@@ -1,8 +1,8 @@
 """Where the time of a recorded run went: each rank's shares, and the critical path of its calls.
 
-The critical path goes backwards from the end of the last call.  On a rank it follows what the rank did; where the rank
-waited, it continues on the rank for which it waited: the one whose work ended last before the wait did.  Work on the
-path delays the run, and other work does not.
+The critical path is found backwards, from the end of the last call.  It follows the work of a rank.  Where the rank
+waited, the path continues on the peer whose work ended last before the end of the wait.  Work on the path delays the
+run; other work does not.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from synkhronos.tracing.chrome import read_trace
 from synkhronos.tracing.spans import CALL, IDLE, WAIT
 
 #: Name of the master's time between its calls.
-OWN = "the script itself"
+SCRIPT = "the script itself"
 #: Colours of the categories in a picture.
 _LIBRARY = "#9aa5b1"
 _COLOURS = {
@@ -40,7 +40,7 @@ _MAX_DRAWN = 4000
 
 
 class Activity(NamedTuple):
-    """A time in which a rank did one thing: the part of a span in which no inner span ran; microseconds."""
+    """An interval in which a rank did one thing: a part of a span without inner spans.  Times are in microseconds."""
 
     start: float
     end: float
@@ -57,7 +57,7 @@ class RankTimeline:
     name : str
         The rank and its host.
     segments : list of Activity
-        What the main thread did, without overlaps, in order.
+        Activities of the main thread, without overlaps, in order.
     compute : list of Activity
         XLA's operations, of all threads.
     calls : list of Activity
@@ -99,10 +99,10 @@ def read_timelines(path: str) -> dict[int, RankTimeline]:
             ranks[event["pid"]].compute.append(span)
         elif event["tid"] == 0:
             spans[event["pid"]].append(span)
-    for rank, mine in ranks.items():
-        mine.segments = split_nested(spans[rank])
-        mine.calls = sorted(span for span in spans[rank] if span.name == CALL)
-    if not any(mine.calls for mine in ranks.values()):
+    for rank, timeline in ranks.items():
+        timeline.segments = split_nested(spans[rank])
+        timeline.calls = sorted(span for span in spans[rank] if span.name == CALL)
+    if not any(timeline.calls for timeline in ranks.values()):
         raise ValueError(f"{path} has no call of a function, a collective or a task")
     return dict(sorted(ranks.items()))
 
@@ -141,79 +141,79 @@ def sum_by_name(segments: Iterable[Activity]) -> dict[str, float]:
 
 def find_critical_path(ranks: dict[int, RankTimeline]) -> list[PathStep]:
     """Return the critical path from the start of the first call to the end of the last, in order."""
-    master = next(rank for rank, mine in ranks.items() if mine.calls)
-    work = {rank: [s for s in mine.segments if s.category != WAIT] for rank, mine in ranks.items()}
+    master = next(rank for rank, timeline in ranks.items() if timeline.calls)
+    work = {rank: [s for s in timeline.segments if s.category != WAIT] for rank, timeline in ranks.items()}
     ends = {rank: [s.end for s in segments] for rank, segments in work.items()}
-    starts = {rank: [s.start for s in mine.segments] for rank, mine in ranks.items()}
-    first, now = ranks[master].calls[0].start, ranks[master].calls[-1].end
+    starts = {rank: [s.start for s in timeline.segments] for rank, timeline in ranks.items()}
+    start_of_run, time = ranks[master].calls[0].start, ranks[master].calls[-1].end
     rank, path = master, []
 
-    def find_last_work(on: int) -> float:
-        """Return until when a rank worked, at this moment."""
-        i = bisect.bisect_left(ends[on], now)
-        if i < len(work[on]) and work[on][i].start < now:
-            return now
-        return ends[on][i - 1] if i else float("-inf")
+    def find_last_work(worker: int) -> float:
+        """Return the end of the last work of a rank before ``time``; ``time`` if it works then."""
+        i = bisect.bisect_left(ends[worker], time)
+        if i < len(work[worker]) and work[worker][i].start < time:
+            return time
+        return ends[worker][i - 1] if i else float("-inf")
 
-    while now > first:
-        i = bisect.bisect_left(starts[rank], now) - 1
+    while time > start_of_run:
+        i = bisect.bisect_left(starts[rank], time) - 1
         segment = ranks[rank].segments[i] if i >= 0 else None
-        if segment is None or segment.end < now:  # between two spans
-            name = OWN if rank == master else "other"
-            start = max(first, segment.end if segment is not None else first)
-            path.append(PathStep(rank, name, start, now))
-            now = start
+        if segment is None or segment.end < time:  # between two spans
+            name = SCRIPT if rank == master else "other"
+            start = max(start_of_run, segment.end if segment is not None else start_of_run)
+            path.append(PathStep(rank, name, start, time))
+            time = start
         elif segment.category != WAIT:
-            start = max(first, segment.start)
-            path.append(PathStep(rank, segment.name, start, now))
-            now = start
+            start = max(start_of_run, segment.start)
+            path.append(PathStep(rank, segment.name, start, time))
+            time = start
         else:
             # A worker that waits for a command waits for the master; all other waits end with the last peer's work.
-            others = [master] if segment.name == IDLE else [other for other in ranks if other != rank]
-            last = max(others, key=find_last_work, default=rank)
-            until = max(find_last_work(last), segment.start, first)
-            if until < now:
-                path.append(PathStep(rank, "wake up", until, now))
-                now = until
-            if now > segment.start:
-                rank = last
+            peers = [master] if segment.name == IDLE else [peer for peer in ranks if peer != rank]
+            last_peer = max(peers, key=find_last_work, default=rank)
+            work_end = max(find_last_work(last_peer), segment.start, start_of_run)
+            if work_end < time:
+                path.append(PathStep(rank, "wake up", work_end, time))
+                time = work_end
+            if time > segment.start:
+                rank = last_peer
     return path[::-1]
 
 
 def _get_calls(ranks: dict[int, RankTimeline]) -> list[Activity]:
     """Return the master's calls."""
-    return next(mine.calls for mine in ranks.values() if mine.calls)
+    return next(timeline.calls for timeline in ranks.values() if timeline.calls)
 
 
 def format_report(path: str, ranks: dict[int, RankTimeline], critical_path: Sequence[PathStep]) -> str:
     """Return the tables that ``python -m synkhronos show`` prints."""
     calls = _get_calls(ranks)
-    begin, end = calls[0].start, calls[-1].end
-    total = end - begin
+    start, end = calls[0].start, calls[-1].end
+    total = end - start
     lines = [f"{path}: {len(calls)} calls on {len(ranks)} ranks in {_format_time(total)}"]
-    names: dict[str, float] = defaultdict(float)
+    totals: dict[str, float] = defaultdict(float)
     shares: dict[int, dict[str, float]] = {}
-    for rank, mine in ranks.items():
-        cut = [s._replace(start=max(s.start, begin), end=min(s.end, end)) for s in mine.segments]
-        shares[rank] = sum_by_name(s for s in cut if s.end > s.start)
+    for rank, timeline in ranks.items():
+        clipped = [s._replace(start=max(s.start, start), end=min(s.end, end)) for s in timeline.segments]
+        shares[rank] = sum_by_name(s for s in clipped if s.end > s.start)
         unnamed = total - sum(shares[rank].values())
-        shares[rank][OWN if mine.calls else "other"] = max(unnamed, 0.0)
+        shares[rank][SCRIPT if timeline.calls else "other"] = max(unnamed, 0.0)
         for name, time in shares[rank].items():
-            names[name] += time
-    shown = sorted(names, key=lambda name: -names[name])[:_MAX_LINES]
-    width = max(len(name) for name in shown)
+            totals[name] += time
+    names_shown = sorted(totals, key=lambda name: -totals[name])[:_MAX_LINES]
+    width = max(len(name) for name in names_shown)
     lines += ["", "time of each rank, % of the whole", " " * width + "".join(f"{f'rank {r}':>9}" for r in ranks)]
-    for name in shown:
+    for name in names_shown:
         cells = (100 * shares[rank].get(name, 0.0) / total for rank in ranks)
         lines.append(f"{name:<{width}}" + "".join(f"{cell:9.1f}" for cell in cells))
-    if any(mine.compute for mine in ranks.values()):
-        cells = (100 * _measure_union(mine.compute) / total for mine in ranks.values())
+    if any(timeline.compute for timeline in ranks.values()):
+        cells = (100 * _measure_union(timeline.compute) / total for timeline in ranks.values())
         lines.append(f"{'XLA computes':<{width}}" + "".join(f"{cell:9.1f}" for cell in cells))
-    on_path: dict[tuple[str, int], float] = defaultdict(float)
+    path_times: dict[tuple[str, int], float] = defaultdict(float)
     for step in critical_path:
-        on_path[step.name, step.rank] += step.end - step.start
+        path_times[step.name, step.rank] += step.end - step.start
     lines += ["", "critical path: the activities that determine the duration"]
-    for (name, rank), time in sorted(on_path.items(), key=lambda item: -item[1])[:_MAX_LINES]:
+    for (name, rank), time in sorted(path_times.items(), key=lambda item: -item[1])[:_MAX_LINES]:
         lines.append(f"{100 * time / total:5.1f} %  {_format_time(time / len(calls)):>9} a call  {name}, rank {rank}")
     return "\n".join(lines) + "\n"
 
@@ -247,40 +247,42 @@ def draw_timelines(
     from matplotlib.patches import Patch
 
     calls = _get_calls(ranks)
-    middle = len(calls) // 2
-    chosen = calls[max(0, middle - n_calls // 2) :][:n_calls]
-    begin, end = chosen[0].start, chosen[-1].end
-    scale, unit = (1e-3, "ms") if end - begin > 2e3 else (1.0, "us")
+    drawn_calls = calls[max(0, len(calls) // 2 - n_calls // 2) :][:n_calls]
+    start, end = drawn_calls[0].start, drawn_calls[-1].end
+    scale, unit = (1e-3, "ms") if end - start > 2e3 else (1.0, "us")
     rows: list[tuple[str, list[Activity]]] = []
-    for rank, mine in ranks.items():
-        rows.append((f"rank {rank}", mine.segments))
-        if mine.compute:
-            rows.append((f"rank {rank}, XLA", mine.compute))
-    categories = {s.name: s.category for mine in ranks.values() for s in mine.segments}
+    for rank, timeline in ranks.items():
+        rows.append((f"rank {rank}", timeline.segments))
+        if timeline.compute:
+            rows.append((f"rank {rank}, XLA", timeline.compute))
+    categories = {s.name: s.category for timeline in ranks.values() for s in timeline.segments}
     path = [Activity(s.start, s.end, s.name, categories.get(s.name, "call")) for s in critical_path]
     rows.append(("critical path", path))
     figure, axis = pyplot.subplots(figsize=(11, 1.2 + 0.55 * len(rows)), layout="constrained")
-    used = set()
+    drawn_categories: set[str] = set()
     for y, (_, segments) in enumerate(rows):
-        visible = [s for s in segments if s.end > begin and s.start < end][:_MAX_DRAWN]
-        used |= {s.category for s in visible}
-        spans = [
-            ((max(s.start, begin) - begin) * scale, (min(s.end, end) - max(s.start, begin)) * scale) for s in visible
-        ]
-        axis.broken_barh(spans, (y - 0.38, 0.76), color=[_COLOURS.get(s.category, _LIBRARY) for s in visible])
-        for (start, length), segment in zip(spans, visible, strict=True):
-            if length > 0.012 * len(segment.name) * (end - begin) * scale and segment.category != WAIT:
-                colour = "white" if segment.category in _DARK else "black"
-                axis.text(start + length / 2, y, segment.name, ha="center", va="center", fontsize=8, color=colour)
+        drawn_categories |= _draw_row(axis, y, segments, start, end, scale)
     axis.set_yticks(range(len(rows)), [name for name, _ in rows])
     axis.invert_yaxis()
-    axis.set_xlim(0, (end - begin) * scale)
-    axis.set_xlabel(f"{unit} ({len(chosen)} of {len(calls)} calls)")
+    axis.set_xlim(0, (end - start) * scale)
+    axis.set_xlabel(f"{unit} ({len(drawn_calls)} of {len(calls)} calls)")
     for side in ("top", "right", "left"):
         axis.spines[side].set_visible(False)
     axis.tick_params(left=False)
-    handles = [Patch(color=colour, label=name) for name, colour in _COLOURS.items() if name in used]
+    handles = [Patch(color=colour, label=name) for name, colour in _COLOURS.items() if name in drawn_categories]
     handles.append(Patch(color=_LIBRARY, label="the library"))
     figure.legend(handles=handles, loc="outside upper left", ncols=len(handles), frameon=False, fontsize="small")
     figure.savefig(picture, dpi=120)
     pyplot.close(figure)
+
+
+def _draw_row(axis: Any, y: int, segments: Sequence[Activity], start: float, end: float, scale: float) -> set[str]:
+    """Draw the segments between ``start`` and ``end`` as bars at height ``y``; return their categories."""
+    visible = [s for s in segments if s.end > start and s.start < end][:_MAX_DRAWN]
+    bars = [((max(s.start, start) - start) * scale, (min(s.end, end) - max(s.start, start)) * scale) for s in visible]
+    axis.broken_barh(bars, (y - 0.38, 0.76), color=[_COLOURS.get(s.category, _LIBRARY) for s in visible])
+    for (left, length), segment in zip(bars, visible, strict=True):
+        if length > 0.012 * len(segment.name) * (end - start) * scale and segment.category != WAIT:
+            colour = "white" if segment.category in _DARK else "black"
+            axis.text(left + length / 2, y, segment.name, ha="center", va="center", fontsize=8, color=colour)
+    return {s.category for s in visible}

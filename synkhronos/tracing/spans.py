@@ -65,7 +65,7 @@ TRACED = [
     TracedMethod(Device, "stage_input", "copy", "copy rows"),
     TracedMethod(Runner, "__call__", "launch", "launch"),
     TracedMethod(Engine, "fetch", "copy", "fetch outputs"),
-    TracedMethod(Feed, "rows", "load", "wait for the loader"),
+    TracedMethod(Feed, "wait_rows", "load", "wait for the loader"),
     *(
         TracedMethod(Communicator, method, "exchange", method)
         for method in ("all_reduce", "broadcast", "gather", "reduce", "reduce_scatter")
@@ -115,12 +115,12 @@ class SpanRecorder:
         """Replace the methods of `TRACED` by timed ones."""
         self.spans = deque(maxlen=max_spans)
         for owner, method, category, name in TRACED:
-            for found in set(_find_overrides(owner, method)):
-                original = vars(found)[method]
+            for cls in set(_find_overrides(owner, method)):
+                original = vars(cls)[method]
                 if getattr(original, "__isabstractmethod__", False):
                     continue
-                self._originals.append((found, method, original))
-                setattr(found, method, _time_calls(original, category, name, self.spans))
+                self._originals.append((cls, method, original))
+                setattr(cls, method, _time_calls(original, category, name, self.spans))
 
     def remove(self) -> None:
         """Put the original methods back."""

@@ -75,22 +75,22 @@ def _estimate_clock_offset(rank: Rank) -> int:
     offsets = []
     for _ in range(_CLOCK_READINGS):
         rank.barrier()
-        mine = time.monotonic_ns()
-        offsets.append(rank.all_gather(mine)[rank.root] - mine)
+        clock = time.monotonic_ns()
+        offsets.append(rank.all_gather(clock)[rank.root] - clock)
     return int(statistics.median(offsets))
 
 
-def _gather(rank: Rank, mine: RankSpans) -> list[RankSpans] | None:
+def _gather(rank: Rank, spans: RankSpans) -> list[RankSpans] | None:
     """Gather a value of any size in the master."""
-    payload = zlib.compress(pickle.dumps(mine, pickle.HIGHEST_PROTOCOL), 1)
-    longest = max(rank.all_gather(len(payload)))
-    received: list[list[bytes]] = [[] for _ in range(rank.size)]
-    for start in range(0, longest, MAX_SLOT_NBYTES):
-        parts = rank.gather(payload[start : start + MAX_SLOT_NBYTES])
-        if parts is not None:
-            for chunks, part in zip(received, parts, strict=True):
-                chunks.append(part)
-    return [pickle.loads(zlib.decompress(b"".join(chunks))) for chunks in received] if rank.is_master else None
+    payload = zlib.compress(pickle.dumps(spans, pickle.HIGHEST_PROTOCOL), 1)
+    max_nbytes = max(rank.all_gather(len(payload)))
+    payloads: list[list[bytes]] = [[] for _ in range(rank.size)]
+    for start in range(0, max_nbytes, MAX_SLOT_NBYTES):
+        chunks_by_rank = rank.gather(payload[start : start + MAX_SLOT_NBYTES])
+        if chunks_by_rank is not None:
+            for chunks, chunk in zip(payloads, chunks_by_rank, strict=True):
+                chunks.append(chunk)
+    return [pickle.loads(zlib.decompress(b"".join(chunks))) for chunks in payloads] if rank.is_master else None
 
 
 class _Recording(PendingOperation):
@@ -128,7 +128,7 @@ class Timeline:
     def __init__(self, path: str | os.PathLike[str], compute: bool, max_spans: int):
         self.path = os.fspath(path)
         session = ranks.session()
-        if any(isinstance(one, _Recording) and one.session is not None for one in session.rank.pending):
+        if any(isinstance(pending, _Recording) and pending.session is not None for pending in session.rank.pending):
             raise RuntimeError("timeline: another one is being recorded; stop() it first")
         with open(self.path, "a"):  # a path that can't be written is reported before the run, not after it
             pass

@@ -68,11 +68,11 @@ class OrderedRows:
     def __init__(self, data: list[Any], order: Any):
         self.data, self._order = data, order
 
-    def rows(self, first: int, last: int, watch: Any = None) -> np.ndarray:
+    def wait_rows(self, start: int, stop: int, watch: Any = None) -> np.ndarray:
         """Return the indexes of the rows in a range of positions."""
-        return np.asarray(self._order)[first:last]
+        return np.asarray(self._order)[start:stop]
 
-    def free(self, first: int, last: int) -> None:
+    def free(self, start: int, stop: int) -> None:
         """Do nothing: only a `Feed` has memory to release."""
 
 

@@ -240,7 +240,7 @@ class _SourceLoop(TrainingLoop):
             # The loaders may need the memory of rows that this rank holds, to read rows for other ranks.
             self.finish_steps()
         with self.meter.time("load"):
-            return [source.rows(*span, self.watch) for span in places]
+            return [source.wait_rows(*span, self.watch) for span in places]
 
     def finish_steps(self) -> None:
         """Wait for the launched steps, and release the memory of their rows to the loaders."""
