@@ -363,7 +363,7 @@ def make_trainer(
     learning_rate : float or callable
         A number, or a schedule: see `synkhronos.training.schedules`.
     validate : dict of str to metric, or list of metrics, or metric, optional
-        Values to compute on validation data.  `patience` and `plateau` use the first.  A metric is a scalar variable
+        Values to compute on validation data.  `patience` and `schedules.plateau` use the first.  A metric is a scalar variable
         that is a mean over rows; or ``(variable, op)``, whose values are reduced over batches and ranks by the op
         "mean" (weighted by rows), "sum", "prod", "min" or "max"; or ``(variable, "mean", weight)``, whose weight is a
         scalar variable, such as the sum of a mask.
