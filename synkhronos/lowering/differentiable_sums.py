@@ -122,8 +122,10 @@ def call_python(value: Sum, value_and_gradients: Sum, dtype: str, floats: Sequen
 
     def backward(residuals: Any, cotangent: Any) -> tuple[Any, ...]:
         gradients, params = residuals
-        found = dict(zip(floats, gradients, strict=True))
-        return tuple(cotangent * found[i] if i in found else _make_zero_cotangent(p) for i, p in enumerate(params))
+        by_position = dict(zip(floats, gradients, strict=True))
+        return tuple(
+            cotangent * by_position[i] if i in by_position else _make_zero_cotangent(p) for i, p in enumerate(params)
+        )
 
     compute.defvjp(forward, backward)
     return lambda *params: compute(*map(jnp.asarray, params))

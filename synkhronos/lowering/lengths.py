@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Iterator, Sequence
+from itertools import chain
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -116,7 +117,7 @@ class StaticLengthGraph:
         The graph for JAX.  Its last inputs are the lengths.
     inputs : sequence of variable
         Inputs of the original graph, which `graph` has first.
-    wanted : sequence of variable or _SliceLength
+    lengths : sequence of variable or _SliceLength
         The lengths, as expressions in `inputs`.
 
     Attributes
@@ -127,8 +128,8 @@ class StaticLengthGraph:
         Positions of the scalar inputs whose values decide lengths.
     """
 
-    def __init__(self, graph: FunctionGraph, inputs: Sequence[Any], wanted: Sequence[Any]):
-        self.graph, self.n_lengths = graph, len(wanted)
+    def __init__(self, graph: FunctionGraph, inputs: Sequence[Any], lengths: Sequence[Any]):
+        self.graph, self.n_lengths = graph, len(lengths)
         self.deciding_inputs: list[int] = []
         self._input_positions = {variable: position for position, variable in enumerate(inputs)}
         #: Contents of the slots when a call begins: constants.  Slot 0 is for the values of the inputs.
@@ -136,10 +137,10 @@ class StaticLengthGraph:
         #: Function, slots of its arguments, and slot or range of slots for its result.
         self._steps: list[tuple[Callable[..., Any], list[int], int | slice]] = []
         slots: dict[Any, int] = {}
-        parts = [part for want in wanted for part in (want if isinstance(want, _SliceLength) else (want,))]
-        for node in io_toposort(list(inputs), [part for part in parts if hasattr(part, "type")]):
+        terms = chain.from_iterable(x if isinstance(x, _SliceLength) else (x,) for x in lengths)
+        for node in io_toposort(list(inputs), [term for term in terms if hasattr(term, "type")]):
             self._add_node(node, slots)
-        self._wanted = [self._find_slot(want, slots) for want in wanted]
+        self._length_slots = [self._find_slot(length, slots) for length in lengths]
 
     def _add_node(self, node: Any, slots: dict[Any, int]) -> None:
         """Add the steps of a node; ``slots`` maps the variables of its graph to their slots."""
@@ -151,15 +152,12 @@ class StaticLengthGraph:
         elif isinstance(op, Composite):
             # Composite's own `impl` takes ten times as long.
             inner = op.fgraph
-            inside = {
-                into: self._find_slot(outer, slots) for into, outer in zip(inner.inputs, node.inputs, strict=True)
-            }
+            operands = [self._find_slot(variable, slots) for variable in node.inputs]
+            inner_slots = dict(zip(inner.inputs, operands, strict=True))
             for inner_node in inner.toposort():
-                self._add_node(inner_node, inside)
-            slots |= {
-                outer: self._find_slot(output, inside)
-                for output, outer in zip(inner.outputs, node.outputs, strict=True)
-            }
+                self._add_node(inner_node, inner_slots)
+            results = [self._find_slot(variable, inner_slots) for variable in inner.outputs]
+            slots |= dict(zip(node.outputs, results, strict=True))
         else:
             sources = [self._find_slot(variable, slots) for variable in node.inputs]
             first = self._add_step(_make_host_function(node), sources, len(node.outputs))
@@ -189,9 +187,9 @@ class StaticLengthGraph:
     def compute_lengths(self, values: Sequence[Any]) -> tuple[int, ...]:
         """Return the lengths for the values of all inputs of the original graph."""
         slots = [values, *self._initial[1:]]
-        for compute, sources, into in self._steps:
-            slots[into] = compute(*[slots[source] for source in sources])
-        return tuple([int(slots[slot]) for slot in self._wanted])
+        for compute, sources, destination in self._steps:
+            slots[destination] = compute(*[slots[source] for source in sources])
+        return tuple([int(slots[slot]) for slot in self._length_slots])
 
 
 def extract_lengths(graph: FunctionGraph) -> StaticLengthGraph | None:
@@ -222,23 +220,22 @@ def extract_lengths(graph: FunctionGraph) -> StaticLengthGraph | None:
         return None
     # The clone has no features: they would undo or forbid these replacements.
     copy, copies = graph.clone_get_equiv(check_integrity=False, attach_feature=False)
-    wanted: list[Any] = []
+    length_expressions: list[Any] = []
     for node, slices in sliced:
-        lengths = [lscalar() for _ in slices]
+        length_inputs = [lscalar() for _ in slices]
         copied = copies[node]
-        fixed = Apply(
-            FixedLengthSubtensor(node.op, tuple(slices)), [*copied.inputs, *lengths], [copied.outputs[0].type()]
-        )
-        for length in lengths:
-            copy.add_input(length)
+        op = FixedLengthSubtensor(node.op, tuple(slices))
+        fixed = Apply(op, [*copied.inputs, *length_inputs], [copied.outputs[0].type()])
+        for length_input in length_inputs:
+            copy.add_input(length_input)
         copy.replace(copied.outputs[0], fixed.outputs[0], import_missing=True)
-        wanted += slices.values()
+        length_expressions += slices.values()
     for variable in cuts:
-        length = variable.type()
-        copy.add_input(length)
-        copy.replace(copies[variable], length)
-        wanted.append(variable)
-    return StaticLengthGraph(copy, graph.inputs, wanted)
+        length_input = variable.type()
+        copy.add_input(length_input)
+        copy.replace(copies[variable], length_input)
+        length_expressions.append(variable)
+    return StaticLengthGraph(copy, graph.inputs, length_expressions)
 
 
 # -- which variables are known -----------------------------------------------------------------------------------------

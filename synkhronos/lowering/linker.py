@@ -85,5 +85,5 @@ def to_strong_array(value: Any, dtype: str | None) -> Any:
 
 def use_length_linker(mode: Any) -> Any:
     """Return a mode with `LengthLinker` in place of PyTensor's JAX linker; return any other mode unchanged."""
-    found = get_mode(mode)
-    return Mode(LengthLinker(), found.provided_optimizer) if type(found.linker) is JAXLinker else mode
+    resolved = get_mode(mode)
+    return Mode(LengthLinker(), resolved.provided_optimizer) if type(resolved.linker) is JAXLinker else mode

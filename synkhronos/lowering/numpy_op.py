@@ -116,15 +116,15 @@ def _register_with_numba() -> None:
 
     @numba_funcify.register(NumpyOp)
     def funcify(op: Any, node: Any = None, **kwargs: Any) -> Any:
-        kinds = [(v.type.dtype, v.type.ndim) for v in (*node.inputs, *node.outputs)]
-        key = (op, len(node.inputs), *kinds)
+        types = [(v.type.dtype, v.type.ndim) for v in (*node.inputs, *node.outputs)]
+        key = (op, len(node.inputs), *types)
         if key not in functions:
             with warnings.catch_warnings():
                 # Calling Python is intended: these Ops spend their time in BLAS.
                 warnings.filterwarnings("ignore", "Numba will use object mode")
                 # A node with inputs of its own: the graph's node would keep the graph alive.
-                alone = op.make_node(*(v.type() for v in node.inputs))
-                functions[key] = generate_fallback_impl(op, alone, **kwargs)
+                detached_node = op.make_node(*(v.type() for v in node.inputs))
+                functions[key] = generate_fallback_impl(op, detached_node, **kwargs)
         return functions[key]
 
 

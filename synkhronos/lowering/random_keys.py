@@ -80,8 +80,8 @@ def track_function(function: Any) -> None:
 
 def check_generator(container: Any, generator: np.random.Generator) -> None:
     """Raise TypeError if functions draw from the container's key, and PyTensor can't make a key of the generator."""
-    kinds = np.random.PCG64 | np.random.PCG64DXSM
-    if _streams.get(container) is not None and not isinstance(generator.bit_generator, kinds):
+    supported = np.random.PCG64 | np.random.PCG64DXSM
+    if _streams.get(container) is not None and not isinstance(generator.bit_generator, supported):
         raise TypeError(f"in JAX mode PyTensor takes PCG64's numbers, got {type(generator.bit_generator).__name__}'s")
 
 

@@ -28,8 +28,11 @@ def add_in_copies(run: Callable[..., Any], node: Any) -> Callable[..., Any]:
 
     op = node.op
     # Before 3.0 PyTensor has a separate Op for a single index vector.
-    kinds = subtensor.AdvancedIncSubtensor, getattr(subtensor, "AdvancedIncSubtensor1", subtensor.AdvancedIncSubtensor)
-    if not isinstance(op, kinds) or op.set_instead_of_inc:
+    op_classes = (
+        subtensor.AdvancedIncSubtensor,
+        getattr(subtensor, "AdvancedIncSubtensor1", subtensor.AdvancedIncSubtensor),
+    )
+    if not isinstance(op, op_classes) or op.set_instead_of_inc:
         return run
     if len(node.inputs) != 3 or node.inputs[2].type.ndim != 1 or "int" not in node.inputs[2].type.dtype:
         return run

@@ -305,10 +305,10 @@ def _allow_traced_bounds(lowering: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap an indexing lowering: allow slices with traced bounds whose difference is constant."""
 
     def funcify(op: Any, node: Any = None, **kwargs: Any) -> Compute:
-        plain = lowering(op, node=node, **kwargs)
+        default = lowering(op, node=node, **kwargs)
         if node is None:
-            return plain
-        variables, known = split_indexing(op, node.inputs)[1], dict(_sequences)
+            return default
+        variables, polynomials = split_indexing(op, node.inputs)[1], dict(_sequences)
 
         def run(*inputs: Any) -> Any:
             operands, indices = split_indexing(op, inputs)
@@ -318,8 +318,8 @@ def _allow_traced_bounds(lowering: Callable[..., Any]) -> Callable[..., Any]:
                 if isinstance(index, slice) and isinstance(variable, slice) and not _has_known_bounds(index)
             ]
             if not traced:
-                return plain(*inputs)
-            lengths = [_require_constant_length(variables[i], known) for i in traced]
+                return default(*inputs)
+            lengths = [_require_constant_length(variables[i], polynomials) for i in traced]
             return _index_with_lengths(op, operands, indices, traced, lengths, is_exact=False)
 
         return run
@@ -375,24 +375,24 @@ def _index_with_lengths(
                 return x[rest]
             return x.at[rest].set(operands[1]) if op.set_instead_of_inc else x.at[rest].add(operands[1])
         (axis, index, length), *others = cuts
-        places, is_right = _locate(index, x.shape[axis], length)
+        places, matches_length = _find_elements(index, x.shape[axis], length)
         chunk = _take(x, places, length, axis)
         result = apply_cuts(chunk, others)
         if len(operands) == 2:
             result = _put(x, result, places, axis)
-        return result if is_exact else jnp.where(is_right, result, _get_invalid_number(result.dtype))
+        return result if is_exact else jnp.where(matches_length, result, _get_invalid_number(result.dtype))
 
     return apply_cuts(jnp.asarray(operands[0]), cuts)
 
 
-def _locate(index: slice, axis_length: int, length: int) -> tuple[Any, Any]:
+def _find_elements(index: slice, axis_length: int, length: int) -> tuple[Any, Any]:
     """Compute the positions of a slice's elements.
 
     Returns
     -------
     places : traced integer or traced vector
         Position of the first element if the step is 1, else the positions of all.
-    is_right : traced bool
+    matches_length : traced bool
         Whether NumPy's slice has this length.
     """
     import jax.numpy as jnp
@@ -407,8 +407,8 @@ def _locate(index: slice, axis_length: int, length: int) -> tuple[Any, Any]:
     # Bounds may be unsigned, or of few bits.
     start = jnp.where(step > 0, 0, axis_length - 1) if index.start is None else bound(jnp.asarray(index.start, int))
     stop = jnp.where(step > 0, axis_length, -1) if index.stop is None else bound(jnp.asarray(index.stop, int))
-    is_right = jnp.maximum(-((start - stop) // step), 0) == length
-    return (start if _is_one(step) else start + step * jnp.arange(length)), is_right
+    matches_length = jnp.maximum(-((start - stop) // step), 0) == length
+    return (start if _is_one(step) else start + step * jnp.arange(length)), matches_length
 
 
 def _is_one(step: Any) -> bool:
@@ -442,9 +442,9 @@ def _has_known_bounds(index: slice) -> bool:
     return all(bound is None or _is_known(bound) for bound in (index.start, index.stop, index.step))
 
 
-def _require_constant_length(index: slice, known: Mapping[Any, Polynomial]) -> int:
+def _require_constant_length(index: slice, polynomials: Mapping[Any, Polynomial]) -> int:
     """Return the constant length of a slice of variables; raise NotImplementedError if it is not constant."""
-    length = find_constant_length(index, known)
+    length = find_constant_length(index, polynomials)
     if length is not None:
         return length
     bounds = {"start": index.start, "stop": index.stop, "step": index.step}
@@ -466,18 +466,18 @@ def _expand_sequences(lowering: Callable[..., Any]) -> Callable[..., Any]:
     """
 
     def funcify(op: Any, node: Any = None, **kwargs: Any) -> Compute:
-        outside, inside = op.outer_seqs(node.inputs), op.inner_seqs(op.fgraph.inputs)
-        before = dict(_sequences)
+        outer_sequences, inner_sequences = op.outer_seqs(node.inputs), op.inner_seqs(op.fgraph.inputs)
+        saved = dict(_sequences)
         _sequences.update(
-            (inner, expand(outer, before))
-            for outer, inner in zip(outside, inside, strict=True)
+            (inner, expand(outer, saved))
+            for outer, inner in zip(outer_sequences, inner_sequences, strict=True)
             if "int" in getattr(outer.type, "dtype", "")
         )
         try:
             compute: Compute = lowering(op, node=node, **kwargs)
         finally:
             _sequences.clear()
-            _sequences.update(before)
+            _sequences.update(saved)
         return compute
 
     return funcify

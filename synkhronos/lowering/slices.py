@@ -37,14 +37,14 @@ class SliceLengthRewriter(GraphRewriter):
 
 def _find_lengths(node: Any, known: Any) -> list[int | None]:
     """Return for each axis of a node's output the constant length of a slice by data, or None."""
-    found: list[int | None] = []
+    lengths: list[int | None] = []
     for index in split_indexing(node.op, node.inputs)[1]:
         if not isinstance(index, slice):
             continue
         bounds = [bound for bound in (index.start, index.stop, index.step) if bound is not None]
         is_data = not all(map(known.is_known_in_trace, bounds))
-        found.append(find_constant_length(index, {}) if is_data else None)
-    return found + [None] * (node.outputs[0].type.ndim - len(found))
+        lengths.append(find_constant_length(index, {}) if is_data else None)
+    return lengths + [None] * (node.outputs[0].type.ndim - len(lengths))
 
 
 # Before shapes are inferred, at 0.1.
