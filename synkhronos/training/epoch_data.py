@@ -33,8 +33,9 @@ class IntervalPlan:
     #: Number of a rank's rows in a step.
     batch: int
     epoch: int
-    #: Number of rows of an epoch.
+    #: Number of rows of an epoch, and of all epochs before.
     count: int
+    rows_before: int
     schedule: Schedule
     recorders: list[Recorder]
     #: Whether the master shows a progress bar.
@@ -101,6 +102,19 @@ class EpochData:
         self.pools = get_rank_pools(self.data)
         self.count = self.length if self.pools is None else sum(map(len, self._iterate_part_rows(0)))
 
+    def find_length(self) -> int:
+        """Return the present number of rows of the data, which may have changed between two epochs.
+
+        Raises
+        ------
+        ValueError
+            If the data do not have equally many.
+        """
+        lengths = {self.length} if self.loader is not None else {len(array) for array in self.data}
+        if len(lengths) > 1:
+            raise ValueError(f"x_data, y_data: expected equally many rows of each, got {[len(d) for d in self.data]}")
+        return lengths.pop()
+
     def allocate_order(self) -> None:
         """Allocate the array of the order, which all ranks read."""
         if self.loader is None:
@@ -129,6 +143,13 @@ class EpochData:
     def describe_parts(self) -> list[int] | None:
         """Return the batch and the numbers of ranks by host if hosts have different rows, else None."""
         return None if self.pools is None else [self.batch, *map(len, self.pools)]
+
+
+def check_rows(count: int, batch_size: int) -> None:
+    """Raise ValueError if the data have too few rows for a step of all ranks."""
+    size = ranks.session().size
+    if batch_size * size > count:
+        raise ValueError(f"batch_size: {size} ranks times {batch_size} rows are more than the {count} rows of the data")
 
 
 def get_rank_pools(data: list[Data]) -> list[range] | None:

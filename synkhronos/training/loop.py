@@ -192,7 +192,7 @@ class _SourceLoop(TrainingLoop):
     def write_lines(self, last: bool = False) -> None:
         """Write the recorders' lines that are due; with ``last``, a line for all remaining steps."""
         plan = self.plan
-        self.meter.write_lines(plan.epoch, plan.epoch * plan.count + self.end, self.rate, last)
+        self.meter.write_lines(plan.epoch, plan.rows_before + self.end, self.rate, last)
 
     @abstractmethod
     def set_rate(self, rate: float) -> None:

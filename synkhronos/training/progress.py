@@ -48,6 +48,10 @@ class Progress:
         Best report so far.
     steps : int
         Steps that all ranks have taken together; where ranks step by themselves, they count them.
+    rows_before : int
+        Number of rows of the epochs before ``epoch``.
+    order : (int, int)
+        Number of rows of ``epoch``, and seed of their order.
     """
 
     epoch: int = 0
@@ -57,6 +61,13 @@ class Progress:
     metrics: dict[str, float] = field(default_factory=dict)
     early_stop: EarlyStop = field(default_factory=EarlyStop)
     steps: int = 0
+    rows_before: int = 0
+    order: tuple[int, int] = (0, 0)
+
+    @property
+    def seen(self) -> int:
+        """Number of rows trained on."""
+        return self.rows_before + self.row
 
 
 class TrainerState:
@@ -155,7 +166,8 @@ class TrainerState:
         """Restore all ranks and the place from a checkpoint; return the number of rows seen."""
         meta = load_meta(path)
         rank_state.check_meta(path, meta, self._describe(), _TYPES)
-        if meta["count"] != data.length or meta["seed"] != data.seed:
+        is_grown = not meta["row"] and meta["count"] < data.length  # since the end of an epoch
+        if meta["count"] != data.length and not is_grown or meta["seed"] != data.seed:
             raise CheckpointError(
                 f"{path} is of {meta['count']} rows and seed {meta['seed']}, got {data.length} and "
                 f"{data.seed}: the order of rows would be another"
@@ -175,6 +187,8 @@ class TrainerState:
             metrics=meta["metrics"],
             early_stop=EarlyStop.from_json(meta["stop"]),
             steps=meta["steps_taken"],
+            rows_before=meta["seen"] - meta["row"],
+            order=(data.count, data.seed),
         )
         if self.training.memory:
             self.renew_memory()  # so that on no host there is anything else in it

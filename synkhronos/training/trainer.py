@@ -26,7 +26,7 @@ from synkhronos.loading.loader import cast_rows
 from synkhronos.rules import BSP, EAMSGD, Rule
 from synkhronos.training.checkpoint import Checkpoint, CheckpointError
 from synkhronos.training.compiled_model import CompiledModel
-from synkhronos.training.epoch_data import EpochData
+from synkhronos.training.epoch_data import EpochData, check_rows
 from synkhronos.training.metrics import Metric, parse_metrics
 from synkhronos.training.report import Report
 from synkhronos.training.schedules import Schedule, as_schedule, compute_rate
@@ -111,6 +111,7 @@ class Trainer:
             array for each of these variables, and None as ``y_data``.  Of `synkhronos.data_parts` each rank trains on
             rows of its own host, in the order of `PartsData.batches`; remaining rows that do not fill a step of all
             ranks are left out of an epoch.
+            Data objects may grow or shrink between two epochs.
         batch_size : int
             Number of rows of one rank in a step.  A step of n ranks has n times as many.
         epochs : int
@@ -189,11 +190,7 @@ class Trainer:
         for name, value in (("every", every), ("patience", patience)):
             if value is not None:
                 check_at_least(value, name, 1)
-        session = ranks.session()
-        if batch_size * session.size > count:
-            raise ValueError(
-                f"batch_size: {session.size} ranks times {batch_size} rows are more than the {count} rows of the data"
-            )
+        check_rows(count, batch_size)
         valid_data = self._make_validation_data(valid)
         self._check_metric(valid is not None, patience, checkpoint)
         recorders = list(recorder) if isinstance(recorder, list | tuple) else [] if recorder is None else [recorder]

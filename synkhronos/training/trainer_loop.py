@@ -31,7 +31,7 @@ from synkhronos.training import schedules
 from synkhronos.training.checkpoint import Checkpoint
 from synkhronos.training.compiled_model import CompiledModel
 from synkhronos.training.early_stop import EarlyStop
-from synkhronos.training.epoch_data import EpochData, IntervalPlan, Source, get_rank_pools
+from synkhronos.training.epoch_data import EpochData, IntervalPlan, Source, check_rows, get_rank_pools
 from synkhronos.training.epoch_loop import EpochLoop
 from synkhronos.training.loop import CommandLoop, make_loss_reader, train_interval
 from synkhronos.training.meter import Meter, Outcome, split_outcomes
@@ -94,8 +94,14 @@ class TrainerLoop(EpochLoop):
         if resume is not None:
             seen = state.restore(resume, self.data, model.schedule)
             self._cut_records(seen)
+        elif self.place.row and self.place.order != (self.data.count, self.data.seed):
+            count, seed = self.place.order
+            raise ValueError(
+                f"x_data, seed: expected {count:,} rows and seed {seed}, since the last call ended within an epoch of "
+                f"these, got {self.data.count:,} and {self.data.seed}"
+            )
         elif checkpoint is not None:
-            checkpoint.check_no_later(self.place.epoch * self.data.count + self.place.row)
+            checkpoint.check_no_later(self.place.seen)
         measure = "loss" if self.valid is None else f"validation {self.first_metric}"
         if self.metric != (self.first_metric, "min"):
             measure += f", {' '.join(self.metric)}"
@@ -122,6 +128,8 @@ class TrainerLoop(EpochLoop):
         """Train to the next report; return whether a signal has stopped it before."""
         self.survival.copy()
         place = self.place
+        if not place.row:
+            self._begin_epoch()
         self.last = self._end_interval(place.start)
         if self.last < place.row:  # of a checkpoint of more ranks
             self.last = self._end_interval(place.row)
@@ -135,6 +143,16 @@ class TrainerLoop(EpochLoop):
             self.survival.adapt(time.perf_counter() - began)
         return self.is_signalled()
 
+    def _begin_epoch(self) -> None:
+        """Take all rows that the data have now into the epoch."""
+        data = self.data
+        length = data.find_length()
+        if length != data.length:
+            check_rows(length, data.batch)
+            self.data = EpochData(data.data, length, data.batch, data.seed, data.loader)
+            self.data.allocate_order()
+        self.place.order = self.data.count, data.seed
+
     def _make_attempt(self) -> Callable[[], tuple[int, list[Outcome]]]:
         """Return a function that trains until the next copy of the ranks' state; a repeated call is another attempt."""
         place, attempts = self.place, itertools.count()
@@ -142,7 +160,7 @@ class TrainerLoop(EpochLoop):
 
         def attempt() -> tuple[int, list[Outcome]]:
             if next(attempts):
-                self._cut_records(place.epoch * self.data.count + place.row)
+                self._cut_records(place.seen)
             return self._train_interval(last)
 
         return attempt
@@ -170,6 +188,7 @@ class TrainerLoop(EpochLoop):
             data.batch,
             place.epoch,
             data.count,
+            place.rows_before,
             model.schedule,
             [recorder for recorder in self.recorders if isinstance(recorder, Recorder)],
             self.shows_progress,
@@ -247,7 +266,7 @@ class TrainerLoop(EpochLoop):
         return make_report(
             place.outcomes,
             place.epoch + self.last / data.count,
-            place.epoch * data.count + self.last,
+            place.rows_before + self.last,
             f"{n_ranks} x {data.batch} = {n_ranks * data.batch}",
         )
 
@@ -298,6 +317,7 @@ class TrainerLoop(EpochLoop):
         place.outcomes, place.metrics = [], report.metrics
         place.row = place.start = 0 if is_epoch_over else self.last
         place.epoch += is_epoch_over
+        place.rows_before += self.data.count if is_epoch_over else 0
         report.deaths = self.survival.take_deaths()
         for recorder in self.recorders:
             recorder.write(report.record())
@@ -338,8 +358,7 @@ class TrainerLoop(EpochLoop):
         words, place, checkpoint = f"{signal.Signals(number).name}: training ends", self.place, self.checkpoint
         assert checkpoint is not None
         if all(math.isfinite(outcome.loss) for outcome in place.outcomes):
-            seen = place.epoch * self.data.count + place.row
-            self._save(seen)
-            words += f"; go on with resume={str(checkpoint.path(seen))!r}"
+            self._save(place.seen)
+            words += f"; go on with resume={str(checkpoint.path(place.seen))!r}"
         sys.stderr.write(f"{words}\n")
         raise SystemExit(128 + number)

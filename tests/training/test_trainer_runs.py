@@ -485,3 +485,57 @@ def test_resume_refuses_a_checkpoint_of_something_else(fork, tmp_path):
     state.write_bytes(state.read_bytes()[:100])
     with pytest.raises(CheckpointError, match="is damaged"):
         next(Model("LocalSGD").epochs(5, 2, checkpoint=checkpoint, resume="latest"))
+
+
+# -- datasets that change --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["BSP", "LocalSGD", "EASGD"] if not XLA else ["LocalSGD"])
+def test_data_may_have_other_lengths_in_each_epoch(fork, tmp_path, name):
+    fork(2)
+    model = Model(name)
+    lengths, seen = [31, 47, 60, 17], []
+    for epoch, n in enumerate(lengths, 1):
+        data = X[:n], [Y[:n], np.arange(n)]
+        seen += [report.seen for report in model.trainer.epochs(*data, 5, epoch, recorder=Recorder(tmp_path))]
+    assert seen == np.cumsum(lengths).tolist() and model.used().sum() == sum(lengths)
+    assert [report["seen"] for report in read(tmp_path)["reports"]] == seen
+
+
+@pytest.mark.parametrize("name", ["BSP", "EASGD"] if not XLA else ["LocalSGD"])
+def test_data_that_grow_between_two_reports(fork, name):
+    fork(2)
+    model = Model(name)
+    x, y, numbers = synk.data(X[:30]), synk.data(Y[:30]), synk.data(np.arange(30))
+    epochs = model.trainer.epochs(x, [y, numbers], 5, 3, every=2)
+    assert [next(epochs).seen, next(epochs).seen] == [20, 30]
+    for data, values in ((x, X), (y, Y), (numbers, np.arange(ROWS))):
+        data.set_value(values)
+    assert [next(epochs).seen for _ in range(3)] == [50, 70, 90]
+    assert model.used().tolist() == [2.0] * 30 + [1.0] * 30
+    y.set_length(40)
+    with pytest.raises(ValueError, match=r"^x_data, y_data: expected equally many rows of each, got \[60, 40, 60\]"):
+        next(epochs)
+
+
+def test_data_that_grow_resume_at_the_end_of_an_epoch(fork, tmp_path):
+    fork(2)
+    model, checkpoint = Model("LocalSGD"), Checkpoint(tmp_path, keep=9)
+    list(model.epochs(5, 1, rows=40, every=3, checkpoint=checkpoint))
+    within, end = checkpoint.paths()
+    again = Model("LocalSGD")
+    (report,) = again.epochs(5, 2, checkpoint=checkpoint, resume=end)
+    assert report.seen == 40 + ROWS and set(again.used()) == {1.0, 2.0}
+    for rows, path in ((ROWS, within), (30, end)):
+        with pytest.raises(CheckpointError, match="the order of rows would be another"):
+            next(Model("LocalSGD").epochs(5, 2, rows=rows, resume=path))
+
+
+def test_data_of_an_unfinished_epoch_must_not_change(fork):
+    fork(2)
+    model = Model("LocalSGD")
+    next(model.epochs(5, 1, every=2))
+    for options in ({"rows": 40}, {"seed": 1}):
+        with pytest.raises(ValueError, match=r"^x_data, seed: expected 60 rows and seed 0, since the last call"):
+            next(model.epochs(5, 1, **options))
+    assert [report.seen for report in model.epochs(5, 1)] == [ROWS] and set(model.used()) == {1.0}
