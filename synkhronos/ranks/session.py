@@ -350,9 +350,10 @@ class Session:
         self.memory.send_segments()
         control.mailbox[: len(message)] = message
         words[Control.LENGTH] = len(message)
-        plan = self.link.plan_transfers(command, location, self.rank.segments)
-        control.mailbox[len(message) : len(message) + len(plan)] = plan
-        words[Control.PLAN_LENGTH] = len(plan)
+        if self.link.plan_nbytes:
+            plan = self.link.plan_transfers(command, location, self.rank.segments)
+            control.mailbox[len(message) : len(message) + len(plan)] = plan
+            words[Control.PLAN_LENGTH] = len(plan)
         words[Control.NEWEST_KEY] = self.memory.last_sent_key
         words[Control.POSTED] = number
         control.fence()
