@@ -135,12 +135,14 @@ def arguments_by_function(code):
 def test_training_table_names_existing_options():
     """Arguments in the right column exist: ``ema=0.999``, ``Checkpoint(folder, keep_best="error")``."""
     from synkhronos import training
+    from synkhronos.extensions import attention
 
     page = (ROOT / "docs" / "training.rst").read_text()
     (table,) = re.findall(r"\* - PyTorch Lightning, optax\n.*?(?=\n\n)", page, re.DOTALL)
     cells = re.findall(r"^     - (.*(?:\n       .*)*)", table, re.MULTILINE)
     functions = {**vars(training), **vars(training.schedules), **vars(training.updates)}
     functions |= {"trainer.epochs": training.Trainer.epochs, "synk.fork": synk.fork}
+    functions |= {"dot_product_attention": attention.dot_product_attention}
     # The first two are an environment variable, and an argument of the demos' layer.
     options = {"JAX_DEFAULT_MATMUL_PRECISION", "sync"}
     options |= {*inspect.signature(training.make_trainer).parameters}
