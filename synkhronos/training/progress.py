@@ -18,8 +18,8 @@ from synkhronos.training.checkpoint import Checkpoint, CheckpointError, load, lo
 from synkhronos.training.early_stop import EarlyStop
 from synkhronos.training.epoch_data import EpochData
 from synkhronos.training.meter import Outcome, split_outcomes
+from synkhronos.training.optimizer_state import OptimizerState
 from synkhronos.training.schedules import Schedule
-from synkhronos.training.sharded_step import ShardedState
 
 #: Entries of a trainer's checkpoint, besides those of `rank_state.describe_training`.
 _TYPES: dict[str, Any] = {
@@ -79,7 +79,7 @@ class TrainerState:
         With all variables; those of a sharded optimizer are left to `sharded`.
     update_rule : (str, dict)
         Name and options of the update rule.
-    sharded : ShardedState, optional
+    sharded : OptimizerState, optional
         The optimizer's state, if it is sharded.
 
     Attributes
@@ -97,7 +97,7 @@ class TrainerState:
         self,
         training: rank_state.RankTraining,
         update_rule: tuple[str, dict[str, Any]],
-        sharded: ShardedState | None = None,
+        sharded: OptimizerState | None = None,
     ):
         self.training, self.groups, self._sharded = training, training.groups, sharded
         if sharded is not None:

@@ -32,16 +32,16 @@ from synkhronos.collectives.commands import GetShapes
 from synkhronos.function import get_dispatcher
 from synkhronos.function.call import Call
 from synkhronos.graphs import library_of
-from synkhronos.graphs.mirror import Mirror
 from synkhronos.training.batches import StepRows, assign_rows, collect_sliceable_rows, group_steps
+from synkhronos.training.optimizer_state import OptimizerState
 from synkhronos.training.serial import SerialTrainFunction, make_train_function_serial, weighted_mean
-from synkhronos.training.sharded_step import ShardedState, ShardedStep
+from synkhronos.training.sharded_step import ShardedStep
 from synkhronos.training.step import Step
 from synkhronos.training.step_options import StepOptions
 from synkhronos.training.training_graph import Batch, Rows, Rule, TrainingGraph, Updates, is_averaged, name_rule
 from synkhronos.training.updates import RuleUpdates
 from synkhronos.training.updates.flat_gradient import shape_of
-from synkhronos.training.updates.shards import Shards, StatePart
+from synkhronos.training.updates.shards import Shards
 
 #: Maximal number of bytes of scattered rows on a rank in one launch of several steps.
 _MAX_LAUNCH_NBYTES = 1 << 30
@@ -53,13 +53,11 @@ __all__ = ["SerialTrainFunction", "TrainFunction", "make_train_function", "make_
 
 
 class _Sharding(NamedTuple):
-    """Function, variables and state of a sharded optimizer; variables as in `Shards`."""
+    """Variables of a step with a sharded optimizer; see `Shards`."""
 
-    whole_update: synk.Function
     row: Any
     rank: Any
     reads_whole_gradient: bool
-    state: ShardedState
 
 
 class TrainFunction:
@@ -105,30 +103,24 @@ class TrainFunction:
             name="train_gradient",
         )
         self.update = synk.function([], updates=rule.param_updates, name="train_update")
+        self._updates = [self.update]
+        if shards is not None:
+            self._updates.append(synk.function([], updates=shards.whole_updates, name="train_gather"))
         zeros = library_of(grad_shared).tensor.zeros_like(grad_shared)
         self._clear = synk.function([], updates=[(grad_shared, zeros)], name="train_clear")
         # Assigned after the functions: deepcopy takes attributes in order, and copies of variables are up to functions.
         self.grad_shared = grad_shared
-        self.optimizer_state = graph.optimizer_state
-        self._state = [(s.name or "a variable", shape_of(s), np.dtype(s.type.dtype)) for s in graph.optimizer_state]
-        self._averages = graph.ema
-        self._sharding = None
-        if shards is not None:
-            state = [shards.parts.get(shared, shared) for shared in graph.optimizer_state]
-            whole = synk.function([], updates=shards.whole_updates, name="train_gather")
-            self._sharding = _Sharding(
-                whole, shards.row, shards.rank, shards.reads_whole_gradient, ShardedState(state, shards.size)
-            )
-            self.optimizer_state = [
-                variable.shared if isinstance(variable, StatePart) else variable for variable in state
-            ]
+        parts, size = ({}, None) if shards is None else (shards.parts, shards.size)
+        self._optimizer = OptimizerState(graph.optimizer_state, parts, size)
+        self.optimizer_state = self._optimizer.variables
+        self._sharding = None if shards is None else _Sharding(shards.row, shards.rank, shards.reads_whole_gradient)
         self._graph = graph
         self._exchange = exchange
 
     @property
-    def _sharded_state(self) -> ShardedState | None:
-        """The optimizer's state in parts; None without `shard_optimizer`."""
-        return None if self._sharding is None else self._sharding.state
+    def _sharded_state(self) -> OptimizerState | None:
+        """The optimizer's state, if it is sharded."""
+        return None if self._sharding is None else self._optimizer
 
     @property
     def ema(self) -> list[Any] | None:
@@ -137,13 +129,8 @@ class TrainFunction:
         With `shard_optimizer` each rank has a part of them.  Reading this attribute gathers the averages of that moment
         into the variables, on all ranks.
         """
-        if self._sharding is not None and self._averages is not None:
-            state = self._sharding.state
-            for average in self._averages:
-                part = state.find(average)
-                if part is not None:
-                    _set_on_all_ranks(average, state.gather(part))
-        return self._averages
+        self._optimizer.gather_into(self._graph.ema or ())
+        return self._graph.ema
 
     def get_optimizer_state(self) -> list[np.ndarray]:
         """Return the values of the rule's variables, whole also with `shard_optimizer`.
@@ -170,9 +157,7 @@ class TrainFunction:
         [array([-0.33333333, -0.33333333, -0.33333333])]
         >>> synk.close()
         """
-        if self._sharding is not None:
-            return self._sharding.state.get()
-        return [np.array(shared.get_value()) for shared in self.optimizer_state]
+        return self._optimizer.get()
 
     def set_optimizer_state(self, values: Sequence[Any]) -> None:
         """Set the rule's variables on all ranks.
@@ -187,18 +172,16 @@ class TrainFunction:
         TypeError, ValueError
             If the values do not fit the variables.  No variable is changed.
         """
-        values = check_list(values, "values", len(self._state), "arrays, one for each variable of optimizer_state")
+        shareds = self._graph.optimizer_state
+        values = check_list(values, "values", len(shareds), "arrays, one for each variable of optimizer_state")
         arrays = []
-        for (name, shape, dtype), value in zip(self._state, values, strict=True):
-            array = np.asarray(value)
+        for shared, value in zip(shareds, values, strict=True):
+            name, dtype, array = shared.name or "a variable", np.dtype(shared.type.dtype), np.asarray(value)
             check_cast(array, dtype, f"values: {name}")
-            if array.shape != shape:
-                raise ValueError(f"values: {name} has shape {shape}, got {array.shape}")
+            if array.shape != shape_of(shared):
+                raise ValueError(f"values: {name} has shape {shape_of(shared)}, got {array.shape}")
             arrays.append(array.astype(dtype))
-        if self._sharding is not None:
-            self._sharding.state.set(arrays)
-        elif arrays:
-            synk.broadcast(self.optimizer_state, arrays)
+        self._optimizer.set(arrays)
 
     def __call__(
         self,
@@ -402,34 +385,31 @@ class TrainFunction:
             As from `weighted_steps`.  None if some rank cannot take the steps in one launch: then none has been taken.
         """
         session, sharding = ranks.session(), self._sharding
-        if sharding is not None:
-            sharding.state.begin()
+        self._optimizer.begin()
         with session.call_lock:
             session.wait_until_idle()
-            first, second = get_dispatcher(self.gradient), get_dispatcher(self.update)
-            gradient = first.prepare(session, arrays, batch=batch, batch_s=batch_s, num_slices=num_slices)
+            dispatcher, updates = get_dispatcher(self.gradient), [get_dispatcher(update) for update in self._updates]
+            gradient = dispatcher.prepare(session, arrays, batch=batch, batch_s=batch_s, num_slices=num_slices)
             if self._has_rank_without_rows(session, gradient, batch):
                 # A rank without rows does not write its vector, which would still hold an earlier step's values.
                 clear = get_dispatcher(self._clear)
                 call = clear.prepare(session)
                 clear.finish(session, call, session.run(call))
-            update = second.prepare(session)
-            if sharding is not None:
-                third = get_dispatcher(sharding.whole_update)
-                whole = third.prepare(session)
+            calls = [update.prepare(session) for update in updates]
+            command: Step | ShardedStep
+            if sharding is None:
+                reduce = get_all_reduce_command(session, self.grad_shared, "avg", nccl=True)
+                command = Step(gradient, reduce, calls[0], self._exchange, self._tail, times)
+            else:
                 keys = get_mirror_keys(session, [self.grad_shared, sharding.row, sharding.rank])
-                loss = session.run(ShardedStep(gradient, update, whole, keys, sharding.reads_whole_gradient))
-                second.finish(session, update, [])
-                third.finish(session, whole, [])
-                outputs = first.finish(session, gradient, loss)
-                return list(zip(outputs[:1], outputs[1:] or [None], strict=True))
-            reduce = get_all_reduce_command(session, self.grad_shared, "avg", nccl=True)
-            returned = session.run(Step(gradient, reduce, update, self._exchange, self._tail, times))
+                command = ShardedStep(gradient, calls[0], calls[1], keys, sharding.reads_whole_gradient)
+            returned = session.run(command)
             if returned is None:
                 return None
             loss, updated = returned
-            second.finish(session, update, updated)
-            outputs = first.finish(session, gradient, loss)
+            for update, call in zip(updates, calls, strict=True):
+                update.finish(session, call, updated)
+            outputs = dispatcher.finish(session, gradient, loss)
         weights = outputs[times:] or [None] * times
         return list(zip(outputs[:times], weights, strict=True))
 
@@ -624,13 +604,6 @@ def append_averages(graph: TrainingGraph) -> tuple[RuleUpdates, int]:
     updates = OrderedDict(zip(rule.param_updates, values, strict=True))
     updates.update(news)
     return RuleUpdates(OrderedDict({vector: tensor.concatenate(parts)}), updates, vector), total - size + 1
-
-
-def _set_on_all_ranks(shared: Any, value: np.ndarray) -> None:
-    """Set a variable in the master, and on the ranks that have it."""
-    shared.set_value(value)
-    if Mirror.get(ranks.session()).get_key(shared) is not None:
-        synk.broadcast(shared, value)
 
 
 def _find_common_length(arrays: list[Any]) -> int | None:

@@ -1,0 +1,131 @@
+"""Variables of an update rule on the ranks: equal on all of them, or divided among them by `shard_optimizer`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+import synkhronos as synk
+from synkhronos import ranks
+from synkhronos.graphs.mirror import Mirror
+from synkhronos.training.updates.flat_gradient import shape_of
+from synkhronos.training.updates.shards import StatePart, get_bounds
+
+
+class OptimizerState:
+    """Variables of an update rule, read and set as whole arrays.
+
+    Parameters
+    ----------
+    shareds : list of shared variables
+        Variables of the unsharded optimizer.
+    parts : dict
+        Parts of those that are divided, by the whole variable.
+    size : int or None
+        Number of ranks that a sharded optimizer was made for; None if all variables are equal on all ranks.
+
+    Attributes
+    ----------
+    variables : list of shared variables
+        Variables that the ranks update: of a divided one, the rank's part.
+    """
+
+    def __init__(self, shareds: Sequence[Any], parts: Mapping[Any, StatePart], size: int | None):
+        self._shareds, self._parts, self._size = list(shareds), dict(parts), size
+        self.variables = [parts[shared].shared if shared in parts else shared for shared in shareds]
+        self._session: ranks.Session | None = None
+
+    def begin(self, is_overwritten: bool = False) -> None:
+        """Divide the initial values at the first step.
+
+        Parameters
+        ----------
+        is_overwritten : bool
+            Whether all values are about to be set.
+
+        Raises
+        ------
+        RuntimeError
+            If the ranks that had the parts have ended, or there are more or fewer than the function was made for.
+        """
+        session = ranks.session()
+        if self._size is None or self._session is session:
+            return
+        if session.size != self._size:
+            raise RuntimeError(
+                f"shard_optimizer: the training function was made for {self._size} ranks, got {session.size}"
+            )
+        if self._session is not None and not is_overwritten:
+            raise RuntimeError(
+                "shard_optimizer: the ranks that had the parts of the optimizer's state have ended: set all of it by "
+                "set_optimizer_state(), resume from a checkpoint, or make a new training function"
+            )
+        self._session = session
+        for part in self._parts.values():
+            if part.first.size > 1 and not is_overwritten:
+                self._divide(part, part.first)
+
+    def get(self, shareds: Sequence[Any] | None = None) -> list[np.ndarray]:
+        """Return the values of variables of the unsharded optimizer; default: all."""
+        self.begin()
+        return [
+            self._gather(self._parts[shared]) if shared in self._parts else np.array(shared.get_value())
+            for shared in (self._shareds if shareds is None else shareds)
+        ]
+
+    def set(self, values: Sequence[np.ndarray], shareds: Sequence[Any] | None = None) -> None:
+        """Set variables of the unsharded optimizer, all divided ones among them; default: all."""
+        self.begin(is_overwritten=True)
+        for shared, value in zip(self._shareds if shareds is None else shareds, values, strict=True):
+            if shared in self._parts:
+                self._divide(self._parts[shared], value)
+            else:
+                synk.broadcast(shared, value)
+
+    def get_vector(self, shareds: Sequence[Any]) -> np.ndarray:
+        """Concatenate the values of some variables, in the widest dtype."""
+        values = self.get(shareds)
+        dtype = np.result_type(*(value.dtype for value in values)) if values else np.dtype(np.float32)
+        return np.concatenate([np.zeros(0, dtype), *(np.ravel(value).astype(dtype, copy=False) for value in values)])
+
+    def set_vector(self, shareds: Sequence[Any], vector: np.ndarray) -> None:
+        """Set the variables to values as from `get_vector`; they include all divided ones."""
+        shapes = [shape_of(shared) for shared in shareds]
+        pieces = np.split(vector, np.cumsum([int(np.prod(shape)) for shape in shapes])[:-1]) if shapes else []
+        values = [
+            piece.astype(shared.type.dtype).reshape(shape)
+            for piece, shared, shape in zip(pieces, shareds, shapes, strict=True)
+        ]
+        self.set(values, shareds)
+
+    def gather_into(self, shareds: Sequence[Any]) -> None:
+        """Set divided variables of the unsharded optimizer, on the master and on the ranks that have them."""
+        for shared in shareds:
+            if shared in self._parts:
+                value = self._gather(self._parts[shared])
+                shared.set_value(value)
+                if Mirror.get(ranks.session()).get_key(shared) is not None:
+                    synk.broadcast(shared, value)
+
+    def _gather(self, part: StatePart) -> np.ndarray:
+        """Return the whole of a divided variable."""
+        self.begin()
+        return join_parts(synk.gather(part.shared, nd_up=1), part.shape)
+
+    def _divide(self, part: StatePart, value: np.ndarray) -> None:
+        assert self._size is not None
+        flat = value.reshape(-1)
+        parts = [flat[start:stop] for start, stop in get_bounds(flat.size, self._size)]
+        synk.scatter(part.shared, np.concatenate(parts))
+
+
+def join_parts(parts: Sequence[np.ndarray], shape: tuple[int, ...]) -> np.ndarray:
+    """Join the ranks' parts of an array; where parts overlap, the elements are those of the first part."""
+    array = np.empty(shape, parts[0].dtype)
+    flat = array.reshape(-1)
+    bounds = get_bounds(flat.size, len(parts))
+    for part, (start, stop) in zip(reversed(parts), reversed(bounds), strict=True):
+        flat[start:stop] = part
+    return array
