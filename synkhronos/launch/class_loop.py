@@ -11,11 +11,11 @@ from synkhronos.launch.change_check import ChangeCheck
 from synkhronos.launch.class_state import ClassState
 from synkhronos.launch.copies import RankCopies
 from synkhronos.tasks import LocalRows
-from synkhronos.training.loop import RankLoop
+from synkhronos.training.loop import Exchanger, TrainingLoop
 from synkhronos.training.stop import StopAgreement, StopPoll, requested_stop
 
 
-class ClassLoop(RankLoop):
+class ClassLoop(TrainingLoop):
     """Loop of one rank over batches of the user's class, which chooses its rows and takes the steps.
 
     Parameters
@@ -37,9 +37,9 @@ class ClassLoop(RankLoop):
 
     def __init__(self, run_state: ClassState, change_check: ChangeCheck, copies: RankCopies | None, flag: LocalRows):
         self.run_state, self.change_check, self.copies = run_state, change_check, copies
-        self.worker, self.rule, self.state = run_state.worker, run_state.rule, run_state.rule_state
+        self.worker, self.rule = run_state.worker, run_state.rule
         self.model, self.recorder = run_state.model, run_state.recorder
-        self.seconds = self.recorder.meter.seconds
+        self._exchanger = Exchanger(self.worker, self.rule, run_state.rule_state, self.recorder.meter.seconds)
         self.is_last_step, self.has_ended = True, False
         self._agreement, self._poll = StopAgreement(self.worker), StopPoll(self.worker, flag)
         #: Least number of batches of the epoch of any rank; 0 while it is unknown.  No rank copies after more.
@@ -91,15 +91,15 @@ class ClassLoop(RankLoop):
         if self.change_check.is_due and not self.rule.asynchronous:
             self.change_check.compare(self.worker)
         self.change_check.check_change(self.recorder.learning_rate, epoch_ended=False)
-        self.count_steps_left()
-        super().exchange(steps)
+        self._exchanger.count_steps_left()
+        if self._exchanger.count_steps(steps):
+            # The last cost's weight is that of this rank's parameters in the exchange, if the class has a ``weight``.
+            has_weight = getattr(self.model, "weight", None) is not None
+            self._exchanger.state.count_items = self.recorder.get_last_weight if has_weight else None
+            self._exchanger.exchange()
         if self.run_state.applies_gradients:
             with contract.use_class_precision():
                 self.model.apply_gradients()
-
-    def begin_exchange(self) -> None:
-        """Weight this rank's parameters in the exchange by the last cost's weight, if the class has a ``weight``."""
-        self.state.count_items = None if getattr(self.model, "weight", None) is None else self.recorder.get_last_weight
 
     def record(self, batches: tuple[int, bool]) -> None:
         """Count a batch after its last step, and write and print a line if one is due."""
@@ -151,6 +151,6 @@ class ClassLoop(RankLoop):
 
         ``began`` is its start by `time.perf_counter`; ``before`` has the seconds by activity at that time.
         """
-        seconds = self.seconds
+        seconds = self.recorder.meter.seconds
         recorded = sum(value - before.get(name, 0.0) for name, value in seconds.items() if name != "compute")
         seconds["compute"] = before["compute"] + max(0.0, time.perf_counter() - began - recorded)

@@ -10,8 +10,8 @@ Each pass trains on the next batches::
 
 `TrainingLoop` has the loop and its interface.  What a batch is, and who steps, differs:
 
-- `RankLoop`: every rank runs one, takes steps of its own, and exchanges by a rule.  `RowLoop` is the trainer's, over
-  rows of data.  In `synkhronos.launch.class_loop` a user's class chooses the rows, and takes the steps.
+- `RowLoop`, and `synkhronos.launch.class_loop` where a user's class chooses the rows: every rank runs one, takes steps
+  of its own, and has an `Exchanger`, which exchanges by a rule.
 - `CommandLoop`: the master runs one.  Each step is a command of all ranks, which exchange gradients within it: BSP on
   gradients.  There is nothing to exchange afterwards, and on GPUs one command takes many steps.
 """
@@ -96,48 +96,38 @@ class TrainingLoop(ABC):
 TRACED.extend(TracedMethod(TrainingLoop, name, name, name) for name in ("step", "exchange", "record"))
 
 
-class RankLoop(TrainingLoop):
-    """Loop of one rank, which exchanges by a rule between its steps.
+class Exchanger:
+    """Exchanges of one rank with others by a rule, after the steps that the rule asks for.
 
-    Attributes
+    Parameters
     ----------
     worker : Worker
     rule : Rule
     state : State
     seconds : dict of str to float
-        Time by activity; exchanges are added to it.
+        Time by activity, to which exchanges are added.
     """
 
-    worker: Worker
-    rule: Rule
-    state: State
-    seconds: dict[str, float]
-    _steps_left = 1
+    def __init__(self, worker: Worker, rule: Rule, state: State, seconds: dict[str, float]):
+        self._worker, self.rule, self.state, self._seconds = worker, rule, state, seconds
+        self._steps_left = 1
 
     def count_steps_left(self) -> int:
-        """Return the number of steps until the next exchange, and remember it for `exchange`."""
+        """Return the number of steps until the next exchange, and remember it for `count_steps`."""
         self._steps_left = self.rule.count_steps_left(self.state)
         return self._steps_left
 
-    def exchange(self, steps: int) -> None:
-        """Count steps, and exchange if these were the last ones before an exchange."""
-        worker, state = self.worker, self.state
-        state.step += steps
-        state.since += steps
-        if steps < self._steps_left:
-            return
-        self.begin_exchange()
-        with ActivityTimer(self.seconds, "exchange", lambda: worker.wait_seconds):
-            self.rule.exchange(worker, state)
-            state.since = 0
-            self.end_exchange()
+    def count_steps(self, steps: int) -> bool:
+        """Count steps; return whether these were the last ones before an exchange."""
+        self.state.step += steps
+        self.state.since += steps
+        return steps >= self._steps_left
 
-    @abstractmethod
-    def begin_exchange(self) -> None:
-        """Prepare the state for an exchange."""
-
-    def end_exchange(self) -> None:
-        """Reset the counts since the last exchange."""
+    def exchange(self) -> None:
+        """Exchange, and count steps from here on."""
+        with ActivityTimer(self._seconds, "exchange", lambda: self._worker.wait_seconds):
+            self.rule.exchange(self._worker, self.state)
+            self.state.since = 0
 
 
 class _SourceLoop(TrainingLoop):
@@ -325,7 +315,7 @@ class CommandLoop(_SourceLoop):
         return self.plan.can_stop and bool(requested_stop())
 
 
-class RowLoop(_SourceLoop, RankLoop):
+class RowLoop(_SourceLoop):
     """Loop of one rank over rows of data; a compiled function takes the steps.
 
     Parameters
@@ -362,7 +352,8 @@ class RowLoop(_SourceLoop, RankLoop):
             meter.begin(plan.earlier_outcomes[worker.number])
         super().__init__(plan, source, meter, plan.batch, worker.is_master)
         self.worker, self.rule, self.state, self.watch = worker, rule, state, worker.progress
-        self._step, self._rate, self._batches_taken, self.seconds = step, rate, batches_taken, meter.seconds
+        self._step, self._rate, self._batches_taken = step, rate, batches_taken
+        self.exchanger = Exchanger(worker, rule, state, meter.seconds)
         #: Weights of the steps since the last exchange.
         self._unexchanged_weights: list[Any] = []
         state.count_items = self._sum_weights if plan.has_weight else None
@@ -384,7 +375,7 @@ class RowLoop(_SourceLoop, RankLoop):
         place = plan.first
         while place < plan.last:
             n_full = (plan.last - place) // (plan.batch * n)
-            rounds = max(1, min(self.count_steps_left(), self.max_repeats, n_full))
+            rounds = max(1, min(self.exchanger.count_steps_left(), self.max_repeats, n_full))
             end = min(plan.last, place + rounds * n * plan.batch)
             yield Batches(place, [place + (k * n + me) * plan.batch for k in range(rounds)], end)
             place = end
@@ -394,7 +385,7 @@ class RowLoop(_SourceLoop, RankLoop):
         plan, n, shared_counts = self.plan, self.worker.size, self._batches_taken
         pool = next(pool for pool in plan.pools if self.worker.number in pool)
         while True:
-            n_batches = min(self.count_steps_left(), self.max_repeats)
+            n_batches = min(self.exchanger.count_steps_left(), self.max_repeats)
             with self.meter.time("load"), self.worker.lock(n + 1) as lock:
                 lock.read(shared_counts)
                 first = int(shared_counts.array[pool.start])
@@ -459,14 +450,15 @@ class RowLoop(_SourceLoop, RankLoop):
             self.free(self.reading)
             self.reading = places
 
-    def begin_exchange(self) -> None:
-        """Finish the launched steps if the exchange waits for them: other ranks may need the memory of rows."""
+    def exchange(self, steps: int) -> None:
+        """Count steps, and exchange if an exchange is due."""
+        if not self.exchanger.count_steps(steps):
+            return
+        # Launched steps are finished if the exchange waits for them: other ranks may need the memory of their rows.
         if isinstance(self.source, Feed) or self.rule.asynchronous and self.state.since > 1:
             self.finish_steps()
         self.state.learning_rate = self.rate
-
-    def end_exchange(self) -> None:
-        """Reset the weights and the number of batches since the last exchange."""
+        self.exchanger.exchange()
         self._unexchanged_weights = []
         if self.state.average_size:
             self.state.own["batches"] = 0.0
