@@ -275,13 +275,13 @@ class ClassRecorder:
         """Write and print a line, for the meter."""
         if self._recorder is not None:
             self._recorder.write_rank(rank, record)
-        words = [f"epoch {self.epoch + 1}, iteration {record['step']}"]
+        parts = [f"epoch {self.epoch + 1}, iteration {record['step']}"]
         if record["loss"] is not None:
-            words += [f"cost {record['loss']:.4g}"]
+            parts += [f"cost {record['loss']:.4g}"]
             errors = _read_costs([error for error, _ in self._errors], [weight for _, weight in self._errors])
             if total := sum(weight for _, weight in errors):
-                words += [f"error {sum(error for error, _ in errors) / total:.4g}"]
-        sys.stdout.write(f"{', '.join(words)}; {record['rows_per_second']:,.0f} {self.unit}/s\n")
+                parts += [f"error {sum(error for error, _ in errors) / total:.4g}"]
+        sys.stdout.write(f"{', '.join(parts)}; {record['rows_per_second']:,.0f} {self.unit}/s\n")
         self.clear_train_info()
 
     def get_last_weight(self) -> float:

@@ -268,7 +268,7 @@ class ClassRun(EpochLoop):
             contract.call_accepted(self.model.print_info, self.recorder, verbose=self.worker.number == 0)
 
     def complete(self, report: Report) -> None:
-        """Move the place to the next epoch; print and write the report, on rank 0."""
+        """Move the position to the next epoch; print and write the report, on rank 0."""
         self.state.within = {"batch": 0}
         self.state.epochs = self.n_reports + 1
         if self._reports is None:

@@ -74,7 +74,7 @@ class ClassState:
     ):
         self.worker, self.settings, self.rule, self.model, self.groups = worker, settings, rule, model, groups
         self.recorder = recorder
-        self._training = rank_state.RankTraining(STORAGE, groups, rule, shared, alike=False)
+        self._training = rank_state.RankTraining(STORAGE, groups, rule, shared, is_joint=False)
         self.folder = Path(settings.folder)
         self.applies_gradients = isinstance(rule, SummedGradients) and callable(getattr(model, "apply_gradients", None))
         self.epochs = 0

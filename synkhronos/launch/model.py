@@ -223,14 +223,14 @@ class Model:
         # Variables, not outputs: PyTensor waits for the outputs of a JAX function, so batches would not overlap.
         self.shown = [library.shared(np.zeros((), output.dtype)) for output in outputs]
         if sync_type == "cdd" or self.step_options:
-            news = self._compile_update(library)
+            new_values = self._compile_update(library)
         else:
-            news = {**_as_dict(self.updates(self.loss, self.trained, self.shared_lr)), **self.averages}
+            new_values = {**_as_dict(self.updates(self.loss, self.trained, self.shared_lr)), **self.averages}
         if is_sliced:
-            news |= self._average_slices(library, outputs)
+            new_values |= self._average_slices(library, outputs)
         else:
-            news |= zip(self.shown, outputs, strict=True)
-        self.train_fn = library.function(list(self.inputs), [], updates=list(news.items()))
+            new_values |= zip(self.shown, outputs, strict=True)
+        self.train_fn = library.function(list(self.inputs), [], updates=list(new_values.items()))
         if is_sliced:
             sums = [*self.vels, *self.shown]
             zeros = [(shared, library.tensor.zeros_like(shared)) for shared in sums]
@@ -284,11 +284,11 @@ class Model:
         if self.weight is None:
             self.shown.append(library.shared(np.zeros((), dtype)))
         total = self.shown[-1]
-        news = {total: tensor.cast(total + weight, total.dtype)}
+        new_values = {total: tensor.cast(total + weight, total.dtype)}
         for shared, value in zip(self.shown[:-1], outputs, strict=True):
             mean = shared + (value - shared) * weight / (total + weight)
-            news[shared] = tensor.cast(tensor.switch(tensor.eq(weight, 0), shared, mean), shared.dtype)
-        return news
+            new_values[shared] = tensor.cast(tensor.switch(tensor.eq(weight, 0), shared, mean), shared.dtype)
+        return new_values
 
     def train_iter(self, count: int, recorder: Any) -> None:
         """Take a step with the next batch of this rank; compute only its gradient, if BSP reduces gradients."""

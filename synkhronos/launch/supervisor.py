@@ -90,8 +90,8 @@ def find_versions(root: str) -> dict[str, Any]:
     versions: dict[str, Any] = {"python": platform.python_version(), "host": platform.node()}
     versions |= checks.list_versions(_PACKAGES)
     with contextlib.suppress(OSError, subprocess.SubprocessError):
-        for name, words in (("commit", ["rev-parse", "HEAD"]), ("changed", ["status", "--porcelain", "-uno"])):
-            result = subprocess.run(["git", "-C", root, *words], capture_output=True, text=True, timeout=10)
+        for name, arguments in (("commit", ["rev-parse", "HEAD"]), ("changed", ["status", "--porcelain", "-uno"])):
+            result = subprocess.run(["git", "-C", root, *arguments], capture_output=True, text=True, timeout=10)
             if result.returncode == 0:
                 versions[name] = result.stdout.strip() if name == "commit" else bool(result.stdout.strip())
     return versions
@@ -276,16 +276,16 @@ class Supervisor:
             return
         if number == signal.SIGINT:
             self._deadline += _GRACE
-            words = "the ranks are asked to stop; Ctrl-C once more ends them at once\n"
+            message = "the ranks are asked to stop; Ctrl-C once more ends them at once\n"
         elif self.settings.saves_on_signal:
             self._deadline += self.settings.grace
-            words = f"{signal.Signals(number).name}: the ranks are asked to write a checkpoint and to end\n"
+            message = f"{signal.Signals(number).name}: the ranks are asked to write a checkpoint and to end\n"
         else:
             self._kill()
             return
         self._master.send_signal(number)
         with contextlib.suppress(OSError):
-            os.write(2, words.encode())
+            os.write(2, message.encode())
 
     def _check_deadline(self) -> bool:
         """Kill the ranks if their deadline has passed, and return whether it has."""
@@ -440,24 +440,24 @@ class Supervisor:
         if self.signal_number and (code < 0 or not code and self.signal_number == signal.SIGINT):
             end["status"] = 128 + self.signal_number
         failure = self.folder / FAILURE
-        words = failure.read_text("utf-8", "backslashreplace") if failure.is_file() else ""
+        message = failure.read_text("utf-8", "backslashreplace") if failure.is_file() else ""
         number = end["status"] - 128
         checkpoints = list_checkpoints(self.folder / "checkpoints")
         is_saved = code > 128 and number in STOP_SIGNALS and checkpoints  # the master's status if it has saved
         if is_saved or self.signal_number and number > 0:
             end["signal"] = signal.Signals(number).name
             end["checkpoint"] = str(checkpoints[-1]) if is_saved else None
-            words = f"the run was ended by {end['signal']}"
+            message = f"the run was ended by {end['signal']}"
             if is_saved:
-                words += f"; --resume goes on from {end['checkpoint']}"
+                message += f"; --resume goes on from {end['checkpoint']}"
             elif self.settings.saves_on_signal and self.signal_number != signal.SIGINT:
-                words += ", before it had written a checkpoint"
-            words += "\n"
-        elif code and not words:
-            words = f"rank 0 (process {self._master.pid}) {describe_exit(code)}\n"
+                message += ", before it had written a checkpoint"
+            message += "\n"
+        elif code and not message:
+            message = f"rank 0 (process {self._master.pid}) {describe_exit(code)}\n"
             with contextlib.suppress(OSError):  # the disk is full: only the console has it
-                failure.write_text(words, "utf-8")
-        self._errors.write(words)
+                failure.write_text(message, "utf-8")
+        self._errors.write(message)
         return end
 
     def _record(self, end: dict[str, Any]) -> None:

@@ -66,7 +66,7 @@ class CompiledModel:
         is_joint = self.joint_step is not None
         sharded = None if self.joint_step is None else self.joint_step._sharded_state
         name = f"trainer {next(_names)}"
-        training = rank_state.RankTraining(name, groups, rule, {}, alike=is_joint)
+        training = rank_state.RankTraining(name, groups, rule, {}, is_joint=is_joint)
         self.state = TrainerState(training, (update_rule, rule_options), sharded)
         self.kinds: set[Any] = set()
 
@@ -100,6 +100,6 @@ def _compile_validation(graph: TrainingGraph, metrics: dict[str, Metric]) -> syn
     """Compile the metrics, of the moving averages instead of the parameters if ``validate_ema`` is set."""
     outputs = [output for metric in metrics.values() for output in metric.outputs]
     if graph.options.validate_ema:
-        news = replace_params([expression for expression, _ in outputs], graph.params, graph.ema)
-        outputs = [(new, op) for new, (_, op) in zip(news, outputs, strict=True)]
+        new_values = replace_params([expression for expression, _ in outputs], graph.params, graph.ema)
+        outputs = [(new, op) for new, (_, op) in zip(new_values, outputs, strict=True)]
     return synk.function([*graph.x, *graph.y], outputs, name="validation")

@@ -49,9 +49,9 @@ class IntervalPlan:
     #: Whether the loss is a weighted mean instead of a mean over rows.
     has_weight: bool = False
 
-    def get_rate(self, place: int) -> float:
+    def get_rate(self, position: int) -> float:
         """Return the learning rate at a position in the epoch."""
-        return compute_rate(self.schedule, self.epoch + place / self.count)
+        return compute_rate(self.schedule, self.epoch + position / self.count)
 
 
 class OrderedRows:

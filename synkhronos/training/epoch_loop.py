@@ -6,7 +6,7 @@ Epochs are divided into intervals, each of which ends with a report::
        ^                                                                      |
        +----------------------------------------------------------------------+
 
-A signal may stop `train` or `validate`.  Then `stop` saves the place within the interval instead of a report.
+A signal may stop `train` or `validate`.  Then `stop` saves the position within the interval instead of a report.
 """
 
 from __future__ import annotations
@@ -90,11 +90,11 @@ class EpochLoop(ABC):
 
     @abstractmethod
     def stop(self) -> None:
-        """Save the place within the interval, after a signal."""
+        """Save the position within the interval, after a signal."""
 
     @abstractmethod
     def complete(self, report: Report) -> None:
-        """Move the place to the next interval, and pass the report to the recorders."""
+        """Move the position to the next interval, and pass the report to the recorders."""
 
     @abstractmethod
     def adapt(self, report: Report) -> None:

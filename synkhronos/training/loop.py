@@ -49,11 +49,11 @@ class Batches(NamedTuple):
     Attributes
     ----------
     first : int
-        Place in the epoch at which the learning rate is taken.
+        Position in the epoch at which the learning rate is taken.
     starts : list of int
-        Place of each batch's first row.
+        Position of each batch's first row.
     end : int
-        Place up to which rows have been distributed afterwards.
+        Position up to which rows have been distributed afterwards.
     """
 
     first: int
@@ -152,7 +152,7 @@ class _SourceLoop(TrainingLoop):
         self, plan: IntervalPlan, source: Source, meter: Meter, rows: int, is_master: bool, rate: float = math.nan
     ):
         self.plan, self.source, self.meter, self.rows, self.rate = plan, source, meter, rows, rate
-        #: Place up to which rows have been trained on.
+        #: Position up to which rows have been trained on.
         self.end = plan.first
         #: Ranges of positions of rows that unfinished steps may still read.
         self.reading: list[tuple[int, int]] = []
@@ -199,38 +199,38 @@ class _SourceLoop(TrainingLoop):
         """
 
     @abstractmethod
-    def free_after_launch(self, places: list[tuple[int, int]], steps: int) -> None:
+    def free_after_launch(self, spans: list[tuple[int, int]], steps: int) -> None:
         """Release memory of rows to the loaders, after a launch of ``steps`` steps."""
 
     def step(self, batches: Batches) -> int:
         """Launch the steps, and pass their losses to the meter."""
         last = self.plan.last
-        places = [(start, min(start + self.rows, last)) for start in batches.starts if start < last]
+        spans = [(start, min(start + self.rows, last)) for start in batches.starts if start < last]
         rate = self.plan.get_rate(batches.first)
         if rate != self.rate:
             self.set_rate(rate)
             self.rate = rate
-        rows = [indexes for indexes in self.wait_for_rows(places) if len(indexes)]
+        rows = [indexes for indexes in self.wait_for_rows(spans) if len(indexes)]
         if not rows:  # the last round had no batch for this rank, or none of the rows could be read
-            self.free(places)
+            self.free(spans)
             return len(batches.starts)
         with self.meter.time("compute") as launch:
             losses = self.launch(rows)
             for (loss, weight), indexes in zip(losses, rows, strict=True):
                 self.meter.add_loss(loss, len(indexes) if weight is None else weight)
                 self.meter.count_step(len(indexes))
-            self.free_after_launch(places, len(losses))
+            self.free_after_launch(spans, len(losses))
         self.meter.record_launch(len(rows), len(rows[0]), launch.spent)
         return len(batches.starts)
 
-    def wait_for_rows(self, places: list[tuple[int, int]]) -> list[Any]:
+    def wait_for_rows(self, spans: list[tuple[int, int]]) -> list[Any]:
         """Wait until a loader has read the rows in some ranges of positions, and return their row numbers."""
         source = self.source
-        if isinstance(source, Feed) and not all(source.is_ready(*span) for span in places):
+        if isinstance(source, Feed) and not all(source.is_ready(*span) for span in spans):
             # The loaders may need the memory of rows that this rank holds, to read rows for other ranks.
             self.finish_steps()
         with self.meter.time("load"):
-            return [source.wait_rows(*span, self.watch) for span in places]
+            return [source.wait_rows(*span, self.watch) for span in spans]
 
     def finish_steps(self) -> None:
         """Wait for the launched steps, and release the memory of their rows to the loaders."""
@@ -239,9 +239,9 @@ class _SourceLoop(TrainingLoop):
             self.free(self.reading)
             self.reading = []
 
-    def free(self, places: list[tuple[int, int]]) -> None:
+    def free(self, spans: list[tuple[int, int]]) -> None:
         """Release the memory of rows to the loaders."""
-        for span in places:
+        for span in spans:
             self.source.free(*span)
 
 
@@ -280,16 +280,16 @@ class CommandLoop(_SourceLoop):
 
     def iterate_batches(self) -> Iterator[Batches]:
         """Yield the next batches with equal learning rates."""
-        place, plan = self.plan.first, self.plan
-        while place < plan.last:
-            rate, starts = plan.get_rate(place), [place]
+        position, plan = self.plan.first, self.plan
+        while position < plan.last:
+            rate, starts = plan.get_rate(position), [position]
             while len(starts) < self._max_repeats and starts[-1] + 2 * self.rows <= plan.last:
                 if plan.get_rate(starts[-1] + self.rows) != rate:
                     break
                 starts.append(starts[-1] + self.rows)
             end = min(starts[-1] + self.rows, plan.last)
-            yield Batches(place, starts, end)
-            place = end
+            yield Batches(position, starts, end)
+            position = end
 
     def set_rate(self, rate: float) -> None:
         """Set the variable on all ranks."""
@@ -302,10 +302,10 @@ class CommandLoop(_SourceLoop):
         self.rows = self.plan.batch * ranks.session().size  # a rank may have been left out
         return losses
 
-    def free_after_launch(self, places: list[tuple[int, int]], steps: int) -> None:
+    def free_after_launch(self, spans: list[tuple[int, int]], steps: int) -> None:
         """Wait for the steps, then release the memory of their rows."""
         self.meter.read_losses()
-        self.free(places)
+        self.free(spans)
 
     def exchange(self, steps: int) -> None:
         """Do nothing: each step has exchanged gradients."""
@@ -372,13 +372,13 @@ class RowLoop(_SourceLoop):
     def _assign_batches(self) -> Iterator[Batches]:
         """Assign rows to ranks in rounds of one batch each; in the last round some ranks may get fewer rows."""
         plan, n, me = self.plan, self.worker.size, self.worker.number
-        place = plan.first
-        while place < plan.last:
-            n_full = (plan.last - place) // (plan.batch * n)
+        position = plan.first
+        while position < plan.last:
+            n_full = (plan.last - position) // (plan.batch * n)
             rounds = max(1, min(self.exchanger.count_steps_left(), self.max_repeats, n_full))
-            end = min(plan.last, place + rounds * n * plan.batch)
-            yield Batches(place, [place + (k * n + me) * plan.batch for k in range(rounds)], end)
-            place = end
+            end = min(plan.last, position + rounds * n * plan.batch)
+            yield Batches(position, [position + (k * n + me) * plan.batch for k in range(rounds)], end)
+            position = end
 
     def _take_batches(self) -> Iterator[Batches]:
         """Take the next batches that no other rank has taken."""
@@ -395,7 +395,7 @@ class RowLoop(_SourceLoop):
                 rounds = int(shared_counts.array[-1])
                 if rounds:  # all pools complete the same rounds, so that the rows trained on are one range
                     n_batches = min(n_batches, rounds * len(pool) - first)
-                # Of each n batches in a row the pool has those in its ranks' places: all, where there is one pool.
+                # Of each n batches in a row the pool has those of its ranks' numbers: all, where there is one pool.
                 starts = [
                     plan.first + (k // len(pool) * n + pool[k % len(pool)]) * plan.batch
                     for k in range(first, first + n_batches)
@@ -443,12 +443,12 @@ class RowLoop(_SourceLoop):
         steps = [self._step.launch(*(array[indexes] for array in data)) for indexes in rows]
         return [(loss, weight[0] if weight else None) for loss, *weight in steps]
 
-    def free_after_launch(self, places: list[tuple[int, int]], steps: int) -> None:
+    def free_after_launch(self, spans: list[tuple[int, int]], steps: int) -> None:
         """Wait for the previous launch, then release the memory of its rows."""
         if isinstance(self.source, Feed):
             self.meter.read_losses(besides=steps)
             self.free(self.reading)
-            self.reading = places
+            self.reading = spans
 
     def exchange(self, steps: int) -> None:
         """Count steps, and exchange if an exchange is due."""
@@ -510,9 +510,9 @@ def train_interval(
     stored = worker.get_storage(plan.name)
     state: State | None = stored.get("state")
     restore_own_params(worker, plan.name)  # does nothing after an interrupt: each rank keeps its present parameters
-    places = worker.all_gather(None if state is None else (state.step, state.since))
-    begun = [place for place in places if place is not None]
-    if state is None or len(begun) < len(places) or not rule.asynchronous and len(set(places)) > 1:
+    by_rank = worker.all_gather(None if state is None else (state.step, state.since))
+    begun = [counts for counts in by_rank if counts is not None]
+    if state is None or len(begun) < len(by_rank) or not rule.asynchronous and len(set(by_rank)) > 1:
         # At the first interval, or after an interrupt that stopped ranks at different steps: all ranks start anew.
         params, optimizer, n_averages = variables
         state = State(params, optimizer, shared, n_averages)

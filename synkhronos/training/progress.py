@@ -37,9 +37,9 @@ class Progress:
     Attributes
     ----------
     epoch, row : int
-        Epoch, and place in its order of rows, of the next row.
+        Epoch of the next row, and its position in the epoch's order of rows.
     start : int
-        Place of the last report in the epoch.
+        Position of the last report in the epoch.
     outcomes : list of Outcome
         Outcomes of the ranks between ``start`` and ``row``, if a signal stopped the training between two reports.
     metrics : dict of str to float
@@ -88,7 +88,7 @@ class TrainerState:
         What each rank saves and restores.
     groups : Groups
         All variables.
-    place : Progress
+    progress : Progress
     rate : float
         Value of the learning rate's variable on all ranks; NaN if it is unknown.
     """
@@ -104,23 +104,23 @@ class TrainerState:
             self.training = replace(training, groups=replace(training.groups, optimizer=None))
         self._update_rule = update_rule
         self._session: Any = None
-        self.place, self.rate = Progress(), math.nan
+        self.progress, self.rate = Progress(), math.nan
 
     def begin(self, session: ranks.Session, trainer: Any) -> None:
         """Reset the state if the ranks are new; they release theirs when the trainer is released."""
         if self._session is session:
             return
-        self.place, self.rate = Progress(), math.nan
+        self.progress, self.rate = Progress(), math.nan
         self.renew_memory()
-        if not self.training.alike:
+        if not self.training.is_joint:
             session.memory.release_with(trainer, "object", ("storage", self.training.name))
         self._session = session
 
     def renew_memory(self) -> None:
-        """Allocate the shared memory of the rule, for the present number of ranks; ranks that are alike need none."""
+        """Allocate the shared memory of the rule, for the present number of ranks, unless they take steps together."""
         training = self.training
         training.memory = {}
-        if not training.alike:
+        if not training.is_joint:
             vector = Vector(training.groups.params)
             training.memory = shared_memory(training.rule, ranks.session().size, vector.size, vector.dtype)
 
@@ -138,32 +138,32 @@ class TrainerState:
 
     def save(self, checkpoint: Checkpoint, data: EpochData, schedule: Schedule, seen: int) -> None:
         """Write a checkpoint of all ranks; right after a report it has the metrics of this report."""
-        place = self.place
+        progress = self.progress
         by_rank = run(rank_state.collect_state, self.training)
         if self._sharded is not None:
             by_rank[0]["optimizer"] = self.get_sharded_optimizer()
         meta = {
             "seen": seen,
-            "epoch": place.epoch,
-            "row": place.row,
-            "start": place.start,
-            "outcomes": [list(outcome) for outcome in place.outcomes],
-            "metrics": place.metrics,
-            "stop": place.early_stop.to_json(),
+            "epoch": progress.epoch,
+            "row": progress.row,
+            "start": progress.start,
+            "outcomes": [list(outcome) for outcome in progress.outcomes],
+            "metrics": progress.metrics,
+            "stop": progress.early_stop.to_json(),
             "seed": data.seed,
             "count": data.length,
             "parts": data.describe_parts(),
             "batch_size": data.batch,
             "schedule": schedules.get_state(schedule),
-            "steps_taken": place.steps,
+            "steps_taken": progress.steps,
         }
         memory = {name: array.data for name, array in self.training.memory.items()}
-        metrics = {} if place.outcomes else place.metrics
-        alike = self.training.alike
-        rank_state.write_states(checkpoint, seen, self._describe(), by_rank, memory, alike, meta, metrics)
+        metrics = {} if progress.outcomes else progress.metrics
+        is_joint = self.training.is_joint
+        rank_state.write_states(checkpoint, seen, self._describe(), by_rank, memory, is_joint, meta, metrics)
 
     def restore(self, path: str | os.PathLike[str], data: EpochData, schedule: Schedule) -> int:
-        """Restore all ranks and the place from a checkpoint; return the number of rows seen."""
+        """Restore all ranks and the progress from a checkpoint; return the number of rows seen."""
         meta = load_meta(path)
         rank_state.check_meta(path, meta, self._describe(), _TYPES)
         is_grown = not meta["row"] and meta["count"] < data.length  # since the end of an epoch
@@ -178,8 +178,8 @@ class TrainerState:
                 f"{_format_parts(data.describe_parts())}: the order of rows would be another; a checkpoint of "
                 "an epoch's end will do"
             )
-        n_outcomes = 1 if self.training.alike else ranks.session().size
-        place = Progress(
+        n_outcomes = 1 if self.training.is_joint else ranks.session().size
+        progress = Progress(
             epoch=meta["epoch"],
             row=meta["row"],
             start=meta["start"],
@@ -195,10 +195,10 @@ class TrainerState:
         run(rank_state.restore_state, self.training, str(path), ranks.session().rank.number)
         if self._sharded is not None:
             self.set_sharded_optimizer(load(path).arrays["0.optimizer"])
-        if not self.training.alike:
+        if not self.training.is_joint:
             run(rank_state.set_reported_params, self.training.name, self.training.rule)
         schedules.set_state(schedule, meta["schedule"])
-        self.place = place
+        self.progress = progress
         return int(meta["seen"])
 
 

@@ -101,19 +101,19 @@ class RankTraining:
     rule : Rule
     memory : dict of str to Data, or on a rank of LocalRows
         Shared memory of the rule.
-    alike : bool
-        Whether all ranks have equal parameters after each step, so that those of rank 0 are saved.
+    is_joint : bool
+        Whether all ranks take each step together: their parameters are equal then, and those of rank 0 are saved.
     """
 
     name: str
     groups: Groups
     rule: Rule
     memory: dict[str, Any]
-    alike: bool
+    is_joint: bool
 
 
 def collect_state(worker: Worker, training: RankTraining) -> dict[str, Any]:
-    """Return the state of this rank; of ranks that are alike, all but rank 0 return only what may differ.
+    """Return the state of this rank; if steps are joint, only entries that may differ on ranks other than 0.
 
     Returns
     -------
@@ -127,7 +127,7 @@ def collect_state(worker: Worker, training: RankTraining) -> dict[str, Any]:
         "streams": [get_stream_state(shared) for shared in groups.generators],
         "others": [np.array(get_value(shared)) for shared in groups.others],
     }
-    if training.alike and worker.number:
+    if training.is_joint and worker.number:
         return entries
     entries["params"] = np.array(stored["own"] if state is not None else Vector(groups.params).get())
     if groups.optimizer is not None:
@@ -251,7 +251,7 @@ def write_states(
     description: Mapping[str, Any],
     by_rank: Sequence[dict[str, Any]],
     memory: Mapping[str, np.ndarray],
-    alike: bool,
+    is_joint: bool,
     meta: Mapping[str, Any],
     metrics: Mapping[str, float],
 ) -> None:
@@ -268,13 +268,13 @@ def write_states(
         From `collect_state`, of each rank.
     memory : dict of str to array
         Shared memory of the rule.
-    alike : bool
+    is_joint : bool
         As of `RankTraining`.
     meta, metrics : dict
         Further entries, and metrics, of the checkpoint.
     """
     arrays = _pack_states(by_rank) | {f"shared.{name}": np.array(array) for name, array in memory.items()}
-    own = {"ranks": len(by_rank), "alike": alike, "streams": [state["streams"] for state in by_rank]}
+    own = {"ranks": len(by_rank), "alike": is_joint, "streams": [state["streams"] for state in by_rank]}
     checkpoint.save(seen, arrays, {**description, **own, **meta}, metrics)
 
 
@@ -405,7 +405,7 @@ def set_state(worker: Worker, training: RankTraining, saved: dict[str, Any]) -> 
     if saved["streams"] is not None:
         for shared, value in zip(groups.generators, saved["streams"], strict=True):
             set_stream_state(shared, value)
-    if training.alike:
+    if training.is_joint:
         return
     stored = worker.get_storage(training.name)
     state = stored["state"] = State(groups.params, groups.optimizer, training.memory, groups.n_averages)
@@ -438,7 +438,7 @@ def resize_states(saved: list[dict[str, Any]], training: RankTraining, size: int
     list of dict
         Without ``shared``; the streams of ranks above those of ``saved`` are None.
     """
-    if training.alike:
+    if training.is_joint:
         by_rank = saved[:1] * size
     else:
         by_rank = saved if len(saved) == size else training.rule.resized(saved, size)

@@ -96,8 +96,8 @@ def summary(name: str, files: dict[str, list[dict[str, Any]]]) -> str:
     numbers = {"loss": last.get("loss"), **validation}
     figures = [f"{key} {value:.4g}" for key, value in numbers.items() if value is not None]
     rate = f"{last.get('rows_per_second') or 0:,.0f} rows/s"
-    words = f"{len(reports)} reports", f"epoch {last.get('epoch') or 0:g}", *figures, rate
-    return f"{name}: {', '.join(words)}, batch {last.get('batch', '?')}\n"
+    parts = f"{len(reports)} reports", f"epoch {last.get('epoch') or 0:g}", *figures, rate
+    return f"{name}: {', '.join(parts)}, batch {last.get('batch', '?')}\n"
 
 
 def draw(runs: dict[str, dict[str, list[dict[str, Any]]]], picture: Path) -> None:

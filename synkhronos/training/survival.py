@@ -231,7 +231,7 @@ class Survival(DeathHandler):
     def _copy(self) -> None:
         state, training = self._state, self._state.training
         optimizer = state.get_sharded_optimizer()
-        if training.alike and not self._differs:
+        if training.is_joint and not self._differs:
             self._mine, self._optimizer, self._has_copy = _read(training.groups), optimizer, True
             return  # the same on all ranks
         by_rank = run(rank_state.collect_state, training)
@@ -240,7 +240,7 @@ class Survival(DeathHandler):
         # An interrupt cannot come between the parts of a copy that are assigned here: no worker takes part.
         _states[training.name], self._shared, self._is_begun = by_rank, shared, "state" in stored
         self._optimizer, self._has_copy = optimizer, True
-        if not training.alike:
+        if not training.is_joint:
             self.step = by_rank[self._session.rank.number]["step"]
 
     def _recover(self, error: Exception, began: float) -> None:
@@ -309,13 +309,13 @@ class Survival(DeathHandler):
     def _restore(self, without: int | None) -> None:
         """Start new workers, except a rank that is left out, and restore the copy."""
         state, training, is_fresh = self._state, self._state.training, is_fork_unsafe()
-        if training.alike and not self._differs:
+        if training.is_joint and not self._differs:
             _write(training.groups, self._mine)
             self._replace_workers(is_fresh, without)
             state.set_sharded_optimizer(self._optimizer)
             return
         size, by_rank = self._session.size - (without is not None), _states[training.name]
-        if not training.alike and len(by_rank) != size:
+        if not training.is_joint and len(by_rank) != size:
             saved = [{**own, "shared": self._shared} for own in by_rank]
             _states[training.name] = rank_state.resize_states(saved, training, size)
         self._replace_workers(is_fresh, without)
@@ -329,7 +329,7 @@ class Survival(DeathHandler):
             data[...] = before if before.shape == data.shape else 0  # as after a resumption on other ranks
         run(restore_copy, training, self._is_begun, _states[training.name] if is_fresh else None)
         state.set_sharded_optimizer(self._optimizer)
-        if not training.alike and self._is_begun:
+        if not training.is_joint and self._is_begun:
             run(rank_state.set_reported_params, training.name, training.rule)
 
 
@@ -360,7 +360,7 @@ def restore_copy(
     by_rank = _states[training.name] if sent is None else sent
     own = by_rank[worker.number]
     # Copied: the master restores it again if a worker dies before the next copy.
-    rank_state.set_state(worker, training, deepcopy({**by_rank[0], **own} if training.alike else own))
+    rank_state.set_state(worker, training, deepcopy({**by_rank[0], **own} if training.is_joint else own))
     if not is_begun:
         worker.get_storage(training.name).clear()
     if not worker.is_master and sent is None:

@@ -588,7 +588,7 @@ def append_averages(graph: TrainingGraph) -> tuple[RuleUpdates, int]:
     (size,) = shape_of(gradients)
     dtype = str(np.result_type(gradients.dtype, *(u.shared.dtype for u in averaged)))
     rows = tensor.cast(graph.x[0].shape[0], dtype)
-    parts, news, end = [tensor.cast(rule.grad_updates[gradients], dtype)], {}, size
+    parts, new_values, end = [tensor.cast(rule.grad_updates[gradients], dtype)], {}, size
     shapes = [shape_of(u.shared) for u in averaged]
     total = size + sum(int(np.prod(shape)) for shape in shapes) + 1
     vector = library.shared(np.zeros(total, dtype), name="grad_shared")
@@ -597,12 +597,12 @@ def append_averages(graph: TrainingGraph) -> tuple[RuleUpdates, int]:
         parts.append(rows * tensor.cast(u.expression, dtype).reshape((end - start,)))
         # Adding zeros gives the variable's own type, in which a length of 1 need not be a static (broadcastable) one.
         new = (vector[start:end] / vector[-1]).reshape(shape) + tensor.zeros_like(u.shared)
-        news[u.shared] = library.convert(u.shared, tensor.cast(new, u.shared.dtype))
+        new_values[u.shared] = library.convert(u.shared, tensor.cast(new, u.shared.dtype))
     parts.append(rows.reshape((1,)))
     first = library.convert(gradients, tensor.cast(vector[:size], gradients.dtype))
-    values = library.clone(list(rule.param_updates.values()), {gradients: first, **news})
+    values = library.clone(list(rule.param_updates.values()), {gradients: first, **new_values})
     updates = OrderedDict(zip(rule.param_updates, values, strict=True))
-    updates.update(news)
+    updates.update(new_values)
     return RuleUpdates(OrderedDict({vector: tensor.concatenate(parts)}), updates, vector), total - size + 1
 
 

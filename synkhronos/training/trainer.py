@@ -263,7 +263,7 @@ class Trainer:
     def restore_best(self) -> Path:
         """Restore all ranks from the best checkpoint of the last call of `epochs`.
 
-        Parameters, the update rule's variables, random streams and the place in the data are then those of the best
+        Parameters, the update rule's variables, random streams and the position in the data are then those of the best
         report.  To train on from there, call `epochs` with the path as ``resume``.
 
         Returns

@@ -72,14 +72,14 @@ class TrainerLoop(EpochLoop):
         self.checkpoint_every = 0 if self.checkpoint is None else self.checkpoint.every
 
     @property
-    def place(self) -> Progress:
-        """Place of the model, which `Trainer.restore_best` may change between two reports."""
-        return self.model.state.place
+    def progress(self) -> Progress:
+        """Progress of the trainer, which `Trainer.restore_best` may change between two reports."""
+        return self.model.state.progress
 
     @property
     def early_stop(self) -> EarlyStop:  # type: ignore[override]
         """Best report so far."""
-        return self.place.early_stop
+        return self.progress.early_stop
 
     def begin(self, resume: Any) -> None:
         """Allocate shared memory, and restore a checkpoint if ``resume`` names one."""
@@ -94,14 +94,14 @@ class TrainerLoop(EpochLoop):
         if resume is not None:
             seen = state.restore(resume, self.data, model.schedule)
             self._cut_records(seen)
-        elif self.place.row and self.place.order != (self.data.count, self.data.seed):
-            count, seed = self.place.order
+        elif self.progress.row and self.progress.order != (self.data.count, self.data.seed):
+            count, seed = self.progress.order
             raise ValueError(
                 f"x_data, seed: expected {count:,} rows and seed {seed}, since the last call ended within an epoch of "
                 f"these, got {self.data.count:,} and {self.data.seed}"
             )
         elif checkpoint is not None:
-            checkpoint.check_no_later(self.place.seen)
+            checkpoint.check_no_later(self.progress.seen)
         measure = "loss" if self.valid is None else f"validation {self.first_metric}"
         if self.metric != (self.first_metric, "min"):
             measure += f", {' '.join(self.metric)}"
@@ -116,7 +116,7 @@ class TrainerLoop(EpochLoop):
 
     def is_complete(self) -> bool:
         """Whether all epochs are trained."""
-        return self.place.epoch >= self.n_epochs
+        return self.progress.epoch >= self.n_epochs
 
     def is_signalled(self) -> bool:
         """Whether a signal stops the training."""
@@ -127,19 +127,19 @@ class TrainerLoop(EpochLoop):
     def train(self) -> bool:
         """Train to the next report; return whether a signal has stopped it before."""
         self.survival.copy()
-        place = self.place
-        if not place.row:
+        progress = self.progress
+        if not progress.row:
             self._begin_epoch()
-        self.last = self._end_interval(place.start)
-        if self.last < place.row:  # of a checkpoint of more ranks
-            self.last = self._end_interval(place.row)
+        self.last = self._end_interval(progress.start)
+        if self.last < progress.row:  # of a checkpoint of more ranks
+            self.last = self._end_interval(progress.row)
         if self.model.joint_step is not None:
-            if place.row < self.last and not self.is_signalled():
-                place.row, place.outcomes = self._train_interval(self.last)
+            if progress.row < self.last and not self.is_signalled():
+                progress.row, progress.outcomes = self._train_interval(self.last)
             return self.is_signalled()
-        while place.row < self.last and not self.is_signalled():
+        while progress.row < self.last and not self.is_signalled():
             began = time.perf_counter()
-            place.row, place.outcomes = self.survival.change(self._make_attempt())
+            progress.row, progress.outcomes = self.survival.change(self._make_attempt())
             self.survival.adapt(time.perf_counter() - began)
         return self.is_signalled()
 
@@ -151,16 +151,16 @@ class TrainerLoop(EpochLoop):
             check_rows(length, data.batch)
             self.data = EpochData(data.data, length, data.batch, data.seed, data.loader)
             self.data.allocate_order()
-        self.place.order = self.data.count, data.seed
+        self.progress.order = self.data.count, data.seed
 
     def _make_attempt(self) -> Callable[[], tuple[int, list[Outcome]]]:
         """Return a function that trains until the next copy of the ranks' state; a repeated call is another attempt."""
-        place, attempts = self.place, itertools.count()
-        last = min(self.last, place.row + self._count_rows_ahead())
+        progress, attempts = self.progress, itertools.count()
+        last = min(self.last, progress.row + self._count_rows_ahead())
 
         def attempt() -> tuple[int, list[Outcome]]:
             if next(attempts):
-                self._cut_records(place.seen)
+                self._cut_records(progress.seen)
             return self._train_interval(last)
 
         return attempt
@@ -173,33 +173,33 @@ class TrainerLoop(EpochLoop):
         return steps * self.data.batch * ranks.session().size
 
     def _end_interval(self, row: int) -> int:
-        """Return the place of the next report after a place."""
+        """Return the position of the next report after a position."""
         if self.every is None:
             return self.data.count
         return min(self.data.count, row + self.every * self.data.batch * ranks.session().size)
 
     def _make_plan(self, last: int) -> IntervalPlan:
-        """Return the plan of an interval, from the present place to another."""
-        model, data, place = self.model, self.data, self.place
+        """Return the plan of an interval, from the present position to another."""
+        model, data, progress = self.model, self.data, self.progress
         return IntervalPlan(
             model.state.training.name,
-            place.row,
+            progress.row,
             last,
             data.batch,
-            place.epoch,
+            progress.epoch,
             data.count,
-            place.rows_before,
+            progress.rows_before,
             model.schedule,
             [recorder for recorder in self.recorders if isinstance(recorder, Recorder)],
             self.shows_progress,
             data.pools or [range(ranks.session().size)],
             self.checkpoint is not None,
-            split_outcomes(place.outcomes, 1 if model.joint_step is not None else ranks.session().size),
+            split_outcomes(progress.outcomes, 1 if model.joint_step is not None else ranks.session().size),
             model.graph.weight is not None,
         )
 
     def _train_interval(self, last: int) -> tuple[int, list[Outcome]]:
-        """Train up to a place, or until a signal; return the place, and the ranks' outcomes."""
+        """Train up to a position, or until a signal; return the position, and the ranks' outcomes."""
         plan, loader = self._make_plan(last), self.data.loader
         together = self.model.joint_step is not None
         try:
@@ -242,9 +242,9 @@ class TrainerLoop(EpochLoop):
 
     def _take_joint_steps(self, plan: IntervalPlan, source: Source) -> tuple[int, Outcome]:
         """Run a `CommandLoop`, each of whose steps is one command of all ranks; return its end and outcome."""
-        model, place = self.model, self.place
+        model, progress = self.model, self.progress
         assert model.joint_step is not None
-        meter = Meter(0, plan.recorders, make_loss_reader(list, plan.has_weight), model.kinds, place.steps)
+        meter = Meter(0, plan.recorders, make_loss_reader(list, plan.has_weight), model.kinds, progress.steps)
         if plan.earlier_outcomes:
             meter.begin(plan.earlier_outcomes[0])
         rows = plan.batch * ranks.session().size
@@ -257,16 +257,16 @@ class TrainerLoop(EpochLoop):
         finally:
             model.state.rate = loop.rate
         loop.write_lines(last=True)
-        place.steps = meter.step
+        progress.steps = meter.step
         return loop.end, meter.get_outcome(loop.rate)
 
     def make_report(self) -> Report:
         """Return the report of the interval, without validation."""
-        place, data, n_ranks = self.place, self.data, ranks.session().size
+        progress, data, n_ranks = self.progress, self.data, ranks.session().size
         return make_report(
-            place.outcomes,
-            place.epoch + self.last / data.count,
-            place.rows_before + self.last,
+            progress.outcomes,
+            progress.epoch + self.last / data.count,
+            progress.rows_before + self.last,
             f"{n_ranks} x {data.batch} = {n_ranks * data.batch}",
         )
 
@@ -301,7 +301,7 @@ class TrainerLoop(EpochLoop):
         return self.is_signalled()
 
     def complete(self, report: Report) -> None:
-        """Move the place to the next interval, and pass the report to the recorders.
+        """Move the progress to the next interval, and pass the report to the recorders.
 
         Raises
         ------
@@ -313,11 +313,11 @@ class TrainerLoop(EpochLoop):
                 f"the loss is {report.loss} after {report.seen:,} rows, validation {report.validation}: "
                 f"{self._explain_nonfinite(report)}; nothing was saved since"
             )
-        place, is_epoch_over = self.place, self.last == self.data.count
-        place.outcomes, place.metrics = [], report.metrics
-        place.row = place.start = 0 if is_epoch_over else self.last
-        place.epoch += is_epoch_over
-        place.rows_before += self.data.count if is_epoch_over else 0
+        progress, is_epoch_over = self.progress, self.last == self.data.count
+        progress.outcomes, progress.metrics = [], report.metrics
+        progress.row = progress.start = 0 if is_epoch_over else self.last
+        progress.epoch += is_epoch_over
+        progress.rows_before += self.data.count if is_epoch_over else 0
         report.deaths = self.survival.take_deaths()
         for recorder in self.recorders:
             recorder.write(report.record())
@@ -326,15 +326,15 @@ class TrainerLoop(EpochLoop):
         """Return a likely cause of a NaN or infinite loss: a row of the data, or else the learning rate."""
         graph, data, valid = self.model.graph, self.data, self.valid
         x, y = ([describe(v) for v in variables] for variables in (graph.x, graph.y))
-        words = ""
+        message = ""
         if data.loader is None:
             names = [*(f"x_data, {name}," for name in x), *(f"y_data, {name}," for name in y)]
-            rows = data.order.data[self.place.start : self.last]
-            words = describe_nonfinite(dict(zip(names, data.data, strict=True)), rows)
-        if not words and isinstance(valid, tuple):
+            rows = data.order.data[self.progress.start : self.last]
+            message = describe_nonfinite(dict(zip(names, data.data, strict=True)), rows)
+        if not message and isinstance(valid, tuple):
             names = [f"valid, {name}," for name in (*x, *y)]
-            words = describe_nonfinite(dict(zip(names, valid[0], strict=True)))
-        return words or f"the learning rate of {report.learning_rate:g} may be too high"
+            message = describe_nonfinite(dict(zip(names, valid[0], strict=True)))
+        return message or f"the learning rate of {report.learning_rate:g} may be too high"
 
     def adapt(self, report: Report) -> None:
         """Let the schedule observe the first metric of the validation, or the loss."""
@@ -353,12 +353,12 @@ class TrainerLoop(EpochLoop):
         self.survival.run(lambda: model.state.save(checkpoint, self.data, model.schedule, seen))
 
     def stop(self) -> NoReturn:
-        """Save the place between two reports, and exit with the status of the signal."""
+        """Save the progress between two reports, and exit with the status of the signal."""
         number = requested_stop()
-        words, place, checkpoint = f"{signal.Signals(number).name}: training ends", self.place, self.checkpoint
+        message, progress, checkpoint = f"{signal.Signals(number).name}: training ends", self.progress, self.checkpoint
         assert checkpoint is not None
-        if all(math.isfinite(outcome.loss) for outcome in place.outcomes):
-            self._save(place.seen)
-            words += f"; go on with resume={str(checkpoint.path(place.seen))!r}"
+        if all(math.isfinite(outcome.loss) for outcome in progress.outcomes):
+            self._save(progress.seen)
+            words += f"; go on with resume={str(checkpoint.path(progress.seen))!r}"
         sys.stderr.write(f"{words}\n")
         raise SystemExit(128 + number)

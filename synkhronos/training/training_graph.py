@@ -296,8 +296,8 @@ def apply_own_gradient(rule: RuleUpdates) -> dict[Any, Any]:
     """Return the updates of a step by the rank's own gradient, without an all-reduce: new values by shared variable."""
     expression = rule.grad_updates[rule.grad_shared]
     library = library_of(expression)
-    news = library.clone(list(rule.param_updates.values()), {rule.grad_shared: expression})
-    return {shared: library.convert(shared, new) for shared, new in zip(rule.param_updates, news, strict=True)}
+    new_values = library.clone(list(rule.param_updates.values()), {rule.grad_shared: expression})
+    return {shared: library.convert(shared, new) for shared, new in zip(rule.param_updates, new_values, strict=True)}
 
 
 def replace_params(expressions: Sequence[Any], params: Sequence[Any], averages: Any) -> list[Any]:

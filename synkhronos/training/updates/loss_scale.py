@@ -63,11 +63,11 @@ def skip_overflows(updates: RuleUpdates, scale: Any) -> RuleUpdates:
     zero, one, two = (np.asarray(value, "float32") for value in (0, 1, 2))
     count = library.shared(zero, name="loss_scale_steps")
     is_finite = tensor.all(tensor.lt(abs(vector), np.asarray(np.inf, vector.dtype)))  # False for NaN
-    news: OrderedDict[Any, Any] = OrderedDict()
+    new_values: OrderedDict[Any, Any] = OrderedDict()
     for shared, new in updates.param_updates.items():
-        news[shared] = library.convert(shared, tensor.switch(is_finite, new, shared))
+        new_values[shared] = library.convert(shared, tensor.switch(is_finite, new, shared))
     is_due = tensor.ge(count + one, np.asarray(_PERIOD, "float32"))
     grown = tensor.switch(is_due, tensor.minimum(two * scale, np.asarray(_LARGEST, "float32")), scale)
-    news[scale] = tensor.switch(is_finite, grown, tensor.maximum(scale / two, one))
-    news[count] = tensor.switch(is_finite, tensor.switch(is_due, zero, count + one), zero)
-    return updates._replace(param_updates=news)
+    new_values[scale] = tensor.switch(is_finite, grown, tensor.maximum(scale / two, one))
+    new_values[count] = tensor.switch(is_finite, tensor.switch(is_due, zero, count + one), zero)
+    return updates._replace(param_updates=new_values)

@@ -69,22 +69,24 @@ def master_weights(rule: Any) -> Any:
         pairs = {m: p for p, m in zip(params, masters, strict=True) if m is not p}
         if not pairs:
             return updates
-        lasts = {m: zeros_like(p, "last") for m, p in pairs.items()}
+        last_values = {m: zeros_like(p, "last") for m, p in pairs.items()}
         for m, p in pairs.items():
-            lasts[m].set_value(p.get_value())
-        olds = {
-            m: library.convert(m, tensor.switch(tensor.eq(p, lasts[m]), m, tensor.cast(p, m.dtype)))
+            last_values[m].set_value(p.get_value())
+        old_values = {
+            m: library.convert(m, tensor.switch(tensor.eq(p, last_values[m]), m, tensor.cast(p, m.dtype)))
             for m, p in pairs.items()
         }
-        clones = library.clone(list(updates.param_updates.values()), olds)
-        news: OrderedDict[Any, Any] = OrderedDict()
+        clones = library.clone(list(updates.param_updates.values()), old_values)
+        new_values: OrderedDict[Any, Any] = OrderedDict()
         for shared, new in zip(updates.param_updates, clones, strict=True):
             if shared in pairs:
                 param = pairs[shared]
-                news[param] = news[lasts[shared]] = library.convert(param, tensor.cast(new, "float16"))
+                new_values[param] = new_values[last_values[shared]] = library.convert(
+                    param, tensor.cast(new, "float16")
+                )
                 shared.name = f"{shared.name or 'param'}_master"
-            news[shared] = library.convert(shared, new)
-        return updates._replace(param_updates=news)
+            new_values[shared] = library.convert(shared, new)
+        return updates._replace(param_updates=new_values)
 
     mastered.__name__ = f"master_weights({getattr(rule, '__name__', type(rule).__name__)})"
     mastered.__signature__ = inspect.signature(rule)  # type: ignore[attr-defined]

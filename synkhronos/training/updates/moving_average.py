@@ -35,14 +35,14 @@ def add_average(updates: RuleUpdates, params: list[Any], decay: float) -> tuple[
     library = library_of(*params)
     tensor = library.tensor
     has_begun = library.shared(np.zeros((), "float32"), name="ema_has_begun")
-    news, averages = updates.param_updates.copy(), []
+    new_values, averages = updates.param_updates.copy(), []
     for p in params:
         kind = p.type.clone(dtype=str(np.result_type(p.dtype, np.float32)))
         value = np.asarray(p.get_value(), kind.dtype)
         average = type(p)(type=kind, value=value, strict=False, name=f"{p.name or 'param'}_ema")
         before = tensor.switch(tensor.eq(has_begun, 0), tensor.cast(p, kind.dtype), average)
         new = tensor.cast(updates.param_updates[p], kind.dtype)
-        news[average] = as_scalar(decay, average) * before + as_scalar(1 - decay, average) * new
+        new_values[average] = as_scalar(decay, average) * before + as_scalar(1 - decay, average) * new
         averages.append(average)
-    news[has_begun] = tensor.ones_like(has_begun)
-    return updates._replace(param_updates=news), averages
+    new_values[has_begun] = tensor.ones_like(has_begun)
+    return updates._replace(param_updates=new_values), averages

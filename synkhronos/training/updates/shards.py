@@ -24,6 +24,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
@@ -281,10 +282,16 @@ class Shards:
                 else:
                     self.local_updates[s] = self._library.convert(s, value.whole)
 
-    def _explain(self, shared: Any) -> _Explained:
-        return _Explained(
-            f"shard_optimizer: {self._rule_name} cannot be sharded: its update of {shared.name or shared!r}"
-        )
+    @contextmanager
+    def _explain(self, shared: Any) -> Iterator[None]:
+        """Name the rule and the variable in the error of an update that needs a divided variable as a whole."""
+        try:
+            yield
+        except _NotWholeError as error:
+            raise ValueError(
+                f"shard_optimizer: {self._rule_name} cannot be sharded: its update of {shared.name or shared!r} reads "
+                f"{error}, of which each rank has a part"
+            ) from None
 
     def _as_value(self, values: dict[Any, _Value], variable: Any) -> _Value:
         return values[variable] if variable in values else self._leaf(variable)
@@ -338,16 +345,13 @@ class Shards:
         start = column = 0
         for length, piece in pieces:
             width = length if piece.owner is None else self._lengths[piece.owner]
-            part, whole = row[column : column + width], partial(self._slice_whole, vector, start, start + length)
+            part, whole = row[column : column + width], partial(_slice_whole, vector, start, start + length)
             if piece.is_common:
                 new.append((length, _Value(part, lambda part=part: part)))  # type: ignore[misc]
             else:
                 new.append((length, _Value(part, whole, part, piece.owner)))
             start, column = start + length, column + width
         return self._join(variable, new)
-
-    def _slice_whole(self, vector: _Value, start: int, stop: int) -> Any:
-        return vector.whole[start:stop]
 
     def _find_values(self, variables: list[Any]) -> dict[Any, _Value]:
         """Return the value of each variable that is computed."""
@@ -365,12 +369,12 @@ class Shards:
                     values[out] = _Value(out, _raising(error))
         return values
 
-    def _apply(self, node: Any, place: int, inputs: list[_Value]) -> _Value:
+    def _apply(self, node: Any, number: int, inputs: list[_Value]) -> _Value:
         """Return the value of an output of a node."""
-        kind, out = type(node.op).__name__, node.outputs[place]
+        kind, out = type(node.op).__name__, node.outputs[number]
 
         def make_whole() -> Any:
-            return node.clone_with_new_inputs([value.whole for value in inputs], strict=False).outputs[place]
+            return node.clone_with_new_inputs([value.whole for value in inputs], strict=False).outputs[number]
 
         if kind == "Subtensor" and inputs[0].pieces:
             return self._slice(node, inputs[0]) or _Value(out, make_whole)
@@ -480,18 +484,8 @@ def _part_length(size: int, n_parts: int) -> int:
     return min(size, max(2, -(-size // n_parts)))
 
 
-class _Explained:
-    """Context in which `_NotWholeError` becomes the user's error."""
-
-    def __init__(self, words: str):
-        self._words = words
-
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(self, kind: Any, error: Any, traceback: Any) -> None:
-        if isinstance(error, _NotWholeError):
-            raise ValueError(f"{self._words} reads {error}, of which each rank has a part") from None
+def _slice_whole(vector: _Value, start: int, stop: int) -> Any:
+    return vector.whole[start:stop]
 
 
 def _raising(error: Exception) -> Callable[[], Any]:
@@ -566,8 +560,8 @@ def _constant_bounds(library: GraphLibrary, node: Any, total: int) -> tuple[int,
         return int(variable.data) if library.is_constant(variable) else variable
 
     if not isinstance(index, slice):
-        place = read(index)
-        return (place % total, place % total + 1) if isinstance(place, int) else None
+        number = read(index)
+        return (number % total, number % total + 1) if isinstance(number, int) else None
     bounds = [read(entry) for entry in (index.start, index.stop, index.step)]
     if not all(entry is None or isinstance(entry, int) for entry in bounds):
         return None

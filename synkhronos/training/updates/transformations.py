@@ -67,11 +67,11 @@ def chain(*parts: Any) -> UpdateRule:
     for part in parts:
         if not callable(part):
             raise TypeError(f"chain: expected transformations and an update rule, got {part!r}")
-    places = [i for i, part in enumerate(parts) if _is_rule(part)]
-    if len(places) != 1:
-        raise ValueError(f"chain: expected one update rule among the {len(parts)} parts, got {len(places)}")
-    (place,) = places
-    rule, before, after = parts[place], parts[:place], parts[place + 1 :]
+    indexes = [i for i, part in enumerate(parts) if _is_rule(part)]
+    if len(indexes) != 1:
+        raise ValueError(f"chain: expected one update rule among the {len(parts)} parts, got {len(indexes)}")
+    (index,) = indexes
+    rule, before, after = parts[index], parts[:index], parts[index + 1 :]
 
     def chained(
         loss_or_grads: Any, params: Iterable[Any], *args: Any, weight: Any = None, **kwargs: Any
@@ -141,10 +141,10 @@ def partition(*groups: tuple[Callable[[Any], bool], UpdateRule] | UpdateRule) ->
         pieces = dict(zip(params, flat.pieces(), strict=True))
         members: list[list[Any]] = [[] for _ in pairs]
         for p in params:
-            place = next((i for i, (predicate, _) in enumerate(pairs) if predicate(p)), None)
-            if place is None:
+            index = next((i for i, (predicate, _) in enumerate(pairs) if predicate(p)), None)
+            if index is None:
                 raise ValueError(f"params: {p!r} is in no group of partition(); end with a rule for the rest")
-            members[place].append(p)
+            members[index].append(p)
         merged: OrderedDict[Any, Any] = OrderedDict()
         for (_, rule), group_params in zip(pairs, members, strict=True):
             if group_params:
@@ -437,18 +437,18 @@ def _replace_gradient(updates: RuleUpdates, params: list[Any], grads: list[Any])
     # Zeros, because a vector of one element would be broadcastable.
     new = tensor.concatenate(parts) if len(parts) > 1 else parts[0]
     new = new + tensor.zeros_like(vector) if shape_of(vector) == (1,) else new
-    news = library.clone(list(updates.param_updates.values()), {vector: library.convert(vector, new)})
-    return updates._replace(param_updates=OrderedDict(zip(updates.param_updates, news, strict=True)))
+    new_values = library.clone(list(updates.param_updates.values()), {vector: library.convert(vector, new)})
+    return updates._replace(param_updates=OrderedDict(zip(updates.param_updates, new_values, strict=True)))
 
 
 def _transform_step(updates: RuleUpdates, params: list[Any], transforms: Sequence[Transformation]) -> RuleUpdates:
     """Return updates whose steps are transformed."""
     steps = _apply(transforms, [p - updates.param_updates[p] for p in params], params)
     library = library_of(*params)
-    news = OrderedDict(updates.param_updates)
+    new_values = OrderedDict(updates.param_updates)
     for p, step in zip(params, steps, strict=True):
-        news[p] = library.convert(p, p - library.tensor.cast(step, p.dtype))
-    return updates._replace(param_updates=news)
+        new_values[p] = library.convert(p, p - library.tensor.cast(step, p.dtype))
+    return updates._replace(param_updates=new_values)
 
 
 def _apply(transforms: Sequence[Transformation], values: list[Any], params: list[Any]) -> list[Any]:
