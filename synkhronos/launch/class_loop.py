@@ -49,13 +49,13 @@ class ClassLoop(TrainingLoop):
     def run(self) -> None:
         """Train on the remaining batches of the epoch, or until a signal."""
         if self.copies:  # ranks at their own pace may resume at different batches, and copy at the same ones
-            self.copies.set_due(max(self.worker.all_gather(self.run_state.within["batch"])))
+            self.copies.set_due(max(self.worker.all_gather(self.run_state.position["batch"])))
         self._common_batches, self._ends_at_copy = 0, False
         super().run()
 
     def iterate_batches(self) -> Iterator[tuple[int, bool]]:
         """Yield for each step the number of its batch, and whether it is the batch's last step."""
-        batch, n_steps = self.run_state.within["batch"], contract.get_sub_batches(self.model)
+        batch, n_steps = self.run_state.position["batch"], contract.get_sub_batches(self.model)
         # A class may distribute its data in the first step, so the number of batches is read after it.
         batches = self.agree_on_batches(int(self.model.data.n_batch_train)) if batch else None
         while batches is None or batch < batches:
@@ -105,7 +105,7 @@ class ClassLoop(TrainingLoop):
         """Count a batch after its last step, and write and print a line if one is due."""
         batch, is_last_step = batches
         if is_last_step:
-            self.run_state.within["batch"] = batch + 1
+            self.run_state.position["batch"] = batch + 1
             self.recorder.print_train_info((batch + 1) * self.worker.size)
             if self.copies and self.copies.due <= batch + 1 < self._common_batches:
                 self.copies.write(None)

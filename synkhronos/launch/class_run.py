@@ -166,7 +166,7 @@ class ClassRun(EpochLoop):
 
     def train(self) -> bool:
         """Train to the end of an epoch; return whether a signal has ended the training on some rank."""
-        epoch, is_resumed = self.n_reports, self.state.within["batch"] > 0
+        epoch, is_resumed = self.n_reports, self.state.position["batch"] > 0
         self.state.restore_own_params()
         self.model.epoch = epoch
         if not is_resumed:
@@ -175,12 +175,12 @@ class ClassRun(EpochLoop):
         if not math.isnan(self.recorder.learning_rate):
             self.state.rule_state.learning_rate = self.recorder.learning_rate
         if is_resumed:
-            self.recorder.begin_epoch(epoch, *self.state.within["record"])
+            self.recorder.begin_epoch(epoch, *self.state.position["record"])
         else:
             self.recorder.begin_epoch(epoch)
-            self.state.within = {"batch": 0, "generators": get_generators()}
+            self.state.position = {"batch": 0, "generators": get_generators()}
         self.loop.run()
-        self._count = self.state.within["batch"] * self.worker.size
+        self._count = self.state.position["batch"] * self.worker.size
         self.recorder.write()
         outcome = self.recorder.meter.get_outcome(self.recorder.learning_rate)
         ended = self.worker.all_gather((outcome, self.loop.has_ended))
@@ -269,7 +269,7 @@ class ClassRun(EpochLoop):
 
     def complete(self, report: Report) -> None:
         """Move the position to the next epoch; print and write the report, on rank 0."""
-        self.state.within = {"batch": 0}
+        self.state.position = {"batch": 0}
         self.state.epochs = self.n_reports + 1
         if self._reports is None:
             return

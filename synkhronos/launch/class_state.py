@@ -55,7 +55,7 @@ class ClassState:
         Whether the class updates its parameters after the exchange of gradients, by ``apply_gradients()``.
     epochs : int
         Number of complete epochs.
-    within : dict
+    position : dict
         Position in the epoch: the number of batches trained on, the state of the generators at the epoch's start, and
         after a resumption within the epoch its ``record`` of steps, costs and weights.
     early_stop : EarlyStop
@@ -78,7 +78,7 @@ class ClassState:
         self.folder = Path(settings.folder)
         self.applies_gradients = isinstance(rule, SummedGradients) and callable(getattr(model, "apply_gradients", None))
         self.epochs = 0
-        self.within: dict[str, Any] = {"batch": 0}
+        self.position: dict[str, Any] = {"batch": 0}
         self.early_stop = EarlyStop()
         self._checkpoint: Checkpoint | None = None
         worker.get_storage(STORAGE)["state"] = State(groups.params, groups.optimizer, shared, groups.n_averages)
@@ -115,8 +115,8 @@ class ClassState:
             self.rule.store(self.rule_state)
         own = rank_state.collect_state(self.worker, self._training)
         meter = self.recorder.meter
-        within = {**self.within, "record": [meter.steps, meter.loss, meter.weight]} if is_within else None
-        entry = own, get_generators(), meter.step, within
+        position = {**self.position, "record": [meter.steps, meter.loss, meter.weight]} if is_within else None
+        entry = own, get_generators(), meter.step, position
         if self.worker.number:
             self.worker.send(entry, 0)
         else:
@@ -190,7 +190,7 @@ class ClassState:
 
             cut(file, stays)
 
-    def skip_trained_batches(self, epoch: int, within: list[dict[str, Any]]) -> None:
+    def skip_trained_batches(self, epoch: int, positions: list[dict[str, Any]]) -> None:
         """Move the class past the batches of an epoch that were trained on before the checkpoint.
 
         A class without ``skip_iter`` takes these steps again, to set its attributes.  The checkpoint then overwrites
@@ -200,18 +200,18 @@ class ClassState:
         ----------
         epoch : int
             Number of the epoch, from 0.
-        within : list of dict
-            `within` of each rank of the checkpoint, with its ``record`` of steps, costs and weights.  Another number of
+        positions : list of dict
+            `position` of each rank at the checkpoint, with its ``record`` of steps, costs and weights.  Another number of
             ranks now gives each of them a proportional number of batches.
         """
         number, size = self.worker.number, self.worker.size
-        position = within[number % len(within)]
+        position = positions[number % len(positions)]
         sub_batches = contract.get_sub_batches(self.model)
-        batches = round(position["batch"] * len(within) / size)
+        batches = round(position["batch"] * len(positions) / size)
         steps, loss, weight = position["record"]
-        if size != len(within):
+        if size != len(positions):
             steps = batches * sub_batches
-        self.within = {**position, "batch": batches, "record": [steps, loss, weight]}
+        self.position = {**position, "batch": batches, "record": [steps, loss, weight]}
         self.model.epoch = epoch
         set_generators(position["generators"])
         if callable(getattr(self.model, "skip_iter", None)):

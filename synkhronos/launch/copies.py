@@ -116,7 +116,7 @@ class RankCopies:
             raise
         if metrics is None:
             state.restore_own_params()
-        self._adapt(began, state.within["batch"])
+        self._adapt(began, state.position["batch"])
 
     def _adapt(self, began: float, batch: int) -> None:
         """Set the next copy, after one of ``batch`` batches that began at this time of `monotonic`; a collective."""

@@ -81,9 +81,8 @@ def master_weights(rule: Any) -> Any:
         for shared, new in zip(updates.param_updates, clones, strict=True):
             if shared in pairs:
                 param = pairs[shared]
-                new_values[param] = new_values[last_values[shared]] = library.convert(
-                    param, tensor.cast(new, "float16")
-                )
+                rounded = library.convert(param, tensor.cast(new, "float16"))
+                new_values[param] = new_values[last_values[shared]] = rounded
                 shared.name = f"{shared.name or 'param'}_master"
             new_values[shared] = library.convert(shared, new)
         return updates._replace(param_updates=new_values)
