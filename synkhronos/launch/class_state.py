@@ -201,8 +201,8 @@ class ClassState:
         epoch : int
             Number of the epoch, from 0.
         positions : list of dict
-            `position` of each rank at the checkpoint, with its ``record`` of steps, costs and weights.  Another number of
-            ranks now gives each of them a proportional number of batches.
+            `position` of each rank at the checkpoint, with its ``record`` of steps, costs and weights.  With another
+            number of ranks each has a proportional number of batches.
         """
         number, size = self.worker.number, self.worker.size
         position = positions[number % len(positions)]
