@@ -16,8 +16,9 @@ import re
 import sys
 import time
 import tomllib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -43,19 +44,6 @@ RULES: dict[str, type[rules.Rule]] = {
     for name, kind in vars(rules).items()
     if isinstance(kind, type) and issubclass(kind, rules.Rule) and kind is not rules.Rule
 }
-#: The settings that are integers, and the range of each.
-_RANGES = {
-    "epochs": (1, None),
-    "seed": (0, 2**32 - 1),
-    "every": (1, None),
-    "checkpoint": (0, None),
-    "keep": (1, None),
-    "restarts": (0, None),
-    "max_deaths": (1, None),
-    "patience": (1, None),
-}
-#: The settings that are true or false.
-_FLAGS = ("bind", "scale_lr", "timeline", "warmup")
 #: Entries of the class' config that the run sets, and for users how to change them.
 _SET_BY_RUN = {
     "rank": "each rank has its own",
@@ -331,18 +319,7 @@ def resolve(sources: Sequence[Mapping[str, Any]], beside: str | os.PathLike[str]
     if len(devices) > MAX_RANKS_PER_HOST:
         raise SettingsError(f"devices: expected at most {MAX_RANKS_PER_HOST}, got {len(devices)}")
     rule = find_rule_name(_get_text(merged, "rule") or Settings.rule)
-    others: dict[str, Any] = {
-        **{
-            key: _check_integer(merged[key], key, *ends) for key, ends in _RANGES.items() if merged.get(key) is not None
-        },
-        **{key: _check_flag(merged[key], key) for key in _FLAGS if merged.get(key) is not None},
-    }
-    if merged.get("grace") is not None:
-        others["grace"] = _check_seconds(merged["grace"], "grace")
-    if merged.get("on_death") is not None:
-        if merged["on_death"] not in ("stop", "continue"):
-            raise SettingsError(f"on_death: expected 'stop' or 'continue', got {merged['on_death']!r}")
-        others["on_death"] = merged["on_death"]
+    others = {key: check(merged[key], key) for key, check in _CHECKS.items() if merged.get(key) is not None}
     settings = Settings(
         modelfile=module,
         modelclass=class_name,
@@ -562,6 +539,23 @@ def _check_flag(value: Any, key: str) -> bool:
     if word not in _TRUE | _FALSE:
         raise SettingsError(f"{key}: expected true or false, got {value!r}")
     return word in _TRUE
+
+
+def _check_on_death(value: Any, key: str) -> str:
+    if value not in ("stop", "continue"):
+        raise SettingsError(f"{key}: expected 'stop' or 'continue', got {value!r}")
+    return str(value)
+
+
+#: Checks of settings that are single values; each takes the value and its key, and returns it in a plain type.
+_CHECKS: dict[str, Callable[[Any, str], Any]] = {
+    **dict.fromkeys(("epochs", "every", "keep", "max_deaths", "patience"), partial(_check_integer, least=1)),
+    **dict.fromkeys(("checkpoint", "restarts"), partial(_check_integer, least=0)),
+    "seed": partial(_check_integer, least=0, most=2**32 - 1),
+    **dict.fromkeys(("bind", "scale_lr", "timeline", "warmup"), _check_flag),
+    "grace": _check_seconds,
+    "on_death": _check_on_death,
+}
 
 
 def _split_names(devices: Any) -> list[str]:

@@ -182,20 +182,22 @@ class TrainerLoop(EpochLoop):
         """Return the plan of an interval, from the present position to another."""
         model, data, progress = self.model, self.data, self.progress
         return IntervalPlan(
-            model.state.training.name,
-            progress.row,
-            last,
-            data.batch,
-            progress.epoch,
-            data.count,
-            progress.rows_before,
-            model.schedule,
-            [recorder for recorder in self.recorders if isinstance(recorder, Recorder)],
-            self.shows_progress,
-            data.pools or [range(ranks.session().size)],
-            self.checkpoint is not None,
-            split_outcomes(progress.outcomes, 1 if model.joint_step is not None else ranks.session().size),
-            model.graph.weight is not None,
+            name=model.state.training.name,
+            first=progress.row,
+            last=last,
+            batch=data.batch,
+            epoch=progress.epoch,
+            count=data.count,
+            rows_before=progress.rows_before,
+            schedule=model.schedule,
+            recorders=[recorder for recorder in self.recorders if isinstance(recorder, Recorder)],
+            shows_progress=self.shows_progress,
+            pools=data.pools or [range(ranks.session().size)],
+            can_stop=self.checkpoint is not None,
+            earlier_outcomes=split_outcomes(
+                progress.outcomes, 1 if model.joint_step is not None else ranks.session().size
+            ),
+            has_weight=model.graph.weight is not None,
         )
 
     def _train_interval(self, last: int) -> tuple[int, list[Outcome]]:
