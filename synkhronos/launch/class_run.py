@@ -85,7 +85,7 @@ class ClassRun(EpochLoop):
         self._ended_at = 0.0
 
     @property
-    def early_stop(self) -> EarlyStop:  # type: ignore[override]
+    def early_stop(self) -> EarlyStop:
         """Best report so far."""
         return self.state.early_stop
 

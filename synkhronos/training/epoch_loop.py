@@ -23,8 +23,6 @@ class EpochLoop(ABC):
 
     Attributes
     ----------
-    early_stop : EarlyStop
-        Best report so far.
     metric : (str, {"min", "max"})
         Metric that `early_stop` observes.
     patience : int or None
@@ -37,7 +35,6 @@ class EpochLoop(ABC):
         Number of reports so far.
     """
 
-    early_stop: EarlyStop
     metric: tuple[str, str]
     patience: int | None
     saves_best: bool
@@ -71,6 +68,11 @@ class EpochLoop(ABC):
     def observe(self, report: Report) -> bool:
         """Compare a report with the best one so far; return whether it is better."""
         return self.early_stop.observe(to_cost(report.metrics, self.metric))
+
+    @property
+    @abstractmethod
+    def early_stop(self) -> EarlyStop:
+        """Best report so far."""
 
     @abstractmethod
     def is_complete(self) -> bool:

@@ -77,7 +77,7 @@ class TrainerLoop(EpochLoop):
         return self.model.state.progress
 
     @property
-    def early_stop(self) -> EarlyStop:  # type: ignore[override]
+    def early_stop(self) -> EarlyStop:
         """Best report so far."""
         return self.progress.early_stop
 
