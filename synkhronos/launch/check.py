@@ -59,7 +59,7 @@ class _Check:
     """
 
     def __init__(self, settings: Settings, folder: Path):
-        self.settings, self.folder = settings, folder
+        self.settings, self.folder, self.rule = settings, folder, settings.make_rule()
         self.stage = "its module is imported"
         self.problems: list[str] = []
 
@@ -90,8 +90,7 @@ class _Check:
     def set_options(self, instance: Any) -> bool:
         """Set the options of a model's step; return whether they need the gradient of all ranks."""
         self.stage = "options of the model are set"
-        settings = self.settings
-        return contract.set_options(instance, settings.model_options, settings.make_rule(), settings.modelclass)
+        return contract.set_options(instance, self.settings.model_options, self.rule, self.settings.modelclass)
 
     def check_one_rank(self) -> None:
         """Call every method of an instance that is the only rank."""
@@ -99,10 +98,7 @@ class _Check:
         instance = self.make_instance(0, 1)
         needs_gradients = self.set_options(instance)
         self.stage = "compile_iter_fns() runs"
-        if needs_gradients:
-            contract.compile_for(instance, self.settings.rule_options.get("average"), self.settings.modelclass)
-        else:
-            contract.compile_functions(instance, "avg")
+        contract.compile_for(instance, self.settings, self.rule, 1, needs_gradients)
         if self.has_missing(instance):
             return
         if self.settings.epochs is None and getattr(instance, "n_epochs", None) is None:
@@ -159,16 +155,10 @@ class _Check:
         """Train two instances as ranks 0 and 1 of two, with an exchange after each step."""
         self.stage = "two instances are made, with size 2"
         ranks = [self.make_instance(rank, 2) for rank in range(2)]
-        for instance in ranks:
-            self.set_options(instance)
+        needs_gradients = [self.set_options(instance) for instance in ranks][0]
         self.stage = "compile_iter_fns() runs with size 2"
-        average = "params"
         for instance in ranks:
-            if self.settings.rule == "BSP":
-                average_option = self.settings.rule_options.get("average")
-                average = contract.compile_for(instance, average_option, self.settings.modelclass)
-            else:
-                contract.compile_functions(instance, "avg")
+            average = contract.compile_for(instance, self.settings, self.rule, 2, needs_gradients)
         if any(map(self.has_missing, ranks)):
             return
         params = [Vector(contract.group_variables(instance, average == "params").params) for instance in ranks]

@@ -175,22 +175,36 @@ def set_options(model: Any, options: Mapping[str, Any], rule: Rule, name: str) -
     return bool(model.step_options)
 
 
-def compile_for(model: Any, average: str | None, name: str) -> str:
-    """Compile an instance's functions for BSP on several ranks; return the kind of exchange: "gradient" or "params".
+def compile_for(model: Any, settings: Settings, rule: Rule, size: int, needs_gradients: bool) -> str | None:
+    """Compile an instance's functions, and choose the values that ranks exchange under BSP.
+
+    These are gradients or parameters, by the option ``average`` of the rule; by default gradients if the class has
+    ``vels`` and ``vels2``.
 
     Parameters
     ----------
     model : instance
-    average : {"gradient", "params", None}
-        Kind of exchange that is asked for; None: gradients if the class has ``vels`` and ``vels2``.
-    name : str
-        Name of the class in errors.
+    settings : Settings
+    rule : Rule
+    size : int
+        Number of ranks.
+    needs_gradients : bool
+        Whether options of the model's step need the gradient of all ranks, see `set_options`.
+
+    Returns
+    -------
+    {"gradient", "params"} or None
+        None if ranks do not exchange at each step.
 
     Raises
     ------
     ContractError
         If gradients are to be exchanged, but ``vels`` and ``vels2`` are not lists of variables of equal shapes.
     """
+    if not needs_gradients and (not isinstance(rule, BSP) or size == 1):
+        compile_functions(model, "avg")
+        return None
+    average, name = settings.rule_options.get("average"), settings.modelclass
     options = model.step_options if isinstance(model, Model) else None
     if average == "params" or (average is None and options == {}):
         if options:

@@ -23,7 +23,7 @@ from synkhronos.launch.class_run import ClassRun
 from synkhronos.launch.class_state import STORAGE, ClassState
 from synkhronos.launch.gradients import SummedGradients
 from synkhronos.launch.settings import Settings
-from synkhronos.rules import BSP, Rule
+from synkhronos.rules import Rule
 from synkhronos.rules.state import Vector
 from synkhronos.tasks import LocalRows, Worker
 from synkhronos.training.recorder import Recorder
@@ -89,15 +89,10 @@ def build_instance(worker: Worker, settings: Settings, rule: Rule) -> tuple[int,
         if not hasattr(model, name) and not hasattr(kind, "__slots__"):
             setattr(model, name, config[name])
     worker.progress()
-    average = None
     needs_gradients = contract.set_options(model, settings.model_options, rule, settings.modelclass)
-    if needs_gradients or (isinstance(rule, BSP) and worker.size > 1):
-        average = settings.rule_options.get("average")
-        average = contract.compile_for(model, average, settings.modelclass)
-        if worker.number == 0:
-            sys.stdout.write(f"{_EXCHANGES[average]}\n")
-    else:
-        contract.compile_functions(model, "avg")
+    average = contract.compile_for(model, settings, rule, worker.size, needs_gradients)
+    if average is not None and worker.number == 0:
+        sys.stdout.write(f"{_EXCHANGES[average]}\n")
     contract.check_complete(model, settings.modelclass)
     if settings.scale_lr:
         if not callable(getattr(model, "scale_lr", None)):
