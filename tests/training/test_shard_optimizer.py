@@ -106,23 +106,6 @@ def test_shard_optimizer_state_is_set_from_whole_arrays(n_ranks, shards):
         other.set_optimizer_state([])
 
 
-@pytest.mark.parametrize("rule", [u.sgd, u.momentum])
-def test_sharded_functions_refuse_other_ranks(fork, rule):
-    """Also those of a rule without state: their matrix of gradients has a row for each rank."""
-    fork(2)
-    x, w = tensor.dmatrix("x"), shared(np.zeros(3), "w")
-    train = make_train_function(tensor.dot(x, w).mean(), [w], x, [], rule, learning_rate=0.5, shard_optimizer=True)
-    train(np.eye(3), [])
-    synk.close()
-    fork(2)
-    with pytest.raises(RuntimeError, match="^shard_optimizer: the ranks that had the parts .* have ended"):
-        train(np.eye(3), [])
-    synk.close()
-    fork(3)
-    with pytest.raises(RuntimeError, match="^shard_optimizer: the training function was made for 2 ranks, got 3"):
-        train(np.eye(3), [])
-
-
 def test_shard_optimizer_refuses_rules_that_read_whole_state(n_ranks):
     if n_ranks == 1:
         return  # the optimizer of one rank is whole

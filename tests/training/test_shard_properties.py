@@ -118,3 +118,16 @@ def test_trainers_with_shards_resume_on_other_numbers_of_ranks(no_ranks, tmp_pat
     for epochs, (n, shards) in enumerate(steps, 1):
         found = train_epochs(tmp_path / "parts", n, shards, epochs, None if epochs == 1 else "latest")
     np.testing.assert_allclose(found, expected, rtol=1e-9)
+
+
+@pytest.mark.parametrize("rule", [u.sgd, u.momentum])
+def test_sharded_functions_refuse_other_ranks(rule):
+    """Also those of a rule without state: their matrix of gradients has a row for each rank."""
+    x, w = tensor.dmatrix("x"), shared(np.zeros(3), "w")
+    with forked(2):
+        train = make_train_function(tensor.dot(x, w).mean(), [w], x, [], rule, learning_rate=0.5, shard_optimizer=True)
+        train(np.eye(3), [])
+    with forked(2), pytest.raises(RuntimeError, match="^shard_optimizer: the ranks that had the parts .* have ended"):
+        train(np.eye(3), [])
+    with forked(3), pytest.raises(RuntimeError, match="^shard_optimizer: .* was made for 2 ranks, got 3"):
+        train(np.eye(3), [])
