@@ -361,6 +361,6 @@ class TrainerLoop(EpochLoop):
         assert checkpoint is not None
         if all(math.isfinite(outcome.loss) for outcome in progress.outcomes):
             self._save(progress.seen)
-            words += f"; go on with resume={str(checkpoint.path(progress.seen))!r}"
-        sys.stderr.write(f"{words}\n")
+            message += f"; go on with resume={str(checkpoint.path(progress.seen))!r}"
+        sys.stderr.write(f"{message}\n")
         raise SystemExit(128 + number)
