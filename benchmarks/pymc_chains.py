@@ -25,7 +25,7 @@ from benchmarks._hierarchical import GROUPS
 from benchmarks._measure import Table, heading, ranks
 from benchmarks.pymc_rows import evaluator, logistic, rate_of_chains
 from synkhronos.extensions.pymc.chains import measure_rate
-from synkhronos.ranks import available_cores
+from synkhronos.ranks import count_available_cores
 
 
 def negative_binomial(rows: int, columns: int) -> Any:
@@ -138,7 +138,7 @@ def main() -> None:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--ranks", type=int, default=available_cores(), help="(default: one for each core)")
+    parser.add_argument("--ranks", type=int, default=count_available_cores(), help="(default: one for each core)")
     parser.add_argument("--chains", type=int, default=4, help="(default: %(default)s)")
     parser.add_argument("--rows", type=int, default=100_000, help="(default: %(default)s)")
     parser.add_argument("--columns", type=int, default=20, help="(default: %(default)s)")

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from synkhronos.loading import Loader, image_folder
-from synkhronos.ranks import available_cores
+from synkhronos.ranks import count_available_cores
 
 __all__ = ["arrays", "made_up_images", "pictures"]
 
@@ -66,7 +66,7 @@ def pictures(folder: Path, side: int) -> tuple[Loader, Loader]:
     if train.classes != valid.classes:
         differ = sorted(set(train.classes) ^ set(valid.classes))
         raise ValueError(f"data: expected the same classes in {folder}/train and /valid; one lacks {', '.join(differ)}")
-    processes = min(8, available_cores())  # those of the rank, if it is bound to its share
+    processes = min(8, count_available_cores())  # those of the rank, if it is bound to its share
     return Loader(train, processes=processes), Loader(valid, processes=processes, shuffle=False)
 
 

@@ -304,7 +304,7 @@ class Data:
         if size > self.alloc_size or self._segment is None:
             self._use_segment(self._session.memory.create(math.ceil(size * oversize) * self._dtype.itemsize))
         assert self._segment is not None
-        self._array = self._segment.array(shape, self._dtype)
+        self._array = self._segment.view_array(shape, self._dtype)
         if not keep or not self._ndim:
             return self._array
         n_kept = min(len(old), len(self._array)) if old.shape[1:] == shape[1:] else 0

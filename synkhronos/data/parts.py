@@ -276,7 +276,7 @@ class _LoadRows(Command):
             segment = Segment(self.key, file.fileno(), nbytes, local_bytes=allocated)
             rank.segments.add(segment)
             if rows is not None:
-                segment.array((self.length, *shape), dtype)[share] = rows
+                segment.view_array((self.length, *shape), dtype)[share] = rows
             rank.barrier()  # before any rank closes the file, or reads the rows of another
         return shape, dtype
 

@@ -20,7 +20,7 @@ class ReadOnlyData(Data):
     def _map_segment(self, segment: ranks.Segment, shape: tuple[int, ...], offset: int = 0) -> None:
         """Use the array at an offset of a segment, in bytes; the call lock is held."""
         self._use_segment(segment)
-        self._array = segment.array(shape, self.dtype, offset)
+        self._array = segment.view_array(shape, self.dtype, offset)
         self._array.flags.writeable = False
 
     def _get_key(self) -> int:

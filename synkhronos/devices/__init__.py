@@ -26,7 +26,7 @@ from synkhronos.devices.cuda.device import CudaDevice
 from synkhronos.devices.device import Device
 from synkhronos.devices.selection import Selection, take_rows
 from synkhronos.gpus import get_n_gpu
-from synkhronos.ranks import available_cores
+from synkhronos.ranks import count_available_cores
 
 __all__ = [
     "HOST",
@@ -141,7 +141,7 @@ def choose_device(use_gpu: bool | None, n_parallel: int | None) -> tuple[Device,
     """
     environment_device = read_environment_device()
     if environment_device is not None:
-        return environment_device, available_cores() if n_parallel is None else n_parallel
+        return environment_device, count_available_cores() if n_parallel is None else n_parallel
     n_gpu = get_n_gpu() if use_gpu is None or use_gpu else 0
     if use_gpu and not n_gpu:
         raise RuntimeError("use_gpu=True, but there is no GPU: leave use_gpu out, or pass False to compute on the CPU")
@@ -159,7 +159,7 @@ def choose_device(use_gpu: bool | None, n_parallel: int | None) -> tuple[Device,
                 "Theano computes on a GPU in this process since an earlier fork, and can't go back to the CPU: "
                 "start a new process for ranks on the CPU"
             )
-        return HOST, available_cores() if n_parallel is None else n_parallel
+        return HOST, count_available_cores() if n_parallel is None else n_parallel
     if n_parallel is not None and n_parallel > n_gpu:
         raise ValueError(
             f"n_parallel={n_parallel}, but {n_gpu} GPUs are visible, and each rank needs one: "

@@ -69,7 +69,7 @@ class DeviceMemory(ABC):
 
     def store(self, rank: Rank, key: int, offset: int, value: Any) -> None:
         """Copy an array into shared memory: the segment ``key``, from byte ``offset`` on."""
-        rank.segments[key].array(tuple(value.shape), value.dtype, offset)[...] = self.to_host(value)
+        rank.segments[key].view_array(tuple(value.shape), value.dtype, offset)[...] = self.to_host(value)
 
     def stage_input(
         self, rank: Rank, buffers: dict[Any, Any], key: Any, location: SharedArray, rows: Selection | None, copy: bool

@@ -215,7 +215,7 @@ def _reduce_scalars_of_many(rank: Rank, calls: Sequence[RankOutputs]) -> list[An
             own if r == rank.number else np.frombuffer(message, own.dtype, len(group), offset)
             for r, message in enumerate(messages)
         ]
-        results += _reduce_run(group, by_rank)
+        results += _reduce_group(group, by_rank)
         offset += own.nbytes
     return results
 
@@ -231,7 +231,7 @@ def _pack_records(group: Sequence[RankOutputs]) -> np.ndarray:
     return np.array(records, _record_dtype(dtypes))
 
 
-def _reduce_run(group: Sequence[RankOutputs], by_rank: Sequence[np.ndarray]) -> list[Any]:
+def _reduce_group(group: Sequence[RankOutputs], by_rank: Sequence[np.ndarray]) -> list[Any]:
     """Reduce the records of calls with the same specification.
 
     If each rank computed the same number of rows in all of them, the calls are reduced at once, as vectors.

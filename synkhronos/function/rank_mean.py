@@ -76,7 +76,7 @@ class RankMeans:
 
     @classmethod
     @contextlib.contextmanager
-    def refuse(cls) -> Iterator[None]:
+    def forbid(cls) -> Iterator[None]:
         """Context in which means over ranks are refused: ranks do not call functions together."""
         cls.is_refused = True
         try:

@@ -75,7 +75,7 @@ from synkhronos.ranks.segments import (
     send_segment,
 )
 from synkhronos.ranks.task_memory import TaskMemory
-from synkhronos.ranks.threads import available_cores
+from synkhronos.ranks.threads import count_available_cores
 from synkhronos.ranks.workers import Workers
 
 #: Prefixes of the environment variables by which launchers identify MPI processes.
@@ -159,7 +159,7 @@ class Agent:
 
     def run(self) -> None:
         """Poll until the ranks end."""
-        last_event, has_cores = time.monotonic(), len(self._local_ranks) < available_cores()
+        last_event, has_cores = time.monotonic(), len(self._local_ranks) < count_available_cores()
         while not self._is_over():
             has_events = self._poll_memory()
             for source, kind, arguments in self._mail.receive():
@@ -483,7 +483,7 @@ def main(address: str) -> None:
     if file is None:
         file = _create_control_memory(MPI, config, local_ranks, extra)
         _set_environment(config)
-    spin = SPIN_SECONDS if len(local_ranks) < available_cores() else 0.0
+    spin = SPIN_SECONDS if len(local_ranks) < count_available_cores() else 0.0
     control = Control(config["size"], spin, file.fileno(), is_master_host, local_ranks, extra)
     workers = Workers(config["root"], control, None if is_master_host else file)
     if not is_master_host:
@@ -536,7 +536,7 @@ def _collect_facts() -> dict[str, Any]:
     """Return this host's name, cores, GPUs and versions, for the master."""
     return {
         "name": platform.node(),
-        "cores": available_cores(),
+        "cores": count_available_cores(),
         "gpus": get_n_gpu(),
         "machine": os.cpu_count() or 1,
         "versions": {"Python": platform.python_version(), **_find_versions()},

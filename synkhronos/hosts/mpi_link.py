@@ -256,14 +256,14 @@ class MpiLink(Link):
             self._readers[-1].start()
         return self._channel
 
-    def plan_transfers(self, command: Command, parcel: SharedArray | None, segments: SegmentTable) -> bytes:
+    def plan_transfers(self, command: Command, command_location: SharedArray | None, segments: SegmentTable) -> bytes:
         """Return, pickled, the rows that each other host reads, the segments to release, and the memory of a task."""
         released = command.released if isinstance(command, Release) else []
         dropped = [key for kind, key in released if kind == "segment"]
         accesses_by_host: list[list[SegmentAccess]] = []
         for name, ranks in zip(self.names, self.ranks_by_host, strict=True):
             accesses_by_host.append([])
-            for access in find_row_accesses((command, parcel), self.size, ranks):
+            for access in find_row_accesses((command, command_location), self.size, ranks):
                 local_rows = access.array.find_local_rows(self.size, ranks)
                 if local_rows is None:
                     accesses_by_host[-1].append(_to_segment_access(access))
@@ -316,13 +316,13 @@ class MpiLink(Link):
             lost_hosts[0]
         ].start
 
-    def end(self, kill: bool, seconds: float, is_hurried: Callable[[], bool]) -> None:
+    def end(self, kill: bool, seconds: float, should_kill: Callable[[], bool]) -> None:
         """End the other hosts' workers and the agents."""
         if self._control is not None:
             self._control.words[Control.ENDING] = 2 if kill else 1
         deadline = time.monotonic() + seconds
         while not kill and self._control is not None and self._launcher.poll() is None:
-            if is_hurried() or time.monotonic() > deadline:
+            if should_kill() or time.monotonic() > deadline:
                 break
             time.sleep(0.002)
         self.kill()

@@ -14,7 +14,7 @@ from synkhronos.checks import list_versions
 from synkhronos.devices import list_gpu_devices
 from synkhronos.gpus import get_n_gpu
 from synkhronos.launch import binding
-from synkhronos.ranks import available_cores
+from synkhronos.ranks import count_available_cores
 
 #: Modules and the packages that provide them.
 _PACKAGES = {
@@ -51,7 +51,7 @@ def report() -> str:
     gpus = get_n_gpu()
     facts = {
         "Python": f"{platform.python_version()}, {sys.executable}",
-        "cores": f"{available_cores()} for this process, {os.cpu_count()} in all",
+        "cores": f"{count_available_cores()} for this process, {os.cpu_count()} in all",
         "/dev/shm": _describe_shared_memory(),
     }
     for module, package in _PACKAGES.items():
@@ -85,7 +85,7 @@ def _describe_shared_memory() -> str:
 
 def _describe_ranks(installed: set[str], gpus: int) -> str:
     library = "PyTensor" if "pytensor" in installed else "Theano"
-    devices, n_ranks = ("GPUs", gpus) if gpus else ("cores", available_cores())
+    devices, n_ranks = ("GPUs", gpus) if gpus else ("cores", count_available_cores())
     ranks = "1 rank" if n_ranks == 1 else f"{n_ranks} ranks"
     return f"{library}'s functions run on the {devices}; synkhronos.fork() starts {ranks}"
 

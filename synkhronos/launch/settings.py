@@ -29,7 +29,7 @@ from synkhronos.gpus import get_n_gpu
 from synkhronos.hosts import MAX_RANKS_PER_HOST, Host, find_launch, parse_hosts
 from synkhronos.launch import key_value
 from synkhronos.launch.model import check_model_options
-from synkhronos.ranks import available_cores
+from synkhronos.ranks import count_available_cores
 from synkhronos.training.checkpoint import list_checkpoints
 from synkhronos.training.early_stop import as_metric
 
@@ -572,7 +572,7 @@ def _choose_devices(devices: Any, count: int | None) -> tuple[str, ...]:
     if devices is None:
         if n_gpu and count is not None and count > n_gpu:
             raise SettingsError(f"ranks: expected at most {n_gpu}, one for each GPU, got {count}; or devices = 'cpu'")
-        return tuple(f"cuda{i}" for i in range(n_gpu)[:count]) or ("cpu",) * (count or available_cores())
+        return tuple(f"cuda{i}" for i in range(n_gpu)[:count]) or ("cpu",) * (count or count_available_cores())
     names = _split_names(devices)
     if not names:
         raise SettingsError(f"devices: expected at least one name, such as cuda0 or cpu, got {devices!r}")
@@ -623,7 +623,7 @@ def _parse_hosts(hosts: Any, n_ranks: int | None) -> list[Host]:
 def _choose_first_hosts_devices(first: Host, devices: Any) -> tuple[str, ...]:
     """Return the device of each rank on the first of several hosts; the other hosts use the same kind."""
     if devices is not None and _split_names(devices) == ["cpu"]:
-        return ("cpu",) * (first.n_ranks or available_cores())
+        return ("cpu",) * (first.n_ranks or count_available_cores())
     chosen = _choose_devices(devices, first.n_ranks)
     if set(chosen) != {"cpu"} and chosen != tuple(f"cuda{i}" for i in range(len(chosen))):
         raise SettingsError(

@@ -549,4 +549,4 @@ def _allocate(shape: tuple[int, ...], dtype: np.dtype, in_session: bool) -> tupl
         return create_with_file(shape, dtype, "batches")
     nbytes = max(1, math.prod(shape) * dtype.itemsize)
     file = create_unlinked(nbytes)
-    return Segment(0, file.fileno(), nbytes).array(shape, dtype), file
+    return Segment(0, file.fileno(), nbytes).view_array(shape, dtype), file

@@ -8,7 +8,7 @@ from synkhronos.ranks.link import RowAccess
 from synkhronos.ranks.rank import MAX_SLOT_NBYTES, Command, PendingOperation, Rank
 from synkhronos.ranks.segments import Segment, SharedArray
 from synkhronos.ranks.session import Session, check_no_session, close, fork, get_inherited_session, last_death, session
-from synkhronos.ranks.threads import available_cores
+from synkhronos.ranks.threads import count_available_cores
 from synkhronos.ranks.weak_keys import WeakKeys
 
 __all__ = [
@@ -24,7 +24,7 @@ __all__ = [
     "PendingOperation",
     "WeakKeys",
     "WorkerError",
-    "available_cores",
+    "count_available_cores",
     "check_no_session",
     "close",
     "fork",

@@ -62,7 +62,7 @@ class StepTally:
     Parameters
     ----------
     n_hosts : int
-    me : int
+    host : int
         Number of this host.
 
     Attributes
@@ -75,8 +75,8 @@ class StepTally:
         Last failed command that this host has reported.
     """
 
-    def __init__(self, n_hosts: int, me: int):
-        self._me = me
+    def __init__(self, n_hosts: int, host: int):
+        self._host = host
         self.steps = [0] * n_hosts
         self.failures: list[deque[tuple[int, int]]] = [deque() for _ in range(n_hosts)]
         self.failed = 0
@@ -96,13 +96,13 @@ class StepTally:
         sends_step, sends_failed : bool
             Whether to send STEP, and whether to send FAILED after it.
         """
-        sends_step = step > self.steps[self._me] and step >> STEP_BITS > self.failed
+        sends_step = step > self.steps[self._host] and step >> STEP_BITS > self.failed
         if sends_step:
-            self.steps[self._me] = step
+            self.steps[self._host] = step
         sends_failed = failed > self.failed
         if sends_failed:
             self.failed = failed
-            self.receive_failed(self._me, failed)
+            self.receive_failed(self._host, failed)
         return sends_step, sends_failed
 
     def receive_step(self, host: int, step: int) -> None:

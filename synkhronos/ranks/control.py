@@ -198,15 +198,15 @@ class Control:
                 self._bells[rank].release()
 
     def wait(
-        self, me: int, ready: Callable[[], bool], reason: int, check_peers: Callable[[], None], poll: float
+        self, rank: int, is_ready: Callable[[], bool], reason: int, check_peers: Callable[[], None], poll: float
     ) -> None:
         """Wait until a condition on the counters holds.
 
         Parameters
         ----------
-        me : int
+        rank : int
             Rank that waits.
-        ready : callable
+        is_ready : callable
             Returns whether the condition holds: cheap, and monotonic.
         reason : int
             Reason that is published while the rank sleeps.
@@ -214,41 +214,41 @@ class Control:
             Called every ``poll`` seconds; raises, or ends the process, when a peer has died.
         poll : float
         """
-        if ready():
+        if is_ready():
             return
         if self.spin:
-            self.core[me] = _get_current_core()
+            self.core[rank] = _get_current_core()
             deadline = perf_counter() + self.spin
             while perf_counter() < deadline:
-                if ready():
+                if is_ready():
                     return
                 os.sched_yield()  # the scheduler may have put the peer on this very core
-        bell = self._bells[me]
+        bell = self._bells[rank]
         next_check = perf_counter() + poll
         try:
             while True:
-                self.sleeping[me] = reason
+                self.sleeping[rank] = reason
                 self.fence()
-                if ready():
+                if is_ready():
                     return
                 rang = bell.wait(poll)
                 if not rang or perf_counter() > next_check:  # signals, too, end the wait
                     check_peers()
                     next_check = perf_counter() + poll
                 if rang and self.spin:
-                    self._leave_shared_core(me)
+                    self._leave_shared_core(rank)
         finally:
-            self.sleeping[me] = AWAKE
+            self.sleeping[rank] = AWAKE
 
-    def _leave_shared_core(self, me: int) -> None:
+    def _leave_shared_core(self, rank: int) -> None:
         """Move to a core without another rank, if there is one.
 
         Schedulers tend to wake a process on the core of the process that woke it.  There the two would take turns, each
         spinning while the other waits for the core.  The process is moved, and not bound afterwards: other programs may
         need the cores too.
         """
-        core = self.core[me] = _get_current_core()
-        taken = {self.core[r] for r in range(self.size) if r != me and self.sleeping[r] == AWAKE}
+        core = self.core[rank] = _get_current_core()
+        taken = {self.core[r] for r in range(self.size) if r != rank and self.sleeping[r] == AWAKE}
         if core not in taken:
             return
         allowed = os.sched_getaffinity(0)
@@ -257,7 +257,7 @@ class Control:
             with defer_signals():  # an interrupt in between would leave it bound
                 os.sched_setaffinity(0, free)
                 os.sched_setaffinity(0, allowed)
-            self.core[me] = _get_current_core()
+            self.core[rank] = _get_current_core()
 
 
 _libc = ctypes.CDLL(None, use_errno=True)

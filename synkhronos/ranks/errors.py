@@ -41,13 +41,13 @@ class FailureReport:
         return cls(rank, type(error).__qualname__, shorten(message, limit), shorten(text, limit))
 
     @property
-    def who(self) -> str:
+    def rank_name(self) -> str:
         """Name of the rank, followed by that of its host if there are several hosts."""
         return f"rank {self.rank}" + (f" on host {self.host}" if self.host else "")
 
     def summary(self) -> str:
         """Return one line: the rank, the exception's class and the first line of its message."""
-        return f"{self.who}: {self.kind}: {(self.message.splitlines() or [''])[0]}"
+        return f"{self.rank_name}: {self.kind}: {(self.message.splitlines() or [''])[0]}"
 
 
 def shorten(text: str, limit: int) -> str:
@@ -85,7 +85,7 @@ class WorkerError(RuntimeError):
     def _from_reports(cls, reports: Sequence[FailureReport], effect: str = "") -> WorkerError:
         """Build the error for ranks that raised exceptions; ``effect`` says on which ranks updates were applied."""
         first = reports[0]
-        head = f"{first.who} raised {first.kind}: {first.message}"
+        head = f"{first.rank_name} raised {first.kind}: {first.message}"
         others = "".join(f"\n  {report.summary()}" for report in reports[1:])
         if others:
             head += f"\nOther ranks failed too:{others}"

@@ -68,13 +68,13 @@ class Link(ABC):
         """
 
     @abstractmethod
-    def plan_transfers(self, command: Command, parcel: SharedArray | None, segments: SegmentTable) -> bytes:
+    def plan_transfers(self, command: Command, command_location: SharedArray | None, segments: SegmentTable) -> bytes:
         """Return the pickled list of the shared memory that the other machines need for a command.
 
         Parameters
         ----------
         command : Command
-        parcel : SharedArray or None
+        command_location : SharedArray or None
             Shared memory that holds the pickled command, if it is too long for the mailbox.
         segments : SegmentTable
             Segments of the master's rank.
@@ -96,7 +96,7 @@ class Link(ABC):
         """Return a description of another machine's failure and the rank that it concerns, or None."""
 
     @abstractmethod
-    def end(self, kill: bool, seconds: float, is_hurried: Callable[[], bool]) -> None:
+    def end(self, kill: bool, seconds: float, should_kill: Callable[[], bool]) -> None:
         """End the workers of the other machines and the connection, and return when they have exited.
 
         Parameters
@@ -105,7 +105,7 @@ class Link(ABC):
             Kill them at once.
         seconds : float
             Otherwise kill them after this many seconds.
-        is_hurried : callable
+        should_kill : callable
             Kill them as soon as this returns True.
         """
 
@@ -133,7 +133,7 @@ class LocalLink(Link):
     def start(self, control: Control, file: io.FileIO | None, root: int, profile: bool) -> None:
         """Do nothing: `Workers` starts this machine's workers."""
 
-    def plan_transfers(self, command: Command, parcel: SharedArray | None, segments: SegmentTable) -> bytes:
+    def plan_transfers(self, command: Command, command_location: SharedArray | None, segments: SegmentTable) -> bytes:
         """Return an empty plan."""
         return b""
 
@@ -144,7 +144,7 @@ class LocalLink(Link):
     def find_lost_host(self) -> None:
         """Return None: a worker's death is seen by `Workers`."""
 
-    def end(self, kill: bool, seconds: float, is_hurried: Callable[[], bool]) -> None:
+    def end(self, kill: bool, seconds: float, should_kill: Callable[[], bool]) -> None:
         """Do nothing: `Workers` ends this machine's workers."""
 
 

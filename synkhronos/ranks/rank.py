@@ -412,12 +412,14 @@ class Rank:
         reached = self._has_reached
         self.wait(lambda: reached(step, excluded), check)
 
-    def wait(self, ready: Callable[[], bool], check: Callable[[], None] | None = None, reason: int = FOR_STEP) -> None:
+    def wait(
+        self, is_ready: Callable[[], bool], check: Callable[[], None] | None = None, reason: int = FOR_STEP
+    ) -> None:
         """Wait until a condition on shared memory holds.
 
         Parameters
         ----------
-        ready : callable
+        is_ready : callable
             Returns whether it holds.
         check : callable, optional
             Called repeatedly while waiting; may raise.
@@ -437,7 +439,7 @@ class Rank:
                 self.check_peers()
                 check()
 
-        self.control.wait(self.number, lambda: ready() or words[failed] == command, reason, poll, POLL_SECONDS)
+        self.control.wait(self.number, lambda: is_ready() or words[failed] == command, reason, poll, POLL_SECONDS)
         if words[failed] == command:
             raise Cancelled
 

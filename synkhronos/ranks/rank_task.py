@@ -113,13 +113,13 @@ class RankTask:
 
     # -- all ranks together ----------------------------------------------------------------------------------
 
-    def barrier(self, place: str, value: Hashable = None) -> list[Any]:
+    def barrier(self, description: str, value: Hashable = None) -> list[Any]:
         """Wait until all ranks have arrived at this barrier, and exchange a small value.
 
         Parameters
         ----------
-        place : str
-            Description of the barrier.
+        description : str
+            Description of the barrier in errors.
         value : hashable
             Immutable value that is often the same.
 
@@ -133,21 +133,21 @@ class RankTask:
         RuntimeError
             If another rank is at a barrier with another description.
         """
-        with _PublishedWait(self, STEP, self.rank.next_step, f"at {place}"):
-            by_rank = self.rank.all_gather_cached((place, value))
+        with _PublishedWait(self, STEP, self.rank.next_step, f"at {description}"):
+            by_rank = self.rank.all_gather_cached((description, value))
         self.progress()
-        if any(other != place for other, _ in by_rank):
+        if any(other != description for other, _ in by_rank):
             self.raise_in_master(
                 "the ranks wait for each other in different places: "
                 + ", ".join(f"rank {r} is at {other}" for r, (other, _) in enumerate(by_rank))
             )
         return [rank_value for _, rank_value in by_rank]
 
-    def all_gather(self, place: str, value: Any) -> list[Any]:
+    def all_gather(self, description: str, value: Any) -> list[Any]:
         """All-gather a picklable value: return every rank's value, in rank order."""
         payload = pickle.dumps(value, pickle.HIGHEST_PROTOCOL)
-        self.barrier(place)
-        with _PublishedWait(self, STEP, self.rank.next_step, f"at {place}"):
+        self.barrier(description)
+        with _PublishedWait(self, STEP, self.rank.next_step, f"at {description}"):
             return [pickle.loads(pickled) for pickled in self.rank.all_gather_bytes(payload)]
 
     def raise_in_master(self, message: str) -> NoReturn:

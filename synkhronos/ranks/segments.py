@@ -169,7 +169,7 @@ class Segment:
         self.identity = _identify(fd)
         self.buffer = map_file(fd, nbytes, is_file)
 
-    def array(self, shape: tuple[int, ...], dtype: npt.DTypeLike, offset: int = 0) -> np.ndarray:
+    def view_array(self, shape: tuple[int, ...], dtype: npt.DTypeLike, offset: int = 0) -> np.ndarray:
         """Return an array view of the segment's memory from byte ``offset`` on."""
         return np.ndarray(shape, dtype, cast(Any, self.buffer), offset)
 
@@ -219,7 +219,7 @@ class SharedArray(NamedTuple):  # a tuple, because it is pickled with every call
 
     def view(self, segments: SegmentTable) -> np.ndarray:
         """Return the array as a view of this rank's mapping."""
-        return segments[self.key].array(self.shape, self.dtype, self.offset)
+        return segments[self.key].view_array(self.shape, self.dtype, self.offset)
 
     def find_local_rows(self, size: int, ranks: range) -> range | None:
         """Return the rows that the host of these ranks alone holds; None if any row can be sent to any host."""

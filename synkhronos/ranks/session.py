@@ -23,9 +23,9 @@ A command is posted by one word in shared memory, `Control.POSTED`, and finished
     no rank failed: return the master's result
     a rank failed:  cancel pending operations, raise the master's error, or a WorkerError made of the reports
 
-While the master waits it polls the workers' lives (`_watch`); while it computes, a signal interrupts it (`PeerWatch`).
-A death ends the session: the other workers are killed, and the call raises a WorkerError.  Within `keep_memory` the
-memory stays, and `replace_workers` opens the session again with new workers.
+A waiting master checks regularly whether its workers live (`_check_peers`); a computing one is interrupted by a signal
+(`PeerWatch`).  A death ends the session: the other workers are killed, and the call raises a WorkerError.  Within
+`keep_memory` the memory stays, and `replace_workers` opens the session again with new workers.
 
 If an interrupt ends the master's part, `_wait_until_done` waits for a moment only, and the workers may still be busy
 with the command.  The next call waits for them (`wait_until_idle`) before it writes memory that they may read.
@@ -54,7 +54,7 @@ from synkhronos.ranks.memory import Memory
 from synkhronos.ranks.peer_watch import PeerDied, PeerWatch
 from synkhronos.ranks.rank import Command, Rank, Registry
 from synkhronos.ranks.segments import SharedArray
-from synkhronos.ranks.threads import ThreadShare, available_cores
+from synkhronos.ranks.threads import ThreadShare, count_available_cores
 from synkhronos.ranks.weak_keys import WeakKeys
 from synkhronos.ranks.workers import Workers
 
@@ -144,8 +144,8 @@ class Session:
         self._replacement_callbacks: WeakKeys[Any, Callable[[Any], None]] = WeakKeys()
         n_local = len(link.local_ranks)
         # Forks of this process inherit its memory; spawned workers and an agent get the memory as an open file.
-        self._create_control(SPIN_SECONDS if n_local <= available_cores() else 0.0, spawn or link.shares_file)
-        self.rank = Rank(root, root, self._control, self._watch, ThreadShare(n_local, environment=False))
+        self._create_control(SPIN_SECONDS if n_local <= count_available_cores() else 0.0, spawn or link.shares_file)
+        self.rank = Rank(root, root, self._control, self._check_peers, ThreadShare(n_local, environment=False))
         self.rank.has_peer_died = self._has_peer_died
         self.workers = Workers(root, self._control, self._file if spawn else None)
         self.memory = Memory(self.rank, self.workers.channels, self._run_when_idle)
@@ -375,7 +375,7 @@ class Session:
         def finished() -> bool:
             return min(done) >= number or (deadline is not None and time.monotonic() > deadline)
 
-        control.wait(me, finished, FOR_DONE, self._watch, POLL_SECONDS)
+        control.wait(me, finished, FOR_DONE, self._check_peers, POLL_SECONDS)
         self._is_idle = min(done) >= number
 
     # -- the error of a failed command -------------------------------------------------------------------------
@@ -406,7 +406,7 @@ class Session:
             error.__cause__ = None if isinstance(master_error, Cancelled) else master_error
             return error
         applied = [r for r in range(self.size) if self._control.committed[r] == number]
-        busy = self._find_busy(number)
+        busy = self._list_busy_ranks(number)
         effect = describe_effect(command.effect, command.partial_effect, applied, busy, self.size)
         if reports and (master_error is None or isinstance(master_error, Cancelled)):
             error = WorkerError._from_reports(reports, effect)
@@ -419,7 +419,7 @@ class Session:
                 master_error.add_note(note)
         return master_error
 
-    def _find_busy(self, number: int) -> list[int]:
+    def _list_busy_ranks(self, number: int) -> list[int]:
         """Return the ranks that have not finished a posted command: an interrupted master does not wait for them."""
         if self._control.words[Control.POSTED] != number:
             return []
@@ -427,7 +427,7 @@ class Session:
 
     # -- deaths and time limits --------------------------------------------------------------------------------
 
-    def _watch(self) -> None:
+    def _check_peers(self) -> None:
         """End the session and raise WorkerError if a peer has died, or exceeds the time limit."""
         if self.timeout is not None and time.monotonic() - self._command_began > self.timeout:
             self._raise_if_late(self.timeout)
@@ -552,11 +552,11 @@ class Session:
             self.rank.end_pending()
 
             # The first worker's exit raises SIGURG, which is no reason to hurry the others.
-            def is_hurried() -> bool:
+            def should_kill() -> bool:
                 return signals.has_deferred(excluded=signal.SIGURG)
 
-            self.workers.end(0.0 if kill else GRACE, is_hurried)
-            self.link.end(kill, GRACE, is_hurried)
+            self.workers.end(0.0 if kill else GRACE, should_kill)
+            self.link.end(kill, GRACE, should_kill)
             self._free()
 
     def _free(self) -> None:
@@ -636,7 +636,7 @@ class Session:
                 if without is not None:
                     self._leave_out(without)
                 self._create_control(self._control.spin, spawn)
-                self.rank.restart(self.rank.root, self._control, self._watch)
+                self.rank.restart(self.rank.root, self._control, self._check_peers)
                 self.rank.has_peer_died = self._has_peer_died
                 self.memory.forget_workers(is_inherited=not spawn)
                 self.workers.set_control_file(self._file)

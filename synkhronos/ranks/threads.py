@@ -20,7 +20,7 @@ _VARIABLES = (
 ONE_THREAD = dict.fromkeys(_VARIABLES, "1")
 
 
-def available_cores() -> int:
+def count_available_cores() -> int:
     """Return the number of cores in this process' affinity mask."""
     return len(os.sched_getaffinity(0))
 
@@ -38,7 +38,7 @@ class ThreadShare:
     """
 
     def __init__(self, size: int, environment: bool):
-        self.threads = max(1, available_cores() // size)
+        self.threads = max(1, count_available_cores() // size)
         self._limits: list[threadpoolctl.threadpool_limits] = []
         if environment:
             for variable in _VARIABLES:

@@ -107,13 +107,13 @@ class Workers:
                 return number, pid, code
         return None
 
-    def end(self, seconds: float, is_hurried: Callable[[], bool]) -> None:
-        """Wait until all have exited; kill the others after ``seconds``, or as soon as ``is_hurried()``."""
+    def end(self, seconds: float, should_kill: Callable[[], bool]) -> None:
+        """Wait until all have exited; kill the others after ``seconds``, or as soon as ``should_kill()``."""
         deadline = time.monotonic() + seconds
         while self.pids:
             number, pid = next(iter(self.pids.items()))
             while _get_exit_code(pid) is None:
-                if is_hurried() or time.monotonic() > deadline:
+                if should_kill() or time.monotonic() > deadline:
                     with contextlib.suppress(ProcessLookupError):
                         os.kill(pid, signal.SIGKILL)
                     _wait_for(pid)

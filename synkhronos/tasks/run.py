@@ -133,7 +133,7 @@ class RunProgram(_RunProgramFields, Command):
                 "in the script, before synkhronos.fork(), is enough where JAX didn't run before that"
             ) from error
         task.progress()
-        with RankMeans.refuse():
+        with RankMeans.forbid():
             result = program(Worker(rank, task), *args, **kwargs)
         try:
             payload = pickle.dumps(result, pickle.HIGHEST_PROTOCOL)

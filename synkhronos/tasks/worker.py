@@ -415,26 +415,26 @@ class Group:
             if i != self.number:
                 self._task.receive(r, "a result", _as_bytes(flat[bounds[i] : bounds[i + 1]]))
 
-    def _gather_at_barrier(self, place: str, value: Any) -> list[Any]:
+    def _gather_at_barrier(self, description: str, value: Any) -> list[Any]:
         """Wait until all members have arrived at this barrier, and return each member's value."""
-        place = f"{place} of group {self.ranks}"
-        payload = pickle.dumps(((place, value), "barrier"), pickle.HIGHEST_PROTOCOL)
+        description = f"{description} of group {self.ranks}"
+        payload = pickle.dumps(((description, value), "barrier"), pickle.HIGHEST_PROTOCOL)
         if len(payload) > self._task.max_chunk:
             raise ValueError(
-                f"{place}: expected a value of at most {self._task.max_chunk:,} bytes, got {len(payload):,}"
+                f"{description}: expected a value of at most {self._task.max_chunk:,} bytes, got {len(payload):,}"
             )
         for r in self._others:
-            self._task.send(r, payload, place)
+            self._task.send(r, payload, description)
         by_member = []
         for r in self.ranks:
-            content, kind = (place, value), "barrier"
+            content, kind = (description, value), "barrier"
             if r in self._others:
-                content, kind = pickle.loads(self._task.receive(r, place))
+                content, kind = pickle.loads(self._task.receive(r, description))
             by_member.append(content if kind == "barrier" else ("send()", None))
-        if any(other != place for other, _ in by_member):
+        if any(other != description for other, _ in by_member):
             # Not `RankTask.raise_in_master`: the master may be outside of the group.
-            places = ", ".join(f"rank {r} is at {other}" for r, (other, _) in zip(self.ranks, by_member, strict=True))
-            raise RuntimeError(f"the ranks wait for each other in different places: {places}")
+            positions = (f"rank {r} is at {other}" for r, (other, _) in zip(self.ranks, by_member, strict=True))
+            raise RuntimeError(f"the ranks wait for each other in different places: {', '.join(positions)}")
         return [member_value for _, member_value in by_member]
 
 

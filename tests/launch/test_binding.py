@@ -9,7 +9,7 @@ import pytest
 from launch_runs import run
 
 from synkhronos.launch import binding, doctor
-from synkhronos.ranks import available_cores
+from synkhronos.ranks import count_available_cores
 
 
 @pytest.mark.any_library
@@ -74,7 +74,7 @@ def test_binding_follows_cudas_gpu_order(tmp_path, monkeypatch):
 
 
 @pytest.mark.any_library
-@pytest.mark.skipif(available_cores() < 2, reason="needs two cores")
+@pytest.mark.skipif(count_available_cores() < 2, reason="needs two cores")
 @pytest.mark.slow
 def test_binding_of_ranks_and_threads(tmp_path):
     (tmp_path / "where.py").write_text(

@@ -18,7 +18,7 @@ from launch_runs import HOST, family, lines, train
 from paths import SUPPORT
 
 from synkhronos.launch.settings import SettingsError, read_environment, resolve
-from synkhronos.ranks import available_cores
+from synkhronos.ranks import count_available_cores
 
 MODEL = {"model": f"{SUPPORT}/launch_models/mlp.py:MLP", "devices": "cpu"}
 LIMIT = 60
@@ -223,7 +223,7 @@ def test_kill_of_any_process_on_hosts_leaves_nothing(tmp_path, who):
     ("asked", "hosts", "n_here"),
     [
         ({"hosts": ["a:2", "b"]}, ("a:2", "b"), 2),
-        ({"hosts": "a, b:3"}, (f"a:{available_cores()}", "b:3"), available_cores()),
+        ({"hosts": "a, b:3"}, (f"a:{count_available_cores()}", "b:3"), count_available_cores()),
         ({"hosts": ["a", "b:3"], "ranks": 5}, ("a:5", "b:3"), 5),
         ({"hosts": ["a:2", "b:3"], "devices": ["cpu", "cpu"]}, ("a:2", "b:3"), 2),  # as a run's folder has it
         (read_environment({"SYNKHRONOS_HOSTS": "a:1,b"}), ("a:1", "b"), 1),

@@ -12,7 +12,7 @@ import pytest
 from system import LIMIT, children_of, lives, names, names_left
 
 import synkhronos as synk
-from synkhronos.ranks import available_cores
+from synkhronos.ranks import count_available_cores
 
 pytestmark = pytest.mark.new_ranks
 
@@ -38,7 +38,7 @@ def test_one_rank_has_no_workers(fork):
 
 def test_fork_makes_a_rank_for_each_core():
     try:
-        assert synk.fork(use_gpu=False) == available_cores()
+        assert synk.fork(use_gpu=False) == count_available_cores()
     finally:
         synk.close()
 
@@ -193,7 +193,7 @@ def test_fork_divides_threads_and_close_restores_them():
     before = threads()
     n = synk.fork(2, use_gpu=False)
     try:
-        assert all(number <= max(1, available_cores() // n) for number in threads())
+        assert all(number <= max(1, count_available_cores() // n) for number in threads())
     finally:
         synk.close()
     assert threads() == before
@@ -231,7 +231,7 @@ def test_get_n_gpu_counts_visible_gpus(monkeypatch):
     assert synk.get_n_gpu() == min(present, 1)
 
 
-@pytest.mark.skipif(available_cores() < 2, reason="one core can't be shared out")
+@pytest.mark.skipif(count_available_cores() < 2, reason="one core can't be shared out")
 def test_threads_of_a_late_loaded_blas_are_limited():
     printed = python("""
         import sys
@@ -239,13 +239,13 @@ def test_threads_of_a_late_loaded_blas_are_limited():
         import numpy as np, threadpoolctl
         from library import COMPILER, package, tensor as T, shared
         import synkhronos as synk
-        from synkhronos.ranks import available_cores
+        from synkhronos.ranks import count_available_cores
         package.config.cxx = COMPILER
         synk.fork(2, use_gpu=False)
         x, w = T.matrix("x"), shared(np.ones((3, 3)), "w")
         f = synk.function([x], (T.dot(x, w).sum(), "sum"), mode="FAST_COMPILE")
         f(np.ones((4, 3)))
-        print([pool["num_threads"] for pool in threadpoolctl.threadpool_info()], available_cores() // 2)
+        print([pool["num_threads"] for pool in threadpoolctl.threadpool_info()], count_available_cores() // 2)
     """)
     *threads, share = printed.replace("[", "").replace("]", "").replace(",", "").split()
     assert threads

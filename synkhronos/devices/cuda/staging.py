@@ -428,7 +428,7 @@ class Staging:
         if address is None:
             if self._unlock_segment not in rank.segments.on_drop:
                 rank.segments.on_drop.append(self._unlock_segment)
-            address = segment.array((0,), np.uint8).ctypes.data
+            address = segment.view_array((0,), np.uint8).ctypes.data
             first_page, end = segment.local_bytes.start // mmap.PAGESIZE * mmap.PAGESIZE, segment.local_bytes.stop
             try:
                 self._locked[segment] = address, address + first_page

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from synkhronos.checks import check_integer
 from synkhronos.extensions.pymc.posterior import compute_log_likelihood, sample_posterior_predictive
-from synkhronos.ranks import available_cores
+from synkhronos.ranks import count_available_cores
 
 if TYPE_CHECKING:
     from synkhronos.extensions.pymc.model import DataParallelModel
@@ -108,5 +108,5 @@ def data_parallel(model: Any, ranks: str | None = None, chains: int | None = Non
     for name, reason in made.reasons.items():
         warnings.warn(f"{name} is not split by rows, and is computed by this process alone: {reason}", stacklevel=2)
     if ranks == "auto":
-        made.choose_ranks(model, chains or min(4, available_cores()))
+        made.choose_ranks(model, chains or min(4, count_available_cores()))
     return made

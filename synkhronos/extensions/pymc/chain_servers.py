@@ -26,7 +26,7 @@ import numpy as np
 
 from synkhronos import ranks
 from synkhronos.extensions.pymc import chains
-from synkhronos.ranks import WorkerError, available_cores
+from synkhronos.ranks import WorkerError, count_available_cores
 
 __all__ = ["ChainServers", "wrap_nutpie"]
 
@@ -139,7 +139,7 @@ def wrap_nutpie() -> None:
         if kwargs.get("sampler") != "nutpie" or not sums:
             return original(*args, **kwargs)
         session = ranks.session()
-        cores = (kwargs.get("nuts_sampler_kwargs") or {}).get("cores") or kwargs.get("cores") or available_cores()
+        cores = (kwargs.get("nuts_sampler_kwargs") or {}).get("cores") or kwargs.get("cores") or count_available_cores()
         count = min(kwargs["chains"], cores)
         if count < 2 or not chains.can_start_ranks(session):
             return original(*args, **kwargs)
