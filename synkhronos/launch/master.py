@@ -26,6 +26,7 @@ from synkhronos.launch.settings import FAILURE, PROCESSES, SETTINGS, Settings
 from synkhronos.processes import fork_bound
 from synkhronos.ranks import WorkerError, last_death, session
 from synkhronos.ranks.child_process import exit_with_parent
+from synkhronos.ranks.errors import FAILED_START
 from synkhronos.rules import shared_memory
 from synkhronos.tasks import run
 from synkhronos.tracing import timeline
@@ -87,7 +88,7 @@ def _note_death(folder: str, error: BaseException, is_failed_start: bool) -> Non
     elif is_failed_start and isinstance(error, Exception):
         rank = error.rank if isinstance(error, WorkerError) else 0
         text = str(error).partition("\n")[0] if isinstance(error, WorkerError) else f"{type(error).__name__}: {error}"
-        DeathLog(folder).add(rank, "", f"could not start: {text}")
+        DeathLog(folder).add(rank, "", f"{FAILED_START}: {text}")
 
 
 def _run(settings: Settings, plan: dict[str, Any]) -> int:

@@ -11,7 +11,7 @@
 
 After a failure the supervisor starts the ranks again from the newest checkpoint, at most ``restarts`` times.  With
 ``on_death = "continue"`` it does so after a death from the newest copy in memory (see `copies`).  A device whose rank
-fails in `_MAX_FAILED_STARTS` such starts in a row is left out from then on.
+fails in `MAX_FAILED_STARTS` such starts in a row is left out from then on.
 
 Whichever of them is killed, the others end: the kernel kills a child when its parent dies, the master watches its
 workers, and the supervisor waits for the master.
@@ -42,15 +42,13 @@ from synkhronos.launch import binding
 from synkhronos.launch.copies import DEATHS, CopyFolder, DeathLog
 from synkhronos.launch.output import Console, LineSplitter, RunOutput
 from synkhronos.launch.settings import FAILURE, PROCESSES, SETTINGS, Settings, SettingsError
-from synkhronos.ranks.errors import describe_exit
+from synkhronos.ranks.errors import FAILED_START, describe_exit
 from synkhronos.training.checkpoint import copy_checkpoint, list_checkpoints
 from synkhronos.training.stop import ECHO, STOP_SIGNALS
-from synkhronos.training.survival import MAX_REPEATED
+from synkhronos.training.survival import MAX_FAILED_STARTS, MAX_REPEATED
 
 #: Seconds that ranks have to exit after Ctrl-C.
 _GRACE = 10.0
-#: Number of recoveries in a row in which a rank fails to start, after which its device is left out.
-_MAX_FAILED_STARTS = 2
 #: Bytes of ``run.json`` that are reserved for the end of the run: a disk may be full by then.
 _RESERVED_BYTES = 1024
 _PACKAGES = ("synkhronos", "numpy", "pytensor", "Theano", "jax", "Lasagne", "safetensors")
@@ -351,7 +349,7 @@ class Supervisor:
             deaths = self._deaths.read()
         if len(deaths) == self._n_noted:
             return False  # an error, which would be raised again
-        if not self._leave_out_device(deaths[-1]["rank"]):
+        if not self._leave_out_device(deaths[-1]):
             return False
         copy = next((str(path) for path in reversed(list_checkpoints(self._copies.path))), self._checkpoint)
         self._n_repeated = 1 if copy != self._checkpoint else self._n_repeated + 1
@@ -371,15 +369,15 @@ class Supervisor:
         self._errors.write(f"death {self._n_deaths} of at most {self.settings.max_deaths}: from {where}\n")
         return True
 
-    def _leave_out_device(self, rank: int) -> bool:
-        """Leave out the device of the rank that has died, if it can't be used; return False if none would be left."""
-        settings = self.settings
-        if not self._n_deaths or settings.hosts or (self.folder / PROCESSES).exists():
+    def _leave_out_device(self, death: dict[str, Any]) -> bool:
+        """Leave out the device of a rank that can't start a second time; return False if none would be left."""
+        settings, rank = self.settings, death["rank"]
+        if settings.hosts or not death["cause"].startswith(FAILED_START):
             self._n_failed_starts = 0
             return True
         self._n_failed_starts = self._n_failed_starts + 1 if rank == self._failed_rank else 1
         self._failed_rank = rank
-        if self._n_failed_starts < _MAX_FAILED_STARTS:
+        if self._n_failed_starts < MAX_FAILED_STARTS:
             return True
         devices = tuple(device for r, device in enumerate(settings.devices) if r != rank)
         where = f"rank {rank} can't start on {settings.devices[rank]}"

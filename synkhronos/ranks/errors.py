@@ -95,6 +95,10 @@ class WorkerError(RuntimeError):
         return cls(head, first.rank, first.traceback, {report.rank: report.summary() for report in reports})
 
 
+#: Beginning of the cause of a `Death` of a worker that could not start.
+FAILED_START = "could not start"
+
+
 class Death(NamedTuple):
     """Exit of a worker that ended a session, or failed start of one.
 

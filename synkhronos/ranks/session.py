@@ -47,7 +47,15 @@ from typing import Any, TypeVar
 
 from synkhronos.ranks import worker_process
 from synkhronos.ranks.control import FOR_COMMAND, FOR_DONE, MAILBOX_NBYTES, POLL_SECONDS, SPIN_SECONDS, Control
-from synkhronos.ranks.errors import Cancelled, Death, FailureReport, WorkerError, describe_effect, describe_exit
+from synkhronos.ranks.errors import (
+    FAILED_START,
+    Cancelled,
+    Death,
+    FailureReport,
+    WorkerError,
+    describe_effect,
+    describe_exit,
+)
 from synkhronos.ranks.interrupts import defer_signals
 from synkhronos.ranks.link import Link, LocalLink
 from synkhronos.ranks.memory import Memory
@@ -675,7 +683,7 @@ class Session:
         """Close the session because a new worker can't start; keep the memory for another try."""
         number = error.rank if isinstance(error, WorkerError) else self.workers.find_missing()
         text = str(error) if isinstance(error, WorkerError) else f"{type(error).__name__}: {error}"
-        cause = "could not start: " + text.partition("\n")[0]
+        cause = f"{FAILED_START}: " + text.partition("\n")[0]
         self.has_kept_memory = self._n_keepers > 0
         self.close(kill=True)
         self.close_reason = f"rank {number} {cause}.  Call synkhronos.fork() to start again."

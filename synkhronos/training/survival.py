@@ -164,8 +164,8 @@ class Survival(DeathHandler):
             )
         self._state, self._differs, self._max_deaths = state, differs, max_deaths
         self._n_deaths = self._n_repeated = 0
-        #: Whether new workers are being started; number of such starts that failed last, and the rank that failed.
-        self._is_starting, self._n_failed_starts, self._failed_rank = False, 0, -1
+        #: Number of the last starts of workers that failed, and the rank that failed in them.
+        self._n_failed_starts, self._failed_rank = 0, -1
         self.deaths: list[SurvivedDeath] = []
         self.step = 0
         self.steps_ahead = 1
@@ -286,9 +286,10 @@ class Survival(DeathHandler):
         WorkerError
             If the training can't go on without this rank.
         """
-        if not self._is_starting or death.rank != self._failed_rank:
+        is_failed_start = not death.pid
+        if not is_failed_start or death.rank != self._failed_rank:
             self._n_failed_starts, self._failed_rank = 0, death.rank
-        self._n_failed_starts += self._is_starting
+        self._n_failed_starts += is_failed_start
         if self._n_failed_starts < MAX_FAILED_STARTS:
             return None
         failure = f"on_death='continue': rank {death.rank} {death.cause}"
@@ -301,24 +302,19 @@ class Survival(DeathHandler):
         self._n_failed_starts = self._n_repeated = 0
         return death.rank
 
-    def _replace_workers(self, spawn: bool, without: int | None) -> None:
-        self._is_starting = True
-        self._session.replace_workers(spawn, without)
-        self._is_starting = False
-
     def _restore(self, without: int | None) -> None:
         """Start new workers, except a rank that is left out, and restore the copy."""
         state, training, is_fresh = self._state, self._state.training, is_fork_unsafe()
         if training.is_joint and not self._differs:
             _write(training.groups, self._mine)
-            self._replace_workers(is_fresh, without)
+            self._session.replace_workers(is_fresh, without)
             state.set_sharded_optimizer(self._optimizer)
             return
         size, by_rank = self._session.size - (without is not None), _states[training.name]
         if not training.is_joint and len(by_rank) != size:
             saved = [{**own, "shared": self._shared} for own in by_rank]
             _states[training.name] = rank_state.resize_states(saved, training, size)
-        self._replace_workers(is_fresh, without)
+        self._session.replace_workers(is_fresh, without)
         if is_fresh:
             distribute()  # functions move their variables to the device, where a task would leave them on the host
         if self._n_ranks != size:

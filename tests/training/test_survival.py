@@ -264,6 +264,27 @@ def test_on_death_leaves_out_a_broken_device(name, monkeypatch, tmp_path):
         assert [report.loss for report in others] == [report.loss for report in reports[1:]]
 
 
+def test_on_death_keeps_the_device_of_a_worker_that_is_killed_at_its_start(monkeypatch):
+    fork_ranks(RANKS)
+    model, attempts = Model("BSP"), []
+    Killer(monkeypatch, {20: (1, True)})
+
+    def count_attempts(session, *args, replace=ranks.Session.replace_workers):
+        attempts.append(1)
+        replace(session, *args)
+
+    def kill_at_the_first_two(number, size):
+        if number == 1 and len(attempts) < 3:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return False
+
+    monkeypatch.setattr(ranks.Session, "replace_workers", count_attempts)
+    break_devices(monkeypatch, kill_at_the_first_two)
+    reports = list(model.epochs(epochs=3, on_death="continue"))
+    assert [len(report.deaths) for report in reports if report.deaths] == [3]
+    assert ranks.session().size == RANKS and set(model.used()) == {3}
+
+
 @pytest.mark.parametrize("name", ["BSP", "EASGD"])
 def test_on_death_leaves_out_all_workers_within_steps(name, monkeypatch):
     fork_ranks(RANKS)
