@@ -145,14 +145,14 @@ def test_max_deaths_ends_a_run(tmp_path):
 BROKEN_DEVICES = """
 import json, os, sys
 if "synkhronos.launch.master" in sys.orig_argv:
-    from synkhronos.launch import class_loop
-    start_rank = class_loop.start_rank
+    from synkhronos.launch import rank_program
+    start_rank = rank_program.start_rank
     recovers = json.loads(sys.orig_argv[-1])["recovers"]
     def start_or_fail(worker, consoles, masks, devices, by_host):
         if recovers and worker.size > int(os.environ["WORKING"]) and worker.number == int(os.environ["GONE"]):
             raise OSError(f"{devices[worker.number]} has fallen off the bus")
         return start_rank(worker, consoles, masks, devices, by_host)
-    class_loop.start_rank = start_or_fail
+    rank_program.start_rank = start_or_fail
 """
 
 
