@@ -27,8 +27,13 @@ NAMES = (
     "vgg",
 )
 
-#: Arguments of ``run`` for a smaller form of what compilers take long for: one of GoogLeNet's modules for each size.
-SMALLER = {"googlenet": {"modules": (0, 2, 7)}}
+#: Arguments of ``run`` for smaller networks, with all kinds of layers of the larger one, which compile in less time.
+SMALLER = {
+    "densenet": {"layers": 1},
+    "googlenet": {"modules": (2,)},
+    "unet": {"depths": 1},
+    "vgg": {"blocks": ((1, 2), (2, 3))},
+}
 
 #: Number of steps that are compared.
 STEPS = 3

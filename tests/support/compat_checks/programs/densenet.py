@@ -53,7 +53,7 @@ def norm_relu(incoming):
     return NonlinearityLayer(BatchNormLayer(incoming), lasagne.nonlinearities.rectify)
 
 
-def build(input_var):
+def build(input_var, layers):
     def conv(incoming, filters, size):
         return Conv2DLayer(
             norm_relu(incoming), filters, size, pad="same", W=lasagne.init.HeNormal("relu"), b=None, nonlinearity=None
@@ -62,7 +62,7 @@ def build(input_var):
     net = InputLayer((None, 1, SIDE, SIDE), input_var)
     net = Conv2DLayer(net, 2 * GROWTH, 3, pad="same", W=lasagne.init.HeNormal("relu"), b=None, nonlinearity=None)
     for block in range(BLOCKS):
-        for _ in range(LAYERS):
+        for _ in range(layers):
             net = ConcatLayer([net, conv(net, GROWTH, 3)], axis=1)
         if block < BLOCKS - 1:
             net = Pool2DLayer(conv(net, net.output_shape[1], 1), 2, mode="average_inc_pad")
@@ -70,10 +70,10 @@ def build(input_var):
     return DenseLayer(net, CLASSES, nonlinearity=lasagne.nonlinearities.softmax)
 
 
-def run(steps):
+def run(steps, layers=LAYERS):
     lasagne.random.set_rng(np.random.RandomState(2))
     x, y = T.tensor4("x"), T.ivector("y")
-    net = build(x)
+    net = build(x, layers)
     loss = lasagne.objectives.categorical_crossentropy(get_output(net), y).mean()
     loss += 1e-4 * lasagne.regularization.regularize_network_params(net, lasagne.regularization.l2)
     params = get_all_params(net, trainable=True)

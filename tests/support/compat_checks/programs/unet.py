@@ -37,19 +37,19 @@ class TransposedConv2DLayer(lasagne.layers.Layer):
         return op(self.W, input, self.output_shape[2:])
 
 
-def build(input_var):
+def build(input_var, depths):
     def pair(incoming, filters, name):
         first = Conv2DLayer(incoming, filters, 3, pad="same", name=f"{name}_1")
         return Conv2DLayer(first, filters, 3, pad="same", name=f"{name}_2")
 
     net = InputLayer((None, 1, SIDE, SIDE), input_var)
     across = []
-    for depth in range(2):
+    for depth in range(depths):
         net = pair(net, FILTERS * 2**depth, f"down_{depth}")
         across.append(net)
         net = MaxPool2DLayer(net, 2)
-    net = pair(net, FILTERS * 4, "bottom")
-    for depth in (1, 0):
+    net = pair(net, FILTERS * 2**depths, "bottom")
+    for depth in reversed(range(depths)):
         net = TransposedConv2DLayer(net, FILTERS * 2**depth)
         net = ConcatLayer([net, across[depth]])
         net = pair(net, FILTERS * 2**depth, f"up_{depth}")
@@ -57,10 +57,10 @@ def build(input_var):
     return Conv2DLayer(net, CLASSES, 1, nonlinearity=lasagne.nonlinearities.linear)
 
 
-def run(steps):
+def run(steps, depths=2):
     lasagne.random.set_rng(np.random.RandomState(1))
     x, y = T.tensor4("x"), T.itensor3("y")
-    net = build(x)
+    net = build(x, depths)
     scores = get_output(net).dimshuffle(0, 2, 3, 1).reshape((-1, CLASSES))
     probabilities = T.nnet.softmax(scores)
     weights = lasagne.regularization.regularize_network_params(net, lasagne.regularization.l2)

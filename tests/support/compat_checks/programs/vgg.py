@@ -12,13 +12,15 @@ from lasagne.nonlinearities import softmax
 from programs import images
 
 BATCH, SIDE, CLASSES = 2, 32, 4
+#: Convolutions and filters of each block.
+BLOCKS = ((1, 2), (1, 3), (2, 4), (2, 4), (2, 4))
 
 
-def build_model(input_var):
+def build_model(input_var, blocks):
     net = OrderedDict()
     net["input"] = InputLayer((None, 3, SIDE, SIDE), input_var)
     last = net["input"]
-    for block, (convolutions, filters) in enumerate(((1, 2), (1, 3), (2, 4), (2, 4), (2, 4)), 1):
+    for block, (convolutions, filters) in enumerate(blocks, 1):
         for i in range(1, convolutions + 1):
             last = net[f"conv{block}_{i}"] = Conv2DLayer(last, filters, 3, pad=1)
         last = net[f"pool{block}"] = Pool2DLayer(last, 2)
@@ -31,10 +33,10 @@ def build_model(input_var):
     return net
 
 
-def run(steps):
+def run(steps, blocks=BLOCKS):
     lasagne.random.set_rng(np.random.RandomState(4))
     x, y = T.tensor4("x"), T.ivector("y")
-    net = build_model(x)
+    net = build_model(x, blocks)
     rng = np.random.RandomState(16)
     values = [
         (rng.normal(size=v.shape) * np.sqrt(2 / max(np.prod(v.shape[1:]), 1)) if v.ndim > 1 else v).astype(v.dtype)
