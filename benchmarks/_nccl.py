@@ -17,7 +17,7 @@ from typing import Any
 _FLOAT32, _SUM = 7, 0
 
 
-def call_of(name: str, nccl: Any, at: int, out: int, count: int, rank: int, size: int, handle: Any, on: int) -> Any:
+def make_call(name: str, nccl: Any, at: int, out: int, count: int, rank: int, size: int, handle: Any, on: int) -> Any:
     """Return a function that enqueues one collective on a stream; the first process is the root."""
 
     def gather() -> None:
@@ -78,7 +78,7 @@ def serve(rank: int, size: int, orders: list[Any]) -> None:
         _, address = driver.cuMemAlloc(4 * count * (1 + size))
         at = int(address)
         driver.cuMemsetD8(address, 0, 4 * count * (1 + size))
-        one = call_of(line[0], nccl, at, at + 4 * count, count, rank, size, handle, int(stream.handle))
+        one = make_call(line[0], nccl, at, at + 4 * count, count, rank, size, handle, int(stream.handle))
         for _ in range(10):
             one()
         stream.sync()

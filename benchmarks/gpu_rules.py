@@ -29,7 +29,7 @@ from synkhronos.training import make_trainer, updates
 SIZE = 25_557_032
 
 
-def rules_of(period: int) -> dict[str, rules.Rule]:
+def make_rules(period: int) -> dict[str, rules.Rule]:
     """Return the compared rules by name."""
     return {
         "BSP": rules.BSP(),
@@ -82,7 +82,7 @@ def speeds(options: argparse.Namespace) -> None:
     table = Table({"rule": 20, "rows/s": 10, "of BSP": 7, "compute": 9, "exchange": 9, "wait": 9})
     make = {"mlp": mlp, "resnet": resnet}[options.model]
     found: dict[str, float] = {}
-    for name, rule in rules_of(options.period).items():
+    for name, rule in make_rules(options.period).items():
         if options.rules and name not in options.rules:
             continue
         loss, params, x, y, extra, images, labels = make(

@@ -31,7 +31,7 @@ def own_bytes(pid: int) -> int:
         return 1024 * sum(int(line.split()[1]) for line in file if line.startswith("Private"))
 
 
-def times_of(call: Callable[[], Any], rounds: int) -> tuple[float, float, float]:
+def measure_quartiles(call: Callable[[], Any], rounds: int) -> tuple[float, float, float]:
     """Return the quartiles of a call's seconds."""
     for _ in range(max(5, rounds // 10)):
         call()
@@ -52,7 +52,7 @@ def measure(count: int, rounds: int, table: Table) -> None:
         assert float(rows(data, batch=order)) == count
         used()
         figures = [
-            times_of(call, n)
+            measure_quartiles(call, n)
             for call, n in (
                 (empty, rounds),
                 (lambda: synk.get_shapes(s), rounds),

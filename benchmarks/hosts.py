@@ -59,7 +59,7 @@ def ranks_on(hosts: list[str]) -> Iterator[int]:
 
 def empty(hosts: list[str], turns: int, calls: int) -> None:
     """Time an empty function on hosts, and on one with as many ranks."""
-    sides = {"one host": [f"here:{count_of(hosts)}"], f"{len(hosts)} hosts": hosts}
+    sides = {"one host": [f"here:{count_ranks(hosts)}"], f"{len(hosts)} hosts": hosts}
     times: dict[str, list[float]] = {name: [] for name in sides}
     for _ in range(turns):
         for name, named in sides.items():
@@ -82,10 +82,10 @@ def mpirun(hosts: list[str], python: str, script: str, *arguments: str) -> list[
     launcher = str(beside) if beside.exists() else "mpirun"
     said = subprocess.run([launcher, "--version"], capture_output=True, text=True, check=False).stdout
     how = ["-hosts", ",".join(hosts)] if "HYDRA" in said else ["-H", ",".join(hosts), "--bind-to", "none"]
-    return [launcher, *how, "-n", str(count_of(hosts)), python, str(HERE / script), *arguments]
+    return [launcher, *how, "-n", str(count_ranks(hosts)), python, str(HERE / script), *arguments]
 
 
-def count_of(hosts: list[str]) -> int:
+def count_ranks(hosts: list[str]) -> int:
     """Return the number of ranks on all hosts."""
     return sum(int(host.partition(":")[2]) for host in hosts)
 
@@ -96,7 +96,7 @@ def reduce(hosts: list[str], sizes: list[int], rounds: int, torch_python: str) -
     has_torch = not subprocess.run([torch_python, "-c", "import torch"], capture_output=True, check=False).returncode
     if has_torch:
         meeting = str(Path(tempfile.mkdtemp(dir=HERE)) / "meeting")  # hosts have a TMPDIR each, and share this folder
-        beside["gloo"] = Others(mpirun(hosts, torch_python, "_gloo.py", str(count_of(hosts)), meeting))
+        beside["gloo"] = Others(mpirun(hosts, torch_python, "_gloo.py", str(count_ranks(hosts)), meeting))
     for name in ("MPI", "gloo"):
         print(f"{name}: {beside[name].version if name in beside else 'left out'}")
     table = Table({"all_reduce": 10, "ours": 9, **dict.fromkeys(beside, 9), **{f"{n}/ours": 9 for n in beside}})

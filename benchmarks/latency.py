@@ -37,7 +37,7 @@ def answer(start: posix_ipc.Semaphore, done: posix_ipc.Semaphore) -> None:
         done.release()
 
 
-def meet(before: Any, after: Any) -> None:
+def pass_barriers(before: Any, after: Any) -> None:
     """Pass two barriers again and again, as a worker between them."""
     while True:
         before.wait()
@@ -96,7 +96,7 @@ def measure(size: int, rounds: int, calls: int, idle: float) -> None:
     pairs = [(semaphore(), semaphore()) for _ in range(size - 1)]
     context = multiprocessing.get_context("fork")
     barriers = context.Barrier(size), context.Barrier(size)
-    with processes(answer, pairs), processes(meet, [barriers] * (size - 1)):
+    with processes(answer, pairs), processes(pass_barriers, [barriers] * (size - 1)):
         others = children()
         with ranks(size):
             workers = children() - others

@@ -175,7 +175,7 @@ def test_serial_step_refuses_masked_arrays():
 # -- loaders -----------------------------------------------------------------------------------------------------
 
 
-def source_of(kind, folder, y):
+def make_source(kind, folder, y):
     """Return rows of X and y, as each kind of source has them."""
     if kind == "arrays":
         return [X, y]
@@ -199,7 +199,7 @@ def source_of(kind, folder, y):
 def test_loader_refuses_casts_that_change_values(tmp_path, kind):
     y = np.array([1, 0, 200, 1])
     variables = [tensor.fmatrix("x"), tensor.bvector("y")]
-    loader = Loader(source_of(kind, tmp_path, y), shuffle=False, vars=variables, on_error="skip")
+    loader = Loader(make_source(kind, tmp_path, y), shuffle=False, vars=variables, on_error="skip")
     try:
         rows, labels = zip(*[(x.copy(), y.copy()) for x, y in loader.arrays(0, 2)], strict=True)
         np.testing.assert_array_equal(np.concatenate(rows), X[[0, 1, 3]].astype("float32"))  # rounded

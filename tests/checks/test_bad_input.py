@@ -519,7 +519,7 @@ NEED_RANKS = {
 
 
 @pytest.fixture
-def closed(world):
+def closed_world(world):
     """Yield objects of a closed session; fork again for the next tests."""
     synk.close()
     yield world
@@ -529,20 +529,20 @@ def closed(world):
 
 
 @pytest.mark.parametrize("name", NEED_RANKS)
-def test_call_after_close_names_fork(closed, name):
+def test_call_after_close_names_fork(closed_world, name):
     with raises(RuntimeError):
-        NEED_RANKS[name](closed)
+        NEED_RANKS[name](closed_world)
 
 
 @pytest.mark.parametrize(("call", "error", "message"), flat(fork=FORK))
-def test_fork_refuses_wrong_arguments(closed, call, error, message):
+def test_fork_refuses_wrong_arguments(closed_world, call, error, message):
     with raises(error, message):
-        call(closed)
+        call(closed_world)
     with raises(RuntimeError):
         synk.distribute()
 
 
-def test_close_can_be_repeated(closed):
+def test_close_can_be_repeated(closed_world):
     assert synk.close() is None
     assert synk.close() is None
 

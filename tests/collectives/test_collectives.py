@@ -71,12 +71,12 @@ def put(s, values):
         synk.set_value(r, s, value)
 
 
-def held(s, n):
+def get_values(s, n):
     """Return the value of `s` on each rank."""
     return [synk.get_value(r, s) for r in range(n)]
 
 
-def reduced(values, op):
+def reduce_in_order(values, op):
     """Reduce as ranks should: one by one in rank order, and in the values' dtype."""
     total = functools.reduce(UFUNCS[op], values)
     return np.asarray(total / len(values) if op == "avg" else total, values[0].dtype)
@@ -95,17 +95,17 @@ def assert_same(actual, expected):
 
 
 def assert_held(s, expected):
-    for actual, one in zip(held(s, len(expected)), expected, strict=True):
+    for actual, one in zip(get_values(s, len(expected)), expected, strict=True):
         assert_same(actual, one)
 
 
 shapes = hnp.array_shapes(min_dims=0, max_dims=4, min_side=0, max_side=4)
-layouts = st.sampled_from(["contiguous", "reversed", "transposed", "repeated"])
+layouts = st.sampled_from(["contiguous", "reversed", "transposed_variable", "repeated"])
 
 
 def laid_out(array, layout):
     """Return an equal array of another memory layout."""
-    if layout == "transposed":
+    if layout == "transposed_variable":
         return array.T.copy().T
     if layout == "reversed" and array.ndim:
         return array[::-1].copy()[::-1]
@@ -397,7 +397,7 @@ def test_reduce_scatter_splits_the_all_reduce_result(n, draw):
     s = variable(values[0].dtype, values[0].ndim)
     put(s, values)
     synk.reduce_scatter(s, op)
-    whole = reduced(values, op)
+    whole = reduce_in_order(values, op)
     assert_held(s, [whole[get_share(len(whole), n, r)] for r in range(n)])
     synk.all_gather(s)
     assert_held(s, [whole] * n)
@@ -409,7 +409,7 @@ def test_reduce_scatter_of_arrays_that_take_several_chunks(n, n_rows):
     s = variable("float64", 2)
     put(s, values)
     synk.reduce_scatter(s, "sum")
-    whole = reduced(values, "sum")
+    whole = reduce_in_order(values, "sum")
     assert_held(s, [whole[get_share(n_rows, n, r)] for r in range(n)])
 
 
@@ -424,7 +424,7 @@ def test_reduce_in_place_changes_only_the_master(n, master, draw):
     s = variable(values[0].dtype, values[0].ndim)
     put(s, values)
     assert synk.reduce(s, op) is None
-    values[master] = reduced(values, op)
+    values[master] = reduce_in_order(values, op)
     assert_held(s, values)
 
 
@@ -435,7 +435,7 @@ def test_reduce_out_of_place_changes_nothing(n, draw):
     values = draw.draw(values_of_ranks(n, of_op(op)))
     s = variable(values[0].dtype, values[0].ndim)
     put(s, values)
-    assert_same(synk.reduce(s, op, in_place=False), reduced(values, op))
+    assert_same(synk.reduce(s, op, in_place=False), reduce_in_order(values, op))
     assert_held(s, values)
 
 
@@ -447,9 +447,9 @@ def test_all_reduce_is_bitwise_equal_on_all_ranks(n, draw):
     s = variable(values[0].dtype, values[0].ndim)
     put(s, values)
     synk.all_reduce(s, op)
-    after = held(s, n)
+    after = get_values(s, n)
     for one in after:
-        assert_same(one, reduced(values, op))
+        assert_same(one, reduce_in_order(values, op))
     assert len({one.tobytes() for one in after}) == 1
 
 
@@ -458,7 +458,7 @@ def test_all_reduce_adds_in_rank_order(n):
     s, values = variable(), np.random.default_rng(0).lognormal(sigma=10.0, size=(n, 1000))
     put(s, values)
     synk.all_reduce(s, "sum")
-    assert_held(s, [reduced(list(values), "sum")] * n)
+    assert_held(s, [reduce_in_order(list(values), "sum")] * n)
 
 
 def test_all_reduce_averages_by_default(n, master):
@@ -530,9 +530,9 @@ def test_collectives_stream_large_arrays(n, master, size, dtype):
     values = [rng.integers(0, 100, size // np.dtype(dtype).itemsize - odd).astype(dtype) for _ in range(n)]
     put(s, values)
     assert_same(synk.gather(s), np.stack(values))
-    assert_same(synk.reduce(s, "sum", in_place=False), reduced(values, "sum"))
+    assert_same(synk.reduce(s, "sum", in_place=False), reduce_in_order(values, "sum"))
     synk.all_reduce(s, "max")
-    assert_held(s, [reduced(values, "max")] * n)
+    assert_held(s, [reduce_in_order(values, "max")] * n)
     s.set_value(values[master])
     synk.broadcast(s)
     assert_held(s, [values[master]] * n)
@@ -577,7 +577,7 @@ def test_collectives_stream_a_list_one_by_one(n, master, collective):
             "reduce_scatter": lambda size, base: base + n - 1,
         }[collective]
         for s, size, base in zip(many, lengths, first, strict=True):
-            for one in held(s, n):
+            for one in get_values(s, n):
                 assert (one == expected(size, base)).all()
 
 
@@ -597,7 +597,7 @@ def test_collectives_of_a_list_longer_than_the_mailbox(n):
 
 
 @pytest.fixture
-def transposed(n):
+def transposed_variable(n):
     """Yield a shared variable whose array is a transposed view on every rank, and the ranks' values."""
     s = variable(ndim=2)
     values = [np.arange(6.0).reshape(2, 3) + 10 * r for r in range(n)]
@@ -607,29 +607,29 @@ def transposed(n):
     return s, [value.T for value in values]
 
 
-def test_gather_of_transposed_arrays(n, transposed):
-    s, values = transposed
+def test_gather_of_transposed_arrays(n, transposed_variable):
+    s, values = transposed_variable
     assert_same(synk.gather(s), np.stack(values))
     assert_held(s, values)
 
 
 @pytest.mark.parametrize("op", UFUNCS)
-def test_all_reduce_of_transposed_arrays(n, master, transposed, op):
-    s, values = transposed
-    assert_same(synk.reduce(s, op, in_place=False), reduced(values, op))
+def test_all_reduce_of_transposed_arrays(n, master, transposed_variable, op):
+    s, values = transposed_variable
+    assert_same(synk.reduce(s, op, in_place=False), reduce_in_order(values, op))
     synk.all_reduce(s, op)
-    assert_held(s, [reduced(values, op)] * n)
+    assert_held(s, [reduce_in_order(values, op)] * n)
 
 
-def test_reduce_of_transposed_arrays(n, master, transposed):
-    s, values = transposed
+def test_reduce_of_transposed_arrays(n, master, transposed_variable):
+    s, values = transposed_variable
     synk.reduce(s, "sum")
-    values[master] = reduced(values, "sum")
+    values[master] = reduce_in_order(values, "sum")
     assert_held(s, values)
 
 
-def test_broadcast_of_transposed_arrays(n, master, transposed):
-    s, values = transposed
+def test_broadcast_of_transposed_arrays(n, master, transposed_variable):
+    s, values = transposed_variable
     synk.broadcast(s)
     assert_held(s, [values[master]] * n)
 
@@ -641,7 +641,7 @@ def test_all_reduce_of_a_read_only_array_makes_a_copy(n, master):
     s.set_value(value, borrow=True)
     values = [value if r == master else value + r for r in range(n)]
     synk.all_reduce(s, "sum")
-    assert_held(s, [reduced(values, "sum")] * n)
+    assert_held(s, [reduce_in_order(values, "sum")] * n)
     assert value.tolist() == [[0.0, 1.0, 2.0]] * 2
 
 

@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from hosts import are_simulated, words
-from launch_runs import ENVIRONMENT, HOST, command, family
+from launch_runs import ENVIRONMENT, HOST, command, list_marked_processes
 from library import NAME
 from paths import SUPPORT
 from system import names, names_left
@@ -53,13 +53,13 @@ def finish(process):
     finally:
         process.kill()
     deadline = time.monotonic() + 20
-    while processes_of(process) and time.monotonic() < deadline:
+    while list_processes(process) and time.monotonic() < deadline:
         time.sleep(0.02)
-    assert not processes_of(process)
+    assert not list_processes(process)
     return process.returncode, out, err
 
 
-def processes_of(process):
+def list_processes(process):
     """Return the commands of all live processes that the launcher has started, directly or not."""
     found = {}
     for folder in Path("/proc").glob("[0-9]*"):
@@ -269,7 +269,7 @@ def test_mini_batches_end(tmp_path):
 @pytest.mark.parametrize("how", ["compute", "receive", "ask"])
 def test_launcher_is_interrupted(tmp_path, number, status, how):
     process = start(tmp_path, "fails", *DEVICES, f"-w={how}")
-    wait_for(process, tmp_path)
+    wait_until_ready(process, tmp_path)
     process.send_signal(number)
     assert finish(process)[0] == status
 
@@ -278,14 +278,14 @@ def test_launcher_is_interrupted(tmp_path, number, status, how):
 @pytest.mark.faults
 def test_controller_is_killed(tmp_path):
     process = start(tmp_path, "fails", *DEVICES, "-w=ask")
-    wait_for(process, tmp_path)
-    controller = next(pid for pid, line in processes_of(process).items() if b"processes.main()" in line)
+    wait_until_ready(process, tmp_path)
+    controller = next(pid for pid, line in list_processes(process).items() if b"processes.main()" in line)
     os.kill(controller, signal.SIGKILL)
     status, _, err = finish(process)
     assert status == 3 and "the controller was ended by SIGKILL" in err
 
 
-def wait_for(process, folder):
+def wait_until_ready(process, folder):
     deadline = time.monotonic() + LIMIT
     while not any(b"ready" in path.read_bytes() for path in folder.glob("PLATOON_LOGS/*/*/controller_cpu.out")):
         assert time.monotonic() < deadline and process.poll() is None
@@ -498,14 +498,14 @@ def test_kill_on_hosts_leaves_nothing(tmp_path, number, who, status):
     mark = tmp_path.name.encode()
     try:
         process.stdout.readline()
-        before = family(mark)
+        before = list_marked_processes(mark)
         process.stdin.write("\n")
         process.stdin.flush()
         deadline = time.monotonic() + LIMIT
         while not any("ready" in path.read_text() for path in tmp_path.glob("PLATOON_LOGS/*/*/controller_b.out")):
             assert process.poll() is None and time.monotonic() < deadline
             time.sleep(0.05)
-        running = {pid: each for pid, each in sorted(family(mark).items()) if pid not in before}
+        running = {pid: each for pid, each in sorted(list_marked_processes(mark).items()) if pid not in before}
         found = {"launcher": next(pid for pid, (_, line) in running.items() if "-m synkhronos platoon" in line)}
         for pid, (space, line) in running.items():
             if "processes.main()" in line:  # and so the processes that it has forked, later
@@ -514,7 +514,7 @@ def test_kill_on_hosts_leaves_nothing(tmp_path, number, who, status):
         os.kill(found[who], number)
         lines = iter(process.stdout.readline, "")
         assert f"{status:d}\n" in lines
-        while left := [each for pid, each in family(mark).items() if pid not in before]:
+        while left := [each for pid, each in list_marked_processes(mark).items() if pid not in before]:
             assert time.monotonic() < deadline, left
             time.sleep(0.05)
     finally:

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 from library import XLA, fork_ranks
 from library import tensor as T
-from system import children_of
+from system import list_children
 
 import synkhronos as synk
 
@@ -47,7 +47,7 @@ def arrays(dtype=dtypes, shape=shapes):
     return st.builds(laid_out, contiguous, st.sampled_from(["contiguous", "transposed", "strided", "reversed"]))
 
 
-def value_of(dtype, shape=(3, 2)):
+def make_value(dtype, shape=(3, 2)):
     """Return an array whose items differ where the dtype can say so."""
     return np.arange(np.prod(shape, dtype=int)).reshape(shape).astype(dtype)
 
@@ -67,7 +67,7 @@ def seen_by_ranks(data):
 def files_and_mappings():
     """Return the number of open files and of mapped shared memory segments of each rank."""
     counts = []
-    for pid in [os.getpid(), *children_of(os.getpid())]:
+    for pid in [os.getpid(), *list_children(os.getpid())]:
         with open(f"/proc/{pid}/maps") as file:
             mapped = sum("/dev/shm/" in line or "synkhronos" in line for line in file)
         counts.append((len(os.listdir(f"/proc/{pid}/fd")), mapped))
@@ -88,12 +88,12 @@ def test_data_copies_a_value(value):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_data_of_any_dtype_is_shared_with_ranks(dtype):
-    np.testing.assert_array_equal(seen_by_ranks(synk.data(value_of(dtype, (5, 2)))), value_of(dtype, (5, 2)))
+    np.testing.assert_array_equal(seen_by_ranks(synk.data(make_value(dtype, (5, 2)))), make_value(dtype, (5, 2)))
 
 
 @pytest.mark.parametrize("shape", [(0,), (1,), (5,), (3, 0), (0, 3), (4, 2, 3), (3, 2, 1, 2)])
 def test_data_of_any_shape_is_shared_with_ranks(shape):
-    value = value_of("float64", shape)
+    value = make_value("float64", shape)
     seen = seen_by_ranks(synk.data(value))
     assert seen.shape == shape
     np.testing.assert_array_equal(seen, value)
@@ -279,7 +279,7 @@ def test_data_of_a_scalar_has_no_len():
 )
 def test_data_force_cast_is_needed_for_unsafe_casts(to, method):
     for dtype in DTYPES:
-        value, d = value_of(dtype), synk.data(dtype=to, ndim=2)
+        value, d = make_value(dtype), synk.data(dtype=to, ndim=2)
 
         def take(value=value, d=d, **kwargs):
             if method == "data":

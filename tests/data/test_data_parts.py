@@ -25,7 +25,7 @@ def rows(start, stop):
     return np.arange(3.0 * start, 3.0 * stop).reshape(-1, 3)
 
 
-def doubled():
+def make_double():
     x = tensor.dmatrix("x")
     return synk.function([x], [(x * 2, "gather"), (x.sum(), "sum")])
 
@@ -47,7 +47,7 @@ def test_data_parts_reads_few_of_many_rows():
 @pytest.mark.parametrize("n", [1, 2, 3])
 def test_data_parts_holds_the_loaded_rows(fork, n):
     fork(n)
-    f = doubled()
+    f = make_double()
 
     @few(20)
     @given(st.integers(1, 40), st.data())
@@ -97,7 +97,7 @@ def test_data_parts_batches_are_local(counts, data):
 
 def test_data_parts_is_read_only_and_can_be_freed(fork):
     fork(2)
-    f, data = doubled(), synk.data_parts(rows, 9, name="points")
+    f, data = make_double(), synk.data_parts(rows, 9, name="points")
     for change in (lambda: data.set_value(np.ones((2, 3))), lambda: data.set_length(5), lambda: data.__setitem__(0, 1)):
         with pytest.raises(ValueError, match=r"points: .*can't be changed"):
             change()

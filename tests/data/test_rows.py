@@ -55,7 +55,7 @@ def batches(draw):
     return length, batch, np.array(batch, np.int64)
 
 
-def rows_of(length, width=2):
+def make_rows(length, width=2):
     return np.arange(length * width).reshape(length, width)
 
 
@@ -65,7 +65,7 @@ def rows_of(length, width=2):
 @given(batches())
 def test_select_equals_numpy_indexing(case):
     length, batch, index = case
-    data = rows_of(length)
+    data = make_rows(length)
     np.testing.assert_array_equal(take_rows(data, select(batch, length)), data[index])
 
 
@@ -184,7 +184,7 @@ def test_split_parts_make_up_the_selection(case, count):
 def test_split_of_shares_covers_all_rows(case, parts, count):
     length, batch, index = case
     rows = select(batch, length)
-    data = rows_of(length)
+    data = make_rows(length)
     cut = [piece for part in range(parts) for piece in split(rows[get_share(len(rows), parts, part)], count)]
     np.testing.assert_array_equal(np.concatenate([take_rows(data, piece) for piece in cut]), data[index])
 
@@ -219,7 +219,7 @@ def test_take_of_any_shape_and_layout(case, behind, strided):
 
 @given(st.integers(0, 12), slices)
 def test_take_of_a_range_is_a_view(length, batch):
-    data = rows_of(length)
+    data = make_rows(length)
     taken = take_rows(data, select(batch, length))
     taken[...] = -1
     assert (data[batch] == -1).all()
@@ -228,7 +228,7 @@ def test_take_of_a_range_is_a_view(length, batch):
 
 @given(st.integers(1, 12), st.data())
 def test_take_of_indexes_is_a_copy(length, draw):
-    data = rows_of(length)
+    data = make_rows(length)
     taken = take_rows(data, select(draw.draw(st.lists(st.integers(0, length - 1), min_size=1)), length))
     taken[...] = -1
     assert (data >= 0).all()

@@ -479,13 +479,13 @@ def test_training_step_is_one_launch_with_all_reduce(tmp_path):
                 assert (everywhere == everywhere[0]).all()
                 np.testing.assert_allclose(everywhere[0], w_alone.get_value(), atol=1e-2 if exchange else 1e-5)
             np.testing.assert_allclose(average.get_value(), average_alone.get_value(), atol=1e-6)
-            print(stand_in.seen(), flush=True)
+            print(stand_in.take_collectives(), flush=True)
         w = pytensor.shared(np.ones(3, "float32"), "w")
         f = synk.function([], [], updates=[(w, w + 1)])
         f()
         for i in range(4):
             synk.all_reduce(w, "sum")
-        print(synk.gather(w, nccl=False).tolist(), stand_in.seen())
+        print(synk.gather(w, nccl=False).tolist(), stand_in.take_collectives())
         synk.close()
     """
     printed = run_code(code, timeout=240, JAX_PLATFORMS="cpu")
@@ -597,7 +597,7 @@ def test_late_connection_is_discarded(connected, monkeypatch):
     assert (errors, late.aborted, communicator._connection._comm) == ([], 1, None)
 
 
-def grouped(communicator, gpu):
+def connect_group(communicator, gpu):
     """Connect a group beside all ranks; return it, and a list of what is given up from now on."""
     group, told = NcclGroup(communicator), []
 
@@ -615,7 +615,7 @@ def grouped(communicator, gpu):
 
 def test_group_collectives_are_ordered_with_pending_ones(connected):
     communicator, gpu = connected()
-    group, told = grouped(communicator, gpu)
+    group, told = connect_group(communicator, gpu)
     start(communicator, gpu)
     states = []
 
@@ -633,16 +633,16 @@ def test_group_collectives_are_ordered_with_pending_ones(connected):
 def test_abort_begins_with_blocked_connections(connected):
     # To give up one that is idle frees memory, for which CUDA would wait until the other is done.
     communicator, gpu = connected()
-    group, told = grouped(communicator, gpu)
+    group, told = connect_group(communicator, gpu)
     start(communicator, gpu)
     communicator._watchdog.end()
     assert told == ["all", "group"]
-    group, told = grouped(communicator, gpu)
+    group, told = connect_group(communicator, gpu)
     gpu.is_dead = True
     with pytest.raises(synk.WorkerError, match="a peer has died"):
         group.all_reduce(np.ones(3, "float32"), "sum")
     assert told == ["group"] and communicator.generation == 1
-    group, told = grouped(communicator, gpu)
+    group, told = connect_group(communicator, gpu)
     communicator._watchdog.mark_started(group._connection)  # the ranks are ended before this one has looked
     communicator._watchdog.end()
     assert told == ["group", "all"]
@@ -650,7 +650,7 @@ def test_abort_begins_with_blocked_connections(connected):
 
 def test_group_collective_result_is_invalid_after_abort(connected):
     communicator, gpu = connected()
-    group, told = grouped(communicator, gpu)
+    group, told = connect_group(communicator, gpu)
     threading.Timer(0.1, communicator._watchdog.abort).start()  # as the watchdog's thread does
     with pytest.raises(RuntimeError, match="aborted"):
         group.all_reduce(np.ones(3, "float32"), "sum")
@@ -659,7 +659,7 @@ def test_group_collective_result_is_invalid_after_abort(connected):
 
 def test_failure_ends_group_connections_only(connected):
     communicator, gpu = connected()
-    group, told = grouped(communicator, gpu)
+    group, told = connect_group(communicator, gpu)
     gpu.pending[0].cancel(5)
     assert told == ["group"] and (communicator.generation, group.generation) == (1, 0)
 

@@ -27,16 +27,16 @@ FOLDER = str(SUPPORT / "toy_devices")
 @pytest.fixture
 def toy(monkeypatch):
     """Have the folder of the devices have one more file, and the environment name it."""
-    yield from added(monkeypatch, "toy")
+    yield from register_device(monkeypatch, "toy")
 
 
 @pytest.fixture
 def island(monkeypatch):
     """The same with a device that lives like a GPU."""
-    yield from added(monkeypatch, "island")
+    yield from register_device(monkeypatch, "island")
 
 
-def added(monkeypatch, name):
+def register_device(monkeypatch, name):
     monkeypatch.setattr(devices, "__path__", [*devices.__path__, FOLDER])
     monkeypatch.setenv("SYNKHRONOS_DEVICE", name)
     devices.list_devices.cache_clear()
@@ -88,14 +88,14 @@ def test_collectives_run_on_a_toy_device(toy, fork):
     for r in range(n):
         synk.set_value(r, s, X[r])
     assert toy.owns(held(s))
-    np.testing.assert_allclose(gathered(s), X[:n])
+    np.testing.assert_allclose(gather_inside(s), X[:n])
     np.testing.assert_allclose(synk.reduce(s, "max", in_place=False).inside, X[:n].max(axis=0))
     synk.all_reduce(s)
-    np.testing.assert_allclose(gathered(s), [X[:n].mean(axis=0)] * n)
+    np.testing.assert_allclose(gather_inside(s), [X[:n].mean(axis=0)] * n)
     synk.set_value(1, s, X[6])
     np.testing.assert_allclose(synk.get_value(1, s), X[6])
     synk.broadcast(s, X[5])
-    np.testing.assert_allclose(gathered(s, nd_up=0), np.tile(X[5], n))
+    np.testing.assert_allclose(gather_inside(s, nd_up=0), np.tile(X[5], n))
     synk.reduce(s, "sum")
     np.testing.assert_allclose(synk.get_value(0, s), 3 * X[5])
     synk.all_gather(s)
@@ -104,7 +104,7 @@ def test_collectives_run_on_a_toy_device(toy, fork):
     assert used.count - start == 7 and toy.owns(held(s))
 
 
-def gathered(s, **kwargs):
+def gather_inside(s, **kwargs):
     """As on GPUs, what is gathered is where it was combined."""
     return synk.gather(s, **kwargs).inside
 
@@ -133,7 +133,7 @@ def test_training_step_runs_on_a_toy_device(toy, fork):
     for batch, num_slices in [(None, 1), ([3, 1, 6], 1), (None, 3)]:
         value = train(X, X[:, 0], batch=batch, num_slices=num_slices)
         np.testing.assert_allclose(value, train_alone(X, X[:, 0], batch=batch))
-        np.testing.assert_allclose(gathered(w), [alone.get_value()] * 2)
+        np.testing.assert_allclose(gather_inside(w), [alone.get_value()] * 2)
     assert toy.owns(held(w))
 
 
@@ -144,7 +144,7 @@ def test_error_leaves_variables_on_a_toy_device(toy, fork):
     with pytest.raises(ValueError):
         f(np.ones((4, 2)))
     assert toy.owns(held(s))
-    np.testing.assert_array_equal(gathered(s), np.zeros((2, 3)))
+    np.testing.assert_array_equal(gather_inside(s), np.zeros((2, 3)))
 
 
 def test_device_without_communicator_goes_through_the_host(toy, fork, monkeypatch):

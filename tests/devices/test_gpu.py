@@ -166,7 +166,7 @@ BATCHES = {
 }
 
 
-def picked(value, batch):
+def select_rows(value, batch):
     if isinstance(batch, int):
         return value[:batch]
     return value[np.array(batch, int) if isinstance(batch, list) else batch]
@@ -177,7 +177,7 @@ def check_rows(value, batches):
     f = synk.function([x], (x, "gather"))
     data = synk.data(value)
     for batch in batches:
-        expected = value if batch is None else picked(value, batch)
+        expected = value if batch is None else select_rows(value, batch)
         result = f(data, batch=batch)
         np.testing.assert_array_equal(result, expected)
         assert result.dtype == value.dtype and result.shape == expected.shape
@@ -319,7 +319,7 @@ LACKING = ["bool", "int16", "uint16", "complex64", "complex128"]
 OPS = {"sum": np.add, "prod": np.multiply, "max": np.maximum, "min": np.minimum}
 
 
-def filled(dtype, shape=(3, 5)):
+def make_filled_variable(dtype, shape=(3, 5)):
     """Return a variable that each of two ranks has a value of its own of, and the two values."""
     values = [np.asarray(RNG.integers(0, 5, shape)).astype(dtype) for _ in range(2)]
     w = shared(values[0], "w")
@@ -340,7 +340,7 @@ def check_held(w, expected):
 @pytest.mark.parametrize("dtype", DTYPES + LACKING)
 def test_collectives_of_every_dtype(fork, dtype, nccl):
     fork(2)
-    w, values = filled(dtype)
+    w, values = make_filled_variable(dtype)
     kind = np.dtype(dtype)
     for op, ufunc in OPS.items():
         if kind.kind == "c" and op in ("max", "min") or kind.kind == "b" and op == "sum":
@@ -379,7 +379,7 @@ def test_collectives_of_every_dtype(fork, dtype, nccl):
 @pytest.mark.parametrize("shape", [(), (1,), (0,), (3, 0), (1 << 22,)])
 def test_collectives_of_any_size(fork, shape):
     fork(2)
-    w, values = filled("float32", shape)
+    w, values = make_filled_variable("float32", shape)
     np.testing.assert_array_equal(synk.gather(w), np.stack(values))
     synk.all_reduce(w, "sum")
     check_held(w, [values[0] + values[1]] * 2)
@@ -389,7 +389,7 @@ def test_collectives_of_any_size(fork, shape):
 @pytest.mark.parametrize("n_rows", [0, 1, 4, 1 << 20, (1 << 20) + 1])
 def test_reduce_scatter_of_any_size(fork, n_rows):
     fork(2)
-    w, values = filled("float32", (n_rows,))
+    w, values = make_filled_variable("float32", (n_rows,))
     total, half = values[0] + values[1], (n_rows + 1) // 2
     synk.reduce_scatter(w, "sum")
     for rank, rows in enumerate((total[:half], total[half:])):
@@ -400,7 +400,7 @@ def test_reduce_scatter_of_any_size(fork, n_rows):
 
 def test_gather_of_different_shapes_on_gpus(fork):
     fork(2)
-    w, _ = filled("float32")
+    w, _ = make_filled_variable("float32")
     parts = [np.arange(6, dtype="float32").reshape(2, 3), np.arange(12, dtype="float32").reshape(4, 3)]
     for rank, part in enumerate(parts):
         synk.set_value(rank, w, part)
@@ -415,7 +415,7 @@ def test_gather_of_different_shapes_on_gpus(fork):
 
 def test_collectives_leave_results_on_the_gpu(fork):
     fork(2)
-    w, _ = filled("float32")
+    w, _ = make_filled_variable("float32")
     for value in (synk.gather(w), synk.gather(w, nd_up=0), synk.reduce(w, "sum", in_place=False)):
         assert ARRAYS.owns(value) and ARRAYS.is_on_gpu
 
@@ -466,7 +466,7 @@ def test_collectives_wait_for_the_updates_before_them(fork):
 def test_get_value_is_fresh_after_a_collective(fork):
     # JAX remembers what it has copied to the host; NCCL writes into the memory behind it.
     fork(2)
-    w, values = filled("float32")
+    w, values = make_filled_variable("float32")
     np.testing.assert_array_equal(np.asarray(w.get_value(borrow=True)), values[0])
     synk.all_reduce(w, "sum")
     np.testing.assert_array_equal(np.asarray(w.get_value(borrow=True)), values[0] + values[1])
@@ -613,7 +613,7 @@ def test_close_completes_pending_collectives(fork):
 @of_jax
 def test_collectives_reuse_gpu_memory_safely(fork):
     fork(2)
-    w, values = filled("float32")
+    w, values = make_filled_variable("float32")
     storage = w.container.storage
     for collective in (synk.all_reduce, synk.broadcast, synk.reduce):
         before = storage[0].unsafe_buffer_pointer()
@@ -683,7 +683,7 @@ def test_exception_before_a_collective_keeps_connections(fork):
         ranks.session().run(Fail())
     check_works()
     with pytest.raises(ValueError, match="same shape on all ranks"):
-        w, _ = filled("float32")
+        w, _ = make_filled_variable("float32")
         synk.set_value(1, w, np.ones((1, 5), "float32"))
         synk.all_reduce(w)
     check_works()
@@ -927,7 +927,7 @@ class Sabotage(Command):
         Executable._launch = once
 
 
-def trained(times=1):
+def make_training_steps(times=1):
     """Return a training step on the ranks, one in this process, and the parameters of both.
 
     Or several steps, and then it returns the last loss.
@@ -949,7 +949,7 @@ def trained(times=1):
 @pytest.mark.parametrize("times", [1, 10])
 def test_training_steps_are_one_launch(fork, monkeypatch, times):
     fork(2)
-    step, w, alone = trained(times)
+    step, w, alone = make_training_steps(times)
     launches = []
     launch = Executable._launch
     monkeypatch.setattr(Executable, "_launch", lambda self, arguments: launches.append(1) or launch(self, arguments))
@@ -1011,7 +1011,7 @@ def test_gradients_in_chunks_and_bfloat16(fork, pieces, exchange, times):
 def test_failed_chunked_step_updates_nothing(fork, pieces, culprit):
     fork(2)
     pieces(4)
-    step, w, alone = trained()
+    step, w, alone = make_training_steps()
     step()
     np.testing.assert_allclose(synk.gather(w), [alone.get_value()] * 2)
     for _ in range(2):
@@ -1030,7 +1030,7 @@ def test_failed_chunked_step_updates_nothing(fork, pieces, culprit):
 @pytest.mark.parametrize("culprit", [0, 1])
 def test_failed_training_step_updates_nothing(fork, culprit, times):
     fork(2)
-    step, w, alone = trained(times)
+    step, w, alone = make_training_steps(times)
     step()
     for _ in range(2):
         before = np.asarray(w.get_value()).copy()
@@ -1097,7 +1097,7 @@ def test_failed_steps_report_how_many_were_taken(fork, culprit):
     fork(2)
     if JAX.nccl_calls == "graph":
         pytest.skip("NCCL is not called where a CUDA graph is replayed")
-    step, w, _ = trained(200)
+    step, w, _ = make_training_steps(200)
     step()
     for count in (1, 50):
         before = np.asarray(w.get_value()).copy()
@@ -1148,7 +1148,7 @@ def test_interrupted_step_is_all_or_nothing(fork, times):
 @pytest.mark.parametrize("times", [1, 10, 200])
 def test_death_in_a_training_step_keeps_parameters(fork, times):
     fork(2)
-    step, w, alone = trained(times)
+    step, w, alone = make_training_steps(times)
     step()
     before = np.asarray(w.get_value()).copy()
     ranks.session().run(Sabotage("SIGKILL", 1))

@@ -111,7 +111,7 @@ def test_functions_compiled_at_the_first_call_are_fused_later(toy, fork, monkeyp
     np.testing.assert_allclose(synk.gather(w), [w_alone.get_value()] * 2)
 
 
-def on_one_rank(worker, f, x):
+def launch_six_times(worker, f, x):
     """Run a function six times in three launches."""
     return [float(v) for _ in range(3) for v in f.read(f.launch_many(2, x))], f.max_repeats
 
@@ -120,6 +120,6 @@ def test_run_programs_launch_many_times_on_a_toy_engine(toy, fork):
     fork(2)
     x, s = tensor.dmatrix("x"), shared(np.zeros(()), "s")
     f = synk.function([x], (x.sum() + s, "sum"), updates=[(s, s + 1)])
-    for losses, max_repeats in synk.run(on_one_rank, f, synk.data(X[:6])):
+    for losses, max_repeats in synk.run(launch_six_times, f, synk.data(X[:6])):
         np.testing.assert_allclose(losses, [X[3 * (i % 2) :][:3].sum() + i for i in range(6)])
         assert max_repeats == 8

@@ -362,7 +362,7 @@ def pair(fork):
 
 
 @pytest.fixture
-def chained(pair):
+def fuse_pair(pair):
     """Make one launch of a function, a combination and another function; return it, and its variables."""
     runs, (g, w, n) = pair
     launch = runs[0].fuse(FusedReduction(g.container.storage), runs[1])
@@ -372,7 +372,7 @@ def chained(pair):
     return launch, (g, w, n)
 
 
-def launched(launch, shareds, combine):
+def launch_and_wait(launch, shareds, combine):
     """Launch, wait, and return what came of it."""
     with defer_signals(), launch.program_reduction.bind(combine):
         (total,) = launch(JAX.from_host(np.arange(3.0)))
@@ -411,11 +411,11 @@ on_host = pytest.mark.skipif(DEVICE == "gpu", reason="stands in for other ranks 
 
 
 @on_host
-def test_fuse_runs_function_all_reduce_function_in_one_launch(chained):
-    launch, shareds = chained
+def test_fuse_runs_function_all_reduce_function_in_one_launch(fuse_pair):
+    launch, shareds = fuse_pair
     calls = []
-    assert launched(launch, shareds, Doubling(calls)) == [3.0, [0.0, 2.0, 4.0], [1.0, -1.0, -3.0], 1]
-    assert launched(launch, shareds, Doubling(calls)) == [3.0, [0.0, -2.0, -12.0], [1.0, 1.0, 9.0], 2]
+    assert launch_and_wait(launch, shareds, Doubling(calls)) == [3.0, [0.0, 2.0, 4.0], [1.0, -1.0, -3.0], 1]
+    assert launch_and_wait(launch, shareds, Doubling(calls)) == [3.0, [0.0, -2.0, -12.0], [1.0, 1.0, 9.0], 2]
     assert calls == [3, 3]
 
 
@@ -649,7 +649,7 @@ LENGTHS_AND_CONSTANTS = {
 
 
 @pytest.mark.parametrize("which", LENGTHS_AND_CONSTANTS)
-def test_updates_by_lengths_and_constants_are_compiled_once(fork, at_once, which):
+def test_updates_by_lengths_and_constants_are_compiled_once(fork, many_steps_a_launch, which):
     fork(1)
     made = []
     value, expression = LENGTHS_AND_CONSTANTS[which]
@@ -694,16 +694,16 @@ def test_launch_log_capacity(fork):
 
 
 @on_host
-def test_invalid_all_reduce_updates_nothing(chained):
-    launch, shareds = chained
-    assert launched(launch, shareds, Doubling(counts=0))[2:] == [[1.0, 1.0, 1.0], 0]
-    assert launched(launch, shareds, Doubling())[2:] == [[1.0, -1.0, -3.0], 1]
+def test_invalid_all_reduce_updates_nothing(fuse_pair):
+    launch, shareds = fuse_pair
+    assert launch_and_wait(launch, shareds, Doubling(counts=0))[2:] == [[1.0, 1.0, 1.0], 0]
+    assert launch_and_wait(launch, shareds, Doubling())[2:] == [[1.0, -1.0, -3.0], 1]
 
 
 @on_host
 @pytest.mark.parametrize("by_signal", [False, True])
-def test_error_in_all_reduce_is_raised_after_the_launch(chained, by_signal):
-    launch, shareds = chained
+def test_error_in_all_reduce_is_raised_after_the_launch(fuse_pair, by_signal):
+    launch, shareds = fuse_pair
 
     class Fails(Doubling):
         def finish(self, *arguments):
@@ -715,29 +715,29 @@ def test_error_in_all_reduce_is_raised_after_the_launch(chained, by_signal):
     handler = signal.getsignal(signal.SIGALRM)
     for _ in range(2):
         with pytest.raises(Alarm):
-            launched(launch, shareds, Fails(counts=0))
+            launch_and_wait(launch, shareds, Fails(counts=0))
         assert np.asarray(shareds[1].get_value()).tolist() == [1.0, 1.0, 1.0]
         assert signal.getsignal(signal.SIGALRM) is handler
-    assert launched(launch, shareds, Doubling())[2:] == [[1.0, -1.0, -3.0], 1]
+    assert launch_and_wait(launch, shareds, Doubling())[2:] == [[1.0, -1.0, -3.0], 1]
 
 
 @on_host
-def test_fused_launch_all_reduces_once(chained):
-    launch, shareds = chained
+def test_fused_launch_all_reduces_once(fuse_pair):
+    launch, shareds = fuse_pair
     with pytest.raises(RuntimeError, match="0 times"):
         with defer_signals(), launch.program_reduction.bind(Doubling()):
             pass
     # Outside of a block nothing counts.
     launch(JAX.from_host(np.arange(3.0)))
     assert np.asarray(shareds[1].get_value()).tolist() == [1.0, 1.0, 1.0]
-    assert launched(launch, shareds, Doubling())[2:] == [[1.0, -1.0, -3.0], 1]
+    assert launch_and_wait(launch, shareds, Doubling())[2:] == [[1.0, -1.0, -3.0], 1]
 
 
 @on_host
-def test_program_reduction_is_bound_to_its_reducer(chained, pair):
+def test_program_reduction_is_bound_to_its_reducer(fuse_pair, pair):
     """Another launch in the middle of the binding changes nothing: callbacks find the reducer by their argument."""
     runs, _ = pair
-    launch, shareds = chained
+    launch, shareds = fuse_pair
     other = runs[0].fuse(FusedReduction(shareds[0].container.storage), runs[1], times=2)
     calls, other_calls = [], []
     with defer_signals(), launch.program_reduction.bind(Doubling(calls)):
@@ -787,12 +787,12 @@ def test_training_step_of_one_rank_is_one_launch(fork, monkeypatch):
 
 
 @pytest.fixture
-def at_once(monkeypatch):
+def many_steps_a_launch(monkeypatch):
     """Have many steps be one launch on CPU cores too, where they are none for the sake of convolutions' speed."""
     monkeypatch.setattr(XlaEngine, "max_repeats", lambda self, combined=None: LOG_CAPACITY)
 
 
-def test_steps_that_cannot_be_fused_run_one_by_one(fork, at_once):
+def test_steps_that_cannot_be_fused_run_one_by_one(fork, many_steps_a_launch):
     fork(2)
     made = []
     for make in (make_train_function, make_train_function_serial):
@@ -808,7 +808,7 @@ def test_steps_that_cannot_be_fused_run_one_by_one(fork, at_once):
         np.testing.assert_allclose(synk.gather(w), [w_alone.get_value()] * 2)
 
 
-def test_repeated_launch_keeps_shapes(fork, at_once):
+def test_repeated_launch_keeps_shapes(fork, many_steps_a_launch):
     fork(1)
     x, y, w, last = T.dmatrix("x"), T.dvector("y"), shared(np.zeros(3), "w"), shared(np.zeros((1, 3)), "last")
     loss = ((x @ w - y) ** 2).mean()
@@ -821,7 +821,7 @@ def test_repeated_launch_keeps_shapes(fork, at_once):
 
 
 @pytest.mark.parametrize("held", [False, True])
-def test_steps_of_one_rank_are_one_launch(fork, monkeypatch, at_once, held):
+def test_steps_of_one_rank_are_one_launch(fork, monkeypatch, many_steps_a_launch, held):
     fork(1)
     launches = []
     launch = Executable._launch
@@ -999,7 +999,7 @@ def test_jax_and_host_functions_share_variables(fork):
 
 
 @pytest.fixture
-def started():
+def started_xla():
     """Have XLA started in this process."""
     import jax
 
@@ -1007,7 +1007,7 @@ def started():
 
 
 @pytest.mark.new_ranks
-def test_fork_again_after_jax_was_used(fork, started):
+def test_fork_again_after_jax_was_used(fork, started_xla):
     x = T.dvector("x")
     w = shared(1.0, "w")
     f = None
@@ -1051,7 +1051,7 @@ def test_fork_after_jax_was_used():
 
 
 @pytest.mark.new_ranks
-def test_spawned_workers_inherit_sys_path(fork, started, tmp_path, monkeypatch):
+def test_spawned_workers_inherit_sys_path(fork, started_xla, tmp_path, monkeypatch):
     (tmp_path / "users_own.py").write_text(
         textwrap.dedent("""
             from pytensor.graph.basic import Apply
@@ -1122,7 +1122,7 @@ class Sleep(Command):
 
 
 @pytest.mark.new_ranks
-def test_spawned_workers_end_after_the_fork_timeout(fork, started):
+def test_spawned_workers_end_after_the_fork_timeout(fork, started_xla):
     fork(2, timeout=20.0)
     session = ranks.session()
     session.timeout = 0.5  # starting took its time
@@ -1136,7 +1136,7 @@ def test_spawned_workers_end_after_the_fork_timeout(fork, started):
 
 @pytest.mark.new_ranks
 @pytest.mark.parametrize("how", ["SIGKILL", "SIGSEGV"])
-def test_death_of_a_spawned_worker_is_reported(fork, started, how):
+def test_death_of_a_spawned_worker_is_reported(fork, started_xla, how):
     fork(3)
     (_, pid), *_ = ranks.session().workers.pids.items()
     os.kill(pid, getattr(signal, how))

@@ -27,7 +27,7 @@ RNG = np.random.default_rng(5)
 X, Y = RNG.normal(size=(11, 3)), RNG.normal(size=11)
 
 
-def close_to(actual, expected):
+def assert_close(actual, expected):
     actual = np.asarray(actual)
     np.testing.assert_allclose(actual, expected, rtol=1e-7, atol=1e-9)
     assert actual.dtype == np.asarray(expected).dtype
@@ -55,7 +55,7 @@ def outputs_and_rows(mode):
         for slices, inputs in ((1, (X, Y, 0.5)), (1, data), (3, data)):
             *results, count = f(*inputs, batch=batch, num_slices=slices)
             for result, value in zip(results, expected, strict=True):
-                close_to(result, value)
+                assert_close(result, value)
             assert count == len(rows)
 
 
@@ -72,10 +72,10 @@ def updates(mode):
     inputs, loss, pairs = make(v)
     serial = function(inputs, loss, updates=pairs, mode=mode)
     for slices in (1, 2, 3):
-        close_to(f(X[:10], Y[:10], num_slices=slices), serial(X[:10], Y[:10]))
+        assert_close(f(X[:10], Y[:10], num_slices=slices), serial(X[:10], Y[:10]))
         synk.all_reduce(w)
-        close_to(w.get_value(), v.get_value())
-        close_to(synk.get_value(1, w), v.get_value())
+        assert_close(w.get_value(), v.get_value())
+        assert_close(synk.get_value(1, w), v.get_value())
 
 
 def sliceable_shareds(mode):
@@ -93,8 +93,8 @@ def sliceable_shareds(mode):
     ):
         for slices in (1, 2):
             total, joined = f(batch_s=choice, num_slices=slices)
-            close_to(total, (X[list(rows)] * Y[list(rows), None]).sum(axis=0))
-            close_to(joined, X[list(rows)])
+            assert_close(total, (X[list(rows)] * Y[list(rows), None]).sum(axis=0))
+            assert_close(joined, X[list(rows)])
 
 
 def results_alias_nothing(mode):
@@ -128,8 +128,8 @@ def large_outputs(mode):
     f = synk.function([x], [x.sum(axis=0), (x * 2, "gather")], mode=mode)
     value = RNG.normal(size=(4, 200_000))
     average, doubled = f(value)
-    close_to(average, value.sum(axis=0) / 2)
-    close_to(doubled, value * 2)
+    assert_close(average, value.sum(axis=0) / 2)
+    assert_close(doubled, value * 2)
 
 
 def dtypes(mode):
@@ -138,9 +138,9 @@ def dtypes(mode):
         f = synk.function([x], [(x, "gather"), (x, "max"), (x, None)], mode=mode)
         value = (X[:10] > 0).astype(dtype)
         joined, high, own = f(value)
-        close_to(joined, value)
-        close_to(high, np.maximum(value[:5], value[5:]))
-        close_to(own, value[:5])
+        assert_close(joined, value)
+        assert_close(high, np.maximum(value[:5], value[5:]))
+        assert_close(own, value[:5])
 
 
 def values_of_several_calls(mode):
@@ -243,8 +243,8 @@ def test_numba_cache_is_filled_by_one_rank(monkeypatch):
         losses = [float(train(X, Y)) for _ in range(3)]
         assert losses[0] > losses[1] > losses[2]
         f = synk.function([x], ((x * new).sum(), "sum"))
-        close_to(f(X), (X * new).sum())
-        close_to(synk.gather(w), [w.get_value()] * 3)
+        assert_close(f(X), (X * new).sum())
+        assert_close(synk.gather(w), [w.get_value()] * 3)
         session = ranks.session()
         keys = [get_dispatcher(function).key for function in (train.gradient, train.update, f)]
         with session.call_lock:
@@ -282,6 +282,6 @@ def test_numba_uncacheable_functions_compile_on_all_ranks():
         x = T.dvector("x")
         f = synk.function([x], (Meet()(x).sum(), "sum"), mode="NUMBA")
         # Before, the worker waited for the end of the master's first call.
-        close_to(f(Y), Y.sum())
+        assert_close(f(Y), Y.sum())
     finally:
         synk.close()

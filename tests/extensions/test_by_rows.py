@@ -24,7 +24,7 @@ a, w, m, each = pt.dscalar("a"), pt.dvector("w"), pt.dmatrix("m"), pt.dvector("e
 VALUES = {a: 0.7, w: RNG.normal(size=3), m: RNG.normal(size=(4, 3)), each: RNG.normal(size=N)}
 
 
-def inlined(op_input):
+def add_inner_graph(op_input):
     inner = pt.dvector("inner")
     return pytensor.compile.builders.OpFromGraph([inner], [pt.exp(inner) + 1])(op_input)
 
@@ -73,7 +73,7 @@ GOOD = {
     "a known shape": pt.specify_shape(y * a, (N,)),
     "reshaped behind the rows": (x * w).reshape((N, 3, 1)).sum(axis=(1, 2)),
     "transposed and back": (x.T * w[:, None]).T.sum(axis=1),
-    "a graph within": inlined(y * a),
+    "a graph within": add_inner_graph(y * a),
     "of more dimensions": x * w,
     "rows on axis 1": pt.constant(X.T)[1] * a,
     "batched products": (pt.constant(RNG.normal(size=(N, 2, 3))) @ w).sum(axis=1),

@@ -121,12 +121,12 @@ def names(variables):
     return [variable.name for variable in variables]
 
 
-def sent(parallel):
+def list_rank_inputs(parallel):
     """Return the inputs that the ranks receive at each evaluation."""
-    return [param for node in applied(parallel.logp()) if isinstance(node.op, SumOverRows) for param in node.inputs]
+    return [param for node in list_nodes(parallel.logp()) if isinstance(node.op, SumOverRows) for param in node.inputs]
 
 
-def applied(variable):
+def list_nodes(variable):
     return list(pytensor.graph.traversal.applys_between([], [variable]))
 
 
@@ -139,7 +139,7 @@ def test_data_parallel_logp_and_dlogp_equal_the_models(two, likelihood):
     parallel = data_parallel(model)
     assert names(parallel.split_RVs) == ["y"] and not parallel.reasons
     check_equal(parallel, model)
-    for param in sent(parallel):
+    for param in list_rank_inputs(parallel):
         assert N not in param.type.shape and param.name != "eta"
 
 
@@ -157,7 +157,7 @@ def test_data_parallel_leaves_the_model_unchanged(two):
     parallel = data_parallel(model)
     for name, variables in before.items():
         assert getattr(model, name) == getattr(parallel, name) == variables
-    assert not any(isinstance(node.op, SumOverRows) for node in applied(model.logp()))
+    assert not any(isinstance(node.op, SumOverRows) for node in list_nodes(model.logp()))
 
 
 def test_data_parallel_of_several_observed_variables(two):
@@ -341,7 +341,7 @@ def test_data_parallel_of_pymcs_documented_models(two, build):
     assert not parallel.reasons
     check_equal(parallel, model)
     assert set(parallel.split_RVs) == {*model.observed_RVs, *model.potentials} - {model.named_vars.get("prior")}
-    for param in sent(parallel):
+    for param in list_rank_inputs(parallel):
         assert not {N, N // 2, (np.arange(N) % 9 != 0).sum()} & set(param.type.shape)
 
 

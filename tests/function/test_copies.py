@@ -17,7 +17,7 @@ from synkhronos.training.updates import adam
 VALUE = np.arange(4.0)
 
 
-def made(library_function=None):
+def make_function(library_function=None):
     x, w = T.dvector("x"), shared(np.array(1.0), "w")
     outputs, updates = (x * w).sum(), [(w, w + 1)]
     if library_function is not None:
@@ -29,13 +29,13 @@ def deep(f):
     return copy.deepcopy(f)
 
 
-def pickled(f):
+def copy_by_pickle(f):
     return pickle.loads(pickle.dumps(f))
 
 
 def test_function_copy_shares_variables(fork):
     fork(2)
-    f, w = made()
+    f, w = make_function()
     assert f(VALUE) == 6
     g = copy.copy(f)
     assert (g.name, g.output_modes) == ("f", ["sum"])
@@ -48,23 +48,23 @@ def test_function_copy_shares_variables(fork):
     assert synk.gather(w).tolist() == [6, 6]
 
 
-@pytest.mark.parametrize("duplicate", [deep, pickled])
+@pytest.mark.parametrize("duplicate", [deep, copy_by_pickle])
 @pytest.mark.parametrize("called", [True, False])
 def test_deep_copy_copies_shared_variables(fork, duplicate, called):
     fork(2)
     results = []
-    for f, w in (made(), made(function)):
+    for f, w in (make_function(), make_function(function)):
         if called:
             f(VALUE)
         g = duplicate(f)
         results.append([float(h(VALUE)) for h in (g, g, f, g)] + [float(w.get_value())])
     np.testing.assert_array_equal(*results)
-    assert synk.gather(g_shared := duplicate(made()[0]).get_shared()[0]).tolist() == [1, 1], g_shared
+    assert synk.gather(g_shared := duplicate(make_function()[0]).get_shared()[0]).tolist() == [1, 1], g_shared
 
 
 def test_function_pickle_works_with_other_ranks(fork):
     fork(2)
-    f, _ = made()
+    f, _ = make_function()
     f(VALUE)
     synk.close()
     kept = pickle.dumps(f)
@@ -82,7 +82,7 @@ def test_function_of_a_deep_graph_is_picklable(fork):
     for _ in range(400):
         y = y + 1
     f = synk.function([x], (y.sum(), "sum"), mode="FAST_COMPILE")
-    assert pickled(f)(VALUE) == 1606
+    assert copy_by_pickle(f)(VALUE) == 1606
 
 
 def trained():
@@ -94,7 +94,7 @@ def trained():
 DATA = np.random.default_rng(0).normal(size=(7, 3)), np.arange(7.0)
 
 
-@pytest.mark.parametrize("duplicate", [deep, pickled])
+@pytest.mark.parametrize("duplicate", [deep, copy_by_pickle])
 def test_deep_copy_of_a_training_function_is_independent(fork, duplicate):
     fork(2)
     train, w = trained()

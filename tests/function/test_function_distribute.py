@@ -53,7 +53,7 @@ def test_distribute_sends_current_values(fork):
     np.testing.assert_array_equal(read(), [3, 2])
 
 
-def counted(monkeypatch):
+def record_sizes(monkeypatch):
     """Collect the sizes of all shared memory made from now on."""
     sizes = []
     create = Memory.create
@@ -68,7 +68,7 @@ def counted(monkeypatch):
 
 def test_large_shared_variable_is_sent_once(fork, monkeypatch):
     fork(2)
-    sizes = counted(monkeypatch)
+    sizes = record_sizes(monkeypatch)
     w = shared(np.ones(2_000_000), "w")
     functions = [synk.function([], ((w * i).sum(), "sum")) for i in range(3)]
     synk.distribute()
@@ -80,7 +80,7 @@ def test_large_shared_variable_is_sent_once(fork, monkeypatch):
 
 def test_large_constant_is_sent_once_per_distribute(fork, monkeypatch):
     fork(2)
-    sizes = counted(monkeypatch)
+    sizes = record_sizes(monkeypatch)
     c = T.constant(np.arange(2_000_000.0))
     x = T.dvector("x")
     functions = [synk.function([x], ((c.sum() * i + x.sum()), "avg")) for i in range(3)]

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from library import INTERPRETED, NAME, shared
 from library import tensor as T
-from system import LIMIT, children_of
+from system import LIMIT, list_children
 
 import synkhronos as synk
 
@@ -89,7 +89,7 @@ def test_killed_worker_ends_all_workers(fork, how):
     with pytest.raises(synk.WorkerError, match=rf"rank [12] \(process \d+\) was killed by {how}"):
         g(np.arange(3.0))
     assert time.monotonic() - start < LIMIT
-    assert children_of(os.getpid()) == []  # the others were ended with it
+    assert list_children(os.getpid()) == []  # the others were ended with it
     with pytest.raises(RuntimeError, match="fork"):
         f(np.arange(3.0))
     fork(2)
@@ -109,7 +109,7 @@ def test_next_call_reports_a_dead_worker(fork):
     x = T.dvector("x")
     f = synk.function([x], (x.sum(), "sum"))
     f(np.arange(3.0))
-    (pid,) = children_of(os.getpid())
+    (pid,) = list_children(os.getpid())
     os.kill(pid, signal.SIGKILL)
     start = time.monotonic()
     with pytest.raises(synk.WorkerError, match=f"rank 1 .process {pid}. was killed by SIGKILL"):

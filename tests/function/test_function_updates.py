@@ -111,7 +111,7 @@ def test_batch_of_no_rows_raises_like_serial(fork):
 UPDATE_OPS = ["avg", "mean", "sum", "prod", "min", "max", "gather", None]
 
 
-def accumulated(op, values, weights):
+def accumulate_slices(op, values, weights):
     """Return the result of accumulating the values of slices."""
     match op:
         case "avg":
@@ -157,7 +157,7 @@ def test_updates_accumulate_over_num_slices(fork, n, prefix):
                     continue
                 pieces = np.array_split(part, min(slices, len(part)))
                 values = [start + (piece * 2).sum(axis=0) / 10 for piece in pieces]
-                assert_close(held, accumulated(op, values, [len(p) for p in pieces]))
+                assert_close(held, accumulate_slices(op, values, [len(p) for p in pieces]))
 
     check()
 

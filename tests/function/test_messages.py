@@ -87,7 +87,7 @@ def do(deed, who=(1,), n=3, updates=False, **kwargs):
     f(np.arange(float(n)))
 
 
-def forked(action, n=2, **kwargs):
+def call_after_fork(action, n=2, **kwargs):
     def provoke():
         synk.fork(n, use_gpu=False, **kwargs)
         action()
@@ -95,7 +95,7 @@ def forked(action, n=2, **kwargs):
     return provoke
 
 
-def after_close(action):
+def call_after_close(action):
     def provoke():
         synk.fork(2, use_gpu=False)
         synk.close()
@@ -111,16 +111,16 @@ def x_and_s():
 
 
 def call(*args, **kwargs):
-    return forked(lambda: x_and_s()[0](*args, **kwargs))
+    return call_after_fork(lambda: x_and_s()[0](*args, **kwargs))
 
 
-def dead_and_again():
+def call_after_death():
     with pytest.raises(synk.WorkerError):
         do("SIGKILL")
     synk.data([1.0])
 
 
-def old_data():
+def pass_old_data():
     synk.fork(2, use_gpu=False)
     d = synk.data(np.ones((4, 2)))
     synk.close()
@@ -128,7 +128,7 @@ def old_data():
     x_and_s()[0](d)
 
 
-def old_data_read():
+def read_old_data():
     synk.fork(2, use_gpu=False)
     d = synk.data([1.0])
     synk.close()
@@ -148,7 +148,7 @@ def different_shapes(collective):
         synk.scatter(s, np.ones((5, 2)))
         collective(s)
 
-    return forked(provoke)
+    return call_after_fork(provoke)
 
 
 def integer_update():
@@ -164,7 +164,7 @@ def death_without_a_code():
         signal.signal(signal.SIGCHLD, before)
 
 
-def beside_gpus(count, lacking=(), cuda=False, **kwargs):
+def fork_with_gpus(count, lacking=(), cuda=False, **kwargs):
     """Fork on a machine that seems to have GPUs."""
 
     def provoke():
@@ -179,7 +179,7 @@ def beside_gpus(count, lacking=(), cuda=False, **kwargs):
     return provoke
 
 
-def in_a_copy(action):
+def call_in_forked_copy(action):
     """Have a process that the user forked do something, and raise here what it raised there."""
 
     def provoke():
@@ -212,18 +212,18 @@ TABLE = {
     # -- no ranks
     "function before fork": (lambda: synk.function([]), RuntimeError),
     "data before fork": (lambda: synk.data([1.0]), RuntimeError),
-    "call after close": (after_close(lambda: synk.data([1.0])), RuntimeError),
-    "distribute after close": (after_close(synk.distribute), RuntimeError),
-    "forked twice": (forked(lambda: synk.fork(3)), RuntimeError),
-    "Data after close": (old_data_read, RuntimeError),
-    "Data of earlier ranks": (old_data, ValueError, "x"),
-    "no GPUs": (beside_gpus(0, use_gpu=True), RuntimeError, "use_gpu"),
-    "GPUs that nothing can drive": (beside_gpus(2, ["nccl4py", "cuda-core"], use_gpu=True), RuntimeError, "use_gpu"),
-    "more ranks than GPUs": (beside_gpus(2, n_parallel=3, use_gpu=True), ValueError, "n_parallel"),
-    "more ranks than GPUs by default": (beside_gpus(2, n_parallel=3), ValueError, "n_parallel"),
-    "CUDA in use before the fork": (beside_gpus(2, cuda=True, use_gpu=True), RuntimeError),
-    "a copy of the master": (in_a_copy(lambda: synk.data([1.0])), RuntimeError),
-    "a copy of the master that closes": (in_a_copy(lambda: (synk.close(), synk.data([1.0]))), RuntimeError),
+    "call after close": (call_after_close(lambda: synk.data([1.0])), RuntimeError),
+    "distribute after close": (call_after_close(synk.distribute), RuntimeError),
+    "forked twice": (call_after_fork(lambda: synk.fork(3)), RuntimeError),
+    "Data after close": (read_old_data, RuntimeError),
+    "Data of earlier ranks": (pass_old_data, ValueError, "x"),
+    "no GPUs": (fork_with_gpus(0, use_gpu=True), RuntimeError, "use_gpu"),
+    "GPUs that nothing can drive": (fork_with_gpus(2, ["nccl4py", "cuda-core"], use_gpu=True), RuntimeError, "use_gpu"),
+    "more ranks than GPUs": (fork_with_gpus(2, n_parallel=3, use_gpu=True), ValueError, "n_parallel"),
+    "more ranks than GPUs by default": (fork_with_gpus(2, n_parallel=3), ValueError, "n_parallel"),
+    "CUDA in use before the fork": (fork_with_gpus(2, cuda=True, use_gpu=True), RuntimeError),
+    "a copy of the master": (call_in_forked_copy(lambda: synk.data([1.0])), RuntimeError),
+    "a copy of the master that closes": (call_in_forked_copy(lambda: (synk.close(), synk.data([1.0]))), RuntimeError),
     "a death without a code": (death_without_a_code, synk.WorkerError),
     # -- workers that die
     **{
@@ -231,7 +231,7 @@ TABLE = {
         for name in ("SIGKILL", "SIGSEGV", "SIGBUS", "SIGABRT", "SIGFPE", "SIGILL", "SIGTERM")
     },
     "exited": (lambda: do("exit"), synk.WorkerError),
-    "after a death": (dead_and_again, RuntimeError),
+    "after a death": (call_after_death, RuntimeError),
     "timed out": (lambda: do("sleep", timeout=0.5), synk.WorkerError),
     # -- ranks that raise
     "a worker raised": (lambda: do("raise"), synk.WorkerError),
@@ -240,29 +240,33 @@ TABLE = {
     "with updates": (lambda: do("raise after updates", updates=True), synk.WorkerError),
     "a call inside a call": (lambda: do("call", (0,)), RuntimeError),
     # -- memory
-    "no room": (forked(lambda: synk.data(shape=1 << 45, dtype="float64")), MemoryError),
+    "no room": (call_after_fork(lambda: synk.data(shape=1 << 45, dtype="float64")), MemoryError),
     # -- functions
-    "an unpicklable graph": (forked(unpicklable), TypeError, "f"),
+    "an unpicklable graph": (call_after_fork(unpicklable), TypeError, "f"),
     "avg of an integer output": (
-        forked(lambda: synk.function([v := tensor.lvector("v")], v.sum())),
+        call_after_fork(lambda: synk.function([v := tensor.lvector("v")], v.sum())),
         ValueError,
         "outputs",
     ),
     "an unknown op": (
-        forked(lambda: synk.function([v := tensor.dvector("v")], (v.sum(), "average"))),
+        call_after_fork(lambda: synk.function([v := tensor.dvector("v")], (v.sum(), "average"))),
         ValueError,
         "outputs",
     ),
-    "a scattered scalar": (forked(lambda: synk.function([tensor.dscalar("v")])), ValueError, "inputs"),
+    "a scattered scalar": (call_after_fork(lambda: synk.function([tensor.dscalar("v")])), ValueError, "inputs"),
     # -- inputs
     "too few inputs": (call(), TypeError, "f"),
     "too many inputs": (call(1, 2), TypeError),
     "an unknown input": (call(y=1), TypeError),
     "dimensions": (call(np.ones(3)), TypeError, "x"),
     "a dtype": (call(np.ones((3, 2), complex)), TypeError, "x"),
-    "Data of another dtype": (forked(lambda: x_and_s()[0](synk.data(np.ones((3, 2), "float32")))), TypeError, "x"),
+    "Data of another dtype": (
+        call_after_fork(lambda: x_and_s()[0](synk.data(np.ones((3, 2), "float32")))),
+        TypeError,
+        "x",
+    ),
     "Data that can't be cast": (
-        forked(lambda: synk.data(dtype="float32", ndim=1, name="d").set_value([1.5])),
+        call_after_fork(lambda: synk.data(dtype="float32", ndim=1, name="d").set_value([1.5])),
         TypeError,
         "x",
     ),
@@ -274,12 +278,16 @@ TABLE = {
     "batch_s out of range": (call(np.ones((4, 2)), batch_s=[9]), IndexError, "batch_s"),
     "batch_s for other ranks": (call(np.ones((4, 2)), batch_s=[[0], [1], [2]]), ValueError, "batch_s"),
     "no slices": (call(np.ones((4, 2)), num_slices=0), ValueError, "num_slices"),
-    "an integer's average over slices": (forked(integer_update), ValueError, "num_slices"),
+    "an integer's average over slices": (call_after_fork(integer_update), ValueError, "num_slices"),
     "an unknown output": (call(np.ones((4, 2)), output_subset=[1]), IndexError, "output_subset"),
-    "shapes of outputs": (forked(two_shapes), ValueError),
+    "shapes of outputs": (call_after_fork(two_shapes), ValueError),
     # -- collectives
-    "an unknown shared variable": (forked(lambda: synk.broadcast(shared(1.0, "u"))), ValueError, "shared_vars"),
-    "no shared variable": (forked(lambda: synk.gather(3)), TypeError, "shared_vars"),
+    "an unknown shared variable": (
+        call_after_fork(lambda: synk.broadcast(shared(1.0, "u"))),
+        ValueError,
+        "shared_vars",
+    ),
+    "no shared variable": (call_after_fork(lambda: synk.gather(3)), TypeError, "shared_vars"),
     "shapes in reduce": (different_shapes(synk.reduce), ValueError, "reduce"),
     "shapes in all_reduce": (different_shapes(lambda s: synk.all_reduce(s, "sum")), ValueError, "all_reduce"),
     "shapes in all_gather": (
@@ -287,8 +295,8 @@ TABLE = {
         ValueError,
         "all_gather",
     ),
-    "op of a collective": (forked(lambda: synk.reduce(x_and_s()[1], "mean")), ValueError, "op"),
-    "a rank that isn't": (forked(lambda: synk.get_value(2, x_and_s()[1])), IndexError, "rank"),
+    "op of a collective": (call_after_fork(lambda: synk.reduce(x_and_s()[1], "mean")), ValueError, "op"),
+    "a rank that isn't": (call_after_fork(lambda: synk.get_value(2, x_and_s()[1])), IndexError, "rank"),
     # -- fork
     "no ranks": (lambda: synk.fork(0), ValueError, "n_parallel"),
     "master_rank": (lambda: synk.fork(2, use_gpu=False, master_rank=2), ValueError, "master_rank"),

@@ -46,7 +46,7 @@ if XLA:
     KINDS = KINDS[:2]  # PyTensor's JAX mode takes no others
 
 
-def drawn(kind, calls=2, seed=3, n=3):
+def draw_on_ranks(kind, calls=2, seed=3, n=3):
     """Return each rank's draws: an array of shape (calls, ranks, draws)."""
     draws, updates = stream(kind, seed)
     f = synk.function([], (draws, "gather"), updates=updates)
@@ -59,13 +59,13 @@ def test_random_streams_of_the_master_equal_serial(fork, kind, master):
     fork(3, master_rank=master)
     draws, updates = stream(kind)
     serial = function([], draws, updates=updates)
-    np.testing.assert_array_equal(drawn(kind)[:, master], [serial(), serial()])
+    np.testing.assert_array_equal(draw_on_ranks(kind)[:, master], [serial(), serial()])
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_random_streams_repeat_no_number(fork, kind):
     fork(3)
-    values = drawn(kind, calls=20)
+    values = draw_on_ranks(kind, calls=20)
     # MRG31k3p has 31 bits a number, so that chance may repeat one.
     assert len(np.unique(values)) >= values.size - 1
 
@@ -73,18 +73,18 @@ def test_random_streams_repeat_no_number(fork, kind):
 @pytest.mark.parametrize("kind", KINDS)
 def test_random_streams_repeat_from_a_seed(fork, kind):
     fork(3)
-    first = drawn(kind)
+    first = draw_on_ranks(kind)
     synk.close()
     fork(3)
-    np.testing.assert_array_equal(drawn(kind), first)
-    np.testing.assert_array_equal(drawn(kind), first)  # in the same ranks as well
-    assert not np.any(drawn(kind, seed=4) == first)
+    np.testing.assert_array_equal(draw_on_ranks(kind), first)
+    np.testing.assert_array_equal(draw_on_ranks(kind), first)  # in the same ranks as well
+    assert not np.any(draw_on_ranks(kind, seed=4) == first)
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_random_numbers_have_the_right_distribution(fork, kind):
     fork(3)
-    each = drawn(kind, calls=200).swapaxes(0, 1).reshape(3, -1)
+    each = draw_on_ranks(kind, calls=200).swapaxes(0, 1).reshape(3, -1)
     assert np.all(np.abs(each.mean(axis=1)) < 5 / np.sqrt(each.shape[1]))
     assert np.all(np.abs(each.std(axis=1) - 1) < 0.15)
     # Streams that follow each other would be correlated.
@@ -187,15 +187,15 @@ def test_random_streams_repeat_over_several_forks(fork, kind):
 # -- seeded, saved and gathered --------------------------------------------------------------------------------
 
 
-def generator_of(draws):
+def get_generator(draws):
     """Return the shared variable from which numbers are drawn."""
     (generator,) = [s for s in library_of(draws).find_shareds([draws]) if library_of(s).is_generator(s)]
     return generator
 
 
-def seeded(kind, seed):
+def get_initial_generator(kind, seed):
     """Return the initial generator of `stream`'s variable."""
-    return library_of(draws := stream(kind, seed)[0]).copy_generator(generator_of(draws))
+    return library_of(draws := stream(kind, seed)[0]).copy_generator(get_generator(draws))
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -203,7 +203,7 @@ def test_random_state_is_saved_and_restored(fork, kind):
     fork(3)
     draws, updates = stream(kind)
     f = synk.function([], (draws, "gather"), updates=updates)
-    generator = generator_of(draws)
+    generator = get_generator(draws)
     f()
     saved = pickle.loads(pickle.dumps(synk.gather(generator)))
     assert len(saved) == 3
@@ -226,10 +226,10 @@ def test_random_state_is_saved_and_restored(fork, kind):
 @pytest.mark.parametrize("kind", KINDS)
 def test_seed_sets_generators_of_all_ranks(fork, kind):
     fork(3, master_rank=1)
-    first = drawn(kind, seed=8)
+    first = draw_on_ranks(kind, seed=8)
     draws, updates = stream(kind, seed=3)
     f = synk.function([], (draws, "gather"), updates=updates)
-    generator = generator_of(draws)
+    generator = get_generator(draws)
     w = shared(np.zeros(2), "w")
     synk.function([], (w, "gather"))()
 
@@ -238,13 +238,13 @@ def test_seed_sets_generators_of_all_ranks(fork, kind):
 
     f()
     # To the very numbers of functions that were made with that seed.
-    synk.broadcast(generator, seeded(kind, 8))
+    synk.broadcast(generator, get_initial_generator(kind, 8))
     np.testing.assert_array_equal(again(), first)
-    synk.broadcast([w, generator], [[1.0, 2.0], seeded(kind, 8)])
+    synk.broadcast([w, generator], [[1.0, 2.0], get_initial_generator(kind, 8)])
     np.testing.assert_array_equal(again(), first)
     np.testing.assert_array_equal(synk.gather([generator, w])[1], [[1, 2]] * 3)
     # Or from what the user has put into the master's variable.
-    generator.set_value(seeded(kind, 8))
+    generator.set_value(get_initial_generator(kind, 8))
     synk.broadcast(generator)
     np.testing.assert_array_equal(again(), first)
     # And later lives of ranks draw others.
@@ -257,7 +257,7 @@ def test_seed_sets_generators_of_all_ranks(fork, kind):
 def test_collectives_refuse_generators(fork, kind):
     fork(2)
     draws, updates = stream(kind)
-    generator = generator_of(draws)
+    generator = get_generator(draws)
     generator.name = "rng"
     f = synk.function([], (draws, "gather"), updates=updates)
     synk.gather(generator)
@@ -276,7 +276,7 @@ def test_collectives_refuse_generators(fork, kind):
     ):
         with pytest.raises((TypeError, ValueError), match="^values: 'rng'"):
             act()
-    np.testing.assert_array_equal(f(), drawn(kind, calls=1, n=2)[0].reshape(-1))
+    np.testing.assert_array_equal(f(), draw_on_ranks(kind, calls=1, n=2)[0].reshape(-1))
 
 
 if NAME == "pytensor":
@@ -302,7 +302,7 @@ if NAME == "pytensor":
     @pytest.mark.parametrize("kind", ["PCG64", "PCG64DXSM", "Philox", "MT19937"])
     def test_numpy_generators_are_jumped_by_rank(fork, kind):
         fork(3)
-        values = drawn(kind, calls=1)[0]
+        values = draw_on_ranks(kind, calls=1)[0]
         for r in range(3):
             generator = np.random.Generator(getattr(np.random, kind)(3).jumped(r))
             np.testing.assert_array_equal(values[r], generator.normal(size=K))

@@ -38,7 +38,7 @@ def values(draw, dtypes, least_ndim=0, same_rows=True):
 
 
 @st.composite
-def weighted(draw):
+def draw_weighted(draw):
     made = draw(values(FLOATS))
     return made, draw(st.lists(st.integers(1, 1000), min_size=len(made), max_size=len(made)))
 
@@ -52,7 +52,7 @@ def test_avg_is_unweighted(parts):
     np.testing.assert_allclose(result, expected, rtol=TOLERANCE[dtype.name], atol=TOLERANCE[dtype.name])
 
 
-@given(weighted())
+@given(draw_weighted())
 def test_mean_weighs_values_by_their_rows(case):
     parts, weights = case
     result = reduced("mean", parts, weights)

@@ -15,7 +15,7 @@ from hosts import are_simulated, launch, run
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from library import NAME
-from system import children_of
+from system import list_children
 
 import synkhronos as synk
 from synkhronos import processes
@@ -220,14 +220,14 @@ def started(press):
 @pytest.mark.any_library
 def test_interrupt_at_any_moment_leaves_no_mpirun(monkeypatch):
     made.end()  # those are children of this process, too
-    children = set(children_of(os.getpid()))
+    children = set(list_children(os.getpid()))
     said = [{"name": name, "cores": 1, "gpus": 0, "machine": 1, "versions": {}} for name in "ab"]
     monkeypatch.setattr(mpirun, "make_mpirun_command", lambda names, address: ["sleep", "60"])
     monkeypatch.setattr(mpi_link.MpiLink, "_connect", lambda self, listener: said)
     for press in range(1, 1 + started(-1)):
         with pytest.raises(KeyboardInterrupt):
             started(press)
-        assert set(children_of(os.getpid())) <= children, press
+        assert set(list_children(os.getpid())) <= children, press
 
 
 def test_fork_warns_of_a_process_bound_to_a_core(monkeypatch):
@@ -253,7 +253,7 @@ def test_fork_refuses_an_mpirun_of_another_mpi(monkeypatch):
     monkeypatch.setattr(mpi_link.MpiLink, "_connect", lambda self, listener: [{"name": "a", "cores": 4, "gpus": 0}])
     with pytest.raises(RuntimeError, match=r"^/opt/mpi/bin/mpirun started 2 processes, and MPI connects 1 of them"):
         synk.fork(hosts=["a", "b"], use_gpu=False)
-    assert children_of(os.getpid()) == []
+    assert list_children(os.getpid()) == []
 
 
 def test_frames_allocate_no_extra_memory():

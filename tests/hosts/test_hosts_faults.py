@@ -67,7 +67,7 @@ def fork(hosts, tree, **settings):
     return tree.know()
 
 
-def go_to(tree, place, action="hold", on=None):
+def move_ranks_to(tree, place, action="hold", on=None):
     """Have ranks come to a place."""
     on = on or HOLDING[place]
     tree.order("part", place=place, on=on, action=action)
@@ -99,14 +99,14 @@ def test_exceptions_and_interrupts_on_hosts(hosts):
         fork(hosts, tree)
         for place in PLACES[1:]:
             moment = time.monotonic()
-            go_to(tree, place, "raise", on=[2])
+            move_ranks_to(tree, place, "raise", on=[2])
             words = [f"rank 2 on host {hosts.other} raised KeyError", "a fault", "hurt.py"]
             check_error(tree.wait("outcome"), moment, rank=2, words=words)
         moment = time.monotonic()
-        go_to(tree, "computing", "raise", on=[0])
+        move_ranks_to(tree, "computing", "raise", on=[0])
         check_error(tree.wait("outcome"), moment, error="KeyError")
         for place in PLACES:
-            go_to(tree, place)
+            move_ranks_to(tree, place)
             moment = time.monotonic()
             os.kill(tree.pid, signal.SIGINT)
             check_error(tree.wait("outcome"), moment, error="KeyboardInterrupt")
@@ -138,7 +138,7 @@ def test_killed_process_on_a_host_is_named(hosts, who, place):
     kind, number, rank, words = KILLED[who]
     with hosts as tree:
         pids = fork(hosts, tree)[kind]
-        go_to(tree, place)
+        move_ranks_to(tree, place)
         moment = time.monotonic()
         os.kill(pids if number is None else pids[number], signal.SIGKILL)
         tree.release() if place == "idle" else None
@@ -153,7 +153,7 @@ def test_killed_process_on_a_host_is_named(hosts, who, place):
 def test_death_of_a_lock_holder_with_a_remote_waiter(hosts):
     with hosts as tree:
         pids = fork(hosts, tree)["ranks"]
-        go_to(tree, "lock", on=[1])
+        move_ranks_to(tree, "lock", on=[1])
         time.sleep(0.3)  # for so long the others leave it alone
         moment = time.monotonic()
         os.kill(pids[1], signal.SIGKILL)
@@ -174,7 +174,7 @@ def test_lost_host_is_named(hosts, fault, place):
     with hosts as tree:
         settings = {} if fault == "kill" else {"host_timeout": SILENCE}
         fork(hosts, tree, **settings)
-        go_to(tree, place)
+        move_ranks_to(tree, place)
         moment = tree.hurt(fault, hosts.other)
         tree.release() if place == "idle" else None
         limit = PROMPT if fault == "kill" else SILENCE + 4  # a busy machine sends late, too
@@ -268,7 +268,7 @@ def test_killed_agent_leaves_no_shared_memory(hosts):
 def test_nothing_outlives_the_master(hosts, place):
     with hosts as tree:
         fork(hosts, tree)
-        go_to(tree, place)
+        move_ranks_to(tree, place)
         os.kill(tree.pid, signal.SIGKILL)
         tree.until_started()
         tree.nothing_left(is_fresh=True)
@@ -299,17 +299,17 @@ def test_idle_hosts_use_no_cores(hosts):
         check_works(tree)
         pids = [tree.pid, *found["agents"], *found["ranks"]]
         time.sleep(0.3)
-        before, began = [seconds_of(pid) for pid in pids], time.monotonic()
+        before, began = [read_cpu_seconds(pid) for pid in pids], time.monotonic()
         time.sleep(2)
         passed = time.monotonic() - began
-        used = [(seconds_of(pid) - was) / passed for pid, was in zip(pids, before, strict=True)]
+        used = [(read_cpu_seconds(pid) - was) / passed for pid, was in zip(pids, before, strict=True)]
         print([f"{each:.1%}" for each in used])
         assert max(used) <= 0.05, used
         tree.do("close")
         tree.nothing_left()
 
 
-def seconds_of(pid):
+def read_cpu_seconds(pid):
     """Return the processor time that a process has used."""
     with open(f"/proc/{pid}/stat") as stat:
         user, system = stat.read().rsplit(")", 1)[1].split()[11:13]

@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from hosts import are_simulated, words
-from launch_runs import HOST, family, lines, train
+from launch_runs import HOST, lines, list_marked_processes, train
 from paths import SUPPORT
 
 from synkhronos.launch.settings import SettingsError, read_environment, resolve
@@ -176,14 +176,14 @@ def test_kill_of_any_process_on_hosts_leaves_nothing(tmp_path, who):
     )
     try:
         host.stdout.readline()
-        before = family(mark.encode())
+        before = list_marked_processes(mark.encode())
         host.stdin.write("\n")
         host.stdin.flush()
         deadline = time.monotonic() + LIMIT
         while not (tmp_path / "run" / "rank-1.jsonl").exists():
             assert host.poll() is None and time.monotonic() < deadline
             time.sleep(0.05)
-        everyone = {pid: what for pid, what in family(mark.encode()).items() if pid not in before}
+        everyone = {pid: what for pid, what in list_marked_processes(mark.encode()).items() if pid not in before}
         found = {kind: [p for p, (_, line) in everyone.items() if re.match(KINDS[kind], line)] for kind in KINDS}
         (first,) = found["rank 0"]
         found["agent"].sort(key=lambda pid: everyone[pid][0] != everyone[first][0])
@@ -209,7 +209,7 @@ def test_kill_of_any_process_on_hosts_leaves_nothing(tmp_path, who):
         else:
             assert int(status) != 0 and time.monotonic() - began < LIMIT
         deadline = time.monotonic() + LIMIT
-        while left := [what for pid, what in family(mark.encode()).items() if pid not in before]:
+        while left := [what for pid, what in list_marked_processes(mark.encode()).items() if pid not in before]:
             assert time.monotonic() < deadline, left
             time.sleep(0.05)
     finally:

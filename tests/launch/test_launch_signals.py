@@ -14,7 +14,7 @@ import pytest
 from launch_interrupts import LIMIT, ShellSupervisor, start_checkpointed_run, wait_until_training
 from launch_runs import ENVIRONMENT, command
 from paths import SUPPORT
-from system import children_of, lives, names, names_left
+from system import list_children, lives, names, names_left
 
 from synkhronos.launch import supervisor
 from synkhronos.launch.settings import Settings
@@ -135,7 +135,7 @@ def test_interrupt_before_ranks_start(tmp_path, monkeypatch):
 
 def list_process_tree(pid):
     found = [pid]
-    for child in children_of(pid):
+    for child in list_children(pid):
         found += list_process_tree(child)
     return found
 
@@ -168,7 +168,7 @@ def test_kill_of_any_process_leaves_nothing(tmp_path, who, script):
         first, *ranks = wait_until_training(folder, process)
         everyone = list_process_tree(process.pid)
         assert set(ranks) < set(everyone) and len(everyone) == (4 if script else 3)
-        supervisor = children_of(process.pid)[0] if script else process.pid
+        supervisor = list_children(process.pid)[0] if script else process.pid
         victim = {"script": first, "supervisor": supervisor, "rank 0": ranks[0], "rank 1": ranks[1]}.get(who, first)
         os.kill(victim, {"Ctrl-C": signal.SIGINT, "SIGTERM": signal.SIGTERM}.get(who, signal.SIGKILL))
         began = time.monotonic()

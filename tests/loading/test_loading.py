@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from library import few
 from loading_sources import Damaged, Deep, Endless, Numbers, Slow, Wider, add_noise, picture
-from system import until_state
+from system import wait_for_state
 
 from synkhronos import loading
 from synkhronos.loading import CropMirror, Loader
@@ -28,7 +28,7 @@ def order(count, seed, epoch):
     return np.random.default_rng((seed, epoch)).permutation(count)
 
 
-def cropped(row, seed, epoch, crop, mirror, mean, size=6):
+def crop_row(row, seed, epoch, crop, mirror, mean, size=6):
     """Return the row that `CropMirror` returns, computed step by step."""
     random = np.random.default_rng((seed, epoch, row, 1))
     top, left = random.integers(size - crop + 1, size=2)
@@ -97,7 +97,7 @@ def test_augmentation_follows_seed_epoch_and_row(processes, crop, mirror, mean, 
                         "channels": means["channels"][:, None, None],
                         "picture": means["picture"][:, top : top + crop, left : left + crop],
                     }.get(mean, mean)
-                    np.testing.assert_array_equal(one, cropped(row, seed, epoch, crop, mirror, here))
+                    np.testing.assert_array_equal(one, crop_row(row, seed, epoch, crop, mirror, here))
                     seen += 1
             assert seen == 13
     finally:
@@ -230,7 +230,7 @@ def test_loader_processes_end_when_dropped(load):
     next(loader.arrays(0, 2))
     (pid,) = loader._pool.pids
     del loader
-    until_state(pid, "Z")
+    wait_for_state(pid, "Z")
     next(load(Numbers(5)).arrays(0, 2))  # who starts others waits for it
     with pytest.raises(ChildProcessError):
         os.waitpid(pid, os.WNOHANG)

@@ -27,7 +27,7 @@ pytestmark = [pytest.mark.faults, pytest.mark.any_library]
 LIMIT = 30
 
 
-def until(condition):
+def wait_until(condition):
     deadline = time.monotonic() + LIMIT
     while not condition():
         assert time.monotonic() < deadline
@@ -64,9 +64,9 @@ def test_killed_loader_is_named(load, which, moment):
     if moment != "before the first batch":
         found += next(batches)[1].tolist()
     else:
-        loader._prepare_pool(loader._make_plan(0, 6, 0, 0, False)[0], layout_of(loader, 6), False)
+        loader._prepare_pool(loader._make_plan(0, 6, 0, 0, False)[0], make_layout(loader, 6), False)
     if moment == "while the ring is full":
-        until(lambda: loader._pool.ring.is_filled(3))
+        wait_until(lambda: loader._pool.ring.is_filled(3))
     pid = loader._pool.pids[which]
     if moment == "stopped":
         os.kill(pid, signal.SIGSTOP)
@@ -86,7 +86,7 @@ def test_killed_loader_is_named(load, which, moment):
     assert pid not in loader._pool.pids
 
 
-def layout_of(loader, unit):
+def make_layout(loader, unit):
     from synkhronos.loading.ring import RingLayout
 
     return RingLayout(1, loader.processes, loader.depth, unit)
@@ -136,7 +136,7 @@ def test_death_of_a_rank_ends_loaders(fork, load, rule):
     os.kill(ranks.session().workers.pids[2], signal.SIGKILL)
     with pytest.raises(synk.WorkerError, match="rank 2 .* was killed by SIGKILL"):
         list(reports)
-    until(lambda: not any(map(lives, pids)))
+    wait_until(lambda: not any(map(lives, pids)))
     fork(2)
     assert next(training(rule, loader)[1]).seen == 20
 
@@ -161,7 +161,7 @@ def test_loader_leaves_nothing_at_exit(tmp_path, how, sent):
         start_new_session=True,
     )
     try:
-        until((tmp_path / "processes.json").exists)
+        wait_until((tmp_path / "processes.json").exists)
         found = json.loads((tmp_path / "processes.json").read_text())
         pids = found["workers"] + found["loaders"]
         assert len(found["loaders"]) == 2
@@ -170,7 +170,7 @@ def test_loader_leaves_nothing_at_exit(tmp_path, how, sent):
         elif sent is not None:
             os.kill(process.pid, sent)
         assert process.wait(LIMIT) == (3 if sent is None else -sent)
-        until(lambda: not any(map(lives, pids)))
+        wait_until(lambda: not any(map(lives, pids)))
     finally:
         if process.poll() is None:
             os.killpg(process.pid, signal.SIGKILL)
@@ -185,16 +185,16 @@ def test_loader_ignores_signals_that_the_program_handles(tmp_path):
         start_new_session=True,
     )
     try:
-        until((tmp_path / "count").exists)
+        wait_until((tmp_path / "count").exists)
         os.killpg(process.pid, signal.SIGTERM)
         done = (tmp_path / "count").read_text()
-        until(lambda: (tmp_path / "count").read_text() not in ("", done))
+        wait_until(lambda: (tmp_path / "count").read_text() not in ("", done))
         pids = json.loads((tmp_path / "processes.json").read_text())["loaders"]
         assert all(map(lives, pids))
     finally:
         os.killpg(process.pid, signal.SIGKILL)
         process.wait()
-    until(lambda: not any(map(lives, pids)))
+    wait_until(lambda: not any(map(lives, pids)))
 
 
 # -- interrupts ----------------------------------------------------------------------------------------------

@@ -72,7 +72,7 @@ def first(*args, batch_size=4, **kwargs):
         loader.close()
 
 
-def asked(source=None, **kwargs):
+def read_epoch(source=None, **kwargs):
     Loader(Numbers(10) if source is None else source).arrays(**{"epoch": 0, "batch_size": 2, **kwargs})
 
 
@@ -143,12 +143,12 @@ CALLS = {
     "vars: how many": (ValueError, "vars", lambda: rows(vars=[tensor.dtensor4("x")])),
     "vars: dimensions": (ValueError, "vars", lambda: rows(vars=[tensor.dmatrix("x"), tensor.ivector("y")])),
     "vars: dtype": (TypeError, "vars", lambda: rows(vars=[tensor.tensor4("x", dtype="bool"), tensor.ivector("y")])),
-    "batch_size": (ValueError, "batch_size", lambda: asked(batch_size=0)),
-    "batch_size of a whole batch": (ValueError, "batch_size", lambda: asked(batch_size=11, whole=True)),
-    "epoch": (ValueError, "epoch", lambda: asked(epoch=-1)),
-    "seed": (ValueError, "seed", lambda: asked(seed=1 << 63)),
-    "row": (ValueError, "row", lambda: asked(row=11)),
-    "rank": (ValueError, "rank", lambda: asked(rank=2, size=2)),
+    "batch_size": (ValueError, "batch_size", lambda: read_epoch(batch_size=0)),
+    "batch_size of a whole batch": (ValueError, "batch_size", lambda: read_epoch(batch_size=11, whole=True)),
+    "epoch": (ValueError, "epoch", lambda: read_epoch(epoch=-1)),
+    "seed": (ValueError, "seed", lambda: read_epoch(seed=1 << 63)),
+    "row": (ValueError, "row", lambda: read_epoch(row=11)),
+    "rank": (ValueError, "rank", lambda: read_epoch(rank=2, size=2)),
     "no ranks": (RuntimeError, "", lambda: (synk.fork(1, use_gpu=False), synk.close(), rows().epoch(0, 2))),
     "data outside of a loop": (RuntimeError, "data", lambda: rows().data),
     "the length of an iterable": (TypeError, "", lambda: len(Loader(Endless(3)))),
@@ -160,7 +160,7 @@ CALLS = {
         "",
         lambda: (synk.fork(1, use_gpu=False), next(rows().epoch(0, 1 << 63))),
     ),
-    "a size of 2**70": (ValueError, "size", lambda: asked(size=1 << 70)),
+    "a size of 2**70": (ValueError, "size", lambda: read_epoch(size=1 << 70)),
     "a module that loaders don't find": (LoadError, "", lost_module),
     "npy: nothing there": (FileNotFoundError, "nothing.npy", lambda: loading.npy("nothing.npy")),
     "npy: another file": (ValueError, "notes.txt", lambda: loading.npy("notes.txt")),

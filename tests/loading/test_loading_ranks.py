@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from library import same, shared, tensor
 from loading_sources import BAD, ROWS, TARGETS, Numbers, OnlyHere, Rows, SlowRows, SomeBad, SomeGood, picture
-from system import children_of, lives
+from system import list_children, lives
 
 import synkhronos as synk
 from synkhronos import rules
@@ -49,7 +49,7 @@ def test_loader_processes_end_with_the_ranks(fork):
     batches = loader.epoch(0, 3)
     next(batches)
     pids = list(loader._pool.pids)
-    assert len(pids) == 2 and set(pids) <= set(children_of(os.getpid()))
+    assert len(pids) == 2 and set(pids) <= set(list_children(os.getpid()))
     synk.close()
     assert not any(lives(pid) for pid in pids)
     with pytest.raises(RuntimeError, match="can't continue: .* the loader or the ranks were closed"):

@@ -254,7 +254,7 @@ def test_every_public_name_is_in_the_reference():
     assert set(synk.__all__) <= documented
 
 
-def documented_members():
+def list_documented_members():
     """Yield the dotted names in the reference: each class, and its members that are listed; "*" stands for all."""
     text = "\n".join(page.read_text() for page in sorted((ROOT / "docs").glob("*.rst")))
     for match in re.finditer(r"^\.\. auto(?:class|exception):: ([\w.]+)((?:\n   .*)*)", text, re.MULTILINE):
@@ -288,7 +288,7 @@ UNDOCUMENTED = {
 
 def test_every_public_attribute_is_in_the_reference():
     """A public method that is internal gets an underscore; any other, a line on a page or in the class' docstring."""
-    documented = set(documented_members())
+    documented = set(list_documented_members())
     pages = "\n".join(page.read_text() for page in (ROOT / "docs").glob("*.rst"))
     names = {"": vars(synk)}
     for package in "data function launch loading rules tasks tracing training".split():

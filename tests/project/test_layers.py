@@ -38,7 +38,7 @@ ENTRY_POINTS = {"__init__", "__main__"}
 STARTERS = {"__main__", "launch", *INNER}
 
 
-def package_of(path):
+def get_package_name(path):
     return package_named(path.relative_to(PACKAGE).with_suffix("").parts)
 
 
@@ -47,7 +47,7 @@ def package_named(parts):
     return inner if inner in INNER else parts[0]
 
 
-def imported_modules(path):
+def list_imported_modules(path):
     """Yield the names that a file imports from the package, in functions too: ``module`` or ``module.name``."""
     for node in ast.walk(ast.parse(path.read_text())):
         names = []
@@ -61,22 +61,22 @@ def imported_modules(path):
                 yield rest
 
 
-def imported_packages(path):
+def list_imported_packages(path):
     """Yield the packages that a file imports from."""
-    return (package_named(module.split(".")) for module in imported_modules(path))
+    return (package_named(module.split(".")) for module in list_imported_modules(path))
 
 
 FILES = sorted(PACKAGE.rglob("*.py"))
-PACKAGES = sorted({package_of(path) for path in FILES} - ENTRY_POINTS)
+PACKAGES = sorted({get_package_name(path) for path in FILES} - ENTRY_POINTS)
 
 
 @pytest.mark.parametrize("package", PACKAGES)
 def test_imports_go_to_lower_layers(package):
     assert package in LAYER, f"synkhronos/{package} has no layer: give it one here, and a row in docs/internals.rst"
     for path in FILES:
-        if package_of(path) != package:
+        if get_package_name(path) != package:
             continue
-        for other in imported_packages(path):
+        for other in list_imported_packages(path):
             if not other:
                 # The public functions: for packages that use them as programs do.
                 assert LAYER[package] > LAYER["tasks"], f"{path} imports the package itself"
@@ -88,7 +88,7 @@ def is_private(name):
     return name.startswith("_") and not name.endswith("__")
 
 
-def private_names_of(tree):
+def list_private_names(tree):
     """Yield the private names that a module defines: its own, and those of its classes and their instances."""
     for node in ast.walk(tree):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
@@ -114,7 +114,7 @@ def find_private_uses(trees):
     """
     defined = {}
     for package, _, tree in trees:
-        defined.setdefault(package, set()).update(filter(is_private, private_names_of(tree)))
+        defined.setdefault(package, set()).update(filter(is_private, list_private_names(tree)))
     everywhere = set().union(*defined.values())
     uses = []
     for package, place, tree in trees:
@@ -131,7 +131,7 @@ def find_private_uses(trees):
 
 
 def test_no_package_uses_private_names_of_another():
-    trees = [(package_of(path), path.relative_to(PACKAGE), ast.parse(path.read_text())) for path in FILES]
+    trees = [(get_package_name(path), path.relative_to(PACKAGE), ast.parse(path.read_text())) for path in FILES]
     assert find_private_uses(trees) == []
 
 
@@ -144,7 +144,7 @@ def test_find_private_uses():
     assert sorted(find_private_uses(trees)) == ["b.py:1: _g", "b.py:4: _f", "b.py:4: _x"]
 
 
-def module_of(path):
+def get_module_name(path):
     parts = path.relative_to(PACKAGE).with_suffix("").parts
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
@@ -171,10 +171,10 @@ def find_cycles(imports):
 
 def test_imports_have_no_cycle():
     """Imports within functions and those for type checkers count."""
-    paths = {module_of(path): path for path in FILES if package_of(path) not in ENTRY_POINTS}
+    paths = {get_module_name(path): path for path in FILES if get_package_name(path) not in ENTRY_POINTS}
     imports = {module: set() for module in paths}
     for module, path in paths.items():
-        for name in imported_modules(path):
+        for name in list_imported_modules(path):
             # ``from a.b import c`` imports the module a.b.c, or c from a.b.
             found = name if name in paths else name.rpartition(".")[0]
             if found in paths and found != module:
@@ -188,14 +188,14 @@ def test_find_cycles():
 
 def test_only_entry_points_import_compat():
     for path in FILES:
-        if package_of(path) not in {"compat", *STARTERS}:
-            assert "compat" not in set(imported_packages(path)), path
+        if get_package_name(path) not in {"compat", *STARTERS}:
+            assert "compat" not in set(list_imported_packages(path)), path
 
 
 def test_compat_imports_three_modules_of_other_packages():
     """So that it could be a distribution of its own, as its docstring says."""
-    files = [path for path in FILES if package_of(path) == "compat"]
-    used = {module for path in files for module in imported_modules(path) if module.partition(".")[0] != "compat"}
+    files = [path for path in FILES if get_package_name(path) == "compat"]
+    used = {module for path in files for module in list_imported_modules(path) if module.partition(".")[0] != "compat"}
     ops = {"lowering.numpy_op.NumpyOp", "lowering.numpy_op.register_lowering"}
     assert used == {"lowering.linker", "lowering.sums", *ops}
 
@@ -209,10 +209,10 @@ GPU_DEVICES = re.compile(r"devices\.(jax|pygpu|cuda|JAX|PYGPU)\b")
 def test_only_devices_engines_and_lowering_import_jax_or_pygpu():
     """So that a new device is one file: other packages ask the device of an array."""
     for path in FILES:
-        package = package_of(path)
+        package = get_package_name(path)
         if package in ARRAY_PACKAGES:
             continue
-        assert not [module for module in imported_modules(path) if GPU_DEVICES.match(module)], path
+        assert not [module for module in list_imported_modules(path) if GPU_DEVICES.match(module)], path
         if package not in {"compat", *INNER}:  # their Ops tell PyTensor how to translate them to JAX
             for node in ast.walk(ast.parse(path.read_text())):
                 names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
@@ -237,7 +237,7 @@ def test_source_map_in_internals_is_complete():
 
 
 @functools.cache
-def defined_names(path):
+def list_defined_names(path):
     """Return the names that a file defines: functions, classes, and ``Class.method``."""
     names = set()
     for node in ast.parse(path.read_text()).body:
@@ -253,7 +253,7 @@ def find_missing_names(text):
     literals = re.findall("``(.+?)``", text)
     paths = [PACKAGE / literal for literal in literals if literal.endswith(".py")]
     missing = [str(path.relative_to(PACKAGE)) for path in paths if not path.exists()]
-    defined = set().union(*(defined_names(path) for path in paths if path.exists()))
+    defined = set().union(*(list_defined_names(path) for path in paths if path.exists()))
     names = [literal for literal in literals if re.fullmatch(r"\w+(\.(?!py$)\w+)?", literal)]
     return missing + [name for name in names if name not in defined]
 
@@ -268,7 +268,7 @@ def test_source_walks_name_existing_functions():
 
 def test_internals_names_existing_classes_and_methods():
     page = (PACKAGE.parent / "docs" / "internals.rst").read_text()
-    everywhere = set().union(*map(defined_names, FILES)) | set(dir(builtins))
+    everywhere = set().union(*map(list_defined_names, FILES)) | set(dir(builtins))
     named = set(re.findall(r"``(?:[a-z_/]+\.)?([A-Z]\w*[a-z]\w*(?:\.\w+)?)``", page))
     assert len(named) > 40 and sorted(named - everywhere) == []
 

@@ -388,11 +388,11 @@ def explore(world):
         try:
             world.check(is_last)
         except AssertionError as error:
-            raise AssertionError(f"{error}\n{way(known, state)}") from None
+            raise AssertionError(f"{error}\n{list_transitions(known, state)}") from None
     return len(known)
 
 
-def way(known, state):
+def list_transitions(known, state):
     """Return the transitions that led to a state, one a line."""
     lines = []
     while known[state] is not None:

@@ -12,7 +12,7 @@ import time
 import pytest
 from faults.harness import PROMPT, Program
 from library import NAME
-from system import until_state
+from system import wait_for_state
 
 pytestmark = pytest.mark.faults
 
@@ -26,13 +26,13 @@ COLLECTIVES = [
 STREAMED = ["broadcast", "gather", "all_gather", "reduce", "all_reduce", "reduce_scatter", "get_value"]
 
 
-def held_at(place, on):
+def start_held_program(place, on):
     """Return a program that holds at a place, on some ranks; all of it waits for them there."""
     where, how = ("call", "compiled") if place == "compiled" else (place, "python")
     return Program("at_a_point", where=where, action=f"hold:{how}", on=on)
 
 
-def until_inside(program, place, n):
+def wait_until_inside(program, place, n):
     """Return each rank's process, once it is where it is to be hurt."""
     pids = {int(r): pid for r, pid in program.wait("ready")["pids"].items()}
     if place != "idle":
@@ -81,8 +81,8 @@ def check_error(outcome, moment, error="WorkerError", words=(), worker=None):
     [*(("SIGKILL", place) for place in PLACES), *((name, "compiled") for name in DEADLY[1:]), ("SIGTERM", "idle")],
 )
 def test_worker_killed_by_a_signal_is_named(name, place):
-    with held_at(place, [2]) as program:
-        pids = until_inside(program, place, 1)
+    with start_held_program(place, [2]) as program:
+        pids = wait_until_inside(program, place, 1)
         moment = program.hurt(pids[2], signal.Signals[name])
         if place == "idle":
             program.release()
@@ -98,12 +98,12 @@ def test_worker_killed_by_a_signal_is_named(name, place):
 )
 def test_stopped_processes_continue_after_sigcont(place, who):
     on = {"worker": [2], "master": [0], "all": [0, 1, 2]}[who]
-    with held_at(place, on) as program:
-        pids = until_inside(program, place, len(on))
+    with start_held_program(place, on) as program:
+        pids = wait_until_inside(program, place, len(on))
         hurt = [program.pid] if who == "master" else [pids[2]] if who == "worker" else list(pids.values())
         program.hurt(None if who == "all" else hurt[0], signal.SIGSTOP)
         for pid in hurt:
-            until_state(pid, "T")
+            wait_for_state(pid, "T")
         program.release()
         assert program.is_silent(0.1)
         program.hurt(None if who == "all" else hurt[0], signal.SIGCONT)
@@ -115,8 +115,8 @@ def test_stopped_processes_continue_after_sigcont(place, who):
 @pytest.mark.any_library
 @pytest.mark.parametrize("place", PLACES)
 def test_worker_ignores_sigint(place):
-    with held_at(place, [2]) as program:
-        pids = until_inside(program, place, 1)
+    with start_held_program(place, [2]) as program:
+        pids = wait_until_inside(program, place, 1)
         program.hurt(pids[2], signal.SIGINT)
         program.release()
         assert "error" not in program.wait("outcome")
@@ -136,8 +136,8 @@ def test_nothing_outlives_the_master(name, place, who):
     on = [1, 2] if place == "distribute" else [0, 1, 2] if who == "all" else [0]
     if place == "compiled":
         on = [0, 1, 2]  # workers in compiled code run no Python that could notice anything
-    with held_at(place, on) as program:
-        until_inside(program, place, len(on))
+    with start_held_program(place, on) as program:
+        wait_until_inside(program, place, len(on))
         program.hurt(program.pid if who == "master" else None, signal.Signals[name])
         program.nothing_left(limit=1)
         assert program.end() == -signal.Signals[name]
@@ -149,7 +149,7 @@ def test_nothing_outlives_the_master(name, place, who):
 )
 def test_busy_master_notices_a_workers_death(place, how):
     with Program("at_a_point", where=place, action=f"hold:{how}", on=[0]) as program:
-        pids = until_inside(program, place, 1)
+        pids = wait_until_inside(program, place, 1)
         moment = program.hurt(pids[2], signal.SIGKILL)
         outcome = program.wait("outcome")  # it is not released
         check_error(outcome, moment, words=["rank 2", str(pids[2]), "SIGKILL"], worker=2)
@@ -159,7 +159,7 @@ def test_busy_master_notices_a_workers_death(place, how):
 @pytest.mark.any_library
 def test_death_is_noticed_with_a_replaced_sigchld_handler():
     with Program("at_a_point", where="call", action="hold:python", on=[0, 2], urgent=True) as program:
-        pids = until_inside(program, "call", 2)
+        pids = wait_until_inside(program, "call", 2)
         program.hurt(pids[2], signal.SIGKILL)
         assert program.is_silent(0.2)
         program.release()
@@ -171,7 +171,7 @@ def test_death_is_noticed_with_a_replaced_sigchld_handler():
 @pytest.mark.parametrize("reaper", ["system", "master"])
 def test_death_whose_exit_status_was_already_reaped(reaper):
     with Program("at_a_point", where="call", action="hold:python", on=[2], reaper=reaper) as program:
-        pids = until_inside(program, "call", 1)
+        pids = wait_until_inside(program, "call", 1)
         moment = program.hurt(pids[2], signal.SIGKILL)
         outcome = program.wait("outcome")
         check_error(outcome, moment, words=["rank 2", str(pids[2]), "ended (how is not known"], worker=2)
@@ -181,7 +181,7 @@ def test_death_whose_exit_status_was_already_reaped(reaper):
 @pytest.mark.parametrize("action", ["raise:ValueError", "hold:python", "kill:SIGKILL"])
 def test_faults_of_spawned_workers(action):
     with Program("at_a_point", where="call", action=action, on=[2], spawn=True) as program:
-        pids = until_inside(program, "call", 1)
+        pids = wait_until_inside(program, "call", 1)
         if action == "hold:python":
             program.hurt(program.pid, signal.SIGKILL)
             program.nothing_left(limit=1)
@@ -196,10 +196,10 @@ def test_faults_of_spawned_workers(action):
 @pytest.mark.any_library
 @pytest.mark.parametrize("place", ["idle", "call"])
 def test_stopped_worker_ends_with_the_master(place):
-    with held_at(place, [2]) as program:
-        pids = until_inside(program, place, 1)
+    with start_held_program(place, [2]) as program:
+        pids = wait_until_inside(program, place, 1)
         program.hurt(pids[2], signal.SIGSTOP)
-        until_state(pids[2], "T")
+        wait_for_state(pids[2], "T")
         program.hurt(program.pid, signal.SIGKILL)
         program.nothing_left(limit=1)
 
@@ -222,7 +222,7 @@ def test_worker_stopped_during_fork_is_waited_for():
     with Program("at_fork", how="worker") as program:
         pid = program.wait("inside")["pids"]["2"]
         program.hurt(pid, signal.SIGSTOP)
-        until_state(pid, "T")
+        wait_for_state(pid, "T")
         program.release()
         assert program.is_silent(0.1)
         program.hurt(pid, signal.SIGCONT)
@@ -480,7 +480,7 @@ def test_segment_created_after_an_unnoticed_death():
     with Program("announced_to_the_dead") as program:
         pids = program.wait("ready")["pids"]
         program.hurt(pids["1"], signal.SIGKILL)
-        until_state(pids["1"], "Z")
+        wait_for_state(pids["1"], "Z")
         program.release()
         outcome = program.wait("outcome")
         assert outcome["error"] == "WorkerError" and outcome["worker"] == 1, outcome
@@ -543,11 +543,11 @@ def test_broken_stdout_leaves_ranks_usable():
 
 @pytest.mark.any_library
 def test_close_ends_stopped_workers():
-    with held_at("idle", []) as program:
-        pids = until_inside(program, "idle", 0)
+    with start_held_program("idle", []) as program:
+        pids = wait_until_inside(program, "idle", 0)
         for r in (1, 2):
             program.hurt(pids[r], signal.SIGSTOP)
-            until_state(pids[r], "T")
+            wait_for_state(pids[r], "T")
         program.hurt(program.pid, signal.SIGINT)  # ends the program, which closes the ranks
         program.nothing_left(limit=5)  # they get their two seconds
         assert program.end() == -signal.SIGINT

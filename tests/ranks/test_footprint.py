@@ -10,7 +10,7 @@ import textwrap
 import numpy as np
 import pytest
 from library import NAME, shared, tensor
-from system import children_of
+from system import list_children
 
 import synkhronos as synk
 from synkhronos import ranks
@@ -19,7 +19,7 @@ from synkhronos.ranks import Command
 pytestmark = pytest.mark.faults
 
 
-def status_of(pid):
+def read_status(pid):
     with open(f"/proc/{pid}/status") as status:
         return dict(line.rstrip("\n").split(":", 1) for line in status)
 
@@ -28,7 +28,7 @@ def footprint(pid):
     """Return a process's resident memory in kB, and counts of its other resources."""
     with open(f"/proc/{pid}/maps") as maps:
         shared_maps = sum(line.split()[1].endswith("s") for line in maps)
-    status = status_of(pid)
+    status = read_status(pid)
     counted = {
         "descriptors": len(os.listdir(f"/proc/{pid}/fd")),
         "shared mappings": shared_maps,
@@ -67,7 +67,7 @@ def test_ranks_keep_the_memory_of_freed_arrays(fork):
     assert max(ranks.session().run(Faults())) < 400  # each turn takes 780 pages
 
 
-def settled():
+def collect_garbage():
     """Let go of all that is garbage, on all ranks, and return what ranks keep."""
     gc.collect()
     ranks.session().send_releases()
@@ -78,7 +78,7 @@ def settled():
 def test_repeated_fork_and_close_do_not_leak():
     x, w = tensor.dvector("x"), shared(np.zeros(3), "w")
 
-    children = children_of(os.getpid())
+    children = list_children(os.getpid())
     synk.fork(2, use_gpu=False)
     f = synk.function([x], (x[:3], "gather"), updates=[(w, w)])
     synk.close()
@@ -99,7 +99,7 @@ def test_repeated_fork_and_close_do_not_leak():
     later, counted_later = footprint(os.getpid())
     assert counted_later == counted
     assert later - rss < 6_000  # 80 sessions, of at least 2 MB of shared memory each
-    assert set(children_of(os.getpid())) <= set(children)  # no zombie either
+    assert set(list_children(os.getpid())) <= set(children)  # no zombie either
 
 
 @pytest.mark.any_library
@@ -114,10 +114,10 @@ def test_thousands_of_data_do_not_leak(fork):
                 d.set_length(20_000 + i)
 
     some(200)
-    kept = settled()
+    kept = collect_garbage()
     before = [footprint(pid) for pid in (os.getpid(), *workers())]
     some(2_000)
-    assert settled() == kept
+    assert collect_garbage() == kept
     for (rss, counted), (rss_later, counted_later) in zip(
         before, [footprint(pid) for pid in (os.getpid(), *workers())], strict=True
     ):
@@ -142,14 +142,14 @@ def test_hundreds_of_functions_do_not_leak(fork):
             synk.distribute()
             assert functions[i // 50 % 50](np.arange(4.0)) == 6
             del functions, own
-            settled()  # or how much is garbage at some moment is chance
+            collect_garbage()  # or how much is garbage at some moment is chance
 
     some(200)
-    kept = settled()
+    kept = collect_garbage()
     before = [footprint(pid) for pid in (os.getpid(), *workers())]
     objects = len(gc.get_objects())
     some(400)
-    assert settled() == kept
+    assert collect_garbage() == kept
     for (rss, counted), (rss_later, counted_later) in zip(
         before, [footprint(pid) for pid in (os.getpid(), *workers())], strict=True
     ):
@@ -173,10 +173,10 @@ def test_calls_and_collectives_do_not_leak(fork):
             synk.gather(s)
 
     some(50)
-    kept = settled()
+    kept = collect_garbage()
     before = [footprint(pid) for pid in (os.getpid(), *workers())]
     some(200)
-    assert settled() == kept
+    assert collect_garbage() == kept
     for (rss, counted), (rss_later, counted_later) in zip(
         before, [footprint(pid) for pid in (os.getpid(), *workers())], strict=True
     ):

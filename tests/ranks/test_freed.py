@@ -35,7 +35,7 @@ class Hoarder(Op):
         outputs[0][0] = inputs[0].copy()
 
 
-def mapped(pid, nbytes):
+def count_mappings(pid, nbytes):
     """Count the shared mappings of a process that are that large."""
     with open(f"/proc/{pid}/maps") as lines:
         ends = [line.split()[0].split("-") for line in lines if line.split()[1].endswith("s")]
@@ -52,9 +52,9 @@ def test_free_memory_collects_garbage_on_ranks(fork):
     gc.disable()  # as if nothing happened that has it run
     try:
         f(d)
-        assert [mapped(pid, 1 << 23) for pid in pids] == [1, 1]
+        assert [count_mappings(pid, 1 << 23) for pid in pids] == [1, 1]
         d.free_memory()
-        assert [mapped(pid, 1 << 23) for pid in pids] == [0, 0]
+        assert [count_mappings(pid, 1 << 23) for pid in pids] == [0, 0]
     finally:
         gc.enable()
 
@@ -68,7 +68,7 @@ def test_free_memory_after_a_call_that_compiled(tmp_path):
         import pytensor.tensor as pt
         import synkhronos as synk
         from synkhronos import ranks
-        from test_freed import mapped
+        from test_freed import count_mappings
 
         gc.disable()  # as if nothing happened that has it run
         synk.fork(2, use_gpu=False)
@@ -77,9 +77,9 @@ def test_free_memory_after_a_call_that_compiled(tmp_path):
         d = synk.data(np.zeros((1 << 10, 1 << 10)))
         f(d)
         pids = [os.getpid(), *ranks.session().workers.pids.values()]
-        print([mapped(pid, 1 << 23) for pid in pids])
+        print([count_mappings(pid, 1 << 23) for pid in pids])
         d.free_memory()
-        print([mapped(pid, 1 << 23) for pid in pids])
+        print([count_mappings(pid, 1 << 23) for pid in pids])
     """
     done = subprocess.run(
         [sys.executable, "-c", textwrap.dedent(program)],

@@ -8,7 +8,7 @@ import time
 import pytest
 from faults.harness import PROMPT
 from paths import ROOT, SUPPORT
-from system import LIMIT, children_of, lives, names, names_left, state
+from system import LIMIT, list_children, lives, names, names_left, state
 
 pytestmark = [pytest.mark.faults, pytest.mark.any_library]
 
@@ -51,7 +51,7 @@ SETUP = f"""
 """
 
 
-def pids_in(printed):
+def parse_pids(printed):
     """Return the process IDs in the last line of the first cell; other libraries' warnings may precede it."""
     assert "workers" in printed, printed
     return [int(pid) for pid in printed.split("workers")[1].split()]
@@ -124,7 +124,7 @@ def notebook():
     assert not names_left(before)
 
 
-def until_gone(pids, limit=1):
+def wait_until_gone(pids, limit=1):
     deadline = time.monotonic() + limit
     while any(lives(pid) for pid in pids):
         assert time.monotonic() < deadline, {pid: state(pid) for pid in pids}
@@ -134,8 +134,8 @@ def until_gone(pids, limit=1):
 def test_fork_run_interrupt_run_restart(notebook):
     printed, error = notebook.run(SETUP)
     assert error is None
-    pids = pids_in(printed)
-    assert sorted(pids) == sorted(children_of(notebook.pid))
+    pids = parse_pids(printed)
+    assert sorted(pids) == sorted(list_children(notebook.pid))
     assert notebook.run("print(float(f(np.arange(6.0))))") == ("15.0", None)
 
     for calls, busy in enumerate(["master", "worker"], 2):
@@ -158,13 +158,13 @@ def test_fork_run_interrupt_run_restart(notebook):
 
     # The first cell a second time, as people do.
     assert notebook.run("synk.close()") == ("", None)
-    until_gone(pids)
+    wait_until_gone(pids)
     printed, error = notebook.run(SETUP)
     assert error is None
     assert notebook.run("print(float(f(np.arange(6.0))))") == ("15.0", None)
 
     notebook.manager.restart_kernel()
-    until_gone(pids_in(printed))
+    wait_until_gone(parse_pids(printed))
     notebook.client.stop_channels()
     notebook.connect()
     assert notebook.run(SETUP)[1] is None
@@ -175,7 +175,7 @@ def test_killed_kernel_leaves_no_worker(notebook):
     printed, error = notebook.run(SETUP)
     assert error is None
     os.kill(notebook.pid, 9)
-    until_gone(pids_in(printed))
+    wait_until_gone(parse_pids(printed))
 
 
 def test_worker_error_is_shown_with_its_traceback(notebook):

@@ -9,7 +9,7 @@ import textwrap
 import time
 
 import pytest
-from system import LIMIT, children_of, lives, names, names_left
+from system import LIMIT, list_children, lives, names, names_left
 
 import synkhronos as synk
 from synkhronos.ranks import count_available_cores
@@ -28,12 +28,12 @@ def python(code, **kwargs):
 
 def test_fork_returns_the_number_of_ranks(fork):
     assert fork(3) == 3
-    assert len(children_of(os.getpid())) == 2
+    assert len(list_children(os.getpid())) == 2
 
 
 def test_one_rank_has_no_workers(fork):
     assert fork(1) == 1
-    assert children_of(os.getpid()) == []
+    assert list_children(os.getpid()) == []
 
 
 def test_fork_makes_a_rank_for_each_core():
@@ -52,7 +52,7 @@ def test_fork_refuses_a_second_session(fork):
 def test_close_ends_workers_and_can_be_repeated(fork):
     fork(3)
     synk.close()
-    assert children_of(os.getpid()) == []
+    assert list_children(os.getpid()) == []
     synk.close()
     assert fork(2) == 2
 
@@ -217,7 +217,7 @@ def test_failed_fork_leaves_nothing(monkeypatch):
     with pytest.raises(BlockingIOError):
         synk.fork(4, use_gpu=False)
     monkeypatch.undo()
-    assert children_of(os.getpid()) == []
+    assert list_children(os.getpid()) == []
     assert len(os.listdir("/proc/self/fd")) == files
     assert synk.fork(2, use_gpu=False) == 2
     synk.close()

@@ -34,7 +34,7 @@ def work():
     return d
 
 
-def sockets_of(pid):
+def list_sockets(pid):
     """Return the inodes of a process' sockets."""
     inodes = set()
     for fd in os.listdir(f"/proc/{pid}/fd"):
@@ -45,7 +45,7 @@ def sockets_of(pid):
     return inodes
 
 
-def shared_mappings(pid):
+def list_shared_mappings(pid):
     """Return the writable shared mappings of a process."""
     with open(f"/proc/{pid}/maps") as maps:
         fields = [line.split(maxsplit=5) for line in maps]
@@ -157,13 +157,13 @@ def test_existing_segment_names_are_not_used(fork, monkeypatch):
 
 
 def test_sockets_are_pairs_without_an_address(fork):
-    before = sockets_of(os.getpid())
+    before = list_sockets(os.getpid())
     fork(3)
     work()
-    made = sockets_of(os.getpid()) - before
+    made = list_sockets(os.getpid()) - before
     assert len(made) == 2
     for pid in ranks.session().workers.pids.values():
-        theirs = sockets_of(pid)
+        theirs = list_sockets(pid)
         assert len(theirs) == 1
         assert not theirs & before
         made |= theirs
@@ -182,12 +182,12 @@ def test_sockets_are_pairs_without_an_address(fork):
 
 def test_shared_mappings_are_anonymous_or_unlinked(fork):
     gc.collect()  # or what earlier tests have left may go meanwhile
-    before = shared_mappings(os.getpid())
+    before = list_shared_mappings(os.getpid())
     fork(3)
     keep = work()
-    assert len(shared_mappings(os.getpid())) > len(before)
+    assert len(list_shared_mappings(os.getpid())) > len(before)
     for pid in (os.getpid(), *ranks.session().workers.pids.values()):
-        assert all(name.endswith("(deleted)") for name in shared_mappings(pid) if name not in before)
+        assert all(name.endswith("(deleted)") for name in list_shared_mappings(pid) if name not in before)
     assert keep.size
 
 
@@ -200,7 +200,7 @@ def test_subprocesses_inherit_nothing(fork):
     printed = subprocess.run(
         [sys.executable, "-c", listing], close_fds=False, capture_output=True, text=True, timeout=60
     ).stdout
-    made = {f"socket:[{inode}]" for inode in sockets_of(os.getpid())}
+    made = {f"socket:[{inode}]" for inode in list_sockets(os.getpid())}
     assert not made & set(printed.split())
     assert "/dev/shm" not in printed
 

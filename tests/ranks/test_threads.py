@@ -46,7 +46,7 @@ class Sleep(Op):
 
 
 @pytest.fixture
-def at_start():
+def call_at_start():
     """Have a function called in the master, in the middle of a call whose graph has a `Sleep`."""
     yield AT_START.append
     AT_START.clear()
@@ -57,7 +57,7 @@ def summing():
     return synk.function([x], (x.sum(), "sum"))
 
 
-def in_threads(*calls):
+def call_in_threads(*calls):
     """Run calls side by side, and return what each raised, or None."""
     raised = [None] * len(calls)
 
@@ -88,7 +88,7 @@ def test_data_made_by_threads_is_separate(fork):
     usual = sys.getswitchinterval()
     sys.setswitchinterval(1e-5)  # so that threads come between any two lines of the library's
     try:
-        assert in_threads(lambda: make(0), lambda: make(1)) == [None, None]
+        assert call_in_threads(lambda: make(0), lambda: make(1)) == [None, None]
     finally:
         sys.setswitchinterval(usual)
     for array, expected in made[0] + made[1]:
@@ -114,7 +114,7 @@ def test_data_filled_by_a_thread(fork):
         while len(ready) < n:
             assert float(total(ones)) == 100
 
-    assert in_threads(prefetch, train) == [None, None]
+    assert call_in_threads(prefetch, train) == [None, None]
     for array, expected in ready[-2:]:
         assert float(total(array)) == expected
 
@@ -134,7 +134,7 @@ def test_threads_run_collectives_and_functions_in_turn(fork):
             assert float(total(np.full(7, float(i)))) == 7 * i
             add(np.ones(4))
 
-    assert in_threads(reduce, call, reduce) == [None] * 3
+    assert call_in_threads(reduce, call, reduce) == [None] * 3
     synk.all_reduce(w, "max")
     assert len(np.unique(synk.gather(w))) == 1
 
@@ -166,7 +166,7 @@ def test_signal_handler_cannot_call_the_running_function(fork):
     assert all(inside)
 
 
-def test_signal_handler_cannot_make_data_during_a_call(fork, at_start):
+def test_signal_handler_cannot_make_data_during_a_call(fork, call_at_start):
     fork(2)
     x = tensor.dvector("x")
     f = synk.function([x], (Sleep(0.05)(x).sum(), "sum"), mode=INTERPRETED)
@@ -180,7 +180,7 @@ def test_signal_handler_cannot_make_data_during_a_call(fork, at_start):
 
     before = signal.signal(signal.SIGALRM, handle)
     try:
-        at_start(lambda: signal.raise_signal(signal.SIGALRM))
+        call_at_start(lambda: signal.raise_signal(signal.SIGALRM))
         assert float(f(np.ones(4))) == 4
     finally:
         signal.signal(signal.SIGALRM, before)
@@ -190,7 +190,7 @@ def test_signal_handler_cannot_make_data_during_a_call(fork, at_start):
 @pytest.mark.new_ranks
 @pytest.mark.parametrize("seconds", [0.5, 60])
 @pytest.mark.slow
-def test_close_waits_two_seconds_for_other_threads(fork, seconds, at_start):
+def test_close_waits_two_seconds_for_other_threads(fork, seconds, call_at_start):
     if DEVICE != "host":
         pytest.skip("what computes on a GPU is not interrupted")
     fork(2)
@@ -205,7 +205,7 @@ def test_close_waits_two_seconds_for_other_threads(fork, seconds, at_start):
             outcome.append(error)
 
     computing = threading.Event()
-    at_start(computing.set)
+    call_at_start(computing.set)
     thread = threading.Thread(target=call)
     thread.start()
     assert computing.wait(LIMIT)
@@ -225,7 +225,7 @@ def test_close_waits_two_seconds_for_other_threads(fork, seconds, at_start):
 
 
 @pytest.mark.new_ranks
-def test_signal_handler_can_close_during_a_call(fork, at_start):
+def test_signal_handler_can_close_during_a_call(fork, call_at_start):
     fork(2)
     x = tensor.dvector("x")
     f = synk.function([x], (Sleep(0.05)(x).sum(), "sum"), mode=INTERPRETED)
@@ -235,7 +235,7 @@ def test_signal_handler_can_close_during_a_call(fork, at_start):
 
     before = signal.signal(signal.SIGALRM, handle)
     try:
-        at_start(lambda: signal.raise_signal(signal.SIGALRM))
+        call_at_start(lambda: signal.raise_signal(signal.SIGALRM))
         with pytest.raises(RuntimeError, match="while this call ran, the ranks were closed"):
             f(np.ones(4))
     finally:

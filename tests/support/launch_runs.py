@@ -65,7 +65,7 @@ def lines(folder, name):
 HOST = "import subprocess, sys; print(flush=True); input(); print(subprocess.call(sys.argv[1:]), flush=True); input()"
 
 
-def family(mark):
+def list_marked_processes(mark):
     """Return the processes that have a mark in their environment: their namespace, and command line."""
     found = {}
     for name in filter(str.isdecimal, os.listdir("/proc")):

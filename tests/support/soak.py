@@ -50,7 +50,7 @@ sys.path[:0] = [str(pathlib.Path(__file__).resolve().parents[2]), str(pathlib.Pa
 
 import numpy as np
 from library import NAME, shared, tensor
-from system import children_of, lives
+from system import list_children, lives
 
 import synkhronos as synk
 from synkhronos import ranks
@@ -208,7 +208,7 @@ class Watchdog:
                 break
         print(f"\nHUNG for {LIMIT:g} s: {self._explain()}", file=sys.stderr, flush=True)
         faulthandler.dump_traceback(all_threads=True)
-        pids = children_of(os.getpid())
+        pids = list_children(os.getpid())
         for pid in pids:
             print(f"\nprocess {pid}:", file=sys.stderr, flush=True)
             for name in ("status", "wchan", "syscall", "stack"):
@@ -540,7 +540,7 @@ class Soak:
 
     def fork(self, size: int, root: int) -> None:
         """Start ranks, and have the model know."""
-        expect(children_of(os.getpid()) == [], f"children before the fork: {children_of(os.getpid())}")
+        expect(list_children(os.getpid()) == [], f"children before the fork: {list_children(os.getpid())}")
         timeout = None if self.rng.random() < 0.7 else 0.9 * LIMIT
         expect(synk.fork(size, use_gpu=False, master_rank=root, timeout=timeout) == size, "fork's result")
         self._forked(size, root)
@@ -564,7 +564,7 @@ class Soak:
 
     def check_ended(self) -> None:
         """Check that closed ranks have left nothing."""
-        expect(children_of(os.getpid()) == [], f"children after the end: {children_of(os.getpid())}")
+        expect(list_children(os.getpid()) == [], f"children after the end: {list_children(os.getpid())}")
         try:
             ranks.session()
         except RuntimeError:
@@ -1320,7 +1320,7 @@ class Soak:
             "threads": int(fields["Threads"]),
             "descriptors": len(os.listdir("/proc/self/fd")),
             "shared mappings": len(mappings),
-            "children": len(children_of(os.getpid())),
+            "children": len(list_children(os.getpid())),
         }
 
     def run(self, seconds: float, warm_up: int = 100) -> None:

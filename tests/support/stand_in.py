@@ -108,7 +108,7 @@ def install():
     JaxDevice._compute_stream = ComputeStream(_STREAM, True)
 
 
-def seen():
+def take_collectives():
     """Return the master's collectives since the last call."""
     told = " ".join(_seen)
     _seen.clear()

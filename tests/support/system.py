@@ -31,7 +31,7 @@ def names_left(before: set[str], limit: float = 2) -> set[str]:
     return left
 
 
-def children_of(pid: int) -> list[int]:
+def list_children(pid: int) -> list[int]:
     """Return the processes that a process' threads have forked, zombies among them.
 
     Not those that have been waited for, or that nobody need wait for: such a one stays in the list for a moment, while
@@ -43,7 +43,7 @@ def children_of(pid: int) -> list[int]:
             with open(f"/proc/{pid}/task/{thread}/children") as listed:
                 found += [int(child) for child in listed.read().split()]
         except (FileNotFoundError, ProcessLookupError):
-            return children_of(pid)  # the thread has ended, and its children are another's now
+            return list_children(pid)  # the thread has ended, and its children are another's now
     return [child for child in found if state(child) not in ("X", "")]
 
 
@@ -60,7 +60,7 @@ def lives(pid: int) -> bool:
     return state(pid) not in _ENDED
 
 
-def until_state(pid: int, wanted: str) -> None:
+def wait_for_state(pid: int, wanted: str) -> None:
     """Wait until a process is in a state."""
     deadline = time.monotonic() + LIMIT
     while state(pid) != wanted:

@@ -104,7 +104,7 @@ def programs_of_groups(size):
     return steps.map(lambda drawn: [(number, *step) for number, step in enumerate(drawn)])
 
 
-def values_of(step):
+def compute_values(step):
     """Return the result of a step on each rank."""
     number, kind, members, n = step
     of_rank = {r: np.arange(n) + 10.0 * number + r for r in members}
@@ -120,7 +120,7 @@ def test_overlapping_task_groups(n_ranks, draw):
     steps = draw.draw(programs_of_groups(n_ranks))
     came = synk.run(programs.steps, [[step for step in steps if r in step[2]] for r in range(n_ranks)])
     for r in range(n_ranks):
-        assert came[r] == {step[0]: values_of(step)[r] for step in steps if r in values_of(step)}
+        assert came[r] == {step[0]: compute_values(step)[r] for step in steps if r in compute_values(step)}
 
 
 def test_send_of_large_masked_arrays(n_ranks):

@@ -83,7 +83,7 @@ def test_checkpoint_refuses_lossy_arrays(tmp_path, array):
 CALLS = ("mkdir", "open", "write", "fsync", "close", "rename", "unlink", "rmdir")
 
 
-def killed(folder, at, seen, keep=1):
+def save_and_die(folder, at, seen, keep=1):
     """Save in a process of its own that ends at a call of the system's, in its middle where it can; return the calls."""
     reading, writing = os.pipe()
     pid = os.fork()
@@ -124,7 +124,7 @@ def test_checkpoint_survives_a_kill_at_any_call(tmp_path, seen):
 
     def run(folder, at):
         shutil.copytree(tmp_path / "before", folder)
-        return killed(folder, at, seen)
+        return save_and_die(folder, at, seen)
 
     calls, status = run(tmp_path / "whole", -1)
     assert calls >= 20 and status == 0
@@ -149,7 +149,7 @@ def test_checkpoint_kill_leaves_no_later_stale_checkpoint(tmp_path):
 
     def run(folder, at):
         shutil.copytree(tmp_path / "before", folder)
-        return killed(folder, at, 15, keep=3)[0]
+        return save_and_die(folder, at, 15, keep=3)[0]
 
     for at in range(1, run(tmp_path / "whole", -1) + 1):
         folder = tmp_path / str(at)
@@ -462,7 +462,7 @@ def test_checkpoint_on_a_file_system_without_locks(tmp_path, monkeypatch):
 # -- the best --------------------------------------------------------------------------------------------------
 
 
-def seen_in(checkpoint):
+def load_seen(checkpoint):
     return [checkpoint.load(path).meta["seen"] for path in checkpoint.paths()]
 
 
@@ -473,13 +473,13 @@ def test_checkpoint_keeps_the_best(tmp_path, keep_best, best):
     values = [(0.5, 0.1), (0.1, 0.2), (0.3, 0.9), (0.1, 0.9), (0.2, 0.5), (0.4, 0.4), (float("nan"), float("nan"))]
     for seen, (error, accuracy) in enumerate(values, 1):
         checkpoint.save(seen, ARRAYS, {"seen": seen}, {"error": error, "accuracy": accuracy})
-    assert seen_in(checkpoint) == [best, 6, 7] and checkpoint.load(checkpoint.best()).meta["seen"] == best
+    assert load_seen(checkpoint) == [best, 6, 7] and checkpoint.load(checkpoint.best()).meta["seen"] == best
     checkpoint.save(8, ARRAYS, {"seen": 8})  # without metrics
-    assert seen_in(checkpoint) == [best, 7, 8]
+    assert load_seen(checkpoint) == [best, 7, 8]
     again = Checkpoint(tmp_path, keep=1, keep_best=keep_best)
     checkpoint.unlock()
     again.save(9, ARRAYS, {"seen": 9}, {"error": 0.0, "accuracy": 1.0})
-    assert seen_in(again) == [9]
+    assert load_seen(again) == [9]
 
 
 def test_checkpoint_best_ignores_damaged_files(tmp_path):

@@ -29,7 +29,7 @@ def trainer(update_rule=momentum, rule=None, rate=0.01, extra=(), op="mean", cou
     return make_trainer(loss, [w, b], x, y, update_rule, rule or rules.BSP(), rate, extra_updates=updates, **kwargs)
 
 
-def saved(folder, made):
+def train_with_checkpoint(folder, made):
     list(made.epochs(X, Y, 5, 1, checkpoint=Checkpoint(folder)))
     return Checkpoint(folder).paths()[-1]
 
@@ -102,7 +102,7 @@ OTHERS = {
 def test_resume_refuses_a_checkpoint_of_another_training(fork, tmp_path, name):
     fork(1)
     before, after, words = OTHERS[name]
-    path = saved(tmp_path, trainer(**before))
+    path = train_with_checkpoint(tmp_path, trainer(**before))
     made = trainer(**after)
     with pytest.raises(CheckpointError, match=words):
         resume(path, made)
@@ -127,7 +127,7 @@ def three(step):
 )
 def test_resume_with_other_learning_rates_and_schedules(fork, tmp_path, before, after):
     fork(1)
-    path = saved(tmp_path, trainer(**before))
+    path = train_with_checkpoint(tmp_path, trainer(**before))
     made = trainer(**after)
     (report,) = resume(path, made)
     assert report.seen == 120
@@ -137,7 +137,7 @@ def test_resume_with_other_learning_rates_and_schedules(fork, tmp_path, before, 
 def test_resume_refuses_incomplete_checkpoints(fork, tmp_path, rule):
     fork(2)
     made = trainer(rule=rule(), extra=["ema"], counts=["steps"])
-    path = saved(tmp_path, made)
+    path = train_with_checkpoint(tmp_path, made)
     stored = Checkpoint(tmp_path).load(path)
     broken, again = Checkpoint(tmp_path / "broken"), trainer(rule=made.rule, extra=["ema"], counts=["steps"])
 

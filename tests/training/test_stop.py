@@ -47,7 +47,7 @@ def at_once(monkeypatch):
     monkeypatch.setattr(stop, "_INTERVAL", 0.0)
 
 
-def ended(reports):
+def run_until_exit(reports):
     """Return the exit status with which a training ends, and the losses before that."""
     losses = []
     with pytest.raises(SystemExit) as caught:
@@ -64,7 +64,7 @@ def test_resume_after_a_signal_is_bitwise_equal(fork, tmp_path, at_once, name):
     expected = [report.record() for report in whole.epochs(5, 2, **options, checkpoint=Checkpoint(tmp_path / "whole"))]
     part = Model(name, rate=SignalAt(4 / 6), noise=True)
     checkpoint = Checkpoint(tmp_path / "part")
-    status, losses = ended(part.epochs(5, 2, **options, checkpoint=checkpoint))
+    status, losses = run_until_exit(part.epochs(5, 2, **options, checkpoint=checkpoint))
     assert status == 128 + signal.SIGTERM and len(losses) == 1
     assert int(checkpoint.paths()[-1].name.removeprefix("rows-")) in (50, 60)  # one or two steps are a turn
     assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
@@ -83,7 +83,7 @@ def test_resume_of_asynchronous_rules_uses_each_row_once(fork, tmp_path, at_once
     fork(3)
     checkpoint = Checkpoint(tmp_path)
     part = Model(name, rate=SignalAt(0.3))
-    status, losses = ended(part.epochs(2, 1, checkpoint=checkpoint))
+    status, losses = run_until_exit(part.epochs(2, 1, checkpoint=checkpoint))
     assert status == 128 + signal.SIGTERM and not losses
     row = int(checkpoint.paths()[-1].name.removeprefix("rows-"))
     assert 0.3 * ROWS < row <= ROWS and row % 6 == 0  # all of them, where the master's process was slow
@@ -113,7 +113,7 @@ def test_signal_within_validation_defers_the_report(fork, tmp_path, at_once, mon
 
     monkeypatch.setattr(part.trainer._model, "validation", signalled)
     recorder = Recorder(tmp_path / "records")
-    status, losses = ended(part.epochs(5, 2, valid=valid, checkpoint=checkpoint, recorder=recorder))
+    status, losses = run_until_exit(part.epochs(5, 2, valid=valid, checkpoint=checkpoint, recorder=recorder))
     assert status == 128 + signal.SIGUSR1 and losses == [whole[0]["loss"]] and len(calls) == 5
     (report,) = Model("LocalSGD").epochs(5, 2, valid=valid, checkpoint=checkpoint, recorder=recorder, resume="latest")
     assert report.loss == whole[1]["loss"] and report.validation == whole[1]["validation"]
@@ -134,7 +134,7 @@ def test_signal_after_a_report_leaves_no_stale_checkpoint(fork, tmp_path, at_onc
             signal.raise_signal(signal.SIGTERM)
 
     left = Checkpoint(tmp_path, every=9)  # at which the second epoch is not saved
-    status, losses = ended(SimpleNamespace(loss=loss) for loss in reports_until_signal(first, checkpoint=left))
+    status, losses = run_until_exit(SimpleNamespace(loss=loss) for loss in reports_until_signal(first, checkpoint=left))
     assert status == 128 + signal.SIGTERM and len(losses) == 1
     assert checkpoint.paths() == [first, stale]
     after = checkpoint.load(stale).metrics
@@ -165,7 +165,7 @@ def test_signal_saves_no_nan_loss(fork, tmp_path, at_once):
     fork(1)
     model = Model("BSP", rate=SignalAt(0.3))
     model.w.set_value(np.full(4, np.nan))
-    status, _ = ended(model.epochs(5, 1, checkpoint=Checkpoint(tmp_path)))
+    status, _ = run_until_exit(model.epochs(5, 1, checkpoint=Checkpoint(tmp_path)))
     assert status == 128 + signal.SIGTERM and not Checkpoint(tmp_path).paths()
 
 

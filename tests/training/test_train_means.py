@@ -28,7 +28,7 @@ class Oracle(Masked):
 
 
 @pytest.fixture(scope="module")
-def masked(n_ranks):
+def masked_models(n_ranks):
     return n_ranks, Masked(make_train_function), Oracle()
 
 
@@ -38,8 +38,8 @@ def weighted_rows():
 
 @few(25)
 @given(rows=weighted_rows(), slices=st.integers(1, 4))
-def test_train_masked_mean_equals_one_process(masked, rows, slices):
-    n_ranks, ours, oracle = masked
+def test_train_masked_mean_equals_one_process(masked_models, rows, slices):
+    n_ranks, ours, oracle = masked_models
     for model in (ours, oracle):
         model.w.set_value(np.ones(STEPS))
     synk.broadcast(ours.w)
@@ -50,8 +50,8 @@ def test_train_masked_mean_equals_one_process(masked, rows, slices):
     np.testing.assert_allclose(synk.gather(ours.w), [oracle.w.get_value()] * n_ranks, rtol=1e-9)
 
 
-def test_train_masked_mean_needs_a_weight(masked):
-    n_ranks, _, oracle = masked
+def test_train_masked_mean_needs_a_weight(masked_models):
+    n_ranks, _, oracle = masked_models
     with pytest.warns(UserWarning, match="loss: the denominator of a mean depends on the values of mask"):
         plain = Masked(make_train_function, with_weight=False)
     oracle.w.set_value(np.ones(STEPS))
@@ -84,7 +84,7 @@ def test_train_rows_of_zero_weight_change_nothing(n_ranks):
 
 
 @pytest.fixture(scope="module")
-def followed(n_ranks):
+def averaging_functions(n_ranks):
     """Make training functions whose learning rate is a running average, which another average follows."""
     made = []
     for make in (make_train_function, make_train_function_serial):
@@ -99,9 +99,9 @@ def followed(n_ranks):
 
 @few(15)
 @given(rows=st.integers(1, N), slices=st.integers(1, 3))
-def test_extra_updates_of_expressions_are_found(followed, rows, slices):
+def test_extra_updates_of_expressions_are_found(averaging_functions, rows, slices):
     found = []
-    for train, shareds in followed:
+    for train, shareds in averaging_functions:
         for each, value in zip(shareds, (np.ones(STEPS), np.ones(()), np.zeros((1, 2))), strict=True):
             each.set_value(value)
             if not found:

@@ -40,7 +40,7 @@ class Problem:
         return make(self.loss, [self.w], self.x, self.y, update_rule, learning_rate=learning_rate, **kwargs)
 
 
-def by_hand(n_steps, clip_norm=np.inf, ema=0.0, rows=slice(None)):
+def train_in_numpy(n_steps, clip_norm=np.inf, ema=0.0, rows=slice(None)):
     """Return parameters, and their average, after some steps of gradient descent."""
     w = average = START
     for _ in range(n_steps):
@@ -59,13 +59,13 @@ def test_train_with_clip_and_ema_equals_one_process(n_ranks, num_slices):
         assert train.optimizer_state[0] is train.ema[0]
         for n in range(1, 8):
             train(X, Y)
-            w, average = by_hand(n, 0.5, 0.8)
+            w, average = train_in_numpy(n, 0.5, 0.8)
             np.testing.assert_allclose(problem.w.get_value(), w, rtol=1e-10)
             np.testing.assert_allclose(train.ema[0].get_value(), average, rtol=1e-10)
     together = Problem()
     train = together.train_by(make_train_function, **options)
     train.steps(X, Y, batches=[7] * 4)
-    w, average = by_hand(4, 0.5, 0.8, rows=slice(7))
+    w, average = train_in_numpy(4, 0.5, 0.8, rows=slice(7))
     for variable, expected in ((together.w, w), (train.ema[0], average)):
         for value in np.asarray(synk.gather(variable)).reshape(n_ranks, 3):
             np.testing.assert_allclose(value, expected, rtol=1e-10)
@@ -226,7 +226,7 @@ def test_extra_updates_are_averaged_with_clipped_gradients(n_ranks):
         train = problem.train_by(make, clip_norm=0.5, ema=0.8, loss_scale="dynamic", extra_updates=moved)
         for n in range(1, 4):
             train(X, Y)
-            w, average = by_hand(n, 0.5, 0.8)
+            w, average = train_in_numpy(n, 0.5, 0.8)
             np.testing.assert_allclose(problem.w.get_value(), w, rtol=1e-10)
             np.testing.assert_allclose(train.ema[0].get_value(), average, rtol=1e-10)
             np.testing.assert_allclose(mean.get_value(), X.mean(axis=0), rtol=1e-10)

@@ -134,7 +134,7 @@ def test_transformations_on_ranks_equal_one_process(n_ranks, name):
 # -- transformations -------------------------------------------------------------------------------------
 
 
-def step_of(rule, grads, starts=None, **kwargs):
+def compute_step(rule, grads, starts=None, **kwargs):
     """Return the step of a rule for parameters with these gradients."""
     starts = [np.zeros(np.shape(g)) for g in grads] if starts is None else starts
     params = [library.shared(np.array(start, "float64"), f"p{i}") for i, start in enumerate(starts)]
@@ -145,7 +145,7 @@ def step_of(rule, grads, starts=None, **kwargs):
 
 
 @functools.cache
-def clipped():
+def clip_functions():
     """Functions from gradients and limits to steps, compiled once for all examples."""
     limit = library.shared(1.0)
     found = []
@@ -171,7 +171,7 @@ numbers = st.floats(-100, 100)
 def test_clip_by_norm_formula(first, second, limit):
     grads = [np.array(first), np.array(second)[:, None]]
     norm = np.sqrt(sum((g**2).sum() for g in grads))
-    shared_limit, functions = clipped()
+    shared_limit, functions = clip_functions()
     shared_limit.set_value(limit)
     for (write, read), expected in zip(
         functions, (lambda g: g * min(1, limit / norm) if norm else g, lambda g: np.clip(g, -limit, limit)), strict=True
@@ -190,7 +190,9 @@ def test_chain_applies_transformations_in_order():
         chain(sgd, add_decayed_weights(0.1)): [4.0, 6.0],
         chain(clip(2), sgd, scale(lambda p: 2 if p.name == "p0" else 1)): [4.0, 4.0],
     }.items():
-        np.testing.assert_allclose(step_of(rule, grads, starts, learning_rate=1.0)[0], -np.array(expected), rtol=1e-12)
+        np.testing.assert_allclose(
+            compute_step(rule, grads, starts, learning_rate=1.0)[0], -np.array(expected), rtol=1e-12
+        )
 
 
 def test_chain_of_user_transformation_and_rule():
@@ -200,20 +202,20 @@ def test_chain_of_user_transformation_and_rule():
     def half(loss_or_grads, params, weight=None):
         return sgd(loss_or_grads, params, 0.5, weight=weight)
 
-    np.testing.assert_allclose(step_of(chain(signs, half), [[3.0, -4.0]])[0], [-0.5, 0.5])
+    np.testing.assert_allclose(compute_step(chain(signs, half), [[3.0, -4.0]])[0], [-0.5, 0.5])
     assert chain(signs, half).__name__ == "chain(signs, half)"
     with pytest.raises(ValueError, match=r"chain: short returned 0 variables, expected one for each of 1 params"):
 
         def short(grads, params):
             return []
 
-        step_of(chain(short, half), [[3.0]])
+        compute_step(chain(short, half), [[3.0]])
 
 
 def test_transformation_options_as_shared_variables():
     limit = library.shared(1.0)
     for expected in (0.6, 1.2):
-        found = step_of(chain(clip_by_global_norm(limit), sgd), [[3.0, 4.0]], learning_rate=1.0)
+        found = compute_step(chain(clip_by_global_norm(limit), sgd), [[3.0, 4.0]], learning_rate=1.0)
         np.testing.assert_allclose(found[0][0], -expected, rtol=1e-12)
         limit.set_value(2.0)
 
@@ -222,7 +224,7 @@ def test_transformation_options_as_shared_variables():
 @pytest.mark.parametrize("rule", [adamw, lion, lamb, muon, chain(clip(2.0), sgd), partition(sgd)])
 def test_transformations_of_a_scalar_parameter(shape, rule):
     for weight in (None, 2):
-        (step,) = step_of(rule, [np.full(shape, 4.0)], learning_rate=0.25, weight=weight)
+        (step,) = compute_step(rule, [np.full(shape, 4.0)], learning_rate=0.25, weight=weight)
         assert step.shape == shape
         assert (step < 0).all()
 
@@ -239,16 +241,16 @@ def test_clip_of_float16_computes_in_float32():
 # -- Lasagne's constraints -------------------------------------------------------------------------------
 
 
-def evaluated(*variables):
+def evaluate(*variables):
     return library.function([], list(variables), mode="FAST_COMPILE")()
 
 
 def test_total_norm_constraint_equals_lasagne():
     a, b = T.constant(np.array([3.0])), T.constant(np.array([[4.0]]))
     scaled, norm = total_norm_constraint([a, b], 2.5, return_norm=True)
-    first, second, found = evaluated(*scaled, norm)
+    first, second, found = evaluate(*scaled, norm)
     np.testing.assert_allclose([first[0], second[0, 0], found], [3 * 2.5 / (5 + 1e-7), 4 * 2.5 / (5 + 1e-7), 5])
-    np.testing.assert_allclose(evaluated(*total_norm_constraint([a, b], 50))[0], [3.0 * 5 / (5 + 1e-7)])
+    np.testing.assert_allclose(evaluate(*total_norm_constraint([a, b], 50))[0], [3.0 * 5 / (5 + 1e-7)])
 
 
 @pytest.mark.parametrize(
@@ -256,7 +258,7 @@ def test_total_norm_constraint_equals_lasagne():
 )
 def test_norm_constraint_equals_lasagne(shape, norm_axes, axes):
     value = np.random.default_rng(0).normal(size=shape) * 3
-    (found,) = evaluated(norm_constraint(T.constant(value), 2.0, norm_axes))
+    (found,) = evaluate(norm_constraint(T.constant(value), 2.0, norm_axes))
     norms = np.sqrt((value**2).sum(axis=axes, keepdims=True))
     np.testing.assert_allclose(found, value * np.clip(norms, 0, 2.0) / (1e-7 + norms), rtol=1e-12)
 
@@ -294,7 +296,7 @@ def a_shared():
         (
             ValueError,
             "max_norm: expected a number or a",
-            lambda: step_of(chain(clip_by_global_norm(a_shared()), sgd), [1.0], learning_rate=1),
+            lambda: compute_step(chain(clip_by_global_norm(a_shared()), sgd), [1.0], learning_rate=1),
         ),
         (ValueError, "max_norm: ", lambda: total_norm_constraint([a_shared()], 0)),
         (ValueError, "norm_axes: needed", lambda: norm_constraint(a_shared(), 1)),
@@ -313,7 +315,7 @@ def a_shared():
         (TypeError, "update_rule: expected a_dict to return", lambda: step_of_w(chain(clip(1), a_dict))),
         (TypeError, "update_rule: expected a_dict to return", lambda: step_of_w(partition(a_dict))),
         (ValueError, "params: w is in no group", lambda: step_of_w(partition((is_matrix, sgd)))),
-        (ValueError, "momentum: .*got 1.0", lambda: step_of(muon, [np.ones((2, 2))], momentum=1.0)),
+        (ValueError, "momentum: .*got 1.0", lambda: compute_step(muon, [np.ones((2, 2))], momentum=1.0)),
     ],
 )
 def test_transformations_refuse_wrong_arguments(error, message, call):

@@ -42,7 +42,7 @@ def pattern(*lengths):
     return {"broadcastable": tuple(length == 1 for length in lengths)}
 
 
-def compiled(inputs, outputs=None, **kwargs):
+def compile_function(inputs, outputs=None, **kwargs):
     # Without C: the tests are about values.
     return library.function(inputs, outputs, mode="FAST_COMPILE", **kwargs)
 
@@ -59,8 +59,8 @@ class Problem:
 
     def train(self, rule):
         grad_updates, param_updates, self.grad_shared = rule
-        self.gradient = compiled([self.x, self.y], self.loss, updates=grad_updates)
-        self.update = compiled([], updates=param_updates)
+        self.gradient = compile_function([self.x, self.y], self.loss, updates=grad_updates)
+        self.update = compile_function([], updates=param_updates)
 
     def step(self):
         self.gradient(X.astype(self.x.dtype), Y.astype(self.y.dtype))
@@ -70,7 +70,7 @@ class Problem:
         return np.concatenate([p.get_value().ravel() for p in self.params])
 
 
-def rule_of(column, problem, **more):
+def make_updates(column, problem, **more):
     """Return the updates of the column's rule."""
     kwargs = {**column["kwargs"], **more}
     first, _, modifier = column["rule"].partition(" + ")
@@ -88,7 +88,7 @@ def named(column):
 @pytest.mark.parametrize("column", TABLE["columns"], ids=named)
 def test_updates_equal_reference_numbers(column):
     problem = Problem()
-    problem.train(rule_of(column, problem))
+    problem.train(make_updates(column, problem))
     for expected in column["params"]:
         problem.step()
         np.testing.assert_allclose(problem.values(), expected, rtol=1e-9, atol=1e-12)
@@ -99,7 +99,7 @@ def test_updates_in_float32_equal_reference_numbers(rule):
     # The last column of a rule has the larger steps.
     column = [c for c in TABLE["columns"] if c["rule"] == rule][-1]
     problem = Problem("float32")
-    problem.train(rule_of(column, problem))
+    problem.train(make_updates(column, problem))
     for expected in column["params"]:
         problem.step()
         np.testing.assert_allclose(problem.values(), expected, rtol=2e-5, atol=2e-6)
@@ -200,7 +200,7 @@ def test_updates_with_weight_do_not_depend_on_the_split(splits, op):
 def test_updates_with_a_constant_weight():
     column = TABLE["columns"][-1]
     problem = Problem()
-    problem.train(rule_of(column, problem, weight=3))
+    problem.train(make_updates(column, problem, weight=3))
     for expected in column["params"]:
         problem.step()
         np.testing.assert_allclose(problem.values(), expected, rtol=1e-9)
@@ -217,7 +217,7 @@ def test_updates_accept_gradients_instead_of_loss():
 def test_updates_keep_parameter_dtypes():
     column = [c for c in TABLE["columns"] if c["rule"] == "amsgrad"][-1]
     problem = Problem("float64", w_dtype="float32")
-    problem.train(rule_of(column, problem, weight=problem.x.shape[0]))
+    problem.train(make_updates(column, problem, weight=problem.x.shape[0]))
     assert problem.grad_shared.dtype == "float64"
     for expected in column["params"]:
         problem.step()
@@ -251,8 +251,8 @@ def test_updates_keep_broadcast_patterns(rule):
     grad_updates, param_updates, _ = getattr(updates, rule)(loss, params, learning_rate=0.1, weight=2)
     for shared, new in param_updates.items():
         assert new.broadcastable == shared.broadcastable
-    compiled([], updates=grad_updates)()
-    compiled([], updates=param_updates)()
+    compile_function([], updates=grad_updates)()
+    compile_function([], updates=param_updates)()
     assert [p.get_value().shape for p in params] == [(1, 3), (2, 1), (1, 3), ()]
     assert all((p.get_value() < 1).all() for p in params)
 
@@ -262,16 +262,16 @@ def test_updates_keep_broadcast_patterns(rule):
 def test_updates_of_a_scalar_parameter(shape, weight):
     w = library.shared(np.ones(shape))
     grad_updates, param_updates, _ = updates.momentum((w**2).sum(), [w], 0.25, weight=weight)
-    compiled([], updates=grad_updates)()
-    compiled([], updates=param_updates)()
+    compile_function([], updates=grad_updates)()
+    compile_function([], updates=param_updates)()
     np.testing.assert_array_equal(w.get_value(), np.full(shape, 0.5))
 
 
 def test_updates_of_an_empty_parameter():
     w, none = library.shared(np.ones(2)), library.shared(np.ones((0, 3)))
     grad_updates, param_updates, _ = updates.sgd((w**2).sum() + none.sum(), [none, w], 0.25)
-    compiled([], updates=grad_updates)()
-    compiled([], updates=param_updates)()
+    compile_function([], updates=grad_updates)()
+    compile_function([], updates=param_updates)()
     np.testing.assert_array_equal(w.get_value(), [0.5, 0.5])
     assert none.get_value().shape == (0, 3)
 
@@ -296,8 +296,8 @@ def test_updates_with_shared_hyperparameters():
 def test_updates_with_learning_rate_as_input():
     w, rate = library.shared(np.ones(2)), T.scalar("rate", dtype="float64")
     grad_updates, param_updates, _ = updates.sgd((w**2).sum(), [w], rate)
-    compiled([], updates=grad_updates)()
-    compiled([rate], updates=param_updates)(0.25)
+    compile_function([], updates=grad_updates)()
+    compile_function([rate], updates=param_updates)(0.25)
     np.testing.assert_array_equal(w.get_value(), [0.5, 0.5])
 
 
@@ -305,8 +305,8 @@ def test_updates_with_learning_rate_as_input():
 def test_adam_first_step_is_the_learning_rate(beta):
     w = library.shared(np.ones(2))
     rule = updates.adam((w**2).sum(), [w], learning_rate=0.25, beta1=beta, beta2=beta)
-    compiled([], updates=rule.grad_updates)()
-    compiled([], updates=rule.param_updates)()
+    compile_function([], updates=rule.grad_updates)()
+    compile_function([], updates=rule.param_updates)()
     np.testing.assert_allclose(w.get_value(), 0.75, rtol=1e-7)
 
 

@@ -28,7 +28,7 @@ IMAGES, FILTERS = (RNG.normal(size=shape).astype("float32") for shape in ((2, 4,
 in_pytensor = pytest.mark.skipif(synkhronos.compat.chosen == "theano", reason="Theano's Ops are compiled by C++")
 
 
-def computed(expression):
+def evaluate(expression):
     return np.asarray(theano.function([], expression, mode="FAST_COMPILE")())
 
 
@@ -47,7 +47,7 @@ def test_dnn_conv(border, conv_mode):
 @in_pytensor
 def test_dnn_conv_correlates_as_numpy_does():
     x, w = theano.shared(IMAGES[:, :2]), theano.shared(FILTERS)
-    found = computed(dnn.dnn_conv(x, w, dilation=(2, 2), conv_mode="cross"))
+    found = evaluate(dnn.dnn_conv(x, w, dilation=(2, 2), conv_mode="cross"))
     windows = np.lib.stride_tricks.sliding_window_view(IMAGES[:, :2], (5, 3), (2, 3))[..., ::2, ::2]
     np.testing.assert_allclose(found, np.einsum("bcyxhw,ochw->boyx", windows, FILTERS), rtol=1e-4, atol=1e-5)
 
@@ -71,7 +71,7 @@ def test_dnn_pool(mode):
 
 @in_pytensor
 def test_pools_overlap_by_default():
-    assert computed(dnn.dnn_pool(theano.shared(IMAGES), (3, 2))).shape == (2, 4, 5, 5)
+    assert evaluate(dnn.dnn_pool(theano.shared(IMAGES), (3, 2))).shape == (2, 4, 5, 5)
 
 
 def test_shared_variable_sync():

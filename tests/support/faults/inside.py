@@ -25,7 +25,7 @@ from typing import Any
 
 import numpy as np
 from library import NAME, shared, tensor
-from system import children_of
+from system import list_children
 
 import synkhronos as synk
 from synkhronos import ranks
@@ -114,7 +114,11 @@ def footprint() -> dict[str, Any]:
     if len(lines) > 1:  # the last session's control memory is always there
         _print_holders(lines)
     # By kind: anonymous memory that ranks inherit, or what has been a file.
-    return {"files": files, "maps": sorted(line.split()[5][:9] for line in lines), "children": children_of(os.getpid())}
+    return {
+        "files": files,
+        "maps": sorted(line.split()[5][:9] for line in lines),
+        "children": list_children(os.getpid()),
+    }
 
 
 def _print_holders(lines: list[str]) -> None:
@@ -338,6 +342,6 @@ class Work:
         return [value, synk.gather(self.w).tolist(), bool((big == len(n)).all()), len(n)]
 
 
-def right(n: int) -> list[Any]:
+def make_expected(n: int) -> list[Any]:
     """Return the expected result of `Work.check` on n ranks."""
     return [15.0, [[2.0 * n] * 2] * n, True, n]

@@ -13,11 +13,11 @@ import time
 from typing import Any
 
 import numpy as np
-from system import children_of
+from system import list_children
 
 import synkhronos as synk
 from faults import inside
-from faults.inside import Work, attempt, footprint, hold, know, plant, right, start, tell
+from faults.inside import Work, attempt, footprint, hold, know, make_expected, plant, start, tell
 from synkhronos import ranks
 from synkhronos.ranks import worker_process, workers
 
@@ -43,7 +43,7 @@ def at_a_place(where: str, on: Any, how: str = "python", unhandled: bool = False
         call()
     tell("outcome", **attempt(call))
     hold("python")  # until the harness will press no more
-    tell("works", right=right(N), **attempt(work.check))
+    tell("works", right=make_expected(N), **attempt(work.check))
     synk.close()
     vars(work).clear()
     tell("closed", before=before, after=footprint())
@@ -89,7 +89,7 @@ def while_forking(where: str) -> None:
     tell("dead", before=before, after=footprint())
     synk.fork(N, use_gpu=False)
     work = Work()
-    tell("works", right=right(N), **attempt(work.check))
+    tell("works", right=make_expected(N), **attempt(work.check))
     synk.close()
     vars(work).clear()
     tell("closed", before=before, after=footprint())
@@ -131,7 +131,7 @@ def while_closing(where: str) -> None:
     tell("dead", before=before, after=footprint())
     synk.fork(N, use_gpu=False)
     work = Work()
-    tell("works", right=right(N), **attempt(work.check))
+    tell("works", right=make_expected(N), **attempt(work.check))
     synk.close()
     vars(work).clear()
     tell("closed", before=before, after=footprint())
@@ -260,7 +260,7 @@ def at_every_moment(what: str, first: int = 0, step: int = 1, limit: bool = Fals
             synk.close()
             forked()
         works = attempt(made["work"].check)
-        if works.get("value") != right(2):
+        if works.get("value") != make_expected(2):
             wrong.append((str(works), press.place))
     made.clear()
     gc.collect()
@@ -328,7 +328,7 @@ def at_random(seed: int, times: int) -> None:
     for _ in range(times):
         guarded(fork_and_close, usual * 1.2)
         synk.close()
-        assert not children_of(os.getpid())
+        assert not list_children(os.getpid())
     synk.fork(2, use_gpu=False)
     work = Work()
     work.check()
@@ -345,7 +345,7 @@ def at_random(seed: int, times: int) -> None:
         value = guarded(call, usual * 3)  # those with new arrays take longer
         wrong += value is not None and value[0] != value[1]
     tell("outcome", interrupted=interrupted, wrong=int(wrong))
-    tell("works", right=right(2), **attempt(work.check))
+    tell("works", right=make_expected(2), **attempt(work.check))
     ranks.session().send_releases()
     kept.clear()
     synk.close()
@@ -370,7 +370,7 @@ def signalled(name: str, how: str) -> None:
     for _ in range(5):
         work.call()
     tell("handled", count=len(came))
-    tell("works", right=right(N), **attempt(work.check))
+    tell("works", right=make_expected(N), **attempt(work.check))
     synk.close()
     vars(work).clear()
     tell("closed", before=before, after=footprint())

@@ -21,11 +21,11 @@ import time
 from typing import Any
 
 import numpy as np
-from system import children_of
+from system import list_children
 
 import synkhronos as synk
 from faults import inside
-from faults.inside import Arguments, Work, attempt, footprint, hold, know, plant, reach, right, start, tell
+from faults.inside import Arguments, Work, attempt, footprint, hold, know, make_expected, plant, reach, start, tell
 from synkhronos import processes, ranks
 from synkhronos.ranks import Command, worker_process
 
@@ -129,7 +129,7 @@ def after(before: dict[str, Any], work: Work | None) -> None:
         assert work is not None
         plant("none", "none", ())
         tell("alive", w=[float(w[0]) for w in synk.gather(work.w)] if work.f._dispatcher.session is not None else None)
-    tell("works", right=right(N), **attempt(work.check))
+    tell("works", right=make_expected(N), **attempt(work.check))
     synk.close()
     vars(work).clear()  # a compiled function that has failed keeps its inputs, until it is called again
     tell("closed", before=before, after=footprint())
@@ -194,7 +194,7 @@ def at_fork(how: str, on: int = 2, spawn: bool = False) -> None:
     tell("dead", before=before, after=footprint())
     if "error" in outcome:
         synk.fork(N, use_gpu=False)
-        tell("works", right=right(N), **attempt(Work().check))
+        tell("works", right=make_expected(N), **attempt(Work().check))
     synk.close()
     tell("closed", before=before, after=footprint())
 
@@ -263,7 +263,7 @@ def no_room() -> None:
     hog.clear()
     del kept
     work = Work()
-    tell("works", right=right(N), **attempt(work.check))
+    tell("works", right=make_expected(N), **attempt(work.check))
     synk.close()
     tell("closed", before=before, after=footprint())
 
@@ -297,7 +297,7 @@ def few_files(who: str, spare: int) -> None:
             ranks.session().run(Limit(2, usual[0]))
             del spawn
             vars(work).clear()
-    tell("works", right=right(N), **attempt(Work().check))
+    tell("works", right=make_expected(N), **attempt(Work().check))
     synk.close()
     tell("closed", before=before, after=footprint())
 
@@ -334,7 +334,7 @@ def unmappable() -> None:
     tell("outcome", **attempt(lambda: work.f(rows)))
     ranks.session().run(LimitSpace(2, -1))
     tell("again", **attempt(work.call))
-    tell("works", right=right(N), **attempt(work.check))
+    tell("works", right=make_expected(N), **attempt(work.check))
     synk.close()
     tell("closed", before=before, after=footprint())
 
@@ -405,7 +405,7 @@ def from_a_thread(busy: bool = False) -> None:
     tell("ready", pids=pids)
     if busy:
         plant("perform", "hold:python", (1, 2))
-    tell("works", right=right(N), **attempt(work.check))
+    tell("works", right=make_expected(N), **attempt(work.check))
     in_a_thread(synk.close)
     tell("closed", before=before, after=footprint())
 
@@ -428,7 +428,7 @@ def deaf_and_mute() -> None:
     synk.fork(N, use_gpu=False)
     know()
     work = Work()
-    tell("works", right=right(N), **attempt(work.check))
+    tell("works", right=make_expected(N), **attempt(work.check))
     synk.close()
     tell("closed", before=before, after=footprint())
 
@@ -507,4 +507,4 @@ def _copied() -> list[str]:
 if __name__ == "__main__":
     main()
     reach("end")
-    assert not children_of(os.getpid())
+    assert not list_children(os.getpid())

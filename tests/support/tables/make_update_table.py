@@ -33,7 +33,7 @@ def gradient(params):
     return np.concatenate([(X.T @ back).ravel(), back.sum(axis=0)])
 
 
-def by_torch(optimizer, **kwargs):
+def run_torch(optimizer, **kwargs):
     params = torch.tensor(START, dtype=torch.float64, requires_grad=True)
     opt = optimizer([params], **kwargs)
     x, y, rows = torch.tensor(X), torch.tensor(Y), []
@@ -47,7 +47,7 @@ def by_torch(optimizer, **kwargs):
     return np.array(rows)
 
 
-def by_loop(loop, **kwargs):
+def run_loop(loop, **kwargs):
     return np.array(list(loop(START.copy(), **kwargs)))
 
 
@@ -157,21 +157,21 @@ def from_torch(rule, kwargs, optimizer, **torch_kwargs):
         rule,
         kwargs,
         f"torch.optim.{optimizer.__name__}({shown}), torch {torch.__version__}",
-        by_torch(optimizer, **torch_kwargs),
+        run_torch(optimizer, **torch_kwargs),
     )
 
 
 def from_loop(rule, kwargs, loop, loop_kwargs, optimizer, **torch_kwargs):
     """Check the loop against torch where epsilon vanishes, then use it."""
-    anchored = by_loop(loop, **{**loop_kwargs, "eps": 1e-30})
-    expected = by_torch(optimizer, **torch_kwargs, eps=1e-30)
+    anchored = run_loop(loop, **{**loop_kwargs, "eps": 1e-30})
+    expected = run_torch(optimizer, **torch_kwargs, eps=1e-30)
     np.testing.assert_allclose(anchored, expected, rtol=1e-11)
     column(
         rule,
         kwargs,
         f"NumPy loop {loop.__name__}, equal to torch.optim.{optimizer.__name__} of torch {torch.__version__} "
         "to 1e-11 where epsilon is 1e-30",
-        by_loop(loop, **loop_kwargs),
+        run_loop(loop, **loop_kwargs),
     )
 
 
@@ -182,7 +182,7 @@ for lr, mu in [(0.3, 0.9), (0.5, 0.6)]:
     from_torch("momentum", kwargs, torch.optim.SGD, lr=lr, momentum=mu)
     from_torch("nesterov_momentum", kwargs, torch.optim.SGD, lr=lr, momentum=mu, nesterov=True)
     # Torch, like Lasagne, keeps the point ahead in the parameters; the older form passes there too.
-    np.testing.assert_allclose(by_loop(nesterov_ahead, lr=lr, momentum=mu), columns[-1]["params"], rtol=1e-11)
+    np.testing.assert_allclose(run_loop(nesterov_ahead, lr=lr, momentum=mu), columns[-1]["params"], rtol=1e-11)
 
 # Each with its defaults, and with an epsilon so large that its place shows.
 for kwargs in [{}, {"learning_rate": 0.1, "epsilon": 0.05}]:
@@ -221,13 +221,13 @@ for rule, loop in [
     loop_kwargs = {"lr": 0.1, "eps": 1e-6, "momentum": 0.8}
     # Torch has no such pair; without the momentum it is the loop above.
     np.testing.assert_allclose(
-        by_loop(loop, **{**loop_kwargs, "momentum": 0}), by_loop(adagrad, lr=0.1, eps=1e-6), rtol=1e-12
+        run_loop(loop, **{**loop_kwargs, "momentum": 0}), run_loop(adagrad, lr=0.1, eps=1e-6), rtol=1e-12
     )
     column(
         rule,
         {"learning_rate": 0.1, "momentum": 0.8},
         f"NumPy loop {loop.__name__}, equal to adagrad where the momentum is 0",
-        by_loop(loop, **loop_kwargs),
+        run_loop(loop, **loop_kwargs),
     )
 
 table = {
