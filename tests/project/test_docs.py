@@ -363,7 +363,9 @@ def test_readme_and_front_page_agree():
 
 
 @pytest.mark.any_library
-@pytest.mark.parametrize("page", [page for page in PAGES if not page.stem.startswith("benchmarks")], ids=lambda page: page.stem)
+@pytest.mark.parametrize(
+    "page", [page for page in PAGES if not page.stem.startswith("benchmarks")], ids=lambda page: page.stem
+)
 def test_commits_and_dates_are_only_in_benchmarks(page):
     found = re.findall(r"\b(?=[a-f]*\d)(?=\d*[a-f])[0-9a-f]{7,12}\b|\b202\d-\d\d-\d\d\b", page.read_text())
     assert found == []
