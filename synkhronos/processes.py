@@ -68,19 +68,19 @@ class _Bind(Command):
             os.sched_setaffinity(0, self.cores[rank.number])
         _keep_freed_memory()
         if not rank.is_master:
-            # Copies of the master's global generators would draw the same numbers on every rank.
-            of_numpy, of_python = (
+            # Without new seeds, forks of the master would draw the same numbers.
+            numpy_seed, python_seed = (
                 blake2b(seed, salt=rank.number.to_bytes(8, "little")).digest() for seed in self.seeds
             )
-            np.random.seed(np.frombuffer(of_numpy, np.uint32))
-            random.seed(of_python)
+            np.random.seed(np.frombuffer(numpy_seed, np.uint32))
+            random.seed(python_seed)
         device = get_device(self.name)
         rank.device = device
         if device is HOST:
             force_cpu()
-        here = rank.control.local_ranks
-        places = self.places if rank.root in here else device.assign_gpus(len(here), 0)
-        device.bind(rank, places[rank.number - here.start])
+        local_ranks = rank.control.local_ranks
+        places = self.places if rank.root in local_ranks else device.assign_gpus(len(local_ranks), 0)
+        device.bind(rank, places[rank.number - local_ranks.start])
 
 
 def _keep_freed_memory() -> None:
@@ -170,16 +170,16 @@ def fork(
     master_rank = check_integer(master_rank, "master_rank")
     if not check_number(host_timeout, "host_timeout", "a number of seconds") >= 1:
         raise ValueError(f"host_timeout: expected a number of seconds, at least 1, got {host_timeout!r}")
-    named = parse_hosts(hosts)
-    if len(named) == 1:
-        _check_is_here(named[0])
-        return _fork(named[0].n_ranks or n_parallel, use_gpu, master_rank, profile_workers, timeout)
-    process = find_launch() if hosts is None else None
-    if not named and process is not None and process[0] > 0:
+    host_list = parse_hosts(hosts)
+    if len(host_list) == 1:
+        _check_is_this_machine(host_list[0])
+        return _fork(host_list[0].n_ranks or n_parallel, use_gpu, master_rank, profile_workers, timeout)
+    launched_process = find_launch() if hosts is None else None
+    if not host_list and launched_process is not None and launched_process[0] > 0:
         run_agent()
-    if named or process is not None:
-        with _start_hosts(named or None, use_gpu, host_timeout) as others:
-            return _fork(n_parallel, use_gpu, master_rank, profile_workers, timeout, link=others)
+    if host_list or launched_process is not None:
+        with _start_hosts(host_list or None, use_gpu, host_timeout) as link:
+            return _fork(n_parallel, use_gpu, master_rank, profile_workers, timeout, link=link)
     return _fork(n_parallel, use_gpu, master_rank, profile_workers, timeout)
 
 
@@ -202,17 +202,17 @@ def fork_bound(
     log : file, optional
         File for the output of other hosts.
     """
-    bound = tuple(map(tuple, cores))
-    named = parse_hosts(hosts)
-    if len(named) > 1:
-        with _start_hosts(named, use_gpu, log=log) as others:
-            return _fork(None, use_gpu, cores=bound, link=others)
-    for host in named:
-        _check_is_here(host)
-    return _fork(n_parallel, use_gpu, cores=bound)
+    rank_cores = tuple(map(tuple, cores))
+    host_list = parse_hosts(hosts)
+    if len(host_list) > 1:
+        with _start_hosts(host_list, use_gpu, log=log) as link:
+            return _fork(None, use_gpu, cores=rank_cores, link=link)
+    for host in host_list:
+        _check_is_this_machine(host)
+    return _fork(n_parallel, use_gpu, cores=rank_cores)
 
 
-def _check_is_here(host: Host) -> None:
+def _check_is_this_machine(host: Host) -> None:
     """Raise RuntimeError for another machine: with a single host no agent would notice."""
     if not is_this_machine(host.name):
         raise RuntimeError(
@@ -223,13 +223,16 @@ def _check_is_here(host: Host) -> None:
 
 @contextlib.contextmanager
 def _start_hosts(
-    named: Sequence[Host] | None, use_gpu: bool | None, host_timeout: float = HOST_TIMEOUT, log: IO[str] | None = None
+    host_list: Sequence[Host] | None,
+    use_gpu: bool | None,
+    host_timeout: float = HOST_TIMEOUT,
+    log: IO[str] | None = None,
 ) -> Iterator[MpiLink]:
     """Start the agents of the hosts, and end them if the ``with`` block fails."""
     ranks.check_no_session()
     if use_gpu:
         choose_device(True, None)  # raises if this host has no GPUs, before any other is started
-    link = MpiLink(named, float(host_timeout), log)
+    link = MpiLink(host_list, float(host_timeout), log)
     try:
         link.launch()
         yield link
@@ -250,21 +253,21 @@ def _fork(
     if link is None:
         device, size = choose_device(use_gpu, n_parallel)
         check_index(master_rank, "master_rank", size, ValueError)
-        n_here = size
+        n_local = size
     else:
         device, _ = choose_device(link.choose_gpu_default() if use_gpu is None else use_gpu, None)
         link.assign_ranks(n_parallel, device.needs_gpu)
-        size, n_here = link.size, len(link.local_ranks)
+        size, n_local = link.size, len(link.local_ranks)
         if master_rank not in link.local_ranks:
-            raise ValueError(f"master_rank: expected a rank of this host, below {n_here}, got {master_rank}")
+            raise ValueError(f"master_rank: expected a rank of this host, below {n_local}, got {master_rank}")
     # Derived from the master's states, so that a run repeats from its seed.
     states = np.random.get_state(legacy=False), random.getstate()
     seeds = tuple(blake2b(pickle.dumps(state)).digest() for state in states)
     # Imported before the fork, so that workers share it.
     list_loaded_libraries()
     engines.list_engines()
-    first = _Bind(device.name, device.assign_gpus(n_here, master_rank), seeds, cores)
-    ranks.fork(size, master_rank, profile_workers, timeout, first, is_fork_unsafe(), link)
+    bind_command = _Bind(device.name, device.assign_gpus(n_local, master_rank), seeds, cores)
+    ranks.fork(size, master_rank, profile_workers, timeout, bind_command, is_fork_unsafe(), link)
     return size
 
 

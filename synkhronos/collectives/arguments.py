@@ -110,16 +110,16 @@ def is_generator_object(variable: Any) -> bool:
     return library.is_generator(variable) and not library.is_array(variable)
 
 
-def check_generator_state(session: Session, variable: Any, value: Any, moves: bool) -> None:
+def check_generator_state(session: Session, variable: Any, value: Any, jumps: bool) -> None:
     """Raise TypeError or ValueError if a value is not a valid state of a random generator.
 
     Parameters
     ----------
-    moves : bool
-        Whether the state has to be one that can be moved apart for the ranks.
+    jumps : bool
+        Whether ranks will jump to different places in the generator's stream.
     """
     try:
-        library_of(variable).check_generator(variable, value, moves and session.size > 1)
+        library_of(variable).check_generator(variable, value, jumps and session.size > 1)
     except (TypeError, ValueError) as error:
         raise type(error)(f"values: {describe(variable)}: {error}") from None
 

@@ -167,14 +167,14 @@ class Dispatcher:
     def mark_distributed(self, session: Session) -> None:
         """Record that the workers have the computation, and prepare the master's."""
         self.session = session
-        session.add_replacement_callback(self, Dispatcher._note_replacement)
+        session.add_replacement_callback(self, Dispatcher._handle_replacement)
         self._compiled = set()
         self.computation.reset_if_engine_changed()
         session.rank.objects[self.key] = weakref.ref(self.computation)
         self.computation.move_to_device()
         session.memory.release_with(self, "object", self.key)
 
-    def _note_replacement(self) -> None:
+    def _handle_replacement(self) -> None:
         """Mark the computation as not sent if the new workers are fresh processes; forks have inherited it."""
         if self.session is not None and not self.session.workers.are_forks:
             self.session = None

@@ -126,7 +126,7 @@ class Function:
         Notes
         -----
         Each rank gets a contiguous run of the selected rows, in rank order, as evenly as possible.  A rank without rows
-        sits out: it updates nothing, and counts in no op.
+        takes no part: it updates nothing, and its values are in no reduction.
 
         Examples
         --------

@@ -35,9 +35,10 @@ class CallInputs:
         self.computation = computation
         self._buffers = Buffers()
         self._names = [
-            f"input {i} ({e.name or e.variable}) of {computation.name}" for i, e in enumerate(computation.inputs)
+            f"input {i} ({spec.name or spec.variable}) of {computation.name}"
+            for i, spec in enumerate(computation.inputs)
         ]
-        self._by_name = {e.name: i for i, e in enumerate(computation.inputs) if e.name is not None}
+        self._by_name = {spec.name: i for i, spec in enumerate(computation.inputs) if spec.name is not None}
         self._dtypes = [np.dtype(entry.variable.type.dtype) for entry in computation.inputs]
         shapes = [computation.library.get_fixed_shape(entry.variable) for entry in computation.inputs]
         self._fixed_shapes = [None if all(length is None for length in shape) else shape for shape in shapes]

@@ -78,7 +78,7 @@ class RankOutputs(NamedTuple):
     Attributes
     ----------
     n_rows : int
-        Number of rows that the rank computed: the weight of its values in a mean.  0 on a rank that sat out.
+        Number of rows that the rank computed: the weight of its values in a mean.  0 on a rank without rows.
     values : list of array
         One for each output; empty on a rank without rows.
     spec : OutputSpec

@@ -1,8 +1,8 @@
 """The graph library of a variable: PyTensor or Theano.
 
 Both libraries descend from the same code.  `library.GraphLibrary` has the common part; `pytensor` and `theano` override
-the methods in which they differ.  Neither library is imported here: a description is made when the user's program has
-imported the library itself.
+the methods in which they differ.  Neither library is imported here: a `GraphLibrary` is created after the user's
+program has imported the library.
 """
 
 from __future__ import annotations

@@ -39,7 +39,7 @@ from synkhronos.ranks.pickle_parts import measure_parts, read_parts, write_parts
 
 #: Shared variables that functions use, in any session.
 _registered: WeakKeys[Any, bool] = WeakKeys()
-#: Numbers of the keys of shared variables.  None is used twice: an old key may be released late.
+#: Numbers for the keys of shared variables.  No number is used twice, as an old key may be released late.
 _numbers = itertools.count(1)
 #: Largest number of jumps of any rank's stream from the master's, by random generator.  A later session's streams start
 #: after it: workers may have drawn more numbers than the master, and its stream does not show them.

@@ -25,10 +25,11 @@ _SIGNALS = [int(number) for number in signal.valid_signals()]
 class defer_signals:  # noqa: N801 - a block, as the functions of contextlib are
     """Defer the handlers of all signals to the end of the ``with`` block.
 
-    Blocking the signals would not do: the system delivers them to another thread (a BLAS has some), and Python's
-    handler runs in the main thread all the same.  In other threads handlers never run, and nothing is deferred.
+    A mask of blocked signals is not sufficient: the system would deliver them to another thread, such as one of a BLAS,
+    and Python would then run the handler in the main thread.  In other threads handlers never run, and nothing is
+    deferred.
 
-    Only for short blocks, and for longer ones that are compiled code anyway, such as XLA's compilation.
+    Use it for short blocks, and for longer ones of compiled code that no handler interrupts, such as XLA's compiler.
     """
 
     def __enter__(self) -> Self:
