@@ -23,6 +23,6 @@ theano.config.floatX = "float32"
 
 def title() -> str:
     """Return the names and versions of the graph library and of Lasagne."""
-    library = "Theano" if synkhronos.compat.chosen == "theano" else "PyTensor"
+    library = "Theano" if synkhronos.compat.library == "theano" else "PyTensor"
     # theano.__version__ may be Theano's version even if PyTensor is used.
     return f"{library} {version(library)}, Lasagne {version('Lasagne')}"

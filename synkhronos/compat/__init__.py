@@ -2,9 +2,9 @@
 
     >>> import synkhronos.compat  # the program's first line
 
-Where Theano 1.0.5 is installed, ``import theano`` imports it; this package then patches it (`real`) and provides
-modules that programs of its time import.  Where it is not installed, an import hook (`hook`) provides ``theano``,
-``theano.tensor``, ... from the modules in `tree`, which are built on PyTensor.  The environment variable
+Where Theano 1.0.5 is installed, ``import theano`` imports it; this package then patches it (`theano_patches`) and
+provides modules that programs of its time import.  Where it is not installed, an import hook (`hook`) provides
+``theano``, ``theano.tensor``, ... from the modules in `tree`, which are built on PyTensor.  The environment variable
 ``SYNKHRONOS_THEANO`` selects one of the two: ``theano`` or ``pytensor``.
 
 The package could be a distribution of its own.  Its interface with the rest of Synkhronos:
@@ -27,7 +27,7 @@ import sys
 
 from synkhronos.compat import hook, theano_patches
 
-__all__ = ["chosen", "install"]
+__all__ = ["install", "library"]
 
 #: Environment variable that selects the library.
 VARIABLE = "SYNKHRONOS_THEANO"
@@ -55,7 +55,7 @@ def install() -> str:
     >>> install()
     'pytensor'
     """
-    hook.install_gaps()
+    hook.install_stand_ins()
     hook.serve_alias("platoon")
     hook.install_theanompi()
     if hook.is_installed():
@@ -84,4 +84,4 @@ def _has_theano() -> bool:
 
 
 #: The library behind ``import theano``: ``"theano"`` or ``"pytensor"``.
-chosen = install()
+library = install()

@@ -79,14 +79,14 @@ def dnn_pool(img: Any, ws: Any, stride: Any = None, mode: str = "max", pad: Any 
 
 def install(dnn: Any) -> None:
     """Patch Theano's ``dnn_conv`` and ``dnn_pool`` to use the functions here if there is no cuDNN."""
-    for ours in (dnn_conv, dnn_pool):
-        setattr(dnn, ours.__name__, _choose_at_call(dnn, getattr(dnn, ours.__name__), ours))
+    for replacement in (dnn_conv, dnn_pool):
+        setattr(dnn, replacement.__name__, _choose_at_call(dnn, getattr(dnn, replacement.__name__), replacement))
 
 
-def _choose_at_call(dnn: Any, theirs: Any, ours: Any) -> Any:
+def _choose_at_call(dnn: Any, original: Any, replacement: Any) -> Any:
     def function(*args: Any, **kwargs: Any) -> Any:
         is_active = sys.modules["theano.gpuarray"].pygpu_activated and dnn.dnn_available(None)
-        return (theirs if is_active else ours)(*args, **kwargs)
+        return (original if is_active else replacement)(*args, **kwargs)
 
-    function.__name__, function.__doc__ = theirs.__name__, theirs.__doc__
+    function.__name__, function.__doc__ = original.__name__, original.__doc__
     return function

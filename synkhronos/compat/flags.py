@@ -118,14 +118,14 @@ def explain_unsupported(name: str) -> str:
     )
 
 
-def to_pytensor_flags(theano_flags: str, given: str = "") -> str:
+def to_pytensor_flags(theano_flags: str, pytensor_flags: str = "") -> str:
     """Translate flags for Theano to flags for PyTensor.
 
     Parameters
     ----------
     theano_flags : str
         As in THEANO_FLAGS.  A GPU in ``device=`` asks for JAX mode, which computes on GPUs.
-    given : str
+    pytensor_flags : str
         Present flags of PyTensor, which take precedence.
 
     Returns
@@ -147,7 +147,7 @@ def to_pytensor_flags(theano_flags: str, given: str = "") -> str:
     dropped = [name for name in flags if name not in _SHARED and name != "device"]
     if dropped:
         _LOG.info("flags without a meaning in PyTensor are ignored: %s", ", ".join(dropped))
-    return ",".join(passed + ([given] if given else []))
+    return ",".join(passed + ([pytensor_flags] if pytensor_flags else []))
 
 
 def _to_pytensor_name(name: str) -> str:
@@ -179,23 +179,23 @@ class Config:
         object.__setattr__(self, "_section", section)
 
     def __getattr__(self, name: str) -> Any:
-        full = self._section + name
+        full_name = self._section + name
         if name.startswith("__"):
             raise AttributeError(name)
-        if hasattr(self._config, full):
-            return getattr(self._config, full)
-        theano_name = full.replace("__", ".")
+        if hasattr(self._config, full_name):
+            return getattr(self._config, full_name)
+        theano_name = full_name.replace("__", ".")
         if theano_name in _FIXED:
             return _FIXED[theano_name]
-        if any(known.startswith(f"{full}__") for known in (*map(_to_pytensor_name, _FIXED), *dir(self._config))):
-            return Config(self._config, f"{full}__")
+        if any(flag.startswith(f"{full_name}__") for flag in (*map(_to_pytensor_name, _FIXED), *dir(self._config))):
+            return Config(self._config, f"{full_name}__")
         raise AttributeError(explain_unsupported(f"theano.config.{theano_name}"))
 
     def __setattr__(self, name: str, value: Any) -> None:
-        full = self._section + name
-        theano_name = full.replace("__", ".")
-        if hasattr(self._config, full):
-            setattr(self._config, full, value)
+        full_name = self._section + name
+        theano_name = full_name.replace("__", ".")
+        if hasattr(self._config, full_name):
+            setattr(self._config, full_name, value)
         elif theano_name == "compute_test_value" and value != "off":
             reason = explain_unsupported(f"theano.config.{theano_name}")
             raise AttributeError(f"PyTensor computes no test values: {reason}")

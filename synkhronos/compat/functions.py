@@ -70,9 +70,9 @@ class CompatFunction(_Function):
         return outputs if keys is None else dict(zip(keys, outputs, strict=True))
 
     def _put_defaults(self) -> None:
-        for container, entry in zip(self.input_storage, self.maker.inputs, strict=True):
-            if getattr(entry, "default", ()) and entry.update is None:
-                container.storage[0] = copy.copy(entry.default[0]) if entry.mutable else entry.default[0]
+        for container, input_spec in zip(self.input_storage, self.maker.inputs, strict=True):
+            if getattr(input_spec, "default", ()) and input_spec.update is None:
+                container.storage[0] = copy.copy(input_spec.default[0]) if input_spec.mutable else input_spec.default[0]
 
     def copy(self, *args: Any, **kwargs: Any) -> Any:
         """Return a copy, with the arguments of PyTensor's method."""
@@ -100,7 +100,7 @@ def wrap_function(function: Any, keys: list[str] | None = None) -> Any:
     keys : list of str, optional
         Keys of the outputs, which the function then returns in a dict.
     """
-    if keys is not None or any(getattr(entry, "default", ()) for entry in function.maker.inputs):
+    if keys is not None or any(getattr(input_spec, "default", ()) for input_spec in function.maker.inputs):
         function.maker.output_keys = keys
         function.__class__ = CompatFunction
         function._put_defaults()
@@ -131,9 +131,9 @@ class CompatLinker(linker.LengthLinker):
 
 def use_compat_linker(mode: Any) -> Any:
     """Return a mode with `CompatLinker` if it is JAX mode; return any other mode unchanged."""
-    found = get_mode(mode)
-    is_jax = type(found.linker) in (JAXLinker, linker.LengthLinker)
-    return Mode(CompatLinker(), found.provided_optimizer) if is_jax else mode
+    resolved_mode = get_mode(mode)
+    is_jax = type(resolved_mode.linker) in (JAXLinker, linker.LengthLinker)
+    return Mode(CompatLinker(), resolved_mode.provided_optimizer) if is_jax else mode
 
 
 def get_value(self: SharedVariable, borrow: bool = False, return_internal_type: bool = False) -> Any:

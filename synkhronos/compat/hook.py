@@ -4,7 +4,7 @@
   the file ``tree/a/b.py``.  Modules and names that are missing there raise errors that say so.
 - `AliasFinder`: ``platoon``, the package `synkhronos.compat.platoon`.
 - `TheanoMpiFinder`: ``theanompi``, with this library's rules, and the user's copy of Theano-MPI for all else.
-- `GapFinder`: modules that programs of Theano's time import, and that are missing today.
+- `StandInFinder`: modules that programs of Theano's time import, and that are missing today.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from typing import Any
 
 from synkhronos.compat.flags import explain_unsupported, to_pytensor_flags
 
-_HERE = Path(__file__).parent
-_TREE = _HERE / "tree"
+_FOLDER = Path(__file__).parent
+_TREE = _FOLDER / "tree"
 #: Theano 1.0 lacks two modules of its earlier versions, setuptools 82 lacks pkg_resources, and hickle is rarely
 #: installed; Lasagne 0.1 and Theano-MPI's models import them.
-_GAPS = {
-    "hickle": _HERE / "lost" / "hickle.py",
-    "pkg_resources": _HERE / "lost" / "pkg_resources.py",
+_STAND_INS = {
+    "hickle": _FOLDER / "stand_ins" / "hickle.py",
+    "pkg_resources": _FOLDER / "stand_ins" / "pkg_resources.py",
     "theano.compat.python2x": _TREE / "compat" / "python2x.py",
     "theano.tensor.signal.downsample": _TREE / "tensor" / "signal" / "downsample.py",
 }
@@ -59,13 +59,13 @@ class TreeFinder(importlib.abc.MetaPathFinder):
             return None
         if not parts:
             _require_pytensor()
-        where = _TREE.joinpath(*parts)
-        file = where / "__init__.py" if where.is_dir() else where.with_suffix(".py")
+        location = _TREE.joinpath(*parts)
+        file = location / "__init__.py" if location.is_dir() else location.with_suffix(".py")
         if not file.exists():
             # Without `name` set, since `from package import module` would swallow it.
             raise ModuleNotFoundError(explain_unsupported(fullname))
         # Every module is a package, so that Python asks this finder for modules that it lacks.
-        locations = [str(where)] if where.is_dir() else []
+        locations = [str(location)] if location.is_dir() else []
         return importlib.util.spec_from_file_location(
             fullname, file, loader=_NamespaceLoader(fullname, str(file)), submodule_search_locations=locations
         )
@@ -77,12 +77,12 @@ class _NamespaceLoader(importlib.machinery.SourceFileLoader):
     def exec_module(self, module: ModuleType) -> None:
         """Run the module's code."""
         super().exec_module(module)
-        own: Callable[[str], Any] | None = module.__dict__.get("__getattr__")
+        own_getattr: Callable[[str], Any] | None = module.__dict__.get("__getattr__")
 
         def getattr_(name: str) -> Any:
-            if own is not None:
+            if own_getattr is not None:
                 try:
-                    return own(name)
+                    return own_getattr(name)
                 except AttributeError:
                     pass
             text = explain_unsupported(f"{module.__name__}.{name}")
@@ -111,7 +111,7 @@ class TheanoMpiFinder(importlib.abc.MetaPathFinder):
     ) -> importlib.machinery.ModuleSpec | None:
         """Return the spec of the package; raise ModuleNotFoundError for modules that the user's copy lacks."""
         if fullname == "theanompi":
-            return importlib.util.spec_from_file_location(fullname, _HERE / "theanompi" / "__init__.py")
+            return importlib.util.spec_from_file_location(fullname, _FOLDER / "theanompi" / "__init__.py")
         if fullname.startswith("theanompi.") and importlib.machinery.PathFinder.find_spec(fullname, path) is None:
             raise ModuleNotFoundError(
                 f"{fullname}: layers, models and data are those of your copy of Theano-MPI: put the folder in which "
@@ -122,20 +122,20 @@ class TheanoMpiFinder(importlib.abc.MetaPathFinder):
         return None
 
 
-def install_gaps() -> None:
-    """Provide the modules of `_GAPS` from now on, where they are missing."""
-    if not any(isinstance(finder, GapFinder) for finder in sys.meta_path):
-        sys.meta_path.append(GapFinder())  # the last: asked only for modules that no other finder has
+def install_stand_ins() -> None:
+    """Provide the modules of `_STAND_INS` from now on, where they are missing."""
+    if not any(isinstance(finder, StandInFinder) for finder in sys.meta_path):
+        sys.meta_path.append(StandInFinder())  # the last: asked only for modules that no other finder has
 
 
-class GapFinder(importlib.abc.MetaPathFinder):
-    """Finds the modules of `_GAPS`."""
+class StandInFinder(importlib.abc.MetaPathFinder):
+    """Finds the modules of `_STAND_INS`."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
         """Return the spec of a module, or None."""
-        file = _GAPS.get(fullname)
+        file = _STAND_INS.get(fullname)
         return None if file is None else importlib.util.spec_from_file_location(fullname, file)
 
 
@@ -176,10 +176,10 @@ class AliasFinder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
                 return None
         elif sys.modules[head] is not sys.modules.get(f"synkhronos.compat.{head}"):
             return None
-        own = importlib.util.find_spec(f"synkhronos.compat.{fullname}")
-        if own is None:
+        target_spec = importlib.util.find_spec(f"synkhronos.compat.{fullname}")
+        if target_spec is None:
             raise ModuleNotFoundError(f"synkhronos.compat has no module {fullname}", name=fullname)
-        is_package = own.submodule_search_locations is not None
+        is_package = target_spec.submodule_search_locations is not None
         return importlib.machinery.ModuleSpec(fullname, self, is_package=is_package)
 
     def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType:

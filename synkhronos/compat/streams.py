@@ -55,29 +55,29 @@ class RandomStreams:
             By default, the seed of the constructor.
         """
         self._sequence = np.random.SeedSequence(self.default_instance_seed if seed is None else seed)
-        for (generator, _), child in zip(
+        for (generator, _), seed_sequence in zip(
             self.state_updates, self._sequence.spawn(len(self.state_updates)), strict=True
         ):
-            generator.set_value(np.random.default_rng(child), borrow=True)
+            generator.set_value(np.random.default_rng(seed_sequence), borrow=True)
 
     def _draw(self, draw: Callable[..., Any], *parameters: Any, transform: Callable[[Any], Any], **kwargs: Any) -> Any:
         """Return a random variable with a generator of its own, after applying ``transform`` to PyTensor's."""
-        (child,) = self._sequence.spawn(1)
-        generator = pytensor.shared(np.random.default_rng(child), borrow=True)
+        (seed_sequence,) = self._sequence.spawn(1)
+        generator = pytensor.shared(np.random.default_rng(seed_sequence), borrow=True)
         with warnings.catch_warnings():
             # Newer PyTensor wants an argument that older versions lack: whether to return the next state too.
             warnings.filterwarnings("ignore", "RandomVariable Ops will stop hiding", DeprecationWarning)
-            drawn = draw(*parameters, rng=generator, **kwargs)
+            variable = draw(*parameters, rng=generator, **kwargs)
         # The result of some draws is an expression above the node that uses the generator.
-        (following,) = (node.outputs[0] for node in apply_ancestors([drawn]) if generator in node.inputs)
+        (next_state,) = (node.outputs[0] for node in apply_ancestors([variable]) if generator in node.inputs)
         with warnings.catch_warnings():
             # PyTensor's own streams set it too: functions read their updates from it.
             warnings.filterwarnings("ignore", "Setting default_update", DeprecationWarning)
-            generator.default_update = following
-        self.state_updates.append((generator, following))
-        result = transform(drawn)
+            generator.default_update = next_state
+        self.state_updates.append((generator, next_state))
+        result = transform(variable)
         # Attributes by which programs seed one variable, or copy its state.
-        result.rng, result.update = generator, (generator, following)
+        result.rng, result.update = generator, (generator, next_state)
         return result
 
     def _draw_uniform(self, size: Any, transform: Callable[[Any], Any]) -> Any:

@@ -72,12 +72,12 @@ def find_blas_flags() -> str:
     """
     try:
         # GCC prints the path of a library that it finds, and else repeats the name.
-        found = subprocess.run(
+        path = subprocess.run(
             ["g++", "-print-file-name=libopenblas.so"], capture_output=True, text=True, timeout=10, check=True
         ).stdout.strip()
     except (OSError, subprocess.SubprocessError):
         return ""
-    return "-lopenblas" if os.path.isabs(found) else ""
+    return "-lopenblas" if os.path.isabs(path) else ""
 
 
 def _has_blas_flag() -> bool:

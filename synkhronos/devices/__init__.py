@@ -22,7 +22,7 @@ import numpy as np
 
 from synkhronos.devices import cuda, host, jax, pygpu
 from synkhronos.devices.communicator import ArrayLayout, Communicator
-from synkhronos.devices.cuda.device import CudaDevice
+from synkhronos.devices.cuda.cuda_device import CudaDevice
 from synkhronos.devices.device import Device
 from synkhronos.devices.selection import Selection, take_rows
 from synkhronos.gpus import get_n_gpu

@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from synkhronos.devices.cuda.device import CudaDevice
+from synkhronos.devices.cuda.cuda_device import CudaDevice
 from synkhronos.devices.reductions import Reduction
 from synkhronos.devices.selection import Selection
 from synkhronos.ranks import Rank, SharedArray

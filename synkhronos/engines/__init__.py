@@ -11,8 +11,8 @@ from importlib import import_module
 from pkgutil import iter_modules
 from typing import Any
 
-from synkhronos.engines import host
-from synkhronos.engines.base import Engine, GradientReduction, Runner
+from synkhronos.engines import host_engine
+from synkhronos.engines.engine import Engine, GradientReduction, Runner
 from synkhronos.graphs import GraphLibrary
 
 __all__ = ["Engine", "GradientReduction", "Runner", "choose_engine", "list_engines"]
@@ -20,10 +20,10 @@ __all__ = ["Engine", "GradientReduction", "Runner", "choose_engine", "list_engin
 
 @cache
 def list_engines() -> tuple[Engine, ...]:
-    """Return the ``ENGINE`` of every module here; that of host memory is the last, as it runs every function."""
+    """Return the ``ENGINE`` of every module here; the host engine is the last, as it can run every function."""
     modules = [import_module(f"{__name__}.{module.name}") for module in iter_modules(__path__)]
-    found = [module.ENGINE for module in modules if hasattr(module, "ENGINE")]
-    return (*(engine for engine in found if engine is not host.ENGINE), host.ENGINE)
+    engines = [module.ENGINE for module in modules if hasattr(module, "ENGINE")]
+    return (*(engine for engine in engines if engine is not host_engine.ENGINE), host_engine.ENGINE)
 
 
 def choose_engine(library: GraphLibrary, mode: Any) -> Engine:

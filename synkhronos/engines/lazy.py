@@ -23,7 +23,7 @@ import numpy as np
 import numpy.typing as npt
 
 from synkhronos import ranks
-from synkhronos.engines.base import Engine, ReducibleOutputs
+from synkhronos.engines.engine import Engine, ReducibleOutputs
 from synkhronos.ranks import Command, PendingOperation, Rank, Session
 
 #: Limits above which outputs that can't be read any more are dropped: number of calls, bytes on a rank.
@@ -41,12 +41,12 @@ class _UnreadOutputs(dict[int, tuple[Engine, Any]], PendingOperation):
 def _get_unread(rank: Rank) -> _UnreadOutputs:
     """Return the rank's unread outputs."""
 
-    def make() -> _UnreadOutputs:
-        made = _UnreadOutputs()
-        rank.pending.append(made)
-        return made
+    def create() -> _UnreadOutputs:
+        unread = _UnreadOutputs()
+        rank.pending.append(unread)
+        return unread
 
-    return rank.registry.get(_UnreadOutputs, make)
+    return rank.registry.get(_UnreadOutputs, create)
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,10 +65,11 @@ class FetchOutputs(Command):
         """Return, in the master, a list of outputs for each call."""
         unread = [_get_unread(rank)[call] for call in self.calls]
         outputs: list[Any] = []
-        for engine, run in groupby(unread, itemgetter(0)):
-            own = [each for _, each in run]
-            fetched = iter(engine.fetch([value for each in own for value in each.values]))
-            outputs += [each.with_values(list(islice(fetched, len(each.values)))) for each in own]
+        for engine, group in groupby(unread, itemgetter(0)):
+            own_outputs = [call_outputs for _, call_outputs in group]
+            fetched = iter(engine.fetch([value for call_outputs in own_outputs for value in call_outputs.values]))
+            for call_outputs in own_outputs:
+                outputs.append(call_outputs.with_values(list(islice(fetched, len(call_outputs.values)))))
         # Outputs are not dropped here: workers don't wait for the master, which may fail and fetch again.
         return outputs[0].reduce_many(rank, outputs)
 
@@ -103,7 +104,7 @@ class _CallOutputs:
 
 
 class _CallReference(weakref.ref[_CallOutputs]):
-    """A weak reference with the call's number and size, which are needed after the call's results are deleted."""
+    """A weak reference with the call's number and size, for use after the call's results are deleted."""
 
     number: int
     nbytes: int
@@ -111,9 +112,9 @@ class _CallReference(weakref.ref[_CallOutputs]):
     @classmethod
     def from_call(cls, call: _CallOutputs, callback: Callable[[Any], None], nbytes: int) -> _CallReference:
         """Make a reference that is passed to ``callback`` when the call's results are deleted."""
-        made = cls(call, callback)
-        made.number, made.nbytes = call.number, nbytes
-        return made
+        reference = cls(call, callback)
+        reference.number, reference.nbytes = call.number, nbytes
+        return reference
 
 
 class ResultTable(PendingOperation):
@@ -271,10 +272,10 @@ class Result(_Mixin):
         return array.copy() if copy else array
 
     def __array_ufunc__(self, ufunc: np.ufunc, method: str, *inputs: Any, **kwargs: Any) -> Any:
-        plain = [value._read() if isinstance(value, Result) else value for value in inputs]
+        values = [value._read() if isinstance(value, Result) else value for value in inputs]
         if "out" in kwargs:
             kwargs["out"] = tuple(value._writable() if isinstance(value, Result) else value for value in kwargs["out"])
-        return getattr(ufunc, method)(*plain, **kwargs)
+        return getattr(ufunc, method)(*values, **kwargs)
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):  # libraries probe for array protocols, which must not read

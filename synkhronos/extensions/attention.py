@@ -65,9 +65,9 @@ def dot_product_attention(
         if tensor.ndim != 4:
             raise ValueError(f"{name}: expected (batch, length, heads, width), got {tensor.ndim} dimensions")
         for axis, length in enumerate(tensor.type.shape):
-            other = tensors[1 if name == "value" else 0].type.shape[axis]
-            if None not in (length, other) and length != other and (axis != 1 or name == "value"):
-                raise ValueError(f"{name}: expected a length of {other} at axis {axis}, got {length}")
+            expected_length = tensors[1 if name == "value" else 0].type.shape[axis]
+            if None not in (length, expected_length) and length != expected_length and (axis != 1 or name == "value"):
+                raise ValueError(f"{name}: expected a length of {expected_length} at axis {axis}, got {length}")
     if mask is not None:
         mask = pt.as_tensor_variable(mask)
         if mask.dtype != "bool":

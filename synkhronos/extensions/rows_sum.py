@@ -131,8 +131,8 @@ def sum_over_rows(terms: Any, rows: Mapping[Any, Any], name: str | None = None) 
     (5.0, [0.0, 2.0, 4.0])
     >>> synk.close()
     """
-    made = RowsSum(terms, rows, name)
-    return SumOverRows(made)(*made.params)
+    rows_sum = RowsSum(terms, rows, name)
+    return SumOverRows(rows_sum)(*rows_sum.params)
 
 
 class WorkerExitInterrupt(synk.WorkerError, KeyboardInterrupt):
@@ -331,8 +331,8 @@ class RowsSum:
         arrays = [_get_values(source) for source in self._sources]
         # A chain's process samples only, so that nobody changes its copies of the arrays.
         samples = [] if self.inherited_rows else [_take_sample(values) for values in arrays]
-        is_known = self._session is not None and self._session() is session and samples == self._samples
-        if is_known and all(new is old for new, old in zip(arrays, self._scattered, strict=True)):
+        is_unchanged = self._session is not None and self._session() is session and samples == self._samples
+        if is_unchanged and all(map(operator.is_, arrays, self._scattered)):
             return
         num_rows = _check_lengths(self._row_variables, arrays)
         self._last_point = None
@@ -363,8 +363,8 @@ class RowsSum:
         except RuntimeError as error:
             if ranks.get_inherited_session() is None:
                 raise
-            for each in list(_sums.values()):
-                each.inherited_rows = [_get_values(source) for source in each._sources]
+            for rows_sum in list(_sums.values()):
+                rows_sum.inherited_rows = [_get_values(source) for source in rows_sum._sources]
             if not start_ranks(self.max_chain_ranks):
                 raise RuntimeError(_WRONG_PROCESS) from error
             return ranks.session()
@@ -468,8 +468,9 @@ class _RowsSumOp(Op):
 
     def _align_with_params(self, gradients: Sequence[Any]) -> list[Any]:
         """Return one gradient for each parameter: disconnected ones for those that are not floats."""
-        found = dict(zip(self.rows.floats, gradients, strict=True))
-        return [found[i] if i in found else DisconnectedType()() for i in range(len(self.rows.params))]
+        gradient_by_position = dict(zip(self.rows.floats, gradients, strict=True))
+        positions = range(len(self.rows.params))
+        return [gradient_by_position[i] if i in gradient_by_position else DisconnectedType()() for i in positions]
 
 
 class SumOverRows(_RowsSumOp):
@@ -578,13 +579,15 @@ def _check_source(variable: Any, value: Any) -> Any:
     try:
         return library_of(variable).filter(variable.type, value)
     except (TypeError, ValueError) as error:
-        wrong = ValueError if isinstance(error, ValueError) else TypeError
-        raise wrong(f"rows: {describe(variable)} of type {variable.type} cannot take the values: {error}") from None
+        error_type = ValueError if isinstance(error, ValueError) else TypeError
+        raise error_type(
+            f"rows: {describe(variable)} of type {variable.type} cannot take the values: {error}"
+        ) from None
 
 
 def _check_lengths(variables: Iterable[Any], values: Sequence[Any]) -> int:
     """Return the number of rows; raise ValueError if it differs between the values."""
-    lengths = {describe(variable): len(each) for variable, each in zip(variables, values, strict=True)}
+    lengths = {describe(variable): len(array) for variable, array in zip(variables, values, strict=True)}
     if len(set(lengths.values())) > 1:
         raise ValueError(f"rows: expected the same number of rows for each input, got {lengths}")
     return min(lengths.values())
@@ -636,10 +639,10 @@ def _select_rank_nodes(terms: Any, rows: Sequence[Any]) -> list[Apply]:
     needed = {terms}
     selected = []
     for node in reversed(nodes):
-        wanted = needed.intersection(node.outputs)
-        if wanted and (
-            not wanted.isdisjoint(depends | fixed)
-            or not all(map(_is_array, wanted))
+        needed_outputs = needed.intersection(node.outputs)
+        if needed_outputs and (
+            not needed_outputs.isdisjoint(depends | fixed)
+            or not all(map(_is_array, needed_outputs))
             or isinstance(node.op, DimShuffle)
             or isinstance(node.op, Elemwise | CAReduce)
             and all(map(_is_number, node.inputs))
@@ -664,25 +667,26 @@ def _find_params(selected: Sequence[Apply], rows: Sequence[Any]) -> list[Any]:
 
 def replace_variables(variable: Any, nodes: Sequence[Apply], replaced: Mapping[Any, Any]) -> Any:
     """Return `variable` recomputed with the variables in ``replaced``; ``nodes`` is its graph in topological order."""
-    made = dict(replaced)
+    new_variables = dict(replaced)
     for node in nodes:
-        if not made.keys().isdisjoint(node.inputs):
-            new = node.clone_with_new_inputs([made.get(v, v) for v in node.inputs], strict=False)
-            made.update((old, v) for old, v in zip(node.outputs, new.outputs, strict=True) if old not in replaced)
-    return made.get(variable, variable)
+        if not new_variables.keys().isdisjoint(node.inputs):
+            new_node = node.clone_with_new_inputs([new_variables.get(v, v) for v in node.inputs], strict=False)
+            outputs = zip(node.outputs, new_node.outputs, strict=True)
+            new_variables.update((output, new_output) for output, new_output in outputs if output not in replaced)
+    return new_variables.get(variable, variable)
 
 
 def _remove_checks(variable: Any) -> Any:
     """Return `variable` with the second input of each node that has the tag ``is_check`` in place of its output."""
-    made: dict[Any, Any] = {}
+    new_variables: dict[Any, Any] = {}
     for node in library_of(variable).sort_nodes([variable]):
-        inputs = [made.get(v, v) for v in node.inputs]
+        inputs = [new_variables.get(v, v) for v in node.inputs]
         if getattr(node.tag, "is_check", False) and inputs[1].type.broadcastable == node.outputs[0].type.broadcastable:
-            made[node.outputs[0]] = inputs[1]
-        elif not made.keys().isdisjoint(node.inputs):
-            new = node.clone_with_new_inputs(inputs, strict=False)
-            made.update(zip(node.outputs, new.outputs, strict=True))
-    return made.get(variable, variable)
+            new_variables[node.outputs[0]] = inputs[1]
+        elif not new_variables.keys().isdisjoint(node.inputs):
+            new_node = node.clone_with_new_inputs(inputs, strict=False)
+            new_variables.update(zip(node.outputs, new_node.outputs, strict=True))
+    return new_variables.get(variable, variable)
 
 
 def _is_array(variable: Any) -> bool:

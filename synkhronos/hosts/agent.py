@@ -60,7 +60,7 @@ from synkhronos.hosts.mail import (
 from synkhronos.hosts.names import describe_host, number_ranks
 from synkhronos.hosts.page_table import PAGE, PageTable, find_pages, read_pages, write_pages
 from synkhronos.hosts.pipes import FRAME, LOSS_NBYTES, FrameTransport, PipeLayout
-from synkhronos.hosts.task import TaskAgent
+from synkhronos.hosts.task_agent import TaskAgent
 from synkhronos.ranks.agreement import StepTally, record_common_step
 from synkhronos.ranks.child_process import ignore_job_signals
 from synkhronos.ranks.control import FOR_COMMAND, FOR_DONE, FOR_STEP, SLOT_NBYTES, SPIN_SECONDS, Control

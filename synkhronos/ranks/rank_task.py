@@ -15,7 +15,7 @@ Each task has new shared memory, so that a lock held by a rank of a failed task 
 
 On several hosts each host has such memory for its own ranks.  A lock belongs to one host, whose ranks acquire it as on
 one machine.  A rank of another host writes a request into its channel to itself; its agent passes the request to the
-agent of the lock's host, which queues for the lock on its behalf (see `synkhronos.hosts.task`).
+agent of the lock's host, which queues for the lock on its behalf (see `synkhronos.hosts.task_agent`).
 """
 
 from __future__ import annotations

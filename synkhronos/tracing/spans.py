@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 from synkhronos.devices import Communicator, Device
-from synkhronos.engines.base import Engine, Runner
+from synkhronos.engines.engine import Engine, Runner
 from synkhronos.function.call import Call
 from synkhronos.function.computation import Computation
 from synkhronos.graphs.mirror import get_object

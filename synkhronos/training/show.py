@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from synkhronos.tracing import report
+from synkhronos.tracing import timeline_report
 from synkhronos.training.recorder import read
 
 _COLUMNS = ["run", "file", "time", "seconds", "epoch", "step", "seen", "rows"]
@@ -66,11 +66,11 @@ def main(arguments: list[str]) -> None:
 
 def _show_timeline(name: str, picture: str | None) -> None:
     """Print the times of a recorded timeline, and draw some of its calls."""
-    ranks = report.read_timelines(name)
-    critical_path = report.find_critical_path(ranks)
-    sys.stdout.write(report.format_report(name, ranks, critical_path))
+    ranks = timeline_report.read_timelines(name)
+    critical_path = timeline_report.find_critical_path(ranks)
+    sys.stdout.write(timeline_report.format_report(name, ranks, critical_path))
     picture = picture or f"{name.removesuffix('.gz').removesuffix('.json')}.png"
-    report.draw_timelines(ranks, critical_path, picture)
+    timeline_report.draw_timelines(ranks, critical_path, picture)
     sys.stdout.write(f"picture: {picture}; the file can be opened at https://ui.perfetto.dev\n")
 
 

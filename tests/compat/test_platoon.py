@@ -279,7 +279,7 @@ def test_launcher_is_interrupted(tmp_path, number, status, how):
 def test_controller_is_killed(tmp_path):
     process = start(tmp_path, "fails", *DEVICES, "-w=ask")
     wait_until_ready(process, tmp_path)
-    controller = next(pid for pid, line in list_processes(process).items() if b"processes.main()" in line)
+    controller = next(pid for pid, line in list_processes(process).items() if b"controller_process.main()" in line)
     os.kill(controller, signal.SIGKILL)
     status, _, err = finish(process)
     assert status == 3 and "the controller was ended by SIGKILL" in err
@@ -508,7 +508,7 @@ def test_kill_on_hosts_leaves_nothing(tmp_path, number, who, status):
         running = {pid: each for pid, each in sorted(list_marked_processes(mark).items()) if pid not in before}
         found = {"launcher": next(pid for pid, (_, line) in running.items() if "-m synkhronos platoon" in line)}
         for pid, (space, line) in running.items():
-            if "processes.main()" in line:  # and so the processes that it has forked, later
+            if "controller_process.main()" in line:  # and so the processes that it has forked, later
                 host = "a" if space == running[found["launcher"]][0] else "b"
                 found.setdefault(f"controller of {host}", pid)
         os.kill(found[who], number)

@@ -17,8 +17,8 @@ import synkhronos as synk
 from synkhronos import devices, ranks
 from synkhronos.data.shared import locate
 from synkhronos.devices import JAX, PYGPU, cuda
-from synkhronos.devices.cuda.group import NcclGroup
 from synkhronos.devices.cuda.nccl import NcclCommunicator, ReduceSpan
+from synkhronos.devices.cuda.nccl_group import NcclGroup
 from synkhronos.devices.cuda.staging import Staging, _PinnedMemory
 from synkhronos.engines.xla.fused_launch import LaunchReducer
 from synkhronos.ranks import Cancelled

@@ -27,7 +27,7 @@ from synkhronos.hosts.mpirun import _check_names, find_lost_hosts
 from synkhronos.hosts.names import Host, parse_hosts
 from synkhronos.hosts.page_table import PAGE, PageTable, SegmentAccess, find_pages, read_pages, write_pages
 from synkhronos.hosts.pipes import FRAME, FRAMES, PipeLayout
-from synkhronos.hosts.task import TaskAgent
+from synkhronos.hosts.task_agent import TaskAgent
 from synkhronos.ranks.control import Control
 
 pytestmark = pytest.mark.timeout(300)  # programs that compile on all ranks

@@ -237,7 +237,7 @@ def test_unpickling_happens_only_in_known_places():
         ("loading/process.py", "loads"),  # what a loader is told once, from memory that its owner filled
         ("ranks/rank.py", "loads"),  # what ranks show each other, from the slots
         ("ranks/session.py", "loads"),  # a worker's report of a failure, from its slot
-        ("hosts/task.py", "loads"),  # what a rank asks its agent, from a channel
+        ("hosts/task_agent.py", "loads"),  # what a rank asks its agent, from a channel
         ("ranks/rank_task.py", "loads"),  # what ranks exchange, from the slots
         ("ranks/worker_process.py", "loads"),  # commands, from the mailbox or a segment that the master filled
         ("tasks/run.py", "Unpickler"),  # the program of a task, from its command

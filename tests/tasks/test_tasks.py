@@ -13,7 +13,7 @@ from library import XLA, same, shared, tensor
 
 import synkhronos as synk
 from synkhronos import ranks
-from synkhronos.hosts.task import Bridge
+from synkhronos.hosts.task_agent import Bridge
 from synkhronos.ranks.rank_task import RankTask, find_span
 from synkhronos.ranks.task_memory import TaskMemory
 

@@ -17,7 +17,7 @@ from synkhronos import __main__ as command_line
 from synkhronos.ranks import Session
 from synkhronos.ranks.control import Control
 from synkhronos.tracing import report
-from synkhronos.tracing.report import Activity, PathStep, RankTimeline, find_critical_path, split_nested
+from synkhronos.tracing.timeline_report import Activity, PathStep, RankTimeline, find_critical_path, split_nested
 
 
 @pytest.fixture

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from synkhronos.compat.platoon import configparser
-from synkhronos.compat.platoon.processes import Hosts, start_controller
+from synkhronos.compat.platoon.controller_process import Hosts, start_controller
 from synkhronos.hosts.names import is_this_machine, parse_hosts
 
 #: Exit statuses, see `main`.
@@ -22,7 +22,7 @@ FAILED, WRONG_ARGUMENTS, SYSTEM_ERROR = 1, 2, 3
 #: Seconds that the controller has to end the workers after Ctrl-C.
 _GRACE = 10.0
 #: Maximal bytes of the controller's errors that are printed.
-_SHOWN = 8000
+_MAX_PRINTED_BYTES = 8000
 
 
 def script() -> None:
@@ -36,15 +36,15 @@ def main(arguments: Sequence[str]) -> int:
     It is 0 if the controller and all workers exited with 0; 1 if one of them failed; 2 for wrong arguments; 3 if a
     process could not be started or was killed, or the experiment was interrupted.
     """
-    options = _parser().parse_args(arguments)
+    options = _make_parser().parse_args(arguments)
     name = options.experiment_name
     _print(f"### Launching experiment: {name}")
     if not Path(f"{name}_worker.py").is_file():
         return _refuse(f"there is no {name}_worker.py in {os.getcwd()}", WRONG_ARGUMENTS)
-    here = socket.gethostname()
-    hosts = options.hosts or ([] if options.devices else _configured_hosts())
+    hostname = socket.gethostname()
+    hosts = options.hosts or ([] if options.devices else _read_hosts())
     if hosts and not is_this_machine(hosts[0]):
-        return _refuse(f"hosts: the first has to be this machine, {here}, got {', '.join(hosts)}", WRONG_ARGUMENTS)
+        return _refuse(f"hosts: the first has to be this machine, {hostname}, got {', '.join(hosts)}", WRONG_ARGUMENTS)
     try:
         devices = _find_devices(hosts) if len(hosts) > 1 else None
     except ValueError as error:
@@ -67,21 +67,23 @@ def main(arguments: Sequence[str]) -> int:
     if status == 0:
         _print("SUCCESS! The experiment has finished.")
         return 0
-    errors = (logs / "controller_cpu.err").read_bytes()[-_SHOWN:].decode(errors="replace")
+    errors = (logs / "controller_cpu.err").read_bytes()[-_MAX_PRINTED_BYTES:].decode(errors="replace")
     if status < 0:
         return _refuse(f"{errors}the controller was ended by {signal.Signals(-status).name}", SYSTEM_ERROR)
     return _refuse(f"{errors}the controller exited with status {status}; see {logs}", FAILED)
 
 
-def _start(options: argparse.Namespace, logs: Path, on_hosts: dict[str, list[str]] | None) -> subprocess.Popen[bytes]:
+def _start(
+    options: argparse.Namespace, logs: Path, devices_by_host: dict[str, list[str]] | None
+) -> subprocess.Popen[bytes]:
     """Start the controller of this host."""
     name, devices = options.experiment_name, options.devices or []
-    arguments = [name, str(logs), "--multi" if on_hosts else "--single", *(["-D", *devices] if devices else [])]
+    arguments = [name, str(logs), "--multi" if devices_by_host else "--single", *(["-D", *devices] if devices else [])]
     arguments += shlex.split(options.controller_args or "")
     if options.worker_args:
         arguments.append(f"-w={options.worker_args}")
-    own = Path(f"{name}_controller.py")
-    file = own if own.is_file() else Path(__file__).parent / "channel" / "controller.py"
+    user_file = Path(f"{name}_controller.py")
+    file = user_file if user_file.is_file() else Path(__file__).parent / "channel" / "controller.py"
     command = [str(file), *arguments]
     launch = {
         "experiment_name": name,
@@ -89,7 +91,7 @@ def _start(options: argparse.Namespace, logs: Path, on_hosts: dict[str, list[str
         "devices": devices,
         "worker_args": options.worker_args or "",
     }
-    hosts = None if on_hosts is None else Hosts(on_hosts, command)
+    hosts = None if devices_by_host is None else Hosts(devices_by_host, command)
     return start_controller(command, str(logs / "controller_cpu"), launch, hosts)
 
 
@@ -101,40 +103,40 @@ def _find_devices(hosts: Sequence[str]) -> dict[str, list[str]]:
     ValueError
         If a host is named twice or has no devices, or the devices are neither all cores nor GPUs in order.
     """
-    found = {}
+    devices_by_host = {}
     for host in hosts:
         try:
-            found[host] = configparser.fetch_devices_for_host(host)
+            devices_by_host[host] = configparser.fetch_devices_for_host(host)
         except KeyError:
             raise ValueError(f"devices: name those of {host} in PLATOON_DEVICES or in a platoonrc file") from None
-    parse_hosts([f"{host}:{len(found[host])}" for host in hosts])
+    parse_hosts([f"{host}:{len(devices_by_host[host])}" for host in hosts])
     for kind in ("cpu", "cuda", "gpu"):
         if all(
             devices == [kind if kind == "cpu" else f"{kind}{i}" for i in range(len(devices))]
-            for devices in found.values()
+            for devices in devices_by_host.values()
         ):
-            return found
-    raise ValueError(f"devices: on several hosts all are cpu, or on each cuda0, cuda1 and so on, got {found}")
+            return devices_by_host
+    raise ValueError(f"devices: on several hosts all are cpu, or on each cuda0, cuda1 and so on, got {devices_by_host}")
 
 
-def _configured_hosts() -> list[str]:
+def _read_hosts() -> list[str]:
     try:
         return configparser.fetch_hosts()
     except KeyError:
         return []
 
 
-def _parser() -> argparse.ArgumentParser:
+def _make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="synkhronos platoon",
         description="Run NAME_controller.py, and NAME_worker.py on each device: programs written for Platoon.",
     )
     parser.add_argument("experiment_name", metavar="NAME", help="of the files; the controller's is optional")
-    places = parser.add_mutually_exclusive_group()
-    places.add_argument(
+    placement = parser.add_mutually_exclusive_group()
+    placement.add_argument(
         "-D", "--devices", nargs="+", metavar="DEVICE", help="a device for each worker: cuda0 cuda1, or cpu cpu"
     )
-    places.add_argument("-H", "--hosts", nargs="+", metavar="HOST", help="hosts; the first is this machine")
+    placement.add_argument("-H", "--hosts", nargs="+", metavar="HOST", help="hosts; the first is this machine")
     parser.add_argument("-c", "--controller-args", help='arguments of the controller: -c="--patience 3"')
     parser.add_argument("-w", "--worker-args", help='arguments of the workers: -w="--rate 0.1"')
     return parser
@@ -142,7 +144,7 @@ def _parser() -> argparse.ArgumentParser:
 
 def _make_logs_folder(name: str) -> Path:
     """Create a folder for the logs of an experiment, named by the time, and by a number if that folder exists."""
-    folder = started = Path("PLATOON_LOGS", name, time.strftime("%Y-%m-%d_%H-%M-%S"))
+    folder = base_folder = Path("PLATOON_LOGS", name, time.strftime("%Y-%m-%d_%H-%M-%S"))
     number = 0
     while True:
         try:
@@ -150,7 +152,7 @@ def _make_logs_folder(name: str) -> Path:
             return folder
         except FileExistsError:  # another experiment started in the same second
             number += 1
-            folder = started.with_name(f"{started.name}_{number}")
+            folder = base_folder.with_name(f"{base_folder.name}_{number}")
 
 
 def _refuse(text: str, status: int) -> int:

@@ -8,9 +8,9 @@ import numpy as np
 import theano
 from theano import tensor
 
-from synkhronos.compat import chosen
+from synkhronos.compat import library
 from synkhronos.compat.platoon.channel.worker import Worker
-from synkhronos.compat.platoon.training.global_dynamics import existing_worker
+from synkhronos.compat.platoon.training.global_dynamics import get_worker
 
 
 class AllReduce(theano.Op):
@@ -30,7 +30,7 @@ class AllReduce(theano.Op):
         if worker is not None and not isinstance(worker, Worker):
             raise TypeError(f"worker: expected a platoon Worker, got {worker!r}")
         self.op = op
-        self.worker = existing_worker() if worker is None else worker
+        self.worker = get_worker() if worker is None else worker
 
     def __str__(self) -> str:
         return f"AllReduce{{{self.op}}}"
@@ -95,5 +95,5 @@ def _register_with_jax() -> None:
         return call
 
 
-if chosen == "pytensor":
+if library == "pytensor":
     _register_with_jax()

@@ -84,6 +84,6 @@ class ASGD(ParamSyncRule):
 
     def update_params(self, local_params: list[np.ndarray], master_params: Sequence[np.ndarray]) -> None:
         """Add the change since the last exchange to the shared parameters, and copy these to the worker."""
-        for old, local, master in zip(self.old_locals, local_params, master_params, strict=True):
-            master += local - old
-            local[...] = old[...] = master
+        for old_local, local, master in zip(self.old_locals, local_params, master_params, strict=True):
+            master += local - old_local
+            local[...] = old_local[...] = master

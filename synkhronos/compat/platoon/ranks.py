@@ -13,10 +13,10 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 import synkhronos
-from synkhronos.compat.platoon.channel import link
-from synkhronos.compat.platoon.channel.group import Failure, WorkersPlan
+from synkhronos.compat.platoon.channel import controller_link
 from synkhronos.compat.platoon.channel.sockets import POLL
-from synkhronos.compat.platoon.processes import Hosts, run_file, start_controller
+from synkhronos.compat.platoon.channel.worker_group import Failure, WorkersPlan
+from synkhronos.compat.platoon.controller_process import Hosts, run_file, start_controller
 from synkhronos.compat.platoon.util import EndOfBatches
 from synkhronos.compat.startup import import_theano_before_fork
 from synkhronos.ranks import WorkerError
@@ -35,7 +35,7 @@ def main() -> None:
     plan = WorkersPlan(**json.loads(sys.argv[1]))
     exit_with_parent(plan.controller, in_main_thread=True)
     on_gpu = plan.devices[0] != "cpu"
-    hosts = [] if plan.hosts is None else [f"{name}:{len(each)}" for name, each in plan.hosts["devices"].items()]
+    hosts = [] if plan.hosts is None else [f"{name}:{len(devices)}" for name, devices in plan.hosts["devices"].items()]
     if on_gpu and not hosts:
         os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(_to_visible_device(device) for device in plan.devices)
     import_theano_before_fork(on_gpu)
@@ -70,7 +70,7 @@ def _watch_other_hosts() -> Iterator[None]:
 
     def watch() -> None:
         while not has_ended.wait(POLL * 4):
-            rank = None if link.current is None else get_rank(link.current.worker)
+            rank = None if controller_link.current is None else get_rank(controller_link.current.worker)
             if rank is not None and rank.has_failed(rank.command_number):
                 _report(0, "a worker of another host has failed; see the logs of all workers")
                 return
@@ -86,8 +86,8 @@ def _watch_other_hosts() -> Iterator[None]:
 
 def _report(rank: int, message: str, is_own: bool = False) -> None:
     """Report a failure to the first controller."""
-    if link.current is not None:
-        link.current.report(Failure(rank, 2, message, is_own))
+    if controller_link.current is not None:
+        controller_link.current.report(Failure(rank, 2, message, is_own))
 
 
 def _to_visible_device(device: str) -> str:
@@ -120,16 +120,18 @@ def _connect_to_controller(worker: Worker, plan: WorkersPlan) -> Iterator[None]:
     ScriptError
         If that controller has failed.
     """
-    folder, first = os.path.dirname(plan.logs[0]), get_rank(worker).control.local_ranks.start
-    if plan.hosts is None or not first:
-        link.current = link.ControllerLink(worker, plan.address, f"{folder}/controller_cpu.err", worker.progress)
+    folder, first_rank = os.path.dirname(plan.logs[0]), get_rank(worker).control.local_ranks.start
+    if plan.hosts is None or not first_rank:
+        controller_link.current = controller_link.ControllerLink(
+            worker, plan.address, f"{folder}/controller_cpu.err", worker.progress
+        )
         yield
         return
-    hosts, address, controller = Hosts(**plan.hosts), f"{plan.address}-{first}", None
-    index = hosts.find_host(first)
+    hosts, address, controller = Hosts(**plan.hosts), f"{plan.address}-{first_rank}", None
+    index = hosts.find_host(first_rank)
     name = list(hosts.devices)[index]
     log = f"{folder}/controller_{name}"
-    if worker.number == first:
+    if worker.number == first_rank:
         controller = start_controller(hosts.controller, log, None, replace(hosts, index=index, address=address))
 
     def progress() -> None:
@@ -137,11 +139,11 @@ def _connect_to_controller(worker: Worker, plan: WorkersPlan) -> Iterator[None]:
         if controller is not None and controller.poll() is not None:
             raise ScriptError(f"the controller of host {name} ended before its workers began; see {log}.err")
 
-    link.current = link.ControllerLink(worker, address, f"{log}.err", progress)
+    controller_link.current = controller_link.ControllerLink(worker, address, f"{log}.err", progress)
     try:
         yield
     finally:
-        link.current.end()
+        controller_link.current.end()
     if controller is not None:
         while controller.poll() is None:
             worker.progress()
@@ -151,7 +153,7 @@ def _connect_to_controller(worker: Worker, plan: WorkersPlan) -> Iterator[None]:
 
 
 def _run_file(worker: Worker, plan: WorkersPlan) -> None:
-    assert link.current is not None
+    assert controller_link.current is not None
     # Every worker is connected before one of them may end.
     worker.barrier("the workers are connected")
     try:
@@ -161,10 +163,10 @@ def _run_file(worker: Worker, plan: WorkersPlan) -> None:
         status = error.code if isinstance(error.code, int) else int(error.code is not None)
         if not status:
             return
-        what = f"exited with status {status}"
+        outcome = f"exited with status {status}"
         if not isinstance(error.code, int):
             sys.stderr.write(f"{error.code}\n")
-            what = f"exited with {error.code!r}"
+            outcome = f"exited with {error.code!r}"
     except Cancelled:  # worker 0 reports the reason
         raise
     except BaseException as error:
@@ -173,8 +175,8 @@ def _run_file(worker: Worker, plan: WorkersPlan) -> None:
             return
         get_rank(worker).check_cancelled()  # raises if a peer has failed before: this error may be a consequence
         traceback.print_exc()
-        status, what = 1, f"raised {type(error).__name__}: {error}"
-    who = f"worker {worker.number} ({plan.devices[worker.number]}, process {os.getpid()})"
+        status, outcome = 1, f"raised {type(error).__name__}: {error}"
+    description = f"worker {worker.number} ({plan.devices[worker.number]}, process {os.getpid()})"
     log = f"{plan.logs[worker.number]}.err"
-    link.current.report(Failure(worker.number, status, f"{who} {what}; see {log}", is_own=True))
-    raise ScriptError(f"{who} {what.splitlines()[0]}; see {log}")
+    controller_link.current.report(Failure(worker.number, status, f"{description} {outcome}; see {log}", is_own=True))
+    raise ScriptError(f"{description} {outcome.splitlines()[0]}; see {log}")

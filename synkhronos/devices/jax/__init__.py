@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from synkhronos.devices.cuda.device import CudaDevice
+from synkhronos.devices.cuda.cuda_device import CudaDevice
 from synkhronos.devices.jax import native
 from synkhronos.devices.jax.ffi import ComputeStream, find_compute_stream
 from synkhronos.devices.jax.scalar_log import LogEntry

@@ -20,7 +20,7 @@ import numpy as np
 
 from synkhronos.devices import JAX, Device
 from synkhronos.devices.jax.scalar_log import LOG_CAPACITY
-from synkhronos.engines.base import GradientReduction, Runner
+from synkhronos.engines.engine import GradientReduction, Runner
 from synkhronos.engines.lazy import LazyEngine
 from synkhronos.engines.xla.executable import Executable
 from synkhronos.engines.xla.fused_launch import FusedRunner

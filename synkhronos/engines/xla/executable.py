@@ -15,7 +15,7 @@ import numpy as np
 from synkhronos.devices import JAX
 from synkhronos.devices.jax.ffi import ProgramReduction
 from synkhronos.devices.jax.scalar_log import LOG_CAPACITY, ScalarLog
-from synkhronos.engines.base import Runner
+from synkhronos.engines.engine import Runner
 from synkhronos.engines.xla.trace import FusedReduction, trace_functions, trace_loop, trace_with_lengths
 from synkhronos.graphs.library import is_referenced
 from synkhronos.lowering.jax_function import JaxFunction

@@ -10,7 +10,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from synkhronos.engines.base import GradientReduction, Runner
+from synkhronos.engines.engine import GradientReduction, Runner
 from synkhronos.engines.xla.executable import Executable
 from synkhronos.ranks import Rank
 from synkhronos.ranks.interrupts import defer_signals

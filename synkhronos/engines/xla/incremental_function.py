@@ -53,51 +53,51 @@ class IncrementalFunction:
         """Return variables' values, by tracing only the equations that are missing for them."""
         from jax.extend import core
 
-        missing = sorted(self._find_missing(variables))
-        equations = [self._jaxpr.eqns[i] for i in missing]
+        missing_equations = sorted(self._find_missing(variables))
+        equations = [self._jaxpr.eqns[i] for i in missing_equations]
         outputs = [v for equation in equations for v in equation.outvars if not isinstance(v, core.DropVar)]
         used = dict.fromkeys(v for equation in equations for v in equation.invars if not isinstance(v, core.Literal))
         inputs = [v for v in used if v in self._values]
         jaxpr = self._jaxpr.replace(constvars=[], invars=inputs, outvars=outputs, eqns=equations)
         computed = core.jaxpr_as_fun(core.ClosedJaxpr(jaxpr, ()))(*[self._values[v] for v in inputs])
         self._values.update(zip(outputs, computed, strict=True))
-        self._computed.update(missing)
+        self._computed.update(missing_equations)
         return [v.val if isinstance(v, core.Literal) else self._values[v] for v in variables]
 
     def delay_until(self, token: Any) -> Any:
         """Make the rest of the backward pass wait for a token; return a token of the same value."""
         import jax
 
-        missing = self._find_missing([*self.parts, *filter(None, self._results)])
-        used = {id(v) for i in missing for v in self._jaxpr.eqns[i].invars}
+        missing_equations = self._find_missing([*self.parts, *filter(None, self._results)])
+        used = {id(v) for i in missing_equations for v in self._jaxpr.eqns[i].invars}
         flows = [
             v
             for v, i in self._source.items()
             if i in self._computed and i not in self._forward and id(v) in used and v.aval.size > 1
         ]
-        held, token = jax.lax.optimization_barrier(([self._values[v] for v in flows], token))
-        self._values.update(zip(flows, held, strict=True))
+        delayed, token = jax.lax.optimization_barrier(([self._values[v] for v in flows], token))
+        self._values.update(zip(flows, delayed, strict=True))
         return token
 
     def finish(self, vector: Any) -> list[Any]:
         """Return the function's results; ``vector`` replaces the result that was computed in parts."""
         position = self._results.index(None)
-        others = self.compute([v for v in self._results if v is not None])
-        return [*others[:position], vector, *others[position:]]
+        other_results = self.compute([v for v in self._results if v is not None])
+        return [*other_results[:position], vector, *other_results[position:]]
 
     def _find_missing(self, variables: Sequence[Any]) -> set[int]:
         """Return the indexes of the equations that must still be computed for some variables."""
         from jax.extend import core
 
-        missing: set[int] = set()
+        missing_equations: set[int] = set()
         remaining = list(variables)
         while remaining:
             variable = remaining.pop()
             i = None if isinstance(variable, core.Literal) else self._source.get(variable)
-            if i is not None and i not in missing and i not in self._computed:
-                missing.add(i)
+            if i is not None and i not in missing_equations and i not in self._computed:
+                missing_equations.add(i)
                 remaining += self._jaxpr.eqns[i].invars
-        return missing
+        return missing_equations
 
     def _find_parts(self, variable: Any) -> list[Any]:
         """Return the vectors that a vector is concatenated from."""

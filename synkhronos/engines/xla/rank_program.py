@@ -155,7 +155,7 @@ def map_sequentially(function: Callable[..., Any]) -> Callable[..., Any]:
     def run(*arguments: Any) -> Any:
         size = jax.tree.leaves(arguments)[0].shape[0]
         results = [compiled(*jax.tree.map(lambda a, i=i: a[i], arguments)) for i in range(size)]
-        return jax.tree.map(lambda *each: np.stack(each), *results)
+        return jax.tree.map(lambda *arrays: np.stack(arrays), *results)
 
     return run
 
@@ -179,13 +179,13 @@ def _use_settings(settings: dict[str, Any]) -> Iterator[None]:
     """Context in which JAX has these settings."""
     import jax
 
-    before = {name: getattr(jax.config, name) for name in settings}
+    old_values = {name: getattr(jax.config, name) for name in settings}
     for name, value in settings.items():
         jax.config.update(name, value)
     try:
         yield
     finally:
-        for name, value in before.items():
+        for name, value in old_values.items():
             jax.config.update(name, value)
 
 

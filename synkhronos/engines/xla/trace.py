@@ -85,8 +85,8 @@ def trace_functions(
     n_arguments = n_inputs + len(storages)
     inputs = iter(arguments[:n_inputs])
     logs = arguments[n_arguments:]
-    before = {id(s): a for s, a in zip(storages, arguments[n_inputs:n_arguments], strict=True)}
-    current = dict(before)
+    old_values = {id(s): a for s, a in zip(storages, arguments[n_inputs:n_arguments], strict=True)}
+    current = dict(old_values)
     outputs: list[Any] = []
     is_valid: Any = None
     for function in functions:
@@ -104,8 +104,8 @@ def trace_functions(
         for cell, result in zip(function.cells[function.n_outputs :], results[function.n_outputs :], strict=True):
             current[id(cell)] = result
     if reduction is not None:
-        for key in before.keys() - {id(reduction.storage)}:
-            current[key] = _select(is_valid, current[key], before[key])
+        for key in old_values.keys() - {id(reduction.storage)}:
+            current[key] = _select(is_valid, current[key], old_values[key])
     # Logged outputs are not returned: each would be a new array at a new address.
     unlogged = [output for i, output in enumerate(outputs) if i not in logged]
     new_logs = ScalarLog.append(logs, [outputs[i] for i in logged]) if logs else []
@@ -166,17 +166,18 @@ def _trace_reduction(
             values = [(value / reduction.n_ranks).astype(dtype) for value in values]
         return values[0] if len(values) == 1 else jnp.concatenate(values)
 
-    started: list[Any] = []
+    started_arrays: list[Any] = []
     token: Any = None
     for chunk in chunks[:-1]:
         array, token = program_reduction.trace_start(compute_chunk(chunk), np.int32(0) if token is None else token)
         token = incremental.delay_until(token)
-        started.append(array)
-    rest = [compute_chunk(chunks[-1])]
+        started_arrays.append(array)
+    remaining_arrays = [compute_chunk(chunks[-1])]
     if dtype is not None:
         # The number of rows and running averages would lose too much precision in another dtype.
-        rest.append(jnp.concatenate(_split_tail(incremental.compute(chunks[0]), tail_items)[1]) / reduction.n_ranks)
-    arrays, is_valid = program_reduction.trace_finish(rest, started, token, iteration)
+        tail_vectors = _split_tail(incremental.compute(chunks[0]), tail_items)[1]
+        remaining_arrays.append(jnp.concatenate(tail_vectors) / reduction.n_ranks)
+    arrays, is_valid = program_reduction.trace_finish(remaining_arrays, started_arrays, token, iteration)
     tail = [arrays.pop()] if dtype is not None else []
     arrays = [*[array.astype(own_dtype) for array in reversed(arrays)], *tail]
     return incremental.finish(arrays[0] if len(arrays) == 1 else jnp.concatenate(arrays)), is_valid
@@ -189,7 +190,7 @@ def _group_parts(parts: Sequence[Any], itemsize: int, tail: int = 0) -> list[lis
     """
     chunks: list[list[Any]] = [[]]
     for part in reversed(parts):
-        size = sum(other.aval.size for other in chunks[-1])
+        size = sum(member.aval.size for member in chunks[-1])
         if size * itemsize >= MIN_CHUNK_BYTES and (len(chunks) > 1 or size > tail):
             chunks.append([])
         chunks[-1].insert(0, part)
@@ -198,25 +199,25 @@ def _group_parts(parts: Sequence[Any], itemsize: int, tail: int = 0) -> list[lis
 
 def _split_tail(vectors: Sequence[Any], tail: int) -> tuple[list[Any], list[Any]]:
     """Split consecutive vectors in front of their last ``tail`` items."""
-    first = list(vectors)
-    last: list[Any] = []
+    head = list(vectors)
+    tail_vectors: list[Any] = []
     while tail > 0:
-        vector = first.pop()
-        last.insert(0, vector[-tail:])
+        vector = head.pop()
+        tail_vectors.insert(0, vector[-tail:])
         if len(vector) > tail:
-            first.append(vector[:-tail])
+            head.append(vector[:-tail])
         tail -= len(vector)
-    return first, last
+    return head, tail_vectors
 
 
 def trace_loop(
-    once: Callable[..., tuple[Any, ...]], times: int, n_inputs: int, changed: Sequence[int], *arguments: Any
+    compute_once: Callable[..., tuple[Any, ...]], times: int, n_inputs: int, changed: Sequence[int], *arguments: Any
 ) -> tuple[Any, ...]:
     """Trace a loop over equal parts of the inputs.
 
     Parameters
     ----------
-    once : callable
+    compute_once : callable
         Takes the inputs and the state; returns the new values of the state's items ``changed``.
     times : int
     n_inputs : int
@@ -238,21 +239,22 @@ def trace_loop(
     def body(carry: list[Any], rows: list[Any]) -> tuple[list[Any], None]:
         for position, value in zip(changed, carry, strict=True):
             state[position] = value
-        new = list(once(*rows, *state))
-        for old, value in zip(carry, new, strict=True):
-            if old.shape != value.shape:
+        new_state = list(compute_once(*rows, *state))
+        for old_value, new_value in zip(carry, new_state, strict=True):
+            if old_value.shape != new_value.shape:
                 raise ValueError(
-                    f"a shared variable of shape {old.shape} is updated by a value of shape {value.shape}, which can't "
-                    "be in a launch that computes many times"
+                    f"a shared variable of shape {old_value.shape} is updated by a value of shape {new_value.shape}, "
+                    "which can't be in a launch that computes many times"
                 )
-        return new, None
+        return new_state, None
 
     final, _ = lax.scan(body, [state[position] for position in changed], parts, length=times)
     return tuple(final)
 
 
-def _select(is_valid: Any, new: Any, old: Any) -> Any:
+def _select(is_valid: Any, new_value: Any, old_value: Any) -> Any:
     """Return a variable's new value if the reduction is valid, else the old one; always new if shapes differ."""
     import jax.numpy as jnp
 
-    return jnp.where(is_valid != 0, new, old) if new is not old and new.shape == old.shape else new
+    can_select = new_value is not old_value and new_value.shape == old_value.shape
+    return jnp.where(is_valid != 0, new_value, old_value) if can_select else new_value

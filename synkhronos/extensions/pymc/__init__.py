@@ -97,16 +97,16 @@ def data_parallel(model: Any, ranks: str | None = None, chains: int | None = Non
         raise ValueError(f'ranks: expected "auto" or None, got {ranks!r}')
     if chains is not None and check_integer(chains, "chains") < 1:
         raise ValueError(f"chains: expected at least one, got {chains}")
-    made = DataParallelModel(model)
-    if not made.split_RVs:
-        each = "; ".join(f"{name}: {reason}" for name, reason in made.reasons.items())
+    parallel = DataParallelModel(model)
+    if not parallel.split_RVs:
+        reasons = "; ".join(f"{name}: {reason}" for name, reason in parallel.reasons.items())
         raise ValueError(
-            f"model: none of its variables can be split by rows: {each}"
-            if each
+            f"model: none of its variables can be split by rows: {reasons}"
+            if reasons
             else "model: it has no observed variables, nor potentials that are computed from data"
         )
-    for name, reason in made.reasons.items():
+    for name, reason in parallel.reasons.items():
         warnings.warn(f"{name} is not split by rows, and is computed by this process alone: {reason}", stacklevel=2)
     if ranks == "auto":
-        made.choose_ranks(model, chains or min(4, count_available_cores()))
-    return made
+        parallel.choose_ranks(model, chains or min(4, count_available_cores()))
+    return parallel

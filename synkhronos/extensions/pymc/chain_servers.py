@@ -49,13 +49,13 @@ class ChainServers:
         self._pipes: list[Connection] = []
         self._processes: list[Any] = []
         for number in range(count):
-            ours, theirs = context.Pipe()
-            self._pipes.append(ours)
-            process = context.Process(target=_serve, args=(theirs, list(self._pipes), number, count), daemon=True)
+            parent_end, server_end = context.Pipe()
+            self._pipes.append(parent_end)
+            process = context.Process(target=_serve, args=(server_end, list(self._pipes), number, count), daemon=True)
             process.start()
-            theirs.close()
+            server_end.close()
             self._processes.append(process)
-            self._idle.put(ours)
+            self._idle.put(parent_end)
 
     def evaluate(self, rows_sum: Any, params: Sequence[np.ndarray], gradient: bool) -> list[np.ndarray]:
         """Return the value and, if asked for, the gradients of a `RowsSum`, computed by an idle server.
@@ -96,8 +96,8 @@ class ChainServers:
 def _serve(pipe: Connection, inherited: list[Connection], number: int, count: int) -> None:
     """Evaluate sums until the master closes the pipe."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the sampler, which stops its threads
-    for other in inherited:
-        other.close()
+    for connection in inherited:
+        connection.close()
     chains.set_chain(number, count)
     while True:
         try:
@@ -115,13 +115,13 @@ def _serve(pipe: Connection, inherited: list[Connection], number: int, count: in
 def _serve_chains(sums: Sequence[Any], count: int) -> Iterator[None]:
     """Context in which threads of a sampler evaluate these sums on servers."""
     servers = ChainServers(count)
-    for each in sums:
-        each.chain_servers = servers
+    for rows_sum in sums:
+        rows_sum.chain_servers = servers
     try:
         yield
     finally:
-        for each in sums:
-            each.chain_servers = None
+        for rows_sum in sums:
+            rows_sum.chain_servers = None
         servers.close()
 
 

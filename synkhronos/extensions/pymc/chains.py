@@ -48,14 +48,14 @@ _MEASURE_SECONDS, _START_SECONDS = 0.3, 120.0
 _chain: tuple[int, int] | None = None
 
 
-def set_chain(number: int, at_a_time: int) -> None:
+def set_chain(number: int, num_parallel: int) -> None:
     """Set the number of this process' chain, and how many chains are sampled at a time."""
     global _chain
-    _chain = number, at_a_time
+    _chain = number, num_parallel
 
 
 def find_chain() -> tuple[int, int] | None:
-    """Return the number of this process' chain, and how many chains are sampled at a time; None if it has no chain.
+    """Return the number of this process' chain, and the number of chains that are sampled at a time, or None.
 
     PyMC does not pass these numbers on.  They are read from the call that forked this process, which is on its stack.
     """
@@ -93,8 +93,8 @@ def start_ranks(max_ranks: int | None = None) -> bool:
     inherited, chain = ranks.get_inherited_session(), find_chain()
     if inherited is None or chain is None or not can_start_ranks(inherited):
         return False
-    number, at_a_time = chain
-    share = get_share(len(inherited.rank.control.local_ranks), at_a_time, number % at_a_time)
+    number, num_parallel = chain
+    share = get_share(len(inherited.rank.control.local_ranks), num_parallel, number % num_parallel)
     size = max(1, share.stop - share.start)
     synk.fork(min(size, max_ranks or size), use_gpu=False, timeout=inherited.timeout, hosts=[])
     Finalize(None, synk.close, exitpriority=0)  # a process of multiprocessing does not run the functions of atexit
@@ -118,14 +118,14 @@ def measure_rate(evaluate: Callable[[], Any], chains: int) -> float:
     barrier, pipes, processes = context.Barrier(chains), [], []
     try:
         for number in range(chains):
-            ours, theirs = context.Pipe()
-            pipes.append(ours)
+            parent_end, chain_end = context.Pipe()
+            pipes.append(parent_end)
             process = context.Process(
-                target=_measure_chain, args=(evaluate, number, chains, barrier, theirs), daemon=True
+                target=_measure_chain, args=(evaluate, number, chains, barrier, chain_end), daemon=True
             )
             processes.append(process)
             process.start()
-            theirs.close()
+            chain_end.close()
         rates = [pipe.recv() for pipe in pipes]
     finally:
         for process in processes:

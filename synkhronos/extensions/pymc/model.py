@@ -73,9 +73,9 @@ class DataParallelModel(pm.Model):
             except NotRowwiseError as error:
                 self.reasons[variable.name] = str(error)
         self.rows_sums: list[RowsSum] = [
-            found.owner.op.rows
-            for found in ancestors(self._sums.values())
-            if found.owner is not None and isinstance(found.owner.op, SumOverRows)
+            variable.owner.op.rows
+            for variable in ancestors(self._sums.values())
+            if variable.owner is not None and isinstance(variable.owner.op, SumOverRows)
         ]
 
     @property
@@ -115,10 +115,10 @@ class DataParallelModel(pm.Model):
             return super().logp(vars, jacobian, sum)
         _check_pathfinder()
         wrap_samplers()
-        for each in self.rows_sums:
-            each.ensure_session()
-        others = [variable for variable in variables if variable not in self._sums]
-        return reduce(operator.add, sums if not others else [super().logp(others, jacobian), *sums])
+        for rows_sum in self.rows_sums:
+            rows_sum.ensure_session()
+        unsplit = [variable for variable in variables if variable not in self._sums]
+        return reduce(operator.add, sums if not unsplit else [super().logp(unsplit, jacobian), *sums])
 
     def copy(self) -> DataParallelModel:
         """Return a copy that has its own variables and data."""
@@ -138,18 +138,18 @@ class DataParallelModel(pm.Model):
         """
         session = ranks.session()
         if chains == 1 or session.rank.device is not HOST:  # the master samples one chain at a time, on all ranks
-            chains, counts = 1, [session.size]
+            chains, rank_counts = 1, [session.size]
         else:
             share = max(1, len(session.rank.control.local_ranks) // chains)
-            counts = [*(1 << i for i in range(share.bit_length()) if 1 << i < share), share]
-        plain, parallel = _make_evaluator(model), _make_evaluator(self)
-        plain(), parallel()  # compiled here once, and not by each chain
-        rates = {"PyMC alone": measure_rate(plain, chains)}
+            rank_counts = [*(1 << i for i in range(share.bit_length()) if 1 << i < share), share]
+        evaluate_alone, evaluate_parallel = _make_evaluator(model), _make_evaluator(self)
+        evaluate_alone(), evaluate_parallel()  # compiled here once, and not by each chain
+        rates = {"PyMC alone": measure_rate(evaluate_alone, chains)}
         chosen, best = "PyMC alone", rates["PyMC alone"] * _MIN_GAIN
-        for count in counts:
+        for count in rank_counts:
             self._limit_chain_ranks(count)
             name = f"{count} rank{'s' if count > 1 else ''}"
-            rates[name] = measure_rate(parallel, chains)
+            rates[name] = measure_rate(evaluate_parallel, chains)
             if rates[name] > best:
                 chosen, best = name, rates[name]
         times = ", ".join(f"{name} {1e3 * chains / rate:.3g} ms" for name, rate in rates.items())
@@ -159,11 +159,11 @@ class DataParallelModel(pm.Model):
             self._sums, self.rows_sums = {}, []
         else:  # the largest number is a share, and chains may divide the remainder
             count = int(chosen.split()[0])
-            self._limit_chain_ranks(None if count == counts[-1] else count)
+            self._limit_chain_ranks(None if count == rank_counts[-1] else count)
 
     def _limit_chain_ranks(self, count: int | None) -> None:
-        for each in self.rows_sums:
-            each.max_chain_ranks = count
+        for rows_sum in self.rows_sums:
+            rows_sum.max_chain_ranks = count
 
 
 def _check_pathfinder() -> None:
@@ -214,13 +214,13 @@ def _make_sum(model: pm.Model, variable: Any) -> Any:
         return _sum_terms(model, terms, model.rvs_to_values[variable].shape.eval(), variable.name)
     if terms.type.ndim:
         return _sum_terms(model, terms, _evaluate_shape(model, terms), variable.name)
-    sums = [found for found in _find_sums(terms) if _reads_data(found)]
+    sums = [total for total in _find_sums(terms) if _reads_data(total)]
     if not sums:
         raise NotRowwiseError("it is one number, and not computed from sums of an element for each row")
     replaced = {}
-    for found in sums:
-        (addends,) = found.owner.inputs
-        replaced[found] = _sum_terms(model, addends, _evaluate_shape(model, addends), variable.name)
+    for total in sums:
+        (addends,) = total.owner.inputs
+        replaced[total] = _sum_terms(model, addends, _evaluate_shape(model, addends), variable.name)
     return replace_variables(terms, library_of(terms).sort_nodes([terms]), replaced)
 
 
@@ -233,7 +233,7 @@ def _find_sums(number: Any) -> list[Any]:
         return [number]
     if not isinstance(node.op, Elemwise):
         return []
-    return list(dict.fromkeys(found for variable in node.inputs for found in _find_sums(variable)))
+    return list(dict.fromkeys(total for variable in node.inputs for total in _find_sums(variable)))
 
 
 def _evaluate_shape(model: pm.Model, terms: Any) -> Any:

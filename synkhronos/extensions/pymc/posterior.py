@@ -125,10 +125,10 @@ def compute_log_likelihood(
         return apply(function, dataset, **kwargs)
 
     apply = log_density.apply_function_over_dataset
-    first = _replace_posterior(idata, posterior.isel(chain=[0], draw=[0]))
+    first_draw = _replace_posterior(idata, posterior.isel(chain=[0], draw=[0]))
     with mock.patch.object(log_density, "apply_function_over_dataset", record):
         template = pm.compute_log_likelihood(
-            first,
+            first_draw,
             var_names=var_names,
             extend_inferencedata=False,
             model=model,
@@ -140,13 +140,13 @@ def compute_log_likelihood(
     kwargs["progressbar"] = False
 
     def compute(block: _Block) -> Mapping[Any, Any]:
-        made: Mapping[Any, Any] = apply(function, values.isel(**block.get_slices()), **kwargs)
-        return made
+        result: Mapping[Any, Any] = apply(function, values.isel(**block.get_slices()), **kwargs)
+        return result
 
-    found = _compute_draws(
+    results = _compute_draws(
         "log_likelihood", template, posterior, compute, _count_processes(function.f), progressbar, store
     )
-    return _add_group(idata, "log_likelihood", found) if extend_inferencedata else found
+    return _add_group(idata, "log_likelihood", results) if extend_inferencedata else results
 
 
 def sample_posterior_predictive(
@@ -242,12 +242,12 @@ def sample_posterior_predictive(
         return compiled[0]
 
     original = forward.compile_forward_sampling_function
-    first = _replace_posterior(trace, posterior.isel(chain=[0], draw=[0]))
+    first_draw = _replace_posterior(trace, posterior.isel(chain=[0], draw=[0]))
     with mock.patch.object(forward, "compile_forward_sampling_function", compile_once):
-        made = pm.sample_posterior_predictive(
-            first, predictions=predictions, random_seed=0, compile_kwargs=dict(compile_kwargs or {}), **arguments
+        first_result = pm.sample_posterior_predictive(
+            first_draw, predictions=predictions, random_seed=0, compile_kwargs=dict(compile_kwargs or {}), **arguments
         )
-    template = getattr(made, group, None)
+    template = getattr(first_result, group, None)
     if template is None or not compiled:
         raise ValueError("var_names: none of these variables is sampled")
     function = compiled[0][0]
@@ -264,14 +264,14 @@ def sample_posterior_predictive(
             drawn: Mapping[Any, Any] = pm.sample_posterior_predictive(part, return_inferencedata=False, **arguments)
         return drawn
 
-    found = _compute_draws(
+    results = _compute_draws(
         group, template, posterior, compute, _count_processes(function), progressbar, store, seeds=seeds
     )
     if extend_inferencedata:
-        return _add_group(trace, group, found)
-    if hasattr(made, "add_groups"):
-        del made[group]
-    return _add_group(made, group, found)
+        return _add_group(trace, group, results)
+    if hasattr(first_result, "add_groups"):
+        del first_result[group]
+    return _add_group(first_result, group, results)
 
 
 # -- the draws of a posterior, in ArviZ 0.23 and 1 ---------------------------------------------------------------
@@ -449,7 +449,7 @@ def _run(
 
     progress = create_simple_progress(progressbar=progressbar)
     with progress:
-        task = progress.add_task("Computing ...", completed=0, total=sum(each.stop - each.start for each in blocks))
+        task = progress.add_task("Computing ...", completed=0, total=sum(block.stop - block.start for block in blocks))
         with contextlib.closing(write(0) if num_processes == 1 else _fork(write, num_processes)) as counts:
             for count in counts:
                 progress.advance(task, count)
@@ -461,11 +461,11 @@ def _fork(write: Callable[[int], Iterator[int]], num_processes: int) -> Generato
     processes: dict[Connection, Any] = {}
     try:
         for number in range(num_processes):
-            ours, theirs = context.Pipe(duplex=False)
-            process = context.Process(target=_serve, args=(write, number, theirs), daemon=True)
+            parent_end, child_end = context.Pipe(duplex=False)
+            process = context.Process(target=_serve, args=(write, number, child_end), daemon=True)
             process.start()
-            theirs.close()
-            processes[ours] = process
+            child_end.close()
+            processes[parent_end] = process
         running = dict(processes)
         while running:
             for pipe in wait(list(running)):

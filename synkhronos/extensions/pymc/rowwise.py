@@ -86,15 +86,15 @@ def make_rowwise(terms: Any, length: int, rules: dict[type, Rule] | None = None)
     if not terms.type.ndim:
         raise NotRowwiseError("its log-density is one number for all rows, as where these depend on each other")
     search = RowSearch(length, {**_RULES, **(rules or {})})
-    made = search.restrict(terms, 0)
-    nodes = library_of(made).sort_nodes([made])
-    read = {made, *(variable for node in nodes for variable in node.inputs)}
-    rows = {stand_in: values for stand_in, values in search.sources.items() if stand_in in read}
+    restricted = search.restrict(terms, 0)
+    nodes = library_of(restricted).sort_nodes([restricted])
+    read = {restricted, *(variable for node in nodes for variable in node.inputs)}
+    rows = {placeholder: values for placeholder, values in search.sources.items() if placeholder in read}
     if not rows:
         raise NotRowwiseError("no data run along its rows")
-    made = replace_variables(made, nodes, {search.count: next(iter(rows)).shape[0]})
-    search.check_parameters(made)
-    return made, rows
+    restricted = replace_variables(restricted, nodes, {search.count: next(iter(rows)).shape[0]})
+    search.check_parameters(restricted)
+    return restricted, rows
 
 
 class RowSearch:
@@ -131,12 +131,12 @@ class RowSearch:
 
     def restrict(self, variable: Any, axis: int) -> Any:
         """Return the expression of `variable` for the computed rows, which run along `axis`."""
-        made = self._restricted.get((variable, axis))
-        if made is None:
-            found = self.fold_constants(variable)
-            find = self._restrict_data if found.owner is None else self._restrict_computed
-            made = self._restricted[variable, axis] = find(found, axis)
-        return made
+        restricted = self._restricted.get((variable, axis))
+        if restricted is None:
+            folded = self.fold_constants(variable)
+            find = self._restrict_data if folded.owner is None else self._restrict_computed
+            restricted = self._restricted[variable, axis] = find(folded, axis)
+        return restricted
 
     def restrict_or_broadcast(self, variable: Any, axis: int) -> Any:
         """Restrict `variable` unless it has length 1 along `axis`, and so is broadcast over the rows."""
@@ -144,11 +144,11 @@ class RowSearch:
 
     def merge_equal_rows(self, variable: Any, axis: int) -> Any:
         """Replace a constant with equal rows, such as a condition that holds everywhere, by one row; else restrict."""
-        found = self.fold_constants(variable)
-        if isinstance(found, Constant):
-            one = found.data.take([0], axis)
-            if np.array_equal(found.data, np.broadcast_to(one, found.data.shape)):
-                return pt.constant(one, name=found.name)
+        folded = self.fold_constants(variable)
+        if isinstance(folded, Constant):
+            first_row = folded.data.take([0], axis)
+            if np.array_equal(folded.data, np.broadcast_to(first_row, folded.data.shape)):
+                return pt.constant(first_row, name=folded.name)
         return self.restrict_or_broadcast(variable, axis)
 
     def restrict_picked(self, values: Any, axis: int, index: Any) -> Any:
@@ -160,12 +160,12 @@ class RowSearch:
         if not isinstance(index, Constant) or index.type.ndim != 1 or length is None or length < self.length:
             return None
         picks = np.arange(length)[index.data]
-        other = self._subsearches.get((index, length))
-        if other is None:
-            other = self._subsearches[index, length] = RowSearch(length, self._rules, picks)
-            other.sources, other.count = self.sources, self.count
+        subsearch = self._subsearches.get((index, length))
+        if subsearch is None:
+            subsearch = self._subsearches[index, length] = RowSearch(length, self._rules, picks)
+            subsearch.sources, subsearch.count = self.sources, self.count
         try:
-            return other.restrict(values, axis)
+            return subsearch.restrict(values, axis)
         except NotRowwiseError:
             return None
 
@@ -177,11 +177,11 @@ class RowSearch:
         node = variable.owner
         if node is None or not isinstance(node.op, Elemwise | DimShuffle | CAReduce):
             return None
-        found = next((axis for axis in map(self.find_row_axis, node.inputs) if axis is not None), None)
+        row_axis = next((axis for axis in map(self.find_row_axis, node.inputs) if axis is not None), None)
         if isinstance(node.op, Elemwise):
-            return found
-        kept = node.op.new_order if isinstance(node.op, DimShuffle) else _list_kept_axes(node)
-        return None if found is None or found not in kept else kept.index(found)
+            return row_axis
+        axes = node.op.new_order if isinstance(node.op, DimShuffle) else _list_kept_axes(node)
+        return None if row_axis is None or row_axis not in axes else axes.index(row_axis)
 
     def restrict_condition(self, variable: Any) -> Any:
         """Return a condition ``all(...)`` over the computed rows only."""
@@ -212,10 +212,10 @@ class RowSearch:
                 from_rows.update(node.outputs)
         params = {v for node in nodes if not from_rows.isdisjoint(node.outputs) for v in node.inputs} - from_rows
         for variable in params:
-            read = [one for one in walk([variable], _list_value_inputs) if one.owner is None]
+            read = [leaf for leaf in walk([variable], _list_value_inputs) if leaf.owner is None]
             # Other inputs are random variables and generators.
-            data = [one for one in read if isinstance(one, Constant) or _is_shared_array(one)]
-            if len(data) < len(read) and any(self.length in _get_shape(one) for one in data):
+            data = [leaf for leaf in read if isinstance(leaf, Constant) or _is_shared_array(leaf)]
+            if len(data) < len(read) and any(self.length in _get_shape(leaf) for leaf in data):
                 raise NotRowwiseError(f"{_describe(variable)} needs all rows at once")
 
     def fold_constants(self, variable: Any) -> Any:
@@ -255,19 +255,19 @@ class RowSearch:
                 raise NotRowwiseError(f"{_describe(variable)} may change, and some of its rows are picked")
             values = np.take(values, self._index, axis)
         lengths = [None, *(length for i, length in enumerate(variable.type.shape) if i != axis)]
-        stand_in = TensorType(variable.type.dtype, tuple(lengths))(variable.name)
-        self.sources[stand_in] = np.moveaxis(values, axis, 0) if axis else values
-        return pt.moveaxis(stand_in, 0, axis) if axis else stand_in
+        placeholder = TensorType(variable.type.dtype, tuple(lengths))(variable.name)
+        self.sources[placeholder] = np.moveaxis(values, axis, 0) if axis else values
+        return pt.moveaxis(placeholder, 0, axis) if axis else placeholder
 
     def _restrict_computed(self, variable: Any, axis: int) -> Any:
         """Apply the rule of the operation that computes `variable`."""
         node = variable.owner
         for kind in type(node.op).__mro__:
             if kind in self._rules:
-                made = self._rules[kind](self, node, axis)
-                made = made[node.outputs.index(variable)] if isinstance(made, list) else made
-                made.name = variable.name
-                return made
+                restricted = self._rules[kind](self, node, axis)
+                restricted = restricted[node.outputs.index(variable)] if isinstance(restricted, list) else restricted
+                restricted.name = variable.name
+                return restricted
         raise NotRowwiseError(f"{_describe(variable)} is computed by {node.op}, which is not known to work row by row")
 
 
@@ -298,10 +298,10 @@ def _make_error(node: Any) -> NotRowwiseError:
 
 
 def _restrict_elemwise(search: RowSearch, node: Any, axis: int) -> Any:
-    made = [search.merge_equal_rows(variable, axis) for variable in node.inputs]
-    if all(one.type.shape[axis] == 1 for one in made):  # at least one operand has to have the rows
-        made = [search.restrict_or_broadcast(variable, axis) for variable in node.inputs]
-    return node.op(*made)
+    operands = [search.merge_equal_rows(variable, axis) for variable in node.inputs]
+    if all(operand.type.shape[axis] == 1 for operand in operands):  # at least one operand has to have the rows
+        operands = [search.restrict_or_broadcast(variable, axis) for variable in node.inputs]
+    return node.op(*operands)
 
 
 def _restrict_dimshuffle(search: RowSearch, node: Any, axis: int) -> Any:
@@ -327,9 +327,10 @@ def _restrict_blockwise(search: RowSearch, node: Any, axis: int) -> Any:
     if not isinstance(node.op.core_op, Dot):
         raise _make_error(node)
     # A product of matrices: rows of the first operand, or columns of the second.
-    which = axis - n_batch if node.inputs[0].type.ndim - n_batch == 2 else 1
+    operand_index = axis - n_batch if node.inputs[0].type.ndim - n_batch == 2 else 1
     operands = list(node.inputs)
-    operands[which] = search.restrict(operands[which], n_batch + min(which, operands[which].type.ndim - n_batch - 1))
+    operand = operands[operand_index]
+    operands[operand_index] = search.restrict(operand, n_batch + min(operand_index, operand.type.ndim - n_batch - 1))
     return node.op(*operands)
 
 
@@ -363,44 +364,45 @@ def _restrict_advanced(search: RowSearch, node: Any, axis: int) -> Any:
     values, *operands = node.inputs
     idx_list = getattr(node.op, "idx_list", None)
     index = list(operands if idx_list is None else indices_from_subtensor(operands, idx_list))
-    first = next(i for i, one in enumerate(index) if not _is_full_slice(one))
-    arrays = list(takewhile(lambda one: isinstance(getattr(one, "type", None), TensorType), index[first:]))
-    if not arrays or not all(map(_is_full_slice, index[first + len(arrays) :])):
+    n_slices = next(i for i, part in enumerate(index) if not _is_full_slice(part))
+    arrays = list(takewhile(lambda part: isinstance(getattr(part, "type", None), TensorType), index[n_slices:]))
+    if not arrays or not all(map(_is_full_slice, index[n_slices + len(arrays) :])):
         raise _make_error(node)
-    if any(one.type.dtype == "bool" and one.type.ndim > 1 for one in arrays):
+    if any(part.type.dtype == "bool" and part.type.ndim > 1 for part in arrays):
         raise _make_error(node)
-    before = (slice(None),) * first
-    ndim = max(one.type.ndim for one in arrays)
-    if not first <= axis < first + ndim:
-        own = axis if axis < first else axis - ndim + len(arrays)
-        return search.restrict(values, own)[(*before, *arrays)]
-    axis -= first
+    slices = (slice(None),) * n_slices
+    ndim = max(part.type.ndim for part in arrays)
+    if not n_slices <= axis < n_slices + ndim:
+        own_axis = axis if axis < n_slices else axis - ndim + len(arrays)
+        return search.restrict(values, own_axis)[(*slices, *arrays)]
+    axis -= n_slices
     if len(arrays) == 1:
-        picked = search.restrict_picked(values, first, arrays[0])
+        picked = search.restrict_picked(values, n_slices, arrays[0])
         if picked is not None:
             return picked
-    if any(one.type.dtype == "bool" for one in arrays):
+    if any(part.type.dtype == "bool" for part in arrays):
         raise _make_error(node)
-    chosen = []
-    for position, one in enumerate(arrays):
-        own = axis - (ndim - one.type.ndim)
-        if own >= 0 and position == 0 and search.length > 1 and _is_row_number(one, own, search.length):
+    indexes = []
+    for position, part in enumerate(arrays):
+        own_axis = axis - (ndim - part.type.ndim)
+        if own_axis >= 0 and position == 0 and search.length > 1 and _is_row_number(part, own_axis, search.length):
             # values[arange(n), k]: one element of each row; of values with one row, the same row for all.
-            if values.type.shape[first] == 1:
-                chosen.append(one)
+            if values.type.shape[n_slices] == 1:
+                indexes.append(part)
                 continue
-            values = search.restrict(values, first)
-            chosen.append(pt.arange(search.count).dimshuffle(*["x"] * own, 0, *["x"] * (one.type.ndim - own - 1)))
+            values = search.restrict(values, n_slices)
+            pattern = [*["x"] * own_axis, 0, *["x"] * (part.type.ndim - own_axis - 1)]
+            indexes.append(pt.arange(search.count).dimshuffle(*pattern))
         else:
-            chosen.append(search.restrict_or_broadcast(one, own) if own >= 0 else one)
-    return values[(*before, *chosen)]
+            indexes.append(search.restrict_or_broadcast(part, own_axis) if own_axis >= 0 else part)
+    return values[(*slices, *indexes)]
 
 
-def _is_full_slice(one: Any) -> bool:
+def _is_full_slice(index: Any) -> bool:
     """Whether an index selects a full axis."""
-    if getattr(one, "owner", None) is not None and isinstance(one.owner.op, MakeSlice):
-        return all(isinstance(end, Constant) and end.data is None for end in one.owner.inputs)
-    index = one.data if isinstance(one, Constant) else one
+    if getattr(index, "owner", None) is not None and isinstance(index.owner.op, MakeSlice):
+        return all(isinstance(end, Constant) and end.data is None for end in index.owner.inputs)
+    index = index.data if isinstance(index, Constant) else index
     return isinstance(index, slice) and index == slice(None)
 
 
@@ -415,22 +417,22 @@ def _is_row_number(index: Any, axis: int, length: int) -> bool:
     if index.owner is None or not isinstance(index.owner.op, ARange):
         return False
     start, _, step = index.owner.inputs
-    return all(isinstance(one, Constant) and one.data == n for one, n in ((start, 0), (step, 1)))
+    return all(isinstance(bound, Constant) and bound.data == n for bound, n in ((start, 0), (step, 1)))
 
 
 def _restrict_subtensor(search: RowSearch, node: Any, axis: int) -> Any:
     values, *operands = node.inputs
     index = list(indices_from_subtensor(operands, node.op.idx_list))
     index += [slice(None)] * (values.type.ndim - len(index))
-    kept = [i for i, one in enumerate(index) if isinstance(one, slice)]
-    own = kept[axis]
-    if index[own] != slice(None):
-        picks = _get_constant_index(index[own], values.type.shape[own])
-        picked = None if picks is None else search.restrict_picked(values, own, picks)
+    axes = [i for i, part in enumerate(index) if isinstance(part, slice)]
+    own_axis = axes[axis]
+    if index[own_axis] != slice(None):
+        picks = _get_constant_index(index[own_axis], values.type.shape[own_axis])
+        picked = None if picks is None else search.restrict_picked(values, own_axis, picks)
         if picked is None:
             raise NotRowwiseError(f"{node.op} of {_describe(values)} picks rows")
-        return picked[tuple(slice(None) if i == own else one for i, one in enumerate(index))]
-    return node.op(search.restrict(values, own), *operands)
+        return picked[tuple(slice(None) if i == own_axis else part for i, part in enumerate(index))]
+    return node.op(search.restrict(values, own_axis), *operands)
 
 
 def _get_constant_index(selection: slice, length: int | None) -> Any:
@@ -448,10 +450,12 @@ def _restrict_inc_subtensor(search: RowSearch, node: Any, axis: int) -> Any:
     index += [slice(None)] * (values.type.ndim - len(index))
     if index[axis] != slice(None):
         raise _make_error(node)
-    kept = [i for i, one in enumerate(index) if isinstance(one, slice)]
-    own = kept.index(axis) - (len(kept) - part.type.ndim)
+    axes = [i for i, selection in enumerate(index) if isinstance(selection, slice)]
+    own_axis = axes.index(axis) - (len(axes) - part.type.ndim)
     return node.op(
-        search.restrict(values, axis), search.restrict_or_broadcast(part, own) if own >= 0 else part, *operands
+        search.restrict(values, axis),
+        search.restrict_or_broadcast(part, own_axis) if own_axis >= 0 else part,
+        *operands,
     )
 
 
@@ -459,11 +463,11 @@ def _restrict_advanced_set(search: RowSearch, node: Any, axis: int) -> Any:
     """Restrict ``set_subtensor(values[index], part)`` for a constant index, as of predictors with missing values."""
     values, part, *operands = node.inputs
     idx_list = getattr(node.op, "idx_list", None)
-    index, *others = operands if idx_list is None else indices_from_subtensor(operands, idx_list)
+    index, *other_indexes = operands if idx_list is None else indices_from_subtensor(operands, idx_list)
     index = search.fold_constants(index)
     is_set = getattr(node.op, "set_instead_of_inc", False)
     is_known = isinstance(index, Constant) and index.type.ndim == 1
-    if not is_set or axis or not is_known or not all(map(_is_full_slice, others)):
+    if not is_set or axis or not is_known or not all(map(_is_full_slice, other_indexes)):
         raise _make_error(node)
     picks = np.arange(search.length)[index.data]
     position = np.full(search.length, -1)
@@ -533,45 +537,45 @@ def _restrict_cumulative(search: RowSearch, node: Any, axis: int) -> Any:
 
 def _restrict_softmax(search: RowSearch, node: Any, axis: int) -> Any:
     (values,) = node.inputs
-    over = node.op.axis
-    over = range(values.type.ndim) if over is None else np.atleast_1d(over) % values.type.ndim
-    if axis in over:
+    softmax_axes = node.op.axis
+    softmax_axes = range(values.type.ndim) if softmax_axes is None else np.atleast_1d(softmax_axes) % values.type.ndim
+    if axis in softmax_axes:
         raise _make_error(node)
     return node.op(search.restrict(values, axis))
 
 
 def _restrict_join(search: RowSearch, node: Any, axis: int) -> Any:
-    along = getattr(node.op, "axis", None)
-    first = [] if along is not None else node.inputs[:1]
-    if along is None:
-        along = getattr(first[0], "data", None)
-    arrays = node.inputs[len(first) :]
-    if along is None or int(along) % arrays[0].type.ndim == axis:
+    join_axis = getattr(node.op, "axis", None)
+    axis_inputs = [] if join_axis is not None else node.inputs[:1]
+    if join_axis is None:
+        join_axis = getattr(axis_inputs[0], "data", None)
+    arrays = node.inputs[len(axis_inputs) :]
+    if join_axis is None or int(join_axis) % arrays[0].type.ndim == axis:
         raise _make_error(node)
-    return node.op(*first, *[search.restrict(one, axis) for one in arrays])
+    return node.op(*axis_inputs, *[search.restrict(array, axis) for array in arrays])
 
 
 def _restrict_alloc(search: RowSearch, node: Any, axis: int) -> Any:
     value, *shape = node.inputs
-    own = axis - (len(shape) - value.type.ndim)
-    if own >= 0:
-        value = search.restrict_or_broadcast(value, own)
+    own_axis = axis - (len(shape) - value.type.ndim)
+    if own_axis >= 0:
+        value = search.restrict_or_broadcast(value, own_axis)
     return node.op(value, *shape[:axis], search.count, *shape[axis + 1 :])
 
 
 def _restrict_specify_shape(search: RowSearch, node: Any, axis: int) -> Any:
     values, *shape = node.inputs
-    lengths = [None if i == axis or one.type.ndim != 0 else one for i, one in enumerate(shape)]
+    lengths = [None if i == axis or length.type.ndim != 0 else length for i, length in enumerate(shape)]
     return pt.specify_shape(search.restrict(values, axis), lengths)
 
 
 def _restrict_reshape(search: RowSearch, node: Any, axis: int) -> Any:
     values, shape = node.inputs
-    same = axis == 0 and values.type.ndim and values.type.shape[0] == node.outputs[0].type.shape[0] == search.length
-    if not same:
+    length = values.type.shape[0] if values.type.ndim else None
+    if axis or not length == node.outputs[0].type.shape[0] == search.length:
         raise NotRowwiseError(f"{node.op} of {_describe(values)} may mix rows")
-    others = [shape[i] for i in range(1, node.outputs[0].type.ndim)]
-    return pt.reshape(search.restrict(values, 0), [search.count, *others])
+    other_lengths = [shape[i] for i in range(1, node.outputs[0].type.ndim)]
+    return pt.reshape(search.restrict(values, 0), [search.count, *other_lengths])
 
 
 def _restrict_view(search: RowSearch, node: Any, axis: int) -> Any:
@@ -582,8 +586,8 @@ def _restrict_op_from_graph(search: RowSearch, node: Any, axis: int) -> Any:
     graph = node.op.fgraph
     if hasattr(graph, "unfreeze"):  # since 3.1
         graph = graph.unfreeze()
-    (output, *others) = graph.outputs
-    if others:
+    (output, *other_outputs) = graph.outputs
+    if other_outputs:
         raise NotRowwiseError(f"{node.op} has several outputs")
     replaced = dict(zip(graph.inputs, node.inputs, strict=True))
     return search.restrict(replace_variables(output, library_of(output).sort_nodes([output]), replaced), axis)

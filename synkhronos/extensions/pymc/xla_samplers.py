@@ -107,8 +107,8 @@ def _sample_on_ranks(name: str, arguments: dict[str, Any]) -> tuple[Any, Any, Mo
 
     (logp,) = sys.modules[_MODULE]._replace_shared_variables([model.logp()])
     potential = replace_sums(_SIGNS[name] * logp, make_graph)
-    others = {key: value for key, value in arguments.items() if key not in ("model", "logp_fn")}
-    program = SamplerProgram(name, list(model.value_vars), potential, others, get_settings())
+    other_arguments = {key: value for key, value in arguments.items() if key not in ("model", "logp_fn")}
+    program = SamplerProgram(name, list(model.value_vars), potential, other_arguments, get_settings())
     key = "sampler", next(_numbers)
     with session.call_lock:
         session.wait_until_idle()

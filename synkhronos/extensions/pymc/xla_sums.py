@@ -87,8 +87,8 @@ def replace_sums(variable: Any, make_graph: Callable[[RowsSum], LocalGraph]) -> 
         if not sums:
             return variable
         op = RankSums([make_graph(node.op.rows) for node in sums])
-        made = op(*[value for node in sums for value in node.inputs], return_list=True)
-        replaced = {node.outputs[0]: new for node, new in zip(sums, made, strict=True)}
+        results = op(*[value for node in sums for value in node.inputs], return_list=True)
+        replaced = {node.outputs[0]: result for node, result in zip(sums, results, strict=True)}
         variable = replace_variables(variable, nodes, replaced)
 
 

@@ -47,7 +47,7 @@ def test_pytensor_answers_where_theano_is_not_installed():
     import theano
     import theano.tensor as T
 
-    assert synkhronos.compat.chosen == "pytensor"
+    assert synkhronos.compat.library == "pytensor"
     assert theano.__version__ == "1.0.5"
     x = T.matrix("x", "float32")
     assert isinstance(x, pytensor.graph.basic.Variable) and x.dtype == "float32"
@@ -99,7 +99,7 @@ def test_functions_keep_their_names_beside_modules_of_the_same():
 
 def test_folder_named_theano_is_not_imported(tmp_path):
     (tmp_path / "theano").mkdir()
-    code = "import sys; sys.path.insert(0, sys.argv[1]); import synkhronos.compat as c; print(c.chosen)"
+    code = "import sys; sys.path.insert(0, sys.argv[1]); import synkhronos.compat as c; print(c.library)"
     assert run(code, str(tmp_path)) == "pytensor"
 
 
@@ -657,7 +657,7 @@ def test_setting_that_names_neither_library_is_refused():
 def test_theano_itself_answers_when_asked_for(tmp_path):
     (tmp_path / "theano").mkdir()
     (tmp_path / "theano" / "__init__.py").write_text("__version__ = 'its own'\n")
-    code = "import synkhronos.compat, theano; print(synkhronos.compat.chosen, theano.__version__)"
+    code = "import synkhronos.compat, theano; print(synkhronos.compat.library, theano.__version__)"
     path = os.pathsep.join([str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")]), os.getcwd()])
     assert run(code, PYTHONPATH=path) == "theano its own"
     assert run(code, PYTHONPATH=path, SYNKHRONOS_THEANO="pytensor") == "pytensor 1.0.5"

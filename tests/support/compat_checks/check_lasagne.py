@@ -21,7 +21,7 @@ def test_lasagnes_tests_pass():
     except NoPackage as error:
         pytest.skip(str(error))
     failed = {name for name, outcome in outcomes.items() if outcome == "failed"}
-    only = {"theano": "Theano 1.0.5", "pytensor": "PyTensor"}[synkhronos.compat.chosen]
+    only = {"theano": "Theano 1.0.5", "pytensor": "PyTensor"}[synkhronos.compat.library]
     listed = [*LISTED["fails on both"].values(), *LISTED[f"fails on {only} only"].values()]
     assert failed == {name for names in listed for name in names}
     assert len(outcomes) == LISTED["tests"]

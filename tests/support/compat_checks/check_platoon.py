@@ -22,8 +22,8 @@ from platoon.training.global_dynamics import SGD, GlobalDynamics
 from platoon.util import PlatoonError
 
 from synkhronos.compat.platoon import launcher
-from synkhronos.compat.platoon.channel import batches, sockets
-from synkhronos.compat.platoon.channel.group import Failure, WorkerGroup
+from synkhronos.compat.platoon.channel import batch_queue, sockets
+from synkhronos.compat.platoon.channel.worker_group import Failure, WorkerGroup
 
 LIMIT = 30
 
@@ -196,13 +196,13 @@ class Queue:
     def __init__(self, limit=3):
         self.is_over = False
         self.address = f"synkhronos-test-{os.getpid()}-{random.random()}"
-        self.sender = batches.BatchSender(self.address, limit, lambda: self.is_over)
+        self.sender = batch_queue.BatchSender(self.address, limit, lambda: self.is_over)
 
     def read(self, received, pause=0.0):
         connection = sockets.connect(self.address, lambda: None, LIMIT)
         while True:
             connection.send_bytes(b"")
-            batch = batches.read(connection.recv_bytes)
+            batch = batch_queue.read(connection.recv_bytes)
             if batch is None:
                 return
             received.append(batch)
@@ -304,7 +304,7 @@ class Group:
             f"synkhronos-test-{os.getpid()}-{random.random()}", "x", [], ["cpu"] * n, str(folder), None
         )
         self.master = self.group._master = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
-        self.group._ends.append(os.pidfd_open(self.master.pid))
+        self.group._exit_fds.append(os.pidfd_open(self.master.pid))
         self.group._processes = list(range(n))
         ends = [Pipe() for _ in range(n)]
         self.group._connections = {theirs: rank for rank, (_, theirs) in enumerate(ends)}
@@ -402,7 +402,7 @@ def test_installed_platoon_precedes_except_under_the_launcher(tmp_path):
     assert run(code, str(tmp_path)) == "installed channel"
     code = """
         import sys
-        from synkhronos.compat.platoon.processes import run_file
+        from synkhronos.compat.platoon.controller_process import run_file
         run_file(sys.argv[1] + "/main.py", [])
     """
     assert run(code, str(tmp_path)) == "synkhronos.compat.platoon.channel.worker"

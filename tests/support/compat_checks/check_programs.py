@@ -16,7 +16,7 @@ import theano
 import synkhronos.compat
 
 TABLE = json.loads((Path(__file__).parent / "theano_programs.json").read_text())
-if synkhronos.compat.chosen == "theano":
+if synkhronos.compat.library == "theano":
     programs.prepare_theano()
     MODES = ["FAST_COMPILE"]
 else:

@@ -68,17 +68,17 @@ def test_without_a_compiler_no_has_blas_flag(monkeypatch):
     assert theano_patches.find_blas_flags() == ""
 
 
-def test_gaps_are_filled_last_and_once():
-    hook.install_gaps()
-    hook.install_gaps()
-    assert sum(isinstance(finder, hook.GapFinder) for finder in sys.meta_path) == 1
-    finder = hook.GapFinder()
+def test_stand_ins_are_found_last_and_once():
+    hook.install_stand_ins()
+    hook.install_stand_ins()
+    assert sum(isinstance(finder, hook.StandInFinder) for finder in sys.meta_path) == 1
+    finder = hook.StandInFinder()
     assert finder.find_spec("theano.tensor.signal.other", None) is None
-    assert finder.find_spec("pkg_resources", None).origin.endswith("lost/pkg_resources.py")
+    assert finder.find_spec("pkg_resources", None).origin.endswith("stand_ins/pkg_resources.py")
 
 
 def test_package_versions():
-    from synkhronos.compat.lost import pkg_resources
+    from synkhronos.compat.stand_ins import pkg_resources
 
     assert pkg_resources.get_distribution("pytest").version == pytest.__version__
     with pytest.raises(pkg_resources.DistributionNotFound):
@@ -101,7 +101,7 @@ def run(code):
     return done.stdout.splitlines()[-1]
 
 
-needs_theano = pytest.mark.skipif(synkhronos.compat.chosen != "theano", reason="Theano is not installed")
+needs_theano = pytest.mark.skipif(synkhronos.compat.library != "theano", reason="Theano is not installed")
 
 
 @needs_theano

@@ -25,7 +25,7 @@ RNG = np.random.RandomState(0)
 IMAGES, FILTERS = (RNG.normal(size=shape).astype("float32") for shape in ((2, 4, 7, 6), (6, 2, 3, 2)))
 
 
-in_pytensor = pytest.mark.skipif(synkhronos.compat.chosen == "theano", reason="Theano's Ops are compiled by C++")
+in_pytensor = pytest.mark.skipif(synkhronos.compat.library == "theano", reason="Theano's Ops are compiled by C++")
 
 
 def evaluate(expression):
@@ -94,7 +94,7 @@ def test_shared_variable_sync():
     number = theano.shared(np.float32(3))
     number.container.value.sync()
     assert float(number.get_value()) == 3
-    if synkhronos.compat.chosen == "pytensor":
+    if synkhronos.compat.library == "pytensor":
         pytest.importorskip("jax")
         theano.function([], updates=[(x, x + 1)], mode="JAX")()
         x.container.value.sync()

@@ -17,7 +17,7 @@ from synkhronos.launch import check, settings
 
 HERE = Path(__file__).resolve().parent
 TABLE = json.loads((HERE / "zoo_losses.json").read_text())
-ON_THEANO = synkhronos.compat.chosen == "theano"
+ON_THEANO = synkhronos.compat.library == "theano"
 SESSIONS = sorted((DEMOS / "zoo").glob("*.toml"))
 
 

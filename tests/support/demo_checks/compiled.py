@@ -15,7 +15,7 @@ def compile_always(operation):
     operation.make_thunk = make_compiled
 
 
-if synkhronos.compat.chosen == "theano":
+if synkhronos.compat.library == "theano":
     from theano.tensor.nnet import corr
     from theano.tensor.signal import pool
 

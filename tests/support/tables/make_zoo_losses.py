@@ -21,7 +21,7 @@ TARGET = HERE.parent / "demo_checks" / "zoo_losses.json"
 
 
 def main():
-    if synkhronos.compat.chosen != "theano":
+    if synkhronos.compat.library != "theano":
         raise SystemExit("this has to run with Theano itself")
     without_dropout()
     table = {}

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from synkhronos.engines.base import Runner
+from synkhronos.engines.engine import Runner
 from synkhronos.engines.lazy import LazyEngine
 
 

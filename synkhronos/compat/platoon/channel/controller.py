@@ -18,9 +18,9 @@ from typing import Any
 import numpy as np
 
 from synkhronos.compat.platoon import configparser
-from synkhronos.compat.platoon.channel.batches import BatchSender
-from synkhronos.compat.platoon.channel.group import WorkerGroup
-from synkhronos.compat.platoon.processes import Hosts
+from synkhronos.compat.platoon.channel.batch_queue import BatchSender
+from synkhronos.compat.platoon.channel.worker_group import WorkerGroup
+from synkhronos.compat.platoon.controller_process import Hosts
 from synkhronos.compat.platoon.util import PlatoonError
 from synkhronos.gpus import get_n_gpu
 

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import posix_ipc
 
-from synkhronos.compat.platoon.channel import batches, link, sockets
+from synkhronos.compat.platoon.channel import batch_queue, controller_link, sockets
 from synkhronos.compat.platoon.channel.controller import add_ports
 from synkhronos.compat.platoon.param_sync import ParamSyncRule
 from synkhronos.compat.platoon.util import EndOfBatches, PlatoonError, SingletonType
@@ -28,15 +28,15 @@ _OPS = {
 
 
 @contextlib.contextmanager
-def as_programs_compute() -> Iterator[None]:
+def restore_precision() -> Iterator[None]:
     """Restore JAX's precision after library code: that enables 64 bits, programs depend on ``floatX``."""
     jax = sys.modules.get("jax")
-    before = None if jax is None else jax.config.jax_enable_x64
+    old_value = None if jax is None else jax.config.jax_enable_x64
     try:
         yield
     finally:
-        if jax is not None and jax.config.jax_enable_x64 != before:
-            jax.config.update("jax_enable_x64", before)
+        if jax is not None and jax.config.jax_enable_x64 != old_value:
+            jax.config.update("jax_enable_x64", old_value)
 
 
 class Worker(metaclass=SingletonType):
@@ -76,9 +76,9 @@ class Worker(metaclass=SingletonType):
     ):
         if port is not None:
             raise RuntimeError("port: this parameter is called data_port, as in the Controller")
-        if link.current is None:
+        if controller_link.current is None:
             raise PlatoonError("this process has no controller: start NAME_worker.py with `synkhronos platoon NAME`")
-        self._link = link.current
+        self._link = controller_link.current
         self._seconds = socket_timeout / 1000
         self._lock = self._link.worker.lock(1 + self.global_rank - self.local_rank)  # of this host's first worker
         self._is_holder = False
@@ -201,7 +201,7 @@ class Worker(metaclass=SingletonType):
             raise TypeError(
                 f"dest: expected {src.dtype} of shape {src.shape}, as src, got {dest.dtype} of shape {dest.shape}"
             )
-        with as_programs_compute():
+        with restore_precision():
             result = self._link.worker.all_reduce(src, name)
         if dest is None:
             return result
@@ -270,7 +270,7 @@ class Worker(metaclass=SingletonType):
         synchronous : bool
             Whether to hold the lock during the exchange.
         """
-        self._locked(lambda: self.update_fn(self.shared_params), synchronous)
+        self._run_locked(lambda: self.update_fn(self.shared_params), synchronous)
 
     def copy_to_local(self, synchronous: bool = True) -> None:
         """Copy the shared parameters to this worker's; arguments as in `sync_params`."""
@@ -279,7 +279,7 @@ class Worker(metaclass=SingletonType):
             for param, value in zip(self.local_params, self.shared_params, strict=True):
                 param.set_value(value)
 
-        self._locked(copy, synchronous)
+        self._run_locked(copy, synchronous)
 
     def copy_to_global(self, synchronous: bool = True) -> None:
         """Copy this worker's parameters to the shared ones; arguments as in `sync_params`."""
@@ -288,9 +288,9 @@ class Worker(metaclass=SingletonType):
             for param, value in zip(self.local_params, self.shared_params, strict=True):
                 value[...] = param.get_value(borrow=True)
 
-        self._locked(copy, synchronous)
+        self._run_locked(copy, synchronous)
 
-    def _locked(self, change: Any, synchronous: bool) -> None:
+    def _run_locked(self, change: Any, synchronous: bool) -> None:
         if not self.shared_params:
             raise PlatoonError("sync_params: call init_shared_params() first")
         if not synchronous:
@@ -339,7 +339,7 @@ class Worker(metaclass=SingletonType):
         with contextlib.suppress(OSError):  # the sender has ended; its last messages can be read
             self._batches.send_bytes(b"")
         connection = self._batches
-        arrays = batches.read(lambda: self._link.receive(connection, self._seconds, "mini-batch"))
+        arrays = batch_queue.read(lambda: self._link.receive(connection, self._seconds, "mini-batch"))
         if arrays is None:
             raise EndOfBatches(self._is_idle)
         self._is_idle = False

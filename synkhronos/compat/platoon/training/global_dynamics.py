@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from synkhronos.compat.platoon.channel.worker import Worker, as_programs_compute
+from synkhronos.compat.platoon.channel.worker import Worker, restore_precision
 from synkhronos.rules.state import Vector
 
 
@@ -36,14 +36,14 @@ class GlobalDynamics:
         """
         if self._fn is None:
             raise NotImplementedError(f"{type(self).__name__}: call make_rule() or register_fn() first")
-        with as_programs_compute():
+        with restore_precision():
             self._fn()
 
     @property
     def worker(self) -> Worker:
         """Worker whose collectives the rule calls."""
         if self._worker is None:
-            self._worker = existing_worker()
+            self._worker = get_worker()
         return self._worker
 
     @worker.setter
@@ -99,7 +99,7 @@ class SGD(_RuleDynamics):
         local_updates : shared variable, or list of shared variable
             Each is set to the sum, or the mean, of the workers' values.
         """
-        vectors = _vectors(local_updates)
+        vectors = _to_vectors(local_updates)
 
         def exchange() -> None:
             for (vector,) in vectors:
@@ -131,7 +131,7 @@ class EASGD(_RuleDynamics):
             ``alpha * (local - central)`` over all workers to the central one.
         alpha : float
         """
-        vectors = _vectors(local_particle, central_particle)
+        vectors = _to_vectors(local_particle, central_particle)
         self.alpha = alpha
 
         def exchange() -> None:
@@ -167,14 +167,14 @@ class Downpour(_RuleDynamics):
             An exchange adds the sum of ``local_acc_updates`` to ``global_particle``, copies this to ``local_particle``,
             and sets ``local_acc_updates`` to 0.
         """
-        vectors = _vectors(local_particle, local_acc_updates, global_particle)
+        vectors = _to_vectors(local_particle, local_acc_updates, global_particle)
 
         def exchange() -> None:
             for local, updates, center in vectors:
                 value = updates.get()
-                new = center.get() + self._reduce(value, self.average)
-                center.set(new)
-                local.set(new)
+                new_value = center.get() + self._reduce(value, self.average)
+                center.set(new_value)
+                local.set(new_value)
                 updates.set(np.zeros(value.shape, value.dtype))
 
         self._fn = exchange
@@ -184,7 +184,7 @@ class Downpour(_RuleDynamics):
 ASGD = Downpour
 
 
-def existing_worker() -> Worker:
+def get_worker() -> Worker:
     """Return the worker of this process.
 
     Raises
@@ -194,11 +194,11 @@ def existing_worker() -> Worker:
     """
     if Worker.instance is None:
         raise AttributeError("Worker instance has not been created yet.")
-    found: Worker = Worker.instance
-    return found
+    worker: Worker = Worker.instance
+    return worker
 
 
-def _vectors(*groups: Any) -> list[list[Vector]]:
+def _to_vectors(*groups: Any) -> list[list[Vector]]:
     """Return the groups of variables as vectors: for each dtype, a vector of each group.
 
     Raises

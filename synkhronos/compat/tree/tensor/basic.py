@@ -91,8 +91,8 @@ def alloc(value: Any, *shape: Any) -> Any:
     (False, True)
     """
     lengths = [pt.as_tensor_variable(n, ndim=0) for n in shape]
-    known = [extract_constant(n) for n in lengths]
-    node = pt.alloc(value, *(n.type() if n is k else k for n, k in zip(lengths, known, strict=True))).owner
+    values = [extract_constant(n) for n in lengths]
+    node = pt.alloc(value, *(n.type() if n is k else k for n, k in zip(lengths, values, strict=True))).owner
     return Apply(node.op, [node.inputs[0], *lengths], [node.outputs[0].type()]).outputs[0]
 
 
@@ -251,9 +251,9 @@ def batched_dot(a: Any, b: Any) -> Any:
         return a.dimshuffle(0, *["x"] * (b.ndim - 1)) * b if a.ndim == 1 else a * b.dimshuffle(0, *["x"] * (a.ndim - 1))
     if a.ndim > 3 or b.ndim > 3:
         return batched_tensordot(a, b, [[a.ndim - 1], [max(b.ndim - 2, 1)]])
-    left = a[:, None, :] if a.ndim == 2 else a
-    right = b[:, :, None] if b.ndim == 2 else b
-    product = pt.matmul(left, right)
+    batch_left = a[:, None, :] if a.ndim == 2 else a
+    batch_right = b[:, :, None] if b.ndim == 2 else b
+    product = pt.matmul(batch_left, batch_right)
     if b.ndim == 2:
         product = product[:, :, 0]
     return product[:, 0] if a.ndim == 2 else product

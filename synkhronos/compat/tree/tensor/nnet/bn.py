@@ -42,11 +42,11 @@ class _Layout:
 
     def spread(self, name: str, parameter: Any) -> Any:
         """Return a parameter that broadcasts against the inputs."""
-        wanted = self.ndim if self.is_full else len(self.remaining_axes)
+        ndim = self.ndim if self.is_full else len(self.remaining_axes)
         parameter = pt.as_tensor_variable(parameter)
-        if parameter.ndim != wanted:
+        if parameter.ndim != ndim:
             raise ValueError(
-                f"{name}: expected {wanted} dimensions, as gamma, got {parameter.ndim}: parameters have those "
+                f"{name}: expected {ndim} dimensions, as gamma, got {parameter.ndim}: parameters have those "
                 "of the inputs, or those that are not normalized"
             )
         return pt.specify_broadcastable(parameter, *self.axes) if self.is_full else parameter.dimshuffle(*self.pattern)
@@ -141,5 +141,5 @@ def batch_normalization_test(
     inputs, gamma = pt.as_tensor_variable(inputs), pt.as_tensor_variable(gamma)
     layout = _Layout(inputs, _axes(axes, inputs.ndim), gamma)
     scale, shift = layout.spread("gamma", gamma), layout.spread("beta", beta)
-    middle, spread = layout.spread("mean", mean), layout.spread("var", var)
-    return (inputs - middle) * (scale / pt.sqrt(spread + _epsilon(epsilon, inputs.dtype))) + shift
+    mean_value, spread = layout.spread("mean", mean), layout.spread("var", var)
+    return (inputs - mean_value) * (scale / pt.sqrt(spread + _epsilon(epsilon, inputs.dtype))) + shift

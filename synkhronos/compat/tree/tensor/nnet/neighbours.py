@@ -79,8 +79,8 @@ def neibs2images(neibs: Any, neib_shape: Any, original_shape: Any, mode: str = "
     images = parts.reshape((a, b, rows // h * h, columns // w * w))
     if mode == "valid":
         return images
-    whole = pt.zeros((a, b, rows, columns), dtype=neibs.dtype)
-    return pt.set_subtensor(whole[:, :, : rows // h * h, : columns // w * w], images)
+    result = pt.zeros((a, b, rows, columns), dtype=neibs.dtype)
+    return pt.set_subtensor(result[:, :, : rows // h * h, : columns // w * w], images)
 
 
 def _numbers(pair: Any) -> tuple[int, int]:

@@ -57,14 +57,14 @@ def _pool(
     if x.ndim < n:
         raise NotImplementedError(f"pool_{n}d: expected at least {n} dimensions, got {x.ndim}")
     settings = (ws, ws if stride is None else stride, pad or (0,) * n)
-    window, step, around = ([to_integer(setting[axis]) for axis in range(n)] for setting in settings)
-    return Pool(window, step, around, mode.replace("max_deterministic", "max"), ignore_border)(x)
+    window, step, padding_lengths = ([to_integer(setting[axis]) for axis in range(n)] for setting in settings)
+    return Pool(window, step, padding_lengths, mode.replace("max_deterministic", "max"), ignore_border)(x)
 
 
-def _either(name: str, value: Any, old_name: str, old: Any) -> Any:
-    if value is not None and old is not None:
+def _either(name: str, value: Any, old_name: str, old_value: Any) -> Any:
+    if value is not None and old_value is not None:
         raise ValueError(f"You can't provide a tuple value to both '{name}' and '{old_name}'.")
-    return old if value is None else value
+    return old_value if value is None else value
 
 
 pool_2d = functools.partial(_pool, 2)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from synkhronos.devices import PYGPU, Device
-from synkhronos.engines.base import Engine, Runner
+from synkhronos.engines.engine import Engine, Runner
 from synkhronos.graphs import GraphLibrary
 
 

@@ -11,8 +11,8 @@ from typing import Any
 
 from synkhronos.compat.platoon.channel.controller import Controller
 from synkhronos.compat.platoon.channel.worker import Worker
+from synkhronos.compat.platoon.controller_process import LAUNCH
 from synkhronos.compat.platoon.param_sync import ParamSyncRule
-from synkhronos.compat.platoon.processes import LAUNCH
 
 
 class Lieutenant(Controller):

@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 
 from synkhronos.devices import cuda
-from synkhronos.devices.cuda.group import NcclGroup
 from synkhronos.devices.cuda.nccl import NcclCommunicator, to_nccl_dtype
+from synkhronos.devices.cuda.nccl_group import NcclGroup
 from synkhronos.devices.cuda.staging import GpuArrays, ItemRange, Staging
 from synkhronos.devices.device import Device
 from synkhronos.devices.selection import Selection

@@ -14,14 +14,14 @@ from multiprocessing import reduction
 from typing import Any
 
 from synkhronos.compat.platoon.channel import sockets
-from synkhronos.compat.platoon.channel.group import Failure
 from synkhronos.compat.platoon.channel.sockets import POLL
+from synkhronos.compat.platoon.channel.worker_group import Failure
 from synkhronos.compat.platoon.util import PlatoonError
 from synkhronos.tasks import Worker as RankWorker
 from synkhronos.tasks.worker import get_rank
 
 #: Maximal seconds to connect to the controller.
-_CONNECT = 60.0
+_CONNECT_SECONDS = 60.0
 
 
 class ControllerLink:
@@ -48,10 +48,10 @@ class ControllerLink:
 
     def __init__(self, worker: RankWorker, address: str, log: str, progress: Callable[[], None]):
         self.worker, self.address, self._log = worker, address, log
-        here = get_rank(worker).control.local_ranks
-        self.local_rank, self.local_size = worker.number - here.start, len(here)
+        local_ranks = get_rank(worker).control.local_ranks
+        self.local_rank, self.local_size = worker.number - local_ranks.start, len(local_ranks)
         self._sending = threading.Lock()
-        connection = sockets.connect(address, progress, _CONNECT)
+        connection = sockets.connect(address, progress, _CONNECT_SECONDS)
         if connection is None:
             raise PlatoonError("the controller can't be reached")
         self._connection = connection
@@ -76,22 +76,22 @@ class ControllerLink:
         self._send(query)
         return json.loads(self.receive(self._connection, seconds, "answer of the controller"))
 
-    def receive(self, connection: Any, seconds: float, what: str) -> bytes:
+    def receive(self, connection: Any, seconds: float, description: str) -> bytes:
         """Wait for a message and return it; raise if another worker fails meanwhile.
 
-        ``what`` names the message in the error after ``seconds``.
+        ``description`` names the message in the error after ``seconds``.
         """
         deadline = time.monotonic() + seconds
         try:
             while not connection.poll(POLL):
                 self.worker.progress()
                 if time.monotonic() > deadline:
-                    raise PlatoonError(f"timeout: no {what} in {seconds:g} seconds")
-            found: bytes = connection.recv_bytes()
+                    raise PlatoonError(f"timeout: no {description} in {seconds:g} seconds")
+            message: bytes = connection.recv_bytes()
         except (EOFError, OSError) as error:
-            raise PlatoonError(f"no {what}: its process has ended; see {self._log}", error) from error
+            raise PlatoonError(f"no {description}: its process has ended; see {self._log}", error) from error
         self.worker.progress()
-        return found
+        return message
 
     def map_memory(self, name: str, nbytes: int, seconds: float) -> tuple[mmap.mmap, bool]:
         """Map the shared memory of a name and size; return it, and whether this worker was the first to ask for it."""

@@ -71,7 +71,8 @@ def start_controller(
     """
     code = (
         "from synkhronos.ranks.child_process import exit_with_parent; "
-        f"exit_with_parent({os.getpid()}, True); from synkhronos.compat.platoon import processes; processes.main()"
+        f"exit_with_parent({os.getpid()}, True); "
+        "from synkhronos.compat.platoon import controller_process; controller_process.main()"
     )
     package = str(Path(__file__).resolve().parents[3])  # the child imports this very library
     path = os.pathsep.join(filter(None, [package, os.environ.get("PYTHONPATH", "")]))

@@ -67,8 +67,8 @@ class BatchSender:
         with self._changed:
             self._wait(lambda: len(self._queue) < self._limit or self._is_closed)
             if self._is_closed or self._is_over():
-                ended = "the sender is closed" if self._is_closed else "the workers have ended"
-                raise PlatoonError(f"send_mb: {ended}")
+                reason = "the sender is closed" if self._is_closed else "the workers have ended"
+                raise PlatoonError(f"send_mb: {reason}")
             self._queue.append(batch)
             self._changed.notify_all()
 

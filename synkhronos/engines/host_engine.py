@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 from synkhronos.devices import HOST, Device, read_environment_device
-from synkhronos.engines.base import Engine, Runner
+from synkhronos.engines.engine import Engine, Runner
 from synkhronos.graphs import GraphLibrary
 
 

@@ -24,7 +24,7 @@ from typing import Any
 
 from synkhronos.compat.platoon.channel import sockets
 from synkhronos.compat.platoon.channel.sockets import POLL
-from synkhronos.compat.platoon.processes import Hosts
+from synkhronos.compat.platoon.controller_process import Hosts
 from synkhronos.ranks.errors import describe_exit
 from synkhronos.ranks.segments import create_unlinked
 
@@ -102,16 +102,16 @@ class WorkerGroup:
         n_local = len(devices)
         self._is_first = hosts is None or not hosts.index
         if hosts is not None:
-            devices = [device for of_host in hosts.devices.values() for device in of_host]
+            devices = [device for host_devices in hosts.devices.values() for device in host_devices]
         is_unique = len(set(devices)) == len(devices)
         logs = [
             str(folder / (f"worker_{device}" if is_unique else f"worker_{device}-{rank}"))
             for rank, device in enumerate(devices)
         ]
         words = [word for text in arguments for word in shlex.split(text)]
-        named = None if hosts is None else dataclasses.asdict(hosts)
+        host_fields = None if hosts is None else dataclasses.asdict(hosts)
         self._plan = WorkersPlan(
-            os.getpid(), address, f"{experiment_name}_worker.py", words, list(devices), logs, named
+            os.getpid(), address, f"{experiment_name}_worker.py", words, list(devices), logs, host_fields
         )
         self._processes = [0] * n_local
         self._listener = sockets.listen(address)
@@ -120,7 +120,7 @@ class WorkerGroup:
         self._memory: dict[str, Any] = {}
         self._master: subprocess.Popen[bytes] | None = None
         #: Process file descriptor of worker 0, if this group has started it.
-        self._ends: list[int] = []
+        self._exit_fds: list[int] = []
         self._deadline = float("inf")
 
     def start(self) -> list[int]:
@@ -128,7 +128,7 @@ class WorkerGroup:
         if self._is_first:
             self._start_master()
         while not all(self._processes):
-            ready = wait([self._listener, *self._ends])
+            ready = wait([self._listener, *self._exit_fds])
             if self._listener not in ready:
                 log = Path(f"{self._plan.logs[0]}.err").read_text()
                 sys.stderr.write(f"ERROR! the workers did not start:\n{log}")
@@ -148,23 +148,23 @@ class WorkerGroup:
             self._master = subprocess.Popen(
                 command, stdin=subprocess.DEVNULL, stdout=out, stderr=err, start_new_session=True
             )
-        self._ends.append(os.pidfd_open(self._master.pid))
+        self._exit_fds.append(os.pidfd_open(self._master.pid))
 
     def serve(self, answer: Callable[[Any, int, Any], Any]) -> Failure | None:
         """Answer requests by ``answer(request, process, info)`` until all workers end; return the first failure."""
         while self._is_first or self._connections:
-            ready = wait([*self._connections, *self._ends], max(POLL, self._seconds_left()))
-            if set(self._ends) & set(ready):
+            ready = wait([*self._connections, *self._exit_fds], max(POLL, self._get_seconds_left()))
+            if set(self._exit_fds) & set(ready):
                 break
-            if self._seconds_left() == 0:
+            if self._get_seconds_left() == 0:
                 self.end()
             for connection in self._connections.keys() & set(ready):
                 query = self._receive(connection)
                 if query is not None and not self._failures:
                     self._reply(connection, query, answer)
-        return self._first_failure()
+        return self._find_first_failure()
 
-    def _seconds_left(self) -> float:
+    def _get_seconds_left(self) -> float:
         return max(0.0, min(1.0, self._deadline - time.monotonic()))
 
     def _receive(self, connection: Connection) -> Any:
@@ -208,16 +208,16 @@ class WorkerGroup:
         connection.send_bytes(json.dumps({"is_new": is_new}).encode())
         reduction.send_handle(connection, file.fileno(), self._connections[connection])
 
-    def _first_failure(self) -> Failure | None:
+    def _find_first_failure(self) -> Failure | None:
         """Return the first failure after the end of all workers; their own reports take precedence."""
         for connection in list(self._connections):
             # Not to the end of the stream: a process forked by a worker may hold its socket open.
             while connection in self._connections and connection.poll():
                 self._receive(connection)
         status = 0 if self._master is None else self._master.wait()
-        own = [failure for failure in self._failures if failure.is_own]
-        if own:
-            return own[0]
+        own_failures = [failure for failure in self._failures if failure.is_own]
+        if own_failures:
+            return own_failures[0]
         if self._failures:
             return self._failures[-1]
         if self._master is None or status == 0:

@@ -1,1 +1,0 @@
-"""Modules that `synkhronos.compat.hook.GapFinder` provides under their own names."""

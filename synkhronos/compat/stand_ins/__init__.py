@@ -1,0 +1,1 @@
+"""Modules that `synkhronos.compat.hook.StandInFinder` provides under their own names."""
