@@ -219,6 +219,9 @@ class RankTask:
 
     def _acquire(self, number: int, semaphore: Semaphore, timeout: float | None = None) -> int | None:
         """Acquire a lock of this host and return its turn; None if it was not free within ``timeout`` seconds."""
+        # A rank that finds its locks free waits for nobody, and would go on to the end of a failed program.
+        if self.rank.has_failed(self.rank.command_number):
+            raise Cancelled
         if not semaphore.acquire(0):
             deadline = float("inf") if timeout is None else time.monotonic() + timeout
             # A wait with a time limit ends by itself, so it is not published as a reason of a deadlock.

@@ -11,6 +11,22 @@ def identity(worker, *args, **kwargs):
     return worker.number, worker.size, worker.is_master, args, kwargs
 
 
+def lock_until_cancelled(worker, seconds):
+    """Fail on the master; acquire a free lock again and again on the other ranks, and store whether they finish."""
+    worker.barrier("begin")
+    if worker.is_master:
+        raise ValueError("this rank's own")
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        with worker.lock(worker.number):
+            pass
+    worker.get_storage("lock_until_cancelled")["finished"] = True
+
+
+def get_stored(worker, name):
+    return dict(worker.get_storage(name))
+
+
 def together(worker, values):
     worker.barrier("begin")
     array = np.asarray(values[worker.number])

@@ -142,6 +142,13 @@ def test_send_beyond_the_buffer_can_deadlock(two):
         synk.run(programs.all_send_first, [66_000, 66_000])
 
 
+def test_error_of_one_rank_ends_ranks_that_take_free_locks(fork):
+    fork(3)
+    with pytest.raises(ValueError, match="this rank's own"):
+        synk.run(programs.lock_until_cancelled, 10)
+    assert synk.run(programs.get_stored, "lock_until_cancelled") == [{}] * 3
+
+
 HOWS = ["computes", "waits in a barrier", "receives", "sends", "waits for a lock"]
 
 
