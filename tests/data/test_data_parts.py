@@ -9,6 +9,7 @@ from hosts import are_simulated, run
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from library import HOSTS, few, tensor
+from messages import raises
 
 import synkhronos as synk
 from synkhronos import ranks
@@ -36,11 +37,11 @@ def test_data_parts_reads_few_of_many_rows():
     x._session, x._ndim, x._origin, x.local_rows = SimpleNamespace(close_reason=None), 1, "x", range(10)
     x._array = np.broadcast_to(7.0, 10**12)
     assert x[5:8].tolist() == [7, 7, 7] and not len(x[5:5])
-    with pytest.raises(IndexError, match="x: this host has rows 0 to 9 of 1,000,000,000,000; others have the rest"):
+    with raises(IndexError, "x"):
         x[5:11]
     assert x[5] == x[5 - 10**12] == 7 and x[[3, 0, 5 - 10**12]].tolist() == [7, 7, 7] and not len(x[[]])
     for key in (10, -1, [3, 10], (), ..., None):
-        with pytest.raises(IndexError, match="others have the rest"):
+        with raises(IndexError):
             x[key]
 
 
@@ -99,17 +100,17 @@ def test_data_parts_is_read_only_and_can_be_freed(fork):
     fork(2)
     f, data = make_double(), synk.data_parts(rows, 9, name="points")
     for change in (lambda: data.set_value(np.ones((2, 3))), lambda: data.set_length(5), lambda: data.__setitem__(0, 1)):
-        with pytest.raises(ValueError, match=r"points: .*can't be changed"):
+        with raises(ValueError, "points"):
             change()
-    with pytest.raises(ValueError, match="read-only"):
+    with raises(ValueError):
         data.data[0] = 1
     data.free_memory()
-    with pytest.raises(ValueError, match="was freed"):
+    with raises(ValueError):
         f(data)
-    with pytest.raises(ValueError, match="a row for each of 2 ranks"):
+    with raises(ValueError):
         data.batches(1)
     synk.close()
-    with pytest.raises(RuntimeError, match="freed when the ranks were closed"):
+    with raises(RuntimeError):
         data[0]
 
 

@@ -61,7 +61,7 @@ def check_equal(found, expected):
         np.testing.assert_allclose(one, other, rtol=1e-8, atol=1e-10)
 
 
-def test_a_training_function_has_the_statistics_and_gradients_of_one_process(n_ranks):
+def test_rank_mean_statistics_and_gradients_equal_one_process(n_ranks):
     """Train on 13 rows, on 5 and on 1, so that some ranks have none."""
     serial, parallel = Network(), Network()
     alone = serial.train_by(make_train_function_serial)
@@ -72,7 +72,7 @@ def test_a_training_function_has_the_statistics_and_gradients_of_one_process(n_r
         check_equal(parallel.values(), serial.values())
 
 
-def test_a_trainer_with_a_last_batch_that_leaves_some_ranks_without_rows(n_ranks):
+def test_rank_mean_in_a_trainer_with_ranks_without_rows(n_ranks):
     network, serial = Network(), Network()
     trainer = network.train_by(make_trainer)
     for report in trainer.epochs(X, Y, 12 // n_ranks, 3, seed=1):  # a batch of 12 rows, then one of 1
@@ -85,7 +85,7 @@ def test_a_trainer_with_a_last_batch_that_leaves_some_ranks_without_rows(n_ranks
     check_equal(network.values(), serial.values())
 
 
-def test_where_it_is_refused(n_ranks):
+def test_rank_mean_is_refused_in_wrong_calls(n_ranks):
     network = Network()
     train = network.train_by(make_train_function)
     with pytest.raises(
@@ -101,7 +101,7 @@ def test_where_it_is_refused(n_ranks):
     train(X, Y)
 
 
-def test_in_a_loop_it_is_refused(n_ranks):
+def test_rank_mean_in_a_scan_is_refused(n_ranks):
     x = T.dmatrix("x")
     options = {} if library.__name__ == "theano" else {"return_updates": False}
     steps = library.scan(lambda row: rank_mean(row, row.shape[0]), sequences=[x], **options)
@@ -111,7 +111,7 @@ def test_in_a_loop_it_is_refused(n_ranks):
         f(X)
 
 
-def test_outside_of_the_ranks_functions_it_is_the_mean_of_this_process(n_ranks):
+def test_rank_mean_in_one_process_is_the_mean(n_ranks):
     x = T.dmatrix("x")
     f = library.function([x], rank_mean(x.mean(axis=0), x.shape[0]))
     np.testing.assert_allclose(f(X), X.mean(axis=0))
@@ -119,7 +119,7 @@ def test_outside_of_the_ranks_functions_it_is_the_mean_of_this_process(n_ranks):
     np.testing.assert_allclose(np.reshape(g(X), (-1, 3)), np.tile(X.mean(axis=0), (n_ranks, 1)))
 
 
-def test_an_error_of_one_rank_before_the_mean_reaches_the_others(n_ranks):
+def test_rank_mean_error_of_one_rank_ends_the_call(n_ranks):
     if XLA:
         pytest.skip("lengths that follow from values of floats")
     x = T.dmatrix("x")

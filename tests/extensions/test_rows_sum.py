@@ -247,7 +247,7 @@ def test_rows_sum_sends_rows_changed_in_place(two, kind):
         np.testing.assert_allclose(f(0.5), [((memory - 0.5) ** 2).sum(), -2 * (memory - 0.5).sum()])
 
 
-def test_a_change_of_one_of_few_long_rows_is_noticed(two):
+def test_rows_sum_detects_a_change_in_long_rows(two):
     values = np.ones((8, 1 << 14))
     a, rows = pt.dscalar("a"), pt.dmatrix("rows")
     f = function([a], sum_over_rows(((rows - a) ** 2).sum(axis=1), {rows: values}))

@@ -49,7 +49,7 @@ def test_error_in_the_master_is_raised_unchanged(fork):
     np.testing.assert_array_equal(f(np.arange(4.0), np.array([1, 0, 0, 1])), [1, 0, 2, 3])
 
 
-def test_errors_on_several_ranks_are_all_told(fork):
+def test_function_error_lists_all_failed_ranks(fork):
     fork(3)
     x = T.dvector("x")
     f = synk.function([x], FailOnWorkers("raise")(x).sum(), mode=INTERPRETED)

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from library import NAME, shared
 from library import tensor as T
+from messages import raises
 
 import synkhronos as synk
 from synkhronos import ranks
@@ -64,14 +65,14 @@ def test_only_the_imported_library_is_loaded():
 
 @pytest.mark.parametrize("value", [1.0, np.ones(2), "x", None, object()])
 def test_library_of_refuses_non_variables(value):
-    with pytest.raises(TypeError, match="expected a variable of PyTensor or Theano, got"):
+    with raises(TypeError):
         library_of(value)
-    with pytest.raises(TypeError, match="expected a variable of PyTensor or Theano, got"):
+    with raises(TypeError):
         library_of(T.vector(), value)
 
 
 def test_library_of_no_variables():
-    with pytest.raises(TypeError, match="no variable was given"):
+    with raises(TypeError):
         library_of()
 
 
@@ -393,7 +394,7 @@ def test_mirror_copies_are_independent(fork):
 def test_mirror_forgets_failed_sends(fork):
     fork(2)
     w = shared(1.0, "w")
-    with pytest.raises(TypeError, match="pickle"):
+    with raises(TypeError):
         mirror().send([(("extra", 1), threading.Lock())], [w])
     assert mirror().get_key(w) is None
     mirror().send([], [w])

@@ -243,7 +243,7 @@ def test_folders_of_copies_that_killed_runs_left_are_removed(tmp_path, monkeypat
     assert not list(tmp_path.iterdir())
 
 
-def test_copies_are_rarer_where_they_take_long(monkeypatch):
+def test_on_death_copies_are_rarer_if_slow(monkeypatch):
     now = [0.0]
     monkeypatch.setattr(copies.time, "monotonic", lambda: now[0])
     state = SimpleNamespace(worker=SimpleNamespace(broadcast=lambda number: number))

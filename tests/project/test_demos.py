@@ -58,7 +58,7 @@ def test_mnist_trains_a_little(tmp_path):
     assert plot.stat().st_size > 0
 
 
-def test_an_lstm_trains_at_each_ranks_own_pace():
+def test_lstm_demo_trains_asynchronously():
     small = ("--texts", 80, "--length", 4, "--size", 8, "--epochs", 2, "--batch-size", 8, "--mode", "FAST_COMPILE")
     printed = run(ROOT / "demos" / "lstm" / "train_lstm.py", "--ranks", 2, *small, "--cpu")
     assert "2 ranks, epoch 2: loss 0.6" in printed
@@ -70,7 +70,7 @@ def test_an_lstm_trains_at_each_ranks_own_pace():
     assert (first - 0.01) / (second + 0.01) <= float(two[4]) <= (first + 0.01) / max(second - 0.01, 0.001)
 
 
-def test_a_transformer_learns_and_resumes(tmp_path):
+def test_transformer_demo_learns_and_resumes(tmp_path):
     pytest.importorskip("pytensor")
     pytest.importorskip("safetensors")
     script = ROOT / "demos" / "transformer" / "train_transformer.py"

@@ -10,6 +10,7 @@ import pytest
 import scipy.sparse
 from library import DEVICE, INTERPRETED, NAME, shared
 from library import tensor as T
+from messages import raises
 
 import synkhronos as synk
 
@@ -79,9 +80,9 @@ def test_function_refuses_sparse_inputs(fork):
         synk.function([x], (sparse.sp_sum(x), "sum"))
     with pytest.raises(TypeError, match=f"^bcast_{words}"):
         synk.function([y], (sparse.dot(x, y).sum(), "sum"), bcast_inputs=[x])
-    with pytest.raises(TypeError, match="^var: expected a variable whose values are arrays"):
+    with raises(TypeError, "var"):
         synk.data(var=x)
-    with pytest.raises(TypeError, match="value: expected an array, got a sparse matrix: pass .toarray"):
+    with raises(TypeError, "value"):
         synk.data(scipy.sparse.csr_matrix(np.eye(3)))
 
 
@@ -107,11 +108,11 @@ def test_sparse_shared_variables_only_in_functions(fork):
             TypeError, match="^shared_vars: expected variables whose values are arrays, got .*[Ss]parse"
         ):
             act()
-    with pytest.raises(TypeError, match="num_slices=2: the update of 's' .* can't be accumulated; give it the op None"):
+    with raises(TypeError, "num_slices"):
         f(value, num_slices=2)
-    with pytest.raises(ValueError, match="sliceable_shareds: 's' has no rows to cut"):
+    with raises(ValueError, "sliceable_shareds"):
         synk.function([], (sparse.sp_sum(s), "sum"), sliceable_shareds=[s])
-    with pytest.raises(TypeError, match="outputs: output 0 .* can't be reduced; use op None"):
+    with raises(TypeError, "outputs"):
         synk.function([], s)
     g = synk.function([], (s, None), mode=INTERPRETED)
     np.testing.assert_array_equal(g().toarray(), np.diag([4, 8, 12]))

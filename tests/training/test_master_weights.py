@@ -62,7 +62,7 @@ def test_assigned_values_are_where_the_next_step_starts(n_ranks, shards):
 @pytest.mark.parametrize(
     "rule", [u.adam, functools.partial(u.adamw, mask=lambda p: p.name == "w")], ids=["adam", "adamw"]
 )
-def test_ranks_compute_what_one_process_does(n_ranks, rule, shards):
+def test_ranks_results_equal_one_process(n_ranks, rule, shards):
     options = {"rule": u.master_weights(rule), "learning_rate": 0.01, "clip_norm": 0.5, "loss_scale": "dynamic"}
     train, params = make(make_train_function, shard_optimizer=shards, num_slices=2, **options)
     serial, like = make(make_train_function_serial, **options)
@@ -91,17 +91,17 @@ def test_checkpoints_hold_the_copies(n_ranks, tmp_path):
         np.testing.assert_array_equal(one, other)
 
 
-def test_the_learning_rate_of_a_trainer_is_not_rounded_to_float16(n_ranks):
+def test_master_weights_learning_rate_is_not_rounded_to_float16(n_ranks):
     trainer, _ = make(make_trainer, u.master_weights(u.momentum), learning_rate=1e-5)
     assert trainer.learning_rate.get_value() == np.float32(1e-5)
 
 
-def test_other_parameters_have_no_copies():
+def test_master_weights_copy_only_parameters_of_low_precision():
     w = shared(np.ones(3, "float32"), "w")
     updates = u.master_weights(u.momentum)((w**2).sum(), [w], learning_rate=0.1)
     assert [s.name for s in updates.param_updates] == ["w", "w_velocity"]
 
 
-def test_a_rule_is_needed():
+def test_master_weights_need_a_rule():
     with pytest.raises(TypeError, match="master_weights: expected an update rule, got 3"):
         u.master_weights(3)

@@ -34,7 +34,7 @@ def train(name, is_disturbed, **options):
 
 
 @pytest.mark.parametrize("name", ["BSP", "LocalSGD"])
-def test_a_death(name):
+def test_on_death_continue_with_xla(name):
     values, used, reports = train(name, is_disturbed=True)
     expected, _, others = train(name, is_disturbed=False)
     assert set(used.tolist()) == {2.0}  # each row once in each epoch

@@ -275,7 +275,7 @@ def set_in_a_model(**options):
 
 
 @pytest.mark.parametrize("option", VALUES)
-def test_the_table_of_options(n_ranks, option):
+def test_training_options_table(n_ranks, option):
     cells = {name: accepted for name, *accepted in TABLE}
     assert set(cells) == set(VALUES)
     options = {option: VALUES[option], **({"ema": 0.9} if option == "validate_ema" else {})}

@@ -194,7 +194,7 @@ def test_graphs_are_pytensors_for_the_library():
     assert library_of(x).name == "pytensor"
 
 
-def test_losses_come_with_the_likeliest_class():
+def test_losses_return_the_likeliest_class():
     import theano
     import theano.tensor as T
 
@@ -312,7 +312,7 @@ def test_outputs_are_in_a_dict():
 
 
 @pytest.mark.parametrize("mode", ["FAST_COMPILE", pytest.param("JAX", marks=NEEDS_JAX)])
-def test_inputs_keep_what_updates_them(mode):
+def test_inputs_keep_their_updates(mode):
     import theano
     import theano.tensor as T
 

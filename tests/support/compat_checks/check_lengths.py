@@ -227,7 +227,7 @@ def test_shapes_behind_a_random_crop(x):
         assert function([n if start is n else other], x[start : start + 3].shape)(argument).tolist() == [2, 6]
 
 
-def test_rows_from_a_place_that_a_loop_comes_to(x):
+def test_rows_from_an_offset_that_a_scan_computes(x):
     def step(place, x):
         return place + 2, x[place : place + 2].sum(axis=0)
 
@@ -235,7 +235,7 @@ def test_rows_from_a_place_that_a_loop_comes_to(x):
     np.testing.assert_allclose(function([], sums)(), X[1:11].reshape(5, 2, 6).sum(axis=1))
 
 
-def test_rows_by_what_runs_over_a_sequence(x):
+def test_rows_by_an_index_of_a_scan(x):
     weights = theano.shared(np.arange(12.0).reshape(2, 6))
 
     def window(t, x):

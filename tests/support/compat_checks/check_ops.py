@@ -128,7 +128,7 @@ def test_conv_of_a_long_batch_in_parts(monkeypatch):
         np.testing.assert_allclose(a, b)
 
 
-def test_arrays_that_dont_fit_are_told():
+def test_conv_refuses_arrays_of_wrong_shapes():
     with pytest.raises(TypeError, match="Conv: expected 4 dimensions"):
         Conv(2)(pt.tensor3(), pt.tensor4())
     with pytest.raises(ValueError, match="do not fit images"):
@@ -139,7 +139,7 @@ def test_arrays_that_dont_fit_are_told():
         ConvGradInputs(2).compute(np.zeros((1, 2, 3, 3)), np.zeros((1, 1, 3, 3)), np.zeros((1, 2, 4, 4)))
 
 
-def test_known_lengths_are_told_by_the_type():
+def test_conv_type_has_known_lengths():
     x, w = (
         pt.tensor("x", dtype="float32", shape=(None, 3, 8, None)),
         pt.tensor("w", dtype="float32", shape=(4, 3, 3, 3)),
@@ -502,7 +502,7 @@ CHOSEN = [case for position, case in enumerate(cases.CASES) if position % 9 == 0
 
 @pytest.mark.parametrize("case", CHOSEN, ids=lambda case: case.name)
 @pytest.mark.filterwarnings("ignore:Skipping Assert")
-def test_xla_gives_what_numpy_gives(case):
+def test_xla_result_equals_numpy(case):
     by_numpy, by_xla = case.compute("FAST_COMPILE"), case.compute("JAX")
     for kind, values in by_numpy.items():
         for value, other in zip(values, by_xla[kind], strict=True):

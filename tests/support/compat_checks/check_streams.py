@@ -78,7 +78,7 @@ def test_random_variable_has_its_generator(name):
     assert variable.update[0] is variable.rng
 
 
-def test_others_are_drawn():
+def test_random_streams_draw_other_distributions():
     streams = RandomStreams(1)
     assert sorted(draw(streams.permutation(n=5))) == list(range(5))
     permutations = draw(streams.permutation((2, 3), n=5))

