@@ -12,7 +12,7 @@ from synkhronos.launch.class_state import ClassState
 from synkhronos.launch.copies import RankCopies
 from synkhronos.tasks import LocalRows
 from synkhronos.training.loop import Exchanger, TrainingLoop
-from synkhronos.training.stop import StopAgreement, StopPoll, requested_stop
+from synkhronos.training.stop import StopAgreement, StopPoll, get_requested_stop
 
 
 class ClassLoop(TrainingLoop):
@@ -110,7 +110,7 @@ class ClassLoop(TrainingLoop):
             if self.copies and self.copies.due <= batch + 1 < self._common_batches:
                 self.copies.write(None)
                 if self.rule.asynchronous and self.run_state.settings.saves_on_signal:
-                    self._ends_at_copy = any(self.worker.all_gather(bool(requested_stop())))
+                    self._ends_at_copy = any(self.worker.all_gather(bool(get_requested_stop())))
 
     def is_stopped(self) -> bool:
         """Return True if a signal ends the training after this batch."""

@@ -30,7 +30,7 @@ from synkhronos.ranks.errors import FAILED_START
 from synkhronos.rules import shared_memory
 from synkhronos.tasks import run
 from synkhronos.tracing import timeline
-from synkhronos.training.stop import StopSignals, requested_stop
+from synkhronos.training.stop import StopSignals, get_requested_stop
 
 
 def main(folder: str, plan: dict[str, Any]) -> int:
@@ -117,7 +117,7 @@ def _run(settings: Settings, plan: dict[str, Any]) -> int:
         is_stopped = run(rank_program.train_instance, settings, rule, memory, plan["checkpoint"], plan["copies"], flag)[
             0
         ]
-        return 128 + requested_stop() if is_stopped else 0
+        return 128 + get_requested_stop() if is_stopped else 0
 
 
 if __name__ == "__main__":

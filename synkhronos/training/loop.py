@@ -34,7 +34,7 @@ from synkhronos.tracing.spans import TRACED, TracedMethod
 from synkhronos.training.epoch_data import IntervalPlan, Source
 from synkhronos.training.meter import ActivityTimer, Meter, Outcome, ReadLosses
 from synkhronos.training.rank_state import restore_own_params, set_reported_params
-from synkhronos.training.stop import StopAgreement, requested_stop
+from synkhronos.training.stop import StopAgreement, get_requested_stop
 from synkhronos.training.survival import DeathHandler
 from synkhronos.training.train_function import TrainFunction
 from synkhronos.training.training_graph import TrainingGraph
@@ -312,7 +312,7 @@ class CommandLoop(_SourceLoop):
 
     def is_stopped(self) -> bool:
         """Return True if a signal has arrived."""
-        return self.plan.can_stop and bool(requested_stop())
+        return self.plan.can_stop and bool(get_requested_stop())
 
 
 class RowLoop(_SourceLoop):
@@ -389,7 +389,7 @@ class RowLoop(_SourceLoop):
             with self.meter.time("load"), self.worker.lock(n + 1) as lock:
                 lock.read(shared_counts)
                 first = int(shared_counts.array[pool.start])
-                if plan.can_stop and requested_stop() and not shared_counts.array[-1]:
+                if plan.can_stop and get_requested_stop() and not shared_counts.array[-1]:
                     begun = (-(-int(shared_counts.array[peers.start]) // len(peers)) for peers in plan.pools)
                     shared_counts.array[-1] = max(1, *begun)
                 rounds = int(shared_counts.array[-1])

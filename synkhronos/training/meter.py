@@ -279,14 +279,14 @@ class Meter:
                 "rows": rows,
                 "loss": line.loss / line.weight if line.weight else None,
                 "learning_rate": rate,
-                "rows_per_second": rows_per_second(rows, time.perf_counter() - line.began, first),
+                "rows_per_second": compute_rows_per_second(rows, time.perf_counter() - line.began, first),
                 **{name: value - line.seconds.get(name, 0.0) for name, value in self.seconds.items()},
             }
             line.begin(self)
             line.recorder.write_rank(self._rank, record)
 
 
-def rows_per_second(rows: int, seconds: float, first: tuple[int, float]) -> float:
+def compute_rows_per_second(rows: int, seconds: float, first: tuple[int, float]) -> float:
     """Return the rows per second; launches that may have compiled functions are excluded if there were others.
 
     Parameters
@@ -299,7 +299,7 @@ def rows_per_second(rows: int, seconds: float, first: tuple[int, float]) -> floa
 
     Examples
     --------
-    >>> rows_per_second(60, 4.0, (20, 2.0)), rows_per_second(20, 2.0, (20, 2.0))
+    >>> compute_rows_per_second(60, 4.0, (20, 2.0)), compute_rows_per_second(20, 2.0, (20, 2.0))
     (20.0, 10.0)
     """
     first_rows, first_seconds = first

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from synkhronos.training.meter import Outcome, rows_per_second
+from synkhronos.training.meter import Outcome, compute_rows_per_second
 
 
 @dataclass
@@ -109,7 +109,7 @@ def make_report(
         loss=sum(outcome.loss for outcome in outcomes) / weight if weight else math.nan,
         validation={},
         learning_rate=next(outcome.learning_rate for outcome in outcomes if outcome.rows),
-        rows_per_second=rows_per_second(rows, elapsed, (first_rows, first_seconds)),
+        rows_per_second=compute_rows_per_second(rows, elapsed, (first_rows, first_seconds)),
         seconds=seconds,
         batch=batch,
     )

@@ -31,7 +31,7 @@ _INTERVAL = 0.5
 _requested = 0
 
 
-def requested_stop() -> int:
+def get_requested_stop() -> int:
     """Return the number of the signal received, or 0."""
     return _requested
 
@@ -116,7 +116,7 @@ class StopAgreement:
         if self._left:
             return False
         proposed = adapt_steps(self._every, time.monotonic() - self._asked_at, _INTERVAL)
-        answers = self._worker.all_gather((requested_stop(), proposed))
+        answers = self._worker.all_gather((get_requested_stop(), proposed))
         self._every = self._left = min(steps for _, steps in answers)
         self._asked_at = time.monotonic()
         return any(number for number, _ in answers)

@@ -169,7 +169,7 @@ class Survival(DeathHandler):
         self.deaths: list[SurvivedDeath] = []
         self.step = 0
         self.steps_ahead = 1
-        self._mine: dict[str, Any] = {}
+        self._common: dict[str, Any] = {}
         self._shared: dict[str, np.ndarray] = {}
         #: The sharded optimizer's variables, of all ranks together.
         self._optimizer: np.ndarray | None = None
@@ -224,7 +224,7 @@ class Survival(DeathHandler):
                 yield
         finally:
             _states.pop(self._state.training.name, None)
-            self._mine, self._shared, self._optimizer, self._has_copy = {}, {}, None, False
+            self._common, self._shared, self._optimizer, self._has_copy = {}, {}, None, False
 
     # -- copies ----------------------------------------------------------------------------------------------
 
@@ -232,7 +232,7 @@ class Survival(DeathHandler):
         state, training = self._state, self._state.training
         optimizer = state.get_sharded_optimizer()
         if training.is_joint and not self._differs:
-            self._mine, self._optimizer, self._has_copy = _read(training.groups), optimizer, True
+            self._common, self._optimizer, self._has_copy = _read_variables(training.groups), optimizer, True
             return  # the same on all ranks
         by_rank = run(rank_state.collect_state, training)
         shared = {name: np.array(data.data) for name, data in training.memory.items()}
@@ -306,7 +306,7 @@ class Survival(DeathHandler):
         """Start new workers, except a rank that is left out, and restore the copy."""
         state, training, is_fresh = self._state, self._state.training, is_fork_unsafe()
         if training.is_joint and not self._differs:
-            _write(training.groups, self._mine)
+            _write_variables(training.groups, self._common)
             self._session.replace_workers(is_fresh, without)
             state.set_sharded_optimizer(self._optimizer)
             return
@@ -335,14 +335,14 @@ def _list_vectors(groups: rank_state.Groups) -> list[tuple[str, list[Any]]]:
     return [(role, variables) for role, variables in vectors if variables is not None]
 
 
-def _read(groups: rank_state.Groups) -> dict[str, Any]:
+def _read_variables(groups: rank_state.Groups) -> dict[str, Any]:
     """Return copies of the values of the variables that are equal on all ranks."""
     values = {role: np.array(Vector(variables).get()) for role, variables in _list_vectors(groups)}
     return {**values, "others": [np.array(rank_state.get_value(shared)) for shared in groups.others]}
 
 
-def _write(groups: rank_state.Groups, values: dict[str, Any]) -> None:
-    """Set the variables of this process to copies of the values that `_read` returned."""
+def _write_variables(groups: rank_state.Groups, values: dict[str, Any]) -> None:
+    """Set the variables of this process to copies of the values that `_read_variables` returned."""
     for role, variables in _list_vectors(groups):
         Vector(variables).set(np.array(values[role]))
     for shared, value in zip(groups.others, values["others"], strict=True):

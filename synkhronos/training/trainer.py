@@ -31,7 +31,7 @@ from synkhronos.training.metrics import Metric, parse_metrics
 from synkhronos.training.report import Report
 from synkhronos.training.schedules import Schedule, as_schedule, compute_rate
 from synkhronos.training.step_options import StepOptions
-from synkhronos.training.stop import StopSignals, requested_stop
+from synkhronos.training.stop import StopSignals, get_requested_stop
 from synkhronos.training.survival import DeathHandler
 from synkhronos.training.trainer_loop import TrainerLoop
 from synkhronos.training.training_graph import (
@@ -257,8 +257,8 @@ class Trainer:
             loop.begin(resume)
             stack.enter_context(loop.survival.keep_copy())
             yield from loop.iterate_reports()
-            if checkpoint is not None and requested_stop():
-                raise SystemExit(128 + requested_stop())
+            if checkpoint is not None and get_requested_stop():
+                raise SystemExit(128 + get_requested_stop())
 
     def restore_best(self) -> Path:
         """Restore all ranks from the best checkpoint of the last call of `epochs`.

@@ -40,7 +40,7 @@ from synkhronos.training.nonfinite import describe_nonfinite
 from synkhronos.training.progress import Progress
 from synkhronos.training.recorder import Recorder
 from synkhronos.training.report import Report, make_report
-from synkhronos.training.stop import requested_stop
+from synkhronos.training.stop import get_requested_stop
 from synkhronos.training.survival import DeathHandler
 
 
@@ -120,7 +120,7 @@ class TrainerLoop(EpochLoop):
 
     def is_signalled(self) -> bool:
         """Whether a signal stops the training."""
-        return self.checkpoint is not None and bool(requested_stop())
+        return self.checkpoint is not None and bool(get_requested_stop())
 
     # -- an interval -----------------------------------------------------------------------------------------
 
@@ -356,7 +356,7 @@ class TrainerLoop(EpochLoop):
 
     def stop(self) -> NoReturn:
         """Save the progress between two reports, and exit with the status of the signal."""
-        number = requested_stop()
+        number = get_requested_stop()
         message, progress, checkpoint = f"{signal.Signals(number).name}: training ends", self.progress, self.checkpoint
         assert checkpoint is not None
         if all(math.isfinite(outcome.loss) for outcome in progress.outcomes):

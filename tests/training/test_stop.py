@@ -145,7 +145,7 @@ def test_signal_handler_of_the_user_is_kept(fork, tmp_path, at_once):
     fork(2)
     came = []
     before = signal.signal(signal.SIGUSR1, lambda *_: came.append(requested()))
-    requested = stop.requested_stop
+    requested = stop.get_requested_stop
     try:
         model = Model("LocalSGD", rate=SignalAt(0.3, signal.SIGUSR1))
         (report,) = model.epochs(5, 1, checkpoint=Checkpoint(tmp_path))
