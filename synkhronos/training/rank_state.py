@@ -463,6 +463,17 @@ def put_value(shared: Any, array: np.ndarray) -> None:
     library.put(shared, get_array_device(library.get(shared)).from_host(array))
 
 
+def collect_streams(worker: Worker, streams: Sequence[Any]) -> list[Any]:
+    """Return the states of random streams of this rank."""
+    return [get_stream_state(shared) for shared in streams]
+
+
+def restore_streams(worker: Worker, streams: Sequence[Any], by_rank: Sequence[list[Any]]) -> None:
+    """Set random streams of this rank to their states from `collect_streams` on all ranks."""
+    for shared, state in zip(streams, by_rank[worker.number], strict=True):
+        set_stream_state(shared, state)
+
+
 def get_stream_state(shared: Any) -> Any:
     """Return the state of a random stream in the form for JSON."""
     value = library_of(shared).copy_generator(shared)

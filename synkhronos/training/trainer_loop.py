@@ -27,7 +27,7 @@ from synkhronos.loading import Loader, LoadError
 from synkhronos.loading.loader import Feed, record_position
 from synkhronos.ranks import WorkerError
 from synkhronos.tasks import run
-from synkhronos.training import schedules
+from synkhronos.training import rank_state, schedules
 from synkhronos.training.checkpoint import Checkpoint
 from synkhronos.training.compiled_model import CompiledModel
 from synkhronos.training.early_stop import EarlyStop
@@ -274,7 +274,13 @@ class TrainerLoop(EpochLoop):
 
     def validate(self, report: Report) -> bool:
         """Compute the metrics over all rows, each row counted once; return whether a signal has stopped it."""
-        return self.survival.change(lambda: self._validate(report))  # random streams of the metrics advance
+        survival = self.survival
+        streams = self.model.state.training.groups.generators if self.checkpoint is not None else []
+        states = survival.run(lambda: run(rank_state.collect_streams, streams)) if streams else []
+        is_stopped = survival.change(lambda: self._validate(report))  # random streams of the metrics advance
+        if is_stopped and streams:  # a resumed training repeats the validation
+            survival.change(lambda: run(rank_state.restore_streams, streams, states))
+        return is_stopped
 
     def _validate(self, report: Report) -> bool:
         model, valid = self.model, self.valid

@@ -51,7 +51,11 @@ def kill_some(folder: Path, process: subprocess.Popen[bytes], options: argparse.
         time.sleep(0.05)
         try:
             found = json.loads((folder / "processes.json").read_text())
-            is_training = record.stat().st_mtime > (folder / "processes.json").stat().st_mtime
+            # A recovery cuts the record, then notes its end in deaths.json.
+            starts = [
+                file.stat().st_mtime for file in (folder / "processes.json", folder / "deaths.json") if file.exists()
+            ]
+            is_training = record.stat().st_mtime > max(starts)
         except (OSError, ValueError):  # not there, or being written
             continue
         if found == pids or not is_training:

@@ -17,7 +17,7 @@ from paths import SUPPORT
 from trainer_model import ROWS, Model, X, Y
 
 import synkhronos as synk
-from synkhronos.training import Checkpoint, Recorder, stop
+from synkhronos.training import Checkpoint, Recorder, stop, trainer_loop
 from synkhronos.training.recorder import read
 
 pytestmark = [
@@ -118,6 +118,27 @@ def test_signal_within_validation_defers_the_report(fork, tmp_path, at_once, mon
     (report,) = Model("LocalSGD").epochs(5, 2, valid=valid, checkpoint=checkpoint, recorder=recorder, resume="latest")
     assert report.loss == whole[1]["loss"] and report.validation == whole[1]["validation"]
     assert [line["seen"] for line in read(tmp_path / "records")["reports"]] == [60, 120]
+
+
+@pytest.mark.parametrize("name", ["BSP", "LocalSGD"])
+def test_signal_within_validation_keeps_random_streams(fork, tmp_path, at_once, monkeypatch, name):
+    fork(2)
+    whole = Model(name, noise=True)
+    expected = [report.loss for report in whole.epochs(5, 3, valid=(X, Y))]
+    add, calls = trainer_loop.MetricTotals.add, []
+
+    def add_and_signal(totals, *args):
+        calls.append(add(totals, *args))
+        if len(calls) == 8:  # in the second validation
+            signal.raise_signal(signal.SIGTERM)
+
+    monkeypatch.setattr(trainer_loop.MetricTotals, "add", add_and_signal)
+    options = {"valid": (X, Y), "checkpoint": Checkpoint(tmp_path)}
+    _, losses = run_until_exit(Model(name, noise=True).epochs(5, 3, **options))
+    resumed = Model(name, noise=True)
+    losses += [report.loss for report in resumed.epochs(5, 3, resume="latest", **options)]
+    assert losses == expected
+    np.testing.assert_array_equal(resumed.values(), whole.values())
 
 
 def test_signal_after_a_report_leaves_no_stale_checkpoint(fork, tmp_path, at_once):
