@@ -161,8 +161,8 @@ def import_package(module: str, needs: str, extra: str) -> Any:
 
 def list_versions(packages: Iterable[str]) -> dict[str, str]:
     """Return the version of each package that is installed, by name."""
-    found = {}
+    versions = {}
     for name in packages:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            found[name] = importlib.metadata.version(name)
-    return found
+            versions[name] = importlib.metadata.version(name)
+    return versions

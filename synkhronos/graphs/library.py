@@ -220,10 +220,10 @@ class GraphLibrary:
         """Raise ValueError for the name of an unknown mode, and TypeError for a value that is not a mode."""
         modes = self.package.compile.mode
         try:
-            found = modes.get_mode(mode)
+            resolved = modes.get_mode(mode)
         except Exception as error:  # Theano raises Exception itself
             raise ValueError(f"mode: {self.name} has none that is called {mode!r}: {error}") from None
-        if not isinstance(found, modes.Mode):
+        if not isinstance(resolved, modes.Mode):
             raise TypeError(f"mode: expected a mode of {self.name}, or the name of one, got {mode!r}")
 
     def get_default_mode(self, device: Device) -> Any:
@@ -265,15 +265,15 @@ class GraphLibrary:
 
     def find_shareds(self, variables: Sequence[Any]) -> list[Any]:
         """Return the shared variables among and above some variables, each once, in the graph's order."""
-        found: dict[int, Any] = {}
+        shareds: dict[int, Any] = {}
         leaves = list(variables)
         for node in self.sort_nodes(variables):
             leaves.extend(node.inputs)
         for variable in leaves:
-            if self.is_shared(variable) and id(variable) not in found:
-                found[id(variable)] = variable
+            if self.is_shared(variable) and id(variable) not in shareds:
+                shareds[id(variable)] = variable
                 leaves.append(getattr(variable, "default_update", None))  # may itself be a shared variable
-        return list(found.values())
+        return list(shareds.values())
 
     # -- values ----------------------------------------------------------------------------------------------
 

@@ -104,10 +104,10 @@ def find_outdated_modules(digests: Iterable[tuple[Name, bytes]]) -> tuple[str, .
 
 def is_importable(value: Any) -> bool:
     """Whether a class or function can be imported by its module and name."""
-    found: Any = sys.modules.get(value.__module__)
+    imported: Any = sys.modules.get(value.__module__)
     for part in value.__qualname__.split("."):
-        found = getattr(found, part, None)
-    return found is value
+        imported = getattr(imported, part, None)
+    return imported is value
 
 
 @functools.cache
@@ -225,7 +225,7 @@ def _iter_code(code: types.CodeType) -> Iterator[types.CodeType]:
 def _iter_globals(code: types.CodeType, instruction: str) -> Iterator[str]:
     """Yield the names of the globals that the instructions of this name load or store."""
     if dis.opmap[instruction] in code.co_code[::2]:  # a quick check before the slow disassembly
-        yield from (found.argval for found in dis.get_instructions(code) if found.opname == instruction)
+        yield from (step.argval for step in dis.get_instructions(code) if step.opname == instruction)
 
 
 def _iter_bindings(value: Any, seen: set[int]) -> Iterator[tuple[Mapping[str, Any], str, Any]]:

@@ -207,14 +207,14 @@ def extract_lengths(graph: FunctionGraph) -> StaticLengthGraph | None:
     """
     if not any(map(_is_integer_scalar, graph.inputs)):
         return None
-    known = KnownVariables(graph)
+    known_variables = KnownVariables(graph)
     cuts: dict[Any, None] = {}
     sliced: list[tuple[Any, dict[int, _SliceLength]]] = []
     for node in graph.toposort():
         if not isinstance(node.op, _INDEXING):
             for source in select_shape_inputs(node):
-                cuts.update(dict.fromkeys(_find_varying_scalars(source, known)))
-        elif slices := dict(_find_varying_slices(node, known)):
+                cuts.update(dict.fromkeys(_find_varying_scalars(source, known_variables)))
+        elif slices := dict(_find_varying_slices(node, known_variables)):
             sliced.append((node, slices))
     if not cuts and not sliced:
         return None
@@ -335,29 +335,29 @@ def select_shape_inputs(node: Any) -> Sequence[Any]:
     return []
 
 
-def _find_varying_scalars(variable: Any, known: KnownVariables) -> Iterator[Any]:
+def _find_varying_scalars(variable: Any, known_variables: KnownVariables) -> Iterator[Any]:
     """Yield the scalars above a length or shape that are known before a call and vary with the values of inputs."""
-    if known.is_varying(variable) and getattr(variable.type, "ndim", 0) == 0:
+    if known_variables.is_varying(variable) and getattr(variable.type, "ndim", 0) == 0:
         yield variable
         return
-    is_fixed = known.is_known_before_call(variable) and not known.is_varying(variable)
-    if not is_fixed and known.is_known_in_trace(variable) and variable.owner is not None:
+    is_fixed = known_variables.is_known_before_call(variable) and not known_variables.is_varying(variable)
+    if not is_fixed and known_variables.is_known_in_trace(variable) and variable.owner is not None:
         for source in variable.owner.inputs:
-            yield from _find_varying_scalars(source, known)
+            yield from _find_varying_scalars(source, known_variables)
 
 
-def _find_varying_slices(node: Any, known: KnownVariables) -> Iterator[tuple[int, _SliceLength]]:
+def _find_varying_slices(node: Any, known_variables: KnownVariables) -> Iterator[tuple[int, _SliceLength]]:
     """Yield the position among the indices, and the length, of each slice whose length varies with inputs' values."""
     x = node.inputs[0]
-    if known.is_known_before_call(x):
+    if known_variables.is_known_before_call(x):
         return  # a shape, for example: Python computes this node
     axis = 0
     for position, index in enumerate(split_indexing(node.op, node.inputs)[1]):
         if isinstance(index, slice):
             bounds = index.start, index.stop, index.step
-            if all(map(known.is_known_before_call, bounds)) and any(map(known.is_varying, bounds)):
-                length = known.express_length(x, axis)
-                if known.is_known_before_call(length):
+            if all(map(known_variables.is_known_before_call, bounds)) and any(map(known_variables.is_varying, bounds)):
+                length = known_variables.express_length(x, axis)
+                if known_variables.is_known_before_call(length):
                     yield position, _SliceLength(*bounds, length)
         # A boolean mask indexes as many axes as it has.
         kind: Any = None if isinstance(index, slice) else index.type

@@ -448,10 +448,12 @@ def _require_constant_length(index: slice, polynomials: Mapping[Any, Polynomial]
     if length is not None:
         return length
     bounds = {"start": index.start, "stop": index.stop, "step": index.step}
-    shown = [f"{k}: {debugprint(v, file='str', depth=4).strip()}" for k, v in bounds.items() if v is not None]
+    described_bounds = [
+        f"{k}: {debugprint(v, file='str', depth=4).strip()}" for k, v in bounds.items() if v is not None
+    ]
     raise NotImplementedError(
         "XLA compiles for fixed shapes, and the length of a slice depends on what arrays hold.\n"
-        + "\n".join([*shown, HINT])
+        + "\n".join([*described_bounds, HINT])
     )
 
 

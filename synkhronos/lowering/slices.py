@@ -27,22 +27,22 @@ class SliceLengthRewriter(GraphRewriter):
     def apply(self, fgraph: FunctionGraph) -> None:
         """Rewrite a graph in place."""
         slices = [node for node in fgraph.toposort() if isinstance(node.op, Subtensor)]
-        known = KnownVariables(fgraph) if slices else None
+        known_variables = KnownVariables(fgraph) if slices else None
         for node in slices:
-            lengths = _find_lengths(node, known)
+            lengths = _find_lengths(node, known_variables)
             out = node.outputs[0]
             if any(length is not None for length in lengths):
                 fgraph.replace(out, specify_shape(node.op(*node.inputs), lengths), reason="slice_lengths")
 
 
-def _find_lengths(node: Any, known: Any) -> list[int | None]:
+def _find_lengths(node: Any, known_variables: Any) -> list[int | None]:
     """Return for each axis of a node's output the constant length of a slice by data, or None."""
     lengths: list[int | None] = []
     for index in split_indexing(node.op, node.inputs)[1]:
         if not isinstance(index, slice):
             continue
         bounds = [bound for bound in (index.start, index.stop, index.step) if bound is not None]
-        is_data = not all(map(known.is_known_in_trace, bounds))
+        is_data = not all(map(known_variables.is_known_in_trace, bounds))
         lengths.append(find_constant_length(index, {}) if is_data else None)
     return lengths + [None] * (node.outputs[0].type.ndim - len(lengths))
 

@@ -248,11 +248,11 @@ class Control:
         need the cores too.
         """
         core = self.core[rank] = _get_current_core()
-        taken = {self.core[r] for r in range(self.size) if r != rank and self.sleeping[r] == AWAKE}
-        if core not in taken:
+        busy_cores = {self.core[r] for r in range(self.size) if r != rank and self.sleeping[r] == AWAKE}
+        if core not in busy_cores:
             return
         allowed = os.sched_getaffinity(0)
-        free = {number for number in allowed if number + 1 not in taken}
+        free = {number for number in allowed if number + 1 not in busy_cores}
         if free:
             with defer_signals():  # an interrupt in between would leave it bound
                 os.sched_setaffinity(0, free)

@@ -185,8 +185,8 @@ def find_row_accesses(value: Any, size: int, ranks: range) -> Iterator[RowAccess
     elif hasattr(value, "row_accesses"):
         yield from value.row_accesses(size, ranks)
     elif isinstance(value, tuple | list):
-        for each in value:
-            yield from find_row_accesses(each, size, ranks)
+        for item in value:
+            yield from find_row_accesses(item, size, ranks)
     elif dataclasses.is_dataclass(value):
         for field in dataclasses.fields(value):
             yield from find_row_accesses(getattr(value, field.name), size, ranks)

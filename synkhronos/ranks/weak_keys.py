@@ -29,8 +29,8 @@ class WeakKeys(Generic[K, V]):
         return weakref.ref(key) in self._values
 
     def __iter__(self) -> Iterator[K]:
-        found = [reference() for reference in list(self._values)]
-        return iter([key for key in found if key is not None])
+        keys = [reference() for reference in list(self._values)]
+        return iter([key for key in keys if key is not None])
 
     def get(self, key: K) -> V | None:
         """Return the value of a key, or None if it has none."""

@@ -141,10 +141,10 @@ def _has_exited(pid: int) -> bool:
 def _get_exit_code(pid: int) -> int | None:
     """Return a child's exit code (negative: a signal; `UNKNOWN_EXIT_CODE`: collected elsewhere), None if it lives."""
     try:
-        found, status = os.waitpid(pid, os.WNOHANG)
+        exited_pid, status = os.waitpid(pid, os.WNOHANG)
     except ChildProcessError:
         return UNKNOWN_EXIT_CODE  # another wait() has collected it, or SIGCHLD is ignored
-    return os.waitstatus_to_exitcode(status) if found else None
+    return os.waitstatus_to_exitcode(status) if exited_pid else None
 
 
 def _wait_for(pid: int) -> None:
