@@ -139,7 +139,7 @@ def pytest_runtest_setup(item):
             pytest.skip("needs mpi4py and mpirun: pip install synkhronos[hosts]")
 
 
-class Kept:
+class ReusedRanks:
     """Ranks that are kept for the next test that wants as many: where XLA was used, workers take a second to start."""
 
     session = None
@@ -168,7 +168,7 @@ class Kept:
             self.session = None
 
 
-kept = Kept()
+kept = ReusedRanks()
 
 
 @pytest.fixture

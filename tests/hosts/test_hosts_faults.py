@@ -175,7 +175,7 @@ def test_lost_host_is_named(hosts, fault, place):
         settings = {} if fault == "kill" else {"host_timeout": SILENCE}
         fork(hosts, tree, **settings)
         move_ranks_to(tree, place)
-        moment = tree.hurt(fault, hosts.other)
+        moment = tree.inject_fault(fault, hosts.other)
         tree.release() if place == "idle" else None
         limit = PROMPT if fault == "kill" else SILENCE + 4  # a busy machine sends late, too
         words = [f"host {hosts.other} (rank 2)", "lost" if fault == "kill" else "not been heard of for 1 seconds"]
@@ -186,10 +186,10 @@ def test_lost_host_is_named(hosts, fault, place):
         if fault == "kill":
             hosts.is_dead()
         elif fault == "freeze":
-            tree.hurt("thaw", hosts.other)
+            tree.inject_fault("thaw", hosts.other)
         tree.nothing_left(SILENCE + 2)
         if fault == "unplug":
-            tree.hurt("plug", hosts.other)
+            tree.inject_fault("plug", hosts.other)
 
 
 @needs_namespaces
@@ -270,7 +270,7 @@ def test_nothing_outlives_the_master(hosts, place):
         fork(hosts, tree)
         move_ranks_to(tree, place)
         os.kill(tree.pid, signal.SIGKILL)
-        tree.until_started()
+        tree.wait_until_started()
         tree.nothing_left(is_fresh=True)
 
 
@@ -278,7 +278,7 @@ def test_exit_of_the_master_ends_hosts(hosts):
     with hosts as tree:
         fork(hosts, tree)
         tree.order("exit")
-        tree.until_started()
+        tree.wait_until_started()
         tree.nothing_left(is_fresh=True)
         fork(hosts, tree)
         tree.order("close_in_handler")

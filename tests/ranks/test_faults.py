@@ -49,7 +49,7 @@ def check_footprint(told):
     assert after["children"] == []
 
 
-def check_goes_on(program, survived):
+def check_next_calls(program, survived):
     """Check that the next calls are right, and that nothing is left once the program has ended by itself."""
     told = program.wait("alive" if survived else "dead")
     if not survived:
@@ -83,12 +83,12 @@ def check_error(outcome, moment, error="WorkerError", words=(), worker=None):
 def test_worker_killed_by_a_signal_is_named(name, place):
     with start_held_program(place, [2]) as program:
         pids = wait_until_inside(program, place, 1)
-        moment = program.hurt(pids[2], signal.Signals[name])
+        moment = program.send_signal(pids[2], signal.Signals[name])
         if place == "idle":
             program.release()
         outcome = program.wait("outcome")
         check_error(outcome, moment, words=["rank 2", str(pids[2]), name, "synkhronos.fork()"], worker=2)
-        check_goes_on(program, survived=False)
+        check_next_calls(program, survived=False)
 
 
 @pytest.mark.any_library
@@ -101,15 +101,15 @@ def test_stopped_processes_continue_after_sigcont(place, who):
     with start_held_program(place, on) as program:
         pids = wait_until_inside(program, place, len(on))
         hurt = [program.pid] if who == "master" else [pids[2]] if who == "worker" else list(pids.values())
-        program.hurt(None if who == "all" else hurt[0], signal.SIGSTOP)
+        program.send_signal(None if who == "all" else hurt[0], signal.SIGSTOP)
         for pid in hurt:
             wait_for_state(pid, "T")
         program.release()
         assert program.is_silent(0.1)
-        program.hurt(None if who == "all" else hurt[0], signal.SIGCONT)
+        program.send_signal(None if who == "all" else hurt[0], signal.SIGCONT)
         outcome = program.wait("outcome")
         assert "error" not in outcome, outcome
-        check_goes_on(program, survived=True)
+        check_next_calls(program, survived=True)
 
 
 @pytest.mark.any_library
@@ -117,10 +117,10 @@ def test_stopped_processes_continue_after_sigcont(place, who):
 def test_worker_ignores_sigint(place):
     with start_held_program(place, [2]) as program:
         pids = wait_until_inside(program, place, 1)
-        program.hurt(pids[2], signal.SIGINT)
+        program.send_signal(pids[2], signal.SIGINT)
         program.release()
         assert "error" not in program.wait("outcome")
-        check_goes_on(program, survived=True)
+        check_next_calls(program, survived=True)
 
 
 @pytest.mark.any_library
@@ -138,7 +138,7 @@ def test_nothing_outlives_the_master(name, place, who):
         on = [0, 1, 2]  # workers in compiled code run no Python that could notice anything
     with start_held_program(place, on) as program:
         wait_until_inside(program, place, len(on))
-        program.hurt(program.pid if who == "master" else None, signal.Signals[name])
+        program.send_signal(program.pid if who == "master" else None, signal.Signals[name])
         program.nothing_left(limit=1)
         assert program.end() == -signal.Signals[name]
 
@@ -150,21 +150,21 @@ def test_nothing_outlives_the_master(name, place, who):
 def test_busy_master_notices_a_workers_death(place, how):
     with Program("at_a_point", where=place, action=f"hold:{how}", on=[0]) as program:
         pids = wait_until_inside(program, place, 1)
-        moment = program.hurt(pids[2], signal.SIGKILL)
+        moment = program.send_signal(pids[2], signal.SIGKILL)
         outcome = program.wait("outcome")  # it is not released
         check_error(outcome, moment, words=["rank 2", str(pids[2]), "SIGKILL"], worker=2)
-        check_goes_on(program, survived=False)
+        check_next_calls(program, survived=False)
 
 
 @pytest.mark.any_library
 def test_death_is_noticed_with_a_replaced_sigchld_handler():
     with Program("at_a_point", where="call", action="hold:python", on=[0, 2], urgent=True) as program:
         pids = wait_until_inside(program, "call", 2)
-        program.hurt(pids[2], signal.SIGKILL)
+        program.send_signal(pids[2], signal.SIGKILL)
         assert program.is_silent(0.2)
         program.release()
         check_error(program.wait("outcome"), time.monotonic(), words=["rank 2", "SIGKILL"], worker=2)
-        check_goes_on(program, survived=False)
+        check_next_calls(program, survived=False)
 
 
 @pytest.mark.any_library
@@ -172,10 +172,10 @@ def test_death_is_noticed_with_a_replaced_sigchld_handler():
 def test_death_whose_exit_status_was_already_reaped(reaper):
     with Program("at_a_point", where="call", action="hold:python", on=[2], reaper=reaper) as program:
         pids = wait_until_inside(program, "call", 1)
-        moment = program.hurt(pids[2], signal.SIGKILL)
+        moment = program.send_signal(pids[2], signal.SIGKILL)
         outcome = program.wait("outcome")
         check_error(outcome, moment, words=["rank 2", str(pids[2]), "ended (how is not known"], worker=2)
-        check_goes_on(program, survived=False)
+        check_next_calls(program, survived=False)
 
 
 @pytest.mark.parametrize("action", ["raise:ValueError", "hold:python", "kill:SIGKILL"])
@@ -183,14 +183,14 @@ def test_faults_of_spawned_workers(action):
     with Program("at_a_point", where="call", action=action, on=[2], spawn=True) as program:
         pids = wait_until_inside(program, "call", 1)
         if action == "hold:python":
-            program.hurt(program.pid, signal.SIGKILL)
+            program.send_signal(program.pid, signal.SIGKILL)
             program.nothing_left(limit=1)
             return
         outcome = program.wait("outcome")
         check_error(outcome, program.fault(), words=["rank 2", action.partition(":")[2]], worker=2)
         if "SIGKILL" in action:
             assert str(pids[2]) in outcome["message"]
-        check_goes_on(program, survived="raise" in action)
+        check_next_calls(program, survived="raise" in action)
 
 
 @pytest.mark.any_library
@@ -198,9 +198,9 @@ def test_faults_of_spawned_workers(action):
 def test_stopped_worker_ends_with_the_master(place):
     with start_held_program(place, [2]) as program:
         pids = wait_until_inside(program, place, 1)
-        program.hurt(pids[2], signal.SIGSTOP)
+        program.send_signal(pids[2], signal.SIGSTOP)
         wait_for_state(pids[2], "T")
-        program.hurt(program.pid, signal.SIGKILL)
+        program.send_signal(program.pid, signal.SIGKILL)
         program.nothing_left(limit=1)
 
 
@@ -212,20 +212,20 @@ def test_stopped_worker_ends_with_the_master(place):
 def test_worker_that_dies_during_fork_is_named(name):
     with Program("at_fork", how="worker") as program:
         pid = program.wait("inside")["pids"]["2"]
-        moment = program.hurt(pid, signal.Signals[name])
+        moment = program.send_signal(pid, signal.Signals[name])
         check_error(program.wait("outcome"), moment, words=["rank 2", str(pid), name], worker=2)
-        check_goes_on(program, survived=False)
+        check_next_calls(program, survived=False)
 
 
 @pytest.mark.any_library
 def test_worker_stopped_during_fork_is_waited_for():
     with Program("at_fork", how="worker") as program:
         pid = program.wait("inside")["pids"]["2"]
-        program.hurt(pid, signal.SIGSTOP)
+        program.send_signal(pid, signal.SIGSTOP)
         wait_for_state(pid, "T")
         program.release()
         assert program.is_silent(0.1)
-        program.hurt(pid, signal.SIGCONT)
+        program.send_signal(pid, signal.SIGCONT)
         assert program.wait("outcome")["value"] == 4
         check_footprint(program.wait("closed"))
         assert program.end() == 0
@@ -238,7 +238,7 @@ def test_worker_stopped_during_fork_is_waited_for():
 def test_nothing_outlives_a_master_killed_during_fork(name, who, spawn):
     with Program("at_fork", how="master", spawn=spawn) as program:
         program.wait("inside")
-        program.hurt(program.pid if who == "master" else None, signal.Signals[name])
+        program.send_signal(program.pid if who == "master" else None, signal.Signals[name])
         program.nothing_left(limit=1)
 
 
@@ -246,7 +246,7 @@ def test_nothing_outlives_a_master_killed_during_fork(name, who, spawn):
 def test_worker_ends_if_the_master_died_before_it_started():
     with Program("at_fork", how="child") as program:
         program.wait("inside")
-        program.hurt(program.pid, signal.SIGKILL)
+        program.send_signal(program.pid, signal.SIGKILL)
         program.process.wait()
         program.release()
         program.nothing_left(limit=1)
@@ -260,7 +260,7 @@ def test_fork_that_fails_half_way(how, spawn):
     with Program("at_fork", "env", "OPENBLAS_NUM_THREADS=1", how=how, spawn=spawn) as program:
         outcome = program.wait("outcome")
         assert outcome["error"] == "BlockingIOError", outcome
-        check_goes_on(program, survived=False)
+        check_next_calls(program, survived=False)
 
 
 # -- what ranks do to themselves -----------------------------------------------------------------------------
@@ -279,7 +279,7 @@ def test_worker_that_exits_is_named_with_its_status(place, code):
     with run(place, f"_exit:{code}") as program:
         outcome = program.wait("outcome")
         check_error(outcome, program.fault(), words=["rank 2", f"exited with code {code}"], worker=2)
-        check_goes_on(program, survived=False)
+        check_next_calls(program, survived=False)
 
 
 @pytest.mark.parametrize(
@@ -299,7 +299,7 @@ def test_exception_in_a_worker_leaves_ranks_usable(place, action, kind):
         assert list(outcome["failures"]) == ["2"]
         assert outcome["traceback"].startswith("Traceback")
         assert kind in outcome["failures"]["2"]
-        check_goes_on(program, survived=True)
+        check_next_calls(program, survived=True)
 
 
 @pytest.mark.parametrize("place", ["call", "slice", "collective", *ELSEWHERE])
@@ -311,7 +311,7 @@ def test_exceptions_of_several_workers_are_reported(place):
         for r, line in outcome["failures"].items():
             assert line.startswith(f"rank {r}: ValueError: ") and line.split()[-1] in (r, f"on {r}", "None"), line
         check_error(outcome, program.fault(), words=["ValueError"], worker=int(min(outcome["failures"])))
-        check_goes_on(program, survived=True)
+        check_next_calls(program, survived=True)
 
 
 @pytest.mark.parametrize("place", ["call", "slice", "collective", "build"])
@@ -326,14 +326,14 @@ def test_exception_of_the_master_is_raised_unchanged(place, on):
             assert outcome["error"] in ("ValueError", "WorkerError")
         if place == "call" and len(on) > 1:  # nobody meets before it
             assert [note.split(":")[0] for note in outcome["notes"] if note.startswith("rank")] == ["rank 1", "rank 2"]
-        check_goes_on(program, survived=True)
+        check_next_calls(program, survived=True)
 
 
 @pytest.mark.parametrize(("on", "skip"), [([2], 0), ([0], 0), ([0, 1, 2], 0), ([1], 1)])
 def test_error_lists_ranks_with_applied_updates(on, skip):
     with run("slice" if skip else "call", "raise:ValueError", on=on, skip=skip) as program:
         outcome = program.wait("outcome")
-        alive = check_goes_on(program, survived=True)
+        alive = check_next_calls(program, survived=True)
         text = outcome["effect"] or next(note for note in outcome["notes"] if "updates were applied" in note)
         applied = [r for r in range(3) if r not in on]
         assert ("on no rank" if not applied else f"on ranks {applied}, and not on ranks {on}") in text
@@ -347,7 +347,7 @@ def test_worker_raises_memory_error():
         outcome = program.wait("outcome")
         check_error(outcome, program.fault(), words=["rank 2", "MemoryError"], worker=2)
         assert outcome["traceback"].startswith("Traceback")
-        check_goes_on(program, survived=True)
+        check_next_calls(program, survived=True)
 
 
 @pytest.mark.any_library
@@ -358,7 +358,7 @@ def test_collective_with_memory_error_on_a_rank(name, on):
         check_error(
             outcome, program.fault(), "MemoryError" if on == [0] else "WorkerError", worker=None if on == [0] else 1
         )
-        check_goes_on(program, survived=True)
+        check_next_calls(program, survived=True)
 
 
 @pytest.mark.any_library
@@ -369,7 +369,7 @@ def test_collective_with_failure_between_chunks(name, on):
         check_error(
             outcome, program.fault(), "OSError" if on == [0] else "WorkerError", worker=None if on == [0] else 1
         )
-        check_goes_on(program, survived=True)
+        check_next_calls(program, survived=True)
 
 
 @pytest.mark.any_library
@@ -378,7 +378,7 @@ def test_collective_with_death_between_chunks(name):
     with run("collective", "kill:SIGKILL", on=[1], name=name, skip=1) as program:
         outcome = program.wait("outcome")
         check_error(outcome, program.fault(), words=["rank 1", "SIGKILL"], worker=1)
-        check_goes_on(program, survived=False)
+        check_next_calls(program, survived=False)
 
 
 def test_distribute_refuses_unpicklable_graphs():
@@ -387,7 +387,7 @@ def test_distribute_refuses_unpicklable_graphs():
         check_error(outcome, time.monotonic(), "TypeError", words=["g", "can't be pickled", "lock"])
         again = program.wait("again")
         assert again["error"] == "TypeError"
-        check_goes_on(program, survived=True)
+        check_next_calls(program, survived=True)
 
 
 @pytest.mark.any_library
@@ -395,7 +395,7 @@ def test_fork_timeout_ends_a_hanging_worker():
     with Program("never_returns", timeout=0.5) as program:
         outcome = program.wait("outcome")
         check_error(outcome, outcome["began"] + 0.5, words=["rank 1", "0.5 seconds", "timeout"], worker=1)
-        check_goes_on(program, survived=False)
+        check_next_calls(program, survived=False)
 
 
 # -- what the machine has not got ----------------------------------------------------------------------------
@@ -437,7 +437,7 @@ def test_fork_with_too_few_open_files(spare):
     with Program("few_files", who="fork", spare=spare) as program:
         outcome = program.wait("outcome")
         assert outcome["error"] == "OSError" and "open files" in outcome["message"], outcome
-        check_goes_on(program, survived=False)
+        check_next_calls(program, survived=False)
 
 
 @pytest.mark.any_library
@@ -479,13 +479,13 @@ def test_worker_at_the_limit_of_address_space_continues():
 def test_segment_created_after_an_unnoticed_death():
     with Program("announced_to_the_dead") as program:
         pids = program.wait("ready")["pids"]
-        program.hurt(pids["1"], signal.SIGKILL)
+        program.send_signal(pids["1"], signal.SIGKILL)
         wait_for_state(pids["1"], "Z")
         program.release()
         outcome = program.wait("outcome")
         assert outcome["error"] == "WorkerError" and outcome["worker"] == 1, outcome
         assert "SIGKILL" in outcome["message"]
-        check_goes_on(program, survived=False)
+        check_next_calls(program, survived=False)
 
 
 @pytest.mark.any_library
@@ -504,7 +504,7 @@ def test_ranks_forked_in_a_thread_do_not_outlive_the_master():
     with Program("from_a_thread", busy=True) as program:
         program.wait("inside")
         program.wait("inside")
-        program.hurt(program.pid, signal.SIGKILL)
+        program.send_signal(program.pid, signal.SIGKILL)
         program.nothing_left(limit=1)
 
 
@@ -538,7 +538,7 @@ def test_broken_stdout_leaves_ranks_usable():
         assert "error" not in program.wait("buffered")
         outcome = program.wait("outcome")
         assert outcome["error"] == "WorkerError" and "BrokenPipeError" in outcome["message"], outcome
-        check_goes_on(program, survived=True)
+        check_next_calls(program, survived=True)
 
 
 @pytest.mark.any_library
@@ -546,8 +546,8 @@ def test_close_ends_stopped_workers():
     with start_held_program("idle", []) as program:
         pids = wait_until_inside(program, "idle", 0)
         for r in (1, 2):
-            program.hurt(pids[r], signal.SIGSTOP)
+            program.send_signal(pids[r], signal.SIGSTOP)
             wait_for_state(pids[r], "T")
-        program.hurt(program.pid, signal.SIGINT)  # ends the program, which closes the ranks
+        program.send_signal(program.pid, signal.SIGINT)  # ends the program, which closes the ranks
         program.nothing_left(limit=5)  # they get their two seconds
         assert program.end() == -signal.SIGINT

@@ -22,7 +22,7 @@ PLACES = [
 ]  # fmt: skip
 
 
-def check_goes_on(program):
+def check_next_calls(program):
     """Check that the next calls are right, and that nothing is left in the program, nor of it."""
     works = program.wait("works")
     assert works.get("value") == works["right"], works
@@ -45,23 +45,23 @@ def test_interrupt_is_raised_and_the_next_call_works(where, on, how, times):
         for _ in on:
             program.wait("inside")
         for _ in range(times):
-            moment = program.hurt(None, signal.SIGINT)
+            moment = program.send_signal(None, signal.SIGINT)
         outcome = program.wait("outcome")
         assert outcome.get("error") == "KeyboardInterrupt", outcome
         assert outcome["ended"] - moment < PROMPT
         program.release()  # a worker that is busy finishes, and then takes the next call
-        check_goes_on(program)
+        check_next_calls(program)
 
 
 @pytest.mark.any_library
 def test_interrupt_lists_ranks_with_applied_updates():
     with Program("at_a_place", where="call", on=[0], how="python") as program:
         program.wait("inside")
-        program.hurt(None, signal.SIGINT)
+        program.send_signal(None, signal.SIGINT)
         notes = program.wait("outcome")["notes"]
         assert any("updates were applied on ranks [1, 2], and not on ranks [0]" in note for note in notes), notes
         program.release()
-        check_goes_on(program)
+        check_next_calls(program)
 
 
 @pytest.mark.any_library
@@ -70,19 +70,19 @@ def test_interrupt_lists_busy_ranks_as_unknown(on, applied, busy):
     with Program("at_a_place", where="call", on=on, how="compiled") as program:
         for _ in on:
             program.wait("inside")
-        program.hurt(program.pid, signal.SIGINT)
+        program.send_signal(program.pid, signal.SIGINT)
         notes = program.wait("outcome")["notes"]
         assert any(f"on {applied} so far; ranks {busy} are still busy, and may" in note for note in notes), notes
         assert any(note.startswith(f"The next call waits for ranks {busy}, which are still busy") for note in notes)
         program.release()
-        check_goes_on(program)
+        check_next_calls(program)
 
 
 @pytest.mark.parametrize("where", ["call" if NAME == "pytensor" else "collective"])
 def test_interrupted_program_ends_its_workers(where):
     with Program("at_a_place", where=where, on=[2], how="compiled", unhandled=True) as program:
         program.wait("inside")
-        program.hurt(None, signal.SIGINT)
+        program.send_signal(None, signal.SIGINT)
         program.nothing_left(limit=10)  # the worker gets its two seconds, on a machine that may be busy
         assert program.end() == -signal.SIGINT
         assert "KeyboardInterrupt" in program.printed()
@@ -93,7 +93,7 @@ def test_interrupted_program_ends_its_workers(where):
 def test_interrupt_during_fork_leaves_no_worker(where):
     with Program("while_forking", where=where) as program:
         program.wait("inside")
-        moment = program.hurt(None, signal.SIGINT)
+        moment = program.send_signal(None, signal.SIGINT)
         if where != "worker":
             program.release()
         outcome = program.wait("outcome")
@@ -101,7 +101,7 @@ def test_interrupt_during_fork_leaves_no_worker(where):
         assert outcome["ended"] - moment < PROMPT
         told = program.wait("dead")
         assert told["after"] == told["before"]
-        check_goes_on(program)
+        check_next_calls(program)
 
 
 @pytest.mark.any_library
@@ -110,16 +110,16 @@ def test_interrupt_during_close_ends_workers(where):
     with Program("while_closing", where=where) as program:
         program.wait("inside")
         if where == "busy":
-            program.hurt(None, signal.SIGINT)
+            program.send_signal(None, signal.SIGINT)
             assert program.wait("first")["error"] == "KeyboardInterrupt"
             program.wait("inside")
-        moment = program.hurt(None, signal.SIGINT)
+        moment = program.send_signal(None, signal.SIGINT)
         outcome = program.wait("outcome")
         assert outcome.get("error") == "KeyboardInterrupt", outcome
         assert outcome["ended"] - moment < PROMPT / 2  # and not after the time that they have to end by themselves
         told = program.wait("dead")
         assert told["after"] == told["before"]
-        check_goes_on(program)
+        check_next_calls(program)
 
 
 #: Actions, and every which of the moments of each is tried: the same ones each time, so that what fails fails again.
@@ -186,7 +186,7 @@ def test_interrupts_at_random_moments(seed):
         outcome = program.wait("outcome", 60)
         assert outcome["wrong"] == 0
         assert outcome["interrupted"] > 20, outcome
-        check_goes_on(program)
+        check_next_calls(program)
 
 
 @pytest.mark.any_library
@@ -197,16 +197,16 @@ def test_workers_ignore_signals_that_the_master_handles(name, how):
         how = "handled"
     with Program("signalled", name=name, how=how) as program:
         program.wait("ready")
-        program.hurt(None, signal.Signals[name])  # as a scheduler sends it, to all processes
+        program.send_signal(None, signal.Signals[name])  # as a scheduler sends it, to all processes
         program.release()
         assert program.wait("handled")["count"] == (how != "ignored")
-        check_goes_on(program)
+        check_next_calls(program)
 
 
 @pytest.mark.any_library
 def test_workers_end_by_signals_that_end_the_master():
     with Program("signalled", name="SIGTERM", how="nothing") as program:
         program.wait("ready")
-        program.hurt(None, signal.SIGTERM)
+        program.send_signal(None, signal.SIGTERM)
         assert program.end() == -signal.SIGTERM
         program.nothing_left()

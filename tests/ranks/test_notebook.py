@@ -85,7 +85,7 @@ class Notebook:
             if message["parent_header"].get("msg_id") == asked and message["msg_type"] == "execute_input":
                 return asked
 
-    def until_printed(self, asked, text):
+    def wait_until_printed(self, asked, text):
         """Wait until a cell has printed something."""
         while True:
             message = self.client.get_iopub_msg(timeout=LIMIT)
@@ -145,7 +145,7 @@ def test_fork_run_interrupt_run_restart(notebook):
             finally:
                 print("ended", time.monotonic())  # for the notebook to show the traceback may take seconds
         """)
-        notebook.until_printed(asked, "inside")
+        notebook.wait_until_printed(asked, "inside")
         moment = time.monotonic()
         notebook.manager.interrupt_kernel()
         printed, error = notebook.finish(asked)

@@ -152,8 +152,8 @@ class Program:
 
     # -- what is done to it ----------------------------------------------------------------------------------
 
-    def hurt(self, pid: int | None, number: int) -> float:
-        """Send a signal to one process, or to all of them for None, as a terminal does, and return when."""
+    def send_signal(self, pid: int | None, number: int) -> float:
+        """Send a signal to one process, or for None to all of them as a terminal does; return the time."""
         moment = time.monotonic()
         if pid is None:
             os.killpg(self.pid, number)

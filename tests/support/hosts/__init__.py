@@ -62,7 +62,7 @@ def words(hosts: list[str], *command: object, gpus: bool = False) -> tuple[list[
     return python, environment | {"HYDRA_LAUNCHER": "fork"}
 
 
-class Kept:
+class HostProgram:
     """A process on the first of some hosts, which runs one program after the other on the same ranks."""
 
     def __init__(self, hosts: list[str], gpus: bool):
@@ -109,7 +109,7 @@ class Kept:
 
 
 #: At most one of one host, and one of several, whose agents look for messages all the time.
-_kept: dict[bool, Kept] = {}
+_kept: dict[bool, HostProgram] = {}
 
 
 def run(hosts: list[str], *program: object, gpus: bool = False) -> str:
@@ -121,7 +121,7 @@ def run(hosts: list[str], *program: object, gpus: bool = False) -> str:
     kept = _kept.get(several)
     if kept is None or kept.hosts != (hosts, gpus, are_simulated()) or kept.failed:
         end(several)
-        kept = _kept[several] = Kept(hosts, gpus)
+        kept = _kept[several] = HostProgram(hosts, gpus)
     return kept.run(*program)
 
 

@@ -61,14 +61,14 @@ class Tree:
             stderr=self.output,
             start_new_session=True,
         )
-        self.until_started()
+        self.wait_until_started()
         self._first = self._find_first()
 
-    def until_started(self) -> None:
-        """Wait for the program, the first or the next."""
+    def wait_until_started(self) -> None:
+        """Wait until the program, the first or the next, has started."""
         namespace = self.wait("started")["namespace"]
         processes = self.processes()
-        self.pid = next(p for p, (space, line) in processes.items() if space == namespace and _is_hurt(line))
+        self.pid = next(p for p, (space, line) in processes.items() if space == namespace and _is_program(line))
         if not hasattr(self, "before"):
             self.before = set(processes) - {self.pid}
 
@@ -151,8 +151,8 @@ class Tree:
 
     # -- what is done to it ----------------------------------------------------------------------------------------
 
-    def hurt(self, fault: str, host: str) -> float:
-        """Do something to a whole host, and return when."""
+    def inject_fault(self, fault: str, host: str) -> float:
+        """Inject a fault, such as "unplug", into a whole host; return the time."""
         simulated.SOCKET = f"/proc/{self.pid}/root{simulated.STATE}/control"
         moment = time.monotonic()
         assert simulated.ask({"op": fault, "host": host}) == 0
@@ -243,7 +243,7 @@ class Tree:
         return found
 
 
-def _is_hurt(line: str) -> bool:
+def _is_program(line: str) -> bool:
     return bool(re.match(r"\S*python[0-9.]* \S*hurt\.py ", line))
 
 
