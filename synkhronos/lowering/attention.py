@@ -67,7 +67,8 @@ class _AttentionOp(Op):
         known = dict(zip(self.write_out(*copies), cotangents, strict=True))
         known = {output: cotangent for output, cotangent in known.items() if hasattr(cotangent.type, "dtype")}
         found = dict(zip(wanted, pytensor.grad(None, wanted, known_grads=known), strict=True))
-        return [found[copy] if copy in found else disconnected_type() for copy in copies]
+        # PyTensor's gradient of a cast from float16 is not float16.
+        return [found[copy].astype(copy.dtype) if copy in found else disconnected_type() for copy in copies]
 
     def connection_pattern(self, node: Any) -> list[list[bool]]:
         """Return the derivatives that exist: with respect to all inputs but the mask."""
@@ -170,17 +171,21 @@ def _differentiate(op: Any, query: Any, key: Any, value: Any, *masks: Any) -> An
         mask = jnp.broadcast_to(masks[0], (*masks[0].shape[:2], *lengths))
         # cuDNN would exclude the future by another number than what the mask excludes.
         options |= {"mask": mask & jnp.tril(jnp.ones(lengths, bool)) if op.is_causal else mask, "is_causal": False}
-    if _takes_cudnn(query, lengths, bool(masks)):
+    capability = getattr(jax.local_devices()[0], "compute_capability", None)  # CPUs have none
+    if _takes_cudnn(query, lengths, bool(masks), capability):
         options["implementation"] = "cudnn"
-    return jax.vjp(lambda *tensors: jax.nn.dot_product_attention(*tensors, **options), query, key, value)
+    # On a CPU, XLA refuses the products of float16 that JAX asks for.
+    dtype = query.dtype if capability else jnp.promote_types(query.dtype, jnp.float32)
+
+    def attend(*tensors: Any) -> Any:
+        return jax.nn.dot_product_attention(*[x.astype(dtype) for x in tensors], **options).astype(query.dtype)
+
+    return jax.vjp(attend, query, key, value)
 
 
-def _takes_cudnn(query: Any, lengths: tuple[int, int], has_mask: bool) -> bool:
-    """Whether cuDNN's fused kernel supports these factors on this rank's device."""
-    import jax
-
+def _takes_cudnn(query: Any, lengths: tuple[int, int], has_mask: bool, capability: str | None) -> bool:
+    """Whether cuDNN's fused kernel supports these factors on a device of this compute capability."""
     width = query.shape[3]
     if query.dtype.itemsize != 2 or width % 8 or width > 128 or (has_mask and any(n % 2 for n in lengths)):
         return False
-    capability = getattr(jax.local_devices()[0], "compute_capability", "0")  # CPUs have none
-    return float(capability) >= 8
+    return float(capability or 0) >= 8

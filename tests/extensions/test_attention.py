@@ -37,11 +37,11 @@ def attend(query, key, value, allowed, scale, cotangent):
 
 @few(6)
 @given(
-    st.tuples(*[st.integers(1, n) for n in (3, 7, 7, 3, 9)]),
+    st.tuples(*[st.integers(1, n) for n in (3, 7, 7, 3)], st.sampled_from([1, 5, 8, 16])),
     st.sampled_from([None, ("length", "keys"), ("rows", 1, 1, "keys"), ("rows", "heads", "length", "keys")]),
     st.booleans(),
     st.sampled_from([None, 0.3]),
-    st.sampled_from(["float32", "float64"]),
+    st.sampled_from(["float32", "float64", *["float16"] * XLA]),  # PyTensor computes float16 in JAX mode alone
     st.integers(0, 9),
 )
 def test_values_and_gradients_equal_numpy(two_ranks, lengths, mask_axes, is_causal, scale, dtype, seed):
@@ -70,7 +70,8 @@ def test_values_and_gradients_equal_numpy(two_ranks, lengths, mask_axes, is_caus
     for one, other in zip(found, expected, strict=True):
         assert one.dtype == dtype
         # Gradients are differences of numbers of this magnitude.
-        tolerance = (1e-5 if dtype == "float32" else 1e-13) * max(1, *[np.abs(x).max() for x in values]) ** 3
+        tolerance = {"float16": 2e-3, "float32": 1e-5, "float64": 1e-13}[dtype]
+        tolerance *= max(1, *[np.abs(x).max() for x in values]) ** 3
         np.testing.assert_allclose(one, other, atol=tolerance)
 
 
@@ -137,7 +138,7 @@ def test_cudnn_gets_what_it_supports(two_ranks, monkeypatch, dtype, width, lengt
     monkeypatch.setattr(jax, "local_devices", lambda: [device])
     chosen = []
 
-    def record(query, key, value, implementation=None, mask=None, **options):
+    def record(query, key, value, implementation=None, **options):
         chosen.append(implementation)
         return query
 
