@@ -209,10 +209,10 @@ class OneHotCrossentropyGrad(NumpyOp):
         """Return the gradients by the output's gradient and by the probabilities."""
         g, p, classes = inputs
         (d,) = output_grads
-        here = _one_hot(classes, p)
+        is_class = _one_hot(classes, p)
         zero = np.zeros((), p.dtype)
-        picked = pt.switch(here, d / p, zero)
-        return [-picked.sum(axis=-1), pt.switch(here, g[:, None] * d / pt.sqr(p), zero), disconnected_type()]
+        picked = pt.switch(is_class, d / p, zero)
+        return [-picked.sum(axis=-1), pt.switch(is_class, g[:, None] * d / pt.sqr(p), zero), disconnected_type()]
 
 
 @register_stabilize("fast_compile")
@@ -248,5 +248,5 @@ def _one_hot_xla(op: OneHot, classes: Any, like: Any) -> Any:
 def _crossentropy_grad_xla(op: OneHotCrossentropyGrad, g: Any, p: Any, classes: Any) -> Any:
     import jax.numpy as jnp
 
-    here = jnp.arange(p.shape[1]) == classes[:, None]
-    return jnp.where(here, -g[:, None] / jnp.where(here, p, 1), jnp.zeros((), p.dtype))
+    is_class = jnp.arange(p.shape[1]) == classes[:, None]
+    return jnp.where(is_class, -g[:, None] / jnp.where(is_class, p, 1), jnp.zeros((), p.dtype))

@@ -113,8 +113,8 @@ class _ConvolutionOp(NumpyOp):
             dtype = np.dtype("float64")
         return [t.astype(dtype.name) for t in tensors[:2]] + tensors[2:]
 
-    def _make_output(self, first: Any, *shape: Any) -> Any:
-        return TensorType(first.dtype, shape=tuple(s if isinstance(s, int) else None for s in shape))()
+    def _make_output(self, tensor: Any, *shape: Any) -> Any:
+        return TensorType(tensor.dtype, shape=tuple(s if isinstance(s, int) else None for s in shape))()
 
     def get_padding(self, kernel: Sequence[int]) -> list[tuple[Any, Any]]:
         """Return the padding before and after each axis."""

@@ -118,27 +118,27 @@ class BatchNormTrain(_BatchNorm):
         x, scale, shift = inputs
         self.check(*inputs)
         wide = x.astype(np.result_type(x, np.float32), copy=False)
-        first = self.get_reference(wide)
-        distance = wide - first
+        reference = self.get_reference(wide)
+        distance = wide - reference
         offset = distance.mean(axis=self.axes, keepdims=True)
         centred = distance - offset
         var = np.square(centred).mean(axis=self.axes, keepdims=True)
         invstd = 1 / np.sqrt(var + self.epsilon)
-        _store(node, output_storage, centred * (scale * invstd) + shift, first + offset, invstd)
+        _store(node, output_storage, centred * (scale * invstd) + shift, reference + offset, invstd)
 
     def pullback(self, inputs: Any, outputs: Any, output_grads: Any) -> list[Any]:
         """Return the gradients."""
         (x, scale, _), (_, mean, invstd) = inputs, outputs
-        dy, *rest = (None if isinstance(g.type, DisconnectedType) else g for g in output_grads)
+        dy, *statistic_grads = (None if isinstance(g.type, DisconnectedType) else g for g in output_grads)
         dscale, dshift = disconnected_type(), disconnected_type()
         terms = []
         if dy is not None:
             dx, dscale, dshift = BatchNormTrainGrad(self.axes)(x, dy, scale, mean, invstd)
             terms.append(dx)
-        if rest[0] is not None:
-            terms.append(pt.zeros_like(x) + rest[0] / _count_elements(x, self.axes))
-        if rest[1] is not None:
-            terms.append((x - mean) * (-rest[1] * invstd**3 / _count_elements(x, self.axes)))
+        if statistic_grads[0] is not None:
+            terms.append(pt.zeros_like(x) + statistic_grads[0] / _count_elements(x, self.axes))
+        if statistic_grads[1] is not None:
+            terms.append((x - mean) * (-statistic_grads[1] * invstd**3 / _count_elements(x, self.axes)))
         return [sum(terms[1:], terms[0]), dscale, dshift]
 
 
@@ -173,17 +173,17 @@ class BatchNormTrainGrad(_BatchNorm):
     def perform(self, node: Any, inputs: Any, output_storage: Any, params: Any = None) -> None:
         """Compute with NumPy."""
         wide = np.result_type(*inputs, np.float32)
-        x, *others = (v.astype(wide, copy=False) for v in inputs)
-        _store(node, output_storage, *self.gradients(self.count(x.shape), x, *others))
+        x, *arguments = (v.astype(wide, copy=False) for v in inputs)
+        _store(node, output_storage, *self.gradients(self.count(x.shape), x, *arguments))
 
     def pullback(self, inputs: Any, outputs: Any, output_grads: Any) -> list[Any]:
         """Return the gradients of the expression of `gradients`."""
         # Copies, since one input may depend on another.
-        copies = x, *others = [v.copy() for v in inputs]
-        pairs = zip(self.gradients(_count_elements(x, self.axes), x, *others), output_grads, strict=True)
+        copies = x, *arguments = [v.copy() for v in inputs]
+        pairs = zip(self.gradients(_count_elements(x, self.axes), x, *arguments), output_grads, strict=True)
         # Copies again: the gradient stops at variables in known_grads, but that of the array passes through both sums.
-        known = {v.copy(): g for v, g in pairs if not isinstance(g.type, DisconnectedType)}
-        return list(grad(None, copies, known_grads=known, disconnected_inputs="ignore"))
+        known_grads = {v.copy(): g for v, g in pairs if not isinstance(g.type, DisconnectedType)}
+        return list(grad(None, copies, known_grads=known_grads, disconnected_inputs="ignore"))
 
 
 def _count_elements(x: Any, axes: Sequence[int]) -> Any:
@@ -217,14 +217,14 @@ def _batch_norm_xla(op: BatchNormTrain, x: Any, scale: Any, shift: Any) -> Any:
     import jax.numpy as jnp
 
     op.check(x, scale, shift)
-    wide = x.astype(_choose_sum_dtype(x))
+    x_wide = x.astype(_choose_sum_dtype(x))
     # Both sums are computed in one pass.
-    first = op.get_reference(wide, jnp)
-    distance = wide - first
+    reference = op.get_reference(x_wide, jnp)
+    distance = x_wide - reference
     offset = distance.mean(axis=op.axes, keepdims=True)
     var = jnp.maximum(jnp.square(distance).mean(axis=op.axes, keepdims=True) - jnp.square(offset), 0)
-    mean, invstd = offset + first, 1 / jnp.sqrt(var + op.epsilon)
-    y = (wide - mean) * (scale * invstd) + shift
+    mean, invstd = offset + reference, 1 / jnp.sqrt(var + op.epsilon)
+    y = (x_wide - mean) * (scale * invstd) + shift
     return y.astype(scale.dtype), mean.astype(_get_graph_dtype(x)), invstd.astype(_get_graph_dtype(x))
 
 

@@ -84,8 +84,8 @@ class _PoolingOp(NumpyOp):
         """Return the padding before and after each axis with which all windows are complete."""
         pairs = []
         for axis, out in enumerate(self.compute_output_spatial(spatial)):
-            needed = (out - 1) * self.stride[axis] + self.window[axis] - self.pad[axis] - spatial[axis]
-            pairs.append((self.pad[axis], max(needed, self.pad[axis] if self.ignore_border else 0)))
+            padding_after = (out - 1) * self.stride[axis] + self.window[axis] - self.pad[axis] - spatial[axis]
+            pairs.append((self.pad[axis], max(padding_after, self.pad[axis] if self.ignore_border else 0)))
         return pairs
 
     def count_elements(self, spatial: Sequence[int], dtype: Any) -> np.ndarray:
@@ -93,9 +93,9 @@ class _PoolingOp(NumpyOp):
         per_axis = []
         for axis, (length, out) in enumerate(zip(spatial, self.compute_output_spatial(spatial), strict=True)):
             pad = self.pad[axis]
-            first, last = (-pad, length + pad) if self.mode == "average_inc_pad" else (0, length)
+            low, high = (-pad, length + pad) if self.mode == "average_inc_pad" else (0, length)
             starts = np.arange(out) * self.stride[axis] - pad
-            per_axis.append(np.minimum(starts + self.window[axis], last) - np.maximum(starts, first))
+            per_axis.append(np.minimum(starts + self.window[axis], high) - np.maximum(starts, low))
         return functools.reduce(np.multiply.outer, per_axis).astype(dtype)
 
     def iterate_windows(self, spatial: Sequence[int]) -> Any:
@@ -107,10 +107,10 @@ class _PoolingOp(NumpyOp):
 
     def add_padding(self, x: np.ndarray, value: Any) -> np.ndarray:
         """Return the array padded with a value."""
-        around = self.compute_padding(x.shape[-self.n :])
-        if not any(map(any, around)):
+        padding = self.compute_padding(x.shape[-self.n :])
+        if not any(map(any, padding)):
             return x
-        return np.pad(x, [(0, 0)] * (x.ndim - self.n) + around, constant_values=value)
+        return np.pad(x, [(0, 0)] * (x.ndim - self.n) + padding, constant_values=value)
 
     def get_crop(self, spatial: Sequence[int]) -> tuple[Any, ...]:
         """Return the slices that remove the padding."""
@@ -327,12 +327,12 @@ def _max_grad_xla(op: MaxPoolGrad, x: Any, y: Any, g: Any) -> Any:
         if axis < op.n:
             parts = jnp.stack([gather_position((*position, i)) for i in range(op.stride[axis])], lead + axis + 1)
             return parts.reshape(*parts.shape[: lead + axis], -1, *parts.shape[lead + axis + 2 :])
-        here = x[(Ellipsis, *(slice(i, None, s) for i, s in zip(position, op.stride, strict=True)))]
-        total = jnp.zeros(here.shape, g.dtype)
-        reach = [range(-(-(w - i) // s)) for i, w, s in zip(position, op.window, op.stride, strict=True)]
-        for back in itertools.product(*reach):
-            window = (Ellipsis, *(slice(b - k, b - k + n) for b, k, n in zip(before, back, blocks, strict=True)))
-            total = total + jnp.where(here == top[window], g[window], 0)
+        values = x[(Ellipsis, *(slice(i, None, s) for i, s in zip(position, op.stride, strict=True)))]
+        total = jnp.zeros(values.shape, g.dtype)
+        offsets = [range(-(-(w - i) // s)) for i, w, s in zip(position, op.window, op.stride, strict=True)]
+        for offset in itertools.product(*offsets):
+            window = (Ellipsis, *(slice(b - k, b - k + n) for b, k, n in zip(before, offset, blocks, strict=True)))
+            total = total + jnp.where(values == top[window], g[window], 0)
         return total
 
     return gather_position(())[(Ellipsis, *(slice(p, p + n) for p, n in zip(op.pad, spatial, strict=True)))]
@@ -343,6 +343,6 @@ def _max_pick_xla(op: MaxPoolPick, x: Any, y: Any, d: Any) -> Any:
     import jax.numpy as jnp
 
     x, top = _recompute_maxima(op, x)
-    around = [(0, 0)] * (x.ndim - op.n) + op.compute_padding(x.shape[-op.n :])
-    padded, picked = jnp.pad(x, around, constant_values=_get_lowest(x.dtype)), jnp.pad(d, around)
+    padding = [(0, 0)] * (x.ndim - op.n) + op.compute_padding(x.shape[-op.n :])
+    padded, picked = jnp.pad(x, padding, constant_values=_get_lowest(x.dtype)), jnp.pad(d, padding)
     return sum(jnp.where(padded[window] == top, picked[window], 0) for window in op.iterate_windows(x.shape[-op.n :]))

@@ -338,13 +338,14 @@ def _index_all_batches(node: Any, n_batch: int) -> Any:
     """Return an indexing of each batch, such as ``values[batch][index[batch]]``, as one indexing of all batches."""
     values, *index = node.inputs
     idx_list = getattr(node.op.core_op, "idx_list", None)
-    if any(isinstance(one, slice) for one in idx_list or []) or any(one.type.dtype == "bool" for one in index):
+    if any(isinstance(array, slice) for array in idx_list or []) or any(array.type.dtype == "bool" for array in index):
         raise _make_error(node)
-    width = max(one.type.ndim for one in index) - n_batch
+    width = max(array.type.ndim for array in index) - n_batch
     batches = range(n_batch)
-    gaps = [["x"] * (width + n_batch - one.type.ndim) for one in index]
+    gaps = [["x"] * (width + n_batch - array.type.ndim) for array in index]
     arrays = [
-        one.dimshuffle(*batches, *gap, *range(n_batch, one.type.ndim)) for one, gap in zip(index, gaps, strict=True)
+        array.dimshuffle(*batches, *gap, *range(n_batch, array.type.ndim))
+        for array, gap in zip(index, gaps, strict=True)
     ]
     batched = [i for i in batches if not values.type.broadcastable[i]]
     picks = [pt.arange(values.shape[i]).dimshuffle(*["x"] * i, 0, *["x"] * (n_batch + width - i - 1)) for i in batched]

@@ -57,9 +57,9 @@ def _make_op(
     return op(n, to_padding(border_mode, n), stride, dilation, filter_flip, to_integer(num_groups))
 
 
-def _make_placeholder(shape: Sequence[Any], known: Sequence[Any], dtype: str) -> Any:
-    """Return an array whose shape alone is used; lengths that are None are taken from ``known``."""
-    lengths = [k if s is None else s for s, k in zip(shape, known, strict=True)]
+def _make_placeholder(shape: Sequence[Any], default_lengths: Sequence[Any], dtype: str) -> Any:
+    """Return an array whose shape alone is used; lengths that are None are taken from ``default_lengths``."""
+    lengths = [k if s is None else s for s, k in zip(shape, default_lengths, strict=True)]
     return pt.alloc(np.zeros((), dtype), *lengths)
 
 
@@ -134,8 +134,8 @@ def _conv_grad_wrt_inputs(
 
 def _grad_inputs(op: Any, output_grad: Any, filters: Any, input_shape: Any) -> Any:
     g, w = pt.as_tensor_variable(output_grad), pt.as_tensor_variable(filters)
-    known = [g.shape[0], w.shape[1] * op.groups, *[None] * op.n]
-    return op(w, g, _make_placeholder(input_shape, known, w.dtype))
+    default_lengths = [g.shape[0], w.shape[1] * op.groups, *[None] * op.n]
+    return op(w, g, _make_placeholder(input_shape, default_lengths, w.dtype))
 
 
 def _conv_grad_wrt_weights(
@@ -147,8 +147,8 @@ def _conv_grad_wrt_weights(
 
 def _grad_weights(op: Any, input: Any, output_grad: Any, filter_shape: Any) -> Any:
     x, g = pt.as_tensor_variable(input), pt.as_tensor_variable(output_grad)
-    known = [g.shape[1], x.shape[1] // op.groups, *[None] * op.n]
-    return op(x, g, _make_placeholder(filter_shape, known, x.dtype))
+    default_lengths = [g.shape[1], x.shape[1] // op.groups, *[None] * op.n]
+    return op(x, g, _make_placeholder(filter_shape, default_lengths, x.dtype))
 
 
 def _separable_conv(

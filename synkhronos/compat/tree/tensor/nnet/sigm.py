@@ -39,5 +39,5 @@ def hard_sigmoid(x: Any) -> Any:
     array([0. , 0.5, 0.7])
     """
     x = _float(x)
-    zero, slope, half, one = (np.asarray(value, x.dtype) for value in (0, 0.2, 0.5, 1))
-    return pt.clip(x * slope + half, zero, one)
+    zero, slope, half, upper = (np.asarray(value, x.dtype) for value in (0, 0.2, 0.5, 1))
+    return pt.clip(x * slope + half, zero, upper)
