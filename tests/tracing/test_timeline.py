@@ -16,7 +16,7 @@ import synkhronos as synk
 from synkhronos import __main__ as command_line
 from synkhronos.ranks import Session
 from synkhronos.ranks.control import Control
-from synkhronos.tracing import report
+from synkhronos.tracing import timeline_report
 from synkhronos.tracing.timeline_report import Activity, PathStep, RankTimeline, find_critical_path, split_nested
 
 
@@ -49,7 +49,7 @@ def test_timeline_records_every_rank(step, tmp_path):
     assert sum(event["name"] == "run step" for event in spans) == 6
     assert all(event["dur"] >= 0 and event["ts"] >= 0 for event in spans)
     # A rank's spans are nested: Perfetto draws one within the other.
-    ranks = report.read_timelines(str(path))
+    ranks = timeline_report.read_timelines(str(path))
     for mine in ranks.values():
         assert all(a.end <= b.start for a, b in zip(mine.segments, mine.segments[1:], strict=False))
 
@@ -119,7 +119,7 @@ def test_timeline_records_xla_computations(fork, tmp_path):
     float(f(np.ones((8, 30))))
     with synk.timeline(tmp_path / "run.json", compute=True):
         float(f(np.ones((8, 30))))
-    ranks = report.read_timelines(str(tmp_path / "run.json"))
+    ranks = timeline_report.read_timelines(str(tmp_path / "run.json"))
     for mine in ranks.values():
         launches = [s for s in mine.segments if s.name == "launch"]
         begin, end = launches[0].start, max(s.end for s in mine.segments)
@@ -198,7 +198,7 @@ def test_critical_path_changes_ranks_at_a_barrier():
 def test_critical_path_covers_the_run(step, tmp_path):
     with synk.timeline(tmp_path / "run.json"):
         call(step, 5)
-    ranks = report.read_timelines(str(tmp_path / "run.json"))
+    ranks = timeline_report.read_timelines(str(tmp_path / "run.json"))
     path = find_critical_path(ranks)
     assert all(a.end == b.start for a, b in zip(path, path[1:], strict=False))
     assert (path[0].start, path[-1].end) == (ranks[0].calls[0].start, ranks[0].calls[-1].end)
