@@ -38,10 +38,11 @@ SHAPES = [["a:3", "b:1"], ["a:1", "b:1", "c:1", "d:1"], ["a:2", "b:2"]]
 @pytest.mark.hosts
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(
-    "program", ["train", *(pytest.param(name, marks=pytest.mark.any_library) for name in ("collectives", "trainer"))]
+    "program",
+    ["train", *(pytest.param(name, marks=pytest.mark.any_library) for name in ("collectives", "trainer", "options"))],
 )
 def test_hosts_compute_the_same_bits_as_one_host(program):
-    if program == "trainer":
+    if program in ("trainer", "options"):
         pytest.importorskip("safetensors")
     print("hosts are simulated" if are_simulated() else "no namespaces here: one machine pretends to be several")
     of_one = run(["a:4"], program)

@@ -475,6 +475,26 @@ def trainer() -> None:
         print(name, digest(model.values(), losses, again.values(), rest))
 
 
+def options() -> None:
+    """Train with a sharded optimizer and other options, on rows that are no multiple of the ranks; print digests."""
+    import tempfile
+
+    from trainer_model import Model, X, Y
+
+    from synkhronos.training import Checkpoint
+
+    fork()
+    kept: dict[str, Any] = {"clip_norm": 0.5, "ema": 0.9, "num_slices": 2}
+    for rule, shards in ((updates.momentum, False), (updates.adam, True)):
+        with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
+            model = Model("BSP", update=rule, shard_optimizer=shards, **kept)
+            losses = [r.loss for r in model.epochs(5, 2, rows=47, valid=(X, Y), checkpoint=Checkpoint(folder))]
+            again = Model("BSP", update=rule, shard_optimizer=shards, **kept)
+            rest = [r.loss for r in again.epochs(5, 4, rows=47, checkpoint=Checkpoint(folder), resume="latest")]
+        averages = [average.get_value() for average in again.trainer.ema]
+        print(rule.__name__, digest(model.values(), losses, again.values(), rest, *averages))
+
+
 def apart() -> None:
     """Train under each rule by which ranks exchange one by one, and go on from a checkpoint."""
     import tempfile
