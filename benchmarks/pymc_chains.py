@@ -64,6 +64,7 @@ def sample(model: Any, chains: int, cores: int, draws: int, limit: float) -> tup
             chains=chains,
             cores=cores,
             random_seed=1,
+            nuts_sampler="pymc",  # the default of PyMC 6 is nutpie, if installed
             progressbar=False,
             discard_tuned_samples=False,
             compute_convergence_checks=False,

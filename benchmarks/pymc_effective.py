@@ -1,0 +1,172 @@
+"""Effective draws a second of PyMC models: PyMC and nutpie, each alone and with ranks.
+
+Each side samples the same model from the same seed in a process of its own, with one BLAS thread, and as many parallel
+chains.  Sampling is the sampler's own time, and the wall time includes compiling.  Effective draws are the least
+effective sample size (ArviZ's ``ess``) of all parameters.  The last two columns compare with the first side, which is
+PyMC alone: the largest R-hat of all parameters, and the largest difference of posterior means, in standard errors of
+the two means, which are known from the effective draws.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import importlib.util
+import json
+import logging
+import math
+import sys
+import warnings
+from time import perf_counter
+from typing import Any
+
+import numpy as np
+from threadpoolctl import threadpool_limits
+
+from benchmarks._hierarchical import GROUPS
+from benchmarks._measure import Failed, Table, duration, heading, ranks, read_alone
+from benchmarks.pymc_chains import negative_binomial
+from benchmarks.pymc_rows import logistic
+from synkhronos.ranks import available_cores
+from synkhronos.ranks.threads import ONE_THREAD
+
+
+def student(rows: int, columns: int) -> Any:
+    """Build a robust regression whose mean is costly: each row takes exponentials and logarithms of all columns."""
+    import pymc as pm
+
+    rng = np.random.default_rng(0)
+    x, group = rng.normal(size=(rows, columns)), rng.integers(0, GROUPS, rows)
+    y = np.log1p(np.exp(x)) @ np.linspace(-0.3, 0.3, columns) + 0.5 * rng.standard_t(4, rows)
+    with pm.Model() as model:
+        effects = pm.Normal("effects", 0, pm.HalfNormal("spread"), shape=GROUPS)
+        bends = pm.math.log1pexp(pm.Data("x", x) + pm.Normal("shift", 0, 0.1, shape=columns))
+        mean = effects[group] + bends @ pm.Normal("slopes", shape=columns)
+        pm.StudentT("y", nu=4, mu=mean, sigma=pm.HalfNormal("sigma"), observed=y)
+    return model
+
+
+MODELS = {"logistic": logistic, "counts": negative_binomial, "student": student}
+#: Sides: sampler, and whether the model is computed by ranks.
+SIDES = {
+    "PyMC": ("pymc", False),
+    "PyMC, ranks": ("pymc", True),
+    "nutpie": ("nutpie", False),
+    "nutpie, ranks": ("nutpie", True),
+}
+
+
+def sample(options: argparse.Namespace) -> dict[str, Any]:
+    """Sample by one side; return times in seconds, numbers of gradients, and the parameters' statistics."""
+    import pymc as pm
+
+    from synkhronos.extensions.pymc import data_parallel
+
+    sampler, is_parallel = SIDES[options.side]
+    model = MODELS[options.model](options.rows, options.columns)
+    with ranks(options.ranks) if is_parallel else contextlib.nullcontext(), threadpool_limits(1):
+        start = perf_counter()
+        with data_parallel(model) if is_parallel else model:
+            drawn = pm.sample(
+                options.draws,
+                tune=options.draws,
+                chains=options.chains,
+                cores=options.chains,
+                random_seed=1,
+                nuts_sampler=sampler,
+                progressbar=False,
+                compute_convergence_checks=False,
+            )
+        wall = perf_counter() - start
+    posterior = drawn["posterior"]
+    statistics = {
+        name: np.concatenate([np.ravel(each[variable].values) for variable in each.data_vars]).tolist()
+        for name, each in {
+            "ess": pm.ess(drawn),
+            "r_hat": pm.rhat(drawn),
+            "mean": posterior.mean(("chain", "draw")),
+            "sd": posterior.std(("chain", "draw")),
+        }.items()
+    }
+    return {"wall": wall, "sampling": posterior.attrs.get("sampling_time", math.nan), **statistics}
+
+
+def compare(model: str, options: argparse.Namespace) -> None:
+    """Run all sides of a model, and print them."""
+    print(f"{model}, {options.rows} rows of {options.columns} columns, {options.chains} chains, {options.ranks} ranks")
+    table = Table(
+        {
+            "": 14,
+            "wall": 8,
+            "sampling": 8,
+            "effective": 9,
+            "a second": 8,
+            "and of wall": 11,
+            "of PyMC": 7,
+            "R-hat": 6,
+            "means": 6,
+        }
+    )
+    arguments = [f"--{name}={getattr(options, name)}" for name in ("rows", "columns", "chains", "ranks", "draws")]
+    command = [sys.executable, "-m", "benchmarks.pymc_effective", *arguments, "--model", model, "--side"]
+    first: dict[str, Any] = {}
+    for side, (sampler, _) in SIDES.items():
+        if not importlib.util.find_spec(sampler):
+            print(f"{side}: left out, as {sampler} is not installed", flush=True)
+            continue
+        try:
+            lines = list(read_alone([*command, side], options.limit, **ONE_THREAD))
+        except Failed as error:
+            print(f"{side}: {error}", flush=True)
+            continue
+        found = json.loads(lines[-1])
+        mean, sd, ess = (np.array(found[name]) for name in ("mean", "sd", "ess"))
+        first = first or found | {"rate": ess.min() / found["wall"]}
+        errors = np.hypot(sd / np.sqrt(ess), np.array(first["sd"]) / np.sqrt(first["ess"]))
+        table.row(
+            side,
+            duration(found["wall"]),
+            duration(found["sampling"]),
+            f"{ess.min():.0f}",
+            f"{ess.min() / found['sampling']:.3g}",
+            f"{ess.min() / found['wall']:.3g}",
+            f"{ess.min() / found['wall'] / first['rate']:.2f}",
+            f"{max(found['r_hat']):.3f}",
+            f"{abs((mean - first['mean']) / errors).max():.1f}",
+        )
+    print(flush=True)
+
+
+def main() -> None:
+    """Run the benchmark."""
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.pymc_effective",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--ranks", type=int, default=available_cores(), help="(default: one for each core)")
+    parser.add_argument("--chains", type=int, default=4, help="(default: %(default)s)")
+    parser.add_argument("--rows", type=int, default=100_000, help="(default: %(default)s)")
+    parser.add_argument("--columns", type=int, default=20, help="(default: %(default)s)")
+    parser.add_argument("--draws", type=int, default=500, help="and as many to tune (default: %(default)s)")
+    parser.add_argument("--limit", type=float, default=600, help="seconds of each side (default: %(default)s)")
+    parser.add_argument("--model", choices=list(MODELS), help="measure one of the models")
+    parser.add_argument("--side", choices=list(SIDES), help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if not importlib.util.find_spec("pymc"):
+        print("This benchmark needs PyMC, which is not installed: left out.")
+        return
+    import pymc  # noqa: F401  # sets the level of its logger
+
+    warnings.simplefilter("ignore")
+    logging.getLogger("pymc").setLevel(logging.ERROR)
+    if options.side:
+        print(json.dumps(sample(options)))
+        return
+    heading("PyMC: effective draws a second")
+    for model in [options.model] if options.model else MODELS:
+        compare(model, options)
+
+
+if __name__ == "__main__":
+    main()
