@@ -206,8 +206,9 @@ class RowsSum:
 
     @cached_property
     def _gradients(self) -> list[Any]:
+        # As in PyMC, checks of parameters are no part of the gradient, where they keep PyTensor from merging terms.
         wrt = [self._inputs[i] for i in self.floats]
-        return list(grad(self.total, wrt, disconnected_inputs="ignore"))
+        return list(grad(_remove_checks(self.total), wrt, disconnected_inputs="ignore"))
 
     @cached_property
     def _value_function(self) -> synk.Function:
@@ -603,11 +604,14 @@ def _take_sample(values: Any) -> Any:
     if isinstance(values, ReadOnlyData):
         return None
     array = np.asarray(values)
+    if array.base is None and not array.flags.writeable:
+        return None
     if array.size <= _SAMPLE_SIZE:
         return array.shape, array.tobytes()
     # Rows have all columns, but miss other rows; elements are in all long rows, but may miss columns.
     step = -(-3 * array.size // _SAMPLE_SIZE)
-    return array.shape, array[::step].tobytes(), array.flat[::step].tobytes()
+    flat = array.reshape(-1) if array.flags.c_contiguous else array.flat  # an iterator is slow
+    return array.shape, array[::step].tobytes(), flat[::step].tobytes()
 
 
 def _make_shared(variable: Any) -> Any:

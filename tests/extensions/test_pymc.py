@@ -377,6 +377,17 @@ def test_logp_out_of_bounds_is_minus_infinity(two):
     assert np.isnan(data_parallel(model).compile_logp(**HERE)({"s": -1.0}))
 
 
+def test_gradient_out_of_bounds_equals_pymcs(two):
+    """PyMC checks parameters for the density, and not for its gradient."""
+    with pm.Model() as model:
+        s = pm.Flat("s")
+        pm.Normal("y", X[:, 1], s * X[:, 2] ** 2, observed=X[:, 0])
+    for value in (-1.0, 1.0):
+        ours, theirs = (one.compile_dlogp(**HERE)({"s": value}) for one in (data_parallel(model), model))
+        assert np.all(theirs != 0)
+        np.testing.assert_allclose(ours, theirs)
+
+
 def test_data_parallel_names_unsplittable_terms(two):
     with pm.Model() as model:
         b = pm.Normal("b", shape=3)

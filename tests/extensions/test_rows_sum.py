@@ -412,3 +412,12 @@ def test_rows_sum_refuses_third_derivatives():
     second = pytensor.grad(pytensor.grad(total, a), a)
     with pytest.raises(pytensor.gradient.NullTypeGradError, match="third derivatives of a sum over rows"):
         pytensor.grad(second, a)
+
+
+def test_evaluations_look_for_changes_only_in_arrays_that_may_change():
+    array = np.zeros(4)
+    view = array[:]
+    view.flags.writeable = False
+    assert rows_sum._take_sample(array) == rows_sum._take_sample(view) != rows_sum._take_sample(array + 1)
+    array.flags.writeable = False
+    assert rows_sum._take_sample(array) is None

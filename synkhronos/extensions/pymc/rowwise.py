@@ -227,15 +227,20 @@ class RowSearch:
             return variable
         if variable not in self._values:
             values = pytensor.function([], variable, mode="FAST_COMPILE")()
+            leaves = [leaf.data for leaf in self._list_leaves(variable)]
+            if isinstance(values, np.ndarray) and not any(np.may_share_memory(values, leaf) for leaf in leaves):
+                values.flags.writeable = False  # no array of the user's, so evaluations need not look for changes
             self._values[variable] = pt.constant(values, name=variable.name)
         return self._values[variable]
 
+    @staticmethod
+    def _list_leaves(variable: Any) -> list[Any]:
+        """Return the variables from which `variable` is computed that are not computed themselves."""
+        return [one for one in walk([variable], lambda v: v.owner.inputs if v.owner else []) if one.owner is None]
+
     def _is_foldable(self, variable: Any) -> bool:
         """Whether a variable depends on constants only, one of which has an axis as long as there are rows."""
-        leaves = [variable]
-        for node in library_of(variable).sort_nodes([variable]):
-            leaves += [v for v in node.inputs if v.owner is None]
-        leaves = [v for v in leaves if v.owner is None]
+        leaves = self._list_leaves(variable)
         return all(isinstance(v, Constant) for v in leaves) and any(
             isinstance(v.type, TensorType) and self.length in np.shape(v.data) for v in leaves
         )
