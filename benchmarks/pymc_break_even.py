@@ -21,7 +21,7 @@ from threadpoolctl import threadpool_limits
 from benchmarks._measure import Table, duration, heading, ranks
 from benchmarks.pymc_rows import evaluator, logistic
 from synkhronos.extensions.pymc.chains import measure_rate
-from synkhronos.ranks import available_cores
+from synkhronos.ranks import count_available_cores
 
 
 def compare(rows: int, options: argparse.Namespace, table: Table) -> list[float]:
@@ -66,7 +66,7 @@ def main() -> None:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--ranks", type=int, default=available_cores(), help="(default: one for each core)")
+    parser.add_argument("--ranks", type=int, default=count_available_cores(), help="(default: one for each core)")
     parser.add_argument("--chains", type=int, nargs="+", default=[1, 2, 4], help="(default: %(default)s)")
     parser.add_argument(
         "--rows",

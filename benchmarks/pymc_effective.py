@@ -27,7 +27,7 @@ from benchmarks._hierarchical import GROUPS
 from benchmarks._measure import Failed, Table, duration, heading, ranks, read_alone
 from benchmarks.pymc_chains import negative_binomial
 from benchmarks.pymc_rows import logistic
-from synkhronos.ranks import available_cores
+from synkhronos.ranks import count_available_cores
 from synkhronos.ranks.threads import ONE_THREAD
 
 
@@ -144,7 +144,7 @@ def main() -> None:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--ranks", type=int, default=available_cores(), help="(default: one for each core)")
+    parser.add_argument("--ranks", type=int, default=count_available_cores(), help="(default: one for each core)")
     parser.add_argument("--chains", type=int, default=4, help="(default: %(default)s)")
     parser.add_argument("--rows", type=int, default=100_000, help="(default: %(default)s)")
     parser.add_argument("--columns", type=int, default=20, help="(default: %(default)s)")
