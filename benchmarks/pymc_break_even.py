@@ -1,4 +1,4 @@
-"""From how many rows on do ranks compute a PyMC model's gradient faster than PyMC alone?
+"""Gain of ranks over PyMC alone, by number of rows: where is the break-even?
 
 A hierarchical logistic regression with 10² to 10⁶ rows.  For each number of parallel chains, the gradients a second of
 all chains by PyMC alone, with one BLAS thread for each process, and with the chains' shares of the ranks.  Both sides
