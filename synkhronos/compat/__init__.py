@@ -9,7 +9,8 @@ provides modules that programs of its time import.  Where it is not installed, a
 
 The package could be a distribution of its own.  Its interface with the rest of Synkhronos:
 
-- It imports ``synkhronos.lowering.linker``, ``shapes`` and ``sums``, which translate PyTensor's functions to JAX.
+- It imports ``linker``, ``numpy_op`` and ``sums`` of ``synkhronos.lowering``, which translate PyTensor's functions to
+  JAX.
 - Only the modules that start other programs (``__main__``, ``launch``, ``platoon``) import it.
 - Other packages read four attributes: ``theano.__served_on__`` marks a module that is not Theano itself; ``In.default``
   is a list of one with an input's default value; an Op's ``multiplies`` and ``elementwise`` tell

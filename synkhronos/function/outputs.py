@@ -3,7 +3,7 @@
 Every rank computes the outputs of its own rows, and the master returns one value per output.  There are two ways:
 
 - Scalars, the common case in a training loop, are packed into one record per call.  Each worker writes its record into
-  its slot and continues without pending_calls for the master.
+  its slot and continues without waiting for the master.
 - Outputs of any shape are reduced one at a time.  All ranks gather the shapes, with the contents of small arrays.
   Large arrays are gathered or reduced through shared memory, in chunks.
 """
@@ -238,7 +238,7 @@ def _reduce_group(group: Sequence[RankOutputs], by_rank: Sequence[np.ndarray]) -
 
     Parameters
     ----------
-    run : sequence of RankOutputs
+    group : sequence of RankOutputs
         This rank's outputs of the calls.
     by_rank : sequence of structured array
         Each rank's records of them.

@@ -320,7 +320,7 @@ class Worker:
         ----------
         count : int
             Number of rows on all ranks together.
-        generation, seed : int
+        epoch, seed : int
             Seed of the order of all rows, which does not depend on the number of ranks.
 
         Returns

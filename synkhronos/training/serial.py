@@ -13,7 +13,8 @@ from synkhronos.data.rows import select
 from synkhronos.devices import take_rows
 from synkhronos.graphs import library_of
 from synkhronos.training.step_options import StepOptions
-from synkhronos.training.training_graph import Batch, Rows, Rule, TrainingGraph, Updates, is_averaged
+from synkhronos.training.training_graph import Batch, Rows, TrainingGraph, Updates, is_averaged
+from synkhronos.training.updates.transformations import UpdateRule
 
 
 class SerialTrainFunction:
@@ -153,7 +154,7 @@ def make_train_function_serial(
     params: Sequence[Any],
     x: Any,
     y: Any,
-    update_rule: Rule,
+    update_rule: UpdateRule,
     sliceable_shareds: Sequence[Any] | None = None,
     extra_updates: Updates | None = None,
     weight: Any = None,

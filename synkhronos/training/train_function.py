@@ -38,10 +38,11 @@ from synkhronos.training.serial import SerialTrainFunction, make_train_function_
 from synkhronos.training.sharded_step import ShardedStep
 from synkhronos.training.step import Step
 from synkhronos.training.step_options import StepOptions
-from synkhronos.training.training_graph import Batch, Rows, Rule, TrainingGraph, Updates, is_averaged, name_rule
+from synkhronos.training.training_graph import Batch, Rows, TrainingGraph, Updates, is_averaged, name_rule
 from synkhronos.training.updates import RuleUpdates
 from synkhronos.training.updates.flat_gradient import shape_of
 from synkhronos.training.updates.shards import Shards
+from synkhronos.training.updates.transformations import UpdateRule
 
 #: Maximal number of bytes of scattered rows on a rank in one launch of several steps.
 _MAX_LAUNCH_NBYTES = 1 << 30
@@ -445,7 +446,7 @@ def make_train_function(
     params: Sequence[Any],
     x: Any,
     y: Any,
-    update_rule: Rule,
+    update_rule: UpdateRule,
     sliceable_shareds: Sequence[Any] | None = None,
     extra_updates: Updates | None = None,
     exchange: str | None = None,

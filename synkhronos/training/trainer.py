@@ -39,8 +39,8 @@ from synkhronos.training.training_graph import (
     TrainingGraph,
     Updates,
 )
-from synkhronos.training.training_graph import Rule as UpdateRule
 from synkhronos.training.updates import nesterov_momentum
+from synkhronos.training.updates.transformations import UpdateRule
 
 
 class Trainer:

@@ -15,7 +15,7 @@ from __future__ import annotations
 import functools
 import inspect
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -31,12 +31,10 @@ from synkhronos.training.step_options import StepOptions
 from synkhronos.training.updates import RuleUpdates, chain, clip_by_global_norm
 from synkhronos.training.updates.loss_scale import scale_gradients, skip_overflows
 from synkhronos.training.updates.moving_average import add_average
+from synkhronos.training.updates.transformations import UpdateRule
 
 #: Argument for data: an array or Data object for one variable, a list of them for a list of variables.
 Rows = npt.ArrayLike | synk.Data | Sequence[npt.ArrayLike | synk.Data]
-
-#: Update rule: a function of a loss, parameters and hyperparameters, `weight` among them.
-Rule = Callable[..., RuleUpdates]
 
 #: Argument for extra updates: shared variables and their new values, each with or without an op.
 Updates = Mapping[Any, Any] | Sequence[tuple[Any, Any] | tuple[Any, Any, str | None]]
@@ -106,7 +104,7 @@ class TrainingGraph:
     weight: Any
     ema: list[Any] | None
     params: list[Any]
-    update_rule: Rule
+    update_rule: UpdateRule
     rule_kwargs: Mapping[str, Any]
     options: StepOptions
 
@@ -117,7 +115,7 @@ class TrainingGraph:
         params: Sequence[Any],
         x: Any,
         y: Any,
-        update_rule: Rule,
+        update_rule: UpdateRule,
         sliceable_shareds: Sequence[Any] | None,
         extra_updates: Updates | None,
         rule_kwargs: dict[str, Any],
@@ -310,7 +308,7 @@ def replace_params(expressions: Sequence[Any], params: Sequence[Any], averages: 
     return list(library.clone(list(expressions), replacements))
 
 
-def identify_rule(update_rule: Rule, rule_kwargs: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
+def identify_rule(update_rule: UpdateRule, rule_kwargs: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
     """Return the name of an update rule and all of its options, with defaults for those that are not given.
 
     Checkpoints have both, so that a training is not resumed with another rule.
@@ -326,7 +324,7 @@ def identify_rule(update_rule: Rule, rule_kwargs: Mapping[str, Any]) -> tuple[st
     return name_rule(update_rule), {**defaults, **rule_kwargs}
 
 
-def name_rule(update_rule: Rule) -> str:
+def name_rule(update_rule: UpdateRule) -> str:
     """Return the name of an update rule, that of the function in a `functools.partial`."""
     function: Any = update_rule
     while isinstance(function, functools.partial):

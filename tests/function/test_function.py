@@ -4,6 +4,7 @@ import sys
 
 import numpy as np
 import pytest
+from function_cases import RNG, CountFunctions, X, assert_close, select_rows
 from hypothesis import example, given
 from hypothesis import strategies as st
 from library import INTERPRETED, NAME, XLA, few, function, is_array, package, read, shared
@@ -14,12 +15,6 @@ import synkhronos as synk
 from synkhronos import ranks
 from synkhronos.function.outputs import SMALL_NBYTES
 from synkhronos.ranks.control import SCRATCH_NBYTES
-
-if NAME == "pytensor":
-    pass
-else:
-    pass
-from function_cases import RNG, CountFunctions, X, assert_close, select_rows
 
 pytestmark = pytest.mark.usefixtures("rewrites")
 

@@ -6,19 +6,14 @@ import threading
 
 import numpy as np
 import pytest
-from library import INTERPRETED, NAME, XLA, shared
+from function_cases import CountFunctions, FailOnWorkers
+from library import INTERPRETED, XLA, shared
 from library import tensor as T
 from messages import raises
 
 import synkhronos as synk
 from synkhronos import ranks
 from synkhronos.ranks.memory import Memory
-
-if NAME == "pytensor":
-    pass
-else:
-    pass
-from function_cases import CountFunctions, FailOnWorkers
 
 pytestmark = pytest.mark.usefixtures("rewrites")
 

@@ -6,17 +6,12 @@ import time
 
 import numpy as np
 import pytest
-from library import INTERPRETED, NAME, shared
+from function_cases import FailOnWorkers
+from library import INTERPRETED, shared
 from library import tensor as T
 from system import LIMIT, list_children
 
 import synkhronos as synk
-
-if NAME == "pytensor":
-    pass
-else:
-    pass
-from function_cases import FailOnWorkers
 
 pytestmark = pytest.mark.usefixtures("rewrites")
 

@@ -2,17 +2,12 @@
 
 import numpy as np
 import pytest
-from library import NAME, package, same, shared
+from function_cases import X, Y, select_rows
+from library import package, same, shared
 from library import tensor as T
 from messages import raises
 
 import synkhronos as synk
-
-if NAME == "pytensor":
-    pass
-else:
-    pass
-from function_cases import X, Y, select_rows
 
 pytestmark = pytest.mark.usefixtures("rewrites")
 

@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+from function_cases import RNG, X, assert_close, select_rows
 from hypothesis import example, given
 from hypothesis import strategies as st
 from library import NAME, few, function, shared
@@ -10,16 +11,10 @@ from messages import raises
 
 import synkhronos as synk
 
-if NAME == "pytensor":
-    pass
-else:
-    pass
-from function_cases import RNG, X, assert_close, select_rows
-
 pytestmark = pytest.mark.usefixtures("rewrites")
 
 
-# -- dtypes and sizes ------------------------------------------------------------------------------------------
+# -- updates of sliced variables ------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("argument, given", [("num_slices", {"num_slices": 2}), ("batch_s", {"batch_s": slice(0, 2)})])
@@ -30,7 +25,7 @@ def test_batch_s_refuses_updates_of_a_sliced_variable(fork, argument, given):
     with pytest.raises(ValueError, match=f"^{argument}: f updates 'cut', which is one of its sliceable_shareds"):
         f(**given)
     assert synk.get_lengths(cut) == [4, 4]
-    assert float(f()) == 12  # all of it is no part of it
+    assert float(f()) == 12  # without a selection, the whole variable is updated
     np.testing.assert_array_equal(synk.gather(cut), [[0, 2, 4, 6]] * 2)
     # Another variable may be made of the rows that are chosen.
     g = synk.function([], [], updates=[(other, cut + 1, "gather")], sliceable_shareds=[cut])

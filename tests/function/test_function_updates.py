@@ -2,19 +2,14 @@
 
 import numpy as np
 import pytest
+from function_cases import X, Y, assert_close
 from hypothesis import given
 from hypothesis import strategies as st
-from library import NAME, few, function, grad, shared
+from library import few, function, grad, shared
 from library import tensor as T
 from messages import raises
 
 import synkhronos as synk
-
-if NAME == "pytensor":
-    pass
-else:
-    pass
-from function_cases import X, Y, assert_close
 
 pytestmark = pytest.mark.usefixtures("rewrites")
 

@@ -225,7 +225,7 @@ def test_contributing_complete_test_passes(fork):
     (test,) = re.findall(r'::\n\n(    """Sums over all ranks.*?)\n\n\S', page, re.DOTALL)
     names = {}
     exec(textwrap.dedent(test), names)
-    names["test_a_sum_is_that_of_all_rows"](fork)
+    names["test_sum_is_over_all_rows"](fork)
 
 
 def commands() -> list[str]:

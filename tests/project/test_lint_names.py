@@ -57,6 +57,27 @@ def test_lint_names_finds_a_duplicate_class():
     assert list(findings({"synkhronos/compat/tree/one.py": other, "synkhronos/two.py": other})) == []
 
 
+def test_lint_names_finds_an_unknown_parameter():
+    source = textwrap.dedent('''
+        def weigh(parcel, *extra, unit="g"):
+            """Return the weight.
+
+            Parameters
+            ----------
+            parcel, extra : Parcel
+                Any number, of any kind.
+            unit : {"g", "kg"}
+            factor : float
+
+            Returns
+            -------
+            weight : float
+            """
+    ''')
+    assert found(source) == [("unknown parameter documented", 2, "weigh: factor")]
+    assert found(source.replace('unit="g"', "**options")) == []
+
+
 def test_lint_names_outside_of_the_package():
     source = WHOLE.replace('"""Return the weight in bytes."""', "pass").replace("A message", "What is sent")
     found = findings({"tests/one.py": source, "tests/two.py": source})

@@ -33,6 +33,9 @@ BARE = frozenset(
     "what which who with".split()
 )
 SHORTEST = 3
+#: The section of a docstring that lists parameters, which start in its first column.
+PARAMETERS = re.compile(r"^Parameters\n-+\n(.*?)(?=^\w[\w ]*\n---|\Z)", re.DOTALL | re.MULTILINE)
+LISTED = re.compile(r"^(\S.*?)(?: : |$)", re.MULTILINE)
 PACKAGE = "synkhronos/"
 #: Installed wherever mypy runs.
 REQUIRED = {"numpy", "synkhronos"}
@@ -74,6 +77,17 @@ def find_unlisted_imports(sources: Mapping[str, str], listed: Iterable[str]) -> 
                     yield Finding("import unlisted for mypy", path, node.lineno, name)
 
 
+def find_unknown_parameters(function: ast.FunctionDef) -> Iterator[str]:
+    """Yield the documented parameters that are none of the function's."""
+    arguments = function.args
+    if arguments.kwarg:
+        return
+    known = {argument.arg for argument in ast.walk(arguments) if isinstance(argument, ast.arg)}
+    for section in PARAMETERS.findall(ast.get_docstring(function) or ""):
+        for names in LISTED.findall(section):
+            yield from (name for name in re.findall(r"\w+", names) if name.isidentifier() and name not in known)
+
+
 def findings(sources: Mapping[str, str]) -> Iterator[Finding]:
     """Yield the findings of names and docstrings.
 
@@ -94,6 +108,9 @@ def findings(sources: Mapping[str, str]) -> Iterator[Finding]:
                 first = (ast.get_docstring(node) or "").partition("\n")[0]
                 if CLAUSE.match(first):
                     yield Finding("clause for a noun", path, getattr(node, "lineno", 1), first)
+            if isinstance(node, ast.FunctionDef):
+                for name in find_unknown_parameters(node):
+                    yield Finding("unknown parameter documented", path, node.lineno, f"{node.name}: {name}")
             if isinstance(node, ast.ClassDef | ast.FunctionDef) and node.name in BARE:
                 yield Finding("bare name", path, node.lineno, node.name)
             if not path.startswith(PACKAGE):

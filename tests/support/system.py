@@ -22,7 +22,7 @@ def names() -> set[str]:
 
 
 def names_left(before: set[str], limit: float = 2) -> set[str]:
-    """Return the names that have come since and stay: those of programs that run beside this one go in a moment."""
+    """Return names in /dev/shm that were created since ``before`` and still exist after ``limit`` seconds."""
     deadline = time.monotonic() + limit
     left = names() - before
     while left and time.monotonic() < deadline:

@@ -206,7 +206,7 @@ def _stream_callback(address: int) -> None:
             handle = _get_stream(frame)
             if handle is not None:
                 _found_streams.append(ComputeStream(handle, threading.current_thread() is _probing_thread[0]))
-    except BaseException as error:  # as in `_dispatch`
+    except BaseException as error:  # as in `ProgramReduction.dispatch`
         _log.info("XLA's stream can't be found: %r", error)
 
 
@@ -340,9 +340,7 @@ class ProgramReduction:
                 raise
             self._raise_error()
             if times is not None and self._n_finished != times:
-                raise RuntimeError(
-                    f"XLA had the ranks' arrays combined {self._n_finished} times in one launch, not {times}"
-                )
+                raise RuntimeError(f"the launch made {self._n_finished} all-reduces, expected {times}")
         finally:
             self._reducer = self._error = None
 
@@ -371,9 +369,7 @@ class ProgramReduction:
             library.synkhronos_set_launch_state(state)
             yield
         if not is_recordable and state.n_finished != times:
-            raise RuntimeError(
-                f"XLA had the ranks' arrays combined {state.n_finished} times in one launch, not {times}"
-            )
+            raise RuntimeError(f"the launch made {state.n_finished} all-reduces, expected {times}")
 
     def _raise_error(self) -> None:
         if self._error is not None:
@@ -498,9 +494,7 @@ class ProgramReduction:
                 return None
             reduction = cls._by_number[frame.attributes.numbers[0].contents.value[0]]
             if reduction._reducer is None:
-                _log.error(
-                    "XLA called the function that combines the ranks' arrays outside a launch: the call is ignored"
-                )
+                _log.error("XLA called an all-reduce outside a launch; the call is ignored")
             elif reduction._aborts and reduction._error is not None:
                 return _create_error(frame)
             else:
@@ -509,7 +503,7 @@ class ProgramReduction:
         # of all later ones.
         except BaseException as error:
             if reduction is None:
-                _log.error("XLA's call to combine the ranks' arrays can't be read: %r", error)
+                _log.error("XLA's call of an all-reduce can't be read: %r", error)
             else:
                 reduction._error = reduction._error or error
                 if reduction._aborts:

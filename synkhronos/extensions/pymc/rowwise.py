@@ -48,7 +48,7 @@ __all__ = ["NotRowwiseError", "make_rowwise"]
 
 #: A rule for one operation: takes the search, the node, and the axis of its output that runs along the rows.
 #: It returns the restricted output.
-Rule = Callable[["RowSearch", Any, int], Any]
+RowwiseRule = Callable[["RowSearch", Any, int], Any]
 
 
 #: Most elements of padded sparse rows, as a multiple of the rows and their elements.
@@ -59,7 +59,7 @@ class NotRowwiseError(ValueError):
     """An expression that cannot be computed row by row; the message names the reason."""
 
 
-def make_rowwise(terms: Any, length: int, rules: dict[type, Rule] | None = None) -> tuple[Any, dict[Any, Any]]:
+def make_rowwise(terms: Any, length: int, rules: dict[type, RowwiseRule] | None = None) -> tuple[Any, dict[Any, Any]]:
     """Return an expression for the terms of any number of rows, and the data that it needs.
 
     Parameters
@@ -119,7 +119,7 @@ class RowSearch:
         Integer scalar: the number of rows that are computed.
     """
 
-    def __init__(self, length: int, rules: dict[type, Rule], index: np.ndarray | None = None):
+    def __init__(self, length: int, rules: dict[type, RowwiseRule], index: np.ndarray | None = None):
         self.length = length
         self.sources: dict[Any, Any] = {}
         self.count = pt.lscalar("count")
@@ -599,7 +599,7 @@ def _restrict_op_from_graph(search: RowSearch, node: Any, axis: int) -> Any:
     return search.restrict(replace_variables(output, library_of(output).sort_nodes([output]), replaced), axis)
 
 
-_RULES: dict[type, Rule] = {
+_RULES: dict[type, RowwiseRule] = {
     Elemwise: _restrict_elemwise,
     DimShuffle: _restrict_dimshuffle,
     Dot: _restrict_dot,
