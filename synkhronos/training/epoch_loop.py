@@ -2,10 +2,11 @@
 
 Epochs are divided into intervals, each of which ends with a report::
 
-    train() --> make_report() --> validate() --> complete() --> adapt() --> save()
-       ^                                                                      |
-       +----------------------------------------------------------------------+
+    train() --> make_report() --> validate() --> complete() --> observe() --> adapt() --> save()
+       ^                                                                                    |
+       +------------------------------------------------------------------------------------+
 
+`observe` compares the report with the best one so far, and `save` is called only for some reports.
 A signal may stop `train` or `validate`.  Then `stop` saves the position within the interval instead of a report.
 """
 

@@ -147,7 +147,7 @@ class TrainFunction:
         >>> import numpy as np
         >>> import pytensor, pytensor.tensor as pt
         >>> import synkhronos as synk
-        >>> from synkhronos.extensions.updates import momentum
+        >>> from synkhronos.training.updates import momentum
         >>> x, w = pt.matrix("x"), pytensor.shared(np.zeros(3), name="w")
         >>> n = synk.fork(2, use_gpu=False)
         >>> train = make_train_function((x @ w).mean(), [w], x, [], momentum, learning_rate=1.0, shard_optimizer=True)

@@ -30,7 +30,7 @@ import pytest
 from library import DEVICE, tensor
 
 import synkhronos as synk
-from synkhronos.devices.reductions import REDUCTIONS, Reduction
+from synkhronos.devices.reductions import REDUCTIONS, Reduction, list_collective_ops
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = sorted((ROOT / "docs").glob("*.rst"))
@@ -313,6 +313,18 @@ def test_every_public_attribute_is_in_the_reference():
     assert missing == {}
 
 
+def test_documents_list_all_ops():
+    collectives = [synk.reduce, synk.all_reduce, synk.reduce_scatter, synk.Worker.all_reduce]
+    texts = {each.__qualname__: (each.__doc__, list_collective_ops()) for each in collectives}
+    texts["function"] = synk.function.__doc__, REDUCTIONS
+    for name, ops in (("functions.rst", REDUCTIONS), ("collectives.rst", list_collective_ops())):
+        texts[name] = (ROOT / "docs" / name).read_text(), ops
+    missing = [(name, op) for name, (text, ops) in texts.items() for op in ops if f'"{op}"' not in text]
+    assert missing == []
+    table = re.findall(r"^(\w+)(?:, (\w+))?  ", inspect.getmodule(Reduction).__doc__, re.MULTILINE)
+    assert set(REDUCTIONS) <= {op for ops in table for op in ops}
+
+
 SPEED = ROOT / "docs" / "speed.csv"
 
 
@@ -337,13 +349,16 @@ def test_speed_table_commands_exist():
 
 
 @pytest.mark.any_library
-def test_readme_has_the_rows_of_the_speed_table():
+def test_readme_has_rows_of_the_speed_table():
+    """Some of them, in the same order; none with a star, whose figures are older than their command."""
     columns = ["Work", "On", "Compared with", "Times as fast", "Command"]
     with SPEED.open(newline="") as file:
         rows = [[row[column] for column in columns] for row in csv.DictReader(file)]
     readme = (ROOT / "README.rst").read_text()
     (table,) = re.findall(rf":header: {','.join(columns)}\n.*\n\n((?:   .*\n)+)", readme)
-    assert list(csv.reader(textwrap.dedent(table).splitlines())) == rows
+    shown = list(csv.reader(textwrap.dedent(table).splitlines()))
+    assert 6 <= len(shown) <= 8 and shown == [row for row in rows if row in shown]
+    assert "*" not in table and "docs/speed.rst" in readme
 
 
 @pytest.mark.any_library

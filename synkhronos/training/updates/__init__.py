@@ -11,18 +11,18 @@ Signatures, formulas and defaults are those of Lasagne.  One step takes three ca
 
 `synkhronos.training.make_train_function` makes one callable of the three.
 
-**The reduced gradient.**  Where the loss is a mean over rows, the reduced gradient should be the one over
-all rows.  Without the argument `weight` the ranks' gradients are averaged plainly: exact only where all
-ranks have the same number of rows.  With ``weight=x.shape[0]`` each rank's gradient counts as many times as
-the rank has rows: exact for any split.  The vector then holds one element more, the weight, and both
-``"avg"`` (the default) and ``"sum"`` are right for the all-reduce.  Two things remain to the caller
-(`make_train_function` does both):
+**The reduced gradient.**  By default the ranks' gradients have equal weights.  For a loss that is a mean over rows this is
+exact only if all ranks have the same number of rows.  Pass ``weight=x.shape[0]`` for an exact mean: the vector then
+ends with the weight, and the gradient that the parameters move by is the sum of weighted gradients, divided by the sum
+of weights.  So the all-reduce may be ``"avg"`` (the default) or ``"sum"``.
 
-- A call with `num_slices` needs the op ``"sum"`` for the gradient's update, as in
-  ``updates=[(grad_shared, grad_updates[grad_shared], "sum")]``, lest a rank with fewer rows than slices weigh
-  too much.
-- A rank without rows sits out and keeps its last gradient: zero `grad_shared` on all ranks before a call with
-  fewer rows than ranks.
+The caller has two duties, which `make_train_function` fulfils:
+
+- With `num_slices`, use the op ``"sum"`` for the gradient's update:
+  ``updates=[(grad_shared, grad_updates[grad_shared], "sum")]``.  With the default, "avg", a rank that has fewer rows
+  than slices would have too large a weight.
+- Set `grad_shared` to zero on all ranks before a call with fewer rows than ranks: a rank without rows does not update
+  it, so that it would still hold the gradient of an earlier call.
 
 **Hyperparameters** such as `learning_rate` are numbers, symbolic scalars or shared variables.  Each rank has
 its own copy of a shared variable: give it a new value with ``synk.broadcast(learning_rate, value)``.
