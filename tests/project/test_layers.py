@@ -220,20 +220,39 @@ def test_only_devices_engines_and_lowering_import_jax_or_pygpu():
                 assert not [name for name in names if re.match(r"(jax|jaxlib|pygpu|theano\.gpuarray)\b", name)], path
 
 
-def test_source_map_in_internals_is_complete():
+def list_files(package):
+    """Return the files of a package as paths without suffix, without those of packages in it."""
+    paths = [path for path in (PACKAGE / package).rglob("*.py") if get_package_name(path) == package]
+    return {str(path.relative_to(PACKAGE / package).with_suffix("")) for path in paths if path.stem != "__init__"}
+
+
+def find_unnamed(files, names):
+    """Return the files of which neither they nor a folder above them is among the names."""
+    return sorted(file for file in files if not {file, *map(str, Path(file).parents)} & set(names))
+
+
+def test_source_map_in_internals_names_every_file():
     page = (PACKAGE.parent / "docs" / "internals.rst").read_text()
     table = re.split("^Four walks", page, flags=re.MULTILINE)[0]
-    assert [package for package in PACKAGES if not re.search(rf"``{package}(/|\.py)``", table)] == []
-    for package, files in re.findall(r"\* - ``(\w+)/``\n     - (.*?)(?=\n   \* -|\Z)", table, re.DOTALL):
-        for name in re.findall("``(\\w+)``", files):
-            assert (
-                (PACKAGE / package / name).is_dir()
-                or (PACKAGE / package / f"{name}.py").exists()
-                or (PACKAGE / name).is_dir()
-            ), f"docs/internals.rst: {package}/{name}"
-    for path, package in re.findall("``((\\w+)/[a-z_/]+)(?:\\.py)?``", page):
+    rows = re.findall(r"\* - (\d+)\n +- ``([\w/]+?)(?:/|\.py)``\n +- (.*?)(?=\n   \* -|\n\n\S)", table, re.DOTALL)
+    assert sorted(PACKAGES) == sorted(package for _, package, _ in rows)
+    assert [int(layer) - 1 for layer, *_ in rows] == sorted(LAYER[package] for _, package, _ in rows)
+    unnamed = {}
+    for layer, package, text in rows:
+        assert int(layer) - 1 == LAYER[package], package
+        names = re.findall(r"``([\w/]+)``", text)
+        for name in names:
+            paths = [PACKAGE / package / name, PACKAGE / name]
+            assert any(path.is_dir() or path.with_suffix(".py").exists() for path in paths), f"{package}: {name}"
+        unnamed[package] = find_unnamed(list_files(package), names)
+    assert {package: files for package, files in unnamed.items() if files} == {}
+    for path, package in re.findall(r"``((\w+)/[a-z_/]+)(?:\.py)?``", page):
         exists = (PACKAGE / path).is_dir() or (PACKAGE / f"{path}.py").exists()
         assert exists or package not in PACKAGES, f"docs/internals.rst: {path}"
+
+
+def test_find_unnamed():
+    assert find_unnamed({"a", "b", "c/d", "c/e", "f/g"}, ["a", "c/d", "f"]) == ["b", "c/e"]
 
 
 @functools.cache

@@ -1,4 +1,11 @@
-"""NCCL communicators of some of the ranks."""
+"""NCCL communicators of some of the ranks.
+
+The members of a group create one at the same point of their programs, by NCCL's init.  Two ranks that send each other
+arrays are a group, too: the sender's message has the data to connect, and the receiver does not reply, as its reply
+could queue behind unread messages.  So a connected sender must be sure that its receiver is connected.
+
+Invariant: after a failed command, all ranks drop the connections of their groups.
+"""
 
 from __future__ import annotations
 

@@ -11,10 +11,10 @@ Signatures, formulas and defaults are those of Lasagne.  One step takes three ca
 
 `synkhronos.training.make_train_function` makes one callable of the three.
 
-**The reduced gradient.**  By default the ranks' gradients have equal weights.  For a loss that is a mean over rows this is
-exact only if all ranks have the same number of rows.  Pass ``weight=x.shape[0]`` for an exact mean: the vector then
-ends with the weight, and the gradient that the parameters move by is the sum of weighted gradients, divided by the sum
-of weights.  So the all-reduce may be ``"avg"`` (the default) or ``"sum"``.
+**The reduced gradient.**  By default the ranks' gradients have equal weights.  For a loss that is a mean over rows this
+is exact only if all ranks have the same number of rows.  Pass ``weight=x.shape[0]`` for an exact mean: each rank's
+gradient is multiplied by its weight, the vector ends with the weight, and the rule divides the reduced gradient by the
+reduced weight.  So the all-reduce may be ``"avg"`` (the default) or ``"sum"``.
 
 The caller has two duties, which `make_train_function` fulfils:
 
