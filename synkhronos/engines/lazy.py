@@ -33,9 +33,9 @@ _MAX_CALLS, _MAX_BYTES = 256, 1 << 24
 class _UnreadOutputs(dict[int, tuple[Engine, Any]], PendingOperation):
     """One rank's unread outputs and the engine that fetches them, by the number of the command."""
 
-    def cancel(self, command: int) -> None:
+    def cancel(self, command_number: int) -> None:
         """Drop the outputs of a failed command, for which no result exists."""
-        self.pop(command, None)
+        self.pop(command_number, None)
 
 
 def _get_unread(rank: Rank) -> _UnreadOutputs:

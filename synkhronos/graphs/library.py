@@ -9,7 +9,7 @@ import contextlib
 import copy
 import os
 import pickle
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from sys import getrefcount
 from types import ModuleType
@@ -233,16 +233,14 @@ class GraphLibrary:
         """
         return device.default_mode or self.package.config.mode
 
-    def sort_nodes(self, variables: Iterable[Any]) -> list[Any]:
+    def sort_nodes(self, variables: Sequence[Any]) -> list[Any]:
         """Return the Apply nodes above some variables in topological order: every node follows its dependencies.
 
         A shared variable depends on its default update.
         """
         order: list[Any] = []
         seen: set[int] = set()
-        stack: list[tuple[Any, bool]] = [(v.owner, False) for v in variables if v.owner is not None]
-        for shared in [v for v in variables if self.is_shared(v)]:
-            stack.extend(self._list_default_update_nodes(shared))
+        stack = [(node, False) for node in map(self._get_source_node, variables) if node is not None]
         while stack:
             node, expanded = stack.pop()
             if expanded:
@@ -252,16 +250,19 @@ class GraphLibrary:
                 continue
             seen.add(id(node))
             stack.append((node, True))
-            for variable in node.inputs:
-                if variable.owner is not None:
-                    stack.append((variable.owner, False))
-                elif self.is_shared(variable):
-                    stack.extend(self._list_default_update_nodes(variable))
+            stack.extend((source, False) for source in map(self._get_source_node, node.inputs) if source is not None)
         return order
 
-    def _list_default_update_nodes(self, shared: Any) -> list[tuple[Any, bool]]:
-        update = getattr(shared, "default_update", None)
-        return [(update.owner, False)] if update is not None and update.owner is not None else []
+    def _get_source_node(self, variable: Any) -> Any:
+        """Return the node that computes a variable or a shared variable's default update; None if there is none.
+
+        A default update may be a shared variable, which has its own.
+        """
+        seen: set[int] = set()
+        while variable is not None and variable.owner is None and id(variable) not in seen:
+            seen.add(id(variable))
+            variable = getattr(variable, "default_update", None) if self.is_shared(variable) else None
+        return None if variable is None else variable.owner
 
     def find_shareds(self, variables: Sequence[Any]) -> list[Any]:
         """Return the shared variables among and above some variables, each once, in the graph's order."""

@@ -319,11 +319,11 @@ class Agent:
                     self._exit_alone(9)
                 name, first = describe_host(self._names[host], self._ranks[host]), self._ranks[host].start
                 self._report_loss(f"{name} has not been heard of for {timeout:g} seconds", first)
-        dead = self._workers.find_dead()
+        dead = self._workers.collect_dead()
         if dead is not None:
             number, pid, code = dead
             text = f"rank {number} on host {self._names[self._host]} (process {pid}) {describe_exit(code)}"
-            self._mail.send(0, LOST, text, number)
+            self._mail.send(0, LOST, text, number, pid, describe_exit(code))
             del self._workers.pids[number]
 
     def _end_without_master(self, now: float) -> None:
@@ -399,8 +399,8 @@ class Agent:
             control.done[r] = done[i]
         self._control.ring_local(FOR_DONE)
 
-    def _on_lost(self, source: int, text: str, rank: int) -> None:
-        self._report_loss(text, rank)
+    def _on_lost(self, source: int, text: str, rank: int, pid: int = 0, cause: str = "") -> None:
+        self._report_loss(text, rank, pid, cause)
 
     def _on_beat(self, source: int, elapsed: list[int], sleeping: list[int]) -> None:
         control, clock = self._control, time.monotonic_ns()
@@ -418,11 +418,21 @@ class Agent:
 
     # -- loss and exit -----------------------------------------------------------------------------------------------
 
-    def _report_loss(self, text: str, rank: int) -> None:
-        """Report a loss to the master: the first only, since others may follow from it."""
+    def _report_loss(self, text: str, rank: int, pid: int = 0, cause: str = "") -> None:
+        """Report a loss to the master: the first only, since others may follow from it.
+
+        Parameters
+        ----------
+        text : str
+            Its description.
+        rank : int
+            The rank that it concerns, or the first of a host's.
+        pid, cause : int, str
+            Of a worker's exit, as in `Death`.
+        """
         if self._control.words[Control.LOSS_LENGTH]:
             return
-        content = json.dumps([text[: LOSS_NBYTES // 8], rank]).encode()
+        content = json.dumps([text[: LOSS_NBYTES // 8], rank, pid, cause[: LOSS_NBYTES // 32]]).encode()
         self._layout.loss_message[: len(content)] = content
         self._control.words[Control.LOSS_LENGTH] = len(content)
         self._control.ring_all()

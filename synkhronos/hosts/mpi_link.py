@@ -29,7 +29,7 @@ from synkhronos.hosts.pipes import PipeLayout
 from synkhronos.ranks import Command, SharedArray
 from synkhronos.ranks.child_process import JOB_SIGNALS, ignore_job_signals
 from synkhronos.ranks.control import MAILBOX_NBYTES, Control
-from synkhronos.ranks.errors import describe_exit
+from synkhronos.ranks.errors import Death, Loss, describe_exit
 from synkhronos.ranks.interrupts import defer_signals
 from synkhronos.ranks.link import Link, RowAccess, find_row_accesses
 from synkhronos.ranks.memory import Release
@@ -289,14 +289,14 @@ class MpiLink(Link):
         """Return the name of a rank's host."""
         return self.names[find_host(self.ranks_by_host, rank)]
 
-    def find_lost_host(self) -> tuple[str, int] | None:
-        """Return a description of the failure of another host, or of an agent, and a rank there; None if all live."""
+    def find_loss(self) -> Loss | None:
+        """Return the loss of another host, of an agent, or of a worker on another host; None if all live."""
         if self._control is None or self._layout is None:
             return None
         length = self._control.words[Control.LOSS_LENGTH]
         if length:
-            text, rank = json.loads(bytes(self._layout.loss_message[:length]))
-            return text, rank
+            text, rank, pid, cause = json.loads(bytes(self._layout.loss_message[:length]))
+            return Loss(text, rank, Death(rank, self.get_host_name(rank), pid, cause) if cause else None)
         assert self._channel is not None
         if self._launcher.poll() is None and not is_closed(self._channel):
             return None
@@ -308,13 +308,12 @@ class MpiLink(Link):
         code = self._launcher.poll()
         if code is not None and code < 0:
             process_name = "the agent of this host" if self._hosts is None else "mpirun, which connects the hosts,"
-            return f"{process_name} (process {self._launcher.pid}) {describe_exit(code)}", 0
+            return Loss(f"{process_name} (process {self._launcher.pid}) {describe_exit(code)}", 0)
         lost_hosts = mpirun.find_lost_hosts(" ".join(list(self._last_lines)), self._aliases)
         names = [describe_host(self.names[i], self.ranks_by_host[i]) for i in lost_hosts]
         description = names[0] if len(names) == 1 else f"one of {', '.join(names)}"
-        return f"{description} was lost: the host, or the agent there, has ended", self.ranks_by_host[
-            lost_hosts[0]
-        ].start
+        text = f"{description} was lost: the host, or the agent there, has ended"
+        return Loss(text, self.ranks_by_host[lost_hosts[0]].start)
 
     def end(self, kill: bool, seconds: float, should_kill: Callable[[], bool]) -> None:
         """End the other hosts' workers and the agents."""

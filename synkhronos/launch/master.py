@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import json
 import random
-import re
 import sys
 import traceback
 from pathlib import Path
@@ -82,9 +81,7 @@ def _note_death(folder: str, error: BaseException, is_failed_start: bool) -> Non
         DeathLog(folder).add(death.rank, death.host, death.cause)
     elif isinstance(error, WorkerError) and not error.worker_traceback:
         text = str(error).partition(";")[0]
-        match = re.fullmatch(r"rank \d+ on host (\S+) \(process \d+\) (.*)", text)
-        host, cause = match.groups() if match else ("", f"ended: {text}")
-        DeathLog(folder).add(error.rank, host, cause)
+        DeathLog(folder).add(error.rank, "", f"ended: {text}")
     elif is_failed_start and isinstance(error, Exception):
         rank = error.rank if isinstance(error, WorkerError) else 0
         text = str(error).partition("\n")[0] if isinstance(error, WorkerError) else f"{type(error).__name__}: {error}"

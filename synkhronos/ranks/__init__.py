@@ -1,6 +1,6 @@
 """Processes that run commands in step: commands, barriers, shared memory, liveness and errors.
 
-This package knows nothing of graphs, devices, or the meaning of arrays.
+This package knows nothing of graphs or of the meaning of arrays, and stores the device of a rank only for others.
 """
 
 from synkhronos.ranks.errors import Cancelled, Death, WorkerError

@@ -119,6 +119,24 @@ class Death(NamedTuple):
     cause: str
 
 
+class Loss(NamedTuple):
+    """Failure on another machine that ends a session.
+
+    Attributes
+    ----------
+    text : str
+        Its description for an error message.
+    rank : int
+        The rank that it concerns, or the first of a lost machine.
+    death : Death or None
+        If a single worker has exited.
+    """
+
+    text: str
+    rank: int
+    death: Death | None = None
+
+
 class Cancelled(Exception):
     """Another rank failed; unwinds this rank's part of the command and never leaves the library."""
 

@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 from synkhronos.ranks.control import Control
+from synkhronos.ranks.errors import Loss
 from synkhronos.ranks.rank import Command
 from synkhronos.ranks.segments import SegmentTable, SharedArray
 
@@ -92,8 +93,8 @@ class Link(ABC):
         """Return the name of a rank's machine; "" if there is only one."""
 
     @abstractmethod
-    def find_lost_host(self) -> tuple[str, int] | None:
-        """Return a description of another machine's failure and the rank that it concerns, or None."""
+    def find_loss(self) -> Loss | None:
+        """Return the failure of another machine, or the exit of a worker there; None if all live."""
 
     @abstractmethod
     def end(self, kill: bool, seconds: float, should_kill: Callable[[], bool]) -> None:
@@ -141,7 +142,7 @@ class LocalLink(Link):
         """Return an empty name."""
         return ""
 
-    def find_lost_host(self) -> None:
+    def find_loss(self) -> None:
         """Return None: a worker's death is seen by `Workers`."""
 
     def end(self, kill: bool, seconds: float, should_kill: Callable[[], bool]) -> None:

@@ -301,8 +301,11 @@ class Rank:
         """Return the last step that all ranks reached in a failed command; None until it is decided."""
         return last_common_step(self.control.words, command_number)
 
-    def is_reached_by_all(self, step: int) -> bool:
-        """Whether all ranks had reached a step of this failed command; the answer is the same on all ranks."""
+    def wait_reached_by_all(self, step: int) -> bool:
+        """Wait for the last common step of this failed command; return True if all ranks had reached ``step``.
+
+        The answer is the same on all ranks.
+        """
         self._wait_until_decided(self.command_number)
         return (self.last_common_step(self.command_number) or 0) >= step
 
@@ -322,7 +325,7 @@ class Rank:
     def all_gather_cached(self, value: Hashable) -> list[Any]:
         """All-gather an immutable value that is often the same: if all values are equal, ranks send only a digest."""
         payload, digest = self._pickle_cached(value)
-        if self.is_same_on_all(digest):  # nearly always
+        if self.compare_on_all(digest):  # nearly always
             return [value] * self.size
         return [pickle.loads(pickled) for pickled in self.all_gather_bytes(payload)]
 
@@ -340,8 +343,8 @@ class Rank:
             cached = pickles[value] = payload, hashlib.blake2b(payload, digest_size=16).digest()
         return cached
 
-    def is_same_on_all(self, digest: bytes) -> bool:
-        """Compare digests in one step; return True if all ranks have passed the same one."""
+    def compare_on_all(self, digest: bytes) -> bool:
+        """Exchange digests in one step, a collective operation; return True if all ranks have passed the same one."""
         step = self._write_slot(digest)
         self.barrier()
         get_slot, index, nbytes = self.control.get_slot, step & 1, SLOT_HEADER.size + len(digest)

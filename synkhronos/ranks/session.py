@@ -305,7 +305,7 @@ class Session:
             )
             has_failed = control.words[Control.FAILED] == number
             reports = self._read_reports(number) if has_failed else []
-            if has_failed and self.link.find_lost_host() is not None:
+            if has_failed and self.link.find_loss() is not None:
                 self._raise_if_peer_died()  # reports may only follow from the loss of a machine, which is the cause
             rank.cancel_failed()
         except PeerDied:  # raised just after the master's part had failed
@@ -456,7 +456,7 @@ class Session:
 
     def _has_peer_died(self) -> bool:
         """Whether a worker has exited, as far as this machine knows."""
-        return self.workers.has_any_exited() or self.link.find_lost_host() is not None
+        return self.workers.has_any_exited() or self.link.find_loss() is not None
 
     def _has_pending_between_commands(self) -> bool:
         """Whether an operation with the workers is pending although no command runs."""
@@ -467,7 +467,7 @@ class Session:
         """End the session and raise WorkerError if a worker or another machine has died."""
         peers = self._peers
         busy_thread, peers.busy_thread = peers.busy_thread, 0  # no PeerDied while this handles it
-        dead = self.workers.find_dead()
+        dead = self.workers.collect_dead()
         if dead is not None:
             number, pid, code = dead
             host = self.link.get_host_name(number)
@@ -475,9 +475,9 @@ class Session:
             death = Death(number, host, pid, describe_exit(code))
             message = f"{who} (process {pid}) {death.cause}; the other workers were ended."
             self._end_with_error(message, number, death)
-        lost = self.link.find_lost_host()
+        lost = self.link.find_loss()
         if lost is not None:
-            self._end_with_error(f"{lost[0]}; the workers were ended.", lost[1])
+            self._end_with_error(f"{lost.text}; the workers were ended.", lost.rank, lost.death)
         peers.busy_thread = busy_thread
 
     def _end_with_error(self, message: str, number: int, death: Death | None = None) -> None:
@@ -681,7 +681,8 @@ class Session:
 
     def _close_after_failed_start(self, error: Exception) -> None:
         """Close the session because a new worker can't start; keep the memory for another try."""
-        number = error.rank if isinstance(error, WorkerError) else self.workers.find_missing()
+        missing = self.rank.number if (first := self.workers.find_missing()) is None else first
+        number = error.rank if isinstance(error, WorkerError) else missing
         text = str(error) if isinstance(error, WorkerError) else f"{type(error).__name__}: {error}"
         cause = f"{FAILED_START}: " + text.partition("\n")[0]
         self.has_kept_memory = self._n_keepers > 0

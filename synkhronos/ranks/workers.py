@@ -36,7 +36,7 @@ class Workers:
     root : int
         As the parameter.
     pids : dict of int to int
-        Process ids by rank, of workers that are not known to have exited.
+        Process ids by rank, until `end` or `start` of the rank's next process.
     channels : dict of int to socket
         This process' ends of the socket pairs over which workers receive segments, by rank.
     """
@@ -82,12 +82,12 @@ class Workers:
                 worker_process.main(self._control, theirs, *settings, inherited)
         self.pids[number] = pid
 
-    def find_missing(self) -> int:
-        """Return the first rank of this machine whose worker has not been started; the master's if none is missing."""
-        return next((r for r in self._control.local_ranks if r not in (*self.pids, self.root)), self.root)
+    def find_missing(self) -> int | None:
+        """Return the first rank of this machine whose worker has not been started; None if all have."""
+        return next((r for r in self._control.local_ranks if r not in (*self.pids, self.root)), None)
 
     def set_control_file(self, file: io.FileIO | None) -> None:
-        """Have the next `start` start forks, or new processes that get the control memory as a file."""
+        """Choose how the next `start` creates workers: as forks if ``file`` is None, else as processes that map it."""
         self._file = file
 
     @property
@@ -96,11 +96,17 @@ class Workers:
         return self._file is None
 
     def has_any_exited(self) -> bool:
-        """Whether a worker has exited."""
+        """Whether a worker has exited; its exit status is not collected."""
         return any(_has_exited(pid) for pid in list(self.pids.values()))
 
-    def find_dead(self) -> tuple[int, int, int] | None:
-        """Return rank, process id and exit code of a worker that has exited; None if all live."""
+    def collect_dead(self) -> tuple[int, int, int] | None:
+        """Collect the exit status of a worker that has exited.
+
+        Returns
+        -------
+        (rank, process id, exit code) or None
+            None if all workers live.  A second call returns `UNKNOWN_EXIT_CODE` for the same worker.
+        """
         for number, pid in list(self.pids.items()):  # another thread may be ending them
             code = _get_exit_code(pid)
             if code is not None:

@@ -186,6 +186,13 @@ def test_find_shareds_that_is_a_default_update():
 
 
 @pytest.mark.filterwarnings("ignore:Setting default_update is deprecated")
+def test_find_shareds_in_the_default_update_of_a_default_update():
+    first, second, rate = shared(1.0, "first"), shared(2.0, "second"), shared(3.0, "rate")
+    first.default_update, second.default_update = second, second * rate
+    assert {variable.name for variable in LIBRARY.find_shareds([first + 1])} == {"first", "second", "rate"}
+
+
+@pytest.mark.filterwarnings("ignore:Setting default_update is deprecated")
 def test_find_shareds_in_cyclic_default_updates():
     a, b = shared(1.0, "a"), shared(2.0, "b")
     a.default_update, b.default_update = a + b, b - a

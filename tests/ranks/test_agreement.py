@@ -241,7 +241,7 @@ class World:
             rank.fail()  # decides on one host
         elif self.waits:  # what `CollectiveWatchdog.meet` does: who finds that all have come goes on
             has_come = self.watchdogs[r]._started_step == rank._step
-            self.passed[r] = 1 if has_come and rank.is_reached_by_all(rank._step) else -1
+            self.passed[r] = 1 if has_come and rank.wait_reached_by_all(rank._step) else -1
         self.pcs[r] = DONE - 1
 
     def begin_second(self, r):

@@ -293,7 +293,7 @@ class Leave(Command):
             if rank.is_master:
                 leave()
         except Cancelled:
-            rank.objects["found"] = rank.is_reached_by_all(step)
+            rank.objects["found"] = rank.wait_reached_by_all(step)
             raise
         except Left:
             rank.objects["found"] = self.all_come
@@ -334,7 +334,7 @@ class DieInBetween(Command):
         try:
             rank.barrier()
         except Cancelled:
-            rank.is_reached_by_all(step)
+            rank.wait_reached_by_all(step)
             raise
 
 
@@ -362,7 +362,7 @@ def test_ranks_that_fail_together_record_one_common_step(monkeypatch):
     monkeypatch.setattr(control, "fence", meanwhile)
     first.fail()
     assert not failing
-    assert [rank.is_reached_by_all(step) for rank in (first, second, third)] == [True] * 3
+    assert [rank.wait_reached_by_all(step) for rank in (first, second, third)] == [True] * 3
 
 
 @pytest.mark.parametrize("all_come", [False, True])
@@ -378,4 +378,4 @@ def test_ranks_that_fail_in_turn_record_one_common_step(all_come):
     if not all_come:
         third.arrive()  # too late: it may not have heard
     second.fail()
-    assert [rank.is_reached_by_all(step) for rank in (first, second, third)] == [all_come] * 3
+    assert [rank.wait_reached_by_all(step) for rank in (first, second, third)] == [all_come] * 3

@@ -129,7 +129,7 @@ class CollectiveWatchdog(PendingOperation):
                 self._rank.barrier(check)
             except Cancelled:
                 # If all ranks have arrived before the failure, the collective completes.
-                if not self._rank.is_reached_by_all(step):
+                if not self._rank.wait_reached_by_all(step):
                     raise
 
     def notify_started(self) -> None:
@@ -143,21 +143,21 @@ class CollectiveWatchdog(PendingOperation):
 
     # -- PendingOperation ------------------------------------------------------------------------------------
 
-    def cancel(self, command: int) -> None:
+    def cancel(self, command_number: int) -> None:
         """Abort the collectives of a failed command unless all ranks have started them; all ranks decide alike.
 
         Connections of groups are aborted in any case, on all ranks, so that members need not compare generations.
         """
-        if self._completed_command == command != self._pending_command:
+        if self._completed_command == command_number != self._pending_command:
             self.abort(self.connections[0])
-        self._abort_unless_started_by_all(command)
+        self._abort_unless_started_by_all(command_number)
         for connection in self.connections[1:]:
             connection.abort()
 
-    def _abort_unless_started_by_all(self, command: int) -> None:
-        if self._pending_command == command:
+    def _abort_unless_started_by_all(self, command_number: int) -> None:
+        if self._pending_command == command_number:
             # Read in this order: first the ranks' last common step, then this rank's.
-            step = self._rank.last_common_step(command)
+            step = self._rank.last_common_step(command_number)
             if step is not None and step < self._started_step:
                 self.abort()
 

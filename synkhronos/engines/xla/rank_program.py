@@ -94,7 +94,7 @@ class RankProgram:
         digest = hashlib.blake2b(reducer.count.to_bytes(8, "little"), digest_size=16)
         for array in results:
             digest.update(np.ascontiguousarray(array).tobytes())
-        if not rank.is_same_on_all(digest.digest()):
+        if not rank.compare_on_all(digest.digest()):
             raise RuntimeError(DIVERGED)
         return results
 
