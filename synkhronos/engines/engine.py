@@ -3,7 +3,7 @@
 An `Engine` wraps each compiled function in a `Runner`, which ranks call.  An engine may also fuse a training step into
 one launch::
 
-    Runner of the gradient ──> all-reduce of its vector (`GradientReduction`) ──> Runner of the update
+    Runner of the gradient ──> all-reduce of its vector (`StepReduction`) ──> Runner of the update
     `────────────────────────────── Engine.fuse_step ──────────────────────────────────────────────´
 """
 
@@ -63,8 +63,8 @@ class Runner:
         return self if times == 1 else None
 
 
-class GradientReduction(Protocol):
-    """All-reduce of a shared variable between two functions of one launch."""
+class StepReduction(Protocol):
+    """All-reduce of a shared variable between two functions of one launch; `synkhronos.training.step.Step` is one."""
 
     @property
     def wire_dtype(self) -> str | None:
@@ -81,8 +81,11 @@ class GradientReduction(Protocol):
     def get_shared(self, rank: Rank) -> Any:
         """Return this rank's copy of the variable."""
 
-    def gather_layout(self, rank: Rank) -> tuple[Any, tuple[int, ...]]:
-        """Return the communicator, and the shape on all ranks; a collective operation, right before the launch."""
+    def prepare_reduction(self, rank: Rank) -> tuple[Any, tuple[int, ...]]:
+        """Return the communicator, and the variable's shape, once all ranks have compared their shapes.
+
+        A collective operation, right before the launch.
+        """
 
 
 class ReducibleOutputs(Protocol):
@@ -143,7 +146,7 @@ class Engine:
         return Runner(function)
 
     def fuse_step(
-        self, rank: Rank, first: Runner, reduction: GradientReduction, second: Runner, times: int
+        self, rank: Rank, first: Runner, reduction: StepReduction, second: Runner, times: int
     ) -> Runner | None:
         """Fuse two functions and the all-reduce between them into one launch.
 
@@ -152,7 +155,7 @@ class Engine:
         rank : Rank
         first, second : Runner
             Of this engine.
-        reduction : GradientReduction
+        reduction : StepReduction
             Variable that the first function updates and the second one reads.
         times : int
             Number of steps in the launch, as in `Runner`.

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from synkhronos.devices import HOST, JAX
-from synkhronos.devices.jax.ffi import ProgramReduction
+from synkhronos.devices.jax.ffi import FfiReduction
 from synkhronos.devices.jax.program_sum import DIVERGED, GpuSum, HostSum, InterruptPoll, ProgramSum
 from synkhronos.lowering.jax_function import JaxFunction
 from synkhronos.ranks import Rank
@@ -52,7 +52,7 @@ class RankProgram:
     def __init__(self, rank: Rank, is_vectorized: bool = True):
         self.rank = rank
         self._is_vectorized = is_vectorized
-        self._reduction = ProgramReduction(aborts=True)
+        self._reduction = FfiReduction(aborts=True)
 
     def all_reduce(self, vector: Any) -> Any:
         """Return the sum of the ranks' vectors; traced by JAX."""
