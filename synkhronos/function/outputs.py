@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from synkhronos.devices import HOST, ArrayLayout
-from synkhronos.function.reduce import Accumulator, ReductionOp
+from synkhronos.function.reduction_op import Accumulator, ReductionOp
 from synkhronos.ranks import MAX_SLOT_NBYTES, Rank
 
 #: Number of bytes up to which an array is gathered with its shape.

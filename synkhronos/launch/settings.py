@@ -52,7 +52,7 @@ _SET_BY_RUN = {
     "seed": "use the setting 'seed'",
     "mname": "it is the class' name",
 }
-#: Metrics of an epoch: the mean training cost, and those of `ClassRecorder.val_error`.
+#: Metrics of an epoch: the mean training cost, and those of `ModelRecorder.val_error`.
 _METRICS = ("loss", "cost", "error", "top5")
 #: Files of results: a folder that has settings but none of these may be used by another run.
 _RESULTS = ("rank-*.jsonl", "reports.jsonl", "params.npz", "checkpoints")

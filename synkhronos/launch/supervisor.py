@@ -39,7 +39,7 @@ from typing import IO, Any
 
 from synkhronos import checks
 from synkhronos.launch import binding
-from synkhronos.launch.copies import DEATHS, CopyFolder, DeathLog
+from synkhronos.launch.memory_checkpoint import DEATHS, CopyFolder, DeathLog
 from synkhronos.launch.output import Console, LineSplitter, RunOutput
 from synkhronos.launch.settings import FAILURE, PROCESSES, SETTINGS, Settings, SettingsError
 from synkhronos.ranks.errors import FAILED_START, describe_exit

@@ -56,7 +56,7 @@ def modules(path, prefix: str) -> list[str]:
     """
     names = []
     for module in pkgutil.iter_modules(path, prefix):
-        if module.name == "synkhronos.extensions.pymc.model" and not HAS_PYMC:
+        if module.name == "synkhronos.extensions.pymc.data_parallel_model" and not HAS_PYMC:
             continue
         if module.name not in (
             "synkhronos.graphs.theano",

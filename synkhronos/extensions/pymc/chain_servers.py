@@ -25,7 +25,7 @@ from typing import Any
 import numpy as np
 
 from synkhronos import ranks
-from synkhronos.extensions.pymc import chains
+from synkhronos.extensions import chains
 from synkhronos.ranks import WorkerError, count_available_cores
 
 __all__ = ["ChainServers", "wrap_nutpie"]

@@ -8,7 +8,7 @@ pytest.importorskip("pytensor")
 import pytensor
 import pytensor.tensor as pt
 
-from synkhronos.compat.streams import RandomStreams
+from synkhronos.compat.random_streams import RandomStreams
 from synkhronos.graphs import library_of
 
 N = 20_000

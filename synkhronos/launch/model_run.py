@@ -13,11 +13,11 @@ from synkhronos.devices import get_array_device
 from synkhronos.graphs import library_of
 from synkhronos.launch import contract
 from synkhronos.launch.change_check import ChangeCheck
-from synkhronos.launch.class_loop import ClassLoop
-from synkhronos.launch.class_state import ClassState, get_generators
-from synkhronos.launch.copies import DeathLog, RankCopies
 from synkhronos.launch.gradients import SummedGradients
+from synkhronos.launch.memory_checkpoint import DeathLog, RankCopies
 from synkhronos.launch.model import Model
+from synkhronos.launch.model_loop import ModelLoop
+from synkhronos.launch.model_state import ModelState, get_generators
 from synkhronos.rules import BSP, Swap
 from synkhronos.tasks import LocalRows
 from synkhronos.training.early_stop import EarlyStop
@@ -32,12 +32,12 @@ from synkhronos.training.report import Report, make_report
 _WARMUP, _SNAPSHOTS = 5, 5
 
 
-class ClassRun(EpochLoop):
+class ModelRun(EpochLoop):
     """Loop over the epochs of an instance of the user's class, which validates it and reports.
 
     Parameters
     ----------
-    state : ClassState
+    state : ModelState
     path : str or None
         Checkpoint, or copy, to resume from.
     copies : str or None
@@ -51,7 +51,7 @@ class ClassRun(EpochLoop):
         Number of epochs to train in total; `n_reports` of them are complete.
     change_check : ChangeCheck
     copies : RankCopies or None
-    loop : ClassLoop
+    loop : ModelLoop
         Loop over the batches of an epoch.
     outcomes : list of Outcome
         Totals of all ranks' training in the epoch.
@@ -59,7 +59,7 @@ class ClassRun(EpochLoop):
         Whether ``val_iter`` has returned ``"stop"`` on some rank.
     """
 
-    def __init__(self, state: ClassState, path: str | None, copies: str | None, flag: LocalRows):
+    def __init__(self, state: ModelState, path: str | None, copies: str | None, flag: LocalRows):
         settings = state.settings
         self.state, self.recorder = state, state.recorder
         self.worker, self.settings, self.model = state.worker, settings, state.model
@@ -74,7 +74,7 @@ class ClassRun(EpochLoop):
             state.resume(path)
         self.n_reports = state.epochs
         self.copies = None if copies is None else RankCopies(copies, state)
-        self.loop = ClassLoop(state, self.change_check, self.copies, flag)
+        self.loop = ModelLoop(state, self.change_check, self.copies, flag)
         self.outcomes: list[Outcome] = []
         self.class_stops = False
         #: Recorder of the epochs' reports, on rank 0.
@@ -323,7 +323,7 @@ class ClassRun(EpochLoop):
             self._save_params("best.npz")
 
 
-def _choose_n_epochs(state: ClassState) -> int:
+def _choose_n_epochs(state: ModelState) -> int:
     """Return the number of epochs of the settings, or of the class; raise ContractError if neither has one."""
     epochs = state.settings.epochs if state.settings.epochs is not None else getattr(state.model, "n_epochs", None)
     if isinstance(epochs, bool) or not isinstance(epochs, int | np.integer) or epochs < 1:
