@@ -103,7 +103,11 @@ class ReducibleOutputs(Protocol):
         """Reduce the outputs over all ranks; return a list of values in the master."""
 
     def detach(self, rank: Rank) -> Self:
-        """Return a copy without a reference to the computation, which may be deleted before the values are read."""
+        """Return a copy that does not refer to the computation.
+
+        The master computes the outputs of zero rows now if it has none, since shared variables may change before they
+        are read.
+        """
 
 
 class Engine:

@@ -89,6 +89,14 @@ def test_random_streams_draw_other_distributions():
     np.testing.assert_array_equal(np.sort(shuffled, axis=1), np.arange(6.0).reshape(2, 3))
 
 
+@pytest.mark.parametrize("name", ["choice", "multinomial"])
+def test_random_streams_refuse_unknown_arguments(name):
+    draw_from = getattr(RandomStreams(1), name)
+    draw_from(size=(2,), nstreams=3)
+    with pytest.raises(TypeError, match="replacement"):
+        draw_from(size=(2,), replacement=False)
+
+
 @pytest.mark.filterwarnings("ignore:The RandomType SharedVariables")
 @pytest.mark.parametrize("mode", ["FAST_COMPILE", "JAX"])
 def test_random_size_from_another_shape(mode):
