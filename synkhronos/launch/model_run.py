@@ -27,9 +27,10 @@ from synkhronos.training.nonfinite import describe_nonfinite
 from synkhronos.training.recorder import Recorder
 from synkhronos.training.report import Report, make_report
 
-#: Number of epochs over which BSP multiplies a class' learning rate by the number of ranks, as Theano-MPI does; number
-#: of epochs between two calls of a class' save(path).
-_WARMUP, _SNAPSHOTS = 5, 5
+#: Number of epochs over which BSP multiplies a class's learning rate by the number of ranks, as Theano-MPI does.
+_WARMUP_EPOCHS = 5
+#: Number of epochs between two calls of a class's save(path).
+_SAVE_EPOCHS = 5
 
 
 class ModelRun(EpochLoop):
@@ -133,10 +134,10 @@ class ModelRun(EpochLoop):
                 self.model, "warmup", True
             )
             warms_up = is_default and not self.settings.scale_lr  # scale_lr multiplies the rate at the start of the run
-        if not warms_up or shared_lr is None or self.worker.size == 1 or not 1 <= epoch <= _WARMUP:
+        if not warms_up or shared_lr is None or self.worker.size == 1 or not 1 <= epoch <= _WARMUP_EPOCHS:
             return
         rate = np.asarray(shared_lr.get_value())
-        shared_lr.set_value(np.asarray(rate * self.worker.size ** (1 / _WARMUP), rate.dtype))
+        shared_lr.set_value(np.asarray(rate * self.worker.size ** (1 / _WARMUP_EPOCHS), rate.dtype))
         if self.worker.number == 0:
             sys.stdout.write(f"warm-up: shared_lr is {float(shared_lr.get_value()):.4g} from epoch {epoch + 1} on\n")
 
@@ -298,7 +299,7 @@ class ModelRun(EpochLoop):
     def _save_snapshot(self, epoch: int, last: bool) -> None:
         """Call the class' ``save(path)`` on rank 0, if it has one, every five epochs and at the end."""
         save = getattr(self.model, "save", None)
-        if self.worker.number == 0 and callable(save) and (epoch % _SNAPSHOTS == 0 or last):
+        if self.worker.number == 0 and callable(save) and (epoch % _SAVE_EPOCHS == 0 or last):
             (self.state.folder / "snapshots").mkdir(exist_ok=True)
             save(f"{self.state.folder / 'snapshots'}{os.sep}")  # classes append a file's name to it
 

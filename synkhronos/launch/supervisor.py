@@ -153,7 +153,7 @@ class Supervisor:
         self._n_restarts = 0
         self._copies: CopyFolder | None = None
         self._deaths = DeathLog(self.folder)
-        #: Number of deaths, and of those since the copy was written that the ranks resume from.
+        #: Number of deaths, of entries in the death log, and of deaths since the copy that the ranks resume from.
         self._n_deaths = self._n_noted = self._n_repeated = 0
         #: Number of last starts that failed, and the rank that failed in them.
         self._n_failed_starts, self._failed_rank = 0, -1
