@@ -408,7 +408,7 @@ def _warn_unseen_errors() -> Iterator[None]:
 
 
 def _find_sum(key: tuple[int, int], name: str) -> Any:
-    """Unpickle: return this process' sum, or a placeholder that raises when it is used."""
+    """Unpickle: return this process's sum, or a placeholder that raises when it is used."""
     return _sums.get(key) or _MissingSum(name)
 
 

@@ -1,4 +1,4 @@
-"""The command ``check``: check a class' methods and attributes, and whether it trains.
+"""The command ``check``: check a class's methods and attributes, and whether it trains.
 
     python -m synkhronos check MODEL:CLASS
 

@@ -111,7 +111,7 @@ class ModelRecorder:
         Parameters
         ----------
         mode : str
-            Theano-MPI's ``calc``, ``comm``, ``sync``, ``wait`` (for data) or ``load``, or a name of the class' own.
+            Theano-MPI's ``calc``, ``comm``, ``sync``, ``wait`` (for data) or ``load``, or a name of the class's own.
 
         Raises
         ------

@@ -125,7 +125,7 @@ class ModelRun(EpochLoop):
     def _warm_up(self, epoch: int) -> None:
         """Multiply ``shared_lr`` by the fifth root of the number of ranks, in each of epochs 1 to 5 (the first is 0).
 
-        By default this is done under BSP and Swap, unless the class' ``warmup`` is false or its ``scale_lr`` is called.
+        Default: under BSP and Swap, unless the class's ``warmup`` is false or its ``scale_lr`` is called.
         """
         shared_lr = getattr(self.model, "shared_lr", None)
         warms_up = self.settings.warmup
@@ -262,7 +262,7 @@ class ModelRun(EpochLoop):
         self.state.save(None)
 
     def adapt(self, report: Report) -> None:
-        """Call the class' ``save``, ``adjust_hyperp`` and ``print_info`` after an epoch."""
+        """Call the class's ``save``, ``adjust_hyperp`` and ``print_info`` after an epoch."""
         self._save_snapshot(self.n_reports - 1, self.is_over())
         contract.call_accepted(self.model.adjust_hyperp, self.n_reports - 1)
         if callable(getattr(self.model, "print_info", None)):
@@ -291,13 +291,13 @@ class ModelRun(EpochLoop):
         self.state.save(report.metrics)
 
     def _reset_iterator(self, mode: str) -> None:
-        """Call the class' ``reset_iter`` with "train" or "val", if it has one: its next batch is the first."""
+        """Call the class's ``reset_iter`` with "train" or "val", if it has one: its next batch is the first."""
         method = getattr(self.model, "reset_iter", None)
         if callable(method):
             contract.call_accepted(method, mode)
 
     def _save_snapshot(self, epoch: int, last: bool) -> None:
-        """Call the class' ``save(path)`` on rank 0, if it has one, every five epochs and at the end."""
+        """Call the class's ``save(path)`` on rank 0, if it has one, every five epochs and at the end."""
         save = getattr(self.model, "save", None)
         if self.worker.number == 0 and callable(save) and (epoch % _SAVE_EPOCHS == 0 or last):
             (self.state.folder / "snapshots").mkdir(exist_ok=True)

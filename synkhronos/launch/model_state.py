@@ -45,7 +45,7 @@ class ModelState:
     shared : dict of str to LocalRows
         Shared memory of the rule.
     recorder : ModelRecorder
-        Recorder that the class' methods get.
+        Recorder that the class's methods get.
 
     Attributes
     ----------

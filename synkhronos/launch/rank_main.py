@@ -132,7 +132,7 @@ def train_instance(
     shared : dict of str to LocalRows
         Shared memory of the rule.
     path, copies, flag
-        As of `ModelRun`.
+        As in `ModelRun`.
 
     Returns
     -------

@@ -195,7 +195,7 @@ class _SourceLoop(TrainingLoop):
         Returns
         -------
         list of (value, weight)
-            As of `TrainFunction.weighted_steps`; these may be read later.
+            As in `TrainFunction.weighted_steps`; these may be read later.
         """
 
     @abstractmethod

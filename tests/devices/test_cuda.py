@@ -214,7 +214,7 @@ def test_all_reduce_of_few_bytes_is_waited_for(connected):
     ("seen", "left"),
     [
         ([NOT_READY, DONE], [DONE]),  # something else is computed before it, and nobody waits for that
-        ([DONE, 700, DONE], [DONE]),  # an error, which is raised where JAX' array is asked for
+        ([DONE, 700, DONE], [DONE]),  # an error, which is raised where JAX's array is asked for
         ([DONE], []),  # it takes longer
     ],
 )

@@ -27,7 +27,7 @@ from synkhronos.extensions.pymc import chain_servers, data_parallel  # noqa: E40
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning"),
-    pytest.mark.skipif(XLA, reason="PyMC forks beside JAX' threads"),
+    pytest.mark.skipif(XLA, reason="PyMC forks beside JAX's threads"),
     pytest.mark.skipif(bool(HOSTS), reason="chains use the ranks of one host"),
 ]
 X = np.random.default_rng(3).normal(size=(60, 3))

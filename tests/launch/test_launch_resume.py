@@ -102,7 +102,7 @@ def step(update_rule):
 
 
 def test_checkpoint_names_update_rule_variables():
-    """A class' update rule has no name that a run knows: the variables tell the library's own rules apart."""
+    """A class's update rule has no name that a run knows: the variables tell the library's own rules apart."""
     rules_of = {rule.__name__: rule for rule in (sgd, momentum, nesterov_momentum, adagrad, rmsprop, adadelta)}
     rules_of |= {rule.__name__: rule for rule in (adam, adamax, amsgrad)}
     found = {

@@ -23,7 +23,7 @@ from synkhronos.lowering.jax_function import JaxFunction
 from synkhronos.ranks import Rank
 from synkhronos.ranks.interrupts import defer_signals
 
-#: JAX' settings that change numbers: those of the master hold on all ranks.
+#: JAX's settings that change numbers: those of the master hold on all ranks.
 _SETTINGS = (
     "jax_enable_x64",
     "jax_default_matmul_precision",
@@ -66,7 +66,7 @@ class RankProgram:
         function : callable
             Returns arrays.
         settings : dict
-            JAX' settings in the master, as `get_settings` returns them.
+            JAX's settings in the master, as `get_settings` returns them.
 
         Returns
         -------
@@ -137,7 +137,7 @@ class RankProgram:
 
 
 def get_settings() -> dict[str, Any]:
-    """Return this process' settings of JAX that change numbers."""
+    """Return this process's settings of JAX that change numbers."""
     import jax
 
     return {name: getattr(jax.config, name) for name in _SETTINGS if hasattr(jax.config, name)}

@@ -40,7 +40,7 @@ class ChainServers:
     Parameters
     ----------
     count : int
-        Number of servers.  Each inherits this process' objects, and has its share of the ranks.
+        Number of servers.  Each inherits this process's objects, and has its share of the ranks.
     """
 
     def __init__(self, count: int):
