@@ -465,7 +465,7 @@ def test_fused_launch_reduces_nothing_after_an_error(pair):
 def test_repeated_launch_all_reduces_each_time(pair):
     runs, shareds = pair
     launch = runs[0].fuse(TracedReduction(shareds[0].container.storage), runs[1], times=2)
-    with pytest.raises(RuntimeError, match="2 times in one launch, not 1"):
+    with pytest.raises(RuntimeError, match="made 2 all-reduces, expected 1"):
         with defer_signals(), launch.ffi_reduction.bind(Doubling()):
             launch(JAX.from_host(np.arange(6.0)))
 
@@ -724,7 +724,7 @@ def test_error_in_all_reduce_is_raised_after_the_launch(fuse_pair, by_signal):
 @on_host
 def test_fused_launch_all_reduces_once(fuse_pair):
     launch, shareds = fuse_pair
-    with pytest.raises(RuntimeError, match="0 times"):
+    with pytest.raises(RuntimeError, match="made 0 all-reduces, expected 1"):
         with defer_signals(), launch.ffi_reduction.bind(Doubling()):
             pass
     # Outside of a block nothing counts.
@@ -734,7 +734,7 @@ def test_fused_launch_all_reduces_once(fuse_pair):
 
 
 @on_host
-def test_program_reduction_is_bound_to_its_reducer(fuse_pair, pair):
+def test_ffi_reduction_is_bound_to_its_reducer(fuse_pair, pair):
     """Another launch in the middle of the binding changes nothing: callbacks find the reducer by their argument."""
     runs, _ = pair
     launch, shareds = fuse_pair
