@@ -91,7 +91,7 @@ def main() -> None:
     add("--models", nargs="+", default=["mlp", "cnn"], help="for MNIST (mlp cnn)")
     add("--limit", type=float, default=240, metavar="S", help="seconds for each run of a script (%(default)s)")
     add("--cpu", action="store_true", help="on CPU cores, to try the benchmark itself")
-    add("--arguments", type=shlex.split, metavar="WORDS", help="for the scripts, in the place of the sizes above")
+    add("--arguments", type=shlex.split, metavar="WORDS", help="for the scripts, in place of the sizes above")
     options = parser.parse_args()
     count = (options.ranks or 2) if options.cpu else gpus(options.ranks)
     heading(f"the Lasagne demos on {count} GPUs")

@@ -67,7 +67,7 @@ def barrier_call(before: Any, after: Any) -> Callable[[], None]:
 
 
 def children() -> set[int]:
-    """Return the ids of this process' children."""
+    """Return the ids of this process's children."""
     found = set()
     for name in os.listdir("/proc"):
         if name.isdecimal():

@@ -20,7 +20,7 @@ from threadpoolctl import threadpool_limits
 
 from benchmarks._measure import Table, duration, heading, ranks
 from benchmarks.pymc_rows import evaluator, logistic
-from synkhronos.extensions.pymc.chains import measure_rate
+from synkhronos.extensions.chains import measure_rate
 from synkhronos.ranks import count_available_cores
 
 

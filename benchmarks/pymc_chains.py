@@ -24,7 +24,7 @@ from threadpoolctl import threadpool_limits
 from benchmarks._hierarchical import GROUPS
 from benchmarks._measure import Table, heading, ranks
 from benchmarks.pymc_rows import evaluator, logistic, rate_of_chains
-from synkhronos.extensions.pymc.chains import measure_rate
+from synkhronos.extensions.chains import measure_rate
 from synkhronos.ranks import count_available_cores
 
 

@@ -40,7 +40,7 @@ _reduces: list[float] = []
 
 
 def observe() -> None:
-    """Record JAX' durations and the times of all-reduces in this process."""
+    """Record JAX's durations and the times of all-reduces in this process."""
     import jax
 
     def add(event: str, seconds: float, **_: Any) -> None:

@@ -147,7 +147,7 @@ def fork(
     which may hold locks.  Each rank's BLAS gets as many threads as its share of the cores.  From then on the C library
     keeps the memory of up to 256 MB of freed arrays in each rank, this process included, for later calls.
 
-    Workers on other hosts are new processes with this process' ``sys.path`` and working directory.  Python and its
+    Workers on other hosts are new processes with this process's ``sys.path`` and working directory.  Python and its
     packages have to be at the same path there.  Hosts communicate by MPI, which ``pip install synkhronos[hosts]``
     installs.  They send each other pickles, so use a network that you trust.
 

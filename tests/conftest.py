@@ -5,7 +5,7 @@ The environment variable SYNKHRONOS_TEST_DEVICE says where functions compute who
 ====  ===============================================================================
 host  NumPy arrays, the graph library's own compiler (by default)
 jax   JAX arrays on the CPU, compiled by XLA
-gpu   GPUs, one a rank: JAX arrays for PyTensor, GpuArrays for Theano; tests for more ranks than GPUs are left out
+gpu   GPUs, one for each rank: JAX arrays for PyTensor, GpuArrays for Theano; tests for more ranks than GPUs are left out
 ====  ===============================================================================
 """
 
@@ -57,7 +57,7 @@ if DEVICE == "host" and importlib.util.find_spec("theano") and "compiledir" not 
 if DEVICE != "gpu":
     # What LLVM makes of XLA's code is not looked at on the CPU, and takes a third of its compiling.
     os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
-    # What XLA has compiled is kept for the other ranks, programs and runs, which ask for the same: half of JAX' tests.
+    # What XLA has compiled is kept for the other ranks, programs and runs, which ask for the same: half of JAX's tests.
     os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(Path.home() / ".cache" / "synkhronos-tests"))
     os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
     os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")

@@ -79,7 +79,7 @@ class GpuData:
 
     @staticmethod
     def _on_rows_of(variables: list[Any], network: Network, outputs: Any) -> synk.Function:
-        """Make a function that has shared variables in the place of its inputs."""
+        """Make a function that has shared variables in place of its inputs."""
         givens = list(zip((network.x, network.y), variables, strict=True))
         return synk.function([], outputs, givens=givens, sliceable_shareds=variables)
 

@@ -74,7 +74,7 @@ def gather_layouts(rank: Rank, keys: Sequence[Any], nccl: bool = False, is_chang
     plans = rank.registry.get(_TransferPlans)
     transfers = plans.get((by_rank, nccl))
     if transfers is None:
-        if len(plans) > _MAX_PLANS:
+        if len(plans) >= _MAX_PLANS:
             plans.clear()
         transfers = plans[by_rank, nccl] = _plan_transfers(by_rank, nccl)
     copies = [VariableCopy(rank, shared, transfer) for shared, transfer in zip(shareds, transfers, strict=True)]
@@ -360,7 +360,7 @@ class AllReduceValues(Command):
         variables = gather_layouts(rank, self.keys, self.nccl, is_changed)
         for variable in variables:
             variable.check_equal_shapes("all_reduce")
-        if len(plans) > _MAX_PLANS:
+        if len(plans) >= _MAX_PLANS:
             plans.clear()
         plan = plans[self] = AllReducePlan.from_copies(rank, self.keys, variables)
         return plan

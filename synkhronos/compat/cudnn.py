@@ -84,6 +84,8 @@ def install(dnn: Any) -> None:
 
 
 def _choose_at_call(dnn: Any, original: Any, replacement: Any) -> Any:
+    """Return a function that calls ``original`` if there is cuDNN at the time of the call, else ``replacement``."""
+
     def function(*args: Any, **kwargs: Any) -> Any:
         is_active = sys.modules["theano.gpuarray"].pygpu_activated and dnn.dnn_available(None)
         return (original if is_active else replacement)(*args, **kwargs)

@@ -26,8 +26,8 @@ _SHARED = (
     "warn_float64",
 )
 
-#: Theano's flags without a meaning in PyTensor, with the values that programs read and may set.
-_FIXED: dict[str, Any] = {
+#: Theano's flags without a meaning in PyTensor, with their present values: programs may set them, without an effect.
+_emulated_flags: dict[str, Any] = {
     "assert_no_cpu_op": "ignore",
     "cache_optimizations": False,
     "compute_test_value": "off",
@@ -185,9 +185,11 @@ class Config:
         if hasattr(self._config, full_name):
             return getattr(self._config, full_name)
         theano_name = full_name.replace("__", ".")
-        if theano_name in _FIXED:
-            return _FIXED[theano_name]
-        if any(flag.startswith(f"{full_name}__") for flag in (*map(_to_pytensor_name, _FIXED), *dir(self._config))):
+        if theano_name in _emulated_flags:
+            return _emulated_flags[theano_name]
+        if any(
+            flag.startswith(f"{full_name}__") for flag in (*map(_to_pytensor_name, _emulated_flags), *dir(self._config))
+        ):
             return Config(self._config, f"{full_name}__")
         raise AttributeError(explain_unsupported(f"theano.config.{theano_name}"))
 
@@ -199,12 +201,15 @@ class Config:
         elif theano_name == "compute_test_value" and value != "off":
             reason = explain_unsupported(f"theano.config.{theano_name}")
             raise AttributeError(f"PyTensor computes no test values: {reason}")
-        elif theano_name in _FIXED:
-            _FIXED[theano_name] = value
+        elif theano_name in _emulated_flags:
+            _emulated_flags[theano_name] = value
         else:
             raise AttributeError(explain_unsupported(f"theano.config.{theano_name}"))
 
     def change_flags(self, **flags: Any) -> Any:
-        """Return a context manager and decorator that changes flags; flags that PyTensor lacks are ignored."""
+        """Return a context manager and decorator that changes PyTensor's flags.
+
+        Other flags are ignored, even those that Theano lacks, too, for which an assignment raises AttributeError.
+        """
         named = {_to_pytensor_name(name): value for name, value in flags.items()}
         return self._config.change_flags(**{n: v for n, v in named.items() if hasattr(self._config, n)})

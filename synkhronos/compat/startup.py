@@ -38,5 +38,5 @@ def import_theano_before_fork(on_gpu: bool) -> None:
 def _set_default(variable: str, name: str, value: str) -> None:
     """Set a flag of a graph library, unless the user has set it."""
     flags = os.environ.get(variable, "")
-    if f"{name}=" not in flags:
+    if not any(flag.strip().startswith(f"{name}=") for flag in flags.split(",")):
         os.environ[variable] = ",".join(filter(None, [flags, f"{name}={value}"]))

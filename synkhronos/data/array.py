@@ -99,7 +99,7 @@ class Data:
 
     @property
     def alloc_size(self) -> int:
-        """Number of items for which memory is allocated."""
+        """Number of items, not bytes, for which memory is allocated."""
         return 0 if self._segment is None else self._segment.nbytes // max(1, self._dtype.itemsize)
 
     @property
@@ -320,7 +320,7 @@ class Data:
         self._session.memory.release_with(self, "segment", segment.key)
 
     def _drop(self, keep_array: bool = False) -> None:
-        """Release the memory."""
+        """Release the memory; the array becomes empty unless ``keep_array``."""
         if self._segment is not None:
             self._session.memory.release("segment", self._segment.key)
         self._segment = None

@@ -46,7 +46,7 @@ class HostCommunicator(Communicator):
         self._command = self._half = 0
 
     def _next_halves(self) -> list[np.ndarray]:
-        """Return every rank's scratch half for the next chunk of this command.
+        """Advance to the other halves of the scratch areas; return every rank's, for the next chunk of this command.
 
         Alternation restarts with each command: ranks may have left a cancelled one at different chunks.
         """
@@ -181,7 +181,10 @@ class HostCommunicator(Communicator):
 
 
 def reduce_share(inputs: Sequence[np.ndarray], reduction: Reduction, out: np.ndarray) -> None:
-    """Write the reduction of all contributors' arrays into ``out``, which must not overlap them."""
+    """Write the reduction of all contributors' arrays into ``out``, which must not overlap them.
+
+    A mean ("avg") is complete: divided by the number of contributors, unlike that of `reduce_arrays`.
+    """
     accumulator = reduction.choose_accumulator_dtype(out.dtype)
     wide = out if accumulator == out.dtype else np.empty(out.size, accumulator)
     reduce_arrays(inputs, reduction, wide)
@@ -192,7 +195,7 @@ def reduce_share(inputs: Sequence[np.ndarray], reduction: Reduction, out: np.nda
 
 
 def reduce_arrays(inputs: Sequence[np.ndarray], reduction: Reduction, out: np.ndarray) -> None:
-    """Reduce arrays in order into ``out``, in its dtype."""
+    """Reduce arrays in order into ``out``, in its dtype, without the division of a mean."""
     assert reduction.ufunc is not None
     if len(inputs) == 1:
         out[:] = inputs[0]

@@ -3,7 +3,7 @@
 An `Engine` wraps each compiled function in a `Runner`, which ranks call.  An engine may also fuse a training step into
 one launch::
 
-    Runner of the gradient ──> all-reduce of its vector (`GradientReduction`) ──> Runner of the update
+    Runner of the gradient ──> all-reduce of its vector (`StepReduction`) ──> Runner of the update
     `────────────────────────────── Engine.fuse_step ──────────────────────────────────────────────´
 """
 
@@ -63,8 +63,8 @@ class Runner:
         return self if times == 1 else None
 
 
-class GradientReduction(Protocol):
-    """All-reduce of a shared variable between two functions of one launch."""
+class StepReduction(Protocol):
+    """All-reduce of a shared variable between two functions of one launch; `synkhronos.training.step.Step` is one."""
 
     @property
     def wire_dtype(self) -> str | None:
@@ -81,8 +81,11 @@ class GradientReduction(Protocol):
     def get_shared(self, rank: Rank) -> Any:
         """Return this rank's copy of the variable."""
 
-    def gather_layout(self, rank: Rank) -> tuple[Any, tuple[int, ...]]:
-        """Return the communicator, and the shape on all ranks; a collective operation, right before the launch."""
+    def prepare_reduction(self, rank: Rank) -> tuple[Any, tuple[int, ...]]:
+        """Return the communicator, and the variable's shape, once all ranks have compared their shapes.
+
+        A collective operation, right before the launch.
+        """
 
 
 class ReducibleOutputs(Protocol):
@@ -100,7 +103,11 @@ class ReducibleOutputs(Protocol):
         """Reduce the outputs over all ranks; return a list of values in the master."""
 
     def detach(self, rank: Rank) -> Self:
-        """Return a copy without a reference to the computation, which may be deleted before the values are read."""
+        """Return a copy that does not refer to the computation.
+
+        The master computes the outputs of zero rows now if it has none, since shared variables may change before they
+        are read.
+        """
 
 
 class Engine:
@@ -143,7 +150,7 @@ class Engine:
         return Runner(function)
 
     def fuse_step(
-        self, rank: Rank, first: Runner, reduction: GradientReduction, second: Runner, times: int
+        self, rank: Rank, first: Runner, reduction: StepReduction, second: Runner, times: int
     ) -> Runner | None:
         """Fuse two functions and the all-reduce between them into one launch.
 
@@ -152,7 +159,7 @@ class Engine:
         rank : Rank
         first, second : Runner
             Of this engine.
-        reduction : GradientReduction
+        reduction : StepReduction
             Variable that the first function updates and the second one reads.
         times : int
             Number of steps in the launch, as in `Runner`.

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytensor.tensor as pt
 
-from synkhronos.lowering.attention import Attention
+from synkhronos.lowering.attention_ops import Attention
 
 __all__ = ["dot_product_attention"]
 

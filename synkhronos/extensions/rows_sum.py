@@ -47,7 +47,7 @@ from synkhronos import ranks
 from synkhronos.checks import describe
 from synkhronos.data.read_only import ReadOnlyData
 from synkhronos.devices import HOST
-from synkhronos.extensions.pymc.chains import find_chain, set_inherited_rows, start_ranks
+from synkhronos.extensions.chains import find_chain, set_inherited_rows, start_ranks
 from synkhronos.function import get_dispatcher
 from synkhronos.graphs import library_of
 
@@ -408,7 +408,7 @@ def _warn_unseen_errors() -> Iterator[None]:
 
 
 def _find_sum(key: tuple[int, int], name: str) -> Any:
-    """Unpickle: return this process' sum, or a placeholder that raises when it is used."""
+    """Unpickle: return this process's sum, or a placeholder that raises when it is used."""
     return _sums.get(key) or _MissingSum(name)
 
 

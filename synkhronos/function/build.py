@@ -13,7 +13,7 @@ import numpy as np
 from synkhronos.checks import check_distinct, check_name, describe
 from synkhronos.devices import Device
 from synkhronos.function.computation import Computation
-from synkhronos.function.reduce import ReductionOp
+from synkhronos.function.reduction_op import ReductionOp
 from synkhronos.graphs import GraphLibrary, is_variable, library_of, list_loaded_libraries
 from synkhronos.graphs.library import InputSpec
 

@@ -22,10 +22,10 @@ import numpy as np
 from synkhronos.data.rows import get_share, select, split
 from synkhronos.devices import HOST, Selection
 from synkhronos.function.computation import CompiledVariant, Computation, Variant
-from synkhronos.function.notice import warn_if_slow
 from synkhronos.function.outputs import RankOutputs
 from synkhronos.function.rank_mean import RankMeans
-from synkhronos.function.reduce import Accumulator
+from synkhronos.function.reduction_op import Accumulator
+from synkhronos.function.slow_warning import warn_if_slow
 from synkhronos.graphs.library import AT_FIRST_CALL, IN_TURN
 from synkhronos.graphs.mirror import get_object
 from synkhronos.ranks import Command, Rank, RowAccess, SharedArray

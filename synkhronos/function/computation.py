@@ -25,7 +25,7 @@ from synkhronos.devices import HOST, Device
 from synkhronos.engines import Engine, Runner, choose_engine
 from synkhronos.function.outputs import OutputSpec
 from synkhronos.function.rank_mean import count_rank_means
-from synkhronos.function.reduce import ReductionOp
+from synkhronos.function.reduction_op import ReductionOp
 from synkhronos.graphs import GraphLibrary
 from synkhronos.graphs.library import InputSpec
 from synkhronos.graphs.user_code import UserCode

@@ -255,7 +255,7 @@ def check_indexes(selection: Any, name: str) -> np.ndarray:
     TypeError
         For a mask, and for anything but integers.
     """
-    index = as_index_array(selection, name, "a slice, a list of indexes, or a list of these, one a rank")
+    index = as_index_array(selection, name, "a slice, a list of indexes, or a list of these, one for each rank")
     if index.dtype == bool:
         raise TypeError(f"{name}: expected integer indexes, got dtype {index.dtype}")
     return index

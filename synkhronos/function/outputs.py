@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from synkhronos.devices import HOST, ArrayLayout
-from synkhronos.function.reduce import Accumulator, ReductionOp
+from synkhronos.function.reduction_op import Accumulator, ReductionOp
 from synkhronos.ranks import MAX_SLOT_NBYTES, Rank
 
 #: Number of bytes up to which an array is gathered with its shape.
@@ -101,11 +101,15 @@ class RankOutputs(NamedTuple):
         return self._replace(values=values)
 
     def detach(self, rank: Rank) -> RankOutputs:
-        """Return a copy without a reference to the computation, which may be deleted before the values are read."""
+        """Return a copy that does not refer to the computation.
+
+        The master computes the outputs of zero rows now if it has none, since shared variables may change before they
+        are read.
+        """
         if not rank.is_master:
             values = [None if op.name is None else v for v, op in zip(self.values, self.spec.ops, strict=False)]
             return self._replace(values=values, compute_empty=list)
-        try:  # now, before the shared variables change
+        try:
             return self._replace(values=self.values or self.compute_empty(), compute_empty=list)
         except Exception as error:
             return self._replace(compute_empty=_RaisingCallable(error))

@@ -77,7 +77,7 @@ class RankMeans:
     @classmethod
     @contextlib.contextmanager
     def forbid(cls) -> Iterator[None]:
-        """Context in which means over ranks are refused: ranks do not call functions together."""
+        """Return a context manager that refuses means over ranks, while ranks do not call functions together."""
         cls.is_refused = True
         try:
             yield

@@ -287,7 +287,7 @@ class GraphLibrary:
             The type of the variable.
         value : array_like
         strict, allow_downcast
-            As of `InputSpec`.
+            As in `InputSpec`.
 
         Raises
         ------

@@ -237,7 +237,7 @@ class ReceiveObjects(Command):
         if rank.is_master:
             return set()
         stream, *arrays = read_parts(self.pickled.view(rank.segments).data)
-        # Copies, in this process' own memory: the segment is released.
+        # Copies, in this process's own memory: the segment is released.
         unpickler = _MirrorUnpickler(io.BytesIO(stream), buffers=[np.array(array) for array in arrays])
         unpickler.rank = rank
         _, values, starts = unpickler.load()

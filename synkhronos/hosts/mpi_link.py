@@ -76,7 +76,7 @@ class MpiLink(Link):
     timeout : float
         Seconds of silence after which a host is lost.
     output : file, optional
-        Receives what the other hosts print; by default this process' standard streams do.
+        Receives what the other hosts print; by default this process's standard streams do.
     """
 
     shares_file = True

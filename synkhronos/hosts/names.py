@@ -38,7 +38,7 @@ _LAUNCHER_VARIABLES = [
 
 
 def find_launch() -> tuple[int, int] | None:
-    """Return this process' rank and the number of processes of ``mpirun`` or ``srun``; None for a single process."""
+    """Return this process's rank and the number of processes of ``mpirun`` or ``srun``; None for a single process."""
     for rank, size in _LAUNCHER_VARIABLES:
         if os.environ.get(rank, "").isdecimal() and os.environ.get(size, "").isdecimal() and int(os.environ[size]) > 1:
             return int(os.environ[rank]), int(os.environ[size])

@@ -91,7 +91,7 @@ def find_device_cores(address: str, pci: Path = _PCI) -> list[int]:
 
 
 def parse_cores(text: str) -> list[int]:
-    """Return the cores of a list in Linux' format.
+    """Return the cores of a list in Linux's format.
 
     Examples
     --------
@@ -120,7 +120,7 @@ def describe_binding(mask: Sequence[int] | None) -> str:
 
 
 def format_cores(cores: Sequence[int]) -> str:
-    """Return a list of cores in Linux' format, such as ``0-2,8``."""
+    """Return a list of cores in Linux's format, such as ``0-2,8``."""
     runs: list[list[int]] = []
     for core in cores:
         if runs and core == runs[-1][1] + 1:

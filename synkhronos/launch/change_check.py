@@ -20,8 +20,10 @@ from synkhronos.devices import get_array_device
 from synkhronos.rules.state import Vector
 from synkhronos.tasks import Worker
 
-#: Number of steps after which a parameter must have changed; number of first steps that ranks compare.
-_STEPS, _COMPARED = 50, 3
+#: Number of steps after which a parameter must have changed.
+_MAX_UNCHANGED_STEPS = 50
+#: Number of first steps that ranks compare.
+_COMPARED_STEPS = 3
 SAME_STEPS = (
     "ranks {} and {} have taken the same steps: they train on the same rows in the same order; the class has to choose "
     "its rows by config['rank'] and config['size']"
@@ -53,20 +55,20 @@ class ChangeCheck:
     def step(self) -> None:
         """Record a step of this rank; to be called before the exchange, which makes ranks equal."""
         self._n_steps += 1
-        if len(self._steps) < _COMPARED:
+        if len(self._steps) < _COMPARED_STEPS:
             self._steps.append(digest(self._own))
 
     @property
     def is_due(self) -> bool:
         """Whether ranks that step together should compare their steps now."""
-        return not self._is_compared and len(self._steps) == _COMPARED
+        return not self._is_compared and len(self._steps) == _COMPARED_STEPS
 
     def check_change(self, learning_rate: float, epoch_ended: bool) -> None:
         """Raise TrainingError if no parameter has changed since before the first step.
 
         The check takes 50 steps, or 2 if the epoch has ended.  At a learning rate of 0 nothing is checked.
         """
-        if self._has_changed or self._n_steps < (2 if epoch_ended else _STEPS) or learning_rate == 0:
+        if self._has_changed or self._n_steps < (2 if epoch_ended else _MAX_UNCHANGED_STEPS) or learning_rate == 0:
             return
         self._has_changed = digest(self._params) != self._start
         if not self._has_changed:

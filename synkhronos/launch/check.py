@@ -1,4 +1,4 @@
-"""The command ``check``: check a class' methods and attributes, and whether it trains.
+"""The command ``check``: check a class's methods and attributes, and whether it trains.
 
     python -m synkhronos check MODEL:CLASS
 
@@ -21,7 +21,7 @@ import numpy as np
 from synkhronos.compat.startup import import_theano_before_fork
 from synkhronos.launch import contract
 from synkhronos.launch.change_check import SAME_STEPS, digest, find_equal_steps
-from synkhronos.launch.class_recorder import ClassRecorder
+from synkhronos.launch.model_recorder import ModelRecorder
 from synkhronos.launch.settings import Settings, resolve
 from synkhronos.rules.state import Vector
 
@@ -103,7 +103,7 @@ class _Check:
             return
         if self.settings.epochs is None and getattr(instance, "n_epochs", None) is None:
             self.problems.append(": it has no n_epochs: give --set epochs=N")
-        recorder = ClassRecorder(0, rows=contract.get_batch_size(instance), folder=self.folder)
+        recorder = ModelRecorder(0, rows=contract.get_batch_size(instance), folder=self.folder)
         before = digest(Vector(list(instance.params)))
         self.stage = "train_iter() runs"
         for i in range(min(_ITERATIONS, int(instance.data.n_batch_train))):
@@ -171,7 +171,7 @@ class _Check:
         sources, targets = params, params
         if average == "gradient":
             sources, targets = ([Vector(getattr(r, name)) for r in ranks] for name in ("vels", "vels2"))
-        recorder = ClassRecorder(0, rows=contract.get_batch_size(ranks[0]))
+        recorder = ModelRecorder(0, rows=contract.get_batch_size(ranks[0]))
         self.stage = "train_iter() runs with size 2"
         steps: list[list[str]] = [[], []]
         n_steps = min(_ITERATIONS, *(int(instance.data.n_batch_train) for instance in ranks))

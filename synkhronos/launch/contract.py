@@ -239,7 +239,7 @@ def call_accepted(method: Any, *arguments: Any, **named: Any) -> Any:
 
 
 def get_sub_batches(model: Any) -> int:
-    """Return the number of steps that a batch is split into: the class' ``n_subb``, by default 1."""
+    """Return the number of steps that a batch is split into: the class's ``n_subb``, by default 1."""
     return max(1, int(getattr(model, "n_subb", 1)))
 
 
@@ -365,7 +365,7 @@ def get_learning_rate(model: Any) -> float:
 
 @contextmanager
 def use_class_precision() -> Iterator[None]:
-    """Switch JAX to the precision for which PyTensor compiled the class' functions, within a ``with`` block.
+    """Switch JAX to the precision for which PyTensor compiled the class's functions, within a ``with`` block.
 
     PyTensor enables float64 in JAX only if ``floatX`` is float64.  This library's own functions need it enabled.
     """

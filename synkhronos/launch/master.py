@@ -19,8 +19,8 @@ import numpy as np
 
 from synkhronos.compat.startup import import_theano_before_fork
 from synkhronos.data.shared import create_unpublished
-from synkhronos.launch import binding, rank_program
-from synkhronos.launch.copies import DeathLog
+from synkhronos.launch import binding, rank_main
+from synkhronos.launch.memory_checkpoint import DeathLog
 from synkhronos.launch.settings import FAILURE, PROCESSES, SETTINGS, Settings
 from synkhronos.processes import fork_bound
 from synkhronos.ranks import WorkerError, last_death, session
@@ -99,21 +99,17 @@ def _run(settings: Settings, plan: dict[str, Any]) -> int:
         open(plan["hosts"], "w", buffering=1, encoding="utf-8", errors="backslashreplace") if settings.hosts else None
     )
     fork_bound(len(settings.devices), settings.on_gpu, masks, settings.hosts, host_output)
-    processes = run(
-        rank_program.start_rank, plan["consoles"], masks, list(settings.devices), session().link.ranks_by_host
-    )
+    processes = run(rank_main.start_rank, plan["consoles"], masks, list(settings.devices), session().link.ranks_by_host)
     (Path(settings.folder) / PROCESSES).write_text(json.dumps(processes))
     rule = settings.make_rule()
-    size, dtype = run(rank_program.build_instance, settings, rule)[0]
+    size, dtype = run(rank_main.build_instance, settings, rule)[0]
     memory = shared_memory(rule, session().size, size, np.dtype(dtype))
     flag = create_unpublished((1,), "int64")
     path = Path(settings.folder) / "timeline.json"
     recording = timeline(path) if settings.timeline else contextlib.nullcontext()
     # Before this there is nothing to save, and signals end the run.  The supervisor bounds the time to save.
     with recording, StopSignals(None, flag.data) if settings.saves_on_signal else contextlib.nullcontext():
-        is_stopped = run(rank_program.train_instance, settings, rule, memory, plan["checkpoint"], plan["copies"], flag)[
-            0
-        ]
+        is_stopped = run(rank_main.train_instance, settings, rule, memory, plan["checkpoint"], plan["copies"], flag)[0]
         return 128 + get_requested_stop() if is_stopped else 0
 
 

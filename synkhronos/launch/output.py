@@ -60,7 +60,7 @@ for line in sys.stdin.buffer:
 
 
 def redirect_output(rank: int) -> None:
-    """Redirect this process' standard output and error to the supervisor, line by line, through a pump."""
+    """Redirect this process's standard output and error to the supervisor, line by line, through a pump."""
     global _standard_output, _pump
     _standard_output = os.dup(1)
     command = [sys.executable, "-ISc", _PUMP_CODE, f"{_MARK}rank-{rank}.log{_MARK}"]

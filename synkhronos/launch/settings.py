@@ -44,15 +44,15 @@ RULES: dict[str, type[rules.Rule]] = {
     for name, kind in vars(rules).items()
     if isinstance(kind, type) and issubclass(kind, rules.Rule) and kind is not rules.Rule
 }
-#: Entries of the class' config that the run sets, and for users how to change them.
+#: Entries of the class's config that the run sets, and for users how to change them.
 _SET_BY_RUN = {
     "rank": "each rank has its own",
     "size": "set the number of ranks by 'ranks'",
     "verbose": "it is true on rank 0",
     "seed": "use the setting 'seed'",
-    "mname": "it is the class' name",
+    "mname": "it is the class's name",
 }
-#: Metrics of an epoch: the mean training cost, and those of `ClassRecorder.val_error`.
+#: Metrics of an epoch: the mean training cost, and those of `ModelRecorder.val_error`.
 _METRICS = ("loss", "cost", "error", "top5")
 #: Files of results: a folder that has settings but none of these may be used by another run.
 _RESULTS = ("rank-*.jsonl", "reports.jsonl", "params.npz", "checkpoints")
@@ -79,7 +79,7 @@ class Settings:
     rule_options: dict[str, Any] = field(default_factory=dict)
     #: The run's folder.
     folder: str = ""
-    #: None for the class' own ``n_epochs``.
+    #: None for the class's own ``n_epochs``.
     epochs: int | None = None
     #: Seed that the ranks' seeds are derived from.
     seed: int = 0
@@ -107,7 +107,7 @@ class Settings:
     patience: int | None = None
     #: Metric whose best checkpoint is kept, and "min" or "max".
     keep_best: list[str] | None = None
-    #: Whether the class' ``scale_lr(size)`` is called.
+    #: Whether the class's ``scale_lr(size)`` is called.
     scale_lr: bool = False
     #: Whether ``shared_lr`` rises over five epochs to its value times the number of ranks; None: only under BSP.
     warmup: bool | None = None
@@ -405,7 +405,7 @@ def find_module(name: str, class_name: str, folders: Sequence[str]) -> tuple[str
     Raises
     ------
     SettingsError
-        If the file does not exist, has a syntax error, or does not bind the class' name.
+        If the file does not exist, has a syntax error, or does not bind the class's name.
     """
     path, root = _find_file(name, folders)
     try:

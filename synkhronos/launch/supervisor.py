@@ -39,7 +39,7 @@ from typing import IO, Any
 
 from synkhronos import checks
 from synkhronos.launch import binding
-from synkhronos.launch.copies import DEATHS, CopyFolder, DeathLog
+from synkhronos.launch.memory_checkpoint import DEATHS, CopyFolder, DeathLog
 from synkhronos.launch.output import Console, LineSplitter, RunOutput
 from synkhronos.launch.settings import FAILURE, PROCESSES, SETTINGS, Settings, SettingsError
 from synkhronos.ranks.errors import FAILED_START, describe_exit
@@ -153,7 +153,7 @@ class Supervisor:
         self._n_restarts = 0
         self._copies: CopyFolder | None = None
         self._deaths = DeathLog(self.folder)
-        #: Number of deaths, and of those since the copy was written that the ranks resume from.
+        #: Number of deaths, of entries in the death log, and of deaths since the copy that the ranks resume from.
         self._n_deaths = self._n_noted = self._n_repeated = 0
         #: Number of last starts that failed, and the rank that failed in them.
         self._n_failed_starts, self._failed_rank = 0, -1

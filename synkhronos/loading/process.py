@@ -324,7 +324,7 @@ class _UnreadableRow(Exception):
 
 
 class _StreamFailure:
-    """Exception that an iterable has raised, in the place of its next row."""
+    """Exception that an iterable has raised, in place of its next row."""
 
     def __init__(self, error: Exception):
         self.error = error

@@ -1,4 +1,4 @@
-"""Sums of functions as functions of JAX arrays, with JAX' derivative.
+"""Sums of functions as functions of JAX arrays, with JAX's derivative.
 
 Value and gradients are computed at once, before the derivative is asked for, so that they need one all-reduce, or one
 call of Python.

@@ -149,7 +149,7 @@ def describe_effect(
     Parameters
     ----------
     effect, partial_effect : str or None
-        As of `synkhronos.ranks.Command`.
+        As in `synkhronos.ranks.Command`.
     applied, busy : list of int
         Ranks that have applied the effect, and ranks that have not finished the command.
     size : int
@@ -175,7 +175,7 @@ UNKNOWN_EXIT_CODE = 1 << 16
 
 
 def describe_exit(code: int) -> str:
-    """Return a description of an exit code as of `os.waitstatus_to_exitcode`, such as "was killed by SIGKILL"."""
+    """Return a description of an exit code of `os.waitstatus_to_exitcode`, such as "was killed by SIGKILL"."""
     if code == UNKNOWN_EXIT_CODE:
         return (
             "ended (how is not known: this process ignores SIGCHLD, or something in it, such as os.wait(), "

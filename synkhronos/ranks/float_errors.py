@@ -30,7 +30,7 @@ class _SentSettings:
     Attributes
     ----------
     settings : dict or None
-        As of `numpy.geterr`; None if they are not known.
+        As `numpy.geterr` returns it; None if they are not known.
     """
 
     def __init__(self) -> None:

@@ -26,7 +26,7 @@ from synkhronos.ranks.segments import is_closed
 
 #: Seconds that a process may take from closing its files to its exit.
 _LAST_MOMENTS = 1.0
-# Python's fcntl has no names for these: Linux' numbers are the same on all its processors.
+# Python's fcntl has no names for these: Linux's numbers are the same on all its processors.
 _F_SETSIG, _F_SETOWN_EX, _F_OWNER_TID = 10, 15, 0
 
 

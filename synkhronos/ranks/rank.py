@@ -135,7 +135,7 @@ class Rank:
     check_peers : callable
         Raises, or ends this process, when a peer has died.
     threads : ThreadShare
-        Limit of this process' threads.
+        Limit of this process's threads.
 
     Attributes
     ----------

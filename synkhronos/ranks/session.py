@@ -718,7 +718,7 @@ def fork(
     Parameters
     ----------
     size, root, timeout, spawn, link
-        As of `Session`.
+        As in `Session`.
     profile : bool
         Write a profile of each worker when it exits.
     first_command : Command, optional
@@ -730,7 +730,7 @@ def fork(
     atexit.register(close)
     session: Session | None = None
     try:
-        # An interrupt must not come between the change of this process' state and the assignment.
+        # An interrupt must not come between the change of this process's state and the assignment.
         with defer_signals():
             session = _current = Session(size, root, timeout, spawn, link)
         session.start(profile, first_command)
@@ -768,7 +768,7 @@ def session() -> Session:
 
 
 def last_death() -> Death | None:
-    """Return the worker's exit that ended this process' last session; None if it runs, or ended otherwise."""
+    """Return the worker's exit that ended this process's last session; None if it runs, or ended otherwise."""
     return None if _current is None else _current.death
 
 

@@ -21,7 +21,7 @@ ONE_THREAD = dict.fromkeys(_VARIABLES, "1")
 
 
 def count_available_cores() -> int:
-    """Return the number of cores in this process' affinity mask."""
+    """Return the number of cores in this process's affinity mask."""
     return len(os.sched_getaffinity(0))
 
 

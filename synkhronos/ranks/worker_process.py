@@ -77,7 +77,7 @@ def main(
     profile : bool
         Write a profile at exit.
     master_pid : int
-        Process id of the master, which may have exited already, so that it is no longer this process' parent.
+        Process id of the master, which may have exited already, so that it is no longer this process's parent.
     in_main_thread : bool
         Whether the master forked in its main thread.
     inherited : (Rank, int), optional

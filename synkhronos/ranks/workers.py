@@ -38,7 +38,7 @@ class Workers:
     pids : dict of int to int
         Process ids by rank, until `end` or `start` of the rank's next process.
     channels : dict of int to socket
-        This process' ends of the socket pairs over which workers receive segments, by rank.
+        This process's ends of the socket pairs over which workers receive segments, by rank.
     """
 
     def __init__(self, root: int, control: Control, file: io.FileIO | None):

@@ -191,7 +191,7 @@ def exchange_blocks(
     Parameters
     ----------
     blocks : iterable of (ndarray, slice)
-        Blocks of the vector and their ranges, as of `Vector.iterate_blocks`.
+        Blocks of the vector and their ranges, as `Vector.iterate_blocks` yields them.
     centre : ndarray
     alpha : float
     scratch : ndarray

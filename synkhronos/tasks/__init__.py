@@ -6,7 +6,7 @@ of a shared variable.
 """
 
 from synkhronos.ranks.rank_task import Lock
-from synkhronos.tasks.local import LocalFunction, LocalRows
+from synkhronos.tasks.local_function import LocalFunction, LocalRows
 from synkhronos.tasks.run import run
 from synkhronos.tasks.worker import Group, Worker
 

@@ -22,14 +22,14 @@ from synkhronos.data.shared import check_session, is_published, locate
 from synkhronos.devices import HOST
 from synkhronos.function import Function, get_dispatcher
 from synkhronos.function.computation import PLAIN
-from synkhronos.function.notice import warn_if_slow
 from synkhronos.function.rank_mean import RankMeans
+from synkhronos.function.slow_warning import warn_if_slow
 from synkhronos.graphs import list_loaded_libraries
 from synkhronos.graphs.mirror import get_object
 from synkhronos.ranks import Command, Rank, Session, SharedArray
 from synkhronos.ranks.rank_task import RankTask
 from synkhronos.ranks.task_memory import TaskMemory
-from synkhronos.tasks.local import LocalFunction, LocalRows
+from synkhronos.tasks.local_function import LocalFunction, LocalRows
 from synkhronos.tasks.worker import Worker
 
 #: Number of locks in addition to one for each rank.

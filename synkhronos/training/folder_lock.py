@@ -100,7 +100,7 @@ class FolderLock:
 
 
 def _describe_this_process() -> str:
-    """Return this process' name in the locked file."""
+    """Return this process's name in the locked file."""
     return f"process {os.getpid()} on host {platform.node()}"
 
 
@@ -109,7 +109,7 @@ _locks: weakref.WeakSet[FolderLock] = weakref.WeakSet()
 
 
 def _release_in_child() -> None:
-    """Close a forked process' copies of the files: a lock is held until its last copy is closed."""
+    """Close a forked process's copies of the files: a lock is held until its last copy is closed."""
     for lock in list(_locks):
         lock.release()
 

@@ -10,7 +10,7 @@ Each pass trains on the next batches::
 
 `TrainingLoop` has the loop and its interface.  What a batch is, and who steps, differs:
 
-- `RowLoop`, and `synkhronos.launch.class_loop` where a user's class chooses the rows: every rank runs one, takes steps
+- `RowLoop`, and `synkhronos.launch.model_loop` where a user's class chooses the rows: every rank runs one, takes steps
   of its own, and has an `Exchanger`, which exchanges by a rule.
 - `CommandLoop`: the master runs one.  Each step is a command of all ranks, which exchange gradients within it: BSP on
   gradients.  There is nothing to exchange afterwards, and on GPUs one command takes many steps.
@@ -195,7 +195,7 @@ class _SourceLoop(TrainingLoop):
         Returns
         -------
         list of (value, weight)
-            As of `TrainFunction.weighted_steps`; these may be read later.
+            As in `TrainFunction.weighted_steps`; these may be read later.
         """
 
     @abstractmethod

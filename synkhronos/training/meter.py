@@ -18,7 +18,7 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-#: Reads losses and weights from the device: returns the sum of each loss' items, and its weight.
+#: Reads losses and weights from the device: returns the sum of each loss's items, and its weight.
 ReadLosses = Callable[[Sequence[Any], Sequence[Any]], Iterable[tuple[float, float]]]
 
 

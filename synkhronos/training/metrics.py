@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from synkhronos.function.reduce import Accumulator, ReductionOp
+from synkhronos.function.reduction_op import Accumulator, ReductionOp
 from synkhronos.graphs import is_variable, library_of
 from synkhronos.training.training_graph import warn_of_denominators, weighted_outputs
 

@@ -269,7 +269,7 @@ def write_states(
     memory : dict of str to array
         Shared memory of the rule.
     is_joint : bool
-        As of `RankTraining`.
+        As in `RankTraining`.
     meta, metrics : dict
         Further entries, and metrics, of the checkpoint.
     """
@@ -429,7 +429,7 @@ def resize_states(saved: list[dict[str, Any]], training: RankTraining, size: int
     Parameters
     ----------
     saved : list of dict
-        States as of `collect_state`, and the rule's ``shared`` memory.
+        States, as `collect_state` returns them, and the rule's ``shared`` memory.
     training : RankTraining
     size : int
 

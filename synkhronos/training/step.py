@@ -34,6 +34,8 @@ class _StepFields(NamedTuple):
 class Step(_StepFields, Command):
     """Take a training step, or several in one launch, on all ranks.
 
+    Implements `synkhronos.engines.engine.StepReduction`, by which an engine fuses the step.
+
     Attributes
     ----------
     gradient : Call
@@ -80,7 +82,7 @@ class Step(_StepFields, Command):
         if self.times > 1 and not all(rank.all_gather_cached(fused is not None)):
             return None
         if fused is not None:
-            gradient.runner = fused
+            gradient.runner = fused  # computes the gradient, the all-reduce and the update in one launch
             return self.gradient.execute(rank, gradient), []
         is_second = rank.number == (rank.root + 1) % rank.size
         if self.update.needs_compile and is_second and update.computation.compile_order == AT_FIRST_CALL:
@@ -101,8 +103,8 @@ class Step(_StepFields, Command):
         (key,) = self.reduce.keys
         return get_object(rank, key)
 
-    def gather_layout(self, rank: Rank) -> tuple[Any, tuple[int, ...]]:
-        """Return the communicator of the all-reduce, and the gradient's shape on all ranks."""
+    def prepare_reduction(self, rank: Rank) -> tuple[Any, tuple[int, ...]]:
+        """Return the communicator of the all-reduce, and the gradient's shape, once all ranks have compared theirs."""
         (gradient,) = self.reduce.plan(rank).variables
         return gradient.transport.get_communicator(rank), gradient.layout[0]
 

@@ -19,7 +19,7 @@ import numpy as np
 
 from synkhronos.ranks.interrupts import get_handler, restore_handler, set_handler
 from synkhronos.tasks import LocalRows, Worker
-from synkhronos.training.pace import adapt_steps
+from synkhronos.training.step_interval import adapt_steps
 
 #: Signals of a scheduler or a closed terminal that ask a training to save and to exit.
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)

@@ -37,8 +37,8 @@ from synkhronos.ranks.errors import Death
 from synkhronos.rules.state import Vector
 from synkhronos.tasks import Worker, run
 from synkhronos.training import rank_state
-from synkhronos.training.pace import adapt_steps
 from synkhronos.training.progress import TrainerState
+from synkhronos.training.step_interval import adapt_steps
 
 _log = logging.getLogger("synkhronos")
 T = TypeVar("T")

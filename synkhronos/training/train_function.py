@@ -204,7 +204,7 @@ class TrainFunction:
         num_slices : int, optional
             Number of slices in which each rank computes its rows, to save memory.  Default: that of
             `make_train_function`.
-        batch_s : slice or list of int, or a list of these, one a rank, optional
+        batch_s : slice or list of int, or a list of these, one for each rank, optional
             Selection of each rank's rows of `sliceable_shareds`.  Default: all rows.
 
         Returns

@@ -128,7 +128,7 @@ class TrainingGraph:
         Parameters
         ----------
         loss, params, x, y, update_rule, sliceable_shareds, extra_updates, weight
-            As of `make_train_function`.
+            As in `make_train_function`.
         rule_kwargs : dict
             Options of the rule.
         options : StepOptions

@@ -17,10 +17,10 @@ import synkhronos as synk
 from synkhronos import devices, ranks
 from synkhronos.data.shared import locate
 from synkhronos.devices import JAX, PYGPU, cuda
-from synkhronos.devices.cuda.nccl import NcclCommunicator, ReduceSpan
+from synkhronos.devices.cuda.nccl import BufferSpan, NcclCommunicator
 from synkhronos.devices.cuda.nccl_group import NcclGroup
 from synkhronos.devices.cuda.staging import Staging, _PinnedMemory
-from synkhronos.engines.xla.fused_launch import LaunchReducer
+from synkhronos.engines.xla.fused_launch import GradientReducer
 from synkhronos.ranks import Cancelled
 
 # -- which GPU, and what to install ----------------------------------------------------------------------------
@@ -214,7 +214,7 @@ def test_all_reduce_of_few_bytes_is_waited_for(connected):
     ("seen", "left"),
     [
         ([NOT_READY, DONE], [DONE]),  # something else is computed before it, and nobody waits for that
-        ([DONE, 700, DONE], [DONE]),  # an error, which is raised where JAX' array is asked for
+        ([DONE, 700, DONE], [DONE]),  # an error, which is raised where JAX's array is asked for
         ([DONE], []),  # it takes longer
     ],
 )
@@ -412,14 +412,14 @@ def test_launch_all_reduce_of_chunks_overlaps_and_is_joined(streams):
 
 def test_launch_all_reduce_needs_agreement_of_all_ranks(streams):
     communicator, told = streams
-    combine = LaunchReducer(types.SimpleNamespace(), communicator, "sum", (5,), is_repeated=False)
-    combine.start([ReduceSpan(64, 64, 3, "float32")], 7)
+    combine = GradientReducer(types.SimpleNamespace(), communicator, "sum", (5,), is_repeated=False)
+    combine.start([BufferSpan(64, 64, 3, "float32")], 7)
     told.clear()
     with pytest.raises(ValueError, match=r"expected shape \(5,\), as before the launch, got 4 items"):
-        combine.finish([ReduceSpan(96, 96, 1, "float32")], 128, 7)
+        combine.finish([BufferSpan(96, 96, 1, "float32")], 128, 7)
     assert told == ["record 8", "7 waits"]  # memory that is written may be used for something else next
-    combine.start([ReduceSpan(64, 64, 3, "float32")], 7)
-    combine.finish([ReduceSpan(96, 96, 2, "float32")], 128, 7)
+    combine.start([BufferSpan(64, 64, 3, "float32")], 7)
+    combine.finish([BufferSpan(96, 96, 2, "float32")], 128, 7)
     assert told[-1] == "flag 7"
 
 

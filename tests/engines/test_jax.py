@@ -33,7 +33,7 @@ from synkhronos.devices.jax.scalar_log import LOG_CAPACITY, ScalarLog
 from synkhronos.engines.lazy import _MAX_CALLS, Result, ResultTable, _get_unread
 from synkhronos.engines.xla import XlaEngine
 from synkhronos.engines.xla.executable import Executable
-from synkhronos.engines.xla.trace import FusedReduction
+from synkhronos.engines.xla.trace import TracedReduction
 from synkhronos.function.computation import PLAIN
 from synkhronos.graphs import library_of
 from synkhronos.launch.contract import group_variables
@@ -365,16 +365,16 @@ def pair(fork):
 def fuse_pair(pair):
     """Make one launch of a function, a combination and another function; return it, and its variables."""
     runs, (g, w, n) = pair
-    launch = runs[0].fuse(FusedReduction(g.container.storage), runs[1])
-    assert launch is runs[0].fuse(FusedReduction(g.container.storage), runs[1])
+    launch = runs[0].fuse(TracedReduction(g.container.storage), runs[1])
+    assert launch is runs[0].fuse(TracedReduction(g.container.storage), runs[1])
     # What isn't computed by the first can't be combined after it.
-    assert runs[0].fuse(FusedReduction(n.container.storage), runs[1]) is None
+    assert runs[0].fuse(TracedReduction(n.container.storage), runs[1]) is None
     return launch, (g, w, n)
 
 
 def launch_and_wait(launch, shareds, combine):
     """Launch, wait, and return what came of it."""
-    with defer_signals(), launch.program_reduction.bind(combine):
+    with defer_signals(), launch.ffi_reduction.bind(combine):
         (total,) = launch(JAX.from_host(np.arange(3.0)))
         JAX.wait([library_of(s).get(s) for s in shareds])
     return [float(JAX.fetch([total])[0]), *(np.asarray(s.get_value()).tolist() for s in shareds)]
@@ -423,14 +423,14 @@ def test_fuse_runs_function_all_reduce_function_in_one_launch(fuse_pair):
 @pytest.mark.parametrize("counts", [1, 0])
 def test_fused_launch_advances_to_the_next_rows(pair, counts):
     runs, shareds = pair
-    launch = runs[0].fuse(FusedReduction(shareds[0].container.storage), runs[1], times=4)
+    launch = runs[0].fuse(TracedReduction(shareds[0].container.storage), runs[1], times=4)
     rows, calls = np.arange(12.0), []
     for _ in range(2):
         g, w, n = (np.asarray(s.get_value()) for s in shareds)
         for row in rows.reshape(4, 3) if counts else []:
             g = 2 * row * w
             w, n = w - g, n + 1
-        with defer_signals(), launch.program_reduction.bind(Doubling(calls, counts), 4):
+        with defer_signals(), launch.ffi_reduction.bind(Doubling(calls, counts), 4):
             totals = launch(JAX.from_host(rows))
             JAX.wait([library_of(s).get(s) for s in shareds])
         assert [float(each) for each in JAX.fetch(totals)] == [3.0, 12.0, 21.0, 30.0]
@@ -442,7 +442,7 @@ def test_fused_launch_advances_to_the_next_rows(pair, counts):
 @on_host
 def test_fused_launch_reduces_nothing_after_an_error(pair):
     runs, shareds = pair
-    launch = runs[0].fuse(FusedReduction(shareds[0].container.storage), runs[1], times=4)
+    launch = runs[0].fuse(TracedReduction(shareds[0].container.storage), runs[1], times=4)
     calls = []
 
     class Fails(Doubling):
@@ -454,7 +454,7 @@ def test_fused_launch_reduces_nothing_after_an_error(pair):
 
     fails = Fails()
     with pytest.raises(Alarm):
-        with defer_signals(), launch.program_reduction.bind(fails, 4):
+        with defer_signals(), launch.ffi_reduction.bind(fails, 4):
             launch(JAX.from_host(np.arange(12.0)))
     assert len(calls) == fails.waits == 2
     np.testing.assert_array_equal(shareds[1].get_value(), [1.0, -1.0, -3.0])
@@ -464,9 +464,9 @@ def test_fused_launch_reduces_nothing_after_an_error(pair):
 @on_host
 def test_repeated_launch_all_reduces_each_time(pair):
     runs, shareds = pair
-    launch = runs[0].fuse(FusedReduction(shareds[0].container.storage), runs[1], times=2)
-    with pytest.raises(RuntimeError, match="2 times in one launch, not 1"):
-        with defer_signals(), launch.program_reduction.bind(Doubling()):
+    launch = runs[0].fuse(TracedReduction(shareds[0].container.storage), runs[1], times=2)
+    with pytest.raises(RuntimeError, match="made 2 all-reduces, expected 1"):
+        with defer_signals(), launch.ffi_reduction.bind(Doubling()):
             launch(JAX.from_host(np.arange(6.0)))
 
 
@@ -478,8 +478,8 @@ def test_repeated_launch_all_reduces_constants_each_time(fork):
     second = synk.function([], updates=[(w, w - g)])
     synk.distribute()
     runs = [f._computation.compile(PLAIN).runner for f in (first, second)]
-    launch, calls = runs[0].fuse(FusedReduction(g.container.storage), runs[1], times=4), []
-    with defer_signals(), launch.program_reduction.bind(Doubling(calls), 4):
+    launch, calls = runs[0].fuse(TracedReduction(g.container.storage), runs[1], times=4), []
+    with defer_signals(), launch.ffi_reduction.bind(Doubling(calls), 4):
         totals = launch()
         JAX.wait([library_of(w).get(w)])
     assert [float(each) for each in JAX.fetch(totals)] == [3.0, -3.0, -9.0, -15.0]
@@ -508,11 +508,11 @@ def test_fused_all_reduce_in_chunks_or_another_dtype(fork, monkeypatch, tail, pi
     second = synk.function([], updates=[(w, w - g[:-1] / g[-1])])
     synk.distribute()
     runs = [f._computation.compile(PLAIN).runner for f in (first, second)]
-    launch = runs[0].fuse(FusedReduction(g.container.storage, dtype, 2, tail), runs[1], times=times)
+    launch = runs[0].fuse(TracedReduction(g.container.storage, dtype, 2, tail), runs[1], times=times)
     rows = rng.uniform(1, 2, (times, sum(SIZES))).astype("float32")
     rows[:, -1] = 67  # not to be told from 66 by eight bits of mantissa after a division by 3
     standing_in = Doubling()
-    with defer_signals(), launch.program_reduction.bind(standing_in, times):
+    with defer_signals(), launch.ffi_reduction.bind(standing_in, times):
         launch(JAX.from_host(rows))
         JAX.wait([library_of(w).get(w)])
     expected, scale = np.ones(sum(SIZES) - 1), 2 if dtype is None else 1
@@ -556,7 +556,7 @@ def test_chunk_all_reduce_starts_during_the_backward_pass(fork, monkeypatch):
     first = synk.function([x], ((h**2).mean(), "mean"), updates=grad_updates)
     synk.distribute()
     run = first._computation.compile(PLAIN).runner
-    chain = run.fuse(FusedReduction(g.container.storage))
+    chain = run.fuse(TracedReduction(g.container.storage))
     chain._log = ScalarLog(chain._dtypes)
     jaxpr = (
         jax.make_jaxpr(chain._run)(*chain._get_arguments([np.ones((5, 8), "float32")])).jaxpr.eqns[0].params["jaxpr"]
@@ -610,7 +610,7 @@ def test_error_after_a_started_chunk_waits_and_updates_nothing(fork, monkeypatch
     second = synk.function([], updates=[(w, w - g)])
     synk.distribute()
     runs = [f._computation.compile(PLAIN).runner for f in (first, second)]
-    launch = runs[0].fuse(FusedReduction(g.container.storage), runs[1])
+    launch = runs[0].fuse(TracedReduction(g.container.storage), runs[1])
 
     class Fails(Doubling):
         def start(self, spans, stream):
@@ -618,11 +618,11 @@ def test_error_after_a_started_chunk_waits_and_updates_nothing(fork, monkeypatch
 
     fails = Fails()
     with pytest.raises(Alarm):
-        with defer_signals(), launch.program_reduction.bind(fails):
+        with defer_signals(), launch.ffi_reduction.bind(fails):
             launch()
     assert fails.waits == 1 and fails.calls == []
     np.testing.assert_array_equal(w.get_value(), np.ones(60))
-    with defer_signals(), launch.program_reduction.bind(Doubling()):
+    with defer_signals(), launch.ffi_reduction.bind(Doubling()):
         launch()
     np.testing.assert_array_equal(w.get_value(), [-3.0] * 30 + [-5.0] * 30)
 
@@ -724,8 +724,8 @@ def test_error_in_all_reduce_is_raised_after_the_launch(fuse_pair, by_signal):
 @on_host
 def test_fused_launch_all_reduces_once(fuse_pair):
     launch, shareds = fuse_pair
-    with pytest.raises(RuntimeError, match="0 times"):
-        with defer_signals(), launch.program_reduction.bind(Doubling()):
+    with pytest.raises(RuntimeError, match="made 0 all-reduces, expected 1"):
+        with defer_signals(), launch.ffi_reduction.bind(Doubling()):
             pass
     # Outside of a block nothing counts.
     launch(JAX.from_host(np.arange(3.0)))
@@ -734,14 +734,14 @@ def test_fused_launch_all_reduces_once(fuse_pair):
 
 
 @on_host
-def test_program_reduction_is_bound_to_its_reducer(fuse_pair, pair):
+def test_ffi_reduction_is_bound_to_its_reducer(fuse_pair, pair):
     """Another launch in the middle of the binding changes nothing: callbacks find the reducer by their argument."""
     runs, _ = pair
     launch, shareds = fuse_pair
-    other = runs[0].fuse(FusedReduction(shareds[0].container.storage), runs[1], times=2)
+    other = runs[0].fuse(TracedReduction(shareds[0].container.storage), runs[1], times=2)
     calls, other_calls = [], []
-    with defer_signals(), launch.program_reduction.bind(Doubling(calls)):
-        with other.program_reduction.bind(Doubling(other_calls), 2):
+    with defer_signals(), launch.ffi_reduction.bind(Doubling(calls)):
+        with other.ffi_reduction.bind(Doubling(other_calls), 2):
             other(JAX.from_host(np.arange(6.0)))
         launch(JAX.from_host(np.arange(3.0)))
         JAX.wait([library_of(s).get(s) for s in shareds])

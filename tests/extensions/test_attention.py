@@ -14,7 +14,7 @@ from library import XLA, few  # noqa: E402
 import synkhronos as synk  # noqa: E402
 from synkhronos.extensions.attention import dot_product_attention  # noqa: E402
 from synkhronos.function.computation import PLAIN  # noqa: E402
-from synkhronos.lowering.attention import Attention, AttentionGradient  # noqa: E402
+from synkhronos.lowering.attention_ops import Attention, AttentionGradient  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("rewrites")
 
@@ -132,7 +132,7 @@ def test_cudnn_gets_what_it_supports(two_ranks, monkeypatch, dtype, width, lengt
     import jax
     import jax.numpy as jnp
 
-    from synkhronos.lowering import attention
+    from synkhronos.lowering import attention_ops
 
     device = SimpleNamespace(**({"compute_capability": capability} if capability else {}))
     monkeypatch.setattr(jax, "local_devices", lambda: [device])
@@ -145,7 +145,9 @@ def test_cudnn_gets_what_it_supports(two_ranks, monkeypatch, dtype, width, lengt
     monkeypatch.setattr(jax.nn, "dot_product_attention", record)
     query, key = (jax.ShapeDtypeStruct((2, n, 3, width), jnp.dtype(dtype)) for n in lengths)
     masks = [jax.ShapeDtypeStruct((1, 1, *lengths), bool)] * has_mask
-    jax.eval_shape(lambda *inputs: attention._differentiate(Attention(None, True), *inputs)[0], query, key, key, *masks)
+    jax.eval_shape(
+        lambda *inputs: attention_ops._differentiate(Attention(None, True), *inputs)[0], query, key, key, *masks
+    )
     assert chosen == ["cudnn" if expected else None]
 
 

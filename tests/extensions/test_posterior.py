@@ -25,7 +25,7 @@ from synkhronos.extensions.pymc import (  # noqa: E402
 pytestmark = [
     pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning"),
     pytest.mark.filterwarnings("ignore:.*in the Zarr V3 spec", "ignore:.*Zarr format 3 specification"),
-    pytest.mark.skipif(XLA, reason="processes are forked beside JAX' threads"),
+    pytest.mark.skipif(XLA, reason="processes are forked beside JAX's threads"),
 ]
 N, DRAWS = 30, 40
 X = np.random.default_rng(3).normal(size=(N, 3))

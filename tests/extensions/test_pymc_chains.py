@@ -22,12 +22,12 @@ from library import HOSTS, INTERPRETED, XLA  # noqa: E402
 from pymc.sampling import mcmc  # noqa: E402
 
 import synkhronos as synk  # noqa: E402
+from synkhronos.extensions import chains as chains_module  # noqa: E402
 from synkhronos.extensions.pymc import chain_servers, data_parallel  # noqa: E402
-from synkhronos.extensions.pymc import chains as chains_module  # noqa: E402
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning"),
-    pytest.mark.skipif(XLA, reason="PyMC forks beside JAX' threads"),
+    pytest.mark.skipif(XLA, reason="PyMC forks beside JAX's threads"),
     pytest.mark.skipif(bool(HOSTS), reason="chains use the ranks of one host"),
 ]
 X = np.random.default_rng(3).normal(size=(60, 3))
@@ -339,7 +339,9 @@ def test_evaluate_after_an_interrupt_reads_no_late_result():
 def test_ranks_auto_takes_the_fastest_number_of_ranks(fork, started, monkeypatch, caplog, rates, expected):
     """Rates of PyMC alone, of one rank, and of two of five: the largest number leaves no rank idle."""
     fork(5)
-    monkeypatch.setattr("synkhronos.extensions.pymc.model.measure_rate", lambda evaluate, chains: rates.pop(0))
+    monkeypatch.setattr(
+        "synkhronos.extensions.pymc.data_parallel_model.measure_rate", lambda evaluate, chains: rates.pop(0)
+    )
     with caplog.at_level("INFO"):
         parallel = data_parallel(build(), ranks="auto", chains=2)
     (message,) = [record.getMessage() for record in caplog.records if record.name == "pymc.synkhronos"]

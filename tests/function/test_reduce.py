@@ -8,7 +8,7 @@ from hypothesis.extra import numpy as hnp
 from messages import raises
 
 from synkhronos.devices.reductions import REDUCTIONS
-from synkhronos.function.reduce import Accumulator, ReductionOp
+from synkhronos.function.reduction_op import Accumulator, ReductionOp
 
 FLOATS = ["float16", "float32", "float64"]
 INTEGERS = ["int8", "uint8", "int32", "int64", "bool"]

@@ -11,8 +11,8 @@ from library import DEVICE, NAME
 
 from synkhronos.hosts import agent, mpi_link
 
-pytestmark = [pytest.mark.skipif(DEVICE != "host", reason="pretended GPUs are JAX' CPU"), pytest.mark.timeout(300)]
-of_jax = pytest.mark.skipif(NAME != "pytensor", reason="pretended GPUs are JAX' CPU")
+pytestmark = [pytest.mark.skipif(DEVICE != "host", reason="pretended GPUs are JAX's CPU"), pytest.mark.timeout(300)]
+of_jax = pytest.mark.skipif(NAME != "pytensor", reason="pretended GPUs are JAX's CPU")
 #: Most programs run on these, one after the other: `run` keeps the ranks.
 TWO = ["a:1", "b:1"]
 

@@ -18,7 +18,7 @@ from paths import SUPPORT
 from synkhronos import rules
 from synkhronos.gpus import get_n_gpu
 from synkhronos.launch import SettingsError, contract
-from synkhronos.launch.class_recorder import ClassRecorder
+from synkhronos.launch.model_recorder import ModelRecorder
 from synkhronos.launch.settings import Settings, join_tables, parse_set, read_environment, read_session, resolve
 from synkhronos.launch.supervisor import prepare
 
@@ -281,7 +281,7 @@ def test_check_of_classes():
 
 def test_check_counts_batches_without_a_batch_size(capsys):
     for rows, unit in ((1, "batches"), (20, "rows")):
-        recorder = ClassRecorder(0, rows=rows)
+        recorder = ModelRecorder(0, rows=rows)
         recorder.train_error(1, 0.5, 0.1)
         recorder.count_iteration()
         recorder.write()

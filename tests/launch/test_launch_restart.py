@@ -12,7 +12,7 @@ import pytest
 from launch_interrupts import LIMIT, start_checkpointed_run, wait_until_training
 from launch_runs import ENVIRONMENT, lines, train
 
-from synkhronos.launch import copies
+from synkhronos.launch import memory_checkpoint
 from synkhronos.training.checkpoint import list_checkpoints
 
 pytestmark = pytest.mark.any_library
@@ -145,14 +145,14 @@ def test_max_deaths_ends_a_run(tmp_path):
 BROKEN_DEVICES = """
 import json, os, sys
 if "synkhronos.launch.master" in sys.orig_argv:
-    from synkhronos.launch import rank_program
-    start_rank = rank_program.start_rank
+    from synkhronos.launch import rank_main
+    start_rank = rank_main.start_rank
     recovers = json.loads(sys.orig_argv[-1])["recovers"]
     def start_or_fail(worker, consoles, masks, devices, by_host):
         if recovers and worker.size > int(os.environ["WORKING"]) and worker.number == int(os.environ["GONE"]):
             raise OSError(f"{devices[worker.number]} has fallen off the bus")
         return start_rank(worker, consoles, masks, devices, by_host)
-    rank_program.start_rank = start_or_fail
+    rank_main.start_rank = start_or_fail
 """
 
 
@@ -231,12 +231,12 @@ def test_signal_during_a_recovery_keeps_the_copy(tmp_path):
 
 
 def test_folders_of_copies_that_killed_runs_left_are_removed(tmp_path, monkeypatch):
-    monkeypatch.setattr(copies, "_SHM", tmp_path)
+    monkeypatch.setattr(memory_checkpoint, "_SHM", tmp_path)
     (tmp_path / f"synkhronos-copy-{os.getuid()}-left").mkdir()
-    folders = [copies.CopyFolder()]  # the other may be locked in a moment
+    folders = [memory_checkpoint.CopyFolder()]  # the other may be locked in a moment
     assert len(list(tmp_path.iterdir())) == 2
-    monkeypatch.setattr(copies, "_ABANDONED", -1)
-    folders.append(copies.CopyFolder())
+    monkeypatch.setattr(memory_checkpoint, "_ABANDONED", -1)
+    folders.append(memory_checkpoint.CopyFolder())
     assert sorted(tmp_path.iterdir()) == sorted(folder.path for folder in folders)
     for folder in folders:
         folder.remove()
@@ -245,9 +245,9 @@ def test_folders_of_copies_that_killed_runs_left_are_removed(tmp_path, monkeypat
 
 def test_on_death_copies_are_rarer_if_slow(monkeypatch):
     now = [0.0]
-    monkeypatch.setattr(copies.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(memory_checkpoint.time, "monotonic", lambda: now[0])
     state = SimpleNamespace(worker=SimpleNamespace(broadcast=lambda number: number))
-    schedule = copies.RankCopies("folder", state)
+    schedule = memory_checkpoint.RankCopies("folder", state)
     batch, dues = 0, []
     for _ in range(12):
         dues.append(schedule.due)

@@ -10,9 +10,9 @@ import pytest
 from launch_runs import lines, train
 from library import package, shared, tensor
 
-from synkhronos.launch.class_recorder import ClassRecorder
-from synkhronos.launch.class_run import ClassRun
 from synkhronos.launch.contract import ContractError, group_variables
+from synkhronos.launch.model_recorder import ModelRecorder
+from synkhronos.launch.model_run import ModelRun
 from synkhronos.rules import BSP
 from synkhronos.training import Checkpoint, CheckpointError, rank_state
 from synkhronos.training.training_graph import apply_own_gradient
@@ -85,13 +85,13 @@ def test_metric_missing_in_the_class():
     ]:
         settings = SimpleNamespace(keep_best=keep_best, patience=3, modelclass="A")
         with pytest.raises(ContractError, match=words):
-            ClassRun.observe(SimpleNamespace(settings=settings), SimpleNamespace(metrics=metrics))
+            ModelRun.observe(SimpleNamespace(settings=settings), SimpleNamespace(metrics=metrics))
 
 
 @pytest.mark.any_library
 def test_resume_with_fewer_epochs_trains_none():
     run = SimpleNamespace(n_reports=3, n_epochs=2, class_stops=False)
-    assert ClassRun.is_complete(run)
+    assert ModelRun.is_complete(run)
 
 
 def step(update_rule):
@@ -102,7 +102,7 @@ def step(update_rule):
 
 
 def test_checkpoint_names_update_rule_variables():
-    """A class' update rule has no name that a run knows: the variables tell the library's own rules apart."""
+    """A class's update rule has no name that a run knows: the variables tell the library's own rules apart."""
     rules_of = {rule.__name__: rule for rule in (sgd, momentum, nesterov_momentum, adagrad, rmsprop, adadelta)}
     rules_of |= {rule.__name__: rule for rule in (adam, adamax, amsgrad)}
     found = {
@@ -182,7 +182,7 @@ def test_resume_in_the_middle_of_an_epoch():
         def load(self):
             return [np.arange(20)], []
 
-    model, recorder = Read({"rank": 1, "size": 2, "seed": 3}), ClassRecorder(0)
+    model, recorder = Read({"rank": 1, "size": 2, "seed": 3}), ModelRecorder(0)
     model.epoch = 4
     batches = [model.next_batch(recorder)[0].tolist() for _ in range(5)]
     model.epoch = 5

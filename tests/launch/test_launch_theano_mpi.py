@@ -12,8 +12,8 @@ from launch_models.data.regression import BATCHES, MOMENTUM, RATE, ROWS, rows
 from launch_runs import ENVIRONMENT, lines, run
 from paths import SUPPORT
 
-from synkhronos.launch.class_recorder import ClassRecorder
 from synkhronos.launch.contract import ContractError, parse_next_batch
+from synkhronos.launch.model_recorder import ModelRecorder
 
 
 def train(folder, name, *arguments, status=0, ranks=2, **settings):
@@ -280,7 +280,7 @@ print("-- status", check("launch_models/parts.py:Regression", {{"rule": "EASGD"}
 @pytest.mark.any_library
 def test_recorder_draws_pictures(tmp_path):
     pytest.importorskip("matplotlib")
-    recorder = ClassRecorder(3, folder=tmp_path)
+    recorder = ModelRecorder(3, folder=tmp_path)
     recorder.plot_init(name="scores", fig_specs={"left": 0.1}, save=True)
     recorder.plot("scores", lines=[[1.0, np.float32(2)], []])
     recorder.plot("scores", image=np.zeros((2, 2, 3)))
@@ -296,14 +296,14 @@ def test_recorder_draws_pictures(tmp_path):
             recorder.plot(**arguments)
     with pytest.raises(TypeError, match=r"plot_init\(\): expected a text as name, got 3"):
         recorder.plot_init(3)
-    nowhere = ClassRecorder(0)  # that of a rank of another host
+    nowhere = ModelRecorder(0)  # that of a rank of another host
     nowhere.plot_init("scores")
     nowhere.plot("scores", lines=[[1, 2]])
 
 
 @pytest.mark.any_library
 def test_recorder_returns_the_latest_validation():
-    recorder = ClassRecorder(0)
+    recorder = ModelRecorder(0)
     assert recorder.get_latest_val_info() is None
     recorder.note_validation(6, {"cost": 0.5, "error": 0.25})
     assert recorder.get_latest_val_info() == [6, 0.5, 0.25, None]

@@ -9,7 +9,7 @@ from launch_runs import lines, run
 from loading_sources import Damaged
 from paths import SUPPORT
 
-from synkhronos.launch.class_recorder import ClassRecorder
+from synkhronos.launch.model_recorder import ModelRecorder
 
 
 @pytest.mark.parametrize("rule", ["BSP", "GOSGD"])
@@ -121,11 +121,11 @@ def test_model_base_class_errors():
 
 @pytest.mark.any_library
 def test_model_names_a_nan_row():
-    from synkhronos.launch.class_run import ClassRun
+    from synkhronos.launch.model_run import ModelRun
 
     rows = np.zeros((5, 2))
     rows[3, 1] = np.inf
-    recorder = ClassRecorder(0)
+    recorder = ModelRecorder(0)
     recorder.train_error(1, np.nan)
     recorder.count_iteration()
     recorder.write()
@@ -136,10 +136,10 @@ def test_model_names_a_nan_row():
     with pytest.raises(
         FloatingPointError, match=r"the cost is nan in epoch 2: row 3 of load\(\)'s training array 1 has inf"
     ):
-        ClassRun.make_report(run)
+        ModelRun.make_report(run)
     run.model = SimpleNamespace(train_data="a class of somebody's")
     with pytest.raises(FloatingPointError, match="the cost is nan in epoch 2: nothing of it was saved"):
-        ClassRun.make_report(run)
+        ModelRun.make_report(run)
 
 
 @pytest.mark.any_library
@@ -159,7 +159,7 @@ def test_model_trains_when_a_loader_skips_batches():
             train, valid = Damaged(8, bad=(2, 3)), Damaged(5, bad=(4,))
             return [Loader(source, shuffle=False, on_error="skip") for source in (train, valid)]
 
-    model, recorder = Read({"rank": 0, "size": 1, "seed": 0}), ClassRecorder(0)
+    model, recorder = Read({"rank": 0, "size": 1, "seed": 0}), ModelRecorder(0)
     try:
         assert (model.data.n_batch_train, model.data.n_batch_val) == (4, 3)
         numbers = [model.next_batch(recorder)[1].tolist() for _ in range(4)]

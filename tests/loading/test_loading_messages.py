@@ -127,7 +127,7 @@ CALLS = {
     "arrays without rows": (ValueError, "source", lambda: Loader([np.ones((0, 2))])),
     "other lengths": (ValueError, "source", lambda: Loader([np.ones(3), np.ones(4)])),
     "words": (TypeError, "source", lambda: Loader([np.array(["a"])])),
-    "a number in the place of an array": (ValueError, "source", lambda: Loader([3])),
+    "a number in place of an array": (ValueError, "source", lambda: Loader([3])),
     "a masked array": (TypeError, "source", lambda: Loader([np.ma.masked_array([1, 2], [0, 1])])),
     "rows that are words": (TypeError, "source", lambda: Loader(lambda: iter(["abc"]))),
     "a source that can't be sent": (TypeError, "source", lambda: first(Holds())),

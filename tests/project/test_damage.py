@@ -81,7 +81,7 @@ def find_damage():
     spec.loader.exec_module(module)
 
     def found(markup: str) -> list[str]:
-        # Sphinx' own directives and roles are unknown here: docutils would report them.
+        # Sphinx's own directives and roles are unknown here: docutils would report them.
         page = publish_doctree(markup, settings_overrides={"report_level": 5, "halt_level": 5})
         return [message for _, message in module.find_damage(page)]
 

@@ -1,7 +1,7 @@
 """The examples in the documentation: they run, and print what they say.
 
 Those of the docstrings need PyTensor, which they import.  Those of the pages in docs/ run with Theano as well, with its
-name in the place of PyTensor's, but for pages that say ``.. needs: pytensor``.  A page that says ``.. needs: pymc`` runs
+name in place of PyTensor's, but for pages that say ``.. needs: pytensor``.  A page that says ``.. needs: pymc`` runs
 where PyMC is installed.  Scripts without a prompt, the README's
 among them, run in a process of their own.
 """
@@ -56,7 +56,7 @@ def modules(path, prefix: str) -> list[str]:
     """
     names = []
     for module in pkgutil.iter_modules(path, prefix):
-        if module.name == "synkhronos.extensions.pymc.model" and not HAS_PYMC:
+        if module.name == "synkhronos.extensions.pymc.data_parallel_model" and not HAS_PYMC:
             continue
         if module.name not in (
             "synkhronos.graphs.theano",
@@ -287,7 +287,7 @@ UNDOCUMENTED = {
 
 
 def test_every_public_attribute_is_in_the_reference():
-    """A public method that is internal gets an underscore; any other, a line on a page or in the class' docstring."""
+    """A public method that is internal gets an underscore; any other, a line on a page or in the class's docstring."""
     documented = set(list_documented_members())
     pages = "\n".join(page.read_text() for page in (ROOT / "docs").glob("*.rst"))
     names = {"": vars(synk)}

@@ -36,6 +36,8 @@ def test_lint_names_of_a_clean_file():
         ("A message", "Say how a message is sent", ("vague docstring", 2, "Say how")),
         ("A message", "What is sent", ("clause for a noun", 2, "What is sent and its attachments.")),
         ("    def _send", "    #: Of which kind.\n    def _send", ("clause for a noun", 8, "Of which kind.")),
+        ("the weight in", "this class' weight in", ("clumsy phrase", 6, "class' ")),
+        ("the weight in", "the weight as of `_send` in", ("clumsy phrase", 6, "as of `")),
         ("def weigh", "def of", ("bare name", 5, "of")),
         ("Return the weight in bytes.", "The weight.", ("short docstring", 5, "Parcel.weigh")),
         ('"""Return the weight in bytes."""', "pass", ("short docstring", 5, "Parcel.weigh")),

@@ -35,7 +35,7 @@ def work():
 
 
 def list_sockets(pid):
-    """Return the inodes of a process' sockets."""
+    """Return the inodes of a process's sockets."""
     inodes = set()
     for fd in os.listdir(f"/proc/{pid}/fd"):
         with contextlib.suppress(FileNotFoundError):

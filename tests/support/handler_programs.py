@@ -11,7 +11,7 @@ import numpy as np
 
 from synkhronos.devices.cuda import nccl
 from synkhronos.devices.jax import native
-from synkhronos.devices.jax.ffi import ProgramReduction
+from synkhronos.devices.jax.ffi import FfiReduction
 
 STREAM, SIDE, EVENT, COMM = None, 8, 9, 1234  # XLA has no stream on the CPU
 calls = []
@@ -105,7 +105,7 @@ def reduce_once(calls="native"):
     """One array; then NCCL fails; then the connection is aborted."""
     import jax
 
-    communicator, reduction = connect(), ProgramReduction(calls=calls, op="avg")
+    communicator, reduction = connect(), FfiReduction(calls=calls, op="avg")
 
     def program(value, gradient):
         (total,), is_valid = reduction.trace_finish([gradient])
@@ -135,7 +135,7 @@ def reduce_chunks():
     import jax
     import jax.numpy as jnp
 
-    communicator, reduction = connect(), ProgramReduction(calls="graph")
+    communicator, reduction = connect(), FfiReduction(calls="graph")
 
     def program(first, second, third):
         first, token = reduction.trace_start(first, np.int32(0))
@@ -154,7 +154,7 @@ def reduce_in_loop():
     """Ten times in one launch; then the fourth fails."""
     import jax
 
-    communicator, reduction = connect(), ProgramReduction(calls="native")
+    communicator, reduction = connect(), FfiReduction(calls="native")
 
     def program(array):
         def body(state, _):

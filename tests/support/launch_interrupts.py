@@ -16,7 +16,7 @@ LIMIT = 60
 
 
 class ShellSupervisor(supervisor.Supervisor):
-    """A supervisor of a shell command in the place of ranks."""
+    """A supervisor of a shell command in place of ranks."""
 
     def __init__(self, folder, script, **settings):
         super().__init__(Settings("module", "Class", ".", ("cpu",), folder=str(folder), **settings))

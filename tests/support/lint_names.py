@@ -32,6 +32,10 @@ BARE = frozenset(
     "as at both by each everything for from in it its kept none of on one so such that them they this those to "
     "what which who with".split()
 )
+#: Phrases that have a plainer form: "as in `X`", "one for each rank", "in place of", "the class's".
+CLUMSY = re.compile(
+    r"\b[Aa]s of `|\bone a rank\b|\bin the place of\b|(?<!')\b(?:class|process|loss|JAX|Linux)' ", re.ASCII
+)
 SHORTEST = 3
 #: The section of a docstring that lists parameters, which start in its first column.
 PARAMETERS = re.compile(r"^Parameters\n-+\n(.*?)(?=^\w[\w ]*\n---|\Z)", re.DOTALL | re.MULTILINE)
@@ -101,6 +105,8 @@ def findings(sources: Mapping[str, str]) -> Iterator[Finding]:
         for comment in COMMENT.finditer(source):
             if CLAUSE.match(comment[1]):
                 yield Finding("clause for a noun", path, source.count("\n", 0, comment.start(1)) + 1, comment[1])
+        for phrase in CLUMSY.finditer(source) if path.startswith(PACKAGE) else ():
+            yield Finding("clumsy phrase", path, source.count("\n", 0, phrase.start()) + 1, phrase[0])
         for node in ast.walk(ast.parse(source)):
             if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef):
                 for vague in VAGUE.findall(ast.get_docstring(node) or ""):

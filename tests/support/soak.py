@@ -361,7 +361,7 @@ class Step:
     expected
         The result.
     new : dict of Variable to list of ndarray
-        What variables hold afterwards, one a rank.
+        What variables hold afterwards, one for each rank.
     refused : exception class or tuple, optional
         What has to be raised instead, with nothing changed.
     touches : list of Variable

@@ -32,7 +32,7 @@ def names_left(before: set[str], limit: float = 2) -> set[str]:
 
 
 def list_children(pid: int) -> list[int]:
-    """Return the processes that a process' threads have forked, zombies among them.
+    """Return the processes that a process's threads have forked, zombies among them.
 
     Not those that have been waited for, or that nobody need wait for: such a one stays in the list for a moment, while
     the system removes it, though its parent was told that there is none.
@@ -48,7 +48,7 @@ def list_children(pid: int) -> list[int]:
 
 
 def state(pid: int) -> str:
-    """Return a process' state as the system writes it.
+    """Return a process's state as the system writes it.
 
     R, S, D, T for stopped, Z for a zombie, X for one that is being removed; "" if there is none.
     """

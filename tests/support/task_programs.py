@@ -133,7 +133,7 @@ def masked_array(worker):
 
 
 def in_the_order_of_bytes(worker, orders, in_group):
-    """Add up numbers of some orders of bytes, one a rank."""
+    """Add up numbers of some orders of bytes, one for each rank."""
     all_reduce = (worker.group(range(worker.size)) if in_group else worker).all_reduce
     return all_reduce(np.arange(5, dtype=f"{orders[worker.number]}f8"), "sum").tolist()
 

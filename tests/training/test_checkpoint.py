@@ -117,7 +117,7 @@ def save_and_die(folder, at, seen, keep=1):
         end(1)
 
 
-@pytest.mark.parametrize("seen", [200, 100], ids=["another", "in the place of the same"])
+@pytest.mark.parametrize("seen", [200, 100], ids=["another", "in place of the same"])
 @pytest.mark.slow
 def test_checkpoint_survives_a_kill_at_any_call(tmp_path, seen):
     Checkpoint(tmp_path / "before", keep=1).save(100, {"w": np.full(1000, 1.0)}, {"number": 1})
@@ -366,7 +366,7 @@ def write_many(folder, number):
             except CheckpointError as error:
                 told.write(f"{error}\n")
         told.flush()
-        signal.pause()  # the lock stays this process' own until it is killed
+        signal.pause()  # the lock stays this process's own until it is killed
 
     return run
 

@@ -1,4 +1,4 @@
-"""In JAX mode a training goes on after the death of a worker, with new processes in the place of forks."""
+"""In JAX mode a training goes on after the death of a worker, with new processes in place of forks."""
 
 import os
 import signal

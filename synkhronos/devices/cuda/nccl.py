@@ -53,7 +53,7 @@ NCCL_OPS = {name: reduction.nccl for name, reduction in REDUCTIONS.items() if re
 _QUICK_BYTES, _QUICK_SECONDS = 1 << 16, 50e-6
 
 
-class ReduceSpan(NamedTuple):
+class BufferSpan(NamedTuple):
     """Consecutive items on the GPU that are reduced over the ranks.
 
     Attributes
@@ -217,12 +217,12 @@ class NcclCommunicator(Communicator):
             _ = connection.handle  # raises if it was aborted, which a recorded launch does not notice
         state.check()
 
-    def start_in_launch(self, spans: Sequence[ReduceSpan], op: str, stream: int) -> None:
+    def start_in_launch(self, spans: Sequence[BufferSpan], op: str, stream: int) -> None:
         """Launch reductions on the side stream, ordered after the present work of a stream.
 
         Parameters
         ----------
-        spans : list of ReduceSpan
+        spans : list of BufferSpan
         op : str
         stream : int
             Handle of the stream that XLA launches on.
@@ -231,7 +231,7 @@ class NcclCommunicator(Communicator):
         self._has_side_work = True
         self._launch_spans(spans, op, self._staging.side_stream)
 
-    def finish_in_launch(self, spans: Sequence[ReduceSpan], op: str, valid_flag: int, stream: int) -> None:
+    def finish_in_launch(self, spans: Sequence[BufferSpan], op: str, valid_flag: int, stream: int) -> None:
         """Launch reductions on XLA's stream, which also waits for those that were started.
 
         Parameters
@@ -253,7 +253,7 @@ class NcclCommunicator(Communicator):
             self._has_side_work = False
             self._order_after(stream, self._staging.side_stream)
 
-    def _launch_spans(self, spans: Sequence[ReduceSpan], op: str, stream: int) -> None:
+    def _launch_spans(self, spans: Sequence[BufferSpan], op: str, stream: int) -> None:
         self._mark_launch()
         with self._call_lock:
             handle = self._connection.handle  # XLA has made the GPU current in this thread

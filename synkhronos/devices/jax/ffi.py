@@ -4,15 +4,15 @@ XLA calls foreign functions (its "FFI", ``xla/ffi/api/c_api.h``, part of jaxlib)
 launching thread, and passes the addresses of the arrays and the stream.  Work that a foreign function launches on that
 stream is ordered between XLA's earlier and later work, and nobody waits.  An all-reduce in a program takes this way::
 
-    traced        trace_start(chunk 0)   trace_start(chunk 1)   trace_finish(rest)          `ProgramReduction`
+    traced        trace_start(chunk 0)   trace_start(chunk 1)   trace_finish(rest)          `FfiReduction`
                         |                      |                      |
     launched      _start_callback        _start_callback        _finish_callback            called by XLA
                         |                      |                      |
-                  LaunchReducer.start    LaunchReducer.start    LaunchReducer.finish        bound by `bind`
+                  GradientReducer.start  GradientReducer.start  GradientReducer.finish      bound by `bind`
                         |                      |                      |
     NCCL          start_in_launch        start_in_launch        finish_in_launch            `NcclCommunicator`
 
-Each call has an attribute, the number of its program's `ProgramReduction`: an argument by which the callbacks find it.
+Each call has an attribute, the number of its program's `FfiReduction`: an argument by which the callbacks find it.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from weakref import WeakValueDictionary
 
 import numpy as np
 
-from synkhronos.devices.cuda.nccl import NCCL_OPS, ReduceSpan
+from synkhronos.devices.cuda.nccl import NCCL_OPS, BufferSpan
 from synkhronos.devices.jax import native
 from synkhronos.ranks.interrupts import defer_signals
 
@@ -206,7 +206,7 @@ def _stream_callback(address: int) -> None:
             handle = _get_stream(frame)
             if handle is not None:
                 _found_streams.append(ComputeStream(handle, threading.current_thread() is _probing_thread[0]))
-    except BaseException as error:  # as in `ProgramReduction.dispatch`
+    except BaseException as error:  # as in `FfiReduction.dispatch`
         _log.info("XLA's stream can't be found: %r", error)
 
 
@@ -258,10 +258,10 @@ _DTYPES = {
 class Reducer(Protocol):
     """Launches the reductions of one launch of a program, when XLA calls."""
 
-    def start(self, spans: Sequence[ReduceSpan], stream: int | None) -> None:
+    def start(self, spans: Sequence[BufferSpan], stream: int | None) -> None:
         """Start reductions that overlap the stream's next work."""
 
-    def finish(self, spans: Sequence[ReduceSpan], valid_flag: int, stream: int | None) -> None:
+    def finish(self, spans: Sequence[BufferSpan], valid_flag: int, stream: int | None) -> None:
         """Launch reductions on the stream, make it wait for the started ones, and set the int32 at ``valid_flag``.
 
         ``valid_flag`` is an address on the GPU.
@@ -271,7 +271,7 @@ class Reducer(Protocol):
         """Make the stream wait for the reductions that were started, after an error."""
 
 
-class ProgramReduction:
+class FfiReduction:
     """The all-reduce of one XLA program, which is bound to a reducer for each launch.
 
     ``trace_start``, ``trace_finish`` and ``trace_sum`` put its calls into the program, while XLA traces it.
@@ -289,14 +289,14 @@ class ProgramReduction:
 
     Examples
     --------
-    >>> reduction = ProgramReduction()
+    >>> reduction = FfiReduction()
     >>> program = jax.jit(lambda gradient: reduction.trace_finish([gradient]))  # doctest: +SKIP
     >>> with defer_signals(), reduction.bind(reducer):  # doctest: +SKIP
     ...     (total,), is_valid = program(gradient)
     """
 
     _numbers = itertools.count()
-    _by_number: WeakValueDictionary[int, ProgramReduction] = WeakValueDictionary()
+    _by_number: WeakValueDictionary[int, FfiReduction] = WeakValueDictionary()
 
     def __init__(self, aborts: bool = False, calls: str = "python", op: str = "sum") -> None:
         assert calls == "python" or not aborts
@@ -485,7 +485,7 @@ class ProgramReduction:
     # -- called by XLA ---------------------------------------------------------------------------------------
 
     @classmethod
-    def dispatch(cls, address: int, handle_call: Callable[[ProgramReduction, Any, Reducer], None]) -> int | None:
+    def dispatch(cls, address: int, handle_call: Callable[[FfiReduction, Any, Reducer], None]) -> int | None:
         """Pass a call by XLA to the reduction of its program; return the address of an error that ends the launch."""
         reduction = None
         try:
@@ -533,15 +533,15 @@ class ProgramReduction:
 
 @_Callback
 def _start_callback(address: int) -> int | None:
-    return ProgramReduction.dispatch(address, ProgramReduction.start)
+    return FfiReduction.dispatch(address, FfiReduction.start)
 
 
 @_Callback
 def _finish_callback(address: int) -> int | None:
-    return ProgramReduction.dispatch(address, ProgramReduction.finish)
+    return FfiReduction.dispatch(address, FfiReduction.finish)
 
 
-def _read_spans(frame: Any, start: int, stop: int) -> list[ReduceSpan]:
+def _read_spans(frame: Any, start: int, stop: int) -> list[BufferSpan]:
     """Return the addresses of a call's arguments and results ``start`` to ``stop``."""
     spans = []
     for i in range(start, stop):
@@ -549,7 +549,7 @@ def _read_spans(frame: Any, start: int, stop: int) -> list[ReduceSpan]:
         count = 1
         for axis in range(source.rank):
             count *= source.dims[axis]
-        spans.append(ReduceSpan(source.data, target.data, count, _DTYPES[source.dtype]))
+        spans.append(BufferSpan(source.data, target.data, count, _DTYPES[source.dtype]))
     return spans
 
 

@@ -1,7 +1,7 @@
 """Sums over the ranks within programs that all ranks run at the same time, such as a sampler compiled by XLA.
 
 A program may make millions of sums, in loops whose lengths follow from the sums.  All ranks run the same program and
-get the same bits, so that their loops have the same lengths.  A `ProgramReduction` calls one of the reducers here::
+get the same bits, so that their loops have the same lengths.  An `FfiReduction` calls one of the reducers here::
 
     XLA program     local sum ──> foreign function ──> sum over all ranks ──> next evaluation
                                         |
@@ -24,7 +24,7 @@ from typing import Any
 
 import numpy as np
 
-from synkhronos.devices.cuda.nccl import ReduceSpan
+from synkhronos.devices.cuda.nccl import BufferSpan
 from synkhronos.ranks import Rank
 from synkhronos.ranks.control import SCRATCH_NBYTES
 
@@ -78,7 +78,7 @@ class InterruptPoll:
 
 
 class ProgramSum:
-    """Base class of the reducers of one program.
+    """Base class of the reducers of one program (`synkhronos.devices.jax.ffi.Reducer`).
 
     Parameters
     ----------
@@ -107,11 +107,11 @@ class ProgramSum:
         self.count += 1
         self._heads[0][self._local_index][_N_BEGUN] = self.count
 
-    def start(self, spans: Sequence[ReduceSpan], stream: int | None) -> None:
+    def start(self, spans: Sequence[BufferSpan], stream: int | None) -> None:
         """Raise: these programs reduce no chunks."""
         raise NotImplementedError
 
-    def finish(self, spans: Sequence[ReduceSpan], valid_flag: int, stream: int | None) -> None:
+    def finish(self, spans: Sequence[BufferSpan], valid_flag: int, stream: int | None) -> None:
         """Sum arrays over the ranks, and set the int32 at the address ``valid_flag``."""
         raise NotImplementedError
 
@@ -161,7 +161,7 @@ class HostSum(ProgramSum):
         ]
         self._n_exchanges = 0
 
-    def finish(self, spans: Sequence[ReduceSpan], valid_flag: int, stream: int | None) -> None:
+    def finish(self, spans: Sequence[BufferSpan], valid_flag: int, stream: int | None) -> None:
         """Sum arrays over the ranks in rank order, and set the int32 at the address ``valid_flag``."""
         self.begin_sum()
         for span in spans:
@@ -201,7 +201,7 @@ class GpuSum(ProgramSum):
         super().__init__(rank, poll)
         self._communicator = communicator
 
-    def finish(self, spans: Sequence[ReduceSpan], valid_flag: int, stream: int | None) -> None:
+    def finish(self, spans: Sequence[BufferSpan], valid_flag: int, stream: int | None) -> None:
         """Launch the sums of arrays over the ranks, and then set the int32 at the address ``valid_flag``."""
         self.begin_sum()
         self._rank.check_cancelled()
@@ -218,7 +218,7 @@ def _have_reached(heads: Sequence[Any], number: int) -> bool:
     return all(head[_EXCHANGE_NUMBER] >= number for head in heads)
 
 
-def view_items(address: int, span: ReduceSpan) -> np.ndarray:
+def view_items(address: int, span: BufferSpan) -> np.ndarray:
     """Return the NumPy array at an address."""
     dtype = np.dtype(span.dtype)
     memory = (ctypes.c_char * (span.n_items * dtype.itemsize)).from_address(address)

@@ -4,7 +4,7 @@ An `Executable` is one XLA program.  It consists of one or several PyTensor func
 of all shared variables, and returns the outputs and the variables' new values::
 
                       ┌────────────────────────── one launch ──────────────────────────┐
-    inputs ─────────> │ gradient function ──> all-reduce (`FusedReduction`) ──> update │ ──> outputs
+    inputs ─────────> │ gradient function ──> all-reduce (`TracedReduction`) ──> update │ ──> outputs
     shared variables  │                                                    function    │ ──> new values
     (donated) ──────> └────────────────────────────────────────────────────────────────┘
 
@@ -20,11 +20,11 @@ import numpy as np
 
 from synkhronos.devices import JAX, Device
 from synkhronos.devices.jax.scalar_log import LOG_CAPACITY
-from synkhronos.engines.engine import GradientReduction, Runner
+from synkhronos.engines.engine import Runner, StepReduction
 from synkhronos.engines.lazy import LazyEngine
 from synkhronos.engines.xla.executable import Executable
 from synkhronos.engines.xla.fused_launch import FusedRunner
-from synkhronos.engines.xla.trace import FusedReduction
+from synkhronos.engines.xla.trace import TracedReduction
 from synkhronos.graphs import GraphLibrary
 from synkhronos.lowering.jax_function import JaxFunction
 from synkhronos.ranks import Rank
@@ -49,7 +49,7 @@ class XlaEngine(LazyEngine):
         return Executable([JaxFunction(function, n_inputs, JAX)], logs_scalars=is_fetched)
 
     def fuse_step(
-        self, rank: Rank, first: Runner, reduction: GradientReduction, second: Runner, times: int
+        self, rank: Rank, first: Runner, reduction: StepReduction, second: Runner, times: int
     ) -> Runner | None:
         """Fuse two executables and NCCL's all-reduce into one launch; None if that is impossible.
 
@@ -65,7 +65,7 @@ class XlaEngine(LazyEngine):
             return None
         # Values that are sent in another dtype are divided by the program.
         op = "sum" if reduction.wire_dtype else reduction.op
-        fused_reduction = FusedReduction(
+        fused_reduction = TracedReduction(
             shared.container.storage, reduction.wire_dtype, rank.size, reduction.tail, JAX.nccl_calls, op
         )
         fused = first.fuse(fused_reduction, second, times=times)

@@ -13,10 +13,10 @@ from typing import Any
 import numpy as np
 
 from synkhronos.devices import JAX
-from synkhronos.devices.jax.ffi import ProgramReduction
+from synkhronos.devices.jax.ffi import FfiReduction
 from synkhronos.devices.jax.scalar_log import LOG_CAPACITY, ScalarLog
 from synkhronos.engines.engine import Runner
-from synkhronos.engines.xla.trace import FusedReduction, trace_functions, trace_loop, trace_with_lengths
+from synkhronos.engines.xla.trace import TracedReduction, trace_functions, trace_loop, trace_with_lengths
 from synkhronos.graphs.library import is_referenced
 from synkhronos.lowering.jax_function import JaxFunction
 from synkhronos.lowering.precision import COMPILER_OPTIONS, computes_in_bfloat16
@@ -40,7 +40,7 @@ class Executable(Runner):
     ----------
     functions : list of JaxFunction
         Computed in this order in one launch.
-    reduction : FusedReduction, optional
+    reduction : TracedReduction, optional
         Of a variable that the first function updates; the others read the reduced value.
     logs_scalars : bool
         Whether to return scalar outputs as `LogEntry` objects.
@@ -49,14 +49,14 @@ class Executable(Runner):
 
     Attributes
     ----------
-    program_reduction : ProgramReduction or None
+    ffi_reduction : FfiReduction or None
         The all-reduce in the program, to be bound to a reducer for each call; None without ``reduction``.
     """
 
     def __init__(
         self,
         functions: Sequence[JaxFunction],
-        reduction: FusedReduction | None = None,
+        reduction: TracedReduction | None = None,
         logs_scalars: bool = False,
         times: int = 1,
     ):
@@ -70,7 +70,7 @@ class Executable(Runner):
         warnings.filterwarnings("ignore", "Some donated buffers were not usable")
         self._functions = list(functions)
         self._logs_scalars, self.times = logs_scalars, times
-        self.program_reduction = None if reduction is None else ProgramReduction(calls=reduction.calls, op=reduction.op)
+        self.ffi_reduction = None if reduction is None else FfiReduction(calls=reduction.calls, op=reduction.op)
         self._fused: dict[Any, Executable] = {}
         self._signatures: set[Any] = set()
         self._n_inputs = sum(function.n_inputs for function in functions)
@@ -101,7 +101,7 @@ class Executable(Runner):
         self._jit = self._prepare_jit(reduction)
         self._run, self._communicator_number = self._jit(), 0
 
-    def _prepare_jit(self, reduction: FusedReduction | None) -> Callable[[], Callable[..., Any]]:
+    def _prepare_jit(self, reduction: TracedReduction | None) -> Callable[[], Callable[..., Any]]:
         """Return a function that makes the program, as a function of the arguments of `_get_arguments`."""
         import jax
 
@@ -115,7 +115,7 @@ class Executable(Runner):
             trace_functions,
             self._functions,
             reduction,
-            self.program_reduction,
+            self.ffi_reduction,
             self._storages,
             self._updated,
             self._logged,
@@ -138,7 +138,7 @@ class Executable(Runner):
         return lambda: jax.jit(partial(run), **options)
 
     def fuse(
-        self, reduction: FusedReduction | None = None, second: Executable | None = None, times: int = 1
+        self, reduction: TracedReduction | None = None, second: Executable | None = None, times: int = 1
     ) -> Executable | None:
         """Fuse this executable, a reduction and another executable into one launch, which computes ``times`` times.
 

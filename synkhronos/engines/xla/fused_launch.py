@@ -1,7 +1,7 @@
 """Launches of an executable with an all-reduce, which all ranks launch together.
 
-XLA calls the all-reduce during the launch (`devices.jax.ffi`).  `FusedRunner` binds a `LaunchReducer`, or NCCL's
-communicator itself, to the program's `ProgramReduction`.
+XLA calls the all-reduce during the launch (`devices.jax.ffi`).  `FusedRunner` binds a `GradientReducer`, or NCCL's
+communicator itself, to the program's `FfiReduction`.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from synkhronos.engines.engine import GradientReduction, Runner
+from synkhronos.engines.engine import Runner, StepReduction
 from synkhronos.engines.xla.executable import Executable
 from synkhronos.ranks import Rank
 from synkhronos.ranks.interrupts import defer_signals
@@ -23,14 +23,14 @@ class FusedRunner(Runner):
     ----------
     rank : Rank
     executable : Executable
-    reduction : GradientReduction
+    reduction : StepReduction
     """
 
-    def __init__(self, rank: Rank, executable: Executable, reduction: GradientReduction):
+    def __init__(self, rank: Rank, executable: Executable, reduction: StepReduction):
         self._rank, self._executable, self._reduction = rank, executable, reduction
         self.times = executable.times
-        assert executable.program_reduction is not None
-        self._program_reduction = executable.program_reduction
+        assert executable.ffi_reduction is not None
+        self._ffi_reduction = executable.ffi_reduction
 
     def is_new_signature(self, inputs: Sequence[Any]) -> bool:
         """Whether XLA compiles for these inputs: True at the first call with inputs of their shapes."""
@@ -38,11 +38,11 @@ class FusedRunner(Runner):
 
     def __call__(self, *inputs: Any) -> list[Any]:
         """Launch, and wait until all ranks have launched."""
-        communicator, shape = self._reduction.gather_layout(self._rank)
+        communicator, shape = self._reduction.prepare_reduction(self._rank)
         # No signal handler may raise within XLA's callbacks.  Once this rank has launched, all others will in a moment:
         # then the updates are valid on all ranks, or, if one of them fails, on none.
         with defer_signals() as signals:
-            launch = self._launch if self._program_reduction.calls == "python" else self._launch_native
+            launch = self._launch if self._ffi_reduction.calls == "python" else self._launch_native
             results = launch(inputs, communicator, shape)
             signals.restart_patience()
             communicator.wait_started(signals.deliver_if_late)
@@ -50,14 +50,14 @@ class FusedRunner(Runner):
         return results
 
     def _launch(self, inputs: Sequence[Any], communicator: Any, shape: tuple[int, ...]) -> list[Any]:
-        reducer = LaunchReducer(self._rank, communicator, self._program_reduction.op, shape, self.times > 1)
-        with self._program_reduction.bind(reducer, self.times):
+        reducer = GradientReducer(self._rank, communicator, self._ffi_reduction.op, shape, self.times > 1)
+        with self._ffi_reduction.bind(reducer, self.times):
             return self._executable(*inputs)
 
     def _launch_native(self, inputs: Sequence[Any], communicator: Any, shape: tuple[int, ...]) -> list[Any]:
-        if self._program_reduction.calls == "graph":
+        if self._ffi_reduction.calls == "graph":
             self._executable.bind_communicator(communicator.communicator_number)
-        with self._program_reduction.bind_native(communicator, shape, self.times):
+        with self._ffi_reduction.bind_native(communicator, shape, self.times):
             try:
                 return self._executable(*inputs)
             finally:
@@ -65,7 +65,7 @@ class FusedRunner(Runner):
                     self._rank.commit()  # an earlier step may be valid although a later one fails
 
 
-class LaunchReducer:
+class GradientReducer:
     """All-reduce of the ranks' gradients during one launch, called by XLA (`devices.jax.ffi.Reducer`).
 
     Parameters
@@ -94,7 +94,7 @@ class LaunchReducer:
 
         Parameters
         ----------
-        spans : list of ReduceSpan
+        spans : list of BufferSpan
         valid_flag : int
             Address of an int32 on the GPU: 0 before a valid reduction, 1 after it.
         stream : int

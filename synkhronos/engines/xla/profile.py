@@ -11,10 +11,10 @@ from typing import Any
 
 from synkhronos.checks import import_package
 
-#: Name of the event that carries this process' clock, from which the profiler's clock is aligned.
+#: Name of the event that carries this process's clock, from which the profiler's clock is aligned.
 _CLOCK_MARK = "synkhronos clock "
 
-#: Thread, name, start and end in nanoseconds of this process' monotonic clock.
+#: Thread, name, start and end in nanoseconds of this process's monotonic clock.
 Operation = tuple[str, str, int, int]
 
 

@@ -17,13 +17,13 @@ from typing import Any
 import numpy as np
 
 from synkhronos.devices import HOST, JAX
-from synkhronos.devices.jax.ffi import ProgramReduction
+from synkhronos.devices.jax.ffi import FfiReduction
 from synkhronos.devices.jax.program_sum import DIVERGED, GpuSum, HostSum, InterruptPoll, ProgramSum
 from synkhronos.lowering.jax_function import JaxFunction
 from synkhronos.ranks import Rank
 from synkhronos.ranks.interrupts import defer_signals
 
-#: JAX' settings that change numbers: those of the master hold on all ranks.
+#: JAX's settings that change numbers: those of the master hold on all ranks.
 _SETTINGS = (
     "jax_enable_x64",
     "jax_default_matmul_precision",
@@ -52,7 +52,7 @@ class RankProgram:
     def __init__(self, rank: Rank, is_vectorized: bool = True):
         self.rank = rank
         self._is_vectorized = is_vectorized
-        self._reduction = ProgramReduction(aborts=True)
+        self._reduction = FfiReduction(aborts=True)
 
     def all_reduce(self, vector: Any) -> Any:
         """Return the sum of the ranks' vectors; traced by JAX."""
@@ -66,7 +66,7 @@ class RankProgram:
         function : callable
             Returns arrays.
         settings : dict
-            JAX' settings in the master, as `get_settings` returns them.
+            JAX's settings in the master, as `get_settings` returns them.
 
         Returns
         -------
@@ -137,7 +137,7 @@ class RankProgram:
 
 
 def get_settings() -> dict[str, Any]:
-    """Return this process' settings of JAX that change numbers."""
+    """Return this process's settings of JAX that change numbers."""
     import jax
 
     return {name: getattr(jax.config, name) for name in _SETTINGS if hasattr(jax.config, name)}

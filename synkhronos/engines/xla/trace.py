@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from synkhronos.devices.jax.ffi import ProgramReduction
+from synkhronos.devices.jax.ffi import FfiReduction
 from synkhronos.devices.jax.scalar_log import ScalarLog
 from synkhronos.engines.xla.incremental_function import IncrementalFunction
 from synkhronos.lowering.jax_function import JaxFunction
@@ -20,7 +20,7 @@ from synkhronos.lowering.jax_function import JaxFunction
 MIN_CHUNK_BYTES = 25_000_000
 
 
-class FusedReduction(NamedTuple):
+class TracedReduction(NamedTuple):
     """All-reduce of a shared variable's new value within a launch.
 
     If the connection is aborted during the launch, all variables keep their old values.
@@ -36,7 +36,7 @@ class FusedReduction(NamedTuple):
     tail : int
         Number of items at the vector's end that are sent in their own dtype in any case.
     calls : {"python", "native", "graph"}
-        How XLA calls NCCL, as in `ProgramReduction`.
+        How XLA calls NCCL, as in `FfiReduction`.
     op : str
     """
 
@@ -50,8 +50,8 @@ class FusedReduction(NamedTuple):
 
 def trace_functions(
     functions: Sequence[JaxFunction],
-    reduction: FusedReduction | None,
-    program_reduction: ProgramReduction | None,
+    reduction: TracedReduction | None,
+    ffi_reduction: FfiReduction | None,
     storages: Sequence[list[Any]],
     updated: Sequence[list[Any]],
     logged: Sequence[int],
@@ -63,7 +63,7 @@ def trace_functions(
 
     Parameters
     ----------
-    functions, reduction, program_reduction
+    functions, reduction, ffi_reduction
         As in `Executable`.
     storages, updated : list of storages
         Storages of all shared variables, and of the updated ones.
@@ -92,9 +92,9 @@ def trace_functions(
     for function in functions:
         operands = [*islice(inputs, function.n_inputs), *[current[id(s)] for s in function.storages], *lengths]
         try:
-            if reduction is not None and program_reduction is not None and function is functions[0]:
+            if reduction is not None and ffi_reduction is not None and function is functions[0]:
                 iteration = logs[0] if in_loop else None
-                results, is_valid = _trace_reduction(function, operands, reduction, program_reduction, iteration)
+                results, is_valid = _trace_reduction(function, operands, reduction, ffi_reduction, iteration)
             else:
                 results = function.run(*operands)
         except Exception:
@@ -122,8 +122,8 @@ def trace_with_lengths(
 def _trace_reduction(
     function: JaxFunction,
     operands: Sequence[Any],
-    reduction: FusedReduction,
-    program_reduction: ProgramReduction,
+    reduction: TracedReduction,
+    ffi_reduction: FfiReduction,
     iteration: Any,
 ) -> tuple[list[Any], Any]:
     """Trace a function and the all-reduce of one of its results.
@@ -134,17 +134,17 @@ def _trace_reduction(
     ----------
     function : JaxFunction
     operands : list of jax.Array
-    reduction : FusedReduction
-    program_reduction : ProgramReduction
+    reduction : TracedReduction
+    ffi_reduction : FfiReduction
     iteration : jax.Array or None
-        As in `ProgramReduction.trace_finish`.
+        As in `FfiReduction.trace_finish`.
 
     Returns
     -------
     results : list of jax.Array
         The function's results, with the reduced value of ``reduction.storage``.
     is_valid : jax.Array of int32
-        As `ProgramReduction.trace_finish` returns it.
+        As `FfiReduction.trace_finish` returns it.
     """
     import jax.numpy as jnp
 
@@ -169,7 +169,7 @@ def _trace_reduction(
     started_arrays: list[Any] = []
     token: Any = None
     for chunk in chunks[:-1]:
-        array, token = program_reduction.trace_start(compute_chunk(chunk), np.int32(0) if token is None else token)
+        array, token = ffi_reduction.trace_start(compute_chunk(chunk), np.int32(0) if token is None else token)
         token = incremental.delay_until(token)
         started_arrays.append(array)
     remaining_arrays = [compute_chunk(chunks[-1])]
@@ -177,7 +177,7 @@ def _trace_reduction(
         # The number of rows and running averages would lose too much precision in another dtype.
         tail_vectors = _split_tail(incremental.compute(chunks[0]), tail_items)[1]
         remaining_arrays.append(jnp.concatenate(tail_vectors) / reduction.n_ranks)
-    arrays, is_valid = program_reduction.trace_finish(remaining_arrays, started_arrays, token, iteration)
+    arrays, is_valid = ffi_reduction.trace_finish(remaining_arrays, started_arrays, token, iteration)
     tail = [arrays.pop()] if dtype is not None else []
     arrays = [*[array.astype(own_dtype) for array in reversed(arrays)], *tail]
     return incremental.finish(arrays[0] if len(arrays) == 1 else jnp.concatenate(arrays)), is_valid

@@ -13,7 +13,7 @@ from synkhronos.extensions.pymc.posterior import compute_log_likelihood, sample_
 from synkhronos.ranks import count_available_cores
 
 if TYPE_CHECKING:
-    from synkhronos.extensions.pymc.model import DataParallelModel
+    from synkhronos.extensions.pymc.data_parallel_model import DataParallelModel
 
 __all__ = ["compute_log_likelihood", "data_parallel", "sample_posterior_predictive"]
 
@@ -85,7 +85,7 @@ def data_parallel(model: Any, ranks: str | None = None, chains: int | None = Non
     """
     import pymc as pm
 
-    from synkhronos.extensions.pymc.model import DataParallelModel
+    from synkhronos.extensions.pymc.data_parallel_model import DataParallelModel
 
     if type(model).__module__.partition(".")[0] == "bambi":
         if not model.built:

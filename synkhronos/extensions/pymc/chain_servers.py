@@ -25,7 +25,7 @@ from typing import Any
 import numpy as np
 
 from synkhronos import ranks
-from synkhronos.extensions.pymc import chains
+from synkhronos.extensions import chains
 from synkhronos.ranks import WorkerError, count_available_cores
 
 __all__ = ["ChainServers", "wrap_nutpie"]
@@ -40,7 +40,7 @@ class ChainServers:
     Parameters
     ----------
     count : int
-        Number of servers.  Each inherits this process' objects, and has its share of the ranks.
+        Number of servers.  Each inherits this process's objects, and has its share of the ranks.
     """
 
     def __init__(self, count: int):

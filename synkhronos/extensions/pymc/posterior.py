@@ -33,7 +33,7 @@ from unittest import mock
 import numpy as np
 
 from synkhronos import ranks
-from synkhronos.extensions.pymc.chains import can_start_ranks
+from synkhronos.extensions.chains import can_start_ranks
 from synkhronos.ranks import WorkerError
 from synkhronos.ranks.errors import describe_exit
 

@@ -79,7 +79,7 @@ class SamplerProgram:
     arguments : dict
         Further arguments of PyMC's function.
     settings : dict
-        JAX' settings.
+        JAX's settings.
     code : UserCode
         Set by `Mirror.send`.
     """

@@ -56,7 +56,7 @@ Examples
 
 from synkhronos.training.updates.decoupled import adamw, lamb, lion, muon
 from synkhronos.training.updates.flat_gradient import RuleUpdates
-from synkhronos.training.updates.masters import master_weights
+from synkhronos.training.updates.master_weights import master_weights
 from synkhronos.training.updates.transformations import (
     add_decayed_weights,
     chain,

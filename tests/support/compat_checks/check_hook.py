@@ -18,6 +18,7 @@ import pytensor.tensor as pt
 
 import synkhronos as synk
 import synkhronos.compat
+from synkhronos.compat import startup
 from synkhronos.compat.flags import Config, to_pytensor_flags
 from synkhronos.compat.hook import TreeFinder
 from synkhronos.graphs import library_of, list_loaded_libraries
@@ -636,6 +637,16 @@ def test_config_is_read_and_set():
         assert config.profiling.n_apply == 7 and config.warn.round is False
     assert pytensor.config.floatX == before
     config.floatX = before
+
+
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [("", "mode=JAX"), ("xmode=NUMBA, mode=C", "xmode=NUMBA, mode=C"), ("xmode=NUMBA", "xmode=NUMBA,mode=JAX")],
+)
+def test_default_flag_is_set_unless_the_user_has_set_it(monkeypatch, flags, expected):
+    monkeypatch.setenv("SOME_FLAGS", flags)
+    startup._set_default("SOME_FLAGS", "mode", "JAX")
+    assert os.environ["SOME_FLAGS"] == expected
 
 
 # -- which library ---------------------------------------------------------------------------------------------------

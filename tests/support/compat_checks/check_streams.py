@@ -8,7 +8,7 @@ pytest.importorskip("pytensor")
 import pytensor
 import pytensor.tensor as pt
 
-from synkhronos.compat.streams import RandomStreams
+from synkhronos.compat.random_streams import RandomStreams
 from synkhronos.graphs import library_of
 
 N = 20_000
@@ -87,6 +87,14 @@ def test_random_streams_draw_other_distributions():
     assert counts.shape == (3, 4) and (counts.sum(axis=1) == 1).all()
     shuffled = draw(streams.shuffle_row_elements(pt.as_tensor_variable(np.arange(6.0).reshape(2, 3))))
     np.testing.assert_array_equal(np.sort(shuffled, axis=1), np.arange(6.0).reshape(2, 3))
+
+
+@pytest.mark.parametrize("name", ["choice", "multinomial"])
+def test_random_streams_refuse_unknown_arguments(name):
+    draw_from = getattr(RandomStreams(1), name)
+    draw_from(size=(2,), nstreams=3)
+    with pytest.raises(TypeError, match="replacement"):
+        draw_from(size=(2,), replacement=False)
 
 
 @pytest.mark.filterwarnings("ignore:The RandomType SharedVariables")

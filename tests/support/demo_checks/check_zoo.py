@@ -122,7 +122,7 @@ def test_sessions_name_every_network():
 
 
 def test_zoo_cifar10_trains_on_two_ranks(tmp_path):
-    # As users have it, in JAX mode: the rule's own work on JAX arrays must not change what the class' functions compute.
+    # As users have it, in JAX mode: the rule's own work on JAX arrays must not change what the class's functions compute.
     flags = {} if ON_THEANO else {"PYTENSOR_FLAGS": "mode=JAX"}
     report = train("cifar10", tmp_path / "run", "config.images=32", "rule_options.period=2", **flags)
     assert report["batch"] == "2 x 4" and report["steps"] == 8

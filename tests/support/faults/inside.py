@@ -44,7 +44,7 @@ else:
 _EVENTS = int(os.environ.get("FAULTS_EVENTS", -1))
 _RELEASE = int(os.environ.get("FAULTS_RELEASE", -1))
 
-#: This process' rank, once `know` has run.
+#: This process's rank, once `know` has run.
 RANK: int | None = None
 #: Planned actions by point: the number of passes before it, and the action.
 PLANS: dict[str, tuple[int, str]] = {}

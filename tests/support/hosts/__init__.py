@@ -24,7 +24,7 @@ from paths import ROOT, SUPPORT
 HERE = Path(__file__).resolve().parent
 SIMULATED, RSH = HERE / "simulated.py", HERE / "rsh.sh"
 PROGRAMS = HERE / "programs.py"
-#: Programs on pretended GPUs, two a host; the folder that pretends them is on no other process' path.
+#: Programs on pretended GPUs, two a host; the folder that pretends them is on no other process's path.
 GPUS = HERE.parent / "gpus"
 GPU_PROGRAMS = GPUS / "programs.py"
 #: One thread a rank, whatever the host's share of the cores: so bits don't depend on which host a rank is on.

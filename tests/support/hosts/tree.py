@@ -167,7 +167,7 @@ class Tree:
         return folder / "full"
 
     def replace(self, host: str, path: Path, by: Path) -> None:
-        """Put another file or folder in the place of one, on one host."""
+        """Put another file or folder in place of one, on one host."""
         user = [] if os.geteuid() == 0 else ["--user", "--preserve-credentials"]
         inside = ["nsenter", *user, "--mount", "--pid", "--target", str(self._first[host])]
         subprocess.run([*inside, "mount", "--bind", by, path], check=True)

@@ -50,7 +50,7 @@ class Toy(LazyEngine):
 
     def fuse_step(self, rank, first, reduction, second, times):
         def combine():
-            communicator, _ = reduction.gather_layout(rank)
+            communicator, _ = reduction.prepare_reduction(rank)
             communicator.all_reduce(reduction.get_shared(rank).container.storage[0], reduction.op)
 
         return Launch(first.first, (combine, second.first), times)

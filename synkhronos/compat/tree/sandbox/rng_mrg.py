@@ -1,3 +1,3 @@
 """The module ``theano.sandbox.rng_mrg``, on PyTensor."""
 
-from synkhronos.compat.streams import RandomStreams as MRG_RandomStreams
+from synkhronos.compat.random_streams import RandomStreams as MRG_RandomStreams

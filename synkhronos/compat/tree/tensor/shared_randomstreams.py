@@ -1,3 +1,3 @@
 """The module ``theano.tensor.shared_randomstreams``, on PyTensor."""
 
-from synkhronos.compat.streams import RandomStreams
+from synkhronos.compat.random_streams import RandomStreams

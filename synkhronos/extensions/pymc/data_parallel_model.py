@@ -32,8 +32,8 @@ from pytensor.tensor.math import Sum
 
 from synkhronos import ranks
 from synkhronos.devices import HOST
+from synkhronos.extensions.chains import measure_rate
 from synkhronos.extensions.pymc import chain_servers
-from synkhronos.extensions.pymc.chains import measure_rate
 from synkhronos.extensions.pymc.rowwise import NotRowwiseError, RowSearch, make_rowwise
 from synkhronos.extensions.pymc.xla_samplers import wrap_samplers
 from synkhronos.extensions.rows_sum import RowsSum, SumOverRows, replace_variables, sum_over_rows

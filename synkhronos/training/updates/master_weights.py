@@ -15,7 +15,7 @@ from synkhronos.training.updates.flat_gradient import RuleUpdates, zeros_like
 
 
 def master_weights(rule: Any) -> Any:
-    r"""Let an update rule compute in float32 for float16 parameters, as PyTorch's and Apex' mixed precision does.
+    r"""Let an update rule compute in float32 for float16 parameters, as PyTorch's and Apex's mixed precision does.
 
     Each float16 parameter has a master copy in float32 among the rule's variables.  The rule updates the copy, and the
     parameter is the copy rounded.  So steps that are too small for float16 add up.

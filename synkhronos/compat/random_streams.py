@@ -21,6 +21,8 @@ __all__ = ["RandomStreams"]
 class RandomStreams:
     """A source of random variables: Theano's ``RandomStreams`` and ``MRG_RandomStreams``.
 
+    The methods have Theano's arguments.  They ignore ``nstreams``, and ``ndim``: PyTensor infers the number of axes.
+
     Parameters
     ----------
     seed : int or sequence of int, optional
@@ -166,7 +168,6 @@ class RandomStreams:
         ndim: Any = None,
         dtype: Any = "int64",
         nstreams: Any = None,
-        **kwargs: Any,
     ) -> Any:
         """Draw from ``0 ... a - 1``, or from the elements of an array, with probabilities."""
         transform = _identity if dtype is None else _make_cast(dtype)
@@ -179,7 +180,7 @@ class RandomStreams:
         pvals: Any = (0.5, 0.5),
         ndim: Any = None,
         dtype: Any = "int64",
-        **kwargs: Any,
+        nstreams: Any = None,
     ) -> Any:
         """Draw the counts of each outcome in ``n`` trials; ``pvals`` has a row of probabilities for each draw."""
         return self._draw(pt.random.multinomial, n, pvals, size=_to_size(size), transform=_make_cast(dtype))

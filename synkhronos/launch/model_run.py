@@ -13,11 +13,11 @@ from synkhronos.devices import get_array_device
 from synkhronos.graphs import library_of
 from synkhronos.launch import contract
 from synkhronos.launch.change_check import ChangeCheck
-from synkhronos.launch.class_loop import ClassLoop
-from synkhronos.launch.class_state import ClassState, get_generators
-from synkhronos.launch.copies import DeathLog, RankCopies
 from synkhronos.launch.gradients import SummedGradients
+from synkhronos.launch.memory_checkpoint import DeathLog, RankCopies
 from synkhronos.launch.model import Model
+from synkhronos.launch.model_loop import ModelLoop
+from synkhronos.launch.model_state import ModelState, get_generators
 from synkhronos.rules import BSP, Swap
 from synkhronos.tasks import LocalRows
 from synkhronos.training.early_stop import EarlyStop
@@ -27,17 +27,18 @@ from synkhronos.training.nonfinite import describe_nonfinite
 from synkhronos.training.recorder import Recorder
 from synkhronos.training.report import Report, make_report
 
-#: Number of epochs over which BSP multiplies a class' learning rate by the number of ranks, as Theano-MPI does; number
-#: of epochs between two calls of a class' save(path).
-_WARMUP, _SNAPSHOTS = 5, 5
+#: Number of epochs over which BSP multiplies a class's learning rate by the number of ranks, as Theano-MPI does.
+_WARMUP_EPOCHS = 5
+#: Number of epochs between two calls of a class's save(path).
+_SAVE_EPOCHS = 5
 
 
-class ClassRun(EpochLoop):
+class ModelRun(EpochLoop):
     """Loop over the epochs of an instance of the user's class, which validates it and reports.
 
     Parameters
     ----------
-    state : ClassState
+    state : ModelState
     path : str or None
         Checkpoint, or copy, to resume from.
     copies : str or None
@@ -51,7 +52,7 @@ class ClassRun(EpochLoop):
         Number of epochs to train in total; `n_reports` of them are complete.
     change_check : ChangeCheck
     copies : RankCopies or None
-    loop : ClassLoop
+    loop : ModelLoop
         Loop over the batches of an epoch.
     outcomes : list of Outcome
         Totals of all ranks' training in the epoch.
@@ -59,7 +60,7 @@ class ClassRun(EpochLoop):
         Whether ``val_iter`` has returned ``"stop"`` on some rank.
     """
 
-    def __init__(self, state: ClassState, path: str | None, copies: str | None, flag: LocalRows):
+    def __init__(self, state: ModelState, path: str | None, copies: str | None, flag: LocalRows):
         settings = state.settings
         self.state, self.recorder = state, state.recorder
         self.worker, self.settings, self.model = state.worker, settings, state.model
@@ -74,7 +75,7 @@ class ClassRun(EpochLoop):
             state.resume(path)
         self.n_reports = state.epochs
         self.copies = None if copies is None else RankCopies(copies, state)
-        self.loop = ClassLoop(state, self.change_check, self.copies, flag)
+        self.loop = ModelLoop(state, self.change_check, self.copies, flag)
         self.outcomes: list[Outcome] = []
         self.class_stops = False
         #: Recorder of the epochs' reports, on rank 0.
@@ -124,7 +125,7 @@ class ClassRun(EpochLoop):
     def _warm_up(self, epoch: int) -> None:
         """Multiply ``shared_lr`` by the fifth root of the number of ranks, in each of epochs 1 to 5 (the first is 0).
 
-        By default this is done under BSP and Swap, unless the class' ``warmup`` is false or its ``scale_lr`` is called.
+        Default: under BSP and Swap, unless the class's ``warmup`` is false or its ``scale_lr`` is called.
         """
         shared_lr = getattr(self.model, "shared_lr", None)
         warms_up = self.settings.warmup
@@ -133,10 +134,10 @@ class ClassRun(EpochLoop):
                 self.model, "warmup", True
             )
             warms_up = is_default and not self.settings.scale_lr  # scale_lr multiplies the rate at the start of the run
-        if not warms_up or shared_lr is None or self.worker.size == 1 or not 1 <= epoch <= _WARMUP:
+        if not warms_up or shared_lr is None or self.worker.size == 1 or not 1 <= epoch <= _WARMUP_EPOCHS:
             return
         rate = np.asarray(shared_lr.get_value())
-        shared_lr.set_value(np.asarray(rate * self.worker.size ** (1 / _WARMUP), rate.dtype))
+        shared_lr.set_value(np.asarray(rate * self.worker.size ** (1 / _WARMUP_EPOCHS), rate.dtype))
         if self.worker.number == 0:
             sys.stdout.write(f"warm-up: shared_lr is {float(shared_lr.get_value()):.4g} from epoch {epoch + 1} on\n")
 
@@ -261,7 +262,7 @@ class ClassRun(EpochLoop):
         self.state.save(None)
 
     def adapt(self, report: Report) -> None:
-        """Call the class' ``save``, ``adjust_hyperp`` and ``print_info`` after an epoch."""
+        """Call the class's ``save``, ``adjust_hyperp`` and ``print_info`` after an epoch."""
         self._save_snapshot(self.n_reports - 1, self.is_over())
         contract.call_accepted(self.model.adjust_hyperp, self.n_reports - 1)
         if callable(getattr(self.model, "print_info", None)):
@@ -290,15 +291,15 @@ class ClassRun(EpochLoop):
         self.state.save(report.metrics)
 
     def _reset_iterator(self, mode: str) -> None:
-        """Call the class' ``reset_iter`` with "train" or "val", if it has one: its next batch is the first."""
+        """Call the class's ``reset_iter`` with "train" or "val", if it has one: its next batch is the first."""
         method = getattr(self.model, "reset_iter", None)
         if callable(method):
             contract.call_accepted(method, mode)
 
     def _save_snapshot(self, epoch: int, last: bool) -> None:
-        """Call the class' ``save(path)`` on rank 0, if it has one, every five epochs and at the end."""
+        """Call the class's ``save(path)`` on rank 0, if it has one, every five epochs and at the end."""
         save = getattr(self.model, "save", None)
-        if self.worker.number == 0 and callable(save) and (epoch % _SNAPSHOTS == 0 or last):
+        if self.worker.number == 0 and callable(save) and (epoch % _SAVE_EPOCHS == 0 or last):
             (self.state.folder / "snapshots").mkdir(exist_ok=True)
             save(f"{self.state.folder / 'snapshots'}{os.sep}")  # classes append a file's name to it
 
@@ -323,7 +324,7 @@ class ClassRun(EpochLoop):
             self._save_params("best.npz")
 
 
-def _choose_n_epochs(state: ClassState) -> int:
+def _choose_n_epochs(state: ModelState) -> int:
     """Return the number of epochs of the settings, or of the class; raise ContractError if neither has one."""
     epochs = state.settings.epochs if state.settings.epochs is not None else getattr(state.model, "n_epochs", None)
     if isinstance(epochs, bool) or not isinstance(epochs, int | np.integer) or epochs < 1:

@@ -31,7 +31,7 @@ from synkhronos.training.recorder import Recorder
 _WORDS = {"calc": "compute", "comm": "exchange", "sync": "wait", "wait": "load", "load": "load"}
 
 
-class ClassRecorder:
+class ModelRecorder:
     """Recorder with the methods of Theano-MPI's: collects costs, errors and times, and writes lines.
 
     Parameters
@@ -61,7 +61,7 @@ class ClassRecorder:
 
     Examples
     --------
-    >>> recorder = ClassRecorder(0)
+    >>> recorder = ModelRecorder(0)
     >>> recorder.start()
     >>> recorder.end("calc")
     >>> recorder.train_error(1, 0.5, 0.1)
@@ -111,7 +111,7 @@ class ClassRecorder:
         Parameters
         ----------
         mode : str
-            Theano-MPI's ``calc``, ``comm``, ``sync``, ``wait`` (for data) or ``load``, or a name of the class' own.
+            Theano-MPI's ``calc``, ``comm``, ``sync``, ``wait`` (for data) or ``load``, or a name of the class's own.
 
         Raises
         ------

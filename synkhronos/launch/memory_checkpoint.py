@@ -23,9 +23,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from synkhronos.launch.class_state import ClassState
+from synkhronos.launch.model_state import ModelState
 from synkhronos.training.checkpoint import Checkpoint
-from synkhronos.training.pace import adapt_steps
+from synkhronos.training.step_interval import adapt_steps
 
 _SHM, _PREFIX = Path("/dev/shm"), "synkhronos-copy-"
 #: Seconds after which an unlocked folder is a killed run's: a new one is locked just after its creation.
@@ -80,7 +80,7 @@ class RankCopies:
     Parameters
     ----------
     folder : str
-    state : ClassState
+    state : ModelState
 
     Attributes
     ----------
@@ -88,8 +88,8 @@ class RankCopies:
         Number of batches of the epoch after which the next copy is due.
     """
 
-    def __init__(self, folder: str, state: ClassState):
-        self._folder, self._state, self._checkpoint = folder, state, None  # type: str, ClassState, Checkpoint | None
+    def __init__(self, folder: str, state: ModelState):
+        self._folder, self._state, self._checkpoint = folder, state, None  # type: str, ModelState, Checkpoint | None
         self._every = self.due = 1
         self._ended_at = time.monotonic()
 

@@ -17,8 +17,8 @@ from typing import Any
 import numpy as np
 
 from synkhronos.launch import contract
-from synkhronos.launch.class_recorder import ClassRecorder
 from synkhronos.launch.gradients import SummedGradients
+from synkhronos.launch.model_recorder import ModelRecorder
 from synkhronos.launch.settings import Settings
 from synkhronos.rules import Rule, State
 from synkhronos.tasks import LocalRows, Worker
@@ -33,7 +33,7 @@ STORAGE = "launch"
 _TYPES: dict[str, Any] = {"epochs": int, "stop": dict, "host_generators": list, "totals": list, "within": list | None}
 
 
-class ClassState:
+class ModelState:
     """Instance of the user's class on one rank, its position in the training, and its checkpoints.
 
     Parameters
@@ -44,8 +44,8 @@ class ClassState:
         Shared variables of the instance.
     shared : dict of str to LocalRows
         Shared memory of the rule.
-    recorder : ClassRecorder
-        Recorder that the class' methods get.
+    recorder : ModelRecorder
+        Recorder that the class's methods get.
 
     Attributes
     ----------
@@ -70,7 +70,7 @@ class ClassState:
         model: Any,
         groups: rank_state.Groups,
         shared: dict[str, LocalRows],
-        recorder: ClassRecorder,
+        recorder: ModelRecorder,
     ):
         self.worker, self.settings, self.rule, self.model, self.groups = worker, settings, rule, model, groups
         self.recorder = recorder
@@ -217,7 +217,7 @@ class ClassState:
         if callable(getattr(self.model, "skip_iter", None)):
             self.model.skip_iter(batches)
             return
-        recorder = ClassRecorder(number, every=sys.maxsize, rows=self.recorder.rows)
+        recorder = ModelRecorder(number, every=sys.maxsize, rows=self.recorder.rows)
         for batch in range(batches):
             for _ in range(sub_batches):
                 self.worker.progress()

@@ -49,13 +49,13 @@ _chain: tuple[int, int] | None = None
 
 
 def set_chain(number: int, num_parallel: int) -> None:
-    """Set the number of this process' chain, and how many chains are sampled at a time."""
+    """Set the number of this process's chain, and how many chains are sampled at a time."""
     global _chain
     _chain = number, num_parallel
 
 
 def find_chain() -> tuple[int, int] | None:
-    """Return the number of this process' chain, and the number of chains that are sampled at a time, or None.
+    """Return the number of this process's chain, and the number of chains that are sampled at a time, or None.
 
     PyMC does not pass these numbers on.  They are read from the call that forked this process, which is on its stack.
     """
@@ -78,7 +78,7 @@ def can_start_ranks(session: Session) -> bool:
 
 
 def start_ranks(max_ranks: int | None = None) -> bool:
-    """Start the ranks of this process' chain; they end with this process.
+    """Start the ranks of this process's chain; they end with this process.
 
     Parameters
     ----------

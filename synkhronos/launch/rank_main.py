@@ -4,7 +4,7 @@ Each rank stores its instance of the user's class from `build_instance` to `trai
 
     start_rank()      redirect output, print device and cores
     build_instance()  make and check the instance, compile its functions, make parameters equal on all ranks
-    train_instance()  train it: a ClassRun goes from epoch to epoch, its ClassLoop from batch to batch
+    train_instance()  train it: a ModelRun goes from epoch to epoch, its ModelLoop from batch to batch
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ import numpy as np
 
 from synkhronos.graphs import library_of, list_loaded_libraries
 from synkhronos.launch import binding, contract, output
-from synkhronos.launch.class_recorder import ClassRecorder
-from synkhronos.launch.class_run import ClassRun
-from synkhronos.launch.class_state import STORAGE, ClassState
 from synkhronos.launch.gradients import SummedGradients
+from synkhronos.launch.model_recorder import ModelRecorder
+from synkhronos.launch.model_run import ModelRun
+from synkhronos.launch.model_state import STORAGE, ModelState
 from synkhronos.launch.settings import Settings
 from synkhronos.rules import Rule
 from synkhronos.rules.state import Vector
@@ -132,7 +132,7 @@ def train_instance(
     shared : dict of str to LocalRows
         Shared memory of the rule.
     path, copies, flag
-        As of `ClassRun`.
+        As in `ModelRun`.
 
     Returns
     -------
@@ -146,9 +146,9 @@ def train_instance(
     is_on_first_host = worker.number < len(settings.devices)
     lines = Recorder(settings.folder) if is_on_first_host else output.RemoteRecords()
     folder = Path(settings.folder) if is_on_first_host else None
-    recorder = ClassRecorder(worker.number, lines, settings.every, contract.get_batch_size(model), folder)
-    state = ClassState(worker, settings, rule, model, stored["groups"], shared, recorder)
+    recorder = ModelRecorder(worker.number, lines, settings.every, contract.get_batch_size(model), folder)
+    state = ModelState(worker, settings, rule, model, stored["groups"], shared, recorder)
     try:
-        return ClassRun(state, path, copies, flag).train_all_epochs()
+        return ModelRun(state, path, copies, flag).train_all_epochs()
     finally:
         model.cleanup()

@@ -8,19 +8,19 @@ from collections.abc import Iterator
 
 from synkhronos.launch import contract
 from synkhronos.launch.change_check import ChangeCheck
-from synkhronos.launch.class_state import ClassState
-from synkhronos.launch.copies import RankCopies
+from synkhronos.launch.memory_checkpoint import RankCopies
+from synkhronos.launch.model_state import ModelState
 from synkhronos.tasks import LocalRows
 from synkhronos.training.loop import Exchanger, TrainingLoop
 from synkhronos.training.stop import StopAgreement, StopPoll, get_requested_stop
 
 
-class ClassLoop(TrainingLoop):
+class ModelLoop(TrainingLoop):
     """Loop of one rank over batches of the user's class, which chooses its rows and takes the steps.
 
     Parameters
     ----------
-    run_state : ClassState
+    run_state : ModelState
     change_check : ChangeCheck
     copies : RankCopies or None
         Copies in memory, for ``on_death = "continue"``.
@@ -35,7 +35,7 @@ class ClassLoop(TrainingLoop):
         Whether a signal has ended the training on this rank.
     """
 
-    def __init__(self, run_state: ClassState, change_check: ChangeCheck, copies: RankCopies | None, flag: LocalRows):
+    def __init__(self, run_state: ModelState, change_check: ChangeCheck, copies: RankCopies | None, flag: LocalRows):
         self.run_state, self.change_check, self.copies = run_state, change_check, copies
         self.worker, self.rule = run_state.worker, run_state.rule
         self.model, self.recorder = run_state.model, run_state.recorder
