@@ -83,7 +83,7 @@ def connect():
     comm = types.SimpleNamespace(abort=lambda: calls.append("abort"), _comm=COMM)
     connection = communicator._connection
     connection._adopt(connection._attempt, comm)
-    connection.epoch = 1
+    connection.generation = 1
     return communicator
 
 
