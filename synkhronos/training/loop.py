@@ -298,9 +298,7 @@ class CommandLoop(_SourceLoop):
 
     def launch(self, rows: list[Any]) -> list[tuple[Any, Any]]:
         """Take the steps."""
-        losses = self._survival.change(lambda: self._step.weighted_steps(self._x, self._y, rows), len(rows))
-        self.rows = self.plan.batch * ranks.session().size  # a rank may have been left out
-        return losses
+        return self._survival.change(lambda: self._step.weighted_steps(self._x, self._y, rows), len(rows))
 
     def free_after_launch(self, spans: list[tuple[int, int]], steps: int) -> None:
         """Wait for the steps, then release the memory of their rows."""
@@ -311,8 +309,9 @@ class CommandLoop(_SourceLoop):
         """Do nothing: each step has exchanged gradients."""
 
     def is_stopped(self) -> bool:
-        """Return True if a signal has arrived."""
-        return self.plan.can_stop and bool(get_requested_stop())
+        """Return True if a signal has arrived, or a rank has been left out: the other ranks' steps have fewer rows."""
+        is_resized = self.rows != self.plan.batch * ranks.session().size
+        return is_resized or self.plan.can_stop and bool(get_requested_stop())
 
 
 class RowLoop(_SourceLoop):

@@ -134,7 +134,7 @@ class TrainerLoop(EpochLoop):
         if self.last < progress.row:  # of a checkpoint of more ranks
             self.last = self._end_interval(progress.row)
         if self.model.joint_step is not None:
-            if progress.row < self.last and not self.is_signalled():
+            while progress.row < self.last and not self.is_signalled():  # again if a rank has been left out
                 progress.row, progress.outcomes = self._train_interval(self.last)
             return self.is_signalled()
         while progress.row < self.last and not self.is_signalled():
@@ -147,7 +147,7 @@ class TrainerLoop(EpochLoop):
         """Take all rows that the data have now into the epoch."""
         data = self.data
         length = data.find_length()
-        if length != data.length:
+        if length != data.length or get_rank_pools(data.data) != data.pools:  # some rank has been left out
             check_rows(length, data.batch)
             self.data = EpochData(data.data, length, data.batch, data.seed, data.loader)
             self.data.allocate_order()
@@ -192,7 +192,7 @@ class TrainerLoop(EpochLoop):
             schedule=model.schedule,
             recorders=[recorder for recorder in self.recorders if isinstance(recorder, Recorder)],
             shows_progress=self.shows_progress,
-            pools=data.pools or [range(ranks.session().size)],
+            pools=get_rank_pools(data.data) or [range(ranks.session().size)],
             can_stop=self.checkpoint is not None,
             earlier_outcomes=split_outcomes(
                 progress.outcomes, 1 if model.joint_step is not None else ranks.session().size

@@ -298,6 +298,21 @@ def test_on_death_leaves_out_all_workers_within_steps(name, monkeypatch):
     np.testing.assert_allclose(synk.function([], model.w.sum())(), np.sum(model.w.get_value()))
 
 
+@pytest.mark.parametrize(("name", "source"), [("BSP", "loader"), ("BSP", "parts"), ("EASGD", "parts")])
+def test_on_death_leaves_out_a_device_and_uses_each_row_once(name, source, monkeypatch):
+    fork_ranks(RANKS)
+    model, at = Model(name), np.arange(ROWS)
+    x, y = Loader([X, Y, at], processes=1), None
+    if source == "parts":
+        x, y = synk.data_parts(lambda start, stop: X[start:stop], ROWS), [Y, at]
+    Killer(monkeypatch, {10: (1, True)})
+    break_devices(monkeypatch, lambda number, size: size == RANKS and number == 1)
+    reports = list(model.trainer.epochs(x, y, 5, 4, on_death="continue"))
+    assert ranks.session().size == 2 and [report.seen for report in reports] == [60, 120, 180, 240]
+    used = model.used()
+    assert max(used) == 4 and (name != "BSP" or min(used) == 4)  # of EASGD the counts of the lost rank are missing
+
+
 def test_on_death_without_a_device_for_the_master_ends_training(monkeypatch):
     fork_ranks(2)
     model = Model("BSP")
