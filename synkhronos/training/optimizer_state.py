@@ -50,8 +50,10 @@ class OptimizerState:
         RuntimeError
             If the ranks that had the parts have ended, or there are more or fewer than the function was made for.
         """
+        if self._size is None:
+            return
         session = ranks.session()
-        if self._size is None or self._session is session:
+        if self._session is session:
             return
         if session.size != self._size:
             raise RuntimeError(

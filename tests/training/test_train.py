@@ -448,6 +448,8 @@ def test_train_state_resumes_on_other_ranks(rule):
         losses += [float(train(X, Y)) for _ in range(3)]
         saved = [np.array(variable.get_value()) for variable in trained]
     synk.close()
+    for value, shared in zip(train.get_optimizer_state(), train.optimizer_state, strict=True):  # without ranks, too
+        np.testing.assert_array_equal(value, shared.get_value())
     np.testing.assert_allclose(losses, expected, rtol=1e-9)
     # All that the rule moves is in one of the two, and the serial twin has the same in the same order.
     assert {id(v) for v in trained} == {id(v) for v in train._graph.rule.param_updates}
