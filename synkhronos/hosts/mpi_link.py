@@ -156,7 +156,7 @@ class MpiLink(Link):
         return False
 
     def assign_ranks(self, n_ranks: int | None, on_gpus: bool) -> None:
-        """Assign ranks to the hosts: set `ranks_by_host`, `size` and `extra`.
+        """Assign ranks to the hosts: set `ranks_by_host`, `size` and `control_nbytes`.
 
         Parameters
         ----------

@@ -55,6 +55,8 @@ class Trainer:
         Variables of the update rule, such as velocities.
     learning_rate : shared variable
     rule : Rule
+    schedule : callable
+        Schedule of the learning rate; another one may be set between two reports.
     """
 
     def __init__(
@@ -65,11 +67,20 @@ class Trainer:
         schedule: Schedule,
         validate: dict[str, Metric],
     ):
-        self.params, self.rule, self.learning_rate, self.schedule = graph.params, rule, learning_rate, schedule
+        self.params, self.rule, self.learning_rate = graph.params, rule, learning_rate
         self._model = CompiledModel(graph, rule, learning_rate, schedule, validate)
         self.optimizer = self._model.optimizer
         #: Loop of the last call of `epochs`.
         self._loop: TrainerLoop | None = None
+
+    @property
+    def schedule(self) -> Schedule:
+        """Schedule of the learning rate."""
+        return self._model.schedule
+
+    @schedule.setter
+    def schedule(self, schedule: Schedule | float) -> None:
+        self._model.schedule = as_schedule(schedule)
 
     @property
     def ema(self) -> list[Any] | None:

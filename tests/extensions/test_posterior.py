@@ -2,6 +2,7 @@
 
 import os
 import signal
+import time
 import warnings
 from pathlib import Path
 
@@ -241,3 +242,22 @@ def test_failures_end_all_processes(event):
             if len(pids) == 2 and event == "interrupt":
                 counts.throw(KeyboardInterrupt)
     assert pids and all(map(has_exited, pids))
+
+
+def test_error_names_a_process_that_exits_after_another_has_finished():
+    pid_reader, pid_writer = os.pipe()
+
+    def write(number):
+        yield number
+        if number == 0:
+            os.write(pid_writer, str(os.getpid()).encode())
+            return
+        stat = Path(f"/proc/{os.read(pid_reader, 20).decode()}/stat")
+        while stat.exists() and stat.read_text().rpartition(")")[2].split()[0] != "Z":
+            time.sleep(0.01)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    with pytest.raises(synk.WorkerError) as caught:
+        list(posterior._fork(write, 2))
+    os.close(pid_reader), os.close(pid_writer)
+    assert caught.value.rank == 1

@@ -431,7 +431,7 @@ def test_early_messages_of_a_task_are_queued():
         take_stop_request=lambda: False,
     )
     mail = SimpleNamespace(size=2, host=0, other_hosts=[1])
-    control = SimpleNamespace(here=range(1), fence=lambda: None, ring=lambda rank, reason: None)
+    control = SimpleNamespace(fence=lambda: None, ring=lambda rank, reason: None)
     agent = TaskAgent(mail, control, [range(1), range(1, 2)], {})
     agent.start_command(4, None)
     agent.handlers[CHANNEL_UPDATE](1, 5, 1, 0, 1, b"first")

@@ -282,7 +282,6 @@ UNDOCUMENTED = {
     "Recorder": {"write_rank"},
     "Report": {"record"},
     "TrainFunction": {"weighted_steps"},
-    "Trainer": {"schedule"},
 }
 
 

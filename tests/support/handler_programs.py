@@ -67,7 +67,7 @@ def connect():
     )
     arrays = types.SimpleNamespace(stream=7)
     staging = types.SimpleNamespace(
-        handle=7, arrays=arrays, driver=driver, side_stream=SIDE, event=EVENT, host_flags=np.zeros(1, np.int32)
+        arrays=arrays, driver=driver, side_stream=SIDE, event=EVENT, host_flags=np.zeros(1, np.int32)
     )
     staging.set_current = lambda: None
     rank = types.SimpleNamespace(

@@ -197,7 +197,8 @@ def test_on_death_keeps_changes_between_reports(monkeypatch):
     synk.broadcast(model.trainer.learning_rate, np.zeros(()))
     Killer(monkeypatch, {3: (1, True)}, waits=False)
     model.trainer.schedule = lambda epoch: 0.0
-    assert next(iterator).deaths
+    report = next(iterator)
+    assert report.deaths and report.learning_rate == 0
     np.testing.assert_array_equal(model.w.get_value(), np.full(4, 7.0))
     iterator.close()
 

@@ -476,7 +476,7 @@ def _fork(write: Callable[[int], Iterator[int]], num_processes: int) -> Generato
                 except EOFError:
                     process.join()
                     raise WorkerError(
-                        f"a process that computes draws {describe_exit(process.exitcode)}", list(running).index(pipe)
+                        f"a process that computes draws {describe_exit(process.exitcode)}", list(processes).index(pipe)
                     ) from None
                 if isinstance(result, Exception):
                     raise result

@@ -292,10 +292,10 @@ def few_files(who: str, spare: int) -> None:
             work = Work()
             assert work.call() == 15.0
             ranks.session().run(Limit(2, 0))
-            spawn = synk.data(np.arange(6.0))
-            tell("outcome", **attempt(lambda: float(work.f(spawn)[0])))
+            unsent = synk.data(np.arange(6.0))
+            tell("outcome", **attempt(lambda: float(work.f(unsent)[0])))
             ranks.session().run(Limit(2, usual[0]))
-            del spawn
+            del unsent
             vars(work).clear()
     tell("works", right=make_expected(N), **attempt(Work().check))
     synk.close()
