@@ -84,7 +84,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 from library import COMPILER, HOSTS, UNCOMPILED, fork_ranks, package
 from paths import SUPPORT
-from system import names, names_left
+from system import find_leaked_names, list_shared_names
 
 import synkhronos as synk
 from synkhronos import ranks
@@ -168,7 +168,7 @@ class ReusedRanks:
             self.session = None
 
 
-kept = ReusedRanks()
+reused_ranks = ReusedRanks()
 
 
 @pytest.fixture
@@ -181,8 +181,8 @@ def fork(request):
         yield fork_ranks
         synk.close()
     else:
-        yield kept.fork
-        if kept.session is None:
+        yield reused_ranks.fork
+        if reused_ranks.session is None:
             synk.close()
 
 
@@ -223,17 +223,17 @@ def config(**values):
 
 
 @pytest.fixture(autouse=True)
-def nothing_kept(request):
+def close_reused_ranks(request):
     """End kept ranks for tests that don't ask for them."""
     if "fork" not in request.fixturenames or request.node.get_closest_marker("new_ranks"):
-        kept.close()
+        reused_ranks.close()
 
 
 @pytest.fixture(scope="module")
 def no_ranks():
     """End what other modules' tests have kept, for a module that forks its own ranks."""
     gc.collect()  # a cycle of an earlier test's must not be found in the middle of this one's
-    kept.close()
+    reused_ranks.close()
 
 
 @pytest.fixture(scope="module", params=[2] if DEVICE == "jax" else [1, 3])
@@ -256,7 +256,7 @@ def two_ranks(no_ranks):
 
 
 @pytest.fixture(autouse=True, scope="module")
-def no_template():
+def end_template():
     """End what started programs for a module's tests: others' look at all children of this process."""
     yield
     if "faults.harness" in sys.modules:
@@ -264,7 +264,7 @@ def no_template():
 
 
 @pytest.fixture(autouse=True, scope="module")
-def no_hosts():
+def end_hosts():
     """End the hosts that a module's tests have kept."""
     yield
     if "hosts" in sys.modules:
@@ -272,7 +272,7 @@ def no_hosts():
 
 
 @pytest.fixture(autouse=True, scope="module")
-def no_threads_of_xla(request):
+def check_xla_not_started(request):
     """Check that on the host no test starts XLA: workers would be no copies of this process any more, and start slowly.
 
     But in the folders whose modules run in processes of their own.
@@ -282,9 +282,9 @@ def no_threads_of_xla(request):
 
 
 @pytest.fixture(autouse=True, scope="session")
-def nothing_left():
+def check_no_leaks():
     """Check that the whole run leaves no name in /dev/shm."""
-    before = names()  # of a run beside this one, or of one that was killed
+    before = list_shared_names()  # of a run beside this one, or of one that was killed
     yield
     synk.close()
-    assert not names_left(before)
+    assert not find_leaked_names(before)

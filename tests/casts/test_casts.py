@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
-from library import few, shared, tensor
+from library import limit_examples, shared, tensor
 from loading_sources import Table
 
 import synkhronos as synk
@@ -73,7 +73,7 @@ def test_cast_is_refused_iff_a_value_changes(own, dtype, data):
 
 
 @given(st.integers(0, 3 * casts._BLOCK - 1), st.booleans())
-@few(10)
+@limit_examples(10)
 def test_cast_error_names_the_changed_number(position, transposed):
     array = np.ones(3 * casts._BLOCK).reshape(-1, 6)
     array = array.T if transposed else array

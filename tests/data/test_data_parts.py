@@ -8,7 +8,7 @@ import pytest
 from hosts import are_simulated, run
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from library import HOSTS, few, tensor
+from library import HOSTS, limit_examples, tensor
 from messages import raises
 
 import synkhronos as synk
@@ -50,7 +50,7 @@ def test_data_parts_holds_the_loaded_rows(fork, n):
     fork(n)
     f = make_double()
 
-    @few(20)
+    @limit_examples(20)
     @given(st.integers(1, 40), st.data())
     def check(length, data):
         asked = []

@@ -7,7 +7,7 @@ import pytest
 from function_cases import RNG, CountFunctions, X, assert_close, select_rows
 from hypothesis import example, given
 from hypothesis import strategies as st
-from library import INTERPRETED, NAME, XLA, few, function, is_array, package, read, shared
+from library import INTERPRETED, NAME, XLA, function, is_array, limit_examples, package, read, shared
 from library import tensor as T
 from messages import raises
 
@@ -100,7 +100,7 @@ def test_exact_ops_equal_the_serial_function(fork, n, prefix):
     b = np.array([[1.0, -2.0, 0.5]])
     every_x, every_y = RNG.normal(size=(300, 3)), RNG.integers(-9, 9, 300)
 
-    @few(30)
+    @limit_examples(30)
     @given(calls())
     @example((0, None, 1, (False, True, True)))
     @example((299, slice(None, None, -3), 3, (True, False, False)))
@@ -131,7 +131,7 @@ def test_scalar_outputs_are_reduced(fork, n):
     serial, mean = function([x], [v for v, _ in exact]), function([x], x.mean())
     every = RNG.normal(size=300)
 
-    @few(30)
+    @limit_examples(30)
     @given(calls())
     def check(call):
         length, batch, slices, _ = call

@@ -18,7 +18,13 @@ from synkhronos.launch.contract import ContractError, parse_next_batch
 
 def train(folder, name, *arguments, status=0, ranks=2, **settings):
     sets = [f"--set={key.replace('__', '.')}={value}" for key, value in settings.items()]
-    where = [f"--set=model='launch_models/parts.py:{name}'", "--folder", folder, "--devices=cpu", f"--ranks={ranks}"]
+    where = [
+        f"--set=model='launch_models/theano_mpi.py:{name}'",
+        "--folder",
+        folder,
+        "--devices=cpu",
+        f"--ranks={ranks}",
+    ]
     return run("train", *where, *sets, *arguments, status=status, cwd=SUPPORT)
 
 
@@ -165,7 +171,7 @@ def test_class_methods_are_called_in_order(tmp_path, rule):
 @pytest.mark.slow
 def test_asynchronous_rules_exchange_after_whole_batches(tmp_path):
     (tmp_path / "counted.py").write_text(
-        "from launch_models.parts import Called\n"
+        "from launch_models.theano_mpi import Called\n"
         "from synkhronos.rules import EASGD\n"
         "def exchange(self, worker, state, exchange=EASGD.exchange):\n"
         "    print('exchange', len([c for c in calls() if c[0] == 'train_iter']))\n"
@@ -256,9 +262,9 @@ def test_check_runs_a_theano_mpi_class(tmp_path):
 from synkhronos.launch.check import check
 for name in ("Regression", "Whole", "Called", "Idle", "Alike", "AlikeInParts", "OneList"):
     print("-- class", name)
-    print("-- status", check(f"launch_models/parts.py:{{name}}", {{"config": {{"trace": {str(tmp_path)!r}}}}}))
+    print("-- status", check(f"launch_models/theano_mpi.py:{{name}}", {{"config": {{"trace": {str(tmp_path)!r}}}}}))
 print("-- class EASGD")
-print("-- status", check("launch_models/parts.py:Regression", {{"rule": "EASGD"}}))
+print("-- status", check("launch_models/theano_mpi.py:Regression", {{"rule": "EASGD"}}))
 """
     done = subprocess.run([sys.executable, "-c", code], cwd=SUPPORT, env=ENVIRONMENT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from library import few
+from library import limit_examples
 from loading_sources import Damaged, Deep, Endless, Numbers, Slow, Wider, add_noise, picture
 from system import wait_for_state
 
@@ -49,7 +49,7 @@ def read(batches):
 # -- order ---------------------------------------------------------------------------------------------------
 
 
-@few(8)
+@limit_examples(8)
 @given(
     count=st.integers(1, 30),
     batch=st.integers(1, 12),
@@ -74,7 +74,7 @@ def test_loader_order_follows_seed_and_epoch(count, batch, processes, size, dept
         loader.close()
 
 
-@few(6)
+@limit_examples(6)
 @given(
     processes=st.integers(1, 3),
     crop=st.integers(1, 6),

@@ -23,19 +23,19 @@ pytestmark = pytest.mark.any_library
 @dataclass(frozen=True)
 class Raise(Command):
     who: tuple
-    then_meet: bool = True
+    then_barrier: bool = True
 
     def run(self, rank):
         if rank.number in self.who:
             raise KeyError(f"from {rank.number}")
-        if self.then_meet:
+        if self.then_barrier:
             rank.barrier()
         return "done"
 
 
 @dataclass(frozen=True)
 class RaiseLate(Command):
-    """Fail after some have passed a meeting point, and before another."""
+    """Fail after some have passed a barrier, and before another."""
 
     who: int
 
@@ -51,13 +51,13 @@ class RaiseLate(Command):
 class Kill(Command):
     who: int
     number: int
-    met: bool
+    at_barrier: bool
 
     def run(self, rank):
         if rank.number == self.who:
             os.kill(os.getpid(), self.number)
             time.sleep(60)
-        if self.met:
+        if self.at_barrier:
             rank.barrier()
 
 
@@ -71,11 +71,11 @@ class LeaveWith(Command):
         rank.barrier()
 
 
-@pytest.mark.parametrize("meet", [True, False])
-def test_exception_in_a_command_leaves_ranks_usable(session, meet):
+@pytest.mark.parametrize("then_barrier", [True, False])
+def test_exception_in_a_command_leaves_ranks_usable(session, then_barrier):
     for who in range(session.size):
         with pytest.raises(KeyError if who == session.rank.number else ranks.WorkerError) as caught:
-            session.run(Raise((who,), meet))
+            session.run(Raise((who,), then_barrier))
         if who != session.rank.number:
             assert caught.value.rank == who
             assert "KeyError" in caught.value.worker_traceback
@@ -91,7 +91,7 @@ def test_command_names_all_failed_ranks():
         # A rank that fails is heard even if another failed before it.
         assert set(caught.value.failures) <= {1, 3}
         with pytest.raises(KeyError) as own:
-            session.run(Raise((0, 1, 2, 3), then_meet=False))
+            session.run(Raise((0, 1, 2, 3), then_barrier=False))
         assert any("rank 1: KeyError" in note for note in own.value.__notes__)
     finally:
         ranks.close()
@@ -105,12 +105,12 @@ def test_failure_between_barriers_frees_other_ranks(session):
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSEGV, signal.SIGTERM, signal.SIGABRT])
-@pytest.mark.parametrize("met", [True, False])
-def test_killed_worker_is_named(number, met):
+@pytest.mark.parametrize("at_barrier", [True, False])
+def test_killed_worker_is_named(number, at_barrier):
     session = ranks.fork(3, 0, False)
     start = time.monotonic()
     with pytest.raises(ranks.WorkerError, match=f"rank 2 .* was killed by {number.name}") as caught:
-        session.run(Kill(2, number, met))
+        session.run(Kill(2, number, at_barrier))
     assert time.monotonic() - start < LIMIT
     assert caught.value.rank == 2
     with pytest.raises(RuntimeError, match="rank 2"):
@@ -271,7 +271,7 @@ def test_error_lists_only_the_commands_own_effect(two):
 
 
 class Leave(Command):
-    """A command: ranks meet, but rank 0 leaves before rank 2 has come, or after; the others say whether all had come.
+    """A command: rank 0 leaves the barrier before rank 2 has arrived, or after; the others report whether all arrived.
 
     ``all_come`` says which.
     """

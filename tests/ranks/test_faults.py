@@ -58,7 +58,7 @@ def check_next_calls(program, survived):
     assert works.get("value") == works["right"], works
     check_footprint(program.wait("closed"))
     assert program.end() == 0, program.printed()
-    program.nothing_left()
+    program.check_no_leaks()
     return told
 
 
@@ -139,7 +139,7 @@ def test_nothing_outlives_the_master(name, place, who):
     with start_held_program(place, on) as program:
         wait_until_inside(program, place, len(on))
         program.send_signal(program.pid if who == "master" else None, signal.Signals[name])
-        program.nothing_left(limit=1)
+        program.check_no_leaks(limit=1)
         assert program.end() == -signal.Signals[name]
 
 
@@ -184,7 +184,7 @@ def test_faults_of_spawned_workers(action):
         pids = wait_until_inside(program, "call", 1)
         if action == "hold:python":
             program.send_signal(program.pid, signal.SIGKILL)
-            program.nothing_left(limit=1)
+            program.check_no_leaks(limit=1)
             return
         outcome = program.wait("outcome")
         check_error(outcome, program.fault(), words=["rank 2", action.partition(":")[2]], worker=2)
@@ -201,7 +201,7 @@ def test_stopped_worker_ends_with_the_master(place):
         program.send_signal(pids[2], signal.SIGSTOP)
         wait_for_state(pids[2], "T")
         program.send_signal(program.pid, signal.SIGKILL)
-        program.nothing_left(limit=1)
+        program.check_no_leaks(limit=1)
 
 
 # -- while forking -------------------------------------------------------------------------------------------
@@ -239,7 +239,7 @@ def test_nothing_outlives_a_master_killed_during_fork(name, who, spawn):
     with Program("at_fork", how="master", spawn=spawn) as program:
         program.wait("inside")
         program.send_signal(program.pid if who == "master" else None, signal.Signals[name])
-        program.nothing_left(limit=1)
+        program.check_no_leaks(limit=1)
 
 
 @pytest.mark.any_library
@@ -249,7 +249,7 @@ def test_worker_ends_if_the_master_died_before_it_started():
         program.send_signal(program.pid, signal.SIGKILL)
         program.process.wait()
         program.release()
-        program.nothing_left(limit=1)
+        program.check_no_leaks(limit=1)
 
 
 @pytest.mark.parametrize(("how", "spawn"), [("raise", False), ("limit", False), ("raise", True)])
@@ -505,7 +505,7 @@ def test_ranks_forked_in_a_thread_do_not_outlive_the_master():
         program.wait("inside")
         program.wait("inside")
         program.send_signal(program.pid, signal.SIGKILL)
-        program.nothing_left(limit=1)
+        program.check_no_leaks(limit=1)
 
 
 @pytest.mark.any_library
@@ -549,5 +549,5 @@ def test_close_ends_stopped_workers():
             program.send_signal(pids[r], signal.SIGSTOP)
             wait_for_state(pids[r], "T")
         program.send_signal(program.pid, signal.SIGINT)  # ends the program, which closes the ranks
-        program.nothing_left(limit=5)  # they get their two seconds
+        program.check_no_leaks(limit=5)  # they get their two seconds
         assert program.end() == -signal.SIGINT

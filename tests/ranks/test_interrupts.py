@@ -29,7 +29,7 @@ def check_next_calls(program):
     closed = program.wait("closed")
     assert closed["after"] == closed["before"]
     assert program.end() == 0, program.printed()
-    program.nothing_left()
+    program.check_no_leaks()
 
 
 @pytest.mark.parametrize(
@@ -83,7 +83,7 @@ def test_interrupted_program_ends_its_workers(where):
     with Program("at_a_place", where=where, on=[2], how="compiled", unhandled=True) as program:
         program.wait("inside")
         program.send_signal(None, signal.SIGINT)
-        program.nothing_left(limit=10)  # the worker gets its two seconds, on a machine that may be busy
+        program.check_no_leaks(limit=10)  # the worker gets its two seconds, on a machine that may be busy
         assert program.end() == -signal.SIGINT
         assert "KeyboardInterrupt" in program.printed()
 
@@ -159,7 +159,7 @@ def test_interrupt_at_any_line(what, limit):
             del footprint["maps"]
         assert closed["after"] == closed["before"]
         assert program.end() == 0, program.printed()
-        program.nothing_left()
+        program.check_no_leaks()
 
 
 def test_finalizers_swallow_no_interrupt(fork):
@@ -209,4 +209,4 @@ def test_workers_end_by_signals_that_end_the_master():
         program.wait("ready")
         program.send_signal(None, signal.SIGTERM)
         assert program.end() == -signal.SIGTERM
-        program.nothing_left()
+        program.check_no_leaks()

@@ -8,7 +8,7 @@ import time
 import pytest
 from faults.harness import PROMPT
 from paths import ROOT, SUPPORT
-from system import LIMIT, list_children, lives, names, names_left, state
+from system import LIMIT, find_leaked_names, list_children, list_shared_names, lives, state
 
 pytestmark = [pytest.mark.faults, pytest.mark.any_library]
 
@@ -116,12 +116,12 @@ class Notebook:
 
 @pytest.fixture
 def notebook():
-    before = names()
+    before = list_shared_names()
     made = Notebook()
     yield made
     made.client.stop_channels()
     made.manager.shutdown_kernel(now=True)
-    assert not names_left(before)
+    assert not find_leaked_names(before)
 
 
 def wait_until_gone(pids, limit=1):

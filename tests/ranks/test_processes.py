@@ -9,7 +9,7 @@ import textwrap
 import time
 
 import pytest
-from system import LIMIT, list_children, lives, names, names_left
+from system import LIMIT, find_leaked_names, list_children, list_shared_names, lives
 
 import synkhronos as synk
 from synkhronos.ranks import count_available_cores
@@ -98,7 +98,7 @@ def test_workers_end_at_exit_without_close():
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGSEGV])
 def test_killing_the_master_leaves_nothing(number):
-    before = names()
+    before = list_shared_names()
     program = subprocess.Popen(
         [
             sys.executable,
@@ -111,7 +111,7 @@ def test_killing_the_master_leaves_nothing(number):
     )
     pids = [int(pid) for pid in program.stdout.readline().split()]
     assert len(pids) == 2
-    assert not names_left(before)  # so that nothing can be left
+    assert not find_leaked_names(before)  # so that nothing can be left
     program.send_signal(number)
     program.wait()
     deadline = time.monotonic() + LIMIT

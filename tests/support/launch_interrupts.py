@@ -45,7 +45,7 @@ def wait_until_training(folder, process):
 @contextlib.contextmanager
 def start_checkpointed_run(tmp_path, script, name="Slow", **settings):
     """Start a run that writes checkpoints; kill its supervisor, if that still runs, at the end of the block."""
-    settings = {"modelfile": "launch_models.others", "modelclass": name, "every": 1, "epochs": 1000, **settings}
+    settings = {"modelfile": "launch_models.mlp_variants", "modelclass": name, "every": 1, "epochs": 1000, **settings}
     if script:
         settings = {**settings, "devices": ["cpu", "cpu"], "folder": str(tmp_path)}
         words = [sys.executable, "-c", f"from synkhronos.rules import BSP\nr = BSP()\nr.init(**{settings!r})\nr.wait()"]

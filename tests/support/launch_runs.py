@@ -33,7 +33,7 @@ def run(*arguments, status=0, cwd=None, **environment):
 
 def train(folder, model="MLP", *arguments, status=0, environment=None, **settings):
     """Train a class of launch_models on two ranks; ``environment`` has further variables."""
-    module = "mlp" if model == "MLP" else "others"
+    module = "mlp" if model == "MLP" else "mlp_variants"
     sets = [f"--set={name.replace('__', '.')}={value}" for name, value in settings.items()]
     where = ["--set", f"model='launch_models/{module}.py:{model}'", "--folder", folder]
     return run(

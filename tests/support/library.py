@@ -12,7 +12,7 @@
     The library's own.
 `fork_ranks`
     Fork on the device.
-`few`
+`limit_examples`
     Hypothesis' settings, with fewer examples where each new shape is compiled.
 `is_array`, `read`, `same`
     Whether a value is an ndarray, an array of a device or a result that is read later; its array; equality of two.
@@ -82,8 +82,8 @@ def fork_ranks(n, **kwargs):
     return synk.fork(n, use_gpu=DEVICE == "gpu", **kwargs)
 
 
-def few(most):
-    """Return settings with at most this many examples; with fewer where a compiler takes its time for each."""
+def limit_examples(most):
+    """Return settings with at most `most` examples, and at most 4 where each compiles for long."""
     return settings(max_examples=min(most, 4) if DEVICE != "host" else most)
 
 
@@ -117,7 +117,7 @@ __all__ = [
     "NAME",
     "UNCOMPILED",
     "XLA",
-    "few",
+    "limit_examples",
     "fork_ranks",
     "function",
     "grad",

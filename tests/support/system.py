@@ -16,18 +16,18 @@ LIMIT = 30
 _ENDED = ("Z", "X", "")
 
 
-def names() -> set[str]:
+def list_shared_names() -> set[str]:
     """Return the names of the library in /dev/shm, without the launcher's copies, which other tests' runs keep."""
     return {name for name in os.listdir("/dev/shm") if "synkhronos" in name and "synkhronos-copy-" not in name}
 
 
-def names_left(before: set[str], limit: float = 2) -> set[str]:
+def find_leaked_names(before: set[str], limit: float = 2) -> set[str]:
     """Return names in /dev/shm that were created since ``before`` and still exist after ``limit`` seconds."""
     deadline = time.monotonic() + limit
-    left = names() - before
+    left = list_shared_names() - before
     while left and time.monotonic() < deadline:
         time.sleep(0.005)
-        left &= names()
+        left &= list_shared_names()
     return left
 
 

@@ -33,7 +33,7 @@ from collections.abc import Callable
 from typing import Any
 
 from paths import ROOT, SUPPORT
-from system import LIMIT, members, names
+from system import LIMIT, list_shared_names, members
 
 #: Seconds from a fault to its error.
 PROMPT = 2
@@ -74,7 +74,7 @@ class Program:
         self._text = b""
         self.told: list[dict[str, Any]] = []
         self.output = tempfile.TemporaryFile("w+")
-        self._names = names()
+        self._names = list_shared_names()
         asked = [scenario, json.dumps(arguments)]
         self.process: subprocess.Popen[bytes] | Copy
         if command or pass_on or os.environ.get("FAULTS") == "all":
@@ -170,7 +170,7 @@ class Program:
         except subprocess.TimeoutExpired:
             raise AssertionError(f"still there after {limit} s; told {self.told}\n{self.printed()}") from None
 
-    def nothing_left(self, limit: float = 1) -> None:
+    def check_no_leaks(self, limit: float = 1) -> None:
         """Check that all processes are gone, that nothing is left in /dev/shm, and return what was told last."""
         deadline = time.monotonic() + limit
         try:
@@ -182,7 +182,7 @@ class Program:
             assert time.monotonic() < deadline, f"{members(self.pid)} are left"
             time.sleep(0.005)
         # Other programs may use the library just now: their names stay for a moment only.
-        while left := names() - self._names:
+        while left := list_shared_names() - self._names:
             assert time.monotonic() < deadline + 0.5, f"{left} are left in /dev/shm"
             time.sleep(0.005)
 

@@ -16,8 +16,8 @@ import numpy as np
 from system import list_children
 
 import synkhronos as synk
-from faults import inside
-from faults.inside import Work, attempt, footprint, hold, know, make_expected, plant, start, tell
+from faults import probes
+from faults.probes import Work, attempt, footprint, hold, know, make_expected, plant, start, tell
 from synkhronos import ranks
 from synkhronos.ranks import worker_process, workers
 
@@ -26,7 +26,7 @@ N = 3
 
 def at_a_place(where: str, on: Any, how: str = "python", unhandled: bool = False) -> None:
     """Hold on some ranks, in a call, in a collective, or while distributing or compiling, and work on after it."""
-    inside.instrument()
+    probes.instrument()
     before = start()
     synk.fork(N, use_gpu=False)
     know()
@@ -198,7 +198,7 @@ def at_every_moment(what: str, first: int = 0, step: int = 1, limit: bool = Fals
 
     Or have a time limit end there (``limit``), which raises another exception from another signal.
     """
-    inside.instrument()
+    probes.instrument()
     signal.signal(signal.SIGALRM, _limit)
     before = start()
     lost, wrong, presses = [], [], 0
@@ -235,8 +235,8 @@ def at_every_moment(what: str, first: int = 0, step: int = 1, limit: bool = Fals
         error = None
         press = Press(k, signal.SIGALRM if limit else signal.SIGINT)
         if what.endswith("again"):  # once in the master's own part, and a second time at each moment after that
-            inside.PLANS["perform" if what.startswith("call") else "chunk"] = 0, "interrupt"
-            inside.INTERRUPTED = press.begin
+            probes.PLANS["perform" if what.startswith("call") else "chunk"] = 0, "interrupt"
+            probes.INTERRUPTED = press.begin
         else:
             press.begin()
         try:

@@ -24,8 +24,8 @@ import numpy as np
 from system import list_children
 
 import synkhronos as synk
-from faults import inside
-from faults.inside import Arguments, Work, attempt, footprint, hold, know, make_expected, plant, reach, start, tell
+from faults import probes
+from faults.probes import Arguments, Work, attempt, footprint, hold, know, make_expected, plant, reach, start, tell
 from synkhronos import processes, ranks
 from synkhronos.ranks import Command, worker_process
 
@@ -87,7 +87,7 @@ def at_a_point(
     Perhaps in a program that handles SIGURG itself, or in which somebody else than the library takes exit codes, or
     with workers that are no copies of the master.
     """
-    inside.instrument()
+    probes.instrument()
     if spawn:
         _need_fresh_processes()
     if urgent:
@@ -347,7 +347,7 @@ class LimitSpace(Command):
 
     def run(self, rank: ranks.Rank) -> None:
         if rank.number == self.who:
-            limit = resource.RLIM_INFINITY if self.spare < 0 else inside._address_space() + self.spare
+            limit = resource.RLIM_INFINITY if self.spare < 0 else probes._address_space() + self.spare
             resource.setrlimit(resource.RLIMIT_AS, (limit, resource.RLIM_INFINITY))
 
 
@@ -359,11 +359,11 @@ def unpicklable() -> None:
     work = Work()
     assert work.call() == 15.0
 
-    class Locked(inside.Point):
+    class Locked(probes.Point):
         def __reduce__(self) -> Any:
             return Locked, (threading.Lock(),)
 
-    x = inside.tensor.dvector("x")
+    x = probes.tensor.dvector("x")
     g = synk.function([x], (Locked()(x).sum(), "sum"), name="g")
     tell("outcome", **attempt(synk.distribute))
     tell("again", **attempt(functools.partial(g, np.ones(3))))
@@ -413,7 +413,7 @@ def from_a_thread(busy: bool = False) -> None:
 def first_command() -> None:
     """Fail in the very first command that workers get."""
     before = start()
-    inside.PLANS["arguments"] = 0, "raise:ValueError"
+    probes.PLANS["arguments"] = 0, "raise:ValueError"
     session = ranks.fork(N, 0, False)
     tell("outcome", **attempt(lambda: session.run(Arguments())))
     tell("works", right="done", **attempt(lambda: session.run(Arguments())))
@@ -497,7 +497,7 @@ def _copied() -> list[str]:
             os.dup2(output, 1)
             os.dup2(output, 2)
             os.close(output)
-            inside.tell_to(events, release)
+            probes.tell_to(events, release)
             return json.loads(message)
         for fd in files:
             os.close(fd)

@@ -443,7 +443,7 @@ def rules() -> None:
     import test_rules as tests
 
     tests.check_pushes(n, 300)
-    for on_device in tests.PLACES:
+    for on_device in tests.ON_DEVICE:
         for rule in tests.ELASTIC:
             tests.test_easgd_exchanges_equal_a_replay(n, rule, on_device)
         tests.test_downpour_exchanges_equal_a_replay(n, on_device)

@@ -1,4 +1,4 @@
-"""Hosts with `hurt.py` on the first of them: what it tells, what is done to it, and what is left of it.
+"""Hosts with `fault_target.py` on the first of them: what it tells, what is done to it, and what is left of it.
 
 `Tree`
     The hosts and the program.
@@ -26,7 +26,7 @@ from hosts import HERE, are_simulated, simulated, words
 
 
 class Tree:
-    """Some hosts, and `hurt.py` on the first.
+    """Some hosts, and `fault_target.py` on the first.
 
     Where hosts can't be simulated, one machine pretends to be all of them.
 
@@ -49,7 +49,7 @@ class Tree:
         self.output = tempfile.TemporaryFile("w+")
         # A program that ends is followed by the next one.
         again = ["-c", "import subprocess, sys\nwhile True: subprocess.call(sys.argv[1:])", sys.executable]
-        command, environment = words(hosts, *again, HERE / "hurt.py", self.folder)
+        command, environment = words(hosts, *again, HERE / "fault_target.py", self.folder)
         # Every process has this path somewhere in its environment: ssh passes it on, too.
         environment["PYTHONPATH"] += os.pathsep + str(self.folder)
         environment |= {"PYTENSOR_FLAGS": "mode=Mode,linker=py,optimizer=None", **variables}
@@ -206,7 +206,7 @@ class Tree:
                 found[host] = (of.f_blocks - of.f_bfree) * of.f_frsize
         return found
 
-    def nothing_left(self, limit: float = 10, is_fresh: bool = False, but: str = "-") -> None:
+    def check_no_leaks(self, limit: float = 10, is_fresh: bool = False, but: str = "-") -> None:
         """Check that only the master is there, and no shared memory but, where it is not fresh, its own.
 
         Names in /dev/shm that begin with ``but`` may be there, and are removed.

@@ -199,7 +199,7 @@ class Orders:
 
     def work(self) -> bool:
         """Return whether a function and the collectives compute what is right."""
-        from faults.inside import Work, make_expected
+        from faults.probes import Work, make_expected
 
         n = ranks.session().size
         return Work().check() == make_expected(n)
@@ -244,6 +244,6 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    from hosts import hurt  # the ranks know the commands by this name
+    from hosts import fault_target  # the ranks know the commands by this name
 
-    hurt.main()
+    fault_target.main()
