@@ -26,7 +26,7 @@ def list_reducible_dtypes(op):
     return {"avg": tuple(FLOATS), "sum": tuple(DTYPES[1:])}.get(op, tuple(DTYPES))
 
 
-pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # infinities meet
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # inf - inf
 
 #: Numbers of ranks, and the master's: the last, and one in the middle; other tests have the first.
 RANKS = {"host": [(1, 0), (2, 1), (3, 1)], "jax": [(2, 1), (3, 1)], "gpu": [(1, 0), (2, 0), (3, 1), (4, 3)]}[DEVICE]
@@ -696,7 +696,7 @@ def test_reductions_check_shapes_again_after_a_change(n):
         synk.set_value(rank, s, before)
         synk.all_reduce(s, "max")
         assert_held(s, [np.full(2, float(n**3))] * n)
-    # What all have changed alike is found out by all.
+    # All ranks detect a change that all have made alike.
     put(s, [np.ones((4,))] * n)
     synk.all_reduce(s, "sum")
     assert_held(s, [np.full(4, float(n))] * n)

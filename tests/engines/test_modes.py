@@ -33,7 +33,7 @@ def assert_close(actual, expected):
     assert actual.dtype == np.asarray(expected).dtype
 
 
-# -- what is checked in each mode ------------------------------------------------------------------------------
+# -- checks of each mode ---------------------------------------------------------------------------------------
 
 
 def outputs_and_rows(mode):

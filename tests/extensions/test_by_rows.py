@@ -1,4 +1,4 @@
-"""Terms by rows: those of some rows are what the whole expression has there, or it is refused."""
+"""Terms by rows: the terms of some rows equal those of the whole expression, or an error is raised."""
 
 import re
 

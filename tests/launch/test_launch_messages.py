@@ -1,6 +1,6 @@
-"""Every message of `check` and of the launcher, and what brings it about.
+"""Messages of `check` and of the launcher.
 
-Each entry has what is typed, the exit status, and a part of what is said.
+Each entry has a command line, its exit status, and a part of its message.
 """
 
 import dataclasses
@@ -109,7 +109,7 @@ FILES = {
     "a strategy": ("a.cfg", "EXCH_STRATEGY=pigeon"),
 }
 
-#: Classes, and what `check` says.
+#: Classes, and the message of `check`.
 CLASSES = {
     "NoMethods": r"NoMethods lacks:\n  method compile_iter_fns\(\): compiles its functions\n  method train_iter\(\): .*\n  method val_iter\(\): .*\n  method adjust_hyperp\(\): .*\n  method cleanup\(\)",
     "NoParams": r"NoParams lacks:\n  attribute params: expected a list of shared variables, got None",
@@ -124,7 +124,7 @@ CLASSES = {
     "NoEpochs": r"NoEpochs: it has no n_epochs: give --set epochs=N",
     "a_number": r"a_number fails when its module is imported: ContractError: modelclass: 'a_number' of launch_models.mlp_variants: expected a class, got 3",
 }  # fmt: skip
-#: One of each kind is also run; and what shows on all ranks alone.
+#: One of each kind is also run, as are the errors that only a run on all ranks can find.
 RUN = {
     "NoMethods": ({}, CLASSES["NoMethods"]),
     "StrangeParams": ({}, CLASSES["StrangeParams"]),
@@ -315,7 +315,7 @@ def test_init_takes_defaults_from_the_environment(monkeypatch, tmp_path):
         rules.BSP().init(["cpu"], folder=str(tmp_path / "run"))
 
 
-# -- what comes before what ----------------------------------------------------------------------------------
+# -- precedence of settings ----------------------------------------------------------------------------------
 
 
 def test_command_line_precedes_environment_and_file(tmp_path, monkeypatch):

@@ -40,7 +40,8 @@ def test_ignored_signal_stays_ignored(tmp_path):
         signal.signal(signal.SIGHUP, before)
 
 
-#: Passes a signal on to the supervisor twice, as a scheduler's that is sent to all, and ends as a master does behind it.
+#: A master that sends SIGTERM to the supervisor twice, as a scheduler does, and exits with 143 after it has written a
+#: checkpoint.
 SAVES = """
 trap 'mkdir -p {folder}/checkpoints/rows-000000000007; exit 143' TERM
 kill -TERM {pid}; kill -TERM {pid}
@@ -105,7 +106,7 @@ def test_repeated_interrupts_while_ranks_end(tmp_path, monkeypatch):
     kill, killers = os.killpg, []
 
     def killed(pid, number):
-        """Memory that is given back takes its time."""
+        """Allocate memory whose release takes long."""
         if not killers:
             killers.append(threading.Timer(1.0, kill, (pid, number)))
             killers[0].start()

@@ -1,4 +1,4 @@
-"""The scripts in demos/: each checks by itself what it shows."""
+"""The scripts in demos/; each checks its own results."""
 
 import os
 import re

@@ -1,4 +1,4 @@
-"""The scripts and the notebook in demos/pymc: each script checks by itself what it shows."""
+"""The scripts and the notebook in demos/pymc; each script checks its own results."""
 
 import json
 import os

@@ -27,7 +27,7 @@ def test_short_soak():
     assert "0 wrong results, 0 hangs" in done.stdout
 
 
-# -- what soaks have found -----------------------------------------------------------------------------------
+# -- regressions that soaks found ----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("n", [1, 2, 3])

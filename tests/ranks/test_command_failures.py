@@ -35,7 +35,7 @@ class Raise(Command):
 
 @dataclass(frozen=True)
 class RaiseLate(Command):
-    """Fail after some have passed a barrier, and before another."""
+    """Fail between two barriers."""
 
     who: int
 
@@ -88,7 +88,7 @@ def test_command_names_all_failed_ranks():
     try:
         with pytest.raises(ranks.WorkerError, match=r"rank 1 raised KeyError") as caught:
             session.run(Raise((1, 3)))
-        # A rank that fails is heard even if another failed before it.
+        # A failure is reported even if another rank failed before.
         assert set(caught.value.failures) <= {1, 3}
         with pytest.raises(KeyError) as own:
             session.run(Raise((0, 1, 2, 3), then_barrier=False))
@@ -261,7 +261,7 @@ def test_error_lists_only_the_commands_own_effect(two):
     first, second = two.run(CollectRecords())
     assert second == ["one", "one finished"]
     started = [note for note in first if "finished" not in note]
-    assert started in (["one"], ["one", "two"])  # as soon as it has heard of it
+    assert started in (["one"], ["one", "two"])  # as soon as it is cancelled
     assert first == [*started, *(f"{note} finished" for note in reversed(started))]
     with pytest.raises(ranks.WorkerError, match=r"It was noted on ranks \[0\], and not on ranks \[1\]"):
         two.run(RunBoth(RecordRun("one"), RecordRun("two", culprit=1, early=True)))
@@ -324,7 +324,7 @@ def test_failed_command_is_agreed_by_all_ranks(all_come):
 
 
 class DieInBetween(Command):
-    """A command: the worker says that it has failed, and dies before it says how far all had come."""
+    """A command: the worker marks the command as failed, and dies before it records the last common step."""
 
     def run(self, rank):
         step = rank.next_step
@@ -376,6 +376,6 @@ def test_ranks_that_fail_in_turn_record_one_common_step(all_come):
         rank.arrive()
     first.fail()
     if not all_come:
-        third.arrive()  # too late: it may not have heard
+        third.arrive()  # too late: it may not be cancelled yet
     second.fail()
     assert [rank.is_reached_by_all(step) for rank in (first, second, third)] == [all_come] * 3

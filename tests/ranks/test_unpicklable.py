@@ -163,7 +163,7 @@ def test_mode_with_user_functions(fork):
     assert seen
 
 
-# -- what was defined too late ----------------------------------------------------------------------------------
+# -- classes defined after the fork -----------------------------------------------------------------------------
 
 OP = f"""
     import numpy as np

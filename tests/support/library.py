@@ -1,4 +1,4 @@
-"""The graph library of this environment, under one set of names, and what tests need on any device.
+"""The graph library of this environment, under one set of names, and helpers for tests on any device.
 
 `ARRAYS`
     The device of the arrays on GPUs.
@@ -88,12 +88,12 @@ def limit_examples(most):
 
 
 def is_array(value):
-    """Whether a value is an array, or where XLA compiles what stands for one."""
+    """Return whether a value is an array, or with XLA a result that is read later."""
     return isinstance(value, np.ndarray | Result) or ARRAYS.owns(value)
 
 
 def read(results):
-    """Look at what a call returned: where it returns before it has computed, what can't be reduced fails now."""
+    """Read the outputs of a call: after an asynchronous call, outputs that can't be reduced raise here."""
     for result in results if isinstance(results, list) else [results]:
         np.asarray(result)
     return results

@@ -203,7 +203,7 @@ def test_timeout_names_a_rank_without_progress(fork):
         synk.run(programs.takes_its_time, 0.05, 100, [0])
 
 
-# -- what is refused -----------------------------------------------------------------------------------------
+# -- errors --------------------------------------------------------------------------------------------------
 
 
 def test_run_refuses_unpicklable_values(two):

@@ -1,4 +1,4 @@
-"""Programs that run on every rank at its own pace: what they do together."""
+"""Programs that run on each rank at its own pace: messages, collectives, barriers and locks."""
 
 from collections import deque
 from dataclasses import replace

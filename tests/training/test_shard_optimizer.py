@@ -1,4 +1,4 @@
-"""A sharded optimizer computes what the unsharded one does, with a part of the state on each rank."""
+"""A sharded optimizer computes the same as the unsharded one, with a shard of the state on each rank."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""Training functions: what ranks compute together, one process computes alone."""
+"""Training functions: ranks together compute the same as one process."""
 
 import functools
 

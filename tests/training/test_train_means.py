@@ -1,4 +1,4 @@
-"""Means of training functions and of validation: what ranks compute together, one process computes alone."""
+"""Means of training functions and of validation: ranks together compute the same as one process."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""The trainer under each rule: what it computes, and which rows it takes."""
+"""The trainer under each rule: its results, and its rows."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""A trainer's runs: going on from checkpoints, schedules, early stops, records, and what is refused."""
+"""A trainer's runs: resuming from checkpoints, schedules, early stops, records, and errors."""
 
 import math
 import os
@@ -408,7 +408,7 @@ def test_excluded_parameters_stay_local(fork):
     assert abs(b[0] - b[1]).max() > 1e-6
 
 
-# -- what is refused -----------------------------------------------------------------------------------------
+# -- errors --------------------------------------------------------------------------------------------------
 
 
 def test_make_trainer_refuses_wrong_arguments(fork, tmp_path):

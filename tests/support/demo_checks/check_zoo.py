@@ -1,4 +1,4 @@
-"""The zoo: each network computes on PyTensor what it does on Theano, and has as many parameters as it should."""
+"""The zoo: each network computes the same on PyTensor as on Theano, and has the published number of parameters."""
 
 import contextlib
 import json

@@ -24,7 +24,7 @@ from synkhronos.ranks import Command, SharedArray
 
 
 class InCollective(Command):
-    """A command: an all_reduce into which one rank does not come."""
+    """A command: an all_reduce that one rank never starts."""
 
     def __init__(self, deed, culprit, meets):
         self.deed, self.culprit, self.meets = deed, culprit, meets

@@ -81,7 +81,7 @@ class HostProgram:
         )
 
     def run(self, *program: object) -> str:
-        """Run a program, and return what it prints."""
+        """Run a program, and return its output."""
         assert self._process.stdin is not None and self._process.stdout is not None
         said: list[str] = []
         try:
@@ -113,7 +113,7 @@ _kept: dict[bool, HostProgram] = {}
 
 
 def run(hosts: list[str], *program: object, gpus: bool = False) -> str:
-    """Run one of `PROGRAMS` on the first of some hosts, or of `GPU_PROGRAMS`, and return what it prints.
+    """Run one of `PROGRAMS` or `GPU_PROGRAMS` on the first of some hosts; return its output.
 
     The ranks stay for the next program on the same hosts, until `end` ends them.
     """
@@ -126,7 +126,7 @@ def run(hosts: list[str], *program: object, gpus: bool = False) -> str:
 
 
 def end(*which: bool) -> None:
-    """End what `run` has kept."""
+    """End the hosts that `run` has left running."""
     for several in which or (False, True):
         if several in _kept:
             _kept.pop(several).end()

@@ -1,4 +1,4 @@
-"""Classes that show what a run does, or do something wrong."""
+"""Variants of `MLP`: some record a run, others break the contract of model classes."""
 
 import json
 import os
@@ -90,7 +90,7 @@ class Other(MLP):
 
 
 class Speaks(MLP):
-    """Prints what no console of ASCII has, and what no encoding has."""
+    """Prints characters outside of ASCII, and a lone surrogate, which no encoding has."""
 
     def compile_iter_fns(self, sync_type="avg"):
         super().compile_iter_fns(sync_type)
