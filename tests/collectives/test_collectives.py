@@ -190,7 +190,7 @@ def test_broadcast_and_set_value_cast_like_the_variable(n):
     assert_held(s, [np.array([4.0, 5.0])] * n)
 
 
-def test_each_rank_has_its_own_copy_of_a_broadcast_value(n):
+def test_broadcast_gives_each_rank_a_copy(n):
     s, value = variable(), np.arange(3.0)
     d = synk.data(value)
     synk.broadcast(s, d)

@@ -46,7 +46,7 @@ def test_assign_gpus_gives_each_rank_a_gpu(monkeypatch, visible, size, root, min
 
 
 @pytest.mark.parametrize("before", [None, "1,0"])
-def test_one_gpu_is_visible_for_a_while(monkeypatch, before):
+def test_restrict_visible_gpu_shows_one_gpu(monkeypatch, before):
     if before is None:
         monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     else:

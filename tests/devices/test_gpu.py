@@ -72,7 +72,7 @@ def places():
 
 
 @pytest.mark.new_ranks
-def test_each_rank_has_a_gpu_of_its_own(fork):
+def test_fork_gives_each_rank_a_gpu(fork):
     fork(2)
     first = places()
     assert all(is_there for is_there, _ in first)

@@ -213,7 +213,7 @@ def to_drop():
     return len(ResultTable.from_session(ranks.session())._dropped)
 
 
-def test_one_fetch_reads_all_unread_results(double):
+def test_results_are_read_by_one_fetch(double):
     before = unread()[0] - to_drop()
     results = [double(VALUE + i) for i in range(5)]
     assert unread() == [before + to_drop() + 5] * 2

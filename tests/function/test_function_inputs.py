@@ -53,7 +53,7 @@ def test_inputs_by_name(fork, difference):
         f(X, Y)
 
 
-def test_one_data_object_as_two_inputs(fork):
+def test_function_takes_a_data_object_twice(fork):
     fork(2)
     x, y = T.dvectors("x", "y")
     f = synk.function([x, y], (x * y, "sum"))

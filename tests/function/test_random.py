@@ -147,7 +147,7 @@ def test_dropout_masks_differ_between_ranks_calls_and_slices(fork, kind):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_no_random_number_repeats_after_uneven_draws(fork, kind):
+def test_random_numbers_do_not_repeat_after_uneven_draws(fork, kind):
     # With two rows the third rank, the master, has none: it draws nothing, and its stream says nothing of the others'.
     x = T.dvector("x")
     values = []
@@ -291,7 +291,7 @@ if NAME == "pytensor":
         np.testing.assert_array_equal(synk.function([], (T.ones(1), "gather"))(), [1, 1])
 
     @numpys_numbers
-    def test_one_rank_needs_no_generator_jumps(fork):
+    def test_random_on_one_rank_needs_no_generator_jumps(fork):
         fork(1)
         draws, updates = stream("SFC64")
         serial_draws, serial_updates = stream("SFC64")

@@ -265,7 +265,7 @@ def test_killed_agent_leaves_no_shared_memory(hosts):
 
 
 @pytest.mark.parametrize("place", PLACES)
-def test_nothing_outlives_the_master(hosts, place):
+def test_master_death_ends_all_processes(hosts, place):
     with hosts as tree:
         fork(hosts, tree)
         move_ranks_to(tree, place)

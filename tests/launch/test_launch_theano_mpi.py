@@ -102,7 +102,7 @@ def test_cdd_in_16_bits(tmp_path):
 
 
 @pytest.mark.any_library
-def test_no_warmup_if_the_class_scales_its_learning_rate(tmp_path):
+def test_warmup_is_skipped_if_the_class_scales_its_learning_rate(tmp_path):
     train(tmp_path, "Regression", scale_lr="true")
     assert [report["learning_rate"] for report in lines(tmp_path, "reports")] == pytest.approx([2 * RATE] * 2)
 

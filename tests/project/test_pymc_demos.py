@@ -30,7 +30,7 @@ SMALL = {
 }
 
 
-def test_every_script_is_run_here():
+def test_scripts_are_all_tested():
     assert sorted(SMALL) == sorted(path.stem for path in DEMOS.glob("*.py"))
 
 

@@ -133,7 +133,7 @@ def test_worker_ignores_sigint(place):
         *((name, place, "all") for name, place in [("SIGKILL", "idle"), ("SIGTERM", "collective")]),
     ],
 )
-def test_nothing_outlives_the_master(name, place, who):
+def test_master_death_ends_all_processes(name, place, who):
     on = [1, 2] if place == "distribute" else [0, 1, 2] if who == "all" else [0]
     if place == "compiled":
         on = [0, 1, 2]  # workers in compiled code run no Python that could notice anything
@@ -236,7 +236,7 @@ def test_worker_stopped_during_fork_is_waited_for():
     ("name", "who", "spawn"),
     [("SIGKILL", "master", False), ("SIGTERM", "all", False), ("SIGKILL", "master", True)],
 )
-def test_nothing_outlives_a_master_killed_during_fork(name, who, spawn):
+def test_master_death_during_fork_ends_all_processes(name, who, spawn):
     with Program("at_fork", how="master", spawn=spawn) as program:
         program.wait("inside")
         program.send_signal(program.pid if who == "master" else None, signal.Signals[name])

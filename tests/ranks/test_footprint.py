@@ -213,7 +213,7 @@ PROGRAM = f"""
 
 
 @pytest.mark.any_library
-def test_two_programs_do_not_interfere():
+def test_fork_in_two_programs_does_not_interfere():
     programs = [
         subprocess.Popen(
             [sys.executable, "-c", textwrap.dedent(PROGRAM), str(n), str(offset)],

@@ -31,7 +31,7 @@ def test_fork_returns_the_number_of_ranks(fork):
     assert len(list_children(os.getpid())) == 2
 
 
-def test_one_rank_has_no_workers(fork):
+def test_fork_of_one_rank_starts_no_workers(fork):
     assert fork(1) == 1
     assert list_children(os.getpid()) == []
 

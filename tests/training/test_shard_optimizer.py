@@ -79,7 +79,7 @@ def test_options_and_several_dtypes(n_ranks):
     assert_equal(found, results(u.adam, dtypes, **OPTIONS))
 
 
-def test_each_rank_has_a_part_of_the_state(n_ranks):
+def test_shard_optimizer_divides_the_state(n_ranks):
     train = Problem().train_by(u.adam, shard_optimizer=True)
     train(X, Y)
     sizes = {v.name: [int(np.prod(shape)) for shape in synk.get_shapes(v)] for v in train.optimizer_state}

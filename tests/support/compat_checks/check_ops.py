@@ -341,7 +341,7 @@ def test_batch_normalization_of_mixed_dtypes(mode):
 
 
 @pytest.mark.parametrize("mode", ["FAST_COMPILE", "JAX"])
-def test_one_scale_for_all_channels(mode):
+def test_batch_norm_with_one_scale_for_all_channels(mode):
     x = draw(5, 3)
     v, scale = pt.dmatrix("v"), pt.TensorType("float64", (1, 1))("scale")
     y = BatchNormTrain((0,), EPSILON)(v, scale, np.zeros((1, 1)))[0]

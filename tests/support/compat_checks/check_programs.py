@@ -54,6 +54,6 @@ def test_program_losses_equal_theano(name, mode):
     np.testing.assert_allclose(losses, TABLE[f"{name}, smaller" if smaller else name], rtol=1e-4, atol=1e-4)
 
 
-def test_every_program_is_listed():
+def test_programs_are_all_listed():
     files = {path.stem for path in Path(programs.__file__).parent.glob("*.py")}
     assert files == {*programs.NAMES, "__init__"}

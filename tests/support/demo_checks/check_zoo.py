@@ -84,7 +84,7 @@ def test_parameters_are_as_many_as_published(name):
 @pytest.mark.any_library
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize(("name", "side"), [("AlexNet", 67), ("ResNet50", 64), ("WideResNet", 16)])
-def test_every_parameter_of_a_whole_network_learns(jax, name, side):
+def test_zoo_network_trains_all_parameters(jax, name, side):
     model = make(name, rate=1e-4, batch_size=1, side=side, stored=side)
     model.compile_iter_fns()
     recorder = Recorder()
@@ -109,7 +109,7 @@ def train(session, folder, *sets, **environment):
 
 
 @pytest.mark.parametrize("session", SESSIONS, ids=lambda path: path.stem)
-def test_every_network_has_a_session(session, tmp_path):
+def test_zoo_networks_have_sessions(session, tmp_path):
     found = settings.resolve(
         [{"devices": "cpu", "folder": str(tmp_path)}, settings.read_session(session)], beside=session
     )
