@@ -553,7 +553,7 @@ def test_gather_of_different_numbers_of_chunks(n):
 @pytest.mark.slow
 def test_collectives_stream_a_list_one_by_one(n, master, collective):
     # A rank that is done with one array goes on to the next while others still read the first: they must not find
-    # the next one's bytes.  Before the chunks took turns for good, some met in every few rounds.
+    # the next one's bytes.  Without strict alternation of the chunks, some collided every few rounds.
     lengths = (100_000, 131_072, 50_000, 77_777, 131_073)
     many = [variable("float64", 1, which) for which in range(len(lengths))]
     for turn in range(8):

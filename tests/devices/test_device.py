@@ -105,7 +105,7 @@ def test_collectives_run_on_a_toy_device(toy, fork):
 
 
 def gather_inside(s, **kwargs):
-    """As on GPUs, what is gathered is where it was combined."""
+    """As on GPUs, gathered arrays are on the device that gathered them."""
     return synk.gather(s, **kwargs).inside
 
 
@@ -231,7 +231,7 @@ RULES = {
 
 
 def train_by_rule(worker, rule, w, v, average, memory, on_device):
-    """Train; return where the rank is, what was reported, and whether the rule computes on the device."""
+    """Train; return the rank's vector, the report, and whether the rule computes on the device."""
     device = worker._rank.device if on_device else HOST
     for each in (w, v, average):
         each.container.storage[0] = device.from_host(HOST.as_array(each.container.storage[0]))

@@ -98,7 +98,7 @@ def test_toy_engine_fuses_training_steps(toy, fork, n):
 
 
 def test_functions_compiled_at_the_first_call_are_fused_later(toy, fork, monkeypatch):
-    # The master compiles first, alone: it can't meet the others in that launch.
+    # The master compiles first, alone: it can't wait for the others in that launch.
     library = type(library_of(tensor.dmatrix()))
     monkeypatch.setattr(library, "choose_compile_order", lambda self, mode: AT_FIRST_CALL)
     monkeypatch.setattr(library, "has_disk_cache", lambda self, function: True)

@@ -179,7 +179,7 @@ if NAME == "pytensor":
 else:
     from theano.compile.mode import Mode
 
-#: The first is what the libraries use where nobody says otherwise: Numba for PyTensor, C for Theano.
+#: The first is the libraries' default: Numba for PyTensor, C for Theano.
 NAMES = {
     "pytensor": ["NUMBA", "an object", "FAST_COMPILE", "CVM"],
     "theano": ["Mode", "an object", "FAST_COMPILE", "FAST_RUN"],

@@ -709,7 +709,7 @@ def test_death_interrupts_waiting_sampler_threads(fork):
         interrupted = time.monotonic()
         while len(seen) < 2:
             time.sleep(0.05)
-    # Only then does the sampler hear of it, which by then is being stopped.
+    # Only then is the sampler notified, while it is being stopped.
     assert interrupted < seen[0][0] and isinstance(seen[0][1], KeyboardInterrupt)
     assert isinstance(seen[1][1], RuntimeError) and "fork" in str(seen[1][1])
     messages = [str(one.message) for one in caught]

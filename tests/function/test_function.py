@@ -46,7 +46,7 @@ def batches(draw, length):
 
 @st.composite
 def calls(draw, most=60):
-    """A number of rows, a batch of them, a number of slices, and which inputs come as Data."""
+    """Draw a number of rows, a batch of them, a number of slices, and the inputs passed as Data."""
     length = draw(st.integers(0, 12) | st.integers(0, most) | st.sampled_from([0, 1, 299]))
     return (
         length,

@@ -274,7 +274,7 @@ class Keys(Command):
 
 
 class Describe(Command):
-    """A command: of each key, what each rank has under it."""
+    """A command: collect the value of each key on each rank."""
 
     def __init__(self, keys):
         self.keys = keys

@@ -1,4 +1,4 @@
-"""Every way in which a host, an agent or a rank elsewhere can be lost: what the master gets, how soon, what is left.
+"""Losses of a host, an agent or a remote rank: the error that the master raises, its delay, and leaks.
 
 The tests share one set of hosts, on which the program of `hosts.fault_target` forks anew for each.
 """
@@ -61,14 +61,14 @@ def hosts():
 
 
 def fork(hosts, tree, **settings):
-    """Fork, and return who is who."""
+    """Fork; return the process ids."""
     told = tree.fork(["a:2", f"{hosts.other}:1"], **settings)
     assert told.get("value") == 3, told
     return tree.know()
 
 
 def move_ranks_to(tree, place, action="hold", on=None):
-    """Have ranks come to a place."""
+    """Order ranks to a place, and wait until they have reached it."""
     on = on or HOLDING[place]
     tree.order("part", place=place, on=on, action=action)
     for _ in on:
@@ -82,7 +82,7 @@ def check_works(tree):
 
 
 def check_error(told, moment, limit=PROMPT, error="WorkerError", rank=None, words=()):
-    """Check what came of a fault, and how soon; the report of a run prints it."""
+    """Check the outcome of a fault and its delay, which the report of a run prints."""
     print(f"{told['ended'] - moment:.2f} s: {told.get('error')}: {told.get('message', '').splitlines()[:1]}")
     assert told.get("error") == error, told
     for word in words:

@@ -86,7 +86,7 @@ def test_broken_console_does_not_stop_a_script(tmp_path, console):
     code = f"from synkhronos.rules import BSP; r = BSP(); print(3); r.init(**{settings | {'folder': str(tmp_path)}!r}); r.wait()"
     words = ["sh", "-c", OUTPUT[console], "sh", sys.executable, "-c", f"{code}; import os; os._exit(5)"]
     done = subprocess.run(words, cwd=SUPPORT, env=ENVIRONMENT | {"PYTHONUNBUFFERED": ""}, timeout=LIMIT)
-    assert done.returncode == 5  # without a flush of what was printed
+    assert done.returncode == 5  # without a flush of its output
     assert json.loads((tmp_path / "run.json").read_text())["status"] == 0
     assert (tmp_path / "rank-0.log").read_text("utf-8").startswith("process ")
 

@@ -89,7 +89,7 @@ def test_resume_on_hosts_without_a_shared_folder(tmp_path, rule):
     done = subprocess.run(command, env=environment, cwd=SUPPORT, capture_output=True, text=True, timeout=200)
     assert done.returncode == 0, done.stdout + done.stderr
     assert [line["epoch"] for line in lines(tmp_path / "run", "reports")] == [1, 2, 3]
-    if rule == "BSP":  # under the other the ranks exchange as they come
+    if rule == "BSP":  # under the other rule the order of exchanges varies
         train(tmp_path / "one", "MLP", "--devices=cpu", "--ranks=3", epochs=3, rule=f"'{rule}'")
         one, other = (np.load(tmp_path / each / "params.npz") for each in ("one", "run"))
         assert all(np.array_equal(one[name], other[name]) for name in one)
@@ -157,7 +157,7 @@ KINDS = {
 @pytest.mark.skipif(not are_simulated(), reason="no namespaces here, which tell the agents apart")
 @pytest.mark.parametrize("who", [*KINDS, "agent of another host", "Ctrl-C", "all, by a scheduler"])
 def test_kill_of_any_process_on_hosts_leaves_nothing(tmp_path, who):
-    # All are noticed in the middle of a step, but what passes lines on: with the next record.
+    # All are detected in the middle of a step, except the process that forwards lines: with the next record.
     model = "mlp.py:MLP" if who in ("what passes lines on", "all, by a scheduler") else "mlp_variants.py:Stuck"
     sets = ["--set=every=1", "--set=epochs=100000", "--set", f"model='launch_models/{model}'"]
     sets += ["--set=checkpoint=1"] if who == "all, by a scheduler" else []

@@ -56,7 +56,7 @@ def compute_rate(epoch, size):
 
 
 def train_delayed(size, epochs, late=1, warmup=True):
-    """Train one process by batches that are so many times as large; each update comes one iteration late."""
+    """Train one process by batches that are larger by a factor; each update is applied one iteration late."""
     w, velocity, pending = np.zeros(4), np.zeros(4), []
     for epoch, parts in iterate_batches(size, epochs):
         lr = compute_rate(epoch, size if warmup else 1)

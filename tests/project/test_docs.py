@@ -1,4 +1,4 @@
-"""The examples in the documentation: they run, and print what they say.
+"""The examples in the documentation run, and print the stated output.
 
 Those of the docstrings need PyTensor, which they import.  Those of the pages in docs/ run with Theano as well, with its
 name in the place of PyTensor's, but for pages that say ``.. needs: pytensor``.  A page that says ``.. needs: pymc`` runs
@@ -52,7 +52,7 @@ def run(example: doctest.DocTest) -> None:
 def modules(path, prefix: str) -> list[str]:
     """Return the modules in a package and below, but for one of the other environment and for those of compat/.
 
-    The latter change what ``import theano`` finds; compat/check_examples.py runs theirs.
+    The latter change the meaning of ``import theano``; compat/check_examples.py runs theirs.
     """
     names = []
     for module in pkgutil.iter_modules(path, prefix):
@@ -156,7 +156,7 @@ def test_training_table_names_existing_options():
     assert len(unknown) > 20 and [one for one in unknown if one[1]] == []
 
 
-#: Pieces of pages: the page, how the piece begins, the page's script in which a reader would put it, and what changes there.
+#: Snippets of pages: the page, the start of the snippet, the script of the page that it extends, and its changes there.
 PIECES = [
     ("exchange_rules", "class Halfway", "exchange_rules-0", ("rules.LocalSGD(period=10)", "Halfway()")),
     ("training", "class Wandb", "training-0", ("recorder=Recorder(folder)", "recorder=Wandb()")),

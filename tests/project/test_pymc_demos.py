@@ -63,7 +63,7 @@ def test_notebook():
 
 
 def run(client, code):
-    """Run a cell, and return what it printed."""
+    """Run a cell; return its output."""
     asked, printed, deadline = client.execute(code), "", time.monotonic() + 100
     while time.monotonic() < deadline:
         try:

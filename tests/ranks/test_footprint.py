@@ -68,7 +68,7 @@ def test_ranks_keep_the_memory_of_freed_arrays(fork):
 
 
 def collect_garbage():
-    """Let go of all that is garbage, on all ranks, and return what ranks keep."""
+    """Collect garbage on all ranks; return the resources that they keep."""
     gc.collect()
     ranks.session().send_releases()
     return ranks.session().run(Stores())

@@ -31,7 +31,7 @@ class Draws(Op):
 
 
 class Reciprocal(Op):
-    """Divides as NumPy does; the libraries' own operations don't ask it what to do about errors."""
+    """Divides by NumPy, which respects `np.seterr`; the libraries' own Ops don't."""
 
     __props__ = ()
 

@@ -122,7 +122,7 @@ def test_interrupt_during_close_ends_workers(where):
         check_next_calls(program)
 
 
-#: Actions, and every which of the moments of each is tried: the same ones each time, so that what fails fails again.
+#: Actions, and the stride of the tested moments of each: always the same ones, so that failures can be repeated.
 #: Before a change of how ranks are interrupted lands, try all of them: FAULTS=all and --timeout=6000.
 ACTIONS = {
     "call": 23, "slices": 47, "rows": 37, "first call": 503, "collective": 37, "data": 13, "fork": 29, "close": 13,

@@ -58,11 +58,11 @@ def parse_pids(printed):
 
 
 class Notebook:
-    """A kernel, and what its cells print."""
+    """A kernel, and the output of its cells."""
 
     def __init__(self):
         self.manager = jupyter_client.KernelManager(kernel_name="python3")
-        # Theano's compilers would wait for each other, and for other programs', and say so among what cells print.
+        # Theano's compilers would wait for each other and for other programs, and report that in the output of cells.
         flags = "mode=Mode,linker=py,optimizer=None"
         libraries = {"PYTENSOR_FLAGS": flags, "THEANO_FLAGS": f"blas.ldflags=,{flags}"}
         self.manager.start_kernel(env={**os.environ, **libraries, "IPYTHONDIR": "/nonexistent"})

@@ -18,7 +18,7 @@ pytestmark = pytest.mark.new_ranks
 
 
 def python(code, **kwargs):
-    """Run a program, and return what it printed."""
+    """Run a program; return its output."""
     done = subprocess.run(
         [sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, timeout=60, **kwargs
     )
@@ -60,7 +60,7 @@ def test_close_ends_workers_and_can_be_repeated(fork):
 @pytest.mark.slow
 def test_many_sessions_leave_nothing():
     def footprint():
-        gc.collect()  # what earlier tests have left in cycles, too, which would go at any moment
+        gc.collect()  # also garbage cycles of earlier tests, which could be collected at any moment
         with open("/proc/self/maps") as maps:
             return len(os.listdir("/proc/self/fd")), sum("/dev/shm" in line or "/dev/zero" in line for line in maps)
 

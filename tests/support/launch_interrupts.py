@@ -24,7 +24,7 @@ class ShellSupervisor(supervisor.Supervisor):
         supervisor.prepare(self.settings, []).close()
 
     def _start(self, consoles):
-        # Signals come when the supervisor knows whom to pass them on to.
+        # Signals are sent once the supervisor knows the processes to forward them to.
         script = f"until [ -e {self.folder}/started ]; do sleep 0.01; done; {self.script}"
         self._master = subprocess.Popen(["sh", "-c", script], stdout=consoles[0], start_new_session=True)
         (self.folder / "started").touch()

@@ -49,7 +49,7 @@ def train(folder, model="MLP", *arguments, status=0, environment=None, **setting
 
 
 def run_cases(code):
-    """Run a program that prints a line ``-- case NAME`` before each case; return what it prints after these lines."""
+    """Run a program that prints a line ``-- case NAME`` before each case; return the output of each case."""
     done = subprocess.run(
         [sys.executable, "-c", code], cwd=SUPPORT, env=ENVIRONMENT, capture_output=True, text=True, timeout=100
     )

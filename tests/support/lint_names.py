@@ -56,7 +56,7 @@ class Finding(NamedTuple):
 
 
 def find_unlisted_imports(sources: Mapping[str, str], listed: Iterable[str]) -> Iterator[Finding]:
-    """Yield imports of packages that pyproject.toml does not list for mypy: its result would depend on what is installed.
+    """Yield imports that pyproject.toml does not list for mypy: its result would depend on the installed packages.
 
     Parameters
     ----------

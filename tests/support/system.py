@@ -84,7 +84,7 @@ def _status(pid: int) -> list[str]:
 
 
 def run_code(code: str, timeout: float, **environment: str) -> str:
-    """Run a program of its own, with the modules of tests/support on its path; return what it printed."""
+    """Run code in a new process, with tests/support on its path; return its output."""
     done = subprocess.run(
         [sys.executable, "-c", textwrap.dedent(code)],
         env={**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{SUPPORT}", **environment},

@@ -211,7 +211,7 @@ def test_run_refuses_unpicklable_values(two):
         synk.run(lambda worker: 0)
     with pytest.raises(TypeError, match="program: expected a function, got 3"):
         synk.run(3)
-    with pytest.raises((TypeError, synk.WorkerError), match="can't be pickled"):  # whichever rank comes first
+    with pytest.raises((TypeError, synk.WorkerError), match="can't be pickled"):  # whichever rank fails first
         synk.run(programs.returns_a_lambda)
 
 

@@ -406,7 +406,7 @@ def test_on_death_refuses_loaders_in_jax_mode(monkeypatch):
 @pytest.mark.parametrize(("name", "noise"), [("BSP", True), ("LocalSGD", False)])
 @pytest.mark.usefixtures("uncompiled")
 def test_on_death_continue_with_spawned_workers(name, noise, monkeypatch):
-    """As in JAX mode: new processes get the data, the functions, the state, and what the script defines."""
+    """As in JAX mode: new processes get the data, the functions, the state, and the definitions of the script."""
 
     def rate(progress):
         return 0.05

@@ -260,7 +260,7 @@ class Interrupted(rules.GoSGD):
         if self.place == "lock" and worker.number == 1 and not Interrupted.failed:
             worker = SimpleNamespace(lock=self.fail)
         elif worker.number == 0:
-            time.sleep(0.05)  # or it might have taken all batches before rank 1 comes for one
+            time.sleep(0.05)  # else it might have taken all batches before rank 1 takes one
         super()._send(worker, state, to)
 
     def fail(self, *_):

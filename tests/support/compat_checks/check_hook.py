@@ -26,7 +26,7 @@ NEEDS_JAX = pytest.mark.skipif(importlib.util.find_spec("jax") is None, reason="
 
 
 def run(code, *arguments, **variables):
-    """Run lines in a process of their own, and return what they print."""
+    """Run code in a new process; return its output."""
     environment = {key: value for key, value in os.environ.items() if key not in ("THEANO_FLAGS", "SYNKHRONOS_THEANO")}
     environment.update(variables)
     process = subprocess.run(

@@ -29,7 +29,7 @@ LIMIT = 30
 
 
 def run(code, *arguments):
-    """Run lines in a process of their own, and return what they print."""
+    """Run code in a new process; return its output."""
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", textwrap.dedent(code), *arguments],
         capture_output=True,

@@ -1,4 +1,4 @@
-"""Programs of Theano's time (programs/) compute what they did on Theano 1.0.5: the losses of the first steps.
+"""Programs of Theano's time (programs/) compute the same losses in their first steps as on Theano 1.0.5.
 
 ``tests/support/tables/make_program_losses.py`` wrote the losses, in Theano's environment.
 """

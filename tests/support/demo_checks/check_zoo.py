@@ -89,7 +89,7 @@ def test_zoo_network_trains_all_parameters(jax, name, side):
     model.compile_iter_fns()
     recorder = Recorder()
     with every_parameter_learns(model):
-        for i in range(2):  # the second step is the first that reads what has been learned
+        for i in range(2):  # the second step is the first that reads updated parameters
             model.train_iter(i, recorder)
     assert np.isfinite(recorder.losses).all()
 
@@ -122,7 +122,7 @@ def test_sessions_name_every_network():
 
 
 def test_zoo_cifar10_trains_on_two_ranks(tmp_path):
-    # As users have it, in JAX mode: the rule's own work on JAX arrays must not change what the class' functions compute.
+    # In JAX mode, as users run it: the rule's work on JAX arrays must not change results of the class' functions.
     flags = {} if ON_THEANO else {"PYTENSOR_FLAGS": "mode=JAX"}
     report = train("cifar10", tmp_path / "run", "config.images=32", "rule_options.period=2", **flags)
     assert report["batch"] == "2 x 4" and report["steps"] == 8
@@ -142,7 +142,7 @@ def test_running_averages_are_exchanged_and_kept():
     assert len(model.averages) == 2 * 7 and model.params == [*model.trained, *model.averages]
 
 
-# -- what they are given -------------------------------------------------------------------------------------
+# -- inputs --------------------------------------------------------------------------------------------------
 
 
 def test_zoo_refuses_wrong_settings():

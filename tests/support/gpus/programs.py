@@ -162,7 +162,7 @@ def parts():
 
 
 def theano():
-    """Combine Theano's arrays of GPUs, and bring rows there; print what comes of it."""
+    """All-reduce Theano's arrays on GPUs, and copy rows to them; print the results."""
     import theano  # noqa: F401 - by which the library knows whose GPUs they are
 
     n = fork()

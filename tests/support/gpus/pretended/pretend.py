@@ -71,7 +71,7 @@ def install():
         from pygpu.gpuarray import GpuContext
 
         cuda.core.PLACE = place
-        theano.config.cxx = ""  # for what is between GPU and host there is a version in Python
+        theano.config.cxx = ""  # transfers between GPU and host have a version in Python
         theano.gpuarray.type.reg_context(None, GpuContext())
         theano.compile.shared_constructor(theano.gpuarray.type.gpuarray_shared_constructor)
 
@@ -87,7 +87,7 @@ def install():
     JaxDevice.start = start
     JaxDevice.get_pointer = lambda self, array: int(array.block_until_ready().unsafe_buffer_pointer())
     JaxDevice._compute_stream = ComputeStream(cuda.core.COMPUTE, True)
-    # Streams keep nothing waiting here; XLA does, so what it has launched is waited for.
+    # Streams are synchronous here, but XLA is not, so its launches are waited for.
     launched = JaxDevice.after_launch
 
     def launched_and_done(self, results):

@@ -5,7 +5,7 @@ test_gpu.py runs so::
 
     SYNKHRONOS_TEST_DEVICE=gpu PYTHONPATH=$PWD:tests/support/gpus/two_ranks_on_one python -m pytest tests/devices/test_gpu.py
 
-What fails then asks where each rank's GPU is.
+The tests that fail then check the GPU of each rank.
 """
 
 import contextlib

@@ -82,7 +82,7 @@ def recv(target, count, dtype, peer, handle, stream):
 
 
 def group_end():
-    """Exchange what is in the group: every rank has one at a time, maybe an empty one."""
+    """Run the operations of the group; each rank has one group at a time, which may be empty."""
     global _group
     group, _group = _group, None
     handle = group["handle"] or len(_links)
