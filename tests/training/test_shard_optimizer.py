@@ -113,7 +113,7 @@ def test_shard_optimizer_refuses_rules_that_read_whole_state(n_ranks):
         Problem().train_by(u.lamb, shard_optimizer=True)
 
 
-def trained(folder, epochs, shards, resume=None):
+def train(folder, epochs, shards, resume=None):
     problem = Problem()
     trainer = make_trainer(
         problem.loss,
@@ -137,11 +137,11 @@ def trained(folder, epochs, shards, resume=None):
 
 
 def test_trainers_resume_sharded_or_not(n_ranks, tmp_path):
-    expected = trained(tmp_path / "plain", 3, False)
+    expected = train(tmp_path / "plain", 3, False)
     for first, second in ((True, True), (True, False), (False, True)):
         folder = tmp_path / f"{first} {second}"
-        trained(folder, 1, first)
-        assert_equal(trained(folder, 3, second, "latest"), expected)
+        train(folder, 1, first)
+        assert_equal(train(folder, 3, second, "latest"), expected)
 
 
 def test_other_exchange_rules_are_refused(n_ranks):
