@@ -24,7 +24,7 @@ MASKED = np.ma.masked_array([0.0, 1.0, 0.0, 1.0], [False, False, True, False])
 
 
 def is_same(value, cast, rounds):
-    """Say by Python's own numbers, which are exact, whether a number is the same after a cast."""
+    """Return whether a cast keeps a number, compared by Python's exact numbers."""
     if isinstance(value, complex) or isinstance(cast, complex):
         parts = zip((value.real, value.imag), (cast.real, cast.imag), strict=True)
         return all(is_same(before, after, rounds) for before, after in parts)

@@ -26,7 +26,7 @@ FOLDER = str(SUPPORT / "toy_devices")
 
 @pytest.fixture
 def toy(monkeypatch):
-    """Have the folder of the devices have one more file, and the environment name it."""
+    """Add a file to the folder of devices, and select it by the environment."""
     yield from register_device(monkeypatch, "toy")
 
 

@@ -693,7 +693,7 @@ def test_exception_before_a_collective_keeps_connections(fork):
 
 
 def is_there(value, expected):
-    """Whether a value is an array on the GPU, with these items."""
+    """Return whether a value is an array on the GPU with these elements."""
     return bool(ARRAYS.owns(value)) and np.array_equal(np.asarray(value), expected)
 
 

@@ -28,7 +28,7 @@ FOLDER = str(SUPPORT / "toy_engines")
 
 @pytest.fixture
 def toy(monkeypatch):
-    """Have the folder of the engines have one more file."""
+    """Add a file to the folder of engines."""
     monkeypatch.setattr(engines, "__path__", [*engines.__path__, FOLDER])
     engines.list_engines.cache_clear()
     assert [type(engine).__name__ for engine in engines.list_engines()] == [

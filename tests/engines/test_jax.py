@@ -788,7 +788,7 @@ def test_training_step_of_one_rank_is_one_launch(fork, monkeypatch):
 
 @pytest.fixture
 def many_steps_a_launch(monkeypatch):
-    """Have many steps be one launch on CPU cores too, where they are none for the sake of convolutions' speed."""
+    """Fuse many steps into one launch on the CPU too, where the library does not, as convolutions would be slow."""
     monkeypatch.setattr(XlaEngine, "max_repeats", lambda self, combined=None: LOG_CAPACITY)
 
 
@@ -1000,7 +1000,7 @@ def test_jax_and_host_functions_share_variables(fork):
 
 @pytest.fixture
 def started_xla():
-    """Have XLA started in this process."""
+    """Start XLA in this process."""
     import jax
 
     jax.devices()

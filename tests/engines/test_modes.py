@@ -261,7 +261,7 @@ MEETING = multiprocessing.Barrier(2)
 
 
 class Meet(importlib.import_module(f"{NAME}.{'gof' if NAME == 'theano' else 'graph'}.op").Op):
-    """Its argument, once both ranks have come here. Numba calls it as Python, and so keeps no function with it."""
+    """The identity, after a barrier of both ranks. Numba calls it in Python, and so caches no function with it."""
 
     __props__ = ()
 

@@ -196,7 +196,7 @@ def test_kill_of_any_process_on_hosts_leaves_nothing(tmp_path, who):
         else:
             os.kill(found[who][0], signal.SIGINT if who == "Ctrl-C" else signal.SIGKILL)
         began = time.monotonic()
-        # The status is printed last, behind what the ranks print.  A file with a buffer can't be polled.
+        # The status is printed last, after the output of the ranks.  A file with a buffer can't be polled.
         timer = threading.Timer(LIMIT, host.kill)
         timer.start()
         status = next(line for line in host.stdout if line.strip().lstrip("-").isdecimal())

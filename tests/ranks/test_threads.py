@@ -47,7 +47,7 @@ class Sleep(Op):
 
 @pytest.fixture
 def call_at_start():
-    """Have a function called in the master, in the middle of a call whose graph has a `Sleep`."""
+    """Call a function in the master, in the middle of a call whose graph has a `Sleep`."""
     yield AT_START.append
     AT_START.clear()
 

@@ -120,7 +120,7 @@ class Obey(Op):
 
 @dataclass(frozen=True)
 class Prepare(Command):
-    """Have workers say where they are when the watchdog asks."""
+    """Let workers print their stacks at a signal of the watchdog."""
 
     def run(self, rank):
         if not rank.is_master:

@@ -56,7 +56,7 @@ def state(pid: int) -> str:
 
 
 def lives(pid: int) -> bool:
-    """Whether a process runs (a zombie does not)."""
+    """Return whether a process runs; a zombie does not."""
     return state(pid) not in _ENDED
 
 

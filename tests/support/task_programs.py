@@ -156,7 +156,7 @@ def add_ones(worker, counter, times, slow=False):
 
 
 def take_with_a_limit(worker, seconds):
-    """Have rank 0 hold a lock while the others try to get it; return whether each of them got it, then and later."""
+    """Hold a lock on rank 0 while the others try to acquire it; return whether each acquired it, then and later."""
     lock, found = worker.lock(1), []
     if worker.number == 0:
         found.append(lock.acquire())

@@ -42,7 +42,7 @@ class SignalAt:
 
 @pytest.fixture
 def at_once(monkeypatch):
-    """Have ranks that step together ask after each step whether to stop."""
+    """Let synchronous ranks check after each step whether to stop."""
     pytest.importorskip("safetensors")
     monkeypatch.setattr(stop, "_INTERVAL", 0.0)
 

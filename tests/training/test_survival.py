@@ -217,7 +217,7 @@ def test_on_death_error_between_reports_can_be_caught(monkeypatch):
 
 
 def break_devices(monkeypatch, is_broken):
-    """Have the start of a new worker fail where ``is_broken(rank, size)``; those of `fork` do not."""
+    """Let the start of a new worker fail if ``is_broken(rank, size)``, except in `fork`."""
     is_recovery, bind, replace = [False], processes._Bind.run, ranks.Session.replace_workers
 
     def replace_workers(session, *args):

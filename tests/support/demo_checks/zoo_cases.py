@@ -76,7 +76,7 @@ def make(name, random=None, **config):
 
 
 def without_dropout():
-    """Have Lasagne's layers drop nothing."""
+    """Disable dropout in Lasagne's layers."""
     lasagne.layers.DropoutLayer.get_output_for = lambda self, input, **kwargs: input
 
 

@@ -138,10 +138,10 @@ def while_closing(where: str) -> None:
 
 
 class Press:
-    """Presses Ctrl-C where the interpreter looks for signals in the library's code for the ``at``-th time from now on.
+    """Raises SIGINT when the interpreter checks for signals in the library's code for the ``at``-th time from now on.
 
-    That is where a function begins, after a call of what is written in C, and where a loop turns back.  After a call of
-    a Python function it goes on without a look, and the exception tables of ``with`` statements count on that.
+    It checks at the start of a function, after a call of a C function, and at backward jumps.  It does not after a call
+    of a Python function, on which the exception tables of ``with`` statements rely.
     """
 
     LOOKS = ("RESUME", "CALL", "JUMP_BACKWARD")

@@ -230,7 +230,7 @@ class Know(Command):
 
 @dataclass(frozen=True)
 class Plant(Command):
-    """Have something happen at a point, on some ranks."""
+    """Plan an action at a point, on some ranks."""
 
     point: str
     action: str
@@ -244,12 +244,12 @@ class Plant(Command):
 
 
 def know() -> dict[int, int]:
-    """Return each rank's process."""
+    """Return each rank's process id."""
     return dict(enumerate(ranks.session().run(Know())))
 
 
 def plant(point: str, action: str, on: Any, skip: int = 0) -> None:
-    """Have something happen at a point, on some ranks."""
+    """Plan an action at a point, on some ranks."""
     ranks.session().run(Plant(point, action, tuple(on), skip))
 
 

@@ -50,7 +50,7 @@ class InCollective(Command):
 
 @dataclass(frozen=True)
 class Reduced(Command):
-    """A command: an all_reduce of rows times the rank's number and 1; each rank shows the ends of what it has got."""
+    """A command: an all_reduce of rows times the rank's number plus 1; gathers the ends of each rank's result."""
 
     op: str
     rows: SharedArray

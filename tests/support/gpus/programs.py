@@ -92,7 +92,7 @@ def _reduced(values, op):
 
 
 def faults():
-    """Have each rank fail in a collective in turn, or behind it; all connect anew; then one is killed."""
+    """Fail on each rank in turn, in a collective or after it; all reconnect; then kill one rank."""
     import pytensor
 
     n = fork()

@@ -33,7 +33,7 @@ ONE_THREAD = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "NUMBA_NUM_TH
 
 @cache
 def are_simulated() -> bool:
-    """Whether this machine lets us make hosts with a network and memory of their own.
+    """Return whether this machine can simulate hosts with a network and memory of their own.
 
     Where it does not, ``mpirun`` takes the one machine for several: all is tried then but that hosts share nothing.
     """
@@ -133,7 +133,7 @@ def end(*which: bool) -> None:
 
 
 def launch(hosts: list[str], *program: object, timeout: float = 60) -> subprocess.CompletedProcess[str]:
-    """Have ``mpirun`` start one of `PROGRAMS` on some hosts, as many times on each as its name says: ``a:2``."""
+    """Start one of `PROGRAMS` by ``mpirun`` on some hosts, twice on a host ``a:2``."""
     mpirun = Path(sys.executable).with_name("mpirun")
     command, environment = words(hosts, PROGRAMS, *program)
     n = sum(int(host.partition(":")[2]) for host in hosts)
@@ -143,13 +143,13 @@ def launch(hosts: list[str], *program: object, timeout: float = 60) -> subproces
 
 
 def can_pretend() -> bool:
-    """Whether this ``mpirun`` takes the one machine for several: MPICH's does."""
+    """Return whether this ``mpirun`` can treat one machine as several hosts, as MPICH's does."""
     found = Path(sys.executable).with_name("mpirun")
     return "HYDRA" in subprocess.run([found, "--version"], capture_output=True, text=True, check=False).stdout
 
 
 def has_mpi() -> bool:
-    """Whether there is an ``mpirun`` and mpi4py."""
+    """Return whether ``mpirun`` and mpi4py are installed."""
     try:
         import mpi4py  # noqa: F401
     except ImportError:

@@ -40,7 +40,7 @@ STEPS = 3
 
 
 def prepare_theano():
-    """Have Theano compute convolutions and pooling in C, in its FAST_COMPILE mode too.
+    """Let Theano compute convolutions and pooling in C, in its FAST_COMPILE mode too.
 
     The first have no version in Python, and that of the others is older than NumPy 1.23.
     """

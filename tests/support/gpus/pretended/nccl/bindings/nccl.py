@@ -56,7 +56,7 @@ def group_start():
 
 
 def _alone(call):
-    """Have a call outside of a group be a group of its own, as with NCCL."""
+    """Wrap a call outside of a group in a group of its own, as NCCL does."""
 
     @functools.wraps(call)
     def called(*arguments):
