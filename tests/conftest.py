@@ -25,7 +25,8 @@ sys.dont_write_bytecode = False
 
 # The libraries read these when they are imported.  Python's linkers compile in milliseconds; tests of a compiler choose
 # its mode.  PyTensor's rewrites take half of a compilation, so functions are not rewritten, except in tests that use the
-# fixture `rewrites` or choose a mode.  Theano's rewrites are always on.  traceback__limit=0: PyTensor would record a stack trace for each variable, and pytest's stacks are deep.
+# fixture `rewrites` or choose a mode.  Theano's rewrites are always on.  traceback__limit=0: PyTensor would record a stack
+# trace for each variable, and pytest's stacks are deep.
 # Tests of synkhronos.compat inspect rewritten graphs, and the zoo's networks compute for longer than their rewrites take;
 # "linker" and "optimizer" then have PyTensor's default values.
 PLAIN, REWRITTEN = ["mode=Mode", "linker=py", "optimizer=None"], ["mode=FAST_COMPILE", "linker=auto", "optimizer=o4"]

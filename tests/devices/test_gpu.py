@@ -789,7 +789,7 @@ def stray(worker, deed, place, culprit):
     """Use a group and a pair; then use them again, with one rank that fails instead of calling NCCL."""
     group, array = worker.group([0, 1]), ARRAYS.from_host(np.ones(1 << 20, "float32"))
 
-    def meet(where):
+    def communicate(where):
         if where == "group":
             group.all_reduce(array, "sum")
         elif (where == "send") == (worker.number == culprit):
@@ -804,14 +804,14 @@ def stray(worker, deed, place, culprit):
         DEEDS[deed]()
 
     for where in ("group", "send", "receive"):
-        meet(where)
+        communicate(where)
     if worker.number == culprit:
         over_nccl = ARRAYS.get_group(worker._rank, (0, 1))
         over_nccl.all_reduce = over_nccl.send = over_nccl.receive = leave
     elif deed == "wait":
         threading.Timer(0.5, signal.pthread_kill, (threading.main_thread().ident, signal.SIGINT)).start()
     try:
-        meet(place)
+        communicate(place)
     finally:
         if worker.number == culprit:
             del over_nccl.all_reduce, over_nccl.send, over_nccl.receive

@@ -273,19 +273,19 @@ def test_error_lists_only_the_commands_own_effect(two):
 class Leave(Command):
     """A command: rank 0 leaves the barrier before rank 2 has arrived, or after; the others report whether all arrived.
 
-    ``all_come`` says which.
+    ``all_arrive`` says which.
     """
 
-    def __init__(self, all_come):
-        self.all_come = all_come
+    def __init__(self, all_arrive):
+        self.all_arrive = all_arrive
 
     def run(self, rank):
         step = rank.next_step
-        if rank.number == 2 and not self.all_come:
+        if rank.number == 2 and not self.all_arrive:
             time.sleep(0.2)
 
         def leave():
-            if not self.all_come or min(rank.control.arrived) >= step:
+            if not self.all_arrive or min(rank.control.arrived) >= step:
                 raise Left
 
         try:
@@ -296,7 +296,7 @@ class Leave(Command):
             rank.objects["found"] = rank.is_reached_by_all(step)
             raise
         except Left:
-            rank.objects["found"] = self.all_come
+            rank.objects["found"] = self.all_arrive
             raise
         rank.objects["found"] = True
         rank.barrier()
@@ -311,14 +311,14 @@ class Found(Command):
         return rank.all_gather(rank.objects["found"])
 
 
-@pytest.mark.parametrize("all_come", [False, True])
-def test_failed_command_is_agreed_by_all_ranks(all_come):
+@pytest.mark.parametrize("all_arrive", [False, True])
+def test_failed_command_is_agreed_by_all_ranks(all_arrive):
     session = ranks.fork(3, 0, False)
     try:
-        for _ in range(3 if not all_come else 50):
+        for _ in range(3 if not all_arrive else 50):
             with pytest.raises(Left):
-                session.run(Leave(all_come))
-            assert session.run(Found()) == [all_come] * 3
+                session.run(Leave(all_arrive))
+            assert session.run(Found()) == [all_arrive] * 3
     finally:
         ranks.close()
 
@@ -365,17 +365,17 @@ def test_ranks_that_fail_together_record_one_common_step(monkeypatch):
     assert [rank.is_reached_by_all(step) for rank in (first, second, third)] == [True] * 3
 
 
-@pytest.mark.parametrize("all_come", [False, True])
-def test_ranks_that_fail_in_turn_record_one_common_step(all_come):
+@pytest.mark.parametrize("all_arrive", [False, True])
+def test_ranks_that_fail_in_turn_record_one_common_step(all_arrive):
     control = Control(3, 0.0)
     first, second, third = (Rank(r, 0, control, lambda: None, None) for r in range(3))
     for rank in (first, second, third):
         rank.begin_command(1)
     step = first.next_step
-    for rank in (first, second, third) if all_come else (first, second):
+    for rank in (first, second, third) if all_arrive else (first, second):
         rank.arrive()
     first.fail()
-    if not all_come:
+    if not all_arrive:
         third.arrive()  # too late: it may not be cancelled yet
     second.fail()
-    assert [rank.is_reached_by_all(step) for rank in (first, second, third)] == [all_come] * 3
+    assert [rank.is_reached_by_all(step) for rank in (first, second, third)] == [all_arrive] * 3

@@ -74,12 +74,12 @@ def test_failed_send_of_a_long_command_leaves_no_memory(two, monkeypatch):
 
 @dataclass(frozen=True)
 class WaitForWorkers(Command):
-    meet: bool
+    at_barrier: bool
 
     def run(self, rank):
         if not rank.is_master:
             time.sleep(60)
-        if self.meet:
+        if self.at_barrier:
             rank.barrier()
 
 

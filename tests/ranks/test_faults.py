@@ -101,13 +101,13 @@ def test_stopped_processes_continue_after_sigcont(place, who):
     on = {"worker": [2], "master": [0], "all": [0, 1, 2]}[who]
     with start_held_program(place, on) as program:
         pids = wait_until_inside(program, place, len(on))
-        hurt = [program.pid] if who == "master" else [pids[2]] if who == "worker" else list(pids.values())
-        program.send_signal(None if who == "all" else hurt[0], signal.SIGSTOP)
-        for pid in hurt:
+        stopped = [program.pid] if who == "master" else [pids[2]] if who == "worker" else list(pids.values())
+        program.send_signal(None if who == "all" else stopped[0], signal.SIGSTOP)
+        for pid in stopped:
             wait_for_state(pid, "T")
         program.release()
         assert program.is_silent(0.1)
-        program.send_signal(None if who == "all" else hurt[0], signal.SIGCONT)
+        program.send_signal(None if who == "all" else stopped[0], signal.SIGCONT)
         outcome = program.wait("outcome")
         assert "error" not in outcome, outcome
         check_next_calls(program, survived=True)

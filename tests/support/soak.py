@@ -129,7 +129,7 @@ class Prepare(Command):
 
 @dataclass(frozen=True)
 class Sabotage(Command):
-    """From now on some ranks do a deed at their k-th meeting point."""
+    """From now on some ranks do a deed at their k-th barrier or gather."""
 
     orders: tuple[tuple[int, int, int], ...]  # rank, k, deed
 
@@ -141,10 +141,10 @@ class Sabotage(Command):
                     setattr(rank, name, functools.partial(_count_down, left, deed, getattr(rank, name)))
 
 
-def _count_down(left: Any, deed: int, meet: Callable[..., Any], *args: Any) -> Any:
+def _count_down(left: Any, deed: int, call: Callable[..., Any], *args: Any) -> Any:
     if next(left, None) == 0:
         DEEDS[deed]()
-    return meet(*args)
+    return call(*args)
 
 
 @dataclass(frozen=True)
@@ -998,12 +998,12 @@ class Soak:
                 "raise",
                 "raise",
                 "raise several",
-                "raise at a meeting",
+                "raise at a barrier",
                 "kill",
-                "kill at a meeting",
+                "kill at a barrier",
                 "kill outside",
             ]
-            choices += ["kill idle", "stop", "stop outside", "stop at a meeting"]
+            choices += ["kill idle", "stop", "stop outside", "stop at a barrier"]
         kind = str(rng.choice(choices))
         one = int(rng.choice(workers)) if workers else self.root
         k = int(rng.integers(1, 6))
@@ -1021,13 +1021,13 @@ class Soak:
         if kind == "raise several":
             who = rng.permutation(n)[: rng.integers(2, n + 1)].tolist()
             return Faults(kind, orders=[(r, RAISE) for r in who])
-        if kind == "raise at a meeting":
+        if kind == "raise at a barrier":
             return Faults(
                 kind, sabotage=tuple((int(r), k, RAISE) for r in rng.permutation(n)[: rng.integers(1, n + 1)])
             )
         if kind == "kill":
             return Faults(kind, orders=[(one, death)])
-        if kind == "kill at a meeting":
+        if kind == "kill at a barrier":
             return Faults(kind, sabotage=((one, k, death),))
         if kind == "kill outside":
             return Faults(kind, outside=[(float(rng.exponential(0.003)), one, signal.SIGKILL)])
@@ -1035,7 +1035,7 @@ class Soak:
             return Faults(kind, outside=[(0.0, one, int(rng.choice([signal.SIGKILL, signal.SIGSEGV])))])
         if kind == "stop":
             return Faults(kind, orders=[(one, STOP)])
-        if kind == "stop at a meeting":
+        if kind == "stop at a barrier":
             return Faults(kind, sabotage=((one, k, STOP),))
         return Faults(kind, outside=[(float(rng.exponential(0.003)), one, signal.SIGSTOP)])
 
@@ -1119,9 +1119,9 @@ class Soak:
             for _, r, number in faults.outside:
                 os.kill(before[r], number)
             time.sleep(float(self.rng.choice([0.0, 0.01])))
-        over, hurt = threading.Event(), {r for _, r, _ in faults.outside} if faults.kind == "kill idle" else set()
+        over, killed = threading.Event(), {r for _, r, _ in faults.outside} if faults.kind == "kill idle" else set()
         threads = [
-            threading.Thread(target=self._hurt, args=(before, event, over, hurt))
+            threading.Thread(target=self._kill_idle, args=(before, event, over, killed))
             for event in ([] if faults.kind == "kill idle" else faults.outside)
         ]
         stopped = [r for r, deeds in may.items() if STOP in deeds]
@@ -1144,13 +1144,15 @@ class Soak:
         over.set()
         for thread in threads:
             thread.join()
-        self._judge(step, faults, may, error, result, took, before, hurt)
+        self._judge(step, faults, may, error, result, took, before, killed)
 
     def _compiled(self) -> int:
         return sum(len(recipe.function._computation.compiled) for recipe in self.recipes)
 
     @staticmethod
-    def _hurt(pids: dict[int, int], event: tuple[float, int, int], over: threading.Event, hurt: set[int]) -> None:
+    def _kill_idle(
+        pids: dict[int, int], event: tuple[float, int, int], over: threading.Event, killed: set[int]
+    ) -> None:
         seconds, r, number = event
         over.wait(seconds)
         if over.is_set():
@@ -1158,7 +1160,7 @@ class Soak:
         if r in pids:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pids[r], number)
-                hurt.add(r)
+                killed.add(r)
         else:
             os.kill(os.getpid(), number)  # any thread may get it
 
@@ -1180,7 +1182,7 @@ class Soak:
         result: Any,
         took: float,
         before: dict[int, int],
-        hurt: set[int],
+        killed: set[int],
     ) -> None:
         """Check that the outcome is one that the faults allow, and every variable with it."""
         session_ended = ranks.session.__globals__["_current"].close_reason is not None
@@ -1222,7 +1224,7 @@ class Soak:
         if faults.sabotage:
             ranks.session().run(Repair())
         for r in mortal:
-            if r in hurt:  # at the end of the step
+            if r in killed:  # at the end of the step
                 self._expect_death(r, before[r])
                 self._recover(step, applied=error is None)
                 return

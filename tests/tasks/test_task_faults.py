@@ -77,7 +77,7 @@ def test_random_task_steps_end_or_raise(fork):
 
 
 def completes(of_ranks, capacity):
-    """Return whether a program of messages ends if `capacity` bytes to a rank are buffered; each message has 200 more."""
+    """Return whether a program of messages ends if `capacity` bytes to a rank are buffered; a message has 200 more."""
     at = [0] * len(of_ranks)
     channels = defaultdict(deque)
 

@@ -40,7 +40,7 @@ class Tree:
 
     def __init__(self, hosts: list[str], **variables: str):
         self.hosts = hosts
-        self._folder = tempfile.TemporaryDirectory(prefix="hurt-")
+        self._folder = tempfile.TemporaryDirectory(prefix="fault-")
         self.folder = Path(self._folder.name)
         os.mkfifo(self.folder / "events")
         os.mkfifo(self.folder / "release")
@@ -244,7 +244,7 @@ class Tree:
 
 
 def _is_program(line: str) -> bool:
-    return bool(re.match(r"\S*python[0-9.]* \S*hurt\.py ", line))
+    return bool(re.match(r"\S*python[0-9.]* \S*fault_target\.py ", line))
 
 
 def _outer(processes: dict[int, tuple[str, str]], space: str, pid: int) -> int:

@@ -16,7 +16,7 @@ from synkhronos.training import stop
 
 
 class Traced(MLP):
-    """Writes down, for each rank, where its parameters are when it begins, and after each epoch's end; and its batches."""
+    """Records on each rank its initial parameters, and its parameters and batch of each step."""
 
     def __init__(self, config):
         super().__init__(config)
