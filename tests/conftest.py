@@ -1,6 +1,6 @@
-"""Fixtures of all tests: flags of the graph library, ranks, and checks that nothing is left.
+"""Fixtures of all tests: flags of the graph library, ranks, and checks for leaks.
 
-The environment variable SYNKHRONOS_TEST_DEVICE says where functions compute whose tests don't say it themselves:
+The environment variable SYNKHRONOS_TEST_DEVICE sets the device of functions in tests that don't choose one:
 
 ====  ===============================================================================
 host  NumPy arrays, the graph library's own compiler (by default)
@@ -18,17 +18,17 @@ from pathlib import Path
 DEVICE = os.environ.get("SYNKHRONOS_TEST_DEVICE", "host")
 assert DEVICE in ("host", "jax", "gpu"), DEVICE
 
-# Containers often forbid Python to keep what it compiles.  Tests start thousands of processes, and each would compile the
-# library anew: up to half of its start.
+# Containers often disable Python's cache of compiled modules.  Tests start thousands of processes, and each would spend
+# up to half of its start on compiling the library.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
 
-# The libraries read these when they are imported.  Python's linkers compile in milliseconds; tests that are about a
-# compiler ask for its mode.  PyTensor's rewrites take as long as all that comes after them: its functions are computed
-# as they are written, but in tests that ask for the fixture `rewrites` or for a mode.  Theano has its rewrites
-# everywhere.  traceback__limit=0: PyTensor would record a stack trace for each variable, and pytest's stacks are deep.
-# Tests of synkhronos.compat look at what its rewrites and PyTensor's own make, and the zoo's networks compute for longer
-# than their rewrites take; "linker" and "optimizer" are then PyTensor's defaults, for what asks for its default mode.
+# The libraries read these when they are imported.  Python's linkers compile in milliseconds; tests of a compiler choose
+# its mode.  PyTensor's rewrites take half of a compilation, so functions are not rewritten, except in tests that use the
+# fixture `rewrites` or choose a mode.  Theano's rewrites are always on.  traceback__limit=0: PyTensor would record a stack
+# trace for each variable, and pytest's stacks are deep.
+# Tests of synkhronos.compat inspect rewritten graphs, and the zoo's networks compute for longer than their rewrites take;
+# "linker" and "optimizer" then have PyTensor's default values.
 PLAIN, REWRITTEN = ["mode=Mode", "linker=py", "optimizer=None"], ["mode=FAST_COMPILE", "linker=auto", "optimizer=o4"]
 NAMED = " ".join(word for word in sys.argv if not word.startswith("--ignore"))
 MODES = {
@@ -41,7 +41,7 @@ for variable, flags in {
     "THEANO_FLAGS": [
         "blas.ldflags=",
         "traceback.limit=0",
-        # Not all that Theano does on GPUs has a version for Python's linker.
+        # Some of Theano's Ops on GPUs can't run with Python's linker.
         *(["optimizer=fast_compile", "dnn.enabled=False"] if DEVICE == "gpu" else ["mode=FAST_COMPILE"]),
     ],
 }.items():
@@ -50,14 +50,14 @@ for variable, flags in {
     os.environ[variable] = ",".join(given + [flag for flag in flags if flag.split("=")[0] not in named])
 
 if DEVICE == "host" and importlib.util.find_spec("theano") and "compiledir" not in os.environ["THEANO_FLAGS"]:
-    # Before a process compiles, it looks at all that its user has ever compiled: seconds, where that is thousands of
-    # modules.  These are what tests compile, the same each time.
+    # Theano scans its whole cache before it compiles, which takes seconds with thousands of modules.  This cache
+    # holds the modules of tests alone.
     os.environ["THEANO_FLAGS"] += f",base_compiledir={Path.home() / '.theano' / 'synkhronos-tests'}"
 
 if DEVICE != "gpu":
-    # What LLVM makes of XLA's code is not looked at on the CPU, and takes a third of its compiling.
+    # LLVM's optimizations take a third of XLA's compile time, and no test on the CPU depends on them.
     os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
-    # What XLA has compiled is kept for the other ranks, programs and runs, which ask for the same: half of JAX's tests.
+    # A persistent cache of compiled functions, shared by ranks, programs and runs, halves the time of JAX's tests.
     os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(Path.home() / ".cache" / "synkhronos-tests"))
     os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
     os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
@@ -66,14 +66,14 @@ if DEVICE != "gpu":
 os.environ.setdefault("MPI4PY_RC_INITIALIZE", "0")
 
 if DEVICE == "gpu" and "PYTEST_XDIST_WORKER" in os.environ:
-    # Or each of pytest's processes would wait for the others' compilers.
+    # Else each of pytest's processes would wait for the compilers of the others.
     folder = os.path.join(tempfile.gettempdir(), "synkhronos-theano", os.environ["PYTEST_XDIST_WORKER"])
     os.environ["THEANO_FLAGS"] += f",base_compiledir={folder}"
 
 if DEVICE == "gpu":
-    # Tests compare with products in full float32; what the library does by default is in test_gpu.py.
+    # Tests expect products in full float32; test_gpu.py tests the default precision.
     os.environ.setdefault("JAX_DEFAULT_MATMUL_PRECISION", "highest")
-    # Some tests start programs that need room on the same GPUs.
+    # Some tests start programs that need memory on the same GPUs.
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 
 import contextlib
@@ -84,17 +84,17 @@ import pytest
 from hypothesis import HealthCheck, settings
 from library import COMPILER, HOSTS, UNCOMPILED, fork_ranks, package
 from paths import SUPPORT
-from system import names, names_left
+from system import find_leaked_names, list_shared_names
 
 import synkhronos as synk
 from synkhronos import ranks
 from synkhronos.devices import JAX
 
-# A shell starts what it puts into the background with interrupts ignored, and programs inherit that.
+# Shells ignore SIGINT in background jobs, and programs inherit that.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 if DEVICE != "host":
-    # These start programs of their own, which compute where they say.
+    # These start programs, which choose their device themselves.
     collect_ignore_glob = [
         f"*/test_{name}.py"
         for name in (
@@ -140,7 +140,7 @@ def pytest_runtest_setup(item):
 
 
 class ReusedRanks:
-    """Ranks that are kept for the next test that wants as many: where XLA was used, workers take a second to start."""
+    """Ranks that the next test with the same number reuses: with XLA, workers take a second to start."""
 
     session = None
 
@@ -155,7 +155,7 @@ class ReusedRanks:
         session = self.session
         if session is None or session.close_reason is not None or session.size != n:
             return False
-        gc.collect()  # what the last test has made
+        gc.collect()  # objects of the last test
         try:
             session.send_releases()
         except synk.WorkerError:
@@ -168,27 +168,27 @@ class ReusedRanks:
             self.session = None
 
 
-kept = ReusedRanks()
+reused_ranks = ReusedRanks()
 
 
 @pytest.fixture
 def fork(request):
-    """Give ``fork(n, **kwargs)``, and close the ranks after the test.
+    """Yield ``fork(n, **kwargs)``, and close the ranks after the test.
 
-    Not on other devices than the host: there the next test may have them, unless it is marked ``new_ranks``.
+    On devices other than the host the next test reuses the ranks, unless it is marked ``new_ranks``.
     """
     if (DEVICE == "host" and not HOSTS) or request.node.get_closest_marker("new_ranks"):
         yield fork_ranks
         synk.close()
     else:
-        yield kept.fork
-        if kept.session is None:
+        yield reused_ranks.fork
+        if reused_ranks.session is None:
             synk.close()
 
 
 @pytest.fixture(scope="module")
 def compiler():
-    """Have Theano use its C++ compiler in a module's tests."""
+    """Let Theano use its C++ compiler in a module's tests."""
     with config(cxx=COMPILER):
         yield
 
@@ -204,14 +204,14 @@ def uncompiled():
 
 @pytest.fixture(scope="module")
 def rewrites():
-    """Have functions be rewritten as in the mode FAST_COMPILE in a module's tests, where these run on the host."""
+    """Rewrite functions as in the mode FAST_COMPILE in a module's tests, if they run on the host."""
     with config(**({"mode": "FAST_COMPILE"} if DEVICE == "host" else {})):
         yield
 
 
 @contextlib.contextmanager
 def config(**values):
-    """Set values of the library's configuration for a while."""
+    """Set values of the library's configuration within the context."""
     before = {name: getattr(package.config, name) for name in values}
     for name, value in values.items():
         setattr(package.config, name, value)
@@ -223,24 +223,24 @@ def config(**values):
 
 
 @pytest.fixture(autouse=True)
-def nothing_kept(request):
-    """End kept ranks for tests that don't ask for them."""
+def close_reused_ranks(request):
+    """Close reused ranks before a test that doesn't use them."""
     if "fork" not in request.fixturenames or request.node.get_closest_marker("new_ranks"):
-        kept.close()
+        reused_ranks.close()
 
 
 @pytest.fixture(scope="module")
 def no_ranks():
-    """End what other modules' tests have kept, for a module that forks its own ranks."""
-    gc.collect()  # a cycle of an earlier test's must not be found in the middle of this one's
-    kept.close()
+    """Close reused ranks before a module that forks its own."""
+    gc.collect()  # else a garbage cycle of an earlier test might be collected in the middle of a test
+    reused_ranks.close()
 
 
 @pytest.fixture(scope="module", params=[2] if DEVICE == "jax" else [1, 3])
 def n_ranks(request, no_ranks):
     """Fork 1 and 3 ranks for all tests of a module, and yield the number.
 
-    One has nobody to meet, and 3 do all that 2 do: split unevenly, and meet in more than one pair.
+    One rank has no peer; 3 ranks cover 2: they split rows unevenly, and have more than one pair.
     """
     fork_ranks(request.param)
     yield request.param
@@ -256,35 +256,35 @@ def two_ranks(no_ranks):
 
 
 @pytest.fixture(autouse=True, scope="module")
-def no_template():
-    """End what started programs for a module's tests: others' look at all children of this process."""
+def end_template():
+    """End the template process of a module's programs: tests of other modules list all child processes."""
     yield
     if "faults.harness" in sys.modules:
         sys.modules["faults.harness"].Template.end()
 
 
 @pytest.fixture(autouse=True, scope="module")
-def no_hosts():
-    """End the hosts that a module's tests have kept."""
+def end_hosts():
+    """End the hosts that a module's tests have left running."""
     yield
     if "hosts" in sys.modules:
         sys.modules["hosts"].end()
 
 
 @pytest.fixture(autouse=True, scope="module")
-def no_threads_of_xla(request):
-    """Check that on the host no test starts XLA: workers would be no copies of this process any more, and start slowly.
+def check_xla_not_started(request):
+    """Check that no test on the host starts XLA: workers could then not be forked, and would start slowly.
 
-    But in the folders whose modules run in processes of their own.
+    Folders whose modules run in processes of their own are exempt.
     """
     yield
     assert DEVICE != "host" or SUPPORT in request.path.parents or not JAX.is_started()
 
 
 @pytest.fixture(autouse=True, scope="session")
-def nothing_left():
-    """Check that the whole run leaves no name in /dev/shm."""
-    before = names()  # of a run beside this one, or of one that was killed
+def check_no_leaks():
+    """Check that the run leaves no name in /dev/shm."""
+    before = list_shared_names()  # of a run beside this one, or of one that was killed
     yield
     synk.close()
-    assert not names_left(before)
+    assert not find_leaked_names(before)

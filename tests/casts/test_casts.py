@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
-from library import few, shared, tensor
+from library import limit_examples, shared, tensor
 from loading_sources import Table
 
 import synkhronos as synk
@@ -24,7 +24,7 @@ MASKED = np.ma.masked_array([0.0, 1.0, 0.0, 1.0], [False, False, True, False])
 
 
 def is_same(value, cast, rounds):
-    """Say by Python's own numbers, which are exact, whether a number is the same after a cast."""
+    """Return whether a cast keeps a number, compared by Python's exact numbers."""
     if isinstance(value, complex) or isinstance(cast, complex):
         parts = zip((value.real, value.imag), (cast.real, cast.imag), strict=True)
         return all(is_same(before, after, rounds) for before, after in parts)
@@ -73,7 +73,7 @@ def test_cast_is_refused_iff_a_value_changes(own, dtype, data):
 
 
 @given(st.integers(0, 3 * casts._BLOCK - 1), st.booleans())
-@few(10)
+@limit_examples(10)
 def test_cast_error_names_the_changed_number(position, transposed):
     array = np.ones(3 * casts._BLOCK).reshape(-1, 6)
     array = array.T if transposed else array

@@ -1,4 +1,4 @@
-"""Wrong arguments: the error says which argument, what came and what was expected, and nothing has changed."""
+"""Wrong arguments: the error names the argument, the expected and the given value, and nothing has changed."""
 
 import os
 import subprocess
@@ -15,7 +15,7 @@ import synkhronos as synk
 
 
 class World:
-    """Two ranks with variables, functions and Data, and what all of them hold."""
+    """Two ranks with variables, functions and Data, and the values of all of them."""
 
     def __init__(self):
         self.s = shared(np.array([1.0, 2.0]), "s")
@@ -429,7 +429,7 @@ def refuses(world, call, error, message):
     world.check()
 
 
-# NumPy 1.23 warns of what NumPy 2 refuses.
+# NumPy 1.23 only warns where NumPy 2 raises.
 pytestmark = pytest.mark.filterwarnings("ignore:Creating an ndarray from ragged", "ignore:elementwise comparison")
 
 
@@ -481,7 +481,7 @@ def test_rank_refuses_wrong_numbers(world, collective, rank, error, message):
     refuses(world, lambda w: collective(rank, w.s), error, message)
 
 
-# -- what looks wrong and is right ---------------------------------------------------------------------------
+# -- unusual arguments that are valid ------------------------------------------------------------------------
 
 
 def test_updates_and_givens_may_be_values(world):

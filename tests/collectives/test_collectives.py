@@ -7,8 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
-from library import DEVICE, NAME, XLA, fork_ranks, function, is_array, shared
-from library import few as at_most
+from library import DEVICE, NAME, XLA, fork_ranks, function, is_array, limit_examples, shared
 from library import tensor as T
 from messages import raises
 
@@ -22,14 +21,13 @@ DTYPES = INTEGERS + FLOATS
 UFUNCS = {"avg": np.add, "sum": np.add, "prod": np.multiply, "min": np.minimum, "max": np.maximum}
 
 
-def of_op(op):
-    """The dtypes whose values an op reduces."""
+def list_reducible_dtypes(op):
+    """Return the dtypes that an op reduces."""
     return {"avg": tuple(FLOATS), "sum": tuple(DTYPES[1:])}.get(op, tuple(DTYPES))
 
 
-pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # infinities meet
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # inf - inf
 
-few = at_most(15)
 #: Numbers of ranks, and the master's: the last, and one in the middle; other tests have the first.
 RANKS = {"host": [(1, 0), (2, 1), (3, 1)], "jax": [(2, 1), (3, 1)], "gpu": [(1, 0), (2, 0), (3, 1), (4, 3)]}[DEVICE]
 
@@ -104,7 +102,7 @@ shapes = hnp.array_shapes(min_dims=0, max_dims=4, min_side=0, max_side=4)
 layouts = st.sampled_from(["contiguous", "reversed", "transposed", "repeated"])
 
 
-def laid_out(array, layout):
+def change_layout(array, layout):
     """Return an equal array of another memory layout."""
     if layout == "transposed":
         return array.T.copy().T
@@ -113,7 +111,7 @@ def laid_out(array, layout):
     return np.repeat(array, 2, axis=-1)[..., ::2] if layout == "repeated" and array.ndim else array
 
 
-def items(dtype):
+def exact_elements(dtype):
     """Draw numbers whose products are exact for complex dtypes, and for all floats on GPUs; any for others."""
     if np.dtype(dtype).kind == "c":  # how products of large parts round is the processor's affair
         return st.builds(complex, st.integers(-5, 5), st.integers(-5, 5))
@@ -131,22 +129,22 @@ def values_of_ranks(draw, n, dtypes=tuple(DTYPES), same_shape=True, min_dims=0):
     for _ in range(n):
         if not same_shape:
             shape = (draw(st.integers(0, 4)), *shape[1:])
-        values.append(draw(st.builds(laid_out, hnp.arrays(dtype, shape, elements=items(dtype)), layouts)))
+        values.append(draw(st.builds(change_layout, hnp.arrays(dtype, shape, elements=exact_elements(dtype)), layouts)))
     return values
 
 
-def given_as(value, form):
+def wrap_value(value, form):
     return synk.data(value) if form == "data" else value
 
 
-forms = st.sampled_from(["array", "data"])
+input_forms = st.sampled_from(["array", "data"])
 
 
 # -- broadcast -----------------------------------------------------------------------------------------------
 
 
 @given(st.data())
-@few
+@limit_examples(15)
 def test_broadcast_of_the_masters_value(n, draw):
     (value,) = draw.draw(values_of_ranks(1))
     s = variable(value.dtype, value.ndim)
@@ -156,11 +154,11 @@ def test_broadcast_of_the_masters_value(n, draw):
 
 
 @given(st.data())
-@few
+@limit_examples(15)
 def test_broadcast_of_another_value(n, draw):
     (value,) = draw.draw(values_of_ranks(1))
     s = variable(value.dtype, value.ndim)
-    synk.broadcast(s, given_as(value, draw.draw(forms)))
+    synk.broadcast(s, wrap_value(value, draw.draw(input_forms)))
     assert_held(s, [value] * n)
 
 
@@ -192,7 +190,7 @@ def test_broadcast_and_set_value_cast_like_the_variable(n):
     assert_held(s, [np.array([4.0, 5.0])] * n)
 
 
-def test_each_rank_has_its_own_copy_of_a_broadcast_value(n):
+def test_broadcast_gives_each_rank_a_copy(n):
     s, value = variable(), np.arange(3.0)
     d = synk.data(value)
     synk.broadcast(s, d)
@@ -226,12 +224,12 @@ def batches(draw, length):
 
 
 @given(st.data())
-@few
+@limit_examples(15)
 def test_scatter_splits_rows_as_evenly_as_possible(n, draw):
     (value,) = draw.draw(values_of_ranks(1, min_dims=1))
     batch, index = draw.draw(batches(len(value)))
     s = variable(value.dtype, value.ndim)
-    synk.scatter(s, given_as(value, draw.draw(forms)), batch=batch)
+    synk.scatter(s, wrap_value(value, draw.draw(input_forms)), batch=batch)
     assert_held(s, np.array_split(value[index], n))
 
 
@@ -253,7 +251,7 @@ def test_gather_inverts_scatter(n):
 
 
 @given(st.data())
-@few
+@limit_examples(15)
 def test_set_value_changes_one_rank(n, draw):
     before = draw.draw(values_of_ranks(n))
     s = variable(before[0].dtype, before[0].ndim)
@@ -262,10 +260,10 @@ def test_set_value_changes_one_rank(n, draw):
     rank = draw.draw(st.integers(0, n - 1))
     if value.ndim:
         batch, index = draw.draw(batches(len(value)))
-        synk.set_value(rank, s, given_as(value, draw.draw(forms)), batch=batch)
+        synk.set_value(rank, s, wrap_value(value, draw.draw(input_forms)), batch=batch)
         before[rank] = value[index]
     else:
-        synk.set_value(np.int64(rank), s, given_as(value, draw.draw(forms)))
+        synk.set_value(np.int64(rank), s, wrap_value(value, draw.draw(input_forms)))
         before[rank] = value
     assert_held(s, before)
 
@@ -305,7 +303,7 @@ def test_collectives_use_the_masters_variable_itself(n, master):
 
 
 @given(st.data())
-@few
+@limit_examples(15)
 def test_gather_stacks(n, draw):
     values = draw.draw(values_of_ranks(n))
     s = variable(values[0].dtype, values[0].ndim)
@@ -315,7 +313,7 @@ def test_gather_stacks(n, draw):
 
 
 @given(st.data())
-@few
+@limit_examples(15)
 def test_gather_concatenates(n, draw):
     values = draw.draw(values_of_ranks(n, same_shape=False, min_dims=1))
     s = variable(values[0].dtype, values[0].ndim)
@@ -324,7 +322,7 @@ def test_gather_concatenates(n, draw):
 
 
 @given(st.data())
-@few
+@limit_examples(15)
 def test_gather_of_different_shapes_returns_a_list(n, draw):
     values = draw.draw(values_of_ranks(n, same_shape=False, min_dims=1))
     s = variable(values[0].dtype, values[0].ndim)
@@ -369,7 +367,7 @@ def test_gather_of_a_list(n):
 
 
 @given(st.data())
-@few
+@limit_examples(15)
 def test_all_gather_concatenates_on_every_rank(n, draw):
     values = draw.draw(values_of_ranks(n, same_shape=False, min_dims=1))
     s = variable(values[0].dtype, values[0].ndim)
@@ -391,10 +389,10 @@ def test_all_gather_of_a_list(n):
 
 
 @given(st.data())
-@few
+@limit_examples(15)
 def test_reduce_scatter_splits_the_all_reduce_result(n, draw):
     op = draw.draw(st.sampled_from(list(UFUNCS)))
-    values = draw.draw(values_of_ranks(n, of_op(op), min_dims=1))
+    values = draw.draw(values_of_ranks(n, list_reducible_dtypes(op), min_dims=1))
     s = variable(values[0].dtype, values[0].ndim)
     put(s, values)
     synk.reduce_scatter(s, op)
@@ -418,10 +416,10 @@ def test_reduce_scatter_of_arrays_that_take_several_chunks(n, n_rows):
 
 
 @given(st.data())
-@at_most(25)
+@limit_examples(25)
 def test_reduce_in_place_changes_only_the_master(n, master, draw):
     op = draw.draw(st.sampled_from(list(UFUNCS)))
-    values = draw.draw(values_of_ranks(n, of_op(op)))
+    values = draw.draw(values_of_ranks(n, list_reducible_dtypes(op)))
     s = variable(values[0].dtype, values[0].ndim)
     put(s, values)
     assert synk.reduce(s, op) is None
@@ -430,10 +428,10 @@ def test_reduce_in_place_changes_only_the_master(n, master, draw):
 
 
 @given(st.data())
-@at_most(25)
+@limit_examples(25)
 def test_reduce_out_of_place_changes_nothing(n, draw):
     op = draw.draw(st.sampled_from(list(UFUNCS)))
-    values = draw.draw(values_of_ranks(n, of_op(op)))
+    values = draw.draw(values_of_ranks(n, list_reducible_dtypes(op)))
     s = variable(values[0].dtype, values[0].ndim)
     put(s, values)
     assert_same(synk.reduce(s, op, in_place=False), reduce_in_order(values, op))
@@ -441,10 +439,10 @@ def test_reduce_out_of_place_changes_nothing(n, draw):
 
 
 @given(st.data())
-@at_most(25)
+@limit_examples(25)
 def test_all_reduce_is_bitwise_equal_on_all_ranks(n, draw):
     op = draw.draw(st.sampled_from(list(UFUNCS)))
-    values = draw.draw(values_of_ranks(n, of_op(op)))
+    values = draw.draw(values_of_ranks(n, list_reducible_dtypes(op)))
     s = variable(values[0].dtype, values[0].ndim)
     put(s, values)
     synk.all_reduce(s, op)
@@ -492,7 +490,7 @@ def test_reductions_of_a_list(n):
 
 
 @given(st.data())
-@few
+@limit_examples(15)
 def test_get_lengths_and_get_shapes(n, draw):
     values = draw.draw(values_of_ranks(n, same_shape=False, min_dims=1))
     s = variable(values[0].dtype, values[0].ndim)
@@ -555,7 +553,7 @@ def test_gather_of_different_numbers_of_chunks(n):
 @pytest.mark.slow
 def test_collectives_stream_a_list_one_by_one(n, master, collective):
     # A rank that is done with one array goes on to the next while others still read the first: they must not find
-    # the next one's bytes.  Before the chunks took turns for good, some met in every few rounds.
+    # the next one's bytes.  Without strict alternation of the chunks, some collided every few rounds.
     lengths = (100_000, 131_072, 50_000, 77_777, 131_073)
     many = [variable("float64", 1, which) for which in range(len(lengths))]
     for turn in range(8):
@@ -698,7 +696,7 @@ def test_reductions_check_shapes_again_after_a_change(n):
         synk.set_value(rank, s, before)
         synk.all_reduce(s, "max")
         assert_held(s, [np.full(2, float(n**3))] * n)
-    # What all have changed alike is found out by all.
+    # All ranks detect a change that all have made alike.
     put(s, [np.ones((4,))] * n)
     synk.all_reduce(s, "sum")
     assert_held(s, [np.full(4, float(n))] * n)

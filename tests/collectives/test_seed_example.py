@@ -1,4 +1,4 @@
-"""The example of the manual's page on shared variables prints, at two ranks, what that page says."""
+"""The example of the manual's page on shared variables prints, on two ranks, the output of that page."""
 
 import numpy as np
 import pytest

@@ -18,7 +18,7 @@ from hosts import are_simulated, words
 from launch_runs import ENVIRONMENT, HOST, command, list_marked_processes
 from library import NAME
 from paths import SUPPORT
-from system import names, names_left
+from system import find_leaked_names, list_shared_names
 
 from synkhronos.compat.platoon import launcher
 
@@ -73,11 +73,11 @@ def list_processes(process):
 
 
 def run(folder, experiment, *arguments, status=0, **environment):
-    before = names()
+    before = list_shared_names()
     code, out, err = finish(start(folder, experiment, *arguments, **environment))
     logs = {path.name: path.read_text() for path in sorted(Path(folder).glob("PLATOON_LOGS/*/*/*"))}
     assert code == status, (code, out, err, logs)
-    assert not names_left(before)
+    assert not find_leaked_names(before)
     return out, err, logs
 
 

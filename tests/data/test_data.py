@@ -516,7 +516,7 @@ def test_dropped_data_leave_no_files_or_mappings():
             seen_by_ranks(passing)
     del passing
     gc.collect()
-    seen_by_ranks(d)  # takes along the news of what was dropped
+    seen_by_ranks(d)  # also sends the list of dropped objects
     assert files_and_mappings() == before
 
 

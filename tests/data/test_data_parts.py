@@ -8,7 +8,7 @@ import pytest
 from hosts import are_simulated, run
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from library import HOSTS, few, tensor
+from library import HOSTS, limit_examples, tensor
 from messages import raises
 
 import synkhronos as synk
@@ -50,7 +50,7 @@ def test_data_parts_holds_the_loaded_rows(fork, n):
     fork(n)
     f = make_double()
 
-    @few(20)
+    @limit_examples(20)
     @given(st.integers(1, 40), st.data())
     def check(length, data):
         asked = []
@@ -155,7 +155,7 @@ def test_data_parts_errors(fork, load, length, error, words):
         synk.data_parts(load, length)
     data = synk.data_parts(rows, 5)
     assert np.array_equal(data, rows(0, 5))
-    assert len(ranks.session().rank.segments) <= 2  # nothing of what failed
+    assert len(ranks.session().rank.segments) <= 2  # no segment of the failed calls
 
 
 def test_data_parts_leaves_no_open_files(fork):

@@ -23,7 +23,7 @@ from synkhronos.devices.cuda.staging import Staging, _PinnedMemory
 from synkhronos.engines.xla.fused_launch import GradientReducer
 from synkhronos.ranks import Cancelled
 
-# -- which GPU, and what to install ----------------------------------------------------------------------------
+# -- GPUs by rank, and hints for installing --------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -46,7 +46,7 @@ def test_assign_gpus_gives_each_rank_a_gpu(monkeypatch, visible, size, root, min
 
 
 @pytest.mark.parametrize("before", [None, "1,0"])
-def test_one_gpu_is_visible_for_a_while(monkeypatch, before):
+def test_restrict_visible_gpu_shows_one_gpu(monkeypatch, before):
     if before is None:
         monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     else:
@@ -91,13 +91,13 @@ def test_integer_vectors_stay_on_the_host():
     ]
 
 
-# -- collectives that are under way -------------------------------------------------------------------------------
+# -- pending collectives ------------------------------------------------------------------------------------------
 
 DONE, NOT_READY = 0, 600
 
 
 class Gpu:
-    """Stands for CUDA, NCCL and a rank: a collective is under way until somebody ends it."""
+    """Replaces CUDA, NCCL and a rank: a collective is pending until the test ends it."""
 
     def __init__(self, is_master=True):
         self.state, self.aborted, self.entered, self.is_dead = DONE, 0, 0, False
@@ -256,7 +256,7 @@ def test_master_aborts_nccl_after_a_worker_died(connected):
     while not gpu.aborted and time.monotonic() < deadline:
         time.sleep(0.01)
     assert gpu.aborted == 1
-    # What came of it is wrong: who asks hears that it did not come to its end.
+    # The outputs are wrong: reading them raises that the collective did not finish.
     assert gpu.pending[0].is_unfinished()
 
 
@@ -315,7 +315,7 @@ def test_close_waits_for_pending_collectives(connected):
     timer.join()
     start(communicator, gpu)
     gpu.is_dead = True
-    finish()  # no longer: nobody will come
+    finish()  # no longer: no other rank will start it
 
 
 @pytest.mark.parametrize("is_master", [True, False])
@@ -348,7 +348,7 @@ def test_failure_after_the_last_barrier_aborts_nothing(connected):
 
 
 def combine_within(communicator, gpu, count=3):
-    """Combine in the middle of a launch; return what was put on the stream behind it."""
+    """All-reduce in the middle of a launch; return the later entries of the stream."""
     copied = []
     gpu.cuMemcpyAsync = lambda *arguments: copied.append(arguments)
     communicator._connection.valid_flag = np.ones(1, np.int32)
@@ -363,11 +363,11 @@ def test_launch_all_reduce_is_valid_unless_aborted(connected):
     # The GPU reads it when it has combined: by then a peer may be found to be missing.
     flag = communicator._connection.valid_flag
     assert copied == (96, flag.ctypes.data, 4, 7) and flag[0] == 1
-    # If it is given up nothing that the user sees is wrong; of what is computed by hand that can't be said.
+    # An abort leaves no wrong value visible, unless the collective writes in place.
     assert not gpu.pending[0].is_unfinished()
     communicator._watchdog.writes_in_place = True
     assert gpu.pending[0].is_unfinished()
-    gpu.abort = lambda: told.append(int(flag[0]))  # what waits for a peer goes on from here
+    gpu.abort = lambda: told.append(int(flag[0]))  # a kernel that waits for a peer continues from here
     told = []
     gpu.failed = 5
     deadline = time.monotonic() + LIMIT
@@ -386,7 +386,7 @@ def test_launch_all_reduce_after_abort_is_invalid(connected):
 
 @pytest.fixture
 def streams(connected):
-    """Connect; return a communicator, and a list in which it will be written what is put on the streams 7 and 8."""
+    """Connect; return a communicator, and the list that records the entries of streams 7 and 8."""
     communicator, gpu = connected()
     told = []
     gpu.side_stream, gpu.event = 8, "event"
@@ -438,14 +438,14 @@ def test_rank_past_the_barrier_aborts_no_peer(connected):
     gpu.arrive = lambda: setattr(gpu, "arrived", 3)
     start(communicator, gpu, command=5)
     communicator.notify_started()
-    gpu.pending[0].cancel(5)  # when all had come
+    gpu.pending[0].cancel(5)  # after all had arrived
     assert not gpu.aborted
 
 
 @pytest.mark.skipif(NAME != "pytensor", reason="Theano's arrays are combined between launches")
 @pytest.mark.slow
 def test_training_step_is_one_launch_with_all_reduce(tmp_path):
-    # In programs of their own: what stands for the GPUs is there before the fork.
+    # In new processes: the replacements of GPUs have to be installed before the fork.
     code = """
         import stand_in
         stand_in.install()
@@ -498,7 +498,7 @@ def test_training_step_is_one_launch_with_all_reduce(tmp_path):
 
 
 def test_abort_spares_collectives_that_all_ranks_reached(connected):
-    # A rank may fail when all have met, and others hear of that before they have noticed.
+    # A rank may fail after the barrier, and others may be cancelled before they have left it.
     communicator, gpu = connected()
     start(communicator, gpu, command=5)
 
@@ -585,7 +585,7 @@ def test_late_connection_is_discarded(connected, monkeypatch):
     late._comm = 9
 
     def init(size, number, unique_id):
-        communicator._watchdog.abort()  # patience has come to its end meanwhile
+        communicator._watchdog.abort()  # the timeout has expired meanwhile
         return late
 
     core.Communicator = types.SimpleNamespace(init=init)
@@ -598,7 +598,7 @@ def test_late_connection_is_discarded(connected, monkeypatch):
 
 
 def connect_group(communicator, gpu):
-    """Connect a group beside all ranks; return it, and a list of what is given up from now on."""
+    """Connect a group besides all ranks; return it, and the list that records later aborts."""
     group, told = NcclGroup(communicator), []
 
     def abort(name):
@@ -684,7 +684,7 @@ class Driver:
         return (0,)
 
     def cuMemHostUnregister(self, address):  # noqa: N802 - CUDA's name
-        # What is unmapped already can't be read.
+        # Unmapped memory can't be read.
         ctypes.string_at(address, 1)
         return (0 if self.locked.pop(address, None) else 713,)
 

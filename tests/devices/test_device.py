@@ -26,7 +26,7 @@ FOLDER = str(SUPPORT / "toy_devices")
 
 @pytest.fixture
 def toy(monkeypatch):
-    """Have the folder of the devices have one more file, and the environment name it."""
+    """Add a file to the folder of devices, and select it by the environment."""
     yield from register_device(monkeypatch, "toy")
 
 
@@ -45,8 +45,8 @@ def register_device(monkeypatch, name):
     devices.list_devices.cache_clear()
 
 
-def held(s):
-    """The array in the container."""
+def get_array(s):
+    """Return the array in the container of a shared variable."""
     return s.container.storage[0]
 
 
@@ -60,7 +60,7 @@ def test_functions_run_on_a_toy_device(toy, fork, n):
         total, squares, _ = f(data, num_slices=num_slices)
         np.testing.assert_allclose(total, X.sum(axis=0))
         np.testing.assert_allclose(squares, X**2)
-        assert toy.owns(held(s))
+        assert toy.owns(get_array(s))
     np.testing.assert_allclose(f(data, batch=[5, 1, 1])[0], X[[5, 1, 1]].sum(axis=0))
     synk.all_reduce(s, "sum")
     np.testing.assert_allclose(synk.get_value(0, s), X[[5, 1, 1]].sum(axis=0))
@@ -83,11 +83,11 @@ def test_collectives_run_on_a_toy_device(toy, fork):
     s = shared(np.zeros(3), "s")
     f = synk.function([], [], updates=[(s, s + 1)])
     synk.distribute()
-    assert toy.owns(held(s)), f
+    assert toy.owns(get_array(s)), f
     start = used.count
     for r in range(n):
         synk.set_value(r, s, X[r])
-    assert toy.owns(held(s))
+    assert toy.owns(get_array(s))
     np.testing.assert_allclose(gather_inside(s), X[:n])
     np.testing.assert_allclose(synk.reduce(s, "max", in_place=False).inside, X[:n].max(axis=0))
     synk.all_reduce(s)
@@ -101,11 +101,11 @@ def test_collectives_run_on_a_toy_device(toy, fork):
     synk.all_gather(s)
     np.testing.assert_allclose(synk.get_value(2, s), [*(3 * X[5]), *X[5], *X[5]])
     assert synk.get_shapes(s) == [(9,)] * n
-    assert used.count - start == 7 and toy.owns(held(s))
+    assert used.count - start == 7 and toy.owns(get_array(s))
 
 
 def gather_inside(s, **kwargs):
-    """As on GPUs, what is gathered is where it was combined."""
+    """As on GPUs, gathered arrays are on the device that gathered them."""
     return synk.gather(s, **kwargs).inside
 
 
@@ -134,7 +134,7 @@ def test_training_step_runs_on_a_toy_device(toy, fork):
         value = train(X, X[:, 0], batch=batch, num_slices=num_slices)
         np.testing.assert_allclose(value, train_alone(X, X[:, 0], batch=batch))
         np.testing.assert_allclose(gather_inside(w), [alone.get_value()] * 2)
-    assert toy.owns(held(w))
+    assert toy.owns(get_array(w))
 
 
 def test_error_leaves_variables_on_a_toy_device(toy, fork):
@@ -143,7 +143,7 @@ def test_error_leaves_variables_on_a_toy_device(toy, fork):
     f = synk.function([x], updates=[(s, s + tensor.dot(x, s))], mode="FAST_COMPILE")
     with pytest.raises(ValueError):
         f(np.ones((4, 2)))
-    assert toy.owns(held(s))
+    assert toy.owns(get_array(s))
     np.testing.assert_array_equal(gather_inside(s), np.zeros((2, 3)))
 
 
@@ -154,10 +154,10 @@ def test_device_without_communicator_goes_through_the_host(toy, fork, monkeypatc
     s = shared(np.ones(3), "s")
     f = synk.function([], [], updates=[(s, s + 1)])
     synk.distribute()
-    assert toy.owns(held(s)), f
+    assert toy.owns(get_array(s)), f
     synk.all_reduce(s, "sum")
     np.testing.assert_array_equal(synk.gather(s), np.full((2, 3), 2.0))
-    assert toy.owns(held(s))
+    assert toy.owns(get_array(s))
 
 
 def test_fork_names_the_known_devices(toy, monkeypatch):
@@ -175,7 +175,7 @@ def test_device_is_used_only_by_name(toy, fork, monkeypatch):
     fork(1)
     s = shared(np.zeros(3), "s")
     synk.function([], updates=[(s, s + 1)])()
-    assert isinstance(held(s), np.ndarray)
+    assert isinstance(get_array(s), np.ndarray)
 
 
 # -- a device that lives like a GPU ------------------------------------------------------------------------------
@@ -193,14 +193,14 @@ def test_island_device_has_its_own_memory_and_collectives(island, fork):
         np.testing.assert_allclose(
             train(X, X[:, 0], batch=batch, num_slices=num_slices), train_alone(X, X[:, 0], batch=batch)
         )
-    assert island.owns(held(w)) and counts["collectives"] == before + 3
+    assert island.owns(get_array(w)) and counts["collectives"] == before + 3
     np.testing.assert_allclose(island.to_host(synk.gather(w, nd_up=1)), [alone.get_value()] * 2)
     for op, expected in [("sum", 2), ("avg", 1), ("max", 1)]:
         synk.broadcast(w, np.ones(3))
         synk.all_reduce(w, op)
         np.testing.assert_array_equal(synk.get_value(1, w), np.full(3, expected))
     synk.reduce_scatter(w, "sum")
-    assert synk.get_shapes(w) == [(2,), (1,)] and island.owns(held(w))
+    assert synk.get_shapes(w) == [(2,), (1,)] and island.owns(get_array(w))
 
 
 def test_function_copy_keeps_device_arrays(island, fork):
@@ -211,7 +211,7 @@ def test_function_copy_keeps_device_arrays(island, fork):
     again = copy.deepcopy(f)
     assert float(again()) == float(f()) == 12
     (copied,) = again.get_shared()
-    assert copied is not w and island.owns(held(copied))
+    assert copied is not w and island.owns(get_array(copied))
 
 
 RULES = {
@@ -231,7 +231,7 @@ RULES = {
 
 
 def train_by_rule(worker, rule, w, v, average, memory, on_device):
-    """Train; return where the rank is, what was reported, and whether the rule computes on the device."""
+    """Train; return the rank's vector, the report, and whether the rule computes on the device."""
     device = worker._rank.device if on_device else HOST
     for each in (w, v, average):
         each.container.storage[0] = device.from_host(HOST.as_array(each.container.storage[0]))

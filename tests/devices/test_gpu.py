@@ -39,7 +39,7 @@ RNG = np.random.default_rng(11)
 
 
 def program(code, **environment):
-    """Run a program of its own, and return what it printed."""
+    """Run a program in a new process; return its output."""
     path = os.pathsep.join([str(Path(synk.__file__).parent.parent), *sys.path])
     kept = {name: value for name, value in os.environ.items() if name != "JAX_DEFAULT_MATMUL_PRECISION"}
     head = f"import numpy as np, synkhronos as synk, {NAME} as package, {NAME}.tensor as T"
@@ -72,7 +72,7 @@ def places():
 
 
 @pytest.mark.new_ranks
-def test_each_rank_has_a_gpu_of_its_own(fork):
+def test_fork_gives_each_rank_a_gpu(fork):
     fork(2)
     first = places()
     assert all(is_there for is_there, _ in first)
@@ -464,7 +464,7 @@ def test_collectives_wait_for_the_updates_before_them(fork):
 
 
 def test_get_value_is_fresh_after_a_collective(fork):
-    # JAX remembers what it has copied to the host; NCCL writes into the memory behind it.
+    # JAX caches host copies of arrays, and NCCL writes into their memory without its knowledge.
     fork(2)
     w, values = make_filled_variable("float32")
     np.testing.assert_array_equal(np.asarray(w.get_value(borrow=True)), values[0])
@@ -478,7 +478,7 @@ def test_get_value_is_fresh_after_a_collective(fork):
 
 
 class InCollective(Command):
-    """A command: an all_reduce into which one rank does not come."""
+    """A command: an all_reduce that one rank never starts."""
 
     def __init__(self, deed, culprit):
         self.deed, self.culprit = deed, culprit
@@ -488,13 +488,13 @@ class InCollective(Command):
         communicator.connect(rank.all_gather(communicator.generation))
         array = ARRAYS.from_host(np.ones(1 << 20, "float32"))
         if rank.number == self.culprit:
-            time.sleep(0.1)  # the others are inside by now
+            time.sleep(0.1)  # the others have started it by now
             DEEDS[self.deed]()
         communicator.all_reduce(array, "sum")
 
 
 class Leaving(InCollective):
-    """A command: an all_reduce that is under way when the command has ended, since one rank takes no part, and dies."""
+    """A command: an all_reduce still pending at the end of the command, as one rank never starts it, and dies."""
 
     def run(self, rank):
         communicator = ARRAYS.get_communicator(rank)
@@ -508,9 +508,9 @@ class Leaving(InCollective):
 
 
 class InWaited(InCollective):
-    """A command: a collective that is waited for, into which one rank does not come, as it fails or waits.
+    """A command: a blocking collective that one rank never starts, as it fails or waits.
 
-    The other one needs it there; but of "sent" and "given" it is the one that sends, and may be done without.
+    The other rank can't finish without it; except with "sent" and "given", where the other sends, and may finish.
     """
 
     def __init__(self, collective, deed):
@@ -522,7 +522,7 @@ class InWaited(InCollective):
         communicator.connect(rank.all_gather(communicator.generation))
         array, room = ARRAYS.from_host(np.ones(*layout)), ARRAYS.empty(*layout)
         if rank.number == self.culprit:
-            time.sleep(0.1)  # the other is inside by now
+            time.sleep(0.1)  # the other has started it by now
             while self.deed == "wait":
                 rank.check_cancelled()
                 time.sleep(0.01)
@@ -557,7 +557,7 @@ DEEDS = {
 
 
 def check_works():
-    """Check that calls and collectives give what they should."""
+    """Check the results of calls and collectives."""
     x = T.dvector("x")
     w = shared(np.ones(3), "w")
     f = synk.function([x], (x.sum(), "sum"), updates=[(w, w + x.sum())])
@@ -583,7 +583,7 @@ def test_death_inside_a_collective_is_noticed(fork, deed, words):
     check_works()
 
 
-@of_real_gpus  # nothing is under way there when a command has ended
+@of_real_gpus  # pretended GPUs have no pending collectives at the end of a command
 @pytest.mark.new_ranks
 def test_death_while_the_master_waits_for_its_gpu(fork):
     fork(2)
@@ -693,12 +693,12 @@ def test_exception_before_a_collective_keeps_connections(fork):
 
 
 def is_there(value, expected):
-    """Whether a value is an array on the GPU, with these items."""
+    """Return whether a value is an array on the GPU with these elements."""
     return bool(ARRAYS.owns(value)) and np.array_equal(np.asarray(value), expected)
 
 
 def in_groups(worker, members, dtype):
-    """Combine arrays in a group, each other rank in one of its own; return what went wrong."""
+    """All-reduce arrays in a group, and in a group of one on each other rank; return the errors found."""
     mine = members if worker.number in members else [worker.number]
     group = worker.group(mine)
     values = {r: (np.arange(1000) % 5 + r).astype(dtype) for r in mine}
@@ -723,7 +723,7 @@ def test_groups_all_reduce_on_gpus(fork, members, dtype):
 
 
 def as_pairs(worker, n, dtype):
-    """Send arrays around, with other messages and collectives between them; return what went wrong."""
+    """Send arrays from rank to rank, with other messages and collectives between them; return the errors found."""
     to, source = (worker.number + 1) % worker.size, (worker.number - 1) % worker.size
     mine, its = ((np.arange(n) % 100 + r).astype(dtype) for r in (worker.number, source))
     array, wrong = ARRAYS.from_host(mine), []
@@ -751,7 +751,7 @@ def test_send_and_receive_between_gpus(fork, n_ranks, n, dtype):
 
 
 def every_dtype(worker):
-    """Send an array of each dtype to the other rank, and back; return what came on rank 0."""
+    """Send an array of each dtype to the other rank, and back; return the arrays received on rank 0."""
     came = []
     for dtype in ("int8", "uint32", "int64", "float16", "float32", "bfloat16"):
         array = worker.receive(0) if worker.number else ARRAYS.as_array(np.arange(200_000) % 100).astype(dtype)
@@ -786,10 +786,10 @@ def test_send_deadlock_is_detected(fork):
 
 
 def stray(worker, deed, place, culprit):
-    """Meet in a group and as a pair; then again, and one rank comes to NCCL and does something else there."""
+    """Use a group and a pair; then use them again, with one rank that fails instead of calling NCCL."""
     group, array = worker.group([0, 1]), ARRAYS.from_host(np.ones(1 << 20, "float32"))
 
-    def meet(where):
+    def communicate(where):
         if where == "group":
             group.all_reduce(array, "sum")
         elif (where == "send") == (worker.number == culprit):
@@ -798,20 +798,20 @@ def stray(worker, deed, place, culprit):
             worker.receive(1 - worker.number)
 
     def leave(*_):
-        time.sleep(0.2)  # the other is inside by now
+        time.sleep(0.2)  # the other has started it by now
         while deed == "wait":
             worker.progress()
         DEEDS[deed]()
 
     for where in ("group", "send", "receive"):
-        meet(where)
+        communicate(where)
     if worker.number == culprit:
         over_nccl = ARRAYS.get_group(worker._rank, (0, 1))
         over_nccl.all_reduce = over_nccl.send = over_nccl.receive = leave
     elif deed == "wait":
         threading.Timer(0.5, signal.pthread_kill, (threading.main_thread().ident, signal.SIGINT)).start()
     try:
-        meet(place)
+        communicate(place)
     finally:
         if worker.number == culprit:
             del over_nccl.all_reduce, over_nccl.send, over_nccl.receive
@@ -921,7 +921,7 @@ class Sabotage(Command):
 
         def once(executable, arguments):
             Executable._launch = launch
-            time.sleep(0.1)  # the others are inside by now
+            time.sleep(0.1)  # the others have started it by now
             DEEDS[self.deed]()
 
         Executable._launch = once
@@ -962,7 +962,7 @@ def test_training_steps_are_one_launch(fork, monkeypatch, times):
 
 
 class Cut(Command):
-    """A command: vectors travel in pieces of so many bytes."""
+    """A command: set the chunk size of vectors, in bytes."""
 
     def __init__(self, piece):
         self.piece = piece
@@ -973,7 +973,7 @@ class Cut(Command):
 
 @pytest.fixture
 def pieces():
-    """Have vectors travel in pieces of so many bytes, until the test's end."""
+    """Set the chunk size of vectors, in bytes, until the end of the test."""
     before = trace.MIN_CHUNK_BYTES
     yield lambda piece: ranks.session().run(Cut(piece))
     ranks.session().run(Cut(before))
@@ -1026,7 +1026,7 @@ def test_failed_chunked_step_updates_nothing(fork, pieces, culprit):
 
 
 @of_jax
-@pytest.mark.parametrize("times", [1, 10, 200])  # so many launches as 200 make are more than a stream has room for
+@pytest.mark.parametrize("times", [1, 10, 200])  # the launches of 200 exceed the capacity of a stream
 @pytest.mark.parametrize("culprit", [0, 1])
 def test_failed_training_step_updates_nothing(fork, culprit, times):
     fork(2)
@@ -1178,7 +1178,7 @@ def test_fork_timeout_ends_a_hanging_rank(fork):
 
 
 class Late(InCollective):
-    """A command: rank 1 comes after a minute."""
+    """A command: rank 1 starts a minute late."""
 
     def __init__(self):
         super().__init__("raise", 1)
@@ -1198,7 +1198,7 @@ class InUse(Command):
     def run(self, rank):
         gc.collect()
         on_gpu = 0
-        if NAME == "pytensor":  # pygpu doesn't tell what it has given out of what it holds
+        if NAME == "pytensor":  # pygpu doesn't report how much of its pool is in use
             import jax
 
             stats = jax.devices()[0].memory_stats()  # None for the CPU, which pretended GPUs are
@@ -1232,7 +1232,7 @@ def test_memory_stays_flat_over_a_thousand_calls(fork):
     calls(1000)
     after = ranks.session().run(InUse())
     for (on_gpu, resident), (on_gpu_then, resident_then) in zip(after, before, strict=True):
-        # What is unread and not forgotten yet: 256 calls at most, of 100 rows on a rank.
+        # Unread outputs are kept of 256 calls at most, with 100 rows on each rank.
         assert on_gpu - on_gpu_then <= 260 * 100 * 64 * 4
         assert resident - resident_then < 64 << 20
 

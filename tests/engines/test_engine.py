@@ -28,7 +28,7 @@ FOLDER = str(SUPPORT / "toy_engines")
 
 @pytest.fixture
 def toy(monkeypatch):
-    """Have the folder of the engines have one more file."""
+    """Add a file to the folder of engines."""
     monkeypatch.setattr(engines, "__path__", [*engines.__path__, FOLDER])
     engines.list_engines.cache_clear()
     assert [type(engine).__name__ for engine in engines.list_engines()] == [
@@ -75,7 +75,7 @@ def test_unread_outputs_are_lost_when_ranks_end(toy, fork):
         synk.close()
 
 
-def trained(make, **kwargs):
+def make_adam_function(make, **kwargs):
     x, y, w = tensor.dmatrix("x"), tensor.dvector("y"), shared(np.zeros(3), "w")
     loss = ((tensor.dot(x, w) - y) ** 2).mean()
     return make(loss, [w], x, y, adam, learning_rate=0.1, **kwargs), w
@@ -84,7 +84,10 @@ def trained(make, **kwargs):
 @pytest.mark.parametrize("n", [1, 2])
 def test_toy_engine_fuses_training_steps(toy, fork, n):
     fork(n)
-    (train, w), (alone, w_alone) = trained(make_train_function), trained(make_train_function_serial)
+    (train, w), (alone, w_alone) = (
+        make_adam_function(make_train_function),
+        make_adam_function(make_train_function_serial),
+    )
     y = X @ np.array([1.0, 2.0, 3.0])
     batches = [[0, 1], [2, 3], [4, 5], [1, 6]]
     losses = [float(train(X, y, rows)) for rows in ([0, 1, 2], [3, 4])]
@@ -98,13 +101,16 @@ def test_toy_engine_fuses_training_steps(toy, fork, n):
 
 
 def test_functions_compiled_at_the_first_call_are_fused_later(toy, fork, monkeypatch):
-    # The master compiles first, alone: it can't meet the others in that launch.
+    # The master compiles first, alone: it can't wait for the others in that launch.
     library = type(library_of(tensor.dmatrix()))
     monkeypatch.setattr(library, "choose_compile_order", lambda self, mode: AT_FIRST_CALL)
     monkeypatch.setattr(library, "has_disk_cache", lambda self, function: True)
     monkeypatch.setattr(library, "compile_now", lambda self, function: None)
     fork(2)
-    (train, w), (alone, w_alone) = trained(make_train_function), trained(make_train_function_serial)
+    (train, w), (alone, w_alone) = (
+        make_adam_function(make_train_function),
+        make_adam_function(make_train_function_serial),
+    )
     for _ in range(3):
         np.testing.assert_allclose(float(train(X, X[:, 0])), alone(X, X[:, 0]))
     assert toy.Launch.count == 2 + 1 + 1

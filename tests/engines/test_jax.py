@@ -213,7 +213,7 @@ def to_drop():
     return len(ResultTable.from_session(ranks.session())._dropped)
 
 
-def test_one_fetch_reads_all_unread_results(double):
+def test_results_are_read_by_one_fetch(double):
     before = unread()[0] - to_drop()
     results = [double(VALUE + i) for i in range(5)]
     assert unread() == [before + to_drop() + 5] * 2
@@ -367,13 +367,13 @@ def fuse_pair(pair):
     runs, (g, w, n) = pair
     launch = runs[0].fuse(TracedReduction(g.container.storage), runs[1])
     assert launch is runs[0].fuse(TracedReduction(g.container.storage), runs[1])
-    # What isn't computed by the first can't be combined after it.
+    # Outputs that the first doesn't compute can't be reduced after it.
     assert runs[0].fuse(TracedReduction(n.container.storage), runs[1]) is None
     return launch, (g, w, n)
 
 
 def launch_and_wait(launch, shareds, combine):
-    """Launch, wait, and return what came of it."""
+    """Launch, wait, and return the outputs."""
     with defer_signals(), launch.ffi_reduction.bind(combine):
         (total,) = launch(JAX.from_host(np.arange(3.0)))
         JAX.wait([library_of(s).get(s) for s in shareds])
@@ -524,7 +524,7 @@ def test_fused_all_reduce_in_chunks_or_another_dtype(fork, monkeypatch, tail, pi
     np.testing.assert_allclose(np.asarray(g.get_value())[-tail:], combined[-tail:], rtol=1e-6 if times == 1 else 1e-3)
     assert abs(float(np.asarray(g.get_value())[-1]) / combined[-1] - 1) < 1e-6
     if times == 1 and dtype is None:
-        # The last part first: the piece that is waited for at once is of what is computed last.
+        # The last chunk first: it is computed last, and waited for at once.
         assert standing_in.calls == {100: [[5]], 2000: [[305]], 10**6: [1006]}[piece]
 
 
@@ -568,7 +568,7 @@ def test_chunk_all_reduce_starts_during_the_backward_pass(fork, monkeypatch):
         [equation for equation in needs(jaxpr, call.invars) if equation.primitive.name == "dot_general"]
         for call in calls
     ]
-    # Three of the forward pass; then each layer's gradient, and what flows on to the layer below.
+    # Three of the forward pass; then the gradients of each layer's weights and of its input.
     assert [len(each) for each in products] == [4, 6, 8]
     for call, before, behind in zip(calls, products, products[1:], strict=False):
         for product in behind[len(before) :]:
@@ -709,7 +709,7 @@ def test_error_in_all_reduce_is_raised_after_the_launch(fuse_pair, by_signal):
         def finish(self, *arguments):
             if not by_signal:
                 raise Alarm
-            signal.raise_signal(signal.SIGALRM)  # it could come before there is anything to catch what it raises
+            signal.raise_signal(signal.SIGALRM)  # a real timer could fire before the `with` that catches its error
             super().finish(*arguments)
 
     handler = signal.getsignal(signal.SIGALRM)
@@ -788,7 +788,7 @@ def test_training_step_of_one_rank_is_one_launch(fork, monkeypatch):
 
 @pytest.fixture
 def many_steps_a_launch(monkeypatch):
-    """Have many steps be one launch on CPU cores too, where they are none for the sake of convolutions' speed."""
+    """Fuse many steps into one launch on the CPU too, where the library does not, as convolutions would be slow."""
     monkeypatch.setattr(XlaEngine, "max_repeats", lambda self, combined=None: LOG_CAPACITY)
 
 
@@ -839,14 +839,14 @@ def test_steps_of_one_rank_are_one_launch(fork, monkeypatch, many_steps_a_launch
     losses = [train.steps(**arguments) for _ in range(70)]
     assert launches == [1] * 70
     launches.clear()
-    # A shorter one in between is a launch of its own, and what would need too much memory at once is cut.
+    # A shorter one in between is a launch of its own, and launches that would need too much memory are split.
     argument = "batches_s" if held else "batches"
     some = {**arguments, argument: [*batches[:2], [1], *batches[2:]]}
     losses.append(train.steps(**some))
     assert launches == [1, 1, 1]
     monkeypatch.setattr("synkhronos.training.train_function._MAX_LAUNCH_NBYTES", 2 * 2 * 4 * 8)
     losses.append(train.steps(**arguments))
-    assert launches == [1] * (4 if held else 5)  # what is held needs none
+    assert launches == [1] * (4 if held else 5)  # a held array needs none
     # A step on many bytes is a launch of its own.
     monkeypatch.setattr("synkhronos.training.train_function._LONG_STEP_NBYTES", 2 * 4 * 8)
     launches.clear()
@@ -947,7 +947,7 @@ def test_shared_variables_keep_their_dtype(fork, dtype):
     assert {synk.get_value(r, w).dtype for r in range(2)} == {np.dtype(dtype)}
 
 
-# -- what the user puts into containers ------------------------------------------------------------------------
+# -- containers given by the user ------------------------------------------------------------------------------
 
 COLLECTIVES = {
     "call": (lambda f, w: f(), [5, 5, 1, 1]),
@@ -1000,7 +1000,7 @@ def test_jax_and_host_functions_share_variables(fork):
 
 @pytest.fixture
 def started_xla():
-    """Have XLA started in this process."""
+    """Start XLA in this process."""
     import jax
 
     jax.devices()
@@ -1114,7 +1114,7 @@ def test_spawned_workers_profile_print_and_skip_atexit(tmp_path):
 
 
 class Sleep(Command):
-    """A command: the workers don't come back."""
+    """A command: the workers never return."""
 
     def run(self, rank):
         if not rank.is_master:
@@ -1243,5 +1243,5 @@ def test_in_place_updates_reuse_memory():
         array = JAX.empty((3,), np.dtype("float32"))
         at = JAX.get_pointer(array)
         written = JAX.refresh(array, is_there)
-        # What JAX has read of the old one it would not read again.
+        # JAX's cached host copy of the old array would not be updated.
         assert written is not array and JAX.get_pointer(written) == at

@@ -33,7 +33,7 @@ def assert_close(actual, expected):
     assert actual.dtype == np.asarray(expected).dtype
 
 
-# -- what is checked in each mode ------------------------------------------------------------------------------
+# -- checks of each mode ---------------------------------------------------------------------------------------
 
 
 def outputs_and_rows(mode):
@@ -179,7 +179,7 @@ if NAME == "pytensor":
 else:
     from theano.compile.mode import Mode
 
-#: The first is what the libraries use where nobody says otherwise: Numba for PyTensor, C for Theano.
+#: The first is the libraries' default: Numba for PyTensor, C for Theano.
 NAMES = {
     "pytensor": ["NUMBA", "an object", "FAST_COMPILE", "CVM"],
     "theano": ["Mode", "an object", "FAST_COMPILE", "FAST_RUN"],
@@ -261,7 +261,7 @@ MEETING = multiprocessing.Barrier(2)
 
 
 class Meet(importlib.import_module(f"{NAME}.{'gof' if NAME == 'theano' else 'graph'}.op").Op):
-    """Its argument, once both ranks have come here. Numba calls it as Python, and so keeps no function with it."""
+    """The identity, after a barrier of both ranks. Numba calls it in Python, and so caches no function with it."""
 
     __props__ = ()
 

@@ -9,7 +9,7 @@ pytensor = pytest.importorskip("pytensor", reason="the Op is PyTensor's")
 import pytensor.tensor as pt  # noqa: E402
 from hypothesis import given  # noqa: E402
 from hypothesis import strategies as st  # noqa: E402
-from library import XLA, few  # noqa: E402
+from library import XLA, limit_examples  # noqa: E402
 
 import synkhronos as synk  # noqa: E402
 from synkhronos.extensions.attention import dot_product_attention  # noqa: E402
@@ -35,7 +35,7 @@ def attend(query, key, value, allowed, scale, cotangent):
     return [np.moveaxis(x, 1, 2) for x in results]
 
 
-@few(6)
+@limit_examples(6)
 @given(
     st.tuples(*[st.integers(1, n) for n in (3, 7, 7, 3)], st.sampled_from([1, 5, 8, 16])),
     st.sampled_from([None, ("length", "keys"), ("rows", 1, 1, "keys"), ("rows", "heads", "length", "keys")]),

@@ -1,4 +1,4 @@
-"""Terms by rows: those of some rows are what the whole expression has there, or it is refused."""
+"""Terms by rows: the terms of some rows equal those of the whole expression, or an error is raised."""
 
 import re
 
@@ -107,7 +107,7 @@ def test_make_rowwise_folds_constants():
     made, rows = make_rowwise(terms, N)
     assert not any("Gammaln" in str(node.op) for node in pytensor.graph.traversal.applys_between([], [made]))
     np.testing.assert_allclose(sorted(map(np.sum, rows.values())), sorted([Y.sum(), gammaln(np.exp(Y) + 1).sum()]))
-    # What may get other values is not.
+    # A shared variable may change, so it is not folded.
     made, rows = make_rowwise(pt.exp(held).sum(axis=1) * a, N)
     assert list(rows.values()) == [held]
 

@@ -187,7 +187,7 @@ def test_new_store_and_its_errors(fork, model, drawn, tmp_path, monkeypatch):
     check_equal(lazy, xarray.open_zarr(store, group="log_likelihood", consolidated=False, chunks=None))
 
 
-def test_no_two_processes_write_to_one_chunk(fork, model, drawn, tmp_path, monkeypatch):
+def test_posterior_chunks_have_one_writer_each(fork, model, drawn, tmp_path, monkeypatch):
     """Blocks of all sizes, rows in several chunks."""
     zarr = pytest.importorskip("zarr", reason="the extra `pymc-zarr` is not installed")
     fork(3)

@@ -1,4 +1,4 @@
-"""PyMC models on all ranks: the model itself, in one process, is what they have to agree with."""
+"""PyMC models on all ranks; the model in one process is the oracle."""
 
 import _thread
 import copy
@@ -130,7 +130,7 @@ def list_nodes(variable):
     return list(pytensor.graph.traversal.applys_between([], [variable]))
 
 
-# -- what is split -----------------------------------------------------------------------------------------------
+# -- split variables ---------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("likelihood", LIKELIHOODS)
@@ -522,7 +522,7 @@ def test_data_changed_in_place_reach_the_ranks(two):
     assert len(set(map(float, seen))) == 3
 
 
-# -- what samplers do with it ------------------------------------------------------------------------------------
+# -- samplers ----------------------------------------------------------------------------------------------------
 
 
 def sample(model, **kwargs):
@@ -709,7 +709,7 @@ def test_death_interrupts_waiting_sampler_threads(fork):
         interrupted = time.monotonic()
         while len(seen) < 2:
             time.sleep(0.05)
-    # Only then does the sampler hear of it, which by then is being stopped.
+    # Only then is the sampler notified, while it is being stopped.
     assert interrupted < seen[0][0] and isinstance(seen[0][1], KeyboardInterrupt)
     assert isinstance(seen[1][1], RuntimeError) and "fork" in str(seen[1][1])
     messages = [str(one.message) for one in caught]

@@ -1,4 +1,4 @@
-"""Sums over rows as expressions: what PyTensor computes without ranks is what they have to be."""
+"""Sums over rows as expressions; PyTensor without ranks is the oracle."""
 
 import copy
 import os
@@ -115,7 +115,7 @@ def test_rows_sum_moves_other_terms_outside(two):
     heavy = pt.cumsum(w)
     total = sum_over_rows(x @ heavy, {x: X})
     assert total.owner.inputs == [heavy]
-    # What comes of single numbers is not sent: the numbers are.
+    # Results that depend on scalars alone are not sent; the scalars are.
     total = sum_over_rows(y * pt.exp(scale * 2 + pt.log(3.0)), {y: Y})
     assert total.owner.inputs == [scale]
 
@@ -141,7 +141,7 @@ def test_rows_sum_within_a_scan(two):
     np.testing.assert_allclose(function([a], states[-1])(5.0), Y.mean())
 
 
-# -- what is sent, and when --------------------------------------------------------------------------------------
+# -- messages ----------------------------------------------------------------------------------------------------
 
 
 def test_rows_sum_caches_value_and_gradient_of_a_point(simple, calls):
@@ -261,7 +261,7 @@ def test_rows_sum_notices_a_change_of_many_rows(two, calls):
     a = pt.dscalar("a")
     f = function([a], sum_over_rows(x.sum(axis=1) * a, {x: columns}))
     assert f(1.0) == f(1.0) == 600_000
-    assert calls == ["value"]  # what is unchanged is not computed again
+    assert calls == ["value"]  # unchanged inputs are not computed again
     columns.get_value(borrow=True)[:, 1] = 2
     assert f(1.0) == 900_000
 

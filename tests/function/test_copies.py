@@ -85,7 +85,7 @@ def test_function_of_a_deep_graph_is_picklable(fork):
     assert copy_by_pickle(f)(VALUE) == 1606
 
 
-def trained():
+def make_adam_function():
     x, y, w = T.dmatrix("x"), T.dvector("y"), shared(np.zeros(3), "w")
     loss = ((T.dot(x, w) - y) ** 2).mean()
     return make_train_function(loss, [w], x, y, adam, learning_rate=0.1), w
@@ -97,22 +97,22 @@ DATA = np.random.default_rng(0).normal(size=(7, 3)), np.arange(7.0)
 @pytest.mark.parametrize("duplicate", [deep, copy_by_pickle])
 def test_deep_copy_of_a_training_function_is_independent(fork, duplicate):
     fork(2)
-    train, w = trained()
+    train, w = make_adam_function()
     losses = [float(train(*DATA)) for _ in range(2)]
     other = duplicate(train)
     own = [float(train(*DATA)) for _ in range(3)]
     assert [float(other(*DATA)) for _ in range(3)] == own
-    again, _ = trained()
+    again, _ = make_adam_function()
     np.testing.assert_allclose([float(again(*DATA)) for _ in range(5)], losses + own, rtol=1e-12)
 
 
 def test_copy_of_a_training_function_shares_its_state(fork):
     fork(2)
-    train, _ = trained()
+    train, _ = make_adam_function()
     other = copy.copy(train)
     both = [float(f(*DATA)) for f in (train, other)]
     del train
     gc.collect()
     both.append(float(other(*DATA)))
-    again, _ = trained()
+    again, _ = make_adam_function()
     np.testing.assert_allclose([float(again(*DATA)) for _ in range(3)], both, rtol=1e-12)

@@ -7,7 +7,7 @@ import pytest
 from function_cases import RNG, CountFunctions, X, assert_close, select_rows
 from hypothesis import example, given
 from hypothesis import strategies as st
-from library import INTERPRETED, NAME, XLA, few, function, is_array, package, read, shared
+from library import INTERPRETED, NAME, XLA, function, is_array, limit_examples, package, read, shared
 from library import tensor as T
 from messages import raises
 
@@ -46,7 +46,7 @@ def batches(draw, length):
 
 @st.composite
 def calls(draw, most=60):
-    """A number of rows, a batch of them, a number of slices, and which inputs come as Data."""
+    """Draw a number of rows, a batch of them, a number of slices, and the inputs passed as Data."""
     length = draw(st.integers(0, 12) | st.integers(0, most) | st.sampled_from([0, 1, 299]))
     return (
         length,
@@ -100,7 +100,7 @@ def test_exact_ops_equal_the_serial_function(fork, n, prefix):
     b = np.array([[1.0, -2.0, 0.5]])
     every_x, every_y = RNG.normal(size=(300, 3)), RNG.integers(-9, 9, 300)
 
-    @few(30)
+    @limit_examples(30)
     @given(calls())
     @example((0, None, 1, (False, True, True)))
     @example((299, slice(None, None, -3), 3, (True, False, False)))
@@ -131,7 +131,7 @@ def test_scalar_outputs_are_reduced(fork, n):
     serial, mean = function([x], [v for v, _ in exact]), function([x], x.mean())
     every = RNG.normal(size=300)
 
-    @few(30)
+    @limit_examples(30)
     @given(calls())
     def check(call):
         length, batch, slices, _ = call

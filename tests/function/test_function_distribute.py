@@ -139,7 +139,7 @@ def test_unpicklable_graph_leaves_ranks_usable(fork, how):
     np.testing.assert_array_equal(g(np.arange(4.0)), np.arange(4.0))
 
 
-def test_one_rank_needs_no_pickle(fork):
+def test_distribute_to_one_rank_needs_no_pickle(fork):
     fork(1)
     x = T.dvector("x")
     f = synk.function([x], (Unpicklable("nothing")(x), "gather"), mode=INTERPRETED)

@@ -53,7 +53,7 @@ def test_function_error_lists_all_failed_ranks(fork):
     assert caught.value.rank in (1, 2)
     assert "perform" in caught.value.worker_traceback
     assert all("LookupError" in line for line in caught.value.failures.values())
-    # Nobody waits for anybody in a function without outputs that is compiled: both workers come to their error.
+    # A compiled function without outputs has no barrier: both workers reach their error.
     g = synk.function([x], updates=[(shared(0.0), FailOnWorkers("raise if 1")(x).sum())], mode=INTERPRETED)
     g(np.zeros(3))
     with pytest.raises(synk.WorkerError, match="Other ranks failed too") as caught:

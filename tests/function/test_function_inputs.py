@@ -53,7 +53,7 @@ def test_inputs_by_name(fork, difference):
         f(X, Y)
 
 
-def test_one_data_object_as_two_inputs(fork):
+def test_function_takes_a_data_object_twice(fork):
     fork(2)
     x, y = T.dvectors("x", "y")
     f = synk.function([x, y], (x * y, "sum"))
@@ -68,7 +68,7 @@ def test_minibatch_row_0_is_the_lowest_index(fork, difference, batch):
     low = select_rows(batch, 9).min()
     mini = synk.data(X[low:], minibatch=True)
     np.testing.assert_array_equal(f(mini, Y, 0, batch=batch), f(X, Y, 0, batch=batch))
-    # What comes as an array is whole, even beside a minibatch; and all of them may be minibatches.
+    # An array is passed whole, even beside a minibatch; and all inputs may be minibatches.
     both = f(mini, synk.data(Y[low:], minibatch=True), 0, batch=batch)
     np.testing.assert_array_equal(both, f(X, Y, 0, batch=batch))
 

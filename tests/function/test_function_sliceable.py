@@ -5,7 +5,7 @@ import pytest
 from function_cases import RNG, X, assert_close, select_rows
 from hypothesis import example, given
 from hypothesis import strategies as st
-from library import NAME, few, function, shared
+from library import NAME, function, limit_examples, shared
 from library import tensor as T
 from messages import raises
 
@@ -112,7 +112,7 @@ def test_batch_s_selects_rows_of_each_rank(fork, n):
     synk.scatter([s, t], [value, numbers])
     split = np.array_split(np.arange(14), n)
 
-    @few(40)
+    @limit_examples(40)
     @given(choices([len(part) for part in split]), st.sampled_from([1, 1, 2, 5]))
     @example(slice(0, 3), 2)
     @example([0, 1, -1], 2)

@@ -5,7 +5,7 @@ import pytest
 from function_cases import X, Y, assert_close
 from hypothesis import given
 from hypothesis import strategies as st
-from library import few, function, grad, shared
+from library import function, grad, limit_examples, shared
 from library import tensor as T
 from messages import raises
 
@@ -136,7 +136,7 @@ def test_updates_accumulate_over_num_slices(fork, n, prefix):
         updates=[(ws[op], expressions[op], spelled[op]) for op in UPDATE_OPS],
     )
 
-    @few(20)
+    @limit_examples(20)
     @given(st.integers(1, 20), st.integers(1, 6))
     def check(length, slices):
         for w in ws.values():

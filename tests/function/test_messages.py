@@ -180,7 +180,7 @@ def fork_with_gpus(count, lacking=(), cuda=False, **kwargs):
 
 
 def call_in_forked_copy(action):
-    """Have a process that the user forked do something, and raise here what it raised there."""
+    """Call a function in a process that the user has forked, and raise its error here."""
 
     def provoke():
         synk.fork(2, use_gpu=False)
@@ -322,7 +322,7 @@ def test_wrong_call_messages(name, monkeypatch):
 
 def test_message_when_all_ranks_raise():
     try:
-        # Those that have not come as far leave the command, and the master may be one of them.
+        # Ranks that have not reached the step leave the command, perhaps also the master.
         with pytest.raises((ArithmeticError, synk.WorkerError), match="the sum is odd"):
             do("raise", (0, 1, 2))
     finally:

@@ -112,7 +112,7 @@ def test_random_stream_shared_by_functions(fork, kind):
     draws, updates = stream(kind)
     f = synk.function([], (draws, "gather"), updates=updates)
     a = f()
-    g = synk.function([], (draws * 1, "gather"), updates=updates)  # made later, when the stream is under way
+    g = synk.function([], (draws * 1, "gather"), updates=updates)  # made later, when the stream has been used
     b, c = g(), f()
     values = np.array([a, b, c])
     assert len(np.unique(values)) == values.size
@@ -147,7 +147,7 @@ def test_dropout_masks_differ_between_ranks_calls_and_slices(fork, kind):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_no_random_number_repeats_after_uneven_draws(fork, kind):
+def test_random_numbers_do_not_repeat_after_uneven_draws(fork, kind):
     # With two rows the third rank, the master, has none: it draws nothing, and its stream says nothing of the others'.
     x = T.dvector("x")
     values = []
@@ -161,7 +161,7 @@ def test_no_random_number_repeats_after_uneven_draws(fork, kind):
     values += [f(np.ones(2)) for _ in range(2)]
     values = np.concatenate(values)
     assert len(np.unique(values)) >= values.size - 1
-    # What the master drew, in two ranks where it had a row, is what the serial program would.
+    # With two ranks and a row on the master, its draws equal those of the serial program.
     draws, updates = stream(kind)
     serial = function([], draws, updates=updates)
     np.testing.assert_array_equal([serial(), serial()], values[-4 * K :].reshape(2, 2, K)[:, 1])
@@ -243,7 +243,7 @@ def test_seed_sets_generators_of_all_ranks(fork, kind):
     synk.broadcast([w, generator], [[1.0, 2.0], get_initial_generator(kind, 8)])
     np.testing.assert_array_equal(again(), first)
     np.testing.assert_array_equal(synk.gather([generator, w])[1], [[1, 2]] * 3)
-    # Or from what the user has put into the master's variable.
+    # Or from the value that the user has set in the master's variable.
     generator.set_value(get_initial_generator(kind, 8))
     synk.broadcast(generator)
     np.testing.assert_array_equal(again(), first)
@@ -291,7 +291,7 @@ if NAME == "pytensor":
         np.testing.assert_array_equal(synk.function([], (T.ones(1), "gather"))(), [1, 1])
 
     @numpys_numbers
-    def test_one_rank_needs_no_generator_jumps(fork):
+    def test_random_on_one_rank_needs_no_generator_jumps(fork):
         fork(1)
         draws, updates = stream("SFC64")
         serial_draws, serial_updates = stream("SFC64")

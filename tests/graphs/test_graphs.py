@@ -21,7 +21,7 @@ LIBRARY = library_of(T.dscalar())
 
 
 class Half:
-    """A key in whose middle another rank reads what is there of the file."""
+    """A key that reads the file of keys while it is being pickled, as another rank may."""
 
     def __init__(self, path):
         self.path = path
@@ -281,7 +281,7 @@ class Keys(Command):
 
 
 class Describe(Command):
-    """A command: of each key, what each rank has under it."""
+    """A command: collect the value of each key on each rank."""
 
     def __init__(self, keys):
         self.keys = keys

@@ -42,7 +42,7 @@ class Scale(Op):
 
 @pytest.fixture
 def write(tmp_path, monkeypatch):
-    """Give what writes a module of the user's, with another name in each test."""
+    """Return a function that writes a module of the user, with another name in each test."""
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.setattr(sys, "dont_write_bytecode", True)
     name = f"users_ops_{abs(hash(str(tmp_path)))}"

@@ -327,7 +327,7 @@ def test_hosts_from_environment_and_allocations(monkeypatch, tmp_path):
     assert parse_hosts(None) == parse_hosts([]) == []
     monkeypatch.setenv("SYNKHRONOS_HOSTS", "a, b:3")
     assert parse_hosts(None) == [("a", None), ("b", 3)]
-    # What scontrol of Slurm 22.05 makes of such a list.
+    # The output of scontrol of Slurm 22.05.
     scontrol = tmp_path / "scontrol"
     scontrol.write_text('#!/bin/sh\n[ "$*" = "show hostnames a[08-10,7],login1,r[1-2]n[1,3]" ] && printf %s "$NAMES"\n')
     scontrol.chmod(0o700)
@@ -362,7 +362,7 @@ def test_mpirun_in_a_slurm_step_uses_the_jobs_allocation(monkeypatch):
         "SLURM_OVERLAP": "1",
     }
     assert mpirun.make_mpirun_environment(False) == {**expected, "SLURM_STEP_ID": "0", **of_user, **of_job}
-    assert mpirun.make_mpirun_environment(True) == os.environ  # what this host's agent finds the others by
+    assert mpirun.make_mpirun_environment(True) == os.environ  # by which this host's agent finds the others
 
 
 ROWS = st.one_of(

@@ -1,6 +1,6 @@
-"""Every way in which a host, an agent or a rank elsewhere can be lost: what the master gets, how soon, what is left.
+"""Losses of a host, an agent or a remote rank: the error that the master raises, its delay, and leaks.
 
-The tests share one set of hosts, on which the program of `hosts.hurt` forks anew for each.
+The tests share one set of hosts, on which the program of `hosts.fault_target` forks anew for each.
 """
 
 import os
@@ -61,14 +61,14 @@ def hosts():
 
 
 def fork(hosts, tree, **settings):
-    """Fork, and return who is who."""
+    """Fork; return the process ids."""
     told = tree.fork(["a:2", f"{hosts.other}:1"], **settings)
     assert told.get("value") == 3, told
     return tree.know()
 
 
 def move_ranks_to(tree, place, action="hold", on=None):
-    """Have ranks come to a place."""
+    """Order ranks to a place, and wait until they have reached it."""
     on = on or HOLDING[place]
     tree.order("part", place=place, on=on, action=action)
     for _ in on:
@@ -82,7 +82,7 @@ def check_works(tree):
 
 
 def check_error(told, moment, limit=PROMPT, error="WorkerError", rank=None, words=()):
-    """Check what came of a fault, and how soon; the report of a run prints it."""
+    """Check the outcome of a fault and its delay, which the report of a run prints."""
     print(f"{told['ended'] - moment:.2f} s: {told.get('error')}: {told.get('message', '').splitlines()[:1]}")
     assert told.get("error") == error, told
     for word in words:
@@ -100,7 +100,7 @@ def test_exceptions_and_interrupts_on_hosts(hosts):
         for place in PLACES[1:]:
             moment = time.monotonic()
             move_ranks_to(tree, place, "raise", on=[2])
-            words = [f"rank 2 on host {hosts.other} raised KeyError", "a fault", "hurt.py"]
+            words = [f"rank 2 on host {hosts.other} raised KeyError", "a fault", "fault_target.py"]
             check_error(tree.wait("outcome"), moment, rank=2, words=words)
         moment = time.monotonic()
         move_ranks_to(tree, "computing", "raise", on=[0])
@@ -115,7 +115,7 @@ def test_exceptions_and_interrupts_on_hosts(hosts):
         told = tree.do("work")
         assert told.get("value") is True, told
         tree.do("close")
-        tree.nothing_left()
+        tree.check_no_leaks()
 
 
 # -- something is lost -------------------------------------------------------------------------------------------
@@ -147,7 +147,7 @@ def test_killed_process_on_a_host_is_named(hosts, who, place):
             told = tree.do("part", place="step", on=[], action="")  # it was done before the loss was known
         words = [word.replace("HOST", hosts.other) for word in [*words, "synkhronos.fork()"]]
         check_error(told, moment, rank=rank, words=words)
-        tree.nothing_left()
+        tree.check_no_leaks()
 
 
 def test_death_of_a_lock_holder_with_a_remote_waiter(hosts):
@@ -158,7 +158,7 @@ def test_death_of_a_lock_holder_with_a_remote_waiter(hosts):
         moment = time.monotonic()
         os.kill(pids[1], signal.SIGKILL)
         check_error(tree.wait("outcome"), moment, rank=1, words=["rank 1 on host a", "SIGKILL"])
-        tree.nothing_left()
+        tree.check_no_leaks()
 
 
 @needs_namespaces
@@ -187,7 +187,7 @@ def test_lost_host_is_named(hosts, fault, place):
             hosts.is_dead()
         elif fault == "freeze":
             tree.inject_fault("thaw", hosts.other)
-        tree.nothing_left(SILENCE + 2)
+        tree.check_no_leaks(SILENCE + 2)
         if fault == "unplug":
             tree.inject_fault("plug", hosts.other)
 
@@ -203,14 +203,14 @@ def test_full_memory_on_a_host(hosts):
         full, moment = tree.fill(hosts.other), time.monotonic()
         check_error(tree.fork(["a:2", f"{hosts.other}:1"]), moment, 10, rank=2, words=words)
         full.unlink()
-        tree.nothing_left()
+        tree.check_no_leaks()
         fork(hosts, tree)
         full, moment = tree.fill("a"), time.monotonic()
         check_error(tree.do("share", nbytes=1 << 23), moment, error="MemoryError", words=["/dev/shm"])
         check_works(tree)
         tree.do("close")
         full.unlink()
-        tree.nothing_left()
+        tree.check_no_leaks()
 
 
 # -- the start fails -------------------------------------------------------------------------------------------
@@ -232,7 +232,7 @@ def test_hosts_with_different_packages_are_refused(hosts, tmp_path, package, fil
         moment = time.monotonic()
         told = tree.fork(["a:1", f"{hosts.other}:1"])
         check_error(told, moment, 10, "RuntimeError", words=[word.replace("HOST", hosts.other) for word in words])
-        tree.nothing_left(but="mpich_shm")  # MPICH leaves one where it is ended within its start
+        tree.check_no_leaks(but="mpich_shm")  # MPICH leaves one where it is ended within its start
         tree.put_back(hosts.other, file)
         fork(hosts, tree)
         tree.do("close")
@@ -248,7 +248,7 @@ def test_wrong_hosts_are_named(hosts, named, words):
         named = [hosts.other if name == "OTHER" else name for name in named]
         moment = time.monotonic()
         check_error(tree.fork(named), moment, 10, "RuntimeError", words=[", ".join(named), *words])
-        tree.nothing_left(but="mpich_shm")  # MPICH leaves one where it is ended within its start
+        tree.check_no_leaks(but="mpich_shm")  # MPICH leaves one where it is ended within its start
         fork(hosts, tree)
         tree.do("close")
 
@@ -265,13 +265,13 @@ def test_killed_agent_leaves_no_shared_memory(hosts):
 
 
 @pytest.mark.parametrize("place", PLACES)
-def test_nothing_outlives_the_master(hosts, place):
+def test_master_death_ends_all_processes(hosts, place):
     with hosts as tree:
         fork(hosts, tree)
         move_ranks_to(tree, place)
         os.kill(tree.pid, signal.SIGKILL)
         tree.wait_until_started()
-        tree.nothing_left(is_fresh=True)
+        tree.check_no_leaks(is_fresh=True)
 
 
 def test_exit_of_the_master_ends_hosts(hosts):
@@ -279,7 +279,7 @@ def test_exit_of_the_master_ends_hosts(hosts):
         fork(hosts, tree)
         tree.order("exit")
         tree.wait_until_started()
-        tree.nothing_left(is_fresh=True)
+        tree.check_no_leaks(is_fresh=True)
         fork(hosts, tree)
         tree.order("close_in_handler")
         tree.wait("inside")
@@ -287,7 +287,7 @@ def test_exit_of_the_master_ends_hosts(hosts):
         os.kill(tree.pid, signal.SIGUSR1)
         tree.release()
         check_error(tree.wait("outcome"), moment, 2 * PROMPT, "RuntimeError", words=["closed"])
-        tree.nothing_left()
+        tree.check_no_leaks()
 
 
 # -- at rest ---------------------------------------------------------------------------------------------------
@@ -306,7 +306,7 @@ def test_idle_hosts_use_no_cores(hosts):
         print([f"{each:.1%}" for each in used])
         assert max(used) <= 0.05, used
         tree.do("close")
-        tree.nothing_left()
+        tree.check_no_leaks()
 
 
 def read_cpu_seconds(pid):

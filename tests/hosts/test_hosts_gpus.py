@@ -74,7 +74,7 @@ def test_fork_on_hosts_refuses_more_ranks_than_gpus():
 
 
 def train(hosts, folder, *arguments, status=0, **variables):
-    """Train a class in a session, and return what it prints."""
+    """Train a class in a session; return its output."""
     model = ["--set", "model='launch_models/mlp.py:MLP'", "--folder", folder, "--set=epochs=2"]
     command, environment = words(hosts, "-m", "synkhronos", "train", *model, *arguments, gpus=True)
     environment |= variables
@@ -92,7 +92,7 @@ def test_launcher_session_on_hosts_with_gpus(tmp_path, rule):
     assert said[0].startswith("ranks on hosts a:1, b:1; ")
     for rank, where in enumerate(["on cuda0", "on cuda0 of host "]):
         assert where in (tmp_path / "hosts" / f"rank-{rank}.log").read_text().splitlines()[0]
-    if rule.endswith("'BSP'"):  # under the other the ranks exchange as they come
+    if rule.endswith("'BSP'"):  # under the other rule the order of exchanges varies
         of_one = train(["a:2"], tmp_path / "one", rule)
         assert of_one[0].startswith("2 ranks on cuda0, cuda1; ")
         one, other = (np.load(tmp_path / each / "params.npz") for each in ("one", "hosts"))

@@ -40,7 +40,7 @@ def test_binding_places_ranks_near_their_gpus(tmp_path):
 
 @pytest.mark.any_library
 def test_binding_follows_cudas_gpu_order(tmp_path, monkeypatch):
-    # On the bus the slow one comes first; CUDA begins with the fast one.
+    # On the bus the slow one is first; CUDA lists the fast one first.
     names = {"GPU-slow": "0000:1b:00.0", "GPU-fast": "0000:9d:00.0"}
     for address, cores in zip(names.values(), ("0-3", "4-7"), strict=True):
         (tmp_path / address).mkdir()

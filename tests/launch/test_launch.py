@@ -31,7 +31,7 @@ def test_launch_trains_a_theano_mpi_class(tmp_path, rule):
     assert reports[-1]["validation"]["error"] < 0.1 < reports[0]["loss"]
     assert reports[-1]["batch"] == "2 x 10" and reports[-1]["steps"] == 18
     one, other = read_traces(tmp_path)
-    assert one["own"] != other["own"]  # what each instance had made of its parameters
+    assert one["own"] != other["own"]  # the initial parameters of each instance
     assert one["trace"][0][2] == other["trace"][0][2] == one["own"]  # and what they begin with
     assert one["random"] != other["random"]
     for epoch in range(3):  # shards of one order

@@ -23,7 +23,7 @@ def test_first_failure_is_printed_last(tmp_path):
     done = train(tmp_path, "FailsOnOne", status=1)
     said = done.stderr.rstrip().splitlines()
     assert said[-1] == "ValueError: the third batch is damaged" and said[0] == "rank 1:"
-    assert "others.py" in done.stderr and "train_iter" in done.stderr
+    assert "mlp_variants.py" in done.stderr and "train_iter" in done.stderr
     assert (tmp_path / "failure.txt").read_text().strip() == done.stderr.strip()
     assert json.loads((tmp_path / "run.json").read_text())["status"] == 1
 
@@ -64,7 +64,7 @@ OUTPUT = {"closed": 'exec "$@" >&-', "all closed": 'exec "$@" <&- >&- 2>&-', "fu
 @pytest.mark.parametrize("console", [*OUTPUT, "of another encoding"])
 @pytest.mark.slow
 def test_broken_console_does_not_stop_a_run(tmp_path, console):
-    sets = ["--set", "model='launch_models/others.py:Speaks'", "--set=epochs=1", "--set=every=9"]
+    sets = ["--set", "model='launch_models/mlp_variants.py:Speaks'", "--set=epochs=1", "--set=every=9"]
     words = command("train", "--devices=cpu", "--folder", tmp_path / "run", *sets)
     if console in OUTPUT:
         words = ["sh", "-c", OUTPUT[console], "sh", *words]
@@ -82,11 +82,11 @@ def test_broken_console_does_not_stop_a_run(tmp_path, console):
 @pytest.mark.parametrize("console", ["all closed", "full"])
 @pytest.mark.slow
 def test_broken_console_does_not_stop_a_script(tmp_path, console):
-    settings = {"modelfile": "launch_models.others", "modelclass": "Speaks", "devices": "cpu", "epochs": 1}
+    settings = {"modelfile": "launch_models.mlp_variants", "modelclass": "Speaks", "devices": "cpu", "epochs": 1}
     code = f"from synkhronos.rules import BSP; r = BSP(); print(3); r.init(**{settings | {'folder': str(tmp_path)}!r}); r.wait()"
     words = ["sh", "-c", OUTPUT[console], "sh", sys.executable, "-c", f"{code}; import os; os._exit(5)"]
     done = subprocess.run(words, cwd=SUPPORT, env=ENVIRONMENT | {"PYTHONUNBUFFERED": ""}, timeout=LIMIT)
-    assert done.returncode == 5  # without a flush of what was printed
+    assert done.returncode == 5  # without a flush of its output
     assert json.loads((tmp_path / "run.json").read_text())["status"] == 0
     assert (tmp_path / "rank-0.log").read_text("utf-8").startswith("process ")
 

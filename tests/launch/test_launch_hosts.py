@@ -89,7 +89,7 @@ def test_resume_on_hosts_without_a_shared_folder(tmp_path, rule):
     done = subprocess.run(command, env=environment, cwd=SUPPORT, capture_output=True, text=True, timeout=200)
     assert done.returncode == 0, done.stdout + done.stderr
     assert [line["epoch"] for line in lines(tmp_path / "run", "reports")] == [1, 2, 3]
-    if rule == "BSP":  # under the other the ranks exchange as they come
+    if rule == "BSP":  # under the other rule the order of exchanges varies
         train(tmp_path / "one", "MLP", "--devices=cpu", "--ranks=3", epochs=3, rule=f"'{rule}'")
         one, other = (np.load(tmp_path / each / "params.npz") for each in ("one", "run"))
         assert all(np.array_equal(one[name], other[name]) for name in one)
@@ -98,7 +98,7 @@ def test_resume_on_hosts_without_a_shared_folder(tmp_path, rule):
 @pytest.mark.hosts
 @pytest.mark.any_library
 def test_first_failure_of_another_host_is_printed_last(tmp_path):
-    said, errors = wait_for_end(start_run(["a:1", "b:1"], tmp_path, "others.py:FailsOnOne"), 1)
+    said, errors = wait_for_end(start_run(["a:1", "b:1"], tmp_path, "mlp_variants.py:FailsOnOne"), 1)
     errors = errors.rstrip().splitlines()
     assert errors[-1] == "ValueError: the third batch is damaged" and errors[0] == "rank 1 on host b:"
     assert "[rank 1] process" in said
@@ -111,7 +111,7 @@ def test_first_failure_of_another_host_is_printed_last(tmp_path):
 def test_restart_on_two_hosts(tmp_path, victim):
     pytest.importorskip("safetensors")
     config = {"config.marks": f"'{tmp_path}'", "config.victim": victim, "config.epochs": "[1]"}
-    run = start_run(["a:1", "b:1"], tmp_path / "run", "others.py:DiesOnce", checkpoint=1, restarts=1, **config)
+    run = start_run(["a:1", "b:1"], tmp_path / "run", "mlp_variants.py:DiesOnce", checkpoint=1, restarts=1, **config)
     _, errors = wait_for_end(run, 0)
     assert "restart 1 of 1 from " in errors and "rows-000000000009" in errors
     assert [line["epoch"] for line in lines(tmp_path / "run", "reports")] == [1, 2]
@@ -127,7 +127,7 @@ def test_on_death_continue_on_two_hosts(tmp_path, has_lost_host):
     pytest.importorskip("safetensors")
     config = {"config.marks": f"'{tmp_path}'", "config.victim": 1, "config.epochs": "[1]"}
     config["config.parent"] = str(has_lost_host).lower()
-    run = start_run(["a:1", "b:1"], tmp_path / "run", "others.py:DiesOnce", on_death="continue", **config)
+    run = start_run(["a:1", "b:1"], tmp_path / "run", "mlp_variants.py:DiesOnce", on_death="continue", **config)
     _, errors = wait_for_end(run, 0)
     assert "death 1 of at most 100: from the copy " in errors
     train(tmp_path / "one", "MLP", "--devices=cpu", "--ranks=2", epochs=2)
@@ -157,8 +157,8 @@ KINDS = {
 @pytest.mark.skipif(not are_simulated(), reason="no namespaces here, which tell the agents apart")
 @pytest.mark.parametrize("who", [*KINDS, "agent of another host", "Ctrl-C", "all, by a scheduler"])
 def test_kill_of_any_process_on_hosts_leaves_nothing(tmp_path, who):
-    # All are noticed in the middle of a step, but what passes lines on: with the next record.
-    model = "mlp.py:MLP" if who in ("what passes lines on", "all, by a scheduler") else "others.py:Stuck"
+    # All are detected in the middle of a step, except the process that forwards lines: with the next record.
+    model = "mlp.py:MLP" if who in ("what passes lines on", "all, by a scheduler") else "mlp_variants.py:Stuck"
     sets = ["--set=every=1", "--set=epochs=100000", "--set", f"model='launch_models/{model}'"]
     sets += ["--set=checkpoint=1"] if who == "all, by a scheduler" else []
     train = ["-m", "synkhronos", "train", "--hosts", "a:1,b:1", "--folder", tmp_path / "run", *sets]
@@ -196,7 +196,7 @@ def test_kill_of_any_process_on_hosts_leaves_nothing(tmp_path, who):
         else:
             os.kill(found[who][0], signal.SIGINT if who == "Ctrl-C" else signal.SIGKILL)
         began = time.monotonic()
-        # The status is printed last, behind what the ranks print.  A file with a buffer can't be polled.
+        # The status is printed last, after the output of the ranks.  A file with a buffer can't be polled.
         timer = threading.Timer(LIMIT, host.kill)
         timer.start()
         status = next(line for line in host.stdout if line.strip().lstrip("-").isdecimal())

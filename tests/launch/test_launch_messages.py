@@ -1,6 +1,6 @@
-"""Every message of `check` and of the launcher, and what brings it about.
+"""Messages of `check` and of the launcher.
 
-Each entry has what is typed, the exit status, and a part of what is said.
+Each entry has a command line, its exit status, and a part of its message.
 """
 
 import dataclasses
@@ -34,7 +34,7 @@ SETTINGS = {
     "no colon": ({"model": "mlp.py"}, "model"),
     "no such file": ({"model": "launch_models/none.py:MLP"}, "modelfile"),
     "no such module": ({"model": "launch_models.none:MLP"}, "modelfile"),
-    "no such class": ({"model": "launch_models/others.py:Nobody"}, "modelclass"),
+    "no such class": ({"model": "launch_models/mlp_variants.py:Nobody"}, "modelclass"),
     "no Python": ({"model": "{broken}:MLP"}, "modelfile"),
     "devices, a number": ({"devices": 2}, "devices"),
     "devices, none": ({"devices": []}, "devices"),
@@ -109,7 +109,7 @@ FILES = {
     "a strategy": ("a.cfg", "EXCH_STRATEGY=pigeon"),
 }
 
-#: Classes, and what `check` says.
+#: Classes, and the message of `check`.
 CLASSES = {
     "NoMethods": r"NoMethods lacks:\n  method compile_iter_fns\(\): compiles its functions\n  method train_iter\(\): .*\n  method val_iter\(\): .*\n  method adjust_hyperp\(\): .*\n  method cleanup\(\)",
     "NoParams": r"NoParams lacks:\n  attribute params: expected a list of shared variables, got None",
@@ -122,9 +122,9 @@ CLASSES = {
     "Silent": r"Silent: train_iter\(\) has not called recorder.train_error\(count, cost, error\).*\nSilent: train_iter\(\) changes none of params\nSilent: val_iter\(\) has not called recorder.val_error",
     "Diverges": r"Diverges: the cost is nan after 3 iterations",
     "NoEpochs": r"NoEpochs: it has no n_epochs: give --set epochs=N",
-    "a_number": r"a_number fails when its module is imported: ContractError: modelclass: 'a_number' of launch_models.others: expected a class, got 3",
+    "a_number": r"a_number fails when its module is imported: ContractError: modelclass: 'a_number' of launch_models.mlp_variants: expected a class, got 3",
 }  # fmt: skip
-#: One of each kind is also run; and what shows on all ranks alone.
+#: One of each kind is also run, as are the errors that only a run on all ranks can find.
 RUN = {
     "NoMethods": ({}, CLASSES["NoMethods"]),
     "StrangeParams": ({}, CLASSES["StrangeParams"]),
@@ -260,7 +260,7 @@ def checked():
 from synkhronos.launch.check import check
 for name in {list(CLASSES)}:
     print("-- case", name)
-    print("-- status", check(f"launch_models/others.py:{{name}}"))
+    print("-- status", check(f"launch_models/mlp_variants.py:{{name}}"))
 """
     return run_cases(code)
 
@@ -272,8 +272,8 @@ def test_check_names_missing_parts_of_a_class(checked, name):
 
 
 def test_check_of_classes():
-    run("check", "launch_models/others.py:NoData", status=1, cwd=SUPPORT)
-    run("check", "launch_models/others.py:NoEpochs", "--set", "epochs=2", cwd=SUPPORT)  # as it says itself
+    run("check", "launch_models/mlp_variants.py:NoData", status=1, cwd=SUPPORT)
+    run("check", "launch_models/mlp_variants.py:NoEpochs", "--set", "epochs=2", cwd=SUPPORT)  # as it says itself
     said = run("check", "launch_models.mlp:MLP", cwd=SUPPORT).stdout
     assert re.search(r"^epoch 1, iteration 3, .*; [\d,]+ rows/s\n", said)
     assert said.endswith("MLP: no problem found, on one rank and on two\n")
@@ -315,7 +315,7 @@ def test_init_takes_defaults_from_the_environment(monkeypatch, tmp_path):
         rules.BSP().init(["cpu"], folder=str(tmp_path / "run"))
 
 
-# -- what comes before what ----------------------------------------------------------------------------------
+# -- precedence of settings ----------------------------------------------------------------------------------
 
 
 def test_command_line_precedes_environment_and_file(tmp_path, monkeypatch):
@@ -323,7 +323,7 @@ def test_command_line_precedes_environment_and_file(tmp_path, monkeypatch):
     (tmp_path / "session.toml").write_text(
         textwrap.dedent("""
         rule = "EASGD"
-        model = "launch_models/others.py:Other"
+        model = "launch_models/mlp_variants.py:Other"
         devices = ["cpu", "cpu", "cpu"]
         epochs = 7
         seed = 5

@@ -81,7 +81,7 @@ def test_restart_of_a_resumed_run(tmp_path):
 
 @pytest.mark.faults
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_no_restart_after_a_signal(tmp_path, number):
+def test_restart_is_skipped_after_a_signal(tmp_path, number):
     pytest.importorskip("safetensors")
     with start_checkpointed_run(tmp_path, False, checkpoint=1, restarts=3) as process:
         wait_until_training(tmp_path, process)

@@ -14,7 +14,7 @@ import pytest
 from launch_interrupts import LIMIT, ShellSupervisor, start_checkpointed_run, wait_until_training
 from launch_runs import ENVIRONMENT, command
 from paths import SUPPORT
-from system import list_children, lives, names, names_left
+from system import find_leaked_names, list_children, list_shared_names, lives
 
 from synkhronos.launch import supervisor
 from synkhronos.launch.settings import Settings
@@ -40,7 +40,8 @@ def test_ignored_signal_stays_ignored(tmp_path):
         signal.signal(signal.SIGHUP, before)
 
 
-#: Passes a signal on to the supervisor twice, as a scheduler's that is sent to all, and ends as a master does behind it.
+#: A master that sends SIGTERM to the supervisor twice, as a scheduler does, and exits with 143 after it has written a
+#: checkpoint.
 SAVES = """
 trap 'mkdir -p {folder}/checkpoints/rows-000000000007; exit 143' TERM
 kill -TERM {pid}; kill -TERM {pid}
@@ -105,7 +106,7 @@ def test_repeated_interrupts_while_ranks_end(tmp_path, monkeypatch):
     kill, killers = os.killpg, []
 
     def killed(pid, number):
-        """Memory that is given back takes its time."""
+        """Allocate memory whose release takes long."""
         if not killers:
             killers.append(threading.Timer(1.0, kill, (pid, number)))
             killers[0].start()
@@ -149,9 +150,9 @@ def list_process_tree(pid):
     ],
 )
 def test_kill_of_any_process_leaves_nothing(tmp_path, who, script):
-    before = names()
+    before = list_shared_names()
     folder = tmp_path / "run"
-    model = {"modelfile": "launch_models.others", "modelclass": "Stuck"}
+    model = {"modelfile": "launch_models.mlp_variants", "modelclass": "Stuck"}
     if script:
         settings = {**model, "devices": ["cpu", "cpu"], "folder": str(folder), "every": 1, "epochs": 1000}
         code = f"from synkhronos.rules import EASGD\nrule = EASGD()\nrule.init(**{settings!r})\nrule.wait()"
@@ -184,7 +185,7 @@ def test_kill_of_any_process_leaves_nothing(tmp_path, who, script):
         while any(lives(pid) for pid in everyone):
             assert time.monotonic() < deadline, [pid for pid in everyone if lives(pid)]
             time.sleep(0.05)
-        assert not names_left(before)
+        assert not find_leaked_names(before)
     finally:
         process.kill()
         process.wait()

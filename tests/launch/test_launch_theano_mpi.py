@@ -18,7 +18,13 @@ from synkhronos.launch.model_recorder import ModelRecorder
 
 def train(folder, name, *arguments, status=0, ranks=2, **settings):
     sets = [f"--set={key.replace('__', '.')}={value}" for key, value in settings.items()]
-    where = [f"--set=model='launch_models/parts.py:{name}'", "--folder", folder, "--devices=cpu", f"--ranks={ranks}"]
+    where = [
+        f"--set=model='launch_models/theano_mpi.py:{name}'",
+        "--folder",
+        folder,
+        "--devices=cpu",
+        f"--ranks={ranks}",
+    ]
     return run("train", *where, *sets, *arguments, status=status, cwd=SUPPORT)
 
 
@@ -50,7 +56,7 @@ def compute_rate(epoch, size):
 
 
 def train_delayed(size, epochs, late=1, warmup=True):
-    """Train one process by batches that are so many times as large; each update comes one iteration late."""
+    """Train one process by batches that are larger by a factor; each update is applied one iteration late."""
     w, velocity, pending = np.zeros(4), np.zeros(4), []
     for epoch, parts in iterate_batches(size, epochs):
         lr = compute_rate(epoch, size if warmup else 1)
@@ -96,7 +102,7 @@ def test_cdd_in_16_bits(tmp_path):
 
 
 @pytest.mark.any_library
-def test_no_warmup_if_the_class_scales_its_learning_rate(tmp_path):
+def test_warmup_is_skipped_if_the_class_scales_its_learning_rate(tmp_path):
     train(tmp_path, "Regression", scale_lr="true")
     assert [report["learning_rate"] for report in lines(tmp_path, "reports")] == pytest.approx([2 * RATE] * 2)
 
@@ -165,7 +171,7 @@ def test_class_methods_are_called_in_order(tmp_path, rule):
 @pytest.mark.slow
 def test_asynchronous_rules_exchange_after_whole_batches(tmp_path):
     (tmp_path / "counted.py").write_text(
-        "from launch_models.parts import Called\n"
+        "from launch_models.theano_mpi import Called\n"
         "from synkhronos.rules import EASGD\n"
         "def exchange(self, worker, state, exchange=EASGD.exchange):\n"
         "    print('exchange', len([c for c in calls() if c[0] == 'train_iter']))\n"
@@ -256,9 +262,9 @@ def test_check_runs_a_theano_mpi_class(tmp_path):
 from synkhronos.launch.check import check
 for name in ("Regression", "Whole", "Called", "Idle", "Alike", "AlikeInParts", "OneList"):
     print("-- class", name)
-    print("-- status", check(f"launch_models/parts.py:{{name}}", {{"config": {{"trace": {str(tmp_path)!r}}}}}))
+    print("-- status", check(f"launch_models/theano_mpi.py:{{name}}", {{"config": {{"trace": {str(tmp_path)!r}}}}}))
 print("-- class EASGD")
-print("-- status", check("launch_models/parts.py:Regression", {{"rule": "EASGD"}}))
+print("-- status", check("launch_models/theano_mpi.py:Regression", {{"rule": "EASGD"}}))
 """
     done = subprocess.run([sys.executable, "-c", code], cwd=SUPPORT, env=ENVIRONMENT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

@@ -1,4 +1,4 @@
-"""Loaders: which rows come in which order, and what is in them, for any number of ranks and loaders."""
+"""Loaders: the order and content of rows, for any number of ranks and loaders."""
 
 import contextlib
 import os
@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from library import few
+from library import limit_examples
 from loading_sources import Damaged, Deep, Endless, Numbers, Slow, Wider, add_noise, picture
 from system import wait_for_state
 
@@ -24,7 +24,7 @@ pytestmark = pytest.mark.any_library
 
 
 def order(count, seed, epoch):
-    """Say in which order rows are to come."""
+    """Return the expected order of rows."""
     return np.random.default_rng((seed, epoch)).permutation(count)
 
 
@@ -49,7 +49,7 @@ def read(batches):
 # -- order ---------------------------------------------------------------------------------------------------
 
 
-@few(8)
+@limit_examples(8)
 @given(
     count=st.integers(1, 30),
     batch=st.integers(1, 12),
@@ -74,7 +74,7 @@ def test_loader_order_follows_seed_and_epoch(count, batch, processes, size, dept
         loader.close()
 
 
-@few(6)
+@limit_examples(6)
 @given(
     processes=st.integers(1, 3),
     crop=st.integers(1, 6),
@@ -204,7 +204,7 @@ def test_loader_iterator_ends_when_replaced(load):
     assert sum(read(second), []) == order(40, 0, 0)[24:].tolist()  # it has not been disturbed
 
 
-@pytest.mark.parametrize("rows", [6, 600])  # those that are there already don't come either
+@pytest.mark.parametrize("rows", [6, 600])  # rows that are loaded already are not returned either
 def test_loader_iterator_ends_when_closed(load, rows):
     loader = load(Numbers(rows))
     batches = loader.arrays(0, 4)
@@ -257,7 +257,7 @@ def test_loader_counts_waiting_time(load):
     assert 0.1 < loader.waited < 30
 
 
-# -- what rows are like ---------------------------------------------------------------------------------------
+# -- contents of rows -----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -356,7 +356,7 @@ def test_loader_continues_after_a_damaged_row(load):
 
 @pytest.fixture
 def files(tmp_path):
-    """Write the same rows in several kinds of files; return what a loader takes for each."""
+    """Write the same rows to several kinds of files; return the source argument of each."""
     x = np.random.default_rng(0).normal(size=(17, 2, 3)).astype("float32")
     y = np.arange(17, dtype="int32")
     parts = [slice(0, 6), slice(6, 7), slice(7, 17)]

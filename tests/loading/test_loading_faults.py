@@ -14,7 +14,7 @@ import pytest
 from library import shared, tensor
 from loading_sources import Damaged, Numbers, Slow
 from paths import ROOT, SUPPORT
-from system import lives, names, names_left
+from system import find_leaked_names, list_shared_names, lives
 
 import synkhronos as synk
 from synkhronos import ranks, rules
@@ -153,7 +153,7 @@ def test_death_of_a_rank_ends_loaders(fork, load, rule):
     ],
 )
 def test_loader_leaves_nothing_at_exit(tmp_path, how, sent):
-    before = names()
+    before = list_shared_names()
     process = subprocess.Popen(
         [sys.executable, str(SUPPORT / "loading_script.py"), str(tmp_path), how],
         env={**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{SUPPORT}"},
@@ -175,7 +175,7 @@ def test_loader_leaves_nothing_at_exit(tmp_path, how, sent):
         if process.poll() is None:
             os.killpg(process.pid, signal.SIGKILL)
             process.wait()
-    assert not names_left(before)
+    assert not find_leaked_names(before)
 
 
 def test_loader_ignores_signals_that_the_program_handles(tmp_path):

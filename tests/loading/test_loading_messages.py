@@ -104,7 +104,7 @@ class Holds:
         return (row,)
 
 
-def trained(x_data, y_data):
+def train(x_data, y_data):
     synk.fork(1, use_gpu=False)
     x, y = tensor.dtensor4("x"), tensor.dvector("y")
     w = shared(np.zeros(()), "w")
@@ -190,9 +190,9 @@ CALLS = {
     "crop of a vector": (LoadError, "CropMirror", lambda: Loader([np.ones(3)], augment=CropMirror(1))),
     "mean": (ValueError, "mean", lambda: CropMirror(mean=np.ones((2, 2)))),
     "mean of other pictures": (LoadError, "mean", lambda: rows(augment=CropMirror(mean=[1, 2, 3]))),
-    "trainer: two loaders": (TypeError, "y_data", lambda: trained(rows(), rows())),
-    "trainer: a loader of targets": (TypeError, "y_data", lambda: trained(np.ones((10, 2, 6, 6)), rows())),
-    "trainer: an iterable": (TypeError, "", lambda: trained(Loader(Endless(9)), None)),
+    "trainer: two loaders": (TypeError, "y_data", lambda: train(rows(), rows())),
+    "trainer: a loader of targets": (TypeError, "y_data", lambda: train(np.ones((10, 2, 6, 6)), rows())),
+    "trainer: an iterable": (TypeError, "", lambda: train(Loader(Endless(9)), None)),
 }
 
 

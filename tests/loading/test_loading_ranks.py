@@ -71,7 +71,7 @@ def trainer(rule, **kwargs):
     return make_trainer(loss, [w], x, y, sgd, rule, learning_rate=0.02, validate={"mse": loss}, **kwargs)
 
 
-def trained(rule, data, **kwargs):
+def train(rule, data, **kwargs):
     """Train, and return the parameters and the reports."""
     made = trainer(rule)
     reports = list(made.epochs(*data, **{"batch_size": 5, "epochs": 3, "seed": 3, "every": 4, **kwargs}))
@@ -83,10 +83,10 @@ def trained(rule, data, **kwargs):
 @pytest.mark.parametrize("n", [1, 3])
 def test_trainer_with_loader_equals_arrays(fork, load, rule, n):
     fork(n)
-    expected, reports = trained(rule, (ROWS, TARGETS), valid=(ROWS, TARGETS))
+    expected, reports = train(rule, (ROWS, TARGETS), valid=(ROWS, TARGETS))
     loader = load([ROWS, TARGETS], processes=1 + n % 3)
     valid = load([ROWS, TARGETS], shuffle=False)
-    found, others = trained(rule, (loader, None), valid=valid)
+    found, others = train(rule, (loader, None), valid=valid)
     same(found, expected)
     for one, other in zip(reports, others, strict=True):
         assert (one.seen, one.steps, one.batch) == (other.seen, other.steps, other.batch)
@@ -98,7 +98,7 @@ def test_trainer_with_loader_equals_arrays(fork, load, rule, n):
 def test_loader_with_asynchronous_ranks_gives_each_row_once(fork, load, rule):
     fork(3)
     loader = load([ROWS, TARGETS], processes=2, depth=2)
-    found, reports = trained(rule, (loader, None), epochs=4)
+    found, reports = train(rule, (loader, None), epochs=4)
     assert reports[-1].seen == 4 * 103 and sum(report.steps for report in reports) >= 4 * 21
     assert reports[-1].loss < reports[0].loss
 
@@ -110,7 +110,7 @@ def test_recorder_has_loader_waiting_time(fork, load, tmp_path):
     for rule, ranks in ((rules.BSP(), 1), (rules.LocalSGD(2), 2)):
         folder = tmp_path / type(rule).__name__
         loader = load(SlowRows(40, 0.01))
-        _, reports = trained(rule, (loader, None), epochs=1, every=None, recorder=Recorder(folder, every=2))
+        _, reports = train(rule, (loader, None), epochs=1, every=None, recorder=Recorder(folder, every=2))
         seconds = reports[-1].seconds
         assert seconds["load"] > 0.1  # 40 rows of 10 ms, but for those that are read beside the steps
         lines = read(folder)
@@ -150,7 +150,7 @@ def test_trainer_counts_skipped_loader_rows(fork, load):
     good = [i for i in range(103) if i not in BAD]
     for rule in (rules.BSP(), rules.LocalSGD(2)):
         loader = load(SomeBad(), on_error="skip", processes=2)
-        found, reports = trained(rule, (loader, None), epochs=2, every=None)
+        found, reports = train(rule, (loader, None), epochs=2, every=None)
         assert loader.skipped == 2 * len(BAD) and len(good) == 103 - len(BAD)
         assert reports[-1].loss < reports[0].loss
 
@@ -160,7 +160,7 @@ def test_trainer_skips_unreadable_batches(fork, load):
     fork(2)
     for rule in (rules.BSP(), rules.LocalSGD(2), rules.EASGD(period=2)):
         loader = load(SomeGood(), on_error="skip")
-        _, reports = trained(rule, (loader, None), batch_size=2, epochs=2, every=None)
+        _, reports = train(rule, (loader, None), batch_size=2, epochs=2, every=None)
         assert loader.skipped == 2 * (103 - 13) and len(reports) == 2
 
 
@@ -176,8 +176,8 @@ def test_validation_without_readable_rows(fork, load):
 def test_unreadable_row_ends_training_but_not_the_ranks(fork, load, rule):
     fork(2)
     with pytest.raises((LoadError, synk.WorkerError), match=r"row \d+ can't be read .*: OSError: damaged"):
-        trained(rule, (load(SomeBad(), processes=2), None))
-    found, _ = trained(rule, (load([ROWS, TARGETS]), None))  # the ranks are as they were
+        train(rule, (load(SomeBad(), processes=2), None))
+    found, _ = train(rule, (load([ROWS, TARGETS]), None))  # the ranks are as they were
     assert np.abs(np.asarray(found) - [1, 2, 3]).max() < 3
 
 

@@ -49,7 +49,7 @@ that is slow   others are
 =============  ===============
 """
 
-#: Markup, what is replaced in it, by what, and the message.
+#: Markup, a string in it, its replacement, and the message.
 DAMAGE = {
     "term": (
         WORDS,

@@ -1,4 +1,4 @@
-"""The scripts in demos/: each checks by itself what it shows."""
+"""The scripts in demos/; each checks its own results."""
 
 import os
 import re
@@ -64,7 +64,7 @@ def test_lstm_demo_trains_asynchronously():
     assert "2 ranks, epoch 2: loss 0.6" in printed
     none, two = (line.split() for line in printed.splitlines() if line.strip().startswith(("none ", "2  ")))
     assert none[0::2][:2] == ["none", "1.00"] and none[4:6] == ["1.00", "1.00"]
-    assert two[5] == "1.82"  # what Platoon had on two GPUs
+    assert two[5] == "1.82"  # Platoon's figure on two GPUs
     # In processor time, which is printed to hundredths of a second.
     first, second = float(none[3]), float(two[3])
     assert (first - 0.01) / (second + 0.01) <= float(two[4]) <= (first + 0.01) / max(second - 0.01, 0.001)

@@ -1,4 +1,4 @@
-"""The examples in the documentation: they run, and print what they say.
+"""The examples in the documentation run, and print the stated output.
 
 Those of the docstrings need PyTensor, which they import.  Those of the pages in docs/ run with Theano as well, with its
 name in place of PyTensor's, but for pages that say ``.. needs: pytensor``.  A page that says ``.. needs: pymc`` runs
@@ -52,7 +52,7 @@ def run(example: doctest.DocTest) -> None:
 def modules(path, prefix: str) -> list[str]:
     """Return the modules in a package and below, but for one of the other environment and for those of compat/.
 
-    The latter change what ``import theano`` finds; compat/check_examples.py runs theirs.
+    The latter change the meaning of ``import theano``; compat/check_examples.py runs theirs.
     """
     names = []
     for module in pkgutil.iter_modules(path, prefix):
@@ -156,7 +156,7 @@ def test_training_table_names_existing_options():
     assert len(unknown) > 20 and [one for one in unknown if one[1]] == []
 
 
-#: Pieces of pages: the page, how the piece begins, the page's script in which a reader would put it, and what changes there.
+#: Snippets of pages: the page, the start of the snippet, the script of the page that it extends, and its changes there.
 PIECES = [
     ("exchange_rules", "class Halfway", "exchange_rules-0", ("rules.LocalSGD(period=10)", "Halfway()")),
     ("training", "class Wandb", "training-0", ("recorder=Recorder(folder)", "recorder=Wandb()")),
@@ -248,7 +248,7 @@ def test_readme_has_a_complete_script():
     assert "README-0" in scripts()
 
 
-def test_every_public_name_is_in_the_reference():
+def test_reference_has_all_public_names():
     text = (ROOT / "docs" / "api.rst").read_text()
     documented = set(re.findall(r"^\.\. auto\w+:: (\w+)$", text, re.MULTILINE))
     assert set(synk.__all__) <= documented
@@ -285,7 +285,7 @@ UNDOCUMENTED = {
 }
 
 
-def test_every_public_attribute_is_in_the_reference():
+def test_reference_has_all_public_attributes():
     """A public method that is internal gets an underscore; any other, a line on a page or in the class's docstring."""
     documented = set(list_documented_members())
     pages = "\n".join(page.read_text() for page in (ROOT / "docs").glob("*.rst"))

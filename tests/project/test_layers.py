@@ -130,7 +130,7 @@ def find_private_uses(trees):
     return uses
 
 
-def test_no_package_uses_private_names_of_another():
+def test_packages_use_no_private_names_of_others():
     trees = [(get_package_name(path), path.relative_to(PACKAGE), ast.parse(path.read_text())) for path in FILES]
     assert find_private_uses(trees) == []
 

@@ -1,9 +1,10 @@
-"""tests/support/lint_names.py: what it finds, and that findings become no more."""
+"""tests/support/lint_names.py: its findings, and its comparison with the counts of lint_names.json."""
 
+import json
 import textwrap
 
 import pytest
-from lint_names import Finding, additions, count, find_unlisted_imports, findings
+from lint_names import BASELINE, Finding, additions, count, find_missing_files, find_unlisted_imports, findings
 
 pytestmark = pytest.mark.any_library
 
@@ -100,3 +101,10 @@ def test_lint_names_fails_only_on_additions():
     assert additions(old, count(old)) == additions(old[1:], count(old)) == additions(moved, count(old)) == []
     assert additions([*old, *moved[:1]], count(old)) == moved[:1]
     assert additions(old, {}) == old
+
+
+def test_find_missing_files_of_the_counts():
+    baseline = json.loads(BASELINE.read_text())
+    assert find_missing_files(baseline) == []
+    baseline["bare name"] = {"synkhronos/none.py": 1}
+    assert find_missing_files(baseline) == ["synkhronos/none.py"]

@@ -1,4 +1,4 @@
-"""The scripts and the notebook in demos/pymc: each script checks by itself what it shows."""
+"""The scripts and the notebook in demos/pymc; each script checks its own results."""
 
 import json
 import os
@@ -30,7 +30,7 @@ SMALL = {
 }
 
 
-def test_every_script_is_run_here():
+def test_scripts_are_all_tested():
     assert sorted(SMALL) == sorted(path.stem for path in DEMOS.glob("*.py"))
 
 
@@ -63,7 +63,7 @@ def test_notebook():
 
 
 def run(client, code):
-    """Run a cell, and return what it printed."""
+    """Run a cell; return its output."""
     asked, printed, deadline = client.execute(code), "", time.monotonic() + 100
     while time.monotonic() < deadline:
         try:

@@ -1,4 +1,4 @@
-"""run.py and docs/theano_gpu_bundle.sh, where something is missing: they end with one line that says what."""
+"""run.py and docs/theano_gpu_bundle.sh with something missing: they exit with a line that names it."""
 
 import argparse
 import importlib.util
@@ -17,7 +17,7 @@ pytestmark = [pytest.mark.any_library, pytest.mark.skipif(DEVICE != "host", reas
 
 
 def run(root, *arguments, before=(), **variables):
-    """Run a copy of run.py that has no environments; return its exit status and what it says."""
+    """Run a copy of run.py that has no environments; return its exit status and output."""
     for name in ("run.py", "pyproject.toml", "setup.py", "README.rst"):
         shutil.copy(ROOT / name, root / name)
     done = subprocess.run(
@@ -87,7 +87,7 @@ def test_run_py_on_a_full_disk(tmp_path):
 
 @pytest.fixture
 def module(tmp_path, monkeypatch):
-    """run.py as a module, whose environments have pythons that say what they are given, and fail with --fails."""
+    """Import run.py, with environments whose pythons print their arguments, and fail with --fails."""
     spec = importlib.util.spec_from_file_location("run", ROOT / "run.py")
     module = importlib.util.module_from_spec(spec)
     monkeypatch.setitem(sys.modules, "run", module)  # where dataclasses look for it

@@ -27,7 +27,7 @@ def test_short_soak():
     assert "0 wrong results, 0 hangs" in done.stdout
 
 
-# -- what soaks have found -----------------------------------------------------------------------------------
+# -- regressions that soaks found ----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("n", [1, 2, 3])
@@ -51,22 +51,22 @@ def test_death_before_a_segment_is_sent_is_named(fork):
         synk.function([x], (x.sum(), "sum"))(np.arange(6.0))
 
 
-class FailAtMeeting(Command):
-    """Have one rank's next meetings but one end in an error."""
+class FailAtBarrier(Command):
+    """Let one rank fail at its third next barrier."""
 
     def __init__(self, who):
         self.who = who
 
     def run(self, rank):
         if rank.number == self.who:
-            left, meet = [None, None], rank.barrier
+            left, real_barrier = [None, None], rank.barrier
 
             def barrier():
                 if not left:
                     del rank.barrier
                     raise OSError("on purpose")
                 left.pop()
-                meet()
+                real_barrier()
 
             rank.barrier = barrier
 
@@ -78,7 +78,7 @@ def test_failed_broadcast_keeps_the_old_value(fork, who):
     f = synk.function([], [], updates=[(s, s + 1)])
     f()
     s.set_value(np.full(300_000, 5.0))  # two turns and more through the scratch memory
-    ranks.session().run(FailAtMeeting(who))
+    ranks.session().run(FailAtBarrier(who))
     with pytest.raises(OSError if who == 0 else synk.WorkerError):
         synk.broadcast(s)
     assert [synk.get_value(r, s).tolist() for r in (1, 2)] == [[1.0] * 3] * 2

@@ -1,13 +1,13 @@
-"""Every order in which ranks of several hosts can come to a collective, fail, and die.
+"""A model checker: all interleavings in which ranks of several hosts start a collective, fail, and die.
 
-The hosts are a model: control memory is lists, MPI is queues, NCCL is who has called it.  What ranks and agents do with
-it is the library's own code (`Rank`, `StepTally`, `CollectiveWatchdog`), one access to what others write at a time.  `explore` goes
-through all states that can be reached.
+The hosts are modelled: control memory by lists, MPI by queues, NCCL by the set of ranks that have called it.  Ranks and
+agents run the library's own code (`Rank`, `StepTally`, `CollectiveWatchdog`), one access to shared state at a time.
+`explore` visits all reachable states.
 
-Two commands follow each other.  In the first the ranks connect (all show each other NCCL's unique id, and go into
-NCCL's init), start a collective, and meet behind it or leave word that they have come.  One of them may fail between any
-two of these.  The second begins, finds out what the first has left, and compares the
-connections, as every collective does before NCCL is called.
+Each rank runs two commands.  In the first, the ranks connect (exchange NCCL's unique id, then enter NCCL's init), start
+a collective, and then wait at a barrier, or notify the others that they have started.  A rank may fail between any two
+of these steps.  The second command reads the decision on the first, and compares the connections, as every collective
+does before it calls NCCL.
 """
 
 import contextlib
@@ -37,7 +37,7 @@ ENDED = 11
 
 
 class Blocked(Exception):
-    """A rank waits for what is not there yet."""
+    """This transition has to wait for another one."""
 
 
 class Memory:
@@ -87,11 +87,11 @@ def make_watchdog(rank):
 
 
 class World:
-    """Hosts, their ranks and agents; everything is in `state`, which a step begins with and ends with."""
+    """Hosts with their ranks and agents; `state` and `put` read and write all of it."""
 
     def __init__(self, counts, waits=True, faults=1, deaths=0, agents_read_first="failed", early=False):
         self.size, self.waits, self.faults = sum(counts), waits, faults
-        self.early = early  # whether an agent may begin to look when there is nothing new
+        self.early = early  # whether an agent may poll when nothing has changed
         self.reads_failed_first = agents_read_first == "failed"
         bounds = [sum(counts[:i]) for i in range(len(counts) + 1)]
         self.hosts = [range(*bounds[i : i + 2]) for i in range(len(counts))]
@@ -107,8 +107,8 @@ class World:
             memory.words[Control.POSTED] = FIRST
         self.tallies = [StepTally(len(counts), h) for h in range(len(counts))]
         self.pcs, self.inits, self.started = [SHOW_ID] * self.size, [0] * self.size, [0] * self.size
-        self.passed = [0] * self.size  # 1 who has found that all had come to the step, -1 who has found that not
-        self.seen = [None] * len(counts)  # what an agent has read first, in the middle of its look
+        self.passed = [0] * self.size  # 1: found that all ranks reached the step, -1: found that some did not
+        self.seen = [None] * len(counts)  # the first value of an agent that has read one of two
         self.queues = {(g, h): () for g in range(len(counts)) for h in range(len(counts)) if g != h}
         self.faults_left, self.deaths_left, self.dead = faults, deaths, ()
 
@@ -144,10 +144,10 @@ class World:
         self.passed, self.seen = list(passed), list(seen)
         self.queues = dict(zip(self.queues, queues, strict=True))
 
-    # -- what can happen next ----------------------------------------------------------------------------------
+    # -- transitions -------------------------------------------------------------------------------------------
 
     def choices(self):
-        """Yield all that may happen next, whether or not it can."""
+        """Yield the transitions, as pairs of a method and its argument; a blocked one raises `Blocked`."""
         if self.dead:
             yield self.end_all, 0
         for r in range(self.size):
@@ -167,13 +167,13 @@ class World:
                     yield self.deliver, pair
 
     def die(self, h):
-        """A host is gone, with its agent and its ranks; what it has sent is on its way."""
+        """A host dies, with its agent and its ranks; messages that it has sent still arrive."""
         if all(pc >= DONE for pc in self.pcs):
             raise Blocked
         self.deaths_left, self.dead = 0, (h,)
 
     def end_all(self, _):
-        """The master hears of it, ends all workers, and gives up its connection."""
+        """The master is told of a death: it ends all workers and aborts its connection."""
         if ENDED in self.pcs:
             raise Blocked
         self.pcs = [ENDED] * self.size
@@ -181,7 +181,7 @@ class World:
             watchdog.abort()
 
     def go_on(self, r):
-        """A rank takes its next step, if it need not wait; `Cancelled` if it hears of a failure."""
+        """A rank takes its next step unless it has to wait; on a failure elsewhere it leaves the command."""
         rank, watchdog, pc = self.ranks[r], self.watchdogs[r], self.pcs[r]
         try:
             if pc == SHOW_ID:
@@ -196,7 +196,7 @@ class World:
                     raise Blocked
                 watchdog.active_connection.generation = 1
             elif pc == START:
-                if not watchdog.active_connection.generation:  # given up since
+                if not watchdog.active_connection.generation:  # aborted since
                     raise ArithmeticError
                 watchdog._pending_command, watchdog._started_step = FIRST, math.inf
                 self.started[r] = 1
@@ -225,7 +225,7 @@ class World:
         self.out(r, ArithmeticError())
 
     def out(self, r, error):
-        """A rank leaves the first command by an error: of the connection first, then of the command."""
+        """A rank leaves the first command by an error, and aborts a connection that is not complete."""
         if self.pcs[r] < START:
             self.watchdogs[r].active_connection.abort()
         if isinstance(error, Cancelled):
@@ -239,13 +239,13 @@ class World:
         rank = self.ranks[r]
         if self.pcs[r] == FAILED:
             rank.fail()  # decides on one host
-        elif self.waits:  # what `CollectiveWatchdog.meet` does: who finds that all have come goes on
+        elif self.waits:  # as `CollectiveWatchdog.meet`: continue if all ranks have arrived
             has_come = self.watchdogs[r]._started_step == rank._step
             self.passed[r] = 1 if has_come and rank.wait_reached_by_all(rank._step) else -1
         self.pcs[r] = DONE - 1
 
     def begin_second(self, r):
-        """The second command, which the master posts when all are done and its host has looked back."""
+        """Begin the second command, posted by the master when all ranks are done and its host has decided."""
         rank = self.ranks[r]
         memory = rank.control
         if r == 0:
@@ -255,14 +255,14 @@ class World:
             rank.begin_command(SECOND)
             for host, other in enumerate(self.memories):
                 if host and self.in_failed_command():
-                    # What is told between two hosts keeps its order: a host has heard of the failure before.
+                    # Messages between two hosts keep their order: the failure arrives before the command.
                     self.flush(0, host)
                 other.words[Control.POSTED] = SECOND
         elif memory.words[Control.POSTED] < SECOND:
             raise Blocked
         else:
             rank.begin_command(SECOND)
-        rank.arrive()  # shows its connection; nobody comes to a step of the first command any more
+        rank.arrive()  # publishes its connection; steps of the first command are over
 
     def in_failed_command(self):
         return self.memories[0].words[Control.FAILED] == FIRST
@@ -272,7 +272,7 @@ class World:
             self.deliver((g, h))
 
     def guard_looks(self, r):
-        """The thread that looks after a rank's collective."""
+        """Run the watchdog thread of a rank's collective."""
         rank, watchdog = self.ranks[r], self.watchdogs[r]
         if not (watchdog._pending_command and rank.has_failed(watchdog._pending_command)):
             raise Blocked
@@ -282,7 +282,7 @@ class World:
             raise Blocked
 
     def agent_looks(self, h):
-        """Half of an agent's look: it reads one thing, and then the other and tells what is new."""
+        """Half of an agent's poll: read the first value; the second time, read the other and send changes."""
         memory, here = self.memories[h], self.hosts[h]
 
         def failed():
@@ -335,10 +335,10 @@ class World:
         for number, step in self.tallies[h].take_decided():
             record_common_step(self.memories[h].words, number, step)
 
-    # -- what has to be true -----------------------------------------------------------------------------------
+    # -- invariants --------------------------------------------------------------------------------------------
 
     def check(self, is_last):
-        """Check one state; the last ones are those in which nothing can happen any more."""
+        """Check a state; `is_last` if no transition is possible any more."""
         failed = any(memory.words[Control.FAILED] == FIRST for memory in self.memories)
         generations = [watchdog.active_connection.generation for watchdog in self.watchdogs]
         if not is_last:
@@ -358,14 +358,14 @@ class World:
             assert not generation or all(self.inits), "a connection without all ranks"
         for r, generation in enumerate(generations):
             if self.started[r] and generation:
-                # Its GPU waits for the others' in what it has started: they have started it, and have not given it up.
+                # A started collective ends only if all ranks have started it and none has aborted it.
                 assert all(self.started) and all(generations), "a collective never ends, and nobody gives it up"
         if all(generations):
             assert len(set(self.started)) == 1, "the connection is the same, and not what was started on it"
 
 
 def explore(world):
-    """Go through all states, check each, and return how many there are."""
+    """Visit and check all reachable states; return their number."""
     first = world.state()
     known, waiting = {first: None}, [first]
     while waiting:
@@ -403,7 +403,7 @@ def list_transitions(known, state):
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch):
-    """Hold no signals back: that is most of the time otherwise."""
+    """Do not defer signals: that would take most of the time."""
     monkeypatch.setattr("synkhronos.ranks.rank.defer_signals", contextlib.nullcontext)
 
 
@@ -457,7 +457,7 @@ def test_model_agent_may_poll_early():
 
 @pytest.mark.slow
 def test_model_finds_an_agent_that_reads_in_the_wrong_order():
-    # A rank that comes between the two reads passes, and its host says that not all have come.
+    # A rank that arrives between the two reads continues, and its host decides that not all had arrived.
     with pytest.raises(AssertionError, match="some go on behind the step, and others leave"):
         explore(World((2, 1), agents_read_first="step", early=True))
 
@@ -484,7 +484,7 @@ def test_model_finds_a_host_that_forwards_no_failures(monkeypatch):
 
 
 def test_agent_counts_steps_of_other_hosts():
-    """The model takes messages in by a method of its own: this is the agent's."""
+    """The model receives messages by its own method; this test calls the agent's."""
     step = (FIRST << STEP_BITS) + 2
     agent = object.__new__(Agent)
     agent._control, agent._tally, agent._ranks = Memory(range(1), 2), StepTally(2, 0), [range(1), range(1, 2)]
@@ -495,7 +495,7 @@ def test_agent_counts_steps_of_other_hosts():
     assert last_common_step(agent._control.words, FIRST) == step
 
 
-if __name__ == "__main__":  # what takes minutes
+if __name__ == "__main__":  # takes minutes
     for counts in ((2, 1), (1, 2), (1, 1, 1)):
         for waits in (True, False):
             for deaths in (0, 1):

@@ -23,19 +23,19 @@ pytestmark = pytest.mark.any_library
 @dataclass(frozen=True)
 class Raise(Command):
     who: tuple
-    then_meet: bool = True
+    then_barrier: bool = True
 
     def run(self, rank):
         if rank.number in self.who:
             raise KeyError(f"from {rank.number}")
-        if self.then_meet:
+        if self.then_barrier:
             rank.barrier()
         return "done"
 
 
 @dataclass(frozen=True)
 class RaiseLate(Command):
-    """Fail after some have passed a meeting point, and before another."""
+    """Fail between two barriers."""
 
     who: int
 
@@ -51,13 +51,13 @@ class RaiseLate(Command):
 class Kill(Command):
     who: int
     number: int
-    met: bool
+    at_barrier: bool
 
     def run(self, rank):
         if rank.number == self.who:
             os.kill(os.getpid(), self.number)
             time.sleep(60)
-        if self.met:
+        if self.at_barrier:
             rank.barrier()
 
 
@@ -71,11 +71,11 @@ class LeaveWith(Command):
         rank.barrier()
 
 
-@pytest.mark.parametrize("meet", [True, False])
-def test_exception_in_a_command_leaves_ranks_usable(session, meet):
+@pytest.mark.parametrize("then_barrier", [True, False])
+def test_exception_in_a_command_leaves_ranks_usable(session, then_barrier):
     for who in range(session.size):
         with pytest.raises(KeyError if who == session.rank.number else ranks.WorkerError) as caught:
-            session.run(Raise((who,), meet))
+            session.run(Raise((who,), then_barrier))
         if who != session.rank.number:
             assert caught.value.rank == who
             assert "KeyError" in caught.value.worker_traceback
@@ -88,10 +88,10 @@ def test_command_names_all_failed_ranks():
     try:
         with pytest.raises(ranks.WorkerError, match=r"rank 1 raised KeyError") as caught:
             session.run(Raise((1, 3)))
-        # A rank that fails is heard even if another failed before it.
+        # A failure is reported even if another rank failed before.
         assert set(caught.value.failures) <= {1, 3}
         with pytest.raises(KeyError) as own:
-            session.run(Raise((0, 1, 2, 3), then_meet=False))
+            session.run(Raise((0, 1, 2, 3), then_barrier=False))
         assert any("rank 1: KeyError" in note for note in own.value.__notes__)
     finally:
         ranks.close()
@@ -105,12 +105,12 @@ def test_failure_between_barriers_frees_other_ranks(session):
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSEGV, signal.SIGTERM, signal.SIGABRT])
-@pytest.mark.parametrize("met", [True, False])
-def test_killed_worker_is_named(number, met):
+@pytest.mark.parametrize("at_barrier", [True, False])
+def test_killed_worker_is_named(number, at_barrier):
     session = ranks.fork(3, 0, False)
     start = time.monotonic()
     with pytest.raises(ranks.WorkerError, match=f"rank 2 .* was killed by {number.name}") as caught:
-        session.run(Kill(2, number, met))
+        session.run(Kill(2, number, at_barrier))
     assert time.monotonic() - start < LIMIT
     assert caught.value.rank == 2
     with pytest.raises(RuntimeError, match="rank 2"):
@@ -261,7 +261,7 @@ def test_error_lists_only_the_commands_own_effect(two):
     first, second = two.run(CollectRecords())
     assert second == ["one", "one finished"]
     started = [note for note in first if "finished" not in note]
-    assert started in (["one"], ["one", "two"])  # as soon as it has heard of it
+    assert started in (["one"], ["one", "two"])  # as soon as it is cancelled
     assert first == [*started, *(f"{note} finished" for note in reversed(started))]
     with pytest.raises(ranks.WorkerError, match=r"It was noted on ranks \[0\], and not on ranks \[1\]"):
         two.run(RunBoth(RecordRun("one"), RecordRun("two", culprit=1, early=True)))
@@ -271,21 +271,21 @@ def test_error_lists_only_the_commands_own_effect(two):
 
 
 class Leave(Command):
-    """A command: ranks meet, but rank 0 leaves before rank 2 has come, or after; the others say whether all had come.
+    """A command: rank 0 leaves the barrier before rank 2 has arrived, or after; the others report whether all arrived.
 
-    ``all_come`` says which.
+    ``all_arrive`` says which.
     """
 
-    def __init__(self, all_come):
-        self.all_come = all_come
+    def __init__(self, all_arrive):
+        self.all_arrive = all_arrive
 
     def run(self, rank):
         step = rank.next_step
-        if rank.number == 2 and not self.all_come:
+        if rank.number == 2 and not self.all_arrive:
             time.sleep(0.2)
 
         def leave():
-            if not self.all_come or min(rank.control.arrived) >= step:
+            if not self.all_arrive or min(rank.control.arrived) >= step:
                 raise Left
 
         try:
@@ -296,7 +296,7 @@ class Leave(Command):
             rank.objects["found"] = rank.wait_reached_by_all(step)
             raise
         except Left:
-            rank.objects["found"] = self.all_come
+            rank.objects["found"] = self.all_arrive
             raise
         rank.objects["found"] = True
         rank.barrier()
@@ -311,20 +311,20 @@ class Found(Command):
         return rank.all_gather(rank.objects["found"])
 
 
-@pytest.mark.parametrize("all_come", [False, True])
-def test_failed_command_is_agreed_by_all_ranks(all_come):
+@pytest.mark.parametrize("all_arrive", [False, True])
+def test_failed_command_is_agreed_by_all_ranks(all_arrive):
     session = ranks.fork(3, 0, False)
     try:
-        for _ in range(3 if not all_come else 50):
+        for _ in range(3 if not all_arrive else 50):
             with pytest.raises(Left):
-                session.run(Leave(all_come))
-            assert session.run(Found()) == [all_come] * 3
+                session.run(Leave(all_arrive))
+            assert session.run(Found()) == [all_arrive] * 3
     finally:
         ranks.close()
 
 
 class DieInBetween(Command):
-    """A command: the worker says that it has failed, and dies before it says how far all had come."""
+    """A command: the worker marks the command as failed, and dies before it records the last common step."""
 
     def run(self, rank):
         step = rank.next_step
@@ -365,17 +365,17 @@ def test_ranks_that_fail_together_record_one_common_step(monkeypatch):
     assert [rank.wait_reached_by_all(step) for rank in (first, second, third)] == [True] * 3
 
 
-@pytest.mark.parametrize("all_come", [False, True])
-def test_ranks_that_fail_in_turn_record_one_common_step(all_come):
+@pytest.mark.parametrize("all_arrive", [False, True])
+def test_ranks_that_fail_in_turn_record_one_common_step(all_arrive):
     control = Control(3, 0.0)
     first, second, third = (Rank(r, 0, control, lambda: None, None) for r in range(3))
     for rank in (first, second, third):
         rank.begin_command(1)
     step = first.next_step
-    for rank in (first, second, third) if all_come else (first, second):
+    for rank in (first, second, third) if all_arrive else (first, second):
         rank.arrive()
     first.fail()
-    if not all_come:
-        third.arrive()  # too late: it may not have heard
+    if not all_arrive:
+        third.arrive()  # too late: it may not be cancelled yet
     second.fail()
-    assert [rank.wait_reached_by_all(step) for rank in (first, second, third)] == [all_come] * 3
+    assert [rank.wait_reached_by_all(step) for rank in (first, second, third)] == [all_arrive] * 3

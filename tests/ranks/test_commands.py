@@ -74,12 +74,12 @@ def test_failed_send_of_a_long_command_leaves_no_memory(two, monkeypatch):
 
 @dataclass(frozen=True)
 class WaitForWorkers(Command):
-    meet: bool
+    at_barrier: bool
 
     def run(self, rank):
         if not rank.is_master:
             time.sleep(60)
-        if self.meet:
+        if self.at_barrier:
             rank.barrier()
 
 
@@ -153,5 +153,5 @@ def test_command_made_of_several(session):
     together = RunBoth(RecordRun("one"), RecordRun("two"))
     for _ in range(2):
         assert session.run(together) == [("one", session.rank.number), ("two", session.rank.number)]
-        # What may be waited for as late as the end of a command is, once.
+        # A wait that may be delayed to the end of a command happens there, once.
         assert session.run(CollectRecords()) == [["one", "two", "two finished", "one finished"]] * session.size

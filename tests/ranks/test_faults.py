@@ -1,6 +1,7 @@
-"""Every way in which a rank can fail or die: what the master gets, how soon, and what is left.
+"""Failures and deaths of ranks: the error that the master raises, its delay, and leaks.
 
-Each test starts a real program (see `faults`), which is hurt at a moment that it tells itself.
+Each test starts a program that reports when it reaches a given point; the test then kills, stops or interrupts one of
+its processes.
 """
 
 import os
@@ -27,13 +28,13 @@ STREAMED = ["broadcast", "gather", "all_gather", "reduce", "all_reduce", "reduce
 
 
 def start_held_program(place, on):
-    """Return a program that holds at a place, on some ranks; all of it waits for them there."""
+    """Start a program in which the ranks `on` block at `place`, and the others wait for them."""
     where, how = ("call", "compiled") if place == "compiled" else (place, "python")
     return Program("at_a_point", where=where, action=f"hold:{how}", on=on)
 
 
 def wait_until_inside(program, place, n):
-    """Return each rank's process, once it is where it is to be hurt."""
+    """Wait until `n` ranks have reached the point of the fault; return the process ids by rank."""
     pids = {int(r): pid for r, pid in program.wait("ready")["pids"].items()}
     if place != "idle":
         for _ in range(n):
@@ -42,7 +43,7 @@ def wait_until_inside(program, place, n):
 
 
 def check_footprint(told):
-    """Check that a program has what it had before: open files, shared memory, children."""
+    """Check that open files, mappings of shared memory and child processes are as before."""
     before, after = told["before"], told["after"]
     assert len(after.pop("maps")) == len(before.pop("maps")), told
     assert after == before
@@ -50,7 +51,7 @@ def check_footprint(told):
 
 
 def check_next_calls(program, survived):
-    """Check that the next calls are right, and that nothing is left once the program has ended by itself."""
+    """Check that the next calls return the right results, and that the program exits by itself without leaks."""
     told = program.wait("alive" if survived else "dead")
     if not survived:
         check_footprint(told)
@@ -58,12 +59,12 @@ def check_next_calls(program, survived):
     assert works.get("value") == works["right"], works
     check_footprint(program.wait("closed"))
     assert program.end() == 0, program.printed()
-    program.nothing_left()
+    program.check_no_leaks()
     return told
 
 
 def check_error(outcome, moment, error="WorkerError", words=(), worker=None):
-    """Check what came of a fault, and how soon."""
+    """Check the outcome of a fault and its delay."""
     assert outcome.get("error") == error, outcome
     for word in words:
         assert word in outcome["message"], outcome["message"]
@@ -100,13 +101,13 @@ def test_stopped_processes_continue_after_sigcont(place, who):
     on = {"worker": [2], "master": [0], "all": [0, 1, 2]}[who]
     with start_held_program(place, on) as program:
         pids = wait_until_inside(program, place, len(on))
-        hurt = [program.pid] if who == "master" else [pids[2]] if who == "worker" else list(pids.values())
-        program.send_signal(None if who == "all" else hurt[0], signal.SIGSTOP)
-        for pid in hurt:
+        stopped = [program.pid] if who == "master" else [pids[2]] if who == "worker" else list(pids.values())
+        program.send_signal(None if who == "all" else stopped[0], signal.SIGSTOP)
+        for pid in stopped:
             wait_for_state(pid, "T")
         program.release()
         assert program.is_silent(0.1)
-        program.send_signal(None if who == "all" else hurt[0], signal.SIGCONT)
+        program.send_signal(None if who == "all" else stopped[0], signal.SIGCONT)
         outcome = program.wait("outcome")
         assert "error" not in outcome, outcome
         check_next_calls(program, survived=True)
@@ -132,14 +133,14 @@ def test_worker_ignores_sigint(place):
         *((name, place, "all") for name, place in [("SIGKILL", "idle"), ("SIGTERM", "collective")]),
     ],
 )
-def test_nothing_outlives_the_master(name, place, who):
+def test_master_death_ends_all_processes(name, place, who):
     on = [1, 2] if place == "distribute" else [0, 1, 2] if who == "all" else [0]
     if place == "compiled":
         on = [0, 1, 2]  # workers in compiled code run no Python that could notice anything
     with start_held_program(place, on) as program:
         wait_until_inside(program, place, len(on))
         program.send_signal(program.pid if who == "master" else None, signal.Signals[name])
-        program.nothing_left(limit=1)
+        program.check_no_leaks(limit=1)
         assert program.end() == -signal.Signals[name]
 
 
@@ -184,7 +185,7 @@ def test_faults_of_spawned_workers(action):
         pids = wait_until_inside(program, "call", 1)
         if action == "hold:python":
             program.send_signal(program.pid, signal.SIGKILL)
-            program.nothing_left(limit=1)
+            program.check_no_leaks(limit=1)
             return
         outcome = program.wait("outcome")
         check_error(outcome, program.fault(), words=["rank 2", action.partition(":")[2]], worker=2)
@@ -201,7 +202,7 @@ def test_stopped_worker_ends_with_the_master(place):
         program.send_signal(pids[2], signal.SIGSTOP)
         wait_for_state(pids[2], "T")
         program.send_signal(program.pid, signal.SIGKILL)
-        program.nothing_left(limit=1)
+        program.check_no_leaks(limit=1)
 
 
 # -- while forking -------------------------------------------------------------------------------------------
@@ -235,11 +236,11 @@ def test_worker_stopped_during_fork_is_waited_for():
     ("name", "who", "spawn"),
     [("SIGKILL", "master", False), ("SIGTERM", "all", False), ("SIGKILL", "master", True)],
 )
-def test_nothing_outlives_a_master_killed_during_fork(name, who, spawn):
+def test_master_death_during_fork_ends_all_processes(name, who, spawn):
     with Program("at_fork", how="master", spawn=spawn) as program:
         program.wait("inside")
         program.send_signal(program.pid if who == "master" else None, signal.Signals[name])
-        program.nothing_left(limit=1)
+        program.check_no_leaks(limit=1)
 
 
 @pytest.mark.any_library
@@ -249,25 +250,25 @@ def test_worker_ends_if_the_master_died_before_it_started():
         program.send_signal(program.pid, signal.SIGKILL)
         program.process.wait()
         program.release()
-        program.nothing_left(limit=1)
+        program.check_no_leaks(limit=1)
 
 
 @pytest.mark.parametrize(("how", "spawn"), [("raise", False), ("limit", False), ("raise", True)])
 def test_fork_that_fails_half_way(how, spawn):
     if how == "limit" and os.geteuid() != 0:
         pytest.skip("needs a user who has no other processes")
-    # OpenBLAS presses Ctrl-C when it can't have a thread.
+    # OpenBLAS raises SIGINT when it can't start a thread.
     with Program("at_fork", "env", "OPENBLAS_NUM_THREADS=1", how=how, spawn=spawn) as program:
         outcome = program.wait("outcome")
         assert outcome["error"] == "BlockingIOError", outcome
         check_next_calls(program, survived=False)
 
 
-# -- what ranks do to themselves -----------------------------------------------------------------------------
+# -- faults that ranks cause themselves ----------------------------------------------------------------------
 
 
 def run(where, action, on=(2,), **kwargs):
-    """Return a program in which ranks do something to themselves."""
+    """Start a program in which ranks cause the fault themselves."""
     return Program("at_a_point", where=where, action=action, on=list(on), **kwargs)
 
 
@@ -306,7 +307,7 @@ def test_exception_in_a_worker_leaves_ranks_usable(place, action, kind):
 def test_exceptions_of_several_workers_are_reported(place):
     with run(place, "raise:ValueError", on=[1, 2]) as program:
         outcome = program.wait("outcome")
-        # A rank that fails is heard even if another failed before it, unless it learnt of that first.
+        # A failure is reported even if another rank failed before, unless the rank was cancelled first.
         assert set(outcome["failures"]) <= {"1", "2"}
         for r, line in outcome["failures"].items():
             assert line.startswith(f"rank {r}: ValueError: ") and line.split()[-1] in (r, f"on {r}", "None"), line
@@ -321,10 +322,10 @@ def test_exception_of_the_master_is_raised_unchanged(place, on):
         outcome = program.wait("outcome")
         if place == "call" or on == [0]:
             check_error(outcome, program.fault(), "ValueError", words=["on 0"])
-        else:  # it may have learnt of a worker's failure first
+        else:  # it may be cancelled by a worker's failure first
             check_error(outcome, program.fault(), outcome["error"], words=[" on "])
             assert outcome["error"] in ("ValueError", "WorkerError")
-        if place == "call" and len(on) > 1:  # nobody meets before it
+        if place == "call" and len(on) > 1:  # there is no barrier before it
             assert [note.split(":")[0] for note in outcome["notes"] if note.startswith("rank")] == ["rank 1", "rank 2"]
         check_next_calls(program, survived=True)
 
@@ -398,7 +399,7 @@ def test_fork_timeout_ends_a_hanging_worker():
         check_next_calls(program, survived=False)
 
 
-# -- what the machine has not got ----------------------------------------------------------------------------
+# -- missing resources of the machine ------------------------------------------------------------------------
 
 
 def _own_dev_shm():
@@ -505,7 +506,7 @@ def test_ranks_forked_in_a_thread_do_not_outlive_the_master():
         program.wait("inside")
         program.wait("inside")
         program.send_signal(program.pid, signal.SIGKILL)
-        program.nothing_left(limit=1)
+        program.check_no_leaks(limit=1)
 
 
 @pytest.mark.any_library
@@ -549,5 +550,5 @@ def test_close_ends_stopped_workers():
             program.send_signal(pids[r], signal.SIGSTOP)
             wait_for_state(pids[r], "T")
         program.send_signal(program.pid, signal.SIGINT)  # ends the program, which closes the ranks
-        program.nothing_left(limit=5)  # they get their two seconds
+        program.check_no_leaks(limit=5)  # workers have two seconds to exit
         assert program.end() == -signal.SIGINT

@@ -68,7 +68,7 @@ def test_ranks_keep_the_memory_of_freed_arrays(fork):
 
 
 def collect_garbage():
-    """Let go of all that is garbage, on all ranks, and return what ranks keep."""
+    """Collect garbage on all ranks; return the resources that they keep."""
     gc.collect()
     ranks.session().send_releases()
     return ranks.session().run(Stores())
@@ -213,7 +213,7 @@ PROGRAM = f"""
 
 
 @pytest.mark.any_library
-def test_two_programs_do_not_interfere():
+def test_fork_in_two_programs_does_not_interfere():
     programs = [
         subprocess.Popen(
             [sys.executable, "-c", textwrap.dedent(PROGRAM), str(n), str(offset)],

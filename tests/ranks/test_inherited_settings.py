@@ -31,7 +31,7 @@ class Draws(Op):
 
 
 class Reciprocal(Op):
-    """Divides as NumPy does; the libraries' own operations don't ask it what to do about errors."""
+    """Divides by NumPy, which respects `np.seterr`; the libraries' own Ops don't."""
 
     __props__ = ()
 
@@ -42,7 +42,7 @@ class Reciprocal(Op):
         outputs[0][0] = 1 / inputs[0]
 
 
-def drawn(n, calls=2):
+def draw_values(n, calls=2):
     x = T.dvector("x")
     f = synk.function([x], (Draws()(x), "gather"), mode=INTERPRETED)
     return np.array([f(np.ones(n)) for _ in range(calls)]).reshape(calls, n, 5)
@@ -58,7 +58,7 @@ def states():
 
 def test_global_generators_differ_between_ranks(fork):
     fork(3)
-    values = drawn(3)
+    values = draw_values(3)
     assert len(np.unique(values)) == values.size
 
 
@@ -68,7 +68,7 @@ def test_global_generators_repeat_from_the_masters_seed(fork, master):
         np.random.seed(seed)
         random.seed(seed)
         fork(3, master_rank=master)
-        values = drawn(3)
+        values = draw_values(3)
         synk.close()
         return values
 

@@ -29,7 +29,7 @@ def check_next_calls(program):
     closed = program.wait("closed")
     assert closed["after"] == closed["before"]
     assert program.end() == 0, program.printed()
-    program.nothing_left()
+    program.check_no_leaks()
 
 
 @pytest.mark.parametrize(
@@ -83,7 +83,7 @@ def test_interrupted_program_ends_its_workers(where):
     with Program("at_a_place", where=where, on=[2], how="compiled", unhandled=True) as program:
         program.wait("inside")
         program.send_signal(None, signal.SIGINT)
-        program.nothing_left(limit=10)  # the worker gets its two seconds, on a machine that may be busy
+        program.check_no_leaks(limit=10)  # the worker gets its two seconds, on a machine that may be busy
         assert program.end() == -signal.SIGINT
         assert "KeyboardInterrupt" in program.printed()
 
@@ -122,7 +122,7 @@ def test_interrupt_during_close_ends_workers(where):
         check_next_calls(program)
 
 
-#: Actions, and every which of the moments of each is tried: the same ones each time, so that what fails fails again.
+#: Actions, and the stride of the tested moments of each: always the same ones, so that failures can be repeated.
 #: Before a change of how ranks are interrupted lands, try all of them: FAULTS=all and --timeout=6000.
 ACTIONS = {
     "call": 23, "slices": 47, "rows": 37, "first call": 503, "collective": 37, "data": 13, "fork": 29, "close": 13,
@@ -159,7 +159,7 @@ def test_interrupt_at_any_line(what, limit):
             del footprint["maps"]
         assert closed["after"] == closed["before"]
         assert program.end() == 0, program.printed()
-        program.nothing_left()
+        program.check_no_leaks()
 
 
 def test_finalizers_swallow_no_interrupt(fork):
@@ -209,4 +209,4 @@ def test_workers_end_by_signals_that_end_the_master():
         program.wait("ready")
         program.send_signal(None, signal.SIGTERM)
         assert program.end() == -signal.SIGTERM
-        program.nothing_left()
+        program.check_no_leaks()

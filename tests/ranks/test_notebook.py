@@ -8,7 +8,7 @@ import time
 import pytest
 from faults.harness import PROMPT
 from paths import ROOT, SUPPORT
-from system import LIMIT, list_children, lives, names, names_left, state
+from system import LIMIT, find_leaked_names, list_children, list_shared_names, lives, state
 
 pytestmark = [pytest.mark.faults, pytest.mark.any_library]
 
@@ -58,11 +58,11 @@ def parse_pids(printed):
 
 
 class Notebook:
-    """A kernel, and what its cells print."""
+    """A kernel, and the output of its cells."""
 
     def __init__(self):
         self.manager = jupyter_client.KernelManager(kernel_name="python3")
-        # Theano's compilers would wait for each other, and for other programs', and say so among what cells print.
+        # Theano's compilers would wait for each other and for other programs, and report that in the output of cells.
         flags = "mode=Mode,linker=py,optimizer=None"
         libraries = {"PYTENSOR_FLAGS": flags, "THEANO_FLAGS": f"blas.ldflags=,{flags}"}
         self.manager.start_kernel(env={**os.environ, **libraries, "IPYTHONDIR": "/nonexistent"})
@@ -116,12 +116,12 @@ class Notebook:
 
 @pytest.fixture
 def notebook():
-    before = names()
+    before = list_shared_names()
     made = Notebook()
     yield made
     made.client.stop_channels()
     made.manager.shutdown_kernel(now=True)
-    assert not names_left(before)
+    assert not find_leaked_names(before)
 
 
 def wait_until_gone(pids, limit=1):

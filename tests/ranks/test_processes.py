@@ -9,7 +9,7 @@ import textwrap
 import time
 
 import pytest
-from system import LIMIT, list_children, lives, names, names_left
+from system import LIMIT, find_leaked_names, list_children, list_shared_names, lives
 
 import synkhronos as synk
 from synkhronos.ranks import count_available_cores
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.new_ranks
 
 
 def python(code, **kwargs):
-    """Run a program, and return what it printed."""
+    """Run a program; return its output."""
     done = subprocess.run(
         [sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, timeout=60, **kwargs
     )
@@ -31,7 +31,7 @@ def test_fork_returns_the_number_of_ranks(fork):
     assert len(list_children(os.getpid())) == 2
 
 
-def test_one_rank_has_no_workers(fork):
+def test_fork_of_one_rank_starts_no_workers(fork):
     assert fork(1) == 1
     assert list_children(os.getpid()) == []
 
@@ -60,7 +60,7 @@ def test_close_ends_workers_and_can_be_repeated(fork):
 @pytest.mark.slow
 def test_many_sessions_leave_nothing():
     def footprint():
-        gc.collect()  # what earlier tests have left in cycles, too, which would go at any moment
+        gc.collect()  # also garbage cycles of earlier tests, which could be collected at any moment
         with open("/proc/self/maps") as maps:
             return len(os.listdir("/proc/self/fd")), sum("/dev/shm" in line or "/dev/zero" in line for line in maps)
 
@@ -98,7 +98,7 @@ def test_workers_end_at_exit_without_close():
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGSEGV])
 def test_killing_the_master_leaves_nothing(number):
-    before = names()
+    before = list_shared_names()
     program = subprocess.Popen(
         [
             sys.executable,
@@ -111,7 +111,7 @@ def test_killing_the_master_leaves_nothing(number):
     )
     pids = [int(pid) for pid in program.stdout.readline().split()]
     assert len(pids) == 2
-    assert not names_left(before)  # so that nothing can be left
+    assert not find_leaked_names(before)  # so that nothing can be left
     program.send_signal(number)
     program.wait()
     deadline = time.monotonic() + LIMIT

@@ -1,4 +1,4 @@
-"""Who can reach what ranks share: nobody but this user, and by no name and no network address."""
+"""Access to shared memory: by this user alone, and by no name and no network address."""
 
 import ast
 import contextlib
@@ -54,7 +54,7 @@ def list_shared_mappings(pid):
 
 @pytest.fixture
 def no_umask():
-    """Take away what would hide a mode that is too wide."""
+    """Set a umask that hides no permission."""
     before = os.umask(0)
     yield
     os.umask(before)
@@ -62,7 +62,7 @@ def no_umask():
 
 @contextlib.contextmanager
 def names_made_in_dev_shm():
-    """Collect every name that comes up in /dev/shm, however briefly."""
+    """Collect every name that appears in /dev/shm, however briefly."""
     libc, names = ctypes.CDLL(None), []
     watch = libc.inotify_init1(os.O_NONBLOCK | os.O_CLOEXEC)
     assert libc.inotify_add_watch(watch, b"/dev/shm", 0x100 | 0x80) >= 0  # IN_CREATE, IN_MOVED_TO
@@ -90,7 +90,7 @@ def test_watch_sees_short_lived_names():
 @pytest.mark.skipif(not hasattr(os, "O_TMPFILE"), reason="needs files that are made without a name")
 def test_shared_memory_never_has_a_name(fork, monkeypatch):
     drawn = []
-    monkeypatch.setattr(secrets, "token_hex", drawn.append)  # other programs' names may come and go meanwhile
+    monkeypatch.setattr(secrets, "token_hex", drawn.append)  # other programs may create and remove names meanwhile
     monkeypatch.setattr(posix_ipc, "SharedMemory", None)
     monkeypatch.setattr(posix_ipc, "Semaphore", None)
     fork(3)
@@ -181,7 +181,7 @@ def test_sockets_are_pairs_without_an_address(fork):
 
 
 def test_shared_mappings_are_anonymous_or_unlinked(fork):
-    gc.collect()  # or what earlier tests have left may go meanwhile
+    gc.collect()  # else garbage of earlier tests may be freed meanwhile
     before = list_shared_mappings(os.getpid())
     fork(3)
     keep = work()
@@ -233,18 +233,18 @@ def test_unpickling_happens_only_in_known_places():
         ("graphs/mirror.py", "Unpickler"),  # graphs, from a segment that the master filled
         ("graphs/mirror.py", "load"),
         ("hosts/agent.py", "loads"),  # the master's plan, from the mailbox
-        ("hosts/mail.py", "loads"),  # what agents send each other, over MPI
-        ("loading/process.py", "loads"),  # what a loader is told once, from memory that its owner filled
-        ("ranks/rank.py", "loads"),  # what ranks show each other, from the slots
+        ("hosts/mail.py", "loads"),  # messages between agents, over MPI
+        ("loading/process.py", "loads"),  # a loader's arguments, from memory that its owner filled
+        ("ranks/rank.py", "loads"),  # objects of ranks, from the slots
         ("ranks/session.py", "loads"),  # a worker's report of a failure, from its slot
-        ("hosts/task_agent.py", "loads"),  # what a rank asks its agent, from a channel
-        ("ranks/rank_task.py", "loads"),  # what ranks exchange, from the slots
+        ("hosts/task_agent.py", "loads"),  # requests of a rank to its agent, from a channel
+        ("ranks/rank_task.py", "loads"),  # messages between ranks, from the slots
         ("ranks/worker_process.py", "loads"),  # commands, from the mailbox or a segment that the master filled
         ("tasks/run.py", "Unpickler"),  # the program of a task, from its command
         ("tasks/run.py", "load"),
-        ("tasks/run.py", "loads"),  # what ranks return, from the slots
-        ("tracing/timeline.py", "loads"),  # what ranks have recorded, from the slots
-        ("tasks/worker.py", "loads"),  # what ranks show each other, from the slots
+        ("tasks/run.py", "loads"),  # results of ranks, from the slots
+        ("tracing/timeline.py", "loads"),  # records of ranks, from the slots
+        ("tasks/worker.py", "loads"),  # objects of ranks, from the slots
     }
 
 

@@ -130,7 +130,7 @@ def test_defer_signals_can_deliver_late_signals(monkeypatch):
             signal.raise_signal(signal.SIGINT)
             held.deliver_if_late()
             time.sleep(0.1)
-            held.restart_patience()  # what comes now has its own time
+            held.restart_patience()  # the next call has a timeout of its own
             held.deliver_if_late()
             time.sleep(0.1)
             with pytest.raises(KeyboardInterrupt):

@@ -47,7 +47,7 @@ class Sleep(Op):
 
 @pytest.fixture
 def call_at_start():
-    """Have a function called in the master, in the middle of a call whose graph has a `Sleep`."""
+    """Call a function in the master, in the middle of a call whose graph has a `Sleep`."""
     yield AT_START.append
     AT_START.clear()
 
@@ -58,7 +58,7 @@ def summing():
 
 
 def call_in_threads(*calls):
-    """Run calls side by side, and return what each raised, or None."""
+    """Run calls in parallel threads; return the error of each, or None."""
     raised = [None] * len(calls)
 
     def guarded(i):
@@ -86,7 +86,7 @@ def test_data_made_by_threads_is_separate(fork):
             made[which].append((synk.data(np.full(50 + i, which * 100.0 + i)), (50 + i) * (which * 100.0 + i)))
 
     usual = sys.getswitchinterval()
-    sys.setswitchinterval(1e-5)  # so that threads come between any two lines of the library's
+    sys.setswitchinterval(1e-5)  # so that threads switch between any two lines of the library
     try:
         assert call_in_threads(lambda: make(0), lambda: make(1)) == [None, None]
     finally:

@@ -1,4 +1,4 @@
-"""Exchange rules: what each computes, beside its formula in NumPy, and what holds for it exactly."""
+"""Exchange rules: each against its formula in NumPy, and its exact invariants."""
 
 from types import SimpleNamespace
 
@@ -8,7 +8,7 @@ import pytest
 import rule_programs as programs
 from hypothesis import given
 from hypothesis import strategies as st
-from library import ARRAYS, DEVICE, NAME, XLA, few, fork_ranks, shared
+from library import ARRAYS, DEVICE, NAME, XLA, fork_ranks, limit_examples, shared
 
 import synkhronos as synk
 from synkhronos import rules
@@ -19,8 +19,8 @@ from synkhronos.rules.state import Vector
 # Where XLA compiles, as in conftest.py: 3 ranks do all that 2 do.
 SIZES = [1, 3] if DEVICE == "jax" else [1, 2, 3, 4]
 D, STEPS, ETA = 7, 24, 0.1
-#: Whether variables are JAX arrays.
-PLACES = [False, True] if XLA else [False]
+#: Values of the parameter `on_device`: whether variables are JAX arrays.
+ON_DEVICE = [False, True] if XLA else [False]
 CLOSE = {"rtol": 1e-13, "atol": 1e-13}
 
 
@@ -44,8 +44,8 @@ def variables(x=X0, dtype="float64"):
     return [shared(x[:3].copy(), "a"), shared(x[3:].reshape(2, -1).copy(), "b")]
 
 
-def trained(rule, kind="sgd", steps=STEPS, eta=ETA, on_device=XLA):
-    """Return each rank's way, what was reported, what the rule remembers and the numbers of its exchanges."""
+def train(rule, kind="sgd", steps=STEPS, eta=ETA, on_device=XLA):
+    """Train; return the traces of all ranks, the report, the rule's state on each rank, and the numbers of exchanges."""
     n = synk.ranks.session().size
     memory = rules.shared_memory(rule, n, D, np.dtype("float64"))
     results = synk.run(
@@ -62,7 +62,7 @@ def trained(rule, kind="sgd", steps=STEPS, eta=ETA, on_device=XLA):
     )
 
 
-def args(n, kind="sgd"):
+def oracle_arguments(n, kind="sgd"):
     return n, problem(), X0, kind, ETA, STEPS
 
 
@@ -72,72 +72,78 @@ def args(n, kind="sgd"):
 @pytest.mark.parametrize("period", [1, 3])
 @pytest.mark.parametrize("kind", ["sgd", "momentum", "scaled"])
 def test_local_sgd(n, period, kind):
-    expected = oracle.averaging(*args(n, kind), oracle.every(period))
-    way, report, _, _ = trained(rules.LocalSGD(period), kind)
-    np.testing.assert_allclose(way, expected, **CLOSE)
+    expected = oracle.averaging(*oracle_arguments(n, kind), oracle.every(period))
+    trace, report, _, _ = train(rules.LocalSGD(period), kind)
+    np.testing.assert_allclose(trace, expected, **CLOSE)
     np.testing.assert_allclose(report, expected[:, -1].mean(0), **CLOSE)
 
 
 def test_local_sgd_of_one_step_is_bsp(n):
     for kind in ("sgd", "momentum"):
-        way = trained(rules.BSP("params"), kind)[0]
-        np.testing.assert_allclose(way, [oracle.bsp(*args(n, kind))] * n, **CLOSE)
+        trace = train(rules.BSP("params"), kind)[0]
+        np.testing.assert_allclose(trace, [oracle.bsp(*oracle_arguments(n, kind))] * n, **CLOSE)
     if n > 1:
-        assert np.abs(trained(rules.BSP("params"), "scaled")[0][0] - oracle.bsp(*args(n, "scaled"))).max() > 1e-2
+        assert (
+            np.abs(train(rules.BSP("params"), "scaled")[0][0] - oracle.bsp(*oracle_arguments(n, "scaled"))).max() > 1e-2
+        )
 
 
 def test_postlocal_is_bsp_up_to_its_start(n):
     rule = rules.PostLocal(period=4, start=10)
-    way = trained(rule)[0]
-    np.testing.assert_allclose(way[:, :11], [oracle.bsp(*args(n))[:11]] * n, **CLOSE)
-    np.testing.assert_allclose(way, oracle.averaging(*args(n), lambda s: s <= 10 or (s - 10) % 4 == 0), **CLOSE)
+    trace = train(rule)[0]
+    np.testing.assert_allclose(trace[:, :11], [oracle.bsp(*oracle_arguments(n))[:11]] * n, **CLOSE)
+    np.testing.assert_allclose(
+        trace, oracle.averaging(*oracle_arguments(n), lambda s: s <= 10 or (s - 10) % 4 == 0), **CLOSE
+    )
 
 
 @pytest.mark.parametrize("period", [1, 4])
 @pytest.mark.parametrize("beta", [0.3, 1.0])
 def test_easgd_synchronous(n, period, beta):
-    expected, centre = oracle.elastic(*args(n), period, beta)
-    way, report, own, _ = trained(rules.EASGD(beta, period, asynchronous=False))
-    np.testing.assert_allclose(way, expected, **CLOSE)
+    expected, centre = oracle.elastic(*oracle_arguments(n), period, beta)
+    trace, report, own, _ = train(rules.EASGD(beta, period, asynchronous=False))
+    np.testing.assert_allclose(trace, expected, **CLOSE)
     np.testing.assert_allclose(report, centre, **CLOSE)
 
 
 @pytest.mark.parametrize("period", [1, 3])
 def test_downpour_synchronous(n, period):
-    way = trained(rules.Downpour(period, period, asynchronous=False), eta=ETA)[0]
-    np.testing.assert_allclose(way, oracle.downpour(*args(n), period), **CLOSE)
+    trace = train(rules.Downpour(period, period, asynchronous=False), eta=ETA)[0]
+    np.testing.assert_allclose(trace, oracle.downpour(*oracle_arguments(n), period), **CLOSE)
 
 
 def test_downpour_synchronous_scales_the_learning_rate(n):
-    way = trained(rules.Downpour(asynchronous=False), eta=ETA / 4)[0]
+    trace = train(rules.Downpour(asynchronous=False), eta=ETA / 4)[0]
     expected = oracle.bsp(n, problem(), X0, "sgd", n * ETA / 4, STEPS)
-    np.testing.assert_allclose(way, [expected] * n, **CLOSE)
+    np.testing.assert_allclose(trace, [expected] * n, **CLOSE)
 
 
 def test_slowmo(n):
-    way = trained(rules.SlowMo(4, lr=0.8, momentum=0.6))[0]
-    np.testing.assert_allclose(way, oracle.slow_momentum(*args(n), 4, 0.8, 0.6), **CLOSE)
+    trace = train(rules.SlowMo(4, lr=0.8, momentum=0.6))[0]
+    np.testing.assert_allclose(trace, oracle.slow_momentum(*oracle_arguments(n), 4, 0.8, 0.6), **CLOSE)
 
 
 def test_diloco(n):
-    way = trained(rules.DiLoCo(4))[0]
-    np.testing.assert_allclose(way, oracle.outer_nesterov(*args(n), 4, 0.7, 0.9), **CLOSE)
+    trace = train(rules.DiLoCo(4))[0]
+    np.testing.assert_allclose(trace, oracle.outer_nesterov(*oracle_arguments(n), 4, 0.7, 0.9), **CLOSE)
 
 
 def test_diloco_and_slowmo_special_cases(n):
-    local = trained(rules.LocalSGD(4))[0]
-    np.testing.assert_allclose(trained(rules.DiLoCo(4, lr=1, momentum=0))[0], local, **CLOSE)
-    np.testing.assert_allclose(trained(rules.SlowMo(4, lr=1, momentum=0))[0], local, **CLOSE)
-    heavy = trained(rules.DiLoCo(4, lr=0.8, momentum=0.6, nesterov=False))[0]
-    np.testing.assert_allclose(trained(rules.SlowMo(4, lr=0.8, momentum=0.6))[0], heavy, **CLOSE)
+    local = train(rules.LocalSGD(4))[0]
+    np.testing.assert_allclose(train(rules.DiLoCo(4, lr=1, momentum=0))[0], local, **CLOSE)
+    np.testing.assert_allclose(train(rules.SlowMo(4, lr=1, momentum=0))[0], local, **CLOSE)
+    heavy = train(rules.DiLoCo(4, lr=0.8, momentum=0.6, nesterov=False))[0]
+    np.testing.assert_allclose(train(rules.SlowMo(4, lr=0.8, momentum=0.6))[0], heavy, **CLOSE)
     serial = oracle.serial_nesterov(n, problem(), X0, 0.7 * ETA, STEPS, 0.9)
-    np.testing.assert_allclose(trained(rules.DiLoCo(1))[0], [serial] * n, rtol=1e-12, atol=1e-12)
-    np.testing.assert_allclose(trained(rules.DiLoCo(1, 1, 0))[0], [oracle.bsp(*args(n))] * n, **CLOSE)
+    np.testing.assert_allclose(train(rules.DiLoCo(1))[0], [serial] * n, rtol=1e-12, atol=1e-12)
+    np.testing.assert_allclose(train(rules.DiLoCo(1, 1, 0))[0], [oracle.bsp(*oracle_arguments(n))] * n, **CLOSE)
 
 
 def test_own_exchange_rule(n):
-    expected = oracle.run(*args(n), lambda xs: [0.5 * (x + np.mean(xs, axis=0)) for x in xs], oracle.every(5))
-    np.testing.assert_allclose(trained(programs.Halfway())[0], expected, **CLOSE)
+    expected = oracle.run(
+        *oracle_arguments(n), lambda xs: [0.5 * (x + np.mean(xs, axis=0)) for x in xs], oracle.every(5)
+    )
+    np.testing.assert_allclose(train(programs.Halfway())[0], expected, **CLOSE)
 
 
 @pytest.mark.parametrize("state", ["average", "reset"])
@@ -149,13 +155,13 @@ def test_optimizer_state_after_an_exchange(n, state):
         if step % 3 == 2:
             x = [np.mean(x, axis=0)] * n
             v = [np.mean(v, axis=0) if state == "average" else 0 * X0] * n
-    np.testing.assert_allclose(trained(rules.LocalSGD(3, state), "momentum")[0][:, -1], x, **CLOSE)
+    np.testing.assert_allclose(train(rules.LocalSGD(3, state), "momentum")[0][:, -1], x, **CLOSE)
 
 
 # -- one by one ----------------------------------------------------------------------------------------------
 
 
-def once(n, alpha, vectors, centre):
+def exchange_elastic(n, alpha, vectors, centre):
     rule = rules.EASGD(alpha=alpha)
     memory = rules.shared_memory(rule, n, D, np.dtype("float64"))
     results = synk.run(programs.elastic_once, rule, variables(), memory, vectors, centre)
@@ -164,17 +170,17 @@ def once(n, alpha, vectors, centre):
 
 def test_easgd_exchange_keeps_the_sum(n):
     vectors, centre = np.random.default_rng(2).normal(size=(n, D)), np.ones(D)
-    xs, new = once(n, 0.3, vectors, centre)
+    xs, new = exchange_elastic(n, 0.3, vectors, centre)
     np.testing.assert_allclose(xs.sum(0) + new, vectors.sum(0) + centre, **CLOSE)
     assert np.abs(new - centre).min() > 1e-3
 
 
 def test_easgd_alpha_of_one_swaps_and_half_averages(n):
     vectors, centre = np.random.default_rng(3).integers(-64, 64, (n, D)) * 8.0, np.full(D, 16.0)
-    xs, new = once(n, 1.0, vectors, centre)
-    np.testing.assert_array_equal(xs, [centre, *vectors[:-1]])  # each takes what the one before has left
+    xs, new = exchange_elastic(n, 1.0, vectors, centre)
+    np.testing.assert_array_equal(xs, [centre, *vectors[:-1]])  # each takes the vector that the rank before it left
     np.testing.assert_array_equal(new, vectors[-1])
-    xs, new = once(n, 0.5, vectors, centre)
+    xs, new = exchange_elastic(n, 0.5, vectors, centre)
     np.testing.assert_array_equal(xs[-1], new)
     np.testing.assert_array_equal(xs[0], (vectors[0] + centre) / 2)
 
@@ -190,12 +196,12 @@ def test_downpour_exchanges_again_after_an_interrupt(push, fetch):
 ELASTIC = [rules.EASGD(period=3), rules.EAMSGD(period=3, momentum=0.9), rules.EAMSGD(period=3, momentum=0)]
 
 
-@pytest.mark.parametrize("on_device", PLACES)
+@pytest.mark.parametrize("on_device", ON_DEVICE)
 @pytest.mark.parametrize("rule", ELASTIC, ids=repr)
 def test_easgd_exchanges_equal_a_replay(n, rule, on_device):
     """The same bits as in NumPy, one exchange after the other, in the order in which the ranks came."""
     kind = "momentum" if isinstance(rule, rules.EAMSGD) else "sgd"
-    way, report, _, numbers = trained(rule, kind, on_device=on_device)
+    trace, report, _, numbers = train(rule, kind, on_device=on_device)
     momentum, alpha = getattr(rule, "momentum", 0), 0.9 / n
     centre = X0.copy()
     x, v, at = [X0.copy() for _ in range(n)], [0 * X0 for _ in range(n)], [0] * n
@@ -207,18 +213,18 @@ def test_easgd_exchanges_equal_a_replay(n, rule, on_device):
             x[r], v[r] = programs.local_step(kind, x[r], v[r], g, ETA)
             at[r] += 1
             if at[r] <= step:
-                np.testing.assert_array_equal(way[r][at[r]], x[r])
+                np.testing.assert_array_equal(trace[r][at[r]], x[r])
         d = (x[r] - momentum * v[r]) if momentum else x[r].copy()
         d -= centre
         d *= alpha
         x[r], centre = x[r] - d, centre + d
-        np.testing.assert_array_equal(way[r][at[r]], x[r])
+        np.testing.assert_array_equal(trace[r][at[r]], x[r])
     np.testing.assert_array_equal(report, centre)
 
 
-@pytest.mark.parametrize("on_device", PLACES)
+@pytest.mark.parametrize("on_device", ON_DEVICE)
 def test_downpour_exchanges_equal_a_replay(n, on_device):
-    way, report, _, numbers = trained(rules.ASGD(3), eta=ETA / n, on_device=on_device)
+    trace, report, _, numbers = train(rules.ASGD(3), eta=ETA / n, on_device=on_device)
     centre, wrote = X0.copy(), -1
     x, base, at = [X0.copy() for _ in range(n)], [X0.copy() for _ in range(n)], [0] * n
     for _, step, r in sorted((number, step, r) for r, each in enumerate(numbers) for number, step in each):
@@ -227,19 +233,21 @@ def test_downpour_exchanges_equal_a_replay(n, on_device):
             at[r] += 1
         centre = x[r].copy() if wrote in (-1, r) else centre + (x[r] - base[r])
         x[r], base[r], wrote = centre.copy(), centre.copy(), r
-        np.testing.assert_array_equal(way[r][at[r]], x[r])
+        np.testing.assert_array_equal(trace[r][at[r]], x[r])
     np.testing.assert_array_equal(report, centre)
 
 
 def test_rule_without_pull_keeps_ranks_independent(n):
-    way = trained(rules.Rule())[0]
-    np.testing.assert_array_equal(way, oracle.run(*args(n), lambda xs: xs, oracle.every(1)))
+    trace = train(rules.Rule())[0]
+    np.testing.assert_array_equal(trace, oracle.run(*oracle_arguments(n), lambda xs: xs, oracle.every(1)))
 
 
 def test_asgd_of_one_rank_is_serial(n):
     if n > 1:
         pytest.skip("one rank")
-    np.testing.assert_array_equal(trained(rules.ASGD())[0], oracle.run(*args(1), lambda xs: xs, oracle.every(1)))
+    np.testing.assert_array_equal(
+        train(rules.ASGD())[0], oracle.run(*oracle_arguments(1), lambda xs: xs, oracle.every(1))
+    )
 
 
 def test_downpour_loses_no_push(n):
@@ -253,7 +261,7 @@ def check_pushes(n, pushes):
         assert report.tolist() == [float(n * pushes)] * D
 
 
-@pytest.mark.parametrize("on_device", PLACES)
+@pytest.mark.parametrize("on_device", ON_DEVICE)
 @pytest.mark.parametrize(("push", "fetch"), [(2, 3), (3, 1), (1, 4)])
 def test_downpour_keeps_unpushed_gradients(n, push, fetch, on_device):
     rule = rules.Downpour(push, fetch)
@@ -265,7 +273,7 @@ def test_downpour_keeps_unpushed_gradients(n, push, fetch, on_device):
 # -- gossip, swaps -------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("on_device", PLACES)
+@pytest.mark.parametrize("on_device", ON_DEVICE)
 def test_gosgd_keeps_weights_and_weighted_mean(n, on_device):
     if n == 1:
         pytest.skip("needs two ranks")
@@ -287,12 +295,12 @@ def test_gosgd_keeps_weights_and_weighted_mean(n, on_device):
     assert sum(weight for _, _, weight in results) == pytest.approx(1, abs=1e-14)
 
 
-@pytest.mark.parametrize("on_device", PLACES)
+@pytest.mark.parametrize("on_device", ON_DEVICE)
 def test_gosgd_loses_nothing_in_training(n, on_device):
-    way, report, own, _ = trained(rules.GoSGD(0.5, seed=3), on_device=on_device)
+    trace, report, own, _ = train(rules.GoSGD(0.5, seed=3), on_device=on_device)
     assert sum(float(each["weight"]) for each in own) == pytest.approx(1, abs=1e-14)
     if n == 1:
-        np.testing.assert_allclose(report, way[0, -1], **CLOSE)
+        np.testing.assert_allclose(report, trace[0, -1], **CLOSE)
 
 
 @pytest.mark.parametrize("replace", [False, True])
@@ -305,12 +313,12 @@ def test_swap_exchanges_parameters(n, replace):
         else:
             assert sorted(sources) == list(range(n))
             assert sum(s != r for r, s in enumerate(sources)) == n // 2 * 2
-    way, _, _, numbers = trained(rule, steps=4)
+    trace, _, _, numbers = train(rule, steps=4)
     x = [X0.copy() for _ in range(n)]
     for step in range(4):
         x = [programs.local_step("sgd", x[r], 0, programs.gradient(problem(), r, step, x[r]), ETA)[0] for r in range(n)]
         x = [x[source] for source in rule._choose_sources(n, step + 1)]
-        np.testing.assert_allclose(way[:, step + 1], x, **CLOSE)
+        np.testing.assert_allclose(trace[:, step + 1], x, **CLOSE)
 
 
 # -- precision -----------------------------------------------------------------------------------------------
@@ -335,14 +343,14 @@ def test_average_in_float16_does_not_overflow(n):
     "make", [rules.LocalSGD, rules.SlowMo, rules.DiLoCo, programs.Averaged], ids=lambda m: m.__name__
 )
 def test_rules_with_precision_16_stay_close(n, make, precision):
-    way, report, _, _ = trained(make(3, precision=precision))
-    exact = trained(make(3))[0]
+    trace, report, _, _ = train(make(3, precision=precision))
+    exact = train(make(3))[0]
     for r in range(1, n):
-        np.testing.assert_array_equal(way[0, 3::3], way[r, 3::3])
-    assert np.abs(way - exact).max() < (0.01 if precision == "float16" else 0.05)
+        np.testing.assert_array_equal(trace[0, 3::3], trace[r, 3::3])
+    assert np.abs(trace - exact).max() < (0.01 if precision == "float16" else 0.05)
 
 
-@few(200)
+@limit_examples(200)
 @given(st.floats(-(2.0**127), 2.0**127, width=32))
 def test_bfloat16_rounds_to_nearest(value):
     rounded = float(as_bfloat16(np.array([value], np.float32))[0])

@@ -1,4 +1,4 @@
-"""Exchange rules on what stands for GPUs: the ranks' vectors stay there, and NCCL combines them."""
+"""Exchange rules on stand-in GPUs: the ranks' vectors stay on the device, and NCCL reduces them."""
 
 import pytest
 from library import NAME

@@ -48,7 +48,7 @@ class CountFunctions(Command):
 
 
 class FailOnWorkers(Op):
-    """Copies its input; fails in the workers, in the way that `what` names."""
+    """Copies its input; fails in the workers as `what` names."""
 
     __props__ = ("what",)
 

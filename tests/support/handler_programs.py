@@ -1,6 +1,6 @@
-"""Programs in which XLA, on the CPU, calls the handlers of nccl_ffi.cc: what they call is written in Python.
+"""Programs in which XLA, on the CPU, calls the handlers of nccl_ffi.cc; Python functions replace NCCL and CUDA.
 
-Each function is run by test_nccl_ffi.py in a process of its own, and prints what was called.
+test_nccl_ffi.py runs each function in a process of its own; it prints the calls.
 """
 
 import ctypes
@@ -88,7 +88,7 @@ def connect():
 
 
 def launch(program, communicator, reduction, *arguments, shape=(3,), times=1):
-    """Return the program's results, the error, and what was called."""
+    """Return the program's results, the error, and the calls."""
     import jax
 
     calls.clear()
@@ -131,7 +131,7 @@ def reduce_once(calls="native"):
 
 
 def reduce_chunks():
-    """An array that is started before the rest, in several dtypes; then what no rank agreed on."""
+    """An array that is started before the rest, in several dtypes; then a layout that the ranks have not agreed on."""
     import jax
     import jax.numpy as jnp
 
@@ -171,7 +171,7 @@ def reduce_in_loop():
 
 
 def read_traits():
-    """Ask the handlers what they declare, as XLA does."""
+    """Read the declarations of the handlers, as XLA does."""
     from synkhronos.devices.jax.ffi import _METADATA, _Api, _CallFrame, _Extension, _Metadata
 
     library = native.load_handlers()

@@ -24,7 +24,7 @@ class ShellSupervisor(supervisor.Supervisor):
         supervisor.prepare(self.settings, []).close()
 
     def _start(self, consoles):
-        # Signals come when the supervisor knows whom to pass them on to.
+        # Signals are sent once the supervisor knows the processes to forward them to.
         script = f"until [ -e {self.folder}/started ]; do sleep 0.01; done; {self.script}"
         self._master = subprocess.Popen(["sh", "-c", script], stdout=consoles[0], start_new_session=True)
         (self.folder / "started").touch()
@@ -45,7 +45,7 @@ def wait_until_training(folder, process):
 @contextlib.contextmanager
 def start_checkpointed_run(tmp_path, script, name="Slow", **settings):
     """Start a run that writes checkpoints; kill its supervisor, if that still runs, at the end of the block."""
-    settings = {"modelfile": "launch_models.others", "modelclass": name, "every": 1, "epochs": 1000, **settings}
+    settings = {"modelfile": "launch_models.mlp_variants", "modelclass": name, "every": 1, "epochs": 1000, **settings}
     if script:
         settings = {**settings, "devices": ["cpu", "cpu"], "folder": str(tmp_path)}
         words = [sys.executable, "-c", f"from synkhronos.rules import BSP\nr = BSP()\nr.init(**{settings!r})\nr.wait()"]

@@ -33,7 +33,7 @@ def run(*arguments, status=0, cwd=None, **environment):
 
 def train(folder, model="MLP", *arguments, status=0, environment=None, **settings):
     """Train a class of launch_models on two ranks; ``environment`` has further variables."""
-    module = "mlp" if model == "MLP" else "others"
+    module = "mlp" if model == "MLP" else "mlp_variants"
     sets = [f"--set={name.replace('__', '.')}={value}" for name, value in settings.items()]
     where = ["--set", f"model='launch_models/{module}.py:{model}'", "--folder", folder]
     return run(
@@ -49,7 +49,7 @@ def train(folder, model="MLP", *arguments, status=0, environment=None, **setting
 
 
 def run_cases(code):
-    """Run a program that prints a line ``-- case NAME`` before each case; return what it prints after these lines."""
+    """Run a program that prints a line ``-- case NAME`` before each case; return the output of each case."""
     done = subprocess.run(
         [sys.executable, "-c", code], cwd=SUPPORT, env=ENVIRONMENT, capture_output=True, text=True, timeout=100
     )

@@ -33,7 +33,7 @@ LIMIT = 600
 
 def start(folder: Path, options: argparse.Namespace) -> subprocess.Popen[bytes]:
     """Start a run that takes some seconds."""
-    sets = {"model": "'launch_models/others.py:Slow'", "epochs": options.epochs, "rule": options.rule}
+    sets = {"model": "'launch_models/mlp_variants.py:Slow'", "epochs": options.epochs, "rule": options.rule}
     words = command("train", "--devices", options.devices, "--folder", folder, "--on-death=continue")
     words.append("--set=max_deaths=1000000")
     words += [f"--set={name}={value}" for name, value in sets.items()]

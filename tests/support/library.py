@@ -1,4 +1,4 @@
-"""The graph library of this environment, under one set of names, and what tests need on any device.
+"""The graph library of this environment, under one set of names, and helpers for tests on any device.
 
 `ARRAYS`
     The device of the arrays on GPUs.
@@ -12,7 +12,7 @@
     The library's own.
 `fork_ranks`
     Fork on the device.
-`few`
+`limit_examples`
     Hypothesis' settings, with fewer examples where each new shape is compiled.
 `is_array`, `read`, `same`
     Whether a value is an ndarray, an array of a device or a result that is read later; its array; equality of two.
@@ -82,18 +82,18 @@ def fork_ranks(n, **kwargs):
     return synk.fork(n, use_gpu=DEVICE == "gpu", **kwargs)
 
 
-def few(most):
-    """Return settings with at most this many examples; with fewer where a compiler takes its time for each."""
+def limit_examples(most):
+    """Return settings with at most `most` examples, and at most 4 where each compiles for long."""
     return settings(max_examples=min(most, 4) if DEVICE != "host" else most)
 
 
 def is_array(value):
-    """Whether a value is an array, or where XLA compiles what stands for one."""
+    """Return whether a value is an array, or with XLA a result that is read later."""
     return isinstance(value, np.ndarray | Result) or ARRAYS.owns(value)
 
 
 def read(results):
-    """Look at what a call returned: where it returns before it has computed, what can't be reduced fails now."""
+    """Read the outputs of a call: after an asynchronous call, outputs that can't be reduced raise here."""
     for result in results if isinstance(results, list) else [results]:
         np.asarray(result)
     return results
@@ -117,7 +117,7 @@ __all__ = [
     "NAME",
     "UNCOMPILED",
     "XLA",
-    "few",
+    "limit_examples",
     "fork_ranks",
     "function",
     "grad",

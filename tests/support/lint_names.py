@@ -60,7 +60,7 @@ class Finding(NamedTuple):
 
 
 def find_unlisted_imports(sources: Mapping[str, str], listed: Iterable[str]) -> Iterator[Finding]:
-    """Yield imports of packages that pyproject.toml does not list for mypy: its result would depend on what is installed.
+    """Yield imports that pyproject.toml does not list for mypy: its result would depend on the installed packages.
 
     Parameters
     ----------
@@ -159,6 +159,11 @@ def additions(found: Iterable[Finding], baseline: Mapping[str, Mapping[str, int]
     ]
 
 
+def find_missing_files(baseline: Mapping[str, Mapping[str, int]]) -> list[str]:
+    """Return the paths of these counts at which there is no file."""
+    return sorted({path for counts in baseline.values() for path in counts if not (ROOT / path).is_file()})
+
+
 def main(arguments: list[str]) -> int:
     """Print findings that are new, and return the exit status."""
     config = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["mypy"]
@@ -167,13 +172,17 @@ def main(arguments: list[str]) -> int:
         *findings({**read_sources(["synkhronos", "tests", "benchmarks", "demos", "docs"]), **checked}),
         *find_unlisted_imports(checked, [name for override in config["overrides"] for name in override["module"]]),
     ]
-    new = additions(found, json.loads(BASELINE.read_text()))
+    baseline = json.loads(BASELINE.read_text())
+    new = additions(found, baseline)
     for finding in new:
         print(finding)
     if new:
         print(f"more findings than {BASELINE.relative_to(ROOT)} has; the new ones are among these")
     elif "--update" in arguments:
         BASELINE.write_text(json.dumps(count(found), indent=1) + "\n")
+    elif missing := find_missing_files(baseline):
+        print(f"{BASELINE.relative_to(ROOT)} lists files that do not exist; run with --update: {', '.join(missing)}")
+        return 1
     return int(bool(new))
 
 

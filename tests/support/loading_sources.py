@@ -65,7 +65,7 @@ class Deep(Numbers):
 
 
 class Slow(Numbers):
-    """Each row takes its time."""
+    """Each row is slow to read."""
 
     def __init__(self, count, seconds):
         super().__init__(count)

@@ -28,17 +28,17 @@ VOLATILE = {
     r"\bsynk_function_\d+": "synk_function_N",
     r"\bhas [\d,]+ bytes left, and memory [\d,]+": "has N bytes left, and memory N",
     # Tests add classes to this file.
-    r"(others\.py has no 'Nobody': it has ).*": r"\1...",
+    r"(mlp_variants\.py has no 'Nobody': it has ).*": r"\1...",
     # NumPy and h5py have words of their own in each version.
     r"(expected an? (?:\.np[yz]|HDF5) file[^:]*): .*": r"\1: ...",
-    # Tracebacks, and what the graph library adds to an exception, name lines of source.
+    # Tracebacks, and notes that the graph library adds to an exception, name lines of source.
     r"(?s)(\nThe traceback of rank \d+:).*": r"\1 ...",
     r"(?s)\n+(Traceback|Apply node that caused|HINT:|Backtrace when).*": "",
 }
 
 
 def normalise(error):
-    """Return an exception's type and message in one line, without what differs from run to run."""
+    """Return an exception's type and message in one line, without parts that differ from run to run."""
     text = "\n".join([str(error), *getattr(error, "__notes__", [])])
     for pattern, replacement in VOLATILE.items():
         text = re.sub(pattern, replacement, text)

@@ -1,4 +1,4 @@
-"""The exchange rules' formulas in NumPy, all ranks in one process: what `synkhronos.rules` has to compute."""
+"""The exchange rules' formulas in NumPy, with all ranks in one process: the oracle of `synkhronos.rules`."""
 
 import numpy as np
 from rule_programs import gradient, local_step

@@ -1,4 +1,4 @@
-"""Programs in which ranks train by a rule: linear models, whose gradients NumPy computes."""
+"""Programs in which ranks train a quadratic model by a rule; NumPy computes its gradients."""
 
 import numpy as np
 
@@ -9,19 +9,19 @@ from synkhronos.rules.elastic import read_centre
 
 
 def gradient(problem, rank, step, x):
-    """The gradient of ½ (x - b)ᵀ H (x - b), another H and another b for each rank and step."""
+    """Return the gradient of ½ (x - b)ᵀ H (x - b); H and b differ by rank and step."""
     h, b = problem
     return h[rank % len(h), step % h.shape[1]] * (x - b[rank % len(b), step % b.shape[1]])
 
 
 def local_step(kind, x, v, g, eta):
-    """One step of a rank's own: the new x and the new velocity."""
+    """Return x and the velocity after one local step."""
     if kind == "sgd":
         return x - eta * g, v
     if kind == "momentum":
         v = 0.9 * v - eta * g
         return x + v, v
-    if kind == "scaled":  # by the gradient's size, as Adam
+    if kind == "scaled":  # as Adam
         return x - eta * g / (np.abs(g) + 0.1), v
     raise AssertionError(kind)
 
@@ -34,7 +34,7 @@ def prepare(w, v, shared, on_device):
 
 
 def train(worker, rule, w, v, shared, problem, kind, eta, steps, on_device=False):
-    """Train; return where this rank was after each step, what it reported, and what the rule remembers."""
+    """Train; return the vector after each step, the report, the rule's state, and the numbers of exchanges."""
     state = prepare(w, v, shared, on_device)
     state.learning_rate = eta
     rule.setup(worker, state)
@@ -59,14 +59,14 @@ def train(worker, rule, w, v, shared, problem, kind, eta, steps, on_device=False
 
 
 class Averaged(Rule):
-    """Goes to the mean, and says nothing of how it begins."""
+    """Moves to the mean; has no `setup`."""
 
     def exchange(self, worker, state):
         state.vector = self.mean(worker, state)
 
 
 class Halfway(Rule):
-    """Every 5 steps each rank goes half-way to the mean."""
+    """Every 5 steps each rank moves half-way to the mean."""
 
     period = 5
 
@@ -75,7 +75,7 @@ class Halfway(Rule):
 
 
 def count(worker, rule, w, shared, pushes, on_device=False):
-    """Push +1 again and again."""
+    """Add 1 and exchange `pushes` times; return the report."""
     state = prepare(w, [], shared, on_device)
     rule.setup(worker, state)
     for _ in range(pushes):
@@ -102,7 +102,7 @@ def gossip(worker, rule, w, shared, vectors, sends, on_device=False):
 
 
 def elastic_once(worker, rule, w, shared, vectors, centre):
-    """One elastic exchange by each rank, one after the other."""
+    """Let each rank in turn make one elastic exchange; return its vector and the centre."""
     state = State(w, [], shared)
     rule.setup(worker, state)
     state.vector = vectors[worker.number]

@@ -2,21 +2,22 @@
 
     python tests/support/soak.py --seconds 1200 --seed 0 --ranks 3
 
-From one seed come functions, calls, collectives, Data objects that grow and go, and faults: exceptions in ranks of all
-kinds of moments, workers killed while idle, in a call or in a collective, workers that stop and go on, interrupts,
-new ranks of another number.  The model keeps each rank's shared variables as NumPy arrays, and computes with NumPy what
-the ranks should.  Where a fault leaves open whether an effect was applied, each element has to be the old or the new.
+One seed determines functions, calls, collectives, Data objects that grow and are freed, and faults: exceptions in ranks
+at various moments, workers killed while idle, in a call or in a collective, workers that stop and continue, interrupts,
+and forks of another number of ranks.  The model keeps each rank's shared variables as NumPy arrays, and computes the
+expected results with NumPy.  Where a fault leaves open whether an effect was applied, each element has to be the old or
+the new one.
 
-Ends with a summary, and with code 1 at the first wrong result, 3 at the first hang; then it prints the command that
-repeats it.  Each step draws from a generator of its own, so that the same steps come again in spite of faults whose
-moment is the machine's.
+The program ends with a summary, with status 1 at the first wrong result, or with status 3 at the first hang; it then
+prints the command that repeats the run.  Each step has a random generator of its own, so that a repeated run has the
+same steps, although the moments of faults vary.
 
 `Step`
-    Something to do, what should come of it, and how the variables change.
+    An operation, its expected outcome, and its changes of the variables.
 `Variable`, `Recipe`
     A shared variable, a function, and the models of them.
 `Faults`
-    What goes wrong during a step.
+    A fault during a step.
 `Watchdog`
     Ends the program if a step does.
 `Soak`
@@ -102,7 +103,7 @@ DEATHS = {KILL: "SIGKILL", CRASH: "SIGSEGV", EXIT: "exited with code 7"}
 
 
 class Obey(Op):
-    """Returns its first argument; a process that the second names does what it is told first."""
+    """Returns its first argument; the process that the second names first runs the planned fault."""
 
     __props__ = ()
 
@@ -119,7 +120,7 @@ class Obey(Op):
 
 @dataclass(frozen=True)
 class Prepare(Command):
-    """Have workers say where they are when the watchdog asks."""
+    """Let workers print their stacks at a signal of the watchdog."""
 
     def run(self, rank):
         if not rank.is_master:
@@ -128,7 +129,7 @@ class Prepare(Command):
 
 @dataclass(frozen=True)
 class Sabotage(Command):
-    """From now on some ranks do a deed at their k-th meeting point."""
+    """From now on some ranks do a deed at their k-th barrier or gather."""
 
     orders: tuple[tuple[int, int, int], ...]  # rank, k, deed
 
@@ -140,10 +141,10 @@ class Sabotage(Command):
                     setattr(rank, name, functools.partial(_count_down, left, deed, getattr(rank, name)))
 
 
-def _count_down(left: Any, deed: int, meet: Callable[..., Any], *args: Any) -> Any:
+def _count_down(left: Any, deed: int, call: Callable[..., Any], *args: Any) -> Any:
     if next(left, None) == 0:
         DEEDS[deed]()
-    return meet(*args)
+    return call(*args)
 
 
 @dataclass(frozen=True)
@@ -166,7 +167,7 @@ class Faults:
         For functions that obey.
     sabotage : tuple of (rank, k, deed)
     outside : list of (seconds, rank, signal's number)
-        What a thread of the master does to workers, and to the master, meanwhile.
+        Faults that a thread of the master causes during a step, in workers and in the master.
     """
 
     kind: str = "none"
@@ -283,7 +284,7 @@ def expect_equal(actual: Any, expected: Any, what: str) -> None:
 
 
 class Variable:
-    """A shared variable, and what it should hold on each rank.
+    """A shared variable, and its expected value on each rank.
 
     Attributes
     ----------
@@ -317,7 +318,7 @@ class Recipe:
         Of the outputs.
     updates : list of (Variable, op)
     compute : callable
-        What NumPy makes of a rank's rows, of what goes whole, and of the variables: outputs, and new values.
+        NumPy's version: maps a rank's rows, the whole inputs and the variables to outputs and new values.
     dtype, n_columns
         Of the scattered input, if there is one.
     whole : list of shape
@@ -361,9 +362,9 @@ class Step:
     expected
         The result.
     new : dict of Variable to list of ndarray
-        What variables hold afterwards, one for each rank.
+        Values of the variables afterwards, one for each rank.
     refused : exception class or tuple, optional
-        What has to be raised instead, with nothing changed.
+        The error that has to be raised instead, with nothing changed.
     touches : list of Variable
         Those that are sent to the workers by this step.
     compare : callable, optional
@@ -663,7 +664,7 @@ class Soak:
             "call " + ", ".join(words), lambda: recipe.function(*args, **kwargs), expected, new, refused,
             recipe.variables(),
         )  # fmt: skip
-        if empty:  # an op that has nothing to reduce gives what the serial library does, scalars included
+        if empty:  # without rows an op returns the same as the serial library, scalars included
             step.run = lambda: [None if v is None else np.reshape(v, e.shape) for v, e in
                                 zip(recipe.function(*args, **kwargs), expected, strict=True)]  # fmt: skip
         if faults.deeds():
@@ -694,7 +695,7 @@ class Soak:
         chosen: list[np.ndarray] | None,
         slices: int,
     ) -> tuple[list[Any], dict[Variable, list[np.ndarray]], bool]:
-        """Compute in this process what the ranks should: results, new values, and whether there were no rows."""
+        """Compute the expected results and new values in this process, and whether there were no rows."""
         n, root = self.size, self.root
         weights = [len(part) for part in parts] if parts is not None else [len(index) for index in chosen or []]
         active = [r for r in range(n) if weights[r]]
@@ -853,7 +854,7 @@ class Soak:
         return Step("", lambda: synk.all_gather(shareds), None, new)
 
     def _reduction(self, picked: list[Variable], op: str) -> Any:
-        """Return each variable's reduction, or what refuses it."""
+        """Return each variable's reduction, or the error that refuses it."""
         if any(op == "avg" and v.dtype.kind in "biu" or op == "sum" and v.dtype.kind == "b" for v in picked):
             return None
         if any(len({value.shape for value in v.values}) > 1 for v in picked):
@@ -997,12 +998,12 @@ class Soak:
                 "raise",
                 "raise",
                 "raise several",
-                "raise at a meeting",
+                "raise at a barrier",
                 "kill",
-                "kill at a meeting",
+                "kill at a barrier",
                 "kill outside",
             ]
-            choices += ["kill idle", "stop", "stop outside", "stop at a meeting"]
+            choices += ["kill idle", "stop", "stop outside", "stop at a barrier"]
         kind = str(rng.choice(choices))
         one = int(rng.choice(workers)) if workers else self.root
         k = int(rng.integers(1, 6))
@@ -1020,13 +1021,13 @@ class Soak:
         if kind == "raise several":
             who = rng.permutation(n)[: rng.integers(2, n + 1)].tolist()
             return Faults(kind, orders=[(r, RAISE) for r in who])
-        if kind == "raise at a meeting":
+        if kind == "raise at a barrier":
             return Faults(
                 kind, sabotage=tuple((int(r), k, RAISE) for r in rng.permutation(n)[: rng.integers(1, n + 1)])
             )
         if kind == "kill":
             return Faults(kind, orders=[(one, death)])
-        if kind == "kill at a meeting":
+        if kind == "kill at a barrier":
             return Faults(kind, sabotage=((one, k, death),))
         if kind == "kill outside":
             return Faults(kind, outside=[(float(rng.exponential(0.003)), one, signal.SIGKILL)])
@@ -1034,7 +1035,7 @@ class Soak:
             return Faults(kind, outside=[(0.0, one, int(rng.choice([signal.SIGKILL, signal.SIGSEGV])))])
         if kind == "stop":
             return Faults(kind, orders=[(one, STOP)])
-        if kind == "stop at a meeting":
+        if kind == "stop at a barrier":
             return Faults(kind, sabotage=((one, k, STOP),))
         return Faults(kind, outside=[(float(rng.exponential(0.003)), one, signal.SIGSTOP)])
 
@@ -1086,7 +1087,7 @@ class Soak:
                 with self._interrupts(float(rng.exponential(0.01))):
                     synk.fork(size, use_gpu=False, master_rank=root)
             except KeyboardInterrupt:
-                synk.close()  # it may have come when all was done
+                synk.close()  # it may have arrived after the end
                 self.check_ended()
             else:
                 self._forked(size, root)
@@ -1118,9 +1119,9 @@ class Soak:
             for _, r, number in faults.outside:
                 os.kill(before[r], number)
             time.sleep(float(self.rng.choice([0.0, 0.01])))
-        over, hurt = threading.Event(), {r for _, r, _ in faults.outside} if faults.kind == "kill idle" else set()
+        over, killed = threading.Event(), {r for _, r, _ in faults.outside} if faults.kind == "kill idle" else set()
         threads = [
-            threading.Thread(target=self._hurt, args=(before, event, over, hurt))
+            threading.Thread(target=self._kill_idle, args=(before, event, over, killed))
             for event in ([] if faults.kind == "kill idle" else faults.outside)
         ]
         stopped = [r for r, deeds in may.items() if STOP in deeds]
@@ -1143,13 +1144,15 @@ class Soak:
         over.set()
         for thread in threads:
             thread.join()
-        self._judge(step, faults, may, error, result, took, before, hurt)
+        self._judge(step, faults, may, error, result, took, before, killed)
 
     def _compiled(self) -> int:
         return sum(len(recipe.function._computation.compiled) for recipe in self.recipes)
 
     @staticmethod
-    def _hurt(pids: dict[int, int], event: tuple[float, int, int], over: threading.Event, hurt: set[int]) -> None:
+    def _kill_idle(
+        pids: dict[int, int], event: tuple[float, int, int], over: threading.Event, killed: set[int]
+    ) -> None:
         seconds, r, number = event
         over.wait(seconds)
         if over.is_set():
@@ -1157,7 +1160,7 @@ class Soak:
         if r in pids:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pids[r], number)
-                hurt.add(r)
+                killed.add(r)
         else:
             os.kill(os.getpid(), number)  # any thread may get it
 
@@ -1179,7 +1182,7 @@ class Soak:
         result: Any,
         took: float,
         before: dict[int, int],
-        hurt: set[int],
+        killed: set[int],
     ) -> None:
         """Check that the outcome is one that the faults allow, and every variable with it."""
         session_ended = ranks.session.__globals__["_current"].close_reason is not None
@@ -1221,7 +1224,7 @@ class Soak:
         if faults.sabotage:
             ranks.session().run(Repair())
         for r in mortal:
-            if r in hurt:  # when the step was over, or nearly
+            if r in killed:  # at the end of the step
                 self._expect_death(r, before[r])
                 self._recover(step, applied=error is None)
                 return
@@ -1270,7 +1273,7 @@ class Soak:
         expect(agree and functools.reduce(np.logical_or, agree).all(), f"{what}:\n{actual}\nshould be\n{text}")
 
     def _verify(self, variables: list[Variable], failed: Step | None) -> None:
-        """Compare variables on all ranks with the model, and take what they hold for the model's."""
+        """Compare variables on all ranks with the model, and update the model to their values."""
         for v in variables:
             if self.rng.random() < 0.5:
                 values = [np.asarray(synk.get_value(r, v.shared)) for r in range(self.size)]
@@ -1283,14 +1286,14 @@ class Soak:
                     expect_equal(actual, old, f"{v.name} on rank {r}")
                     continue
                 candidates = [old, failed.new[v][r] if v in failed.new else old]
-                if first_sent:  # perhaps only now: a copy of what the master has
+                if first_sent:  # perhaps only now: copies of the master's values
                     candidates.append(values[self.root])
                 self._one_of(actual, candidates, f"{v.name} on rank {r}, after a fault")
             expect_equal(np.asarray(v.shared.get_value()), values[self.root], f"{v.name}, by its own get_value")
             v.values = values
 
     def _check_words(self, step: Step, error: BaseException) -> None:
-        """Check what the error of a call says was applied."""
+        """Check the updates that the error of a call reports as applied."""
         if not step.what.startswith("call") or not step.new or isinstance(error, KeyboardInterrupt):
             return
         text = "\n".join([str(error), *getattr(error, "__notes__", [])])
@@ -1308,7 +1311,7 @@ class Soak:
     # -- all of it -------------------------------------------------------------------------------------------
 
     def footprint(self) -> dict[str, int]:
-        """Close, and return what the process uses then."""
+        """Close, and return the resources that the process still uses."""
         synk.close()
         gc.collect()
         with open("/proc/self/status") as status:

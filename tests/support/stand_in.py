@@ -1,12 +1,12 @@
-"""Stands for GPUs on the CPU: JAX arrays in host memory go through the very code that calls CUDA and NCCL.
+"""Replaces GPUs by the CPU: JAX arrays in host memory pass through the code that calls CUDA and NCCL.
 
 `install`
     To be called before `synkhronos.fork`.
 `seen`
-    What the master has been told to combine since the last look, in words.
+    The collectives of the master since the last call, in words.
 
-The stand-in for NCCL really combines, through the memory that the ranks share; those of CUDA's streams do nothing, since
-XLA computes in the thread that launches.
+The stand-in for NCCL reduces by shared memory; CUDA's streams do nothing, since XLA computes in the thread that
+launches.
 """
 
 import ctypes
@@ -84,7 +84,7 @@ class _Communicator(nccl.NcclCommunicator):
 
 
 def install():
-    """Have ranks take their JAX arrays on the CPU for arrays on GPUs."""
+    """Let ranks treat their JAX arrays on the CPU as arrays on GPUs."""
     sys.modules["nccl"], sys.modules["nccl.bindings"] = types.ModuleType("nccl"), types.ModuleType("nccl.bindings")
     sys.modules["nccl.bindings"].nccl = None
     nccl.check_result = lambda results: None

@@ -16,18 +16,18 @@ LIMIT = 30
 _ENDED = ("Z", "X", "")
 
 
-def names() -> set[str]:
+def list_shared_names() -> set[str]:
     """Return the names of the library in /dev/shm, without the launcher's copies, which other tests' runs keep."""
     return {name for name in os.listdir("/dev/shm") if "synkhronos" in name and "synkhronos-copy-" not in name}
 
 
-def names_left(before: set[str], limit: float = 2) -> set[str]:
+def find_leaked_names(before: set[str], limit: float = 2) -> set[str]:
     """Return names in /dev/shm that were created since ``before`` and still exist after ``limit`` seconds."""
     deadline = time.monotonic() + limit
-    left = names() - before
+    left = list_shared_names() - before
     while left and time.monotonic() < deadline:
         time.sleep(0.005)
-        left &= names()
+        left &= list_shared_names()
     return left
 
 
@@ -56,7 +56,7 @@ def state(pid: int) -> str:
 
 
 def lives(pid: int) -> bool:
-    """Whether a process runs (a zombie does not)."""
+    """Return whether a process runs; a zombie does not."""
     return state(pid) not in _ENDED
 
 
@@ -84,7 +84,7 @@ def _status(pid: int) -> list[str]:
 
 
 def run_code(code: str, timeout: float, **environment: str) -> str:
-    """Run a program of its own, with the modules of tests/support on its path; return what it printed."""
+    """Run code in a new process, with tests/support on its path; return its output."""
     done = subprocess.run(
         [sys.executable, "-c", textwrap.dedent(code)],
         env={**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{SUPPORT}", **environment},

@@ -53,7 +53,7 @@ def values(worker, n):
 
 
 def ring(worker, n):
-    """Pass an array, and what is no array, around."""
+    """Pass an array and other objects from rank to rank."""
     to, source = (worker.number + 1) % worker.size, (worker.number - 1) % worker.size
     array = np.arange(n, dtype="float32") + worker.number
     if worker.number == 0:  # large ones wait until they are received
@@ -76,7 +76,7 @@ def all_send_first(worker, sizes):
 
 
 def messages(worker, of_ranks):
-    """Send and receive in this rank's order; return what was received: the messages' numbers and sizes."""
+    """Send and receive in this rank's order; return the numbers and sizes of the received messages."""
     came, number = [], dict.fromkeys(range(worker.size), 0)
     for kind, peer, n in of_ranks[worker.number]:
         if kind == "send":
@@ -104,7 +104,7 @@ def in_groups(worker, n):
 
 
 def steps(worker, of_ranks):
-    """Take this rank's steps, and return what came of each by its number."""
+    """Take this rank's steps; return the result of each by its number."""
     came = {}
     for number, kind, members, n in of_ranks[worker.number]:
         mine = np.arange(n) + 10.0 * number + worker.number
@@ -156,7 +156,7 @@ def add_ones(worker, counter, times, slow=False):
 
 
 def take_with_a_limit(worker, seconds):
-    """Have rank 0 hold a lock while the others try to get it; return whether each of them got it, then and later."""
+    """Hold a lock on rank 0 while the others try to acquire it; return whether each acquired it, then and later."""
     lock, found = worker.lock(1), []
     if worker.number == 0:
         found.append(lock.acquire())
@@ -189,7 +189,7 @@ def share(worker, count, epoch, seed):
 
 
 def stopped(worker, who):
-    """Work until somebody has had enough."""
+    """Work until a rank stops."""
     steps = 0
     while not worker.stopping:
         steps += 1
@@ -209,13 +209,13 @@ def ends_early(worker, who):
 
 
 def different_groups(worker):
-    """Meet in groups that overlap: what the first rank waits for does not come."""
+    """Wait at the barrier of a group one of whose members waits in another group."""
     members, name = ([0, 1, 2], "north") if worker.number < 2 else ([1, 2], "south")
     worker.group(members).barrier(name)
 
 
 def barrier_or_message(worker, first):
-    """Meet in a group where the other rank sends or receives a message."""
+    """Wait at a barrier of a group where the other rank sends or receives a message."""
     group = worker.group([0, 1])
     if worker.number == 0:
         group.barrier("here")
@@ -237,7 +237,7 @@ def barrier_and_receive(worker):
 
 
 def fails(worker, who, how, seconds):
-    """Fail on one rank, while the others do what they do."""
+    """Fail on one rank, in the middle of the work of the others."""
     if worker.number == who:
         time.sleep(seconds)
         raise ValueError("this rank's own")
@@ -281,7 +281,7 @@ def dies(worker, who, how, counter=None):
 
 
 def takes_its_time(worker, seconds, steps, says):
-    """Work for long: some ranks say that they go on."""
+    """Work for long; some ranks reset their timeout."""
     for _ in range(steps):
         time.sleep(seconds)
         if worker.number in says:

@@ -77,7 +77,7 @@ def test_random_task_steps_end_or_raise(fork):
 
 
 def completes(of_ranks, capacity):
-    """Whether a program of messages ends, if so many bytes to a rank are sent without waiting; each has 200 more."""
+    """Return whether a program of messages ends if `capacity` bytes to a rank are buffered; a message has 200 more."""
     at = [0] * len(of_ranks)
     channels = defaultdict(deque)
 
@@ -203,7 +203,7 @@ def test_timeout_names_a_rank_without_progress(fork):
         synk.run(programs.takes_its_time, 0.05, 100, [0])
 
 
-# -- what is refused -----------------------------------------------------------------------------------------
+# -- errors --------------------------------------------------------------------------------------------------
 
 
 def test_run_refuses_unpicklable_values(two):
@@ -211,7 +211,7 @@ def test_run_refuses_unpicklable_values(two):
         synk.run(lambda worker: 0)
     with pytest.raises(TypeError, match="program: expected a function, got 3"):
         synk.run(3)
-    with pytest.raises((TypeError, synk.WorkerError), match="can't be pickled"):  # whichever rank comes first
+    with pytest.raises((TypeError, synk.WorkerError), match="can't be pickled"):  # whichever rank fails first
         synk.run(programs.returns_a_lambda)
 
 

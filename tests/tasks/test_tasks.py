@@ -1,4 +1,4 @@
-"""Programs that run on every rank at its own pace: what they do together."""
+"""Programs that run on each rank at its own pace: messages, collectives, barriers and locks."""
 
 from collections import deque
 from dataclasses import replace
@@ -97,7 +97,7 @@ def test_task_groups(n_ranks, n):
 
 
 def programs_of_groups(size):
-    """Draw steps of groups that overlap: the number of each, what it is, its members, and how large arrays are."""
+    """Draw steps of overlapping groups: the number, kind, members and array size of each."""
     members = st.lists(st.integers(0, size - 1), min_size=1, unique=True)
     kinds = st.sampled_from(["barrier", "exchange", "sum", "send"])
     steps = st.lists(st.tuples(kinds, members, st.sampled_from([0, 1, 5, 20_000])), min_size=1, max_size=8)

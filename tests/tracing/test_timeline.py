@@ -1,4 +1,4 @@
-"""Timelines: what is recorded on each rank, the file's format, and what the report makes of it."""
+"""Timelines: the records of each rank, the file's format, and the report."""
 
 import gzip
 import json

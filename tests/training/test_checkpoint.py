@@ -258,7 +258,7 @@ def sound(tmp_path_factory):
 
 
 def is_sound_or_refused(path):
-    """Read a checkpoint: either it is what was saved, or it is refused."""
+    """Read a checkpoint: it equals the saved one, or an error is raised."""
     with contextlib.suppress(CheckpointError):
         stored = Checkpoint(path.parent).load(path)
         assert stored.arrays.keys() == SMALL.keys() and stored.meta == META and stored.metrics == {"mse": 0.5}
@@ -329,7 +329,7 @@ def test_checkpoint_load_refuses_damaged_files(tmp_path_factory, sound, damages)
 
 @contextlib.contextmanager
 def process(function):
-    """Run a function in a process of its own, with a pipe to tell what it has found; yield its number and the pipe."""
+    """Run a function in a new process, with a pipe for its results; yield the process id and the pipe."""
     reading, writing = os.pipe()
     pid = os.fork()
     if not pid:
@@ -456,7 +456,7 @@ def test_checkpoint_on_a_file_system_without_locks(tmp_path, monkeypatch):
     (tmp_path / "unfinished-1234").mkdir()
     with pytest.warns(RuntimeWarning, match="its file system has no locks .*: let one training write there"):
         Checkpoint(tmp_path).save(1, ARRAYS, {})
-    assert entries(tmp_path) == ["rows-000000000001", "unfinished-1234"]  # which may be another's, under way
+    assert entries(tmp_path) == ["rows-000000000001", "unfinished-1234"]  # which another process may be writing
 
 
 # -- the best --------------------------------------------------------------------------------------------------

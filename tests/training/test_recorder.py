@@ -205,7 +205,7 @@ def test_schedules_go_together():
     own = SimpleNamespace(best=-math.inf, observe=None)  # for which more is better
     reset_best(SimpleNamespace(schedule=own))
     assert own.best == -math.inf
-    # What follows from the epoch alone is as it was made, and learns nothing from another's checkpoint.
+    # A schedule of the epoch alone has no state, and loads none from another's checkpoint.
     for old in (schedules.constant(0.1), schedules.steps(0.1, {5: 0.1}), schedules.warmup(0.1, 5), schedule):
         # Nor does a schedule of another kind, or one that begins with another rate.
         own = SimpleNamespace(rate=3.0, observe=None)

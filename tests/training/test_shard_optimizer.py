@@ -1,4 +1,4 @@
-"""A sharded optimizer computes what the unsharded one does, with a part of the state on each rank."""
+"""A sharded optimizer computes the same as the unsharded one, with a shard of the state on each rank."""
 
 import numpy as np
 import pytest
@@ -79,7 +79,7 @@ def test_options_and_several_dtypes(n_ranks):
     assert_equal(found, results(u.adam, dtypes, **OPTIONS))
 
 
-def test_each_rank_has_a_part_of_the_state(n_ranks):
+def test_shard_optimizer_divides_the_state(n_ranks):
     train = Problem().train_by(u.adam, shard_optimizer=True)
     train(X, Y)
     sizes = {v.name: [int(np.prod(shape)) for shape in synk.get_shapes(v)] for v in train.optimizer_state}
@@ -113,7 +113,7 @@ def test_shard_optimizer_refuses_rules_that_read_whole_state(n_ranks):
         Problem().train_by(u.lamb, shard_optimizer=True)
 
 
-def trained(folder, epochs, shards, resume=None):
+def train(folder, epochs, shards, resume=None):
     problem = Problem()
     trainer = make_trainer(
         problem.loss,
@@ -137,11 +137,11 @@ def trained(folder, epochs, shards, resume=None):
 
 
 def test_trainers_resume_sharded_or_not(n_ranks, tmp_path):
-    expected = trained(tmp_path / "plain", 3, False)
+    expected = train(tmp_path / "plain", 3, False)
     for first, second in ((True, True), (True, False), (False, True)):
         folder = tmp_path / f"{first} {second}"
-        trained(folder, 1, first)
-        assert_equal(trained(folder, 3, second, "latest"), expected)
+        train(folder, 1, first)
+        assert_equal(train(folder, 3, second, "latest"), expected)
 
 
 def test_other_exchange_rules_are_refused(n_ranks):

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
-from library import DEVICE, NAME, XLA, few, fork_ranks, package, shared, tensor
+from library import DEVICE, NAME, XLA, fork_ranks, limit_examples, package, shared, tensor
 
 import synkhronos as synk
 from synkhronos.training import Checkpoint, make_train_function, make_train_function_serial, make_trainer
@@ -58,7 +58,9 @@ def results(train, params, x, y, batches):
     return [*losses, *(p.get_value() for p in params), *state]
 
 
-@settings(few(6), derandomize=True, phases=(Phase.explicit, Phase.generate))  # shrinking compiles for minutes
+@settings(
+    limit_examples(6), derandomize=True, phases=(Phase.explicit, Phase.generate)
+)  # shrinking compiles for minutes
 @given(
     n=st.integers(2, 4),
     name=st.sampled_from(sorted(RULES)),

@@ -27,7 +27,7 @@ pytestmark = [
 
 
 class SignalAt:
-    """A learning rate; the first time that the master asks for it behind a number of epochs, a signal comes."""
+    """A schedule that raises a signal when the master first calls it after a number of epochs."""
 
     def __init__(self, epochs, number=signal.SIGTERM):
         self.epochs, self.number, self.master = epochs, number, os.getpid()
@@ -42,7 +42,7 @@ class SignalAt:
 
 @pytest.fixture
 def at_once(monkeypatch):
-    """Have ranks that step together ask after each step whether to stop."""
+    """Let synchronous ranks check after each step whether to stop."""
     pytest.importorskip("safetensors")
     monkeypatch.setattr(stop, "_INTERVAL", 0.0)
 
@@ -230,7 +230,7 @@ def test_signal_check_costs_no_collective_per_step(monkeypatch, every):
     assert len(asked) < 30 * every and max(np.diff(asked)) < 1.0
 
 
-#: Trains until a signal comes; prints a line for each report, and one before a step that does not end.
+#: Trains until it receives a signal; prints a line for each report, and one before a step that does not end.
 SCRIPT = """
 import sys, time
 import synkhronos as synk

@@ -218,7 +218,7 @@ def test_on_death_error_between_reports_can_be_caught(monkeypatch):
 
 
 def break_devices(monkeypatch, is_broken):
-    """Have the start of a new worker fail where ``is_broken(rank, size)``; those of `fork` do not."""
+    """Let the start of a new worker fail if ``is_broken(rank, size)``, except in `fork`."""
     is_recovery, bind, replace = [False], processes._Bind.run, ranks.Session.replace_workers
 
     def replace_workers(session, *args):
@@ -422,7 +422,7 @@ def test_on_death_refuses_loaders_in_jax_mode(monkeypatch):
 @pytest.mark.parametrize(("name", "noise"), [("BSP", True), ("LocalSGD", False)])
 @pytest.mark.usefixtures("uncompiled")
 def test_on_death_continue_with_spawned_workers(name, noise, monkeypatch):
-    """As in JAX mode: new processes get the data, the functions, the state, and what the script defines."""
+    """As in JAX mode: new processes get the data, the functions, the state, and the definitions of the script."""
 
     def rate(progress):
         return 0.05

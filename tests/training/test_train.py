@@ -1,4 +1,4 @@
-"""Training functions: what ranks compute together, one process computes alone."""
+"""Training functions: ranks together compute the same as one process."""
 
 import functools
 
@@ -32,7 +32,7 @@ RULES = {
     "amsgrad": {"learning_rate": 0.1, "beta2": 0.8},
 }
 
-# What a call passes for `batch`; most split unevenly among 2 and 3 ranks, some leave ranks without rows.
+# Values of `batch`; most split unevenly among 2 and 3 ranks, some leave ranks without rows.
 BATCHES = {
     "all rows": None,
     "an even number of rows": 12,
@@ -94,7 +94,7 @@ def assert_same(together, alone, n_ranks):
     np.testing.assert_allclose(values, [alone.values()] * n_ranks, rtol=1e-9, atol=1e-12)
 
 
-# -- the serial twin, against what any user would write --------------------------------------------------
+# -- the serial version, against hand-written code -------------------------------------------------------
 
 
 @functools.cache
@@ -326,7 +326,7 @@ def test_train_with_minibatch_data(n_ranks):
     together, train, alone, train_alone = pair()
     x_data, y_data = synk.data(X[5:9], minibatch=True), synk.data(Y[5:9], minibatch=True)
     for rows in [slice(5, 9), slice(5, 6), slice(8, 4, -1), [8, 5, 6], None]:
-        if isinstance(rows, list):  # whose rows come in the list's order
+        if isinstance(rows, list):  # rows are in the list's order
             train(*[synk.data(whole[rows], minibatch=True) for whole in (X, Y)], batch=rows)
         else:
             train(x_data, y_data, batch=rows)
@@ -369,7 +369,7 @@ def test_manual_training_step_with_weight_is_exact(n_ranks):
         assert_same(together, alone, n_ranks)
 
 
-# -- what may be passed ----------------------------------------------------------------------------------
+# -- arguments -------------------------------------------------------------------------------------------
 
 
 def test_train_with_lists_of_inputs_and_targets(n_ranks):

@@ -1,4 +1,4 @@
-"""Training functions: wrong arguments, and what a new fork leaves of them."""
+"""Training functions: wrong arguments, and calls after a new fork."""
 
 import numpy as np
 import pytest

@@ -1,10 +1,10 @@
-"""Means of training functions and of validation: what ranks compute together, one process computes alone."""
+"""Means of training functions and of validation: ranks together compute the same as one process."""
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from library import few, function, grad, shared, tensor
+from library import function, grad, limit_examples, shared, tensor
 from masked_model import MASK, STEPS, Masked, N, X, data
 
 import synkhronos as synk
@@ -36,7 +36,7 @@ def weighted_rows():
     return st.lists(st.integers(0, N - 1), min_size=1, max_size=N).filter(lambda rows: MASK[rows].any())
 
 
-@few(25)
+@limit_examples(25)
 @given(rows=weighted_rows(), slices=st.integers(1, 4))
 def test_train_masked_mean_equals_one_process(masked_models, rows, slices):
     n_ranks, ours, oracle = masked_models
@@ -97,7 +97,7 @@ def averaging_functions(n_ranks):
     return made
 
 
-@few(15)
+@limit_examples(15)
 @given(rows=st.integers(1, N), slices=st.integers(1, 3))
 def test_extra_updates_of_expressions_are_found(averaging_functions, rows, slices):
     found = []
@@ -134,7 +134,7 @@ def validating(n_ranks):
     return Validating(n_ranks)
 
 
-@few(20)
+@limit_examples(20)
 @given(rows=st.integers(1, 11), batch=st.integers(1, 4), seed=st.integers(0, 9))
 def test_train_metrics_equal_one_process(validating, rows, batch, seed):
     values = np.random.default_rng(seed).normal(size=rows)

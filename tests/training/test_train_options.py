@@ -103,7 +103,7 @@ def test_ema_is_none_by_default():
 # -- trainers --------------------------------------------------------------------------------------------
 
 
-def trained(folder, epochs, resume=None, **options):
+def train(folder, epochs, resume=None, **options):
     problem = Problem()
     trainer = make_trainer(
         problem.loss,
@@ -127,21 +127,21 @@ def mse(w):
 
 def test_trainer_validates_and_saves_ema(n_ranks, tmp_path):
     options = {"clip_norm": 0.5, "ema": 0.9, "num_slices": 2}
-    problem, trainer, reports = trained(tmp_path, 3, validate_ema=True, **options)
+    problem, trainer, reports = train(tmp_path, 3, validate_ema=True, **options)
     average = trainer.ema[0].get_value()
     np.testing.assert_allclose(reports[-1].validation["mse"], mse(average), rtol=1e-10)
-    other, _, plain = trained(None, 3, **options)
+    other, _, plain = train(None, 3, **options)
     np.testing.assert_array_equal(other.w.get_value(), problem.w.get_value())
     np.testing.assert_allclose(plain[-1].validation["mse"], mse(problem.w.get_value()), rtol=1e-10)
     assert abs(plain[-1].validation["mse"] - reports[-1].validation["mse"]) > 1e-3
     # Resumed, the average goes on, too.
-    trained(tmp_path / "half", 1, **options)
-    resumed, trainer, _ = trained(tmp_path / "half", 3, resume="latest", **options)
+    train(tmp_path / "half", 1, **options)
+    resumed, trainer, _ = train(tmp_path / "half", 3, resume="latest", **options)
     np.testing.assert_array_equal(resumed.w.get_value(), problem.w.get_value())
     np.testing.assert_array_equal(trainer.ema[0].get_value(), average)
     for change in ({"ema": 0.8}, {"clip_norm": 1.0}, {"clip_norm": None}, {"ema": None}):
         with pytest.raises(CheckpointError):
-            trained(tmp_path / "half", 4, resume="latest", **{**options, **change})
+            train(tmp_path / "half", 4, resume="latest", **{**options, **change})
 
 
 # -- wrong arguments -------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""The trainer under each rule: what it computes, and which rows it takes."""
+"""The trainer under each rule: its results, and its rows."""
 
 import numpy as np
 import pytest
@@ -35,7 +35,7 @@ def test_trainer_uses_every_row_once_an_epoch(n_ranks, name, rows, batch, every)
         pytest.skip("compiled for each number of rows")
     model = Model(name, rows)
     reports = list(model.epochs(batch, 2, rows, every=every))
-    # BSP in one command leaves out of the average what each rank has counted for itself.
+    # BSP in one command excludes the counts of single ranks from the average.
     assert model.used().tolist() == [2.0] * rows
     assert sum(report.seen == rows for report in reports) == 1
     assert reports[-1].seen == 2 * rows

@@ -255,7 +255,7 @@ def test_metrics_without_a_mean_need_an_op():
 
     with pytest.raises(TypeError, match="extra_updates: 'count' of .* has no mean.*None"):
         make((count, count + model.x.shape[0]))
-    with pytest.raises(TypeError, match="extra_updates: 'count' of .* has no mean"):  # by what each rank keeps
+    with pytest.raises(TypeError, match="extra_updates: 'count' of .* has no mean"):  # as each rank keeps its own
         make((own, own + model.x.shape[0], None), (count, count + own))
     with pytest.raises(TypeError, match="'count': op 'mean' needs a variable of floats"):
         make((count, count + 1, "mean"))

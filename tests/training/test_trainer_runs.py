@@ -1,4 +1,4 @@
-"""A trainer's runs: going on from checkpoints, schedules, early stops, records, and what is refused."""
+"""A trainer's runs: resuming from checkpoints, schedules, early stops, records, and errors."""
 
 import math
 import os
@@ -260,7 +260,7 @@ class Interrupted(rules.GoSGD):
         if self.place == "lock" and worker.number == 1 and not Interrupted.failed:
             worker = SimpleNamespace(lock=self.fail)
         elif worker.number == 0:
-            time.sleep(0.05)  # or it might have taken all batches before rank 1 comes for one
+            time.sleep(0.05)  # else it might have taken all batches before rank 1 takes one
         super()._send(worker, state, to)
 
     def fail(self, *_):
@@ -408,7 +408,7 @@ def test_excluded_parameters_stay_local(fork):
     assert abs(b[0] - b[1]).max() > 1e-6
 
 
-# -- what is refused -----------------------------------------------------------------------------------------
+# -- errors --------------------------------------------------------------------------------------------------
 
 
 def test_make_trainer_refuses_wrong_arguments(fork, tmp_path):

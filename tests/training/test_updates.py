@@ -334,7 +334,7 @@ def test_apply_momentum_accepts_triple_or_param_updates(apply):
     assert from_triple.grad_updates == rule.grad_updates
     assert isinstance(from_triple, updates.RuleUpdates)
     assert type(from_dict) is type(rule.param_updates)
-    # Two parameters and a velocity of each; what was given is left as it was.
+    # Two parameters and a velocity of each; the arguments are unchanged.
     assert len(from_triple.param_updates) == len(from_dict) == 4
     assert dict(rule.param_updates) == kept
 

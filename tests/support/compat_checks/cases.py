@@ -208,7 +208,7 @@ def pool_cases():
 
                 return pool.pool_2d(x, window, ignore, stride=stride, pad=pad, mode=mode)
 
-            # Theano has no gradient of means that leave out what was added around.
+            # Theano has no gradient of means that exclude the padding.
             grads = not (mode == "average_exc_pad" and any(pad))
             yield Case(name, build, distinct(name, (2, 1, 7, 6)), second=grads, grads=grads)
         name = named("pool_3d", mode=mode)

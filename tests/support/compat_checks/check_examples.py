@@ -1,4 +1,4 @@
-"""The examples in docstrings of `synkhronos.compat`: they run, and print what they say."""
+"""The examples in docstrings of `synkhronos.compat` run, and print the stated output."""
 
 import doctest
 import importlib
@@ -18,7 +18,7 @@ from theano.tensor.signal import conv, pool
 import synkhronos.compat
 
 ROOT = Path(synkhronos.compat.__file__).parent
-# What examples may name without importing it.
+# Names that examples need not import.
 NAMES = {"T": T, "conv": conv, "np": np, "pool": pool, "pt": pytensor.tensor, "pytensor": pytensor, "theano": theano}
 
 

@@ -27,7 +27,7 @@ NEEDS_JAX = pytest.mark.skipif(importlib.util.find_spec("jax") is None, reason="
 
 
 def run(code, *arguments, **variables):
-    """Run lines in a process of their own, and return what they print."""
+    """Run code in a new process; return its output."""
     environment = {key: value for key, value in os.environ.items() if key not in ("THEANO_FLAGS", "SYNKHRONOS_THEANO")}
     environment.update(variables)
     process = subprocess.run(
@@ -104,7 +104,7 @@ def test_folder_named_theano_is_not_imported(tmp_path):
     assert run(code, str(tmp_path)) == "pytensor"
 
 
-def test_every_linker_has_a_fast_run():
+def test_linkers_have_a_fast_run():
     code = "import theano; x = theano.tensor.vector('x'); print(theano.function([x], x.sum(), mode=theano.compile.FAST_RUN)([1, 2]))"
     for flags in ("linker=py", "mode=Mode,linker=py,optimizer=None", ""):
         assert run("import synkhronos.compat; " + code, PYTENSOR_FLAGS=flags) == "3.0"
@@ -115,7 +115,7 @@ def test_importing_twice_installs_once():
     assert sum(isinstance(finder, TreeFinder) for finder in sys.meta_path) == 1
 
 
-def test_nothing_is_imported_before_theano_is():
+def test_hook_imports_only_with_theano():
     code = (
         "import sys, synkhronos.compat; print([n for n in ('pytensor', 'theano', 'jax', 'numba') if n in sys.modules])"
     )
@@ -158,7 +158,7 @@ def test_missing_name_is_named():
         theano.config.nothing  # noqa: B018
 
 
-def test_every_module_of_the_tree_can_be_imported_first():
+def test_tree_modules_can_be_imported_first():
     """In any order: each in turn, in a process that has imported no other."""
     code = """
     import importlib, json, sys
@@ -575,7 +575,7 @@ warn.vm_gc_bug warn_float64
 """
 
 
-def test_all_of_theanos_flags_can_be_read():
+def test_flags_of_theano_can_be_read():
     config = Config(pytensor.config)
     for name in THEANOS_FLAGS.split():
         flag = config

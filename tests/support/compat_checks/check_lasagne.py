@@ -1,4 +1,4 @@
-"""Lasagne 0.1's own tests, on this environment's ``theano``: what passes on Theano 1.0.5 passes on PyTensor.
+"""Lasagne 0.1's own tests, on this environment's ``theano``: tests that pass on Theano 1.0.5 pass on PyTensor.
 
 ``lasagne_outcomes.json`` says which don't pass on either, and which don't on one of the two, with the reasons.  A test
 that has begun to pass has to be taken off the list.

@@ -43,7 +43,7 @@ def i():
     return T.lscalar("i")
 
 
-def test_all_full_batches_are_one_compilation(x, i):
+def test_full_batches_share_one_compilation(x, i):
     f = check([i], T.exp(x[i * 10 : (i + 1) * 10]).sum(axis=0), (0,), (1,))
     assert compilations(f) == 1
     assert f(2).shape == (6,)  # the last batch is smaller

@@ -1,4 +1,4 @@
-"""The Ops of neural networks: gradients by differences, shapes, XLA's lowerings, and what rounds badly."""
+"""The Ops of neural networks: gradients by finite differences, shapes, XLA's lowerings, and rounding errors."""
 
 import functools
 import json
@@ -105,7 +105,7 @@ def test_convolutions_are_their_definition(data):
     padding = data.draw(st.sampled_from(["valid", "full", "half", ((2, 0),), ((0, 1),)]))
     length = data.draw(st.integers((kernel - 1) * dilation + 1, 8))
     op = Conv(1, padding, (stride,), (dilation,), flip=data.draw(st.booleans()))
-    # Hypothesis takes more examples on one day than on another: what later tests draw must not depend on it.
+    # The number of examples of Hypothesis varies from run to run; the draws of later tests must not depend on it.
     rng = np.random.default_rng(data.draw(st.integers(0, 99)))
     x, w = rng.normal(size=(2, 2, length)), rng.normal(size=(3, 2, kernel))
     ((before, behind),) = compute_padding(padding, (kernel,), (dilation,))
@@ -267,7 +267,7 @@ def test_batch_normalization_second_derivatives(axes):
 
 @functools.cache
 def batch_norm_values(axes, dtype):
-    """Return inputs, and what all modes have to make of them: computed in float64 by FAST_COMPILE."""
+    """Return inputs, and the expected outputs of all modes: computed in float64 by FAST_COMPILE."""
     values = batch(axes, dtype)
     wide = [v.astype("float64") for v in values]
     return values, in_mode("FAST_COMPILE", *batch_norm_graph(axes, "float64"), *wide)
@@ -277,7 +277,7 @@ def batch_norm_values(axes, dtype):
     "mode, axes, dtype",
     [
         ("FAST_COMPILE", AXES[1], "float32"),
-        # Numba calls the same NumPy code, and compiles what is around it for ten seconds.
+        # Numba calls the same NumPy code, and compiles the rest for ten seconds.
         ("NUMBA", AXES[1], "float32"),
         *(("JAX", *kind) for kind in zip(AXES, ("float64", "float32", "float64"), strict=True)),
     ],
@@ -341,7 +341,7 @@ def test_batch_normalization_of_mixed_dtypes(mode):
 
 
 @pytest.mark.parametrize("mode", ["FAST_COMPILE", "JAX"])
-def test_one_scale_for_all_channels(mode):
+def test_batch_norm_with_one_scale_for_all_channels(mode):
     x = draw(5, 3)
     v, scale = pt.dmatrix("v"), pt.TensorType("float64", (1, 1))("scale")
     y = BatchNormTrain((0,), EPSILON)(v, scale, np.zeros((1, 1)))[0]
@@ -422,7 +422,7 @@ def losses(x):
     }
 
 
-#: The graphs that Numba is given: what rewriting makes of a loss is seen without its compiler.
+#: Graphs as rewritten for Numba, which need no compiler to be tested.
 REWRITTEN = Mode(linker="py", optimizer=get_mode("NUMBA").provided_optimizer)
 
 

@@ -29,7 +29,7 @@ LIMIT = 30
 
 
 def run(code, *arguments):
-    """Run lines in a process of their own, and return what they print."""
+    """Run code in a new process; return its output."""
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", textwrap.dedent(code), *arguments],
         capture_output=True,
@@ -217,7 +217,7 @@ def queue():
     queue.is_over = True
 
 
-def test_each_mini_batch_goes_to_one_reader(queue):
+def test_queue_gives_each_batch_to_one_reader(queue):
     rng = np.random.default_rng(0)
     dtypes = ["float32", "float64", "int8", "uint16", "bool", "complex64", "S3", "U2", "M8[s]", ">f4"]
     sent = []
@@ -377,7 +377,7 @@ def decode(message):
 # -- names -------------------------------------------------------------------------------------------------------
 
 
-def test_one_module_under_two_names():
+def test_platoon_module_is_the_same_under_both_names():
     import platoon.channel.worker
 
     import synkhronos.compat.platoon.channel.worker as same

@@ -1,4 +1,4 @@
-"""Products in bfloat16: what they compute, what stays as it was, and what XLA is given."""
+"""Products in bfloat16: their results, Ops that stay in float32, and the code for XLA."""
 
 import contextlib
 import json
@@ -141,7 +141,7 @@ def test_xla_multiplies_bfloat16_and_adds_float32():
 
 
 def network(x, filters):
-    """Return two convolutions with what comes between, and its gradients; both see the activation."""
+    """Return two convolutions, the layers between them, and the gradients; both read the activation."""
     h = rectifier(Conv(2, "half")(x, filters[0]))
     y = Conv(2, "half")(h, filters[1]) + h
     return pytensor.grad((y**2).mean(), filters)
@@ -155,7 +155,7 @@ def test_bfloat16_shared_values_are_rounded_once():
     assert len(kinds) == 5  # two forward, two of the filters, one of the activation
     assert all("bf16" in kind for conv in kinds for kind in conv)
     assert "f64" not in text
-    # What a sum adds to the second convolution is the rounded activation.
+    # The residual sum adds the rounded activation to the second convolution.
     definitions = dict(re.findall(r"(%\w+) = (.*)", text))
     (maximum,) = (name for name, line in definitions.items() if line.startswith("stablehlo.maximum"))
     users = [line for line in definitions.values() if re.search(rf"{maximum}\b", line)]
@@ -182,7 +182,7 @@ def test_bfloat16_batch_normalization_rounds_its_output():
     assert len(convolutions) == 6  # two forward, and the gradients of the images and the filters of each
     factors = {source(name) for line in convolutions for name in re.findall(r"%\w+", line)}
     added = [name for name in factors if definitions.get(name, "").startswith("stablehlo.add")]
-    assert len(added) == 2  # what was normalised, and its gradient on the way back: each for two convolutions
+    assert len(added) == 2  # the normalised values and their gradient, each for two convolutions
     for name in added:
         (user,) = [line for line in definitions.values() if re.search(rf"{name}\b", line)]
         assert user.startswith("stablehlo.convert") and user.endswith("xbf16>")
@@ -224,7 +224,7 @@ def test_parameters_stay_float32_and_keep_small_steps():
     x = pt.ftensor4("x")
     filters = [pytensor.shared(draw(4, 4, 3, 3), name) for name in "uv"]
     before = [f.get_value() for f in filters]
-    step = np.float32(1e-4)  # smaller than what bfloat16 can tell apart
+    step = np.float32(1e-4)  # smaller than the resolution of bfloat16
     new = [f - step * pt.sign(g) for f, g in zip(filters, network(x, filters), strict=True)]
     # The new values are used in a product as well.
     loss = Conv(2, "half")(x, new[0]).sum()

@@ -1,4 +1,4 @@
-"""Programs of Theano's time (programs/) compute what they did on Theano 1.0.5: the losses of the first steps.
+"""Programs of Theano's time (programs/) compute the same losses in their first steps as on Theano 1.0.5.
 
 ``tests/support/tables/make_program_losses.py`` wrote the losses, in Theano's environment.
 """
@@ -54,6 +54,6 @@ def test_program_losses_equal_theano(name, mode):
     np.testing.assert_allclose(losses, TABLE[f"{name}, smaller" if smaller else name], rtol=1e-4, atol=1e-4)
 
 
-def test_every_program_is_listed():
+def test_programs_are_all_listed():
     files = {path.stem for path in Path(programs.__file__).parent.glob("*.py")}
     assert files == {*programs.NAMES, "__init__"}

@@ -42,7 +42,7 @@ def test_blas_flag_is_set_if_missing(monkeypatch, given, expected):
     assert flags_after(monkeypatch, given) == expected
 
 
-def test_nothing_is_named_where_theano_finds_one(monkeypatch):
+def test_blas_is_not_named_where_theano_finds_one(monkeypatch):
     assert flags_after(monkeypatch, None, finds_blas=True) is None
 
 

@@ -46,7 +46,7 @@ def test_dtypes_are_as_in_theano():
     assert streams.binomial((2,), dtype="float32").dtype == "float32" and streams.binomial((2,)).dtype == "int64"
 
 
-def test_both_names_are_one():
+def test_streams_under_both_names_are_the_same():
     from theano.sandbox.rng_mrg import MRG_RandomStreams
     from theano.tensor.shared_randomstreams import RandomStreams as Shared
 

@@ -50,7 +50,7 @@ def download(directory):
 
 
 def unpack(package, directory):
-    """Unpack it, and put around it what its tests need; return its directory."""
+    """Unpack it, and add modules that its tests need; return its directory."""
     with tarfile.open(package) as archive:
         archive.extractall(directory, filter="data")
     (source,) = Path(directory).glob("Lasagne-*/")

@@ -73,7 +73,7 @@ def test_epsilon_below_theanos_limit_is_refused(epsilon):
 
 
 @pytest.mark.parametrize("shape", [(6, 1), (6, 1, 2, 3)])
-def test_one_channel_is_normalised_and_trained(shape):
+def test_batch_norm_of_one_channel_trains(shape):
     array = rng.normal(3, 2, size=shape)
     x, layer = variable(array), BatchNormLayer((None, *shape[1:]), epsilon=EPSILON)
     bare = BatchNormLayer((None, *shape[1:]), epsilon=EPSILON, beta=None, gamma=None)

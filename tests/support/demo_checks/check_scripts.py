@@ -1,4 +1,4 @@
-"""The scripts: what they print, what they refuse, and that each trains."""
+"""The scripts: their output, their errors, and that each trains."""
 
 import json
 import runpy
@@ -23,7 +23,7 @@ SMALL_RESNET = "--blocks 1,1 --width 4 --size 16 --images 16 --classes 3 --batch
 
 @pytest.fixture
 def run(monkeypatch, capsys):
-    """Run a script in this process, which has compiled the convolutions before; return what it printed."""
+    """Run a script in this process, which has compiled the convolutions before; return its output."""
 
     def run_script(script, *arguments):
         monkeypatch.setattr(sys, "argv", [str(script), *map(str, arguments)])

@@ -208,7 +208,7 @@ def test_rank_without_rows_contributes_nothing(two_ranks):
 
 
 class Recorded:
-    """A trainer that notes what it is told."""
+    """A trainer that records its calls."""
 
     n_ranks = 2
 

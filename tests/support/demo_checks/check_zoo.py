@@ -1,4 +1,4 @@
-"""The zoo: each network computes on PyTensor what it does on Theano, and has as many parameters as it should."""
+"""The zoo: each network computes the same on PyTensor as on Theano, and has the published number of parameters."""
 
 import contextlib
 import json
@@ -84,12 +84,12 @@ def test_parameters_are_as_many_as_published(name):
 @pytest.mark.any_library
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize(("name", "side"), [("AlexNet", 67), ("ResNet50", 64), ("WideResNet", 16)])
-def test_every_parameter_of_a_whole_network_learns(jax, name, side):
+def test_zoo_network_trains_all_parameters(jax, name, side):
     model = make(name, rate=1e-4, batch_size=1, side=side, stored=side)
     model.compile_iter_fns()
     recorder = Recorder()
     with every_parameter_learns(model):
-        for i in range(2):  # the second step is the first that reads what has been learned
+        for i in range(2):  # the second step is the first that reads updated parameters
             model.train_iter(i, recorder)
     assert np.isfinite(recorder.losses).all()
 
@@ -109,7 +109,7 @@ def train(session, folder, *sets, **environment):
 
 
 @pytest.mark.parametrize("session", SESSIONS, ids=lambda path: path.stem)
-def test_every_network_has_a_session(session, tmp_path):
+def test_zoo_networks_have_sessions(session, tmp_path):
     found = settings.resolve(
         [{"devices": "cpu", "folder": str(tmp_path)}, settings.read_session(session)], beside=session
     )
@@ -122,7 +122,7 @@ def test_sessions_name_every_network():
 
 
 def test_zoo_cifar10_trains_on_two_ranks(tmp_path):
-    # As users have it, in JAX mode: the rule's own work on JAX arrays must not change what the class's functions compute.
+    # In JAX mode, as users run it: the rule's work on JAX arrays must not change results of the class's functions.
     flags = {} if ON_THEANO else {"PYTENSOR_FLAGS": "mode=JAX"}
     report = train("cifar10", tmp_path / "run", "config.images=32", "rule_options.period=2", **flags)
     assert report["batch"] == "2 x 4" and report["steps"] == 8
@@ -142,7 +142,7 @@ def test_running_averages_are_exchanged_and_kept():
     assert len(model.averages) == 2 * 7 and model.params == [*model.trained, *model.averages]
 
 
-# -- what they are given -------------------------------------------------------------------------------------
+# -- inputs --------------------------------------------------------------------------------------------------
 
 
 def test_zoo_refuses_wrong_settings():

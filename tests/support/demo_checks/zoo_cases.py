@@ -16,7 +16,7 @@ sys.path[1:1] = [str(DEMOS / folder) for folder in ("", "zoo")]
 
 import lasagne  # noqa: E402
 
-#: Module; parameters, as published or counted from its layers; and what makes the network small.  Two have all layers
+#: Module; parameters, as published or counted from its layers; and options that make the network small.  Two have all layers
 #: and filters, and take long: XLA compiles the first for half a minute in any size, and Python's linker of PyTensor
 #: can't run it.  VGG16 gets small images, of 2 by 2 pixels behind its last pool.
 NETWORKS = {
@@ -38,7 +38,7 @@ WHOLE = ["GoogLeNet", "VGG16"]
 
 
 class Recorder:
-    """Notes what a class tells."""
+    """Records the calls of a class."""
 
     def __init__(self):
         self.losses = []
@@ -76,7 +76,7 @@ def make(name, random=None, **config):
 
 
 def without_dropout():
-    """Have Lasagne's layers drop nothing."""
+    """Disable dropout in Lasagne's layers."""
     lasagne.layers.DropoutLayer.get_output_for = lambda self, input, **kwargs: input
 
 

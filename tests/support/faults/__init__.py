@@ -1,1 +1,1 @@
-"""Programs that are hurt at a chosen moment, and what watches them."""
+"""Programs with injected faults, and the harness that runs and checks them."""

@@ -1,17 +1,10 @@
-"""Starts a real program in a session of its own, hurts it, and sees what is left of it.
+"""Starts a program in a session of its own, injects faults, and checks that nothing is left.
 
-`Program`
-    The process: what it tells, what it prints, and how it ends.
-`Template`
-    A process that has made the imports, of which programs are copies.
-`code_run_by`
-    What of the library's code a call runs.
+Every wait has a limit.  All processes of the program hold the pipe on which it reports events, so that end of file on
+the pipe means that all of them have exited.
 
-Every wait has a limit.  What the program tells comes through a pipe that all its processes hold, so that the pipe's end
-is the end of them all.
-
-Most of a program's time would be its imports.  So one process makes them, and forks before it has done anything else; a
-program is such a copy, in a session of its own.  With FAULTS=all in the environment each is started anew.
+Imports would take most of a program's time.  So one process, the `Template`, imports the modules and is forked for each
+program.  With FAULTS=all in the environment each program is started anew.
 """
 
 from __future__ import annotations
@@ -33,7 +26,7 @@ from collections.abc import Callable
 from typing import Any
 
 from paths import ROOT, SUPPORT
-from system import LIMIT, members, names
+from system import LIMIT, list_shared_names, members
 
 #: Seconds from a fault to its error.
 PROMPT = 2
@@ -42,12 +35,12 @@ _SCENARIOS = [sys.executable, str(_HERE / "scenarios.py")]
 
 
 def _start(words: list[str], events: int, release: int, **settings: Any) -> subprocess.Popen[bytes]:
-    """Start a process that tells and is released by these pipes; for a template both are its socket."""
+    """Start a process with the pipes of its events and of its release; both are the socket of a template."""
     environment = {
         **os.environ,
         "FAULTS_EVENTS": str(events),
         "FAULTS_RELEASE": str(release),
-        # Nothing here is about what the compilers make of a graph.
+        # Compiled code is not the subject of these tests.
         "PYTENSOR_FLAGS": "mode=Mode,linker=py,optimizer=None",
         "THEANO_FLAGS": "blas.ldflags=,mode=Mode,linker=py,optimizer=None",
         "PYTHONPATH": os.pathsep.join([str(SUPPORT), str(ROOT)]),
@@ -63,7 +56,7 @@ class Program:
     scenario : str
         The function in `scenarios.py`.
     *command : str
-        What to put in front of Python, such as ``unshare -m``.
+        Words before the interpreter in the command line, such as ``unshare -m``.
     **arguments
         For the scenario, as JSON can carry them.
     """
@@ -74,7 +67,7 @@ class Program:
         self._text = b""
         self.told: list[dict[str, Any]] = []
         self.output = tempfile.TemporaryFile("w+")
-        self._names = names()
+        self._names = list_shared_names()
         asked = [scenario, json.dumps(arguments)]
         self.process: subprocess.Popen[bytes] | Copy
         if command or pass_on or os.environ.get("FAULTS") == "all":
@@ -105,7 +98,7 @@ class Program:
         self.release()
         self.output.close()
 
-    # -- what it tells ---------------------------------------------------------------------------------------
+    # -- events ----------------------------------------------------------------------------------------------
 
     def printed(self) -> str:
         """Return all that it has printed."""
@@ -113,9 +106,9 @@ class Program:
         return self.output.read()
 
     def release(self) -> None:
-        """Let the ranks go that hold."""
+        """Release the ranks that block."""
         if self._release is not None:
-            os.close(self._release)  # the end of a pipe is there for everyone to see, however often they look
+            os.close(self._release)  # all readers see the end of file, at each read
             self._release = None
 
     def next(self, limit: float = LIMIT) -> dict[str, Any] | None:
@@ -143,14 +136,14 @@ class Program:
                 return told
 
     def is_silent(self, seconds: float) -> bool:
-        """Whether it tells nothing for so long."""
+        """Return whether the program reports no event for this time."""
         return not self._text and not select.select([self._read], [], [], seconds)[0]
 
     def fault(self) -> float:
-        """Return when the last of the ranks reached the point where something happens to it."""
+        """Return the time at which the last rank reached the point of the fault."""
         return max(told["time"] for told in self.told if told["event"] == "inside")
 
-    # -- what is done to it ----------------------------------------------------------------------------------
+    # -- faults ----------------------------------------------------------------------------------------------
 
     def send_signal(self, pid: int | None, number: int) -> float:
         """Send a signal to one process, or for None to all of them as a terminal does; return the time."""
@@ -161,17 +154,17 @@ class Program:
             os.kill(pid, number)
         return moment
 
-    # -- what is left of it ----------------------------------------------------------------------------------
+    # -- the end ---------------------------------------------------------------------------------------------
 
     def end(self, limit: float = LIMIT) -> int:
-        """Wait for the master's end, and return its exit code."""
+        """Wait until the master exits; return its exit code."""
         try:
             return self.process.wait(limit)
         except subprocess.TimeoutExpired:
             raise AssertionError(f"still there after {limit} s; told {self.told}\n{self.printed()}") from None
 
-    def nothing_left(self, limit: float = 1) -> None:
-        """Check that all processes are gone, that nothing is left in /dev/shm, and return what was told last."""
+    def check_no_leaks(self, limit: float = 1) -> None:
+        """Check that all processes have exited and that no name is left in /dev/shm."""
         deadline = time.monotonic() + limit
         try:
             while self.next(max(0.001, deadline - time.monotonic())) is not None:
@@ -182,13 +175,13 @@ class Program:
             assert time.monotonic() < deadline, f"{members(self.pid)} are left"
             time.sleep(0.005)
         # Other programs may use the library just now: their names stay for a moment only.
-        while left := names() - self._names:
+        while left := list_shared_names() - self._names:
             assert time.monotonic() < deadline + 0.5, f"{left} are left in /dev/shm"
             time.sleep(0.005)
 
 
 class Template:
-    """A process that has made all imports, and copies itself for each program; one at a time."""
+    """A process that has imported all modules, and forks itself for each program, one at a time."""
 
     _only: Template | None = None
 
@@ -200,27 +193,27 @@ class Template:
 
     @classmethod
     def only(cls) -> Template:
-        """Return the one of this process, which ends with it."""
+        """Return this process' only template; it exits with this process."""
         if cls._only is None:
             cls._only = cls()
         return cls._only
 
     @classmethod
     def end(cls) -> None:
-        """End the one of this process, for tests that look at all children of theirs."""
+        """End the template, for tests that list all child processes."""
         if cls._only is not None:
             cls._only.channel.close()
             cls._only.process.wait()
             cls._only = None
 
     def copy(self, words: list[str], files: list[int]) -> Copy:
-        """Start a copy with these arguments, and its output, and the pipes by which it tells and is released."""
+        """Start a copy with these arguments; `files` are its output and the pipes of its events and of its release."""
         socket.send_fds(self.channel, [json.dumps(words).encode()], files)
         return Copy(self.channel, int(_received(self.channel, LIMIT)))
 
 
 class Copy:
-    """A program that a template has started; waited for as `subprocess.Popen` is."""
+    """A program that a template has forked; `wait` is as of `subprocess.Popen`."""
 
     def __init__(self, channel: socket.socket, pid: int):
         self._channel = channel
@@ -228,7 +221,7 @@ class Copy:
         self.returncode: int | None = None
 
     def wait(self, timeout: float = LIMIT) -> int:
-        """Return the exit code; minus a signal's number."""
+        """Return the exit code; a signal's number is negative."""
         if self.returncode is None:
             self.returncode = int(_received(self._channel, timeout))
         return self.returncode
@@ -243,7 +236,7 @@ def _received(channel: socket.socket, limit: float) -> bytes:
 
 
 def code_run_by(call: Callable[[], object]) -> list[str]:
-    """Return the lines of the library, and of Python's weak references, that a call runs."""
+    """Return the names of functions of the library, and of Python's weak references, that a call runs."""
     places = [str(ROOT / "synkhronos"), weakref.__file__, _weakrefset.__file__]
     ran = []
 

@@ -1,4 +1,4 @@
-"""The programs that Ctrl-C is pressed in."""
+"""Programs that are interrupted by SIGINT."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ import numpy as np
 from system import list_children
 
 import synkhronos as synk
-from faults import inside
-from faults.inside import Work, attempt, footprint, hold, know, make_expected, plant, start, tell
+from faults import probes
+from faults.probes import Work, attempt, footprint, hold, know, make_expected, plant, start, tell
 from synkhronos import ranks
 from synkhronos.ranks import worker_process, workers
 
@@ -26,7 +26,7 @@ N = 3
 
 def at_a_place(where: str, on: Any, how: str = "python", unhandled: bool = False) -> None:
     """Hold on some ranks, in a call, in a collective, or while distributing or compiling, and work on after it."""
-    inside.instrument()
+    probes.instrument()
     before = start()
     synk.fork(N, use_gpu=False)
     know()
@@ -50,7 +50,7 @@ def at_a_place(where: str, on: Any, how: str = "python", unhandled: bool = False
 
 
 def _interrupt_the_library(number: int, frame: Any) -> None:
-    """Raise where Ctrl-C would, but not in this program's own code, to which nobody promises anything."""
+    """Raise as an interrupt does, but never in the code of this program."""
     while frame is not None:
         if os.path.dirname(synk.__file__) in frame.f_code.co_filename:
             raise KeyboardInterrupt
@@ -138,10 +138,10 @@ def while_closing(where: str) -> None:
 
 
 class Press:
-    """Presses Ctrl-C where the interpreter looks for signals in the library's code for the ``at``-th time from now on.
+    """Raises SIGINT when the interpreter checks for signals in the library's code for the ``at``-th time from now on.
 
-    That is where a function begins, after a call of what is written in C, and where a loop turns back.  After a call of
-    a Python function it goes on without a look, and the exception tables of ``with`` statements count on that.
+    It checks at the start of a function, after a call of a C function, and at backward jumps.  It does not after a call
+    of a Python function, on which the exception tables of ``with`` statements rely.
     """
 
     LOOKS = ("RESUME", "CALL", "JUMP_BACKWARD")
@@ -154,7 +154,7 @@ class Press:
         self._last: dict[int, str] = {}
 
     def begin(self) -> None:
-        """Begin, be it in the middle of what the library does."""
+        """Start tracing, even in the middle of a call of the library."""
         frame: Any = sys._getframe()
         while frame is not None:
             if (trace := self._called(frame, "call", None)) is not None:
@@ -179,7 +179,7 @@ class Press:
             self._last[id(frame)] = now
             if before.startswith(self.LOOKS):
                 self.left -= 1
-                if self.left == -1 and os.getpid() == self.pid:  # workers inherit what traces
+                if self.left == -1 and os.getpid() == self.pid:  # workers inherit the trace function
                     self.place = f"{frame.f_code.co_qualname}:{frame.f_lineno}, {frame.f_code.co_filename}"
                     signal.raise_signal(self.number)
         return self._traced
@@ -194,11 +194,11 @@ def _limit(number: int, frame: Any) -> None:
 
 
 def at_every_moment(what: str, first: int = 0, step: int = 1, limit: bool = False) -> None:
-    """Press Ctrl-C at each moment of an action in turn at which it can come, and see each time whether all works.
+    """Interrupt an action once at each moment at which Python handles signals; check all ranks after each interrupt.
 
     Or have a time limit end there (``limit``), which raises another exception from another signal.
     """
-    inside.instrument()
+    probes.instrument()
     signal.signal(signal.SIGALRM, _limit)
     before = start()
     lost, wrong, presses = [], [], 0
@@ -234,9 +234,9 @@ def at_every_moment(what: str, first: int = 0, step: int = 1, limit: bool = Fals
             forked()
         error = None
         press = Press(k, signal.SIGALRM if limit else signal.SIGINT)
-        if what.endswith("again"):  # once in the master's own part, and a second time at each moment after that
-            inside.PLANS["perform" if what.startswith("call") else "chunk"] = 0, "interrupt"
-            inside.INTERRUPTED = press.begin
+        if what.endswith("again"):  # first in the master's own part, then at each later moment
+            probes.PLANS["perform" if what.startswith("call") else "chunk"] = 0, "interrupt"
+            probes.INTERRUPTED = press.begin
         else:
             press.begin()
         try:
@@ -272,7 +272,7 @@ def at_every_moment(what: str, first: int = 0, step: int = 1, limit: bool = Fals
 
 
 def _others_may_call() -> bool:
-    """Whether another thread could run a command now."""
+    """Return whether another thread could run a command now."""
     turn, taken = ranks.session().call_lock, []
 
     def take() -> None:
@@ -294,7 +294,7 @@ def _current() -> Any:
 
 
 def at_random(seed: int, times: int) -> None:
-    """Press Ctrl-C at random moments, in all that takes several steps, and check each result that comes."""
+    """Interrupt calls of several steps at random moments, and check each result."""
     before = start()
     chance = random.Random(seed)
     signal.signal(signal.SIGALRM, lambda *_: signal.raise_signal(signal.SIGINT))
@@ -354,7 +354,7 @@ def at_random(seed: int, times: int) -> None:
 
 
 def signalled(name: str, how: str) -> None:
-    """Get a signal with all other processes of this program, and gather from the handler's flag."""
+    """Receive a signal with all other processes of this program; its handler sets a flag, and the loop gathers."""
     number, came = signal.Signals[name], []
     handler: Any = signal.SIG_IGN if how == "ignored" else lambda *_: came.append(1)
     if how in ("handled", "ignored"):

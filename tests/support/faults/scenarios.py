@@ -1,6 +1,6 @@
-"""The programs that are hurt: `python scenarios.py NAME JSON`.
+"""The programs into which faults are injected: `python scenarios.py NAME JSON`.
 
-They leave by the interpreter's ordinary end, so that what runs at exit is tested too.
+They exit by the end of the script, so that exit handlers are tested too.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ import numpy as np
 from system import list_children
 
 import synkhronos as synk
-from faults import inside
-from faults.inside import Arguments, Work, attempt, footprint, hold, know, make_expected, plant, reach, start, tell
+from faults import probes
+from faults.probes import Arguments, Work, attempt, footprint, hold, know, make_expected, plant, reach, start, tell
 from synkhronos import processes, ranks
 from synkhronos.ranks import Command, worker_process
 
 N = 3
 
-#: Where the fault happens, and the point in the program that is.
+#: The points in the program, by the place of the fault.
 POINTS = {
     "call": "perform",
     "slice": "perform",
@@ -43,7 +43,7 @@ POINTS = {
 
 
 def _reap(*_: Any) -> None:
-    """Wait for whatever child has ended, as programs do that start many."""
+    """Reap any child that has exited, as programs with many children do."""
     with contextlib.suppress(ChildProcessError):
         while os.waitpid(-1, os.WNOHANG)[0]:
             pass
@@ -82,12 +82,12 @@ def at_a_point(
     reaper: str = "library",
     spawn: bool = False,
 ) -> None:
-    """Reach a point in which something happens, look at what came of it, and work on.
+    """Reach a point with a planned action, report the outcome, and work on.
 
-    Perhaps in a program that handles SIGURG itself, or in which somebody else than the library takes exit codes, or
-    with workers that are no copies of the master.
+    Options: the program handles SIGURG itself (`urgent`), reaps the workers itself (`reaper`), or its workers are new
+    processes (`spawn`).
     """
-    inside.instrument()
+    probes.instrument()
     if spawn:
         _need_fresh_processes()
     if urgent:
@@ -117,7 +117,7 @@ def at_a_point(
 
 
 def after(before: dict[str, Any], work: Work | None) -> None:
-    """Tell whether the ranks go on, whether they compute what is right, and what is left when they are closed."""
+    """Report whether the ranks survived, whether their results are right, and the footprint after a close."""
     if _closed():
         if work is not None:
             vars(work).clear()  # a function holds on to the ranks it was distributed to, and they to their memory
@@ -144,7 +144,7 @@ def _closed() -> bool:
 
 
 def at_fork(how: str, on: int = 2, spawn: bool = False) -> None:
-    """Fork, with something that happens in the master, or in a worker, while it does."""
+    """Fork, with a fault in the master or in a worker meanwhile."""
     if how == "limit":
         _become_nobody()
     before = start()
@@ -200,7 +200,7 @@ def at_fork(how: str, on: int = 2, spawn: bool = False) -> None:
 
 
 def _need_fresh_processes() -> None:
-    """Use JAX, which a copy of this process could not use then; where there is none, pretend to."""
+    """Start JAX, so that workers have to be new processes; without JAX, pretend that."""
     try:
         import jax.numpy
     except ImportError:
@@ -211,7 +211,7 @@ def _need_fresh_processes() -> None:
 
 
 def _become_nobody() -> None:
-    """Be a user who has no other processes: limits are counted by user, and don't hold for root."""
+    """Become a user without other processes: limits are counted by user, and don't apply to root."""
     user = 1 << 20 | os.getpid()
     os.setresgid(user, user, user)
     os.setresuid(user, user, user)
@@ -219,7 +219,7 @@ def _become_nobody() -> None:
 
 
 def never_returns(timeout: float) -> None:
-    """Wait for a rank that never comes, for as long as the user allows."""
+    """Wait for a rank that never reaches the barrier, until the timeout."""
     before = start()
     synk.fork(N, use_gpu=False, timeout=timeout)
     session = ranks.session()
@@ -237,7 +237,7 @@ def never_returns(timeout: float) -> None:
 
 
 def no_room() -> None:
-    """Use the library where /dev/shm is as good as full: 8 MB, of which the program takes what it can."""
+    """Use the library with /dev/shm full: it has 8 MB, which the program fills."""
     before = start()
     synk.fork(N, use_gpu=False)
     know()
@@ -249,7 +249,7 @@ def no_room() -> None:
             hog.append(synk.data(shape=1 << 16, dtype="float64"))
         except MemoryError:
             break
-    with contextlib.suppress(MemoryError):  # what remains, to the last page
+    with contextlib.suppress(MemoryError):  # fill it to the last page
         while True:
             hog.append(synk.data(shape=1, dtype="float64"))
     tell("data", **attempt(lambda: synk.data(np.ones(100_000))))
@@ -303,7 +303,7 @@ def few_files(who: str, spare: int) -> None:
 
 
 def _limit(spare: int) -> int:
-    """Return the limit of open files with which so many more can be opened."""
+    """Return the limit of open files that leaves `spare` more."""
     opened = [os.dup(1) for _ in range(spare + 1)]
     for fd in opened:
         os.close(fd)
@@ -311,7 +311,7 @@ def _limit(spare: int) -> int:
 
 
 class Limit(Command):
-    """Allow a rank only so many open files more."""
+    """Limit the open files of a rank."""
 
     def __init__(self, who: int, files: int):
         self.who, self.files = who, files
@@ -323,7 +323,7 @@ class Limit(Command):
 
 
 def unmappable() -> None:
-    """Make a segment that a worker's address space has no room for."""
+    """Create a segment larger than the free address space of a worker."""
     before = start()
     synk.fork(N, use_gpu=False)
     know()
@@ -340,14 +340,14 @@ def unmappable() -> None:
 
 
 class LimitSpace(Command):
-    """Allow a rank only so many more bytes of address space."""
+    """Limit the address space of a rank to `spare` more bytes."""
 
     def __init__(self, who: int, spare: int):
         self.who, self.spare = who, spare
 
     def run(self, rank: ranks.Rank) -> None:
         if rank.number == self.who:
-            limit = resource.RLIM_INFINITY if self.spare < 0 else inside._address_space() + self.spare
+            limit = resource.RLIM_INFINITY if self.spare < 0 else probes._address_space() + self.spare
             resource.setrlimit(resource.RLIMIT_AS, (limit, resource.RLIM_INFINITY))
 
 
@@ -359,11 +359,11 @@ def unpicklable() -> None:
     work = Work()
     assert work.call() == 15.0
 
-    class Locked(inside.Point):
+    class Locked(probes.Point):
         def __reduce__(self) -> Any:
             return Locked, (threading.Lock(),)
 
-    x = inside.tensor.dvector("x")
+    x = probes.tensor.dvector("x")
     g = synk.function([x], (Locked()(x).sum(), "sum"), name="g")
     tell("outcome", **attempt(synk.distribute))
     tell("again", **attempt(functools.partial(g, np.ones(3))))
@@ -372,7 +372,7 @@ def unpicklable() -> None:
 
 
 def announced_to_the_dead() -> None:
-    """Make a segment after a worker has died, which nobody has noticed yet."""
+    """Create a segment after a worker has died, before its death is detected."""
     before = start()
     synk.fork(N, use_gpu=False)
     pids = know()
@@ -387,7 +387,7 @@ def announced_to_the_dead() -> None:
 
 
 def from_a_thread(busy: bool = False) -> None:
-    """Fork in a thread, which ends, and work on in another."""
+    """Fork in a thread that ends, and work on in another."""
     before = start()
     results: list[Any] = []
 
@@ -413,7 +413,7 @@ def from_a_thread(busy: bool = False) -> None:
 def first_command() -> None:
     """Fail in the very first command that workers get."""
     before = start()
-    inside.PLANS["arguments"] = 0, "raise:ValueError"
+    probes.PLANS["arguments"] = 0, "raise:ValueError"
     session = ranks.fork(N, 0, False)
     tell("outcome", **attempt(lambda: session.run(Arguments())))
     tell("works", right="done", **attempt(lambda: session.run(Arguments())))
@@ -452,11 +452,11 @@ def printing_into_nothing() -> None:
     work = Work()
     tell("ready")
     hold("python")
-    # What waits in a buffer is lost without a word when the command ends; what is written now is an error.
+    # Buffered output is lost silently when the command ends; an immediate write is an error.
     tell("buffered", **attempt(lambda: ranks.session().run(Print("x"))))
     tell("outcome", **attempt(lambda: ranks.session().run(Print("x" * 100_000))))
     after(before, work)
-    sys.stdout = None  # what is left in it can't be written either
+    sys.stdout = None  # its buffer can't be flushed at exit either
 
 
 def main() -> None:
@@ -477,12 +477,12 @@ def _interrupted() -> dict[str, Any]:
 
 
 def _copied() -> list[str]:
-    """Fork this process for each program that the harness asks for, and return what is asked in each copy.
+    """Fork this process for each program that the harness requests; return its command line in each copy.
 
-    In the template itself, return never.
+    Does not return in the template itself.
     """
     gc.collect()
-    gc.freeze()  # or each copy would look through all that was imported for garbage
+    gc.freeze()  # else each copy would search all imported objects for garbage
     channel = socket.socket(fileno=int(os.environ["FAULTS_EVENTS"]))
     while True:
         message, files, _, _ = socket.recv_fds(channel, 1 << 16, 3)
@@ -497,7 +497,7 @@ def _copied() -> list[str]:
             os.dup2(output, 1)
             os.dup2(output, 2)
             os.close(output)
-            inside.tell_to(events, release)
+            probes.tell_to(events, release)
             return json.loads(message)
         for fd in files:
             os.close(fd)

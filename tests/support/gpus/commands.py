@@ -24,7 +24,7 @@ from synkhronos.ranks import Command, SharedArray
 
 
 class InCollective(Command):
-    """A command: an all_reduce into which one rank does not come."""
+    """A command: an all_reduce that one rank never starts."""
 
     def __init__(self, deed, culprit, meets):
         self.deed, self.culprit, self.meets = deed, culprit, meets
@@ -50,7 +50,7 @@ class InCollective(Command):
 
 @dataclass(frozen=True)
 class Reduced(Command):
-    """A command: an all_reduce of rows times the rank's number and 1; each rank shows the ends of what it has got."""
+    """A command: an all_reduce of rows times the rank's number plus 1; gathers the ends of each rank's result."""
 
     op: str
     rows: SharedArray

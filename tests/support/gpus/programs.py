@@ -92,7 +92,7 @@ def _reduced(values, op):
 
 
 def faults():
-    """Have each rank fail in a collective in turn, or behind it; all connect anew; then one is killed."""
+    """Fail on each rank in turn, in a collective or after it; all reconnect; then kill one rank."""
     import pytensor
 
     n = fork()
@@ -162,7 +162,7 @@ def parts():
 
 
 def theano():
-    """Combine Theano's arrays of GPUs, and bring rows there; print what comes of it."""
+    """All-reduce Theano's arrays on GPUs, and copy rows to them; print the results."""
     import theano  # noqa: F401 - by which the library knows whose GPUs they are
 
     n = fork()

@@ -33,7 +33,7 @@ ONE_THREAD = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "NUMBA_NUM_TH
 
 @cache
 def are_simulated() -> bool:
-    """Whether this machine lets us make hosts with a network and memory of their own.
+    """Return whether this machine can simulate hosts with a network and memory of their own.
 
     Where it does not, ``mpirun`` takes the one machine for several: all is tried then but that hosts share nothing.
     """
@@ -81,7 +81,7 @@ class HostProgram:
         )
 
     def run(self, *program: object) -> str:
-        """Run a program, and return what it prints."""
+        """Run a program, and return its output."""
         assert self._process.stdin is not None and self._process.stdout is not None
         said: list[str] = []
         try:
@@ -113,7 +113,7 @@ _kept: dict[bool, HostProgram] = {}
 
 
 def run(hosts: list[str], *program: object, gpus: bool = False) -> str:
-    """Run one of `PROGRAMS` on the first of some hosts, or of `GPU_PROGRAMS`, and return what it prints.
+    """Run one of `PROGRAMS` or `GPU_PROGRAMS` on the first of some hosts; return its output.
 
     The ranks stay for the next program on the same hosts, until `end` ends them.
     """
@@ -126,14 +126,14 @@ def run(hosts: list[str], *program: object, gpus: bool = False) -> str:
 
 
 def end(*which: bool) -> None:
-    """End what `run` has kept."""
+    """End the hosts that `run` has left running."""
     for several in which or (False, True):
         if several in _kept:
             _kept.pop(several).end()
 
 
 def launch(hosts: list[str], *program: object, timeout: float = 60) -> subprocess.CompletedProcess[str]:
-    """Have ``mpirun`` start one of `PROGRAMS` on some hosts, as many times on each as its name says: ``a:2``."""
+    """Start one of `PROGRAMS` by ``mpirun`` on some hosts, twice on a host ``a:2``."""
     mpirun = Path(sys.executable).with_name("mpirun")
     command, environment = words(hosts, PROGRAMS, *program)
     n = sum(int(host.partition(":")[2]) for host in hosts)
@@ -143,13 +143,13 @@ def launch(hosts: list[str], *program: object, timeout: float = 60) -> subproces
 
 
 def can_pretend() -> bool:
-    """Whether this ``mpirun`` takes the one machine for several: MPICH's does."""
+    """Return whether this ``mpirun`` can treat one machine as several hosts, as MPICH's does."""
     found = Path(sys.executable).with_name("mpirun")
     return "HYDRA" in subprocess.run([found, "--version"], capture_output=True, text=True, check=False).stdout
 
 
 def has_mpi() -> bool:
-    """Whether there is an ``mpirun`` and mpi4py."""
+    """Return whether ``mpirun`` and mpi4py are installed."""
     try:
         import mpi4py  # noqa: F401
     except ImportError:

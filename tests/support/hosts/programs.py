@@ -182,7 +182,7 @@ def refused(error: type[Exception], words: str, call: Any) -> None:
 
 
 def parts() -> None:
-    """Have each host load its own rows, compute on them, and ask for those of others."""
+    """Load rows on each host, compute on them, and index rows of other hosts."""
     n = fork()
     here, is_alone = int(HOSTS[0].partition(":")[2]), len(HOSTS) == 1
     x = tensor.dmatrix("x")
@@ -416,7 +416,7 @@ def last(worker: synk.Worker, rows: Any) -> float:
 
 
 def locks() -> None:
-    """Have ranks use locks of all hosts by chance; after a failure all goes on."""
+    """Use locks across hosts at random; after a failure all ranks work on."""
     n = fork()
     from hosts import programs
 
@@ -438,12 +438,12 @@ def locks() -> None:
 
 
 def rules() -> None:
-    """Have the tests of one machine see to the rules by which ranks exchange one by one."""
+    """Run the tests of asynchronous rules from test_rules.py on these hosts."""
     n = fork()
     import test_rules as tests
 
     tests.check_pushes(n, 300)
-    for on_device in tests.PLACES:
+    for on_device in tests.ON_DEVICE:
         for rule in tests.ELASTIC:
             tests.test_easgd_exchanges_equal_a_replay(n, rule, on_device)
         tests.test_downpour_exchanges_equal_a_replay(n, on_device)

@@ -71,7 +71,7 @@ def sh(*words: str) -> None:
 
 
 class Tree:
-    """The namespaces' root: the switch, and what stands for ssh."""
+    """The root of the namespaces: the network switch and the replacement of ssh."""
 
     def __init__(self, names: list[str], opts: dict[str, str]):
         self.pids: dict[str, int] = {}
@@ -133,7 +133,7 @@ class Tree:
         code = child.wait()
         return code if code >= 0 else 128 - code
 
-    # -- what stands for ssh -------------------------------------------------------------------------------------
+    # -- replacement of ssh --------------------------------------------------------------------------------------
 
     def serve(self) -> None:
         while True:
@@ -146,7 +146,7 @@ class Tree:
         op, name, code = request["op"], request["host"], 255
         try:
             if op == "rsh":
-                # As sshd does, it is a shell that gets the words.
+                # As in sshd, a shell interprets the words.
                 child = self.enter(
                     name,
                     ["setsid", "sh", "-c", request["command"]],
@@ -159,7 +159,7 @@ class Tree:
                 for file in files:
                     os.close(file)
                 code = child.wait()
-                while name in self.dark:  # who has called such a host hears nothing more, not even that it is gone
+                while name in self.dark:  # a caller of such a host gets no answer, not even an end of file
                     time.sleep(1)
             else:
                 if op in ("unplug", "down"):
@@ -169,7 +169,9 @@ class Tree:
                     self.dark.discard(name)
                     sh("ip", "link", "set", f"to-{name}", "up")
                 if op in ("kill", "down"):
-                    os.kill(self.pids[name], signal.SIGKILL)  # the first process of a pid namespace takes all with it
+                    os.kill(
+                        self.pids[name], signal.SIGKILL
+                    )  # the end of a pid namespace's first process kills all others
                 if op in ("freeze", "thaw"):
                     space = os.stat(f"/proc/{self.pids[name]}/ns/pid").st_ino
                     for entry in os.listdir("/proc"):

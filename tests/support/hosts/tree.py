@@ -1,4 +1,4 @@
-"""Hosts with `hurt.py` on the first of them: what it tells, what is done to it, and what is left of it.
+"""Hosts with `fault_target.py` on the first: its events, injected faults, and checks for leaks.
 
 `Tree`
     The hosts and the program.
@@ -26,7 +26,7 @@ from hosts import HERE, are_simulated, simulated, words
 
 
 class Tree:
-    """Some hosts, and `hurt.py` on the first.
+    """Some hosts, and `fault_target.py` on the first.
 
     Where hosts can't be simulated, one machine pretends to be all of them.
 
@@ -40,16 +40,16 @@ class Tree:
 
     def __init__(self, hosts: list[str], **variables: str):
         self.hosts = hosts
-        self._folder = tempfile.TemporaryDirectory(prefix="hurt-")
+        self._folder = tempfile.TemporaryDirectory(prefix="fault-")
         self.folder = Path(self._folder.name)
         os.mkfifo(self.folder / "events")
         os.mkfifo(self.folder / "release")
         self._events = os.open(self.folder / "events", os.O_RDWR)
         self._text = b""
         self.output = tempfile.TemporaryFile("w+")
-        # A program that ends is followed by the next one.
+        # A program that exits is followed by the next one.
         again = ["-c", "import subprocess, sys\nwhile True: subprocess.call(sys.argv[1:])", sys.executable]
-        command, environment = words(hosts, *again, HERE / "hurt.py", self.folder)
+        command, environment = words(hosts, *again, HERE / "fault_target.py", self.folder)
         # Every process has this path somewhere in its environment: ssh passes it on, too.
         environment["PYTHONPATH"] += os.pathsep + str(self.folder)
         environment |= {"PYTENSOR_FLAGS": "mode=Mode,linker=py,optimizer=None", **variables}
@@ -73,7 +73,7 @@ class Tree:
             self.before = set(processes) - {self.pid}
 
     def end(self) -> None:
-        """Take all of it away."""
+        """Remove the hosts and all their processes."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.program.pid, signal.SIGKILL)
         self.program.wait(LIMIT)
@@ -84,16 +84,16 @@ class Tree:
         self.output.close()
         self._folder.cleanup()
 
-    # -- what it is told, and tells ----------------------------------------------------------------------------
+    # -- orders and events -------------------------------------------------------------------------------------
 
     def order(self, name: str, **arguments: Any) -> None:
-        """Have the program do something."""
+        """Send an order to the program."""
         assert self.program.stdin is not None
         self.program.stdin.write(json.dumps([name, arguments]).encode() + b"\n")
         self.program.stdin.flush()
 
     def do(self, name: str, limit: float = LIMIT, **arguments: Any) -> dict[str, Any]:
-        """Have the program do something, and return what came of it."""
+        """Send an order to the program; return its outcome."""
         self.order(name, **arguments)
         return self.wait("outcome", limit)
 
@@ -112,7 +112,7 @@ class Tree:
         return told
 
     def fork(self, hosts: list[str], environment: dict[str, str] | None = None, **settings: Any) -> dict[str, Any]:
-        """Have the program fork, and return what came of it."""
+        """Order a fork; return its outcome."""
         self._drain()
         return self.do("fork", hosts=hosts, environment=environment or {}, settings=settings)
 
@@ -134,7 +134,7 @@ class Tree:
         return [next(p for p in agents if p != other and "-c" in processes[p][1].split()[1]), other]
 
     def release(self) -> None:
-        """Let those go that hold."""
+        """Release the ranks that block."""
         with contextlib.suppress(OSError):
             os.close(os.open(self.folder / "release", os.O_WRONLY | os.O_NONBLOCK))
 
@@ -144,12 +144,12 @@ class Tree:
         return self.output.read()
 
     def _drain(self) -> None:
-        """Forget what ranks have told that nobody waited for."""
+        """Discard events of ranks that no test has read."""
         while select.select([self._events], [], [], 0)[0]:
             os.read(self._events, 1 << 16)
         self._text = b""
 
-    # -- what is done to it ----------------------------------------------------------------------------------------
+    # -- faults ----------------------------------------------------------------------------------------------------
 
     def inject_fault(self, fault: str, host: str) -> float:
         """Inject a fault, such as "unplug", into a whole host; return the time."""
@@ -173,13 +173,13 @@ class Tree:
         subprocess.run([*inside, "mount", "--bind", by, path], check=True)
 
     def put_back(self, host: str, path: Path) -> None:
-        """Put back what was replaced."""
+        """Restore what `replace` has replaced."""
         user = [] if os.geteuid() == 0 else ["--user", "--preserve-credentials"]
         subprocess.run(
             ["nsenter", *user, "--mount", "--pid", "--target", str(self._first[host]), "umount", path], check=True
         )
 
-    # -- what is left of it ----------------------------------------------------------------------------------------
+    # -- the end ---------------------------------------------------------------------------------------------------
 
     def processes(self) -> dict[int, tuple[str, str]]:
         """Return the program's processes on all hosts: the namespace, and the command line."""
@@ -196,17 +196,17 @@ class Tree:
         return found
 
     def used(self) -> dict[str, int]:
-        """Return the bytes of shared memory that are taken on each host."""
+        """Return the bytes of shared memory in use on each host."""
         if not are_simulated():
             return {}
         found = {}
         for host in self.hosts:
-            with contextlib.suppress(OSError):  # it is dead
+            with contextlib.suppress(OSError):  # the host is dead
                 of = os.statvfs(self._shared_memory(host))
                 found[host] = (of.f_blocks - of.f_bfree) * of.f_frsize
         return found
 
-    def nothing_left(self, limit: float = 10, is_fresh: bool = False, but: str = "-") -> None:
+    def check_no_leaks(self, limit: float = 10, is_fresh: bool = False, but: str = "-") -> None:
         """Check that only the master is there, and no shared memory but, where it is not fresh, its own.
 
         Names in /dev/shm that begin with ``but`` may be there, and are removed.
@@ -244,7 +244,7 @@ class Tree:
 
 
 def _is_program(line: str) -> bool:
-    return bool(re.match(r"\S*python[0-9.]* \S*hurt\.py ", line))
+    return bool(re.match(r"\S*python[0-9.]* \S*fault_target\.py ", line))
 
 
 def _outer(processes: dict[int, tuple[str, str]], space: str, pid: int) -> int:

@@ -1,4 +1,4 @@
-"""A model whose rows come from loaders."""
+"""A model that reads its rows by loaders."""
 
 import numpy as np
 import theano

@@ -1,4 +1,4 @@
-"""A worker written for Platoon: uses each item of its interface once, and pickles what it found."""
+"""A worker written for Platoon: uses each item of its interface once, and pickles the results."""
 
 import os
 import pickle

@@ -1,4 +1,4 @@
-"""A worker on one of several hosts, which pickles what it found."""
+"""A worker on one of several hosts, which pickles its results."""
 
 import os
 import pickle

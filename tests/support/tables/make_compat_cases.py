@@ -1,4 +1,4 @@
-"""Write what Theano 1.0.5 computes in random cases, for tests/compat to compare with.
+"""Write the results of Theano 1.0.5 in random cases, as the reference of compat_checks.
 
     THEANO_FLAGS=blas.ldflags= PYTHONPATH=. python tests/support/tables/make_compat_cases.py
 

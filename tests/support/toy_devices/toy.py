@@ -15,7 +15,7 @@ class Wrapped:
 
 
 class Toy(Device):
-    """The device: what has to be written, and what ranks need to combine these arrays by themselves."""
+    """The device: the required methods, and those by which ranks reduce these arrays on the device."""
 
     name = "toy"
 
@@ -41,7 +41,7 @@ class Toy(Device):
 
 
 class Combining(HostCommunicator):
-    """Combines what is inside."""
+    """Reduces the wrapped NumPy arrays."""
 
     #: Number of arrays made; tests check that the device was used.
     count = 0

@@ -1,8 +1,8 @@
 """Programs as they were written for Theano: each module trains a model of its own, by the idioms of its time.
 
 Each has a function ``run(steps)`` that returns the losses of the first steps.  They import ``theano``, and run unchanged
-on Theano 1.0.5 and on PyTensor.  What is random comes from NumPy, since the streams of the two libraries give other
-numbers for the same seed; where a program draws by streams as well, it looks at what was drawn by itself.
+on Theano 1.0.5 and on PyTensor.  Random numbers come from NumPy, since the streams of the two libraries give other
+numbers for the same seed; a program that also draws by streams checks those numbers itself.
 """
 
 import numpy as np
@@ -40,7 +40,7 @@ STEPS = 3
 
 
 def prepare_theano():
-    """Have Theano compute convolutions and pooling in C, in its FAST_COMPILE mode too.
+    """Let Theano compute convolutions and pooling in C, in its FAST_COMPILE mode too.
 
     The first have no version in Python, and that of the others is older than NumPy 1.23.
     """

@@ -10,7 +10,7 @@ WORDS, EMBEDDING, WINDOW, HIDDEN, LABELS = 15, 4, 3, 6, 3
 
 
 def contextwin(words, win):
-    """Return for each word the words around it; -1 stands for what is beyond the ends."""
+    """Return for each word the words around it; -1 pads the ends."""
     padded = win // 2 * [-1] + list(words) + win // 2 * [-1]
     return [padded[i : i + win] for i in range(len(words))]
 
@@ -65,7 +65,7 @@ def elman(steps):
 
 
 def sequences(steps):
-    """A net whose hidden state and two steps before it come back, on sequences of shared rows."""
+    """A net whose hidden state of the last two steps is fed back, on sequences of shared rows."""
     rng = np.random.RandomState(3)
     count, length, n_in, n_out = 4, 5, 2, 1
     seq = rng.randn(count, length, n_in).astype(theano.config.floatX)

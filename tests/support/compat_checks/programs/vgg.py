@@ -1,4 +1,4 @@
-"""VGG with eight convolutions, in blocks, whose weights come from elsewhere and then learn on."""
+"""VGG with eight convolutions, in blocks; it starts from given weights and trains them."""
 
 from collections import OrderedDict
 
@@ -44,7 +44,7 @@ def run(steps, blocks=BLOCKS):
     ]
     lasagne.layers.set_all_param_values(net["prob"], values)
 
-    # Dropout draws by streams, so that its numbers are the library's: what is compared leaves it out.
+    # Dropout draws by streams, whose numbers differ by library; the compared loss has no dropout.
     noisy = lasagne.layers.get_output(net["prob"])
     predict = theano.function([x], noisy)
     pixels, labels = images(BATCH, SIDE, channels=3, classes=CLASSES)

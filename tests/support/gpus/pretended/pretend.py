@@ -1,18 +1,18 @@
 """GPUs that are not there: JAX arrays on the CPU go through the very code that calls CUDA and NCCL.
 
-With this folder on PYTHONPATH and ``PRETENDED_GPUS=2`` each machine, and each simulated host, has so many.  The packages
+With this folder on PYTHONPATH and ``PRETENDED_GPUS=2`` each machine and each simulated host has two GPUs.  The packages
 beside this file are small stand-ins for those that the library calls:
 
 ``pynvml``
     Counts them.
 ``cuda``
-    Host memory for the GPU's.  What is put on a stream is done at once.
+    Host memory in place of GPU memory.  Streams are synchronous.
 ``pygpu``
-    Theano's arrays.  Theano keeps shared variables and inputs in them, and computes on copies in host memory: what it
-    has for GPUs needs the real pygpu.
+    Theano's arrays.  Theano keeps shared variables and inputs in them, and computes on copies in host memory, as its
+    Ops for GPUs need the real pygpu.
 ``nccl``
-    Really combines, over TCP, between processes of one host or of several.  As NCCL does, it waits for ever for a rank
-    that does not come, until it is aborted; and it says in its log which network interface it takes.
+    Collectives over TCP, between processes of one host or of several.  As in NCCL, a rank waits for ever for a peer
+    that does not start the operation, until an abort; and the log names the network interface.
 
 `install`
     Runs by itself in each process (``sitecustomize.py``).
@@ -53,7 +53,7 @@ def find_functions():
 
 
 def install():
-    """Have the library take JAX arrays on the CPU for arrays on GPUs."""
+    """Let the library treat JAX arrays on the CPU as arrays on GPUs."""
     import cuda.core
 
     import synkhronos.devices.cuda
@@ -71,7 +71,7 @@ def install():
         from pygpu.gpuarray import GpuContext
 
         cuda.core.PLACE = place
-        theano.config.cxx = ""  # for what is between GPU and host there is a version in Python
+        theano.config.cxx = ""  # transfers between GPU and host have a version in Python
         theano.gpuarray.type.reg_context(None, GpuContext())
         theano.compile.shared_constructor(theano.gpuarray.type.gpuarray_shared_constructor)
 
@@ -87,7 +87,7 @@ def install():
     JaxDevice.start = start
     JaxDevice.get_pointer = lambda self, array: int(array.block_until_ready().unsafe_buffer_pointer())
     JaxDevice._compute_stream = ComputeStream(cuda.core.COMPUTE, True)
-    # Streams keep nothing waiting here; XLA does, so what it has launched is waited for.
+    # Streams are synchronous here, but XLA is not, so its launches are waited for.
     launched = JaxDevice.after_launch
 
     def launched_and_done(self, results):

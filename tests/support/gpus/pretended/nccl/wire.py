@@ -34,7 +34,7 @@ _busy = [0]
 
 
 def is_busy():
-    """Whether something is under way, or waits for a peer that does not come."""
+    """Whether an operation is pending, or waits for a peer that never starts it."""
     return _busy[0] > 0
 
 
@@ -104,7 +104,7 @@ class Server(threading.Thread):
                 if self._serve([ranks[r] for r in range(size)]):
                     return
         except (ConnectionError, EOFError):
-            self._left = ranks  # who waits goes on waiting, as with NCCL
+            self._left = ranks  # waiting ranks go on waiting, as with NCCL
 
     def _serve(self, connections):
         if not hasattr(self, "_begun"):
@@ -120,7 +120,7 @@ class Server(threading.Thread):
 
 def _answers(kind, how, contents):
     """Return the answer to each rank."""
-    if kind == "broadcast":  # the root waits for nothing: what it doesn't read may be more than its socket has room for
+    if kind == "broadcast":  # the root waits for nobody, and its unread data may exceed its socket's buffer
         return [None if r == how else contents[how] for r in range(len(contents))]
     if kind == "group":
         return [
@@ -163,9 +163,9 @@ class Link:
         _receive(self._socket)
 
     def ask(self, kind, how, content, gets_something=True):
-        """Send what this rank has, and return what it gets; nothing if it was aborted.
+        """Send this rank's data; return the received data, or nothing if the communicator was aborted.
 
-        Who only sends does not wait for the others: NCCL has some room for what is on its way.
+        A rank that only sends does not wait for the others, since NCCL buffers small messages.
         """
         _busy[0] += 1
         try:

@@ -1,4 +1,4 @@
-"""Stands for pygpu: Theano's arrays on GPUs, without what computes with them there."""
+"""Replaces pygpu: Theano's arrays on GPUs, without its kernels."""
 
 from pygpu.gpuarray import array, concatenate, empty
 

@@ -42,7 +42,7 @@ def cuEventRecord(event, stream):  # noqa: N802 - CUDA's name
 def cuMemHostRegister(address, nbytes, flags):  # noqa: N802 - CUDA's name
     if address in _locked:
         return (712,)
-    # What is locked has to be there, whether it was or not.
+    # Locking makes pages resident.
     first = address // mmap.PAGESIZE * mmap.PAGESIZE
     code = ctypes.CDLL(None).madvise(ctypes.c_void_p(first), ctypes.c_size_t(address + nbytes - first), 23)
     assert code == 0, "MADV_POPULATE_WRITE"

@@ -56,7 +56,7 @@ def group_start():
 
 
 def _alone(call):
-    """Have a call outside of a group be a group of its own, as with NCCL."""
+    """Wrap a call outside of a group in a group of its own, as NCCL does."""
 
     @functools.wraps(call)
     def called(*arguments):
@@ -82,7 +82,7 @@ def recv(target, count, dtype, peer, handle, stream):
 
 
 def group_end():
-    """Exchange what is in the group: every rank has one at a time, maybe an empty one."""
+    """Run the operations of the group; each rank has one group at a time, which may be empty."""
     global _group
     group, _group = _group, None
     handle = group["handle"] or len(_links)

@@ -1,7 +1,8 @@
-"""The program that is hurt, on the first of several hosts: it does what its standard input says, one order a line.
+"""The program into which faults are injected, on the first of several hosts.
 
-It tells what comes of an order, and each rank when it is where something is to happen to it, by a named pipe in the
-folder that is its argument; the hosts share their files.  Another pipe there lets go of those that hold.
+It reads one order a line from standard input.  Its argument is a folder on a file system that the hosts share, with two
+named pipes: ``events``, to which it writes the outcome of each order, and each rank an event when it reaches the point
+of a fault; and ``release``, by which the test releases ranks that block.
 """
 
 from __future__ import annotations
@@ -28,9 +29,9 @@ from synkhronos.hosts.pipes import Pipe
 from synkhronos.ranks import Command
 from synkhronos.ranks.segments import SharedArray
 
-#: An array of so many float64 takes several chunks.
+#: Length of a float64 array that takes several chunks.
 LARGE = 1_000_000
-#: Called by this process at its next chunk.
+#: Function that this process calls at its next chunk.
 AT_CHUNK: Callable[[], None] | None = None
 
 _real_advance = Pipe.advance
@@ -48,7 +49,7 @@ Pipe.advance = _advance  # type: ignore[method-assign]
 
 
 def tell(folder: str, event: str, **data: Any) -> None:
-    """Tell the test, in one write."""
+    """Report an event to the test, in one atomic write."""
     line = json.dumps({"event": event, "time": time.monotonic(), **data}).encode() + b"\n"
     assert len(line) < select.PIPE_BUF, line
     pipe = os.open(f"{folder}/events", os.O_WRONLY)
@@ -65,7 +66,7 @@ def hold(folder: str, rank: int) -> None:
     release = os.open(f"{folder}/release", os.O_RDONLY | os.O_NONBLOCK)
     poll = ctypes.PyDLL(None).poll  # keeps the interpreter's lock
     deadline = time.monotonic() + 60
-    # The test interrupts the master: what comes right before the call is heard after it.
+    # The test interrupts the master: a signal right before the call is handled after it.
     limit = 1_000 if rank == 0 else 60_000
     tell(folder, "inside", rank=rank)
     try:
@@ -77,7 +78,7 @@ def hold(folder: str, rank: int) -> None:
 
 @dataclass(frozen=True)
 class Part(Command):
-    """A command in which some ranks come to a place, and hold there or raise; the others wait for them."""
+    """A command in which some ranks block or raise at a place; the others wait for them."""
 
     folder: str
     place: str
@@ -85,7 +86,7 @@ class Part(Command):
     action: str
 
     def run(self, rank: ranks.Rank) -> bool:
-        """Return whether all ranks have combined an array, and it is right."""
+        """Return whether an all-reduce over all ranks is right."""
         global AT_CHUNK
 
         rank.barrier()
@@ -104,7 +105,7 @@ class Part(Command):
 
 
 def locked(worker: synk.Worker, folder: str, place: str, on: tuple[int, ...], action: str, rows: Any) -> bool:
-    """Have some ranks hold or raise under a lock, or in the midst of exchanges; the others want it too."""
+    """Block or raise on some ranks with a lock held, or in the middle of exchanges; the others wait for the lock."""
     worker.barrier("begin")
     deadline = time.monotonic() + (60 if action == "hold" and place == "exchange" else 0)
     if worker.number not in on:
@@ -123,7 +124,7 @@ def locked(worker: synk.Worker, folder: str, place: str, on: tuple[int, ...], ac
 
 
 def act(folder: str, rank: int, action: str) -> None:
-    """Raise, or hold."""
+    """Raise, or block."""
     if action == "raise":
         tell(folder, "inside", rank=rank)
         raise KeyError("a fault")
@@ -157,7 +158,7 @@ class Orders:
         self.folder = folder
 
     def fork(self, hosts: list[str] | int, environment: dict[str, str], settings: dict[str, Any]) -> Any:
-        """Fork, with variables of the environment that are taken back."""
+        """Fork with these variables in the environment; restore it afterwards."""
         before = dict(os.environ)
         os.environ.update(environment)
         try:
@@ -186,7 +187,7 @@ class Orders:
             return ranks.session().run(Part(self.folder, place, tuple(on), action))
 
     def share(self, nbytes: int) -> int:
-        """Have all ranks read memory that they share, and return what they find."""
+        """Let all ranks read new shared memory; return the sum of its bytes."""
         session = ranks.session()
         with session.call_lock:
             session.wait_until_idle()
@@ -198,8 +199,8 @@ class Orders:
                     session.memory.release("segment", key)
 
     def work(self) -> bool:
-        """Return whether a function and the collectives compute what is right."""
-        from faults.inside import Work, make_expected
+        """Return whether a function and the collectives compute the right results."""
+        from faults.probes import Work, make_expected
 
         n = ranks.session().size
         return Work().check() == make_expected(n)
@@ -214,7 +215,7 @@ class Orders:
         self.part("computing", [0], "hold")
 
     def exit(self) -> None:
-        """Leave without a close."""
+        """Exit without a close."""
         sys.exit(3)
 
 
@@ -234,7 +235,7 @@ def _attempt(call: Callable[[], Any]) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Take orders until there are no more."""
+    """Execute orders until end of file."""
     folder = sys.argv[1]
     orders = Orders(folder)
     tell(folder, "started", namespace=os.readlink("/proc/self/ns/pid"))
@@ -244,6 +245,6 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    from hosts import hurt  # the ranks know the commands by this name
+    from hosts import fault_target  # the ranks know the commands by this name
 
-    hurt.main()
+    fault_target.main()

@@ -62,7 +62,7 @@ def test_masked_arrays_are_refused(fork):
         words = rf"^{argument}: expected an array, got a masked one, whose mask would be lost: pass .filled\(value\)"
         with pytest.raises(TypeError, match=words):
             pytest.fail(f"{name}: nothing was raised, but {provoke()} returned")
-    # What masks nothing loses nothing: files of many kinds are read as such arrays.
+    # A masked array without masked elements is accepted: readers of many file formats return such arrays.
     d = synk.data(np.ma.masked_array(np.ones((3, 2))))
     d[0] = np.ma.masked_array([2.0, 3.0], False)
     np.testing.assert_array_equal(d, [[2, 3], [1, 1], [1, 1]])
@@ -163,7 +163,7 @@ def test_mode_with_user_functions(fork):
     assert seen
 
 
-# -- what was defined too late ----------------------------------------------------------------------------------
+# -- classes defined after the fork -----------------------------------------------------------------------------
 
 OP = f"""
     import numpy as np

@@ -1,11 +1,6 @@
-"""Shared code of the programs with planned faults, for the master and the workers.
+"""Points in programs at which the harness injects faults, and the events that programs report to it.
 
-`tell`, `attempt`, `footprint`
-    What the harness learns.
-`reach`, `plant`
-    Points in the program, and what happens there.
-`Point`
-    An operation of the graph library that reaches points when it is unpickled, built, and performed.
+A program plants an action at a point with `plant`; the master and the workers run it when they `reach` the point.
 """
 
 from __future__ import annotations
@@ -52,18 +47,18 @@ PLANS: dict[str, tuple[int, str]] = {}
 INTERRUPTED: Any = None
 
 
-# -- what the harness learns ---------------------------------------------------------------------------------
+# -- events --------------------------------------------------------------------------------------------------
 
 
 def tell(event: str, **data: Any) -> None:
-    """Tell the harness; short enough to be written at once."""
+    """Report an event to the harness, in one atomic write."""
     line = json.dumps({"event": event, "time": time.monotonic(), "pid": os.getpid(), "rank": RANK, **data})
     assert len(line) < select.PIPE_BUF, line
     os.write(_EVENTS, line.encode() + b"\n")
 
 
 def tell_to(events: int, release: int) -> None:
-    """Tell by this pipe, and hold until that one is closed; so do the processes that this one starts anew."""
+    """Set the pipes of the events and of the release, for this process and for those that it starts."""
     global _EVENTS, _RELEASE
     for name, fd in (("FAULTS_EVENTS", events), ("FAULTS_RELEASE", release)):
         os.set_inheritable(fd, True)
@@ -113,7 +108,7 @@ def footprint() -> dict[str, Any]:
         lines = [line for line in maps if "synkhronos" in line or "/dev/zero" in line or "/dev/shm" in line]
     if len(lines) > 1:  # the last session's control memory is always there
         _print_holders(lines)
-    # By kind: anonymous memory that ranks inherit, or what has been a file.
+    # By kind: inherited anonymous memory, or an unlinked file.
     return {
         "files": files,
         "maps": sorted(line.split()[5][:9] for line in lines),
@@ -122,7 +117,7 @@ def footprint() -> dict[str, Any]:
 
 
 def _print_holders(lines: list[str]) -> None:
-    """Print who holds shared memory, for a test that fails because of it."""
+    """Print the referrers of shared memory that is still mapped."""
     print(*lines, sep="", flush=True)
     for held in gc.get_objects():
         if isinstance(held, Control | Segment | ranks.Session):
@@ -131,7 +126,7 @@ def _print_holders(lines: list[str]) -> None:
 
 
 def start() -> dict[str, Any]:
-    """Return the footprint before all, once what the first fork leaves for good is there."""
+    """Fork and close once, since the first fork allocates for good; return the footprint after it."""
     synk.fork(1, use_gpu=False)
     synk.close()
     return footprint()
@@ -189,7 +184,7 @@ def _act(action: str, point: str) -> None:
 
 
 class Silent(Exception):
-    """An exception that can't even say what it is."""
+    """An exception whose `str` fails."""
 
     def __str__(self) -> str:
         raise RuntimeError("no words")
@@ -205,7 +200,7 @@ class _Poll(ctypes.Structure):
 
 
 def hold(how: str) -> None:
-    """Wait until the harness lets go: in Python, or as compiled code does, with no Python running meanwhile.
+    """Block until the harness releases this process: in Python, or in C as compiled code does, without running Python.
 
     Or sleep for a minute, in one system call.
     """
@@ -235,7 +230,7 @@ class Know(Command):
 
 @dataclass(frozen=True)
 class Plant(Command):
-    """Have something happen at a point, on some ranks."""
+    """Plan an action at a point, on some ranks."""
 
     point: str
     action: str
@@ -249,12 +244,12 @@ class Plant(Command):
 
 
 def know() -> dict[int, int]:
-    """Return each rank's process."""
+    """Return each rank's process id."""
     return dict(enumerate(ranks.session().run(Know())))
 
 
 def plant(point: str, action: str, on: Any, skip: int = 0) -> None:
-    """Have something happen at a point, on some ranks."""
+    """Plan an action at a point, on some ranks."""
     ranks.session().run(Plant(point, action, tuple(on), skip))
 
 
@@ -314,11 +309,11 @@ def _unpickled_command() -> Arguments:
     return Arguments()
 
 
-# -- what the programs do ------------------------------------------------------------------------------------
+# -- the work ------------------------------------------------------------------------------------------------
 
 
 class Work:
-    """A function and shared variables: what works before a fault, and has to work after it."""
+    """A function and shared variables, used before and after a fault."""
 
     def __init__(self) -> None:
         x = tensor.dvector("x")
@@ -333,7 +328,7 @@ class Work:
         return float(self.f(np.arange(6.0), **kwargs)[0])
 
     def check(self) -> list[Any]:
-        """Set new values, and return results of a call and of collectives: see `right`."""
+        """Set new values; return results of a call and of collectives, equal to `make_expected`."""
         synk.broadcast([self.w, self.big], [np.ones(2), np.ones(300_000)])
         value = self.call()
         synk.all_reduce([self.w, self.big], "sum")

@@ -68,7 +68,7 @@ def test_free_memory_after_a_call_that_compiled(tmp_path):
         import pytensor.tensor as pt
         import synkhronos as synk
         from synkhronos import ranks
-        from test_freed import count_mappings
+        from test_release import count_mappings
 
         gc.disable()  # as if nothing happened that has it run
         synk.fork(2, use_gpu=False)

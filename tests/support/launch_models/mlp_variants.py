@@ -1,4 +1,4 @@
-"""Classes that show what a run does, or do something wrong."""
+"""Variants of `MLP`: some record a run, others break the contract of model classes."""
 
 import json
 import os
@@ -16,7 +16,7 @@ from synkhronos.training import stop
 
 
 class Traced(MLP):
-    """Writes down, for each rank, where its parameters are when it begins, and after each epoch's end; and its batches."""
+    """Records on each rank its initial parameters, and its parameters and batch of each step."""
 
     def __init__(self, config):
         super().__init__(config)
@@ -90,7 +90,7 @@ class Other(MLP):
 
 
 class Speaks(MLP):
-    """Prints what no console of ASCII has, and what no encoding has."""
+    """Prints characters outside of ASCII, and a lone surrogate, which no encoding has."""
 
     def compile_iter_fns(self, sync_type="avg"):
         super().compile_iter_fns(sync_type)

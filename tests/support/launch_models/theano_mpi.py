@@ -76,7 +76,7 @@ class Regression:
 
 
 class Called(Regression):
-    """Writes down what is called, and shows pictures."""
+    """Records the calls of its methods, and plots."""
 
     def __init__(self, config):
         super().__init__(config)
@@ -158,7 +158,7 @@ class Normalized(Regression):
 
 
 class Whole(Regression):
-    """Compiles a whole step, whatever the size."""
+    """Compiles a step as one function, for any size."""
 
     def compile_iter_fns(self, sync_type="avg"):
         self.compile(1)
@@ -180,7 +180,7 @@ class Alike(Whole):
 
 
 class AlikeInParts(Regression):
-    """The same, of a step in two parts."""
+    """All ranks train on the same rows, by a step of two functions."""
 
     make_data = Alike.make_data
 

@@ -3,9 +3,9 @@
 NCCL takes them for two machines, as it refuses two ranks of one machine on one GPU.  On such a machine most of
 test_gpu.py runs so::
 
-    SYNKHRONOS_TEST_DEVICE=gpu PYTHONPATH=$PWD:tests/support/gpus/one_as_two python -m pytest tests/devices/test_gpu.py
+    SYNKHRONOS_TEST_DEVICE=gpu PYTHONPATH=$PWD:tests/support/gpus/two_ranks_on_one python -m pytest tests/devices/test_gpu.py
 
-What fails then asks where each rank's GPU is.
+The tests that fail then check the GPU of each rank.
 """
 
 import contextlib
