@@ -1119,9 +1119,9 @@ class Soak:
             for _, r, number in faults.outside:
                 os.kill(before[r], number)
             time.sleep(float(self.rng.choice([0.0, 0.01])))
-        over, killed = threading.Event(), {r for _, r, _ in faults.outside} if faults.kind == "kill idle" else set()
+        over, signalled = threading.Event(), {r for _, r, _ in faults.outside} if faults.kind == "kill idle" else set()
         threads = [
-            threading.Thread(target=self._kill_idle, args=(before, event, over, killed))
+            threading.Thread(target=self._send_signal_later, args=(before, event, over, signalled))
             for event in ([] if faults.kind == "kill idle" else faults.outside)
         ]
         stopped = [r for r, deeds in may.items() if STOP in deeds]
@@ -1144,14 +1144,14 @@ class Soak:
         over.set()
         for thread in threads:
             thread.join()
-        self._judge(step, faults, may, error, result, took, before, killed)
+        self._judge(step, faults, may, error, result, took, before, signalled)
 
     def _compiled(self) -> int:
         return sum(len(recipe.function._computation.compiled) for recipe in self.recipes)
 
     @staticmethod
-    def _kill_idle(
-        pids: dict[int, int], event: tuple[float, int, int], over: threading.Event, killed: set[int]
+    def _send_signal_later(
+        pids: dict[int, int], event: tuple[float, int, int], over: threading.Event, signalled: set[int]
     ) -> None:
         seconds, r, number = event
         over.wait(seconds)
@@ -1160,7 +1160,7 @@ class Soak:
         if r in pids:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pids[r], number)
-                killed.add(r)
+                signalled.add(r)
         else:
             os.kill(os.getpid(), number)  # any thread may get it
 
@@ -1182,7 +1182,7 @@ class Soak:
         result: Any,
         took: float,
         before: dict[int, int],
-        killed: set[int],
+        signalled: set[int],
     ) -> None:
         """Check that the outcome is one that the faults allow, and every variable with it."""
         session_ended = ranks.session.__globals__["_current"].close_reason is not None
@@ -1224,7 +1224,7 @@ class Soak:
         if faults.sabotage:
             ranks.session().run(Repair())
         for r in mortal:
-            if r in killed:  # at the end of the step
+            if r in signalled:  # at the end of the step
                 self._expect_death(r, before[r])
                 self._recover(step, applied=error is None)
                 return
