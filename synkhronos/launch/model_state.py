@@ -150,7 +150,7 @@ class ModelState:
         rank_state.set_reported_params(self.worker, STORAGE, self.rule)
 
     def restore_own_params(self) -> None:
-        """Undo `set_reported_params`."""
+        """Set the parameters back to those before `set_reported_params`."""
         rank_state.restore_own_params(self.worker, STORAGE)
 
     def resume(self, path: str) -> None:

@@ -80,6 +80,7 @@ class Trainer:
 
     @schedule.setter
     def schedule(self, schedule: Schedule | float) -> None:
+        """Set the schedule, or a constant rate."""
         self._model.schedule = as_schedule(schedule)
 
     @property
