@@ -213,8 +213,8 @@ def _distribute(session: Session, dispatchers: Sequence[Dispatcher]) -> None:
             for computation in computations:
                 try:
                     computation.check_picklable()
-                except TypeError as kwarg_error:
-                    raise TypeError(f"{computation.name}: {kwarg_error}") from kwarg_error.__cause__
+                except TypeError as own_error:
+                    raise TypeError(f"{computation.name}: {own_error}") from own_error.__cause__
             raise TypeError(f"{', '.join(computation.name for computation in computations)}: {error}") from error
     for dispatcher in dispatchers:
         dispatcher.mark_distributed(session)
