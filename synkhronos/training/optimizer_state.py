@@ -69,6 +69,14 @@ class OptimizerState:
             if part.first.size > 1 and not is_overwritten:
                 self._divide(part, part.first)
 
+    def __getstate__(self) -> dict[str, Any]:
+        if self._session is not None:  # copies of the parts would have the master's values on all ranks
+            raise TypeError(
+                "shard_optimizer: a training function can't be copied or pickled after its first step; make a new one, "
+                "and set its state to that of get_optimizer_state()"
+            )
+        return self.__dict__
+
     def get(self, shareds: Sequence[Any] | None = None) -> list[np.ndarray]:
         """Return the values of variables of the unsharded optimizer; default: all."""
         self.begin()

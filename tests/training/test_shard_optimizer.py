@@ -1,5 +1,8 @@
 """A sharded optimizer computes the same as the unsharded one, with a shard of the state on each rank."""
 
+import copy
+import pickle
+
 import numpy as np
 import pytest
 from library import XLA, shared, tensor
@@ -85,6 +88,21 @@ def test_shard_optimizer_divides_the_state(n_ranks):
     sizes = {v.name: [int(np.prod(shape)) for shape in synk.get_shapes(v)] for v in train.optimizer_state}
     assert [sizes["w_m"], sizes["w_v"]] == [[-(-15 // n_ranks)] * n_ranks] * 2
     assert sizes["b_m"] == [max(2, -(-3 // n_ranks))] * n_ranks
+
+
+def test_shard_optimizer_refuses_deep_copies_after_a_step(n_ranks):
+    problem = Problem()
+    train = problem.train_by(u.adam, shard_optimizer=True)
+    train(X, Y)
+    for copied in (copy.deepcopy, pickle.dumps) if n_ranks > 1 else ():  # one rank has all of the state
+        with pytest.raises(TypeError, match="^shard_optimizer: a training function can't be copied or pickled"):
+            copied(train)
+    copy.copy(train)(X, Y)
+    twice = Problem()
+    other = twice.train_by(u.adam, shard_optimizer=True)
+    for _ in range(2):
+        other(X, Y)
+    assert_equal([p.get_value() for p in problem.params], [p.get_value() for p in twice.params])
 
 
 @pytest.mark.parametrize("shards", [False, True])
