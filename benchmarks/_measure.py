@@ -12,6 +12,8 @@
     The forked peers of a benchmark.
 `run_alone`, `read_alone`, `Failed`
     A side that has processes of its own.
+`prepare_pymc`
+    PyMC without its messages.
 `gpus`
     How many GPUs a benchmark of theirs uses.
 """
@@ -21,6 +23,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import importlib.util
+import logging
 import multiprocessing
 import os
 import platform
@@ -28,6 +31,7 @@ import shlex
 import signal
 import subprocess
 import threading
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from statistics import median
 from time import perf_counter
@@ -141,6 +145,18 @@ def heading(title: str) -> None:
         f"{len(os.sched_getaffinity(0))} cores, load {load:.1f} before the start\n",
         flush=True,
     )
+
+
+def prepare_pymc() -> bool:
+    """Silence PyMC's messages and warnings; print a line and return False if it is not installed."""
+    if not importlib.util.find_spec("pymc"):
+        print("This benchmark needs PyMC, which is not installed: left out.")
+        return False
+    import pymc  # noqa: F401  # sets the level of its logger
+
+    warnings.simplefilter("ignore")
+    logging.getLogger("pymc").setLevel(logging.ERROR)
+    return True
 
 
 @contextlib.contextmanager

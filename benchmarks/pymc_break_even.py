@@ -9,16 +9,13 @@ model to PyMC.  Compiling is the time until the first gradient; PyTensor may fin
 from __future__ import annotations
 
 import argparse
-import importlib.util
-import logging
 import os
-import warnings
 from statistics import median
 from time import perf_counter
 
 from threadpoolctl import threadpool_limits
 
-from benchmarks._measure import Table, duration, heading, ranks
+from benchmarks._measure import Table, duration, heading, prepare_pymc, ranks
 from benchmarks.pymc_rows import evaluator, logistic
 from synkhronos.extensions.chains import measure_rate
 from synkhronos.ranks import count_available_cores
@@ -78,13 +75,8 @@ def main() -> None:
     parser.add_argument("--columns", type=int, default=20, help="(default: %(default)s)")
     parser.add_argument("--rounds", type=int, default=5, help="turns of each side (default: %(default)s)")
     options = parser.parse_args()
-    if not importlib.util.find_spec("pymc"):
-        print("This benchmark needs PyMC, which is not installed: left out.")
+    if not prepare_pymc():
         return
-    import pymc  # noqa: F401  # sets the level of its logger
-
-    warnings.simplefilter("ignore")
-    logging.getLogger("pymc").setLevel(logging.ERROR)
     heading(f"PyMC: a gradient of each chain, {options.ranks} ranks in all, {options.columns} columns")
     titles = {"rows": 9, "chains": 6, "PyMC": 8, "ranks": 8, "ratio": 5, "rounds": 14}
     table = Table({**titles, "compiling: PyMC": 15, "compiling: ranks": 16, "load": 5})

@@ -9,10 +9,7 @@ processes reach without any exchange: as many as there are ranks, each with its 
 from __future__ import annotations
 
 import argparse
-import importlib.util
-import logging
 import math
-import warnings
 from collections.abc import Callable
 from statistics import median
 from time import perf_counter
@@ -22,7 +19,7 @@ import numpy as np
 from threadpoolctl import threadpool_limits
 
 from benchmarks._hierarchical import GROUPS
-from benchmarks._measure import Table, heading, ranks
+from benchmarks._measure import Table, heading, prepare_pymc, ranks
 from benchmarks.pymc_rows import evaluator, logistic, rate_of_chains
 from synkhronos.extensions.chains import measure_rate
 from synkhronos.ranks import count_available_cores
@@ -151,13 +148,8 @@ def main() -> None:
     parser.add_argument("--calls", type=int, default=50, help="evaluations for the limit (default: %(default)s)")
     parser.add_argument("--only", choices=["logistic", "counts"], help="measure one of the models")
     options = parser.parse_args()
-    if not importlib.util.find_spec("pymc"):
-        print("This benchmark needs PyMC, which is not installed: left out.")
+    if not prepare_pymc():
         return
-    import pymc  # noqa: F401  # sets the level of its logger
-
-    warnings.simplefilter("ignore")
-    logging.getLogger("pymc").setLevel(logging.ERROR)
     heading("PyMC: chains side by side")
     with ranks(options.ranks):
         if options.only != "counts":

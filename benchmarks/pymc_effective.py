@@ -13,10 +13,8 @@ import argparse
 import contextlib
 import importlib.util
 import json
-import logging
 import math
 import sys
-import warnings
 from time import perf_counter
 from typing import Any
 
@@ -24,7 +22,7 @@ import numpy as np
 from threadpoolctl import threadpool_limits
 
 from benchmarks._hierarchical import GROUPS
-from benchmarks._measure import Failed, Table, duration, heading, ranks, read_alone
+from benchmarks._measure import Failed, Table, duration, heading, prepare_pymc, ranks, read_alone
 from benchmarks.pymc_chains import negative_binomial
 from benchmarks.pymc_rows import logistic
 from synkhronos.ranks import count_available_cores
@@ -153,13 +151,8 @@ def main() -> None:
     parser.add_argument("--model", choices=list(MODELS), help="measure one of the models")
     parser.add_argument("--side", choices=list(SIDES), help=argparse.SUPPRESS)
     options = parser.parse_args()
-    if not importlib.util.find_spec("pymc"):
-        print("This benchmark needs PyMC, which is not installed: left out.")
+    if not prepare_pymc():
         return
-    import pymc  # noqa: F401  # sets the level of its logger
-
-    warnings.simplefilter("ignore")
-    logging.getLogger("pymc").setLevel(logging.ERROR)
     if options.side:
         print(json.dumps(sample(options)))
         return
