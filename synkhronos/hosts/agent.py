@@ -64,7 +64,7 @@ from synkhronos.hosts.task_agent import TaskAgent
 from synkhronos.ranks.agreement import StepTally, record_common_step
 from synkhronos.ranks.child_process import ignore_job_signals
 from synkhronos.ranks.control import FOR_COMMAND, FOR_DONE, FOR_STEP, SLOT_NBYTES, SPIN_SECONDS, Control
-from synkhronos.ranks.errors import describe_exit
+from synkhronos.ranks.errors import Death, describe_exit
 from synkhronos.ranks.rank import SLOT_HEADER
 from synkhronos.ranks.segments import (
     Segment,
@@ -322,8 +322,8 @@ class Agent:
         dead = self._workers.collect_dead()
         if dead is not None:
             number, pid, code = dead
-            text = f"rank {number} on host {self._names[self._host]} (process {pid}) {describe_exit(code)}"
-            self._mail.send(0, LOST, text, number, pid, describe_exit(code))
+            death = Death(number, self._names[self._host], pid, describe_exit(code))
+            self._mail.send(0, LOST, death.describe(), number, death)
             del self._workers.pids[number]
 
     def _end_without_master(self, now: float) -> None:
@@ -399,8 +399,8 @@ class Agent:
             control.done[r] = done[i]
         self._control.ring_local(FOR_DONE)
 
-    def _on_lost(self, source: int, text: str, rank: int, pid: int = 0, cause: str = "") -> None:
-        self._report_loss(text, rank, pid, cause)
+    def _on_lost(self, source: int, *loss: Any) -> None:
+        self._report_loss(*loss)
 
     def _on_beat(self, source: int, elapsed: list[int], sleeping: list[int]) -> None:
         control, clock = self._control, time.monotonic_ns()
@@ -418,21 +418,11 @@ class Agent:
 
     # -- loss and exit -----------------------------------------------------------------------------------------------
 
-    def _report_loss(self, text: str, rank: int, pid: int = 0, cause: str = "") -> None:
-        """Report a loss to the master: the first only, since others may follow from it.
-
-        Parameters
-        ----------
-        text : str
-            Its description.
-        rank : int
-            The rank that it concerns, or the first of a host's.
-        pid, cause : int, str
-            Of a worker's exit, as in `Death`.
-        """
+    def _report_loss(self, text: str, rank: int, death: Death | None = None) -> None:
+        """Report a loss, by the fields of `Loss`, to the master: the first only, since others may follow from it."""
         if self._control.words[Control.LOSS_LENGTH]:
             return
-        content = json.dumps([text[: LOSS_NBYTES // 8], rank, pid, cause[: LOSS_NBYTES // 32]]).encode()
+        content = json.dumps([text[: LOSS_NBYTES // 8], rank, death]).encode()
         self._layout.loss_message[: len(content)] = content
         self._control.words[Control.LOSS_LENGTH] = len(content)
         self._control.ring_all()

@@ -295,8 +295,8 @@ class MpiLink(Link):
             return None
         length = self._control.words[Control.LOSS_LENGTH]
         if length:
-            text, rank, pid, cause = json.loads(bytes(self._layout.loss_message[:length]))
-            return Loss(text, rank, Death(rank, self.get_host_name(rank), pid, cause) if cause else None)
+            text, rank, death = json.loads(bytes(self._layout.loss_message[:length]))
+            return Loss(text, rank, death and Death(*death))
         assert self._channel is not None
         if self._launcher.poll() is None and not is_closed(self._channel):
             return None

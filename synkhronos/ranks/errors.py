@@ -118,6 +118,11 @@ class Death(NamedTuple):
     pid: int
     cause: str
 
+    def describe(self) -> str:
+        """Return a clause for messages, such as "rank 1 on host b (process 12) was killed by SIGKILL"."""
+        place = f" on host {self.host}" if self.host else ""
+        return f"rank {self.rank}{place} (process {self.pid}) {self.cause}"
+
 
 class Loss(NamedTuple):
     """Failure on another machine that ends a session.

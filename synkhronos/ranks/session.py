@@ -470,11 +470,8 @@ class Session:
         dead = self.workers.collect_dead()
         if dead is not None:
             number, pid, code = dead
-            host = self.link.get_host_name(number)
-            who = f"rank {number} on host {host}" if host else f"rank {number}"
-            death = Death(number, host, pid, describe_exit(code))
-            message = f"{who} (process {pid}) {death.cause}; the other workers were ended."
-            self._end_with_error(message, number, death)
+            death = Death(number, self.link.get_host_name(number), pid, describe_exit(code))
+            self._end_with_error(f"{death.describe()}; the other workers were ended.", number, death)
         lost = self.link.find_loss()
         if lost is not None:
             self._end_with_error(f"{lost.text}; the workers were ended.", lost.rank, lost.death)
@@ -681,8 +678,9 @@ class Session:
 
     def _close_after_failed_start(self, error: Exception) -> None:
         """Close the session because a new worker can't start; keep the memory for another try."""
-        missing = self.rank.number if (first := self.workers.find_missing()) is None else first
-        number = error.rank if isinstance(error, WorkerError) else missing
+        number = error.rank if isinstance(error, WorkerError) else self.workers.find_missing()
+        if number is None:  # all workers have been started
+            number = self.rank.number
         text = str(error) if isinstance(error, WorkerError) else f"{type(error).__name__}: {error}"
         cause = f"{FAILED_START}: " + text.partition("\n")[0]
         self.has_kept_memory = self._n_keepers > 0
