@@ -64,7 +64,7 @@ def main() -> None:
     f = synk.function([x], [], updates=[(last, x[-1])])
     rng = np.random.default_rng(0)
     data = synk.data(rng.random((max(options.rows) * count * 2, WIDTH), dtype=np.float32))
-    session = ranks.session()
+    session = ranks.get_session()
 
     table = Table({"rows": 7, "bytes": 8, "by index": 9, "GB/s": 6, "slice": 9, "GB/s ": 6, "driver": 9, "GB/s  ": 6})
     rates = {}

@@ -290,7 +290,7 @@ def bytes_sent() -> int:
     0
     >>> synk.close()
     """
-    return ranks.session().link.bytes_sent
+    return ranks.get_session().link.bytes_sent
 
 
 def close() -> None:

@@ -148,7 +148,7 @@ class ReusedRanks:
         if kwargs or not self.usable(n):
             self.close()
             fork_ranks(n, **kwargs)
-            self.session = None if kwargs else ranks.session()
+            self.session = None if kwargs else ranks.get_session()
         return n
 
     def usable(self, n):

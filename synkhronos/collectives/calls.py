@@ -73,7 +73,7 @@ def broadcast(shared_vars: Any, values: Any = None, nccl: bool = True) -> None:
     [[5.0, 6.0], [5.0, 6.0]]
     >>> synk.close()
     """
-    session = ranks.session()
+    session = ranks.get_session()
     with session.call_lock:
         session.wait_until_idle()
         nccl = check_flag(nccl, "nccl")
@@ -137,7 +137,7 @@ def scatter(shared_vars: Any, values: Any, batch: Any = None) -> None:
     [3, 2]
     >>> synk.close()
     """
-    session = ranks.session()
+    session = ranks.get_session()
     with session.call_lock:
         session.wait_until_idle()
         variables, is_single = check_variables(session, shared_vars)
@@ -186,7 +186,7 @@ def gather(shared_vars: Any, nd_up: int = 1, nccl: bool = True) -> Any:
     ([[0.0, 0.0], [3.0, 4.0]], [0.0, 0.0, 3.0, 4.0])
     >>> synk.close()
     """
-    session = ranks.session()
+    session = ranks.get_session()
     with session.call_lock:
         session.wait_until_idle()
         nd_up = check_integer(nd_up, "nd_up", "0 or 1")
@@ -230,7 +230,7 @@ def all_gather(shared_vars: Any, nccl: bool = True) -> None:
     [[1.0, 2.0, 3.0], [1.0, 2.0, 3.0]]
     >>> synk.close()
     """
-    session = ranks.session()
+    session = ranks.get_session()
     with session.call_lock:
         session.wait_until_idle()
         nccl = check_flag(nccl, "nccl")
@@ -271,7 +271,7 @@ def reduce(shared_vars: Any, op: str = "avg", in_place: bool = True, nccl: bool 
     array([2., 2.])
     >>> synk.close()
     """
-    session = ranks.session()
+    session = ranks.get_session()
     with session.call_lock:
         session.wait_until_idle()
         in_place, nccl = check_flag(in_place, "in_place"), check_flag(nccl, "nccl")
@@ -310,7 +310,7 @@ def all_reduce(shared_vars: Any, op: str = "avg", nccl: bool = True) -> None:
     [[2.0, 2.0], [2.0, 2.0]]
     >>> synk.close()
     """
-    session = ranks.session()
+    session = ranks.get_session()
     with session.call_lock:
         session.wait_until_idle()
         nccl = check_flag(nccl, "nccl")
@@ -373,7 +373,7 @@ def reduce_scatter(shared_vars: Any, op: str = "avg", nccl: bool = True) -> None
     ([0.0, 2.0], [4.0])
     >>> synk.close()
     """
-    session = ranks.session()
+    session = ranks.get_session()
     with session.call_lock:
         session.wait_until_idle()
         nccl = check_flag(nccl, "nccl")
@@ -410,7 +410,7 @@ def set_value(rank: int, shared_vars: Any, values: Any, batch: Any = None) -> No
     array([7., 8.])
     >>> synk.close()
     """
-    session = ranks.session()
+    session = ranks.get_session()
     with session.call_lock:
         session.wait_until_idle()
         rank = check_index(rank, "rank", session.size)
@@ -469,7 +469,7 @@ def get_value(rank: int, shared_vars: Any) -> Any:
     array([0., 0.])
     >>> synk.close()
     """
-    session = ranks.session()
+    session = ranks.get_session()
     with session.call_lock:
         session.wait_until_idle()
         rank = check_index(rank, "rank", session.size)
@@ -511,7 +511,7 @@ def get_shapes(shared_vars: Any) -> list[Any]:
     [(2, 3), (2, 3)]
     >>> synk.close()
     """
-    session = ranks.session()
+    session = ranks.get_session()
     with session.call_lock:
         session.wait_until_idle()
         variables, is_single = check_variables(session, shared_vars)

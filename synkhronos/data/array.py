@@ -59,7 +59,7 @@ class Data:
         self._ndim = ndim
         self._name = name
         self.minibatch = minibatch
-        self._session = ranks.session()
+        self._session = ranks.get_session()
         self._segment: ranks.Segment | None = None
         try:
             self._array = np.zeros((0,) * min(ndim, 99), self._dtype)  # NumPy refuses as many dimensions
@@ -381,7 +381,7 @@ def data(
     <synkhronos.Data: float32, shape (4, 3)>
     >>> synk.close()
     """
-    ranks.session()
+    ranks.get_session()
     check_name(name)
     if value is not None and shape is not None:
         raise ValueError("value and shape: expected one of them, got both")

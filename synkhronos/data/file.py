@@ -81,7 +81,7 @@ def data_file(path: str | os.PathLike[str], minibatch: bool = False, name: str |
            [4., 5.]])
     >>> synk.close()
     """
-    ranks.session()
+    ranks.get_session()
     return FileData(os.fspath(path), minibatch, os.path.basename(path) if name is None else name)
 
 

@@ -39,7 +39,7 @@ class PartsData(ReadOnlyData):
     _is_published = False
 
     def __init__(self, load: Callable[[int, int], npt.ArrayLike], length: int, name: str | None = None):
-        session = ranks.session()
+        session = ranks.get_session()
         with session.call_lock:
             session.wait_until_idle()
             key, shape, dtype = _load_rows(session, load, length)

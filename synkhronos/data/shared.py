@@ -76,7 +76,7 @@ class Buffers:
         All arrays of a key have the same number of dimensions.
         """
         buffer = self._buffers.get(key)
-        if buffer is None or buffer.dtype != array.dtype or buffer._session is not ranks.session():
+        if buffer is None or buffer.dtype != array.dtype or buffer._session is not ranks.get_session():
             buffer = self._buffers[key] = Data(array.dtype, array.ndim)
         if rows is None:
             buffer._reshape(array.shape)[...] = array

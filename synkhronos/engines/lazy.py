@@ -215,7 +215,7 @@ class ResultTable(PendingOperation):
         """
         if call.values is None:
             if call.error is None and call.number in self._unread:
-                session = ranks.session()
+                session = ranks.get_session()
                 if session is self._session():  # else the session has ended, and another was forked
                     with session.nested_call_lock:  # a call in preparation may have this result as its input
                         session.wait_until_idle()

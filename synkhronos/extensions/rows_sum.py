@@ -360,7 +360,7 @@ class RowsSum:
             If there are no ranks, or if another process has them.
         """
         try:
-            return ranks.session()
+            return ranks.get_session()
         except RuntimeError as error:
             if ranks.get_inherited_session() is None:
                 raise
@@ -368,7 +368,7 @@ class RowsSum:
                 rows_sum.inherited_rows = [_get_values(source) for source in rows_sum._sources]
             if not start_ranks(self.max_chain_ranks):
                 raise RuntimeError(_WRONG_PROCESS) from error
-            return ranks.session()
+            return ranks.get_session()
 
 
 def _stop_sampler(error: synk.WorkerError, source: Any) -> WorkerExitInterrupt:

@@ -56,7 +56,7 @@ class Dispatcher:
 
     def call(self, *inputs: Any, num_slices: int = 1) -> list[Any]:
         """Run the computation, and read the outputs in the same command: arrays, not `Result`, in JAX mode too."""
-        session = ranks.session()
+        session = ranks.get_session()
         with session.call_lock:
             session.wait_until_idle()
             call = self.prepare(session, inputs, num_slices=num_slices)._replace(reads_outputs=True)
@@ -188,7 +188,7 @@ class _PendingDispatchers(WeakKeys[Dispatcher, bool]):
 def register(dispatcher: Dispatcher) -> None:
     """Schedule the computation of a dispatcher for the next `distribute_new`, if ranks are running."""
     with contextlib.suppress(RuntimeError):  # a function can be unpickled while no ranks are running
-        ranks.session().registry.get(_PendingDispatchers)[dispatcher] = True
+        ranks.get_session().registry.get(_PendingDispatchers)[dispatcher] = True
 
 
 def distribute_new(session: Session) -> None:

@@ -141,7 +141,7 @@ class Function:
         [array([8., 0.])]
         >>> synk.close()
         """
-        session = ranks.session()
+        session = ranks.get_session()
         with session.call_lock:
             session.wait_until_idle()
             dispatcher = self._dispatcher
@@ -204,7 +204,7 @@ class Function:
         <synkhronos.Data 'x': float32, shape (4, 2)>
         >>> synk.close()
         """
-        ranks.session()
+        ranks.get_session()
         values = self._dispatcher.inputs.bind_arguments(args, named)
         entries = self._computation.inputs
         if isinstance(minibatch, list | tuple):
@@ -274,7 +274,7 @@ def function(
     [[3.0, 3.0, 3.0], [3.0, 3.0, 3.0]]
     >>> synk.close()
     """
-    session = ranks.session()
+    session = ranks.get_session()
     device = session.rank.device
     computation = build_computation(inputs, outputs, bcast_inputs, updates, givens, sliceable_shareds, kwargs, device)
     return _make_function(computation, is_single(outputs))
@@ -321,7 +321,7 @@ def distribute() -> None:
     [[1.0, 1.0], [0.0, 0.0]]
     >>> synk.close()
     """
-    session = ranks.session()
+    session = ranks.get_session()
     with session.call_lock:
         session.wait_until_idle()
         distribute_new(session)

@@ -23,7 +23,7 @@ from synkhronos.launch import binding, rank_main
 from synkhronos.launch.memory_checkpoint import DeathLog
 from synkhronos.launch.settings import FAILURE, PROCESSES, SETTINGS, Settings
 from synkhronos.processes import fork_bound
-from synkhronos.ranks import WorkerError, last_death, session
+from synkhronos.ranks import WorkerError, get_session, last_death
 from synkhronos.ranks.child_process import exit_with_parent
 from synkhronos.ranks.errors import FAILED_START
 from synkhronos.rules import shared_memory
@@ -99,11 +99,13 @@ def _run(settings: Settings, plan: dict[str, Any]) -> int:
         open(plan["hosts"], "w", buffering=1, encoding="utf-8", errors="backslashreplace") if settings.hosts else None
     )
     fork_bound(len(settings.devices), settings.on_gpu, masks, settings.hosts, host_output)
-    processes = run(rank_main.start_rank, plan["consoles"], masks, list(settings.devices), session().link.ranks_by_host)
+    processes = run(
+        rank_main.start_rank, plan["consoles"], masks, list(settings.devices), get_session().link.ranks_by_host
+    )
     (Path(settings.folder) / PROCESSES).write_text(json.dumps(processes))
     rule = settings.make_rule()
     size, dtype = run(rank_main.build_instance, settings, rule)[0]
-    memory = shared_memory(rule, session().size, size, np.dtype(dtype))
+    memory = shared_memory(rule, get_session().size, size, np.dtype(dtype))
     flag = create_unpublished((1,), "int64")
     path = Path(settings.folder) / "timeline.json"
     recording = timeline(path) if settings.timeline else contextlib.nullcontext()

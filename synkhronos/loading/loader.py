@@ -238,7 +238,7 @@ class Loader:
         MemoryError
             If the batches do not fit into shared memory.
         """
-        ranks.session()
+        ranks.get_session()
         plan, unit = self._make_plan(epoch, batch_size, seed, row, whole)
         return (rows for rows, _ in self._iterate_batches(plan, unit, True))
 
@@ -459,7 +459,7 @@ class _LoaderPool:
         self.data: list[Any] = []
         self.pids: list[int] = []
         self._owner = os.getpid()
-        self._session = ranks.session() if in_session else None
+        self._session = ranks.get_session() if in_session else None
         layout = config.layout
         shapes = [((layout.slots * layout.unit_rows, *shape), np.dtype(dtype)) for shape, dtype in config.fields]
         files = []

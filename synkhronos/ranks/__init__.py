@@ -7,7 +7,15 @@ from synkhronos.ranks.errors import Cancelled, Death, WorkerError
 from synkhronos.ranks.link import RowAccess
 from synkhronos.ranks.rank import MAX_SLOT_NBYTES, Command, PendingOperation, Rank
 from synkhronos.ranks.segments import Segment, SharedArray
-from synkhronos.ranks.session import Session, check_no_session, close, fork, get_inherited_session, last_death, session
+from synkhronos.ranks.session import (
+    Session,
+    check_no_session,
+    close,
+    fork,
+    get_inherited_session,
+    get_session,
+    last_death,
+)
 from synkhronos.ranks.threads import count_available_cores
 from synkhronos.ranks.weak_keys import WeakKeys
 
@@ -29,6 +37,6 @@ __all__ = [
     "close",
     "fork",
     "get_inherited_session",
+    "get_session",
     "last_death",
-    "session",
 ]

@@ -745,7 +745,7 @@ def close() -> None:
         _current.close()
 
 
-def session() -> Session:
+def get_session() -> Session:
     """Return the running session.
 
     Raises

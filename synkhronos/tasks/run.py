@@ -79,7 +79,7 @@ def run(program: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any]:
     """
     if not callable(program):
         raise TypeError(f"program: expected a function, got {program!r}")
-    session = ranks.session()
+    session = ranks.get_session()
     with session.call_lock:
         session.wait_until_idle()
         functions: list[Any] = []

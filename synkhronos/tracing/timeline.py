@@ -127,7 +127,7 @@ class Timeline:
 
     def __init__(self, path: str | os.PathLike[str], compute: bool, max_spans: int):
         self.path = os.fspath(path)
-        session = ranks.session()
+        session = ranks.get_session()
         if any(isinstance(pending, _Recording) and pending.session is not None for pending in session.rank.pending):
             raise RuntimeError("timeline: another one is being recorded; stop() it first")
         with open(self.path, "a"):  # a path that can't be written is reported before the run, not after it

@@ -124,7 +124,7 @@ class EpochData:
     def make_source(self, epoch: int, first: int, all_together: bool) -> Source:
         """Return the source of an epoch's rows, for all ranks together or for each rank by itself."""
         if self.loader is not None:
-            size = ranks.session().size
+            size = ranks.get_session().size
             unit, takers = (self.batch * size, 1) if all_together else (self.batch, size)
             return open_feed(self.loader, epoch, first, unit, self.seed, takers)
         if epoch != self._shuffled:
@@ -147,11 +147,11 @@ class EpochData:
 
 def check_rows(count: int, batch_size: int) -> None:
     """Raise ValueError if the data have too few rows for a step of all ranks."""
-    size = ranks.session().size
+    size = ranks.get_session().size
     if batch_size * size > count:
         raise ValueError(f"batch_size: {size} ranks times {batch_size} rows are more than the {count} rows of the data")
 
 
 def get_rank_pools(data: list[Data]) -> list[range] | None:
     """Return the ranks of each host if some data are of `synkhronos.data_parts`, else None."""
-    return ranks.session().link.ranks_by_host if any(isinstance(array, PartsData) for array in data) else None
+    return ranks.get_session().link.ranks_by_host if any(isinstance(array, PartsData) for array in data) else None

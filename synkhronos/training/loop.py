@@ -310,7 +310,7 @@ class CommandLoop(_SourceLoop):
 
     def is_stopped(self) -> bool:
         """Return True if a signal has arrived, or a rank has been left out: the other ranks' steps have fewer rows."""
-        is_resized = self.rows != self.plan.batch * ranks.session().size
+        is_resized = self.rows != self.plan.batch * ranks.get_session().size
         return is_resized or self.plan.can_stop and bool(get_requested_stop())
 
 

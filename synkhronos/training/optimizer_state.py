@@ -52,7 +52,7 @@ class OptimizerState:
         """
         if self._size is None:
             return
-        session = ranks.session()
+        session = ranks.get_session()
         if self._session is session:
             return
         if session.size != self._size:
@@ -116,7 +116,7 @@ class OptimizerState:
             if shared in self._parts:
                 value = self._gather(self._parts[shared])
                 shared.set_value(value)
-                if Mirror.get(ranks.session()).get_key(shared) is not None:
+                if Mirror.get(ranks.get_session()).get_key(shared) is not None:
                     synk.broadcast(shared, value)
 
     def _gather(self, part: StatePart) -> np.ndarray:

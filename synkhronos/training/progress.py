@@ -122,7 +122,7 @@ class TrainerState:
         training.memory = {}
         if not training.is_joint:
             vector = Vector(training.groups.params)
-            training.memory = shared_memory(training.rule, ranks.session().size, vector.size, vector.dtype)
+            training.memory = shared_memory(training.rule, ranks.get_session().size, vector.size, vector.dtype)
 
     def _describe(self) -> dict[str, Any]:
         return rank_state.describe_training("trainer", self.training.rule, self.groups, self._update_rule)
@@ -178,7 +178,7 @@ class TrainerState:
                 f"{_format_parts(data.describe_parts())}: the order of rows would be another; a checkpoint of "
                 "an epoch's end will do"
             )
-        n_outcomes = 1 if self.training.is_joint else ranks.session().size
+        n_outcomes = 1 if self.training.is_joint else ranks.get_session().size
         progress = Progress(
             epoch=meta["epoch"],
             row=meta["row"],
@@ -192,7 +192,7 @@ class TrainerState:
         )
         if self.training.memory:
             self.renew_memory()  # so that on no host there is anything else in it
-        run(rank_state.restore_state, self.training, str(path), ranks.session().rank.number)
+        run(rank_state.restore_state, self.training, str(path), ranks.get_session().rank.number)
         if self._sharded is not None:
             self.set_sharded_optimizer(load(path).arrays["0.optimizer"])
         if not self.training.is_joint:

@@ -151,7 +151,7 @@ class Survival(DeathHandler):
     max_repeats = 1
 
     def __init__(self, state: TrainerState, device: Device, differs: bool, max_deaths: int, has_loader: bool):
-        self._session = ranks.session()
+        self._session = ranks.get_session()
         if not self._session.can_replace_workers:
             raise ValueError(
                 "on_death: 'continue' needs ranks on one machine; use 'stop', and resume from a checkpoint, or the "

@@ -82,8 +82,8 @@ class TrainFunction:
     def __init__(self, graph: TrainingGraph, exchange: str | None = None):
         rule, self._tail = append_averages(graph)
         shards = None
-        if graph.options.shard_optimizer and ranks.session().size > 1:
-            shards = Shards(rule, graph.params, ranks.session().size, name_rule(graph.update_rule))
+        if graph.options.shard_optimizer and ranks.get_session().size > 1:
+            shards = Shards(rule, graph.params, ranks.get_session().size, name_rule(graph.update_rule))
             rule = RuleUpdates(shards.grad_updates, shards.local_updates, shards.grad_shared)
         grad_shared = rule.grad_shared
         inputs = [*graph.x, *graph.y]
@@ -320,7 +320,7 @@ class TrainFunction:
         """
         num_slices = self._graph.options.num_slices if num_slices is None else num_slices
         arrays, steps = self._graph.check_steps(x_data, y_data, batches, batches_s)
-        session, length = ranks.session(), _find_common_length(arrays)
+        session, length = ranks.get_session(), _find_common_length(arrays)
         rows: Sequence[StepRows] = [None] * len(steps)
         if self._graph.sliceable:
             rows = collect_sliceable_rows([batch_s for _, batch_s in steps], session.size)
@@ -385,7 +385,7 @@ class TrainFunction:
         list of (value, weight) or None
             As from `weighted_steps`.  None if some rank cannot take the steps in one launch: then none has been taken.
         """
-        session, sharding = ranks.session(), self._sharding
+        session, sharding = ranks.get_session(), self._sharding
         self._optimizer.begin()
         with session.call_lock:
             session.wait_until_idle()

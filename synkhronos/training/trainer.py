@@ -291,7 +291,7 @@ class Trainer:
             If there is none, or it is damaged.
         """
         loop = self._loop
-        checkpoint = None if loop is None or loop.session is not ranks.session() else loop.checkpoint
+        checkpoint = None if loop is None or loop.session is not ranks.get_session() else loop.checkpoint
         if loop is None or checkpoint is None or checkpoint.keep_best is None:
             raise RuntimeError(
                 "restore_best(): expected a call of epochs(..., checkpoint=Checkpoint(folder, keep_best=...)) before it"

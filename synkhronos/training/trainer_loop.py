@@ -84,7 +84,7 @@ class TrainerLoop(EpochLoop):
     def begin(self, resume: Any) -> None:
         """Allocate shared memory, and restore a checkpoint if ``resume`` names one."""
         model, checkpoint, state = self.model, self.checkpoint, self.model.state
-        self.session = ranks.session()
+        self.session = ranks.get_session()
         state.begin(self.session, model)
         self.batches_taken = synk.data(shape=(self.session.size + 1,), dtype="int64")
         self.data.allocate_order()
@@ -170,13 +170,13 @@ class TrainerLoop(EpochLoop):
         steps = self.survival.steps_ahead
         if steps is None or self.model.graph.weight is not None:  # weights are counted within an interval
             return self.data.count
-        return steps * self.data.batch * ranks.session().size
+        return steps * self.data.batch * ranks.get_session().size
 
     def _end_interval(self, row: int) -> int:
         """Return the position of the next report after a position."""
         if self.every is None:
             return self.data.count
-        return min(self.data.count, row + self.every * self.data.batch * ranks.session().size)
+        return min(self.data.count, row + self.every * self.data.batch * ranks.get_session().size)
 
     def _make_plan(self, last: int) -> IntervalPlan:
         """Return the plan of an interval, from the present position to another."""
@@ -192,10 +192,10 @@ class TrainerLoop(EpochLoop):
             schedule=model.schedule,
             recorders=[recorder for recorder in self.recorders if isinstance(recorder, Recorder)],
             shows_progress=self.shows_progress,
-            pools=get_rank_pools(data.data) or [range(ranks.session().size)],
+            pools=get_rank_pools(data.data) or [range(ranks.get_session().size)],
             can_stop=self.checkpoint is not None,
             earlier_outcomes=split_outcomes(
-                progress.outcomes, 1 if model.joint_step is not None else ranks.session().size
+                progress.outcomes, 1 if model.joint_step is not None else ranks.get_session().size
             ),
             has_weight=model.graph.weight is not None,
         )
@@ -225,8 +225,8 @@ class TrainerLoop(EpochLoop):
     def _run_rank_loops(self, plan: IntervalPlan, source: Source) -> list[tuple[int, Outcome]]:
         """Run a `RowLoop` on every rank, which takes its own steps; return their ends and outcomes."""
         model, state = self.model, self.model.state
-        if len(self.batches_taken) != ranks.session().size + 1:  # some rank has been left out
-            self.batches_taken = synk.data(shape=(ranks.session().size + 1,), dtype="int64")
+        if len(self.batches_taken) != ranks.get_session().size + 1:  # some rank has been left out
+            self.batches_taken = synk.data(shape=(ranks.get_session().size + 1,), dtype="int64")
         self.batches_taken[...] = 0
         exchanged = state.groups.params, state.groups.optimizer, state.groups.n_averages
         ended: list[tuple[int, Outcome]] = run(
@@ -249,7 +249,7 @@ class TrainerLoop(EpochLoop):
         meter = Meter(0, plan.recorders, make_loss_reader(list, plan.has_weight), model.kinds, progress.steps)
         if plan.earlier_outcomes:
             meter.begin(plan.earlier_outcomes[0])
-        rows = plan.batch * ranks.session().size
+        rows = plan.batch * ranks.get_session().size
         loop = CommandLoop(
             plan, source, meter, rows, model.graph, model.joint_step, model.learning_rate, model.state.rate,
             self.survival,
@@ -264,7 +264,7 @@ class TrainerLoop(EpochLoop):
 
     def make_report(self) -> Report:
         """Return the report of the interval, without validation."""
-        progress, data, n_ranks = self.progress, self.data, ranks.session().size
+        progress, data, n_ranks = self.progress, self.data, ranks.get_session().size
         return make_report(
             progress.outcomes,
             progress.epoch + self.last / data.count,
@@ -289,12 +289,12 @@ class TrainerLoop(EpochLoop):
         assert model.validation is not None
         if model.graph.options.validate_ema:
             _ = model.ema  # gathers the averages
-        totals, step = MetricTotals(model.metrics), self.data.batch * ranks.session().size
+        totals, step = MetricTotals(model.metrics), self.data.batch * ranks.get_session().size
         batches: Iterable[Any]
         if isinstance(valid, Loader):
             batches = valid.epoch(0, step)
         elif get_rank_pools(valid[0]):
-            batches = iterate_in_order(valid[1], step, ranks.session().size)
+            batches = iterate_in_order(valid[1], step, ranks.get_session().size)
         else:
             batches = (slice(start, min(valid[1], start + step)) for start in range(0, valid[1], step))
         for rows in batches:

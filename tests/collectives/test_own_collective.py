@@ -35,7 +35,7 @@ class Rotate(Command):
 
 
 def rotate(shared_vars):
-    session = ranks.session()
+    session = ranks.get_session()
     with session.call_lock:
         session.wait_until_idle()
         variables, _ = check_variables(session, shared_vars)

@@ -155,7 +155,7 @@ def test_data_parts_errors(fork, load, length, error, words):
         synk.data_parts(load, length)
     data = synk.data_parts(rows, 5)
     assert np.array_equal(data, rows(0, 5))
-    assert len(ranks.session().rank.segments) <= 2  # no segment of the failed calls
+    assert len(ranks.get_session().rank.segments) <= 2  # no segment of the failed calls
 
 
 def test_data_parts_leaves_no_open_files(fork):

@@ -701,14 +701,14 @@ def staging(monkeypatch):
 
 def test_pages_are_unlocked_before_they_are_unmapped(fork, staging):
     fork(2)
-    rank = ranks.session().rank
+    rank = ranks.get_session().rank
     arrays = [synk.data(np.ones(n)) for n in (10, 5000, 3)]
     keys = [locate(array).key for array in arrays]
     for key in keys:
         assert staging.lock_segment(rank, key) == staging.lock_segment(rank, key)
     assert len(staging.driver.locked) == len(rank.segments.on_drop) + 2 == 3
     del arrays[1]
-    ranks.session().send_releases()
+    ranks.get_session().send_releases()
     assert len(staging.driver.locked) == len(staging._locked) == 2
     synk.close()
     assert not staging.driver.locked and not staging._locked
@@ -759,7 +759,7 @@ def test_unlockable_memory_is_not_used(staging, monkeypatch, error):
 
 def test_unlockable_segment_is_forgotten(fork, staging, monkeypatch):
     fork(2)
-    rank, array = ranks.session().rank, synk.data(np.ones(10))
+    rank, array = ranks.get_session().rank, synk.data(np.ones(10))
     lock = staging.lock_pages
 
     def interrupted(address, nbytes):

@@ -68,7 +68,7 @@ class Where(Command):
 
 
 def places():
-    return ranks.session().run(Where())
+    return ranks.get_session().run(Where())
 
 
 @pytest.mark.new_ranks
@@ -575,7 +575,7 @@ def test_death_inside_a_collective_is_noticed(fork, deed, words):
     check_works()
     start = time.monotonic()
     with pytest.raises(synk.WorkerError, match=words):
-        ranks.session().run(InCollective(deed, 1))
+        ranks.get_session().run(InCollective(deed, 1))
     assert time.monotonic() - start < DEATH
     with pytest.raises(RuntimeError, match="fork"):
         synk.distribute()
@@ -588,7 +588,7 @@ def test_death_inside_a_collective_is_noticed(fork, deed, words):
 def test_death_while_the_master_waits_for_its_gpu(fork):
     fork(2)
     check_works()
-    array = ranks.session().run(Leaving("SIGKILL", 1))
+    array = ranks.get_session().run(Leaving("SIGKILL", 1))
     start = time.monotonic()
     with pytest.raises(synk.WorkerError, match="killed by SIGKILL"):
         np.asarray(array)
@@ -631,7 +631,7 @@ def test_collectives_reconnect_after_an_exception(fork, culprit):
     for _ in range(2):
         start = time.monotonic()
         with pytest.raises((synk.WorkerError, ArithmeticError), match="the sum is odd"):
-            ranks.session().run(InCollective("raise", culprit))
+            ranks.get_session().run(InCollective("raise", culprit))
         assert time.monotonic() - start < 2
         check_works()
 
@@ -643,7 +643,7 @@ def test_exception_aborts_a_pending_collective(fork, collective, deed):
     check_works()
     start = time.monotonic()
     with pytest.raises(KeyboardInterrupt if deed == "wait" else synk.WorkerError):
-        ranks.session().run(InWaited(collective, deed))
+        ranks.get_session().run(InWaited(collective, deed))
     assert time.monotonic() - start < 2
     check_works()
 
@@ -653,7 +653,7 @@ def test_failed_collective_leaves_no_messages_for_later_ones(fork, collective):
     fork(2)
     check_works()
     with pytest.raises(synk.WorkerError):
-        ranks.session().run(InWaited(collective, "raise"))
+        ranks.get_session().run(InWaited(collective, "raise"))
     check_works()
 
 
@@ -664,7 +664,7 @@ def test_death_in_a_pending_collective_is_noticed(fork, collective):
     check_works()
     start = time.monotonic()
     with pytest.raises(synk.WorkerError, match="killed by SIGKILL"):
-        ranks.session().run(InWaited(collective, "SIGKILL"))
+        ranks.get_session().run(InWaited(collective, "SIGKILL"))
     assert time.monotonic() - start < DEATH
 
 
@@ -680,7 +680,7 @@ def test_exception_before_a_collective_keeps_connections(fork):
     fork(2)
     check_works()
     with pytest.raises(synk.WorkerError, match="the sum is odd"):
-        ranks.session().run(Fail())
+        ranks.get_session().run(Fail())
     check_works()
     with pytest.raises(ValueError, match="same shape on all ranks"):
         w, _ = make_filled_variable("float32")
@@ -904,7 +904,7 @@ def test_pair_reconnects_after_one_rank_failed(fork):
         synk.run(forgets, 1)
     assert synk.run(forgets, None) == [None, True]
     with pytest.raises(synk.WorkerError, match="the sum is odd"):  # whatever fails, all groups part
-        ranks.session().run(Fail())
+        ranks.get_session().run(Fail())
     assert synk.run(forgets, None) == [None, True]
 
 
@@ -975,8 +975,8 @@ class Cut(Command):
 def pieces():
     """Set the chunk size of vectors, in bytes, until the end of the test."""
     before = trace.MIN_CHUNK_BYTES
-    yield lambda piece: ranks.session().run(Cut(piece))
-    ranks.session().run(Cut(before))
+    yield lambda piece: ranks.get_session().run(Cut(piece))
+    ranks.get_session().run(Cut(before))
 
 
 @of_jax
@@ -1016,7 +1016,7 @@ def test_failed_chunked_step_updates_nothing(fork, pieces, culprit):
     np.testing.assert_allclose(synk.gather(w), [alone.get_value()] * 2)
     for _ in range(2):
         before = np.asarray(w.get_value()).copy()
-        ranks.session().run(Sabotage("raise", culprit))
+        ranks.get_session().run(Sabotage("raise", culprit))
         with pytest.raises((synk.WorkerError, ArithmeticError), match="the sum is odd"):
             step()
         np.testing.assert_array_equal(synk.gather(w), [before] * 2)
@@ -1034,7 +1034,7 @@ def test_failed_training_step_updates_nothing(fork, culprit, times):
     step()
     for _ in range(2):
         before = np.asarray(w.get_value()).copy()
-        ranks.session().run(Sabotage("raise", culprit))
+        ranks.get_session().run(Sabotage("raise", culprit))
         start = time.monotonic()
         with pytest.raises((synk.WorkerError, ArithmeticError), match="the sum is odd"):
             step()
@@ -1101,7 +1101,7 @@ def test_failed_steps_report_how_many_were_taken(fork, culprit):
     step()
     for count in (1, 50):
         before = np.asarray(w.get_value()).copy()
-        ranks.session().run(Faltering(count, culprit))
+        ranks.get_session().run(Faltering(count, culprit))
         start = time.monotonic()
         with pytest.raises(
             (synk.WorkerError, ArithmeticError, RuntimeError), match="the sum is odd|ncclResult_t 3"
@@ -1151,7 +1151,7 @@ def test_death_in_a_training_step_keeps_parameters(fork, times):
     step, w, alone = make_training_steps(times)
     step()
     before = np.asarray(w.get_value()).copy()
-    ranks.session().run(Sabotage("SIGKILL", 1))
+    ranks.get_session().run(Sabotage("SIGKILL", 1))
     start = time.monotonic()
     with pytest.raises(synk.WorkerError, match="killed by SIGKILL"):
         step()
@@ -1167,7 +1167,7 @@ def test_death_in_a_training_step_keeps_parameters(fork, times):
 def test_fork_timeout_ends_a_hanging_rank(fork):
     fork(2, timeout=60.0)
     check_works()
-    session = ranks.session()
+    session = ranks.get_session()
     session.timeout = 1.0
     start = time.monotonic()
     with pytest.raises(synk.WorkerError, match="did not finish within the 1 seconds"):
@@ -1228,9 +1228,9 @@ def test_memory_stays_flat_over_a_thousand_calls(fork):
         read(result)
 
     calls(600)  # calls that nobody reads are forgotten some hundreds at a time
-    before = ranks.session().run(InUse())
+    before = ranks.get_session().run(InUse())
     calls(1000)
-    after = ranks.session().run(InUse())
+    after = ranks.get_session().run(InUse())
     for (on_gpu, resident), (on_gpu_then, resident_then) in zip(after, before, strict=True):
         # Unread outputs are kept of 256 calls at most, with 100 rows on each rank.
         assert on_gpu - on_gpu_then <= 260 * 100 * 64 * 4

@@ -65,7 +65,7 @@ def test_unread_outputs_are_lost_when_ranks_end(toy, fork):
     x = tensor.dmatrix("x")
     f = synk.function([x], (x.sum(), "sum"))
     lost = f(X)
-    ranks.session().close(kill=True)
+    ranks.get_session().close(kill=True)
     for _ in range(2):
         fork(2)
         gc.collect()

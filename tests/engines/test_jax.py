@@ -187,7 +187,7 @@ def test_unread_results_are_lost_when_a_worker_dies(fork):
     assert before == 6  # which reads all
     assert lost == 10
     lost = f(VALUE)
-    os.kill(next(iter(ranks.session().workers.pids.values())), signal.SIGKILL)
+    os.kill(next(iter(ranks.get_session().workers.pids.values())), signal.SIGKILL)
     with pytest.raises(synk.WorkerError, match="SIGKILL"):
         float(lost)
     with pytest.raises(RuntimeError, match=r"ended|SIGKILL"):
@@ -205,12 +205,12 @@ class Unread(Command):
 
 
 def unread():
-    return ranks.session().run(Unread())
+    return ranks.get_session().run(Unread())
 
 
 def to_drop():
     """Return the number of results that are to be dropped with the next message to the ranks."""
-    return len(ResultTable.from_session(ranks.session())._dropped)
+    return len(ResultTable.from_session(ranks.get_session())._dropped)
 
 
 def test_results_are_read_by_one_fetch(double):
@@ -1124,24 +1124,24 @@ class Sleep(Command):
 @pytest.mark.new_ranks
 def test_spawned_workers_end_after_the_fork_timeout(fork, started_xla):
     fork(2, timeout=20.0)
-    session = ranks.session()
+    session = ranks.get_session()
     session.timeout = 0.5  # starting took its time
     began = time.monotonic()
     with pytest.raises(synk.WorkerError, match=r"rank 1 did not finish within the 0\.5 seconds"):
         session.run(Sleep())
     assert time.monotonic() - began < LIMIT
     fork(2)
-    assert len(ranks.session().workers.pids) == 1
+    assert len(ranks.get_session().workers.pids) == 1
 
 
 @pytest.mark.new_ranks
 @pytest.mark.parametrize("how", ["SIGKILL", "SIGSEGV"])
 def test_death_of_a_spawned_worker_is_reported(fork, started_xla, how):
     fork(3)
-    (_, pid), *_ = ranks.session().workers.pids.items()
+    (_, pid), *_ = ranks.get_session().workers.pids.items()
     os.kill(pid, getattr(signal, how))
     with pytest.raises(synk.WorkerError, match=rf"process {pid}\) was killed by {how}"):
-        ranks.session().run(Unread())
+        ranks.get_session().run(Unread())
     assert not lives(pid)
 
 

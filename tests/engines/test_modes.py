@@ -245,7 +245,7 @@ def test_numba_cache_is_filled_by_one_rank(monkeypatch):
         f = synk.function([x], ((x * new).sum(), "sum"))
         assert_close(f(X), (X * new).sum())
         assert_close(synk.gather(w), [w.get_value()] * 3)
-        session = ranks.session()
+        session = ranks.get_session()
         keys = [get_dispatcher(function).key for function in (train.gradient, train.update, f)]
         with session.call_lock:
             session.wait_until_idle()

@@ -14,7 +14,7 @@ pytestmark = [
 
 
 def run(command):
-    session = ranks.session()
+    session = ranks.get_session()
     with session.call_lock:
         session.wait_until_idle()
         return session.run(command)

@@ -449,7 +449,7 @@ def test_deep_graph_is_sent_to_workers(fork):
     x = T.dvector("x")
     f = synk.function([x], (chain(x, 3000), "gather"))
     synk.distribute()
-    assert all(size == 1 for size in ranks.session().run(CountFunctions()))
+    assert all(size == 1 for size in ranks.get_session().run(CountFunctions()))
     assert f.name
 
 

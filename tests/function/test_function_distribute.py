@@ -105,11 +105,11 @@ def test_workers_drop_collected_functions(fork):
     x = T.dvector("x")
     f = synk.function([x], (x, "gather"))
     f(np.arange(4.0))
-    before = ranks.session().run(CountFunctions())
+    before = ranks.get_session().run(CountFunctions())
     del f
     gc.collect()
-    ranks.session().send_releases()
-    after = ranks.session().run(CountFunctions())
+    ranks.get_session().send_releases()
+    after = ranks.get_session().run(CountFunctions())
     assert all(a == b - 1 for a, b in zip(after, before, strict=True))
 
 

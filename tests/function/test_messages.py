@@ -15,7 +15,7 @@ from library import INTERPRETED, NAME, read, shared, tensor
 from messages import raises
 
 import synkhronos as synk
-from synkhronos import devices
+from synkhronos import devices, ranks
 
 if NAME == "pytensor":
     from pytensor.graph.basic import Apply
@@ -308,7 +308,7 @@ TABLE = {
 def test_wrong_call_messages(name, monkeypatch):
     provoke, expected, *argument = TABLE[name]
     if "before fork" in name:
-        monkeypatch.setattr(sys.modules["synkhronos.ranks.session"], "_current", None)
+        monkeypatch.setattr(ranks.session, "_current", None)
     try:
         with raises(expected, *argument) as caught:
             provoke()

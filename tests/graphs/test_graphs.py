@@ -292,7 +292,7 @@ class Describe(Command):
 
 
 def mirror():
-    return Mirror.get(ranks.session())
+    return Mirror.get(ranks.get_session())
 
 
 def test_mirror_is_unique_in_a_session(fork):
@@ -312,12 +312,12 @@ def test_mirror_gives_a_shared_variable_one_key(fork, n):
     mirror().send([], [a * b.sum()])
     keys = [mirror().get_key(a), mirror().get_key(b)]
     assert len(set(keys)) == 2
-    described = ranks.session().run(Describe(keys))
+    described = ranks.get_session().run(Describe(keys))
     assert described == [[("a", [0.0, 1.0]), ("b", [0.0, 1.0, 2.0])]] * n
     c = shared(1.0, "c")
     mirror().send([], [a.sum() + c])
     assert mirror().get_key(a) == keys[0]
-    assert ranks.session().run(Keys()) == [sorted([*keys, mirror().get_key(c)])] * n
+    assert ranks.get_session().run(Keys()) == [sorted([*keys, mirror().get_key(c)])] * n
 
 
 def test_mirror_shares_variables_between_graphs(fork):
@@ -329,7 +329,7 @@ def test_mirror_shares_variables_between_graphs(fork):
     g = synk.function([], (w * 1, "gather"), updates=[(w, w * 2)])
     np.testing.assert_array_equal(g(), [2, 10])
     np.testing.assert_array_equal(f(), [4, 20])
-    assert len(ranks.session().run(Keys())[1]) == 1
+    assert len(ranks.get_session().run(Keys())[1]) == 1
 
 
 def test_mirror_drops_collected_shared_variables(fork):
@@ -338,11 +338,11 @@ def test_mirror_drops_collected_shared_variables(fork):
     f = synk.function([], ((w * v).sum(), "sum"))
     f()
     keep = mirror().get_key(v)
-    assert len(ranks.session().run(Keys())[1]) == 2
+    assert len(ranks.get_session().run(Keys())[1]) == 2
     del f, w
     gc.collect()
     # At the next command at the latest; nothing is sent from a finalizer.
-    assert ranks.session().run(Keys()) == [[keep], [keep]]
+    assert ranks.get_session().run(Keys()) == [[keep], [keep]]
     g = synk.function([], (v, "gather"))
     np.testing.assert_array_equal(g(), [1, 1])
 
@@ -384,7 +384,7 @@ def test_mirror_sends_values_unchanged(fork):
     ]
     shareds = [shared(value, f"s{i}", borrow=True) for i, value in enumerate(values)]
     mirror().send([], shareds)
-    described = ranks.session().run(Describe([mirror().get_key(s) for s in shareds]))
+    described = ranks.get_session().run(Describe([mirror().get_key(s) for s in shareds]))
     assert described[1] == described[0] == [(f"s{i}", value.tolist()) for i, value in enumerate(values)]
 
 
@@ -405,4 +405,4 @@ def test_mirror_forgets_failed_sends(fork):
         mirror().send([(("extra", 1), threading.Lock())], [w])
     assert mirror().get_key(w) is None
     mirror().send([], [w])
-    assert len(ranks.session().run(Keys())[1]) == 1
+    assert len(ranks.get_session().run(Keys())[1]) == 1

@@ -186,6 +186,26 @@ def test_find_cycles():
     assert find_cycles({"a": {"b"}, "b": {"c"}, "c": {"b"}, "d": {"a", "e"}, "e": {"d"}}) == [["b", "c"], ["d", "e"]]
 
 
+#: Public functions named like the module that defines them, and the packages of the root that two of them hide.
+HOMONYMS = {"data", "function", "function.function", "tasks.run", "tracing.timeline", "training.updates.master_weights"}
+
+
+def list_hidden_modules(package):
+    """Yield the modules that ``import package.module as m`` can't reach: its ``__init__`` imports a like-named object."""
+    modules = {path.stem for path in [*package.glob("*.py"), *package.iterdir()] if path.suffix in ("", ".py")}
+    prefix = ".".join(["synkhronos", *package.relative_to(PACKAGE).parts])
+    for node in ast.parse((package / "__init__.py").read_text()).body:
+        if isinstance(node, ast.ImportFrom) and node.module != prefix:
+            for alias in node.names:
+                if (alias.asname or alias.name) in modules:
+                    yield f"{prefix}.{alias.asname or alias.name}".removeprefix("synkhronos.")
+
+
+def test_no_function_hides_its_module():
+    packages = {path.parent for path in FILES if path.stem == "__init__" and "tree" not in path.parts}
+    assert {name for package in packages for name in list_hidden_modules(package)} == HOMONYMS
+
+
 def test_only_entry_points_import_compat():
     for path in FILES:
         if get_package_name(path) not in {"compat", *STARTERS}:

@@ -42,7 +42,7 @@ def test_soak_oracle_gathers_scalars_over_slices(fork, n):
 
 def test_death_before_a_segment_is_sent_is_named(fork):
     fork(3)
-    pid = ranks.session().workers.pids[1]
+    pid = ranks.get_session().workers.pids[1]
     os.kill(pid, signal.SIGKILL)
     while lives(pid):
         pass
@@ -78,7 +78,7 @@ def test_failed_broadcast_keeps_the_old_value(fork, who):
     f = synk.function([], [], updates=[(s, s + 1)])
     f()
     s.set_value(np.full(300_000, 5.0))  # two turns and more through the scratch memory
-    ranks.session().run(FailAtBarrier(who))
+    ranks.get_session().run(FailAtBarrier(who))
     with pytest.raises(OSError if who == 0 else synk.WorkerError):
         synk.broadcast(s)
     assert [synk.get_value(r, s).tolist() for r in (1, 2)] == [[1.0] * 3] * 2

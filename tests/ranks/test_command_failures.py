@@ -114,7 +114,7 @@ def test_killed_worker_is_named(number, at_barrier):
     assert time.monotonic() - start < LIMIT
     assert caught.value.rank == 2
     with pytest.raises(RuntimeError, match="rank 2"):
-        ranks.session()
+        ranks.get_session()
     with pytest.raises(ChildProcessError):  # no child is left, not even a zombie
         os.waitpid(-1, os.WNOHANG)
     session = ranks.fork(2, 0, False)
@@ -131,7 +131,7 @@ class DetectDeathElsewhere(Command):
             os.kill(os.getpid(), signal.SIGKILL)
         with pytest.raises(ranks.WorkerError):
             while True:
-                ranks.session()._raise_if_peer_died()
+                ranks.get_session()._raise_if_peer_died()
         raise Cancelled
 
 

@@ -2,7 +2,6 @@
 
 import os
 import signal
-import sys
 import threading
 import time
 from dataclasses import dataclass
@@ -87,7 +86,7 @@ class WaitForWorkers(Command):
 @pytest.mark.parametrize("what", ["a step", "their end", "a command that was interrupted"])
 @pytest.mark.slow
 def test_close_ends_a_waiting_call(two, monkeypatch, what, by):
-    monkeypatch.setattr(sys.modules["synkhronos.ranks.session"], "GRACE", 0.2)
+    monkeypatch.setattr(ranks.session, "GRACE", 0.2)
     if what == "a command that was interrupted":
         signal.signal(signal.SIGALRM, signal.default_int_handler)
         signal.setitimer(signal.ITIMER_REAL, 0.1)
@@ -116,14 +115,14 @@ def test_command_refuses_a_nested_command(two):
 class Nested(Command):
     def run(self, rank):
         if rank.is_master:
-            ranks.session().run(Number())
+            ranks.get_session().run(Number())
 
 
 def test_forked_copy_of_the_master_has_no_ranks(two):
     pid = os.fork()
     if pid == 0:
         try:
-            ranks.session()
+            ranks.get_session()
         except RuntimeError as error:
             os._exit(0 if "copy" in str(error) else 1)
         os._exit(2)

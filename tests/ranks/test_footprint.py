@@ -38,7 +38,7 @@ def footprint(pid):
 
 
 def workers():
-    return list(ranks.session().workers.pids.values())
+    return list(ranks.get_session().workers.pids.values())
 
 
 class Stores(Command):
@@ -64,14 +64,14 @@ class Faults(Command):
 @pytest.mark.any_library
 def test_ranks_keep_the_memory_of_freed_arrays(fork):
     fork(3)
-    assert max(ranks.session().run(Faults())) < 400  # each turn takes 780 pages
+    assert max(ranks.get_session().run(Faults())) < 400  # each turn takes 780 pages
 
 
 def collect_garbage():
     """Collect garbage on all ranks; return the resources that they keep."""
     gc.collect()
-    ranks.session().send_releases()
-    return ranks.session().run(Stores())
+    ranks.get_session().send_releases()
+    return ranks.get_session().run(Stores())
 
 
 @pytest.mark.any_library

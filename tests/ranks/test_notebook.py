@@ -43,7 +43,7 @@ SETUP = f"""
             rank.barrier()
 
     n = synk.fork(3, use_gpu=False)
-    pids = list(ranks.session().workers.pids.values())
+    pids = list(ranks.get_session().workers.pids.values())
     x = tensor.dvector("x")
     w = shared(np.zeros(2), "w")
     f = synk.function([x], (x.sum(), "sum"), updates=[(w, w + 1)])
@@ -141,7 +141,7 @@ def test_fork_run_interrupt_run_restart(notebook):
     for calls, busy in enumerate(["master", "worker"], 2):
         asked = notebook.start(f"""
             try:
-                ranks.session().run(Long({busy!r}))
+                ranks.get_session().run(Long({busy!r}))
             finally:
                 print("ended", time.monotonic())  # for the notebook to show the traceback may take seconds
         """)
@@ -182,7 +182,7 @@ def test_worker_error_is_shown_with_its_traceback(notebook):
     assert notebook.run(SETUP)[1] is None
     printed, error = notebook.run("""
         try:
-            ranks.session().run(Fails())
+            ranks.get_session().run(Fails())
         except synk.WorkerError as error:
             print(error.rank, error.worker_traceback.splitlines()[-1])
             raise

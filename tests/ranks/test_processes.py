@@ -128,7 +128,7 @@ def test_workers_print_where_the_master_prints():
         class Print(ranks.Command):
             def run(self, rank): print(f"rank {rank.number} ", end="")  # in one write
         synk.fork(2, use_gpu=False)
-        ranks.session().run(Print())
+        ranks.get_session().run(Print())
     """)
     assert sorted(printed.replace("rank", "").split()) == ["0", "1"]
 
@@ -176,7 +176,7 @@ def test_close_gives_each_worker_time_to_end(tmp_path):
                     os._exit = lambda code: (time.sleep(0.5), open("ended", "w"), end(code))
 
         synk.fork(3, use_gpu=False)
-        ranks.session().run(Slow())
+        ranks.get_session().run(Slow())
         synk.close()
         """,
         cwd=tmp_path,

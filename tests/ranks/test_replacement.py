@@ -24,7 +24,7 @@ pytestmark = [
 @pytest.fixture
 def session():
     fork_ranks(3)
-    yield ranks.session()
+    yield ranks.get_session()
     synk.close()
 
 
@@ -170,7 +170,7 @@ def test_interrupted_replacement_closes_the_ranks(session):
             session.replace_workers()
     assert not session.workers.pids
     with pytest.raises(RuntimeError, match="ranks were closed"):
-        ranks.session()
+        ranks.get_session()
     with pytest.raises(RuntimeError, match="memory was freed"):
         data[0]
 

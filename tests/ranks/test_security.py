@@ -102,7 +102,7 @@ def test_segments_are_readable_only_by_this_user(fork, no_umask):
     fork(3)
     d = work()
     d.set_value(np.ones((5000, 60)))  # new memory, that the workers have not got yet
-    files = [file for _, file, _ in ranks.session().memory._unsent]
+    files = [file for _, file, _ in ranks.get_session().memory._unsent]
     assert files
     for file in files:
         status = os.fstat(file.fileno())
@@ -162,7 +162,7 @@ def test_sockets_are_pairs_without_an_address(fork):
     work()
     made = list_sockets(os.getpid()) - before
     assert len(made) == 2
-    for pid in ranks.session().workers.pids.values():
+    for pid in ranks.get_session().workers.pids.values():
         theirs = list_sockets(pid)
         assert len(theirs) == 1
         assert not theirs & before
@@ -186,7 +186,7 @@ def test_shared_mappings_are_anonymous_or_unlinked(fork):
     fork(3)
     keep = work()
     assert len(list_shared_mappings(os.getpid())) > len(before)
-    for pid in (os.getpid(), *ranks.session().workers.pids.values()):
+    for pid in (os.getpid(), *ranks.get_session().workers.pids.values()):
         assert all(name.endswith("(deleted)") for name in list_shared_mappings(pid) if name not in before)
     assert keep.size
 
@@ -253,8 +253,8 @@ def test_other_users_can_reach_nothing(fork):
     fork(2)
     d = work()
     d.set_value(np.ones((9000, 60)))
-    worker = ranks.session().workers.pids[1]
-    file = ranks.session().memory._unsent[0][1].fileno()
+    worker = ranks.get_session().workers.pids[1]
+    file = ranks.get_session().memory._unsent[0][1].fileno()
     attempts = f"""
 import os, signal
 os.setgroups([]); os.setgid(65534); os.setuid(65534)

@@ -46,7 +46,7 @@ def variables(x=X0, dtype="float64"):
 
 def train(rule, kind="sgd", steps=STEPS, eta=ETA, on_device=XLA):
     """Train; return the traces of all ranks, the report, the rule's state on each rank, and the numbers of exchanges."""
-    n = synk.ranks.session().size
+    n = synk.ranks.get_session().size
     memory = rules.shared_memory(rule, n, D, np.dtype("float64"))
     results = synk.run(
         programs.train, rule, variables(), variables(0 * X0), memory, problem(), kind, eta, steps, on_device

@@ -122,7 +122,7 @@ class Case:
         over, reports = threading.Event(), []
 
         def kill() -> None:
-            session = ranks.session()
+            session = ranks.get_session()
             while trainer._loop is None or not trainer._loop.survival._has_copy:
                 time.sleep(0.002)
             for _ in range(deaths):
@@ -142,7 +142,7 @@ class Case:
         if deaths:
             killer.join()
         values = [np.asarray(p.get_value()) for p in trainer.params]
-        if ranks.session().close_reason is None and "ema" in self.options and not deaths:
+        if ranks.get_session().close_reason is None and "ema" in self.options and not deaths:
             values += [np.asarray(average.get_value()) for average in trainer.ema or []]
         synk.close()
         return [values, reports]

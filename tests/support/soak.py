@@ -548,7 +548,7 @@ class Soak:
 
     def _forked(self, size: int, root: int) -> None:
         self.size, self.root = size, root
-        ranks.session().run(Prepare())
+        ranks.get_session().run(Prepare())
         for variable in self.variables:
             mine = np.asarray(variable.shared.get_value())
             variable.values, variable.sent = [mine] * size, False
@@ -561,13 +561,13 @@ class Soak:
 
     def pids(self) -> dict[int, int]:
         """Return each worker's process, by rank."""
-        return dict(ranks.session().workers.pids)
+        return dict(ranks.get_session().workers.pids)
 
     def check_ended(self) -> None:
         """Check that closed ranks have left nothing."""
         expect(list_children(os.getpid()) == [], f"children after the end: {list_children(os.getpid())}")
         try:
-            ranks.session()
+            ranks.get_session()
         except RuntimeError:
             return
         raise Wrong("ranks are running, and should not be")
@@ -1111,7 +1111,7 @@ class Soak:
             expect_equal(np.asarray(v.shared.get_value()), v.values[self.root], f"{v.name} in the master")
 
     def _do(self, step: Step, faults: Faults) -> None:
-        session, before = ranks.session(), self.pids()
+        session, before = ranks.get_session(), self.pids()
         may = faults.deeds()
         if faults.sabotage:
             session.run(Sabotage(faults.sabotage))
@@ -1185,7 +1185,7 @@ class Soak:
         signalled: set[int],
     ) -> None:
         """Check that the outcome is one that the faults allow, and every variable with it."""
-        session_ended = ranks.session.__globals__["_current"].close_reason is not None
+        session_ended = ranks.session._current.close_reason is not None
         died = isinstance(error, synk.WorkerError) and session_ended
         mortal = {r: deeds & set(DEATHS) for r, deeds in may.items() if deeds & set(DEATHS)}
         outcome = "right" if error is None else "dead" if died else type(error).__name__
@@ -1217,12 +1217,12 @@ class Soak:
             variable.sent |= error is None
         if outcome == "refused":  # by the ranks, perhaps, once they had seen each other's shapes
             for variable in self.variables:
-                variable.sent |= Mirror.get(ranks.session()).get_key(variable.shared) is not None
+                variable.sent |= Mirror.get(ranks.get_session()).get_key(variable.shared) is not None
         if died:
             self._recover(step)
             return
         if faults.sabotage:
-            ranks.session().run(Repair())
+            ranks.get_session().run(Repair())
         for r in mortal:
             if r in signalled:  # at the end of the step
                 self._expect_death(r, before[r])

@@ -204,7 +204,7 @@ def test_stop_ends_all_ranks(n_ranks):
 
 
 def test_lock_release_notifies_a_remote_waiter(n_ranks):
-    session = ranks.session()
+    session = ranks.get_session()
     memory = TaskMemory(0, n_ranks, n_ranks + 1)
     segment = session.memory.create(memory.nbytes)
     memory = replace(memory, key=segment.key)

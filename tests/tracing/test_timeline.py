@@ -105,7 +105,7 @@ def test_death_of_a_worker_ends_the_timeline(step, tmp_path):
 
     original = vars(Session)["_run"]
     with pytest.raises(synk.WorkerError), synk.timeline(tmp_path / "run.json"):
-        os.kill(ranks.session().workers.pids[1], signal.SIGKILL)
+        os.kill(ranks.get_session().workers.pids[1], signal.SIGKILL)
         call(step)
     assert vars(Session)["_run"] is original
     assert json.loads((tmp_path / "run.json").read_text())["traceEvents"]  # the master's spans

@@ -245,11 +245,11 @@ def test_on_death_leaves_out_a_broken_device(name, monkeypatch, tmp_path):
     ):
         reports.append(report)
         if len(reports) == 1:
-            os.kill(ranks.session().workers.pids[1], signal.SIGKILL)
+            os.kill(ranks.get_session().workers.pids[1], signal.SIGKILL)
             with pytest.raises(synk.WorkerError):
                 while True:
                     model.used()
-    assert ranks.session().size == 2
+    assert ranks.get_session().size == 2
     assert [report.batch for report in reports] == ["3 x 5 = 15", "2 x 5 = 10", "2 x 5 = 10"]
     assert [death["rank"] for death in reports[1].deaths] == [1, 2, 2]
     assert all("could not start: rank 2 raised OSError" in death["cause"] for death in reports[1].deaths[1:])
@@ -283,7 +283,7 @@ def test_on_death_keeps_the_device_of_a_worker_that_is_killed_at_its_start(monke
     break_devices(monkeypatch, kill_at_the_first_two)
     reports = list(model.epochs(epochs=3, on_death="continue"))
     assert [len(report.deaths) for report in reports if report.deaths] == [3]
-    assert ranks.session().size == RANKS and set(model.used()) == {3}
+    assert ranks.get_session().size == RANKS and set(model.used()) == {3}
 
 
 @pytest.mark.parametrize("name", ["BSP", "EASGD"])
@@ -293,7 +293,7 @@ def test_on_death_leaves_out_all_workers_within_steps(name, monkeypatch):
     Killer(monkeypatch, {4: (1, True)})
     break_devices(monkeypatch, lambda number, size: True)
     reports = list(model.epochs(epochs=3, valid=(X, Y), on_death="continue"))
-    assert ranks.session().size == 1 and reports[-1].batch == "1 x 5 = 5"
+    assert ranks.get_session().size == 1 and reports[-1].batch == "1 x 5 = 5"
     assert [report.seen for report in reports] == [60, 120, 180]
     assert sum(len(report.deaths) for report in reports) == 5
     np.testing.assert_allclose(synk.function([], model.w.sum())(), np.sum(model.w.get_value()))
@@ -309,7 +309,7 @@ def test_on_death_leaves_out_a_device_and_uses_each_row_once(name, source, monke
     Killer(monkeypatch, {10: (1, True)})
     break_devices(monkeypatch, lambda number, size: size == RANKS and number == 1)
     reports = list(model.trainer.epochs(x, y, 5, 4, on_death="continue"))
-    assert ranks.session().size == 2 and [report.seen for report in reports] == [60, 120, 180, 240]
+    assert ranks.get_session().size == 2 and [report.seen for report in reports] == [60, 120, 180, 240]
     used = model.used()
     assert max(used) == 4 and (name != "BSP" or min(used) == 4)  # of EASGD the counts of the lost rank are missing
 
@@ -327,7 +327,7 @@ def test_on_death_without_a_device_for_the_master_ends_training(monkeypatch):
         bind(command, rank)
 
     monkeypatch.setattr(processes._Bind, "run", fail_or_bind)
-    os.kill(ranks.session().workers.pids[1], signal.SIGKILL)
+    os.kill(ranks.get_session().workers.pids[1], signal.SIGKILL)
     with pytest.raises(synk.WorkerError, match="rank 0 could not start: OSError: .*; no device is left for the master"):
         list(iterator)
 
@@ -387,7 +387,7 @@ def test_on_death_stops_by_default(monkeypatch):
     with pytest.raises(synk.WorkerError, match="SIGKILL"):
         list(model.epochs())
     with pytest.raises(RuntimeError, match="SIGKILL"):
-        ranks.session()
+        ranks.get_session()
 
 
 @pytest.mark.parametrize("value", ["go on", True, None, 3, b"continue"])

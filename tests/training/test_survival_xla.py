@@ -25,7 +25,7 @@ def train(name, is_disturbed, **options):
         for report in model.epochs(epochs=2, every=3, valid=(X, Y), on_death="continue"):
             reports.append(report)
             if is_disturbed and len(reports) == 1:
-                (pid,) = ranks.session().workers.pids.values()
+                (pid,) = ranks.get_session().workers.pids.values()
                 os.kill(pid, signal.SIGKILL)
                 os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
         return np.asarray(model.values()), np.asarray(model.used()), reports

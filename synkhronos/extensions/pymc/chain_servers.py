@@ -138,7 +138,7 @@ def wrap_nutpie() -> None:
         sums = getattr(kwargs.get("model"), "rows_sums", [])
         if kwargs.get("sampler") != "nutpie" or not sums:
             return original(*args, **kwargs)
-        session = ranks.session()
+        session = ranks.get_session()
         cores = (kwargs.get("nuts_sampler_kwargs") or {}).get("cores") or kwargs.get("cores") or count_available_cores()
         count = min(kwargs["chains"], cores)
         if count < 2 or not chains.can_start_ranks(session):

@@ -136,7 +136,7 @@ class DataParallelModel(pm.Model):
         chains : int
             Number of chains that are sampled at a time.
         """
-        session = ranks.session()
+        session = ranks.get_session()
         if chains == 1 or session.rank.device is not HOST:  # the master samples one chain at a time, on all ranks
             chains, rank_counts = 1, [session.size]
         else:

@@ -98,7 +98,7 @@ class SamplerProgram:
 def _sample_on_ranks(name: str, arguments: dict[str, Any]) -> tuple[Any, Any, ModuleType]:
     """Run PyMC's function for a sampler on all ranks; return the master's draws and statistics, and the library."""
     model = arguments["model"]
-    session = ranks.session()
+    session = ranks.get_session()
 
     def make_graph(rows: RowsSum) -> LocalGraph:
         rows.scatter_rows()

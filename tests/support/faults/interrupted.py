@@ -273,7 +273,7 @@ def at_every_moment(what: str, first: int = 0, step: int = 1, limit: bool = Fals
 
 def _others_may_call() -> bool:
     """Return whether another thread could run a command now."""
-    turn, taken = ranks.session().call_lock, []
+    turn, taken = ranks.get_session().call_lock, []
 
     def take() -> None:
         if turn.acquire(timeout=1):
@@ -288,7 +288,7 @@ def _others_may_call() -> bool:
 
 def _current() -> Any:
     try:
-        return ranks.session()
+        return ranks.get_session()
     except RuntimeError:
         return None
 
@@ -346,7 +346,7 @@ def at_random(seed: int, times: int) -> None:
         wrong += value is not None and value[0] != value[1]
     tell("outcome", interrupted=interrupted, wrong=int(wrong))
     tell("works", right=make_expected(2), **attempt(work.check))
-    ranks.session().send_releases()
+    ranks.get_session().send_releases()
     kept.clear()
     synk.close()
     vars(work).clear()

@@ -245,12 +245,12 @@ class Plant(Command):
 
 def know() -> dict[int, int]:
     """Return each rank's process id."""
-    return dict(enumerate(ranks.session().run(Know())))
+    return dict(enumerate(ranks.get_session().run(Know())))
 
 
 def plant(point: str, action: str, on: Any, skip: int = 0) -> None:
     """Plan an action at a point, on some ranks."""
-    ranks.session().run(Plant(point, action, tuple(on), skip))
+    ranks.get_session().run(Plant(point, action, tuple(on), skip))
 
 
 def instrument() -> None:

@@ -55,7 +55,7 @@ def _operation(where: str, work: Work, name: str) -> Any:
     if where == "slice":
         return lambda: work.call(num_slices=2)
     if where == "arguments":
-        return lambda: ranks.session().run(Arguments())
+        return lambda: ranks.get_session().run(Arguments())
     return lambda: _collective(name, work.big)
 
 
@@ -137,7 +137,7 @@ def after(before: dict[str, Any], work: Work | None) -> None:
 
 def _closed() -> bool:
     try:
-        ranks.session()
+        ranks.get_session()
     except RuntimeError:
         return True
     return False
@@ -222,7 +222,7 @@ def never_returns(timeout: float) -> None:
     """Wait for a rank that never reaches the barrier, until the timeout."""
     before = start()
     synk.fork(N, use_gpu=False, timeout=timeout)
-    session = ranks.session()
+    session = ranks.get_session()
     session.timeout = None  # compiling may take longer
     know()
     work = Work()
@@ -291,10 +291,10 @@ def few_files(who: str, spare: int) -> None:
         else:
             work = Work()
             assert work.call() == 15.0
-            ranks.session().run(Limit(2, 0))
+            ranks.get_session().run(Limit(2, 0))
             unsent = synk.data(np.arange(6.0))
             tell("outcome", **attempt(lambda: float(work.f(unsent)[0])))
-            ranks.session().run(Limit(2, usual[0]))
+            ranks.get_session().run(Limit(2, usual[0]))
             del unsent
             vars(work).clear()
     tell("works", right=make_expected(N), **attempt(Work().check))
@@ -329,10 +329,10 @@ def unmappable() -> None:
     know()
     work = Work()
     synk.distribute()
-    ranks.session().run(LimitSpace(2, 32 << 20))
+    ranks.get_session().run(LimitSpace(2, 32 << 20))
     rows = np.ones(12_000_000)
     tell("outcome", **attempt(lambda: work.f(rows)))
-    ranks.session().run(LimitSpace(2, -1))
+    ranks.get_session().run(LimitSpace(2, -1))
     tell("again", **attempt(work.call))
     tell("works", right=make_expected(N), **attempt(work.check))
     synk.close()
@@ -453,8 +453,8 @@ def printing_into_nothing() -> None:
     tell("ready")
     hold("python")
     # Buffered output is lost silently when the command ends; an immediate write is an error.
-    tell("buffered", **attempt(lambda: ranks.session().run(Print("x"))))
-    tell("outcome", **attempt(lambda: ranks.session().run(Print("x" * 100_000))))
+    tell("buffered", **attempt(lambda: ranks.get_session().run(Print("x"))))
+    tell("outcome", **attempt(lambda: ranks.get_session().run(Print("x" * 100_000))))
     after(before, work)
     sys.stdout = None  # its buffer can't be flushed at exit either
 

@@ -22,7 +22,7 @@ HOSTS = os.environ["HOSTS"].split(",")
 def fork():
     """Start the ranks, each on a GPU, if none run: on several hosts, or, where one is named, on this machine alone."""
     try:
-        return ranks.session().size
+        return ranks.get_session().size
     except RuntimeError:
         pass
     if len(HOSTS) == 1:
@@ -103,7 +103,7 @@ def faults():
             for meets in (True, False):
                 begin = time.monotonic()
                 try:
-                    ranks.session().run(InCollective(deed, culprit, meets))
+                    ranks.get_session().run(InCollective(deed, culprit, meets))
                     print("nothing was raised")
                 except (ArithmeticError, synk.WorkerError) as error:
                     assert "the sum is odd" in str(error), error
@@ -114,7 +114,7 @@ def faults():
                 assert time.monotonic() - begin < 10, (culprit, deed, meets)
     begin = time.monotonic()
     try:
-        ranks.session().run(InCollective("kill", n - 1, True))
+        ranks.get_session().run(InCollective("kill", n - 1, True))
     except synk.WorkerError as error:
         print(str(error).partition(" (process")[0], "was heard of", time.monotonic() - begin < 5)
     print(fork())
@@ -143,7 +143,7 @@ def refused():
         except ValueError as error:
             print(error)
     print(synk.fork(hosts=["a", "b"]))  # by default one for each GPU
-    print(ranks.session().rank.device.name)
+    print(ranks.get_session().rank.device.name)
 
 
 def parts():
@@ -166,11 +166,11 @@ def theano():
     import theano  # noqa: F401 - by which the library knows whose GPUs they are
 
     n = fork()
-    assert ranks.session().rank.device.name == "pygpu"
+    assert ranks.get_session().rank.device.name == "pygpu"
     data = synk.data(np.arange(1000, dtype="float32"))
-    with ranks.session().call_lock:
+    with ranks.get_session().call_lock:
         for op in ("sum", "max"):
-            results = ranks.session().run(Reduced(op, locate(data)))
+            results = ranks.get_session().run(Reduced(op, locate(data)))
             assert results == results[:1] * n
             print(op, results[0])
     print(*synk.run(between))

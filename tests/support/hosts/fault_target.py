@@ -171,7 +171,7 @@ class Orders:
 
     def know(self) -> Any:
         """Return each rank's namespace and process id, and mpirun's process id."""
-        session = ranks.session()
+        session = ranks.get_session()
         return {"ranks": session.run(Know()), "mpirun": session.link._launcher.pid}
 
     def part(self, place: str, on: list[int], action: str) -> bool:
@@ -182,13 +182,13 @@ class Orders:
         if place in ("lock", "exchange"):
             rows = create_unpublished((LARGE,), "float64")  # else hosts were busy with its rows first
             return all(synk.run(locked, self.folder, place, tuple(on), action, rows))
-        with ranks.session().call_lock:
-            ranks.session().wait_until_idle()
-            return ranks.session().run(Part(self.folder, place, tuple(on), action))
+        with ranks.get_session().call_lock:
+            ranks.get_session().wait_until_idle()
+            return ranks.get_session().run(Part(self.folder, place, tuple(on), action))
 
     def share(self, nbytes: int) -> int:
         """Let all ranks read new shared memory; return the sum of its bytes."""
-        session = ranks.session()
+        session = ranks.get_session()
         with session.call_lock:
             session.wait_until_idle()
             key = session.memory.create(nbytes).key
@@ -202,7 +202,7 @@ class Orders:
         """Return whether a function and the collectives compute the right results."""
         from faults.probes import Work, make_expected
 
-        n = ranks.session().size
+        n = ranks.get_session().size
         return Work().check() == make_expected(n)
 
     def close(self) -> None:

@@ -135,10 +135,10 @@ def functions() -> None:
         data[rng.integers(5000)] = rng.normal(size=7)
     data.set_length(6000)
     assert f(data)[1].shape == (6000, 7)
-    sent = ranks.session().link.bytes_sent if len(HOSTS) > 1 else 0
+    sent = ranks.get_session().link.bytes_sent if len(HOSTS) > 1 else 0
     f(data)
     if len(HOSTS) > 1:
-        assert ranks.session().link.bytes_sent == sent  # nothing has changed
+        assert ranks.get_session().link.bytes_sent == sent  # nothing has changed
     data.free_memory()
     try:
         f(np.ones((4, 7)), batch=[9])
@@ -254,7 +254,7 @@ def parts_tasks() -> None:
     before = synk.bytes_sent()
     results = synk.run(programs.own_rows, data, f)
     assert synk.bytes_sent() - before < 4096
-    for ranks_of_host in ranks.session().link.ranks_by_host:
+    for ranks_of_host in ranks.get_session().link.ranks_by_host:
         for r in ranks_of_host:
             here, total, said = results[r]
             assert float(total) == whole[here.start + 1 : here.stop].sum()
@@ -263,7 +263,7 @@ def parts_tasks() -> None:
             else:
                 words = f"rank {r}'s host has {here.start} to {here.stop - 1} (rows.local_rows)"
                 assert len(said) == 3 and all(words in each for each in said), said
-    assert sum(len(results[of_host[0]][0]) for of_host in ranks.session().link.ranks_by_host) == 101
+    assert sum(len(results[of_host[0]][0]) for of_host in ranks.get_session().link.ranks_by_host) == 101
     print("right", n)
 
 
@@ -281,9 +281,9 @@ def parts_trainer(counts: str) -> None:
 
     n, sizes, length = fork(), list(map(int, counts.split("+"))), 59
     by_host = [range(sum(sizes[:i]), sum(sizes[: i + 1])) for i in range(len(sizes))]
-    taken = mock.patch.object(ranks.session().link, "ranks_by_host", by_host)
+    taken = mock.patch.object(ranks.get_session().link, "ranks_by_host", by_host)
     with taken if len(HOSTS) == 1 else contextlib.nullcontext():
-        assert ranks.session().link.ranks_by_host == by_host
+        assert ranks.get_session().link.ranks_by_host == by_host
         held = [
             range(length)[get_share(length, n, of_host[0]).start : get_share(length, n, of_host[-1]).stop]
             for of_host in by_host
