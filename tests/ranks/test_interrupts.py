@@ -125,13 +125,13 @@ def test_interrupt_during_close_ends_workers(where):
 #: Actions, and the stride of the tested moments of each: always the same ones, so that failures can be repeated.
 #: Before a change of how ranks are interrupted lands, try all of them: FAULTS=all and --timeout=6000.
 ACTIONS = {
-    "call": 23, "slices": 47, "rows": 37, "first call": 503, "collective": 37, "data": 13, "fork": 29, "close": 13,
+    "call": 17, "slices": 23, "rows": 17, "first call": 503, "collective": 13, "data": 23, "fork": 29, "close": 19,
     "call again": 1, "collective again": 1,
 }  # fmt: skip
 
 
 #: The same for a time limit, which is another signal and another exception.
-LIMITED = {"data": 11, "free": 11, "broadcast": 29, "fork": 29, "close": 13}
+LIMITED = {"data": 17, "free": 11, "broadcast": 29, "fork": 29, "close": 19}
 
 
 #: Those in which no function is sent or called.
@@ -151,7 +151,7 @@ def test_interrupt_at_any_line(what, limit):
     with Program("at_every_moment", what=what, first=step // 2, step=step, limit=limit) as program:
         outcome = program.wait("outcome", 600)
         assert not outcome["lost"] and not outcome["wrong"], program.printed()
-        assert outcome["presses"] > 4
+        assert outcome["presses"] > 4  # twice as many and more, by how long ranks wait
         closed = program.wait("closed")
         # Python 3.11 never lets go of some exceptions that a trace function raises inside an `except`, nor of what
         # their tracebacks hold: mappings are counted elsewhere.
