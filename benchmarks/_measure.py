@@ -177,6 +177,11 @@ def gpus(asked: int | None) -> int:
     return asked or there
 
 
+def find_first_gpu() -> str:
+    """Return the name of the first GPU that CUDA would use in this process."""
+    return os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
+
+
 class Failed(Exception):
     """A side's process failed or exceeded its limit."""
 

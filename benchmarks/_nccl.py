@@ -46,7 +46,8 @@ def make_call(name: str, nccl: Any, at: int, out: int, count: int, rank: int, si
 
 def serve(rank: int, size: int, orders: list[Any]) -> None:
     """Run one process of the group."""
-    os.environ["CUDA_VISIBLE_DEVICES"] = str(rank)
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    os.environ["CUDA_VISIBLE_DEVICES"] = visible.split(",")[rank] if visible else str(rank)
     from cuda.bindings import driver
     from cuda.core import Device
     from nccl.bindings import nccl

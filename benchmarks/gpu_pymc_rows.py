@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks._hierarchical import GROUPS, log_likelihood, make_data
-from benchmarks._measure import Failed, Table, bar, duration, gpus, heading, run_alone
+from benchmarks._measure import Failed, Table, bar, duration, find_first_gpu, gpus, heading, run_alone
 
 ROUNDS = 3
 
@@ -134,7 +134,7 @@ def main() -> None:
         command = [sys.executable, "-m", "benchmarks.gpu_pymc_rows", "--numpyro", *sys.argv[1:]]
         try:
             sides["NumPyro, 1 GPU"] = tuple(
-                json.loads(run_alone(command, 200, CUDA_VISIBLE_DEVICES="0").splitlines()[-1])
+                json.loads(run_alone(command, 200, CUDA_VISIBLE_DEVICES=find_first_gpu()).splitlines()[-1])
             )
         except Failed as error:
             print(error)

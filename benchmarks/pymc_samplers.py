@@ -22,7 +22,7 @@ from statistics import median
 from time import perf_counter
 from typing import Any
 
-from benchmarks._measure import Failed, Table, duration, heading, read_alone
+from benchmarks._measure import Failed, Table, duration, find_first_gpu, heading, read_alone
 from benchmarks.pymc_rows import logistic
 from synkhronos import get_n_gpu
 from synkhronos.devices.jax.program_sum import ProgramSum
@@ -155,7 +155,7 @@ def main() -> None:
         command = [sys.executable, "-m", "benchmarks.pymc_samplers", *sys.argv[1:], "--side", str(side)]
         environment = {"JAX_PLATFORMS": "cpu"} if options.cpu else {}
         if not side and not options.cpu:
-            environment["CUDA_VISIBLE_DEVICES"] = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
+            environment["CUDA_VISIBLE_DEVICES"] = find_first_gpu()
         try:
             for line in read_alone(command, options.limit * len(options.rows), **environment):
                 found = json.loads(line)
