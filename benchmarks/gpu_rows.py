@@ -17,7 +17,7 @@ import numpy as np
 import synkhronos as synk
 from benchmarks._measure import Table, bar, duration, gpus, graph_library, heading, interleaved, quartiles, size
 from synkhronos import ranks
-from synkhronos.data.shared import locate
+from synkhronos.data.shared import to_shared_array
 from synkhronos.devices.cuda.staging import check_result
 from synkhronos.ranks import Command, Rank, SharedArray
 
@@ -73,7 +73,7 @@ def main() -> None:
         index = rng.permutation(len(data))[: rows * count]
         f(data, batch=index)
         assert (synk.get_value(0, last) == data[index[rows - 1]]).all()
-        copy = Copy(locate(data), rows, nbytes)
+        copy = Copy(to_shared_array(data), rows, nbytes)
 
         def by_index(index: np.ndarray = index) -> None:
             f(data, batch=index)

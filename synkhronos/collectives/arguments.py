@@ -15,7 +15,7 @@ from synkhronos.casts import check_dense
 from synkhronos.checks import check_choice, check_distinct, check_list, describe
 from synkhronos.data import Data
 from synkhronos.data.rows import get_share
-from synkhronos.data.shared import check_session, copy_to_shared, locate
+from synkhronos.data.shared import check_session, copy_to_shared, to_shared_array
 from synkhronos.devices import Selection
 from synkhronos.devices.reductions import REDUCTIONS, list_collective_ops
 from synkhronos.graphs import library_of
@@ -210,7 +210,7 @@ def put_selection(selection: Selection, buffers: list[Data]) -> range | SharedAr
         return selection
     index = copy_to_shared(selection)
     buffers.append(index)
-    return locate(index)
+    return to_shared_array(index)
 
 
 def put_rank_selections(selection: Selection, size: int, buffers: list[Data]) -> list[range | SharedArray]:

@@ -37,8 +37,8 @@ from synkhronos.collectives.commands import (
     SetGenerators,
 )
 from synkhronos.data import Data
-from synkhronos.data.rows import get_share, select
-from synkhronos.data.shared import locate
+from synkhronos.data.rows import get_share, select_rows
+from synkhronos.data.shared import to_shared_array
 from synkhronos.graphs import library_of
 from synkhronos.graphs.mirror import reset_jumps
 from synkhronos.ranks import Session, WeakKeys
@@ -101,7 +101,7 @@ def broadcast(shared_vars: Any, values: Any = None, nccl: bool = True) -> None:
             session.run(Broadcast(get_mirror_keys(session, arrays), nccl))
             return
         rows = tuple(select_all(value) for value in staged)
-        locations = tuple(locate(value) for value in staged)
+        locations = tuple(to_shared_array(value) for value in staged)
         session.run(Assign(get_mirror_keys(session, arrays), locations, (rows,) * session.size))
 
 
@@ -146,12 +146,12 @@ def scatter(shared_vars: Any, values: Any, batch: Any = None) -> None:
             if variable.type.ndim == 0:
                 raise ValueError(f"shared_vars: {describe(variable)} has no rows to scatter")
             staged.append(to_data(session, variable, value))
-        selections = [select(batch, len(value)) for value in staged]
+        selections = [select_rows(batch, len(value)) for value in staged]
         for variable, value, selection in zip(variables, staged, selections, strict=True):
             for r in range(session.size):
                 bounds = get_share(len(selection), session.size, r)
                 check_shape(variable, (bounds.stop - bounds.start, *value.shape[1:]))
-        locations = tuple(locate(value) for value in staged)
+        locations = tuple(to_shared_array(value) for value in staged)
         buffers: list[Data] = []
         by_variable = [put_rank_selections(selection, session.size, buffers) for selection in selections]
         session.run(Assign(get_mirror_keys(session, variables), locations, tuple(zip(*by_variable, strict=True))))
@@ -427,7 +427,7 @@ def set_value(rank: int, shared_vars: Any, values: Any, batch: Any = None) -> No
         buffers: list[Data] = []
         rows: list[Any] = []
         for variable, value in zip(variables, staged, strict=True):
-            selection = select_all(value) if batch is None else select(batch, len(value))
+            selection = select_all(value) if batch is None else select_rows(batch, len(value))
             check_shape(variable, (len(selection), *value.shape[1:]) if value.ndim else ())
             rows.append(put_selection(selection, buffers))
         if states:
@@ -435,7 +435,7 @@ def set_value(rank: int, shared_vars: Any, values: Any, batch: Any = None) -> No
             session.run(SetGenerators(keys, [value for _, value in states], only_rank=rank))
         if not variables:
             return
-        locations = tuple(locate(value) for value in staged)
+        locations = tuple(to_shared_array(value) for value in staged)
         nothing = (None,) * len(variables)
         session.run(
             Assign(

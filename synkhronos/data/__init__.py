@@ -1,8 +1,8 @@
 """Arrays that all ranks can read.
 
-``data`` creates an array in shared memory that can be changed.  ``data_file`` maps a file, and ``data_parts`` has each
-rank load its own rows; these two are read-only.  On several hosts the rows of `Data` that a call needs are sent to the
-hosts that need them; a file is read on each host, and loaded rows stay where they are.
+``data`` creates an array in shared memory.  ``data_file`` maps a file, and ``data_parts`` loads rows on the ranks that
+use them; these two are read-only.  With several hosts, rows of `Data` are sent to the hosts that read them, a file is
+read on each host, and loaded rows stay on their host.
 """
 
 from synkhronos.data.array import Data, data

@@ -1,7 +1,7 @@
 """Arrays in shared memory, which the user changes in place and all ranks read.
 
-An array grows by moving to a larger segment.  The session's memory table tells the ranks, with the next command, about
-segments that are new or have been released.
+An array grows by moving to a larger segment.  With the next command the session sends the ranks the segments that are
+new, and the keys of released ones.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from synkhronos.ranks import SharedArray
 
 
 class Data:
-    """An array in POSIX shared memory that all ranks see.
+    """An array in POSIX shared memory that all ranks read.
 
     It is created by `data`.  Its dtype and number of dimensions are fixed.  Its shape may change, and its memory grows
     as needed.
@@ -51,7 +51,7 @@ class Data:
     >>> synk.close()
     """
 
-    #: Whether the rows that other hosts read are sent to them.  If not, ranks transfer rows themselves, under a lock.
+    #: Whether commands send rows to the other hosts that read them.  If not, tasks transfer rows under a lock.
     _is_published = True
 
     def __init__(self, dtype: npt.DTypeLike, ndim: int, minibatch: bool = False, name: str | None = None):
@@ -67,34 +67,34 @@ class Data:
             raise ValueError(
                 f"ndim: expected a number of dimensions that NumPy supports, got {ndim}: {error}"
             ) from None
-        self._session.add_close_callback(self, Data._drop)
+        self._session.add_close_callback(self, Data._release)
 
     # -- attributes ------------------------------------------------------------------------------------------
 
     @property
     def data(self) -> np.ndarray:
-        """NumPy array of the present shape: a view of the shared memory."""
+        """NumPy array of the current shape: a view of the shared memory."""
         self._check_open()
         return self._array
 
     @property
     def dtype(self) -> np.dtype:
-        """Dtype; fixed."""
+        """Dtype, which does not change."""
         return self._dtype
 
     @property
     def ndim(self) -> int:
-        """Number of dimensions; fixed."""
+        """Number of dimensions, which does not change."""
         return self._ndim
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Present shape."""
+        """Current shape."""
         return self._array.shape
 
     @property
     def size(self) -> int:
-        """Present number of items."""
+        """Current number of items."""
         return self._array.size
 
     @property
@@ -111,8 +111,8 @@ class Data:
     def minibatch(self) -> bool:
         """Whether the array has only the rows of a call's ``batch`` instead of all rows.
 
-        If ``batch`` is an int or a slice, row 0 stands for the lowest selected index.  If it is a list or array of
-        indexes, or a mask, row k stands for the k-th index.
+        If ``batch`` is an int or a slice, row 0 is the row with the lowest selected index.  If it is a list or array
+        of indexes, or a mask, row k is the row with the k-th index.
         """
         return self._minibatch
 
@@ -164,16 +164,16 @@ class Data:
         force_cast : bool
             Cast even if values may change.
         oversize : float
-            Factor from 1 to 2 by which newly allocated memory is larger than needed now.
+            Newly allocated memory, as a multiple of the memory needed now: from 1 to 2.
 
         Raises
         ------
         TypeError
             If the value can't be cast safely and ``force_cast`` is False.
         ValueError
-            For another number of dimensions, or ``oversize`` out of range.
+            For another number of dimensions, or if ``oversize`` is out of range.
         MemoryError
-            If there is not enough shared memory.  The old content stays.
+            If there is not enough shared memory.  The old content is kept.
         """
         self._set_value(x, force_cast, oversize, "x")
 
@@ -207,7 +207,7 @@ class Data:
         lengths = _to_lengths(shape)
         if len(lengths) != self._ndim:
             raise ValueError(f"shape: expected {self._ndim} lengths, got {lengths}")
-        self._reshape_locked(lengths, oversize, keep=True)
+        self._lock_and_reshape(lengths, oversize, keep_rows=True)
 
     def condition_data(self, x: npt.ArrayLike, force_cast: bool = False) -> np.ndarray:
         """Convert a value to an array that `set_value` accepts without a cast; this object does not change.
@@ -228,22 +228,22 @@ class Data:
     def free_memory(self) -> None:
         """Release the shared memory on all ranks; the array becomes empty.
 
-        Arrays that `data` returned before keep the memory as long as they exist.
+        The memory stays allocated as long as arrays that `data` has returned exist.
         """
         if self._session.close_reason is not None:
             return
         memory = None if self._segment is None else weakref.ref(self._segment.buffer)
         with self._session.call_lock:
             self._session.wait_until_idle()
-            self._drop()
+            self._release()
             self._session.send_releases()
         if memory is not None and memory() is not None:
-            gc.collect()  # compilers leave reference cycles that hold the inputs they compiled for
+            gc.collect()  # compilers leave reference cycles that refer to inputs
 
-    # -- internal, with the call lock held; other packages use `shared` ---------------------------------------
+    # -- internal: the call lock is held; other packages use the functions of `shared` --------------------------
 
-    def _location(self) -> SharedArray:
-        """Return the description of the array that a command carries."""
+    def _to_shared_array(self) -> SharedArray:
+        """Return the description by which ranks find the array: segment, dtype and shape."""
         self._check_open()
         if self._segment is None:  # even an array without items needs a segment that ranks can map
             private = self._array
@@ -260,12 +260,12 @@ class Data:
 
     def _set_value(self, x: npt.ArrayLike, force_cast: bool, oversize: float, argument: str) -> None:
         value = self._check_value(x, force_cast, argument)
-        self._reshape_locked(value.shape, oversize, keep=False)
-        # Without the call lock, so that a thread can copy the next batch while the ranks compute on the last one.
+        self._lock_and_reshape(value.shape, oversize, keep_rows=False)
+        # Without the call lock, so that a thread can write the next batch while the ranks compute.
         self._array[...] = value
 
     def _check_value(self, x: npt.ArrayLike, force_cast: bool, argument: str) -> np.ndarray:
-        """Return a value as an array of any safe dtype, after checking dtype and number of dimensions."""
+        """Return a value as an array, after a check of its dtype and number of dimensions.  It is not cast."""
         check_flag(force_cast, "force_cast")
         value = as_numbers(x, argument)
         if value.ndim != self._ndim:
@@ -286,26 +286,26 @@ class Data:
         """Return the part of an error message that names this object."""
         return "" if self._name is None else f" for {self._name!r}"
 
-    def _reshape_locked(self, shape: tuple[int, ...], oversize: float, keep: bool) -> None:
+    def _lock_and_reshape(self, shape: tuple[int, ...], oversize: float, keep_rows: bool) -> None:
         self._check_open()
         if not 1 <= check_number(oversize, "oversize", "a number from 1 to 2") <= 2:
             raise ValueError(f"oversize: expected a number from 1 to 2, got {oversize!r}")
         with self._session.call_lock:
             self._session.wait_until_idle()  # until no rank reads the memory
-            self._reshape(shape, oversize, keep)
+            self._reshape(shape, oversize, keep_rows)
 
-    def _reshape(self, shape: tuple[int, ...], oversize: float = 1, keep: bool = False) -> np.ndarray:
-        """Change the shape and return the array; its content is arbitrary unless rows are kept."""
+    def _reshape(self, shape: tuple[int, ...], oversize: float = 1, keep_rows: bool = False) -> np.ndarray:
+        """Change the shape and return the array.  Its content is arbitrary without ``keep_rows``."""
         self._check_open()
         old = self._array
         if self._segment is not None and shape == old.shape:
             return old
         size = math.prod(shape)
         if size > self.alloc_size or self._segment is None:
-            self._use_segment(self._session.memory.create(math.ceil(size * oversize) * self._dtype.itemsize))
+            self._replace_segment(self._session.memory.create(math.ceil(size * oversize) * self._dtype.itemsize))
         assert self._segment is not None
         self._array = self._segment.view_array(shape, self._dtype)
-        if not keep or not self._ndim:
+        if not keep_rows or not self._ndim:
             return self._array
         n_kept = min(len(old), len(self._array)) if old.shape[1:] == shape[1:] else 0
         if n_kept and old.ctypes.data != self._array.ctypes.data:
@@ -313,13 +313,13 @@ class Data:
         self._array[n_kept:] = 0
         return self._array
 
-    def _use_segment(self, segment: ranks.Segment) -> None:
-        """Replace the segment; the old array stays readable until the new one is made."""
-        self._drop(keep_array=True)
+    def _replace_segment(self, segment: ranks.Segment) -> None:
+        """Replace the segment.  `_array` stays readable until the caller replaces it."""
+        self._release(keep_array=True)
         self._segment = segment
         self._session.memory.release_with(self, "segment", segment.key)
 
-    def _drop(self, keep_array: bool = False) -> None:
+    def _release(self, keep_array: bool = False) -> None:
         """Release the memory; the array becomes empty unless ``keep_array``."""
         if self._segment is not None:
             self._session.memory.release("segment", self._segment.key)
@@ -346,11 +346,11 @@ def data(
     value : array_like, optional
         Initial content.
     var : variable, optional
-        PyTensor or Theano variable with the dtype, the number of dimensions, and the default of ``name``.
+        PyTensor or Theano variable that determines dtype, number of dimensions and default name.
     dtype : dtype_like, optional
         Dtype, if there is no ``var``.  Default: the dtype of ``value``.
     ndim : int, optional
-        Number of dimensions, if there is no ``var``.  Default: that of ``value`` or ``shape``.
+        Number of dimensions, if there is no ``var``.  Default: the number of ``value`` or ``shape``.
     shape : sequence of int, optional
         Initial shape of an array of zeros, if there is no ``value``.
     minibatch : bool
@@ -358,7 +358,7 @@ def data(
     force_cast : bool
         Cast ``value`` even if values may change.
     oversize : float
-        Factor from 1 to 2 by which the allocated memory is larger than needed now.
+        Allocated memory, as a multiple of the memory needed now: from 1 to 2.
     name : str, optional
         Name in errors.
 
@@ -418,7 +418,7 @@ def data(
 
 
 def as_numpy(array: np.ndarray, dtype: npt.DTypeLike | None, copy: bool | None) -> np.ndarray:
-    """Return the result of ``__array__``: the array, or a copy if another dtype or ``copy=True`` requires one."""
+    """Return the result of ``__array__``: the array, or a copy if ``dtype`` or ``copy`` requires one."""
     if dtype is not None and np.dtype(dtype) != array.dtype:
         if copy is False:
             raise ValueError(f"a cast from {array.dtype} to {np.dtype(dtype)} needs a copy")

@@ -1,7 +1,6 @@
 """Arrays in files of NumPy's format, which every rank maps into its memory.
 
-The ranks of a host share the system's page cache, so that the file is in memory once, and only the pages that were
-used.
+The ranks of a host share the system's page cache, so each page that they read is in memory once.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from synkhronos.ranks import SharedArray
 
 
 class FileData(ReadOnlyData):
-    """A read-only `Data` object whose array is in a file of NumPy's format; created by `data_file`.
+    """A read-only `Data` object whose array is in a ``.npy`` file; created by `data_file`.
 
     Attributes
     ----------
@@ -27,7 +26,7 @@ class FileData(ReadOnlyData):
     """
 
     def __init__(self, path: str, minibatch: bool = False, name: str | None = None):
-        self.path = self._origin = os.path.abspath(path)
+        self.path = self._source = os.path.abspath(path)
         shape, dtype, self._offset = _read_header(self.path)
         super().__init__(dtype, len(shape), minibatch, name)
         with self._session.call_lock:
@@ -37,12 +36,12 @@ class FileData(ReadOnlyData):
     def __repr__(self) -> str:
         return f"<synkhronos.FileData {self.path!r}: {self.dtype}, shape {self.shape}>"
 
-    def _location(self) -> SharedArray:
+    def _to_shared_array(self) -> SharedArray:
         return SharedArray(self._get_key(), self.dtype.str, self.shape, self._offset)
 
 
 def data_file(path: str | os.PathLike[str], minibatch: bool = False, name: str | None = None) -> FileData:
-    """Map an array in a file that ``numpy.save`` has written into the memory of all ranks.
+    """Map a ``.npy`` file, as ``numpy.save`` writes it, into the memory of all ranks.
 
     Nothing is copied: the ranks share the system's cache of the file.  Rows are read from the disk when a rank needs
     them.  On several hosts each host maps its own file at this path, and no rows are sent.
@@ -64,11 +63,11 @@ def data_file(path: str | os.PathLike[str], minibatch: bool = False, name: str |
     Raises
     ------
     OSError
-        If there is no such file, or it can't be read.
+        If the file can't be opened or read.
     ValueError
-        If the file has no array of numbers in NumPy's format and in C order.
+        If the file does not contain an array of numbers in C order.
     WorkerError
-        In the first call that uses it, if a host has no such file, or a file of another size.
+        In the first call with this object, if a host has no such file, or a file of another size.
 
     Examples
     --------
@@ -91,14 +90,14 @@ def _read_header(path: str) -> tuple[tuple[int, ...], np.dtype, int]:
         try:
             version = np.lib.format.read_magic(file)
             read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
-            shape, in_fortrans_order, dtype = read(file)
+            shape, is_fortran_order, dtype = read(file)
         except ValueError as error:
             raise ValueError(f"{path}: expected an array as numpy.save writes it: {error}") from None
         offset, size = file.tell(), os.fstat(file.fileno()).st_size
     if dtype.kind not in NUMBERS or not dtype.isnative:
-        raise ValueError(f"{path}: expected numbers in this machine's order of bytes, got {dtype}")
-    if in_fortrans_order and len(shape) > 1:
-        raise ValueError(f"{path}: expected an array in C's order: save numpy.ascontiguousarray(x)")
+        raise ValueError(f"{path}: expected numbers in native byte order, got {dtype}")
+    if is_fortran_order and len(shape) > 1:
+        raise ValueError(f"{path}: expected an array in C order: save numpy.ascontiguousarray(x)")
     if size < offset + math.prod(shape) * dtype.itemsize:
         raise ValueError(
             f"{path}: expected {math.prod(shape) * dtype.itemsize:,} bytes of {shape}, got {size - offset:,}"

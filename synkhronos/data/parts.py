@@ -1,7 +1,7 @@
-"""Arrays whose rows are loaded by the ranks that compute on them, and stay in the memory of these ranks' hosts.
+"""Arrays whose rows are distributed: each rank loads its own rows, which stay in its host's memory.
 
-On each host there is a segment that is as long as the array of all rows, so that rows have the same offset everywhere.
-Only the pages of the host's own rows are allocated.
+Each host has a segment with the length of the whole array, so that a row has the same offset on all hosts.  Only the
+pages of the host's own rows are allocated.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ from synkhronos import ranks
 from synkhronos.casts import as_numbers
 from synkhronos.checks import check_at_least
 from synkhronos.data.read_only import ReadOnlyData
-from synkhronos.data.rows import find_max_row, find_min_row, get_share, select
+from synkhronos.data.rows import find_max_row, find_min_row, get_share, select_rows
 from synkhronos.graphs.mirror import Mirror, get_object
 from synkhronos.ranks import Command, Rank, Segment, Session, SharedArray
 from synkhronos.ranks.segments import create_unlinked
 
 
 class PartsData(ReadOnlyData):
-    """A read-only `Data` object whose rows are distributed: each host has those of its own ranks; see `data_parts`.
+    """A read-only `Data` object with distributed rows: each host has the rows of its own ranks; see `data_parts`.
 
     Attributes
     ----------
     local_rows : range
-        Rows of this host: all rows if there is one host.
+        Rows on this host.  With one host: all rows.
     """
 
     _is_published = False
@@ -44,13 +44,13 @@ class PartsData(ReadOnlyData):
             session.wait_until_idle()
             key, shape, dtype = _load_rows(session, load, length)
             super().__init__(dtype, len(shape), name=name)
-            self._origin = "data_parts" if name is None else name
+            self._source = "data_parts" if name is None else name
             self._map_segment(session.rank.segments[key], shape)
-        self.local_rows = _find_rank_rows(length, session.size, session.rank.control.local_ranks)
+        self.local_rows = _get_joint_share(length, session.size, session.rank.control.local_ranks)
 
     @property
     def data(self) -> np.ndarray:
-        """NumPy array of all rows, read-only.  On several hosts index the object instead, with rows of `local_rows`.
+        """NumPy array of all rows, read-only.  On several hosts, index the object with rows of `local_rows` instead.
 
         Raises
         ------
@@ -67,23 +67,23 @@ class PartsData(ReadOnlyData):
         return f"<synkhronos.PartsData: {self.dtype}, shape {self.shape}, rows {rows.start} to {rows.stop}>"
 
     def _get_rows(self, key: Any) -> np.ndarray:
-        """Return the array; raise IndexError if this host lacks a row that the key selects."""
+        """Return the array; raise IndexError if a row that the key selects is on another host."""
         self._check_open()
         local = self.local_rows
         if len(local) < len(self):
             first = (*key, ...)[0] if isinstance(key, tuple) else key
             if first is None or first is Ellipsis:
                 first = slice(None)
-            rows = select(first if isinstance(first, slice) else np.ravel(first), len(self), "key")
+            rows = select_rows(first if isinstance(first, slice) else np.ravel(first), len(self), "key")
             if find_max_row(rows) >= 0 and not (find_min_row(rows) >= local.start and find_max_row(rows) < local.stop):
                 raise IndexError(
-                    f"{self._origin}: this host has rows {local.start:,} to {local.stop - 1:,} of {len(self):,}; "
+                    f"{self._source}: this host has rows {local.start:,} to {local.stop - 1:,} of {len(self):,}; "
                     "others have the rest"
                 )
         return self._array
 
-    def _location(self) -> SharedArray:
-        return _PartialArray(self._get_key(), self.dtype.str, self.shape)
+    def _to_shared_array(self) -> SharedArray:
+        return _DistributedArray(self._get_key(), self.dtype.str, self.shape)
 
     def batches(self, size: int, seed: Any = None) -> Iterator[np.ndarray]:
         """Yield batches of shuffled rows, in which each rank's share is on its own host.
@@ -91,37 +91,37 @@ class PartsData(ReadOnlyData):
         Parameters
         ----------
         size : int
-            Number of rows of a batch: at least one for each rank.
+            Number of rows in a batch: at least one for each rank.
         seed : int, sequence of int, or numpy.random.Generator, optional
             Seed of ``numpy.random.default_rng``.  With ``(seed, epoch)`` each epoch has another order.
 
         Yields
         ------
         ndarray of int64
-            A ``batch`` for a call.  No row appears twice.  When a host has too few rows for another batch, the
-            remaining rows are left out.
+            The argument ``batch`` of a call.  No row appears twice.  Iteration ends when a host has too few rows for
+            another batch; the remaining rows are not used.
 
         Notes
         -----
-        Rows are shuffled within hosts, so that batches depend on the number of ranks of each host.
+        Rows are shuffled within each host, so batches depend on the number of ranks on each host.
         """
         size, n_ranks = check_at_least(size, "size", 1), self._session.size
         if not n_ranks <= size <= len(self):
             raise ValueError(
                 f"size: expected a row for each of {n_ranks} ranks, and at most the {len(self)} rows, got {size}"
             )
-        return iterate_shuffled(len(self), size, self._session.link.ranks_by_host, seed)
+        return iterate_shuffled_batches(len(self), size, self._session.link.ranks_by_host, seed)
 
 
 def data_parts(load: Callable[[int, int], npt.ArrayLike], length: int, name: str | None = None) -> PartsData:
-    """Load an array in parallel: each rank loads its own rows, which stay on its host.
+    """Load an array in parallel: each rank loads its own rows, which stay on the rank's host.
 
     Parameters
     ----------
     load : callable
-        ``load(start, stop)`` returns an array of numbers, the rows from ``start`` to ``stop - 1``.  It is called once
-        on each rank that has rows, on all at the same time.  Rank r of n has the r-th of n nearly equal runs of rows.
-        A function that the script defines is sent to the other hosts.
+        ``load(start, stop)`` returns an array of numbers: the rows from ``start`` to ``stop - 1``.  Each rank that has
+        rows calls it once, in parallel with the others.  The rows are divided as those of a call: contiguous shares, in
+        rank order.  A function that the script defines is sent to the other hosts.
     length : int
         Number of rows on all ranks together.
     name : str, optional
@@ -131,17 +131,17 @@ def data_parts(load: Callable[[int, int], npt.ArrayLike], length: int, name: str
     -------
     PartsData
         A read-only `Data` object.  On one host a call may select any rows.  On several hosts each rank can use only
-        rows of its own host: call with all rows, or with batches of `PartsData.batches`.  `scatter` and trainers accept
-        it, too.
+        rows of its own host: call with all rows, or with batches of `PartsData.batches`.  `scatter` and trainers also
+        accept it.
 
     Raises
     ------
     RuntimeError
-        If ``load`` fails on the master; the message has the rows.
+        If ``load`` fails on the master.  The message names the rows.
     WorkerError
-        If it fails on another rank; the message has the rows, the rank, and its host.
+        If it fails on another rank.  The message names the rows, the rank and its host.
     TypeError, ValueError
-        For wrong arguments, or if ranks get rows of different shapes or dtypes.
+        For wrong arguments, or if ranks load rows of different shapes or dtypes.
     MemoryError
         If there is not enough shared memory.
     IndexError
@@ -164,13 +164,15 @@ def data_parts(load: Callable[[int, int], npt.ArrayLike], length: int, name: str
     return PartsData(load, check_at_least(length, "length", 1), name)
 
 
-def iterate_shuffled(length: int, size: int, ranks_by_host: Sequence[range], seed: Any = None) -> Iterator[np.ndarray]:
-    """Yield batches of shuffled rows, in which each rank's share is among the rows of its host.
+def iterate_shuffled_batches(
+    length: int, size: int, ranks_by_host: Sequence[range], seed: Any = None
+) -> Iterator[np.ndarray]:
+    """Yield batches of shuffled rows, in which each rank's share is on its own host.
 
     Parameters
     ----------
     length : int
-        Number of all rows.
+        Number of rows.
     size : int
         Number of rows of a batch, at least the number of ranks.
     ranks_by_host : sequence of range
@@ -179,18 +181,18 @@ def iterate_shuffled(length: int, size: int, ranks_by_host: Sequence[range], see
         As in `PartsData.batches`.
     """
     rng, n_ranks = np.random.default_rng(seed), ranks_by_host[-1].stop
-    orders = [rng.permutation(_find_rank_rows(length, n_ranks, ranks)) for ranks in ranks_by_host]
-    counts = [len(_find_rank_rows(size, n_ranks, ranks)) for ranks in ranks_by_host]
+    orders = [rng.permutation(_get_joint_share(length, n_ranks, ranks)) for ranks in ranks_by_host]
+    counts = [len(_get_joint_share(size, n_ranks, ranks)) for ranks in ranks_by_host]
     for k in range(min(len(order) // count for order, count in zip(orders, counts, strict=True))):
         yield np.concatenate([order[k * count :][:count] for order, count in zip(orders, counts, strict=True)])
 
 
-def iterate_in_order(length: int, size: int, n_ranks: int) -> Iterator[np.ndarray]:
-    """Yield batches of about ``size`` rows that have each row once; each rank's share is among the rows it has loaded.
+def iterate_ordered_batches(length: int, size: int, n_ranks: int) -> Iterator[np.ndarray]:
+    """Yield batches of about ``size`` rows, which contain each row once; a rank's share has rows that it has loaded.
 
     Examples
     --------
-    >>> [rows.tolist() for rows in iterate_in_order(8, 4, 2)]
+    >>> [rows.tolist() for rows in iterate_ordered_batches(8, 4, 2)]
     [[0, 1, 4, 5], [2, 3, 6, 7]]
     """
     shares = [np.arange(length)[get_share(length, n_ranks, r)] for r in range(n_ranks)]
@@ -199,23 +201,23 @@ def iterate_in_order(length: int, size: int, n_ranks: int) -> Iterator[np.ndarra
         yield np.concatenate([rows[start : start + count] for rows in shares])
 
 
-def _find_rank_rows(n_rows: int, n_ranks: int, ranks: range) -> range:
-    """Return the rows that a run of ranks has, if ``n_rows`` are divided among ``n_ranks``."""
+def _get_joint_share(n_rows: int, n_ranks: int, ranks: range) -> range:
+    """Return the rows of consecutive ``ranks``, when ``n_rows`` rows are divided among ``n_ranks`` ranks."""
     return range(get_share(n_rows, n_ranks, ranks[0]).start, get_share(n_rows, n_ranks, ranks[-1]).stop)
 
 
-class _PartialArray(SharedArray):
-    """An array whose rows are distributed: each host has those of its own ranks."""
+class _DistributedArray(SharedArray):
+    """An array with distributed rows: each host has the rows of its own ranks."""
 
     __slots__ = ()
 
     def find_local_rows(self, size: int, ranks: range) -> range:
-        """Return the rows on a host with these ranks."""
-        return _find_rank_rows(self.shape[0], size, ranks)
+        """Return the rows on the host with these ranks, of ``size`` in all."""
+        return _get_joint_share(self.shape[0], size, ranks)
 
 
 def _load_rows(session: Session, load: Any, length: int) -> tuple[int, tuple[int, ...], str]:
-    """Load all rows on the ranks; return the segment's key, the array's shape, and its dtype."""
+    """Load all rows on the ranks; return the segment's key, the array's shape and its dtype."""
     key = session.memory.reserve_key()
     function = _LoadFunction(load)
     try:
@@ -231,7 +233,7 @@ def _load_rows(session: Session, load: Any, length: int) -> tuple[int, tuple[int
 
 
 class _LoadFunction:
-    """The user's function in the form that `Mirror.send` sends to the ranks."""
+    """The user's function, with the interface of objects that `Mirror.send` sends."""
 
     code: Any = None
 
@@ -263,7 +265,7 @@ class _LoadRows(Command):
         rows = self._call_load(rank, share.start, share.stop) if share.stop > share.start else None
         shape, dtype = self._gather_layout(rank, rows)
         local_ranks, row_nbytes = rank.control.local_ranks, math.prod(shape) * np.dtype(dtype).itemsize
-        nbytes, local_rows = max(1, self.length * row_nbytes), _find_rank_rows(self.length, rank.size, local_ranks)
+        nbytes, local_rows = max(1, self.length * row_nbytes), _get_joint_share(self.length, rank.size, local_ranks)
         allocated = range(local_rows.start * row_nbytes, local_rows.stop * row_nbytes)
         with contextlib.ExitStack() as files:
             descriptor = None
@@ -277,7 +279,7 @@ class _LoadRows(Command):
             rank.segments.add(segment)
             if rows is not None:
                 segment.view_array((self.length, *shape), dtype)[share] = rows
-            rank.barrier()  # before any rank closes the file, or reads the rows of another
+            rank.barrier()  # then ranks may close the file, and read others' rows
         return shape, dtype
 
     def _call_load(self, rank: Rank, start: int, stop: int) -> np.ndarray:

@@ -1,4 +1,4 @@
-"""The base class of `Data` objects that can't be changed."""
+"""Base class of `Data` objects that can't be changed."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from synkhronos.data.array import Data
 class ReadOnlyData(Data):
     """A `Data` object whose content and shape can't be changed."""
 
-    #: Source of the rows, for errors.
-    _origin: str
+    #: Source of the rows in errors, such as a path.
+    _source: str
 
     def _map_segment(self, segment: ranks.Segment, shape: tuple[int, ...], offset: int = 0) -> None:
-        """Use the array at an offset of a segment, in bytes; the call lock is held."""
-        self._use_segment(segment)
+        """Set the content to the array that begins at byte ``offset`` of a segment.  The call lock is held."""
+        self._replace_segment(segment)
         self._array = segment.view_array(shape, self.dtype, offset)
         self._array.flags.writeable = False
 
@@ -27,11 +27,11 @@ class ReadOnlyData(Data):
         """Return the segment's key; raise ValueError if the memory was freed."""
         self._check_open()
         if self._segment is None:
-            raise ValueError(f"{self._origin}: this Data object's memory was freed: make a new one")
+            raise ValueError(f"{self._source}: this Data object's memory was freed: make a new one")
         return self._segment.key
 
     def _raise_read_only(self) -> NoReturn:
-        raise ValueError(f"{self._origin}: this Data can't be changed: synkhronos.data(array) is a copy that can")
+        raise ValueError(f"{self._source}: this Data can't be changed: synkhronos.data(array) is a copy that can")
 
     def __setitem__(self, key: Any, value: Any) -> None:
         self._raise_read_only()

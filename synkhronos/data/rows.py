@@ -1,7 +1,7 @@
-"""Selections of rows: the meaning of ``batch``, and the partition of rows among ranks.
+"""Selections of rows by ``batch``, and their division among ranks.
 
-A selection is a ``range``, or an array of int64 indexes.  Slicing either gives a selection of fewer rows, so the code
-that partitions a selection does not depend on its type.
+A selection is a ``range`` or an array of int64 indexes.  A slice of either is a selection again, so the code that
+divides a selection does not depend on its type.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from synkhronos.casts import check_dense
 from synkhronos.devices import Selection
 
 
-def select(batch: Any, length: int, name: str = "batch") -> Selection:
-    """Return the selection that ``batch`` makes from ``length`` rows.
+def select_rows(batch: Any, length: int, name: str = "batch") -> Selection:
+    """Return the rows that ``batch`` selects from ``length`` rows.
 
     Parameters
     ----------
     batch : None, int, slice, or array_like
-        None selects all rows, an int that many from the first.  A list or array of indexes may have negative ones,
-        which count from the end.  A boolean mask has one entry for each row.
+        None selects all rows, an int n the first n rows.  Negative indexes count from the end.  A boolean mask has one
+        entry for each row.
     length : int
         Number of rows.
     name : str
@@ -36,7 +36,7 @@ def select(batch: Any, length: int, name: str = "batch") -> Selection:
     Raises
     ------
     TypeError, ValueError
-        If ``batch`` is none of these.
+        If ``batch`` is of another type or shape.
     IndexError
         If a row does not exist.
     """
@@ -69,32 +69,32 @@ def select(batch: Any, length: int, name: str = "batch") -> Selection:
         return np.flatnonzero(index)
     if index.size == 0:
         return index
-    # As unsigned numbers, negative indexes are larger than any length, so that one pass usually checks both bounds.
+    # Negative indexes are larger than any length as unsigned numbers, so one pass usually checks both bounds.
     if int(index.view(np.uint64).max()) < length:
         return index
     _check_bounds(int(index.min()), int(index.max()), length, name)
     return np.where(index < 0, index + length, index)
 
 
-def select_unbounded(batch: Any, name: str = "batch") -> Selection:
-    """Return the selection that ``batch`` makes from an unknown number of rows.
+def select_rows_unbounded(batch: Any, name: str = "batch") -> Selection:
+    """Return the rows that ``batch`` selects from an unknown number of rows.
 
-    The parameters are those of `select`, but rows can't be counted from the end.
+    The parameters are those of `select_rows`, but indexes can't count from the end.
     """
     if isinstance(batch, slice):
-        select(batch, 0, name)  # checks that the bounds are integers
+        select_rows(batch, 0, name)  # checks that the bounds are integers
         bound = batch.start if (batch.step or 1) < 0 else batch.stop
         if bound is None or min(bound, batch.start or 0, batch.stop or 0) < 0:
             raise ValueError(f"{name}: with minibatch inputs alone a slice needs bounds from the start, got {batch!r}")
-        return select(batch, bound + 1, name)
+        return select_rows(batch, bound + 1, name)
     if isinstance(batch, int | np.integer) and not isinstance(batch, bool):
-        return select(batch, max(0, int(batch)), name)
+        return select_rows(batch, max(0, int(batch)), name)
     if not isinstance(batch, range | bool | np.bool_):
         index = as_index_array(batch, name)
         if index.dtype == bool:
             return np.flatnonzero(index)
     max_length = int(np.iinfo(np.int64).max)
-    rows = select(batch, max_length, name)
+    rows = select_rows(batch, max_length, name)
     if find_max_row(rows) > max_length // 2:  # a negative index
         raise IndexError(f"{name}: with minibatch inputs alone indexes need to be from the start, got {batch!r:.80}")
     return rows
@@ -104,14 +104,12 @@ _VALID_BATCHES = "None, an int, a slice, a list or array of indexes, or a boolea
 
 
 def as_index_array(batch: Any, name: str, expected: str = _VALID_BATCHES) -> np.ndarray:
-    """Return a list of indexes as an array of int64, or a mask as an array of bool.
-
-    No index is compared with a length.
+    """Return a list of indexes as an array of int64, or a mask as an array of bool, without a check of bounds.
 
     Parameters
     ----------
     batch : array_like of int or bool
-        Of one dimension.
+        One-dimensional.
     name : str
         Name of the argument in errors.
     expected : str
@@ -142,15 +140,15 @@ def _check_bounds(low: int, high: int, length: int, name: str) -> None:
 
 
 def get_share(n_rows: int, n_shares: int, index: int) -> slice:
-    """Return the bounds of one share of rows that are divided into contiguous shares, as evenly as possible.
+    """Return the bounds of one of ``n_shares`` contiguous shares, into which rows are divided as evenly as possible.
 
-    The first shares have one row more than the others if the number of rows is no multiple of their number.
+    If the number of rows is not a multiple of the number of shares, the first shares have one row more.
 
     Parameters
     ----------
     n_rows, n_shares : int
     index : int
-        Number of the share, from 0: usually a rank.
+        Index of the share, usually a rank.
 
     Examples
     --------
@@ -162,8 +160,8 @@ def get_share(n_rows: int, n_shares: int, index: int) -> slice:
     return slice(start, start + quotient + (index < remainder))
 
 
-def split(rows: Selection, n_shares: int) -> Iterator[Selection]:
-    """Yield the shares of a selection that is divided as by `get_share`."""
+def split_selection(rows: Selection, n_shares: int) -> Iterator[Selection]:
+    """Yield the shares of a selection; see `get_share`."""
     for index in range(n_shares):
         yield rows[get_share(len(rows), n_shares, index)]
 

@@ -1,4 +1,4 @@
-"""Data objects as other packages use them: the descriptions that commands carry, and memory for temporary arrays.
+"""The interface of Data objects to other packages, and shared memory for temporary arrays.
 
 The caller holds the session's `call_lock`, except for functions that create Data of a given shape.
 """
@@ -19,26 +19,26 @@ from synkhronos.devices import Selection, take_rows
 from synkhronos.ranks import Session, SharedArray
 
 
-def locate(array: Data) -> SharedArray:
-    """Return the location that a command carries in place of the array."""
-    return array._location()
+def to_shared_array(array: Data) -> SharedArray:
+    """Return the description of an array that a command contains in place of the array."""
+    return array._to_shared_array()
 
 
 def check_session(array: Data, session: Session, name: str) -> None:
-    """Raise ValueError if a Data object was created in an earlier session; ``name`` is the argument's."""
+    """Raise ValueError if a Data object, the argument ``name``, was created in an earlier session."""
     if array._session is not session:
         raise ValueError(
-            f"{name}: this Data object was made before the present fork(), and its memory is freed: make a new one"
+            f"{name}: this Data object belongs to an earlier session, and its memory is freed: make a new one"
         )
 
 
 def is_published(array: Data) -> bool:
-    """Whether the rows that other hosts read are sent to them.  If not, ranks transfer rows themselves."""
+    """Whether commands send the array's rows to the other hosts that read them.  If not, tasks transfer rows."""
     return array._is_published
 
 
 def create_unpublished(shape: tuple[int, ...], dtype: npt.DTypeLike) -> Data:
-    """Return a new array of zeros whose rows ranks transfer between hosts themselves, under a lock of a task."""
+    """Return a new array of zeros whose rows a task transfers between hosts, under a lock."""
     array = data(shape=shape, dtype=dtype)
     array._is_published = False
     return array
@@ -52,28 +52,28 @@ def copy_to_shared(array: np.ndarray) -> Data:
 
 
 def create_with_file(shape: tuple[int, ...], dtype: np.dtype, name: str) -> tuple[Data, io.FileIO]:
-    """Return a new array of zeros with the open file of its memory, which a process that is no rank can map."""
+    """Return a new array of zeros and its memory as an open file, which processes other than ranks can map."""
     array = Data(dtype, len(shape), name=name)
     session, nbytes = array._session, max(1, math.prod(shape) * dtype.itemsize)
     with session.call_lock:
         session.wait_until_idle()
         file = session.memory.create_file(nbytes)
         duplicate = io.FileIO(os.dup(file.fileno()), "r+")  # the other is closed once all ranks have mapped it
-        array._use_segment(session.memory.add_file(file, nbytes))
+        array._replace_segment(session.memory.add_file(file, nbytes))
         array._reshape(shape)
     return array, duplicate
 
 
-class Buffers:
-    """Shared memory for arrays that are written in every call, by key."""
+class SharedBuffers:
+    """Shared memory for arrays that each call writes anew, by key."""
 
     def __init__(self) -> None:
         self._buffers: dict[Any, Data] = {}
 
     def write(self, key: Any, array: np.ndarray, rows: Selection | None = None) -> SharedArray:
-        """Copy the rows of an array (None: all) into the memory of a key, and return its location.
+        """Copy the rows of an array (None: all) into the buffer of a key, and return the buffer's description.
 
-        All arrays of a key have the same number of dimensions.
+        All arrays with the same key have the same number of dimensions.
         """
         buffer = self._buffers.get(key)
         if buffer is None or buffer.dtype != array.dtype or buffer._session is not ranks.get_session():
@@ -82,4 +82,4 @@ class Buffers:
             buffer._reshape(array.shape)[...] = array
         else:
             take_rows(array, rows, buffer._reshape((len(rows), *array.shape[1:])))
-        return buffer._location()
+        return buffer._to_shared_array()

@@ -1,8 +1,8 @@
 """Functions that run on all ranks at once.
 
-A call passes through five layers, from the user's arguments to a result::
+A call passes through five layers, from its arguments to its results::
 
-    Function            groups the outputs as the user asked          master
+    Function            returns the outputs in the requested form     master
     Dispatcher          checks the arguments, and makes the command   master
     CallInputs          puts input arrays into shared memory          master
     Call                computes a rank's rows by its Computation     every rank

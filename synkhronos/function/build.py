@@ -17,7 +17,7 @@ from synkhronos.function.reduction_op import ReductionOp
 from synkhronos.graphs import GraphLibrary, is_variable, library_of, list_loaded_libraries
 from synkhronos.graphs.library import InputSpec
 
-_numbers = itertools.count()
+_name_numbers = itertools.count()
 
 
 def build_computation(
@@ -35,16 +35,16 @@ def build_computation(
     Parameters
     ----------
     device : Device
-        Device of the ranks, which decides about the default mode.
+        Device of the ranks, which determines the default mode.
 
     Raises
     ------
     TypeError, ValueError
-        For wrong arguments.  The message names the argument, its value and the expected kind of value.
+        For wrong arguments.  The message names the argument, its value and the expected type.
     """
     scattered, broadcast = _as_list(inputs, "inputs"), _as_list(bcast_inputs, "bcast_inputs")
-    raw_outputs, raw_ops = _split_outputs(outputs)
-    raw_updates, raw_givens = _split_updates(updates), _as_pairs(givens, "givens")
+    raw_outputs, raw_ops = _split_outputs_from_ops(outputs)
+    raw_updates, raw_givens = _as_update_triples(updates), _as_pairs(givens, "givens")
     sliceable = _as_list(sliceable_shareds, "sliceable_shareds")
     library = _find_library(
         inputs=scattered,
@@ -54,17 +54,17 @@ def build_computation(
         givens=[key for key, _ in raw_givens],
         sliceable_shareds=sliceable,
     )
-    entries = _check_inputs(library, scattered, broadcast, kwargs.get("allow_input_downcast"))
+    specs = _parse_inputs(library, scattered, broadcast, kwargs.get("allow_input_downcast"))
     ops = [
-        _check_output_op(library, output, op, i)
+        _parse_output_op(library, output, op, i)
         for i, (output, op) in enumerate(zip(raw_outputs, raw_ops, strict=True))
     ]
-    pairs, update_ops = _check_updates(library, raw_updates)
+    pairs, update_ops = _parse_updates(library, raw_updates)
     substitutions = [
         (key, value if library.is_variable(value) else _convert(library, key, value, "givens"))
         for key, value in raw_givens
     ]
-    _check_reachable(library, entries, raw_outputs, pairs, substitutions)
+    _check_free_variables(library, specs, raw_outputs, pairs, substitutions)
     _check_sliceable(library, sliceable)
     _check_kwargs(library, kwargs)
     if kwargs.get("mode") is not None:
@@ -74,7 +74,7 @@ def build_computation(
     name = kwargs.get("name")
     check_name(name)
     return Computation(
-        inputs=entries,
+        inputs=specs,
         n_scattered=len(scattered),
         outputs=raw_outputs,
         output_ops=ops,
@@ -83,37 +83,37 @@ def build_computation(
         givens=substitutions,
         sliceable=sliceable,
         kwargs=kwargs,
-        name=name or f"synk_function_{next(_numbers)}",
+        name=name or f"synk_function_{next(_name_numbers)}",
         library=library,
     )
 
 
-def _check_inputs(
+def _parse_inputs(
     library: GraphLibrary, scattered: list[Any], broadcast: list[Any], downcast: bool | None
 ) -> list[InputSpec]:
-    """Return the scattered inputs, which need rows, and then the others."""
-    entries = [_check_input(library, value, "inputs", downcast) for value in scattered]
-    entries += [_check_input(library, value, "bcast_inputs", downcast) for value in broadcast]
-    for entry in entries[: len(scattered)]:
-        if entry.variable.type.ndim == 0:
-            raise ValueError(f"inputs: {describe(entry.variable)} has no rows to scatter; put it into bcast_inputs")
-        if library.get_fixed_shape(entry.variable)[0] is not None:
+    """Return the specifications of the scattered inputs, then those of the broadcast inputs."""
+    specs = [_parse_input(library, value, "inputs", downcast) for value in scattered]
+    specs += [_parse_input(library, value, "bcast_inputs", downcast) for value in broadcast]
+    for spec in specs[: len(scattered)]:
+        if spec.variable.type.ndim == 0:
+            raise ValueError(f"inputs: {describe(spec.variable)} has no rows to scatter; put it into bcast_inputs")
+        if library.get_fixed_shape(spec.variable)[0] is not None:
             raise ValueError(
-                f"inputs: axis 0 of {describe(entry.variable)} has a fixed length and can't be scattered; "
+                f"inputs: axis 0 of {describe(spec.variable)} has a fixed length and can't be scattered; "
                 "put it into bcast_inputs"
             )
     seen: set[int] = set()
-    for entry in entries:
-        if id(entry.variable) in seen:
-            raise ValueError(f"inputs: {describe(entry.variable)} is given twice")
-        seen.add(id(entry.variable))
-    return entries
+    for spec in specs:
+        if id(spec.variable) in seen:
+            raise ValueError(f"inputs: {describe(spec.variable)} is given twice")
+        seen.add(id(spec.variable))
+    return specs
 
 
-def _check_updates(
+def _parse_updates(
     library: GraphLibrary, updates: list[tuple[Any, Any, Any]]
 ) -> tuple[list[tuple[Any, Any]], list[ReductionOp]]:
-    """Return pairs of a shared variable and its new value, and the op that accumulates each over slices."""
+    """Return pairs of shared variable and new value, and the op by which each new value is accumulated over slices."""
     pairs, ops = [], []
     for shared, expression, op in updates:
         if not library.is_shared(shared):
@@ -129,7 +129,7 @@ def _check_sliceable(library: GraphLibrary, sliceable: list[Any]) -> None:
         if not library.is_shared(shared):
             raise TypeError(f"sliceable_shareds: expected shared variables, got {shared!r}")
         if not library.is_array(shared) or shared.type.ndim == 0 or library.get_fixed_shape(shared)[0] is not None:
-            raise ValueError(f"sliceable_shareds: {describe(shared)} has no rows to cut")
+            raise ValueError(f"sliceable_shareds: {describe(shared)} has no rows to divide")
     check_distinct(sliceable, "sliceable_shareds")
 
 
@@ -155,14 +155,14 @@ def _as_pairs(values: Any, name: str) -> list[tuple[Any, Any]]:
     return pairs
 
 
-def _split_outputs(outputs: Any) -> tuple[list[Any], list[Any]]:
-    """Return the output variables and their ops; `is_single` tells one output from a list of one."""
+def _split_outputs_from_ops(outputs: Any) -> tuple[list[Any], list[Any]]:
+    """Return the output variables and their ops."""
     if outputs is None:
         return [], []
     if isinstance(outputs, Mapping):
         raise TypeError("outputs: expected a variable, a pair of variable and op, or a list of these, got a dict")
     variables, ops = [], []
-    for output in [outputs] if is_single(outputs) else outputs:
+    for output in [outputs] if is_single_output(outputs) else outputs:
         if _is_pair(output):
             variables.append(output[0])
             ops.append(output[1])
@@ -178,13 +178,13 @@ def _is_pair(output: Any) -> bool:
     return isinstance(output, tuple) and len(output) == 2 and (output[1] is None or isinstance(output[1], str))
 
 
-def is_single(outputs: Any) -> bool:
-    """Whether the user asked for one output, not for a list of them."""
+def is_single_output(outputs: Any) -> bool:
+    """Whether the argument ``outputs`` is a single output rather than a list."""
     return outputs is not None and (not isinstance(outputs, list | tuple) or _is_pair(outputs))
 
 
-def _split_updates(updates: Any) -> list[tuple[Any, Any, Any]]:
-    """Return triples of a shared variable, its new value and an op."""
+def _as_update_triples(updates: Any) -> list[tuple[Any, Any, Any]]:
+    """Return the argument ``updates`` as a list of (shared variable, new value, op)."""
     if updates is None:
         return []
     items: Any = updates
@@ -224,16 +224,16 @@ def _find_library(**arguments: list[Any]) -> GraphLibrary:
 
 
 def _convert(library: GraphLibrary, target: Any, value: Any, name: str) -> Any:
-    """Return the replacement of a variable, an expression or a constant, as a variable of the same type."""
+    """Return an expression or a constant as a variable of the type of ``target``, which it replaces."""
     try:
         return library.convert(target, value)
     except (TypeError, ValueError, AttributeError) as error:
         raise TypeError(f"{name}: {describe(target)} of type {target.type} can't take {value!r}: {error}") from None
 
 
-def _check_reachable(library: GraphLibrary, entries: Any, outputs: Any, updates: Any, givens: Any) -> None:
-    """Raise ValueError for an expression that depends on a variable which is no input, given, constant or shared."""
-    reached = {id(entry.variable) for entry in entries} | {id(key) for key, _ in givens}
+def _check_free_variables(library: GraphLibrary, specs: Any, outputs: Any, updates: Any, givens: Any) -> None:
+    """Raise ValueError if an expression depends on a variable that is neither input, given, constant nor shared."""
+    visited = {id(spec.variable) for spec in specs} | {id(key) for key, _ in givens}
     needed = [
         *(("givens", value) for _, value in givens),
         *(("outputs", library.get_output_variable(output)) for output in outputs),
@@ -243,36 +243,36 @@ def _check_reachable(library: GraphLibrary, entries: Any, outputs: Any, updates:
         stack = [expression]
         while stack:
             variable = stack.pop()
-            if id(variable) in reached:
+            if id(variable) in visited:
                 continue
-            reached.add(id(variable))
+            visited.add(id(variable))
             if variable.owner is not None:
                 stack.extend(variable.owner.inputs)
             elif not library.is_shared(variable) and not library.is_constant(variable):
                 raise ValueError(f"{name}: {describe(variable)} is no input, but {expression} is computed from it")
 
 
-def _check_input(library: GraphLibrary, value: Any, name: str, downcast: bool | None) -> InputSpec:
-    entry = library.describe_input(value)
+def _parse_input(library: GraphLibrary, value: Any, name: str, downcast: bool | None) -> InputSpec:
+    spec = library.describe_input(value)
     if library.is_variable(value):  # an `In` has an ``allow_downcast`` of its own
-        entry = replace(entry, allow_downcast=downcast)
-    if library.is_shared(entry.variable):
-        raise TypeError(f"{name}: {describe(entry.variable)} is a shared variable and can't be passed")
-    if entry.variable.owner is not None:
-        raise ValueError(f"{name}: {describe(entry.variable)} is computed from others and can't be passed")
-    if library.is_sparse(entry.variable):
+        spec = replace(spec, allow_downcast=downcast)
+    if library.is_shared(spec.variable):
+        raise TypeError(f"{name}: {describe(spec.variable)} is a shared variable and can't be passed")
+    if spec.variable.owner is not None:
+        raise ValueError(f"{name}: {describe(spec.variable)} is computed from others and can't be passed")
+    if library.is_sparse(spec.variable):
         raise TypeError(
-            f"{name}: {describe(entry.variable)} is sparse, and inputs have to be dense arrays: pass its data, "
+            f"{name}: {describe(spec.variable)} is sparse, and inputs have to be dense arrays: pass its data, "
             "indices, indptr and shape as bcast_inputs and make a CSR or CSC of them, or keep it in a shared variable"
         )
-    if not library.is_array(entry.variable) or np.dtype(entry.variable.type.dtype).kind not in "biufc":
-        raise TypeError(f"{name}: expected variables whose values are arrays, got {entry.variable.type}")
+    if not library.is_array(spec.variable) or np.dtype(spec.variable.type.dtype).kind not in "biufc":
+        raise TypeError(f"{name}: expected variables whose values are arrays, got {spec.variable.type}")
     if getattr(value, "update", None) is not None:
-        raise ValueError(f"{name}: {describe(entry.variable)} has an update of its own; use a shared variable")
-    return entry
+        raise ValueError(f"{name}: {describe(spec.variable)} has an update of its own; use a shared variable")
+    return spec
 
 
-def _check_output_op(library: GraphLibrary, output: Any, op: Any, position: int) -> ReductionOp:
+def _parse_output_op(library: GraphLibrary, output: Any, op: Any, position: int) -> ReductionOp:
     parsed = ReductionOp.parse(op, f"outputs: the op of output {position}")
     variable = library.get_output_variable(output)
     if parsed.name is not None and not library.is_array(variable):
@@ -280,7 +280,7 @@ def _check_output_op(library: GraphLibrary, output: Any, op: Any, position: int)
     if parsed.name is not None and not parsed.reduction.can_reduce(np.dtype(variable.type.dtype)):
         alternatives = "'max' (any), 'min' (all)" if variable.type.dtype == "bool" else "'sum', 'prod', 'min', 'max'"
         raise ValueError(
-            f"outputs: op {parsed.spelling!r} of output {position} is not defined for dtype {variable.type.dtype}; "
+            f"outputs: op {parsed.full_name!r} of output {position} is not defined for dtype {variable.type.dtype}; "
             f"choose {alternatives}, 'gather' or None, or cast the output"
         )
     return parsed

@@ -1,9 +1,9 @@
 """The command that runs a computation on all ranks.
 
-Each rank selects its rows of the inputs, computes, and passes its outputs to the engine, which reduces them over the
-ranks, or stores them until they are read.
+Each rank selects its rows of the inputs, computes, and passes its outputs to the engine.  The engine reduces them over
+the ranks, or stores them until they are read.
 
-The first call of a variant compiles it.  How ranks take turns in this depends on the compiler
+The first call of a variant compiles it.  The order of the ranks depends on the compiler
 (`GraphLibrary.choose_compile_order`)::
 
     IN_TURN         the master compiles   |barrier|  the workers compile, from the cache on disk
@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from synkhronos.data.rows import get_share, select, split
+from synkhronos.data.rows import get_share, select_rows, split_selection
 from synkhronos.devices import HOST, Selection
 from synkhronos.function.computation import CompiledVariant, Computation, Variant
 from synkhronos.function.outputs import RankOutputs
@@ -32,13 +32,13 @@ from synkhronos.ranks import Command, Rank, RowAccess, SharedArray
 
 
 class BroadcastInput(NamedTuple):
-    """An input that every rank gets completely.
+    """An input of which every rank reads all rows.
 
     Attributes
     ----------
     array : SharedArray
     is_mutable : bool
-        Whether the compiled function may overwrite the value, so that each rank needs a copy of the shared memory.
+        Whether the compiled function may overwrite the value.  Each rank then copies it out of shared memory.
     """
 
     array: SharedArray
@@ -54,7 +54,7 @@ class ScatteredInput(NamedTuple):
     rows : range or SharedArray of int64
         Selected rows of all ranks together.
     offset : int
-        Index that row 0 of the array stands for.
+        Row number of the array's first row in the numbering of ``rows``: above 0 only for a minibatch.
     is_mutable : bool
         As in `BroadcastInput`.
     """
@@ -65,7 +65,7 @@ class ScatteredInput(NamedTuple):
     is_mutable: bool
 
     def row_accesses(self, size: int, ranks: range) -> Iterator[RowAccess]:
-        """Yield the access of a run of ranks, out of ``size``, to the array's rows."""
+        """Yield the rows of the array that consecutive ``ranks``, of ``size`` in all, read."""
         first, last = (get_share(self._n_rows, size, r) for r in (ranks[0], ranks[-1]))
         rows = self.rows
         if isinstance(rows, range):
@@ -109,18 +109,18 @@ class Call(_CallFields, Command):
         Key of the computation among the ranks' objects.
     variant : Variant
     needs_compile : bool
-        Whether some rank may not have compiled the variant.
+        Whether the ranks may still have to compile the variant.
     inputs : tuple of ScatteredInput or BroadcastInput
     n_rows : int or None
         Number of selected rows of all ranks together; None if no input is scattered.
     batch_s : tuple of (slice or SharedArray of int64), or None
-        For each rank the selected rows of its sliceable shared variables; None for all rows.
+        Selected rows of the sliceable shared variables, one selection for each rank; None for all rows.
     n_slices : int
         Number of slices in which each rank computes its rows.
     has_updates : bool
-        Whether the user gave the function updates.
+        Whether the function has updates.
     reads_outputs : bool
-        Whether the master reduces the outputs in this command, also with an engine that would store them until read.
+        Whether outputs are reduced in this command, even by an engine that would store them until they are read.
     """
 
     __slots__ = ()
@@ -131,19 +131,19 @@ class Call(_CallFields, Command):
         return "The function's updates were applied" if self.has_updates else None
 
     def run(self, rank: Rank) -> Any:
-        """Compute this rank's rows and pass on the outputs, as `execute` does."""
+        """Compute this rank's rows, and pass the outputs to the engine; see `execute`."""
         return self.execute(rank, self.bind(rank))
 
     def bind(self, rank: Rank) -> RankCall:
-        """Bind the call to this rank's rows and compiled variant, without computing them.
+        """Return the call bound to this rank's rows and to the compiled variant, which is compiled here if necessary.
 
-        Ranks compile here, which may need collectives, so all ranks call this at the same point of a command.
+        Compiling may need collectives, so all ranks call this at the same point of a command.
         """
         computation: Computation = get_object(rank, self.computation_key)
         return RankCall(self, computation, self._compile(computation, rank), rank)
 
     def execute(self, rank: Rank, bound: RankCall) -> Any:
-        """Compute this rank's rows and pass on the outputs.
+        """Compute this rank's rows, and pass the outputs to the engine.
 
         Returns
         -------
@@ -156,22 +156,22 @@ class Call(_CallFields, Command):
             self._check_rank_means(rank, bound)
         if bound.is_active or (self.n_rows == 0 and rank.is_master):
             if self.needs_compile:
-                self._compute_first(rank, bound)
+                self._launch_first(rank, bound)
             else:
                 bound.compute()
             rank.commit()
         elif bound.compiled.n_rank_means:
-            RankMeans(rank, bound.compiled.n_rank_means).join()
-        elif self.needs_compile and self._fills_cache(bound):
+            RankMeans(rank, bound.compiled.n_rank_means).contribute_no_rows()
+        elif self.needs_compile and self._writes_disk_cache(bound):
             rank.barrier()
         if self.needs_compile:
             rank.threads.limit()  # the compiled code may have loaded a BLAS
         if not bound.compiled.spec.ops:
             return []
         if self.reads_outputs:
-            outputs = bound.collect_outputs().detach(rank)
+            outputs = bound.get_outputs().detach(rank)
             return outputs.with_values(computation.engine.fetch(outputs.values)).reduce(rank)
-        return computation.engine.collect(rank, bound.collect_outputs())
+        return computation.engine.collect(rank, bound.get_outputs())
 
     def _check_rank_means(self, rank: Rank, bound: RankCall) -> None:
         if self.variant.returns_updates:
@@ -184,8 +184,8 @@ class Call(_CallFields, Command):
         if self.n_rows == 0:
             rank.raise_collectively(ValueError("batch: expected at least one row for a mean over ranks, got none"))
 
-    def _fills_cache(self, bound: RankCall) -> bool:
-        """Whether the first launch compiles, and writes the compiled code to disk for the other ranks."""
+    def _writes_disk_cache(self, bound: RankCall) -> bool:
+        """Whether the first launch compiles, and writes the compiled code to the cache on disk."""
         if bound.compiled.n_rank_means:
             return False  # all ranks have to compute at the same time
         computation = bound.computation
@@ -193,15 +193,15 @@ class Call(_CallFields, Command):
             bound.compiled.function
         )
 
-    def _compute_first(self, rank: Rank, bound: RankCall) -> None:
-        """Compute for the first time, the master before the workers if it fills the cache on disk."""
-        fills_cache = self._fills_cache(bound)
-        if fills_cache and not rank.is_master:
+    def _launch_first(self, rank: Rank, bound: RankCall) -> None:
+        """Launch for the first time: the master before the workers if it writes the cache on disk."""
+        writes_disk_cache = self._writes_disk_cache(bound)
+        if writes_disk_cache and not rank.is_master:
             rank.barrier()
         is_slow = rank.is_master and bound.computation.compile_order == AT_FIRST_CALL
         with warn_if_slow(f"compiling {bound.computation.name}") if is_slow else contextlib.nullcontext():
             bound.compute()
-        if fills_cache and rank.is_master:
+        if writes_disk_cache and rank.is_master:
             rank.barrier()
 
     def _compile(self, computation: Computation, rank: Rank) -> CompiledVariant:
@@ -217,7 +217,7 @@ class Call(_CallFields, Command):
 
 
 class RankCall:
-    """One rank's rows of a call, and the outputs computed from them.
+    """A call on one rank: its rows, its compiled variant, and the outputs.
 
     Parameters
     ----------
@@ -231,10 +231,9 @@ class RankCall:
     runner : Runner
         Launches the compiled function, or a fused launch that contains it.
     n_rows : int
-        Number of rows to compute: the weight of the outputs in a mean.  1 for a function without
-        rows; 0 if this rank has none.
+        Number of rows to compute: the weight of the outputs in a mean.  1 if the function has no inputs with rows.
     is_active : bool
-        Whether the rank has rows to compute.
+        Whether this rank computes: ``n_rows > 0``.
     values : list of array
         Outputs, reduced over slices; empty before `compute`.
     """
@@ -246,11 +245,11 @@ class RankCall:
         self._shares: list[Selection | None] = []
         # Inputs with the same rows share one selection, which devices copy only once.
         shares: dict[Any, Selection] = {}
-        for entry in call.inputs:
-            if isinstance(entry, ScatteredInput):
-                share = shares.get((entry.rows, entry.offset))
+        for call_input in call.inputs:
+            if isinstance(call_input, ScatteredInput):
+                share = shares.get((call_input.rows, call_input.offset))
                 if share is None:
-                    share = shares[entry.rows, entry.offset] = entry.select_share(rank)
+                    share = shares[call_input.rows, call_input.offset] = call_input.select_share(rank)
                 self._shares.append(share)
             else:
                 self._shares.append(None)
@@ -266,14 +265,16 @@ class RankCall:
             self.n_rows = 1
         self.is_active = self.n_rows > 0
 
-    def collect_outputs(self) -> RankOutputs:
-        """Return the computed outputs with their weight and specification."""
+    def get_outputs(self) -> RankOutputs:
+        """Return the outputs with their weight and specification."""
         spec, times = self.compiled.spec, self.runner.times
         if times > 1:
             return RankOutputs(self.n_rows // times, self.values, spec.repeat(times))
-        return RankOutputs(self.n_rows, self.values, spec, self._compute_empty if self._call.n_rows is None else list)
+        return RankOutputs(
+            self.n_rows, self.values, spec, self._compute_zero_rows if self._call.n_rows is None else list
+        )
 
-    def _compute_empty(self) -> list[Any]:
+    def _compute_zero_rows(self) -> list[Any]:
         self.compute()
         return self.values
 
@@ -298,7 +299,7 @@ class RankCall:
         selected, problem, rows = self._call.batch_s[self._rank.number], None, None
         try:
             if isinstance(selected, SharedArray):
-                rows = select(selected.view(self._rank.segments), min(lengths), "batch_s")
+                rows = select_rows(selected.view(self._rank.segments), min(lengths), "batch_s")
             else:
                 rows = range(min(lengths))[selected]
         except IndexError as error:
@@ -309,10 +310,10 @@ class RankCall:
         return rows
 
     def compute(self) -> None:
-        """Compute this rank's rows, in slices if the call asks for them, and store the outputs in `values`."""
+        """Compute this rank's rows, slice by slice with ``num_slices``, and set `values` to the outputs."""
         call, ops = self._call, self.compiled.spec.ops
         if not self.n_rows:
-            # No rank has rows: compute the outputs of zero rows, as the serial library does, without updates.
+            # No rank has rows: like the serial library, compute the outputs of zero rows.  Nothing is updated.
             self.runner = self.computation.compile(call.variant._replace(returns_updates=True)).runner
             self.values = self._launch(self._shares, self._sliceable_rows)[: len(ops)]
             return
@@ -323,8 +324,8 @@ class RankCall:
         count = max(1, min(call.n_slices, *lengths))
         updates = self.computation.list_accumulated_updates()
         totals = [Accumulator(op) for op in [*ops, *(op for _, op in updates)]]
-        slices = [None if share is None else list(split(share, count)) for share in self._shares]
-        sliceable_slices = None if self._sliceable_rows is None else list(split(self._sliceable_rows, count))
+        slices = [None if share is None else list(split_selection(share, count)) for share in self._shares]
+        sliceable_slices = None if self._sliceable_rows is None else list(split_selection(self._sliceable_rows, count))
         for i in range(count):
             rows = [None if selection is None else selection[i] for selection in slices]
             sliceable_rows = None if sliceable_slices is None else sliceable_slices[i]
@@ -343,10 +344,10 @@ class RankCall:
             library.put(shared, self.computation.device.as_array(value) if is_on_device else value)
 
     def _launch(self, rows: Sequence[Selection | None], sliceable_rows: Selection | None) -> list[Any]:
-        """Run the compiled function on some rows of each input, None for all of it, and return its outputs."""
-        inputs = self._load_inputs(rows, sliceable_rows)
+        """Run the compiled function on the given rows of each input, and return its outputs.  None selects all rows."""
+        inputs = self._stage_inputs(rows, sliceable_rows)
         if count := self.compiled.n_rank_means:
-            return RankMeans(self._rank, count).launch(lambda: self._launch_and_wait(inputs))
+            return RankMeans(self._rank, count).run_launch(lambda: self._launch_and_wait(inputs))
         if self._rank.is_master and self.runner.is_new_signature(inputs):
             shapes = [getattr(value, "shape", ()) for value in inputs]
             with warn_if_slow(f"compiling {self.computation.name} for inputs of shapes {shapes}"):
@@ -358,12 +359,14 @@ class RankCall:
         self.runner.wait(results)
         return results
 
-    def _load_inputs(self, rows: Sequence[Selection | None], sliceable_rows: Selection | None) -> list[Any]:
+    def _stage_inputs(self, rows: Sequence[Selection | None], sliceable_rows: Selection | None) -> list[Any]:
         rank, computation, buffers = self._rank, self.computation, self.computation.buffers
         devices = computation.choose_input_devices(self.runner)
         values = [
-            device.stage_input(rank, buffers, position, entry.array, selection, entry.is_mutable)
-            for position, (device, entry, selection) in enumerate(zip(devices, self._call.inputs, rows, strict=True))
+            device.stage_input(rank, buffers, position, call_input.array, selection, call_input.is_mutable)
+            for position, (device, call_input, selection) in enumerate(
+                zip(devices, self._call.inputs, rows, strict=True)
+            )
         ]
         if sliceable_rows is not None:
             if self._call.variant.row_inputs == "slice":

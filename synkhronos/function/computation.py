@@ -4,7 +4,7 @@ The master pickles a `Computation` and sends it to the workers, so that every ra
 variant is compiled at the first call that needs it:
 
 ==================  ================================================================================================
-`PLAIN`             the graph as the user wrote it
+`DEFAULT_VARIANT`   the graph as the user wrote it
 `row_inputs`        the sliceable shared variables are sliced or indexed by additional inputs: ``batch_s``
 `returns_updates`   the new values of the updates are returned, to be accumulated over slices: ``num_slices``
 `output_subset`     only some of the outputs
@@ -50,8 +50,8 @@ class Variant(NamedTuple):
     output_subset: tuple[int, ...] | None = None
 
 
-#: The graph as the user wrote it.
-PLAIN = Variant()
+#: Variant without options: the graph as the user wrote it.
+DEFAULT_VARIANT = Variant()
 #: Cached attributes of a computation that depend on the ranks' engine and device.
 _ENGINE_ATTRIBUTES = ("engine", "device", "input_devices")
 
@@ -83,17 +83,17 @@ class Computation:
     Attributes
     ----------
     inputs : list of InputSpec
-        The scattered inputs, then those that every rank gets completely.
+        The scattered inputs, then the broadcast inputs.
     n_scattered : int
         Number of scattered inputs.
     outputs : list
-        Variables, or the library's ``Out`` around them.
+        Variables, or instances of the library's ``Out``.
     output_ops, update_ops : list of ReductionOp
     updates : list of (shared variable, variable)
     givens : list of (variable, variable)
         Substitutions in the graph.
     sliceable : list of shared variable
-        Shared variables of which a call can select rows.
+        Shared variables whose rows a call can select.
     kwargs : dict
         Other arguments of the library's ``function``.
     name : str
@@ -103,7 +103,7 @@ class Computation:
     buffers : dict
         Device memory for the selected rows of each input, which later calls use again.
     code : UserCode or None
-        The user's own code that the workers have by name, once it has been sent.
+        User code that the workers import by name; None until the computation is sent.
     """
 
     inputs: list[InputSpec]
@@ -123,7 +123,7 @@ class Computation:
 
     def __getstate__(self) -> dict[str, Any]:
         state = {**self.__dict__, "compiled": {}, "buffers": {}, "code": None}
-        # Another process finds its own engine and device.
+        # The process that unpickles it chooses its own engine and device.
         for name in _ENGINE_ATTRIBUTES:
             state.pop(name, None)
         return state
@@ -160,8 +160,11 @@ class Computation:
     @cached_property
     def input_devices(self) -> list[Device]:
         """Device that holds each input's value."""
-        kinds = [entry.variable.type for entry in self.inputs]
-        return [self.device if self.device.accepts_input(np.dtype(kind.dtype), kind.ndim) else HOST for kind in kinds]
+        types = [entry.variable.type for entry in self.inputs]
+        return [
+            self.device if self.device.accepts_input(np.dtype(variable_type.dtype), variable_type.ndim) else HOST
+            for variable_type in types
+        ]
 
     def choose_input_devices(self, runner: Runner) -> list[Device]:
         """Return the device of each input's value for a runner, which may take some inputs in host memory."""
@@ -170,7 +173,7 @@ class Computation:
         return [HOST if i in runner.host_inputs else device for i, device in enumerate(self.input_devices)]
 
     def check_picklable(self) -> None:
-        """Raise TypeError that names the keyword argument which can't be pickled, if there is one."""
+        """Raise TypeError if a keyword argument can't be pickled."""
         for name, value in self.kwargs.items():
             try:
                 pickle.dumps(value)
@@ -182,7 +185,7 @@ class Computation:
                 ) from error
 
     def reset_if_engine_changed(self) -> None:
-        """Drop variants and buffers of another engine or device: ranks of an earlier session may have had another."""
+        """Drop compiled variants and buffers if they belong to another engine or device, as of an earlier session."""
         engine = choose_engine(self.library, self.kwargs.get("mode"))
         if "device" in self.__dict__ and (self.engine, self.device) != (engine, engine.device):
             for name in _ENGINE_ATTRIBUTES:
@@ -200,7 +203,7 @@ class Computation:
                 library.put(shared, self.device.from_host(library.get(shared)))
 
     def compile(self, variant: Variant) -> CompiledVariant:
-        """Compile a variant, unless this rank has compiled it before, and return it."""
+        """Return a compiled variant, which this rank compiles at the first request."""
         compiled = self.compiled.get(variant)
         if compiled is None:
             subset = range(len(self.outputs)) if variant.output_subset is None else variant.output_subset
@@ -217,7 +220,7 @@ class Computation:
         inputs = [entry.wrapped for entry in self.inputs]
         outputs = self.outputs if variant.output_subset is None else [self.outputs[i] for i in variant.output_subset]
         kwargs = dict(self.kwargs)
-        if variant != PLAIN:
+        if variant != DEFAULT_VARIANT:
             # A subset of the outputs may need a subset of the inputs, and some outputs no sliceable variable.
             kwargs["on_unused_input"] = "ignore"
         if variant.row_inputs is None and not variant.returns_updates:
@@ -261,7 +264,7 @@ class Computation:
 
     @cached_property
     def default_updates(self) -> list[tuple[Any, Any]]:
-        """Default updates, which the library's ``function`` adds to the user's."""
+        """Default updates, which the library's ``function`` adds to the given ones."""
         without = self.kwargs.get("no_default_updates", False)
         if without is True:
             return []
@@ -273,7 +276,7 @@ class Computation:
         ]
 
     def _make_row_inputs(self, kind: str) -> tuple[list[Any], Callable[[Any], Any]]:
-        """Return additional inputs, and a function from a shared variable to its rows that they select."""
+        """Return additional inputs, and a function that maps a shared variable to the rows that they select."""
         tensor = self.library.tensor
         if kind == "slice":
             start, stop = tensor.lscalar("start"), tensor.lscalar("stop")

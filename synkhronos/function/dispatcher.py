@@ -21,7 +21,7 @@ import numpy as np
 from synkhronos import ranks
 from synkhronos.checks import check_at_least, check_integer
 from synkhronos.function.call import Call
-from synkhronos.function.computation import PLAIN, Computation, Variant
+from synkhronos.function.computation import DEFAULT_VARIANT, Computation, Variant
 from synkhronos.function.inputs import CallInputs, has_only_slices
 from synkhronos.graphs.mirror import Mirror
 from synkhronos.ranks import Session, WeakKeys
@@ -30,7 +30,7 @@ _keys = itertools.count()
 
 
 class Dispatcher:
-    """Makes the commands of a function's calls, and sends the computation to workers that lack it.
+    """Makes the command of each call of a function, and sends the function's computation to the workers.
 
     Parameters
     ----------
@@ -50,19 +50,19 @@ class Dispatcher:
         self.key = ("function", next(_keys))
         self.session: Session | None = None
         self.inputs = CallInputs(computation)
-        self._compiled: set[Variant] = set()  # on all ranks
+        self._compiled_variants: set[Variant] = set()  # on all ranks
 
     # -- calls -----------------------------------------------------------------------------------------------
 
     def call(self, *inputs: Any, num_slices: int = 1) -> list[Any]:
-        """Run the computation, and read the outputs in the same command: arrays, not `Result`, in JAX mode too."""
+        """Run the computation, and return its outputs as arrays, even where users get a `Result`."""
         session = ranks.get_session()
         with session.call_lock:
             session.wait_until_idle()
-            call = self.prepare(session, inputs, num_slices=num_slices)._replace(reads_outputs=True)
-            return self.finish(session, call, session.run(call))
+            call = self.make_call(session, inputs, num_slices=num_slices)._replace(reads_outputs=True)
+            return self.read_result(session, call, session.run(call))
 
-    def prepare(
+    def make_call(
         self,
         session: Session,
         inputs: Sequence[Any] = (),
@@ -74,7 +74,7 @@ class Dispatcher:
     ) -> Call:
         """Check the arguments of a call, put the inputs into shared memory, and return the command.
 
-        The caller holds the session's `call_lock` until it has passed the command's result to `finish`.
+        The caller holds the session's `call_lock` until it has called `read_result`.
         """
         variant = self._choose_variant(batch_s, num_slices, output_subset)
         shared_inputs, n_rows = self.inputs.put_inputs(session, inputs, named_inputs, batch)
@@ -87,12 +87,12 @@ class Dispatcher:
             if has_updates:  # errors of later stages have such a note too
                 error.add_note("The function's updates were applied on no rank.")
             raise
-        needs_compile = variant not in self._compiled
+        needs_compile = variant not in self._compiled_variants
         return Call(self.key, variant, needs_compile, shared_inputs, n_rows, shared_batch_s, num_slices, has_updates)
 
-    def finish(self, session: Session, call: Call, collected: Any) -> list[Any]:
-        """Return the outputs, from the result of the command; a fused launch has several of each output."""
-        self._compiled.add(call.variant)
+    def read_result(self, session: Session, call: Call, collected: Any) -> list[Any]:
+        """Return the outputs that a command's result contains; a fused launch has several values of each output."""
+        self._compiled_variants.add(call.variant)
         if collected and not call.reads_outputs:
             collected = self.computation.engine.to_results(session, collected)
         return [np.asarray(result) if isinstance(result, np.generic) else result for result in collected]
@@ -101,14 +101,14 @@ class Dispatcher:
 
     def _choose_variant(self, batch_s: Any, num_slices: Any, output_subset: Any) -> Variant:
         if batch_s is None and output_subset is None and type(num_slices) is int and num_slices == 1:
-            return PLAIN
+            return DEFAULT_VARIANT
         computation = self.computation
         num_slices = check_at_least(num_slices, "num_slices", 1)
         if num_slices > 1:
             if not computation.n_scattered and not computation.sliceable:
                 raise ValueError(
                     f"num_slices={num_slices}: {computation.name} has no scattered inputs and no sliceable_shareds "
-                    "to cut"
+                    "to divide"
                 )
             for shared, op in computation.list_accumulated_updates():
                 if not computation.library.is_array(shared):
@@ -119,7 +119,7 @@ class Dispatcher:
                         )
                 elif op.name is not None and not op.reduction.can_reduce(np.dtype(shared.type.dtype)):
                     raise ValueError(
-                        f"num_slices={num_slices}: op {op.spelling!r} of the update of {shared.name!r} is not defined "
+                        f"num_slices={num_slices}: op {op.full_name!r} of the update of {shared.name!r} is not defined "
                         f"for dtype {shared.type.dtype}; give the update another op"
                     )
         row_inputs = None
@@ -137,9 +137,9 @@ class Dispatcher:
                     )
             is_contiguous = batch_s is None or has_only_slices(batch_s)
             row_inputs = "slice" if is_contiguous and not computation.engine.fixed_lengths else "index"
-        return Variant(row_inputs, bool(num_slices > 1), self._check_subset(output_subset))
+        return Variant(row_inputs, bool(num_slices > 1), self._parse_output_subset(output_subset))
 
-    def _check_subset(self, output_subset: Any) -> tuple[int, ...] | None:
+    def _parse_output_subset(self, output_subset: Any) -> tuple[int, ...] | None:
         if output_subset is None:
             return None
         if not isinstance(output_subset, list | tuple | np.ndarray | range):
@@ -155,7 +155,7 @@ class Dispatcher:
     # -- distribution ----------------------------------------------------------------------------------------
 
     def ensure_distributed(self, session: Session) -> None:
-        """Send the computation to the workers if they have none, or the user's code in it has changed."""
+        """Send the computation to the workers if they don't have it, or if user code in it has changed."""
         computation = self.computation
         if computation.code is not None and computation.code.has_changed():
             # The master compiles again, too: its compiled variants may hold the old code.
@@ -165,39 +165,39 @@ class Dispatcher:
             _distribute(session, [self])
 
     def mark_distributed(self, session: Session) -> None:
-        """Record that the workers have the computation, and prepare the master's."""
+        """Record that the workers have the computation, and move the master's shared variables to its device."""
         self.session = session
         session.add_replacement_callback(self, Dispatcher._handle_replacement)
-        self._compiled = set()
+        self._compiled_variants = set()
         self.computation.reset_if_engine_changed()
         session.rank.objects[self.key] = weakref.ref(self.computation)
         self.computation.move_to_device()
         session.memory.release_with(self, "object", self.key)
 
     def _handle_replacement(self) -> None:
-        """Mark the computation as not sent if the new workers are fresh processes; forks have inherited it."""
+        """Schedule the computation again if the workers were replaced by new processes; forks have inherited it."""
         if self.session is not None and not self.session.workers.are_forks:
             self.session = None
-            register(self)
+            schedule_distribution(self)
 
 
 class _PendingDispatchers(WeakKeys[Dispatcher, bool]):
-    """Dispatchers created since the fork whose computations were not sent; earlier ones are sent when called."""
+    """Dispatchers whose computations `distribute_scheduled` sends; others send theirs at their first call."""
 
 
-def register(dispatcher: Dispatcher) -> None:
-    """Schedule the computation of a dispatcher for the next `distribute_new`, if ranks are running."""
+def schedule_distribution(dispatcher: Dispatcher) -> None:
+    """Add a dispatcher to those whose computations `distribute_scheduled` sends, if ranks are running."""
     with contextlib.suppress(RuntimeError):  # a function can be unpickled while no ranks are running
         ranks.get_session().registry.get(_PendingDispatchers)[dispatcher] = True
 
 
-def distribute_new(session: Session) -> None:
-    """Send all computations that are registered and that the workers lack."""
+def distribute_scheduled(session: Session) -> None:
+    """Send all scheduled computations to the workers."""
     _distribute(session, list(session.registry.get(_PendingDispatchers)))
 
 
 def _distribute(session: Session, dispatchers: Sequence[Dispatcher]) -> None:
-    """Send computations to the workers, those of one graph library in one message."""
+    """Send computations to workers that don't have them, in one message for each graph library."""
     dispatchers = [dispatcher for dispatcher in dispatchers if dispatcher.session is not session]
     dispatchers.sort(key=lambda dispatcher: dispatcher.key)
     by_library: dict[str, list[Dispatcher]] = {}
@@ -209,7 +209,7 @@ def _distribute(session: Session, dispatchers: Sequence[Dispatcher]) -> None:
         try:
             Mirror.get(session).send([(dispatcher.key, dispatcher.computation) for dispatcher in group], variables)
         except TypeError as error:
-            # The error of the pickle does not tell whether the graph or a keyword argument caused it.
+            # Pickle's error does not name the cause, which may be a keyword argument.
             for computation in computations:
                 try:
                     computation.check_picklable()

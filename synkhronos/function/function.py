@@ -1,4 +1,4 @@
-"""Functions as users call them."""
+"""`synkhronos.Function`, and how users make one and send it to the ranks."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ import numpy.typing as npt
 from synkhronos import ranks
 from synkhronos.data import Data, data
 from synkhronos.devices import find_device
-from synkhronos.function.build import build_computation, is_single
-from synkhronos.function.computation import PLAIN, Computation
-from synkhronos.function.dispatcher import Dispatcher, distribute_new, register
+from synkhronos.function.build import build_computation, is_single_output
+from synkhronos.function.computation import DEFAULT_VARIANT, Computation
+from synkhronos.function.dispatcher import Dispatcher, distribute_scheduled, schedule_distribution
 from synkhronos.graphs.mirror import register_shareds
 
 
@@ -28,7 +28,7 @@ class Function:
 
     def __init__(self, computation: Computation, is_single_output: bool):
         self._computation = computation
-        self._is_single = is_single_output
+        self._is_single_output = is_single_output
         self._dispatcher = Dispatcher(computation)
 
     # -- attributes ------------------------------------------------------------------------------------------
@@ -41,15 +41,15 @@ class Function:
     @property
     def output_modes(self) -> list[str | None]:
         """Reduction op of each output, None for the master's own value."""
-        return [op.spelling for op in self._computation.output_ops]
+        return [op.full_name for op in self._computation.output_ops]
 
     @property
     def update_modes(self) -> list[str | None]:
         """Op of each update, by which `num_slices` accumulates its values."""
-        return [op.spelling for op in self._computation.update_ops]
+        return [op.full_name for op in self._computation.update_ops]
 
     def __repr__(self) -> str:
-        names = ", ".join(entry.name or "_" for entry in self._computation.inputs)
+        names = ", ".join(spec.name or "_" for spec in self._computation.inputs)
         return f"<synkhronos.Function {self.name}({names}) -> {self.output_modes}>"
 
     def get_shared(self) -> list[Any]:
@@ -59,15 +59,15 @@ class Function:
     # -- copies ----------------------------------------------------------------------------------------------
 
     def __copy__(self) -> Function:
-        return _make_function(copy.copy(self._computation), self._is_single)
+        return _make_function(copy.copy(self._computation), self._is_single_output)
 
     def __reduce__(self) -> Any:
-        # The nodes in topological order: otherwise pickle would recurse as deep as the graph is.
+        # In topological order, so that pickle does not recurse as deep as the graph.
         computation = self._computation
         return _unpickle_function, (
             computation.library.sort_nodes(computation.list_variables()),
             computation,
-            self._is_single,
+            self._is_single_output,
         )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Function:
@@ -97,7 +97,7 @@ class Function:
         ----------
         *inputs : Data or array_like
             In the order of ``inputs`` and then ``bcast_inputs``.  Arrays other than Data are copied into shared memory,
-            which the function uses again in the next call.
+            which the next call overwrites.
         batch : int, slice, list of int, or array of int or bool, optional
             Rows of the scattered inputs to use: a number of rows from the first, a slice, indexes, or a mask.  They are
             selected before they are divided among the ranks.  Default: all rows.
@@ -113,8 +113,8 @@ class Function:
         Returns
         -------
         ndarray, or list of ndarray
-            A list if ``outputs`` was one.  In JAX mode `Result` objects: the call returns before the ranks have
-            computed, and a `Result` waits for its array when it is used.
+            A list if the argument ``outputs`` of `synkhronos.function` was one.  In JAX mode, `Result` objects instead
+            of arrays: the call returns before the ranks have computed, and a `Result` waits for its array when used.
 
         Raises
         ------
@@ -125,8 +125,8 @@ class Function:
 
         Notes
         -----
-        Each rank gets a contiguous run of the selected rows, in rank order, as evenly as possible.  A rank without rows
-        takes no part: it updates nothing, and its values are in no reduction.
+        The selected rows are divided into contiguous shares, in rank order and as evenly as possible.  A rank without
+        rows updates nothing, and contributes to no reduction.
 
         Examples
         --------
@@ -145,9 +145,9 @@ class Function:
         with session.call_lock:
             session.wait_until_idle()
             dispatcher = self._dispatcher
-            call = dispatcher.prepare(session, inputs, named_inputs, batch, batch_s, num_slices, output_subset)
-            outputs = dispatcher.finish(session, call, session.run(call))
-            return outputs[0] if self._is_single and outputs else outputs
+            call = dispatcher.make_call(session, inputs, named_inputs, batch, batch_s, num_slices, output_subset)
+            outputs = dispatcher.read_result(session, call, session.run(call))
+            return outputs[0] if self._is_single_output and outputs else outputs
 
     def as_theano(self, *args: Any, **kwargs: Any) -> Any:
         """Run the graph library's plain function in the master alone, on all rows.
@@ -164,10 +164,10 @@ class Function:
         """
         plain = [np.asarray(arg) if isinstance(arg, Data) else arg for arg in args]
         named = {key: np.asarray(arg) if isinstance(arg, Data) else arg for key, arg in kwargs.items()}
-        result = self._computation.compile(PLAIN).function(*plain, **named)
+        result = self._computation.compile(DEFAULT_VARIANT).function(*plain, **named)
         if isinstance(result, list | tuple):
-            return result[0] if self._is_single else list(result)
-        return [] if result is None else result if self._is_single else [result]
+            return result[0] if self._is_single_output else list(result)
+        return [] if result is None else result if self._is_single_output else [result]
 
     def build_inputs(
         self,
@@ -186,14 +186,14 @@ class Function:
         force_cast, oversize
             As in `synkhronos.data`.
         minibatch : bool or sequence of bool
-            Flag of all inputs, or one for each; see `Data.minibatch`.
+            A flag for all inputs, or one for each; see `Data.minibatch`.
         **named : array_like
             Values by the names of inputs.
 
         Returns
         -------
         Data, or list of Data
-            In the order of the inputs; for a function of one input the Data object itself.
+            One for each input, in order.  A single Data object if the function has one input.
 
         Examples
         --------
@@ -206,16 +206,16 @@ class Function:
         """
         ranks.get_session()
         values = self._dispatcher.inputs.bind_arguments(args, named)
-        entries = self._computation.inputs
+        specs = self._computation.inputs
         if isinstance(minibatch, list | tuple):
-            if len(minibatch) != len(entries):
-                raise ValueError(f"minibatch: expected one flag for each of {len(entries)} inputs, got {minibatch!r}")
+            if len(minibatch) != len(specs):
+                raise ValueError(f"minibatch: expected one flag for each of {len(specs)} inputs, got {minibatch!r}")
             flags = list(minibatch)
         else:
-            flags = [minibatch] * len(entries)
+            flags = [minibatch] * len(specs)
         arrays = [
-            data(value, var=entry.variable, minibatch=flag, force_cast=force_cast, oversize=oversize, name=entry.name)
-            for value, entry, flag in zip(values, entries, flags, strict=True)
+            data(value, var=spec.variable, minibatch=flag, force_cast=force_cast, oversize=oversize, name=spec.name)
+            for value, spec, flag in zip(values, specs, flags, strict=True)
         ]
         return arrays[0] if len(arrays) == 1 else arrays
 
@@ -240,7 +240,7 @@ def function(
         of a rank is its number of rows), "sum", "prod", "min", "max", "gather" (joined along axis 0), or None (the
         master's own value).  With the prefix ``"c_"`` values on GPUs, too, are reduced in host memory.
     bcast_inputs : list of variables, optional
-        Inputs that every rank gets completely.
+        Inputs of which every rank reads all rows.
     updates : dict, or list of (shared, expression) or (shared, expression, op), optional
         Each rank updates its own copy.  With ``num_slices`` the values of the slices are reduced by the op.
     givens : dict or list of pairs, optional
@@ -277,19 +277,19 @@ def function(
     session = ranks.get_session()
     device = session.rank.device
     computation = build_computation(inputs, outputs, bcast_inputs, updates, givens, sliceable_shareds, kwargs, device)
-    return _make_function(computation, is_single(outputs))
+    return _make_function(computation, is_single_output(outputs))
 
 
 def _make_function(computation: Computation, is_single_output: bool) -> Function:
     """Return a new function, and register it for `distribute`."""
     function = Function(computation, is_single_output)
     register_shareds(computation.list_shareds())
-    register(function._dispatcher)
+    schedule_distribution(function._dispatcher)
     return function
 
 
 def get_dispatcher(function: Function) -> Dispatcher:
-    """Return the dispatcher of a function, with which commands of other packages run it."""
+    """Return the dispatcher of a function, for commands of other packages that contain a call of it."""
     return function._dispatcher
 
 
@@ -306,8 +306,8 @@ def distribute() -> None:
     Notes
     -----
     The workers' copies of a shared variable get the master's present value.  From then on each rank has its own copy.
-    Random generators are moved apart, so that each rank draws different numbers.  The master draws the same numbers as
-    the serial program.
+    Random generators are moved apart, so that each rank draws different numbers.  The master draws the same
+    numbers as a serial program.
 
     Examples
     --------
@@ -324,4 +324,4 @@ def distribute() -> None:
     session = ranks.get_session()
     with session.call_lock:
         session.wait_until_idle()
-        distribute_new(session)
+        distribute_scheduled(session)

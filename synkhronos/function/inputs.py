@@ -1,7 +1,7 @@
 """Inputs of a call: checks in the master, and arrays in shared memory that all ranks can read.
 
-A `Data` object is in shared memory already.  Any other array is copied into memory that later calls use again; of a
-scattered input only the selected rows are copied.
+A `Data` object is in shared memory already.  Any other array is copied into a buffer, which the next call overwrites.
+Only the selected rows of a scattered input are copied.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ import numpy as np
 
 from synkhronos.casts import check_dense
 from synkhronos.data import Data
-from synkhronos.data.rows import as_index_array, find_max_row, find_min_row, select, select_unbounded
-from synkhronos.data.shared import Buffers, check_session, locate
+from synkhronos.data.rows import as_index_array, find_max_row, find_min_row, select_rows, select_rows_unbounded
+from synkhronos.data.shared import SharedBuffers, check_session, to_shared_array
 from synkhronos.devices import Selection
 from synkhronos.function.call import BroadcastInput, ScatteredInput
 from synkhronos.function.computation import Computation
@@ -33,14 +33,14 @@ class CallInputs:
 
     def __init__(self, computation: Computation):
         self.computation = computation
-        self._buffers = Buffers()
+        self._buffers = SharedBuffers()
         self._names = [
             f"input {i} ({spec.name or spec.variable}) of {computation.name}"
             for i, spec in enumerate(computation.inputs)
         ]
         self._by_name = {spec.name: i for i, spec in enumerate(computation.inputs) if spec.name is not None}
-        self._dtypes = [np.dtype(entry.variable.type.dtype) for entry in computation.inputs]
-        shapes = [computation.library.get_fixed_shape(entry.variable) for entry in computation.inputs]
+        self._dtypes = [np.dtype(spec.variable.type.dtype) for spec in computation.inputs]
+        shapes = [computation.library.get_fixed_shape(spec.variable) for spec in computation.inputs]
         self._fixed_shapes = [None if all(length is None for length in shape) else shape for shape in shapes]
 
     def bind_arguments(self, args: Sequence[Any], named: dict[str, Any] | None) -> list[Any]:
@@ -51,12 +51,12 @@ class CallInputs:
         TypeError
             If an input is missing or given twice, or an argument belongs to no input.
         """
-        entries = self.computation.inputs
-        if len(args) > len(entries):
-            raise TypeError(f"{self.computation.name} takes {len(entries)} inputs, got {len(args)}")
-        if len(args) == len(entries) and not named:
+        specs = self.computation.inputs
+        if len(args) > len(specs):
+            raise TypeError(f"{self.computation.name} takes {len(specs)} inputs, got {len(args)}")
+        if len(args) == len(specs) and not named:
             return list(args)
-        values: list[Any] = [*args, *[_MISSING] * (len(entries) - len(args))]
+        values: list[Any] = [*args, *[_MISSING] * (len(specs) - len(args))]
         for name, value in (named or {}).items():
             position = self._by_name.get(name)
             if position is None:
@@ -64,11 +64,11 @@ class CallInputs:
             if values[position] is not _MISSING:
                 raise TypeError(f"{self.computation.name}: input {name!r} was given twice")
             values[position] = value
-        for i, entry in enumerate(entries):
+        for i, spec in enumerate(specs):
             if values[i] is _MISSING:
-                if not entry.default:
-                    raise TypeError(f"{self.computation.name}: missing input {i} ({entry.name or entry.variable})")
-                values[i] = entry.default[0]
+                if not spec.default:
+                    raise TypeError(f"{self.computation.name}: missing input {i} ({spec.name or spec.variable})")
+                values[i] = spec.default[0]
         return values
 
     def put_inputs(
@@ -91,44 +91,44 @@ class CallInputs:
         if not computation.inputs and not args and not named and batch is None:
             return (), None
         values = self.bind_arguments(args, named)
-        checked = [self._check(i, value, session) for i, value in enumerate(values)]
+        checked = [self._check_input(i, value, session) for i, value in enumerate(values)]
         if n == 0:
             if batch is not None:
                 raise ValueError(f"batch: {self.computation.name} has no scattered inputs")
-            return tuple(self._broadcast(i, value) for i, value in enumerate(checked)), None
+            return tuple(self._put_broadcast_input(i, value) for i, value in enumerate(checked)), None
 
-        rows, low = self._select_rows(checked[:n], batch)
+        rows, first_row = self._select_batch(checked[:n], batch)
         located: list[ScatteredInput | BroadcastInput] = []
         index: SharedArray | None = None
         for i, value in enumerate(checked):
             is_mutable = computation.inputs[i].mutable
             if i >= n:
-                located.append(self._broadcast(i, value))
+                located.append(self._put_broadcast_input(i, value))
             elif not isinstance(value, Data):
                 array = self._buffers.write(i, value, rows)
                 located.append(ScatteredInput(array, range(len(rows)), 0, is_mutable))
             elif value.minibatch and _is_list_or_mask(batch):
                 # A minibatch has its rows in the order of the list.
-                located.append(ScatteredInput(locate(value), range(len(rows)), 0, is_mutable))
+                located.append(ScatteredInput(to_shared_array(value), range(len(rows)), 0, is_mutable))
             else:
                 selected: range | SharedArray
                 if isinstance(rows, range):
                     selected = rows
                 else:
                     selected = index = self._buffers.write("batch", rows) if index is None else index
-                offset = low if value.minibatch else 0
-                located.append(ScatteredInput(locate(value), selected, offset, is_mutable))
+                offset = first_row if value.minibatch else 0
+                located.append(ScatteredInput(to_shared_array(value), selected, offset, is_mutable))
         return tuple(located), len(rows)
 
-    def _check(self, position: int, value: Any, session: Session) -> Data | np.ndarray:
-        """Return the value of an input, as an array of its dtype unless it is a Data object."""
-        entry, name = self.computation.inputs[position], self._names[position]
-        kind = entry.variable.type
+    def _check_input(self, position: int, value: Any, session: Session) -> Data | np.ndarray:
+        """Return an input's value after checks: a Data object, or an array of the input's dtype."""
+        spec, name = self.computation.inputs[position], self._names[position]
+        variable_type = spec.variable.type
         if isinstance(value, Data):
             check_session(value, session, name)
-            if value.dtype != self._dtypes[position] or value.ndim != kind.ndim:
+            if value.dtype != self._dtypes[position] or value.ndim != variable_type.ndim:
                 raise TypeError(
-                    f"{name}: expected {kind.dtype} of {kind.ndim} dimensions, "
+                    f"{name}: expected {variable_type.dtype} of {variable_type.ndim} dimensions, "
                     f"got Data of {value.dtype} and {value.ndim} dimensions"
                 )
             checked: Data | np.ndarray = value
@@ -136,53 +136,53 @@ class CallInputs:
             if type(value) is not np.ndarray:
                 check_dense(value, name)
             try:
-                checked = self.computation.library.filter(kind, value, entry.strict, entry.allow_downcast)
+                checked = self.computation.library.filter(variable_type, value, spec.strict, spec.allow_downcast)
             except (TypeError, ValueError, AttributeError) as error:
                 wrong = ValueError if isinstance(error, ValueError) else TypeError
-                raise wrong(f"{name}: expected {kind}, got {_shorten(value)}: {error}") from None
+                raise wrong(f"{name}: expected {variable_type}, got {_shorten(value)}: {error}") from None
         fixed = self._fixed_shapes[position]
         if fixed is not None and any(f is not None and f != s for f, s in zip(fixed, checked.shape, strict=True)):
             raise ValueError(f"{name}: expected shape {fixed} (None is any length), got {checked.shape}")
         return checked
 
-    def _select_rows(self, values: Sequence[Data | np.ndarray], batch: Any) -> tuple[Selection, int]:
-        """Select rows of the scattered inputs for all ranks together.
+    def _select_batch(self, values: Sequence[Data | np.ndarray], batch: Any) -> tuple[Selection, int]:
+        """Return the rows that ``batch`` selects from the scattered inputs, for all ranks together.
 
         Returns
         -------
         rows : range or ndarray of int64
-        low : int
-            Index that row 0 of a minibatch stands for.
+        first_row : int
+            Row number of the first row of a minibatch.
         """
         lengths = [len(v) for v in values if not (isinstance(v, Data) and v.minibatch)]
         if not lengths and batch is None:
-            lengths = [len(v) for v in values]  # of minibatches: the batch is all their rows
+            lengths = [len(v) for v in values]  # minibatches only: the batch is all their rows
         if not lengths:
-            rows = select_unbounded(batch)
+            rows = select_rows_unbounded(batch)
         else:
-            rows = select(batch, min(lengths))
-            # Indexes from the end select different rows of inputs of different lengths.
-            if any(not np.array_equal(select(batch, length), rows) for length in set(lengths) - {min(lengths)}):
+            rows = select_rows(batch, min(lengths))
+            # Negative indexes select different rows of inputs with different lengths.
+            if any(not np.array_equal(select_rows(batch, length), rows) for length in set(lengths) - {min(lengths)}):
                 raise ValueError(
                     f"{self.computation.name}: scattered inputs need equally many rows, got {lengths}"
-                    + ("" if batch is None else f", of which batch={_shorten(batch)} picks different ones")
+                    + ("" if batch is None else f", and batch={_shorten(batch)} selects different rows of them")
                 )
-        low = find_min_row(rows) if any(isinstance(v, Data) and v.minibatch for v in values) else 0
+        first_row = find_min_row(rows) if any(isinstance(v, Data) and v.minibatch for v in values) else 0
         for i, value in enumerate(values):
             if isinstance(value, Data) and value.minibatch:
                 verb, needed = (
-                    ("picks", len(rows)) if _is_list_or_mask(batch) else ("spans", find_max_row(rows) - low + 1)
+                    ("selects", len(rows)) if _is_list_or_mask(batch) else ("spans", find_max_row(rows) - first_row + 1)
                 )
                 if needed > len(value):
                     raise IndexError(f"batch: input {i} is a minibatch of {len(value)} rows, but batch {verb} {needed}")
-        return rows, low
+        return rows, first_row
 
-    def _broadcast(self, position: int, value: Data | np.ndarray) -> BroadcastInput:
-        array = locate(value) if isinstance(value, Data) else self._buffers.write(position, value)
+    def _put_broadcast_input(self, position: int, value: Data | np.ndarray) -> BroadcastInput:
+        array = to_shared_array(value) if isinstance(value, Data) else self._buffers.write(position, value)
         return BroadcastInput(array, self.computation.inputs[position].mutable)
 
     def put_batch_s(self, session: Session, batch_s: Any) -> tuple[Any, ...]:
-        """Check ``batch_s`` and put its indexes into shared memory; only the ranks know how many rows they have.
+        """Check ``batch_s``, and put its indexes into shared memory.  Each rank checks their range itself.
 
         Returns
         -------
@@ -193,7 +193,7 @@ class CallInputs:
         shared: list[Any] = []
         for r, selection in enumerate([batch_s] if by_rank is None else by_rank):
             if isinstance(selection, slice):
-                select(selection, 0, "batch_s")  # checks that the bounds are integers
+                select_rows(selection, 0, "batch_s")  # checks that the bounds are integers
                 shared.append(selection)
             else:
                 shared.append(self._buffers.write(("batch_s", r), check_indexes(selection, "batch_s")))
@@ -213,13 +213,13 @@ def _shorten(value: Any) -> str:
 
 
 def has_only_slices(batch_s: Any) -> bool:
-    """Whether ``batch_s`` selects contiguous rows on every rank."""
+    """Whether ``batch_s`` consists of slices with step 1."""
     selections = batch_s if isinstance(batch_s, list | tuple) else [batch_s]
     return len(selections) > 0 and all(isinstance(item, slice) and item.step in (None, 1) for item in selections)
 
 
 def split_by_rank(batch_s: Any, size: int, name: str = "batch_s") -> list[Any] | None:
-    """Return the list of one selection for each rank; None if ``batch_s`` is one selection for all ranks.
+    """Return a list with one selection for each rank; None if ``batch_s`` is one selection for all ranks.
 
     Parameters
     ----------
@@ -232,7 +232,7 @@ def split_by_rank(batch_s: Any, size: int, name: str = "batch_s") -> list[Any] |
     Raises
     ------
     ValueError
-        If the list is not as long as there are ranks.
+        If the list does not have one item for each rank.
     """
     if isinstance(batch_s, slice):
         return None
@@ -240,7 +240,7 @@ def split_by_rank(batch_s: Any, size: int, name: str = "batch_s") -> list[Any] |
         isinstance(item, slice | list | tuple | range) or isinstance(item, np.ndarray) and item.ndim for item in batch_s
     ):
         if len(batch_s) != size:
-            raise ValueError(f"{name}: expected one choice of rows for each of {size} ranks, got {len(batch_s)}")
+            raise ValueError(f"{name}: expected one selection of rows for each of {size} ranks, got {len(batch_s)}")
         return list(batch_s)
     if isinstance(batch_s, np.ndarray) and batch_s.ndim == 2:
         return split_by_rank(list(batch_s), size, name)

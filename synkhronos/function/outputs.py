@@ -1,6 +1,6 @@
 """Reduction of a call's outputs over the ranks.
 
-Every rank computes the outputs of its own rows, and the master returns one value per output.  There are two ways:
+Every rank computes the outputs of its own rows, and the master returns one value for each output:
 
 - Scalars, the common case in a training loop, are packed into one record per call.  Each worker writes its record into
   its slot and continues without waiting for the master.
@@ -21,9 +21,9 @@ from synkhronos.devices import HOST, ArrayLayout
 from synkhronos.function.reduction_op import Accumulator, ReductionOp
 from synkhronos.ranks import MAX_SLOT_NBYTES, Rank
 
-#: Number of bytes up to which an array is gathered with its shape.
+#: Size in bytes up to which an array's contents are gathered together with its shape.
 SMALL_NBYTES = 1 << 12
-#: Number of outputs up to which a call's scalars are packed into one record: it has to fit into a slot.
+#: Maximal number of scalars in a record, which has to fit into a slot.
 _MAX_SCALARS = 1024
 
 
@@ -33,12 +33,12 @@ class OutputSpec(NamedTuple):
     Attributes
     ----------
     ops : list of ReductionOp
-        One for each output; its name is None for an output that only the master returns.
+        One for each output.  An op without a name stands for the master's own value.
     has_reductions : bool
         Whether any output is reduced over ranks.
     scalar_dtypes : tuple of (dtype or None), or None
-        Dtype of each output if all reduced outputs are scalars and fit into one record (None for an output that is not
-        reduced).  None if the outputs are reduced as arrays.
+        Dtype of each output, None for one that is not reduced, if all reduced outputs are scalars and fit into one
+        record.  None if the outputs are reduced as arrays.
     """
 
     ops: list[ReductionOp]
@@ -78,18 +78,18 @@ class RankOutputs(NamedTuple):
     Attributes
     ----------
     n_rows : int
-        Number of rows that the rank computed: the weight of its values in a mean.  0 on a rank without rows.
+        Number of rows that this rank computed: the weight of its values in a mean.
     values : list of array
         One for each output; empty on a rank without rows.
     spec : OutputSpec
-    compute_empty : callable
-        Computes the outputs of zero rows, as the serial library does, in case that no rank has rows.
+    compute_zero_rows : callable
+        Computes the outputs of zero rows, for a call in which no rank has rows.
     """
 
     n_rows: int
     values: list[Any]
     spec: OutputSpec
-    compute_empty: Callable[[], list[Any]] = list
+    compute_zero_rows: Callable[[], list[Any]] = list
 
     @property
     def n_outputs(self) -> int:
@@ -101,18 +101,17 @@ class RankOutputs(NamedTuple):
         return self._replace(values=values)
 
     def detach(self, rank: Rank) -> RankOutputs:
-        """Return a copy that does not refer to the computation.
+        """Return a copy that can be reduced after shared variables have changed.
 
-        The master computes the outputs of zero rows now if it has none, since shared variables may change before they
-        are read.
+        If the master has no rows, it computes the outputs of zero rows now.
         """
         if not rank.is_master:
             values = [None if op.name is None else v for v, op in zip(self.values, self.spec.ops, strict=False)]
-            return self._replace(values=values, compute_empty=list)
+            return self._replace(values=values, compute_zero_rows=list)
         try:
-            return self._replace(values=self.values or self.compute_empty(), compute_empty=list)
+            return self._replace(values=self.values or self.compute_zero_rows(), compute_zero_rows=list)
         except Exception as error:
-            return self._replace(compute_empty=_RaisingCallable(error))
+            return self._replace(compute_zero_rows=_RaisingCallable(error))
 
     def reduce(self, rank: Rank) -> Any:
         """Reduce the outputs over all ranks.
@@ -128,7 +127,7 @@ class RankOutputs(NamedTuple):
 
     @staticmethod
     def reduce_many(rank: Rank, calls: Sequence[RankOutputs]) -> list[Any]:
-        """Reduce the outputs of several calls, with as many records in a message as fit.
+        """Reduce the outputs of several calls, whose records are packed into as few messages as possible.
 
         Returns
         -------
@@ -139,20 +138,22 @@ class RankOutputs(NamedTuple):
         pending_calls: list[RankOutputs] = []
         nbytes = 0
         for outputs in calls:
-            size = None if outputs.spec.scalar_dtypes is None else _record_dtype(outputs.spec.scalar_dtypes).itemsize
+            size = (
+                None if outputs.spec.scalar_dtypes is None else _make_record_dtype(outputs.spec.scalar_dtypes).itemsize
+            )
             if pending_calls and (size is None or nbytes + size > MAX_SLOT_NBYTES):
-                results += _reduce_scalars_of_many(rank, pending_calls)
+                results += _reduce_many_scalars(rank, pending_calls)
                 pending_calls, nbytes = [], 0
             if size is None:
                 results.append(_reduce_arrays(rank, outputs))
             else:
                 pending_calls.append(outputs)
                 nbytes += size
-        return results + _reduce_scalars_of_many(rank, pending_calls) if pending_calls else results
+        return results + _reduce_many_scalars(rank, pending_calls) if pending_calls else results
 
 
 class _RaisingCallable:
-    """A callable that raises an error: stands for values that could not be computed."""
+    """A callable that raises an error: the deferred failure to compute the outputs of zero rows."""
 
     def __init__(self, error: Exception):
         self.error = error
@@ -163,18 +164,18 @@ class _RaisingCallable:
 
 # -- scalars -----------------------------------------------------------------------------------------------------
 #
-# A record is the number of rows as int64, then the reduced values.  It is written as bytes: this runs in every step of
-# a training loop, and pickling small arrays would take longer than everything else.
+# A record is the number of rows as int64, then the reduced values.  It is written as bytes, since pickling small arrays
+# would dominate the time of a call in a training loop.
 
 
 @lru_cache(maxsize=256)
-def _record_dtype(dtypes: tuple[np.dtype | None, ...]) -> np.dtype:
-    """Return the structured dtype of a call's record."""
+def _make_record_dtype(dtypes: tuple[np.dtype | None, ...]) -> np.dtype:
+    """Return the structured dtype of a record with values of these dtypes."""
     return np.dtype([("rows", np.int64), *((str(i), dtype) for i, dtype in enumerate(dtypes) if dtype is not None)])
 
 
 def _reduce_scalars(rank: Rank, outputs: RankOutputs) -> list[Any] | None:
-    """Reduce one call's scalars.  The record is packed by hand, which is faster than NumPy for a single one."""
+    """Reduce one call's scalars.  Packing a single record without NumPy is faster."""
     records = rank.gather(b"" if rank.is_master else _pack_record(outputs))
     if records is None:
         return None
@@ -194,7 +195,7 @@ def _pack_record(outputs: RankOutputs) -> bytes:
 
 
 def _unpack_record(record: bytes, dtypes: Sequence[np.dtype | None]) -> tuple[int, list[Any]]:
-    """Return a rank's number of rows and its values: none of a rank without rows."""
+    """Return a rank's number of rows and its values.  A rank without rows has no values."""
     n_rows = int.from_bytes(record[:8], "little")
     values: list[Any] = []
     offset = 8
@@ -204,9 +205,9 @@ def _unpack_record(record: bytes, dtypes: Sequence[np.dtype | None]) -> tuple[in
     return n_rows, values
 
 
-def _reduce_scalars_of_many(rank: Rank, calls: Sequence[RankOutputs]) -> list[Any]:
-    """Reduce the scalars of many calls, whose records fit into one message."""
-    # Grouped by the specification, not by its dtypes: NumPy 1.23 takes None for a dtype when it compares.
+def _reduce_many_scalars(rank: Rank, calls: Sequence[RankOutputs]) -> list[Any]:
+    """Reduce the scalars of calls whose records fit into one message."""
+    # The key is the specification, not its dtypes: NumPy 1.23 compares None as a dtype.
     groups = [list(group) for _, group in groupby(calls, lambda outputs: outputs.spec)]
     own_records = [_pack_records(group) for group in groups]
     messages = rank.gather(b"" if rank.is_master else b"".join([records.tobytes() for records in own_records]))
@@ -225,27 +226,27 @@ def _reduce_scalars_of_many(rank: Rank, calls: Sequence[RankOutputs]) -> list[An
 
 
 def _pack_records(group: Sequence[RankOutputs]) -> np.ndarray:
-    """Return this rank's records of calls with the same specification."""
+    """Return this rank's records of several calls with the same specification."""
     dtypes = group[0].spec.scalar_dtypes or ()
     reduced = [i for i, dtype in enumerate(dtypes) if dtype is not None]
     empty = 0, *(0 for _ in reduced)
     records = [
         (outputs.n_rows, *[outputs.values[i] for i in reduced]) if outputs.n_rows else empty for outputs in group
     ]
-    return np.array(records, _record_dtype(dtypes))
+    return np.array(records, _make_record_dtype(dtypes))
 
 
 def _reduce_group(group: Sequence[RankOutputs], by_rank: Sequence[np.ndarray]) -> list[Any]:
     """Reduce the records of calls with the same specification.
 
-    If each rank computed the same number of rows in all of them, the calls are reduced at once, as vectors.
+    The calls are reduced at once, as vectors, if each rank's number of rows is the same in all of them.
 
     Parameters
     ----------
     group : sequence of RankOutputs
-        This rank's outputs of the calls.
+        This rank's outputs, one item for each call.
     by_rank : sequence of structured array
-        Each rank's records of them.
+        Each rank's records, one item for each call.
     """
     ops, dtypes = group[0].spec.ops, group[0].spec.scalar_dtypes or ()
     n_rows = [int(records["rows"][0]) for records in by_rank]
@@ -270,10 +271,10 @@ def _reduce_group(group: Sequence[RankOutputs], by_rank: Sequence[np.ndarray]) -
 
 
 def _reduce_values(outputs: RankOutputs, by_rank: Sequence[tuple[int, list[Any]]]) -> list[Any]:
-    """Reduce values that the master has; ``by_rank`` has each rank's number of rows and its values."""
+    """Reduce the gathered values in the master; ``by_rank`` has each rank's number of rows and its values."""
     contributions = [(n_rows, values) for n_rows, values in by_rank if n_rows]
     if not contributions:
-        return outputs.values or outputs.compute_empty()
+        return outputs.values or outputs.compute_zero_rows()
     results = []
     for i, op in enumerate(outputs.spec.ops):
         if op.name is None:
@@ -290,7 +291,7 @@ def _reduce_values(outputs: RankOutputs, by_rank: Sequence[tuple[int, list[Any]]
 
 
 def _reduce_arrays(rank: Rank, outputs: RankOutputs) -> Any:
-    """Reduce outputs of any shape: all ranks gather the layouts, and large arrays go through a communicator."""
+    """Reduce outputs of any shape.  All ranks gather the layouts; a communicator transfers large arrays."""
     host = [None if op.name is None else np.asarray(v) for v, op in zip(outputs.values, outputs.spec.ops, strict=False)]
     own: Any = (outputs.n_rows, [_pack_array(value) for value in host] if outputs.n_rows else [])
     by_rank = rank.all_gather(own) if rank.size > 1 else [own]
@@ -320,7 +321,7 @@ def _reduce_arrays(rank: Rank, outputs: RankOutputs) -> Any:
 
 
 def _pack_array(value: np.ndarray | None) -> tuple[tuple[int, ...], str, bytes | None] | None:
-    """Return an array's shape, its dtype, and the bytes of a small one: pickling an array takes longer."""
+    """Return an array's shape, dtype and, if it is small, bytes: these are pickled faster than an array."""
     if value is None:
         return None
     return value.shape, value.dtype.str, value.tobytes() if value.nbytes <= SMALL_NBYTES else None
@@ -338,12 +339,12 @@ def _check_shapes(rank: Rank, position: int, op: ReductionOp, layouts: dict[int,
     if len(compared) > 1:
         condition = "the same shape" if op.is_elementwise else "equal lengths of all axes but axis 0"
         shapes_text = ", ".join(f"rank {r} has {shape}" for r, shape in shapes.items())
-        message = f"output {position}: op {op.spelling!r} needs {condition} on all ranks, but {shapes_text}"
+        message = f"output {position}: op {op.full_name!r} needs {condition} on all ranks, but {shapes_text}"
         rank.raise_collectively(ValueError(message))
 
 
 def _gather_large(rank: Rank, value: np.ndarray | None, layouts: dict[int, ArrayLayout]) -> np.ndarray | None:
-    """Join large arrays along axis 0 in the master; ``value`` is None on a rank without rows."""
+    """Concatenate large arrays along axis 0 in the master; ``value`` is None on a rank without rows."""
     communicator = HOST.get_communicator(rank)
     all_layouts = [layouts.get(r) for r in range(rank.size)]
     own = None if value is None else np.ascontiguousarray(value)
@@ -366,7 +367,7 @@ def _reduce_large(
 ) -> np.ndarray | None:
     """Reduce large arrays into the master; each rank reduces a share of the elements.
 
-    Each rank weights its own values, so that the reduction over ranks is a plain one, followed by a division.
+    Each rank multiplies its values by its weight.  The sum over ranks is then divided by the sum of the weights.
     """
     shape, dtype = next(iter(layouts.values()))
     accumulator_dtype = op.reduction.choose_accumulator_dtype(dtype)

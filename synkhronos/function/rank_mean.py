@@ -4,10 +4,10 @@ A compiled function calls `average_over_ranks` where its graph has a `RankMeanOp
 
     rank 0   rows --> mean of its rows --+                                    +--> next operation
     rank 1   rows --> mean of its rows --+--> mean over ranks, by their rows --+--> next operation
-    rank 2   no rows: `RankMeans.join` --+
+    rank 2   no rows: `RankMeans.contribute_no_rows` --+
 
-All ranks run the same function, so that they make the same means in the same order.  XLA calls from a thread of its
-own; the main thread waits until the launch is computed.
+All ranks run the same function, so they compute the same means in the same order.  XLA calls `average_over_ranks` from
+a thread of its own, while the main thread waits for the launch.
 """
 
 from __future__ import annotations
@@ -23,27 +23,27 @@ from synkhronos.ranks import Rank
 
 
 class RankMeans:
-    """The means of one launch of a compiled function on this rank.
+    """The means over ranks that one launch of a compiled function computes on this rank.
 
     Parameters
     ----------
     rank : Rank
     count : int
-        Number of means that the function makes.
+        Number of means over ranks in the function.
     """
 
     #: The launch in progress in this process.
     current: ClassVar[RankMeans | None] = None
-    #: Whether a program runs in this process whose ranks do not call functions together.
-    is_refused: ClassVar[bool] = False
+    #: Whether means over ranks are refused, because ranks call functions at their own pace.
+    is_forbidden: ClassVar[bool] = False
 
     def __init__(self, rank: Rank, count: int):
         self._rank, self._count = rank, count
         self._n_done = 0
         self._error: BaseException | None = None
 
-    def launch(self, run: Callable[[], list[Any]]) -> list[Any]:
-        """Run a function that makes the means, and returns when they are made; return its result."""
+    def run_launch(self, run: Callable[[], list[Any]]) -> list[Any]:
+        """Call ``run``, which launches the compiled function and waits for it, and return its result."""
         RankMeans.current = self
         try:
             results = run()
@@ -54,16 +54,16 @@ class RankMeans:
         finally:
             RankMeans.current = None
         if self._n_done != self._count:
-            raise RuntimeError(f"this rank has made {self._n_done} means over ranks, expected {self._count}")
+            raise RuntimeError(f"this rank has computed {self._n_done} means over ranks, expected {self._count}")
         return results
 
-    def join(self) -> None:
-        """Take part in the means of the other ranks, without rows."""
+    def contribute_no_rows(self) -> None:
+        """Take part in the collectives of a launch on a rank without rows."""
         for _ in range(self._count):
             self._rank.all_gather_bytes(b"")
 
     def average(self, values: np.ndarray, weight: float) -> np.ndarray:
-        """Return the mean of the ranks' vectors by their weights."""
+        """Return the mean of the ranks' vectors, each with its rank's weight."""
         self._n_done += 1
         try:
             weighted = np.append(np.asarray(values, np.float64) * weight, weight)
@@ -77,26 +77,26 @@ class RankMeans:
     @classmethod
     @contextlib.contextmanager
     def forbid(cls) -> Iterator[None]:
-        """Return a context manager that refuses means over ranks, while ranks do not call functions together."""
-        cls.is_refused = True
+        """Context in which means over ranks raise RuntimeError, because ranks call functions at their own pace."""
+        cls.is_forbidden = True
         try:
             yield
         finally:
-            cls.is_refused = False
+            cls.is_forbidden = False
 
 
 def average_over_ranks(values: np.ndarray, weight: Any) -> np.ndarray:
-    """Return the mean of a vector over the ranks; outside of the ranks' functions the vector of this process.
+    """Return the mean of a vector over the ranks.  Outside a call on all ranks, return the vector itself.
 
     Raises
     ------
     RuntimeError
-        If ranks take steps of their own.
+        If ranks call functions at their own pace.
     """
     launch = RankMeans.current
     if launch is not None:
         return launch.average(np.asarray(values), float(weight))
-    if RankMeans.is_refused:
+    if RankMeans.is_forbidden:
         raise RuntimeError(
             "rank_mean, sync=True: ranks call this function at their own pace (exchange rules other than BSP() on "
             "gradients, the launcher, tasks); use make_train_function, make_trainer with BSP(), or synkhronos.function"
@@ -107,18 +107,17 @@ def average_over_ranks(values: np.ndarray, weight: Any) -> np.ndarray:
 class RankMeanOp:
     """Mixin of the Ops of PyTensor and Theano: the mean of a vector over the ranks, weighted by their numbers of rows.
 
-    Each rank's loss is a mean over its rows, and the loss of all ranks their mean by rows.  So the gradient is the same
-    mean, of the ranks' gradients.
+    The loss of all ranks is this mean of the ranks' losses, so its gradient is the same mean of the ranks' gradients.
     """
 
     __props__ = ()
 
     def make_node(self, values: Any, rows: Any) -> Any:
-        """Return the node of a vector and a scalar."""
+        """Return the node for a vector of values and the scalar number of rows."""
         return self.apply_class(self, [values, rows], [values.type()])  # type: ignore[attr-defined]
 
     def perform(self, node: Any, inputs: Any, outputs: Any, params: Any = None) -> None:
-        """Average over the ranks."""
+        """Compute the mean over the ranks."""
         outputs[0][0] = np.array(average_over_ranks(*inputs))
 
     def infer_shape(self, *arguments: Any) -> list[Any]:
@@ -126,11 +125,11 @@ class RankMeanOp:
         return [arguments[-1][0]]
 
     def do_constant_folding(self, *_: Any) -> bool:
-        """Return False: the compilation of one rank would wait for the others."""
+        """Return False: folding would wait for the other ranks while this one compiles."""
         return False
 
     def connection_pattern(self, node: Any) -> list[list[bool]]:
-        """Return the derivatives that exist: with respect to the vector, not to the number of rows."""
+        """Return the inputs with a derivative: the vector, but not the number of rows."""
         return [[True], [False]]
 
     def _differentiate(self, inputs: Any, gradients: Any) -> list[Any]:
@@ -152,7 +151,7 @@ def count_rank_means(function: Any) -> int:
     Raises
     ------
     NotImplementedError
-        If one is within a loop or another graph of its own, so that ranks might make different numbers of means.
+        If one is within an inner graph, such as a loop's, which ranks may run different numbers of times.
     """
     nodes = function.maker.fgraph.toposort()
     count = sum(isinstance(node.op, RankMeanOp) for node in nodes)
@@ -160,13 +159,13 @@ def count_rank_means(function: Any) -> int:
     while inner:
         node = inner.pop()
         if isinstance(node.op, RankMeanOp):
-            raise NotImplementedError("rank_mean, sync=True: not within loops (scan) and other graphs of their own")
+            raise NotImplementedError("rank_mean, sync=True: not within loops (scan) and other inner graphs")
         inner += _list_inner_nodes(node.op)
     return count
 
 
 def _list_inner_nodes(op: Any) -> list[Any]:
-    """Return the nodes of the graph that an Op contains: PyTensor's ``fgraph``, ``outputs`` of Theano's loops."""
+    """Return the nodes of an Op's inner graph: ``fgraph`` in PyTensor, ``outputs`` of Theano's loops."""
     graph, outputs = getattr(op, "fgraph", None), getattr(op, "outputs", None)
     if graph is not None:
         return list(graph.toposort())

@@ -1,4 +1,4 @@
-"""Reduction ops of outputs and updates, and their accumulation value by value."""
+"""Reduction ops of outputs and updates, and the accumulation of values by an op."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from synkhronos.devices.reductions import REDUCTIONS, Reduction
 
 @dataclass(frozen=True, slots=True)
 class ReductionOp:
-    """The reduction that a user chose for an output or an update.
+    """The op of an output or an update: the reduction, and where it is computed.
 
     Attributes
     ----------
     name : str or None
-        A key of `REDUCTIONS`.  None keeps the last slice's value, and of all ranks' values the master's.
+        A key of `REDUCTIONS`.  None: no reduction, but the value of the last slice and of the master.
     on_host : bool
-        Whether to reduce in host memory even on GPUs: the prefix ``c_``.
+        Whether values on GPUs, too, are reduced in host memory: the prefix ``c_``.
     """
 
     name: str | None
@@ -28,19 +28,18 @@ class ReductionOp:
 
     @classmethod
     def parse(cls, op: Any, argument: str) -> ReductionOp:
-        """Return the op that a user's string, or None, stands for.
+        """Return the op of a name such as "sum" or "c_sum", or of None.
 
         Parameters
         ----------
         op : str or None
-            Such as "sum" or "c_sum".
         argument : str
             Name of the argument in errors.
 
         Raises
         ------
         TypeError, ValueError
-            If it is no op.
+            If there is no op of this name.
         """
         if op is None:
             return cls(None)
@@ -52,18 +51,18 @@ class ReductionOp:
         return cls(name, name != op)
 
     @property
-    def spelling(self) -> str | None:
-        """The string that `parse` reads as this op."""
+    def full_name(self) -> str | None:
+        """Name with the prefix ``c_``, if the op has it: the argument of `parse`."""
         return f"c_{self.name}" if self.on_host else self.name
 
     @property
     def reduction(self) -> Reduction:
-        """Definition of the reduction; only of an op with a name."""
+        """Definition of the reduction.  The op must have a name."""
         return REDUCTIONS[str(self.name)]
 
     @property
     def is_elementwise(self) -> bool:
-        """Whether the reduced values need to have the same shape."""
+        """Whether the op reduces values element by element, so that they need equal shapes."""
         return self.name is not None and self.reduction.ufunc is not None
 
 
@@ -72,7 +71,7 @@ def _list_ops() -> str:
 
 
 class Accumulator:
-    """Running reduction of values that arrive one by one.
+    """Running reduction of values.
 
     Parameters
     ----------
@@ -94,7 +93,7 @@ class Accumulator:
         self._n_rows = 0
         self._n_values = 0
         self._value: Any = None
-        self._pieces: list[Any] = []
+        self._arrays: list[Any] = []
         self._dtype: np.dtype | None = None
 
     def add(self, value: Any, n_rows: int) -> None:
@@ -103,7 +102,7 @@ class Accumulator:
         Raises
         ------
         ValueError
-            If its shape differs from the shape of the others, and the reduction is elementwise.
+            If the reduction is elementwise, and the shape differs from that of the earlier values.
         """
         self._n_rows += n_rows
         self._n_values += 1
@@ -115,33 +114,31 @@ class Accumulator:
             self._device = get_array_device(value)
         value = self._device.as_array(value)
         if reduction.ufunc is None:
-            self._pieces.append(value if value.ndim else value.reshape((1,)))
+            self._arrays.append(value if value.ndim else value.reshape((1,)))
             return
-        weighted = self._weigh(reduction, value, n_rows) if reduction.divides else value
+        weighted = self._multiply_by_weight(reduction, value, n_rows) if reduction.divides else value
         if self._value is None:
-            # A copy, as the caller may own the value, and the next ones are added in place.
+            # A copy, since later values are added in place.
             self._value = np.array(weighted) if weighted is value and self._device is HOST else weighted
         elif self._value.shape != value.shape:
-            raise ValueError(
-                f"op {self.op.spelling!r} needs the same shape from all, got {self._value.shape} and {value.shape}"
-            )
+            raise ValueError(f"op {self.op.full_name!r} needs equal shapes, got {self._value.shape} and {value.shape}")
         else:
             self._value = self._device.reduce_pair(reduction, self._value, weighted)
 
-    def _weigh(self, reduction: Reduction, value: Any, n_rows: int) -> Any:
+    def _multiply_by_weight(self, reduction: Reduction, value: Any, n_rows: int) -> Any:
         self._dtype = value.dtype
-        if value.dtype == np.float16:  # a sum over rows soon exceeds its range
+        if value.dtype == np.float16:  # its range is too small for a sum over rows
             value = value.astype(np.float32)
         return self._device.as_array(value * np.asarray(n_rows, value.dtype)) if reduction.weights_rows else value
 
     def result(self) -> Any:
-        """Return the reduction of the values added so far, at least one."""
-        if self._pieces:
-            return self._pieces[0] if len(self._pieces) == 1 else self._device.concatenate(self._pieces)
+        """Return the reduction of the values added so far.  At least one is needed."""
+        if self._arrays:
+            return self._arrays[0] if len(self._arrays) == 1 else self._device.concatenate(self._arrays)
         reduction = self._reduction
         if reduction is None or not reduction.divides:
             return self._value
         total = self._n_rows if reduction.weights_rows else self._n_values
-        # A mean of values of zero rows stays what the serial library computed: 0 / 0.
+        # The serial library's mean over zero rows, 0 / 0, is returned unchanged.
         value = self._value if total == 0 else self._value / np.asarray(total, self._value.dtype)
         return self._device.as_array(value).astype(self._dtype, copy=False)

@@ -1,4 +1,4 @@
-"""Log messages about work that takes longer than a user expects, such as compiling."""
+"""Warnings in the log about work that takes unexpectedly long, such as compiling."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from collections.abc import Iterator
 
 _log = logging.getLogger("synkhronos")
 
-#: Number of seconds after which work is logged.
-PATIENCE = 5.0
+#: Number of seconds after which `warn_if_slow` logs a warning.
+WARN_AFTER_SECONDS = 5.0
 
 
 @contextlib.contextmanager
 def warn_if_slow(work: str) -> Iterator[None]:
-    """Log a warning if the ``with`` block takes longer than `PATIENCE`, and its duration at the end.
+    """Log a warning if the ``with`` block takes longer than `WARN_AFTER_SECONDS`, and its duration at the end.
 
     Python prints warnings on stderr by default.
 
@@ -26,7 +26,7 @@ def warn_if_slow(work: str) -> Iterator[None]:
         Description of the work, as in "compiling f".
     """
     start = time.monotonic()
-    timer = threading.Timer(PATIENCE, _log.warning, ["%s; this may take a minute or two", work])
+    timer = threading.Timer(WARN_AFTER_SECONDS, _log.warning, ["%s; this may take a minute or two", work])
     timer.daemon = True
     try:  # includes the start, so that an interrupt leaves no timer running
         timer.start()
@@ -34,5 +34,5 @@ def warn_if_slow(work: str) -> Iterator[None]:
     finally:
         timer.cancel()
         took = time.monotonic() - start
-        if took > PATIENCE:
+        if took > WARN_AFTER_SECONDS:
             _log.warning("%s took %.0f s", work, took)

@@ -11,10 +11,10 @@ import numpy.typing as npt
 
 from synkhronos.casts import cast
 from synkhronos.data.array import as_numpy
-from synkhronos.data.rows import find_max_row, find_min_row, select
+from synkhronos.data.rows import find_max_row, find_min_row, select_rows
 from synkhronos.devices import HOST, Device, Selection, find_device, take_rows
 from synkhronos.engines import Runner
-from synkhronos.function.computation import PLAIN, Computation
+from synkhronos.function.computation import DEFAULT_VARIANT, Computation
 from synkhronos.ranks import Rank, SharedArray
 from synkhronos.ranks.rank_task import RankTask, Span, find_span
 
@@ -65,7 +65,7 @@ class LocalRows:
         return len(self._array if self._selected is None else self._selected)
 
     def __getitem__(self, selection: Any) -> LocalRows:
-        rows, selected = select(selection, len(self), "rows"), self._selected
+        rows, selected = select_rows(selection, len(self), "rows"), self._selected
         if isinstance(selected, range) and isinstance(rows, range):
             start, stop = (selected.start + selected.step * bound for bound in (rows.start, rows.stop))
             rows = range(start, stop, selected.step * rows.step)
@@ -166,7 +166,7 @@ class LocalFunction:
     def launch(self, *inputs: Any) -> list[Any]:
         """Start a run on this rank and return the outputs, which may not be computed yet; pass them to `read`."""
         self._task.progress()
-        return self._run(self._computation.compile(PLAIN).runner, inputs)
+        return self._run(self._computation.compile(DEFAULT_VARIANT).runner, inputs)
 
     def launch_many(self, times: int, *inputs: Any) -> list[Any] | None:
         """Start many runs in one launch, each on one of ``times`` equal blocks of the inputs' rows.
@@ -178,7 +178,7 @@ class LocalFunction:
             if the function is not compiled by XLA, or if an output is no scalar.
         """
         self._task.progress()
-        repeated = self._computation.compile(PLAIN).runner.repeat(times)
+        repeated = self._computation.compile(DEFAULT_VARIANT).runner.repeat(times)
         return None if repeated is None else self._run(repeated, inputs)
 
     @property

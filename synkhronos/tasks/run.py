@@ -18,10 +18,10 @@ import numpy as np
 from synkhronos import ranks
 from synkhronos.collectives.arguments import get_mirror_keys
 from synkhronos.data import Data
-from synkhronos.data.shared import check_session, is_published, locate
+from synkhronos.data.shared import check_session, is_published, to_shared_array
 from synkhronos.devices import HOST
 from synkhronos.function import Function, get_dispatcher
-from synkhronos.function.computation import PLAIN
+from synkhronos.function.computation import DEFAULT_VARIANT
 from synkhronos.function.rank_mean import RankMeans
 from synkhronos.function.slow_warning import warn_if_slow
 from synkhronos.graphs import list_loaded_libraries
@@ -157,10 +157,10 @@ class RunProgram(_RunProgramFields, Command):
         if rank.is_master:
             for key in self.functions:
                 with warn_if_slow(f"compiling {get_object(rank, key).name}"):
-                    get_object(rank, key).compile(PLAIN)
+                    get_object(rank, key).compile(DEFAULT_VARIANT)
         rank.barrier()
         for key in self.functions:
-            get_object(rank, key).compile(PLAIN)
+            get_object(rank, key).compile(DEFAULT_VARIANT)
         rank.threads.limit()  # the compiled code may have loaded a BLAS
 
 
@@ -196,7 +196,7 @@ class _ProgramPickler(pickle.Pickler):
             return "function", dispatcher.key
         if isinstance(value, Data):
             check_session(value, self.session, "an argument")
-            location = locate(value)
+            location = to_shared_array(value)
             if is_published(value):
                 self.arrays.append(location)
             return "data", location

@@ -17,7 +17,7 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from synkhronos.data.rows import select
+from synkhronos.data.rows import select_rows
 from synkhronos.function.inputs import check_indexes, split_by_rank
 
 #: Rows of one step: an array of indexes per rank; None for a step that cannot share a launch.
@@ -53,7 +53,7 @@ def assign_rows(batches: Sequence[Any], length: int, size: int) -> list[StepRows
     """
     steps: list[StepRows] = []
     for i, batch in enumerate(batches):
-        rows = np.asarray(select(batch, length, f"batches[{i}]"), np.int64)
+        rows = np.asarray(select_rows(batch, length, f"batches[{i}]"), np.int64)
         if not len(rows):
             raise ValueError(f"batches[{i}]: expected at least one row, got {batch!r}")
         steps.append(None if len(rows) % size else list(rows.reshape(size, -1)))

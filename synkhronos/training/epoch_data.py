@@ -11,7 +11,7 @@ import numpy as np
 import synkhronos as synk
 from synkhronos import ranks
 from synkhronos.data import Data
-from synkhronos.data.parts import PartsData, iterate_shuffled
+from synkhronos.data.parts import PartsData, iterate_shuffled_batches
 from synkhronos.loading import Loader
 from synkhronos.loading.loader import Feed, open_feed
 from synkhronos.training.recorder import Recorder
@@ -138,7 +138,7 @@ class EpochData:
     def _iterate_part_rows(self, epoch: int) -> Iterator[np.ndarray]:
         """Yield the rows of each step of an epoch, if ranks take only rows of their own host."""
         assert self.pools is not None
-        return iterate_shuffled(self.length, self.batch * self.pools[-1].stop, self.pools, (self.seed, epoch))
+        return iterate_shuffled_batches(self.length, self.batch * self.pools[-1].stop, self.pools, (self.seed, epoch))
 
     def describe_parts(self) -> list[int] | None:
         """Return the batch and the numbers of ranks by host if hosts have different rows, else None."""

@@ -9,7 +9,7 @@ import numpy as np
 
 from synkhronos.casts import as_numbers
 from synkhronos.checks import check_at_least
-from synkhronos.data.rows import select
+from synkhronos.data.rows import select_rows
 from synkhronos.devices import take_rows
 from synkhronos.graphs import library_of
 from synkhronos.training.step_options import StepOptions
@@ -83,7 +83,7 @@ class SerialTrainFunction:
             if isinstance(chosen, int | np.integer) or isinstance(chosen, np.ndarray) and chosen.dtype == bool:
                 raise TypeError(f"batch_s: expected a slice or a list of indexes, got {chosen!r}")
         arrays = [as_numbers(a, data) for a in arrays]
-        arrays = [take_rows(a, select(chosen, len(a), chooser)) for a in arrays]
+        arrays = [take_rows(a, select_rows(chosen, len(a), chooser)) for a in arrays]
         lengths = [len(a) for a in arrays]
         if len(set(lengths)) > 1:
             raise ValueError(f"{data}: expected the same number of rows of each, got {lengths}")

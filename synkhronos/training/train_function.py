@@ -390,13 +390,13 @@ class TrainFunction:
         with session.call_lock:
             session.wait_until_idle()
             dispatcher, updates = get_dispatcher(self.gradient), [get_dispatcher(update) for update in self._updates]
-            gradient = dispatcher.prepare(session, arrays, batch=batch, batch_s=batch_s, num_slices=num_slices)
+            gradient = dispatcher.make_call(session, arrays, batch=batch, batch_s=batch_s, num_slices=num_slices)
             if self._has_rank_without_rows(session, gradient, batch):
                 # A rank without rows does not write its vector, which would still hold an earlier step's values.
                 clear = get_dispatcher(self._clear)
-                call = clear.prepare(session)
-                clear.finish(session, call, session.run(call))
-            calls = [update.prepare(session) for update in updates]
+                call = clear.make_call(session)
+                clear.read_result(session, call, session.run(call))
+            calls = [update.make_call(session) for update in updates]
             command: Step | ShardedStep
             if sharding is None:
                 reduce = get_all_reduce_command(session, self.grad_shared, "avg", nccl=True)
@@ -409,8 +409,8 @@ class TrainFunction:
                 return None
             loss, updated = returned
             for update, call in zip(updates, calls, strict=True):
-                update.finish(session, call, updated)
-            outputs = dispatcher.finish(session, gradient, loss)
+                update.read_result(session, call, updated)
+            outputs = dispatcher.read_result(session, gradient, loss)
         weights = outputs[times:] or [None] * times
         return list(zip(outputs[:times], weights, strict=True))
 

@@ -22,7 +22,7 @@ import synkhronos as synk
 from synkhronos import ranks
 from synkhronos.checks import describe
 from synkhronos.data import Data
-from synkhronos.data.parts import iterate_in_order
+from synkhronos.data.parts import iterate_ordered_batches
 from synkhronos.loading import Loader, LoadError
 from synkhronos.loading.loader import Feed, record_position
 from synkhronos.ranks import WorkerError
@@ -294,7 +294,7 @@ class TrainerLoop(EpochLoop):
         if isinstance(valid, Loader):
             batches = valid.epoch(0, step)
         elif get_rank_pools(valid[0]):
-            batches = iterate_in_order(valid[1], step, ranks.get_session().size)
+            batches = iterate_ordered_batches(valid[1], step, ranks.get_session().size)
         else:
             batches = (slice(start, min(valid[1], start + step)) for start in range(0, valid[1], step))
         for rows in batches:

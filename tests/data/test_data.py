@@ -567,7 +567,7 @@ def test_data_raises_after_close_and_new_fork(lives, use, again):
         fork_ranks(2)
     error, message = RuntimeError, "freed when the ranks were closed"
     if use == "call":
-        error, message = (ValueError, "before the present fork") if again else (RuntimeError, "fork")
+        error, message = (ValueError, "earlier session") if again else (RuntimeError, "fork")
     with pytest.raises(error, match=message):
         USES[use](d)
 

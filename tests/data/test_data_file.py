@@ -76,9 +76,9 @@ def test_data_file_after_free_and_close(fork, path):
 @pytest.mark.parametrize(
     ("value", "words"),
     [
-        (np.asfortranarray(np.ones((3, 4))), "C's order"),
+        (np.asfortranarray(np.ones((3, 4))), "C order"),
         (np.array(["a"]), "expected numbers"),
-        (np.ones(3, ">f8"), "order of bytes"),
+        (np.ones(3, ">f8"), "native byte order"),
         (np.array([None]), "expected numbers"),
     ],
 )

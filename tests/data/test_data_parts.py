@@ -13,7 +13,7 @@ from messages import raises
 
 import synkhronos as synk
 from synkhronos import ranks
-from synkhronos.data.parts import PartsData, iterate_shuffled
+from synkhronos.data.parts import PartsData, iterate_shuffled_batches
 from synkhronos.data.rows import get_share
 
 pytestmark = [
@@ -34,7 +34,7 @@ def make_double():
 def test_data_parts_reads_few_of_many_rows():
     """As on the first of several hosts: rows' numbers would take 8 TB here."""
     x = PartsData.__new__(PartsData)
-    x._session, x._ndim, x._origin, x.local_rows = SimpleNamespace(close_reason=None), 1, "x", range(10)
+    x._session, x._ndim, x._source, x.local_rows = SimpleNamespace(close_reason=None), 1, "x", range(10)
     x._array = np.broadcast_to(7.0, 10**12)
     assert x[5:8].tolist() == [7, 7, 7] and not len(x[5:5])
     with raises(IndexError, "x"):
@@ -81,7 +81,7 @@ def test_data_parts_batches_are_local(counts, data):
     by_host = [range(sum(counts[:h]), sum(counts[: h + 1])) for h in range(len(counts))]
     length = data.draw(st.integers(n, 200))
     size = data.draw(st.integers(n, length))
-    found = list(iterate_shuffled(length, size, by_host, seed=3))
+    found = list(iterate_shuffled_batches(length, size, by_host, seed=3))
     seen = np.concatenate(found) if found else np.empty(0, int)
     assert len(seen) == len(set(seen.tolist())) == size * len(found)
     for batch in found:
@@ -92,7 +92,8 @@ def test_data_parts_batches_are_local(counts, data):
     if len(counts) == 1:  # no more rows are left out than must be
         assert len(found) == length // size
     assert all(
-        np.array_equal(a, b) for a, b in zip(found, iterate_shuffled(length, size, by_host, seed=3), strict=True)
+        np.array_equal(a, b)
+        for a, b in zip(found, iterate_shuffled_batches(length, size, by_host, seed=3), strict=True)
     )
 
 

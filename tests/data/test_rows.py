@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from messages import raises
 
-from synkhronos.data.rows import find_max_row, find_min_row, get_share, select, split
+from synkhronos.data.rows import find_max_row, find_min_row, get_share, select_rows, split_selection
 from synkhronos.devices import take_rows
 
 lengths = st.integers(0, 12)
@@ -66,13 +66,13 @@ def make_rows(length, width=2):
 def test_select_equals_numpy_indexing(case):
     length, batch, index = case
     data = make_rows(length)
-    np.testing.assert_array_equal(take_rows(data, select(batch, length)), data[index])
+    np.testing.assert_array_equal(take_rows(data, select_rows(batch, length)), data[index])
 
 
 @given(batches())
 def test_select_returns_a_range_or_nonnegative_int64(case):
     length, batch, _ = case
-    rows = select(batch, length)
+    rows = select_rows(batch, length)
     assert isinstance(rows, range) or rows.dtype == np.int64 and rows.ndim == 1
     assert all(0 <= row < length for row in rows)
 
@@ -83,23 +83,23 @@ def test_select_refuses_out_of_range_indexes(length, data):
     right = data.draw(st.lists(st.integers(-length, length - 1), max_size=5)) if length else []
     batch = data.draw(st.permutations([*right, wrong]))
     with pytest.raises(IndexError, match=rf"^batch: index {wrong} is out of range for {length} rows$"):
-        select(batch, length)
+        select_rows(batch, length)
 
 
 @given(st.integers(0, 12), st.integers(-99, 99))
 def test_select_refuses_too_many_rows(length, count):
     if 0 <= count <= length:
-        assert select(count, length) == range(count)
+        assert select_rows(count, length) == range(count)
     else:
         with pytest.raises(IndexError, match=rf"^batch={count}: .* from 0 to {length}\b"):
-            select(count, length)
+            select_rows(count, length)
 
 
 @given(st.integers(0, 12), st.lists(st.booleans(), min_size=1, max_size=15))
 def test_select_refuses_a_mask_of_another_length(length, mask):
     if len(mask) != length:
         with pytest.raises(ValueError, match=rf"^batch: a mask needs .* {length} rows, got {len(mask)}"):
-            select(np.array(mask), length)
+            select_rows(np.array(mask), length)
 
 
 @pytest.mark.parametrize(
@@ -129,16 +129,16 @@ def test_select_refuses_a_mask_of_another_length(length, mask):
 )
 def test_select_errors(batch, error, message):
     with raises(error, message):
-        select(batch, 5)
+        select_rows(batch, 5)
 
 
 def test_select_error_names_the_argument():
     with raises(IndexError, "rows"):
-        select(9, 5, "rows")
+        select_rows(9, 5, "rows")
 
 
 def test_select_of_a_negative_range():
-    assert select(range(-2, 2), 5).tolist() == [3, 4, 0, 1]
+    assert select_rows(range(-2, 2), 5).tolist() == [3, 4, 0, 1]
 
 
 def test_select_accepts_numpy_index_types():
@@ -149,7 +149,7 @@ def test_select_accepts_numpy_index_types():
         def __array__(self, dtype=None, copy=None):
             return np.array([3, -1])
 
-    assert select(Indexes(), 5).tolist() == [3, 4]
+    assert select_rows(Indexes(), 5).tolist() == [3, 4]
 
 
 # -- share and pieces ----------------------------------------------------------------------------------------
@@ -173,8 +173,8 @@ def test_share_sizes_differ_by_at_most_one(count, parts):
 @given(batches(), st.integers(1, 5))
 def test_split_parts_make_up_the_selection(case, count):
     length, batch, _ = case
-    rows = select(batch, length)
-    cut = list(split(rows, count))
+    rows = select_rows(batch, length)
+    cut = list(split_selection(rows, count))
     assert len(cut) == count
     assert all(isinstance(piece, type(rows)) for piece in cut)
     assert [row for piece in cut for row in piece] == list(rows)
@@ -183,9 +183,9 @@ def test_split_parts_make_up_the_selection(case, count):
 @given(batches(), st.integers(1, 4), st.integers(1, 4))
 def test_split_of_shares_covers_all_rows(case, parts, count):
     length, batch, index = case
-    rows = select(batch, length)
+    rows = select_rows(batch, length)
     data = make_rows(length)
-    cut = [piece for part in range(parts) for piece in split(rows[get_share(len(rows), parts, part)], count)]
+    cut = [piece for part in range(parts) for piece in split_selection(rows[get_share(len(rows), parts, part)], count)]
     np.testing.assert_array_equal(np.concatenate([take_rows(data, piece) for piece in cut]), data[index])
 
 
@@ -195,7 +195,7 @@ def test_split_of_shares_covers_all_rows(case, parts, count):
 @given(batches())
 def test_min_row_and_max_row(case):
     length, batch, index = case
-    rows, picked = select(batch, length), np.arange(length)[index]
+    rows, picked = select_rows(batch, length), np.arange(length)[index]
     assert find_min_row(rows) == (picked.min() if picked.size else 0)
     assert find_max_row(rows) == (picked.max() if picked.size else -1)
     assert type(find_min_row(rows)) is type(find_max_row(rows)) is int
@@ -210,7 +210,7 @@ def test_take_of_any_shape_and_layout(case, behind, strided):
     data = np.random.default_rng(0).normal(size=(length, *behind))
     if strided:
         data = np.repeat(data, 2, axis=0)[::2]
-    rows = select(batch, length)
+    rows = select_rows(batch, length)
     np.testing.assert_array_equal(take_rows(data, rows), data[index])
     out = np.full((len(rows), *behind), np.nan)
     assert take_rows(data, rows, out) is out
@@ -220,7 +220,7 @@ def test_take_of_any_shape_and_layout(case, behind, strided):
 @given(st.integers(0, 12), slices)
 def test_take_of_a_range_is_a_view(length, batch):
     data = make_rows(length)
-    taken = take_rows(data, select(batch, length))
+    taken = take_rows(data, select_rows(batch, length))
     taken[...] = -1
     assert (data[batch] == -1).all()
     assert (data == -1).sum() == taken.size
@@ -229,6 +229,6 @@ def test_take_of_a_range_is_a_view(length, batch):
 @given(st.integers(1, 12), st.data())
 def test_take_of_indexes_is_a_copy(length, draw):
     data = make_rows(length)
-    taken = take_rows(data, select(draw.draw(st.lists(st.integers(0, length - 1), min_size=1)), length))
+    taken = take_rows(data, select_rows(draw.draw(st.lists(st.integers(0, length - 1), min_size=1)), length))
     taken[...] = -1
     assert (data >= 0).all()

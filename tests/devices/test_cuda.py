@@ -15,7 +15,7 @@ from system import LIMIT, run_code
 
 import synkhronos as synk
 from synkhronos import devices, ranks
-from synkhronos.data.shared import locate
+from synkhronos.data.shared import to_shared_array
 from synkhronos.devices import JAX, PYGPU, cuda
 from synkhronos.devices.cuda.nccl import BufferSpan, NcclCommunicator
 from synkhronos.devices.cuda.nccl_group import NcclGroup
@@ -703,7 +703,7 @@ def test_pages_are_unlocked_before_they_are_unmapped(fork, staging):
     fork(2)
     rank = ranks.get_session().rank
     arrays = [synk.data(np.ones(n)) for n in (10, 5000, 3)]
-    keys = [locate(array).key for array in arrays]
+    keys = [to_shared_array(array).key for array in arrays]
     for key in keys:
         assert staging.lock_segment(rank, key) == staging.lock_segment(rank, key)
     assert len(staging.driver.locked) == len(rank.segments.on_drop) + 2 == 3
@@ -768,5 +768,5 @@ def test_unlockable_segment_is_forgotten(fork, staging, monkeypatch):
 
     monkeypatch.setattr(staging, "lock_pages", interrupted)
     with pytest.raises(KeyboardInterrupt):
-        staging.lock_segment(rank, locate(array).key)
+        staging.lock_segment(rank, to_shared_array(array).key)
     assert not staging.driver.locked and not staging._locked

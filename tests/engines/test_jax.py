@@ -34,7 +34,7 @@ from synkhronos.engines.lazy import _MAX_CALLS, Result, ResultTable, _get_unread
 from synkhronos.engines.xla import XlaEngine
 from synkhronos.engines.xla.executable import Executable
 from synkhronos.engines.xla.trace import TracedReduction
-from synkhronos.function.computation import PLAIN
+from synkhronos.function.computation import DEFAULT_VARIANT
 from synkhronos.graphs import library_of
 from synkhronos.launch.contract import group_variables
 from synkhronos.ranks import Command
@@ -340,7 +340,7 @@ def test_launch_passes_one_array_per_random_generator(fork):
     f = synk.function([], (w.sum(), "avg"), updates=[(w, w + random.normal(size=3) * random.uniform(size=3))])
     first = [float(f()) for _ in range(3)]
     assert len(set(first)) == 3
-    executable = f._computation.compile(PLAIN).runner
+    executable = f._computation.compile(DEFAULT_VARIANT).runner
     storages = [storage[0] for storage in executable._storages]
     assert len(storages) == 3 and all(JAX.owns(value) for value in storages)
     assert sorted(value.shape for value in storages) == [(2,), (2,), (3,)]
@@ -358,7 +358,7 @@ def pair(fork):
     first = synk.function([x], (x.sum(), "sum"), updates=[(g, x * w)])
     second = synk.function([], updates=[(w, w - g), (n, n + 1)])
     synk.distribute()
-    return [f._computation.compile(PLAIN).runner for f in (first, second)], (g, w, n)
+    return [f._computation.compile(DEFAULT_VARIANT).runner for f in (first, second)], (g, w, n)
 
 
 @pytest.fixture
@@ -477,7 +477,7 @@ def test_repeated_launch_all_reduces_constants_each_time(fork):
     first = synk.function([], (w.sum(), "sum"), updates=[(g, s * 1)])
     second = synk.function([], updates=[(w, w - g)])
     synk.distribute()
-    runs = [f._computation.compile(PLAIN).runner for f in (first, second)]
+    runs = [f._computation.compile(DEFAULT_VARIANT).runner for f in (first, second)]
     launch, calls = runs[0].fuse(TracedReduction(g.container.storage), runs[1], times=4), []
     with defer_signals(), launch.ffi_reduction.bind(Doubling(calls), 4):
         totals = launch()
@@ -507,7 +507,7 @@ def test_fused_all_reduce_in_chunks_or_another_dtype(fork, monkeypatch, tail, pi
     first = synk.function([x], (x.sum(), "sum"), updates=[(g, T.join(0, *parts, x[0, -1:]))])
     second = synk.function([], updates=[(w, w - g[:-1] / g[-1])])
     synk.distribute()
-    runs = [f._computation.compile(PLAIN).runner for f in (first, second)]
+    runs = [f._computation.compile(DEFAULT_VARIANT).runner for f in (first, second)]
     launch = runs[0].fuse(TracedReduction(g.container.storage, dtype, 2, tail), runs[1], times=times)
     rows = rng.uniform(1, 2, (times, sum(SIZES))).astype("float32")
     rows[:, -1] = 67  # not to be told from 66 by eight bits of mantissa after a division by 3
@@ -555,7 +555,7 @@ def test_chunk_all_reduce_starts_during_the_backward_pass(fork, monkeypatch):
     grad_updates, _, g = sgd((h**2).mean(), ws, learning_rate=0.1, weight=x.shape[0])
     first = synk.function([x], ((h**2).mean(), "mean"), updates=grad_updates)
     synk.distribute()
-    run = first._computation.compile(PLAIN).runner
+    run = first._computation.compile(DEFAULT_VARIANT).runner
     chain = run.fuse(TracedReduction(g.container.storage))
     chain._log = ScalarLog(chain._dtypes)
     jaxpr = (
@@ -609,7 +609,7 @@ def test_error_after_a_started_chunk_waits_and_updates_nothing(fork, monkeypatch
     first = synk.function([], (w.sum(), "sum"), updates=[(g, T.join(0, w[:30] * 2, w[30:] * 3))])
     second = synk.function([], updates=[(w, w - g)])
     synk.distribute()
-    runs = [f._computation.compile(PLAIN).runner for f in (first, second)]
+    runs = [f._computation.compile(DEFAULT_VARIANT).runner for f in (first, second)]
     launch = runs[0].fuse(TracedReduction(g.container.storage), runs[1])
 
     class Fails(Doubling):
@@ -631,7 +631,7 @@ def test_recently_used_launches_are_cached(fork):
     fork(1)
     x, w = T.dvector("x"), shared(np.zeros(3), "w")
     f, g = synk.function([x], (x.sum(), "sum")), synk.function([], updates=[(w, w + 1)])
-    runs = [each._computation.compile(PLAIN).runner for each in (f, g)]
+    runs = [each._computation.compile(DEFAULT_VARIANT).runner for each in (f, g)]
     made = {times: runs[0].fuse(second=runs[1], times=times) for times in range(1, 17)}
     assert made[1] is runs[0].fuse(second=runs[1], times=1)
     runs[0].fuse(second=runs[1], times=17)
@@ -666,7 +666,7 @@ def test_updates_by_lengths_and_constants_are_compiled_once(fork, many_steps_a_l
     for shared_, expected in ((w, w_alone), (k, k_alone)):
         np.testing.assert_allclose(shared_.get_value(), expected.get_value())
         assert np.asarray(shared_.get_value()).dtype == np.asarray(expected.get_value()).dtype
-    runs = [f._computation.compile(PLAIN).runner for f in (train.gradient, train.update)]
+    runs = [f._computation.compile(DEFAULT_VARIANT).runner for f in (train.gradient, train.update)]
     for times in (1, 3):
         assert runs[0].fuse(second=runs[1], times=times)._run._cache_size() == 1
 
@@ -675,7 +675,7 @@ def test_repeated_launch_returns_only_scalars(fork):
     fork(1)
     x, w = T.dvector("x"), shared(np.zeros(3), "w")
     f, g = synk.function([x], (x * 2, "gather")), synk.function([], updates=[(w, w + 1)])
-    runs = [each._computation.compile(PLAIN).runner for each in (f, g)]
+    runs = [each._computation.compile(DEFAULT_VARIANT).runner for each in (f, g)]
     assert runs[0].fuse(second=runs[1], times=2) is None
 
 
@@ -683,7 +683,7 @@ def test_launch_log_capacity(fork):
     fork(1)
     x, w = T.dvector("x"), shared(np.zeros(()), "w")
     f, g = synk.function([x], (x.sum(), "sum")), synk.function([], updates=[(w, w + 1)])
-    runs = [each._computation.compile(PLAIN).runner for each in (f, g)]
+    runs = [each._computation.compile(DEFAULT_VARIANT).runner for each in (f, g)]
     launch = runs[0].fuse(second=runs[1], times=100)
     rows = JAX.from_host(np.arange(200.0))
     expected = np.arange(200.0).reshape(100, 2).sum(axis=1)
@@ -758,7 +758,7 @@ def test_launches_are_freed_with_their_function(fork):
     x, w = T.dvector("x"), shared(np.zeros(3), "w")
     f, g = synk.function([x], (x.sum(), "sum"), updates=[(w, w + x)]), synk.function([], updates=[(w, 2 * w)])
     f(np.ones(3)), g()
-    runs = [each._computation.compile(PLAIN).runner for each in (f, g)]
+    runs = [each._computation.compile(DEFAULT_VARIANT).runner for each in (f, g)]
     runs.append(runs[0].fuse(second=runs[1]))
     runs[-1](JAX.from_host(np.ones(3)))
     references = [weakref.ref(run) for run in runs]

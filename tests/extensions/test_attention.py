@@ -13,7 +13,7 @@ from library import XLA, limit_examples  # noqa: E402
 
 import synkhronos as synk  # noqa: E402
 from synkhronos.extensions.attention import dot_product_attention  # noqa: E402
-from synkhronos.function.computation import PLAIN  # noqa: E402
+from synkhronos.function.computation import DEFAULT_VARIANT  # noqa: E402
 from synkhronos.lowering.attention_ops import Attention, AttentionGradient  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("rewrites")
@@ -109,7 +109,7 @@ def test_jax_mode_keeps_the_ops_for_float32(two_ranks, dtype):
     inputs = make_inputs(dtype)
     gradients = pytensor.grad(dot_product_attention(*inputs, is_causal=True).sum(), inputs)
     f = synk.function(inputs, [(gradient, "gather") for gradient in gradients])
-    nodes = f._computation.compile(PLAIN).function.maker.fgraph.toposort()
+    nodes = f._computation.compile(DEFAULT_VARIANT).function.maker.fgraph.toposort()
     count = sum(isinstance(node.op, Attention | AttentionGradient) for node in nodes)
     assert count == (1 if XLA and dtype == "float32" else 0)
 

@@ -160,7 +160,7 @@ def test_functions_work_after_a_new_fork(fork):
 
 
 def test_slow_compilation_is_reported_once(fork, monkeypatch, caplog):
-    monkeypatch.setattr(sys.modules["synkhronos.function.slow_warning"], "PATIENCE", 0.0)
+    monkeypatch.setattr(sys.modules["synkhronos.function.slow_warning"], "WARN_AFTER_SECONDS", 0.0)
     fork(2)
     x = T.dvector("x")
     f = synk.function([x], (x.sum(), "sum"), name="slow")

@@ -134,13 +134,13 @@ def test_reduction_refuses_different_shapes(op):
 @pytest.mark.parametrize("op", REDUCTIONS)
 def test_op_keeps_the_users_spelling(op):
     plain, host = ReductionOp.parse(op, "op"), ReductionOp.parse(f"c_{op}", "op")
-    assert (plain.spelling, host.spelling) == (op, f"c_{op}")
+    assert (plain.full_name, host.full_name) == (op, f"c_{op}")
     assert (plain.on_host, host.on_host) == (False, True)
     assert host.name == op
 
 
 def test_op_may_be_none():
-    assert ReductionOp.parse(None, "op").spelling is None
+    assert ReductionOp.parse(None, "op").full_name is None
 
 
 @pytest.mark.parametrize("op", ["average", "", "c_", "SUM", "c_c_sum", "None"])

@@ -16,7 +16,7 @@ from library import tensor as T
 import synkhronos as synk
 from synkhronos.extensions.train import make_train_function
 from synkhronos.extensions.updates import sgd
-from synkhronos.function.computation import PLAIN
+from synkhronos.function.computation import DEFAULT_VARIANT
 from synkhronos.lowering import scatter
 
 pytestmark = pytest.mark.skipif(not XLA, reason="these are about JAX mode")
@@ -65,7 +65,7 @@ def test_float32_graphs_compute_in_float32(fork):
     for result in f(value, value[:, 0]):
         assert result.dtype == "float32"
     assert w.get_value().dtype == "float32" and synk.get_value(1, w).dtype == "float32"
-    run = f._computation.compiled[PLAIN].runner
+    run = f._computation.compiled[DEFAULT_VARIANT].runner
     text = run._run.lower(*run._get_arguments((value[:2], value[:2, 0]))).as_text()
     assert "xf32>" in text and not re.search(r"xf64>", text)  # but for numbers: counts of rows
 
@@ -94,7 +94,7 @@ def test_rows_by_a_symbolic_index(fork, table):
     for rank in range(2):
         np.testing.assert_allclose(synk.get_value(rank, w), total)
     # All full batches are one launch, the last is another.
-    assert f._computation.compiled[PLAIN].runner._run._cache_size() == 2
+    assert f._computation.compiled[DEFAULT_VARIANT].runner._run._cache_size() == 2
     np.testing.assert_array_equal(f.as_theano(2)[0], table[20:])
 
 

@@ -176,7 +176,7 @@ def test_train_steps_error_reports_completed_steps(two_ranks_anew):
     for wrong in ({"x_data": X}, {"batches": [[0]]}):
         with pytest.raises(TypeError, match="the data are in sliceable_shareds: expected batches_s alone"):
             train.steps(**wrong)
-    with pytest.raises(ValueError, match=r"^batches_s\[1\]: expected one choice of rows for each of 2 ranks, got 3"):
+    with pytest.raises(ValueError, match=r"^batches_s\[1\]: expected one selection of rows for each of 2 ranks, got 3"):
         train.steps(batches_s=[[0], [[0], [1], [2]]])
 
 

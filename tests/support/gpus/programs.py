@@ -14,7 +14,7 @@ from commands import InCollective, Reduced, between, digest, in_groups
 
 import synkhronos as synk
 from synkhronos import ranks
-from synkhronos.data.shared import locate
+from synkhronos.data.shared import to_shared_array
 
 HOSTS = os.environ["HOSTS"].split(",")
 
@@ -170,7 +170,7 @@ def theano():
     data = synk.data(np.arange(1000, dtype="float32"))
     with ranks.get_session().call_lock:
         for op in ("sum", "max"):
-            results = ranks.get_session().run(Reduced(op, locate(data)))
+            results = ranks.get_session().run(Reduced(op, to_shared_array(data)))
             assert results == results[:1] * n
             print(op, results[0])
     print(*synk.run(between))
