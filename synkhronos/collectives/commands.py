@@ -261,7 +261,7 @@ class AllGather(Command):
             variable.check_shape((rows, *variable.layouts[0][0][1:]), "all_gather")
         for variable in variables:
             joined, out = _allocate_gathered(variable.transport, variable.layouts, 0)
-            variable.communicator.gather(variable.get_contiguous(), None, variable.layouts, out)
+            variable.communicator.all_gather(variable.get_contiguous(), variable.layouts, out)
             variable.store(joined)
 
 

@@ -16,8 +16,8 @@ class Communicator(ABC):
     """Collectives over arrays of one kind.
 
     Every method is called on every rank, with arguments that agree.  Arrays are contiguous, and all ranks know all
-    shapes beforehand.  Arrays are those of the communicator's device; ``out`` in `gather` has what the device's
-    `slice_items` returns.
+    shapes beforehand.  Arrays are those of the communicator's device; the items of ``out`` in `gather` and
+    `all_gather` are results of the device's `slice_items`.
     """
 
     @property
@@ -78,19 +78,32 @@ class Communicator(ABC):
     def gather(
         self,
         array: Any | None,
-        root: int | None,
+        root: int,
         layouts: Sequence[ArrayLayout | None],
         out: Sequence[Any | None] | None,
     ) -> None:
-        """Copy rank r's array into ``out[r]`` on the root, or on every rank if ``root`` is None.
+        """Copy rank r's array into the root's ``out[r]``.
 
         Parameters
         ----------
         array : array or None
             This rank's array; None if it contributes nothing.
-        root : int or None
+        root : int
         layouts : sequence of ArrayLayout or None
             Shape and dtype of each rank's array; None for a rank that contributes nothing.
         out : sequence of array or None
             None on ranks that receive nothing.
+        """
+
+    @abstractmethod
+    def all_gather(self, array: Any, layouts: Sequence[ArrayLayout], out: Sequence[Any]) -> None:
+        """Copy rank r's array into ``out[r]`` on every rank.
+
+        Parameters
+        ----------
+        array : array
+            This rank's array.
+        layouts : sequence of ArrayLayout
+            Shape and dtype of each rank's array.
+        out : sequence of array
         """

@@ -174,7 +174,7 @@ class DeviceCollectives(DeviceMemory):
         return value
 
     def slice_items(self, array: Any, start: int, shape: tuple[int, ...]) -> Any:
-        """Return consecutive items of an array, from flat index ``start``, for the communicator's `gather`."""
+        """Return consecutive items of an array, from flat index ``start``, for `Communicator.gather`."""
         return array.reshape(-1)[start : start + math.prod(shape)].reshape(shape)
 
 

@@ -114,11 +114,25 @@ class HostCommunicator(Communicator):
     def gather(
         self,
         array: np.ndarray | None,
-        root: int | None,
+        root: int,
         layouts: Sequence[ArrayLayout | None],
         out: Sequence[np.ndarray | None] | None,
     ) -> None:
-        """Copy rank r's array into ``out[r]`` on the root, or on every rank if ``root`` is None."""
+        """Copy rank r's array into the root's ``out[r]``."""
+        self._send_to(range(root, root + 1), array, layouts, out)
+
+    def all_gather(self, array: np.ndarray, layouts: Sequence[ArrayLayout], out: Sequence[np.ndarray]) -> None:
+        """Copy rank r's array into ``out[r]`` on every rank."""
+        self._send_to(range(self._rank.size), array, layouts, out)
+
+    def _send_to(
+        self,
+        receivers: range,
+        array: np.ndarray | None,
+        layouts: Sequence[ArrayLayout | None],
+        out: Sequence[np.ndarray | None] | None,
+    ) -> None:
+        """Copy rank r's array into ``out[r]`` on consecutive receivers."""
         rank = self._rank
         sizes = [0 if layout is None else count_bytes(layout) for layout in layouts]
         source = None if array is None else as_bytes(array)
@@ -126,9 +140,9 @@ class HostCommunicator(Communicator):
         own_target = targets[rank.number]
         if source is not None and own_target is not None:
             own_target[:] = source
-        contributes = source is not None and rank.number != root
-        # The root's own array needs no copy.
-        for offset in range(0, max((s for r, s in enumerate(sizes) if r != root), default=0), SCRATCH_NBYTES):
+        only_receiver = receivers[0] if len(receivers) == 1 else None  # its own array needs no scratch area
+        contributes = source is not None and rank.number != only_receiver
+        for offset in range(0, max((s for r, s in enumerate(sizes) if r != only_receiver), default=0), SCRATCH_NBYTES):
             halves = self._next_halves()
             if contributes and source is not None:
                 chunk = source[offset : offset + SCRATCH_NBYTES]

@@ -63,22 +63,21 @@ class MultiHostCommunicator(HostCommunicator):
             target_here = target if r == rank.number else None
             self._reduce(source[start:stop], target_here, op, stop - start, array.dtype, range(rank.size))
 
-    def gather(
+    def _send_to(
         self,
+        receivers: range,
         array: np.ndarray | None,
-        root: int | None,
         layouts: Sequence[ArrayLayout | None],
         out: Sequence[np.ndarray | None] | None,
     ) -> None:
-        """Copy rank r's array into ``out[r]`` on the root, or on every rank if ``root`` is None."""
+        """Copy rank r's array into ``out[r]`` on consecutive receivers."""
         rank = self._rank
         for r, layout in enumerate(layouts):
             target = None if out is None else out[r]
             source = array if r == rank.number else None
             if source is not None and target is not None:
                 target.reshape(-1)[:] = source.reshape(-1)
-            if layout is not None and r != root:
-                receivers = range(rank.size) if root is None else range(root, root + 1)
+            if layout is not None and receivers != range(r, r + 1):
                 source_bytes = None if source is None else as_bytes(source)
                 self._stream_bytes(
                     source_bytes, None if target is None else as_bytes(target), count_bytes(layout), r, receivers

@@ -176,7 +176,7 @@ def _make_record_dtype(dtypes: tuple[np.dtype | None, ...]) -> np.dtype:
 
 def _reduce_scalars(rank: Rank, outputs: RankOutputs) -> list[Any] | None:
     """Reduce one call's scalars.  Packing a single record without NumPy is faster."""
-    records = rank.gather(b"" if rank.is_master else _pack_record(outputs))
+    records = rank.gather_bytes(b"" if rank.is_master else _pack_record(outputs))
     if records is None:
         return None
     dtypes = outputs.spec.scalar_dtypes or ()
@@ -210,7 +210,7 @@ def _reduce_many_scalars(rank: Rank, calls: Sequence[RankOutputs]) -> list[Any]:
     # The key is the specification, not its dtypes: NumPy 1.23 compares None as a dtype.
     groups = [list(group) for _, group in groupby(calls, lambda outputs: outputs.spec)]
     own_records = [_pack_records(group) for group in groups]
-    messages = rank.gather(b"" if rank.is_master else b"".join([records.tobytes() for records in own_records]))
+    messages = rank.gather_bytes(b"" if rank.is_master else b"".join([records.tobytes() for records in own_records]))
     if messages is None:
         return [None] * len(calls)
     results: list[Any] = []

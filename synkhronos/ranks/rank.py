@@ -34,7 +34,7 @@ _STEP_MASK = (1 << STEP_BITS) - 1
 _MAX_CACHED_PICKLES = 64
 #: Header of a slot: number of bytes of the whole message, and the step for which it was written.
 SLOT_HEADER = struct.Struct("=QQ")
-#: Maximal number of bytes that one `Rank.gather`, or one round of `Rank.all_gather`, transports.
+#: Maximal number of bytes that one `Rank.gather_bytes`, or one round of `Rank.all_gather_bytes`, transports.
 MAX_SLOT_NBYTES = SLOT_NBYTES - SLOT_HEADER.size
 
 
@@ -180,7 +180,7 @@ class Rank:
         self.device: Any = None
         self.command_number = 0
         self._step = 0
-        self._pickles: dict[Any, Any] = {}
+        self._pickles: dict[Any, tuple[bytes, bytes]] = {}
         self._commits = True
         self.on_finish: list[Callable[[], None]] = []
         self.pending: list[PendingOperation] = []
@@ -251,8 +251,8 @@ class Rank:
         self._step += 1
         control.arrived[self.number] = self._step
         control.fence()
-        # The last rank to arrive wakes all others.  In a `gather` the master arrives after the workers: the last worker
-        # wakes it.
+        # The last rank to arrive wakes all others.  In a `gather_bytes` the master arrives after the workers: the last
+        # worker wakes it.
         if self._has_reached(self._step):
             for r in range(self.size):
                 control.ring(r, FOR_STEP)
@@ -335,10 +335,10 @@ class Rank:
 
     def _pickle_cached(self, value: Hashable) -> tuple[bytes, bytes]:
         pickles = self._pickles
-        if len(pickles) > _MAX_CACHED_PICKLES:
-            pickles.clear()
-        cached: tuple[bytes, bytes] | None = pickles.get(value)
+        cached = pickles.get(value)
         if cached is None:
+            if len(pickles) >= _MAX_CACHED_PICKLES:
+                pickles.clear()
             payload = pickle.dumps(value, pickle.HIGHEST_PROTOCOL)
             cached = pickles[value] = payload, hashlib.blake2b(payload, digest_size=16).digest()
         return cached
@@ -367,7 +367,7 @@ class Rank:
             start += MAX_SLOT_NBYTES
         return [b"".join(chunks_of_rank) for chunks_of_rank in chunks]
 
-    def gather(self, value: bytes) -> list[bytes] | None:
+    def gather_bytes(self, payload: bytes) -> list[bytes] | None:
         """Gather at most `MAX_SLOT_NBYTES` bytes of each rank in the master; workers do not wait.
 
         Returns
@@ -375,14 +375,14 @@ class Rank:
         list of bytes or None
             Every rank's bytes in rank order in the master; None in workers.
         """
-        step = self._write_slot(value)
+        step = self._write_slot(payload)
         if not self.is_master:
             self.arrive()
             return None
         self._wait_for_step(step, excluded=self.number)
-        values = [value if r == self.number else self._read_slot(r, step) for r in range(self.size)]
+        payloads = [payload if r == self.number else self._read_slot(r, step) for r in range(self.size)]
         self.arrive()
-        return values
+        return payloads
 
     def has_pending(self) -> bool:
         """Whether a pending operation in which peers take part has not completed."""
@@ -454,7 +454,7 @@ class Rank:
         """Write into this rank's slot for the next step, and return that step.
 
         Invariant: slot[step & 1] was last written two steps ago, and its readers have passed the step in between.
-        Ranks do not wait at a `gather`, so this method waits for the step in between.
+        Ranks do not wait at a `gather_bytes`, so this method waits for the step in between.
         """
         step = self._step + 1
         if self._step & _STEP_MASK and not self._has_reached(step - 1):

@@ -86,7 +86,7 @@ def _gather(rank: Rank, spans: RankSpans) -> list[RankSpans] | None:
     max_nbytes = max(rank.all_gather(len(payload)))
     payloads: list[list[bytes]] = [[] for _ in range(rank.size)]
     for start in range(0, max_nbytes, MAX_SLOT_NBYTES):
-        chunks_by_rank = rank.gather(payload[start : start + MAX_SLOT_NBYTES])
+        chunks_by_rank = rank.gather_bytes(payload[start : start + MAX_SLOT_NBYTES])
         if chunks_by_rank is not None:
             for chunks, chunk in zip(payloads, chunks_by_rank, strict=True):
                 chunks.append(chunk)

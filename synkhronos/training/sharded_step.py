@@ -103,7 +103,7 @@ class ShardedStep(_ShardedStepFields, Command):
         matrix, row = self._copies(rank)
         rows = matrix.get_writable()
         out = [matrix.transport.slice_items(rows, r * shape[0], shape) for r, (shape, _) in enumerate(row.layouts)]
-        matrix.communicator.gather(row.get_contiguous(), None, row.layouts, out)
+        matrix.communicator.all_gather(row.get_contiguous(), row.layouts, out)
         matrix.store(rows)
 
 

@@ -30,7 +30,7 @@ class Rotate(Command):
             copy.check_equal_shapes("rotate")
         for copy in copies:
             out = [np.empty(*layout) for layout in copy.layouts]
-            HOST.get_communicator(rank).gather(copy.get_contiguous(HOST), None, copy.layouts, out)
+            HOST.get_communicator(rank).all_gather(copy.get_contiguous(HOST), copy.layouts, out)
             copy.replace(copy.device.from_host(out[rank.number - 1]))
 
 

@@ -537,7 +537,7 @@ class InWaited(InCollective):
         elif self.collective == "reduce":
             communicator.reduce(array, "sum", rank.root, room if rank.is_master else None, layout, range(rank.size))
         else:
-            communicator.gather(array, None, [layout] * rank.size, [ARRAYS.slice_items(room, 0, layout[0])] * rank.size)
+            communicator.all_gather(array, [layout] * rank.size, [ARRAYS.slice_items(room, 0, layout[0])] * rank.size)
 
 
 #: Seconds: a process that has used a GPU takes one or two to end, or more where the processor is busy.

@@ -13,6 +13,7 @@ from system import LIMIT
 from synkhronos import ranks
 from synkhronos.ranks import Command
 from synkhronos.ranks.control import MAILBOX_NBYTES, SLOT_NBYTES
+from synkhronos.ranks.rank import _MAX_CACHED_PICKLES
 
 pytestmark = pytest.mark.any_library
 
@@ -23,7 +24,7 @@ class MixedSteps(Command):
 
     def run(self, rank):
         for i in range(30):
-            shown = [rank.gather(b"%d %d" % (rank.number, k)) for k in range(i % 4)]
+            shown = [rank.gather_bytes(b"%d %d" % (rank.number, k)) for k in range(i % 4)]
             if rank.is_master:
                 assert shown == [[b"%d %d" % (r, k) for r in range(rank.size)] for k in range(i % 4)]
             if i % 3 == 0:
@@ -51,6 +52,17 @@ def test_all_gather_of_values_of_any_length(session):
 def test_command_with_mixed_steps(session):
     for _ in range(5):
         session.run(MixedSteps())
+
+
+def test_cache_of_pickled_values_is_bounded(two):
+    values = range(2 * _MAX_CACHED_PICKLES)
+    digests, lengths = [], []
+    for value in values:
+        digests.append(two.rank.compute_digest(value))
+        lengths.append(len(two.rank._pickles))
+    assert max(lengths) == _MAX_CACHED_PICKLES
+    for value in values[_MAX_CACHED_PICKLES:]:  # a full cache is used, not emptied
+        assert two.rank.compute_digest(value) is digests[value]
 
 
 def test_command_longer_than_the_mailbox(two):

@@ -90,7 +90,7 @@ class CudaDevice(Device, GpuArrays):
         return self.is_on_gpu and to_nccl_dtype(dtype) is not None
 
     def slice_items(self, array: Any, start: int, shape: tuple[int, ...]) -> ItemRange:
-        """Return consecutive items of an array, from flat index ``start``, for the communicator's `gather`."""
+        """Return consecutive items of an array, from flat index ``start``, for `Communicator.gather`."""
         itemsize = array.dtype.itemsize
         return ItemRange(array, self.get_pointer(array) + start * itemsize, math.prod(shape) * itemsize)
 

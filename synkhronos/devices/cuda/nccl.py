@@ -321,11 +321,18 @@ class NcclCommunicator(Communicator):
             self._run_blocking(launch)
 
     def gather(
-        self, array: Any, root: int | None, layouts: Sequence[ArrayLayout | None], out: Sequence[Any | None] | None
+        self, array: Any, root: int, layouts: Sequence[ArrayLayout | None], out: Sequence[Any | None] | None
     ) -> None:
-        """Copy rank r's array into ``out[r]`` on the root, or on every rank if ``root`` is None."""
-        number, all_ranks = self._rank.number, range(self._rank.size)
-        receivers = all_ranks if root is None else [root]
+        """Copy rank r's array into the root's ``out[r]``."""
+        self._send_to([root], array, out)
+
+    def all_gather(self, array: Any, layouts: Sequence[ArrayLayout], out: Sequence[Any]) -> None:
+        """Copy rank r's array into ``out[r]`` on every rank."""
+        self._send_to(range(self._rank.size), array, out)
+
+    def _send_to(self, receivers: Sequence[int], array: Any, out: Sequence[Any | None] | None) -> None:
+        """Send this rank's array to the receivers; receive rank r's into ``out[r]``."""
+        number = self._rank.number
         address, count, _ = self._describe_array(array)
         size = count * array.dtype.itemsize
         targets: list[ItemRange | None] = list(out) if out is not None else [None] * self._rank.size

@@ -150,7 +150,14 @@ class Bridge(Communicator):
         out.items()[...] = _combine(op, self._send(array)).reshape(-1)[start:stop].reshape(out.shape)
 
     def gather(self, array, root, layouts, out):
-        for target, items in zip(out or [], self._send(array), strict=False):
+        self._copy(array, out or [])
+
+    def all_gather(self, array, layouts, out):
+        self._copy(array, out)
+
+    def _copy(self, array, out):
+        """Copy rank r's items into ``out[r]``."""
+        for target, items in zip(out, self._send(array), strict=False):
             if target is not None:
                 target[...] = items.reshape(target.shape)
 
