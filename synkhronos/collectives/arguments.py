@@ -20,10 +20,10 @@ from synkhronos.devices import Selection
 from synkhronos.devices.reductions import REDUCTIONS, list_collective_ops
 from synkhronos.graphs import library_of
 from synkhronos.graphs.mirror import Mirror, is_registered
-from synkhronos.ranks import Session, SharedArray, WeakKeys
+from synkhronos.ranks import Session, SharedArray, WeakKeyDict
 
 
-class _CheckedVariables(WeakKeys[Any, bool]):
+class _CheckedVariables(WeakKeyDict[Any, bool]):
     """Shared variables that an earlier collective has checked."""
 
 

@@ -41,7 +41,7 @@ from synkhronos.data.rows import get_share, select_rows
 from synkhronos.data.shared import to_shared_array
 from synkhronos.graphs import library_of
 from synkhronos.graphs.mirror import reset_jumps
-from synkhronos.ranks import Session, WeakKeys
+from synkhronos.ranks import Session, WeakKeyDict
 
 
 def broadcast(shared_vars: Any, values: Any = None, nccl: bool = True) -> None:
@@ -317,7 +317,7 @@ def all_reduce(shared_vars: Any, op: str = "avg", nccl: bool = True) -> None:
         session.run(get_all_reduce_command(session, shared_vars, op, nccl))
 
 
-class _AllReduceCommands(WeakKeys[Any, dict[Any, AllReduceValues]]):
+class _AllReduceCommands(WeakKeyDict[Any, dict[Any, AllReduceValues]]):
     """Commands of `all_reduce` that were checked before, by variable, op and ``nccl``."""
 
 

@@ -354,7 +354,7 @@ class AllReduceValues(Command):
         plans = rank.registry.get(_AllReducePlans)
         last, is_changed = plans.get(self), False
         if last is not None and last.is_valid(rank):
-            if rank.compare_on_all(last.digest):
+            if rank.all_equal(last.digest):
                 return last
             is_changed = True
         variables = gather_layouts(rank, self.keys, self.nccl, is_changed)
@@ -387,7 +387,7 @@ class AllReducePlan(NamedTuple):
     generation : int
         Number of the device's connection.
     digest : bytes
-        Digest of all of it.  Each rank on which the plan is still valid passes it to `Rank.compare_on_all`.
+        Digest of all of it.  Each rank on which the plan is still valid passes it to `Rank.all_equal`.
     """
 
     variables: list[PlannedVariable]

@@ -31,7 +31,7 @@ class FileData(ReadOnlyData):
         super().__init__(dtype, len(shape), minibatch, name)
         with self._session.call_lock:
             self._session.wait_until_idle()
-            self._map_segment(self._session.memory.open(self.path), shape, self._offset)
+            self._map_segment(self._session.memory.map_user_file(self.path), shape, self._offset)
 
     def __repr__(self) -> str:
         return f"<synkhronos.FileData {self.path!r}: {self.dtype}, shape {self.shape}>"

@@ -24,7 +24,7 @@ from synkhronos.data.read_only import ReadOnlyData
 from synkhronos.data.rows import find_max_row, find_min_row, get_share, select_rows
 from synkhronos.graphs.mirror import Mirror, get_object
 from synkhronos.ranks import Command, Rank, Segment, Session, SharedArray
-from synkhronos.ranks.segments import create_unlinked
+from synkhronos.ranks.segments import create_unlinked_file
 
 
 class PartsData(ReadOnlyData):
@@ -270,12 +270,12 @@ class _LoadRows(Command):
         with contextlib.ExitStack() as files:
             descriptor = None
             if rank.number == local_ranks.start:
-                file = files.enter_context(create_unlinked(nbytes, [allocated]))
+                file = files.enter_context(create_unlinked_file(nbytes, [allocated]))
                 descriptor = os.getpid(), file.fileno()
             pid, number = rank.all_gather(descriptor)[local_ranks.start]
             if rank.number != local_ranks.start:
                 file = files.enter_context(io.FileIO(f"/proc/{pid}/fd/{number}", "r+"))
-            segment = Segment(self.key, file.fileno(), nbytes, local_bytes=allocated)
+            segment = Segment(self.key, file.fileno(), nbytes, backed_bytes=allocated)
             rank.segments.add(segment)
             if rows is not None:
                 segment.view_array((self.length, *shape), dtype)[share] = rows

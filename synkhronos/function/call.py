@@ -165,7 +165,7 @@ class Call(_CallFields, Command):
         elif self.needs_compile and self._writes_disk_cache(bound):
             rank.barrier()
         if self.needs_compile:
-            rank.threads.limit()  # the compiled code may have loaded a BLAS
+            rank.thread_limit.apply()  # the compiled code may have loaded a BLAS
         if not bound.compiled.spec.ops:
             return []
         if self.reads_outputs:

@@ -24,7 +24,7 @@ from synkhronos.function.call import Call
 from synkhronos.function.computation import DEFAULT_VARIANT, Computation, Variant
 from synkhronos.function.inputs import CallInputs, has_only_slices
 from synkhronos.graphs.mirror import Mirror
-from synkhronos.ranks import Session, WeakKeys
+from synkhronos.ranks import Session, WeakKeyDict
 
 _keys = itertools.count()
 
@@ -181,7 +181,7 @@ class Dispatcher:
             schedule_distribution(self)
 
 
-class _PendingDispatchers(WeakKeys[Dispatcher, bool]):
+class _PendingDispatchers(WeakKeyDict[Dispatcher, bool]):
     """Dispatchers whose computations `distribute_scheduled` sends; others send theirs at their first call."""
 
 

@@ -34,16 +34,16 @@ import numpy as np
 from synkhronos.devices import find_device
 from synkhronos.graphs import GraphLibrary, library_of
 from synkhronos.graphs.user_code import Name, UserCode, find_outdated_modules, is_importable, is_user_module
-from synkhronos.ranks import Command, Rank, Session, SharedArray, WeakKeys
+from synkhronos.ranks import Command, Rank, Session, SharedArray, WeakKeyDict
 from synkhronos.ranks.pickle_parts import measure_parts, read_parts, write_parts
 
 #: Shared variables that functions use, in any session.
-_registered: WeakKeys[Any, bool] = WeakKeys()
+_registered: WeakKeyDict[Any, bool] = WeakKeyDict()
 #: Numbers for the keys of shared variables.  No number is used twice, as an old key may be released late.
 _numbers = itertools.count(1)
 #: Largest number of jumps of any rank's stream from the master's, by random generator.  A later session's streams start
 #: after it: workers may have drawn more numbers than the master, and its stream does not show them.
-_max_jumps: WeakKeys[Any, int] = WeakKeys()
+_max_jumps: WeakKeyDict[Any, int] = WeakKeyDict()
 
 
 def register_shareds(shareds: Iterable[Any]) -> None:
@@ -67,7 +67,7 @@ class Mirror:
 
     def __init__(self, session: Session):
         self._session = weakref.ref(session)
-        self._keys: WeakKeys[Any, tuple[str, int]] = WeakKeys()
+        self._keys: WeakKeyDict[Any, tuple[str, int]] = WeakKeyDict()
         #: The user's modules whose code is sent, because a worker has another version or none.
         self._modules_by_value: set[str] = set()
 
@@ -290,7 +290,7 @@ class _MirrorPickler(cloudpickle.Pickler):
     ----------
     stream : BytesIO
         Output.
-    keys : WeakKeys
+    keys : WeakKeyDict
         Keys of shared variables that the workers have.
     buffers : list
         Output: the arrays, which are not in the stream.

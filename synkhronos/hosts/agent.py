@@ -7,7 +7,7 @@ An agent polls its host's control memory and the messages that have arrived, in 
     all ranks of the host have reached a step     ->           STEP, with the values that they publish
     a rank, here or elsewhere, has failed         ->           FAILED, once from each host
     all ranks of the host have finished           ->           DONE, with their reports, to the master's host
-    a worker has exited                           ->           LOST, to the master's host
+    a worker has exited                           ->           REMOTE_FAILURE, to the master's host
     a frame of a pipe is full, or free            <->          frames, to and from the neighbours
     a rank has sent to a rank of another host     ->           CHANNEL_UPDATE, to that host
     a rank asks all ranks to stop                 ->           STOP
@@ -51,26 +51,26 @@ from synkhronos.hosts.mail import (
     END,
     ENDED,
     FAILED,
-    LOST,
     MAX_PENDING,
     PAGES,
+    REMOTE_FAILURE,
     STEP,
     Mail,
 )
 from synkhronos.hosts.names import describe_host, number_ranks
 from synkhronos.hosts.page_table import PAGE, PageTable, find_pages, read_pages, write_pages
-from synkhronos.hosts.pipes import FRAME, LOSS_NBYTES, FrameTransport, PipeLayout
+from synkhronos.hosts.pipes import FAILURE_NBYTES, FRAME, FrameTransport, PipeLayout
 from synkhronos.hosts.task_agent import TaskAgent
 from synkhronos.ranks.agreement import StepTally, record_common_step
 from synkhronos.ranks.child_process import ignore_job_signals
-from synkhronos.ranks.control import FOR_COMMAND, FOR_DONE, FOR_STEP, SLOT_NBYTES, SPIN_SECONDS, Control
+from synkhronos.ranks.control import AWAITS_COMMAND, AWAITS_COMPLETION, AWAITS_STEP, SLOT_NBYTES, SPIN_SECONDS, Control
 from synkhronos.ranks.errors import Death, describe_exit
 from synkhronos.ranks.rank import SLOT_HEADER
 from synkhronos.ranks.segments import (
     Segment,
     SegmentReceiver,
     UnmappedSegment,
-    create_unlinked,
+    create_unlinked_file,
     is_closed,
     send_segment,
 )
@@ -149,7 +149,7 @@ class Agent:
         self._ended_hosts: set[int] = set()
         self._handlers: dict[int, Callable[..., None]] = {
             COMMAND: self._on_command, ANNOUNCE: self._on_announce, PAGES: self._on_pages, DROP: self._on_drop,
-            STEP: self._on_step, FAILED: self._on_failed, DONE: self._on_done, LOST: self._on_lost,
+            STEP: self._on_step, FAILED: self._on_failed, DONE: self._on_done, REMOTE_FAILURE: self._on_remote_failure,
             BEAT: self._on_beat, END: self._on_end, ENDED: self._on_ended, **self._task.handlers,
         }  # fmt: skip
 
@@ -166,7 +166,7 @@ class Agent:
                 self._handlers[kind](source, *arguments)
                 has_events |= kind != BEAT
             if self._frames.progress():
-                self._control.ring_local(FOR_STEP)
+                self._control.wake_local_ranks(AWAITS_STEP)
                 has_events = True
             has_events |= self._task.progress()
             now = time.monotonic()
@@ -209,9 +209,9 @@ class Agent:
         has_events |= sends_step or sends_failed
         if not self._is_master_host:
             has_events |= self._send_done(done)
-        elif words[Control.ENDING] and not self._is_ending:
+        elif words[Control.END_REQUEST] and not self._is_ending:
             self._is_ending = has_events = True
-            self._mail.send_all(self._mail.other_hosts, END, words[Control.ENDING] > 1)
+            self._mail.send_all(self._mail.other_hosts, END, words[Control.END_REQUEST] > 1)
         return has_events
 
     def _send_command(self) -> None:
@@ -230,9 +230,9 @@ class Agent:
                     self._pages.add(segment.key, np.frombuffer(segment.buffer, np.uint8, segment.nbytes))
                 path = self._receiver.path if segment.is_file else None
                 mail.send_all(mail.other_hosts, ANNOUNCE, segment.key, segment.nbytes, path)
-        length = words[Control.LENGTH]
+        length = words[Control.MESSAGE_NBYTES]
         message = bytes(self._control.mailbox[:length])
-        accesses, dropped, task = pickle.loads(self._control.mailbox[length : length + words[Control.PLAN_LENGTH]])
+        accesses, dropped, task = pickle.loads(self._control.mailbox[length : length + words[Control.PLAN_NBYTES]])
         memory = self._pages.memory
         missing = self._pages.take_missing([find_pages(pages_by_segment, memory) for pages_by_segment in accesses])
         for host, pages_by_segment in zip(mail.other_hosts, missing, strict=True):
@@ -286,7 +286,7 @@ class Agent:
         reports = {
             r: control.read_report(r)
             for r in local_ranks
-            if done[r - local_ranks.start] == posted and control.report_length[r]
+            if done[r - local_ranks.start] == posted and control.report_nbytes[r]
         }
         self._mail.send(0, DONE, done, tuple(control.committed[local_ranks.start : local_ranks.stop]), reports)
         return True
@@ -296,8 +296,8 @@ class Agent:
         if now >= self._next_beat and not self._is_ending:
             self._next_beat = now + _BEAT_INTERVAL
             local_ranks, clock = self._local_ranks, time.monotonic_ns()
-            elapsed = [(p and clock - p) for p in self._control.progress[local_ranks.start : local_ranks.stop]]
-            sleeping = list(self._control.sleeping[local_ranks.start : local_ranks.stop])
+            elapsed = [(p and clock - p) for p in self._control.last_progress[local_ranks.start : local_ranks.stop]]
+            sleeping = list(self._control.sleep_reason[local_ranks.start : local_ranks.stop])
             self._mail.send_all(self._beat_hosts, BEAT, elapsed, sleeping)
         if now >= self._next_check:
             self._next_check = now + _CHECK_INTERVAL
@@ -318,17 +318,17 @@ class Agent:
                             os.kill(os.getppid(), signal.SIGKILL)  # mpirun's daemon, which would wait forever
                     self._exit_alone(9)
                 name, first = describe_host(self._names[host], self._ranks[host]), self._ranks[host].start
-                self._report_loss(f"{name} has not been heard of for {timeout:g} seconds", first)
-        dead = self._workers.collect_dead()
+                self._report_remote_failure(f"{name} has not been heard of for {timeout:g} seconds", first)
+        dead = self._workers.collect_exited()
         if dead is not None:
             number, pid, code = dead
             death = Death(number, self._names[self._host], pid, describe_exit(code))
-            self._mail.send(0, LOST, death.describe(), number, death)
+            self._mail.send(0, REMOTE_FAILURE, death.describe(), number, death)
             del self._workers.pids[number]
 
     def _end_without_master(self, now: float) -> None:
         """End all hosts after the master's death; leave those that do not answer to the launcher."""
-        self._control.words[Control.ENDING] = 2
+        self._control.words[Control.END_REQUEST] = 2
         self._deadline = self._deadline or now + _EXIT_SECONDS_WITHOUT_MASTER
         if now > self._deadline:
             self._exit_alone(1)
@@ -339,20 +339,20 @@ class Agent:
         control, words = self._control, self._control.words
         self._task.start_command(number, task)
         control.mailbox[: len(message)] = message
-        words[Control.LENGTH] = len(message)
+        words[Control.MESSAGE_NBYTES] = len(message)
         words[Control.NEWEST_KEY] = self._last_segment_key
         words[Control.POSTED] = self._last_command = number
-        self._control.ring_local(FOR_COMMAND)
+        self._control.wake_local_ranks(AWAITS_COMMAND)
 
     def _on_announce(self, source: int, key: int, nbytes: int, path: str | None) -> None:
         try:
-            with create_unlinked(nbytes) if path is None else _open(path, nbytes) as file:
+            with create_unlinked_file(nbytes) if path is None else _open(path, nbytes) as file:
                 segment = Segment(key, file.fileno(), nbytes, path is not None)
                 for channel in self._workers.channels.values():
                     send_segment(channel, segment, file.fileno())
         except (MemoryError, OSError) as error:
             name = describe_host(self._names[self._host], self._local_ranks)
-            self._mail.send(0, LOST, f"{name}: {error}", self._local_ranks.start)
+            self._mail.send(0, REMOTE_FAILURE, f"{name}: {error}", self._local_ranks.start)
             return
         self._segments[key] = segment
         self._last_segment_key = key
@@ -373,21 +373,21 @@ class Agent:
             control.get_slot(r, parity)[: len(content)] = content
         for r in self._ranks[source]:
             control.arrived[r] = step
-        self._control.ring_local(FOR_STEP)
+        self._control.wake_local_ranks(AWAITS_STEP)
 
     def _on_failed(self, source: int, number: int) -> None:
         self._tally.receive_failed(source, number)
         words = self._control.words
         if number > words[Control.FAILED]:
             words[Control.FAILED] = number
-            self._control.ring_all()
+            self._control.wake_all_ranks()
         self._decide_commands()
 
     def _decide_commands(self) -> None:
         """Record the last common step of failed commands that all hosts have reported."""
         for number, step in self._tally.take_decided():
             record_common_step(self._control.words, number, step)
-            self._control.ring_local(FOR_STEP)
+            self._control.wake_local_ranks(AWAITS_STEP)
 
     def _on_done(
         self, source: int, done: tuple[int, ...], committed: tuple[int, ...], reports: dict[int, bytes]
@@ -397,16 +397,16 @@ class Agent:
             control.write_report(r, reports.get(r, b""))
             control.committed[r] = committed[i]
             control.done[r] = done[i]
-        self._control.ring_local(FOR_DONE)
+        self._control.wake_local_ranks(AWAITS_COMPLETION)
 
-    def _on_lost(self, source: int, *loss: Any) -> None:
-        self._report_loss(*loss)
+    def _on_remote_failure(self, source: int, *failure: Any) -> None:
+        self._report_remote_failure(*failure)
 
     def _on_beat(self, source: int, elapsed: list[int], sleeping: list[int]) -> None:
         control, clock = self._control, time.monotonic_ns()
         for i, r in enumerate(self._ranks[source]):
-            control.progress[r] = elapsed[i] and clock - elapsed[i]
-            control.sleeping[r] = sleeping[i]
+            control.last_progress[r] = elapsed[i] and clock - elapsed[i]
+            control.sleep_reason[r] = sleeping[i]
 
     def _on_end(self, source: int, kill: bool) -> None:
         self._workers.end(0.0 if kill else _EXIT_SECONDS, lambda: False)
@@ -418,14 +418,14 @@ class Agent:
 
     # -- loss and exit -----------------------------------------------------------------------------------------------
 
-    def _report_loss(self, text: str, rank: int, death: Death | None = None) -> None:
-        """Report a loss, by the fields of `Loss`, to the master: the first only, since others may follow from it."""
-        if self._control.words[Control.LOSS_LENGTH]:
+    def _report_remote_failure(self, text: str, rank: int, death: Death | None = None) -> None:
+        """Write the fields of a `RemoteFailure` for the master, unless an earlier one may be the cause of this one."""
+        if self._control.words[Control.FAILURE_NBYTES]:
             return
-        content = json.dumps([text[: LOSS_NBYTES // 8], rank, death]).encode()
-        self._layout.loss_message[: len(content)] = content
-        self._control.words[Control.LOSS_LENGTH] = len(content)
-        self._control.ring_all()
+        content = json.dumps([text[: FAILURE_NBYTES // 8], rank, death]).encode()
+        self._layout.failure_message[: len(content)] = content
+        self._control.words[Control.FAILURE_NBYTES] = len(content)
+        self._control.wake_all_ranks()
         with contextlib.suppress(ProcessLookupError):
             os.kill(self._config["master"], signal.SIGURG)  # it may be running its own part of the command
 
@@ -512,7 +512,9 @@ def _create_control_memory(mpi: Any, config: dict[str, Any], local_ranks: range,
         return Control.create(config["size"], len(local_ranks), extra)
     except MemoryError as error:
         mail = Mail(mpi, mpi.COMM_WORLD)
-        mail.send(0, LOST, f"{describe_host(config['names'][mail.host], local_ranks)}: {error}", local_ranks.start)
+        mail.send(
+            0, REMOTE_FAILURE, f"{describe_host(config['names'][mail.host], local_ranks)}: {error}", local_ranks.start
+        )
         deadline = time.monotonic() + _EXIT_SECONDS
         while time.monotonic() < deadline and all(kind != END for _, kind, _ in mail.receive()):
             time.sleep(_MAX_SLEEP)

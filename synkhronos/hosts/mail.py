@@ -21,7 +21,7 @@ from typing import Any
     STEP,
     FAILED,
     DONE,
-    LOST,
+    REMOTE_FAILURE,
     BEAT,
     END,
     ENDED,

@@ -29,7 +29,7 @@ from synkhronos.hosts.pipes import PipeLayout
 from synkhronos.ranks import Command, SharedArray
 from synkhronos.ranks.child_process import JOB_SIGNALS, ignore_job_signals
 from synkhronos.ranks.control import MAILBOX_NBYTES, Control
-from synkhronos.ranks.errors import Death, Loss, describe_exit
+from synkhronos.ranks.errors import Death, RemoteFailure, describe_exit
 from synkhronos.ranks.interrupts import defer_signals
 from synkhronos.ranks.link import Link, RowAccess, find_row_accesses
 from synkhronos.ranks.memory import Release
@@ -79,7 +79,7 @@ class MpiLink(Link):
         Receives what the other hosts print; by default this process's standard streams do.
     """
 
-    shares_file = True
+    needs_control_file = True
     plan_nbytes = MAILBOX_NBYTES // 2
 
     def __init__(self, hosts: Sequence[Host] | None, timeout: float, output: IO[str] | None = None):
@@ -289,14 +289,14 @@ class MpiLink(Link):
         """Return the name of a rank's host."""
         return self.names[find_host(self.ranks_by_host, rank)]
 
-    def find_loss(self) -> Loss | None:
+    def find_remote_failure(self) -> RemoteFailure | None:
         """Return the loss of another host, of an agent, or of a worker on another host; None if all live."""
         if self._control is None or self._layout is None:
             return None
-        length = self._control.words[Control.LOSS_LENGTH]
+        length = self._control.words[Control.FAILURE_NBYTES]
         if length:
-            text, rank, death = json.loads(bytes(self._layout.loss_message[:length]))
-            return Loss(text, rank, death and Death(*death))
+            text, rank, death = json.loads(bytes(self._layout.failure_message[:length]))
+            return RemoteFailure(text, rank, death and Death(*death))
         assert self._channel is not None
         if self._launcher.poll() is None and not is_closed(self._channel):
             return None
@@ -308,17 +308,17 @@ class MpiLink(Link):
         code = self._launcher.poll()
         if code is not None and code < 0:
             process_name = "the agent of this host" if self._hosts is None else "mpirun, which connects the hosts,"
-            return Loss(f"{process_name} (process {self._launcher.pid}) {describe_exit(code)}", 0)
+            return RemoteFailure(f"{process_name} (process {self._launcher.pid}) {describe_exit(code)}", 0)
         lost_hosts = mpirun.find_lost_hosts(" ".join(list(self._last_lines)), self._aliases)
         names = [describe_host(self.names[i], self.ranks_by_host[i]) for i in lost_hosts]
         description = names[0] if len(names) == 1 else f"one of {', '.join(names)}"
         text = f"{description} was lost: the host, or the agent there, has ended"
-        return Loss(text, self.ranks_by_host[lost_hosts[0]].start)
+        return RemoteFailure(text, self.ranks_by_host[lost_hosts[0]].start)
 
     def end(self, kill: bool, seconds: float, should_kill: Callable[[], bool]) -> None:
         """End the other hosts' workers and the agents."""
         if self._control is not None:
-            self._control.words[Control.ENDING] = 2 if kill else 1
+            self._control.words[Control.END_REQUEST] = 2 if kill else 1
         deadline = time.monotonic() + seconds
         while not kill and self._control is not None and self._launcher.poll() is None:
             if should_kill() or time.monotonic() > deadline:

@@ -22,7 +22,7 @@ FRAME = SCRATCH_NBYTES
 #: Number of frames in a pipe.
 FRAMES = 8
 #: Number of bytes of the message in which an agent describes a lost host or rank.
-LOSS_NBYTES = 4096
+FAILURE_NBYTES = 4096
 #: Number of lower bits of a counter that count frames; the upper bits are the number of the command.
 COUNT_BITS = 32
 
@@ -37,7 +37,7 @@ class PipeLayout:
 
     Attributes
     ----------
-    loss_message : memoryview
+    failure_message : memoryview
         Message of an agent about a loss.
     n_next_hosts : memoryview of uint64
         One word: number of hosts after this one in the row.
@@ -52,20 +52,20 @@ class PipeLayout:
     def __init__(self, control: Control):
         n_local = len(control.local_ranks)
         memory = control.link_memory
-        words = memory[LOSS_NBYTES : LOSS_NBYTES + _compute_words_nbytes(n_local)].cast("Q")
-        self.loss_message = memory[:LOSS_NBYTES]
+        words = memory[FAILURE_NBYTES : FAILURE_NBYTES + _compute_words_nbytes(n_local)].cast("Q")
+        self.failure_message = memory[:FAILURE_NBYTES]
         self.n_next_hosts = words[:1]
         self.transferred = words[1:5]
         self.lengths = words[5 : 5 + 4 * FRAMES]
         processed = words[5 + 4 * FRAMES :]
         self.processed = [processed[i * n_local : (i + 1) * n_local] for i in range(5)]
         self._memory = memory
-        self._frames_offset = LOSS_NBYTES + _compute_words_nbytes(n_local)
+        self._frames_offset = FAILURE_NBYTES + _compute_words_nbytes(n_local)
 
     @staticmethod
     def compute_nbytes(n_local: int) -> int:
         """Return the size of the memory of a host with ``n_local`` ranks."""
-        return LOSS_NBYTES + _compute_words_nbytes(n_local) + 4 * FRAMES * FRAME
+        return FAILURE_NBYTES + _compute_words_nbytes(n_local) + 4 * FRAMES * FRAME
 
     def view_frame(self, pipe: int, count: int) -> memoryview:
         """Return the memory of the frame number ``count``."""

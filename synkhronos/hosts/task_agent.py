@@ -43,7 +43,7 @@ from synkhronos.hosts.mail import (
     Mail,
 )
 from synkhronos.hosts.names import find_host
-from synkhronos.ranks.control import FOR_TASK, Control
+from synkhronos.ranks.control import AWAITS_PEER, Control
 from synkhronos.ranks.rank_task import ACQUIRE, READ, RELEASE, WRITE, Span
 from synkhronos.ranks.segments import Segment
 from synkhronos.ranks.task_memory import WORD_NBYTES, TaskMemory, read_prefixed, read_ring, write_ring
@@ -127,7 +127,7 @@ class TaskAgent:
 
     def _wake(self, rank: int) -> None:
         self._control.fence()
-        self._control.ring(rank, FOR_TASK)
+        self._control.wake(rank, AWAITS_PEER)
 
     # -- messages between ranks ----------------------------------------------------------------------------------
 

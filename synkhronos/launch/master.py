@@ -25,7 +25,7 @@ from synkhronos.launch.settings import FAILURE, PROCESSES, SETTINGS, Settings
 from synkhronos.processes import fork_bound
 from synkhronos.ranks import WorkerError, get_session, last_death
 from synkhronos.ranks.child_process import exit_with_parent
-from synkhronos.ranks.errors import FAILED_START
+from synkhronos.ranks.errors import FAILED_START_PREFIX
 from synkhronos.rules import shared_memory
 from synkhronos.tasks import run
 from synkhronos.tracing import timeline
@@ -85,7 +85,7 @@ def _note_death(folder: str, error: BaseException, is_failed_start: bool) -> Non
     elif is_failed_start and isinstance(error, Exception):
         rank = error.rank if isinstance(error, WorkerError) else 0
         text = str(error).partition("\n")[0] if isinstance(error, WorkerError) else f"{type(error).__name__}: {error}"
-        DeathLog(folder).add(rank, "", f"{FAILED_START}: {text}")
+        DeathLog(folder).add(rank, "", f"{FAILED_START_PREFIX}: {text}")
 
 
 def _run(settings: Settings, plan: dict[str, Any]) -> int:

@@ -42,7 +42,7 @@ from synkhronos.launch import binding
 from synkhronos.launch.memory_checkpoint import DEATHS, CopyFolder, DeathLog
 from synkhronos.launch.output import Console, LineSplitter, RunOutput
 from synkhronos.launch.settings import FAILURE, PROCESSES, SETTINGS, Settings, SettingsError
-from synkhronos.ranks.errors import FAILED_START, describe_exit
+from synkhronos.ranks.errors import FAILED_START_PREFIX, describe_exit
 from synkhronos.training.checkpoint import copy_checkpoint, list_checkpoints
 from synkhronos.training.stop import ECHO, STOP_SIGNALS
 from synkhronos.training.survival import MAX_FAILED_STARTS, MAX_REPEATED
@@ -372,7 +372,7 @@ class Supervisor:
     def _leave_out_device(self, death: dict[str, Any]) -> bool:
         """Leave out the device of a rank that can't start a second time; return False if none would be left."""
         settings, rank = self.settings, death["rank"]
-        if settings.hosts or not death["cause"].startswith(FAILED_START):
+        if settings.hosts or not death["cause"].startswith(FAILED_START_PREFIX):
             self._n_failed_starts = 0
             return True
         self._n_failed_starts = self._n_failed_starts + 1 if rank == self._failed_rank else 1

@@ -36,7 +36,7 @@ from synkhronos.loading.process import LoaderConfig, pack_config, start_loader
 from synkhronos.loading.ring import RESUME_HINT, LoadError, ReadPlan, Ring, RingLayout
 from synkhronos.loading.sources import IterableSource, as_source, describe_row
 from synkhronos.ranks.interrupts import defer_signals
-from synkhronos.ranks.segments import Segment, check_free_memory, create_unlinked
+from synkhronos.ranks.segments import Segment, check_free_memory, create_unlinked_file
 
 #: Number of rows that are tried, with on_error="skip", to find one that can be read.
 _MAX_SAMPLES = 100
@@ -548,5 +548,5 @@ def _allocate(shape: tuple[int, ...], dtype: np.dtype, in_session: bool) -> tupl
     if in_session:
         return create_with_file(shape, dtype, "batches")
     nbytes = max(1, math.prod(shape) * dtype.itemsize)
-    file = create_unlinked(nbytes)
+    file = create_unlinked_file(nbytes)
     return Segment(0, file.fileno(), nbytes).view_array(shape, dtype), file

@@ -33,7 +33,7 @@ from synkhronos.loading.ring import READ, SKIPPED, ReadPlan, Ring, RingLayout, i
 from synkhronos.loading.sources import ArraySource, IterableSource, describe_row
 from synkhronos.ranks.child_process import JOB_SIGNALS, exit_with_parent, spawn
 from synkhronos.ranks.pickle_parts import measure_parts, read_parts, write_parts
-from synkhronos.ranks.segments import create_unlinked, map_file
+from synkhronos.ranks.segments import create_unlinked_file, map_file
 from synkhronos.ranks.threads import ONE_THREAD
 
 _log = logging.getLogger("synkhronos")
@@ -89,7 +89,7 @@ def pack_config(config: LoaderConfig) -> tuple[io.FileIO, int]:
         raise TypeError(f"source, augment: can't be pickled, as loader processes require: {error}") from error
     parts = [memoryview(head), *(buffer.raw() for buffer in buffers)]
     nbytes = measure_parts(parts)
-    file = create_unlinked(nbytes)
+    file = create_unlinked_file(nbytes)
     write_parts(parts, memoryview(map_file(file.fileno(), nbytes)))
     return file, nbytes
 

@@ -20,13 +20,13 @@ from typing import Any
 
 import numpy as np
 
-from synkhronos.ranks import WeakKeys
+from synkhronos.ranks import WeakKeyDict
 
 #: Entry of the dict that PyTensor makes of a random generator: the key that JAX draws from.
 KEY = "jax_state"
 
 #: Generator and key storage by container.  An entry is outdated if the container holds another generator.
-_streams: WeakKeys[Any, tuple[np.random.Generator, Any]] = WeakKeys()
+_streams: WeakKeyDict[Any, tuple[np.random.Generator, Any]] = WeakKeyDict()
 
 
 def share_key_storage(container: Any, storage: list[Any]) -> list[Any]:

@@ -17,7 +17,7 @@ from synkhronos.ranks.session import (
     last_death,
 )
 from synkhronos.ranks.threads import count_available_cores
-from synkhronos.ranks.weak_keys import WeakKeys
+from synkhronos.ranks.weak_key_dict import WeakKeyDict
 
 __all__ = [
     "MAX_SLOT_NBYTES",
@@ -30,7 +30,7 @@ __all__ = [
     "Session",
     "SharedArray",
     "PendingOperation",
-    "WeakKeys",
+    "WeakKeyDict",
     "WorkerError",
     "count_available_cores",
     "check_no_session",

@@ -1,11 +1,12 @@
-"""Shared counters and semaphores by which ranks synchronise.
+"""Counters and semaphores in shared memory, by which ranks synchronise.
 
-The master creates them before it forks, and nothing has a name: the memory is anonymous, and the semaphores lie in it.
+The master creates the memory before it forks.  The memory is anonymous and contains the semaphores, so no name outlives
+a crash.
 
-Counters only grow, and each has one writer, so reading them needs no lock.  A rank that waits for a counter spins for
-some microseconds and then sleeps on its own semaphore, its *bell*; the writer of the counter rings the bell if the
-rank sleeps.  A ring is only a hint: the sleeper checks the counter again, so a spurious ring does no harm, and it wakes
-every `POLL_SECONDS` seconds to check whether its peers are alive.
+Each counter has one writer and only grows, so readers need no lock.  A rank that waits for a counter spins for some
+microseconds.  Then it publishes its sleep reason, and sleeps on its own semaphore.  After the write, the counter's
+writer releases the semaphores of the ranks that sleep for this reason.  A spurious wake-up does no harm, as the rank
+checks the counter again.  A sleeping rank also wakes every `POLL_SECONDS`, to check whether its peers are alive.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from time import perf_counter
 from typing import Any, cast
 
 from synkhronos.ranks.interrupts import defer_signals
-from synkhronos.ranks.segments import create_unlinked, map_file
+from synkhronos.ranks.segments import create_unlinked_file, map_file
 
 #: Number of bytes of the mailbox; a longer command is written into a segment of its own.
 MAILBOX_NBYTES = 1 << 18
@@ -39,11 +40,12 @@ POLL_SECONDS = 0.05
 #: would sleep every time.
 SPIN_SECONDS = 250e-6
 
-#: Reasons for which a rank sleeps; a writer rings the ranks that sleep for its reason.
-AWAKE, FOR_COMMAND, FOR_STEP, FOR_DONE, FOR_TASK = range(5)
+#: Sleep reasons: none; a command is posted; ranks reach a step; ranks finish a command; a peer sends or receives bytes
+#: in a task.
+AWAKE, AWAITS_COMMAND, AWAITS_STEP, AWAITS_COMPLETION, AWAITS_PEER = range(5)
 
-_N_WORDS = 10  # words before the counters of the ranks
-_SEMAPHORE_NBYTES = 64  # bytes for a semaphore: more than any system's takes, and a cache line
+_N_WORDS = 10  # words of the session, in front of those of the ranks
+_SEMAPHORE_NBYTES = 64  # a cache line; no system's semaphore is larger
 
 
 def _compute_offsets(size: int, n_local: int, link_nbytes: int) -> tuple[int, int, int, int, int]:
@@ -60,7 +62,7 @@ def _round_to_pages(nbytes: int) -> int:
 
 
 class Control:
-    """Memory that the ranks of a session share from the fork on, and the wait for a change of it.
+    """Shared memory of a session's ranks: counters, semaphores, mailbox, slots and scratch memory.
 
     Parameters
     ----------
@@ -68,40 +70,49 @@ class Control:
         Number of ranks.
     spin : float
         Seconds for which to spin on a counter before sleeping.
-    fd : int, optional
-        File descriptor of shared memory to use, for processes that do not inherit this one's.
+    fd : int
+        File descriptor of the memory, for processes that do not inherit it; negative to allocate anonymous memory.
     initialised : bool
-        Whether another process has initialised that memory.
+        Whether another process has initialised the memory.
     local_ranks : range, optional
-        Ranks of this machine; the agents of `synkhronos.hosts` write the counters of the others.  Default: all.
+        Ranks of this machine; its agent (`synkhronos.hosts`) writes the counters of the others.  Default: all ranks.
     link_nbytes : int
-        Number of bytes for the link.
+        Number of bytes that are reserved for the link.
 
     Attributes
     ----------
     words : memoryview of uint64
-        Single words, indexed by the constants of this class: number of the last command that was posted and of the last
-        that failed, length of the message in the mailbox, and others.  `COMMON_STEP` and the next word belong to
-        `agreement`.
+        Words of the whole session, indexed by the constants of this class.  `POSTED` and `FAILED` are the numbers of
+        the last posted and the last failed command.  `MESSAGE_NBYTES` and `PLAN_NBYTES` are the lengths of the
+        pickled command and of the link's plan, both in the mailbox.  `NEWEST_KEY` is the key of the newest segment
+        that was sent.  `END_REQUEST` is 1 when agents have to end their workers, and 2 when they have to kill them.
+        `FAILURE_NBYTES` is the length of an agent's failure message.  `BYTES_SENT` counts bytes sent to other hosts.
+        `COMMON_STEP` and the next word belong to `agreement`.
     done : memoryview of uint64
         Last command that each rank has finished.
     arrived : memoryview of uint64
         Last step that each rank has reached.
-    sleeping : memoryview of uint64
-        Reason for which each rank sleeps.
-    report_length : memoryview of uint64
-        Number of bytes of each rank's report of a failure.
-    core : memoryview of uint64
-        Core on which each rank was last seen, counted from 1.
+    sleep_reason : memoryview of uint64
+        Reason for which each rank sleeps; `AWAKE` if it does not.
+    report_nbytes : memoryview of uint64
+        Number of bytes of each rank's failure report.
+    last_core : memoryview of uint64
+        Core on which each rank ran when it last began to wait, counted from 1.
     committed : memoryview of uint64
         Last command whose effect each rank has applied.
-    progress : memoryview of uint64
+    last_progress : memoryview of uint64
         Time of each rank's last sign of progress, in nanoseconds of the monotonic clock.
-    deciding : Semaphore
-        Lock of the rank that decides a failed command: see `agreement`.
+    mailbox : memoryview
+        The pickled command, and behind it the link's plan.
+    link_memory : memoryview
+        Memory for the link.
+    decision_lock : Semaphore
+        Held by the rank that decides a failed command: see `agreement`.
     """
 
-    POSTED, FAILED, LENGTH, NEWEST_KEY, PLAN_LENGTH, ENDING, LOSS_LENGTH, BYTES_SENT, COMMON_STEP = range(9)
+    POSTED, FAILED, MESSAGE_NBYTES, NEWEST_KEY, PLAN_NBYTES, END_REQUEST, FAILURE_NBYTES, BYTES_SENT, COMMON_STEP = (
+        range(9)
+    )
 
     def __init__(
         self,
@@ -123,16 +134,22 @@ class Control:
         self._memory = mmap.mmap(-1, nbytes) if fd < 0 else map_file(fd, nbytes)
         memory = memoryview(self._memory)
         self.words = memory[: n_words * 8].cast("Q")
-        self.done, self.arrived, self.sleeping, self.report_length, self.core, self.committed, self.progress = (
-            self.words[_N_WORDS + i * size : _N_WORDS + (i + 1) * size] for i in range(7)
-        )
+        (
+            self.done,
+            self.arrived,
+            self.sleep_reason,
+            self.report_nbytes,
+            self.last_core,
+            self.committed,
+            self.last_progress,
+        ) = (self.words[_N_WORDS + i * size : _N_WORDS + (i + 1) * size] for i in range(7))
         self.mailbox = memory[mailbox : mailbox + MAILBOX_NBYTES]
         self.link_memory = memory[link : link + link_nbytes]
-        *self._bells, self.deciding = (
+        *self._wake_semaphores, self.decision_lock = (
             Semaphore(self._memory, semaphores + i * _SEMAPHORE_NBYTES, initialised) for i in range(size + 1)
         )
         if not initialised:
-            self.deciding.release()
+            self.decision_lock.release()
         self._fence_lock = threading.Lock()
         # The slots of this machine's ranks come first.
         starts = [slots + 3 * ((rank - self.local_ranks.start) % size) * SLOT_NBYTES for rank in range(size)]
@@ -142,15 +159,14 @@ class Control:
 
     @staticmethod
     def create(size: int, n_local: int, link_nbytes: int = 0) -> io.FileIO:
-        """Create the memory as an open file, for ``n_local`` ranks of this machine and their peers on others.
+        """Create the memory as an open file, for ``n_local`` of ``size`` ranks on this machine.
 
-        One page of each slot of the others is allocated: values that ranks publish are rarely longer.
+        Of each slot of a rank on another machine only one page is allocated: published values are rarely longer.
         """
         slots = _compute_offsets(size, n_local, link_nbytes)[-1]
-        others = range(slots + 3 * n_local * SLOT_NBYTES, slots + 3 * size * SLOT_NBYTES, SLOT_NBYTES)
-        return create_unlinked(
-            others.stop, [range(others.start), *(range(start, start + mmap.PAGESIZE) for start in others)]
-        )
+        remote_slots = range(slots + 3 * n_local * SLOT_NBYTES, slots + 3 * size * SLOT_NBYTES, SLOT_NBYTES)
+        first_pages = [range(start, start + mmap.PAGESIZE) for start in remote_slots]
+        return create_unlinked_file(remote_slots.stop, [range(remote_slots.start), *first_pages])
 
     def get_slot(self, rank: int, index: int) -> memoryview:
         """Return slot 0 or 1 of a rank; successive steps use them in turn."""
@@ -159,11 +175,11 @@ class Control:
     def write_report(self, rank: int, report: bytes) -> None:
         """Store a rank's failure report."""
         self._slots[rank][_REPORT][: len(report)] = report
-        self.report_length[rank] = len(report)
+        self.report_nbytes[rank] = len(report)
 
     def read_report(self, rank: int) -> bytes:
         """Return a rank's failure report; empty if it has none."""
-        return bytes(self._slots[rank][_REPORT][: self.report_length[rank]])
+        return bytes(self._slots[rank][_REPORT][: self.report_nbytes[rank]])
 
     def get_scratch(self, rank: int, half: int) -> memoryview:
         """Return one half of the scratch memory of a rank of this machine."""
@@ -171,31 +187,31 @@ class Control:
         return memoryview(self._memory)[start : start + SCRATCH_NBYTES]
 
     def fence(self) -> None:
-        """Order this rank's writes before its later reads.
+        """Order this rank's earlier writes before its later reads.
 
-        One rank writes its word and then reads who sleeps; another writes that it sleeps and then reads the word.
-        Without a fence each could miss the other's write.  Acquiring a lock is an atomic operation and orders memory.
+        A writer writes a word and then reads the sleep reasons; a waiting rank writes its sleep reason and then reads
+        the word.  Without fences each could miss the other's write.  Acquiring a lock is atomic and orders memory.
         """
         with self._fence_lock:
             pass
 
-    def ring(self, rank: int, reason: int) -> None:
-        """Wake a rank if it sleeps for this reason.  Call `fence` between the write and this."""
-        if self.sleeping[rank] == reason:
-            self._bells[rank].release()
+    def wake(self, rank: int, reason: int) -> None:
+        """Wake a rank if it sleeps for this reason.  Call `fence` first, after the write that the rank waits for."""
+        if self.sleep_reason[rank] == reason:
+            self._wake_semaphores[rank].release()
 
-    def ring_local(self, reason: int) -> None:
-        """Wake the ranks of this machine that sleep for this reason; call it after the write that they wait for."""
+    def wake_local_ranks(self, reason: int) -> None:
+        """Wake the ranks of this machine that sleep for this reason.  Call it after the write that they wait for."""
         self.fence()
         for rank in self.local_ranks:
-            self.ring(rank, reason)
+            self.wake(rank, reason)
 
-    def ring_all(self) -> None:
+    def wake_all_ranks(self) -> None:
         """Wake every sleeping rank."""
         self.fence()
         for rank in range(self.size):
-            if self.sleeping[rank] != AWAKE:
-                self._bells[rank].release()
+            if self.sleep_reason[rank] != AWAKE:
+                self._wake_semaphores[rank].release()
 
     def wait(
         self, rank: int, is_ready: Callable[[], bool], reason: int, check_peers: Callable[[], None], poll: float
@@ -207,57 +223,58 @@ class Control:
         rank : int
             Rank that waits.
         is_ready : callable
-            Returns whether the condition holds: cheap, and monotonic.
+            Returns whether the condition holds.  It is cheap, and stays true once it is.
         reason : int
-            Reason that is published while the rank sleeps.
+            Sleep reason to publish.
         check_peers : callable
             Called every ``poll`` seconds; raises, or ends the process, when a peer has died.
         poll : float
+            Seconds.
         """
         if is_ready():
             return
         if self.spin:
-            self.core[rank] = _get_current_core()
+            self.last_core[rank] = _get_current_core()
             deadline = perf_counter() + self.spin
             while perf_counter() < deadline:
                 if is_ready():
                     return
                 os.sched_yield()  # the scheduler may have put the peer on this very core
-        bell = self._bells[rank]
+        semaphore = self._wake_semaphores[rank]
         next_check = perf_counter() + poll
         try:
             while True:
-                self.sleeping[rank] = reason
+                self.sleep_reason[rank] = reason
                 self.fence()
                 if is_ready():
                     return
-                rang = bell.wait(poll)
-                if not rang or perf_counter() > next_check:  # signals, too, end the wait
+                is_woken = semaphore.wait(poll)
+                if not is_woken or perf_counter() > next_check:  # signals wake, too, and may be frequent
                     check_peers()
                     next_check = perf_counter() + poll
-                if rang and self.spin:
+                if is_woken and self.spin:
                     self._leave_shared_core(rank)
         finally:
-            self.sleeping[rank] = AWAKE
+            self.sleep_reason[rank] = AWAKE
 
     def _leave_shared_core(self, rank: int) -> None:
-        """Move to a core without another rank, if there is one.
+        """Move to a core on which no other rank runs, if there is one.
 
-        Schedulers tend to wake a process on the core of the process that woke it.  There the two would take turns, each
-        spinning while the other waits for the core.  The process is moved, and not bound afterwards: other programs may
-        need the cores too.
+        Schedulers tend to wake a process on the core of the process that woke it.  The two would then take turns, each
+        spinning while the other waits for the core.  The process is moved but not bound to its new core, as other
+        programs may need the cores too.
         """
-        core = self.core[rank] = _get_current_core()
-        busy_cores = {self.core[r] for r in range(self.size) if r != rank and self.sleeping[r] == AWAKE}
+        core = self.last_core[rank] = _get_current_core()
+        busy_cores = {self.last_core[r] for r in range(self.size) if r != rank and self.sleep_reason[r] == AWAKE}
         if core not in busy_cores:
             return
-        allowed = os.sched_getaffinity(0)
-        free = {number for number in allowed if number + 1 not in busy_cores}
-        if free:
-            with defer_signals():  # an interrupt in between would leave it bound
-                os.sched_setaffinity(0, free)
-                os.sched_setaffinity(0, allowed)
-            self.core[rank] = _get_current_core()
+        allowed_cores = os.sched_getaffinity(0)
+        free_cores = {number for number in allowed_cores if number + 1 not in busy_cores}
+        if free_cores:
+            with defer_signals():  # an interrupt in between would leave the process bound
+                os.sched_setaffinity(0, free_cores)
+                os.sched_setaffinity(0, allowed_cores)
+            self.last_core[rank] = _get_current_core()
 
 
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -277,9 +294,9 @@ class _Timespec(ctypes.Structure):
 
 
 class Semaphore:
-    """An unnamed semaphore in shared memory: a rank's bell, or a lock between processes, which starts locked.
+    """A POSIX semaphore in shared memory, between processes; its initial value is 0.
 
-    A named semaphore would leave its name behind if the process were killed before it is unlinked.
+    It has no name: a name would stay behind if the process were killed before it is unlinked.
 
     Parameters
     ----------
@@ -299,16 +316,16 @@ class Semaphore:
             raise OSError(ctypes.get_errno(), "a semaphore could not be initialised")
 
     def release(self) -> None:
-        """Increment the semaphore: wake the process that waits, or the next one that does."""
+        """Increment the semaphore, which wakes one waiting process."""
         _libc.sem_post(self._semaphore)
 
     def acquire(self, seconds: float) -> bool:
-        """Decrement the semaphore; return False if it is zero for ``seconds``, or a signal handler runs."""
+        """Decrement the semaphore; return False if it stays zero for ``seconds``, or a signal arrives."""
         deadline, until = self._deadline, time.clock_gettime(_CLOCK) + seconds
         deadline.seconds = seconds_part = int(until)
         deadline.ns = int((until - seconds_part) * 1e9)
         return not _sem_wait(self._semaphore, _CLOCK, self._until)
 
     def wait(self, seconds: float) -> bool:
-        """Decrement the semaphore, or wait for a signal handler to run; return False after ``seconds``."""
+        """Wait until the semaphore can be decremented or a signal arrives; return False after ``seconds``."""
         return self.acquire(seconds) or ctypes.get_errno() != errno.ETIMEDOUT

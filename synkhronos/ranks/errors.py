@@ -96,7 +96,7 @@ class WorkerError(RuntimeError):
 
 
 #: Beginning of the cause of a `Death` of a worker that could not start.
-FAILED_START = "could not start"
+FAILED_START_PREFIX = "could not start"
 
 
 class Death(NamedTuple):
@@ -124,7 +124,7 @@ class Death(NamedTuple):
         return f"rank {self.rank}{place} (process {self.pid}) {self.cause}"
 
 
-class Loss(NamedTuple):
+class RemoteFailure(NamedTuple):
     """Failure on another machine that ends a session.
 
     Attributes

@@ -1,6 +1,7 @@
 """Deferral of signals where an operation must not be left half done.
 
-Any handler may raise: KeyboardInterrupt is only the best known.  A time limit's (``signal.alarm``) raises too.
+Any signal handler may raise an exception: SIGINT's raises KeyboardInterrupt, and so may that of a time limit
+(``signal.alarm``).
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from typing import Any, Self
 _getsignal, _setsignal = _signal.getsignal, _signal.signal
 
 #: Seconds after which `defer_signals.deliver_if_late` delivers a deferred signal.
-PATIENCE = 2.0
+MAX_DEFERRAL_SECONDS = 2.0
 
 
 _SIGNALS = [int(number) for number in signal.valid_signals()]
@@ -26,8 +27,8 @@ class defer_signals:  # noqa: N801 - a block, as the functions of contextlib are
     """Defer the handlers of all signals to the end of the ``with`` block.
 
     A mask of blocked signals is not sufficient: the system would deliver them to another thread, such as one of a BLAS,
-    and Python would then run the handler in the main thread.  In other threads handlers never run, and nothing is
-    deferred.
+    and Python would then run the handler in the main thread.  In a block in another thread nothing is deferred, as
+    handlers never run there.
 
     Use it for short blocks, and for longer ones of compiled code that no handler interrupts, such as XLA's compiler.
     """
@@ -70,14 +71,14 @@ class defer_signals:  # noqa: N801 - a block, as the functions of contextlib are
         """Whether a signal other than this number is deferred."""
         return any(number != excluded for number in self._deferred)
 
-    def restart_patience(self) -> None:
-        """Count `PATIENCE` from now on, before a wait that follows other long work."""
+    def restart_time_limit(self) -> None:
+        """Restart the time limit of `deliver_if_late`; called when long work is followed by a wait."""
         if self._deferred:
             self._deferred_since = time.monotonic()
 
     def deliver_if_late(self) -> None:
-        """Stop deferring if a signal has been deferred for `PATIENCE` seconds; for a wait inside the block."""
-        if self._deferred and time.monotonic() > self._deferred_since + PATIENCE:
+        """Stop deferring if a signal has been deferred for `MAX_DEFERRAL_SECONDS`; polled in waits within the block."""
+        if self._deferred and time.monotonic() > self._deferred_since + MAX_DEFERRAL_SECONDS:
             self._stop_deferring()
 
     def _restore(self, handlers: list[tuple[int, Any]]) -> None:
@@ -131,7 +132,7 @@ def set_handler(number: int, handler: Any) -> None:
     block._handlers[number] = handler
 
 
-def restore_handler(number: int, handler: Any, before: Any) -> None:
+def restore_handler(number: int, handler: Any, previous: Any) -> None:
     """Restore a signal's previous handler if ``handler`` is still installed."""
     if get_handler(number) == handler:
-        set_handler(number, before)
+        set_handler(number, previous)

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 from synkhronos.ranks.control import Control
-from synkhronos.ranks.errors import Loss
+from synkhronos.ranks.errors import RemoteFailure
 from synkhronos.ranks.rank import Command
 from synkhronos.ranks.segments import SegmentTable, SharedArray
 
@@ -29,7 +29,7 @@ class Link(ABC):
     ----------
     ranks_by_host : list of range
         Ranks of each machine; the first is this one.
-    shares_file : bool
+    needs_control_file : bool
         Whether another process than the workers maps the control memory, which then has to be a file.
     control_nbytes : int
         Number of bytes of the control memory that the link uses itself.
@@ -38,7 +38,7 @@ class Link(ABC):
     """
 
     ranks_by_host: list[range]
-    shares_file: bool
+    needs_control_file: bool
     control_nbytes: int
     plan_nbytes: int
 
@@ -93,7 +93,7 @@ class Link(ABC):
         """Return the name of a rank's machine; "" if there is only one."""
 
     @abstractmethod
-    def find_loss(self) -> Loss | None:
+    def find_remote_failure(self) -> RemoteFailure | None:
         """Return the failure of another machine, or the exit of a worker there; None if all live."""
 
     @abstractmethod
@@ -125,7 +125,7 @@ class LocalLink(Link):
         Number of ranks.
     """
 
-    shares_file = False
+    needs_control_file = False
     control_nbytes = plan_nbytes = bytes_sent = 0
 
     def __init__(self, size: int) -> None:
@@ -142,7 +142,7 @@ class LocalLink(Link):
         """Return an empty name."""
         return ""
 
-    def find_loss(self) -> None:
+    def find_remote_failure(self) -> None:
         """Return None: a worker's death is seen by `Workers`."""
 
     def end(self, kill: bool, seconds: float, should_kill: Callable[[], bool]) -> None:

@@ -17,10 +17,10 @@ from typing import Any, Literal
 
 from synkhronos.ranks.interrupts import defer_signals
 from synkhronos.ranks.rank import Command, Rank
-from synkhronos.ranks.segments import Segment, create_unlinked, send_segment
+from synkhronos.ranks.segments import Segment, create_unlinked_file, send_segment
 
-#: Kind of an entry that is released: a segment, or an object in `Rank.objects`.
-Kind = Literal["segment", "object"]
+#: EntryKind of an entry that is released: a segment, or an object in `Rank.objects`.
+EntryKind = Literal["segment", "object"]
 
 #: Maximal number of segments that were not sent yet: each holds a file descriptor.
 _MAX_UNSENT = 64
@@ -31,7 +31,7 @@ class Release(Command):
 
     __slots__ = ("released",)
 
-    def __init__(self, released: list[tuple[Kind, Any]]):
+    def __init__(self, released: list[tuple[EntryKind, Any]]):
         self.released = released
 
     def run(self, rank: Rank) -> None:
@@ -71,10 +71,10 @@ class Memory:
         self._channels = channels
         self._run = run
         self._is_freed = False
-        self._unsent: list[tuple[Segment, io.FileIO, set[int]]] = []
-        self._garbage: list[tuple[Kind, Any]] = []
-        self._owned: dict[tuple[Kind, Any], weakref.ref[Any]] = {}
-        self._orphaned: list[Any] = []
+        self._unsent_segments: list[tuple[Segment, io.FileIO, set[int]]] = []
+        self._unsent_releases: list[tuple[EntryKind, Any]] = []
+        self._owned: dict[tuple[EntryKind, Any], weakref.ref[Any]] = {}
+        self._orphans: list[Any] = []
 
     def create(self, nbytes: int, in_command: bool = False) -> Segment:
         """Create a segment, which every rank has under the same key from the next command on.
@@ -99,19 +99,19 @@ class Memory:
         nbytes = max(1, nbytes)
         self.release_orphans()
         try:
-            return create_unlinked(nbytes)
+            return create_unlinked_file(nbytes)
         except (MemoryError, OSError) as error:
-            can_help = self._garbage if isinstance(error, MemoryError) else error.errno == errno.EMFILE
+            can_help = self._unsent_releases if isinstance(error, MemoryError) else error.errno == errno.EMFILE
             if not can_help or in_command:
                 raise
             self.send_releases(force=True)  # also closes the files of segments that were not sent yet
-            return create_unlinked(nbytes)
+            return create_unlinked_file(nbytes)
 
     def add_file(self, file: io.FileIO, nbytes: int, in_command: bool = False) -> Segment:
         """Make a file a segment, which every rank has under the same key from the next command on."""
         return self._add(Segment(self.last_key + 1, file.fileno(), nbytes), file, in_command)
 
-    def open(self, path: str) -> Segment:
+    def map_user_file(self, path: str) -> Segment:
         """Map a user's file as a segment, which every rank has under the same key from the next command on.
 
         The file has to be the same on every host.
@@ -138,27 +138,27 @@ class Memory:
             self.last_key += 1
             self._rank.segments.add(segment)
             if self._channels:
-                self._unsent.append((segment, file, set(self._channels)))
+                self._unsent_segments.append((segment, file, set(self._channels)))
             else:
                 file.close()
                 self.last_sent_key = segment.key
-        if len(self._unsent) > _MAX_UNSENT and not in_command:
+        if len(self._unsent_segments) > _MAX_UNSENT and not in_command:
             self.send_releases(force=True)
         return segment
 
     def send_segments(self) -> None:
         """Send the workers the segments that they do not have yet."""
-        while self._unsent:
-            segment, file, receivers = self._unsent[0]
+        while self._unsent_segments:
+            segment, file, receivers = self._unsent_segments[0]
             while receivers:
                 number = next(iter(receivers))
                 send_segment(self._channels[number], segment, file.fileno())
                 receivers.discard(number)
-            del self._unsent[0]
+            del self._unsent_segments[0]
             file.close()
             self.last_sent_key = segment.key
 
-    def release(self, kind: Kind, key: Any) -> None:
+    def release(self, kind: EntryKind, key: Any) -> None:
         """Release a segment or an object: in this process at once, on the other ranks with the next command."""
         if self._is_freed:
             return
@@ -167,53 +167,53 @@ class Memory:
             self._rank.segments.drop(key)
         else:
             self._rank.objects.pop(key, None)
-        self._garbage.append((kind, key))
+        self._unsent_releases.append((kind, key))
 
-    def release_with(self, owner: object, kind: Kind, key: Any) -> None:
+    def release_with(self, owner: object, kind: EntryKind, key: Any) -> None:
         """Release a segment or an object after its owner is collected: at the next command or creation of memory.
 
         No Python code runs at the collection itself: an interrupt in the middle of it would be swallowed.
         """
-        self._owned[kind, key] = weakref.KeyedRef(owner, self._orphaned.append, (kind, key))
+        self._owned[kind, key] = weakref.KeyedRef(owner, self._orphans.append, (kind, key))
 
     def release_orphans(self) -> None:
         """Release the segments and objects of owners that have been collected."""
-        while self._orphaned:
-            self.release(*self._orphaned[0].key)
-            del self._orphaned[0]
+        while self._orphans:
+            self.release(*self._orphans[0].key)
+            del self._orphans[0]
 
     def send_releases(self, force: bool = False) -> None:
         """Release segments and objects on the workers that were released in this process, and send new segments.
 
         Without anything to release nothing is sent, unless ``force`` is True.
         """
-        if self._garbage or force:
-            release = Release(self._garbage[:])
+        if self._unsent_releases or force:
+            release = Release(self._unsent_releases[:])
             self._run(release)
-            del self._garbage[: len(release.released)]  # after the command: an interrupt may have ended it
+            del self._unsent_releases[: len(release.released)]  # after the command: an interrupt may have ended it
 
     def resend_segments(self) -> None:
         """Send all segments to new workers that are no forks of this process."""
         for segment, file in self._rank.segments.replace_files():
-            self._unsent.append((segment, file, set(self._channels)))
-            if len(self._unsent) > _MAX_UNSENT:
+            self._unsent_segments.append((segment, file, set(self._channels)))
+            if len(self._unsent_segments) > _MAX_UNSENT:
                 self.send_releases(force=True)
         self.send_releases(force=True)
 
     def forget_workers(self, is_inherited: bool) -> None:
         """Forget the old workers: new ones inherit the present segments and objects, or have none of them."""
         self.last_sent_key = self.last_key if is_inherited else 0
-        for _, file, _ in self._unsent:
+        for _, file, _ in self._unsent_segments:
             file.close()
-        self._unsent.clear()
-        self._garbage.clear()
+        self._unsent_segments.clear()
+        self._unsent_releases.clear()
 
     def free(self) -> None:
         """Free everything in this process: the ranks have ended."""
         self._is_freed = True
-        for _, file, _ in self._unsent:
+        for _, file, _ in self._unsent_segments:
             file.close()
-        self._unsent.clear()
+        self._unsent_segments.clear()
         self._rank.segments.clear()
         self._rank.objects.clear()
         self._owned.clear()

@@ -25,7 +25,7 @@ from synkhronos.ranks.interrupts import get_handler, restore_handler, set_handle
 from synkhronos.ranks.segments import is_closed
 
 #: Seconds that a process may take from closing its files to its exit.
-_LAST_MOMENTS = 1.0
+_EXIT_SECONDS = 1.0
 # Python's fcntl has no names for these: Linux's numbers are the same on all its processors.
 _F_SETSIG, _F_SETOWN_EX, _F_OWNER_TID = 10, 15, 0
 
@@ -69,7 +69,7 @@ class PeerWatch:
         self.has_raised = False
         self._owner = os.getpid()
         self._channels: Mapping[int, socket.socket] = {}
-        self._before: Any = None
+        self._previous_handler: Any = None
 
     def start(self, channels: Mapping[int, socket.socket]) -> None:
         """Watch the processes at the other ends of sockets: the workers, and this machine's agent."""
@@ -81,7 +81,7 @@ class PeerWatch:
         if before not in (signal.SIG_DFL, signal.SIG_IGN):
             return  # the user's own handler
         set_handler(signal.SIGURG, self._handle)
-        self._before, self._channels = before, channels
+        self._previous_handler, self._channels = before, channels
         for channel in channels.values():
             with contextlib.suppress(OSError):
                 # To this thread and no other: it may be in a system call, which only its own signals cut short.
@@ -94,9 +94,9 @@ class PeerWatch:
         # The session refers to this object: no reference back.
         self._has_peer_died = self._has_pending_between_commands = lambda: False
         self._raise_error = lambda: None
-        if self._before is not None and threading.current_thread() is threading.main_thread():
-            restore_handler(signal.SIGURG, self._handle, self._before)
-            self._before = None
+        if self._previous_handler is not None and threading.current_thread() is threading.main_thread():
+            restore_handler(signal.SIGURG, self._handle, self._previous_handler)
+            self._previous_handler = None
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         # Handlers run in the main thread, whichever thread is at work.
@@ -111,7 +111,7 @@ class PeerWatch:
 
     def _wait_for_exit(self) -> bool:
         """Wait briefly for a worker whose files are closed; return True if a worker has exited."""
-        deadline = time.monotonic() + _LAST_MOMENTS
+        deadline = time.monotonic() + _EXIT_SECONDS
         while not self._has_peer_died():
             if time.monotonic() > deadline or not any(map(is_closed, list(self._channels.values()))):
                 return False

@@ -17,12 +17,12 @@ from collections.abc import Callable, Hashable, Iterator
 from typing import Any, NoReturn, TypeVar
 
 from synkhronos.ranks.agreement import STEP_BITS, last_common_step, record_common_step
-from synkhronos.ranks.control import FOR_STEP, POLL_SECONDS, SLOT_NBYTES, Control
+from synkhronos.ranks.control import AWAITS_STEP, POLL_SECONDS, SLOT_NBYTES, Control
 from synkhronos.ranks.errors import Cancelled
 from synkhronos.ranks.interrupts import defer_signals
 from synkhronos.ranks.segments import SegmentTable
 from synkhronos.ranks.task_memory import TaskMemory
-from synkhronos.ranks.threads import ThreadShare
+from synkhronos.ranks.threads import ThreadLimit
 
 T = TypeVar("T")
 _log = logging.getLogger("synkhronos")
@@ -134,7 +134,7 @@ class Rank:
         Counters and memory that the ranks share.
     check_peers : callable
         Raises, or ends this process, when a peer has died.
-    threads : ThreadShare
+    thread_limit : ThreadLimit
         Limit of this process's threads.
 
     Attributes
@@ -163,7 +163,7 @@ class Rank:
         root: int,
         control: Control,
         check_peers: Callable[[], None],
-        threads: ThreadShare,
+        thread_limit: ThreadLimit,
     ):
         self.number = number
         self.size = control.size
@@ -173,7 +173,7 @@ class Rank:
         #: Whether there are ranks on other machines; their agents then decide failed commands.
         self.spans_hosts = len(control.local_ranks) < control.size
         self.check_peers = check_peers
-        self.threads = threads
+        self.thread_limit = thread_limit
         self.segments = SegmentTable()
         self.objects: dict[Any, Any] = {}
         self.registry = Registry()
@@ -255,9 +255,9 @@ class Rank:
         # worker wakes it.
         if self._has_reached(self._step):
             for r in range(self.size):
-                control.ring(r, FOR_STEP)
+                control.wake(r, AWAITS_STEP)
         elif not self.is_master and self._has_reached(self._step, excluded=self.root):
-            control.ring(self.root, FOR_STEP)
+            control.wake(self.root, AWAITS_STEP)
 
     def barrier(self, check: Callable[[], None] | None = None) -> None:
         """Return when every rank has arrived at this step.
@@ -286,11 +286,11 @@ class Rank:
             words[Control.FAILED] = command
             control.fence()
             # One of the ranks that fail at the same time decides the command; on several hosts the agents do.
-            if not self.spans_hosts and control.deciding.acquire(0):
+            if not self.spans_hosts and control.decision_lock.acquire(0):
                 if last_common_step(words, command) is None:
                     record_common_step(words, command, min(control.arrived))
-                control.deciding.release()
-            control.ring_all()
+                control.decision_lock.release()
+            control.wake_all_ranks()
 
     @property
     def next_step(self) -> int:
@@ -301,7 +301,7 @@ class Rank:
         """Return the last step that all ranks reached in a failed command; None until it is decided."""
         return last_common_step(self.control.words, command_number)
 
-    def wait_reached_by_all(self, step: int) -> bool:
+    def was_reached_by_all(self, step: int) -> bool:
         """Wait for the last common step of this failed command; return True if all ranks had reached ``step``.
 
         The answer is the same on all ranks.
@@ -315,7 +315,7 @@ class Rank:
         def is_decided() -> bool:
             return last_common_step(words, command_number) is not None
 
-        self.control.wait(self.number, is_decided, FOR_STEP, self.check_peers, POLL_SECONDS)
+        self.control.wait(self.number, is_decided, AWAITS_STEP, self.check_peers, POLL_SECONDS)
 
     def all_gather(self, value: Any) -> list[Any]:
         """All-gather a picklable value: return every rank's value, in rank order."""
@@ -325,7 +325,7 @@ class Rank:
     def all_gather_cached(self, value: Hashable) -> list[Any]:
         """All-gather an immutable value that is often the same: if all values are equal, ranks send only a digest."""
         payload, digest = self._pickle_cached(value)
-        if self.compare_on_all(digest):  # nearly always
+        if self.all_equal(digest):  # nearly always
             return [value] * self.size
         return [pickle.loads(pickled) for pickled in self.all_gather_bytes(payload)]
 
@@ -343,7 +343,7 @@ class Rank:
             cached = pickles[value] = payload, hashlib.blake2b(payload, digest_size=16).digest()
         return cached
 
-    def compare_on_all(self, digest: bytes) -> bool:
+    def all_equal(self, digest: bytes) -> bool:
         """Exchange digests in one step, a collective operation; return True if all ranks have passed the same one."""
         step = self._write_slot(digest)
         self.barrier()
@@ -416,7 +416,7 @@ class Rank:
         self.wait(lambda: reached(step, excluded), check)
 
     def wait(
-        self, is_ready: Callable[[], bool], check: Callable[[], None] | None = None, reason: int = FOR_STEP
+        self, is_ready: Callable[[], bool], check: Callable[[], None] | None = None, reason: int = AWAITS_STEP
     ) -> None:
         """Wait until a condition on shared memory holds.
 
@@ -448,7 +448,7 @@ class Rank:
 
     def wake_local_ranks(self) -> None:
         """Wake the ranks of this machine that are in `wait`; call it after the write that they wait for."""
-        self.control.ring_local(FOR_STEP)
+        self.control.wake_local_ranks(AWAITS_STEP)
 
     def _write_slot(self, payload: bytes | memoryview, total: int | None = None) -> int:
         """Write into this rank's slot for the next step, and return that step.

@@ -26,9 +26,9 @@ from collections.abc import Hashable, Sequence
 from functools import singledispatch
 from time import perf_counter
 from types import TracebackType
-from typing import Any, NoReturn
+from typing import Any
 
-from synkhronos.ranks.control import FOR_TASK, POLL_SECONDS, Semaphore
+from synkhronos.ranks.control import AWAITS_PEER, POLL_SECONDS, Semaphore
 from synkhronos.ranks.errors import Cancelled
 from synkhronos.ranks.rank import Rank
 from synkhronos.ranks.task_memory import (
@@ -99,7 +99,7 @@ class RankTask:
         now = perf_counter()
         if now > self._next_check:
             self._next_check = now + _CHECK_INTERVAL
-            control.progress[self.rank.number] = time.monotonic_ns()
+            control.last_progress[self.rank.number] = time.monotonic_ns()
             self.rank.check_peers()
 
     def stop(self) -> None:
@@ -137,9 +137,9 @@ class RankTask:
             by_rank = self.rank.all_gather_cached((description, value))
         self.progress()
         if any(other != description for other, _ in by_rank):
-            self.raise_in_master(
-                "the ranks wait for each other in different places: "
-                + ", ".join(f"rank {r} is at {other}" for r, (other, _) in enumerate(by_rank))
+            positions = ", ".join(f"rank {r} is at {other}" for r, (other, _) in enumerate(by_rank))
+            self.rank.raise_collectively(
+                RuntimeError(f"the ranks wait for each other in different places: {positions}")
             )
         return [rank_value for _, rank_value in by_rank]
 
@@ -149,10 +149,6 @@ class RankTask:
         self.barrier(description)
         with _PublishedWait(self, STEP, self.rank.next_step, f"at {description}"):
             return [pickle.loads(pickled) for pickled in self.rank.all_gather_bytes(payload)]
-
-    def raise_in_master(self, message: str) -> NoReturn:
-        """Fail on all ranks, which have found the same problem: RuntimeError in the master, `Cancelled` in workers."""
-        raise RuntimeError(message) if self.rank.is_master else Cancelled
 
     # -- two ranks -------------------------------------------------------------------------------------------
 
@@ -206,14 +202,14 @@ class RankTask:
     def _wake(self, peer: int) -> None:
         """Wake a rank that waits for this rank's write."""
         self.rank.control.fence()
-        self.rank.control.ring(peer, FOR_TASK)
+        self.rank.control.wake(peer, AWAITS_PEER)
 
     # -- locks -----------------------------------------------------------------------------------------------
 
     def get_lock(self, number: int) -> Lock:
         """Return a lock, to be used in a ``with`` statement; raise ValueError for a number out of range."""
-        if not 0 <= number < self.memory.locks:
-            raise ValueError(f"expected a lock from 0 to {self.memory.locks - 1}, got {number}")
+        if not 0 <= number < self.memory.n_locks:
+            raise ValueError(f"expected a lock from 0 to {self.memory.n_locks - 1}, got {number}")
         is_local = self.memory.get_home_rank(number) in self.rank.control.local_ranks
         return Lock(self, number, self.memory.get_semaphore(self._segment, number) if is_local else None)
 
@@ -272,7 +268,7 @@ class RankTask:
         if counts[channel] >= count:
             return
         with _PublishedWait(self, reason, count, text, channel):
-            self.rank.wait(lambda: counts[channel] >= count, self._raise_if_deadlocked, FOR_TASK)
+            self.rank.wait(lambda: counts[channel] >= count, self._raise_if_deadlocked, AWAITS_PEER)
         self.progress()
 
     def _raise_if_deadlocked(self) -> None:

@@ -30,13 +30,13 @@ from synkhronos.ranks.interrupts import defer_signals
 
 _SEGMENT_HEADER = struct.Struct("=QQ?")  # key, bytes, whether it is a file
 #: Number of bytes of shared memory below which `check_free_memory` does not check.
-_LARGE = 64 << 20
+_MIN_CHECKED_NBYTES = 64 << 20
 #: Advice of errors that report a lack of shared memory.
 _MEMORY_ADVICE = (
     "see `df -h /dev/shm`, free Data objects that are no longer needed, or start the container with a larger --shm-size"
 )
 #: Fraction of the free memory that is left to other programs.
-_SPARED = 1 / 16
+_RESERVED_FRACTION = 1 / 16
 
 
 def check_free_memory(nbytes: int) -> None:
@@ -44,11 +44,11 @@ def check_free_memory(nbytes: int) -> None:
 
     The kernel does not refuse an allocation that is too large: it kills processes later.
     """
-    if nbytes < _LARGE:
+    if nbytes < _MIN_CHECKED_NBYTES:
         return
     with contextlib.suppress(FileNotFoundError):
         disk = os.statvfs("/dev/shm")
-        free, memory = disk.f_bavail * disk.f_frsize, int(get_free_memory() * (1 - _SPARED))
+        free, memory = disk.f_bavail * disk.f_frsize, int(get_free_memory() * (1 - _RESERVED_FRACTION))
         if nbytes > min(free, memory):
             raise MemoryError(
                 f"no room for {nbytes:,} bytes of shared memory: {_MEMORY_ADVICE}; /dev/shm has {free:,} bytes left, "
@@ -85,13 +85,13 @@ def get_free_memory(root: str = "") -> int:
     return max(0, free)
 
 
-def create_unlinked(nbytes: int, runs: Iterable[range] | None = None) -> io.FileIO:
+def create_unlinked_file(nbytes: int, allocated: Iterable[range] | None = None) -> io.FileIO:
     """Create shared memory without a name and return it as an open file.
 
     Parameters
     ----------
     nbytes : int
-    runs : iterable of range, optional
+    allocated : iterable of range, optional
         Ranges of bytes whose pages are allocated now: a full ``/dev/shm`` then raises MemoryError, and a later write
         causes no bus error.  Default: all.
 
@@ -100,8 +100,8 @@ def create_unlinked(nbytes: int, runs: Iterable[range] | None = None) -> io.File
     MemoryError
         If there is no room, or a limit of this process is exceeded.
     """
-    runs = [range(nbytes)] if runs is None else [run for run in runs if run]
-    wanted = sum(run.stop - run.start for run in runs)  # len() has a limit
+    allocated = [range(nbytes)] if allocated is None else [run for run in allocated if run]
+    wanted = sum(run.stop - run.start for run in allocated)  # len() has a limit
     largest = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
     if nbytes > largest != resource.RLIM_INFINITY:
         raise MemoryError(
@@ -113,7 +113,7 @@ def create_unlinked(nbytes: int, runs: Iterable[range] | None = None) -> io.File
         file = io.FileIO(_open_unlinked(), "r+")  # closed with its last reference
     try:
         os.ftruncate(file.fileno(), nbytes)
-        for run in runs:
+        for run in allocated:
             os.posix_fallocate(file.fileno(), run.start, len(run))
     except (OSError, OverflowError) as error:  # OverflowError: more than an off_t holds
         file.close()
@@ -154,17 +154,17 @@ class Segment:
     nbytes : int
     is_file : bool
         Whether it is a user's file.
-    local_bytes : range, optional
+    backed_bytes : range, optional
         Bytes that are backed by memory; the others are addresses alone.  Default: all.
     """
 
-    __slots__ = ("buffer", "local_bytes", "identity", "is_file", "key", "nbytes", "path")
+    __slots__ = ("buffer", "backed_bytes", "identity", "is_file", "key", "nbytes", "path")
 
-    def __init__(self, key: int, fd: int, nbytes: int, is_file: bool = False, local_bytes: range | None = None):
+    def __init__(self, key: int, fd: int, nbytes: int, is_file: bool = False, backed_bytes: range | None = None):
         self.key = key
         self.nbytes = nbytes
         self.is_file = is_file
-        self.local_bytes = range(nbytes) if local_bytes is None else local_bytes
+        self.backed_bytes = range(nbytes) if backed_bytes is None else backed_bytes
         self.path = os.readlink(f"/proc/self/fd/{fd}") if is_file else ""
         self.identity = _identify(fd)
         self.buffer = map_file(fd, nbytes, is_file)
@@ -284,7 +284,7 @@ class SegmentTable:
                 continue
             for notify in self.on_drop:
                 notify(segment)
-            file = create_unlinked(segment.nbytes)
+            file = create_unlinked_file(segment.nbytes)
             content, done = memoryview(segment.buffer).cast("B"), 0
             while done < segment.nbytes:
                 done += os.pwrite(file.fileno(), content[done : done + (1 << 30)], done)

@@ -46,9 +46,16 @@ from dataclasses import replace
 from typing import Any, TypeVar
 
 from synkhronos.ranks import worker_process
-from synkhronos.ranks.control import FOR_COMMAND, FOR_DONE, MAILBOX_NBYTES, POLL_SECONDS, SPIN_SECONDS, Control
+from synkhronos.ranks.control import (
+    AWAITS_COMMAND,
+    AWAITS_COMPLETION,
+    MAILBOX_NBYTES,
+    POLL_SECONDS,
+    SPIN_SECONDS,
+    Control,
+)
 from synkhronos.ranks.errors import (
-    FAILED_START,
+    FAILED_START_PREFIX,
     Cancelled,
     Death,
     FailureReport,
@@ -62,8 +69,8 @@ from synkhronos.ranks.memory import Memory
 from synkhronos.ranks.peer_watch import PeerDied, PeerWatch
 from synkhronos.ranks.rank import Command, Rank, Registry
 from synkhronos.ranks.segments import SharedArray
-from synkhronos.ranks.threads import ThreadShare, count_available_cores
-from synkhronos.ranks.weak_keys import WeakKeys
+from synkhronos.ranks.threads import ThreadLimit, count_available_cores
+from synkhronos.ranks.weak_key_dict import WeakKeyDict
 from synkhronos.ranks.workers import Workers
 
 _log = logging.getLogger("synkhronos")
@@ -148,12 +155,14 @@ class Session:
         self._is_idle = True
         self._pickled: dict[Any, bytes] = {}
         self.registry = Registry()
-        self._close_callbacks: WeakKeys[Any, Callable[[Any], None]] = WeakKeys()
-        self._replacement_callbacks: WeakKeys[Any, Callable[[Any], None]] = WeakKeys()
+        self._close_callbacks: WeakKeyDict[Any, Callable[[Any], None]] = WeakKeyDict()
+        self._replacement_callbacks: WeakKeyDict[Any, Callable[[Any], None]] = WeakKeyDict()
         n_local = len(link.local_ranks)
         # Forks of this process inherit its memory; spawned workers and an agent get the memory as an open file.
-        self._create_control(SPIN_SECONDS if n_local <= count_available_cores() else 0.0, spawn or link.shares_file)
-        self.rank = Rank(root, root, self._control, self._check_peers, ThreadShare(n_local, environment=False))
+        self._create_control(
+            SPIN_SECONDS if n_local <= count_available_cores() else 0.0, spawn or link.needs_control_file
+        )
+        self.rank = Rank(root, root, self._control, self._check_peers, ThreadLimit(n_local, sets_environment=False))
         self.rank.has_peer_died = self._has_peer_died
         self.workers = Workers(root, self._control, self._file if spawn else None)
         self.memory = Memory(self.rank, self.workers.channels, self._run_when_idle)
@@ -305,7 +314,7 @@ class Session:
             )
             has_failed = control.words[Control.FAILED] == number
             reports = self._read_reports(number) if has_failed else []
-            if has_failed and self.link.find_loss() is not None:
+            if has_failed and self.link.find_remote_failure() is not None:
                 self._raise_if_peer_died()  # reports may only follow from the loss of a machine, which is the cause
             rank.cancel_failed()
         except PeerDied:  # raised just after the master's part had failed
@@ -347,7 +356,7 @@ class Session:
         if message is None:
             message = pickle.dumps(command, pickle.HIGHEST_PROTOCOL)
             if len(message) <= worker_process.MAX_CACHED_NBYTES:
-                if len(self._pickled) >= worker_process.MAX_CACHED:
+                if len(self._pickled) >= worker_process.MAX_CACHED_COMMANDS:
                     self._pickled.clear()
                 self._pickled[key] = message
         return message
@@ -357,16 +366,16 @@ class Session:
         control, words = self._control, self._control.words
         self.memory.send_segments()
         control.mailbox[: len(message)] = message
-        words[Control.LENGTH] = len(message)
+        words[Control.MESSAGE_NBYTES] = len(message)
         if self.link.plan_nbytes:
             plan = self.link.plan_transfers(command, location, self.rank.segments)
             control.mailbox[len(message) : len(message) + len(plan)] = plan
-            words[Control.PLAN_LENGTH] = len(plan)
+            words[Control.PLAN_NBYTES] = len(plan)
         words[Control.NEWEST_KEY] = self.memory.last_sent_key
         words[Control.POSTED] = number
         control.fence()
         for r in self.workers.pids:
-            control.ring(r, FOR_COMMAND)
+            control.wake(r, AWAITS_COMMAND)
 
     def _wait_until_done(self, limit: float | None = None) -> None:
         """Wait until all ranks have finished the last command, at most ``limit`` seconds."""
@@ -383,7 +392,7 @@ class Session:
         def finished() -> bool:
             return min(done) >= number or (deadline is not None and time.monotonic() > deadline)
 
-        control.wait(me, finished, FOR_DONE, self._check_peers, POLL_SECONDS)
+        control.wait(me, finished, AWAITS_COMPLETION, self._check_peers, POLL_SECONDS)
         self._is_idle = min(done) >= number
 
     # -- the error of a failed command -------------------------------------------------------------------------
@@ -396,7 +405,7 @@ class Session:
             for r in range(self.size)
             if r != self.rank.root
             and control.done[r] == number == control.words[Control.POSTED]
-            and control.report_length[r]
+            and control.report_nbytes[r]
         ]
 
     def _make_error(
@@ -445,9 +454,9 @@ class Session:
         """Raise if a rank has shown no progress for ``timeout`` seconds, or since the command began."""
         control = self._control
         began, now = int(self._command_began * 1e9), time.monotonic_ns()
-        silent = [r for r in range(self.size) if now - max(began, control.progress[r]) > timeout * 1e9]
+        silent = [r for r in range(self.size) if now - max(began, control.last_progress[r]) > timeout * 1e9]
         busy = [r for r in silent if r != self.rank.root and control.done[r] < control.words[Control.POSTED]]
-        late = [r for r in busy if not control.sleeping[r]]
+        late = [r for r in busy if not control.sleep_reason[r]]
         if not late and len(silent) < self.size:
             return  # a rank that waits for one that makes progress is not late
         who, number = (f"rank {late[0]}", late[0]) if late else ("the ranks", self.rank.number)
@@ -456,7 +465,7 @@ class Session:
 
     def _has_peer_died(self) -> bool:
         """Whether a worker has exited, as far as this machine knows."""
-        return self.workers.has_any_exited() or self.link.find_loss() is not None
+        return self.workers.has_any_exited() or self.link.find_remote_failure() is not None
 
     def _has_pending_between_commands(self) -> bool:
         """Whether an operation with the workers is pending although no command runs."""
@@ -467,14 +476,14 @@ class Session:
         """End the session and raise WorkerError if a worker or another machine has died."""
         peers = self._peers
         busy_thread, peers.busy_thread = peers.busy_thread, 0  # no PeerDied while this handles it
-        dead = self.workers.collect_dead()
+        dead = self.workers.collect_exited()
         if dead is not None:
             number, pid, code = dead
             death = Death(number, self.link.get_host_name(number), pid, describe_exit(code))
             self._end_with_error(f"{death.describe()}; the other workers were ended.", number, death)
-        lost = self.link.find_loss()
-        if lost is not None:
-            self._end_with_error(f"{lost.text}; the workers were ended.", lost.rank, lost.death)
+        failure = self.link.find_remote_failure()
+        if failure is not None:
+            self._end_with_error(f"{failure.text}; the workers were ended.", failure.rank, failure.death)
         peers.busy_thread = busy_thread
 
     def _end_with_error(self, message: str, number: int, death: Death | None = None) -> None:
@@ -569,7 +578,7 @@ class Session:
         # A call may be waiting for the workers: another thread's, or the one that a handler interrupted.
         for r in range(self.size):
             self._control.done[r] = self._control.words[Control.POSTED]
-        self._control.deciding.release()  # its owner has exited, as have the agents
+        self._control.decision_lock.release()  # its owner has exited, as have the agents
         self.rank.spans_hosts = False
         self.rank.fail()
         if not self.has_kept_memory:
@@ -585,7 +594,7 @@ class Session:
         self.memory.free()
         self.rank.registry.clear()
         self.registry.clear()
-        self.rank.threads.restore()
+        self.rank.thread_limit.restore()
 
     # -- new workers after a death -----------------------------------------------------------------------------
 
@@ -678,11 +687,11 @@ class Session:
 
     def _close_after_failed_start(self, error: Exception) -> None:
         """Close the session because a new worker can't start; keep the memory for another try."""
-        number = error.rank if isinstance(error, WorkerError) else self.workers.find_missing()
+        number = error.rank if isinstance(error, WorkerError) else self.workers.find_unstarted()
         if number is None:  # all workers have been started
             number = self.rank.number
         text = str(error) if isinstance(error, WorkerError) else f"{type(error).__name__}: {error}"
-        cause = f"{FAILED_START}: " + text.partition("\n")[0]
+        cause = f"{FAILED_START_PREFIX}: " + text.partition("\n")[0]
         self.has_kept_memory = self._n_keepers > 0
         self.close(kill=True)
         self.close_reason = f"rank {number} {cause}.  Call synkhronos.fork() to start again."
@@ -693,7 +702,7 @@ class Session:
         self._replacement_callbacks[owner] = callback
 
 
-def _call_all(callbacks: WeakKeys[Any, Callable[[Any], None]]) -> None:
+def _call_all(callbacks: WeakKeyDict[Any, Callable[[Any], None]]) -> None:
     for owner in list(callbacks):
         if (call := callbacks.get(owner)) is not None:
             call(owner)

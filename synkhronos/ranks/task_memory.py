@@ -32,13 +32,13 @@ class TaskMemory:
         Key of the segment.
     size : int
         Number of ranks.
-    locks : int
+    n_locks : int
         Number of locks.
     """
 
     key: int
     size: int
-    locks: int
+    n_locks: int
 
     @cached_property
     def capacity(self) -> int:
@@ -57,9 +57,9 @@ class TaskMemory:
             # for each rank: reason of its wait, number of the channel or lock, count that ends the wait, and number of
             # waits begun or ended
             4 * self.size,
-            self.locks,  # owner of each lock, counted from 1; 0 if it is free
-            self.locks,  # number of times that each was acquired
-            self.locks,  # whether the agent waits for it on behalf of a rank of another host
+            self.n_locks,  # owner of each lock, counted from 1; 0 if it is free
+            self.n_locks,  # number of times that each was acquired
+            self.n_locks,  # whether the agent waits for it on behalf of a rank of another host
             self.size**2,  # bytes sent from each rank to each; from a rank to itself, number of requests to its agent
             self.size**2,  # bytes received; number of the agent's answers
         )
@@ -77,7 +77,7 @@ class TaskMemory:
 
     @cached_property
     def _channels_offset(self) -> int:
-        return _round_up(self._locks_offset + _CACHE_LINE_NBYTES * self.locks, _PAGE_NBYTES)
+        return _round_up(self._locks_offset + _CACHE_LINE_NBYTES * self.n_locks, _PAGE_NBYTES)
 
     @property
     def nbytes(self) -> int:
@@ -95,7 +95,7 @@ class TaskMemory:
 
     def initialise_locks(self, segment: Segment) -> None:
         """Initialise the locks as free; called once on each host, before its ranks map the memory."""
-        for lock in range(self.locks):
+        for lock in range(self.n_locks):
             Semaphore(segment.buffer, self._locks_offset + _CACHE_LINE_NBYTES * lock, initialised=False).release()
 
     def view_words(self, segment: Segment) -> list[memoryview]:

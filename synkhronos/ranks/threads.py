@@ -25,34 +25,41 @@ def count_available_cores() -> int:
     return len(os.sched_getaffinity(0))
 
 
-class ThreadShare:
+class ThreadLimit:
     """Limit of one rank's thread pools (BLAS, OpenMP).
 
     Parameters
     ----------
     size : int
         Number of ranks of this machine.
-    environment : bool
-        Also set environment variables, for libraries that are loaded later.  For workers: the master's environment
-        belongs to the user.
+    sets_environment : bool
+        Whether to also set environment variables, for libraries that are loaded later.  True in workers only: the
+        master's environment belongs to the user.
+
+    Attributes
+    ----------
+    n_threads : int
+        Maximal number of threads of each pool.
     """
 
-    def __init__(self, size: int, environment: bool):
-        self.threads = max(1, count_available_cores() // size)
+    def __init__(self, size: int, sets_environment: bool):
+        self.n_threads = max(1, count_available_cores() // size)
         self._limits: list[threadpoolctl.threadpool_limits] = []
-        if environment:
+        if sets_environment:
             for variable in _VARIABLES:
-                os.environ[variable] = str(min(self.threads, _parse_positive(os.environ.get(variable), self.threads)))
-        self.limit()
+                os.environ[variable] = str(
+                    min(self.n_threads, _parse_positive(os.environ.get(variable), self.n_threads))
+                )
+        self.apply()
 
-    def limit(self) -> None:
+    def apply(self) -> None:
         """Limit the thread pools of all loaded libraries.
 
         Call it again after a function's first run: its compiler may have loaded another BLAS.
         """
-        if any(pool["num_threads"] > self.threads for pool in threadpoolctl.threadpool_info()):
+        if any(pool["num_threads"] > self.n_threads for pool in threadpoolctl.threadpool_info()):
             with defer_signals():  # a limit that is not recorded is never restored
-                self._limits.append(threadpoolctl.threadpool_limits(limits=self.threads))
+                self._limits.append(threadpoolctl.threadpool_limits(limits=self.n_threads))
 
     def restore(self) -> None:
         """Restore the thread pools' previous limits."""

@@ -19,16 +19,16 @@ from types import FrameType
 from typing import Any, NoReturn
 
 from synkhronos.ranks.child_process import JOB_SIGNALS, exit_with_parent, spawn
-from synkhronos.ranks.control import FOR_COMMAND, FOR_DONE, SLOT_NBYTES, Control
+from synkhronos.ranks.control import AWAITS_COMMAND, AWAITS_COMPLETION, SLOT_NBYTES, Control
 from synkhronos.ranks.errors import Cancelled, FailureReport
 from synkhronos.ranks.rank import Command, Rank
 from synkhronos.ranks.segments import SegmentReceiver, SharedArray
-from synkhronos.ranks.threads import ThreadShare
+from synkhronos.ranks.threads import ThreadLimit
 
 #: Seconds between two checks of the master's life by an idle worker, where the kernel does not report its death.
-IDLE_POLL = 0.5
+IDLE_POLL_SECONDS = 0.5
 #: Maximal number of unpickled commands that a worker caches: a training loop repeats a few.
-MAX_CACHED = 32
+MAX_CACHED_COMMANDS = 32
 #: Maximal number of bytes of a cached command.
 MAX_CACHED_NBYTES = 1 << 14
 
@@ -92,7 +92,7 @@ def main(
             if os.getppid() != master_pid:
                 os._exit(1)
 
-        rank = Rank(number, root, control, check_peers, ThreadShare(len(control.local_ranks), environment=True))
+        rank = Rank(number, root, control, check_peers, ThreadLimit(len(control.local_ranks), sets_environment=True))
         newest_key = 0
         if inherited is not None:
             master_rank, newest_key = inherited
@@ -150,7 +150,7 @@ def _serve(rank: Rank, channel: socket.socket, newest_key: int) -> None:
     receiver = SegmentReceiver(channel)
     while True:
         command: Command | None = None
-        control.wait(rank.number, lambda: words[posted] > number, FOR_COMMAND, rank.check_peers, IDLE_POLL)  # noqa: B023
+        control.wait(rank.number, lambda: words[posted] > number, AWAITS_COMMAND, rank.check_peers, IDLE_POLL_SECONDS)  # noqa: B023
         number = words[posted]
         rank.begin_command(number)
         try:
@@ -160,21 +160,21 @@ def _serve(rank: Rank, channel: socket.socket, newest_key: int) -> None:
                     rank.segments.add(segment)
                     newest_key = segment.key
                 del segment  # this name would keep the memory after its release
-            message = bytes(control.mailbox[: words[Control.LENGTH]])
+            message = bytes(control.mailbox[: words[Control.MESSAGE_NBYTES]])
             command = cache.get(message)
             if command is None:
                 command = pickle.loads(message)
                 if len(message) <= MAX_CACHED_NBYTES:
-                    if len(cache) >= MAX_CACHED:
+                    if len(cache) >= MAX_CACHED_COMMANDS:
                         cache.clear()
                     cache[message] = command
             try:
                 command.run(rank)
             finally:
                 rank.finish_command()
-            control.report_length[rank.number] = 0
+            control.report_nbytes[rank.number] = 0
         except Cancelled:
-            control.report_length[rank.number] = 0
+            control.report_nbytes[rank.number] = 0
         except BaseException as error:  # SystemExit, too: exit() within a graph is an error
             # The report comes first: a rank that sees the failure may read it.
             report = pickle.dumps(FailureReport.from_exception(rank.number, error, SLOT_NBYTES // 10))
@@ -190,7 +190,7 @@ def _serve(rank: Rank, channel: socket.socket, newest_key: int) -> None:
         done = control.done.tolist()
         done[rank.root] = number
         if min(done) >= number:
-            control.ring(rank.root, FOR_DONE)
+            control.wake(rank.root, AWAITS_COMPLETION)
         if isinstance(command, Exit):
             return
 
@@ -201,7 +201,7 @@ def _detach_from_master(channel: socket.socket, master_pid: int) -> None:
     # Ctrl-C is sent to every process of the terminal; the master decides what it means.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     for number in JOB_SIGNALS:
-        signal.signal(number, partial(_follow_master, master_pid))
+        signal.signal(number, partial(_handle_job_signal, master_pid))
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT, *JOB_SIGNALS})
     for name in ("CHLD", "ALRM", "URG"):
         signal.signal(getattr(signal, f"SIG{name}"), signal.SIG_DFL)
@@ -228,7 +228,7 @@ def _detach_from_master(channel: socket.socket, master_pid: int) -> None:
         setattr(sys, name, open(fd, "w", buffering=1, errors="backslashreplace", closefd=False))
 
 
-def _follow_master(master_pid: int, number: int, frame: FrameType | None) -> None:
+def _handle_job_signal(master_pid: int, number: int, frame: FrameType | None) -> None:
     """Exit by a signal, unless the master handles or ignores it: it then continues and needs its workers."""
     try:
         with open(f"/proc/{master_pid}/status") as status:

@@ -59,9 +59,9 @@ class Workers:
             self._control = inherited[0].control
         for number in self._control.local_ranks:
             if number != self.root:
-                self._start_one(number, profile, inherited)
+                self._start_worker(number, profile, inherited)
 
-    def _start_one(self, number: int, profile: bool, inherited: tuple[Rank, int] | None) -> None:
+    def _start_worker(self, number: int, profile: bool, inherited: tuple[Rank, int] | None) -> None:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         # Numbers of standard streams that the user closed are free, but a worker uses them as standard streams.
         ours, theirs = _move_above_standard_streams(ours), _move_above_standard_streams(theirs)
@@ -82,7 +82,7 @@ class Workers:
                 worker_process.main(self._control, theirs, *settings, inherited)
         self.pids[number] = pid
 
-    def find_missing(self) -> int | None:
+    def find_unstarted(self) -> int | None:
         """Return the first rank of this machine whose worker has not been started; None if all have."""
         return next((r for r in self._control.local_ranks if r not in (*self.pids, self.root)), None)
 
@@ -99,7 +99,7 @@ class Workers:
         """Whether a worker has exited; its exit status is not collected."""
         return any(_has_exited(pid) for pid in list(self.pids.values()))
 
-    def collect_dead(self) -> tuple[int, int, int] | None:
+    def collect_exited(self) -> tuple[int, int, int] | None:
         """Collect the exit status of a worker that has exited.
 
         Returns

@@ -161,7 +161,7 @@ class RunProgram(_RunProgramFields, Command):
         rank.barrier()
         for key in self.functions:
             get_object(rank, key).compile(DEFAULT_VARIANT)
-        rank.threads.limit()  # the compiled code may have loaded a BLAS
+        rank.thread_limit.apply()  # the compiled code may have loaded a BLAS
 
 
 def _pickle_program(session: Session, value: Any, functions: list[Any], arrays: list[SharedArray]) -> bytes:

@@ -157,8 +157,8 @@ class Worker:
         reduction = _describe_reduction(value, op, device)
         reductions = self._task.barrier("all_reduce()", reduction)
         if any(other != reduction for other in reductions):
-            self._task.raise_in_master(
-                f"all_reduce: expected the same shape, dtype and op on all ranks, got {reductions}"
+            self._rank.raise_collectively(
+                RuntimeError(f"all_reduce: expected the same shape, dtype and op on all ranks, got {reductions}")
             )
         if self.size == 1:
             return value
@@ -432,7 +432,7 @@ class Group:
                 content, kind = pickle.loads(self._task.receive(r, description))
             by_member.append(content if kind == "barrier" else ("send()", None))
         if any(other != description for other, _ in by_member):
-            # Not `RankTask.raise_in_master`: the master may be outside of the group.
+            # Not `Rank.raise_collectively`: the master may be outside of the group.
             positions = (f"rank {r} is at {other}" for r, (other, _) in zip(self.ranks, by_member, strict=True))
             raise RuntimeError(f"the ranks wait for each other in different places: {', '.join(positions)}")
         return [member_value for _, member_value in by_member]

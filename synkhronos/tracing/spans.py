@@ -20,7 +20,7 @@ from synkhronos.function.computation import Computation
 from synkhronos.graphs.mirror import get_object
 from synkhronos.loading.loader import Feed
 from synkhronos.ranks import Command, Rank
-from synkhronos.ranks.control import FOR_COMMAND, FOR_DONE, Control
+from synkhronos.ranks.control import AWAITS_COMMAND, AWAITS_COMPLETION, Control
 from synkhronos.ranks.session import Session
 
 #: Name, category, start, end, thread.
@@ -52,7 +52,7 @@ def _name_command(command: Command, rank: Rank) -> str:
 
 
 def _name_wait(control: Control, me: int, ready: Any, reason: int, *_: Any) -> str:
-    return {FOR_COMMAND: IDLE, FOR_DONE: JOIN}.get(reason, "wait for a peer")
+    return {AWAITS_COMMAND: IDLE, AWAITS_COMPLETION: JOIN}.get(reason, "wait for a peer")
 
 
 #: Layers above add methods of their own.

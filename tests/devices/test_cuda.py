@@ -139,7 +139,7 @@ class Gpu:
         assert command == 5
         return self.arrived
 
-    def wait_reached_by_all(self, step):
+    def was_reached_by_all(self, step):
         assert step == 3
         return self.arrived >= step
 

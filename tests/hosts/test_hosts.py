@@ -431,7 +431,7 @@ def test_early_messages_of_a_task_are_queued():
         take_stop_request=lambda: False,
     )
     mail = SimpleNamespace(size=2, host=0, other_hosts=[1])
-    control = SimpleNamespace(fence=lambda: None, ring=lambda rank, reason: None)
+    control = SimpleNamespace(fence=lambda: None, wake=lambda rank, reason: None)
     agent = TaskAgent(mail, control, [range(1), range(1, 2)], {})
     agent.start_command(4, None)
     agent.handlers[CHANNEL_UPDATE](1, 5, 1, 0, 1, b"first")
@@ -453,7 +453,7 @@ def test_agent_reports_missing_memory(monkeypatch):
     agent._names, agent._host, agent._local_ranks, agent._segments = "ab", 1, range(2, 3), {}
     agent._mail = SimpleNamespace(send=lambda *message: said.append(message))
     agent._on_announce(0, 1, 4096, None)
-    assert said == [(0, agents.LOST, "host b (rank 2): 4096 bytes of shared memory can't be mapped", 2)]
+    assert said == [(0, agents.REMOTE_FAILURE, "host b (rank 2): 4096 bytes of shared memory can't be mapped", 2)]
     assert agent._segments == {}
 
 

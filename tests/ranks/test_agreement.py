@@ -50,11 +50,11 @@ class Memory:
     def fence(self):
         pass
 
-    def ring(self, rank, reason):
+    def wake(self, rank, reason):
         pass
 
-    ring_local = ring_all = lambda self, reason=0: None
-    deciding = SimpleNamespace(acquire=lambda seconds: True, release=lambda: None)
+    wake_local_ranks = wake_all_ranks = lambda self, reason=0: None
+    decision_lock = SimpleNamespace(acquire=lambda seconds: True, release=lambda: None)
 
     def wait(self, me, ready, reason, watch, poll):
         if not ready():
@@ -241,7 +241,7 @@ class World:
             rank.fail()  # decides on one host
         elif self.waits:  # as `CollectiveWatchdog.meet`: continue if all ranks have arrived
             has_come = self.watchdogs[r]._started_step == rank._step
-            self.passed[r] = 1 if has_come and rank.wait_reached_by_all(rank._step) else -1
+            self.passed[r] = 1 if has_come and rank.was_reached_by_all(rank._step) else -1
         self.pcs[r] = DONE - 1
 
     def begin_second(self, r):
@@ -428,12 +428,12 @@ def test_model_finds_a_read_before_the_failure_is_written(monkeypatch):
         told(self, r, error)
         if self.pcs[r] == FAILED:
             memory = self.memories[0]
-            memory.words[Control.FAILED], memory.words[Control.LENGTH] = 0, min(memory.arrived)
+            memory.words[Control.FAILED], memory.words[Control.MESSAGE_NBYTES] = 0, min(memory.arrived)
 
     def fail(self):
         words = self.control.words
         words[Control.FAILED] = FIRST
-        record_common_step(words, FIRST, words[Control.LENGTH])
+        record_common_step(words, FIRST, words[Control.MESSAGE_NBYTES])
 
     told = World.out
     monkeypatch.setattr(World, "out", out)

@@ -293,7 +293,7 @@ class Leave(Command):
             if rank.is_master:
                 leave()
         except Cancelled:
-            rank.objects["found"] = rank.wait_reached_by_all(step)
+            rank.objects["found"] = rank.was_reached_by_all(step)
             raise
         except Left:
             rank.objects["found"] = self.all_arrive
@@ -329,12 +329,12 @@ class DieInBetween(Command):
     def run(self, rank):
         step = rank.next_step
         if not rank.is_master:
-            rank.control.deciding.acquire = lambda seconds: os.kill(os.getpid(), signal.SIGKILL)
+            rank.control.decision_lock.acquire = lambda seconds: os.kill(os.getpid(), signal.SIGKILL)
             raise KeyError
         try:
             rank.barrier()
         except Cancelled:
-            rank.wait_reached_by_all(step)
+            rank.was_reached_by_all(step)
             raise
 
 
@@ -362,7 +362,7 @@ def test_ranks_that_fail_together_record_one_common_step(monkeypatch):
     monkeypatch.setattr(control, "fence", meanwhile)
     first.fail()
     assert not failing
-    assert [rank.wait_reached_by_all(step) for rank in (first, second, third)] == [True] * 3
+    assert [rank.was_reached_by_all(step) for rank in (first, second, third)] == [True] * 3
 
 
 @pytest.mark.parametrize("all_arrive", [False, True])
@@ -378,4 +378,4 @@ def test_ranks_that_fail_in_turn_record_one_common_step(all_arrive):
     if not all_arrive:
         third.arrive()  # too late: it may not be cancelled yet
     second.fail()
-    assert [rank.wait_reached_by_all(step) for rank in (first, second, third)] == [all_arrive] * 3
+    assert [rank.was_reached_by_all(step) for rank in (first, second, third)] == [all_arrive] * 3

@@ -102,7 +102,7 @@ def test_segments_are_readable_only_by_this_user(fork, no_umask):
     fork(3)
     d = work()
     d.set_value(np.ones((5000, 60)))  # new memory, that the workers have not got yet
-    files = [file for _, file, _ in ranks.get_session().memory._unsent]
+    files = [file for _, file, _ in ranks.get_session().memory._unsent_segments]
     assert files
     for file in files:
         status = os.fstat(file.fileno())
@@ -254,7 +254,7 @@ def test_other_users_can_reach_nothing(fork):
     d = work()
     d.set_value(np.ones((9000, 60)))
     worker = ranks.get_session().workers.pids[1]
-    file = ranks.get_session().memory._unsent[0][1].fileno()
+    file = ranks.get_session().memory._unsent_segments[0][1].fileno()
     attempts = f"""
 import os, signal
 os.setgroups([]); os.setgid(65534); os.setuid(65534)

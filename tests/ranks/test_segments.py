@@ -19,7 +19,7 @@ class Owner:
 
 
 def test_weak_keys_forget_collected_objects():
-    noted = ranks.WeakKeys()
+    noted = ranks.WeakKeyDict()
     first, second = Owner(), Owner()
     noted[first], noted[second] = 1, 2
     noted[second] = 3
@@ -89,7 +89,7 @@ def test_segments_leave_memory_to_other_programs(monkeypatch):
     with pytest.raises(
         MemoryError, match="^no room for 134,217,728 bytes of shared memory: .* and memory 125,829,120$"
     ):
-        segments.create_unlinked(128 * MIB)
+        segments.create_unlinked_file(128 * MIB)
     assert not opened
     segments.check_free_memory(120 * MIB)
 

@@ -123,14 +123,14 @@ def test_defer_signals_holds_to_the_end_of_the_outer_block():
 
 
 def test_defer_signals_can_deliver_late_signals(monkeypatch):
-    monkeypatch.setattr("synkhronos.ranks.interrupts.PATIENCE", 0.05)
+    monkeypatch.setattr("synkhronos.ranks.interrupts.MAX_DEFERRAL_SECONDS", 0.05)
     with pytest.raises(KeyboardInterrupt):
         with defer_signals() as held:
             held.deliver_if_late()
             signal.raise_signal(signal.SIGINT)
             held.deliver_if_late()
             time.sleep(0.1)
-            held.restart_patience()  # the next call has a timeout of its own
+            held.restart_time_limit()  # the next call has a timeout of its own
             held.deliver_if_late()
             time.sleep(0.1)
             with pytest.raises(KeyboardInterrupt):

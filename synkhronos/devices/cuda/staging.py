@@ -429,7 +429,7 @@ class Staging:
             if self._unlock_segment not in rank.segments.on_drop:
                 rank.segments.on_drop.append(self._unlock_segment)
             address = segment.view_array((0,), np.uint8).ctypes.data
-            first_page, end = segment.local_bytes.start // mmap.PAGESIZE * mmap.PAGESIZE, segment.local_bytes.stop
+            first_page, end = segment.backed_bytes.start // mmap.PAGESIZE * mmap.PAGESIZE, segment.backed_bytes.stop
             try:
                 self._locked[segment] = address, address + first_page
                 self.lock_pages(address + first_page, end - first_page)

@@ -129,7 +129,7 @@ class CollectiveWatchdog(PendingOperation):
                 self._rank.barrier(check)
             except Cancelled:
                 # If all ranks have arrived before the failure, the collective completes.
-                if not self._rank.wait_reached_by_all(step):
+                if not self._rank.was_reached_by_all(step):
                     raise
 
     def notify_started(self) -> None:

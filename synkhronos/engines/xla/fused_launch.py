@@ -44,7 +44,7 @@ class FusedRunner(Runner):
         with defer_signals() as signals:
             launch = self._launch if self._ffi_reduction.calls == "python" else self._launch_native
             results = launch(inputs, communicator, shape)
-            signals.restart_patience()
+            signals.restart_time_limit()
             communicator.wait_started(signals.deliver_if_late)
             self._rank.commit()
         return results

@@ -94,7 +94,7 @@ class RankProgram:
         digest = hashlib.blake2b(reducer.count.to_bytes(8, "little"), digest_size=16)
         for array in results:
             digest.update(np.ascontiguousarray(array).tobytes())
-        if not rank.compare_on_all(digest.digest()):
+        if not rank.all_equal(digest.digest()):
             raise RuntimeError(DIVERGED)
         return results
 
@@ -194,7 +194,7 @@ def _share_cores(rank: Rank) -> Iterator[None]:
     """Context in which XLA starts with as many threads as this rank's share of the cores."""
     from unittest import mock  # not at the top, where it imports asyncio into every rank; fork() imports all engines
 
-    with mock.patch.dict(os.environ, {"NPROC": str(rank.threads.threads)}):
+    with mock.patch.dict(os.environ, {"NPROC": str(rank.thread_limit.n_threads)}):
         yield
 
 

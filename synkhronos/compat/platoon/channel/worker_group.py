@@ -26,7 +26,7 @@ from synkhronos.compat.platoon.channel import sockets
 from synkhronos.compat.platoon.channel.sockets import POLL
 from synkhronos.compat.platoon.controller_process import Hosts
 from synkhronos.ranks.errors import describe_exit
-from synkhronos.ranks.segments import create_unlinked
+from synkhronos.ranks.segments import create_unlinked_file
 
 #: Seconds that workers have to end by themselves after one has failed.
 GRACE = 10.0
@@ -196,7 +196,7 @@ class WorkerGroup:
         is_new = name not in self._memory
         if is_new:
             try:
-                self._memory[name] = create_unlinked(max(1, nbytes)), nbytes
+                self._memory[name] = create_unlinked_file(max(1, nbytes)), nbytes
             except MemoryError as error:
                 connection.send_bytes(json.dumps({"error": str(error)}).encode())
                 return

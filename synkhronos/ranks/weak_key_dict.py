@@ -10,7 +10,7 @@ K = TypeVar("K")
 V = TypeVar("V")
 
 
-class WeakKeys(Generic[K, V]):
+class WeakKeyDict(Generic[K, V]):
     """A dictionary that drops an entry when its key is collected.
 
     `weakref.WeakKeyDictionary` runs Python code when a key is collected, and an interrupt that arrives in the middle
