@@ -1,8 +1,8 @@
 """Start and end of the ranks.
 
-``fork`` decides how many ranks there are, on which machines and devices.  It starts the session and runs its first
-command, which binds each rank to its device.  Whether workers are copies of this process or new processes depends on
-the device and the host: a copy of a process in which JAX has run can't use JAX.
+``fork`` chooses the number of ranks, their machines and their device.  It starts the session and runs its first
+command, which binds each rank to its device.  Workers are forks of this process, or new processes where a fork could
+not compute: after JAX has run here, and on other hosts.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ __all__ = ["bytes_sent", "close", "fork"]
 #: Default number of seconds without a message after which a host counts as lost.
 HOST_TIMEOUT = 10.0
 #: Memory of freed arrays that the C library of each rank keeps: number of bytes of the largest array (the maximum of
-#: GNU's C library), and in all.
-MAX_CACHED_ARRAY, MAX_CACHED = 1 << 25, 1 << 28
+#: GNU's C library), and in total.
+MAX_FREED_ARRAY_NBYTES, MAX_FREED_NBYTES = 1 << 25, 1 << 28
 #: Parameters of `mallopt`, as in malloc.h.
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
 
@@ -43,25 +43,24 @@ class _Bind(Command):
 
     Attributes
     ----------
-    name : str
-        Name of the device.
-    places : list of str
-        Place of each rank of the master's host on the device.  Other hosts determine their own.
+    device_name : str
+    gpus : list of str
+        GPU of each rank of the master's host, as ``CUDA_VISIBLE_DEVICES`` names it.  Other hosts assign their own.
     seeds : tuple of bytes
         Seeds of NumPy's and Python's global generators.
     cores : tuple of tuple of int
         Cores of each rank; empty for no binding.
     """
 
-    name: str
-    places: list[str]
+    device_name: str
+    gpus: list[str]
     seeds: tuple[bytes, ...]
     cores: tuple[tuple[int, ...], ...] = ()
 
     def without_rank(self, number: int) -> _Bind:
         """Return the command for all ranks but one, whose device and cores are left out."""
-        places = self.places[:number] + self.places[number + 1 :]
-        return replace(self, places=places, cores=self.cores[:number] + self.cores[number + 1 :])
+        gpus = self.gpus[:number] + self.gpus[number + 1 :]
+        return replace(self, gpus=gpus, cores=self.cores[:number] + self.cores[number + 1 :])
 
     def run(self, rank: Rank) -> None:
         if rank.number < len(self.cores):  # before any library starts threads
@@ -74,25 +73,24 @@ class _Bind(Command):
             )
             np.random.seed(np.frombuffer(numpy_seed, np.uint32))
             random.seed(python_seed)
-        device = get_device(self.name)
-        rank.device = device
+        rank.device = device = get_device(self.device_name)
         if device is HOST:
             force_cpu()
         local_ranks = rank.control.local_ranks
-        places = self.places if rank.root in local_ranks else device.assign_gpus(len(local_ranks), 0)
-        device.bind(rank, places[rank.number - local_ranks.start])
+        gpus = self.gpus if rank.root in local_ranks else device.assign_gpus(len(local_ranks), 0)
+        device.bind(rank, gpus[rank.number - local_ranks.start])
 
 
 def _keep_freed_memory() -> None:
-    """Set the C library to keep the memory of freed arrays, as the next call of a function needs as much again.
+    """Make the C library keep the memory of freed arrays, as the next call of a function needs as much again.
 
-    By default it returns memory at the end of its heap to the kernel, and later gets it back page by page, at about
-    1 us each.  Which ranks this slows down is random.
+    By default it returns memory at the end of its heap to the kernel, and later gets it back page by page.  Which ranks
+    this slows down is random.
     """
     with contextlib.suppress(AttributeError):  # a C library other than GNU's
         libc = ctypes.CDLL(None)
-        libc.mallopt(_MMAP_THRESHOLD, MAX_CACHED_ARRAY)
-        libc.mallopt(_TRIM_THRESHOLD, MAX_CACHED)
+        libc.mallopt(_MMAP_THRESHOLD, MAX_FREED_ARRAY_NBYTES)
+        libc.mallopt(_TRIM_THRESHOLD, MAX_FREED_NBYTES)
 
 
 def fork(

@@ -104,7 +104,7 @@ class Agent:
     mpi : module
         ``mpi4py.MPI``.
     config : dict
-        Configuration from the master: see `synkhronos.hosts.mpi_link.MpiLink.start`.
+        Configuration from the master: see `synkhronos.hosts.mpi_link.MpiLink.start_workers`.
     control : Control
         Control memory of this host.
     channel : socket or None
@@ -385,7 +385,7 @@ class Agent:
 
     def _decide_commands(self) -> None:
         """Record the last common step of failed commands that all hosts have reported."""
-        for number, step in self._tally.take_decided():
+        for number, step in self._tally.pop_decided():
             record_common_step(self._control.words, number, step)
             self._control.wake_local_ranks(AWAITS_STEP)
 

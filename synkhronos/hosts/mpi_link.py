@@ -233,7 +233,7 @@ class MpiLink(Link):
 
     # -- Link ------------------------------------------------------------------------------
 
-    def start(self, control: Control, file: io.FileIO | None, root: int, profile: bool) -> socket.socket:
+    def start_workers(self, control: Control, file: io.FileIO | None, root: int, profile: bool) -> socket.socket:
         """Start the other hosts' workers and return the channel to this host's agent."""
         assert self._channel is not None and file is not None
         self._control, self._layout = control, PipeLayout(control)
@@ -271,7 +271,7 @@ class MpiLink(Link):
                 _check_rows(access, local_rows, segments, describe_host(name, ranks))
                 if isinstance(access.rows, SharedArray):
                     accesses_by_host[-1].append(_to_segment_access(RowAccess(access.rows)))
-        task = command.memory
+        task = command.task_memory
         plan = pickle.dumps((accesses_by_host[1:], dropped, task), pickle.HIGHEST_PROTOCOL)
         if len(plan) > self.plan_nbytes:
             raise ValueError(

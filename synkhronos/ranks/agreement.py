@@ -38,14 +38,15 @@ from typing import Any
 
 from synkhronos.ranks.control import Control
 
-#: Number of lower bits of a rank's step counter that count the steps of one command; the upper bits are its number.
+#: Number of low bits of a step number that count the steps of a command; the high bits are the command's number.
 STEP_BITS = 24
 
 
 def record_common_step(words: Any, command: int, step: int) -> None:
     """Record the last step that all ranks reached in a failed command.
 
-    There is one word for this command and one for the next: a rank has finished with it before a third is posted.
+    Successive commands use two words in turn: all ranks have finished a command before the second one after it is
+    posted.
     """
     words[Control.COMMON_STEP + (command & 1)] = max(step, command << STEP_BITS)
 
@@ -57,7 +58,7 @@ def last_common_step(words: Any, command: int) -> int | None:
 
 
 class StepTally:
-    """Steps and failures that hosts have reported to each other.
+    """Last step and failed commands that each host has reported.
 
     Parameters
     ----------
@@ -69,17 +70,17 @@ class StepTally:
     ----------
     steps : list of int
         Last reported step of each host.
-    failures : list of deque of (int, int)
-        Failed commands of each host that are not decided, each with the last step reported before.
-    failed : int
+    undecided : list of deque of (int, int)
+        For each host, the failed commands that are not decided, and the last step that it had reported before each.
+    last_failed : int
         Last failed command that this host has reported.
     """
 
     def __init__(self, n_hosts: int, host: int):
         self._host = host
         self.steps = [0] * n_hosts
-        self.failures: list[deque[tuple[int, int]]] = [deque() for _ in range(n_hosts)]
-        self.failed = 0
+        self.undecided: list[deque[tuple[int, int]]] = [deque() for _ in range(n_hosts)]
+        self.last_failed = 0
 
     def update(self, failed: int, step: int) -> tuple[bool, bool]:
         """Record the state of this host and decide which messages it sends.
@@ -96,12 +97,12 @@ class StepTally:
         sends_step, sends_failed : bool
             Whether to send STEP, and whether to send FAILED after it.
         """
-        sends_step = step > self.steps[self._host] and step >> STEP_BITS > self.failed
+        sends_step = step > self.steps[self._host] and step >> STEP_BITS > self.last_failed
         if sends_step:
             self.steps[self._host] = step
-        sends_failed = failed > self.failed
+        sends_failed = failed > self.last_failed
         if sends_failed:
-            self.failed = failed
+            self.last_failed = failed
             self.receive_failed(self._host, failed)
         return sends_step, sends_failed
 
@@ -111,13 +112,13 @@ class StepTally:
 
     def receive_failed(self, host: int, command: int) -> None:
         """Record a host's FAILED."""
-        self.failures[host].append((command, self.steps[host]))
+        self.undecided[host].append((command, self.steps[host]))
 
-    def take_decided(self) -> Sequence[tuple[int, int]]:
+    def pop_decided(self) -> Sequence[tuple[int, int]]:
         """Return the commands decided since the last call, each with the last step that all ranks reached."""
         decided = []
-        while all(self.failures):
-            failures = [reported.popleft() for reported in self.failures]
+        while all(self.undecided):
+            failures = [reported.popleft() for reported in self.undecided]
             (command,) = {command for command, _ in failures}
             decided.append((command, min(step for _, step in failures)))
         return decided

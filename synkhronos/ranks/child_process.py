@@ -1,4 +1,4 @@
-"""Child processes that exit with their parent: their start, and the signals that they handle.
+"""Start and signal handling of child processes that exit with their parent.
 
 Workers, loader processes and agents are such processes.
 """
@@ -24,26 +24,28 @@ _PR_SET_PDEATHSIG = 1
 def spawn(
     module: str,
     function: str,
-    settings: Sequence[Any],
+    arguments: Sequence[Any],
     files: Sequence[int],
     in_main_thread: bool,
     environment: Mapping[str, str],
 ) -> int:
     """Start a new Python process that calls a function, and return its process id.
 
-    It inherits `sys.path`.  It starts with SIGINT and `JOB_SIGNALS` blocked; the function sets their handlers and
-    unblocks them.
+    The process inherits `sys.path`.  It starts with SIGINT and `JOB_SIGNALS` blocked; the function sets their handlers
+    and unblocks them.
 
     Parameters
     ----------
     module, function : str
-    settings : sequence
-        Passed as JSON in ``sys.argv[2]``.
+        The function takes no arguments: it reads ``sys.argv[2]``.
+    arguments : sequence
+        Written as JSON into ``sys.argv[2]``.
     files : sequence of int
         File descriptors to inherit.
     in_main_thread : bool
-        Whether the kernel may kill the process when this thread ends.
+        Whether this thread is the main one.  If so, the kernel kills the process when the thread ends.
     environment : mapping
+        Environment variables.
     """
     path = json.dumps([os.path.abspath(folder) for folder in sys.path])
     code = "import json, os, sys; sys.path[:] = json.loads(sys.argv[1]); "
@@ -51,11 +53,11 @@ def spawn(
         code += f"import ctypes; ctypes.CDLL(None).prctl({_PR_SET_PDEATHSIG}, {signal.SIGKILL:d}, 0, 0, 0); "
     code += f"os.getppid() == {os.getpid()} or os._exit(1); "
     code += f"from {module} import {function}; {function}()"
-    arguments = [sys.executable, "-c", code, path, json.dumps(settings)]
+    command_line = [sys.executable, "-c", code, path, json.dumps(arguments)]
     for file in files:
         os.set_inheritable(file, True)
     try:
-        return os.posix_spawn(sys.executable, arguments, environment, setsigmask={signal.SIGINT, *JOB_SIGNALS})
+        return os.posix_spawn(sys.executable, command_line, environment, setsigmask={signal.SIGINT, *JOB_SIGNALS})
     finally:
         for file in files:
             os.set_inheritable(file, False)
@@ -64,8 +66,9 @@ def spawn(
 def exit_with_parent(parent: int, in_main_thread: bool) -> None:
     """Make the kernel kill this process when its parent dies, even in the middle of compiled code.
 
-    The kernel's signal is sent when the thread ends that started this process: too early if that is not the parent's
-    main thread.  Then a thread of this process watches instead, which cannot act while compiled code holds the GIL.
+    The kernel sends the signal when the thread that started this process ends.  If that is not the parent's main
+    thread, it may end before the parent.  A thread of this process then watches the parent instead; it cannot act while
+    compiled code holds the GIL.
 
     Parameters
     ----------
@@ -78,17 +81,17 @@ def exit_with_parent(parent: int, in_main_thread: bool) -> None:
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     elif hasattr(os, "pidfd_open"):  # missing if Python was built on an old kernel
         with contextlib.suppress(ProcessLookupError):
-            threading.Thread(target=_kill_after, args=(os.pidfd_open(parent),), daemon=True).start()
+            threading.Thread(target=_kill_self_at_exit, args=(os.pidfd_open(parent),), daemon=True).start()
     if os.getppid() != parent:  # it died before the call above
         os._exit(1)
 
 
-def _kill_after(process: int) -> None:
-    select.select([process], [], [])
+def _kill_self_at_exit(process_fd: int) -> None:
+    select.select([process_fd], [], [])
     os.kill(os.getpid(), signal.SIGKILL)
 
 
 def ignore_job_signals() -> None:
-    """Ignore `JOB_SIGNALS`: this process ends with its parent, which handles them."""
+    """Ignore `JOB_SIGNALS`: the parent handles them, and this process ends with its parent."""
     for number in JOB_SIGNALS:
         signal.signal(number, signal.SIG_IGN)

@@ -1,4 +1,4 @@
-"""Errors that ranks raise, and the reports from which the master makes them."""
+"""Errors that ranks raise, and descriptions of failed ranks."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 @dataclass(frozen=True)
 class FailureReport:
-    """Description of one rank's failure, as text.
+    """Text description of a rank's exception, from which the master makes a `WorkerError`.
 
     Attributes
     ----------
@@ -19,7 +19,7 @@ class FailureReport:
     kind : str
         Name of the exception's class.
     message, traceback : str
-        Both may have their middle removed.
+        Shortened in the middle if they are long.
     host : str
         Name of the rank's machine; "" if there is only one.
     """
@@ -32,26 +32,26 @@ class FailureReport:
 
     @classmethod
     def from_exception(cls, rank: int, error: BaseException, limit: int) -> FailureReport:
-        """Build the report of an exception, with at most about ``limit`` characters of message and of traceback."""
+        """Build the report of an exception; message and traceback get about ``limit`` characters each at most."""
         try:
             message = str(error)
-        except Exception as another:
-            message = f"<no message: its __str__ raised {type(another).__qualname__}>"
+        except Exception as str_error:
+            message = f"<no message: its __str__ raised {type(str_error).__qualname__}>"
         text = "".join(traceback.format_exception(error))
         return cls(rank, type(error).__qualname__, shorten(message, limit), shorten(text, limit))
 
     @property
     def rank_name(self) -> str:
-        """Name of the rank, followed by that of its host if there are several hosts."""
+        """Name of the rank, with its host if there are several, such as "rank 1 on host b"."""
         return f"rank {self.rank}" + (f" on host {self.host}" if self.host else "")
 
     def summary(self) -> str:
-        """Return one line: the rank, the exception's class and the first line of its message."""
+        """Return a line with the rank, the exception's class and the first line of its message."""
         return f"{self.rank_name}: {self.kind}: {(self.message.splitlines() or [''])[0]}"
 
 
 def shorten(text: str, limit: int) -> str:
-    """Return the text without its middle if it is longer than ``limit`` characters."""
+    """Return the text, with its middle replaced by "[...]" if it is longer than ``limit`` characters."""
     return text if len(text) <= limit else f"{text[: limit // 2]}\n[...]\n{text[-limit // 2 :]}"
 
 
@@ -95,12 +95,12 @@ class WorkerError(RuntimeError):
         return cls(head, first.rank, first.traceback, {report.rank: report.summary() for report in reports})
 
 
-#: Beginning of the cause of a `Death` of a worker that could not start.
+#: Start of `Death.cause` for a worker that could not start.
 FAILED_START_PREFIX = "could not start"
 
 
 class Death(NamedTuple):
-    """Exit of a worker that ended a session, or failed start of one.
+    """Exit of a worker, or its failure to start, that ended a session.
 
     Attributes
     ----------
@@ -108,9 +108,9 @@ class Death(NamedTuple):
     host : str
         Name of the rank's machine; "" if there is only one.
     pid : int
-        Its process id; 0 if the worker could not start.
+        Process id; 0 if the worker could not start.
     cause : str
-        Description of the exit, such as "was killed by SIGKILL".
+        Verb phrase, such as "was killed by SIGKILL".
     """
 
     rank: int
@@ -125,16 +125,16 @@ class Death(NamedTuple):
 
 
 class RemoteFailure(NamedTuple):
-    """Failure on another machine that ends a session.
+    """Loss of another machine, or death of a worker there, that ends a session.
 
     Attributes
     ----------
     text : str
-        Its description for an error message.
+        Description for an error message.
     rank : int
-        The rank that it concerns, or the first of a lost machine.
+        Rank of the worker, or first rank of the machine.
     death : Death or None
-        If a single worker has exited.
+        The worker's death; None if a machine was lost.
     """
 
     text: str
@@ -149,7 +149,7 @@ class Cancelled(Exception):
 def describe_effect(
     effect: str | None, partial_effect: str | None, applied: list[int], busy: list[int], size: int
 ) -> str:
-    """Return a sentence on the ranks on which a failed command has applied its effect; "" for one without an effect.
+    """Return a sentence on the ranks on which a failed command has applied its effect; "" without an effect.
 
     Parameters
     ----------
@@ -175,7 +175,7 @@ def describe_effect(
     return f"{effect} on ranks {applied}, and not on ranks {others}: broadcast() makes them equal again."
 
 
-#: In place of the exit code of a process whose status was collected elsewhere; larger than any exit code.
+#: Exit code of a process whose exit status was collected elsewhere; larger than any real exit code.
 UNKNOWN_EXIT_CODE = 1 << 16
 
 

@@ -1,4 +1,4 @@
-"""NumPy's handling of floating-point errors, the same on workers as in the master."""
+"""Synchronisation of NumPy's floating-point error handling: workers use the master's settings."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ class _SetFloatErrors(_SetFloatErrorsFields, Command):
 
 
 class _SentSettings:
-    """Record of the settings that the workers have.
+    """Record of the settings that were last sent to the workers.
 
     Attributes
     ----------
     settings : dict or None
-        As `numpy.geterr` returns it; None if they are not known.
+        As `numpy.geterr` returns it; None if new workers have got none yet.
     """
 
     def __init__(self) -> None:
@@ -38,12 +38,12 @@ class _SentSettings:
 
     @classmethod
     def create(cls, session: Session) -> _SentSettings:
-        """Return a record that forgets the settings when workers are replaced."""
+        """Return a record that is cleared when workers are replaced."""
         sent = cls()
-        session.add_replacement_callback(sent, cls._forget)
+        session.add_replacement_callback(sent, cls._clear)
         return sent
 
-    def _forget(self) -> None:
+    def _clear(self) -> None:
         self.settings = None
 
 

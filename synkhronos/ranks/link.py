@@ -1,10 +1,10 @@
 """Connection between the master's session and the machines on which the ranks run.
 
-A session posts commands, waits for the ranks and ends them.  `Link` hides the difference between one machine and
-several: `LocalLink` is the link of one machine, and `synkhronos.hosts.MpiLink` the link of several, whose agents
-communicate by MPI.
+A session posts commands, waits for the ranks and ends them.  `Link` hides from it whether the ranks are on one machine
+(`LocalLink`) or on several, whose agents communicate by MPI (`synkhronos.hosts.MpiLink`).
 
-Other machines do not see this one's memory: before a command runs there, the rows that their ranks access are sent.
+Other machines can't read this one's memory.  So before a command runs there, they are sent the rows that their ranks
+access.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ class Link(ABC):
     Attributes
     ----------
     ranks_by_host : list of range
-        Ranks of each machine; the first is this one.
+        Ranks of each machine; this machine is the first.
     needs_control_file : bool
-        Whether another process than the workers maps the control memory, which then has to be a file.
+        Whether the control memory has to be a file, because a process that is no fork of this one maps it.
     control_nbytes : int
-        Number of bytes of the control memory that the link uses itself.
+        Number of bytes of the control memory that are reserved for the link.
     plan_nbytes : int
-        Number of bytes of the mailbox that are reserved for the plan of a command.
+        Number of bytes of the mailbox that are reserved for the plan of a command's transfers.
     """
 
     ranks_by_host: list[range]
@@ -48,7 +48,7 @@ class Link(ABC):
         return self.ranks_by_host[0]
 
     @abstractmethod
-    def start(self, control: Control, file: io.FileIO | None, root: int, profile: bool) -> socket.socket | None:
+    def start_workers(self, control: Control, file: io.FileIO | None, root: int, profile: bool) -> socket.socket | None:
         """Start the workers of the other machines.
 
         Parameters
@@ -56,7 +56,7 @@ class Link(ABC):
         control : Control
             Control memory of this machine's ranks.
         file : FileIO or None
-            The file of that memory; None if only forks map it.
+            File of the control memory; None if only forks map it.
         root : int
             Rank of the master.
         profile : bool
@@ -70,13 +70,13 @@ class Link(ABC):
 
     @abstractmethod
     def plan_transfers(self, command: Command, command_location: SharedArray | None, segments: SegmentTable) -> bytes:
-        """Return the pickled list of the shared memory that the other machines need for a command.
+        """Return the pickled plan of a command's transfers: the memory that the other machines need for it.
 
         Parameters
         ----------
         command : Command
         command_location : SharedArray or None
-            Shared memory that holds the pickled command, if it is too long for the mailbox.
+            Location of the pickled command, if it is too long for the mailbox.
         segments : SegmentTable
             Segments of the master's rank.
 
@@ -94,20 +94,20 @@ class Link(ABC):
 
     @abstractmethod
     def find_remote_failure(self) -> RemoteFailure | None:
-        """Return the failure of another machine, or the exit of a worker there; None if all live."""
+        """Return the loss of another machine, or the death of a worker there; None if there is none."""
 
     @abstractmethod
     def end(self, kill: bool, seconds: float, should_kill: Callable[[], bool]) -> None:
-        """End the workers of the other machines and the connection, and return when they have exited.
+        """End the workers of the other machines, wait for their exit, and close the connection.
 
         Parameters
         ----------
         kill : bool
-            Kill them at once.
+            Whether to kill the workers at once.
         seconds : float
-            Otherwise kill them after this many seconds.
+            Seconds after which they are killed otherwise.
         should_kill : callable
-            Kill them as soon as this returns True.
+            Polled meanwhile; the workers are killed as soon as it returns True.
         """
 
     @property
@@ -117,7 +117,7 @@ class Link(ABC):
 
 
 class LocalLink(Link):
-    """Link of a session whose ranks are all on this machine: shared memory is all they need.
+    """Link of a session whose ranks are all on this machine, where shared memory suffices.
 
     Parameters
     ----------
@@ -131,7 +131,7 @@ class LocalLink(Link):
     def __init__(self, size: int) -> None:
         self.ranks_by_host = [range(size)]
 
-    def start(self, control: Control, file: io.FileIO | None, root: int, profile: bool) -> None:
+    def start_workers(self, control: Control, file: io.FileIO | None, root: int, profile: bool) -> None:
         """Do nothing: `Workers` starts this machine's workers."""
 
     def plan_transfers(self, command: Command, command_location: SharedArray | None, segments: SegmentTable) -> bytes:
@@ -143,7 +143,7 @@ class LocalLink(Link):
         return ""
 
     def find_remote_failure(self) -> None:
-        """Return None: a worker's death is seen by `Workers`."""
+        """Return None: `Workers` detects deaths on this machine."""
 
     def end(self, kill: bool, seconds: float, should_kill: Callable[[], bool]) -> None:
         """Do nothing: `Workers` ends this machine's workers."""
@@ -167,10 +167,11 @@ class RowAccess(NamedTuple):
 
 
 def find_row_accesses(value: Any, size: int, ranks: range) -> Iterator[RowAccess]:
-    """Yield all accesses of some ranks in a command.
+    """Yield the rows of shared memory that a command accesses on the ranks of a machine.
 
-    The command's tuples, lists, dataclasses and slots are searched for arrays.  An array counts as accessed as a whole,
-    unless an object that holds it has a method ``row_accesses(size, ranks)``, which then yields its accesses.
+    The command's tuples, lists, dataclasses and slots are searched for arrays.  All rows of an array that is found
+    count as accessed.  An object with a method ``row_accesses(size, ranks)`` is not searched: its method yields the
+    accesses.
 
     Parameters
     ----------
@@ -179,7 +180,7 @@ def find_row_accesses(value: Any, size: int, ranks: range) -> Iterator[RowAccess
     size : int
         Number of all ranks.
     ranks : range
-        The ranks in question.
+        Ranks of the machine.
     """
     if isinstance(value, SharedArray):
         yield RowAccess(value)

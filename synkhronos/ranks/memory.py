@@ -1,7 +1,7 @@
-"""Shared memory and copies of objects that all ranks keep until the master releases them.
+"""Lifetime of shared memory and of object copies, which all ranks have until the master releases them.
 
-The master creates a segment under a key that is the same on every rank; workers receive it with the next command.  What
-the master releases is dropped on the other ranks with a later command.
+The master creates a segment under a key that is the same on every rank.  Workers receive it with the next command.  If
+the master releases a segment or an object, the other ranks drop it with a later command.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from synkhronos.ranks.interrupts import defer_signals
 from synkhronos.ranks.rank import Command, Rank
 from synkhronos.ranks.segments import Segment, create_unlinked_file, send_segment
 
-#: EntryKind of an entry that is released: a segment, or an object in `Rank.objects`.
+#: Kind of an entry: a segment, or an object in `Rank.objects`.
 EntryKind = Literal["segment", "object"]
 
-#: Maximal number of segments that were not sent yet: each holds a file descriptor.
+#: Maximal number of segments that wait to be sent; each keeps a file descriptor open.
 _MAX_UNSENT = 64
 
 
 class Release(Command):
-    """Drop segments and objects on every rank, after the master has."""
+    """Drop segments and objects that the master has released."""
 
     __slots__ = ("released",)
 
@@ -38,15 +38,15 @@ class Release(Command):
         """Drop them on this rank."""
         references = [rank.segments.drop(key) for kind, key in self.released if kind == "segment"]
         if not rank.is_master and any(memory is not None and memory() is not None for memory in references):
-            # Compilers leave cycles that hold the inputs for which they compiled, and an idle worker collects none.
+            # Compilers leave reference cycles to inputs, and an idle worker allocates nothing that starts a collection.
             gc.collect()
         for kind, key in self.released:
             if kind == "object":
                 rank.objects.pop(key, None)
 
 
-class Memory:
-    """The master's table of shared memory and objects.  Used under a session's lock.
+class MemoryTable:
+    """The master's table of segments and objects, with their release.  Used under the session's lock.
 
     Parameters
     ----------
@@ -55,7 +55,7 @@ class Memory:
     channels : dict of int to socket
         The master's ends of the workers' socket pairs, by rank.
     run : callable
-        Runs a command on all ranks; raises if one is running.
+        Runs a command on all ranks; raises if another one is running.
 
     Attributes
     ----------
@@ -83,7 +83,7 @@ class Memory:
         ----------
         nbytes : int
         in_command : bool
-            Whether a command is being sent, so that none can be run to free memory.
+            Whether a command is being sent, so that no other one can be run to free memory.
 
         Raises
         ------
@@ -95,16 +95,17 @@ class Memory:
         return self.add_file(self.create_file(nbytes, in_command), max(1, nbytes), in_command)
 
     def create_file(self, nbytes: int, in_command: bool = False) -> io.FileIO:
-        """Create shared memory as an open file, which `add_file` makes a segment; errors are those of `create`."""
+        """Create shared memory as an open file, for `add_file`.  It raises the errors of `create`."""
         nbytes = max(1, nbytes)
         self.release_orphans()
         try:
             return create_unlinked_file(nbytes)
         except (MemoryError, OSError) as error:
-            can_help = self._unsent_releases if isinstance(error, MemoryError) else error.errno == errno.EMFILE
-            if not can_help or in_command:
+            # Sending also closes the files of new segments.
+            can_free = self._unsent_releases if isinstance(error, MemoryError) else error.errno == errno.EMFILE
+            if not can_free or in_command:
                 raise
-            self.send_releases(force=True)  # also closes the files of segments that were not sent yet
+            self.send_releases(force=True)
             return create_unlinked_file(nbytes)
 
     def add_file(self, file: io.FileIO, nbytes: int, in_command: bool = False) -> Segment:
@@ -183,17 +184,18 @@ class Memory:
             del self._orphans[0]
 
     def send_releases(self, force: bool = False) -> None:
-        """Release segments and objects on the workers that were released in this process, and send new segments.
+        """Drop released segments and objects on the workers, and send new segments, by a command.
 
-        Without anything to release nothing is sent, unless ``force`` is True.
+        If nothing was released, no command runs unless ``force`` is True.
         """
         if self._unsent_releases or force:
             release = Release(self._unsent_releases[:])
             self._run(release)
-            del self._unsent_releases[: len(release.released)]  # after the command: an interrupt may have ended it
+            # Only after the command, which an interrupt may have prevented.
+            del self._unsent_releases[: len(release.released)]
 
     def resend_segments(self) -> None:
-        """Send all segments to new workers that are no forks of this process."""
+        """Send all segments to new workers that were started as new processes."""
         for segment, file in self._rank.segments.replace_files():
             self._unsent_segments.append((segment, file, set(self._channels)))
             if len(self._unsent_segments) > _MAX_UNSENT:
@@ -201,7 +203,7 @@ class Memory:
         self.send_releases(force=True)
 
     def forget_workers(self, is_inherited: bool) -> None:
-        """Forget the old workers: new ones inherit the present segments and objects, or have none of them."""
+        """Discard the state of the old workers; new workers inherit all present segments and objects, or have none."""
         self.last_sent_key = self.last_key if is_inherited else 0
         for _, file, _ in self._unsent_segments:
             file.close()
@@ -209,7 +211,7 @@ class Memory:
         self._unsent_releases.clear()
 
     def free(self) -> None:
-        """Free everything in this process: the ranks have ended."""
+        """Free all segments and objects in this process, after the ranks have ended."""
         self._is_freed = True
         for _, file, _ in self._unsent_segments:
             file.close()

@@ -1,10 +1,10 @@
 """Detection of a worker's death while the master computes.
 
-A master that waits polls its workers every few milliseconds.  One that computes or compiles does not poll, and would
-learn of a death only after its own part.  So the kernel sends it a signal when the other end of a worker's socket pair
-closes.  The signal is SIGURG, which is ignored by a process without a handler: a late one does no harm.  Where the
-signal cannot be used (another handler is installed, or `fork` ran in a thread) a death is noticed at the master's next
-wait.
+A waiting master polls its workers every few milliseconds.  A master that computes or compiles does not poll, and would
+notice a death only at the end of its own part of the command.  So the kernel sends it a signal when a worker's end of
+the socket pair closes.  The signal is SIGURG: a process without a handler ignores it, so a late signal does no harm.
+Where the signal cannot be used (the user has a handler of it, or `fork` ran in a thread), a death is noticed at the
+master's next wait.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from typing import Any
 from synkhronos.ranks.interrupts import get_handler, restore_handler, set_handler
 from synkhronos.ranks.segments import is_closed
 
-#: Seconds that a process may take from closing its files to its exit.
+#: Seconds that a process may take from the closing of its files to its exit.
 _EXIT_SECONDS = 1.0
 # Python's fcntl has no names for these: Linux's numbers are the same on all its processors.
 _F_SETSIG, _F_SETOWN_EX, _F_OWNER_TID = 10, 15, 0
 
 
 class PeerDied(BaseException):
-    """A worker has died while the master ran its own part of a command; never leaves the library."""
+    """A worker has died while the master ran its own part of a command; caught within the library."""
 
 
 class PeerWatch:
@@ -42,16 +42,17 @@ class PeerWatch:
     has_peer_died : callable
         Returns whether a worker has exited, or another machine is lost.
     has_pending_between_commands : callable
-        Returns whether an operation with the workers is pending although no command runs; its results would be wrong.
+        Returns whether an operation with the workers is pending although no command runs.  A death invalidates its
+        results.
     raise_error : callable
-        Raises the user's error in that case.
+        Raises the user's error after a death during such an operation.
 
     Attributes
     ----------
     busy_thread : int
         Identifier of the thread that runs the master's part of a command; 0 if none does.
     has_raised : bool
-        Whether `PeerDied` was raised, for callers that find it swallowed by the user's code.
+        Whether `PeerDied` was raised: the user's code may have caught it.
     """
 
     def __init__(
@@ -67,7 +68,7 @@ class PeerWatch:
         )
         self.busy_thread = 0
         self.has_raised = False
-        self._owner = os.getpid()
+        self._owner_pid = os.getpid()
         self._channels: Mapping[int, socket.socket] = {}
         self._previous_handler: Any = None
 
@@ -75,23 +76,23 @@ class PeerWatch:
         """Watch the processes at the other ends of sockets: the workers, and this machine's agent."""
         if not channels or threading.current_thread() is not threading.main_thread():
             return
-        before = get_handler(signal.SIGURG)
-        if isinstance(getattr(before, "__self__", None), PeerWatch):
-            before = signal.SIG_DFL  # of ranks that were closed in a thread
-        if before not in (signal.SIG_DFL, signal.SIG_IGN):
+        previous = get_handler(signal.SIGURG)
+        if isinstance(getattr(previous, "__self__", None), PeerWatch):
+            previous = signal.SIG_DFL  # left by a session that was closed in another thread
+        if previous not in (signal.SIG_DFL, signal.SIG_IGN):
             return  # the user's own handler
         set_handler(signal.SIGURG, self._handle)
-        self._previous_handler, self._channels = before, channels
+        self._previous_handler, self._channels = previous, channels
         for channel in channels.values():
             with contextlib.suppress(OSError):
-                # To this thread and no other: it may be in a system call, which only its own signals cut short.
-                fcntl.fcntl(channel, _F_SETOWN_EX, struct.pack("ii", _F_OWNER_TID, self._owner))
+                # Addressed to the main thread: only a signal to that thread interrupts its system call.
+                fcntl.fcntl(channel, _F_SETOWN_EX, struct.pack("ii", _F_OWNER_TID, self._owner_pid))
                 fcntl.fcntl(channel, _F_SETSIG, signal.SIGURG)
                 fcntl.fcntl(channel, fcntl.F_SETFL, fcntl.fcntl(channel, fcntl.F_GETFL) | os.O_ASYNC)
 
     def stop(self) -> None:
         """Restore the signal's previous handler."""
-        # The session refers to this object: no reference back.
+        # The session refers to this object: a reference back would be a cycle.
         self._has_peer_died = self._has_pending_between_commands = lambda: False
         self._raise_error = lambda: None
         if self._previous_handler is not None and threading.current_thread() is threading.main_thread():
@@ -99,9 +100,9 @@ class PeerWatch:
             self._previous_handler = None
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        # Handlers run in the main thread, whichever thread is at work.
-        if os.getpid() != self._owner:
+        if os.getpid() != self._owner_pid:
             return
+        # Handlers run in the main thread, which may not be the one that runs the command.
         if self.busy_thread == threading.get_ident():
             if self._wait_for_exit():
                 self.busy_thread, self.has_raised = 0, True
@@ -110,7 +111,7 @@ class PeerWatch:
             self._raise_error()
 
     def _wait_for_exit(self) -> bool:
-        """Wait briefly for a worker whose files are closed; return True if a worker has exited."""
+        """Wait briefly for the exit of a worker whose channel is closed; return True if a worker has exited."""
         deadline = time.monotonic() + _EXIT_SECONDS
         while not self._has_peer_died():
             if time.monotonic() > deadline or not any(map(is_closed, list(self._channels.values()))):

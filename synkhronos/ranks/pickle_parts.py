@@ -1,8 +1,8 @@
-"""The parts of a pickle in shared memory: the pickled objects, then their arrays, which readers need not copy.
+"""Layout of a pickle and its out-of-band arrays in shared memory, where readers need not copy the arrays.
 
 ::
 
-    number of parts, length of each │ pickle │ array │ array ...        each part is aligned
+    number of parts, their lengths │ pickle │ array │ array ...        each part is aligned
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ _WORD = 8
 
 
 def measure_parts(parts: Sequence[memoryview]) -> int:
-    """Return the number of bytes that parts take in shared memory, with their index; there is at least one part."""
-    return _locate(map(len, parts))[-1].stop
+    """Return the number of bytes that parts take in shared memory, index included; there is at least one part."""
+    return _compute_ranges(map(len, parts))[-1].stop
 
 
 def write_parts(parts: Sequence[memoryview], memory: memoryview) -> None:
-    """Write parts, and their index, into memory of the length that `measure_parts` returns."""
+    """Write the index and the parts into memory, of the length that `measure_parts` returns."""
     struct.pack_into(f"={1 + len(parts)}Q", memory, 0, len(parts), *map(len, parts))
-    for part, span in zip(parts, _locate(map(len, parts)), strict=True):
+    for part, span in zip(parts, _compute_ranges(map(len, parts)), strict=True):
         memory[span.start : span.stop] = part
 
 
@@ -31,11 +31,11 @@ def read_parts(memory: memoryview) -> list[memoryview]:
     """Return views of the parts that `write_parts` wrote."""
     (count,) = struct.unpack_from("=Q", memory)
     lengths = struct.unpack_from(f"={count}Q", memory, _WORD)
-    return [memory[span.start : span.stop] for span in _locate(lengths)]
+    return [memory[span.start : span.stop] for span in _compute_ranges(lengths)]
 
 
-def _locate(lengths: Iterable[int]) -> list[range]:
-    """Return the bytes of each part."""
+def _compute_ranges(lengths: Iterable[int]) -> list[range]:
+    """Return the range of bytes of each part."""
     lengths = list(lengths)
     spans, end = [], _WORD * (1 + len(lengths))
     for length in lengths:

@@ -50,7 +50,7 @@ class Command(ABC):
         an effect calls `Rank.commit` after it has applied it; the error of a failed command names the ranks that did.
     partial_effect : str or None
         Sentence for the message if some ranks have applied an unknown part of the effect.
-    memory : TaskMemory or None
+    task_memory : TaskMemory or None
         Memory that the ranks share while the command runs, if it is a task.
     """
 
@@ -67,7 +67,7 @@ class Command(ABC):
         return None
 
     @property
-    def memory(self) -> TaskMemory | None:
+    def task_memory(self) -> TaskMemory | None:
         """Memory of the task that the command runs; None if it runs none."""
         return None
 
@@ -427,7 +427,7 @@ class Rank:
         check : callable, optional
             Called repeatedly while waiting; may raise.
         reason : int
-            Reason of the wait: the rank that makes the condition true rings the ranks that sleep for it.
+            Sleep reason: the rank that makes the condition true wakes the ranks that sleep for this reason.
 
         Raises
         ------

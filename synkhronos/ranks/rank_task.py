@@ -8,14 +8,14 @@ The ranks of a task synchronise only where the user's program asks for it::
                                  lock
 
 Invariant: no wait is unbounded.  A rank that waits checks its peers, and raises `Cancelled` if one has failed.  It also
-publishes the reason of its wait in shared memory, so that a deadlock of all ranks is detected and raised as an error.
-Deadlocks are not detected across hosts, where the published reasons arrive with a delay.
+publishes the condition that it waits for in shared memory, so that a deadlock of all ranks is detected and raised as an
+error.  Deadlocks are not detected across hosts, where published conditions arrive with a delay.
 
 Each task has new shared memory, so that a lock held by a rank of a failed task does not block the next task.
 
-On several hosts each host has such memory for its own ranks.  A lock belongs to one host, whose ranks acquire it as on
-one machine.  A rank of another host writes a request into its channel to itself; its agent passes the request to the
-agent of the lock's host, which queues for the lock on its behalf (see `synkhronos.hosts.task_agent`).
+On several hosts, each host has such memory for its own ranks.  A lock belongs to one host, whose ranks acquire it as on
+one machine.  A rank of another host writes a request into its channel to itself.  Its agent passes the request to the
+agent of the lock's host, which queues for the lock on behalf of the rank (see `synkhronos.hosts.task_agent`).
 """
 
 from __future__ import annotations
@@ -41,11 +41,12 @@ from synkhronos.ranks.task_memory import (
     write_ring,
 )
 
-#: Seconds between two checks of a busy rank whether its peers are alive.
+#: Seconds between two checks of a busy rank that its peers are alive.
 _CHECK_INTERVAL = 0.01
 
-#: Reasons of a wait: a step of all ranks, bytes that a peer sends, bytes that a peer receives, a lock.
-NOTHING, STEP, SENT, RECEIVED, LOCK = range(5)
+#: Conditions that a rank waits for: none, all ranks at a step, bytes that a peer sends, bytes that a peer receives, a
+#: free lock.
+NO_CONDITION, STEP_REACHED, BYTES_SENT, BYTES_RECEIVED, LOCK_FREE = range(5)
 #: Requests of a rank to the agent of a lock's host.
 ACQUIRE, READ, WRITE, RELEASE = range(4)
 
@@ -55,7 +56,7 @@ Span = tuple[int, int, int]
 
 @singledispatch
 def find_span(rows: Any) -> Span:
-    """Return the position of contiguous rows in shared memory; a class of rows registers its own implementation.
+    """Return the bytes of contiguous rows in shared memory; each class of rows registers an implementation.
 
     Raises
     ------
@@ -133,7 +134,7 @@ class RankTask:
         RuntimeError
             If another rank is at a barrier with another description.
         """
-        with _PublishedWait(self, STEP, self.rank.next_step, f"at {description}"):
+        with _PublishedWait(self, STEP_REACHED, self.rank.next_step, f"at {description}"):
             by_rank = self.rank.all_gather_cached((description, value))
         self.progress()
         if any(other != description for other, _ in by_rank):
@@ -147,7 +148,7 @@ class RankTask:
         """All-gather a picklable value: return every rank's value, in rank order."""
         payload = pickle.dumps(value, pickle.HIGHEST_PROTOCOL)
         self.barrier(description)
-        with _PublishedWait(self, STEP, self.rank.next_step, f"at {description}"):
+        with _PublishedWait(self, STEP_REACHED, self.rank.next_step, f"at {description}"):
             return [pickle.loads(pickled) for pickled in self.rank.all_gather_bytes(payload)]
 
     # -- two ranks -------------------------------------------------------------------------------------------
@@ -165,12 +166,12 @@ class RankTask:
     def send(self, dest: int, chunk: Any, description: str) -> None:
         """Send at most `max_chunk` bytes to a rank, and wait while its channel is full.
 
-        ``description`` names the content in the message of a deadlock.
+        ``description`` names the content in the error message of a deadlock.
         """
         me, sent = self.rank.number, self._sent
         channel = me * self.memory.size + dest
         end = sent[channel] + WORD_NBYTES + len(chunk)
-        self._wait_for(RECEIVED, channel, end - self.memory.capacity, f"until rank {dest} receives {description}")
+        self._wait_for(BYTES_RECEIVED, channel, end - self.memory.capacity, f"until rank {dest} receives {description}")
         ring = self.memory.view_channel(self._segment, me, dest)
         write_ring(ring, sent[channel], len(chunk).to_bytes(WORD_NBYTES, "little"))
         write_ring(ring, sent[channel] + WORD_NBYTES, chunk)
@@ -180,13 +181,13 @@ class RankTask:
     def wait_until_received(self, dest: int, description: str) -> None:
         """Wait until a rank has received everything that this rank has sent to it."""
         channel = self.rank.number * self.memory.size + dest
-        self._wait_for(RECEIVED, channel, self._sent[channel], f"until rank {dest} receives {description}")
+        self._wait_for(BYTES_RECEIVED, channel, self._sent[channel], f"until rank {dest} receives {description}")
 
     def receive(self, source: int, description: str, out: memoryview | None = None) -> memoryview:
         """Receive a chunk from a rank and return it; ``out`` is memory of its length to receive it in."""
         me, received = self.rank.number, self._received
         channel = source * self.memory.size + me
-        self._wait_for(SENT, channel, received[channel] + 1, f"for {description} of rank {source}")
+        self._wait_for(BYTES_SENT, channel, received[channel] + 1, f"for {description} of rank {source}")
         ring, position = self.memory.view_channel(self._segment, source, me), received[channel]
         length = bytearray(WORD_NBYTES)
         read_ring(ring, position, memoryview(length))
@@ -215,13 +216,13 @@ class RankTask:
 
     def _acquire(self, number: int, semaphore: Semaphore, timeout: float | None = None) -> int | None:
         """Acquire a lock of this host and return its turn; None if it was not free within ``timeout`` seconds."""
-        # A rank that finds its locks free waits for nobody, and would go on to the end of a failed program.
+        # Without this check, a rank that finds all its locks free would not notice a failure until its program ends.
         if self.rank.has_failed(self.rank.command_number):
             raise Cancelled
         if not semaphore.acquire(0):
             deadline = float("inf") if timeout is None else time.monotonic() + timeout
-            # A wait with a time limit ends by itself, so it is not published as a reason of a deadlock.
-            with _PublishedWait(self, LOCK if timeout is None else NOTHING, 0, f"for lock {number}", number):
+            # A wait with a time limit ends by itself, so it can't be part of a deadlock.
+            with _PublishedWait(self, LOCK_FREE if timeout is None else NO_CONDITION, 0, f"for lock {number}", number):
                 while not semaphore.acquire(max(0.0, min(POLL_SECONDS, deadline - time.monotonic()))):
                     self.rank.check_cancelled()
                     if time.monotonic() >= deadline:
@@ -250,24 +251,24 @@ class RankTask:
         me, sent = self.rank.number, self._sent
         to_me = me * self.memory.size + me
         text = f"for lock {number}"
-        self._wait_for(RECEIVED, to_me, sent[to_me], text)  # the agent may still process a RELEASE
+        self._wait_for(BYTES_RECEIVED, to_me, sent[to_me], text)  # the agent may still process a RELEASE
         memory = self.memory.view_channel(self._segment, me, me)
         write_prefixed(memory, pickle.dumps((kind, number, spans), pickle.HIGHEST_PROTOCOL))
         self.rank.control.fence()
         sent[to_me] += 1
         if kind == RELEASE:
             return 0
-        self._wait_for(RECEIVED, to_me, sent[to_me], text)
+        self._wait_for(BYTES_RECEIVED, to_me, sent[to_me], text)
         return int.from_bytes(memory[:WORD_NBYTES], "little")
 
     # -- waiting ---------------------------------------------------------------------------------------------
 
-    def _wait_for(self, reason: int, channel: int, count: int, text: str) -> None:
-        """Wait until ``count`` bytes have been SENT or RECEIVED through a channel."""
-        counts = self._sent if reason == SENT else self._received
+    def _wait_for(self, condition: int, channel: int, count: int, text: str) -> None:
+        """Wait until ``count`` bytes were sent or received through a channel (`BYTES_SENT`, `BYTES_RECEIVED`)."""
+        counts = self._sent if condition == BYTES_SENT else self._received
         if counts[channel] >= count:
             return
-        with _PublishedWait(self, reason, count, text, channel):
+        with _PublishedWait(self, condition, count, text, channel):
             self.rank.wait(lambda: counts[channel] >= count, self._raise_if_deadlocked, AWAITS_PEER)
         self.progress()
 
@@ -294,35 +295,35 @@ class RankTask:
             return False
         return self._waits.tolist() == before
 
-    def _can_continue(self, reason: int, index: int, count: int) -> bool:
-        """Whether a published wait is over."""
-        if reason == STEP:
+    def _can_continue(self, condition: int, index: int, count: int) -> bool:
+        """Whether a published condition holds."""
+        if condition == STEP_REACHED:
             return min(self.rank.control.arrived) >= count
-        if reason == SENT:
+        if condition == BYTES_SENT:
             return self._sent[index] >= count
-        if reason == RECEIVED:
+        if condition == BYTES_RECEIVED:
             return self._received[index] >= count
-        return reason != LOCK or not self._owners[index]
+        return condition != LOCK_FREE or not self._owners[index]
 
 
 class _PublishedWait:
-    """A context manager that publishes the reason of this rank's wait, and counts its seconds.
+    """Context manager that publishes the condition for which this rank waits, and adds up the seconds of its waits.
 
     Parameters
     ----------
     task : RankTask
-    reason : int
-        `STEP`, `SENT`, `RECEIVED` or `LOCK`; `NOTHING` for a wait that ends by itself.
+    condition : int
+        `STEP_REACHED`, `BYTES_SENT`, `BYTES_RECEIVED` or `LOCK_FREE`; `NO_CONDITION` for a wait that ends by itself.
     count : int
         Step, or number of bytes, that ends the wait.
     text : str
-        Description in the message of a deadlock.
+        Description of the wait in the error message of a deadlock.
     index : int
         Number of the channel or of the lock.
     """
 
-    def __init__(self, task: RankTask, reason: int, count: int, text: str, index: int = 0):
-        self._task, self._reason, self._index, self._count = task, reason, index, count
+    def __init__(self, task: RankTask, condition: int, count: int, text: str, index: int = 0):
+        self._task, self._condition, self._index, self._count = task, condition, index, count
         self._text = text.encode()[:TEXT_NBYTES]
         self._began = 0.0
 
@@ -333,12 +334,12 @@ class _PublishedWait:
         task._waits[4 * me + 1] = self._index
         task._waits[4 * me + 2] = self._count
         task._waits[4 * me + 3] += 1
-        task._waits[4 * me] = self._reason
+        task._waits[4 * me] = self._condition
 
     def __exit__(self, *_: object) -> None:
         task, me = self._task, self._task.rank.number
         task.wait_seconds += perf_counter() - self._began
-        task._waits[4 * me] = NOTHING
+        task._waits[4 * me] = NO_CONDITION
         task._waits[4 * me + 3] += 1
 
 
@@ -373,12 +374,12 @@ class Lock:
         Parameters
         ----------
         timeout : float, optional
-            Maximal number of seconds to wait, for a lock of this rank's host.  Default: no limit.
+            Maximal number of seconds to wait.  Only for locks of this rank's host.  Default: no limit.
 
         Returns
         -------
         bool
-            False if another rank held the lock for all this time.
+            False if the lock was not free within ``timeout`` seconds.
 
         Raises
         ------
@@ -414,7 +415,7 @@ class Lock:
         Raises
         ------
         ValueError
-            If rows are not contiguous, or are those of a file.
+            If rows are not contiguous, or belong to a file.
         """
         self._copy(READ, rows)
 

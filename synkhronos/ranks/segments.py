@@ -1,6 +1,6 @@
 """Shared memory that all ranks map.
 
-The master creates a segment without a name; workers receive it as an open file over the socket pair that each of them
+The master creates a segment as a file without a name.  Workers receive the open file over the socket pairs that they
 inherited at the fork.  So no crash leaves a name in ``/dev/shm``, and no other process can open the memory.  (Where the
 system cannot create files without a name, the name is random, accessible to this user alone, and unlinked at once.)
 """
@@ -28,10 +28,11 @@ import posix_ipc
 
 from synkhronos.ranks.interrupts import defer_signals
 
-_SEGMENT_HEADER = struct.Struct("=QQ?")  # key, bytes, whether it is a file
-#: Number of bytes of shared memory below which `check_free_memory` does not check.
+#: Message that accompanies a segment's file: key, number of bytes, whether it is a user's file.
+_SEGMENT_HEADER = struct.Struct("=QQ?")
+#: Number of bytes of shared memory from which on `check_free_memory` checks.
 _MIN_CHECKED_NBYTES = 64 << 20
-#: Advice of errors that report a lack of shared memory.
+#: Advice in errors that report a lack of shared memory.
 _MEMORY_ADVICE = (
     "see `df -h /dev/shm`, free Data objects that are no longer needed, or start the container with a larger --shm-size"
 )
@@ -42,7 +43,7 @@ _RESERVED_FRACTION = 1 / 16
 def check_free_memory(nbytes: int) -> None:
     """Raise MemoryError if ``/dev/shm``, or the machine's memory, has fewer bytes free.
 
-    The kernel does not refuse an allocation that is too large: it kills processes later.
+    The kernel would not refuse an allocation that is too large, but kill processes later.
     """
     if nbytes < _MIN_CHECKED_NBYTES:
         return
@@ -86,39 +87,39 @@ def get_free_memory(root: str = "") -> int:
 
 
 def create_unlinked_file(nbytes: int, allocated: Iterable[range] | None = None) -> io.FileIO:
-    """Create shared memory without a name and return it as an open file.
+    """Create shared memory as a file without a name, and return the open file.
 
     Parameters
     ----------
     nbytes : int
     allocated : iterable of range, optional
-        Ranges of bytes whose pages are allocated now: a full ``/dev/shm`` then raises MemoryError, and a later write
-        causes no bus error.  Default: all.
+        Ranges of bytes whose pages are allocated now, where a full ``/dev/shm`` raises MemoryError.  A write into other
+        pages of a full ``/dev/shm`` is a bus error.  Default: all.
 
     Raises
     ------
     MemoryError
-        If there is no room, or a limit of this process is exceeded.
+        If there is not enough memory, or a limit of this process is exceeded.
     """
-    allocated = [range(nbytes)] if allocated is None else [run for run in allocated if run]
-    wanted = sum(run.stop - run.start for run in allocated)  # len() has a limit
+    allocated = [range(nbytes)] if allocated is None else [span for span in allocated if span]
+    n_allocated = sum(span.stop - span.start for span in allocated)  # len() of a range has a limit
     largest = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
     if nbytes > largest != resource.RLIM_INFINITY:
         raise MemoryError(
             f"no shared memory of {nbytes:,} bytes: this process may make no file of more than {largest:,} bytes, "
             "see `ulimit -f`"
         )
-    check_free_memory(wanted)
+    check_free_memory(n_allocated)
     with defer_signals():
         file = io.FileIO(_open_unlinked(), "r+")  # closed with its last reference
     try:
         os.ftruncate(file.fileno(), nbytes)
-        for run in allocated:
-            os.posix_fallocate(file.fileno(), run.start, len(run))
+        for span in allocated:
+            os.posix_fallocate(file.fileno(), span.start, len(span))
     except (OSError, OverflowError) as error:  # OverflowError: more than an off_t holds
         file.close()
         if isinstance(error, OverflowError) or error.errno in (errno.ENOSPC, errno.ENOMEM, errno.EFBIG):
-            raise MemoryError(f"no room for {wanted:,} bytes of shared memory: {_MEMORY_ADVICE}") from error
+            raise MemoryError(f"no room for {n_allocated:,} bytes of shared memory: {_MEMORY_ADVICE}") from error
         raise
     return file
 
@@ -143,8 +144,8 @@ def _open_unlinked() -> int:
 class Segment:
     """Shared memory, or a user's file, mapped into this process.
 
-    The memory lives until every process has dropped its mapping, and a mapping lives until its last NumPy view is gone:
-    freeing a segment never invalidates an array.  A file is mapped copy-on-write: it does not change.
+    The memory is freed when every process has unmapped it.  A process unmaps it when the last NumPy view is deleted, so
+    dropping a segment never invalidates an array.  A user's file is mapped copy-on-write: it does not change.
 
     Parameters
     ----------
@@ -155,7 +156,7 @@ class Segment:
     is_file : bool
         Whether it is a user's file.
     backed_bytes : range, optional
-        Bytes that are backed by memory; the others are addresses alone.  Default: all.
+        Range of bytes with allocated memory; the other bytes are only addresses.  Default: all.
     """
 
     __slots__ = ("buffer", "backed_bytes", "identity", "is_file", "key", "nbytes", "path")
@@ -181,7 +182,7 @@ def _identify(fd: int) -> tuple[int, int]:
 
 
 class UnmappedSegment:
-    """A segment that could not be mapped when it was received; `map` tries again, or raises the error."""
+    """A segment that could not be mapped when it was received; `map` tries again."""
 
     def __init__(self, key: int, file: io.FileIO | None, nbytes: int, is_file: bool):
         self.key = key
@@ -190,7 +191,7 @@ class UnmappedSegment:
         self._is_file = is_file
 
     def map(self) -> Segment:
-        """Map the segment."""
+        """Map the segment, or raise the error that prevents it."""
         if self._file is None:
             raise OSError(
                 errno.EMFILE,
@@ -218,11 +219,11 @@ class SharedArray(NamedTuple):  # a tuple, because it is pickled with every call
     offset: int = 0
 
     def view(self, segments: SegmentTable) -> np.ndarray:
-        """Return the array as a view of this rank's mapping."""
+        """Return the array, as a view of the segment that this rank has mapped."""
         return segments[self.key].view_array(self.shape, self.dtype, self.offset)
 
     def find_local_rows(self, size: int, ranks: range) -> range | None:
-        """Return the rows that the host of these ranks alone holds; None if any row can be sent to any host."""
+        """Return the rows that only the host of these ranks has; None if the master's host has all rows."""
         return None
 
     def slice_items(self, start: int, stop: int) -> SharedArray:
@@ -236,7 +237,7 @@ class SegmentTable:
     Attributes
     ----------
     on_drop : list of callable
-        Called with a segment before it is dropped, so that a device releases its registration of the memory first.
+        Called with a segment before it is dropped, so that a device unlocks its pages.
     """
 
     def __init__(self) -> None:
@@ -264,7 +265,7 @@ class SegmentTable:
     def replace_files(self) -> Iterator[tuple[Segment, io.FileIO]]:
         """Move each segment's memory to a new file at the same address; yield segments and files in the order of keys.
 
-        The old file's descriptor is closed, so that new processes could not map it.  Views of the memory stay valid.
+        New processes can't map the old file, as its descriptor is closed.  Views of the memory stay valid.
 
         Raises
         ------
@@ -326,8 +327,8 @@ _MAP_NORESERVE = 0x4000
 def map_file(fd: int, nbytes: int, private: bool = False) -> mmap.mmap:
     """Map a file into memory without keeping a file descriptor.
 
-    Python's mmap of a file duplicates the descriptor, of which a process may have about a thousand.  So anonymous
-    memory is mapped with Python, and the file is mapped over it.  The memory is unmapped by mmap's own destructor: a
+    Python's mmap of a file duplicates the file descriptor, and a process may have only about a thousand.  So anonymous
+    memory is mapped with Python, and the file is mapped over it.  The destructor of `mmap.mmap` unmaps the memory: a
     finalizer in Python could be interrupted, and leak.
 
     Parameters
@@ -335,7 +336,7 @@ def map_file(fd: int, nbytes: int, private: bool = False) -> mmap.mmap:
     fd : int
     nbytes : int
     private : bool
-        Copy on write.
+        Whether to map the file copy-on-write.
     """
     error = 0
     try:
@@ -361,7 +362,7 @@ def _map_over(memory: mmap.mmap, fd: int, nbytes: int, private: bool) -> int:
 
 
 def send_segment(channel: socket.socket, segment: Segment, fd: int) -> None:
-    """Send a segment to the worker at the other end of ``channel``; nothing if it has died."""
+    """Send a segment to the worker at the other end of ``channel``; do nothing if the worker has died."""
     rights = (socket.SOL_SOCKET, socket.SCM_RIGHTS, struct.pack("i", fd))
     # The next wait for the worker reports its death with its exit status.  MSG_NOSIGNAL: the user may have restored
     # SIGPIPE's default action.
@@ -371,7 +372,7 @@ def send_segment(channel: socket.socket, segment: Segment, fd: int) -> None:
 
 
 def is_closed(channel: socket.socket) -> bool:
-    """Whether the process at the other end has exited."""
+    """Whether the process at the other end of a channel has exited."""
     try:
         return not channel.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
     except BlockingIOError:
@@ -383,7 +384,7 @@ def is_closed(channel: socket.socket) -> bool:
 class SegmentReceiver:
     """A worker's end of the channel over which segments arrive.
 
-    It reserves a file descriptor, so that segments arrive even if the user's code has used up all others.
+    It reserves a file descriptor, so that segments can be received after the user's code has used up all others.
 
     Attributes
     ----------
@@ -395,13 +396,13 @@ class SegmentReceiver:
 
     def __init__(self, channel: socket.socket):
         self._channel = channel
-        self._reserve: io.FileIO | None = None
-        self._open_reserve()
+        self._reserved_file: io.FileIO | None = None
+        self._reserve_descriptor()
 
     def receive(self) -> Segment | UnmappedSegment:
         """Receive the next segment and map it; return `UnmappedSegment` if it cannot be mapped now."""
-        if self._reserve is not None:
-            self._reserve.close()
+        if self._reserved_file is not None:
+            self._reserved_file.close()
         try:
             message, fds, _, _ = socket.recv_fds(self._channel, _SEGMENT_HEADER.size, 1)
             if not message:
@@ -419,10 +420,10 @@ class SegmentReceiver:
             file.close()
             return segment
         finally:
-            self._open_reserve()
+            self._reserve_descriptor()
 
-    def _open_reserve(self) -> None:
+    def _reserve_descriptor(self) -> None:
         try:
-            self._reserve = io.FileIO(os.devnull)
+            self._reserved_file = io.FileIO(os.devnull)
         except OSError:
-            self._reserve = None
+            self._reserved_file = None

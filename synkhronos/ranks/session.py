@@ -65,7 +65,7 @@ from synkhronos.ranks.errors import (
 )
 from synkhronos.ranks.interrupts import defer_signals
 from synkhronos.ranks.link import Link, LocalLink
-from synkhronos.ranks.memory import Memory
+from synkhronos.ranks.memory import MemoryTable
 from synkhronos.ranks.peer_watch import PeerDied, PeerWatch
 from synkhronos.ranks.rank import Command, Rank, Registry
 from synkhronos.ranks.segments import SharedArray
@@ -120,8 +120,8 @@ class Session:
         The master's rank.
     workers : Workers
         Processes of the other ranks of this machine.
-    memory : Memory
-        Shared memory and objects that all ranks have until the master releases them.
+    memory : MemoryTable
+        Segments and object copies that all ranks have until the master releases them.
     registry : Registry
         State of layers above that only the master has.
     close_reason : str or None
@@ -165,7 +165,7 @@ class Session:
         self.rank = Rank(root, root, self._control, self._check_peers, ThreadLimit(n_local, sets_environment=False))
         self.rank.has_peer_died = self._has_peer_died
         self.workers = Workers(root, self._control, self._file if spawn else None)
-        self.memory = Memory(self.rank, self.workers.channels, self._run_when_idle)
+        self.memory = MemoryTable(self.rank, self.workers.channels, self._run_when_idle)
         self._peers = PeerWatch(self._has_peer_died, self._has_pending_between_commands, self._raise_if_peer_died)
 
     def _create_control(self, spin: float, as_file: bool) -> None:
@@ -195,7 +195,7 @@ class Session:
         profile = self._profile
         with defer_signals():
             self.workers.start(profile, (self.rank, self.memory.last_key))
-            agent = self.link.start(self._control, self._file, self.rank.root, profile)
+            agent = self.link.start_workers(self._control, self._file, self.rank.root, profile)
             if agent is not None:
                 self.workers.channels[_AGENT] = agent
             if self._file is not None:

@@ -12,11 +12,11 @@ from synkhronos.ranks.segments import Segment
 
 #: Number of bytes of the text that describes a rank's wait.
 TEXT_NBYTES = 120
-#: Number of bytes of a counter.
+#: Number of bytes of a word.
 WORD_NBYTES = 8
 #: Maximal and minimal number of bytes of a channel.
 _MAX_CHANNEL_NBYTES, _MIN_CHANNEL_NBYTES = 1 << 17, 1 << 13
-#: Number of bytes of the channels of all pairs together, unless each has the minimal size.
+#: Maximal number of bytes of all channels together, unless each has the minimal size.
 _ALL_CHANNELS_NBYTES = 1 << 24
 _PAGE_NBYTES = 4096
 _CACHE_LINE_NBYTES = 64
@@ -24,7 +24,7 @@ _CACHE_LINE_NBYTES = 64
 
 @dataclass(frozen=True)
 class TaskMemory:
-    """Layout of the shared memory of a task: words, texts, locks, and a channel between any two ranks.
+    """Layout of a task's shared memory: words, texts of waits, locks, and a channel from each rank to each.
 
     Attributes
     ----------
@@ -42,7 +42,7 @@ class TaskMemory:
 
     @cached_property
     def capacity(self) -> int:
-        """Number of bytes of a channel: the maximal number that one rank can send before the other receives them."""
+        """Number of bytes of a channel, which a rank can send before the other one receives any."""
         return int(
             min(
                 _MAX_CHANNEL_NBYTES,
@@ -54,14 +54,14 @@ class TaskMemory:
     def _word_counts(self) -> tuple[int, ...]:
         return (
             1,  # whether the ranks should stop
-            # for each rank: reason of its wait, number of the channel or lock, count that ends the wait, and number of
-            # waits begun or ended
+            # for each rank: condition of its wait, number of the channel or lock, count that ends the wait, and number
+            # of times that it has begun or ended a wait
             4 * self.size,
             self.n_locks,  # owner of each lock, counted from 1; 0 if it is free
-            self.n_locks,  # number of times that each was acquired
-            self.n_locks,  # whether the agent waits for it on behalf of a rank of another host
-            self.size**2,  # bytes sent from each rank to each; from a rank to itself, number of requests to its agent
-            self.size**2,  # bytes received; number of the agent's answers
+            self.n_locks,  # number of times that each lock was acquired
+            self.n_locks,  # whether the agent waits for each lock on behalf of a rank of another host
+            self.size**2,  # bytes sent through each channel; requests to the agent in that of a rank to itself
+            self.size**2,  # bytes received from each channel; answers of the agent in that of a rank to itself
         )
 
     @cached_property
@@ -70,10 +70,7 @@ class TaskMemory:
 
     @cached_property
     def _locks_offset(self) -> int:
-        return (
-            -(-(self._texts_offset + (TEXT_NBYTES + WORD_NBYTES) * self.size) // _CACHE_LINE_NBYTES)
-            * _CACHE_LINE_NBYTES
-        )
+        return _round_up(self._texts_offset + (TEXT_NBYTES + WORD_NBYTES) * self.size, _CACHE_LINE_NBYTES)
 
     @cached_property
     def _channels_offset(self) -> int:
@@ -90,11 +87,11 @@ class TaskMemory:
         return self.size + 1
 
     def get_home_rank(self, lock: int) -> int:
-        """Return a rank on the host of a lock: lock 1 + r belongs to rank r's host, other locks to the first."""
+        """Return a rank on the host of a lock: lock 1 + r belongs to rank r's host, other locks to the first host."""
         return lock - 1 if 1 <= lock <= self.size else 0
 
     def initialise_locks(self, segment: Segment) -> None:
-        """Initialise the locks as free; called once on each host, before its ranks map the memory."""
+        """Initialise the locks as free.  Called once on each host, before its ranks use the memory."""
         for lock in range(self.n_locks):
             Semaphore(segment.buffer, self._locks_offset + _CACHE_LINE_NBYTES * lock, initialised=False).release()
 
@@ -116,7 +113,7 @@ class TaskMemory:
     def view_channel(self, segment: Segment, source: int, target: int) -> memoryview:
         """Return the ring buffer through which one rank sends bytes to another.
 
-        The channel of a rank to itself has one request to the rank's agent, and then the answer.
+        The channel of a rank to itself holds a request to the rank's agent, and later the answer.
         """
         start = self._channels_offset + self.capacity * (source * self.size + target)
         return memoryview(segment.buffer)[start : start + self.capacity]

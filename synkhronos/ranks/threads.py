@@ -1,4 +1,4 @@
-"""Limits of each rank's threads, so that all ranks together use about all cores."""
+"""Limits of each rank's thread pools, so that all ranks together use about as many threads as there are cores."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import threadpoolctl
 
 from synkhronos.ranks.interrupts import defer_signals
 
-#: Variables that these libraries read when they are loaded: they limit what a worker imports later.
+#: Environment variables that libraries read when they are loaded.
 _VARIABLES = (
     "OMP_NUM_THREADS",
     "OPENBLAS_NUM_THREADS",
@@ -16,7 +16,7 @@ _VARIABLES = (
     "BLIS_NUM_THREADS",
     "NUMEXPR_NUM_THREADS",
 )
-#: Environment of a process without further threads.
+#: Environment variables that limit a process to a single thread.
 ONE_THREAD = dict.fromkeys(_VARIABLES, "1")
 
 

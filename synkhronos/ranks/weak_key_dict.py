@@ -13,8 +13,8 @@ V = TypeVar("V")
 class WeakKeyDict(Generic[K, V]):
     """A dictionary that drops an entry when its key is collected.
 
-    `weakref.WeakKeyDictionary` runs Python code when a key is collected, and an interrupt that arrives in the middle
-    of it is swallowed.  Here only a dictionary's own method runs, which is written in C.
+    `weakref.WeakKeyDictionary` runs Python code when a key is collected, where an interrupt that arrives is lost.  Here
+    only a method of `dict` runs, which is written in C.
     """
 
     __slots__ = ("_values",)

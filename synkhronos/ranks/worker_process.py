@@ -1,4 +1,4 @@
-"""A worker process, from its start to its exit: it runs the commands that the master posts."""
+"""The main loop of a worker process, which runs the commands that the master posts."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from synkhronos.ranks.rank import Command, Rank
 from synkhronos.ranks.segments import SegmentReceiver, SharedArray
 from synkhronos.ranks.threads import ThreadLimit
 
-#: Seconds between two checks of the master's life by an idle worker, where the kernel does not report its death.
+#: Seconds between an idle worker's checks whether the master lives, for systems whose kernel does not report its death.
 IDLE_POLL_SECONDS = 0.5
 #: Maximal number of unpickled commands that a worker caches: a training loop repeats a few.
 MAX_CACHED_COMMANDS = 32
@@ -42,7 +42,7 @@ class Exit(Command):
 
 @dataclass(frozen=True, slots=True)
 class LongCommand(Command):
-    """Command that is too long for the mailbox: it is pickled in a segment."""
+    """Stands for a command that is too long for the mailbox, whose pickle is in a segment."""
 
     location: SharedArray
 
@@ -62,20 +62,20 @@ def main(
     in_main_thread: bool,
     inherited: tuple[Rank, int] | None = None,
 ) -> NoReturn:
-    """Run the master's commands until it ends; never returns.
+    """Run the master's commands until `Exit`, and exit.
 
-    Called in the forked process, on top of the master's stack: it must not return, and must not run the exit handlers
+    It is called in the forked process, on top of the master's stack.  So it must not return, nor run the exit handlers
     that the master has registered.
 
     Parameters
     ----------
     control : Control
     channel : socket
-        Receives segments.
+        This process's end of the socket pair over which segments arrive.
     number, root : int
-        This rank and the master's.
+        This rank, and the master's rank.
     profile : bool
-        Write a profile at exit.
+        Whether to write a profile at exit.
     master_pid : int
         Process id of the master, which may have exited already, so that it is no longer this process's parent.
     in_main_thread : bool
@@ -114,32 +114,32 @@ def main(
             os._exit(code)
 
 
-def spawn_worker(control: Control, memory: io.FileIO, channel: socket.socket, *settings: Any) -> int:
+def spawn_worker(control: Control, control_file: io.FileIO, channel: socket.socket, *main_arguments: Any) -> int:
     """Start a worker as a new process and return its process id.
 
-    It inherits the environment, `sys.path` and two files, and imports what it needs.
+    The process inherits the environment, `sys.path` and two files.
 
     Parameters
     ----------
     control : Control
-    memory : file
-        The control memory.
+    control_file : file
+        File of the control memory.
     channel : socket
-    *settings
-        The other arguments of `main`.
+    *main_arguments
+        Arguments of `main` after ``channel``.
     """
-    local, files = control.local_ranks, (memory.fileno(), channel.fileno())
-    layout = control.size, control.spin, memory.fileno(), True, [local.start, local.stop], len(control.link_memory)
-    arguments = layout, channel.fileno(), settings
-    return spawn("synkhronos.ranks.worker_process", "run_spawned", arguments, files, settings[-1], os.environ)
+    fd, local_ranks = control_file.fileno(), control.local_ranks
+    layout = control.size, control.spin, fd, True, [local_ranks.start, local_ranks.stop], len(control.link_memory)
+    arguments, files = (layout, channel.fileno(), main_arguments), (fd, channel.fileno())
+    return spawn("synkhronos.ranks.worker_process", "run_spawned", arguments, files, main_arguments[-1], os.environ)
 
 
 def run_spawned() -> NoReturn:
     """Run the worker that `spawn_worker` started."""
-    (size, spin, memory, initialised, local_ranks, link_nbytes), channel, settings = json.loads(sys.argv[2])
-    control = Control(size, spin, memory, initialised, range(*local_ranks), link_nbytes)
-    os.close(memory)
-    main(control, socket.socket(fileno=channel), *settings)
+    (size, spin, control_fd, initialised, local_ranks, link_nbytes), channel, main_arguments = json.loads(sys.argv[2])
+    control = Control(size, spin, control_fd, initialised, range(*local_ranks), link_nbytes)
+    os.close(control_fd)
+    main(control, socket.socket(fileno=channel), *main_arguments)
 
 
 def _serve(rank: Rank, channel: socket.socket, newest_key: int) -> None:
@@ -176,7 +176,7 @@ def _serve(rank: Rank, channel: socket.socket, newest_key: int) -> None:
         except Cancelled:
             control.report_nbytes[rank.number] = 0
         except BaseException as error:  # SystemExit, too: exit() within a graph is an error
-            # The report comes first: a rank that sees the failure may read it.
+            # The report is written first: a rank that notices the failure may read it.
             report = pickle.dumps(FailureReport.from_exception(rank.number, error, SLOT_NBYTES // 10))
             control.write_report(rank.number, report)
             rank.fail()
@@ -196,7 +196,7 @@ def _serve(rank: Rank, channel: socket.socket, newest_key: int) -> None:
 
 
 def _detach_from_master(channel: socket.socket, master_pid: int) -> None:
-    """Reset inherited state that belongs to the master: signal handlers, sockets, streams, objects to collect."""
+    """Reset inherited state that belongs to the master: signal handlers, sockets, streams and garbage."""
     signal.set_wakeup_fd(-1)
     # Ctrl-C is sent to every process of the terminal; the master decides what it means.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -229,7 +229,7 @@ def _detach_from_master(channel: socket.socket, master_pid: int) -> None:
 
 
 def _handle_job_signal(master_pid: int, number: int, frame: FrameType | None) -> None:
-    """Exit by a signal, unless the master handles or ignores it: it then continues and needs its workers."""
+    """Exit by a signal, unless the master handles or ignores it, and so continues and needs its workers."""
     try:
         with open(f"/proc/{master_pid}/status") as status:
             masks = [int(line.split()[1], 16) for line in status if line.startswith(("SigIgn", "SigCgt"))]

@@ -1,4 +1,4 @@
-"""The worker processes, as the master sees them: start, liveness, end."""
+"""Start, liveness and end of the worker processes, in the process that starts them."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ class Workers:
         Rank of the master, which has no worker process.
     control : Control
     file : file or None
-        The control memory, for workers that are new processes; None for forks of this one, which inherit it.
+        File of the control memory, for workers that are new processes; None for forks, which inherit the memory.
 
     Attributes
     ----------
     root : int
-        As the parameter.
+        Rank of the master.
     pids : dict of int to int
-        Process ids by rank, until `end` or `start` of the rank's next process.
+        Process ids by rank, until `end`.
     channels : dict of int to socket
         This process's ends of the socket pairs over which workers receive segments, by rank.
     """
@@ -47,7 +47,9 @@ class Workers:
         self.channels: dict[int, socket.socket] = {}
 
     def start(self, profile: bool, inherited: tuple[Rank, int] | None = None) -> None:
-        """Start all workers, with signals deferred: no child may be left out, or continue as a second master.
+        """Start all workers.
+
+        Signals must be deferred: an exception could leave a child unrecorded, or let it continue as a second master.
 
         Parameters
         ----------
@@ -62,37 +64,37 @@ class Workers:
                 self._start_worker(number, profile, inherited)
 
     def _start_worker(self, number: int, profile: bool, inherited: tuple[Rank, int] | None) -> None:
-        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        # Numbers of standard streams that the user closed are free, but a worker uses them as standard streams.
-        ours, theirs = _move_above_standard_streams(ours), _move_above_standard_streams(theirs)
-        self.channels[number] = ours
+        own_end, worker_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        # Descriptors of standard streams that the user has closed are free, but a worker uses them for its streams.
+        own_end, worker_end = _move_above_standard_streams(own_end), _move_above_standard_streams(worker_end)
+        self.channels[number] = own_end
         for stream in (sys.stdout, sys.stderr):
             if stream is not None:
-                stream.flush()  # otherwise the child would write the buffer again
+                stream.flush()  # otherwise the child would also write the buffered output
         in_main_thread = threading.current_thread() is threading.main_thread()
-        settings = number, self.root, profile, os.getpid(), in_main_thread
-        with theirs, warnings.catch_warnings():
+        arguments = number, self.root, profile, os.getpid(), in_main_thread
+        with worker_end, warnings.catch_warnings():
             # Python and JAX warn of forking beside threads: a lock that one of them holds stays locked in the child.
             # The worker acquires no lock of the master: it opens its own streams, never runs the master's exit
             # handlers, and refuses to use a JAX that was initialised before.
             warnings.simplefilter("ignore")
             if self._file is not None:
-                pid = worker_process.spawn_worker(self._control, self._file, theirs, *settings)
+                pid = worker_process.spawn_worker(self._control, self._file, worker_end, *arguments)
             elif not (pid := os.fork()):
-                worker_process.main(self._control, theirs, *settings, inherited)
+                worker_process.main(self._control, worker_end, *arguments, inherited)
         self.pids[number] = pid
 
     def find_unstarted(self) -> int | None:
-        """Return the first rank of this machine whose worker has not been started; None if all have."""
+        """Return the first rank of this machine whose worker was not started; None if all were."""
         return next((r for r in self._control.local_ranks if r not in (*self.pids, self.root)), None)
 
     def set_control_file(self, file: io.FileIO | None) -> None:
-        """Choose how the next `start` creates workers: as forks if ``file`` is None, else as processes that map it."""
+        """Make the next `start` create workers as new processes that map ``file``, or as forks if it is None."""
         self._file = file
 
     @property
     def are_forks(self) -> bool:
-        """Whether workers are forks of this process, and so inherit its memory."""
+        """Whether workers are forks of this process, which inherit its memory."""
         return self._file is None
 
     def has_any_exited(self) -> bool:
@@ -100,7 +102,7 @@ class Workers:
         return any(_has_exited(pid) for pid in list(self.pids.values()))
 
     def collect_exited(self) -> tuple[int, int, int] | None:
-        """Collect the exit status of a worker that has exited.
+        """Collect the exit status of one worker that has exited.
 
         Returns
         -------
@@ -114,7 +116,7 @@ class Workers:
         return None
 
     def end(self, seconds: float, should_kill: Callable[[], bool]) -> None:
-        """Wait until all have exited; kill the others after ``seconds``, or as soon as ``should_kill()``."""
+        """Wait until all workers have exited; kill them after ``seconds``, or as soon as ``should_kill()`` is True."""
         deadline = time.monotonic() + seconds
         while self.pids:
             number, pid = next(iter(self.pids.items()))

@@ -97,7 +97,7 @@ def run(program: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any]:
 
 
 class _RunProgramFields(NamedTuple):
-    memory: TaskMemory
+    task_memory: TaskMemory
     payload: bytes
     functions: tuple[Any, ...]
     arrays: tuple[SharedArray, ...]
@@ -108,7 +108,7 @@ class RunProgram(_RunProgramFields, Command):
 
     Attributes
     ----------
-    memory : TaskMemory
+    task_memory : TaskMemory
     payload : bytes
         Pickled program and arguments.
     functions : tuple
@@ -121,7 +121,7 @@ class RunProgram(_RunProgramFields, Command):
 
     def run(self, rank: Rank) -> list[Any]:
         """Run the program on this rank; return all ranks' results in the master, an empty list in workers."""
-        task = RankTask(rank, self.memory)
+        task = RankTask(rank, self.task_memory)
         self._compile(rank)
         unpickler = _ProgramUnpickler(io.BytesIO(self.payload))
         unpickler.rank, unpickler.task = rank, task

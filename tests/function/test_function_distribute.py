@@ -13,7 +13,7 @@ from messages import raises
 
 import synkhronos as synk
 from synkhronos import ranks
-from synkhronos.ranks.memory import Memory
+from synkhronos.ranks.memory import MemoryTable
 
 pytestmark = pytest.mark.usefixtures("rewrites")
 
@@ -51,13 +51,13 @@ def test_distribute_sends_current_values(fork):
 def record_sizes(monkeypatch):
     """Collect the sizes of all shared memory made from now on."""
     sizes = []
-    create = Memory.create
+    create = MemoryTable.create
 
     def counting(self, nbytes, *args, **kwargs):
         sizes.append(nbytes)
         return create(self, nbytes, *args, **kwargs)
 
-    monkeypatch.setattr(Memory, "create", counting)
+    monkeypatch.setattr(MemoryTable, "create", counting)
     return sizes
 
 

@@ -119,7 +119,7 @@ class World:
             tuple(m.state() for m in self.memories),
             tuple((r.command_number, r._step) for r in self.ranks),
             tuple((g._pending_command, g._started_step, g.active_connection.generation) for g in self.watchdogs),
-            tuple((tuple(t.steps), tuple(map(tuple, t.failures)), t.failed) for t in self.tallies),
+            tuple((tuple(t.steps), tuple(map(tuple, t.undecided)), t.last_failed) for t in self.tallies),
             tuple(self.pcs),
             tuple(self.inits),
             tuple(self.started),
@@ -138,8 +138,8 @@ class World:
             rank.command_number, rank._step = of_rank
         for watchdog, of_watchdog in zip(self.watchdogs, watchdogs, strict=True):
             watchdog._pending_command, watchdog._started_step, watchdog.active_connection.generation = of_watchdog
-        for tally, (steps, failures, tally.failed) in zip(self.tallies, tallies, strict=True):
-            tally.steps, tally.failures = list(steps), [deque(each) for each in failures]
+        for tally, (steps, failures, tally.last_failed) in zip(self.tallies, tallies, strict=True):
+            tally.steps, tally.undecided = list(steps), [deque(each) for each in failures]
         self.pcs, self.inits, self.started = list(pcs), list(inits), list(started)
         self.passed, self.seen = list(passed), list(seen)
         self.queues = dict(zip(self.queues, queues, strict=True))
@@ -312,7 +312,7 @@ class World:
 
     def is_old_news(self, h, failed, step):
         tally = self.tallies[h]
-        return failed <= tally.failed and (step <= tally.steps[h] or step >> STEP_BITS <= tally.failed)
+        return failed <= tally.last_failed and (step <= tally.steps[h] or step >> STEP_BITS <= tally.last_failed)
 
     def deliver(self, pair):
         """An agent takes the next message from another."""
@@ -332,7 +332,7 @@ class World:
             self.close(h)
 
     def close(self, h):
-        for number, step in self.tallies[h].take_decided():
+        for number, step in self.tallies[h].pop_decided():
             record_common_step(self.memories[h].words, number, step)
 
     # -- invariants --------------------------------------------------------------------------------------------
@@ -465,10 +465,10 @@ def test_model_finds_an_agent_that_reads_in_the_wrong_order():
 @pytest.mark.parametrize("waits", [True, False])
 def test_model_finds_a_host_that_decides_too_early(monkeypatch, waits):
     def decided(self):
-        heard = [each.popleft() for each in self.failures if each]
+        heard = [each.popleft() for each in self.undecided if each]
         return [(command, min(self.steps)) for command, _ in heard]
 
-    monkeypatch.setattr(StepTally, "take_decided", decided)
+    monkeypatch.setattr(StepTally, "pop_decided", decided)
     with pytest.raises(AssertionError, match="never ends, and nobody gives it up"):
         explore(World((1, 1), waits))
 

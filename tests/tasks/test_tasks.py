@@ -69,7 +69,7 @@ def test_send_bytes_between_hosts(steps):
     memory = TaskMemory(0, 2, 2)
     segments = [SimpleNamespace(buffer=bytearray(memory.nbytes)) for _ in range(2)]
     agents = [Bridge(memory, segment, range(r, r + 1)) for r, segment in enumerate(segments)]
-    control = SimpleNamespace(fence=lambda: None, ring=lambda peer, reason: None)
+    control = SimpleNamespace(fence=lambda: None, wake=lambda peer, reason: None)
     of_ranks = [SimpleNamespace(number=r, segments={0: segments[r]}, control=control) for r in range(2)]
     sender, receiver = (RankTask(rank, memory) for rank in of_ranks)
     under_way = deque()
