@@ -1,8 +1,8 @@
-"""Do two GPUs of one machine work as two hosts, and how fast?
+"""Do GPUs of one machine work as two hosts, and how fast?
 
-``mpirun`` starts two agents on this machine, each with a GPU of its own, and NCCL is told that they are on two hosts
-(NCCL_HOSTID): once it may not use what only one host has (P2P and shared memory off), once it may.  Beside them the two
-GPUs as one host, with ranks that are forked.  On each of the three:
+``mpirun`` starts two agents on this machine, each with GPUs of its own (one, or ``--gpus 2``), and NCCL is told that
+they are on two hosts (NCCL_HOSTID): once it may not use what only one host has (P2P and shared memory off), once it
+may.  Beside them the same GPUs as one host, with ranks that are forked.  On each of the three:
 
 - a small network trained for 15 steps, and all collectives, whose digests have to be equal;
 - failures in the middle of collectives, and a rank that is killed there;
@@ -26,12 +26,11 @@ from benchmarks._measure import Failed, Table, bar, heading, run_alone
 
 ROOT = Path(__file__).resolve().parents[1]
 GPUS = ROOT / "tests" / "support" / "gpus"
-#: The three ways to have two GPUs, with the variables that make them.
-SPLIT = {"CUDA_VISIBLE_DEVICES": "0", "NCCL_HOSTID": "host-0", "HYDRA_LAUNCHER": "fork", "HOSTS": "a:1,b:1"}
-WAYS = {
-    "one host": {"HOSTS": "a:2"},
-    "two hosts": {**SPLIT, "NCCL_P2P_DISABLE": "1", "NCCL_SHM_DISABLE": "1"},
-    "two hosts, P2P": SPLIT,
+#: The three ways to have GPUs, with the variables that NCCL reads.
+WAYS: dict[str, dict[str, str]] = {
+    "one host": {},
+    "two hosts": {"NCCL_P2P_DISABLE": "1", "NCCL_SHM_DISABLE": "1"},
+    "two hosts, P2P": {},
 }
 #: Tests of one host that say something about two: where GPUs, or programs of their own, are not counted.
 TESTS = "collective or step or rows or memory or exception"
@@ -47,6 +46,7 @@ def parse() -> argparse.Namespace:
     add = parser.add_argument
     add("--ways", nargs="+", choices=WAYS, default=list(WAYS), help="(all)")
     add("--parts", nargs="+", choices=PARTS, default=list(PARTS), help="what to run (all)")
+    add("--gpus", type=int, default=1, metavar="N", help="of each of the two hosts (%(default)s)")
     add("--limit", type=float, default=240, metavar="S", help="seconds for each program (%(default)s)")
     add("--depth", type=int, choices=(14, 26, 50), default=50, help="of the ResNet (%(default)s)")
     add("--width", type=int, default=64, metavar="N", help="filters of its first layer (%(default)s)")
@@ -57,8 +57,11 @@ def parse() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def variables(way: str, pretended: bool) -> dict[str, str]:
-    """Return the variables for a program with two GPUs."""
+def variables(way: str, options: argparse.Namespace) -> dict[str, str]:
+    """Return the variables for a program on one host or on two."""
+    count, pretended = options.gpus, options.pretended
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(str(i) for i in range(2 * count))).split(",")
+    by_host = [",".join(visible[:count]), ",".join(visible[count : 2 * count])]
     folders = [
         ROOT,
         ROOT / "tests" / "support",
@@ -67,8 +70,13 @@ def variables(way: str, pretended: bool) -> dict[str, str]:
     ]
     path = [*map(str, folders), *filter(None, [os.environ.get("PYTHONPATH")])]
     found = {"PYTHONPATH": os.pathsep.join(path), "NCCL_NVLS_ENABLE": "0", **WAYS[way]}
+    if way == "one host":
+        found |= {"CUDA_VISIBLE_DEVICES": ",".join(by_host), "HOSTS": f"a:{2 * count}"}
+    else:
+        found |= {"CUDA_VISIBLE_DEVICES": by_host[0], "HOST_GPUS": ";".join(by_host), "NCCL_HOSTID": "host-0"}
+        found |= {"HYDRA_LAUNCHER": "fork", "HOSTS": f"a:{count},b:{count}"}
     if pretended:
-        found |= {"PRETENDED_GPUS": "2", "JAX_PLATFORMS": "cpu", "PYTENSOR_FLAGS": "mode=JAX"}
+        found |= {"PRETENDED_GPUS": str(2 * count), "JAX_PLATFORMS": "cpu", "PYTENSOR_FLAGS": "mode=JAX"}
     return found
 
 
@@ -101,7 +109,14 @@ def resnet(options: argparse.Namespace, environment: dict[str, str]) -> tuple[st
 
     settings = {
         **{name: getattr(options, name) for name in ("steps", "batch_size", "width", "size")},
-        **{"n": 2, "precision": "tf32", "blocks": BLOCKS[options.depth], "classes": 1000, "rounds": 3, "warm": 20},
+        **{
+            "n": 2 * options.gpus,
+            "precision": "tf32",
+            "blocks": BLOCKS[options.depth],
+            "classes": 1000,
+            "rounds": 3,
+            "warm": 20,
+        },
         **{"exchange": None, "compiled": False, "images": 1024, "where": ["host"], "device": "gpu", "loaders": 0},
     }
     if options.pretended:
@@ -112,7 +127,7 @@ def resnet(options: argparse.Namespace, environment: dict[str, str]) -> tuple[st
         [sys.executable, "-m", "benchmarks._resnet", json.dumps(settings)], options.limit, **environment
     )
     _, step, loss = json.loads(printed.splitlines()[-1])["results"]["host"]
-    return f"{2 * options.batch_size / step:,.0f} images/s, loss {loss:.3f}", ""
+    return f"{2 * options.gpus * options.batch_size / step:,.0f} images/s, loss {loss:.3f}", ""
 
 
 def tests(options: argparse.Namespace, environment: dict[str, str]) -> tuple[str, str]:
@@ -132,10 +147,10 @@ PARTS = {"train": train, "collectives": collectives, "faults": faults, "resnet":
 def main() -> None:
     """Run all parts in all ways."""
     options = parse()
-    if not options.pretended and synk.get_n_gpu() < 2:
-        print("This benchmark needs two GPUs: left out. --pretended tries the script itself.")
+    if not options.pretended and synk.get_n_gpu() < 2 * options.gpus:
+        print(f"This benchmark needs {2 * options.gpus} GPUs: left out. --pretended tries the script itself.")
         return
-    heading("two GPUs of one machine, as one host and as two")
+    heading(f"{2 * options.gpus} GPUs of one machine, as one host and as two")
     table = Table({"": 12, "GPUs as": 14, "seconds": 7, "as on one host": 14, "result": 40})
     failures, is_alike = [], True
     for part in options.parts:
@@ -143,7 +158,7 @@ def main() -> None:
         for way in options.ways:
             start = perf_counter()
             try:
-                shown, equal = PARTS[part](options, variables(way, options.pretended))
+                shown, equal = PARTS[part](options, variables(way, options))
             except Failed as error:
                 failures.append(f"{part}, {way}: {error}")
                 table.row(part, way, f"{perf_counter() - start:.0f}", "", "FAILED")

@@ -5,14 +5,20 @@ rules by which the steps between two exchanges are one launch, and under those b
 beside PyTorch's DistributedDataParallel and its post-local SGD, in other processes.  Then the time of an exchange
 of 102 MB with the centre, and of averages of 102 MB in 32 and in 16 bits.
 
+With ``--slow 3`` the last GPU has a third of its time for us: two other programs multiply matrices on it meanwhile.
+
 One process for each number of GPUs and model: ``python -m benchmarks.gpu_rules --model mlp --ranks 2``.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import os
+import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -27,6 +33,35 @@ from synkhronos.training import make_trainer, updates
 
 #: ResNet-50's parameters.
 SIZE = 25_557_032
+#: A program that keeps a GPU busy until it is killed.
+MULTIPLY = """
+import jax, jax.numpy as jnp
+multiply = jax.jit(lambda x: x @ x / 4096)
+x = multiply(jnp.ones((4096, 4096))).block_until_ready()
+print("ready", flush=True)
+while True:
+    x = multiply(x).block_until_ready()
+"""
+
+
+@contextlib.contextmanager
+def keep_busy(rank: int, count: int, device: str) -> Iterator[None]:
+    """Run ``count`` programs beside ours on the GPU of a rank."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": visible.split(",")[rank] if visible else str(rank)}
+    environment |= {"XLA_PYTHON_CLIENT_PREALLOCATE": "false", "JAX_PLATFORMS": {"gpu": "cuda"}.get(device, device)}
+    command = [sys.executable, "-c", MULTIPLY]
+    programs = [subprocess.Popen(command, env=environment, stdout=subprocess.PIPE) for _ in range(count)]
+    try:
+        for program in programs:
+            assert program.stdout is not None
+            if not program.stdout.readline():
+                raise Failed(f"a program that keeps the GPU busy ended with exit status {program.wait()}")
+        yield
+    finally:
+        for program in programs:
+            program.kill()
+            program.wait()
 
 
 def make_rules(period: int) -> dict[str, rules.Rule]:
@@ -149,7 +184,7 @@ def exchanges(worker: Any, rule: rules.Rule, params: list[Any], shared: Any, rou
         state.rows["centre"].write(state.rows["centre"].to_device(JAX))
         return state.vector
 
-    for _ in range(rounds):
+    for _ in range(1 + rounds):  # the first is not timed
         for turn in range(worker.size):  # one rank at a time: what one exchange takes, not what waiting does
             worker.barrier("turn")
             if turn == worker.number:
@@ -173,6 +208,9 @@ def main() -> None:
     parser.add_argument("--period", type=int, default=20, help="steps between exchanges (default: %(default)s)")
     parser.add_argument("--steps", type=int, default=200, help="of each GPU in an epoch (default: %(default)s)")
     parser.add_argument("--epochs", type=int, default=3, help="the first is not counted (default: %(default)s)")
+    parser.add_argument(
+        "--slow", type=int, default=1, metavar="N", help="slow the last GPU down N times (default: not)"
+    )
     parser.add_argument("--batch", type=int, help="rows of a GPU's step (default: 500, or 64 images)")
     parser.add_argument("--rounds", type=int, default=10, help="timed exchanges (default: %(default)s)")
     parser.add_argument("--torch-python", default=sys.executable, metavar="PATH", help="a Python that has PyTorch")
@@ -189,7 +227,8 @@ def main() -> None:
         pytensor.config.mode = "JAX"
     synk.fork(options.ranks, use_gpu=not options.cpu)
     if options.model != "none":
-        speeds(options)
+        with keep_busy(options.ranks - 1, options.slow - 1, "cpu" if options.cpu else "gpu"):
+            speeds(options)
     heading("102 MB")
     rule, params = rules.EASGD(), [pytensor.shared(np.ones(SIZE, np.float32), "w")]
     memory = rules.shared_memory(rule, options.ranks, SIZE, np.dtype("float32"))
