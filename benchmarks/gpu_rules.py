@@ -208,9 +208,7 @@ def main() -> None:
     parser.add_argument("--period", type=int, default=20, help="steps between exchanges (default: %(default)s)")
     parser.add_argument("--steps", type=int, default=200, help="of each GPU in an epoch (default: %(default)s)")
     parser.add_argument("--epochs", type=int, default=3, help="the first is not counted (default: %(default)s)")
-    parser.add_argument(
-        "--slow", type=int, default=1, metavar="N", help="slow the last GPU down N times (default: not)"
-    )
+    parser.add_argument("--slow", type=int, default=1, metavar="N", help="slow the last GPU down N times (default: no)")
     parser.add_argument("--batch", type=int, help="rows of a GPU's step (default: 500, or 64 images)")
     parser.add_argument("--rounds", type=int, default=10, help="timed exchanges (default: %(default)s)")
     parser.add_argument("--torch-python", default=sys.executable, metavar="PATH", help="a Python that has PyTorch")
