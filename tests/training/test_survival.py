@@ -147,6 +147,7 @@ def test_on_death_continue_with_a_loader(name, monkeypatch):
     check_same(name, disturbed, undisturbed)
 
 
+@pytest.mark.usefixtures("uncompiled")
 @pytest.mark.parametrize("kind", ["whole", "sharded", "sharded, fresh workers"])
 def test_on_death_copies_equal_variables_from_the_master(kind, monkeypatch):
     options = {"ema": 0.5, "shard_optimizer": kind != "whole"}
