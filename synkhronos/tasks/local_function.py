@@ -32,13 +32,14 @@ class LocalRows:
         hosts.
     """
 
-    def __init__(self, rank: Rank, location: SharedArray, rows: Selection | None = None):
+    def __init__(self, rank: Rank, location: SharedArray):
         self._rank = rank
         self._location = location
-        self._selected = rows
+        self._selected: Selection | None = None
         self._array = location.view(rank.segments)
         rows = location.find_local_rows(rank.size, rank.control.local_ranks)
         self.local_rows = range(*self._array.shape[:1] or (0,)) if rows is None else rows
+        self._is_partial = self.ndim > 0 and len(self.local_rows) < len(self._array)
 
     @property
     def array(self) -> np.ndarray:
@@ -72,12 +73,16 @@ class LocalRows:
         elif selected is not None:
             rows = np.asarray(selected)[np.asarray(rows)]
         self._check_local(rows)
-        return LocalRows(self._rank, self._location, rows)
+        # Without __init__: a training step selects rows of each array, and the view of the memory is the same.
+        result = LocalRows.__new__(LocalRows)
+        result.__dict__.update(self.__dict__)
+        result._selected = rows
+        return result
 
     def _check_local(self, rows: Selection | None) -> None:
         """Raise IndexError if some of the rows, None for all, are not on this rank's host."""
-        local = self.local_rows
-        if self.ndim and len(local) < len(self._array):
+        if self._is_partial:
+            local = self.local_rows
             rows = range(len(self._array)) if rows is None else rows
             if len(rows) and not (find_min_row(rows) >= local.start and find_max_row(rows) < local.stop):
                 raise IndexError(
