@@ -203,7 +203,7 @@ class Assign(Command):
     values: tuple[SharedArray, ...]
     rows: tuple[tuple[range | SharedArray | None, ...], ...]
 
-    def row_accesses(self, size: int, ranks: range) -> Iterator[RowAccess]:
+    def find_row_accesses(self, size: int, ranks: range) -> Iterator[RowAccess]:
         """Yield the accesses of some ranks to rows of the values."""
         for r in ranks:
             for value, rows in zip(self.values, self.rows[r], strict=True):

@@ -64,14 +64,12 @@ class ScatteredInput(NamedTuple):
     offset: int
     is_mutable: bool
 
-    def row_accesses(self, size: int, ranks: range) -> Iterator[RowAccess]:
-        """Yield the rows of the array that consecutive ``ranks``, of ``size`` in all, read."""
+    def get_row_access(self, size: int, ranks: range) -> RowAccess:
+        """Return the rows of the array that consecutive ``ranks``, of ``size`` in all, read."""
         first, last = (get_share(self._n_rows, size, r) for r in (ranks[0], ranks[-1]))
         rows = self.rows
-        if isinstance(rows, range):
-            yield RowAccess(self.array, rows[first.start : last.stop], self.offset)
-        else:
-            yield RowAccess(self.array, rows.slice_items(first.start, last.stop), self.offset)
+        share = rows[first.start : last.stop] if isinstance(rows, range) else rows.slice_items(first.start, last.stop)
+        return RowAccess(self.array, share, self.offset)
 
     @property
     def _n_rows(self) -> int:
@@ -129,6 +127,17 @@ class Call(_CallFields, Command):
     def effect(self) -> str | None:
         """Effect of the command, for the error message of a rank that fails after it."""
         return "The function's updates were applied" if self.has_updates else None
+
+    def find_row_accesses(self, size: int, ranks: range) -> Iterator[RowAccess]:
+        """Yield the accesses of some ranks: their rows of the inputs, and their selections in `batch_s`."""
+        for value in self.inputs:
+            if isinstance(value, ScatteredInput):
+                yield value.get_row_access(size, ranks)
+            else:
+                yield RowAccess(value.array)
+        for selection in () if self.batch_s is None else self.batch_s[ranks.start : ranks.stop]:
+            if isinstance(selection, SharedArray):
+                yield RowAccess(selection)
 
     def run(self, rank: Rank) -> Any:
         """Compute this rank's rows, and pass the outputs to the engine; see `execute`."""

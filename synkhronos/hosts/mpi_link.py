@@ -26,12 +26,13 @@ from synkhronos.hosts import mpirun
 from synkhronos.hosts.names import Host, describe_host, find_host, number_ranks
 from synkhronos.hosts.page_table import SegmentAccess
 from synkhronos.hosts.pipes import PipeLayout
-from synkhronos.ranks import Command, SharedArray
+from synkhronos.ranks import Command, RowAccess, SharedArray
 from synkhronos.ranks.child_process import JOB_SIGNALS, ignore_job_signals
+from synkhronos.ranks.command import find_row_accesses
 from synkhronos.ranks.control import MAILBOX_NBYTES, Control
 from synkhronos.ranks.errors import Death, RemoteFailure, describe_exit
 from synkhronos.ranks.interrupts import defer_signals
-from synkhronos.ranks.link import Link, RowAccess, find_row_accesses
+from synkhronos.ranks.link import Link
 from synkhronos.ranks.memory import Release
 from synkhronos.ranks.segments import SegmentTable, is_closed
 

@@ -3,9 +3,9 @@
 This package knows nothing of graphs or of the meaning of arrays, and stores the device of a rank only for others.
 """
 
+from synkhronos.ranks.command import Command, RowAccess
 from synkhronos.ranks.errors import Cancelled, Death, WorkerError
-from synkhronos.ranks.link import RowAccess
-from synkhronos.ranks.rank import MAX_SLOT_NBYTES, Command, PendingOperation, Rank
+from synkhronos.ranks.rank import MAX_SLOT_NBYTES, PendingOperation, Rank
 from synkhronos.ranks.segments import Segment, SharedArray
 from synkhronos.ranks.session import (
     Session,

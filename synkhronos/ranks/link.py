@@ -9,16 +9,14 @@ access.
 
 from __future__ import annotations
 
-import dataclasses
 import io
 import socket
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from collections.abc import Callable
 
+from synkhronos.ranks.command import Command
 from synkhronos.ranks.control import Control
 from synkhronos.ranks.errors import RemoteFailure
-from synkhronos.ranks.rank import Command
 from synkhronos.ranks.segments import SegmentTable, SharedArray
 
 
@@ -147,51 +145,3 @@ class LocalLink(Link):
 
     def end(self, kill: bool, seconds: float, should_kill: Callable[[], bool]) -> None:
         """Do nothing: `Workers` ends this machine's workers."""
-
-
-class RowAccess(NamedTuple):
-    """Rows of an array in shared memory that a rank reads.
-
-    Attributes
-    ----------
-    array : SharedArray
-    rows : range, SharedArray of int64, or None
-        Indexes of the rows; None for the whole array.
-    base : int
-        Number that is subtracted from each index: the index of the array's first row.
-    """
-
-    array: SharedArray
-    rows: range | SharedArray | None = None
-    base: int = 0
-
-
-def find_row_accesses(value: Any, size: int, ranks: range) -> Iterator[RowAccess]:
-    """Yield the rows of shared memory that a command accesses on the ranks of a machine.
-
-    The command's tuples, lists, dataclasses and slots are searched for arrays.  All rows of an array that is found
-    count as accessed.  An object with a method ``row_accesses(size, ranks)`` is not searched: its method yields the
-    accesses.
-
-    Parameters
-    ----------
-    value : object
-        The command, or a part of it.
-    size : int
-        Number of all ranks.
-    ranks : range
-        Ranks of the machine.
-    """
-    if isinstance(value, SharedArray):
-        yield RowAccess(value)
-    elif hasattr(value, "row_accesses"):
-        yield from value.row_accesses(size, ranks)
-    elif isinstance(value, tuple | list):
-        for item in value:
-            yield from find_row_accesses(item, size, ranks)
-    elif dataclasses.is_dataclass(value):
-        for field in dataclasses.fields(value):
-            yield from find_row_accesses(getattr(value, field.name), size, ranks)
-    elif hasattr(value, "__slots__") and not isinstance(value, range | slice):
-        for name in value.__slots__:
-            yield from find_row_accesses(getattr(value, name), size, ranks)

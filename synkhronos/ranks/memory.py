@@ -15,8 +15,9 @@ from collections.abc import Callable, Mapping
 from socket import socket
 from typing import Any, Literal
 
+from synkhronos.ranks.command import Command
 from synkhronos.ranks.interrupts import defer_signals
-from synkhronos.ranks.rank import Command, Rank
+from synkhronos.ranks.rank import Rank
 from synkhronos.ranks.segments import Segment, create_unlinked_file, send_segment
 
 #: Kind of an entry: a segment, or an object in `Rank.objects`.

@@ -1,4 +1,4 @@
-"""A rank's view of the other ranks, and the commands that ranks run.
+"""A rank's view of the other ranks.
 
 Ranks synchronise at *steps*: each rank counts the steps of a command, and a barrier returns when every counter has
 reached the step.  Small values are exchanged at a step through one slot of shared memory a rank.
@@ -12,7 +12,6 @@ import logging
 import pickle
 import struct
 import weakref
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Iterator
 from typing import Any, NoReturn, TypeVar
 
@@ -21,7 +20,6 @@ from synkhronos.ranks.control import AWAITS_STEP, POLL_SECONDS, SLOT_NBYTES, Con
 from synkhronos.ranks.errors import Cancelled
 from synkhronos.ranks.interrupts import defer_signals
 from synkhronos.ranks.segments import SegmentTable
-from synkhronos.ranks.task_memory import TaskMemory
 from synkhronos.ranks.threads import ThreadLimit
 
 T = TypeVar("T")
@@ -36,48 +34,6 @@ _MAX_CACHED_PICKLES = 64
 SLOT_HEADER = struct.Struct("=QQ")
 #: Maximal number of bytes that one `Rank.gather_bytes`, or one round of `Rank.all_gather_bytes`, transports.
 MAX_SLOT_NBYTES = SLOT_NBYTES - SLOT_HEADER.size
-
-
-class Command(ABC):
-    """A small picklable object whose method `run` every rank runs, including the master's.
-
-    A command is sent once and may run many times from the same object: `run` must not change it.
-
-    Attributes
-    ----------
-    effect : str or None
-        Effect of the command as a sentence for error messages ("The function's updates were applied").  A command with
-        an effect calls `Rank.commit` after it has applied it; the error of a failed command names the ranks that did.
-    partial_effect : str or None
-        Sentence for the message if some ranks have applied an unknown part of the effect.
-    task_memory : TaskMemory or None
-        Memory that the ranks share while the command runs, if it is a task.
-    """
-
-    __slots__ = ()
-
-    @property
-    def effect(self) -> str | None:
-        """Effect of the command, for error messages; None if it changes nothing."""
-        return None
-
-    @property
-    def partial_effect(self) -> str | None:
-        """Effect in the message of an error after only some ranks have changed something; None if there is none."""
-        return None
-
-    @property
-    def task_memory(self) -> TaskMemory | None:
-        """Memory of the task that the command runs; None if it runs none."""
-        return None
-
-    def without_rank(self, number: int) -> Command:
-        """Return the command for all ranks but one, if it has entries by rank."""
-        return self
-
-    @abstractmethod
-    def run(self, rank: Rank) -> Any:
-        """Run this rank's part and return its result; a session returns that of the master's rank."""
 
 
 class Registry:

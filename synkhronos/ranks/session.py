@@ -46,6 +46,7 @@ from dataclasses import replace
 from typing import Any, TypeVar
 
 from synkhronos.ranks import worker_process
+from synkhronos.ranks.command import Command
 from synkhronos.ranks.control import (
     AWAITS_COMMAND,
     AWAITS_COMPLETION,
@@ -67,7 +68,7 @@ from synkhronos.ranks.interrupts import defer_signals
 from synkhronos.ranks.link import Link, LocalLink
 from synkhronos.ranks.memory import MemoryTable
 from synkhronos.ranks.peer_watch import PeerDied, PeerWatch
-from synkhronos.ranks.rank import Command, Rank, Registry
+from synkhronos.ranks.rank import Rank, Registry
 from synkhronos.ranks.segments import SharedArray
 from synkhronos.ranks.threads import ThreadLimit, count_available_cores
 from synkhronos.ranks.weak_key_dict import WeakKeyDict

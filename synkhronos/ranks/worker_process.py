@@ -19,9 +19,10 @@ from types import FrameType
 from typing import Any, NoReturn
 
 from synkhronos.ranks.child_process import JOB_SIGNALS, exit_with_parent, spawn
+from synkhronos.ranks.command import Command
 from synkhronos.ranks.control import AWAITS_COMMAND, AWAITS_COMPLETION, SLOT_NBYTES, Control
 from synkhronos.ranks.errors import Cancelled, FailureReport
-from synkhronos.ranks.rank import Command, Rank
+from synkhronos.ranks.rank import Rank
 from synkhronos.ranks.segments import SegmentReceiver, SharedArray
 from synkhronos.ranks.threads import ThreadLimit
 

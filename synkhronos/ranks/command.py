@@ -1,0 +1,107 @@
+"""The commands that ranks run, and the shared memory that a command accesses."""
+
+from __future__ import annotations
+
+import dataclasses
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+from synkhronos.ranks.rank import Rank
+from synkhronos.ranks.segments import SharedArray
+from synkhronos.ranks.task_memory import TaskMemory
+
+
+class RowAccess(NamedTuple):
+    """Rows of an array in shared memory that a rank reads.
+
+    Attributes
+    ----------
+    array : SharedArray
+    rows : range, SharedArray of int64, or None
+        Indexes of the rows; None for the whole array.
+    base : int
+        Number that is subtracted from each index: the index of the array's first row.
+    """
+
+    array: SharedArray
+    rows: range | SharedArray | None = None
+    base: int = 0
+
+
+class Command(ABC):
+    """A small picklable object whose method `run` every rank runs, including the master's.
+
+    A command is sent once and may run many times from the same object: `run` must not change it.
+
+    Attributes
+    ----------
+    effect : str or None
+        Effect of the command as a sentence for error messages ("The function's updates were applied").  A command with
+        an effect calls `Rank.commit` after it has applied it; the error of a failed command names the ranks that did.
+    partial_effect : str or None
+        Sentence for the message if some ranks have applied an unknown part of the effect.
+    task_memory : TaskMemory or None
+        Memory that the ranks share while the command runs, if it is a task.
+    """
+
+    __slots__ = ()
+
+    @property
+    def effect(self) -> str | None:
+        """Effect of the command, for error messages; None if it changes nothing."""
+        return None
+
+    @property
+    def partial_effect(self) -> str | None:
+        """Effect in the message of an error after only some ranks have changed something; None if there is none."""
+        return None
+
+    @property
+    def task_memory(self) -> TaskMemory | None:
+        """Memory of the task that the command runs; None if it runs none."""
+        return None
+
+    def find_row_accesses(self, size: int, ranks: range) -> Iterator[RowAccess]:
+        """Yield the rows of shared memory that the command accesses on the ranks of a machine.
+
+        By default they are all rows of all arrays in the command's fields, and the accesses of commands in them.
+
+        Parameters
+        ----------
+        size : int
+            Number of all ranks.
+        ranks : range
+            Ranks of the machine.
+        """
+        return find_row_accesses(_list_parts(self), size, ranks)
+
+    def without_rank(self, number: int) -> Command:
+        """Return the command for all ranks but one, if it has entries by rank."""
+        return self
+
+    @abstractmethod
+    def run(self, rank: Rank) -> Any:
+        """Run this rank's part and return its result; a session returns that of the master's rank."""
+
+
+def find_row_accesses(value: Any, size: int, ranks: range) -> Iterator[RowAccess]:
+    """Yield the accesses of a value in a command; parameters are those of `Command.find_row_accesses`."""
+    if isinstance(value, SharedArray):
+        yield RowAccess(value)
+    elif isinstance(value, Command):
+        yield from value.find_row_accesses(size, ranks)
+    else:
+        for part in _list_parts(value):
+            yield from find_row_accesses(part, size, ranks)
+
+
+def _list_parts(value: Any) -> list[Any]:
+    """Return the items of a sequence, or the fields of a dataclass or a class with slots."""
+    if isinstance(value, tuple | list):
+        return list(value)
+    if dataclasses.is_dataclass(value):
+        return [getattr(value, field.name) for field in dataclasses.fields(value)]
+    if isinstance(value, range | slice):
+        return []
+    return [getattr(value, name) for name in getattr(value, "__slots__", ())]
