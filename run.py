@@ -405,6 +405,9 @@ def test(options: argparse.Namespace, rest: list[str]) -> int:
     }
     if options.device == "gpu":
         extras[PYTENSOR.name].append("gpu")
+    if options.all:
+        # Those of lint and docs, which .ci/run starts beside this: nothing is installed while tests run.
+        extras[PYTENSOR.name] += ["dev", "docs"]
     environments = [prepare(name, *extras[name]) for name in names]
 
     jobs = list_jobs(environments, options, rest)

@@ -235,6 +235,7 @@ def break_devices(monkeypatch, is_broken):
     monkeypatch.setattr(processes._Bind, "run", fail_or_bind)
 
 
+@pytest.mark.any_library
 @pytest.mark.parametrize("name", ["BSP", "LocalSGD", "GoSGD", "EASGD"])
 def test_on_death_leaves_out_a_broken_device(name, monkeypatch, tmp_path):
     fork_ranks(RANKS)
@@ -266,6 +267,7 @@ def test_on_death_leaves_out_a_broken_device(name, monkeypatch, tmp_path):
         assert [report.loss for report in others] == [report.loss for report in reports[1:]]
 
 
+@pytest.mark.any_library
 def test_on_death_keeps_the_device_of_a_worker_that_is_killed_at_its_start(monkeypatch):
     fork_ranks(RANKS)
     model, attempts = Model("BSP"), []
@@ -287,6 +289,7 @@ def test_on_death_keeps_the_device_of_a_worker_that_is_killed_at_its_start(monke
     assert ranks.get_session().size == RANKS and set(model.used()) == {3}
 
 
+@pytest.mark.any_library
 @pytest.mark.parametrize("name", ["BSP", "EASGD"])
 def test_on_death_leaves_out_all_workers_within_steps(name, monkeypatch):
     fork_ranks(RANKS)
@@ -300,6 +303,7 @@ def test_on_death_leaves_out_all_workers_within_steps(name, monkeypatch):
     np.testing.assert_allclose(synk.function([], model.w.sum())(), np.sum(model.w.get_value()))
 
 
+@pytest.mark.any_library
 @pytest.mark.parametrize(("name", "source"), [("BSP", "loader"), ("BSP", "parts"), ("EASGD", "parts")])
 def test_on_death_leaves_out_a_device_and_uses_each_row_once(name, source, monkeypatch):
     fork_ranks(RANKS)
@@ -315,6 +319,7 @@ def test_on_death_leaves_out_a_device_and_uses_each_row_once(name, source, monke
     assert max(used) == 4 and (name != "BSP" or min(used) == 4)  # of EASGD the counts of the lost rank are missing
 
 
+@pytest.mark.any_library
 def test_on_death_without_a_device_for_the_master_ends_training(monkeypatch):
     fork_ranks(2)
     model = Model("BSP")
@@ -333,6 +338,7 @@ def test_on_death_without_a_device_for_the_master_ends_training(monkeypatch):
         list(iterator)
 
 
+@pytest.mark.any_library
 def test_on_death_with_a_sharded_optimizer_needs_all_ranks(monkeypatch):
     fork_ranks(RANKS)
     model = Model("BSP", update=momentum, shard_optimizer=True)
@@ -342,6 +348,7 @@ def test_on_death_with_a_sharded_optimizer_needs_all_ranks(monkeypatch):
         list(model.epochs(epochs=3, on_death="continue"))
 
 
+@pytest.mark.any_library
 def test_on_death_is_recorded_and_each_step_once(monkeypatch, tmp_path):
     killer = Killer(monkeypatch, {1: (1, True), 9: (2, False)})
     train("LocalSGD", recorder=Recorder(tmp_path, every=1))
@@ -351,6 +358,7 @@ def test_on_death_is_recorded_and_each_step_once(monkeypatch, tmp_path):
         assert [record["step"] for record in found[f"rank-{rank}"]] == list(range(1, 9))
 
 
+@pytest.mark.any_library
 def test_on_death_in_the_same_step_ends_training(monkeypatch):
     fork_ranks(RANKS)
     model = Model("BSP")
@@ -373,6 +381,7 @@ def test_on_death_in_the_same_step_ends_training(monkeypatch):
         data[0]
 
 
+@pytest.mark.any_library
 def test_max_deaths_limits_deaths(monkeypatch):
     fork_ranks(RANKS)
     model = Model("BSP")
@@ -381,6 +390,7 @@ def test_max_deaths_limits_deaths(monkeypatch):
         list(model.epochs(epochs=10, on_death="continue", max_deaths=2))
 
 
+@pytest.mark.any_library
 def test_on_death_stops_by_default(monkeypatch):
     fork_ranks(RANKS)
     model = Model("BSP")
@@ -391,6 +401,7 @@ def test_on_death_stops_by_default(monkeypatch):
         ranks.get_session()
 
 
+@pytest.mark.any_library
 @pytest.mark.parametrize("value", ["go on", True, None, 3, b"continue"])
 def test_on_death_refuses_other_values(value):
     fork_ranks(1)
@@ -398,6 +409,7 @@ def test_on_death_refuses_other_values(value):
         Model("BSP").epochs(on_death=value)
 
 
+@pytest.mark.any_library
 @pytest.mark.parametrize(("value", "kind"), [(0, ValueError), (-1, ValueError), (1.5, TypeError), ("1", TypeError)])
 def test_max_deaths_refuses_other_values(value, kind):
     fork_ranks(1)
