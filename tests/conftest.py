@@ -5,7 +5,7 @@ The environment variable SYNKHRONOS_TEST_DEVICE sets the device of functions in 
 ====  ===============================================================================
 host  NumPy arrays, the graph library's own compiler (by default)
 jax   JAX arrays on the CPU, compiled by XLA
-gpu   GPUs, one for each rank: JAX arrays for PyTensor, GpuArrays for Theano; tests for more ranks than GPUs are left out
+gpu   GPUs, one for each rank: JAX arrays for PyTensor, GpuArrays for Theano; tests of more ranks than GPUs are skipped
 ====  ===============================================================================
 """
 
@@ -51,7 +51,7 @@ for variable, flags in {
 
 if DEVICE == "host" and importlib.util.find_spec("theano") and "compiledir" not in os.environ["THEANO_FLAGS"]:
     # Theano scans its whole cache before it compiles, which takes seconds with thousands of modules.  This cache
-    # holds the modules of tests alone.
+    # holds only the modules of tests.
     os.environ["THEANO_FLAGS"] += f",base_compiledir={Path.home() / '.theano' / 'synkhronos-tests'}"
 
 if DEVICE != "gpu":
@@ -66,7 +66,7 @@ if DEVICE != "gpu":
 os.environ.setdefault("MPI4PY_RC_INITIALIZE", "0")
 
 if DEVICE == "gpu" and "PYTEST_XDIST_WORKER" in os.environ:
-    # Else each of pytest's processes would wait for the compilers of the others.
+    # Otherwise pytest's processes would wait for each other's compilers.
     folder = os.path.join(tempfile.gettempdir(), "synkhronos-theano", os.environ["PYTEST_XDIST_WORKER"])
     os.environ["THEANO_FLAGS"] += f",base_compiledir={folder}"
 
@@ -94,7 +94,7 @@ from synkhronos.devices import JAX
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 if DEVICE != "host":
-    # These start programs, which choose their device themselves.
+    # These tests start programs, which choose their device themselves.
     collect_ignore_glob = [
         f"*/test_{name}.py"
         for name in (
@@ -131,7 +131,7 @@ settings.load_profile("synkhronos")
 
 
 def pytest_runtest_setup(item):
-    """Leave out tests of several hosts where MPI is missing."""
+    """Skip tests of several hosts where MPI is missing."""
     if item.get_closest_marker("hosts"):
         from hosts import has_mpi
 
@@ -232,7 +232,7 @@ def close_reused_ranks(request):
 @pytest.fixture(scope="module")
 def no_ranks():
     """Close reused ranks before a module that forks its own."""
-    gc.collect()  # else a garbage cycle of an earlier test might be collected in the middle of a test
+    gc.collect()  # otherwise garbage of an earlier test could be collected during a test
     reused_ranks.close()
 
 
@@ -284,7 +284,7 @@ def check_xla_not_started(request):
 @pytest.fixture(autouse=True, scope="session")
 def check_no_leaks():
     """Check that the run leaves no name in /dev/shm."""
-    before = list_shared_names()  # of a run beside this one, or of one that was killed
+    before = list_shared_names()  # of a simultaneous run, or of a killed one
     yield
     synk.close()
     assert not find_leaked_names(before)

@@ -1,4 +1,4 @@
-"""Safe casts: the function that decides, and its use by all packages."""
+"""Safe casts: `synkhronos.casts.cast`, and its use by all packages."""
 
 import math
 
@@ -24,7 +24,7 @@ MASKED = np.ma.masked_array([0.0, 1.0, 0.0, 1.0], [False, False, True, False])
 
 
 def is_same(value, cast, rounds):
-    """Return whether a cast keeps a number, compared by Python's exact numbers."""
+    """Return whether a cast preserves a number, compared exactly."""
     if isinstance(value, complex) or isinstance(cast, complex):
         parts = zip((value.real, value.imag), (cast.real, cast.imag), strict=True)
         return all(is_same(before, after, rounds) for before, after in parts)
@@ -33,7 +33,7 @@ def is_same(value, cast, rounds):
     return cast == value or value != value and cast != cast
 
 
-def first_change(array, dtype):
+def find_first_change(array, dtype):
     """Return the index of the first number that a cast changes; None if there is none."""
     rounds = array.dtype.name in ("float64", "complex128") and dtype in ("float32", "complex64")
     for index in np.ndindex(array.shape):
@@ -46,7 +46,7 @@ def first_change(array, dtype):
 
 @given(st.sampled_from(DTYPES), st.sampled_from(DTYPES), st.data())
 def test_cast_is_refused_iff_a_value_changes(own, dtype, data):
-    # Small numbers, which most dtypes hold, and any others.
+    # Small numbers, which most dtypes can represent, and arbitrary ones.
     items = st.one_of(st.integers(0, 1), st.integers(0, 127)).map(lambda n: np.array(n).astype(own).item())
     shape = data.draw(hnp.array_shapes(min_dims=0, max_dims=3, max_side=3))
     elements = data.draw(st.sampled_from([items, hnp.from_dtype(np.dtype(own))]))
@@ -58,7 +58,7 @@ def test_cast_is_refused_iff_a_value_changes(own, dtype, data):
         ):
             casts.cast(array, dtype, "y")
         return
-    index = first_change(array, dtype)
+    index = find_first_change(array, dtype)
     if index is None:
         cast = casts.cast(array, dtype, "y")
         assert cast.dtype == dtype
@@ -85,10 +85,10 @@ def test_cast_error_names_the_changed_number(position, transposed):
 
 
 def test_safe_cast_reads_no_values(monkeypatch):
-    def look(values, dtype):
+    def refuse(values, dtype):
         raise AssertionError
 
-    monkeypatch.setattr(casts, "_is_changed", look)
+    monkeypatch.setattr(casts, "_is_changed", refuse)
     for own in DTYPES:
         array = np.ones(3, own)
         assert casts.cast(array, own, "y") is array
@@ -176,7 +176,7 @@ def test_serial_step_refuses_masked_arrays():
 
 
 def make_source(kind, folder, y):
-    """Return rows of X and y, as each kind of source has them."""
+    """Return the rows of X and y as a source of this kind."""
     if kind == "arrays":
         return [X, y]
     if kind == "npy":
@@ -278,7 +278,7 @@ def test_augmentation_and_labels_refuse_changing_casts(provoke, words):
         provoke()
 
 
-# -- all others --------------------------------------------------------------------------------------------------
+# -- other packages ----------------------------------------------------------------------------------------------
 
 
 def test_data_setitem_refuses_changing_casts(fork):

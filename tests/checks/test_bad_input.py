@@ -1,4 +1,4 @@
-"""Wrong arguments: the error names the argument, the expected and the given value, and nothing has changed."""
+"""Wrong arguments raise errors that name the argument, the expected and the given value, and change nothing."""
 
 import os
 import subprocess
@@ -15,7 +15,7 @@ import synkhronos as synk
 
 
 class World:
-    """Two ranks with variables, functions and Data, and the values of all of them."""
+    """Two ranks with variables, functions and Data; `state` has the values of all of them."""
 
     def __init__(self):
         self.s = shared(np.array([1.0, 2.0]), "s")
@@ -46,16 +46,16 @@ class World:
                 [self.s, self.i, self.m, self.z],
                 [[1.0 + r, 2.0], [r, 5], np.full((3, 2), float(r)), np.array(float(r))],
             )
-        self.state = self.held()
+        self.state = self.get_values()
 
-    def held(self):
-        """Return all that a call might change."""
+    def get_values(self):
+        """Return all values that a call could change."""
         values = [*synk.gather([self.s, self.i, self.m, self.z]), self.d.data, self.number.data]
         return [value.tolist() for value in values] + [self.d.alloc_size, self.d.minibatch]
 
     def check(self):
-        """Check that nothing has changed, and that the ranks still compute and talk to each other."""
-        assert self.held() == self.state
+        """Check that nothing has changed, and that the ranks still compute and communicate."""
+        assert self.get_values() == self.state
         # Rank 0 has two rows and [1, 2], rank 1 the third and [2, 2].
         assert self.probe(self.d) == (0 + 1 * 2) + (2 + 3 * 2) + (4 * 2 + 5 * 2)
         assert synk.reduce(self.s, "sum", in_place=False).tolist() == [3.0, 4.0]
@@ -214,10 +214,10 @@ CALL = {
     "subset of names": (lambda w: w.f(X, Y, 1.0, output_subset=["a"]), TypeError, "output_subset"),
 }
 
-#: The plain function's own words.
+#: Errors of the serial function.
 AS_THEANO = {
     "nothing": (lambda w: w.f.as_theano(), TypeError, ""),
-    # To the plain function the variables that it updates are inputs too.
+    # Updated variables are further inputs of the serial function.
     "too many": (
         lambda w: w.f.as_theano(X, Y, 1.0, X[0], Y, 2.0),
         TypeError,
@@ -413,7 +413,7 @@ RANKS = {
 
 
 def flat(**tables):
-    """Return the cases of several tables as parameters of one test."""
+    """Return the cases of several tables as parameters of a test."""
     return [
         pytest.param(*case, id=f"{name}-{title}".replace(" ", "_"))
         for name, table in tables.items()
@@ -549,7 +549,7 @@ def test_close_can_be_repeated(closed_world):
 
 @pytest.fixture
 def run_alone():
-    """Run statements in a process of their own, where nothing was forked yet."""
+    """Give a function that runs statements in a new process, without ranks."""
 
     def run(source):
         path = os.pathsep.join([*sys.path])

@@ -1,4 +1,4 @@
-"""A collective of a user: a command that every rank runs, and a function that checks arguments and sends it."""
+"""A user-defined collective: a command that every rank runs, and a function that checks arguments and sends it."""
 
 from dataclasses import dataclass
 

@@ -1,4 +1,4 @@
-"""The example of the manual's page on shared variables prints, on two ranks, the output of that page."""
+"""The example on the manual's page on shared variables prints the documented output on two ranks."""
 
 import numpy as np
 import pytest
@@ -35,7 +35,7 @@ gathered s after reset broadcast, Synkhronos call, and all-reduce:
 
 
 def example():
-    """Run the page's statements, in the page's order."""
+    """Run the statements of the page, in their order."""
     s_init = np.ones(2, dtype="float32")
     x = T.matrix("x", dtype="float32")  # the page's floatX
     s = shared(s_init, name="s")

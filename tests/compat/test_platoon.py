@@ -1,4 +1,4 @@
-"""``synkhronos platoon NAME``: controllers and workers in the manner of Platoon's, on two ranks."""
+"""``synkhronos platoon NAME``: Platoon's controllers and workers on two ranks."""
 
 import contextlib
 import os
@@ -30,7 +30,7 @@ DEVICES = ["-D", "cpu", "cpu"]
 
 
 def start(folder, experiment, *arguments, **environment):
-    """Start an experiment in a folder, and return the launcher's process; `processes_of` finds all of its processes."""
+    """Start an experiment in a folder; return the launcher's process, whose attribute ``mark`` marks all processes."""
     for file in (*PROGRAMS.glob(f"{experiment}_*.py"), PROGRAMS / "helper.py"):
         shutil.copy(file, folder)
     mark = uuid.uuid4().hex
@@ -47,7 +47,7 @@ def start(folder, experiment, *arguments, **environment):
 
 
 def finish(process):
-    """Wait for the launcher's end; check that it has left no process and no memory."""
+    """Wait until the launcher exits; return its status and output.  Check that no process is left."""
     try:
         out, err = process.communicate(timeout=LIMIT)
     finally:
@@ -60,7 +60,7 @@ def finish(process):
 
 
 def list_processes(process):
-    """Return the commands of all live processes that the launcher has started, directly or not."""
+    """Return the command lines, by process ID, of the launcher's live descendants."""
     found = {}
     for folder in Path("/proc").glob("[0-9]*"):
         try:
@@ -93,9 +93,9 @@ def contract(tmp_path_factory):
     return found, out, err, logs
 
 
-def test_launcher_files_and_arguments(contract):
+def test_platoon_launcher_passes_arguments_and_writes_logs(contract):
     found, out, err, logs = contract
-    assert [(each["helper"], each["rate"], each["size"]) for each in found] == [("found", 0.5, 2)] * 2
+    assert [(result["helper"], result["rate"], result["size"]) for result in found] == [("found", 0.5, 2)] * 2
     arguments = found[0]["said"]["arguments"]
     assert arguments[0] == "contract" and arguments[2:6] == ["--single", "-D", "cpu", "cpu"]
     assert arguments[6:] == ["--patience", "7", "--control-port=6000", "-w=--rate 0.5"]
@@ -107,93 +107,93 @@ def test_launcher_files_and_arguments(contract):
     assert "SUCCESS" in out and not err
 
 
-def test_controller_requests(contract):
+def test_platoon_controller_answers_requests(contract):
     found = contract[0]
-    for rank, each in enumerate(found):
-        assert each["hello"] == [True, 2] and each["echo"] == {"a": [1, 2.5, None, "ä"]}
-        assert each["said"]["ranks"][str(each["process"])] == rank
+    for rank, result in enumerate(found):
+        assert result["hello"] == [True, 2] and result["echo"] == {"a": [1, 2.5, None, "ä"]}
+        assert result["said"]["ranks"][str(result["process"])] == rank
     assert len({found[0]["process"], found[1]["process"], found[0]["said"]["controller"]}) == 3
 
 
-def test_shared_parameters(contract):
+def test_platoon_sync_params_follows_the_easgd_formula(contract):
     found = contract[0]
     local = [[np.arange(4, dtype="float32") + 10 * rank, np.float64(rank)] for rank in (0, 1)]
     central = [value.copy() for value in local[0]]
-    for each in found:
-        for actual, expected in zip(each["initial"], central, strict=True):
+    for result in found:
+        for actual, expected in zip(result["initial"], central, strict=True):
             np.testing.assert_array_equal(actual, expected)
     for turn in (0, 1, 0):
         for i in (0, 1):
             force = local[turn][i].dtype.type(0.25) * (local[turn][i] - central[i])
             local[turn][i], central[i] = local[turn][i] - force, central[i] + force
-    for rank, each in enumerate(found):
+    for rank, result in enumerate(found):
         for i, dtype in enumerate(("float32", "float64")):
-            np.testing.assert_array_equal(each["local"][i], local[rank][i])
-            np.testing.assert_array_equal(each["central"][i], central[i])
-            assert each["local"][i].dtype == each["central"][i].dtype == dtype
-        np.testing.assert_array_equal(each["copied"][0], local[1][0])
-        assert each["copied"][1] == 123
+            np.testing.assert_array_equal(result["local"][i], local[rank][i])
+            np.testing.assert_array_equal(result["central"][i], central[i])
+            assert result["local"][i].dtype == result["central"][i].dtype == dtype
+        np.testing.assert_array_equal(result["copied"][0], local[1][0])
+        assert result["copied"][1] == 123
 
 
-def test_worker_lock(contract):
+def test_platoon_lock_is_exclusive(contract):
     found = contract[0]
-    assert [each["counter"] for each in found] == [80, 80]
+    assert [result["counter"] for result in found] == [80, 80]
     assert found[1]["busy after 0"] and found[1]["busy after 0.1"]
     assert "holds the lock already" in found[0]["lock"] and "unlock" not in found[0]
     assert "does not hold the lock" in found[1]["unlock"]
 
 
-def test_all_reduce(contract):
+def test_platoon_all_reduce_equals_numpy(contract):
     found = contract[0]
     own = [np.arange(6, dtype="float32").reshape(2, 3) + rank + 1 for rank in (0, 1)]
     expected = {"+": own[0] + own[1], "*": own[0] * own[1], "max": own[1], "minimum": own[0]}
     expected |= {"sum": expected["+"], "add": expected["+"], "mul": expected["*"]}
-    for each in found:
-        assert each["reduced"].keys() == expected.keys()
-        for op, value in each["reduced"].items():
+    for result in found:
+        assert result["reduced"].keys() == expected.keys()
+        for op, value in result["reduced"].items():
             np.testing.assert_array_equal(value, expected[op])
             assert value.dtype == "float32"
-        np.testing.assert_array_equal(each["dest"], expected["sum"])
+        np.testing.assert_array_equal(result["dest"], expected["sum"])
 
 
-def test_global_dynamics(contract):
+def test_platoon_global_dynamics_equal_their_formulas(contract):
     found = contract[0]
     own = [np.arange(6, dtype="float32").reshape(2, 3) + rank + 1 for rank in (0, 1)]
     total = own[0] + own[1]
     forces = [np.float32(0.1) * (value - 1) for value in own]
-    for rank, each in enumerate(found):
-        np.testing.assert_array_equal(each["SumSGD"][0], total)
-        assert each["SumSGD"][1] == total.sum() and each["SumSGD"][1].dtype == "float32"
-        assert each["SumSGD"][2] == 2**61 + 1  # which no float is
-        np.testing.assert_array_equal(each["AverageSGD"], total / 2)
-        np.testing.assert_allclose(each["EASGD"][0], own[rank] - forces[rank], rtol=1e-6)
-        np.testing.assert_allclose(each["EASGD"][1], 1 + forces[0] + forces[1], rtol=1e-6)
-        for value, expected in zip(each["Downpour"], (1 + total, 0 * total, 1 + total), strict=True):
+    for rank, result in enumerate(found):
+        np.testing.assert_array_equal(result["SumSGD"][0], total)
+        assert result["SumSGD"][1] == total.sum() and result["SumSGD"][1].dtype == "float32"
+        assert result["SumSGD"][2] == 2**61 + 1  # not representable as a float
+        np.testing.assert_array_equal(result["AverageSGD"], total / 2)
+        np.testing.assert_allclose(result["EASGD"][0], own[rank] - forces[rank], rtol=1e-6)
+        np.testing.assert_allclose(result["EASGD"][1], 1 + forces[0] + forces[1], rtol=1e-6)
+        for value, expected in zip(result["Downpour"], (1 + total, 0 * total, 1 + total), strict=True):
             np.testing.assert_array_equal(value, expected)
-        assert each["own"] == 1
+        assert result["own"] == 1
 
 
-def test_all_reduce_in_a_graph(contract):
+def test_platoon_all_reduce_ops_work_in_graphs(contract):
     own = [np.arange(6, dtype="float32").reshape(2, 3) + rank + 1 for rank in (0, 1)]
-    for each in contract[0]:
-        total, updated, largest = each["in a graph"]
+    for result in contract[0]:
+        total, updated, largest = result["in a graph"]
         assert total == 2 * (own[0] + own[1]).sum()
         np.testing.assert_array_equal(updated, own[0] + own[1])
         np.testing.assert_array_equal(largest, own[1])
-        np.testing.assert_array_equal(each["summed"][0], 2 * (own[0] + own[1]))
-        np.testing.assert_array_equal(each["summed"][1], 2 * own[1])
-        assert not each.get("64 bits")
+        np.testing.assert_array_equal(result["summed"][0], 2 * (own[0] + own[1]))
+        np.testing.assert_array_equal(result["summed"][1], 2 * own[1])
+        assert not result.get("64 bits")
 
 
-def test_mini_batches(contract):
+def test_platoon_mini_batches_reach_one_worker_each(contract):
     found = contract[0]
-    received = [batch for each in found for batch in each["batches"]]
-    assert sorted(int(batch[1]) for batch in received) == list(range(30))  # each on one worker
+    received = [batch for result in found for batch in result["batches"]]
+    assert sorted(int(batch[1]) for batch in received) == list(range(30))
     for full, number, empty, transposed in received:
         np.testing.assert_array_equal(full, np.full((2, 3), number, "float32"))
         assert (full.dtype, empty.shape, empty.dtype) == ("float32", (0, 4), bool)
         np.testing.assert_array_equal(transposed, np.arange(6).reshape(2, 3).T)
-    assert all("has closed the queue" in each["closed"] for each in found)
+    assert all("has closed the queue" in result["closed"] for result in found)
 
 
 # -- ends --------------------------------------------------------------------------------------------------------
@@ -201,16 +201,16 @@ def test_mini_batches(contract):
 
 @pytest.mark.any_library
 @pytest.mark.parametrize(
-    ("how", "rank", "said"),
+    ("how", "rank", "message"),
     [
         ("raise", 1, "worker 1 (cpu, process {}) raised ValueError: the third batch is damaged"),
         ("exit", 0, "worker 0 (cpu, process {}) exited with status 3"),
         ("controller", 1, "KeyError: 'no such decision'"),
     ],
 )
-def test_launcher_failures(tmp_path, how, rank, said):
+def test_platoon_launcher_reports_the_first_failure(tmp_path, how, rank, message):
     _, err, logs = run(tmp_path, "fails", *DEVICES, f"-w={how} {rank}", status=1)
-    before, _, after = said.partition("{}")
+    before, _, after = message.partition("{}")
     assert before in err and after in err, err
     assert f"worker {1 - rank}" not in err
     if how == "raise":
@@ -220,7 +220,7 @@ def test_launcher_failures(tmp_path, how, rank, said):
 @pytest.mark.any_library
 @pytest.mark.faults
 @pytest.mark.parametrize(
-    ("how", "said"),
+    ("how", "message"),
     [
         ("raise 0", "worker 0 (cpu, process"),
         ("exit 1", "worker 1 (cpu, process"),
@@ -236,14 +236,14 @@ def test_launcher_failures(tmp_path, how, rank, said):
         ("controller_main", "RuntimeError: the controller has no plan"),
     ],
 )
-def test_launcher_more_failures(tmp_path, how, said):
+def test_platoon_launcher_reports_failures_of_any_kind(tmp_path, how, message):
     _, err, _ = run(tmp_path, "fails", *DEVICES, f"-w={how}", status=1)
-    assert said in err
+    assert message in err
 
 
 @pytest.mark.any_library
-def test_worker_that_exits_early_with_status_0(tmp_path):
-    """Two experiments at once have the same ports and names, and know nothing of each other."""
+def test_platoon_worker_may_exit_early_with_status_0(tmp_path):
+    """Two simultaneous experiments with the same ports and names do not interfere."""
     folders = [tmp_path / "a", tmp_path / "b"]
     for folder in folders:
         folder.mkdir()
@@ -255,8 +255,8 @@ def test_worker_that_exits_early_with_status_0(tmp_path):
 
 @pytest.mark.any_library
 @pytest.mark.faults
-def test_mini_batches_end(tmp_path):
-    """A worker that has nothing to hand in exits with 0; one that has taken a mini-batch since its last request fails."""
+def test_platoon_worker_fails_if_the_queue_ends_during_its_batch(tmp_path):
+    """A worker that has reported its last mini-batch exits with 0."""
     _, _, logs = run(tmp_path, "fails", "-D", "cpu", "-w=idle")
     assert "there are no more mini-batches" in logs["worker_cpu.err"]
     _, err, _ = run(tmp_path, "fails", "-D", "cpu", "-w=busy", status=1)
@@ -267,7 +267,7 @@ def test_mini_batches_end(tmp_path):
 @pytest.mark.faults
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 3), (signal.SIGKILL, -signal.SIGKILL)])
 @pytest.mark.parametrize("how", ["compute", "receive", "ask"])
-def test_launcher_is_interrupted(tmp_path, number, status, how):
+def test_platoon_launcher_ends_by_a_signal(tmp_path, number, status, how):
     process = start(tmp_path, "fails", *DEVICES, f"-w={how}")
     wait_until_ready(process, tmp_path)
     process.send_signal(number)
@@ -276,7 +276,7 @@ def test_launcher_is_interrupted(tmp_path, number, status, how):
 
 @pytest.mark.any_library
 @pytest.mark.faults
-def test_controller_is_killed(tmp_path):
+def test_platoon_launcher_names_a_killed_controller(tmp_path):
     process = start(tmp_path, "fails", *DEVICES, "-w=ask")
     wait_until_ready(process, tmp_path)
     controller = next(pid for pid, line in list_processes(process).items() if b"controller_process.main()" in line)
@@ -297,7 +297,7 @@ def wait_until_ready(process, folder):
 
 @pytest.mark.any_library
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "message"),
     [
         (["missing", "-D", "cpu"], "there is no missing_worker.py"),
         (["fails", "-H", "lisa0", "lisa1"], "hosts: the first has to be this machine"),
@@ -305,18 +305,18 @@ def wait_until_ready(process, folder):
         (["fails", "-D"], "expected at least one argument"),
     ],
 )
-def test_launcher_refuses_wrong_arguments(tmp_path, arguments, said):
+def test_platoon_launcher_refuses_wrong_arguments(tmp_path, arguments, message):
     shutil.copy(PROGRAMS / "fails_worker.py", tmp_path)
     done = subprocess.run(
         command("platoon", *arguments), cwd=tmp_path, env=ENVIRONMENT, capture_output=True, text=True, timeout=LIMIT
     )
-    assert done.returncode == 2 and said in done.stderr
+    assert done.returncode == 2 and message in done.stderr
     assert not (tmp_path / "PLATOON_LOGS").exists()
 
 
 @pytest.mark.any_library
-def test_launcher_devices_from_configuration(tmp_path):
-    """A plain controller refuses requests."""
+def test_platoon_launcher_reads_devices_from_the_environment(tmp_path):
+    """A controller without ``handle_control`` refuses requests."""
     for file in ("fails_worker.py",):
         shutil.copy(PROGRAMS / file, tmp_path)
     (tmp_path / "alone_worker.py").write_text(
@@ -330,7 +330,7 @@ def test_launcher_devices_from_configuration(tmp_path):
 
 
 @pytest.mark.any_library
-def test_launcher_logs_of_simultaneous_experiments(tmp_path, monkeypatch):
+def test_platoon_launcher_separates_logs_of_simultaneous_experiments(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(launcher.time, "strftime", lambda form: "now")
     folders = [launcher._make_logs_folder("lstm").name for _ in range(3)]
@@ -339,7 +339,7 @@ def test_launcher_logs_of_simultaneous_experiments(tmp_path, monkeypatch):
 
 
 @pytest.mark.any_library
-def test_platoon_names_of_the_first_version(tmp_path):
+def test_platoon_accepts_names_of_its_first_version(tmp_path):
     (tmp_path / "old_controller.py").write_text(
         "from platoon.channel import Lieutenant\n"
         "class Old(Lieutenant):\n"
@@ -373,7 +373,7 @@ def test_platoon_names_of_the_first_version(tmp_path):
 
 
 @pytest.mark.any_library
-def test_worker_without_a_launcher():
+def test_platoon_worker_needs_the_launcher():
     code = "import synkhronos.compat; from platoon.channel import Worker; Worker(5567)"
     done = subprocess.run([sys.executable, "-c", code], env=ENVIRONMENT, capture_output=True, text=True, timeout=LIMIT)
     assert done.returncode == 1 and "start NAME_worker.py with `synkhronos platoon NAME`" in done.stderr
@@ -381,16 +381,18 @@ def test_worker_without_a_launcher():
 
 # -- several hosts -----------------------------------------------------------------------------------------------
 
-needs_namespaces = pytest.mark.skipif(not are_simulated(), reason="no namespaces here, which give hosts their names")
+needs_namespaces = pytest.mark.skipif(
+    not are_simulated(), reason="needs Linux namespaces, which give hosts their names"
+)
 
 
 def start_on_hosts(folder, experiment, *arguments, before=("-m", "synkhronos")):
-    """Start an experiment on two workers of each of two hosts, which the working directory's configuration names."""
+    """Start an experiment with two workers on each of two hosts, which a .platoonrc in the working directory names."""
     for file in PROGRAMS.glob(f"{experiment}_*.py"):
         shutil.copy(file, folder)
     (folder / ".platoonrc").write_text("[platoon]\nhosts = a,b\n[devices]\na = cpu,cpu\nb = cpu,cpu\n")
     line, environment = words(["a:2", "b:2"], *before, "platoon", experiment, *arguments)
-    environment["PYTHONPATH"] += os.pathsep + folder.name  # a mark, which ssh passes on
+    environment["PYTHONPATH"] += os.pathsep + folder.name  # a mark that ssh passes on
     return subprocess.Popen(
         line,
         cwd=folder,
@@ -415,36 +417,36 @@ def run_on_hosts(folder, experiment, *arguments, status=0):
 
 @pytest.mark.hosts
 @needs_namespaces
-def test_controller_on_each_host(tmp_path):
-    """Shared parameters belong to one host; collectives span all hosts."""
+def test_platoon_shares_parameters_within_a_host_and_reduces_over_all(tmp_path):
+    """Shared parameters are per host; collectives span all hosts."""
     err, logs = run_on_hosts(tmp_path, "hosts")
     assert not err
     found = [pickle.loads((tmp_path / f"found-{rank}.pkl").read_bytes()) for rank in range(4)]
-    assert [each["ranks"] for each in found] == [(0, 4, 0, 2), (1, 4, 1, 2), (2, 4, 0, 2), (3, 4, 1, 2)]
+    assert [result["ranks"] for result in found] == [(0, 4, 0, 2), (1, 4, 1, 2), (2, 4, 0, 2), (3, 4, 1, 2)]
     own = [np.arange(6, dtype="float32").reshape(2, 3) / 3 + rank for rank in range(4)]
     forces = [np.float32(0.1) * (value - 1) for value in own]
     for first in (0, 2):
         pair = found[first : first + 2]
         _, host, processes, *sizes = pair[0]["hello"]
         assert pair[0]["hello"] == pair[1]["hello"] and sizes == [2, 4]
-        assert sorted(each["process"] for each in pair) == processes
-        assert [each["host"] for each in pair] == [host, host]
+        assert sorted(result["process"] for result in pair) == processes
+        assert [result["host"] for result in pair] == [host, host]
         local = [np.arange(4, dtype="float32") + 10 * (first + i) for i in (0, 1)]
         central = local[0].copy()
         for turn in (0, 1, 0):
             force = np.float32(0.25) * (local[turn] - central)
             local[turn], central = local[turn] - force, central + force
-        for each, value in zip(pair, local, strict=True):
-            np.testing.assert_array_equal(each["shared"], [value, central])
-            assert each["counter"] == 40
-        batches = sorted(batch[0] for each in pair for batch in each["batches"])
+        for result, value in zip(pair, local, strict=True):
+            np.testing.assert_array_equal(result["shared"], [value, central])
+            assert result["counter"] == 40
+        batches = sorted(batch[0] for result in pair for batch in result["batches"])
         assert batches == [5 * first + i for i in range(6)]
-    for rank, each in enumerate(found):
-        for op, value in each["reduced"].items():
+    for rank, result in enumerate(found):
+        for op, value in result["reduced"].items():
             np.testing.assert_allclose(value, getattr(np, op)(own, axis=0), rtol=1e-6)
             np.testing.assert_array_equal(value, found[0]["reduced"][op])
             assert value.dtype == "float32"
-        mean, local, central = each["dynamics"]
+        mean, local, central = result["dynamics"]
         np.testing.assert_allclose(mean, np.mean(own, axis=0), rtol=1e-6)
         np.testing.assert_allclose(local, own[rank] - forces[rank], rtol=1e-6)
         np.testing.assert_allclose(central, 1 + sum(forces), rtol=1e-6)
@@ -458,26 +460,26 @@ def test_controller_on_each_host(tmp_path):
 @pytest.mark.faults
 @pytest.mark.any_library
 @pytest.mark.parametrize(
-    ("experiment", "how", "said"),
+    ("experiment", "how", "message"),
     [
         ("fails", "kill 3", "worker 3 on host b (process {}) was killed by SIGKILL"),
         ("fails", "reduce 0", "rank 0 is at the end of the program, rank 1 is at all_reduce()"),
         ("fails", "controller 3", "no answer of the controller: its process has ended; see {}/controller_b.err"),
-        ("fails", "stuck 3", "ERROR! "),  # which one of two messages is a matter of time
+        ("fails", "stuck 3", "ERROR! "),  # one of two messages, depending on timing
         ("hosts", "controller", "the controller of host b exited with code 1"),
     ],
 )
-def test_launcher_failures_on_hosts(tmp_path, experiment, how, said):
+def test_platoon_launcher_reports_failures_on_hosts(tmp_path, experiment, how, message):
     err, _ = run_on_hosts(tmp_path, experiment, "-H", "a", "b", f"-w={how}", status=1)
-    before, _, after = said.partition("{}")
+    before, _, after = message.partition("{}")
     assert before in err and after in err, err
 
 
 @pytest.mark.hosts
 @needs_namespaces
 @pytest.mark.any_library
-def test_worker_of_another_host_exits_early(tmp_path):
-    """Its controller, which it has started, goes on for the other worker."""
+def test_platoon_worker_of_another_host_may_exit_early(tmp_path):
+    """The controller that it has started still serves the host's other worker."""
     run_on_hosts(tmp_path, "fails", "-w=leave 2")
 
 
@@ -493,7 +495,7 @@ def test_worker_of_another_host_exits_early(tmp_path):
         (signal.SIGKILL, "controller of b", 1),
     ],
 )
-def test_kill_on_hosts_leaves_nothing(tmp_path, number, who, status):
+def test_platoon_kill_on_hosts_leaves_nothing(tmp_path, number, who, status):
     process = start_on_hosts(tmp_path, "fails", "-w=ask", before=("-c", HOST, sys.executable, "-m", "synkhronos"))
     mark = tmp_path.name.encode()
     try:
@@ -505,7 +507,7 @@ def test_kill_on_hosts_leaves_nothing(tmp_path, number, who, status):
         while not any("ready" in path.read_text() for path in tmp_path.glob("PLATOON_LOGS/*/*/controller_b.out")):
             assert process.poll() is None and time.monotonic() < deadline
             time.sleep(0.05)
-        running = {pid: each for pid, each in sorted(list_marked_processes(mark).items()) if pid not in before}
+        running = {pid: process for pid, process in sorted(list_marked_processes(mark).items()) if pid not in before}
         found = {"launcher": next(pid for pid, (_, line) in running.items() if "-m synkhronos platoon" in line)}
         for pid, (space, line) in running.items():
             if "controller_process.main()" in line:  # and so the processes that it has forked, later
@@ -514,7 +516,7 @@ def test_kill_on_hosts_leaves_nothing(tmp_path, number, who, status):
         os.kill(found[who], number)
         lines = iter(process.stdout.readline, "")
         assert f"{status:d}\n" in lines
-        while left := [each for pid, each in list_marked_processes(mark).items() if pid not in before]:
+        while left := [process for pid, process in list_marked_processes(mark).items() if pid not in before]:
             assert time.monotonic() < deadline, left
             time.sleep(0.05)
     finally:

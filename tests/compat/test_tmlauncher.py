@@ -16,7 +16,7 @@ from synkhronos.launch.settings import read_session
 
 pytestmark = pytest.mark.any_library
 
-#: Session files as bash reads them.
+#: Session files, and the settings that bash would set.
 FILES = {
     "RULE=BSP\nMODELFILE='models.mlp'\nMODELCLASS=\"MLP\"\nDEVICES=cpu,cpu": {
         "rule": "BSP", "modelfile": "models.mlp", "modelclass": "MLP", "devices": "cpu,cpu",
@@ -65,13 +65,13 @@ WRONG = {
 
 
 @pytest.mark.parametrize("text", FILES)
-def test_session_files(text, tmp_path):
+def test_session_file_is_read_as_bash_reads_it(text, tmp_path):
     (tmp_path / "session.cfg").write_text(text)
     assert read_session(tmp_path / "session.cfg") == FILES[text]
 
 
 @pytest.mark.parametrize("text", WRONG)
-def test_wrong_session_files(text, tmp_path):
+def test_wrong_session_file_names_the_line(text, tmp_path):
     (tmp_path / "session.cfg").write_text(text)
     with pytest.raises(SettingsError, match=f"session.cfg: {WRONG[text]}"):
         read_session(tmp_path / "session.cfg")
@@ -103,7 +103,7 @@ def test_session_file_reads_or_refuses_any_text(text):
         assert all(isinstance(value, str | list) for value in found.values())
 
 
-def test_tmlauncher_options():
+def test_tmlauncher_accepts_theano_mpis_options():
     arguments = "-file=models.mlp --modelclass=MLP -r=BSP -s=2 -bsp_sync_type=avg -bsp_exch_strategy=nccl16 -b".split()
     found, config = tmlauncher.parse_options(arguments)
     assert config is None and key_value.to_settings(found) == {
@@ -141,7 +141,7 @@ def test_session_file_precedes_options(tmp_path, monkeypatch, capsys):
     assert not started
 
 
-def test_tmlauncher_console_script(tmp_path, monkeypatch):
+def test_tmlauncher_console_script_runs_a_session(tmp_path, monkeypatch):
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     module, name = project["scripts"]["tmlauncher"].split(":")
     (tmp_path / "session.cfg").write_text("RULE=BSP\nMODELFILE=launch_models.mlp\nMODELCLASS=MLP\nDEVICES=cpu,cpu\n")
@@ -153,5 +153,5 @@ def test_tmlauncher_console_script(tmp_path, monkeypatch):
     with pytest.raises(SystemExit) as caught:
         getattr(importlib.import_module(module), name)()
     assert caught.value.code == 0
-    noted = json.loads((tmp_path / "run" / "run.json").read_text())
-    assert noted["status"] == 0 and (tmp_path / "run" / "params.npz").exists()
+    record = json.loads((tmp_path / "run" / "run.json").read_text())
+    assert record["status"] == 0 and (tmp_path / "run" / "params.npz").exists()

@@ -1,4 +1,4 @@
-"""Data: an array in shared memory, with NumPy as the oracle."""
+"""Data objects: arrays in shared memory, compared with NumPy's."""
 
 import copy
 import gc
@@ -27,8 +27,8 @@ pytestmark = pytest.mark.usefixtures("two_ranks")
 
 
 @pytest.fixture
-def lives():
-    """Let a test close the ranks and fork again, and leave two of them for the next."""
+def forked():
+    """Let a test close the ranks; fork two ranks afterwards for the next test."""
     yield
     synk.close()
     fork_ranks(2)
@@ -49,15 +49,15 @@ def arrays(dtype=dtypes, shape=shapes):
 
 
 def make_value(dtype, shape=(3, 2)):
-    """Return an array whose items differ where the dtype can say so."""
+    """Return an array whose elements differ as far as the dtype allows."""
     return np.arange(np.prod(shape, dtype=int)).reshape(shape).astype(dtype)
 
 
 _functions = {}
 
 
-def seen_by_ranks(data):
-    """Return the rows that ranks find in shared memory, each its own part."""
+def read_by_ranks(data):
+    """Return the rows that the ranks read from shared memory, each its share, joined."""
     key = data.dtype, data.ndim
     if key not in _functions:
         x = T.TensorType(str(data.dtype), (False,) * data.ndim)("x")
@@ -89,13 +89,13 @@ def test_data_copies_a_value(value):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_data_of_any_dtype_is_shared_with_ranks(dtype):
-    np.testing.assert_array_equal(seen_by_ranks(synk.data(make_value(dtype, (5, 2)))), make_value(dtype, (5, 2)))
+    np.testing.assert_array_equal(read_by_ranks(synk.data(make_value(dtype, (5, 2)))), make_value(dtype, (5, 2)))
 
 
 @pytest.mark.parametrize("shape", [(0,), (1,), (5,), (3, 0), (0, 3), (4, 2, 3), (3, 2, 1, 2)])
 def test_data_of_any_shape_is_shared_with_ranks(shape):
     value = make_value("float64", shape)
-    seen = seen_by_ranks(synk.data(value))
+    seen = read_by_ranks(synk.data(value))
     assert seen.shape == shape
     np.testing.assert_array_equal(seen, value)
 
@@ -110,7 +110,7 @@ def test_data_of_a_scalar_is_shared_with_ranks():
 
 
 @pytest.mark.parametrize("shape", [(), (0,), 5, [2, 3], (np.int64(2), 0, 4), np.array([2, 2, 2, 2])])
-def test_data_of_a_shape_is_zeros(shape):
+def test_data_of_a_shape_is_zero(shape):
     d = synk.data(dtype="int32", shape=shape)
     np.testing.assert_array_equal(d.data, np.zeros(shape, "int32"))
     assert d.dtype == "int32"
@@ -136,7 +136,7 @@ def test_data_of_a_variable_and_a_value_casts_the_value_up():
     assert d.data.tolist() == [[1.0, 2.0], [3.0, 4.0]]
 
 
-def test_data_of_a_variable_and_a_shape():
+def test_data_of_a_variable_accepts_a_shape():
     d = synk.data(var=T.fmatrix("x"), shape=(2, 3))
     np.testing.assert_array_equal(d.data, np.zeros((2, 3), "float32"))
 
@@ -146,7 +146,7 @@ def test_data_accepts_redundant_arguments():
     assert (d.dtype, d.ndim) == ("float64", 2)
 
 
-def test_data_of_lists_numbers_and_data():
+def test_data_accepts_lists_numbers_and_data():
     assert synk.data([1.5, 2.5]).data.tolist() == [1.5, 2.5]
     assert synk.data(7).shape == ()
     first = synk.data([1.0, 2.0])
@@ -209,10 +209,10 @@ def test_data_setitem_is_visible_on_ranks():
     d[1:4] = [[1.0, 2.0]]
     d.data[4] = 7.0
     np.asarray(d)[0, 1] = 3.0
-    assert seen_by_ranks(d).tolist() == [[0, 3], [1, 2], [1, 2], [1, 2], [7, 7]]
+    assert read_by_ranks(d).tolist() == [[0, 3], [1, 2], [1, 2], [1, 2], [7, 7]]
 
 
-def test_data_setitem_from_its_own_rows():
+def test_data_setitem_accepts_its_own_rows():
     d, e = synk.data(np.arange(4.0)), synk.data(np.zeros(4))
     e[1:] = d[:3]
     e[0] = synk.data(9.0)
@@ -247,7 +247,7 @@ def test_data_asarray_casts():
         d.__array__("float32", copy=False)
 
 
-def test_data_in_numpy_functions_and_operators():
+def test_data_work_in_numpy_functions_and_operators():
     d = synk.data(np.arange(3.0))
     assert (np.ones(3) + d).tolist() == [1.0, 2.0, 3.0]
     assert np.add(d, d).tolist() == [0.0, 2.0, 4.0]
@@ -256,7 +256,7 @@ def test_data_in_numpy_functions_and_operators():
     assert (np.arange(3.0) == d).all()
 
 
-def test_data_len_and_iter():
+def test_data_have_len_and_iter():
     d = synk.data(np.arange(6).reshape(3, 2))
     assert len(d) == 3
     assert [row.tolist() for row in d] == [[0, 1], [2, 3], [4, 5]]
@@ -331,7 +331,7 @@ def test_set_value_replaces_shape_and_content(values):
         d.set_value(value)
         np.testing.assert_array_equal(d.data, value)
         assert (d.shape, d.dtype, d.ndim) == (value.shape, "int32", 2)
-        np.testing.assert_array_equal(seen_by_ranks(d), value)
+        np.testing.assert_array_equal(read_by_ranks(d), value)
 
 
 def test_set_value_keeps_memory_when_shrinking():
@@ -343,7 +343,7 @@ def test_set_value_keeps_memory_when_shrinking():
     assert np.shares_memory(before, d.data)
 
 
-def test_set_value_from_its_own_content():
+def test_set_value_accepts_its_own_content():
     d = synk.data(np.arange(6.0))
     d.set_value(d[::-1])
     assert d.data.tolist() == [5.0, 4.0, 3.0, 2.0, 1.0, 0.0]
@@ -360,7 +360,7 @@ def test_set_value_growth_keeps_earlier_views():
     old = d.data
     d.set_value(np.zeros(10_000))
     gc.collect()
-    seen_by_ranks(d)
+    read_by_ranks(d)
     assert old.tolist() == [0.0, 1.0, 2.0]
 
 
@@ -394,20 +394,20 @@ def test_data_resizing_matches_a_numpy_model(draw):
                 new = np.zeros(draw.draw(some_shapes), dtype)
                 d.set_shape(new.shape, oversize)
             if new.shape[1:] == model.shape[1:]:
-                kept = min(len(new), len(model))
-                new[:kept] = model[:kept]
+                n_kept = min(len(new), len(model))
+                new[:n_kept] = model[:n_kept]
             model = new
         assert (d.shape, d.dtype, d.size) == (model.shape, model.dtype, model.size)
         assert d.alloc_size >= d.size
         np.testing.assert_array_equal(d.data, model)
-    np.testing.assert_array_equal(seen_by_ranks(d), model)
+    np.testing.assert_array_equal(read_by_ranks(d), model)
 
 
 def test_set_length_keeps_rows_on_all_ranks():
     d = synk.data(np.arange(10.0).reshape(5, 2))
     for length in (6, 1000, 100_000):
         d.set_length(length)
-        seen = seen_by_ranks(d)
+        seen = read_by_ranks(d)
         assert seen.shape == (length, 2)
         np.testing.assert_array_equal(seen[:5], np.arange(10.0).reshape(5, 2))
         assert not seen[5:].any()
@@ -438,7 +438,7 @@ def test_set_length_refuses_scalars():
         synk.data(3.0).set_length(1)
 
 
-def test_set_shape_of_a_scalar():
+def test_set_shape_accepts_scalars():
     d = synk.data(3.0)
     d.set_shape(())
     assert d[()] == 3.0
@@ -455,13 +455,13 @@ def test_free_memory_leaves_an_array_that_can_grow():
     d.free_memory()
     assert (d.shape, d.size, d.alloc_size) == ((0, 0), 0, 0)
     assert old.tolist() == [[0.0, 1.0], [2.0, 3.0], [4.0, 5.0]]
-    assert seen_by_ranks(d).shape == (0, 0)
-    d.free_memory()  # a second time does nothing
+    assert read_by_ranks(d).shape == (0, 0)
+    d.free_memory()  # a repeated call does nothing
     d.set_value(np.ones((4, 2)))
-    assert seen_by_ranks(d).tolist() == [[1.0, 1.0]] * 4
+    assert read_by_ranks(d).tolist() == [[1.0, 1.0]] * 4
 
 
-def test_free_memory_of_a_scalar_leaves_zero():
+def test_free_memory_sets_a_scalar_to_zero():
     x = T.dscalar("x")
     f = synk.function([], (x, "sum"), bcast_inputs=[x])
     d = synk.data(3.0)
@@ -486,8 +486,8 @@ def test_data_raises_memory_error_and_keeps_its_value(size):
         with pytest.raises(MemoryError, match="bytes of shared memory: see `df -h /dev/shm`"):
             attempt()
         assert d.data.tolist() == [0.0, 1.0, 2.0]
-    assert seen_by_ranks(d).tolist() == [0.0, 1.0, 2.0]
-    assert seen_by_ranks(synk.data(np.ones(5))).tolist() == [1.0] * 5
+    assert read_by_ranks(d).tolist() == [0.0, 1.0, 2.0]
+    assert read_by_ranks(synk.data(np.ones(5))).tolist() == [1.0] * 5
 
 
 @pytest.mark.parametrize("ndim", [100, 10**9, 1 << 63])
@@ -499,43 +499,43 @@ def test_data_refuses_more_dimensions_than_numpy(ndim):
 def test_hundreds_of_data_are_announced_to_ranks():
     many = [synk.data(np.full(3, float(i))) for i in range(300)]
     for i in (0, 1, 63, 64, 65, 66, 150, 298, 299):
-        assert seen_by_ranks(many[i]).tolist() == [float(i)] * 3
+        assert read_by_ranks(many[i]).tolist() == [float(i)] * 3
 
 
 def test_dropped_data_leave_no_files_or_mappings():
     d = synk.data(np.arange(5.0))
-    seen_by_ranks(d)
+    read_by_ranks(d)
     gc.collect()
-    seen_by_ranks(d)
+    read_by_ranks(d)
     before = files_and_mappings()
     assert len(before) == 2
     assert before[0][1] >= 1, "the mappings of shared memory are not recognised"
     for i in range(300):
         passing = synk.data(np.full(50, float(i)))
         if i % 10 == 0:
-            seen_by_ranks(passing)
+            read_by_ranks(passing)
     del passing
     gc.collect()
-    seen_by_ranks(d)  # also sends the list of dropped objects
+    read_by_ranks(d)  # also sends the list of dropped objects
     assert files_and_mappings() == before
 
 
 def test_growing_data_leave_no_files_or_mappings():
     d = synk.data(np.arange(5.0))
-    seen_by_ranks(d)
+    read_by_ranks(d)
     before = files_and_mappings()
     for i in range(100):
         d.set_length(6 + i)
         if i % 7 == 0:
-            seen_by_ranks(d)
-    seen_by_ranks(d)
-    seen_by_ranks(d)
+            read_by_ranks(d)
+    read_by_ranks(d)
+    read_by_ranks(d)
     assert files_and_mappings() == before
 
 
 def test_free_memory_unmaps_on_workers():
     d = synk.data(np.arange(5.0))
-    seen_by_ranks(d)
+    read_by_ranks(d)
     before = files_and_mappings()
     d.free_memory()
     after = files_and_mappings()
@@ -553,15 +553,15 @@ USES = {
     "set_value": lambda d: d.set_value(np.ones(2)),
     "set_length": lambda d: d.set_length(2),
     "set_shape": lambda d: d.set_shape((2,)),
-    "call": seen_by_ranks,
+    "call": read_by_ranks,
 }
 
 
 @pytest.mark.parametrize("use", USES)
 @pytest.mark.parametrize("again", [False, True])
-def test_data_raises_after_close_and_new_fork(lives, use, again):
+def test_data_raises_after_close_and_new_fork(forked, use, again):
     d = synk.data(np.arange(3.0))
-    seen_by_ranks(d)
+    read_by_ranks(d)
     synk.close()
     if again:
         fork_ranks(2)
@@ -572,23 +572,23 @@ def test_data_raises_after_close_and_new_fork(lives, use, again):
         USES[use](d)
 
 
-def test_data_repr_works_after_close(lives):
+def test_data_repr_works_after_close(forked):
     d = synk.data(np.arange(3.0), name="x")
     old = d.data
     synk.close()
     assert (d.shape, len(d), d.size, d.alloc_size, d.ndim, d.dtype, d.name) == ((0,), 0, 0, 0, 1, "float64", "x")
     assert repr(d) == "<synkhronos.Data 'x': float64, shape (0,)>"
     d.free_memory()
-    assert old.tolist() == [0.0, 1.0, 2.0]  # who holds an array holds its memory
+    assert old.tolist() == [0.0, 1.0, 2.0]  # a reference to the array keeps its memory
 
 
-def test_condition_data_needs_no_ranks(lives):
+def test_condition_data_needs_no_ranks(forked):
     d = synk.data(np.arange(3.0))
     synk.close()
     assert d.condition_data([1, 2]).tolist() == [1.0, 2.0]
 
 
-def test_data_of_closed_ranks_can_be_dropped(lives):
+def test_data_of_closed_ranks_can_be_dropped(forked):
     old = [synk.data(np.arange(3.0)) for _ in range(5)]
     synk.close()
     fork_ranks(2)
@@ -596,10 +596,10 @@ def test_data_of_closed_ranks_can_be_dropped(lives):
     del old
     gc.collect()
     for i, d in enumerate(new):
-        assert seen_by_ranks(d).tolist() == [float(i)] * 3
+        assert read_by_ranks(d).tolist() == [float(i)] * 3
 
 
-def test_collectives_refuse_data_of_closed_ranks(lives):
+def test_collectives_refuse_data_of_closed_ranks(forked):
     from library import shared
 
     d = synk.data(np.arange(2.0))
@@ -613,12 +613,12 @@ def test_collectives_refuse_data_of_closed_ranks(lives):
 
 
 @pytest.mark.skipif(XLA, reason="the same on any device, and twenty workers take long to start anew")
-def test_hundreds_of_data_reach_many_ranks(lives):
-    # Each one that is on its way counts against a limit of the kernel's, once for every rank.
+def test_hundreds_of_data_reach_many_ranks(forked):
+    # Each file descriptor in transit counts against a limit of the kernel, once for every rank.
     synk.close()
     synk.fork(20, use_gpu=False)
     many = [synk.data(np.full(20, float(i))) for i in range(200)]
-    assert seen_by_ranks(many[130]).tolist() == [130.0] * 20
+    assert read_by_ranks(many[130]).tolist() == [130.0] * 20
 
 
 @pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy])

@@ -1,4 +1,4 @@
-"""Data in files: mapped, read-only, and refused where they are no arrays of numbers."""
+"""Data in files are mapped and read-only; files that hold no array of numbers are refused."""
 
 import numpy as np
 import pytest
@@ -48,7 +48,7 @@ def test_data_file_is_read_only(fork, path):
     assert path.read_bytes() == before
 
 
-def test_data_file_as_mutable_input_is_copied(fork, path):
+def test_data_file_is_copied_for_mutable_inputs(fork, path):
     fork(2)
     from library import package
 
@@ -60,14 +60,14 @@ def test_data_file_as_mutable_input_is_copied(fork, path):
     assert path.read_bytes() == before and data[0, 0] == 0
 
 
-def test_data_file_after_free_and_close(fork, path):
+def test_data_file_is_refused_after_free_memory(fork, path):
     fork(2)
     x = tensor.dmatrix("x")
     f = synk.function([x], (x.sum(), "sum"))
     data = synk.data_file(path)
     assert float(f(data)) == 300 * 299 / 2
     path.unlink()
-    assert float(f(data)) == 300 * 299 / 2  # the ranks have it
+    assert float(f(data)) == 300 * 299 / 2  # the ranks have mapped it
     data.free_memory()
     with raises(ValueError):
         f(data)

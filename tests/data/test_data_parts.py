@@ -1,4 +1,4 @@
-"""Data of which each rank loads its own rows: the rows as they were loaded, on ranks of one host and of several."""
+"""`data_parts`: each rank loads its own rows, on one host and on several."""
 
 import os
 from types import SimpleNamespace
@@ -18,7 +18,7 @@ from synkhronos.data.rows import get_share
 
 pytestmark = [
     pytest.mark.skipif(bool(HOSTS), reason="has hosts of its own"),
-    pytest.mark.timeout(300),  # of programs that compile on all ranks
+    pytest.mark.timeout(300),  # programs compile on all ranks
 ]
 
 
@@ -32,7 +32,7 @@ def make_double():
 
 
 def test_data_parts_reads_few_of_many_rows():
-    """As on the first of several hosts: rows' numbers would take 8 TB here."""
+    """An array of row numbers would take 8 TB here, as on the first of several hosts."""
     x = PartsData.__new__(PartsData)
     x._session, x._ndim, x._source, x.local_rows = SimpleNamespace(close_reason=None), 1, "x", range(10)
     x._array = np.broadcast_to(7.0, 10**12)
@@ -61,7 +61,7 @@ def test_data_parts_holds_the_loaded_rows(fork, n):
 
         parts, whole = synk.data_parts(load, length), rows(0, length)
         mine = get_share(length, n, 0)
-        assert asked == [(mine.start, mine.stop)]  # the other ranks have lists of their own
+        assert asked == [(mine.start, mine.stop)]  # the other ranks have their own lists
         assert parts.shape == (length, 3) and parts.local_rows == range(length) and parts.dtype == float
         assert np.array_equal(parts, whole) and np.array_equal(parts[-1], whole[-1])
         chosen = data.draw(st.one_of(st.none(), st.lists(st.integers(0, length - 1), min_size=1)))
@@ -89,7 +89,7 @@ def test_data_parts_batches_are_local(counts, data):
             held = range(get_share(length, n, of_host[0]).start, get_share(length, n, of_host[-1]).stop)
             for r in of_host:
                 assert set(batch[get_share(size, n, r)].tolist()) <= set(held)
-    if len(counts) == 1:  # no more rows are left out than must be
+    if len(counts) == 1:  # only the rows that leave ranks unequal are dropped
         assert len(found) == length // size
     assert all(
         np.array_equal(a, b)
@@ -150,7 +150,7 @@ def missing(start, stop):
         ("rows", 8, TypeError, "load: expected a function"),
     ],
 )
-def test_data_parts_errors(fork, load, length, error, words):
+def test_data_parts_names_wrong_loads(fork, load, length, error, words):
     fork(2)
     with pytest.raises(error, match=words):
         synk.data_parts(load, length)
@@ -169,28 +169,28 @@ def test_data_parts_leaves_no_open_files(fork):
 
 @pytest.fixture(scope="module", params=[["a:4"], ["a:3", "b:1"], ["a:2", "b:2"]], ids="+".join)
 def hosts(request):
-    """Give hosts, on which all tests that want them run one after the other."""
+    """Give two hosts with ranks that the tests of this module share."""
     return request.param
 
 
 @pytest.mark.hosts
 @pytest.mark.any_library
 def test_data_parts_loads_each_hosts_rows(hosts):
-    said = run(hosts, "parts")
-    assert said.splitlines()[-1] == "right", said
+    output = run(hosts, "parts")
+    assert output.splitlines()[-1] == "right", output
 
 
 @pytest.mark.hosts
 @pytest.mark.any_library
-def test_data_parts_in_rank_programs(hosts):
+def test_data_parts_work_in_rank_programs(hosts):
     assert run(hosts, "parts_tasks") == "right 4\n"
 
 
 @pytest.mark.hosts
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("counts", ["2+2", "3+1"])  # the first as the hosts before
+@pytest.mark.parametrize("counts", ["2+2", "3+1"])  # the first has the hosts of the tests before
 @pytest.mark.any_library
-def test_data_parts_in_trainers(counts):
+def test_data_parts_work_in_trainers(counts):
     pytest.importorskip("safetensors")
     of_one = run(["a:4"], "parts_trainer", counts)
     assert of_one

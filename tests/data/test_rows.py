@@ -1,4 +1,4 @@
-"""Rows that each rank reads; NumPy's indexing is the oracle."""
+"""Selection of each rank's rows, compared with NumPy's indexing."""
 
 import numpy as np
 import pytest
@@ -36,7 +36,7 @@ def index_lists(draw, length):
 
 @st.composite
 def batches(draw):
-    """Draw a length, a batch that fits it, and the index that means the same to NumPy."""
+    """Draw a length, a valid batch, and the equivalent NumPy index."""
     length = draw(lengths)
     kind = draw(st.sampled_from(["all", "count", "slice", "indexes", "mask"]))
     if kind == "all":
@@ -49,7 +49,7 @@ def batches(draw):
         return length, batch, batch
     if kind == "mask":
         mask = draw(st.lists(st.booleans(), min_size=length, max_size=length))
-        # An empty list can't say that it is a mask; an empty array can.
+        # An empty list is no mask; an empty array of bool is one.
         return length, mask if mask and draw(st.booleans()) else np.array(mask, bool), np.array(mask, bool)
     batch = draw(index_lists(length))
     return length, batch, np.array(batch, np.int64)
@@ -122,12 +122,12 @@ def test_select_refuses_a_mask_of_another_length(length, mask):
         (slice(0, 2.0), TypeError, "batch"),
         (slice(0, 2, 0), ValueError, "batch"),
         (range(-6, 2), IndexError, "batch"),
-        # Nothing of this length may be allocated to find out.
+        # The check must not allocate an array of this length.
         (range(1 << 60), IndexError, "batch"),
         (np.array([1 << 63], np.uint64), IndexError, "batch"),
     ],
 )
-def test_select_errors(batch, error, message):
+def test_select_refuses_other_batches(batch, error, message):
     with raises(error, message):
         select_rows(batch, 5)
 
@@ -137,7 +137,7 @@ def test_select_error_names_the_argument():
         select_rows(9, 5, "rows")
 
 
-def test_select_of_a_negative_range():
+def test_select_accepts_ranges_with_negative_steps():
     assert select_rows(range(-2, 2), 5).tolist() == [3, 4, 0, 1]
 
 
@@ -193,7 +193,7 @@ def test_split_of_shares_covers_all_rows(case, parts, count):
 
 
 @given(batches())
-def test_min_row_and_max_row(case):
+def test_min_row_and_max_row_equal_numpy(case):
     length, batch, index = case
     rows, picked = select_rows(batch, length), np.arange(length)[index]
     assert find_min_row(rows) == (picked.min() if picked.size else 0)
@@ -205,7 +205,7 @@ def test_min_row_and_max_row(case):
 
 
 @given(batches(), st.sampled_from([(), (3,), (2, 2), (0,)]), st.booleans())
-def test_take_of_any_shape_and_layout(case, behind, strided):
+def test_take_equals_numpy_for_any_shape_and_layout(case, behind, strided):
     length, batch, index = case
     data = np.random.default_rng(0).normal(size=(length, *behind))
     if strided:

@@ -1,4 +1,4 @@
-"""CUDA without a GPU: assignment of GPUs, missing requirements, cancelled collectives."""
+"""CUDA code without a GPU: assignment of GPUs, missing requirements, cancelled collectives."""
 
 import ctypes
 import os
@@ -32,7 +32,7 @@ from synkhronos.ranks import Cancelled
         (None, 3, 0, None, ["0", "1", "2"]),
         ("3,1,2", 2, 0, None, ["3", "1"]),
         (" 3, GPU-ab ", 2, 1, None, ["3", "GPU-ab"]),
-        (None, 3, 2, "0", ["1", "2", "0"]),  # the master stays where it is
+        (None, 3, 2, "0", ["1", "2", "0"]),  # the master keeps its GPU
         ("3,1,2", 2, 0, "1", ["1", "3"]),
         (None, 2, 1, "7", ["0", "1"]),
     ],
@@ -70,7 +70,7 @@ def test_missing_gpu_packages_are_named():
     ("loaded", "expected"),
     [({}, PYGPU), ({"__served_on__": "pytensor"}, JAX)],
 )
-def test_device_choice_for_theano_and_compat(monkeypatch, loaded, expected):
+def test_fork_chooses_the_device_by_the_loaded_library(monkeypatch, loaded, expected):
     module = types.ModuleType("theano")
     vars(module).update(loaded)
     monkeypatch.setitem(sys.modules, "theano", module)
@@ -97,7 +97,7 @@ DONE, NOT_READY = 0, 600
 
 
 class Gpu:
-    """Replaces CUDA, NCCL and a rank: a collective is pending until the test ends it."""
+    """Stand-in for CUDA, NCCL and a rank: a collective is pending until the test completes it."""
 
     def __init__(self, is_master=True):
         self.state, self.aborted, self.entered, self.is_dead = DONE, 0, 0, False
@@ -207,15 +207,15 @@ def test_all_reduce_of_few_bytes_is_waited_for(connected):
     gpu.seen = [DONE, NOT_READY, NOT_READY, DONE]
     assert communicator.all_reduce(np.ones(3, "float32"), "sum") is True
     assert not gpu.seen and not gpu.pending[0].is_unfinished()
-    assert communicator.all_reduce(np.ones(0, "float32"), "sum") is True  # of nothing
+    assert communicator.all_reduce(np.ones(0, "float32"), "sum") is True  # of an empty array
 
 
 @pytest.mark.parametrize(
     ("seen", "left"),
     [
-        ([NOT_READY, DONE], [DONE]),  # something else is computed before it, and nobody waits for that
-        ([DONE, 700, DONE], [DONE]),  # an error, which is raised where JAX's array is asked for
-        ([DONE], []),  # it takes longer
+        ([NOT_READY, DONE], [DONE]),  # another computation precedes it, and is not waited for
+        ([DONE, 700, DONE], [DONE]),  # an error, which is raised when JAX's array is read
+        ([DONE], []),  # not complete yet
     ],
 )
 def test_all_reduce_on_a_busy_stream_is_not_waited_for(connected, seen, left):
@@ -229,7 +229,7 @@ def test_all_reduce_fails_when_aborted_meanwhile(connected, monkeypatch):
     communicator, gpu = connected()
     gpu.command_number, gpu.seen = 5, [DONE]
     monkeypatch.setattr("synkhronos.devices.cuda.nccl._QUICK_SECONDS", 10.0)
-    threading.Timer(0.1, communicator._watchdog.abort).start()  # and then the stream is idle
+    threading.Timer(0.1, communicator._watchdog.abort).start()  # then the stream is idle
     assert communicator.all_reduce(np.ones(3, "float32"), "sum") is False
     assert gpu.aborted == 1
 
@@ -256,7 +256,7 @@ def test_master_aborts_nccl_after_a_worker_died(connected):
     while not gpu.aborted and time.monotonic() < deadline:
         time.sleep(0.01)
     assert gpu.aborted == 1
-    # The outputs are wrong: reading them raises that the collective did not finish.
+    # The outputs are invalid: reading them raises an error that the collective did not finish.
     assert gpu.pending[0].is_unfinished()
 
 
@@ -264,7 +264,7 @@ def test_master_aborts_nccl_after_a_worker_died(connected):
 def test_abort_frees_a_launch_on_a_full_stream(connected, has_died):
     communicator, gpu = connected()
     start(communicator, gpu)
-    gpu.has_room.clear()  # as while another thread waits inside of CUDA
+    gpu.has_room.clear()  # as while another thread waits in a CUDA call
     time.sleep(0.1)
     if has_died:
         gpu.is_dead = True
@@ -306,7 +306,7 @@ def test_close_waits_for_pending_collectives(connected):
     communicator, gpu = connected()
     start(communicator, gpu)
     finish = gpu.pending[0].finish
-    # Another command has failed since, which is none of its business.
+    # The failure of a later command does not concern this collective.
     gpu.failed = 6
     timer = threading.Timer(0.1, lambda: setattr(gpu, "state", DONE))
     timer.start()
@@ -315,7 +315,7 @@ def test_close_waits_for_pending_collectives(connected):
     timer.join()
     start(communicator, gpu)
     gpu.is_dead = True
-    finish()  # no longer: no other rank will start it
+    finish()  # not any more: no other rank will start it
 
 
 @pytest.mark.parametrize("is_master", [True, False])
@@ -347,8 +347,8 @@ def test_failure_after_the_last_barrier_aborts_nothing(connected):
     assert not gpu.aborted and gpu.pending[0].is_unfinished()
 
 
-def combine_within(communicator, gpu, count=3):
-    """All-reduce in the middle of a launch; return the later entries of the stream."""
+def all_reduce_in_launch(communicator, gpu, count=3):
+    """All-reduce in the middle of a launch; return the copies that the stream makes afterwards."""
     copied = []
     gpu.cuMemcpyAsync = lambda *arguments: copied.append(arguments)
     communicator._connection.valid_flag = np.ones(1, np.int32)
@@ -359,28 +359,28 @@ def combine_within(communicator, gpu, count=3):
 
 def test_launch_all_reduce_is_valid_unless_aborted(connected):
     communicator, gpu = connected()
-    (copied,) = combine_within(communicator, gpu)
-    # The GPU reads it when it has combined: by then a peer may be found to be missing.
+    (copied,) = all_reduce_in_launch(communicator, gpu)
+    # The GPU reads the flag after the all-reduce; a missing peer may be found by then.
     flag = communicator._connection.valid_flag
     assert copied == (96, flag.ctypes.data, 4, 7) and flag[0] == 1
-    # An abort leaves no wrong value visible, unless the collective writes in place.
+    # After an abort no wrong value is visible, unless the collective writes in place.
     assert not gpu.pending[0].is_unfinished()
     communicator._watchdog.writes_in_place = True
     assert gpu.pending[0].is_unfinished()
-    gpu.abort = lambda: told.append(int(flag[0]))  # a kernel that waits for a peer continues from here
-    told = []
+    gpu.abort = lambda: events.append(int(flag[0]))  # a kernel that waits for a peer continues from here
+    events = []
     gpu.failed = 5
     deadline = time.monotonic() + LIMIT
-    while not told and time.monotonic() < deadline:
+    while not events and time.monotonic() < deadline:
         time.sleep(0.01)
-    assert told == [0] and communicator.generation == 0
+    assert events == [0] and communicator.generation == 0
 
 
 def test_launch_all_reduce_after_abort_is_invalid(connected):
     communicator, gpu = connected()
     communicator._watchdog.abort()
     with pytest.raises(RuntimeError, match="aborted"):
-        combine_within(communicator, gpu)
+        all_reduce_in_launch(communicator, gpu)
     assert gpu.state == DONE
 
 
@@ -388,64 +388,64 @@ def test_launch_all_reduce_after_abort_is_invalid(connected):
 def streams(connected):
     """Connect; return a communicator, and the list that records the entries of streams 7 and 8."""
     communicator, gpu = connected()
-    told = []
+    events = []
     gpu.side_stream, gpu.event = 8, "event"
-    gpu.cuEventRecord = lambda event, stream: told.append(f"record {stream}")
-    gpu.cuStreamWaitEvent = lambda stream, event, flags: told.append(f"{stream} waits")
-    gpu.cuMemcpyAsync = lambda *arguments: told.append(f"flag {arguments[-1]}")
-    gpu.all_reduce = lambda *arguments: told.append(f"{arguments[2]} items of {arguments[3]} on {arguments[-1]}")
+    gpu.cuEventRecord = lambda event, stream: events.append(f"record {stream}")
+    gpu.cuStreamWaitEvent = lambda stream, event, flags: events.append(f"{stream} waits")
+    gpu.cuMemcpyAsync = lambda *arguments: events.append(f"flag {arguments[-1]}")
+    gpu.all_reduce = lambda *arguments: events.append(f"{arguments[2]} items of {arguments[3]} on {arguments[-1]}")
     gpu.command_number = 5
-    return communicator, told
+    return communicator, events
 
 
 def test_launch_all_reduce_of_chunks_overlaps_and_is_joined(streams):
-    communicator, told = streams
+    communicator, events = streams
     communicator.start_in_launch([(64, 64, 3, "float32")], "sum", 7)
-    assert told == ["record 7", "8 waits", "3 items of 7 on 8"]
-    told.clear()
+    assert events == ["record 7", "8 waits", "3 items of 7 on 8"]
+    events.clear()
     communicator.finish_in_launch([(96, 96, 2, "bfloat16"), (98, 98, 1, "float32")], "sum", 128, 7)
-    assert told == ["record 8", "7 waits", "2 items of 9 on 7", "1 items of 7 on 7", "flag 7"]
-    told.clear()
+    assert events == ["record 8", "7 waits", "2 items of 9 on 7", "1 items of 7 on 7", "flag 7"]
+    events.clear()
     communicator.finish_in_launch([(96, 96, 2, "float32")], "sum", 128, 7)
-    assert told == ["2 items of 7 on 7", "flag 7"]  # nothing was begun since
+    assert events == ["2 items of 7 on 7", "flag 7"]  # nothing was started since
 
 
 def test_launch_all_reduce_needs_agreement_of_all_ranks(streams):
-    communicator, told = streams
+    communicator, events = streams
     combine = GradientReducer(types.SimpleNamespace(), communicator, "sum", (5,), is_repeated=False)
     combine.start([BufferSpan(64, 64, 3, "float32")], 7)
-    told.clear()
+    events.clear()
     with pytest.raises(ValueError, match=r"expected shape \(5,\), as before the launch, got 4 items"):
         combine.finish([BufferSpan(96, 96, 1, "float32")], 128, 7)
-    assert told == ["record 8", "7 waits"]  # memory that is written may be used for something else next
+    assert events == ["record 8", "7 waits"]  # the written memory may be reused next
     combine.start([BufferSpan(64, 64, 3, "float32")], 7)
     combine.finish([BufferSpan(96, 96, 2, "float32")], 128, 7)
-    assert told[-1] == "flag 7"
+    assert events[-1] == "flag 7"
 
 
 def test_rank_past_the_barrier_aborts_no_peer(connected):
     communicator, gpu = connected()
     gpu.arrive = lambda: setattr(gpu, "has_come", True)
     communicator.notify_started()
-    assert not hasattr(gpu, "has_come")  # nothing was started that anybody would wait for
+    assert not hasattr(gpu, "has_come")  # no collective was started that a rank would wait for
     start(communicator, gpu, command=5)
     communicator.notify_started()
     assert gpu.has_come
     gpu.arrived = 2
-    gpu.pending[0].cancel(5)  # another rank has failed before it came
+    gpu.pending[0].cancel(5)  # another rank failed before it arrived
     assert gpu.aborted == 1
     communicator, gpu = connected()
     gpu.arrive = lambda: setattr(gpu, "arrived", 3)
     start(communicator, gpu, command=5)
     communicator.notify_started()
-    gpu.pending[0].cancel(5)  # after all had arrived
+    gpu.pending[0].cancel(5)  # after all ranks arrived
     assert not gpu.aborted
 
 
 @pytest.mark.skipif(NAME != "pytensor", reason="Theano's arrays are combined between launches")
 @pytest.mark.slow
 def test_training_step_is_one_launch_with_all_reduce(tmp_path):
-    # In new processes: the replacements of GPUs have to be installed before the fork.
+    # In new processes, as the stand-ins for GPUs must be installed before the fork.
     code = """
         import stand_in
         stand_in.install()
@@ -494,17 +494,17 @@ def test_training_step_is_one_launch_with_all_reduce(tmp_path):
     whole = "begun 1672 of float32; combined 1200 of float32"
     half = "begun 1640 of bfloat16; combined 1200 of bfloat16; combined 32 of float32"
     by_hand = f"{[[162.0] * 3] * 3} " + " ".join(["combined 3 of float32;"] * 4)
-    assert printed.splitlines() == [*(" ".join([f"{each};"] * 3) for each in (whole, half)), by_hand]
+    assert printed.splitlines() == [*(" ".join([f"{length};"] * 3) for length in (whole, half)), by_hand]
 
 
 def test_abort_spares_collectives_that_all_ranks_reached(connected):
-    # A rank may fail after the barrier, and others may be cancelled before they have left it.
+    # A rank may fail after the barrier, and others may be cancelled before they leave it.
     communicator, gpu = connected()
     start(communicator, gpu, command=5)
 
     def fails():
         gpu.failed = 5
-        time.sleep(0.1)  # the watchdog looks meanwhile
+        time.sleep(0.1)  # the watchdog polls meanwhile
         assert not gpu.aborted
 
     gpu.arrived = 3
@@ -599,23 +599,23 @@ def test_late_connection_is_discarded(connected, monkeypatch):
 
 def connect_group(communicator, gpu):
     """Connect a group besides all ranks; return it, and the list that records later aborts."""
-    group, told = NcclGroup(communicator), []
+    group, events = NcclGroup(communicator), []
 
     def abort(name):
-        told.append(name)
+        events.append(name)
         gpu.state = DONE
 
-    for each, name in ((communicator, "all"), (group, "group")):
-        connection = each._connection
+    for owner, name in ((communicator, "all"), (group, "group")):
+        connection = owner._connection
         connection._comm, connection._handle = types.SimpleNamespace(abort=partial(abort, name)), 1
         connection.generation, connection.members = 1, (0, 1)
     gpu.command_number = 5
-    return group, told
+    return group, events
 
 
-def test_group_collectives_are_ordered_with_pending_ones(connected):
+def test_group_collective_waits_for_pending_ones(connected):
     communicator, gpu = connected()
-    group, told = connect_group(communicator, gpu)
+    group, events = connect_group(communicator, gpu)
     start(communicator, gpu)
     states = []
 
@@ -627,48 +627,48 @@ def test_group_collectives_are_ordered_with_pending_ones(connected):
     gpu.send = send
     threading.Timer(0.1, setattr, (gpu, "state", DONE)).start()
     group.send(np.ones(3, "float32"), 1)
-    assert states == [DONE] and gpu.state == DONE and told == []
+    assert states == [DONE] and gpu.state == DONE and events == []
 
 
 def test_abort_begins_with_blocked_connections(connected):
-    # To give up one that is idle frees memory, for which CUDA would wait until the other is done.
+    # Aborting an idle connection frees memory, and CUDA would wait for the blocked one before it does.
     communicator, gpu = connected()
-    group, told = connect_group(communicator, gpu)
+    group, events = connect_group(communicator, gpu)
     start(communicator, gpu)
     communicator._watchdog.end()
-    assert told == ["all", "group"]
-    group, told = connect_group(communicator, gpu)
+    assert events == ["all", "group"]
+    group, events = connect_group(communicator, gpu)
     gpu.is_dead = True
     with pytest.raises(synk.WorkerError, match="a peer has died"):
         group.all_reduce(np.ones(3, "float32"), "sum")
-    assert told == ["group"] and communicator.generation == 1
-    group, told = connect_group(communicator, gpu)
-    communicator._watchdog.mark_started(group._connection)  # the ranks are ended before this one has looked
+    assert events == ["group"] and communicator.generation == 1
+    group, events = connect_group(communicator, gpu)
+    communicator._watchdog.mark_started(group._connection)  # the ranks are ended before this rank polls
     communicator._watchdog.end()
-    assert told == ["group", "all"]
+    assert events == ["group", "all"]
 
 
 def test_group_collective_result_is_invalid_after_abort(connected):
     communicator, gpu = connected()
-    group, told = connect_group(communicator, gpu)
+    group, events = connect_group(communicator, gpu)
     threading.Timer(0.1, communicator._watchdog.abort).start()  # as the watchdog's thread does
     with pytest.raises(RuntimeError, match="aborted"):
         group.all_reduce(np.ones(3, "float32"), "sum")
-    assert told == ["group"]
+    assert events == ["group"]
 
 
 def test_failure_ends_group_connections_only(connected):
     communicator, gpu = connected()
-    group, told = connect_group(communicator, gpu)
+    group, events = connect_group(communicator, gpu)
     gpu.pending[0].cancel(5)
-    assert told == ["group"] and (communicator.generation, group.generation) == (1, 0)
+    assert events == ["group"] and (communicator.generation, group.generation) == (1, 0)
 
 
 # -- page-locked memory ------------------------------------------------------------------------------------------
 
 
 class Driver:
-    """Stands for CUDA's driver: knows which memory is locked."""
+    """Stand-in for CUDA's driver, which records page-locked memory."""
 
     CU_MEMHOSTREGISTER_PORTABLE, CU_MEMHOSTREGISTER_DEVICEMAP = 1, 2
     CUresult = types.SimpleNamespace(CUDA_SUCCESS=0, CUDA_ERROR_HOST_MEMORY_ALREADY_REGISTERED=712)
@@ -720,7 +720,7 @@ def test_pages_left_locked_by_an_interrupt_are_locked_again(staging):
     staging.lock_pages(memory.ctypes.data, 10)
     assert staging.driver.locked == {memory.ctypes.data: 10}
     staging.unlock_pages(memory.ctypes.data)
-    staging.unlock_pages(memory.ctypes.data)  # twice does no harm
+    staging.unlock_pages(memory.ctypes.data)  # a repeated call does nothing
     assert not staging.driver.locked
 
 
@@ -728,11 +728,11 @@ def test_vectors_in_transfer_are_not_moved(staging):
     pinned = _PinnedMemory(staging)
     vectors = [np.arange(1 << 17) * k for k in (1, 2, 3)]
     places = [pinned.store(vector) for vector in vectors]
-    assert len(staging.driver.locked) == 2  # the third had no room
+    assert len(staging.driver.locked) == 2  # the third did not fit
     for place, vector in zip(places, vectors, strict=True):
         there = (ctypes.c_int64 * vector.size).from_address(place)
         np.testing.assert_array_equal(np.ctypeslib.as_array(there), vector)
-    pinned.used = 0  # all have arrived
+    pinned.used = 0  # all ranks have arrived
     pinned.store(vectors[0])
     assert len(staging.driver.locked) == 1
 

@@ -1,4 +1,4 @@
-"""A device of one's own: a file in synkhronos/devices/, here in tests/support/toy_devices/, and no edit elsewhere."""
+"""A user-defined device is one file in synkhronos/devices/ (here in tests/support/toy_devices/), without other edits."""
 
 import copy
 import sys
@@ -26,13 +26,13 @@ FOLDER = str(SUPPORT / "toy_devices")
 
 @pytest.fixture
 def toy(monkeypatch):
-    """Add a file to the folder of devices, and select it by the environment."""
+    """Add toy.py to the package of devices, and select it by the environment variable."""
     yield from register_device(monkeypatch, "toy")
 
 
 @pytest.fixture
 def island(monkeypatch):
-    """The same with a device that lives like a GPU."""
+    """As `toy`, with a device whose memory the host cannot read, like a GPU's."""
     yield from register_device(monkeypatch, "island")
 
 
@@ -88,14 +88,14 @@ def test_collectives_run_on_a_toy_device(toy, fork):
     for r in range(n):
         synk.set_value(r, s, X[r])
     assert toy.owns(get_array(s))
-    np.testing.assert_allclose(gather_inside(s), X[:n])
+    np.testing.assert_allclose(gather_on_device(s), X[:n])
     np.testing.assert_allclose(synk.reduce(s, "max", in_place=False).inside, X[:n].max(axis=0))
     synk.all_reduce(s)
-    np.testing.assert_allclose(gather_inside(s), [X[:n].mean(axis=0)] * n)
+    np.testing.assert_allclose(gather_on_device(s), [X[:n].mean(axis=0)] * n)
     synk.set_value(1, s, X[6])
     np.testing.assert_allclose(synk.get_value(1, s), X[6])
     synk.broadcast(s, X[5])
-    np.testing.assert_allclose(gather_inside(s, nd_up=0), np.tile(X[5], n))
+    np.testing.assert_allclose(gather_on_device(s, nd_up=0), np.tile(X[5], n))
     synk.reduce(s, "sum")
     np.testing.assert_allclose(synk.get_value(0, s), 3 * X[5])
     synk.all_gather(s)
@@ -104,8 +104,8 @@ def test_collectives_run_on_a_toy_device(toy, fork):
     assert used.count - start == 7 and toy.owns(get_array(s))
 
 
-def gather_inside(s, **kwargs):
-    """As on GPUs, gathered arrays are on the device that gathered them."""
+def gather_on_device(s, **kwargs):
+    """Check that gathered arrays are on this rank's device, as on GPUs; return them."""
     return synk.gather(s, **kwargs).inside
 
 
@@ -133,7 +133,7 @@ def test_training_step_runs_on_a_toy_device(toy, fork):
     for batch, num_slices in [(None, 1), ([3, 1, 6], 1), (None, 3)]:
         value = train(X, X[:, 0], batch=batch, num_slices=num_slices)
         np.testing.assert_allclose(value, train_alone(X, X[:, 0], batch=batch))
-        np.testing.assert_allclose(gather_inside(w), [alone.get_value()] * 2)
+        np.testing.assert_allclose(gather_on_device(w), [alone.get_value()] * 2)
     assert toy.owns(get_array(w))
 
 
@@ -144,7 +144,7 @@ def test_error_leaves_variables_on_a_toy_device(toy, fork):
     with pytest.raises(ValueError):
         f(np.ones((4, 2)))
     assert toy.owns(get_array(s))
-    np.testing.assert_array_equal(gather_inside(s), np.zeros((2, 3)))
+    np.testing.assert_array_equal(gather_on_device(s), np.zeros((2, 3)))
 
 
 def test_device_without_communicator_goes_through_the_host(toy, fork, monkeypatch):
@@ -233,8 +233,8 @@ RULES = {
 def train_by_rule(worker, rule, w, v, average, memory, on_device):
     """Train; return the rank's vector, the report, and whether the rule computes on the device."""
     device = worker._rank.device if on_device else HOST
-    for each in (w, v, average):
-        each.container.storage[0] = device.from_host(HOST.as_array(each.container.storage[0]))
+    for variable in (w, v, average):
+        variable.container.storage[0] = device.from_host(HOST.as_array(variable.container.storage[0]))
     state = rules.State([w, average], [v], memory, n_averages=1)
     rule.setup(worker, state)
     for step in range(4):
@@ -242,13 +242,13 @@ def train_by_rule(worker, rule, w, v, average, memory, on_device):
         state.step += 1
         state.since += 1
         if state.step % 2 == 0:
-            for r in range(worker.size) if rule.asynchronous else [worker.number]:  # in the same order each time
+            for r in range(worker.size) if rule.asynchronous else [worker.number]:  # in a fixed order
                 if r == worker.number:
                     rule.exchange(worker, state)
                 if rule.asynchronous:
                     worker.barrier("the next rank's exchange")
             state.since = 0
-    on_host = [find_device(each).to_host(each) for each in (state.vector, rule.report(worker, state))]
+    on_host = [find_device(value).to_host(value) for value in (state.vector, rule.report(worker, state))]
     return on_host, state.params.device is device
 
 
@@ -258,13 +258,13 @@ def test_rules_on_a_device_equal_rules_on_the_host(island, fork):
     for name, rule in RULES.items():
         results = []
         for on_device in (False, True):
-            shareds = [shared(value, each) for value, each in zip(values, ("w", "v", "average"), strict=True)]
+            shareds = [shared(value, name) for value, name in zip(values, ("w", "v", "average"), strict=True)]
             memory = rules.shared_memory(rule, 2, 5, np.dtype("float64"))
             results.append(synk.run(train_by_rule, rule, *shareds, memory, on_device))
         for (on_host, is_there), (on_island, is_on_island) in zip(*results, strict=True):
             assert is_there and is_on_island, name
-            for one, other in zip(on_host, on_island, strict=True):
-                np.testing.assert_array_equal(one, other, err_msg=name)
+            for host_value, island_value in zip(on_host, on_island, strict=True):
+                np.testing.assert_array_equal(host_value, island_value, err_msg=name)
 
 
 def test_rules_without_device_arithmetic_run_on_the_host(toy, fork):

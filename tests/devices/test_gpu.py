@@ -1,4 +1,4 @@
-"""Tests that need GPUs: rows copied by the GPU, NCCL, and failures during both.
+"""Tests on GPUs: rows copied by the GPU, NCCL, and failures during both.
 
 Run by ``python3 run.py test --device gpu --here`` on a machine with two GPUs or more, with PyTensor or with Theano.
 """
@@ -41,11 +41,11 @@ RNG = np.random.default_rng(11)
 def program(code, **environment):
     """Run a program in a new process; return its output."""
     path = os.pathsep.join([str(Path(synk.__file__).parent.parent), *sys.path])
-    kept = {name: value for name, value in os.environ.items() if name != "JAX_DEFAULT_MATMUL_PRECISION"}
+    variables = {name: value for name, value in os.environ.items() if name != "JAX_DEFAULT_MATMUL_PRECISION"}
     head = f"import numpy as np, synkhronos as synk, {NAME} as package, {NAME}.tensor as T"
     done = subprocess.run(
         [sys.executable, "-c", f"{head}\n{textwrap.dedent(code)}"],
-        env={**kept, "PYTHONPATH": path, **environment},
+        env={**variables, "PYTHONPATH": path, **environment},
         capture_output=True,
         text=True,
         timeout=110,
@@ -57,8 +57,8 @@ def program(code, **environment):
 # -- which rank has which GPU ----------------------------------------------------------------------------------
 
 
-class Where(Command):
-    """A command: which GPU each rank computes on."""
+class GetGpu(Command):
+    """Command that returns the GPU of each rank."""
 
     def run(self, rank):
         from cuda.core import Device
@@ -68,17 +68,17 @@ class Where(Command):
 
 
 def places():
-    return ranks.get_session().run(Where())
+    return ranks.get_session().run(GetGpu())
 
 
 @pytest.mark.new_ranks
 def test_fork_gives_each_rank_a_gpu(fork):
     fork(2)
     first = places()
-    assert all(is_there for is_there, _ in first)
+    assert all(is_on_gpu for is_on_gpu, _ in first)
     assert len({bus for _, bus in first}) == 2
     synk.close()
-    fork(2, master_rank=1)  # the master can't leave its own
+    fork(2, master_rank=1)  # the master cannot change its GPU
     assert places() == first[::-1]
 
 
@@ -192,8 +192,8 @@ def test_rows_are_picked_by_the_gpu(fork, name):
 
 
 @pytest.mark.parametrize("width", range(1, 18))
-def test_rows_of_any_width(fork, width):
-    # The kernel copies 16, 8, 4, 2 bytes or one at a time, as the width and both addresses allow.
+def test_gpu_picks_rows_of_any_width(fork, width):
+    # The kernel copies units of 16, 8, 4, 2 bytes or 1, depending on the alignment of width and addresses.
     fork(2)
     check_rows(RNG.integers(0, 256, (37, width)).astype("uint8"), [BATCHES["indexes"], BATCHES["strided"]])
 
@@ -215,13 +215,13 @@ def test_rows_of_any_width(fork, width):
         "complex128",
     ],
 )
-def test_rows_of_any_dtype(fork, dtype):
+def test_gpu_picks_rows_of_any_dtype(fork, dtype):
     fork(2)
     check_rows((RNG.normal(size=(37, 3)) * 9).astype(dtype), [None, *map(BATCHES.get, ("indexes", "reversed", "none"))])
 
 
 @pytest.mark.parametrize("shape", [(37, 0), (37, 2, 0), (0, 3), (37, 2, 3, 4), (37, 1000)])
-def test_rows_of_any_shape(fork, shape):
+def test_gpu_picks_rows_of_any_shape(fork, shape):
     fork(2)
     value = RNG.normal(size=shape)
     check_rows(value, [None, [], *([] if not shape[0] else [BATCHES["indexes"], BATCHES["strided"]])])
@@ -253,8 +253,8 @@ def test_minibatch_views_are_moved_to_gpus(fork):
             np.testing.assert_array_equal(result, expected[batch])
 
 
-def test_batch_of_many_indexes_for_several_inputs(fork):
-    # More than the page-locked memory has room for at first, and again when it has grown.
+def test_gpu_picks_rows_of_several_inputs_by_many_indexes(fork):
+    # More than the initial page-locked memory, and more than it has after growing once.
     fork(2)
     x, y = T.vector("x", dtype="int32"), T.matrix("y", dtype="uint8")
     f = synk.function([x, y], [(x, "gather"), (y, "gather")])
@@ -267,7 +267,7 @@ def test_batch_of_many_indexes_for_several_inputs(fork):
         np.testing.assert_array_equal(second, other[rows])
 
 
-def test_num_slices_and_sliceable_shareds_on_gpus(fork):
+def test_num_slices_and_sliceable_shareds_work_on_gpus(fork):
     fork(2)
     x, s = T.dvector("x"), shared(np.zeros(1), "s")
     f = synk.function([x], (x * s, "gather"), sliceable_shareds=[s])
@@ -279,9 +279,9 @@ def test_num_slices_and_sliceable_shareds_on_gpus(fork):
     np.testing.assert_array_equal(f(data, batch=[1, 2, 3, 4], batch_s=[[3, 0], [1, 1]], num_slices=2), [3, 0, 15, 20])
 
 
-@of_real_gpus  # there the next call begins when the last one has computed
+@of_real_gpus  # there a call waits for the end of the previous one
 def test_transfer_buffers_are_not_refilled_too_early(fork):
-    # Each call takes the GPU longer than the next one takes to be prepared.
+    # The GPU computes a call for longer than the next one takes to prepare.
     fork(2)
     x = T.fmatrix("x")
     y = x
@@ -320,7 +320,7 @@ OPS = {"sum": np.add, "prod": np.multiply, "max": np.maximum, "min": np.minimum}
 
 
 def make_filled_variable(dtype, shape=(3, 5)):
-    """Return a variable that each of two ranks has a value of its own of, and the two values."""
+    """Return a variable with different values on two ranks, and the two values."""
     values = [np.asarray(RNG.integers(0, 5, shape)).astype(dtype) for _ in range(2)]
     w = shared(values[0], "w")
     read(synk.function([], (w.sum(), None))())
@@ -338,7 +338,7 @@ def check_held(w, expected):
 
 @pytest.mark.parametrize("nccl", [True, False])
 @pytest.mark.parametrize("dtype", DTYPES + LACKING)
-def test_collectives_of_every_dtype(fork, dtype, nccl):
+def test_gpu_collectives_accept_every_dtype(fork, dtype, nccl):
     fork(2)
     w, values = make_filled_variable(dtype)
     kind = np.dtype(dtype)
@@ -377,7 +377,7 @@ def test_collectives_of_every_dtype(fork, dtype, nccl):
 
 
 @pytest.mark.parametrize("shape", [(), (1,), (0,), (3, 0), (1 << 22,)])
-def test_collectives_of_any_size(fork, shape):
+def test_gpu_collectives_accept_any_size(fork, shape):
     fork(2)
     w, values = make_filled_variable("float32", shape)
     np.testing.assert_array_equal(synk.gather(w), np.stack(values))
@@ -387,7 +387,7 @@ def test_collectives_of_any_size(fork, shape):
 
 
 @pytest.mark.parametrize("n_rows", [0, 1, 4, 1 << 20, (1 << 20) + 1])
-def test_reduce_scatter_of_any_size(fork, n_rows):
+def test_gpu_reduce_scatter_accepts_any_size(fork, n_rows):
     fork(2)
     w, values = make_filled_variable("float32", (n_rows,))
     total, half = values[0] + values[1], (n_rows + 1) // 2
@@ -398,7 +398,7 @@ def test_reduce_scatter_of_any_size(fork, n_rows):
     check_held(w, [total] * 2)
 
 
-def test_gather_of_different_shapes_on_gpus(fork):
+def test_gpu_gather_accepts_different_shapes(fork):
     fork(2)
     w, _ = make_filled_variable("float32")
     parts = [np.arange(6, dtype="float32").reshape(2, 3), np.arange(12, dtype="float32").reshape(4, 3)]
@@ -442,7 +442,7 @@ def test_collectives_mix_host_and_gpu_variables(fork):
     np.testing.assert_array_equal(synk.get_value(1, here), [4, 4])
 
 
-def test_collectives_wait_for_the_updates_before_them(fork):
+def test_collectives_wait_for_preceding_updates(fork):
     fork(2)
     start = RNG.normal(size=(1024, 1024))
     w, v = shared(start, "w"), shared(start, "v")
@@ -477,44 +477,44 @@ def test_get_value_is_fresh_after_a_collective(fork):
 # -- failures --------------------------------------------------------------------------------------------------
 
 
-class InCollective(Command):
-    """A command: an all_reduce that one rank never starts."""
+class SkipAllReduce(Command):
+    """Command of an all_reduce that one rank never starts."""
 
-    def __init__(self, deed, culprit):
-        self.deed, self.culprit = deed, culprit
+    def __init__(self, action, culprit):
+        self.action, self.culprit = action, culprit
 
     def run(self, rank):
         communicator = ARRAYS.get_communicator(rank)
         communicator.connect(rank.all_gather(communicator.generation))
         array = ARRAYS.from_host(np.ones(1 << 20, "float32"))
         if rank.number == self.culprit:
-            time.sleep(0.1)  # the others have started it by now
-            DEEDS[self.deed]()
+            time.sleep(0.1)  # the other ranks have started it
+            DEEDS[self.action]()
         communicator.all_reduce(array, "sum")
 
 
-class Leaving(InCollective):
-    """A command: an all_reduce still pending at the end of the command, as one rank never starts it, and dies."""
+class ExitWithPending(SkipAllReduce):
+    """Command whose all_reduce is still pending at its end, as one rank exits instead of starting it."""
 
     def run(self, rank):
         communicator = ARRAYS.get_communicator(rank)
         communicator.connect(rank.all_gather(communicator.generation))
         array = ARRAYS.from_host(np.ones(1 << 20, "float32"))
         if rank.number == self.culprit:
-            threading.Timer(0.5, DEEDS[self.deed]).start()
+            threading.Timer(0.5, DEEDS[self.action]).start()
             return None
         communicator.all_reduce(array, "sum")
         return ARRAYS.refresh(array)
 
 
-class InWaited(InCollective):
-    """A command: a blocking collective that one rank never starts, as it fails or waits.
+class FailInBlocking(SkipAllReduce):
+    """Command of a blocking collective that one rank never starts, as it fails or waits.
 
     The other rank can't finish without it; except with "sent" and "given", where the other sends, and may finish.
     """
 
-    def __init__(self, collective, deed):
-        super().__init__(deed, 1)
+    def __init__(self, collective, action):
+        super().__init__(action, 1)
         self.collective = collective
 
     def run(self, rank):
@@ -522,12 +522,12 @@ class InWaited(InCollective):
         communicator.connect(rank.all_gather(communicator.generation))
         array, room = ARRAYS.from_host(np.ones(*layout)), ARRAYS.empty(*layout)
         if rank.number == self.culprit:
-            time.sleep(0.1)  # the other has started it by now
-            while self.deed == "wait":
+            time.sleep(0.1)  # the other rank has started it
+            while self.action == "wait":
                 rank.check_cancelled()
                 time.sleep(0.01)
-            DEEDS[self.deed]()
-        elif self.deed == "wait":
+            DEEDS[self.action]()
+        elif self.action == "wait":
             threading.Timer(0.5, signal.pthread_kill, (threading.main_thread().ident, signal.SIGINT)).start()
         if self.collective in ("broadcast", "sent"):
             communicator.broadcast(array, self.culprit if self.collective == "broadcast" else 1 - self.culprit)
@@ -540,7 +540,7 @@ class InWaited(InCollective):
             communicator.all_gather(array, [layout] * rank.size, [ARRAYS.slice_items(room, 0, layout[0])] * rank.size)
 
 
-#: Seconds: a process that has used a GPU takes one or two to end, or more where the processor is busy.
+#: Seconds in which a process ends that has used a GPU: one or two, or more on a busy processor.
 DEATH = 5
 
 
@@ -568,14 +568,14 @@ def check_works():
 
 @pytest.mark.new_ranks
 @pytest.mark.parametrize(
-    ("deed", "words"), [("SIGKILL", "killed by SIGKILL"), ("SIGSEGV", "SIGSEGV"), ("exit", "code 3")]
+    ("action", "words"), [("SIGKILL", "killed by SIGKILL"), ("SIGSEGV", "SIGSEGV"), ("exit", "code 3")]
 )
-def test_death_inside_a_collective_is_noticed(fork, deed, words):
+def test_death_inside_a_collective_is_noticed(fork, action, words):
     fork(2)
     check_works()
     start = time.monotonic()
     with pytest.raises(synk.WorkerError, match=words):
-        ranks.get_session().run(InCollective(deed, 1))
+        ranks.get_session().run(SkipAllReduce(action, 1))
     assert time.monotonic() - start < DEATH
     with pytest.raises(RuntimeError, match="fork"):
         synk.distribute()
@@ -585,10 +585,10 @@ def test_death_inside_a_collective_is_noticed(fork, deed, words):
 
 @of_real_gpus  # pretended GPUs have no pending collectives at the end of a command
 @pytest.mark.new_ranks
-def test_death_while_the_master_waits_for_its_gpu(fork):
+def test_death_is_noticed_while_the_master_waits_for_its_gpu(fork):
     fork(2)
     check_works()
-    array = ranks.get_session().run(Leaving("SIGKILL", 1))
+    array = ranks.get_session().run(ExitWithPending("SIGKILL", 1))
     start = time.monotonic()
     with pytest.raises(synk.WorkerError, match="killed by SIGKILL"):
         np.asarray(array)
@@ -631,19 +631,19 @@ def test_collectives_reconnect_after_an_exception(fork, culprit):
     for _ in range(2):
         start = time.monotonic()
         with pytest.raises((synk.WorkerError, ArithmeticError), match="the sum is odd"):
-            ranks.get_session().run(InCollective("raise", culprit))
+            ranks.get_session().run(SkipAllReduce("raise", culprit))
         assert time.monotonic() - start < 2
         check_works()
 
 
-@pytest.mark.parametrize("deed", ["raise", "wait"])
+@pytest.mark.parametrize("action", ["raise", "wait"])
 @pytest.mark.parametrize("collective", ["broadcast", "reduce", "gather"])
-def test_exception_aborts_a_pending_collective(fork, collective, deed):
+def test_exception_aborts_a_pending_collective(fork, collective, action):
     fork(2)
     check_works()
     start = time.monotonic()
-    with pytest.raises(KeyboardInterrupt if deed == "wait" else synk.WorkerError):
-        ranks.get_session().run(InWaited(collective, deed))
+    with pytest.raises(KeyboardInterrupt if action == "wait" else synk.WorkerError):
+        ranks.get_session().run(FailInBlocking(collective, action))
     assert time.monotonic() - start < 2
     check_works()
 
@@ -653,7 +653,7 @@ def test_failed_collective_leaves_no_messages_for_later_ones(fork, collective):
     fork(2)
     check_works()
     with pytest.raises(synk.WorkerError):
-        ranks.get_session().run(InWaited(collective, "raise"))
+        ranks.get_session().run(FailInBlocking(collective, "raise"))
     check_works()
 
 
@@ -664,12 +664,12 @@ def test_death_in_a_pending_collective_is_noticed(fork, collective):
     check_works()
     start = time.monotonic()
     with pytest.raises(synk.WorkerError, match="killed by SIGKILL"):
-        ranks.get_session().run(InWaited(collective, "SIGKILL"))
+        ranks.get_session().run(FailInBlocking(collective, "SIGKILL"))
     assert time.monotonic() - start < DEATH
 
 
-class Fail(Command):
-    """A command that one rank fails in before any collective."""
+class FailBeforeCollectives(Command):
+    """Command in which one rank fails before any collective."""
 
     def run(self, rank):
         if rank.number == 1:
@@ -680,7 +680,7 @@ def test_exception_before_a_collective_keeps_connections(fork):
     fork(2)
     check_works()
     with pytest.raises(synk.WorkerError, match="the sum is odd"):
-        ranks.get_session().run(Fail())
+        ranks.get_session().run(FailBeforeCollectives())
     check_works()
     with pytest.raises(ValueError, match="same shape on all ranks"):
         w, _ = make_filled_variable("float32")
@@ -692,26 +692,26 @@ def test_exception_before_a_collective_keeps_connections(fork):
 # -- some ranks ------------------------------------------------------------------------------------------------
 
 
-def is_there(value, expected):
+def is_on_gpu(value, expected):
     """Return whether a value is an array on the GPU with these elements."""
     return bool(ARRAYS.owns(value)) and np.array_equal(np.asarray(value), expected)
 
 
-def in_groups(worker, members, dtype):
-    """All-reduce arrays in a group, and in a group of one on each other rank; return the errors found."""
+def all_reduce_in_groups(worker, members, dtype):
+    """All-reduce arrays in a group, and in a group of one on each other rank; return the names of those with wrong results."""
     mine = members if worker.number in members else [worker.number]
     group = worker.group(mine)
     values = {r: (np.arange(1000) % 5 + r).astype(dtype) for r in mine}
-    array, wrong = ARRAYS.from_host(values[worker.number]), []
+    array, errors = ARRAYS.from_host(values[worker.number]), []
     for op, combine in (("sum", np.add), ("max", np.maximum), ("prod", np.multiply)):
         result, expected = group.all_reduce(array, op), combine.reduce(list(values.values()), dtype=dtype)
-        if dtype == "int16":  # NCCL doesn't know it: through host memory
-            wrong += [] if isinstance(result, np.ndarray) and np.array_equal(result, expected) else [op]
-        elif not is_there(result, expected):
-            wrong.append(op)
-    if not is_there(array, values[worker.number]):
-        wrong.append("what was given is another array now")
-    return wrong
+        if dtype == "int16":  # NCCL lacks this dtype: through host memory
+            errors += [] if isinstance(result, np.ndarray) and np.array_equal(result, expected) else [op]
+        elif not is_on_gpu(result, expected):
+            errors.append(op)
+    if not is_on_gpu(array, values[worker.number]):
+        errors.append("the argument has changed")
+    return errors
 
 
 @pytest.mark.parametrize("dtype", ["float32", "int64", "int16"])
@@ -719,58 +719,58 @@ def in_groups(worker, members, dtype):
 def test_groups_all_reduce_on_gpus(fork, members, dtype):
     n = max(2, max(members) + 1)
     fork(n)
-    assert synk.run(in_groups, members, dtype) == [[]] * n
+    assert synk.run(all_reduce_in_groups, members, dtype) == [[]] * n
 
 
-def as_pairs(worker, n, dtype):
+def send_around(worker, n, dtype):
     """Send arrays from rank to rank, with other messages and collectives between them; return the errors found."""
     to, source = (worker.number + 1) % worker.size, (worker.number - 1) % worker.size
     mine, its = ((np.arange(n) % 100 + r).astype(dtype) for r in (worker.number, source))
-    array, wrong = ARRAYS.from_host(mine), []
+    array, errors = ARRAYS.from_host(mine), []
     for turn in range(2):
         worker.send(turn, to)
         if worker.number == 0:
             worker.send(array, to)
-        if worker.receive(source) != turn or not is_there(worker.receive(source), its):
-            wrong.append(turn)
+        if worker.receive(source) != turn or not is_on_gpu(worker.receive(source), its):
+            errors.append(turn)
         if worker.number:
             worker.send(array, to)
         worker.all_reduce(array, "sum")
-    if not is_there(array, mine):
-        wrong.append("what was sent is another array now")
-    return wrong
+    if not is_on_gpu(array, mine):
+        errors.append("the sent array has changed")
+    return errors
 
 
 @pytest.mark.parametrize("n_ranks", [2, 3])
 @pytest.mark.parametrize(
     ("n", "dtype"), [pytest.param(10, "float32", marks=of_jax), (100_000, "float32"), (1 << 22, "float64")]
 )
-def test_send_and_receive_between_gpus(fork, n_ranks, n, dtype):
+def test_send_and_receive_keep_order_between_gpus(fork, n_ranks, n, dtype):
     fork(n_ranks)
-    assert synk.run(as_pairs, n, dtype) == [[]] * n_ranks
+    assert synk.run(send_around, n, dtype) == [[]] * n_ranks
 
 
-def every_dtype(worker):
+def send_every_dtype(worker):
     """Send an array of each dtype to the other rank, and back; return the arrays received on rank 0."""
-    came = []
+    received = []
     for dtype in ("int8", "uint32", "int64", "float16", "float32", "bfloat16"):
         array = worker.receive(0) if worker.number else ARRAYS.as_array(np.arange(200_000) % 100).astype(dtype)
         worker.send(array, 1 - worker.number)
         if worker.number == 0:
             back = worker.receive(1)
-            came.append((str(back.dtype), back.shape, is_there(back, np.asarray(array))))
-    return came
+            received.append((str(back.dtype), back.shape, is_on_gpu(back, np.asarray(array))))
+    return received
 
 
 @of_jax
-def test_send_and_receive_of_every_dtype_between_gpus(fork):
+def test_send_and_receive_accept_every_dtype_between_gpus(fork):
     fork(2)
-    came = synk.run(every_dtype)[0]
-    assert [dtype for dtype, *_ in came] == ["int8", "uint32", "int64", "float16", "float32", "bfloat16"]
-    assert all(each[1:] == ((200_000,), True) for each in came)
+    received = synk.run(send_every_dtype)[0]
+    assert [dtype for dtype, *_ in received] == ["int8", "uint32", "int64", "float16", "float32", "bfloat16"]
+    assert all(message[1:] == ((200_000,), True) for message in received)
 
 
-def both_send(worker):
+def send_to_each_other(worker):
     worker.send(ARRAYS.from_host(np.ones(1 << 20, "float32")), 1 - worker.number)
     return worker.receive(1 - worker.number)
 
@@ -781,12 +781,12 @@ def test_send_deadlock_is_detected(fork):
         (RuntimeError, synk.WorkerError),
         match="rank 0 waits until rank 1 receives a message, rank 1 waits until rank 0 receives a message",
     ):
-        synk.run(both_send)
-    assert synk.run(as_pairs, 100_000, "float32") == [[]] * 2
+        synk.run(send_to_each_other)
+    assert synk.run(send_around, 100_000, "float32") == [[]] * 2
 
 
-def stray(worker, deed, place, culprit):
-    """Use a group and a pair; then use them again, with one rank that fails instead of calling NCCL."""
+def fail_in_group_or_pair(worker, action, place, culprit):
+    """Use a group and a pair of ranks twice; the second time, one rank fails instead of calling NCCL."""
     group, array = worker.group([0, 1]), ARRAYS.from_host(np.ones(1 << 20, "float32"))
 
     def communicate(where):
@@ -798,17 +798,17 @@ def stray(worker, deed, place, culprit):
             worker.receive(1 - worker.number)
 
     def leave(*_):
-        time.sleep(0.2)  # the other has started it by now
-        while deed == "wait":
+        time.sleep(0.2)  # the other rank has started it
+        while action == "wait":
             worker.progress()
-        DEEDS[deed]()
+        DEEDS[action]()
 
     for where in ("group", "send", "receive"):
         communicate(where)
     if worker.number == culprit:
         over_nccl = ARRAYS.get_group(worker._rank, (0, 1))
         over_nccl.all_reduce = over_nccl.send = over_nccl.receive = leave
-    elif deed == "wait":
+    elif action == "wait":
         threading.Timer(0.5, signal.pthread_kill, (threading.main_thread().ident, signal.SIGINT)).start()
     try:
         communicate(place)
@@ -819,8 +819,8 @@ def stray(worker, deed, place, culprit):
 
 def check_groups_work():
     check_works()
-    assert synk.run(in_groups, [0, 1], "float32") == [[]] * 2
-    assert synk.run(as_pairs, 100_000, "float32") == [[]] * 2
+    assert synk.run(all_reduce_in_groups, [0, 1], "float32") == [[]] * 2
+    assert synk.run(send_around, 100_000, "float32") == [[]] * 2
 
 
 PLACES = ["group", "send", "receive"]
@@ -833,7 +833,7 @@ def test_groups_reconnect_after_an_exception(fork, place, culprit):
     check_groups_work()
     start = time.monotonic()
     with pytest.raises((synk.WorkerError, ArithmeticError), match="the sum is odd"):
-        synk.run(stray, "raise", place, culprit)
+        synk.run(fail_in_group_or_pair, "raise", place, culprit)
     assert time.monotonic() - start < DEATH
     check_groups_work()
 
@@ -844,7 +844,7 @@ def test_interrupt_ends_group_collectives(fork, place):
     check_groups_work()
     start = time.monotonic()
     with pytest.raises(KeyboardInterrupt):
-        synk.run(stray, "wait", place, 1)
+        synk.run(fail_in_group_or_pair, "wait", place, 1)
     assert time.monotonic() - start < DEATH
     check_groups_work()
 
@@ -856,63 +856,63 @@ def test_death_in_a_group_is_noticed(fork, place):
     check_groups_work()
     start = time.monotonic()
     with pytest.raises(synk.WorkerError, match="killed by SIGKILL"):
-        synk.run(stray, "SIGKILL", place, 1)
+        synk.run(fail_in_group_or_pair, "SIGKILL", place, 1)
     assert time.monotonic() - start < DEATH
     fork(2)
     check_groups_work()
 
 
-def aside(worker, deed):
-    """Combine in a group, without end, while a rank that is none of it does something else."""
+def all_reduce_in_a_group(worker, action):
+    """All-reduce in a group without end, while a rank outside of the group runs an action."""
     if worker.number == 2:
         time.sleep(0.5)
-        DEEDS[deed]()
+        DEEDS[action]()
     group, array = worker.group([0, 1]), ARRAYS.from_host(np.ones(1 << 20, "float32"))
     while True:
         group.all_reduce(array)
 
 
 @pytest.mark.new_ranks
-@pytest.mark.parametrize("deed", ["raise", "SIGKILL"])
-def test_group_notices_failures_of_other_ranks(fork, deed):
+@pytest.mark.parametrize("action", ["raise", "SIGKILL"])
+def test_group_notices_failures_of_other_ranks(fork, action):
     fork(3)
-    assert synk.run(in_groups, [0, 1], "float32") == [[]] * 3
+    assert synk.run(all_reduce_in_groups, [0, 1], "float32") == [[]] * 3
     start = time.monotonic()
     with pytest.raises(synk.WorkerError, match="the sum is odd|killed by SIGKILL"):
-        synk.run(aside, deed)
+        synk.run(all_reduce_in_a_group, action)
     assert time.monotonic() - start < DEATH
-    if deed == "raise":
-        assert synk.run(in_groups, [0, 1], "float32") == [[]] * 3
+    if action == "raise":
+        assert synk.run(all_reduce_in_groups, [0, 1], "float32") == [[]] * 3
 
 
-def forgets(worker, who):
-    """Give up the pair's connection on one rank; then the first one sends."""
+def abort_pair(worker, who):
+    """Abort the pair's connection on one rank; then rank 0 sends."""
     if worker.number == who:
         ARRAYS.get_group(worker._rank, (0, 1))._connection.abort()
     array = ARRAYS.from_host(np.ones(1 << 20, "float32"))
     if worker.number == 0:
         worker.send(array, 1)
     else:
-        return is_there(worker.receive(0), np.ones(1 << 20))
+        return is_on_gpu(worker.receive(0), np.ones(1 << 20))
 
 
 def test_pair_reconnects_after_one_rank_failed(fork):
     fork(2)
-    assert synk.run(as_pairs, 100_000, "float32") == [[]] * 2
-    assert synk.run(forgets, 0) == [None, True]
+    assert synk.run(send_around, 100_000, "float32") == [[]] * 2
+    assert synk.run(abort_pair, 0) == [None, True]
     with pytest.raises(synk.WorkerError, match="rank 1 has closed the connection of its GPU with that of rank 0"):
-        synk.run(forgets, 1)
-    assert synk.run(forgets, None) == [None, True]
-    with pytest.raises(synk.WorkerError, match="the sum is odd"):  # whatever fails, all groups part
-        ranks.get_session().run(Fail())
-    assert synk.run(forgets, None) == [None, True]
+        synk.run(abort_pair, 1)
+    assert synk.run(abort_pair, None) == [None, True]
+    with pytest.raises(synk.WorkerError, match="the sum is odd"):  # any failure aborts the connections of all groups
+        ranks.get_session().run(FailBeforeCollectives())
+    assert synk.run(abort_pair, None) == [None, True]
 
 
 class Sabotage(Command):
-    """A command: the next launch on one rank does something else."""
+    """Command after which the next launch on one rank runs an action."""
 
-    def __init__(self, deed, culprit):
-        self.deed, self.culprit = deed, culprit
+    def __init__(self, action, culprit):
+        self.action, self.culprit = action, culprit
 
     def run(self, rank):
         if rank.number != self.culprit:
@@ -921,16 +921,16 @@ class Sabotage(Command):
 
         def once(executable, arguments):
             Executable._launch = launch
-            time.sleep(0.1)  # the others have started it by now
-            DEEDS[self.deed]()
+            time.sleep(0.1)  # the other ranks have started it
+            DEEDS[self.action]()
 
         Executable._launch = once
 
 
 def make_training_steps(times=1):
-    """Return a training step on the ranks, one in this process, and the parameters of both.
+    """Return a training step on the ranks, a serial one, and the parameters of both.
 
-    Or several steps, and then it returns the last loss.
+    With ``times``, a call takes several steps and returns the last loss.
     """
     x, y = T.dmatrix("x"), T.dvector("y")
     data = RNG.normal(size=(10, 3)), RNG.normal(size=10)
@@ -961,8 +961,8 @@ def test_training_steps_are_one_launch(fork, monkeypatch, times):
         np.testing.assert_allclose(synk.gather(w), [alone.get_value()] * 2)
 
 
-class Cut(Command):
-    """A command: set the chunk size of vectors, in bytes."""
+class SetChunkSize(Command):
+    """Command that sets the chunk size of vectors, in bytes."""
 
     def __init__(self, piece):
         self.piece = piece
@@ -972,19 +972,19 @@ class Cut(Command):
 
 
 @pytest.fixture
-def pieces():
+def set_chunk_size():
     """Set the chunk size of vectors, in bytes, until the end of the test."""
     before = trace.MIN_CHUNK_BYTES
-    yield lambda piece: ranks.get_session().run(Cut(piece))
-    ranks.get_session().run(Cut(before))
+    yield lambda piece: ranks.get_session().run(SetChunkSize(piece))
+    ranks.get_session().run(SetChunkSize(before))
 
 
 @of_jax
 @pytest.mark.parametrize("times", [1, 5])
 @pytest.mark.parametrize("exchange", [None, "bfloat16"])
-def test_gradients_in_chunks_and_bfloat16(fork, pieces, exchange, times):
+def test_gradients_are_reduced_in_chunks_and_in_bfloat16(fork, set_chunk_size, exchange, times):
     n = fork(min(4, synk.get_n_gpu()))
-    pieces(1000)
+    set_chunk_size(1000)
     x, y = T.fmatrix("x"), T.fvector("y")
     data = RNG.normal(size=(200, 30)).astype("float32"), RNG.normal(size=200).astype("float32")
     batches = [RNG.permutation(200)[: 67 * n] for _ in range(times)]
@@ -1008,9 +1008,9 @@ def test_gradients_in_chunks_and_bfloat16(fork, pieces, exchange, times):
 
 @of_jax
 @pytest.mark.parametrize("culprit", [0, 1])
-def test_failed_chunked_step_updates_nothing(fork, pieces, culprit):
+def test_failed_chunked_step_updates_nothing(fork, set_chunk_size, culprit):
     fork(2)
-    pieces(4)
+    set_chunk_size(4)
     step, w, alone = make_training_steps()
     step()
     np.testing.assert_allclose(synk.gather(w), [alone.get_value()] * 2)
@@ -1038,7 +1038,7 @@ def test_failed_training_step_updates_nothing(fork, culprit, times):
         start = time.monotonic()
         with pytest.raises((synk.WorkerError, ArithmeticError), match="the sum is odd"):
             step()
-        # Who waits for room on the stream is looked for twice.
+        # Ranks that wait for a full stream are checked twice.
         assert time.monotonic() - start < (2 if times < 200 else 4)
         np.testing.assert_array_equal(synk.gather(w), [before] * 2)
         loss, loss_alone = step()
@@ -1046,8 +1046,8 @@ def test_failed_training_step_updates_nothing(fork, culprit, times):
         np.testing.assert_allclose(synk.gather(w), [alone.get_value()] * 2)
 
 
-class Faltering(Command):
-    """A command: one rank's part in a combination fails, some combinations from now."""
+class FailNthAllReduce(Command):
+    """Command after which the n-th all-reduce fails on one rank."""
 
     def __init__(self, count, culprit):
         self.count, self.culprit = count, culprit
@@ -1087,7 +1087,7 @@ class Faltering(Command):
         state.all_reduce = ctypes.cast(FALTERING[-1], p).value
 
 
-#: Functions in C, alive as long as the process.
+#: References to C functions, which must live as long as the process.
 FALTERING = []
 
 
@@ -1101,15 +1101,15 @@ def test_failed_steps_report_how_many_were_taken(fork, culprit):
     step()
     for count in (1, 50):
         before = np.asarray(w.get_value()).copy()
-        ranks.get_session().run(Faltering(count, culprit))
+        ranks.get_session().run(FailNthAllReduce(count, culprit))
         start = time.monotonic()
         with pytest.raises(
             (synk.WorkerError, ArithmeticError, RuntimeError), match="the sum is odd|ncclResult_t 3"
         ) as caught:
             step()
         assert time.monotonic() - start < 3
-        told = "".join([str(caught.value), *getattr(caught.value, "__notes__", [])])
-        assert "Some steps may have been taken, on some ranks more than on others" in told
+        text = "".join([str(caught.value), *getattr(caught.value, "__notes__", [])])
+        assert "Some steps may have been taken, on some ranks more than on others" in text
         if count == 1:
             np.testing.assert_array_equal(synk.gather(w), [before] * 2)
         else:
@@ -1171,14 +1171,14 @@ def test_fork_timeout_ends_a_hanging_rank(fork):
     session.timeout = 1.0
     start = time.monotonic()
     with pytest.raises(synk.WorkerError, match="did not finish within the 1 seconds"):
-        session.run(Late())
+        session.run(StartLate())
     assert time.monotonic() - start < 4
     fork(2)
     check_works()
 
 
-class Late(InCollective):
-    """A command: rank 1 starts a minute late."""
+class StartLate(SkipAllReduce):
+    """Command in which rank 1 starts a minute late."""
 
     def __init__(self):
         super().__init__("raise", 1)
@@ -1192,8 +1192,8 @@ class Late(InCollective):
 # -- memory ----------------------------------------------------------------------------------------------------
 
 
-class InUse(Command):
-    """A command: each rank's memory on its GPU and in this process."""
+class GetMemoryInUse(Command):
+    """Command that returns each rank's memory in use, on its GPU and in its process."""
 
     def run(self, rank):
         gc.collect()
@@ -1201,7 +1201,7 @@ class InUse(Command):
         if NAME == "pytensor":  # pygpu doesn't report how much of its pool is in use
             import jax
 
-            stats = jax.devices()[0].memory_stats()  # None for the CPU, which pretended GPUs are
+            stats = jax.devices()[0].memory_stats()  # None for the CPU, which stands in for pretended GPUs
             on_gpu = stats["bytes_in_use"] if stats else sum(array.nbytes for array in jax.live_arrays())
         resident = int(Path("/proc/self/statm").read_text().split()[1]) * 4096
         return rank.all_gather((on_gpu, resident))
@@ -1227,12 +1227,12 @@ def test_memory_stays_flat_over_a_thousand_calls(fork):
                 synk.broadcast(w, nccl=False)
         read(result)
 
-    calls(600)  # calls that nobody reads are forgotten some hundreds at a time
-    before = ranks.get_session().run(InUse())
+    calls(600)  # results of unread calls are dropped some hundreds at a time
+    before = ranks.get_session().run(GetMemoryInUse())
     calls(1000)
-    after = ranks.get_session().run(InUse())
+    after = ranks.get_session().run(GetMemoryInUse())
     for (on_gpu, resident), (on_gpu_then, resident_then) in zip(after, before, strict=True):
-        # Unread outputs are kept of 256 calls at most, with 100 rows on each rank.
+        # Unread outputs are cached for at most 256 calls, here of 100 rows on each rank.
         assert on_gpu - on_gpu_then <= 260 * 100 * 64 * 4
         assert resident - resident_then < 64 << 20
 
@@ -1275,7 +1275,7 @@ def test_matmul_precision_is_tf32_by_default():
 
 @of_jax
 @pytest.mark.parametrize("width", [None, 3])
-def test_scatter_add_of_many_rows_to_few_effects(fork, width):
+def test_scatter_add_of_many_rows_to_few_effects_equals_numpy(fork, width):
     fork(2)
     places, rows = 50, 300_000
     effects = (T.dvector if width is None else T.dmatrix)("effects")
@@ -1310,6 +1310,6 @@ def test_results_of_any_dtype_and_size_are_fetched(fork, shape):
     for _ in range(2):
         fetched = ARRAYS.fetch([*[array.copy() for array in on_gpu], 7])
         assert fetched.pop() == 7
-        for array, one in zip(fetched, expected, strict=True):
-            np.testing.assert_array_equal(array, one, strict=True)
+        for array, value in zip(fetched, expected, strict=True):
+            np.testing.assert_array_equal(array, value, strict=True)
         ARRAYS.staging._fetch_memory.used = 64  # as an interrupt leaves it

@@ -1,4 +1,4 @@
-"""The handlers in C++ by which XLA calls NCCL, called on the CPU, with functions in place of CUDA's and NCCL's."""
+"""The C++ handlers by which XLA calls NCCL, on the CPU, with stand-ins for CUDA and NCCL."""
 
 import os
 import shutil
@@ -30,7 +30,7 @@ def test_nccl_handler_failure_keeps_donated_arrays(calls):
     good, twice, failed, after, aborted, outside = run(f"reduce_once({calls!r})")
     reduced = "['3 of 7 by 4 in 1234 on None', 'flag on None']"
     assert good == after == f"[[1.0, 3.0, 5.0], 1]; {reduced}"
-    # How often the handler is called is not known where XLA replays a graph.
+    # The number of handler calls is unspecified where XLA replays a graph.
     expected = f"[[1.0, 3.0, 5.0], 1]; RuntimeError: the launch made 1 all-reduces, expected 2; {reduced}"
     assert twice == (expected if calls == "native" else good)
     before = "[[1.0, 1.0, 1.0], 0]; RuntimeError"
@@ -46,7 +46,7 @@ def test_chunks_are_reduced_on_the_side_stream_and_waited_for():
     join = ["record 9 on 8", "None waits for 9"]
     rest = ["4 of 7 by 0 in 1234 on None", "1 of 9 by 0 in 1234 on None", "flag on None"]
     assert good == f"[[2.0, 2.0, 2.0], [[2.0, 2.0], [2.0, 2.0]], 1]; {start + join + rest}"
-    # The side stream is waited for after an error too.
+    # After an error the launch still waits for the side stream.
     assert failed.endswith(f", 0]; RuntimeError: NCCL failed within a launch (ncclResult_t 3); {start + join}")
     assert other == "[]; ValueError: all_reduce: expected shape (8,), as before the launch, got 4 items; []"
 
@@ -89,8 +89,8 @@ def test_without_a_compiler_xla_calls_through_python(tmp_path, compiler, words):
         print([JAX.nccl_calls, JAX.nccl_calls])
     """
     environment = {"CXX": compiler, "XDG_CACHE_HOME": str(tmp_path), "JAX_PLATFORMS": "cpu"}
-    told, calls = run_code(code, timeout=LIMIT + 60, SYNKHRONOS_NCCL_CALLS="native", **environment).splitlines()
-    assert told.startswith("XLA calls NCCL through Python") and words in told
+    message, calls = run_code(code, timeout=LIMIT + 60, SYNKHRONOS_NCCL_CALLS="native", **environment).splitlines()
+    assert message.startswith("XLA calls NCCL through Python") and words in message
     assert calls == "['python', 'python']"
     assert not list(tmp_path.glob("*/*.so"))
 

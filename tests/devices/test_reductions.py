@@ -1,4 +1,4 @@
-"""A reduction of one's own: one row of the table, and it works wherever ranks combine values."""
+"""A user-defined reduction is one row of the table, and works wherever ranks reduce values."""
 
 import numpy as np
 import pytest
@@ -15,7 +15,7 @@ ROW = {"logaddexp": Reduction(np.logaddexp, refuses="biu")}
 on_host = pytest.mark.skipif(DEVICE != "host", reason="where XLA was used, workers start anew and lack the row")
 
 X = np.random.default_rng(0).normal(size=(13, 3))
-LARGE = 3_000  # elements: they are streamed
+LARGE = 3_000  # elements, which are streamed
 
 
 @pytest.fixture
@@ -76,7 +76,7 @@ def test_own_reduction_is_an_op_of_programs(row, fork, group):
 
 
 @on_host
-def test_own_reduction_in_error_messages(row, fork):
+def test_own_reduction_is_listed_in_error_messages(row, fork):
     fork(2)
     i = shared(np.zeros(3, "int64"), "i")
     synk.function([], updates=[(i, i)])
@@ -94,20 +94,20 @@ def test_own_reduction_in_error_messages(row, fork):
         synk.reduce(i, "mean")
 
 
-def test_own_reduction_missing_on_a_device(row):
-    one = np.ones(2)
-    np.testing.assert_allclose(HOST.reduce_pair(ROW["logaddexp"], one.copy(), one), np.logaddexp(1, 1))
+def test_own_reduction_missing_on_a_device_is_named(row):
+    x = np.ones(2)
+    np.testing.assert_allclose(HOST.reduce_pair(ROW["logaddexp"], x.copy(), x), np.logaddexp(1, 1))
     with pytest.raises(NotImplementedError, match="libgpuarray has no kernel for 'logaddexp'"):
         PYGPU.reduce_pair(ROW["logaddexp"], None, None)
 
 
 @pytest.mark.skipif(DEVICE == "host" or ARRAYS is not JAX, reason="starts XLA")
 def test_reductions_exist_in_jax_numpy():
-    one = JAX.as_array(np.ones(2))
-    np.testing.assert_allclose(JAX.reduce_pair(ROW["logaddexp"], one, one), np.logaddexp(1, 1))
+    x = JAX.as_array(np.ones(2))
+    np.testing.assert_allclose(JAX.reduce_pair(ROW["logaddexp"], x, x), np.logaddexp(1, 1))
     with pytest.raises(NotImplementedError, match="jax.numpy has no 'ldexp_"):
-        JAX.reduce_pair(Reduction(np.frompyfunc(ldexp_, 2, 1)), one, one)
+        JAX.reduce_pair(Reduction(np.frompyfunc(ldexp_, 2, 1)), x, x)
 
 
-def ldexp_(one, other):
-    return one
+def ldexp_(x, y):
+    return x

@@ -1,4 +1,4 @@
-"""An engine of one's own: a file in synkhronos/engines/, here in tests/support/toy_engines/, and no edit elsewhere."""
+"""A user-defined engine is one file in synkhronos/engines/ (here in tests/support/toy_engines/), without other edits."""
 
 import copy
 import gc
@@ -28,7 +28,7 @@ FOLDER = str(SUPPORT / "toy_engines")
 
 @pytest.fixture
 def toy(monkeypatch):
-    """Add a file to the folder of engines."""
+    """Add toy.py to the package of engines."""
     monkeypatch.setattr(engines, "__path__", [*engines.__path__, FOLDER])
     engines.list_engines.cache_clear()
     assert [type(engine).__name__ for engine in engines.list_engines()] == [
@@ -52,8 +52,8 @@ def test_toy_engine_runs_functions_with_lazy_outputs(toy, fork, n):
     f = synk.function([x], [(x.sum(axis=0), "sum"), (x**2, "gather"), x.max()], updates=[(s, x.sum(axis=0), "sum")])
     data = synk.data(X)
     results = [f(data), f(data, num_slices=3), f(data, batch=[5, 1, 1])]
-    assert all(type(result) is Result for each in results for result in each)
-    assert toy.Launch.count == 2  # slices are accumulated, and need arrays
+    assert all(type(result) is Result for results_of_call in results for result in results_of_call)
+    assert toy.Launch.count == 2  # accumulation over slices needs arrays
     for rows, (total, squares, _) in zip((X, X, X[[5, 1, 1]]), results, strict=True):
         np.testing.assert_allclose(total, rows.sum(axis=0))
         np.testing.assert_allclose(squares, rows**2)
@@ -101,7 +101,7 @@ def test_toy_engine_fuses_training_steps(toy, fork, n):
 
 
 def test_functions_compiled_at_the_first_call_are_fused_later(toy, fork, monkeypatch):
-    # The master compiles first, alone: it can't wait for the others in that launch.
+    # The master compiles first; it cannot wait for the other ranks in that launch.
     library = type(library_of(tensor.dmatrix()))
     monkeypatch.setattr(library, "choose_compile_order", lambda self, mode: AT_FIRST_CALL)
     monkeypatch.setattr(library, "has_disk_cache", lambda self, function: True)

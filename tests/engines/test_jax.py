@@ -1,7 +1,7 @@
-"""JAX arrays: results that are read later, donated memory, workers that start as new processes.
+"""JAX arrays: lazy results, donated memory, workers that start as new processes.
 
-These start XLA in this process, whose forks are none from then on: they run where other tests do so too, with
-SYNKHRONOS_TEST_DEVICE=jax or gpu.
+The tests start XLA in this process, after which workers start as new processes rather than forks.  So they run only
+with SYNKHRONOS_TEST_DEVICE=jax or gpu.
 """
 
 import copy
@@ -184,7 +184,7 @@ def test_unread_results_are_lost_when_a_worker_dies(fork):
     x = T.dvector("x")
     f = synk.function([x], (x.sum(), "sum"))
     before, lost = f(VALUE), f(VALUE + 1)
-    assert before == 6  # which reads all
+    assert before == 6  # reads all results
     assert lost == 10
     lost = f(VALUE)
     os.kill(next(iter(ranks.get_session().workers.pids.values())), signal.SIGKILL)
@@ -198,7 +198,7 @@ def test_unread_results_are_lost_when_a_worker_dies(fork):
 
 
 class Unread(Command):
-    """A command: how many calls' outputs each rank keeps."""
+    """Command that returns the number of calls whose outputs each rank caches."""
 
     def run(self, rank):
         return rank.all_gather(len(_get_unread(rank)))
@@ -209,7 +209,7 @@ def unread():
 
 
 def to_drop():
-    """Return the number of results that are to be dropped with the next message to the ranks."""
+    """Return the number of results that the next message to the ranks drops."""
     return len(ResultTable.from_session(ranks.get_session())._dropped)
 
 
@@ -225,7 +225,7 @@ def test_results_are_read_by_one_fetch(double):
 
 @pytest.mark.parametrize("sizes", [[7] * 6, [7, 7, 1, 7, 5, 1, 1], [2, 2, 0, 0, 7]])
 def test_results_of_many_calls_are_separate(fork, sizes):
-    # Numbers of many calls are reduced at once where ranks have had the same rows in all of them.
+    # Scalars of many calls are reduced together if the ranks had the same numbers of rows in all of them.
     fork(2)
     x, n = T.fvector("x"), T.lvector("n")
     numbers = [
@@ -239,22 +239,22 @@ def test_results_of_many_calls_are_separate(fork, sizes):
     def run(f, size):
         return f(*values, batch=size)
 
-    each = [[np.array(result) for result in run(f, size)] for f, size in calls]
-    together = [run(f, size) for f, size in calls]
-    for results, expected in zip(together, each, strict=True):
-        for result, one in zip(results, expected, strict=True):
-            assert np.asarray(result).dtype == one.dtype
-            np.testing.assert_array_equal(result, one)
+    read_at_once = [[np.array(result) for result in run(f, size)] for f, size in calls]
+    read_together = [run(f, size) for f, size in calls]
+    for results, expected in zip(read_together, read_at_once, strict=True):
+        for result, value in zip(results, expected, strict=True):
+            assert np.asarray(result).dtype == value.dtype
+            np.testing.assert_array_equal(result, value)
 
 
 def test_dropped_results_are_freed(double):
     for _ in range(2 * _MAX_CALLS + 10):
         double(VALUE)
     assert max(unread()) <= _MAX_CALLS + 1
-    kept = double(VALUE)
+    results = double(VALUE)
     for _ in range(2 * _MAX_CALLS):
         double(VALUE + 1)
-    assert kept[0] == 6
+    assert results[0] == 6
     assert max(unread()) <= _MAX_CALLS + 1
     for _ in range(2 * _MAX_CALLS):
         assert float(double(VALUE)[0]) == 6
@@ -293,7 +293,7 @@ def test_irreducible_result_raises_when_read_others_do_not(fork):
 
 
 def test_missing_scalar_leaves_other_results(fork):
-    # Workers leave numbers to the master and wait for nobody: whatever happens there, they have to have them still.
+    # Workers send scalars without waiting for the master, so they must keep them whatever happens there.
     fork(2)
     s = shared(np.zeros(1), "s")
     largest = synk.function([], (s.max(), "max"), sliceable_shareds=[s])
@@ -307,7 +307,7 @@ def test_missing_scalar_leaves_other_results(fork):
     assert float(total(batch_s=[0])) == 4.0
 
 
-def test_output_subset_of_lazy_results(double):
+def test_output_subset_selects_lazy_results(double):
     before = unread()[0] - to_drop()
     assert len(double(VALUE, output_subset=[])) == 0
     (only,) = double(VALUE, output_subset=[1])
@@ -351,7 +351,7 @@ def test_launch_passes_one_array_per_random_generator(fork):
 
 @pytest.fixture
 def pair(fork):
-    """Make two functions; return how they are run, and their variables."""
+    """Make two functions; return their runners, and their variables."""
     fork(1)
     x = T.dvector("x")
     g, w, n = shared(np.zeros(3), "g"), shared(np.ones(3), "w"), shared(np.zeros((), "int64"), "n")
@@ -363,11 +363,11 @@ def pair(fork):
 
 @pytest.fixture
 def fuse_pair(pair):
-    """Make one launch of a function, a combination and another function; return it, and its variables."""
+    """Return a fused launch of a function, an all-reduce and another function, and its variables."""
     runs, (g, w, n) = pair
     launch = runs[0].fuse(TracedReduction(g.container.storage), runs[1])
     assert launch is runs[0].fuse(TracedReduction(g.container.storage), runs[1])
-    # Outputs that the first doesn't compute can't be reduced after it.
+    # Only outputs of the first function can be reduced after it.
     assert runs[0].fuse(TracedReduction(n.container.storage), runs[1]) is None
     return launch, (g, w, n)
 
@@ -381,7 +381,7 @@ def launch_and_wait(launch, shareds, combine):
 
 
 class Doubling:
-    """Stands for the other ranks: they all have the same."""
+    """Stand-in for a second rank with the same values."""
 
     def __init__(self, calls=(), counts=1):
         self.calls, self.counts, self.begun, self.waits = [] if calls == () else calls, counts, [], 0
@@ -433,7 +433,7 @@ def test_fused_launch_advances_to_the_next_rows(pair, counts):
         with defer_signals(), launch.ffi_reduction.bind(Doubling(calls, counts), 4):
             totals = launch(JAX.from_host(rows))
             JAX.wait([library_of(s).get(s) for s in shareds])
-        assert [float(each) for each in JAX.fetch(totals)] == [3.0, 12.0, 21.0, 30.0]
+        assert [float(total) for total in JAX.fetch(totals)] == [3.0, 12.0, 21.0, 30.0]
         for shared_, expected in zip(shareds[not counts :], [g, w, n][not counts :], strict=True):
             np.testing.assert_array_equal(shared_.get_value(), expected)
     assert calls == [3] * 8
@@ -482,12 +482,12 @@ def test_repeated_launch_all_reduces_constants_each_time(fork):
     with defer_signals(), launch.ffi_reduction.bind(Doubling(calls), 4):
         totals = launch()
         JAX.wait([library_of(w).get(w)])
-    assert [float(each) for each in JAX.fetch(totals)] == [3.0, -3.0, -9.0, -15.0]
+    assert [float(total) for total in JAX.fetch(totals)] == [3.0, -3.0, -9.0, -15.0]
     np.testing.assert_array_equal(w.get_value(), [1.0, -7.0, -15.0])
     assert calls == [3] * 4
 
 
-#: Lengths of three parameters' gradients, and of the number of rows behind them.
+#: Lengths of three parameters' gradients, and of the number of rows that follows them.
 SIZES = (5, 300, 700, 1)
 
 
@@ -496,7 +496,7 @@ SIZES = (5, 300, 700, 1)
 @pytest.mark.parametrize("dtype", [None, "bfloat16"])
 @pytest.mark.parametrize("piece", [100, 2000, 10**6])
 @pytest.mark.parametrize("tail", [1, 451])
-def test_fused_all_reduce_in_chunks_or_another_dtype(fork, monkeypatch, tail, piece, dtype, times):
+def test_fused_all_reduce_accepts_chunks_and_another_dtype(fork, monkeypatch, tail, piece, dtype, times):
     monkeypatch.setattr("synkhronos.engines.xla.trace.MIN_CHUNK_BYTES", piece)
     fork(1)
     rng = np.random.default_rng(0)
@@ -510,7 +510,7 @@ def test_fused_all_reduce_in_chunks_or_another_dtype(fork, monkeypatch, tail, pi
     runs = [f._computation.compile(DEFAULT_VARIANT).runner for f in (first, second)]
     launch = runs[0].fuse(TracedReduction(g.container.storage, dtype, 2, tail), runs[1], times=times)
     rows = rng.uniform(1, 2, (times, sum(SIZES))).astype("float32")
-    rows[:, -1] = 67  # not to be told from 66 by eight bits of mantissa after a division by 3
+    rows[:, -1] = 67  # rounds to 66 with eight bits of mantissa after a division by 3
     standing_in = Doubling()
     with defer_signals(), launch.ffi_reduction.bind(standing_in, times):
         launch(JAX.from_host(rows))
@@ -524,7 +524,7 @@ def test_fused_all_reduce_in_chunks_or_another_dtype(fork, monkeypatch, tail, pi
     np.testing.assert_allclose(np.asarray(g.get_value())[-tail:], combined[-tail:], rtol=1e-6 if times == 1 else 1e-3)
     assert abs(float(np.asarray(g.get_value())[-1]) / combined[-1] - 1) < 1e-6
     if times == 1 and dtype is None:
-        # The last chunk first: it is computed last, and waited for at once.
+        # The last chunk comes first, as it is computed last and waited for at once.
         assert standing_in.calls == {100: [[5]], 2000: [[305]], 10**6: [1006]}[piece]
 
 
@@ -568,12 +568,12 @@ def test_chunk_all_reduce_starts_during_the_backward_pass(fork, monkeypatch):
         [equation for equation in needs(jaxpr, call.invars) if equation.primitive.name == "dot_general"]
         for call in calls
     ]
-    # Three of the forward pass; then the gradients of each layer's weights and of its input.
-    assert [len(each) for each in products] == [4, 6, 8]
+    # Three products of the forward pass, then the gradients by each layer's weights and by its input.
+    assert [len(equations) for equations in products] == [4, 6, 8]
     for call, before, behind in zip(calls, products, products[1:], strict=False):
         for product in behind[len(before) :]:
             assert call in needs(jaxpr, product.invars)
-    # The forward pass waits for nothing.
+    # The forward pass precedes all chunks.
     (loss,) = [equation for equation in jaxpr.eqns if equation.primitive.name == "reduce_sum"][:1]
     assert not any(call in needs(jaxpr, loss.invars) for call in calls)
 
@@ -591,7 +591,7 @@ def test_shared_variables_keep_their_memory_between_launches(fork):
     held = [*ws, *train.optimizer_state, train.grad_shared]
 
     def addresses():
-        return [library_of(each).get(each).unsafe_buffer_pointer() for each in held]
+        return [library_of(variable).get(variable).unsafe_buffer_pointer() for variable in held]
 
     for _ in range(2):
         train(np.ones((5, 64)), [])
@@ -631,7 +631,7 @@ def test_recently_used_launches_are_cached(fork):
     fork(1)
     x, w = T.dvector("x"), shared(np.zeros(3), "w")
     f, g = synk.function([x], (x.sum(), "sum")), synk.function([], updates=[(w, w + 1)])
-    runs = [each._computation.compile(DEFAULT_VARIANT).runner for each in (f, g)]
+    runs = [compiled._computation.compile(DEFAULT_VARIANT).runner for compiled in (f, g)]
     made = {times: runs[0].fuse(second=runs[1], times=times) for times in range(1, 17)}
     assert made[1] is runs[0].fuse(second=runs[1], times=1)
     runs[0].fuse(second=runs[1], times=17)
@@ -675,15 +675,15 @@ def test_repeated_launch_returns_only_scalars(fork):
     fork(1)
     x, w = T.dvector("x"), shared(np.zeros(3), "w")
     f, g = synk.function([x], (x * 2, "gather")), synk.function([], updates=[(w, w + 1)])
-    runs = [each._computation.compile(DEFAULT_VARIANT).runner for each in (f, g)]
+    runs = [compiled._computation.compile(DEFAULT_VARIANT).runner for compiled in (f, g)]
     assert runs[0].fuse(second=runs[1], times=2) is None
 
 
-def test_launch_log_capacity(fork):
+def test_repeated_launch_keeps_many_results(fork):
     fork(1)
     x, w = T.dvector("x"), shared(np.zeros(()), "w")
     f, g = synk.function([x], (x.sum(), "sum")), synk.function([], updates=[(w, w + 1)])
-    runs = [each._computation.compile(DEFAULT_VARIANT).runner for each in (f, g)]
+    runs = [compiled._computation.compile(DEFAULT_VARIANT).runner for compiled in (f, g)]
     launch = runs[0].fuse(second=runs[1], times=100)
     rows = JAX.from_host(np.arange(200.0))
     expected = np.arange(200.0).reshape(100, 2).sum(axis=1)
@@ -709,7 +709,7 @@ def test_error_in_all_reduce_is_raised_after_the_launch(fuse_pair, by_signal):
         def finish(self, *arguments):
             if not by_signal:
                 raise Alarm
-            signal.raise_signal(signal.SIGALRM)  # a real timer could fire before the `with` that catches its error
+            signal.raise_signal(signal.SIGALRM)  # a real timer could fire before the `with` block
             super().finish(*arguments)
 
     handler = signal.getsignal(signal.SIGALRM)
@@ -727,7 +727,7 @@ def test_fused_launch_all_reduces_once(fuse_pair):
     with pytest.raises(RuntimeError, match="made 0 all-reduces, expected 1"):
         with defer_signals(), launch.ffi_reduction.bind(Doubling()):
             pass
-    # Outside of a block nothing counts.
+    # Launches outside of a block are not counted.
     launch(JAX.from_host(np.arange(3.0)))
     assert np.asarray(shareds[1].get_value()).tolist() == [1.0, 1.0, 1.0]
     assert launch_and_wait(launch, shareds, Doubling())[2:] == [[1.0, -1.0, -3.0], 1]
@@ -735,7 +735,7 @@ def test_fused_launch_all_reduces_once(fuse_pair):
 
 @on_host
 def test_ffi_reduction_is_bound_to_its_reducer(fuse_pair, pair):
-    """Another launch in the middle of the binding changes nothing: callbacks find the reducer by their argument."""
+    """Another launch during the binding changes nothing: callbacks find the reducer by their argument."""
     runs, _ = pair
     launch, shareds = fuse_pair
     other = runs[0].fuse(TracedReduction(shareds[0].container.storage), runs[1], times=2)
@@ -758,7 +758,7 @@ def test_launches_are_freed_with_their_function(fork):
     x, w = T.dvector("x"), shared(np.zeros(3), "w")
     f, g = synk.function([x], (x.sum(), "sum"), updates=[(w, w + x)]), synk.function([], updates=[(w, 2 * w)])
     f(np.ones(3)), g()
-    runs = [each._computation.compile(DEFAULT_VARIANT).runner for each in (f, g)]
+    runs = [compiled._computation.compile(DEFAULT_VARIANT).runner for compiled in (f, g)]
     runs.append(runs[0].fuse(second=runs[1]))
     runs[-1](JAX.from_host(np.ones(3)))
     references = [weakref.ref(run) for run in runs]
@@ -788,7 +788,7 @@ def test_training_step_of_one_rank_is_one_launch(fork, monkeypatch):
 
 @pytest.fixture
 def many_steps_a_launch(monkeypatch):
-    """Fuse many steps into one launch on the CPU too, where the library does not, as convolutions would be slow."""
+    """Fuse many steps into one launch on the CPU too, where the library does not by default."""
     monkeypatch.setattr(XlaEngine, "max_repeats", lambda self, combined=None: LOG_CAPACITY)
 
 
@@ -797,7 +797,7 @@ def test_steps_that_cannot_be_fused_run_one_by_one(fork, many_steps_a_launch):
     made = []
     for make in (make_train_function, make_train_function_serial):
         x, y, w, k = T.dmatrix("x"), T.dvector("y"), shared(np.zeros(3), "w"), shared(np.int64(3), "k")
-        # A length that is a variable's value has PyTensor compile anew for each.
+        # PyTensor compiles again for each value of a variable that is a length.
         loss = ((x @ w - y) ** 2).mean() + (x.reshape((-1, k)).sum() * w[0]) / x.shape[0]
         made += [make(loss, [w], x, y, sgd, learning_rate=0.1), w]
     train, w, alone, w_alone = made
@@ -839,20 +839,20 @@ def test_steps_of_one_rank_are_one_launch(fork, monkeypatch, many_steps_a_launch
     losses = [train.steps(**arguments) for _ in range(70)]
     assert launches == [1] * 70
     launches.clear()
-    # A shorter one in between is a launch of its own, and launches that would need too much memory are split.
+    # A shorter step in between is a separate launch, and launches that need too much memory are split.
     argument = "batches_s" if held else "batches"
     some = {**arguments, argument: [*batches[:2], [1], *batches[2:]]}
     losses.append(train.steps(**some))
     assert launches == [1, 1, 1]
     monkeypatch.setattr("synkhronos.training.train_function._MAX_LAUNCH_NBYTES", 2 * 2 * 4 * 8)
     losses.append(train.steps(**arguments))
-    assert launches == [1] * (4 if held else 5)  # a held array needs none
-    # A step on many bytes is a launch of its own.
+    assert launches == [1] * (4 if held else 5)  # an array on the device needs no copy
+    # A step on many bytes is a separate launch.
     monkeypatch.setattr("synkhronos.training.train_function._LONG_STEP_NBYTES", 2 * 4 * 8)
     launches.clear()
     losses.append(train.steps(**arguments))
     assert launches == [1] * (1 if held else 4)
-    expected = [alone.steps(**each) for each in [*[arguments] * 70, some, arguments, arguments]]
+    expected = [alone.steps(**keywords) for keywords in [*[arguments] * 70, some, arguments, arguments]]
     for got, wanted in zip(losses, expected, strict=True):
         np.testing.assert_allclose(np.array(got, float), np.array(wanted, float))
     np.testing.assert_allclose(w.get_value(), w_alone.get_value())
@@ -887,20 +887,20 @@ def test_get_value_survives_updates_and_collectives(fork):
 
 @pytest.mark.parametrize("batch", [None, [3, 1, 2, 0], slice(None, None, -1)])
 def test_identity_outputs_do_not_alias_inputs(fork, batch):
-    # XLA may hand an input out as an output, and inputs' memory is used again.
+    # XLA may return an input as an output, and the memory of inputs is reused.
     fork(2)
     x = T.dvector("x")
     s, t = shared(np.zeros(1), "s"), shared(np.zeros(1), "t")
     f = synk.function([x], [(x, "gather"), (x, None)], updates=[(s, x), (t, x)])
     data = synk.data(VALUE)
     order = np.arange(4) if batch is None else np.arange(4)[batch]
-    kept = []
+    results = []
     for i in range(5):
         data[:] = VALUE + i
-        kept.append((f(data, batch=batch), f(VALUE - i, batch=batch)))
+        results.append((f(data, batch=batch), f(VALUE - i, batch=batch)))
         for own in synk.gather([s, t], nd_up=0):
             np.testing.assert_array_equal(own, (VALUE - i)[order])
-    for i, (of_data, of_array) in enumerate(kept):
+    for i, (of_data, of_array) in enumerate(results):
         for (joined, own), value in ((of_data, VALUE + i), (of_array, VALUE - i)):
             np.testing.assert_array_equal(joined, value[order])
             np.testing.assert_array_equal(own, value[order][:2])
@@ -1007,7 +1007,7 @@ def started_xla():
 
 
 @pytest.mark.new_ranks
-def test_fork_again_after_jax_was_used(fork, started_xla):
+def test_fork_can_be_repeated_after_jax_was_used(fork, started_xla):
     x = T.dvector("x")
     w = shared(1.0, "w")
     f = None
@@ -1068,7 +1068,7 @@ def test_spawned_workers_inherit_sys_path(fork, started_xla, tmp_path, monkeypat
         """)
     )
     monkeypatch.chdir(tmp_path.parent)
-    monkeypatch.syspath_prepend(tmp_path.name)  # relative to where the master is now
+    monkeypatch.syspath_prepend(tmp_path.name)  # relative to the master's present directory
     import users_own
 
     fork(2)
@@ -1114,7 +1114,7 @@ def test_spawned_workers_profile_print_and_skip_atexit(tmp_path):
 
 
 class Sleep(Command):
-    """A command: the workers never return."""
+    """Command from which the workers never return."""
 
     def run(self, rank):
         if not rank.is_master:
@@ -1125,7 +1125,7 @@ class Sleep(Command):
 def test_spawned_workers_end_after_the_fork_timeout(fork, started_xla):
     fork(2, timeout=20.0)
     session = ranks.get_session()
-    session.timeout = 0.5  # starting took its time
+    session.timeout = 0.5  # starting takes seconds
     began = time.monotonic()
     with pytest.raises(synk.WorkerError, match=r"rank 1 did not finish within the 0\.5 seconds"):
         session.run(Sleep())
@@ -1146,7 +1146,7 @@ def test_death_of_a_spawned_worker_is_reported(fork, started_xla, how):
 
 
 def test_interrupt_in_a_launch_keeps_values(fork):
-    # The old value is donated, and the new one is not in its place yet.
+    # The old value is donated, and the new one is not stored yet.
     fork(2)
     w = shared(np.zeros(1000), "w")
     f = synk.function([], [(w.sum() / 1000, None)], updates=[(w, w + 1)])
@@ -1156,7 +1156,7 @@ def test_interrupt_in_a_launch_keeps_values(fork):
         start = time.perf_counter()
         losses.append(f()[0])
         took.append(time.perf_counter() - start)
-    usual = np.median(took)  # whatever else this machine did meanwhile
+    usual = np.median(took)  # on a machine with other programs too
     count, interrupted = len(losses), 0
     for delay in np.random.default_rng(0).uniform(1e-5, 1.2 * usual, 150):
         try:
@@ -1178,7 +1178,7 @@ def test_interrupt_in_a_launch_keeps_values(fork):
 
 @pytest.mark.parametrize("noted", [False, True])
 def test_interrupt_after_a_launch_keeps_results_aligned(fork, monkeypatch, noted):
-    # The launch has written its number, and nobody has noted that: the next one's would be taken for it.
+    # The launch has written its number, which is unread; the next launch's number could be confused with it.
     fork(2)
     w = shared(np.zeros(3), "w")
     f = synk.function([], [(w.sum() / 3, None)], updates=[(w, w + 1)])
@@ -1211,7 +1211,7 @@ def alarms():
 
 
 class Draws:
-    """A class of the launcher, whose functions it has compiled by itself; all ranks give the same seed."""
+    """Class of the launcher that compiles its own functions, with the same seed on all ranks."""
 
     def __init__(self):
         import pytensor
@@ -1239,7 +1239,7 @@ def test_random_streams_of_own_functions_are_seeded_and_saved():
 
 def test_in_place_updates_reuse_memory():
     for is_there in (True, False):
-        # Not from_host: on the CPU, JAX may keep NumPy's memory (where it is aligned to 64 bytes), and copies it then.
+        # Not from_host: on the CPU, JAX may share NumPy's memory if it is aligned to 64 bytes, and copies it when donated.
         array = JAX.empty((3,), np.dtype("float32"))
         at = JAX.get_pointer(array)
         written = JAX.refresh(array, is_there)

@@ -1,6 +1,6 @@
-"""Functions in the graph libraries' real compilers, each against the serial function in the same mode.
+"""Functions compiled by the graph libraries' real compilers equal the serial function in the same mode.
 
-Other tests are computed by Python, as they are written or as FAST_COMPILE rewrites them: see conftest.py.
+Other tests use Python's linker, without rewrites or with those of FAST_COMPILE; see conftest.py.
 """
 
 import importlib
@@ -144,7 +144,7 @@ def dtypes(mode):
 
 
 def values_of_several_calls(mode):
-    """A shared variable that goes through host collectives and functions in turn."""
+    """Check a shared variable that host collectives and functions change in turn."""
     x = T.dvector("x")
     w = shared(np.zeros(2), "w")
     f = synk.function([x], w.sum(), updates=[(w, w + x.sum())], mode=mode)
@@ -179,7 +179,7 @@ if NAME == "pytensor":
 else:
     from theano.compile.mode import Mode
 
-#: The first is the libraries' default: Numba for PyTensor, C for Theano.
+#: Modes; the first is the library's default, Numba for PyTensor, C for Theano.
 NAMES = {
     "pytensor": ["NUMBA", "an object", "FAST_COMPILE", "CVM"],
     "theano": ["Mode", "an object", "FAST_COMPILE", "FAST_RUN"],
@@ -190,7 +190,7 @@ if XLA:
 
 @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
 @pytest.mark.parametrize("name", [NAMES[0], *(pytest.param(name, marks=pytest.mark.slow) for name in NAMES[1:])])
-def test_mode(fork, name, check):
+def test_mode_equals_the_serial_function(fork, name, check):
     fork(2)
     check(mode_named(name))
 
@@ -200,7 +200,7 @@ if NAME == "pytensor" and not XLA:
     @pytest.mark.slow
     def test_jax():
         pytest.importorskip("jax")
-        # JAX starts threads, and no process that has some should be forked: a new one, which forks first.
+        # JAX starts threads, and a process with threads should not fork; so this runs in a new process, which forks first.
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
         done = subprocess.run(
             [sys.executable, "-c", "import test_modes; test_modes.main('JAX')"],
@@ -220,7 +220,7 @@ def main(mode):
 
 
 class Compiled(Command):
-    """A command: show how often each rank has found Numba's function on disk, and how often it has compiled it."""
+    """Command that returns each rank's numbers of cache hits and of compilations of a Numba function."""
 
     def __init__(self, keys):
         self.keys = keys
@@ -237,7 +237,7 @@ def test_numba_cache_is_filled_by_one_rank(monkeypatch):
     monkeypatch.setattr(importlib.import_module(NAME).config, "mode", "NUMBA")
     synk.fork(3, use_gpu=False)
     try:
-        new = 1 + float(np.random.default_rng().random())  # or it would be on disk from an earlier run
+        new = 1 + float(np.random.default_rng().random())  # otherwise an earlier run could have cached it
         x, y, w = T.dmatrix("x"), T.dvector("y"), shared(np.zeros(3), "w")
         train = make_train_function(((x @ w * new - y) ** 2).mean(), [w], x, y, adam, learning_rate=new / 1000)
         losses = [float(train(X, Y)) for _ in range(3)]
@@ -256,7 +256,7 @@ def test_numba_cache_is_filled_by_one_rank(monkeypatch):
         synk.close()
 
 
-#: Where all ranks have to be at once.
+#: Barrier of both ranks.
 MEETING = multiprocessing.Barrier(2)
 
 
@@ -281,7 +281,7 @@ def test_numba_uncacheable_functions_compile_on_all_ranks():
     try:
         x = T.dvector("x")
         f = synk.function([x], (Meet()(x).sum(), "sum"), mode="NUMBA")
-        # Before, the worker waited for the end of the master's first call.
+        # An earlier version made the worker wait for the end of the master's first call.
         assert_close(f(Y), Y.sum())
     finally:
         synk.close()

@@ -1,4 +1,4 @@
-"""Programs that XLA compiles and all ranks run: their sums, and how they end."""
+"""Programs that XLA compiles and all ranks run: their all-reduces, errors and interrupts."""
 
 import numpy as np
 import pytest
@@ -27,7 +27,7 @@ def multiply(size, steps):
 
 
 @pytest.mark.parametrize("n", [1, 2, 3])
-def test_rank_program_all_reduce_in_a_loop(fork, n):
+def test_rank_program_all_reduces_in_a_loop(fork, n):
     from xla_programs import Multiply
 
     fork(n)
@@ -44,7 +44,7 @@ def test_rank_program_takes_jax_settings_of_the_master(fork):
     before = jax.config.jax_enable_x64
     try:
         for enabled in (not before, before):
-            jax.config.update("jax_enable_x64", enabled)  # on rank 0 alone
+            jax.config.update("jax_enable_x64", enabled)  # on rank 0 only
             assert run(Multiply(30)).dtype == (np.float64 if enabled else np.float32)
     finally:
         jax.config.update("jax_enable_x64", before)
@@ -71,7 +71,7 @@ def test_error_ends_a_rank_program(fork):
 def test_exit_of_a_rank_ends_a_rank_program(fork):
     from xla_programs import Multiply
 
-    fork(2, timeout=300)  # ranks of their own
+    fork(2, timeout=300)  # separate ranks
     with pytest.raises(synk.WorkerError, match="was killed"):
         run(Multiply(10**9, event="kill"))
 

@@ -1,4 +1,4 @@
-"""Attention as one Op equals NumPy's, in values and gradients; JAX mode leaves it to JAX's function."""
+"""Attention equals NumPy's in values and gradients; in JAX mode it is JAX's function."""
 
 from types import SimpleNamespace
 
@@ -41,11 +41,11 @@ def attend(query, key, value, allowed, scale, cotangent):
     st.sampled_from([None, ("length", "keys"), ("rows", 1, 1, "keys"), ("rows", "heads", "length", "keys")]),
     st.booleans(),
     st.sampled_from([None, 0.3]),
-    st.sampled_from(["float32", "float64", *["float16"] * XLA]),  # PyTensor computes float16 in JAX mode alone
+    st.sampled_from(["float32", "float64", *["float16"] * XLA]),  # PyTensor computes float16 in JAX mode only
     st.integers(0, 9),
 )
-def test_values_and_gradients_equal_numpy(two_ranks, lengths, mask_axes, is_causal, scale, dtype, seed):
-    """Each of two ranks has as many rows; a query may be without a key, except with `is_causal` alone."""
+def test_attention_values_and_gradients_equal_numpy(two_ranks, lengths, mask_axes, is_causal, scale, dtype, seed):
+    """A query may have no key, except with `is_causal` alone."""
     rng = np.random.default_rng(seed)
     rows, length, keys, heads, width = lengths
     sizes = {"rows": 2 * rows, "length": length, "keys": keys, "heads": heads, 1: 1}
@@ -65,17 +65,17 @@ def test_values_and_gradients_equal_numpy(two_ranks, lengths, mask_axes, is_caus
             mask = pt.constant(masks[0])
     output = dot_product_attention(*inputs, mask if mask_axes else None, scale=scale, is_causal=is_causal)
     gradients = pytensor.grad((output * cotangent).sum(), inputs)
-    found = synk.function(arguments, [(each, "gather") for each in (output, *gradients)])(*values)
+    found = synk.function(arguments, [(variable, "gather") for variable in (output, *gradients)])(*values)
     expected = attend(*values[:3], allowed, width**-0.5 if scale is None else scale, values[3])
-    for one, other in zip(found, expected, strict=True):
-        assert one.dtype == dtype
+    for value, expected_value in zip(found, expected, strict=True):
+        assert value.dtype == dtype
         # Gradients are differences of numbers of this magnitude.
         tolerance = {"float16": 2e-3, "float32": 1e-5, "float64": 1e-13}[dtype]
         tolerance *= max(1, *[np.abs(x).max() for x in values]) ** 3
-        np.testing.assert_allclose(one, other, atol=tolerance)
+        np.testing.assert_allclose(value, expected_value, atol=tolerance)
 
 
-def test_second_derivatives_and_inputs_that_are_one_variable():
+def test_attention_has_second_derivatives_for_repeated_inputs():
     x = make_inputs("float64")[0]
     values = np.random.default_rng(1).normal(size=(2, 3, 2, 4))
     direction = np.random.default_rng(2).normal(size=values.shape)
@@ -89,23 +89,23 @@ def test_second_derivatives_and_inputs_that_are_one_variable():
         return pt.einsum("bnts,bsnh->btnh", weights, value)
 
     outputs = [differentiate(attention) for attention in (dot_product_attention, write_out)]
-    one, other = pytensor.function([x], outputs, mode=pytensor.compile.Mode("py", None))(values)
-    np.testing.assert_allclose(one, other, rtol=1e-10, atol=1e-10)
+    value, expected_value = pytensor.function([x], outputs, mode=pytensor.compile.Mode("py", None))(values)
+    np.testing.assert_allclose(value, expected_value, rtol=1e-10, atol=1e-10)
 
 
-def test_functions_without_rewrites_compute_it():
+def test_attention_is_computed_without_rewrites():
     inputs = make_inputs()
     values = [np.random.default_rng(i).normal(size=(1, 2, 1, 3)).astype("float32") for i in range(4)]
     gradients = pytensor.grad((dot_product_attention(*inputs) * values[3]).sum(), inputs)
     mode = pytensor.compile.Mode("py", None)
     found = pytensor.function(inputs, gradients, mode=mode)(*values[:3])
     expected = attend(*values[:3], np.True_, 3**-0.5, values[3])[1:]
-    for one, other in zip(found, expected, strict=True):
-        np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-5)
+    for value, expected_value in zip(found, expected, strict=True):
+        np.testing.assert_allclose(value, expected_value, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
-def test_jax_mode_keeps_the_ops_for_float32(two_ranks, dtype):
+def test_attention_in_jax_mode_keeps_float32_ops(two_ranks, dtype):
     inputs = make_inputs(dtype)
     gradients = pytensor.grad(dot_product_attention(*inputs, is_causal=True).sum(), inputs)
     f = synk.function(inputs, [(gradient, "gather") for gradient in gradients])
@@ -128,7 +128,9 @@ def test_jax_mode_keeps_the_ops_for_float32(two_ranks, dtype):
         ("bfloat16", 64, (4, 8), False, None, False),
     ],
 )
-def test_cudnn_gets_what_it_supports(two_ranks, monkeypatch, dtype, width, lengths, has_mask, capability, expected):
+def test_attention_calls_cudnn_only_for_supported_arguments(
+    two_ranks, monkeypatch, dtype, width, lengths, has_mask, capability, expected
+):
     import jax
     import jax.numpy as jnp
 
@@ -169,7 +171,7 @@ QUERY, WRONG_DTYPE = make_inputs()[0], make_inputs("float64")[0]
         ((QUERY,) * 3, {"scale": np.nan}, ValueError("scale: expected a finite number, got nan")),
     ],
 )
-def test_wrong_arguments(arguments, options, error):
+def test_attention_refuses_wrong_arguments(arguments, options, error):
     with pytest.raises(type(error)) as info:
         dot_product_attention(*arguments, **options)
     assert str(info.value) == str(error)

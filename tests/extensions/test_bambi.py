@@ -1,4 +1,4 @@
-"""Models of Bambi on all ranks: density and gradient are those of the model."""
+"""Models of Bambi on all ranks have the density and the gradient of the model."""
 
 import importlib.util
 import warnings
@@ -54,7 +54,7 @@ def two():
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_density_and_gradient_are_the_models(name):
+def test_data_parallel_bambi_model_equals_the_model(name):
     pandas = pytest.importorskip("pandas")
     formula, options = MODELS[name]
     built = bambi.Model(formula, pandas.DataFrame(DATA), **options)
@@ -63,5 +63,7 @@ def test_density_and_gradient_are_the_models(name):
     assert len(parallel.split_RVs) == 1 and not parallel.reasons
     point = model.initial_point()
     for compile_function in ("compile_logp", "compile_dlogp"):
-        ours, theirs = (getattr(each, compile_function)(mode=INTERPRETED)(point) for each in (parallel, model))
+        ours, theirs = (
+            getattr(either_model, compile_function)(mode=INTERPRETED)(point) for either_model in (parallel, model)
+        )
         np.testing.assert_allclose(ours, theirs, rtol=1e-9, atol=1e-9)

@@ -1,4 +1,4 @@
-"""Terms by rows: the terms of some rows equal those of the whole expression, or an error is raised."""
+"""`make_rowwise`: the terms of some rows equal those of the whole expression, or an error is raised."""
 
 import re
 
@@ -118,7 +118,7 @@ def test_make_rowwise_ignores_constant_columns():
     assert [values.dtype for values in rows.values()] == ["float64"]
     some = pytensor.function([a, *rows], made, mode="FAST_COMPILE")(0.5, Y[:4])
     np.testing.assert_allclose(some, Y[:4] * 0.5 - 7)
-    # Unless there are no other rows.
+    # It is folded if it has no rows.
     made, rows = make_rowwise(pt.switch(holds, a, -np.inf), N)
     assert pytensor.function([a, *rows], made, mode="FAST_COMPILE")(0.5, np.ones(4, bool)).tolist() == [0.5] * 4
 
@@ -156,7 +156,7 @@ def test_make_rowwise_refuses_graphs_that_mix_rows(what):
         make_rowwise(terms, length)
 
 
-def test_shared_rows_on_axis_1():
+def test_make_rowwise_refuses_shared_rows_on_axis_1():
     wide = pytensor.shared(X.T, "wide")
     with pytest.raises(NotRowwiseError, match="'wide' has its rows on axis 1"):
         make_rowwise((wide * a).T.sum(axis=1), N)

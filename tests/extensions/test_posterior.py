@@ -1,4 +1,4 @@
-"""Functions of the draws of a posterior: PyMC's own functions, in one process, are the oracle."""
+"""Functions of posterior draws equal PyMC's own functions in one process."""
 
 import os
 import signal
@@ -118,7 +118,7 @@ def test_predictions_have_pymcs_distribution_and_layout(fork, model, drawn):
     assert {name: mine[name].dims for name in mine} == {name: other[name].dims for name in other}
     assert {name: mine[name].dtype for name in mine} == {name: other[name].dtype for name in other}
     assert [name for name in ("observed_data", "constant_data") if name not in ours] == []
-    # Given the draws, z of each draw is a sample of 50 from a Poisson distribution, and y of 30 from normal ones.
+    # For each draw, z is a sample of 50 from a Poisson distribution, and y a sample of 30 from normal ones.
     posterior = drawn["posterior"]
     rate = np.exp(posterior["mu"].values[..., 0])
     z = (mine["z"].values.mean(-1) - rate) / np.sqrt(rate / 50)
@@ -129,7 +129,7 @@ def test_predictions_have_pymcs_distribution_and_layout(fork, model, drawn):
     assert np.unique(y).size == y.size  # no two blocks have the same seed
 
 
-def test_predictions_of_other_rows(fork, model, drawn):
+def test_predictions_follow_set_data(fork, model, drawn):
     fork(2)
     with build() as other:
         pm.set_data({"x": X[:7] + 1}, coords={"row": [f"new {i}" for i in range(7)]})
@@ -170,7 +170,7 @@ def test_results_in_a_store_equal_those_in_memory(fork, model, drawn, tmp_path, 
         )
 
 
-def test_new_store_and_its_errors(fork, model, drawn, tmp_path, monkeypatch):
+def test_failed_call_leaves_no_group_in_a_new_store(fork, model, drawn, tmp_path, monkeypatch):
     zarr = pytest.importorskip("zarr", reason="the extra `pymc-zarr` is not installed")
     fork(2)
     store = str(tmp_path / "new.zarr")
@@ -188,7 +188,7 @@ def test_new_store_and_its_errors(fork, model, drawn, tmp_path, monkeypatch):
 
 
 def test_posterior_chunks_have_one_writer_each(fork, model, drawn, tmp_path, monkeypatch):
-    """Blocks of all sizes, rows in several chunks."""
+    """Blocks have all sizes, and rows several chunks."""
     zarr = pytest.importorskip("zarr", reason="the extra `pymc-zarr` is not installed")
     fork(3)
     monkeypatch.setattr(posterior, "_CHUNK_SIZE", 16)
@@ -200,12 +200,12 @@ def test_posterior_chunks_have_one_writer_each(fork, model, drawn, tmp_path, mon
     assert zarr.open_group(store)["log_likelihood"]["y"].chunks == (1, 14, 16)
 
 
-def test_computing_without_ranks_is_an_error(model, drawn):
+def test_posterior_functions_need_ranks(model, drawn):
     with model, pytest.raises(RuntimeError, match="fork"):
         compute_log_likelihood(drawn, **settings())
 
 
-def test_wrong_draws_are_an_error(fork, model, drawn):
+def test_posterior_functions_refuse_wrong_draws(fork, model, drawn):
     fork(1)
     with model:
         with pytest.raises(ValueError, match="posterior has no dimension 'draw', but"):
@@ -219,7 +219,7 @@ def has_exited(pid):
 
 
 @pytest.mark.parametrize("event", ["error", "exit", "interrupt"])
-def test_failures_end_all_processes(event):
+def test_posterior_failure_ends_all_processes(event):
     def write(number):
         yield os.getpid()
         if number == 1 and event == "error":

@@ -1,4 +1,4 @@
-"""PyMC models on all ranks; the model in one process is the oracle."""
+"""PyMC models on all ranks equal the model in one process."""
 
 import _thread
 import copy
@@ -40,7 +40,7 @@ X, GROUP = RNG.normal(size=(N, 3)), RNG.integers(0, 4, N)
 SUCCESS = RNG.integers(0, 2, N)
 COUNTS = RNG.poisson(3, N)
 KIND, HOURS = RNG.integers(0, 3, N), RNG.uniform(0.5, 3, N)
-HERE = {"mode": INTERPRETED}  # PyTensor's default is JAX where ranks are tested in JAX mode
+HERE = {"mode": INTERPRETED}  # PyTensor's default mode is JAX when ranks are tested in JAX mode
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning")
 
@@ -55,7 +55,7 @@ def center(a, b, x):
     return a[GROUP] + x @ b
 
 
-#: Observed variables: functions of a center per row and of a positive scale.
+#: Likelihoods: functions of each row's center and of a positive scale.
 LIKELIHOODS = {
     "normal": lambda eta, s: pm.Normal("y", eta, s, observed=X[:, 0]),
     "two columns": lambda eta, s: pm.Normal("y", eta[:, None], s, observed=X[:, :2]),
@@ -88,7 +88,7 @@ LIKELIHOODS = {
 
 
 def hierarchical(likelihood="logistic", **data):
-    """Return a model with groups; what is observed, and how."""
+    """Return a model with groups and this likelihood."""
     with pm.Model() as model:
         x = pm.Data("x", X)
         overall, spread = pm.Normal("overall"), pm.HalfNormal("spread")
@@ -100,7 +100,7 @@ def hierarchical(likelihood="logistic", **data):
 
 
 def points(model, count=2):
-    """Return points near the model's initial one."""
+    """Return points near the model's initial point."""
     rng = np.random.default_rng(4)
     start = model.initial_point()
     return [{k: v + 0.4 * rng.normal(size=np.shape(v)) for k, v in start.items()} for _ in range(count)]
@@ -160,7 +160,7 @@ def test_data_parallel_leaves_the_model_unchanged(two):
     assert not any(isinstance(node.op, SumOverRows) for node in list_nodes(model.logp()))
 
 
-def test_data_parallel_of_several_observed_variables(two):
+def test_data_parallel_splits_several_observed_variables(two):
     with pm.Model() as model:
         b = pm.Normal("b", shape=3)
         pm.Normal("y", X @ b, 1, observed=X[:, 0])
@@ -250,7 +250,7 @@ def survival():
     pm.Potential("alive", -((HOURS[~died] / scale[~died]) ** shape))
     pm.Potential("again", pm.logp(pm.Weibull.dist(shape, scale), HOURS).sum())
     pm.Censored("y", pm.Weibull.dist(shape, scale), None, np.where(died, np.inf, HOURS), observed=HOURS)
-    pm.Potential("prior", -(shape**2))  # of parameters alone
+    pm.Potential("prior", -(shape**2))  # depends on parameters only
 
 
 def softmax_with_a_reference():
@@ -292,7 +292,7 @@ def numbers_from_sums():
 
 
 def marginalize(build_terms):
-    """Return the log-density of rows without their category of three, as pymc-extras' `marginalize` computes it."""
+    """Return the log-density of rows, marginalized over three categories, as pymc-extras' `marginalize` computes it."""
     k = pt.tensor("k", dtype="int64", shape=(N,))
     categories = pt.alloc(np.arange(3), N, 3).T
     return pt.logsumexp(vectorize_graph(build_terms(k), {k: categories}), axis=0)
@@ -334,7 +334,7 @@ MODELS = [
 
 @pytest.mark.filterwarnings("ignore:Data in .* contains missing values")
 @pytest.mark.parametrize("build", MODELS, ids=lambda build: build.__name__)
-def test_data_parallel_of_pymcs_documented_models(two, build):
+def test_data_parallel_splits_pymcs_documented_models(two, build):
     with pm.Model() as model:
         build()
     parallel = data_parallel(model)
@@ -378,7 +378,7 @@ def test_logp_out_of_bounds_is_minus_infinity(two):
 
 
 def test_gradient_out_of_bounds_equals_pymcs(two):
-    """PyMC checks parameters for the density, and not for its gradient."""
+    """PyMC checks parameters for the density, but not for its gradient."""
     with pm.Model() as model:
         s = pm.Flat("s")
         pm.Normal("y", X[:, 1], s * X[:, 2] ** 2, observed=X[:, 0])
@@ -433,7 +433,7 @@ def scan_along_columns(rho):
 
 @pytest.mark.parametrize("build", [scan_along_rows, scan_of_each_row, scan_along_columns], ids=lambda f: f.__name__)
 def test_data_parallel_refuses_scans(build):
-    """The search does not look into the loop, which may mix rows."""
+    """The loop may mix rows, and is not searched."""
     with pm.Model() as model:
         pm.Normal("y", build(pm.Normal("rho")), 1, observed=X[:, 0])
     with pytest.raises(ValueError, match=r"split by rows: y: .*Scan\{"):
@@ -493,8 +493,8 @@ def test_set_data_reaches_the_ranks(two):
 
 
 @pytest.mark.parametrize("count", [0, 1])
-def test_set_data_of_fewer_rows_than_ranks(two, count):
-    """Without rows there is the prior's density."""
+def test_set_data_accepts_fewer_rows_than_ranks(two, count):
+    """Without rows the density is the prior's."""
     with pm.Model() as model:
         x, y = pm.Data("x", X), pm.Data("observed", X[:, 0])
         b, s = pm.Normal("b", shape=3), pm.HalfNormal("s")
@@ -515,7 +515,7 @@ def test_data_changed_in_place_reach_the_ranks(two):
     parallel = data_parallel(model)
     ours, theirs, point = parallel.compile_logp(**HERE), model.compile_logp(**HERE), points(model)[0]
     seen = []
-    for memory in (np.empty(0), model["observed"].get_value(borrow=True), columns):  # the model has the array itself
+    for memory in (np.empty(0), model["observed"].get_value(borrow=True), columns):  # the model shares the array
         memory[:] = 1
         seen.append(theirs(point))
         np.testing.assert_allclose(ours(point), seen[-1], rtol=1e-9)
@@ -549,7 +549,7 @@ def test_sample_finds_the_posterior(two):
     for name in ("b", "s"):
         ours, theirs = (posterior[name].values.reshape(2, 150, -1) for posterior in posteriors)
         sd = theirs.std(axis=(0, 1))
-        # Of 300 draws, somewhat alike, means are known to less than a tenth of the sd; sds too.
+        # Means and standard deviations of 300 correlated draws have errors below a tenth of the sd.
         assert np.all(abs(ours.mean(axis=(0, 1)) - theirs.mean(axis=(0, 1))) < 0.4 * sd)
         assert np.all(abs(ours.std(axis=(0, 1)) / sd - 1) < 0.4)
         for chains in (ours, theirs):
@@ -559,7 +559,7 @@ def test_sample_finds_the_posterior(two):
 
 
 @pytest.mark.skipif(XLA, reason="find_MAP takes PyTensor's default mode, which is JAX in these tests")
-def test_find_map_and_advi(two):
+def test_find_map_and_advi_equal_one_process(two):
     model = small()
     parallel = data_parallel(model)
     found, losses = [], []
@@ -571,7 +571,7 @@ def test_find_map_and_advi(two):
     np.testing.assert_allclose(losses[0], losses[1], rtol=1e-6)
 
 
-def test_sample_with_steps_without_gradients(two):
+def test_sample_works_with_steps_without_gradients(two):
     model = hierarchical()
     parallel = data_parallel(model)
     draws = []
@@ -605,7 +605,7 @@ def test_functions_other_than_logp_run_in_the_master(two):
         np.testing.assert_array_equal(ours, theirs)
 
 
-def test_logp_of_some_variables(two):
+def test_logp_of_some_variables_equals_pymcs(two):
     with pm.Model() as model:
         b = pm.Normal("b", shape=3)
         pm.Normal("y", X @ b, 1, observed=X[:, 0])
@@ -632,7 +632,7 @@ def test_logp_of_some_variables(two):
 
 
 class After:
-    """Do something after some draws."""
+    """Callback of `pm.sample` that runs an action after some draws."""
 
     def __init__(self, draws, what):
         self.draws, self.what = draws, what
@@ -681,7 +681,7 @@ def test_sample_returns_draws_after_a_death_and_reports_it(fork):
 
 @pytest.mark.new_ranks
 def test_death_interrupts_waiting_sampler_threads(fork):
-    """As nutpie waits for its own, which are no threads of Python's."""
+    """nutpie waits for its threads, which Python has not started."""
     fork(2)
     parallel, waits, seen = data_parallel(small()), threading.Event(), []
     density, point = parallel.compile_logp(**HERE), parallel.initial_point()
@@ -732,7 +732,7 @@ NUTPIE = pytest.mark.skipif(importlib.util.find_spec("nutpie") is None, reason="
 @NUTPIE
 @pytest.mark.skipif(XLA, reason="nutpie compiles by Numba")
 @pytest.mark.parametrize("cores", [1, 2])
-def test_sample_with_nutpie(two, cores):
+def test_nutpie_sampler_equals_one_process(two, cores):
     import nutpie
 
     model = small()
@@ -747,7 +747,7 @@ def test_sample_with_nutpie(two, cores):
 
 @NUTPIE
 @pytest.mark.skipif(XLA, reason="nutpie compiles by Numba")
-def test_sample_with_nutpie_as_a_sampler_of_pymc(two):
+def test_nutpie_called_by_pymc_equals_one_process(two):
     """Each chain has ranks of its own."""
     drawn = []
     model = small()
@@ -775,14 +775,14 @@ def test_nutpie_returns_draws_after_a_death(fork):
         threading.Timer(5, lambda: os.kill(pid, signal.SIGKILL)).start()
         drawn = nutpie.sample(compiled, draws=1_000_000, tune=5, chains=2, cores=2, seed=1, progress_bar=False)
     assert 10 <= drawn.posterior.sizes["draw"] < 1_000_000
-    # nutpie takes a failed evaluation for a divergence: the chains end at the death.  Some earlier draws diverge, too.
+    # nutpie treats a failed evaluation as a divergence: chains end at the death.  Some earlier draws diverge, too.
     assert drawn.sample_stats["diverging"].values[:, -10:].sum() < 10
 
 
 @pytest.mark.new_ranks
 @pytest.mark.filterwarnings("ignore:stopped early", "ignore:no density")
 def test_evaluations_after_a_death_wait_until_the_sampler_stops(fork, monkeypatch):
-    """Else nutpie's threads would record a wrong draw for each; a second interrupt would lose all draws."""
+    """Otherwise nutpie's threads would record wrong draws, and a second interrupt would lose all draws."""
     fork(2)
     (rows,) = data_parallel(small()).rows_sums
     rows.value([np.zeros(3)])
@@ -799,7 +799,7 @@ def test_evaluations_after_a_death_wait_until_the_sampler_stops(fork, monkeypatc
 
     (pid,) = synk.ranks.get_session().workers.pids.values()
     os.kill(pid, signal.SIGKILL)
-    _thread.start_new_thread(evaluate, ())  # Python has not made a Thread for it, as for those of Rust
+    _thread.start_new_thread(evaluate, ())  # no Thread object exists, as for Rust's threads
     assert all("SIGKILL" in str(errors.get(timeout=60)) for _ in range(3))
     assert waits == [rows_sum._STOP_SECONDS] * 3
     assert interrupts == [1]
@@ -807,7 +807,7 @@ def test_evaluations_after_a_death_wait_until_the_sampler_stops(fork, monkeypatc
 
 @pytest.mark.parametrize("start", [pm.find_MAP, pm.fit, pm.sample, lambda model: model.logp()])
 def test_data_parallel_needs_ranks(fork, start):
-    """Samplers such as nutpie take the error of an evaluation for a point without a density."""
+    """Samplers such as nutpie treat an error of an evaluation as a point without a density."""
     synk.close()
     parallel = data_parallel(small())
     with parallel, pytest.raises(RuntimeError, match=r"[Cc]all synkhronos.fork\(\)"):
@@ -815,7 +815,7 @@ def test_data_parallel_needs_ranks(fork, start):
 
 
 def test_sample_in_other_processes_names_concurrent(two):
-    """pymc-extras would ask for a report of a bug."""
+    """Without the error, pymc-extras would ask for a bug report."""
     pathfinder = {"__name__": "pymc_extras.inference.pathfinder.pathfinder"}
     exec("def fit_pathfinder(model, concurrent): return model.logp()", pathfinder)
     parallel = data_parallel(small())
@@ -825,7 +825,7 @@ def test_sample_in_other_processes_names_concurrent(two):
 
 
 def test_import_works_without_pymc():
-    """In a process in which PyMC can't be imported, all the rest can."""
+    """Without PyMC, all other modules can be imported."""
     script = """
         import sys
         sys.modules["pymc"] = None

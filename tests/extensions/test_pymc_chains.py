@@ -1,4 +1,4 @@
-"""Chains of PyMC side by side, each with its own ranks, compared with PyMC's own chains."""
+"""Concurrent chains of PyMC, each with its own ranks, equal PyMC's own chains."""
 
 import _thread
 import multiprocessing
@@ -56,7 +56,7 @@ def sample(model, **kwargs):
 
 @pytest.fixture
 def started(monkeypatch):
-    """Return a function that returns the ranks of each chain so far: the process ids of their workers."""
+    """Give a function that returns the worker process IDs of each chain so far."""
     read, write = os.pipe()
     os.set_blocking(read, False)
     start_ranks = chains_module.synk.fork
@@ -76,7 +76,7 @@ def started(monkeypatch):
         found.extend([list(map(int, line.split())) for line in text.splitlines()])
         return found
 
-    # The master's ranks are started by a function of the tests.
+    # The tests start the master's ranks by another function.
     monkeypatch.setattr(chains_module, "synk", type("Patched", (), {"fork": staticmethod(start), "close": synk.close}))
     yield get
     os.close(read)
@@ -118,7 +118,7 @@ def test_chains_of_the_master_use_all_ranks(fork, started, settings):
 
 
 def test_concurrent_chains_inherit_the_rows(fork, monkeypatch):
-    """Each group of ranks computes from the arrays of the model, and has no copies."""
+    """The ranks of each chain read the model's arrays, without copies."""
     fork(2)
     parallel = data_parallel(build())
     parallel.compile_logp(mode=INTERPRETED)(parallel.initial_point())
@@ -146,8 +146,8 @@ def test_set_data_reaches_the_next_chains(fork):
         np.testing.assert_allclose(ours.posterior["center"].values, theirs.posterior["center"].values, rtol=1e-6)
 
 
-def test_populations_of_chains(fork, started):
-    """The chains of a population step together, in a process each, whatever the number of cores."""
+def test_population_chains_have_their_own_ranks(fork, started):
+    """The chains of a population step together, each in its own process, for any number of cores."""
     fork(4)
     model = build()
     drawn = []
@@ -159,7 +159,7 @@ def test_populations_of_chains(fork, started):
     assert sorted(map(len, started())) == [1, 1, 2]
 
 
-def test_metropolis_and_sequential_monte_carlo(fork, started):
+def test_metropolis_and_smc_chains_have_their_own_ranks(fork, started):
     fork(2)
     model = build()
     parallel = data_parallel(model)
@@ -185,7 +185,7 @@ def test_metropolis_and_sequential_monte_carlo(fork, started):
 
 
 class At:
-    """Call a function after some draws."""
+    """Callback of `pm.sample` that calls a function after some draws."""
 
     def __init__(self, draws, function):
         self.draws, self.function = draws, function
@@ -219,7 +219,7 @@ def test_ranks_of_a_chain_end_with_it(fork, started, signal_number):
 
 
 def test_interrupted_chains_return_their_draws(tmp_path):
-    """As a terminal sends it: to all processes."""
+    """The interrupt goes to all processes, as a terminal sends it."""
     script = """
         import os, signal, sys, warnings
         import numpy as np
@@ -249,7 +249,7 @@ def test_interrupted_chains_return_their_draws(tmp_path):
 
 
 class Threads:
-    """Stands for PyMC's function that calls nutpie: chains are threads that Python has not started."""
+    """Stand-in for PyMC's function that calls nutpie: chains are threads that Python has not started."""
 
     def __init__(self, sums, monkeypatch):
         self.sums, self.monkeypatch = sums, monkeypatch
@@ -267,7 +267,7 @@ class Threads:
                 found.put(error)
 
         found = queue.SimpleQueue()
-        self.monkeypatch.setattr(type(self.sums[0]), "_evaluate_here", refuse)  # not in the servers, which are running
+        self.monkeypatch.setattr(type(self.sums[0]), "_evaluate_here", refuse)  # not in the servers, which run already
         for number in range(chains):
             _thread.start_new_thread(evaluate, (number,))
         return [found.get(timeout=100) for _ in range(chains)]
@@ -337,7 +337,7 @@ def test_evaluate_after_an_interrupt_reads_no_late_result():
 
 @pytest.mark.parametrize(("rates", "expected"), [([10, 20, 30], [2, 3]), ([10, 30, 20], [1, 1])], ids=["all", "one"])
 def test_ranks_auto_takes_the_fastest_number_of_ranks(fork, started, monkeypatch, caplog, rates, expected):
-    """Rates of PyMC alone, of one rank, and of two of five: the largest number leaves no rank idle."""
+    """The rates are those of PyMC alone, of one rank, and of two ranks of five."""
     fork(5)
     monkeypatch.setattr(
         "synkhronos.extensions.pymc.data_parallel_model.measure_rate", lambda evaluate, chains: rates.pop(0)
@@ -355,7 +355,7 @@ def test_ranks_auto_takes_the_fastest_number_of_ranks(fork, started, monkeypatch
 
 @pytest.mark.parametrize("chains", [1, 2])
 def test_ranks_auto_avoids_slower_ranks(fork, monkeypatch, chains):
-    """60 rows are computed in less time than a call of the ranks takes."""
+    """Computing 60 rows takes less time than a call of the ranks."""
     fork(2)
     monkeypatch.setattr(chains_module, "_MEASURE_SECONDS", 0.05)
     model = build()
@@ -365,7 +365,7 @@ def test_ranks_auto_avoids_slower_ranks(fork, monkeypatch, chains):
     assert parallel.compile_logp(mode=INTERPRETED)(point) == model.compile_logp(mode=INTERPRETED)(point)
 
 
-def test_error_while_ranks_auto_measures():
+def test_ranks_auto_raises_errors_of_the_measurement():
     with pytest.raises(ZeroDivisionError):
         chains_module.measure_rate(lambda: 1 / 0, 2)
 

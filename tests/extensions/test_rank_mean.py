@@ -1,4 +1,4 @@
-"""Means over the rows of all ranks within a graph: batch normalisation that one process has with all rows."""
+"""`rank_mean`: batch normalisation over the rows of all ranks equals that of one process with all rows."""
 
 import numpy as np
 import pytest
@@ -24,7 +24,7 @@ WEIGHTS = rng.normal(size=(3, 4)), rng.normal(size=4)
 
 
 class Network:
-    """Two layers, the first one followed by a batch normalisation, and a second one beside it."""
+    """Two layers with batch normalisation after the first, and another batch normalisation in parallel."""
 
     def __init__(self):
         self.x, self.y = T.dmatrix("x"), T.dvector("y")
@@ -57,22 +57,22 @@ class Network:
 
 
 def check_equal(found, expected):
-    for one, other in zip(found, expected, strict=True):
-        np.testing.assert_allclose(one, other, rtol=1e-8, atol=1e-10)
+    for value, expected_value in zip(found, expected, strict=True):
+        np.testing.assert_allclose(value, expected_value, rtol=1e-8, atol=1e-10)
 
 
 def test_rank_mean_statistics_and_gradients_equal_one_process(n_ranks):
-    """Train on 13 rows, on 5 and on 1, so that some ranks have none."""
+    """Steps on 13, 5 and 1 rows, so that some ranks have none."""
     serial, parallel = Network(), Network()
     alone = serial.train_by(make_train_function_serial)
     train = parallel.train_by(make_train_function)
     for rows in (None, list(range(5)), [7], None):
-        losses = [each(X, Y, batch=rows) for each in (train, alone)]
+        losses = [step(X, Y, batch=rows) for step in (train, alone)]
         np.testing.assert_allclose(*losses, rtol=1e-8)
         check_equal(parallel.values(), serial.values())
 
 
-def test_rank_mean_in_a_trainer_with_ranks_without_rows(n_ranks):
+def test_rank_mean_in_a_trainer_accepts_ranks_without_rows(n_ranks):
     network, serial = Network(), Network()
     trainer = network.train_by(make_trainer)
     for report in trainer.epochs(X, Y, 12 // n_ranks, 3, seed=1):  # a batch of 12 rows, then one of 1
@@ -92,7 +92,7 @@ def test_rank_mean_is_refused_in_wrong_calls(n_ranks):
         ValueError, match="num_slices: expected 1, got 2: train_gradient has means over all ranks' rows"
     ):
         train(X, Y, num_slices=2)
-    train(X, Y)  # the ranks go on
+    train(X, Y)  # the ranks remain usable
     with pytest.raises(ValueError, match="weight: expected None for a loss with means over ranks"):
         network.train_by(make_train_function, weight=T.sqr(network.y).sum())
     trainer = Network().train_by(make_trainer, rule=rules.LocalSGD(2))
@@ -128,7 +128,7 @@ def test_rank_mean_error_of_one_rank_ends_the_call(n_ranks):
     rows = np.full((2 * n_ranks, 3), 6.0)
     if n_ranks > 1:
         np.testing.assert_allclose(f(rows)[0], [6.0])
-    rows[-1] = 5  # of the last rank alone
+    rows[-1] = 5  # on the last rank only
     for _ in range(2):
         with pytest.raises((ValueError, synk.WorkerError, RuntimeError)):
             f(rows)

@@ -1,4 +1,4 @@
-"""Sums over rows as expressions; PyTensor without ranks is the oracle."""
+"""Sums over rows as expressions equal PyTensor's without ranks."""
 
 import copy
 import os
@@ -36,7 +36,7 @@ def log_density(x, y, group):
 
 
 def sum_both_ways(terms, variables, values):
-    """Return the sum computed by the ranks, and the sum of the terms in one process."""
+    """Return two expressions: the sum computed by the ranks, and the sum in this process."""
     constants = {variable: pt.constant(value) for variable, value in zip(variables, values, strict=True)}
     serial = pytensor.graph.replace.graph_replace([terms], constants)[0].sum()
     return sum_over_rows(terms, dict(zip(variables, values, strict=True))), serial
@@ -57,7 +57,7 @@ def two(fork):
 
 @pytest.fixture
 def calls(monkeypatch):
-    """Note which functions the ranks are called with."""
+    """Record the functions that the ranks are called with."""
     names = []
     original = Dispatcher.call
 
@@ -71,17 +71,17 @@ def calls(monkeypatch):
 
 @pytest.fixture
 def simple(two):
-    """Give a function of a sum and its gradient, and one of the sum alone; the sum of (y - a)**2 over all rows."""
+    """Give a function of the sum of ``(y - a)**2`` and its gradient, and one of the sum only."""
     a = pt.dscalar("a")
     total = sum_over_rows((y - a) ** 2, {y: Y})
     return function([a], total), function([a], [total, pytensor.grad(total, a)])
 
 
-# The last number is that of the bytes that a rank computes at once; a row has 40.
+# The last number is the bytes of a slice; a row has 40.
 @pytest.mark.parametrize(
     ("n", "rows", "block"), [(1, N, None), (2, N, None), (3, 2, None), (2, 1, None), (3, N, 100), (2, N, 1)]
 )
-def test_rows_sum_value_gradient_and_hessian_product(fork, monkeypatch, n, rows, block):
+def test_rows_sum_value_gradient_and_hessian_product_equal_pytensors(fork, monkeypatch, n, rows, block):
     if XLA and rows < 2 * n:
         pytest.skip("PyTensor takes the one row of a rank for something to broadcast, and refuses")
     if block is not None:
@@ -92,21 +92,21 @@ def test_rows_sum_value_gradient_and_hessian_product(fork, monkeypatch, n, rows,
     actual = function(*derivatives(total))(*POINT, DIRECTION)
     expected = function(*derivatives(serial))(*POINT, DIRECTION)
     assert len(actual) == 7
-    for one, other in zip(actual, expected, strict=True):
-        assert one.dtype == other.dtype
-        np.testing.assert_allclose(one, other, rtol=1e-12, atol=1e-12)
+    for value, expected_value in zip(actual, expected, strict=True):
+        assert value.dtype == expected_value.dtype
+        np.testing.assert_allclose(value, expected_value, rtol=1e-12, atol=1e-12)
 
 
-def test_rows_sum_of_any_shape_and_dtype(two):
+def test_rows_sum_accepts_any_shape_and_dtype(two):
     z, b = pt.ftensor3("z"), pt.fscalar("b")
     values = RNG.normal(size=(5, 2, 3)).astype("float32")
     total, serial = sum_both_ways(pt.tanh(z * b), [z], [values])
     actual, expected = (function([b], [s, pytensor.grad(s, b)])(np.float32(0.5)) for s in (total, serial))
-    assert [one.dtype for one in actual] == ["float32", "float32"]
+    assert [value.dtype for value in actual] == ["float32", "float32"]
     np.testing.assert_allclose(actual, expected, rtol=1e-5)
 
 
-def test_rows_sum_of_the_rows_themselves(two):
+def test_rows_sum_accepts_rows_as_terms(two):
     total = sum_over_rows(y, {y: Y})
     np.testing.assert_allclose(function([], total)(), Y.sum())
 
@@ -115,13 +115,13 @@ def test_rows_sum_moves_other_terms_outside(two):
     heavy = pt.cumsum(w)
     total = sum_over_rows(x @ heavy, {x: X})
     assert total.owner.inputs == [heavy]
-    # Results that depend on scalars alone are not sent; the scalars are.
+    # Results that depend on scalars only are not sent; the scalars are.
     total = sum_over_rows(y * pt.exp(scale * 2 + pt.log(3.0)), {y: Y})
     assert total.owner.inputs == [scale]
 
 
 @pytest.mark.parametrize("mode", ["CVM", "NUMBA"])
-def test_rows_sum_in_compiled_modes(two, mode):
+def test_rows_sum_works_in_compiled_modes(two, mode):
     a = pt.dvector("a")
     total, serial = sum_both_ways((y[:, None] - a) ** 3, [y], [Y])
     point = np.array([0.5, 1.5])
@@ -129,11 +129,11 @@ def test_rows_sum_in_compiled_modes(two, mode):
     for s in (total, serial):
         f = pytensor.function([a], [2 * s, pytensor.grad(pt.exp(s / 100), a)], mode=mode if s is total else INTERPRETED)
         results.append(f(point))
-    for one, other in zip(*results, strict=True):
-        np.testing.assert_allclose(one, other)
+    for value, expected_value in zip(*results, strict=True):
+        np.testing.assert_allclose(value, expected_value)
 
 
-def test_rows_sum_within_a_scan(two):
+def test_rows_sum_works_within_a_scan(two):
     a = pt.dscalar("a")
     total = sum_over_rows((y - a) ** 2, {y: Y})
     step = lambda now, *_: now - 0.01 * pytensor.graph.replace.graph_replace(pytensor.grad(total, a), {a: now})  # noqa: E731
@@ -175,12 +175,12 @@ def test_rows_sum_results_are_writable_copies(two):
     f = function([w], pytensor.grad(total, w))
     point = np.zeros(3)
     first = f(point)
-    kept = first.copy()
+    copied = first.copy()
     first[:] = 0
-    np.testing.assert_array_equal(f(point), kept)
+    np.testing.assert_array_equal(f(point), copied)
 
 
-def test_rows_sum_of_shared_variables(two):
+def test_rows_sum_accepts_shared_variables(two):
     a = pytensor.shared(1.0, "a")
     total = sum_over_rows(y * a, {y: Y})
     f = function([], [total, pytensor.grad(total, a)])
@@ -266,7 +266,7 @@ def test_rows_sum_notices_a_change_of_many_rows(two, calls):
     assert f(1.0) == 900_000
 
 
-def test_rows_sum_of_data_objects(two):
+def test_rows_sum_accepts_data_objects(two):
     a = pt.dscalar("a")
     f = function([a], sum_over_rows(y * a, {y: synk.data(Y)}))
     np.testing.assert_allclose(f(2.0), 2 * Y.sum())
@@ -291,7 +291,7 @@ def test_rows_sum_sends_rows_to_new_ranks(fork):
         f(2.0)
 
 
-def test_rows_sum_made_before_fork(fork):
+def test_rows_sum_can_be_made_before_fork(fork):
     synk.close()
     a = pt.dscalar("a")
     f = function([a], sum_over_rows(y * a, {y: Y}))
@@ -340,7 +340,7 @@ def test_rows_sum_unpickled_elsewhere_names_cores(two):
     a = pt.dscalar("a")
     total = sum_over_rows((y - a) ** 2, {y: Y})
     code = "import pickle, sys; pickle.load(sys.stdin.buffer).perform(None, [1.0], [[None]])"
-    # No child of multiprocessing's: its resource tracker would outlive the test.
+    # Not by multiprocessing, whose resource tracker would outlive the test.
     ended = subprocess.run([sys.executable, "-c", code], input=pickle.dumps(total.owner.op), capture_output=True)
     assert b"RuntimeError" in ended.stderr and b'mp_ctx="fork"' in ended.stderr and b"cores=1" in ended.stderr
 
@@ -358,7 +358,7 @@ def test_rows_sum_copies_share_rows(two):
 
 
 @pytest.mark.skipif(XLA, reason="XLA raises nothing")
-def test_rows_sum_error_on_a_rank(two):
+def test_rows_sum_raises_errors_of_ranks(two):
     a = pt.dscalar("a")
     terms = pytensor.raise_op.Assert("too large")(y * a, pt.all(y * a < 100))
     f = function([a], sum_over_rows(terms, {y: np.append(np.ones(9), 200.0)}))
@@ -368,7 +368,7 @@ def test_rows_sum_error_on_a_rank(two):
 
 
 @pytest.mark.new_ranks
-def test_rows_sum_after_a_death_and_a_new_fork(fork):
+def test_rows_sum_works_after_a_death_and_a_new_fork(fork):
     fork(2)
     a = pt.dscalar("a")
     f = function([a], sum_over_rows((y - a) ** 2, {y: Y}))
@@ -414,7 +414,7 @@ def test_rows_sum_refuses_third_derivatives():
         pytensor.grad(second, a)
 
 
-def test_evaluations_look_for_changes_only_in_arrays_that_may_change():
+def test_rows_sum_compares_only_arrays_that_may_change():
     array = np.zeros(4)
     view = array[:]
     view.flags.writeable = False

@@ -1,4 +1,4 @@
-"""Samplers that XLA compiles, on all ranks: draws are those of one process."""
+"""Samplers that XLA compiles return the draws of one process on all ranks."""
 
 import importlib.util
 import subprocess
@@ -10,7 +10,7 @@ from paths import SUPPORT
 
 pytestmark = [
     pytest.mark.skipif(bool(HOSTS), reason="the ranks of samplers are on one host"),
-    pytest.mark.timeout(600),  # XLA compiles a sampler for minutes on a busy machine
+    pytest.mark.timeout(600),  # on a busy machine XLA compiles a sampler for minutes
 ]
 
 

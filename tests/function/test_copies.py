@@ -1,4 +1,4 @@
-"""Functions and training functions that are copied and pickled, as those of the graph libraries can be."""
+"""Functions and training functions can be copied and pickled, as those of the graph libraries."""
 
 import copy
 import gc
@@ -41,7 +41,7 @@ def test_function_copy_shares_variables(fork):
     assert (g.name, g.output_modes) == ("f", ["sum"])
     assert [v is w for v in g.get_shared()] == [True]
     assert [float(h(VALUE)) for h in (g, f, g)] == [12, 18, 24]
-    del f  # which the copy doesn't need
+    del f  # the copy does not need them
     gc.collect()
     synk.distribute()
     assert g(VALUE) == 30
@@ -67,8 +67,8 @@ def test_function_pickle_works_with_other_ranks(fork):
     f, _ = make_function()
     f(VALUE)
     synk.close()
-    kept = pickle.dumps(f)
-    g = pickle.loads(kept)
+    pickled = pickle.dumps(f)
+    g = pickle.loads(pickled)
     with raises(RuntimeError):
         g(VALUE)
     fork(3)

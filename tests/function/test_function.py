@@ -1,4 +1,4 @@
-"""Outputs of functions: every op on any rows and ranks, dtypes, streams of large outputs, kinds of graphs."""
+"""Outputs of functions: every op for any rows and ranks, dtypes, large outputs, kinds of graphs."""
 
 import sys
 
@@ -20,7 +20,7 @@ pytestmark = pytest.mark.usefixtures("rewrites")
 
 
 def split_rows(rows, n):
-    """Split rows as ranks do, those without rows left out."""
+    """Return the rows of each rank, without the ranks that have none."""
     return [part for part in np.array_split(np.asarray(rows), n) if len(part)]
 
 
@@ -57,7 +57,7 @@ def calls(draw, most=60):
 
 
 def average_slices(plain, rows, n, slices, *args):
-    """The average of ranks' averages of their slices' values."""
+    """Return the average over ranks of the averages over slices."""
     each = []
     for part in split_rows(rows, n):
         each.append(
@@ -67,11 +67,11 @@ def average_slices(plain, rows, n, slices, *args):
 
 
 class Many:
-    """Two scattered inputs and one that goes whole, into outputs of 0 to 3 dimensions under all ops."""
+    """A function of two scattered inputs and a broadcast one, with outputs of 0 to 3 dimensions under all ops."""
 
     def __init__(self, prefix):
         x, y, b = T.dmatrix("x"), T.lvector("y"), T.drow("b")
-        both = T.concatenate([x, b])  # so that there is a minimum even of no rows
+        both = T.concatenate([x, b])  # a minimum exists even without rows
         wide = x.dimshuffle(0, 1, "x") * b.dimshuffle("x", 0, 1)
         self.exact = [
             ((x * b).sum(axis=0), "sum"),
@@ -123,7 +123,7 @@ def test_exact_ops_equal_the_serial_function(fork, n, prefix):
 
 @pytest.mark.parametrize("n", [2, 3])
 def test_scalar_outputs_are_reduced(fork, n):
-    # Functions all of whose outputs have no dimensions take a path of their own.
+    # Functions with scalar outputs only take another code path.
     fork(n)
     x = T.dvector("x")
     exact = [(x.sum(), "sum"), (x.mean(), "mean"), ((x + 0.5).prod(), "prod"), (x.shape[0], "sum")]
@@ -166,7 +166,7 @@ def test_gather_concatenates_in_rank_order(fork, master):
     joined, sums = f(np.arange(7.0))
     np.testing.assert_array_equal(joined, np.arange(7.0))
     np.testing.assert_array_equal(sums, [3, 7, 11])
-    # With one row rank 0 alone computes, be it the master or not.
+    # With one row only rank 0 computes, whether it is the master or not.
     np.testing.assert_array_equal(f(np.arange(1.0) + 4)[1], [4])
 
 
@@ -205,7 +205,7 @@ OF_TWO = {"sum": np.add, "prod": np.multiply, "min": np.minimum, "max": np.maxim
 
 @pytest.fixture(scope="module")
 def two_parts():
-    """Rows whose halves are one for each of two ranks."""
+    """Give rows whose halves are the shares of two ranks."""
     return np.array([[3, 1, 0], [2, 7, 1], [5, 1, 1], [1, 0, 4]])
 
 
@@ -272,7 +272,7 @@ def test_large_outputs_are_streamed_in_chunks(fork, dtype):
     f = synk.function([x], [*((column, op) for op in ops), (x, "gather"), (x, None)])
     width = 5 * SCRATCH_NBYTES // 2 // np.dtype(dtype).itemsize + 1
     value = RNG.integers(-3, 4, size=(5, width)).astype(dtype)
-    for n_rows in (2, 5):  # the third rank has none of two
+    for n_rows in (2, 5):  # the third rank has none of the two rows
         rows = value[:n_rows]
         firsts = np.stack([part[0] for part in split_rows(rows, 3)])
         *results, joined, own = f(rows)
@@ -336,7 +336,7 @@ def test_output_subset_keeps_the_requested_order(fork, ndim):
     f = synk.function([x, y], outputs[: 3 + ndim])
     a, b = np.arange(4.0), np.arange(4.0) + 10
     assert [float(v) for v in f(a, b, output_subset=[2, 1])] == [0, 13]
-    # Inputs that no output of the subset needs are passed all the same.
+    # Inputs that no output of the subset needs must be passed, too.
     assert [float(v) for v in f(a, b, output_subset=[0])] == [6]
     assert [float(v) for v in f(a, b, output_subset=[0], num_slices=2)] == [6]
     assert f(a, b, output_subset=[]) == []
@@ -357,7 +357,7 @@ def test_output_subset_applies_all_updates(fork):
     np.testing.assert_array_equal(synk.gather(count), [3, 3])
 
 
-def test_function_repr(fork):
+def test_function_repr_shows_its_name_and_inputs(fork):
     fork(1)
     x = T.dvector("x")
     w, v = shared(0.0, "w"), shared(0.0, "v")
@@ -387,7 +387,7 @@ def test_function_without_inputs_runs_on_every_rank(fork):
         f(num_slices=2)
 
 
-def test_function_with_only_bcast_inputs(fork):
+def test_function_accepts_only_bcast_inputs(fork):
     fork(3)
     b = T.dvector("b")
     f = synk.function([], [(b.sum(), "sum"), (b.sum(), "mean")], bcast_inputs=[b])
@@ -396,7 +396,7 @@ def test_function_with_only_bcast_inputs(fork):
 
 
 @pytest.mark.skipif(XLA, reason="PyTensor's JAX mode has no generators as outputs")
-def test_op_none_of_a_non_array_output(fork):
+def test_op_none_returns_outputs_that_are_no_arrays(fork):
     fork(2)
     x = T.dvector("x")
     if NAME == "pytensor":
@@ -420,7 +420,7 @@ def test_scan_runs_on_every_rank(fork):
         )
     else:
         powers, _ = package.scan(lambda a, w: a * w, outputs_info=[x], non_sequences=[w], n_steps=steps)
-    # XLA needs to know the number of steps when it compiles.
+    # XLA needs the number of steps at compilation.
     f = synk.function([x], (powers[-1], "gather"), bcast_inputs=[steps], sliceable_shareds=[], mode=INTERPRETED)
     np.testing.assert_allclose(f(X, 3), X * [8, 27])
     np.testing.assert_allclose(f(X, 2, num_slices=2), X * [4, 9])
@@ -453,8 +453,8 @@ def test_deep_graph_is_sent_to_workers(fork):
     assert f.name
 
 
-def test_deep_graph_computes(fork):
-    # The libraries' own compilers are recursive: whoever has such graphs raises the limit, after fork() or before.
+def test_deep_graph_is_computed(fork):
+    # The libraries' compilers are recursive: users of such graphs raise the limit, before or after fork().
     fork(2)
     x = T.dvector("x")
     f = synk.function([x], (chain(x, 1200), "gather"))
@@ -474,5 +474,5 @@ def test_functions_share_variables(fork):
     read = synk.function([], (w, "gather"))
     add(np.arange(4.0))
     np.testing.assert_array_equal(read(), [1, 5])
-    late = synk.function([], (w * 2, "gather"))  # made when the ranks' values differ already
+    late = synk.function([], (w * 2, "gather"))  # made after the ranks' values differ
     np.testing.assert_array_equal(late(), [2, 10])

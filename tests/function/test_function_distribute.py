@@ -23,7 +23,7 @@ pytestmark = pytest.mark.usefixtures("rewrites")
 
 def test_distribute_can_be_repeated(fork):
     fork(3)
-    synk.distribute()  # nothing is there yet
+    synk.distribute()  # nothing to send
     x = T.dvector("x")
     w = shared(1.0, "w")
     add = synk.function([x], updates=[(w, w + x.sum())])
@@ -49,7 +49,7 @@ def test_distribute_sends_current_values(fork):
 
 
 def record_sizes(monkeypatch):
-    """Collect the sizes of all shared memory made from now on."""
+    """Record the sizes of all shared memory segments created from now on."""
     sizes = []
     create = MemoryTable.create
 
@@ -117,7 +117,7 @@ def test_workers_drop_collected_functions(fork):
 
 
 class Unpicklable(FailOnWorkers):
-    """An Op that holds a lock, which is of one process."""
+    """Op with a lock, which cannot be pickled."""
 
     def __init__(self, what):
         super().__init__(what)
@@ -153,7 +153,7 @@ def test_functions_work_after_a_new_fork(fork):
     synk.distribute()
     synk.close()
     fork(3)
-    synk.broadcast(weights, [1.0, 2.0])  # no function of these ranks uses it yet, but one does
+    synk.broadcast(weights, [1.0, 2.0])  # no function has been sent to these ranks yet
     synk.distribute()
     f()
     assert synk.gather(weights).tolist() == [[2.0, 3.0]] * 3
@@ -166,10 +166,10 @@ def test_slow_compilation_is_reported_once(fork, monkeypatch, caplog):
     f = synk.function([x], (x.sum(), "sum"), name="slow")
     for _ in range(3):
         f(np.ones(6))
-    said = [record.getMessage() for record in caplog.records if "compiling slow" in record.getMessage()]
-    ends = [message for message in said if " took " in message]
+    messages = [record.getMessage() for record in caplog.records if "compiling slow" in record.getMessage()]
+    ends = [message for message in messages if " took " in message]
     assert ends[0].startswith("compiling slow took ")
-    # In the master alone: the graph, and where XLA compiles the shapes of its part.
+    # In the master only: the graph, and with XLA the shapes of its rows.
     assert len(ends) == (2 if XLA else 1)
     if XLA:
         f(np.ones(8))

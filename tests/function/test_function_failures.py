@@ -22,7 +22,7 @@ pytestmark = pytest.mark.usefixtures("rewrites")
 def test_error_of_a_worker_names_its_rank(fork):
     fork(3)
     x, i = T.dvector("x"), T.lvector("i")
-    f = synk.function([x, i], (x[i], "gather"), mode=INTERPRETED)  # XLA takes the nearest index that there is
+    f = synk.function([x, i], (x[i], "gather"), mode=INTERPRETED)  # XLA clamps the index
     value = np.arange(6.0)
     good = np.array([0, 1, 0, 1, 0, 1])
     for culprit in (1, 2):
@@ -53,7 +53,7 @@ def test_function_error_lists_all_failed_ranks(fork):
     assert caught.value.rank in (1, 2)
     assert "perform" in caught.value.worker_traceback
     assert all("LookupError" in line for line in caught.value.failures.values())
-    # A compiled function without outputs has no barrier: both workers reach their error.
+    # A compiled function without outputs has no barrier, so both workers reach their error.
     g = synk.function([x], updates=[(shared(0.0), FailOnWorkers("raise if 1")(x).sum())], mode=INTERPRETED)
     g(np.zeros(3))
     with pytest.raises(synk.WorkerError, match="Other ranks failed too") as caught:
@@ -84,7 +84,7 @@ def test_killed_worker_ends_all_workers(fork, how):
     with pytest.raises(synk.WorkerError, match=rf"rank [12] \(process \d+\) was killed by {how}"):
         g(np.arange(3.0))
     assert time.monotonic() - start < LIMIT
-    assert list_children(os.getpid()) == []  # the others were ended with it
+    assert list_children(os.getpid()) == []  # the others ended as well
     with pytest.raises(RuntimeError, match="fork"):
         f(np.arange(3.0))
     fork(2)

@@ -20,7 +20,7 @@ In, Out = package.In, package.Out
 
 @pytest.fixture
 def difference():
-    """Make a function whose value tells its inputs apart."""
+    """Give a factory of functions whose value differs for each assignment of inputs."""
     x, y, b = T.dmatrix("x"), T.dvector("y"), T.dscalar("b")
 
     def make():
@@ -29,7 +29,7 @@ def difference():
     return make
 
 
-def test_inputs_mix_data_arrays_and_lists(fork, difference):
+def test_function_accepts_data_arrays_and_lists_together(fork, difference):
     fork(2)
     f = difference()
     expected = X * Y[:, None] + 2
@@ -39,7 +39,7 @@ def test_inputs_mix_data_arrays_and_lists(fork, difference):
     same(f(X.astype("float32"), Y, 2), X.astype("float32") * Y[:, None] + 2)
 
 
-def test_inputs_by_name(fork, difference):
+def test_function_accepts_inputs_by_name(fork, difference):
     fork(2)
     f = difference()
     expected = X * Y[:, None] + 2
@@ -68,7 +68,7 @@ def test_minibatch_row_0_is_the_lowest_index(fork, difference, batch):
     low = select_rows(batch, 9).min()
     mini = synk.data(X[low:], minibatch=True)
     np.testing.assert_array_equal(f(mini, Y, 0, batch=batch), f(X, Y, 0, batch=batch))
-    # An array is passed whole, even beside a minibatch; and all inputs may be minibatches.
+    # An array is used whole, even beside a minibatch; and all inputs may be minibatches.
     both = f(mini, synk.data(Y[low:], minibatch=True), 0, batch=batch)
     np.testing.assert_array_equal(both, f(X, Y, 0, batch=batch))
 
@@ -78,7 +78,7 @@ def test_minibatch_row_0_is_the_lowest_index(fork, difference, batch):
 )
 @pytest.mark.parametrize("room", [0, 2])
 def test_minibatch_rows_follow_the_index_list(fork, difference, batch, room):
-    # As one trains on files: the order is shuffled, the next of it are read and put into a minibatch, row by row.
+    # As in training from files: the order is shuffled, and the next rows are read into a minibatch.
     fork(2)
     f = difference()
     rows = select_rows(batch, 9)
@@ -151,7 +151,7 @@ def test_results_do_not_alias_reused_inputs(fork):
 
 @pytest.mark.parametrize("n", [1, 2])
 def test_identity_outputs_do_not_alias(fork, n):
-    # Each rank keeps the memory into which it picks rows from call to call.
+    # Each rank reuses the buffer into which it copies picked rows.
     fork(n)
     x = T.dmatrix("x")
     f = synk.function([x], [(x, "gather"), (x, None), (x[::2], "gather")])
@@ -174,7 +174,7 @@ def test_update_by_an_input_does_not_alias_it(fork, batch):
     f(d, e, batch=batch)
     expected = X[select_rows(batch, 9)]
     d[:], e[:] = 0, 0
-    f.as_theano(X[:1] * 0, Y)  # the master's variables take other values, and the workers' are asked for theirs
+    f.as_theano(X[:1] * 0, Y)  # set the master's variables, and read the workers'
     np.testing.assert_array_equal(synk.get_value(1, rows), np.array_split(expected, 2)[1])
     np.testing.assert_array_equal(synk.get_value(1, whole), Y)
 
@@ -229,7 +229,7 @@ def test_outputs_of_shared_variables_and_constants_are_copies(fork, n):
         np.testing.assert_array_equal(w.get_value(), [1, 1])
 
 
-def test_out_with_borrow(fork):
+def test_function_accepts_out_with_borrow(fork):
     fork(2)
     x = T.dmatrix("x")
     f = synk.function([x], (Out(x * 2, borrow=True), "gather"))

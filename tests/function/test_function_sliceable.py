@@ -27,7 +27,7 @@ def test_batch_s_refuses_updates_of_a_sliced_variable(fork, argument, given):
     assert synk.get_lengths(cut) == [4, 4]
     assert float(f()) == 12  # without a selection, the whole variable is updated
     np.testing.assert_array_equal(synk.gather(cut), [[0, 2, 4, 6]] * 2)
-    # Another variable may be made of the rows that are chosen.
+    # Another variable may be updated from the selected rows.
     g = synk.function([], [], updates=[(other, cut + 1, "gather")], sliceable_shareds=[cut])
     g(**given)
     np.testing.assert_array_equal(synk.get_value(1, other), [1, 3, 5, 7] if argument == "num_slices" else [1, 3])
@@ -56,7 +56,7 @@ def test_givens_equal_serial(fork):
 
 
 def test_givens_of_sliceable_shareds_are_sliced(fork):
-    # The pattern of a data set that lies in the ranks' own memory.
+    # As for a data set that is distributed over the ranks' memory.
     fork(2)
     x = T.dmatrix("x")
     s = shared(X, "s")
@@ -143,7 +143,7 @@ def test_rank_without_batch_s_rows_contributes_nothing(fork):
     np.testing.assert_array_equal(synk.gather(seen), [0, 0, 2])
 
 
-def test_batch_s_with_batch(fork):
+def test_batch_s_and_batch_select_independently(fork):
     fork(2)
     x = T.dvector("x")
     s = shared(np.arange(4.0), "s")
@@ -157,7 +157,7 @@ def test_batch_s_with_batch(fork):
     )
 
 
-def test_num_slices_with_few_sliceable_rows(fork):
+def test_num_slices_may_exceed_the_sliceable_rows(fork):
     fork(2)
     x = T.dvector("x")
     s = shared(np.array([2.0, 4.0]), "s")

@@ -126,7 +126,7 @@ def test_updates_accumulate_over_num_slices(fork, n, prefix):
     x = T.dmatrix("x")
     start = np.array([1.0, -2.0])
     ws = {op: shared(start, f"w_{op}") for op in UPDATE_OPS}
-    # Each slice reads all the variables that other slices have been through.
+    # Each slice reads all variables after the updates of the previous slices.
     old = sum(w.sum() for op, w in ws.items() if op != "gather")
     expressions = {op: w[:2] + (x * 2).sum(axis=0) / 10 for op, w in ws.items()}
     spelled = {op: op if op is None else prefix + op for op in UPDATE_OPS}
@@ -168,7 +168,7 @@ def test_updates_on_each_rank_equal_serial(fork):
     serial = function([x, lr], serial_loss, updates=[(v, v - lr * grad(serial_loss, v))])
     for step in range(3):
         value = train(X[:8], 0.1)
-        synk.all_reduce(w)  # of equally many rows: the average is the gradient over all
+        synk.all_reduce(w)  # equal shares: the average is the gradient over all rows
         if step == 0:
             assert_close(value, serial(X[:8], 0.1))
         else:
@@ -177,7 +177,7 @@ def test_updates_on_each_rank_equal_serial(fork):
     assert_close(w.get_value(), v.get_value())
 
 
-def test_updates_as_a_dict_with_ops(fork):
+def test_updates_may_be_a_dict_with_ops(fork):
     fork(2)
     x = T.dvector("x")
     low, last = shared(0.0, "low"), shared(0.0, "last")

@@ -1,7 +1,4 @@
-"""Messages of errors: the cause, the rank or the argument, and advice.
-
-A table: each row has a name, a function that provokes the error, the exception, and the argument that it names, if any.
-"""
+"""Messages of errors name the cause, the rank or the argument, and advice."""
 
 import os
 import signal
@@ -25,19 +22,19 @@ else:
 
 
 class Do(Op):
-    """Returns its argument, after a worker has done something; or the master, or all."""
+    """Op that returns its argument after some ranks have run an action."""
 
     __props__ = ("deed", "who")
 
-    def __init__(self, deed, who=(1,)):
-        self.deed, self.who = deed, who
+    def __init__(self, action, who=(1,)):
+        self.action, self.who = action, who
 
     def make_node(self, x):
         return Apply(self, [x], [x.type()])
 
     def perform(self, node, inputs, outputs, *_):
-        if int(inputs[0][0]) in self.who:  # rows are numbered by the rank that has them
-            DEEDS[self.deed]()
+        if int(inputs[0][0]) in self.who:  # each row has the number of its rank
+            DEEDS[self.action]()
         outputs[0][0] = inputs[0].copy()
 
 
@@ -46,9 +43,9 @@ def raise_error():
 
 
 def raise_after_other_updates():
-    """Raise once the other ranks have applied the function's updates, which the message tells."""
+    """Raise an error once the other ranks have applied the function's updates, so that the message is deterministic."""
     frame = sys._getframe()
-    while "control" not in frame.f_locals:  # those of the loop that serves commands
+    while "control" not in frame.f_locals:  # frames of the loop that serves commands
         frame = frame.f_back
     control = frame.f_locals["control"]
     while min(control.committed[0], control.committed[2]) < control.words[control.POSTED]:
@@ -73,16 +70,20 @@ DEEDS = {
 }  # fmt: skip
 
 
-def do(deed, who=(1,), n=3, updates=False, **kwargs):
-    """Fork, and have some ranks do something in a call.
+def do(action, who=(1,), n=3, updates=False, **kwargs):
+    """Fork, and run an action on some ranks during a call.
 
-    Without ``updates`` no message depends on which ranks have applied theirs when another fails.
+    Without ``updates`` the message does not depend on which ranks have applied them.
     """
     synk.fork(n, use_gpu=False, **kwargs)
     x, w = tensor.dvector("x"), shared(np.zeros(()), "w")
     CALLED_AGAIN[:] = [w]
     f = synk.function(
-        [x], ((Do(deed, who)(x) + w).sum(), "sum"), updates=[(w, w + 1)] if updates else [], name="f", mode=INTERPRETED
+        [x],
+        ((Do(action, who)(x) + w).sum(), "sum"),
+        updates=[(w, w + 1)] if updates else [],
+        name="f",
+        mode=INTERPRETED,
     )
     f(np.arange(float(n)))
 
@@ -165,7 +166,7 @@ def death_without_a_code():
 
 
 def fork_with_gpus(count, lacking=(), cuda=False, **kwargs):
-    """Fork on a machine that seems to have GPUs."""
+    """Return a function that forks on a machine which appears to have GPUs."""
 
     def provoke():
         with pytest.MonkeyPatch.context() as patch:
@@ -180,7 +181,7 @@ def fork_with_gpus(count, lacking=(), cuda=False, **kwargs):
 
 
 def call_in_forked_copy(action):
-    """Call a function in a process that the user has forked, and raise its error here."""
+    """Return a function that calls `action` in a forked process, and raises its error here."""
 
     def provoke():
         synk.fork(2, use_gpu=False)
@@ -322,7 +323,7 @@ def test_wrong_call_messages(name, monkeypatch):
 
 def test_message_when_all_ranks_raise():
     try:
-        # Ranks that have not reached the step leave the command, perhaps also the master.
+        # Ranks that have not reached the step abort the command, possibly the master, too.
         with pytest.raises((ArithmeticError, synk.WorkerError), match="the sum is odd"):
             do("raise", (0, 1, 2))
     finally:

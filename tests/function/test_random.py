@@ -1,4 +1,4 @@
-"""Random numbers: each rank draws from its own stream, and the master from the serial program's."""
+"""Random numbers: each rank draws from its own stream, and the master from the stream of the serial program."""
 
 import pickle
 import subprocess
@@ -14,19 +14,19 @@ from synkhronos.graphs import library_of
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
 
-#: Draws of one rank in one call.
+#: Number of draws of a rank in a call.
 K = 5
 #: Marks tests that compare with NumPy's generators.
 numpys_numbers = pytest.mark.skipif(XLA, reason="XLA draws other numbers than NumPy, from the same seeds")
 
 
 def function(*args, **kwargs):
-    """Make a serial function that draws as the ranks do."""
+    """Return a serial function that draws as the ranks do."""
     return package.function(*args, **kwargs, mode="JAX" if XLA else None)
 
 
 def stream(kind, seed=3):
-    """Make a random variable of K draws, and the updates that have to be passed with it."""
+    """Return a random variable of K draws, and its updates."""
     if kind == "RandomStream":
         return T.random.utils.RandomStream(seed).normal(size=(K,)), []
     if kind == "MRG":
@@ -66,7 +66,7 @@ def test_random_streams_of_the_master_equal_serial(fork, kind, master):
 def test_random_streams_repeat_no_number(fork, kind):
     fork(3)
     values = draw_on_ranks(kind, calls=20)
-    # MRG31k3p has 31 bits a number, so that chance may repeat one.
+    # MRG31k3p's numbers have 31 bits, so one may repeat by chance.
     assert len(np.unique(values)) >= values.size - 1
 
 
@@ -77,7 +77,7 @@ def test_random_streams_repeat_from_a_seed(fork, kind):
     synk.close()
     fork(3)
     np.testing.assert_array_equal(draw_on_ranks(kind), first)
-    np.testing.assert_array_equal(draw_on_ranks(kind), first)  # in the same ranks as well
+    np.testing.assert_array_equal(draw_on_ranks(kind), first)  # again on the same ranks
     assert not np.any(draw_on_ranks(kind, seed=4) == first)
 
 
@@ -87,7 +87,7 @@ def test_random_numbers_have_the_right_distribution(fork, kind):
     each = draw_on_ranks(kind, calls=200).swapaxes(0, 1).reshape(3, -1)
     assert np.all(np.abs(each.mean(axis=1)) < 5 / np.sqrt(each.shape[1]))
     assert np.all(np.abs(each.std(axis=1) - 1) < 0.15)
-    # Streams that follow each other would be correlated.
+    # Consecutive streams could be correlated.
     assert np.all(np.abs(np.corrcoef(each)[np.triu_indices(3, 1)]) < 0.2)
 
 
@@ -103,16 +103,16 @@ def test_random_streams_advance_with_num_slices(fork, kind):
     serial = function([], draws, updates=updates)
     np.testing.assert_array_equal(values[0], [serial() for _ in range(4)])
     later = f(np.ones(8))
-    np.testing.assert_array_equal(later[:K], serial())  # the stream goes on where the pieces left it
+    np.testing.assert_array_equal(later[:K], serial())  # the stream continues after the slices
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_random_stream_shared_by_functions(fork, kind):
+def test_functions_share_a_random_stream(fork, kind):
     fork(2)
     draws, updates = stream(kind)
     f = synk.function([], (draws, "gather"), updates=updates)
     a = f()
-    g = synk.function([], (draws * 1, "gather"), updates=updates)  # made later, when the stream has been used
+    g = synk.function([], (draws * 1, "gather"), updates=updates)  # made after the stream has been used
     b, c = g(), f()
     values = np.array([a, b, c])
     assert len(np.unique(values)) == values.size
@@ -148,7 +148,7 @@ def test_dropout_masks_differ_between_ranks_calls_and_slices(fork, kind):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_random_numbers_do_not_repeat_after_uneven_draws(fork, kind):
-    # With two rows the third rank, the master, has none: it draws nothing, and its stream says nothing of the others'.
+    # With two rows the third rank, the master, has none and draws nothing; its stream does not affect the others'.
     x = T.dvector("x")
     values = []
     fork(3, master_rank=2)
@@ -211,7 +211,7 @@ def test_random_state_is_saved_and_restored(fork, kind):
     for r in range(3):
         synk.set_value(r, generator, saved[r])
     np.testing.assert_array_equal([f(), f()], expected)
-    # One rank's alone, and then in other ranks.
+    # First on one rank, then on new ranks.
     one = synk.get_value(1, generator)
     after = f()
     synk.set_value(1, generator, one)
@@ -237,17 +237,17 @@ def test_seed_sets_generators_of_all_ranks(fork, kind):
         return np.array([f() for _ in range(2)]).reshape(2, 3, K)
 
     f()
-    # To the very numbers of functions that were made with that seed.
+    # The numbers equal those of functions made with that seed.
     synk.broadcast(generator, get_initial_generator(kind, 8))
     np.testing.assert_array_equal(again(), first)
     synk.broadcast([w, generator], [[1.0, 2.0], get_initial_generator(kind, 8)])
     np.testing.assert_array_equal(again(), first)
     np.testing.assert_array_equal(synk.gather([generator, w])[1], [[1, 2]] * 3)
-    # Or from the value that the user has set in the master's variable.
+    # A value that the user has set in the master's variable is used.
     generator.set_value(get_initial_generator(kind, 8))
     synk.broadcast(generator)
     np.testing.assert_array_equal(again(), first)
-    # And later lives of ranks draw others.
+    # New ranks draw other numbers.
     synk.close()
     fork(3, master_rank=1)
     assert not np.isin(again()[:, [0, 2]], first).any()
@@ -310,7 +310,7 @@ if NAME == "pytensor":
 else:
 
     class TestMRG:
-        """The jump of MRG31k3p, against Theano's own jumps and steps."""
+        """Jumps of MRG31k3p equal Theano's jumps and steps."""
 
         @pytest.fixture
         def ours(self):
@@ -355,13 +355,13 @@ else:
             assert not np.any(np.all(once == self.STATE, axis=1))
 
         def test_mrg_jumps_of_many_ranks_fit_the_period(self, ours):
-            # About 2**185, and a stream of each random variable takes 2**134 of them.
+            # The period is about 2**185, and a stream of a random variable has 2**134 numbers.
             assert 1024 * ours._MRG_JUMP < 2**184 and ours._MRG_JUMP > 2**134 * 2**30
 
 
 @pytest.mark.skipif(NAME != "pytensor" or XLA, reason="Theano has no JAX mode")
 def test_random_streams_import_no_jax():
-    """The README's first command, in an environment as it makes it."""
+    """The README's first command works without JAX."""
     program = (
         "import sys; sys.modules['jax'] = None\n"
         "import numpy as np, pytensor, synkhronos as synk\n"

@@ -1,4 +1,4 @@
-"""Reduction of results over slices and ranks: every op against NumPy."""
+"""Reduction of results over slices and ranks: every op equals NumPy's."""
 
 import numpy as np
 import pytest
@@ -24,7 +24,7 @@ def reduced(op, values, weights=None):
 
 @st.composite
 def values(draw, dtypes, least_ndim=0, same_rows=True):
-    """Some arrays of one dtype, alike in shape, or but for axis 0."""
+    """Draw arrays of one dtype and one shape; with ``same_rows=False`` lengths of axis 0 differ."""
     dtype = np.dtype(draw(st.sampled_from(dtypes)))
     shape = draw(hnp.array_shapes(min_dims=least_ndim, max_dims=3, min_side=0, max_side=4))
     elements = None
@@ -85,7 +85,7 @@ def test_gather_concatenates_along_axis_0(parts):
 
 
 @given(st.lists(st.integers(-5, 5), min_size=1, max_size=5))
-def test_gather_of_scalars_is_a_vector(numbers):
+def test_gather_of_scalars_returns_a_vector(numbers):
     np.testing.assert_array_equal(reduced("gather", [np.int64(i) for i in numbers]), numbers)
 
 
@@ -106,7 +106,7 @@ def test_reduction_neither_changes_nor_returns_its_inputs(op):
 
 @pytest.mark.parametrize("op", ["avg", "mean"])
 def test_float16_sums_do_not_overflow(op):
-    # The sums are 3 and 66 times the largest number that a float16 holds.
+    # The sums are 3 and 66 times the largest float16.
     parts = [np.full(2, 65504, "float16")] * 3
     np.testing.assert_array_equal(reduced(op, parts, [10, 20, 36]), parts[0])
 
@@ -116,12 +116,12 @@ def test_min_and_max_propagate_nan(op):
     assert np.isnan(reduced(op, [np.float64(1), np.float64("nan"), np.float64(2)]))
 
 
-def test_reduction_of_numpy_scalars():
+def test_reduction_accepts_numpy_scalars():
     result = reduced("mean", [np.float32(1), np.float32(2)], [3, 1])
     assert result.dtype == np.float32 and result.shape == () and result == 1.25
 
 
-def test_avg_of_complex_numbers():
+def test_avg_accepts_complex_numbers():
     assert reduced("avg", [np.complex64(1 + 2j), np.complex64(3)]) == np.complex64(2 + 1j)
 
 

@@ -1,4 +1,4 @@
-"""Variables' graph libraries, the contents of graphs, and the workers' copies."""
+"""Graph libraries of variables, traversal of graphs, and the workers' mirrors."""
 
 import gc
 import importlib
@@ -21,7 +21,7 @@ LIBRARY = library_of(T.dscalar())
 
 
 class Half:
-    """A key that reads the file of keys while it is being pickled, as another rank may."""
+    """Key that reads the key file while it is pickled, as another rank may."""
 
     def __init__(self, path):
         self.path = path
@@ -46,13 +46,13 @@ def test_c_module_keys_are_written_atomically(tmp_path):
     with pytest.raises(pickle.PicklingError):
         data.add_key((1, Unpicklable()))
     assert len(pickle.loads(path.read_bytes()).keys) == 2
-    assert [each.name for each in tmp_path.iterdir()] == ["key.pkl"]
+    assert [path.name for path in tmp_path.iterdir()] == ["key.pkl"]
 
 
 # -- library_of ------------------------------------------------------------------------------------------------
 
 
-def test_library_of_variables():
+def test_library_of_returns_the_library_of_variables():
     for variable in (T.matrix("x"), T.matrix("x").sum(), shared(1.0), T.constant(1.0)):
         assert library_of(variable) is LIBRARY
     assert library_of(T.matrix("x"), shared(1.0)) is LIBRARY
@@ -71,7 +71,7 @@ def test_library_of_refuses_non_variables(value):
         library_of(T.vector(), value)
 
 
-def test_library_of_no_variables():
+def test_library_of_needs_a_variable():
     with raises(TypeError):
         library_of()
 
@@ -124,7 +124,7 @@ def test_sort_nodes_puts_dependencies_first():
             assert variable.owner is None or variable.owner in nodes[:position]
 
 
-def test_sort_nodes_of_a_deep_graph():
+def test_sort_nodes_accepts_deep_graphs():
     x = T.vector("x")
     for _ in range(5000):
         x = x + 1
@@ -133,7 +133,7 @@ def test_sort_nodes_of_a_deep_graph():
 
 @pytest.mark.timeout(60)
 def test_stacked_concatenations_compile_in_linear_time(fork):
-    # The last level has 16,384 columns, whose number PyTensor by itself writes as a sum of as many terms.
+    # The last level has 16,384 columns; PyTensor alone would write their number as a sum of 16,384 terms.
     def stacked(module, x):
         for _ in range(7):
             x = module.concatenate([x, module.tanh(x), module.sin(x), module.cos(x)], axis=1)
@@ -170,7 +170,7 @@ def test_find_shareds_lists_each_variable_once():
 
 
 @pytest.mark.filterwarnings("ignore:Setting default_update is deprecated")
-def test_find_shareds_in_default_updates():
+def test_find_shareds_finds_default_updates():
     step, count = shared(1.0, "step"), shared(0.0, "count")
     count.default_update = count + step * 2
     for variables in ([count], [count * 3]):
@@ -179,27 +179,27 @@ def test_find_shareds_in_default_updates():
 
 
 @pytest.mark.filterwarnings("ignore:Setting default_update is deprecated")
-def test_find_shareds_that_is_a_default_update():
+def test_find_shareds_finds_a_variable_that_is_a_default_update():
     first, second = shared(1.0, "first"), shared(2.0, "second")
     first.default_update, second.default_update = second, first
     assert LIBRARY.find_shareds([first + 1]) == [first, second]
 
 
 @pytest.mark.filterwarnings("ignore:Setting default_update is deprecated")
-def test_find_shareds_in_the_default_update_of_a_default_update():
+def test_find_shareds_finds_default_updates_of_default_updates():
     first, second, rate = shared(1.0, "first"), shared(2.0, "second"), shared(3.0, "rate")
     first.default_update, second.default_update = second, second * rate
     assert {variable.name for variable in LIBRARY.find_shareds([first + 1])} == {"first", "second", "rate"}
 
 
 @pytest.mark.filterwarnings("ignore:Setting default_update is deprecated")
-def test_find_shareds_in_cyclic_default_updates():
+def test_find_shareds_accepts_cyclic_default_updates():
     a, b = shared(1.0, "a"), shared(2.0, "b")
     a.default_update, b.default_update = a + b, b - a
     assert {variable.name for variable in LIBRARY.find_shareds([a])} == {"a", "b"}
 
 
-def test_find_shareds_of_a_scan():
+def test_find_shareds_finds_variables_of_a_scan():
     w = shared(2.0, "w")
     x = T.dscalar("x")
     package = LIBRARY.package
@@ -235,7 +235,7 @@ def test_container_refuses_values_of_another_type():
         LIBRARY.put(s, np.zeros((2, 2)))
 
 
-def test_static_lengths_of_a_type():
+def test_static_lengths_are_read_from_a_type():
     assert LIBRARY.get_fixed_shape(T.matrix()) == (None, None)
     assert LIBRARY.get_fixed_shape(T.row()) == (1, None)
     assert LIBRARY.get_fixed_shape(T.scalar()) == ()
@@ -274,14 +274,14 @@ def test_generators_are_distinguished_from_arrays():
 
 
 class Keys(Command):
-    """A command: the keys of all shared variables on each rank."""
+    """Command that returns the keys of all shared variables on each rank."""
 
     def run(self, rank):
         return rank.all_gather(sorted(key for key in rank.objects if isinstance(key, tuple) and key[0] == "shared"))
 
 
 class Describe(Command):
-    """A command: collect the value of each key on each rank."""
+    """Command that returns the value of each key on each rank."""
 
     def __init__(self, keys):
         self.keys = keys
@@ -341,7 +341,7 @@ def test_mirror_drops_collected_shared_variables(fork):
     assert len(ranks.get_session().run(Keys())[1]) == 2
     del f, w
     gc.collect()
-    # At the next command at the latest; nothing is sent from a finalizer.
+    # The drop is sent with the next command, not from a finalizer.
     assert ranks.get_session().run(Keys()) == [[keep], [keep]]
     g = synk.function([], (v, "gather"))
     np.testing.assert_array_equal(g(), [1, 1])

@@ -1,4 +1,4 @@
-"""graphs/user_code.py: operations that users edit while ranks run."""
+"""`graphs.user_code`: operations that users edit while ranks run."""
 
 import importlib
 import sys
@@ -42,7 +42,7 @@ class Scale(Op):
 
 @pytest.fixture
 def write(tmp_path, monkeypatch):
-    """Return a function that writes a module of the user, with another name in each test."""
+    """Give a function that writes a user's module, with another name in each test."""
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.setattr(sys, "dont_write_bytecode", True)
     name = f"users_ops_{abs(hash(str(tmp_path)))}"
@@ -67,7 +67,7 @@ def ones(f, n=5):
     return f(np.ones(n)).tolist()
 
 
-def test_user_code_of_a_reloaded_module(fork, write):
+def test_user_code_of_a_reloaded_module_is_sent_again(fork, write):
     module = importlib.import_module(write(scale=2.0))
     fork(3)
     old = scaling(module.Scale())
@@ -75,11 +75,11 @@ def test_user_code_of_a_reloaded_module(fork, write):
     write(scale=30.0)
     importlib.reload(module)
     assert ones(scaling(module.Scale())) == [30.0] * 5
-    # The old class finds the module's new function, as it does in the serial program.
+    # The old class calls the module's new function, as in a serial program.
     assert ones(old) == [30.0] * 5
 
 
-def test_user_code_with_a_changed_global(fork, write):
+def test_user_code_with_a_changed_global_is_sent_again(fork, write):
     module = importlib.import_module(write())
     fork(2)
     f = scaling(module.Scale())
@@ -91,7 +91,7 @@ def test_user_code_with_a_changed_global(fork, write):
     assert ones(scaling(module.Scale())) == [6.0] * 5
 
 
-def test_user_code_with_a_replaced_method(fork, write):
+def test_user_code_with_a_replaced_method_is_sent_again(fork, write):
     module = importlib.import_module(write())
     fork(2)
     f = scaling(module.Scale())
@@ -104,7 +104,7 @@ def test_user_code_with_a_replaced_method(fork, write):
     assert ones(f) == [-1.0] * 5
 
 
-def test_user_code_with_a_redefined_class(fork):
+def test_user_code_with_a_redefined_class_is_sent_again(fork):
     def define(factor):
         class Again(Op):
             def make_node(self, x):
@@ -129,13 +129,13 @@ def test_user_code_with_a_redefined_class(fork):
         del sys.modules[__name__].Again
 
 
-def test_user_op_from_an_unknown_folder(fork, write):
+def test_user_op_from_an_unknown_folder_works(fork, write):
     fork(2)
     module = importlib.import_module(write(factor=5.0))
     assert ones(scaling(module.Scale())) == [10.0] * 5
 
 
-def test_user_op_defined_in_a_function(fork):
+def test_user_op_defined_in_a_function_works(fork):
     class Negative(Op):
         def make_node(self, x):
             return Apply(self, [x], [x.type()])
@@ -208,7 +208,7 @@ def test_installed_code_is_not_user_code():
 
 
 def test_code_installed_elsewhere_is_not_user_code(monkeypatch, tmp_path):
-    # It would be read whole for each function, and may differ by rank.
+    # Installed code would be read whole for each function, and may differ between ranks.
     def ask(name, file):
         made = types.ModuleType(name)
         made.__file__ = str(tmp_path / file)

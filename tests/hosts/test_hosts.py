@@ -1,4 +1,4 @@
-"""Ranks on several hosts: the same results as on one."""
+"""Ranks on several hosts compute the same results as on one."""
 
 import os
 import re
@@ -14,6 +14,7 @@ import pytest
 from hosts import are_simulated, launch, run
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from launch_runs import list_marked_processes
 from library import NAME
 from system import list_children
 
@@ -31,7 +32,7 @@ from synkhronos.hosts.task_agent import TaskAgent
 from synkhronos.ranks.control import Control
 
 pytestmark = pytest.mark.timeout(300)  # programs that compile on all ranks
-#: The last is that of most programs, which follow each other: `run` keeps the ranks while the hosts are the same.
+#: Hosts of programs.  Most use the last, one after another, as `run` reuses the ranks while the hosts are the same.
 SHAPES = [["a:3", "b:1"], ["a:1", "b:1", "c:1", "d:1"], ["a:2", "b:2"]]
 
 
@@ -47,27 +48,27 @@ def test_hosts_compute_the_same_bits_as_one_host(program):
     print("hosts are simulated" if are_simulated() else "no namespaces here: one machine pretends to be several")
     of_one = run(["a:4"], program)
     assert of_one
-    # How ranks lie on hosts is nothing to a graph library: with Theano one way will do.
+    # The placement of ranks does not matter to a graph library; with Theano one placement is enough.
     for hosts in SHAPES if program == "train" and NAME == "pytensor" else SHAPES[-1:]:
         assert run(hosts, program) == of_one, hosts
 
 
 @pytest.mark.hosts
 @pytest.mark.any_library
-def test_trainer_rules_on_two_hosts():
+def test_trainer_rules_on_two_hosts_equal_one_host():
     pytest.importorskip("safetensors")
     assert run(SHAPES[-1], "apart") == "right\n"
 
 
 @pytest.mark.hosts
-def test_functions_on_two_hosts():
+def test_functions_on_two_hosts_equal_one_host():
     assert run(SHAPES[-1], "functions") == "right\n"
 
 
 @pytest.mark.hosts
 @pytest.mark.parametrize(("named", "kind"), [(SHAPES[-1], "simulated"), (SHAPES[0], "pretended")], ids=str)
 @pytest.mark.any_library
-def test_asynchronous_rules_on_two_hosts(named, kind, monkeypatch):
+def test_asynchronous_rules_on_hosts_keep_their_invariants(named, kind, monkeypatch):
     if kind == "pretended":
         if not made.can_pretend():
             pytest.skip("this mpirun does not take one machine for several")
@@ -77,31 +78,49 @@ def test_asynchronous_rules_on_two_hosts(named, kind, monkeypatch):
 
 @pytest.mark.hosts
 @pytest.mark.any_library
-def test_locks_on_three_hosts():
+def test_locks_on_three_hosts_are_exclusive():
     assert run(["a:1", "b:2", "c:1"], "locks") == "right\n"
 
 
 @pytest.mark.hosts
 @pytest.mark.any_library
-def test_run_programs_on_two_hosts():
+def test_run_programs_on_two_hosts_equal_one_host():
     for hosts, sums in ((["a:1", "b:2", "c:1"], [2, 4, 2, 4]), (["a:2", "b:1"], [2, 1, 2])):
-        line = str([(r, float(each)) for r, each in enumerate(sums)]).replace(")", "").replace("(", "")
+        line = str([(r, float(total)) for r, total in enumerate(sums)]).replace(")", "").replace("(", "")
         said = run(hosts, "tasks").replace("np.float64(", "").replace(")", "").replace("(", "").splitlines()
         assert said == [line] * 4
+
+
+@pytest.mark.hosts
+@pytest.mark.skipif(not are_simulated(), reason="pretended hosts are no processes")
+@pytest.mark.any_library
+def test_simulated_hosts_end_with_a_killed_parent(tmp_path):
+    command = [sys.executable, made.SIMULATED, "--hosts", "a", "--", "sh", "-c", "echo ready; sleep 1000"]
+    code = "import subprocess, sys; subprocess.run(sys.argv[1:])"
+    environment = {**os.environ, "MARK": str(tmp_path)}
+    parent = subprocess.Popen([sys.executable, "-c", code, *command], env=environment, stdout=subprocess.PIPE)
+    with parent:
+        assert parent.stdout.readline() == b"ready\n"
+        assert list_marked_processes(str(tmp_path).encode()).keys() > {parent.pid}
+        parent.kill()
+    deadline = time.monotonic() + 60
+    while left := list_marked_processes(str(tmp_path).encode()):
+        assert time.monotonic() < deadline, left
+        time.sleep(0.05)
 
 
 @pytest.mark.hosts
 @pytest.mark.skipif(not are_simulated(), reason="pretended hosts have all files")
 @pytest.mark.any_library
 def test_data_file_is_mapped_on_each_host(tmp_path):
-    # A file that one host lacks ends the ranks: no program follows.
+    # A file missing on one host ends the ranks, so no program follows.
     assert run(["a:2", "b:1"], "files", tmp_path / "x.npy", "/dev/shm/x.npy") == "told\n"
 
 
 @pytest.mark.hosts
 @pytest.mark.skipif(not are_simulated(), reason="pretended hosts all have this one's name")
 @pytest.mark.any_library
-def test_script_started_by_mpirun_on_all_hosts():
+def test_script_may_be_started_by_mpirun():
     done = launch(["a:1", "b:1"], "launched")
     assert done.returncode == 0, done.stdout + done.stderr
     ranks, total, again = done.stdout.splitlines()
@@ -190,7 +209,7 @@ def test_agent_messages_are_separated_from_mpirun_output(monkeypatch):
 
 
 def started(press):
-    """Start hosts, with Ctrl-C before the instruction of this number; return the number of instructions."""
+    """Start hosts, with Ctrl-C before instruction `press`; return the number of instructions."""
     codes = {
         mpi_link.MpiLink.launch.__code__,
         mpi_link.MpiLink.__init__.__code__,
@@ -220,7 +239,7 @@ def started(press):
 @pytest.mark.faults
 @pytest.mark.any_library
 def test_interrupt_at_any_moment_leaves_no_mpirun(monkeypatch):
-    made.end()  # those are children of this process, too
+    made.end()  # these are children of this process, too
     children = set(list_children(os.getpid()))
     said = [{"name": name, "cores": 1, "gpus": 0, "machine": 1, "versions": {}} for name in "ab"]
     monkeypatch.setattr(mpirun, "make_mpirun_command", lambda names, address: ["sleep", "60"])
@@ -233,7 +252,7 @@ def test_interrupt_at_any_moment_leaves_no_mpirun(monkeypatch):
 
 def test_fork_warns_of_a_process_bound_to_a_core(monkeypatch):
     versions = iter([{"Python": "3.11"}, {"Python": "3.12"}])
-    said = [{"name": each, "cores": 1, "gpus": 0, "machine": 4, "versions": next(versions)} for each in "ab"]
+    said = [{"name": name, "cores": 1, "gpus": 0, "machine": 4, "versions": next(versions)} for name in "ab"]
     monkeypatch.setattr(processes, "find_launch", lambda: (0, 2))
     monkeypatch.setattr(mpi_link, "_has_started", False)
     monkeypatch.setattr(mpirun, "make_agent_command", lambda address: ["sleep", "60"])
@@ -243,14 +262,14 @@ def test_fork_warns_of_a_process_bound_to_a_core(monkeypatch):
         pytest.raises(RuntimeError, match="3.12 on b"),
     ):
         synk.fork(use_gpu=False)
-    assert {each.filename for each in found} == {__file__}
+    assert {frame.filename for frame in found} == {__file__}
 
 
 def test_fork_refuses_an_mpirun_of_another_mpi(monkeypatch):
-    made.end()  # those are children of this process, too
+    made.end()  # these are children of this process, too
     monkeypatch.setattr(mpirun, "make_mpirun_command", lambda names, address: ["sleep", "60"])
     monkeypatch.setattr(mpirun, "find_mpirun", lambda: "/opt/mpi/bin/mpirun")
-    # The process of the first host, which is alone to its MPI.
+    # The process on the first host, which sees no other MPI process.
     monkeypatch.setattr(mpi_link.MpiLink, "_connect", lambda self, listener: [{"name": "a", "cores": 4, "gpus": 0}])
     with pytest.raises(RuntimeError, match=r"^/opt/mpi/bin/mpirun started 2 processes, and MPI connects 1 of them"):
         synk.fork(hosts=["a", "b"], use_gpu=False)
@@ -290,7 +309,7 @@ def test_fork_refuses_unknown_hosts(monkeypatch, tmp_path):
     with pytest.raises(RuntimeError, match=r"localhost, nowhere\.invalid could not .* no address of nowhere\.invalid$"):
         _check_names(["localhost", "nowhere.invalid"])
     assert time.monotonic() - began < 8
-    (tmp_path / "ssh").write_text("#!/bin/sh\necho user me\necho hostname localhost\n")  # ~/.ssh/config names it
+    (tmp_path / "ssh").write_text("#!/bin/sh\necho user me\necho hostname localhost\n")  # named in ~/.ssh/config
     (tmp_path / "ssh").chmod(0o700)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
     _check_names(["nowhere.invalid"])
@@ -321,7 +340,7 @@ def test_agent_exit_signal_tells_whether_mpi_failed(error, number):
     assert error.split("(")[0].split(".")[-1] in done.stderr
 
 
-def test_hosts_from_environment_and_allocations(monkeypatch, tmp_path):
+def test_hosts_are_read_from_environment_and_allocations(monkeypatch, tmp_path):
     monkeypatch.delenv("SLURM_JOB_NODELIST", raising=False)
     monkeypatch.delenv("SYNKHRONOS_HOSTS", raising=False)
     assert parse_hosts(None) == parse_hosts([]) == []
@@ -336,7 +355,10 @@ def test_hosts_from_environment_and_allocations(monkeypatch, tmp_path):
     batch_systems = [
         ({"SLURM_JOB_NODELIST": "a[08-10,7],login1,r[1-2]n[1,3]"}, "a08 a09 a10 a7 login1 r1n1 r1n3 r2n1 r2n3".split()),
         ({"PBS_NODEFILE": str(nodes)}, ["n1.cluster", "n2.cluster"]),
-        ({"LSB_MCPU_HOSTS": "m1 16 m2 16 m11 4 "}, ["m1", "m2", "m11"]),  # LSB_HOSTS is left out for many processes
+        (
+            {"LSB_MCPU_HOSTS": "m1 16 m2 16 m11 4 "},
+            ["m1", "m2", "m11"],
+        ),  # LSB_HOSTS is missing if there are many processes
         ({"LSB_MCPU_HOSTS": "m1 1"}, ["m1"]),
     ]
     monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
@@ -349,7 +371,7 @@ def test_hosts_from_environment_and_allocations(monkeypatch, tmp_path):
 
 
 def test_mpirun_in_a_slurm_step_uses_the_jobs_allocation(monkeypatch):
-    # As srun --nodes=1 --ntasks=1 --mpi=pmix, or pmi2, says it in a job of two hosts.
+    # Variables of srun --nodes=1 --ntasks=1 --mpi=pmix, or pmi2, in a job of two hosts.
     of_step = {"SLURM_NODELIST": "a", "SLURM_TASKS_PER_NODE": "1", "SLURM_MPI_TYPE": "pmix", "SLURM_STEP_ID": "0"}
     of_mpi = {"PMIX_NAMESPACE": "slurm.pmix.5.0", "PMIX_SECURITY_MODE": "munge,native", "PMI_RANK": "0", "PMI_FD": "11"}
     of_user = {"PMIX_MCA_psec": "native", "SLURM_CONF": "/etc/slurm/slurm.conf", "UCX_LOG_LEVEL": "info"}
@@ -362,7 +384,7 @@ def test_mpirun_in_a_slurm_step_uses_the_jobs_allocation(monkeypatch):
         "SLURM_OVERLAP": "1",
     }
     assert mpirun.make_mpirun_environment(False) == {**expected, "SLURM_STEP_ID": "0", **of_user, **of_job}
-    assert mpirun.make_mpirun_environment(True) == os.environ  # by which this host's agent finds the others
+    assert mpirun.make_mpirun_environment(True) == os.environ  # the other hosts' addresses for this host's agent
 
 
 ROWS = st.one_of(
@@ -374,7 +396,7 @@ ROWS = st.one_of(
 @settings(max_examples=150, deadline=None)
 @given(st.data())
 def test_pull_sends_read_data_to_other_hosts(data):
-    """Whatever is written, and whatever is read: a host that gets the pages it lacks has the rows as they are."""
+    """After any writes and reads, a host that pulls the pages it lacks has the current rows."""
     row = data.draw(st.sampled_from([1, 8, 100, 5000, 12288]))
     memory = {1: np.zeros(60 * row, np.uint8), 2: np.zeros(60 * 8, np.uint8)}
     hosts = [{key: np.zeros_like(value) for key, value in memory.items()} for _ in range(2)]
@@ -398,12 +420,12 @@ def test_pull_sends_read_data_to_other_hosts(data):
                 write_pages(host[key], some, read_pages(memory[key], some))
             for r in rows:
                 assert np.array_equal(host[1][r * row : (r + 1) * row], memory[1][r * row : (r + 1) * row])
-        assert contents.take_missing(needed) == [{}, {}]  # nothing goes twice
+        assert contents.take_missing(needed) == [{}, {}]  # no page is sent twice
 
 
 def test_agent_reads_messages_before_it_decides():
     class Sending:
-        """Mail of which three looks are needed until it has gone, and to which another host speaks all the time."""
+        """Mail whose message is sent after three polls, and which receives messages all the time."""
 
         looks = 3
         last_received = {1: 0.0}
@@ -457,7 +479,7 @@ def test_agent_reports_missing_memory(monkeypatch):
     assert agent._segments == {}
 
 
-def test_page_ranges_of_a_long_run():
+def test_find_pages_of_a_range_lists_no_row_numbers():
     rows = 1 << 40
     memory = {1: np.broadcast_to(np.uint8(0), rows)}
     for each in ((rows - 2 * PAGE, rows, 1), (rows - 1, rows - 2 * PAGE - 1, -1)):
@@ -470,7 +492,7 @@ def test_page_ranges_of_a_long_run():
     assert time.process_time() - began < 1
 
 
-def test_page_ranges_of_a_partial_page():
+def test_write_pages_accepts_a_partial_page():
     memory = np.arange(2 * PAGE + 5, dtype=np.uint64).astype(np.uint8)
     copy = np.zeros_like(memory)
     for pages in ([0, 2], [1]):

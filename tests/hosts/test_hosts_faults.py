@@ -1,6 +1,6 @@
-"""Losses of a host, an agent or a remote rank: the error that the master raises, its delay, and leaks.
+"""Deaths of a host, an agent or a remote rank: the master's error, its delay, and leaks.
 
-The tests share one set of hosts, on which the program of `hosts.fault_target` forks anew for each.
+The tests share a set of hosts, on which the program of `hosts.fault_target` forks for each test.
 """
 
 import os
@@ -17,17 +17,17 @@ from hosts.tree import Tree
 pytestmark = [pytest.mark.hosts, pytest.mark.faults, pytest.mark.any_library]
 needs_namespaces = pytest.mark.skipif(not are_simulated(), reason="no namespaces here, so that no host is lost alone")
 
-#: Seconds from a fault to its error, and of silence after which a host is lost.
+#: Maximal seconds from a fault to its error, and seconds of silence after which a host is lost.
 PROMPT, SILENCE = 2, 1
 PLACES = ["idle", "computing", "step", "collective", "lock", "exchange"]
-#: Who holds there: rank 0 is the master, ranks 0 and 1 are on the first host, rank 2 is on another.
+#: Places, and the ranks that block there: rank 0 is the master, ranks 0 and 1 are on the first host, rank 2 is remote.
 HOLDING = {"idle": [0], "computing": [0, 2], "step": [2], "collective": [2], "lock": [2], "exchange": [2]}
 
 
 class Hosts:
-    """The hosts of all tests here; new ones when a test has failed.
+    """Context with the hosts of all tests here, which are replaced after a failed test.
 
-    `other` is one that lives.
+    `other` is a remote host that is alive.
     """
 
     def __init__(self):
@@ -36,7 +36,7 @@ class Hosts:
     def __enter__(self):
         if not self._is_sound:
             self.end()
-            self._tree = Tree(list("abcdefgh"))  # one dies in each place, and one lives
+            self._tree = Tree(list("abcdefgh"))  # hosts that die in the two places, and one that stays alive
             self.other = "b"
         self._is_sound = False
         return self._tree
@@ -45,7 +45,7 @@ class Hosts:
         self._is_sound = kind is None
 
     def is_dead(self):
-        """Go on with the next host."""
+        """Use the next remote host from now on."""
         self.other = chr(ord(self.other) + 1)
 
     def end(self):
@@ -62,13 +62,13 @@ def hosts():
 
 def fork(hosts, tree, **settings):
     """Fork; return the process ids."""
-    told = tree.fork(["a:2", f"{hosts.other}:1"], **settings)
-    assert told.get("value") == 3, told
+    outcome = tree.fork(["a:2", f"{hosts.other}:1"], **settings)
+    assert outcome.get("value") == 3, outcome
     return tree.know()
 
 
 def move_ranks_to(tree, place, action="hold", on=None):
-    """Order ranks to a place, and wait until they have reached it."""
+    """Order ranks to block at a place, and wait until they have reached it."""
     on = on or HOLDING[place]
     tree.order("part", place=place, on=on, action=action)
     for _ in on:
@@ -76,25 +76,25 @@ def move_ranks_to(tree, place, action="hold", on=None):
 
 
 def check_works(tree):
-    """Check that the ranks combine arrays."""
-    told = tree.do("part", place="step", on=[], action="")
-    assert told.get("value") is True, told
+    """Check that the ranks reduce arrays."""
+    outcome = tree.do("part", place="step", on=[], action="")
+    assert outcome.get("value") is True, outcome
 
 
-def check_error(told, moment, limit=PROMPT, error="WorkerError", rank=None, words=()):
-    """Check the outcome of a fault and its delay, which the report of a run prints."""
-    print(f"{told['ended'] - moment:.2f} s: {told.get('error')}: {told.get('message', '').splitlines()[:1]}")
-    assert told.get("error") == error, told
+def check_error(outcome, moment, limit=PROMPT, error="WorkerError", rank=None, words=()):
+    """Check the outcome of a fault and its delay, and print the delay."""
+    print(f"{outcome['ended'] - moment:.2f} s: {outcome.get('error')}: {outcome.get('message', '').splitlines()[:1]}")
+    assert outcome.get("error") == error, outcome
     for word in words:
-        assert word in told["message"], told
-    assert told["rank"] == rank, told
-    assert told["ended"] - moment < limit, told
+        assert word in outcome["message"], outcome
+    assert outcome["rank"] == rank, outcome
+    assert outcome["ended"] - moment < limit, outcome
 
 
 # -- the ranks live on -----------------------------------------------------------------------------------------
 
 
-def test_exceptions_and_interrupts_on_hosts(hosts):
+def test_exceptions_and_interrupts_leave_hosts_usable(hosts):
     with hosts as tree:
         fork(hosts, tree)
         for place in PLACES[1:]:
@@ -112,8 +112,8 @@ def test_exceptions_and_interrupts_on_hosts(hosts):
             check_error(tree.wait("outcome"), moment, error="KeyboardInterrupt")
             tree.release()
             check_works(tree)
-        told = tree.do("work")
-        assert told.get("value") is True, told
+        outcome = tree.do("work")
+        assert outcome.get("value") is True, outcome
         tree.do("close")
         tree.check_no_leaks()
 
@@ -142,19 +142,19 @@ def test_killed_process_on_a_host_is_named(hosts, who, place):
         moment = time.monotonic()
         os.kill(pids if number is None else pids[number], signal.SIGKILL)
         tree.release() if place == "idle" else None
-        told = tree.wait("outcome")
-        while place == "idle" and told.get("value") and time.monotonic() < moment + PROMPT:
-            told = tree.do("part", place="step", on=[], action="")  # it was done before the loss was known
+        outcome = tree.wait("outcome")
+        while place == "idle" and outcome.get("value") and time.monotonic() < moment + PROMPT:
+            outcome = tree.do("part", place="step", on=[], action="")  # it finished before the loss was noticed
         words = [word.replace("HOST", hosts.other) for word in [*words, "synkhronos.fork()"]]
-        check_error(told, moment, rank=rank, words=words)
+        check_error(outcome, moment, rank=rank, words=words)
         tree.check_no_leaks()
 
 
-def test_death_of_a_lock_holder_with_a_remote_waiter(hosts):
+def test_death_of_a_lock_holder_is_named_to_a_remote_waiter(hosts):
     with hosts as tree:
         pids = fork(hosts, tree)["ranks"]
         move_ranks_to(tree, "lock", on=[1])
-        time.sleep(0.3)  # for so long the others leave it alone
+        time.sleep(0.3)  # the others do not check the holder before
         moment = time.monotonic()
         os.kill(pids[1], signal.SIGKILL)
         check_error(tree.wait("outcome"), moment, rank=1, words=["rank 1 on host a", "SIGKILL"])
@@ -177,7 +177,7 @@ def test_lost_host_is_named(hosts, fault, place):
         move_ranks_to(tree, place)
         moment = tree.inject_fault(fault, hosts.other)
         tree.release() if place == "idle" else None
-        limit = PROMPT if fault == "kill" else SILENCE + 4  # a busy machine sends late, too
+        limit = PROMPT if fault == "kill" else SILENCE + 4  # a busy machine is late as well
         words = [f"host {hosts.other} (rank 2)", "lost" if fault == "kill" else "not been heard of for 1 seconds"]
         check_error(tree.wait("outcome"), moment, limit, rank=2, words=words)
         assert tree.do("fork", hosts=2, environment={}, settings={})["value"] == 2
@@ -193,7 +193,7 @@ def test_lost_host_is_named(hosts, fault, place):
 
 
 @needs_namespaces
-def test_full_memory_on_a_host(hosts):
+def test_full_memory_on_a_host_is_named(hosts):
     with hosts as tree:
         fork(hosts, tree)
         full, moment = tree.fill(hosts.other), time.monotonic()
@@ -230,9 +230,9 @@ def test_hosts_with_different_packages_are_refused(hosts, tmp_path, package, fil
     with hosts as tree:
         tree.replace(hosts.other, file, tmp_path / "other")
         moment = time.monotonic()
-        told = tree.fork(["a:1", f"{hosts.other}:1"])
-        check_error(told, moment, 10, "RuntimeError", words=[word.replace("HOST", hosts.other) for word in words])
-        tree.check_no_leaks(but="mpich_shm")  # MPICH leaves one where it is ended within its start
+        outcome = tree.fork(["a:1", f"{hosts.other}:1"])
+        check_error(outcome, moment, 10, "RuntimeError", words=[word.replace("HOST", hosts.other) for word in words])
+        tree.check_no_leaks(but="mpich_shm")  # MPICH leaves a segment if it is killed while it starts
         tree.put_back(hosts.other, file)
         fork(hosts, tree)
         tree.do("close")
@@ -248,7 +248,7 @@ def test_wrong_hosts_are_named(hosts, named, words):
         named = [hosts.other if name == "OTHER" else name for name in named]
         moment = time.monotonic()
         check_error(tree.fork(named), moment, 10, "RuntimeError", words=[", ".join(named), *words])
-        tree.check_no_leaks(but="mpich_shm")  # MPICH leaves one where it is ended within its start
+        tree.check_no_leaks(but="mpich_shm")  # MPICH leaves a segment if it is killed while it starts
         fork(hosts, tree)
         tree.do("close")
 
@@ -303,14 +303,14 @@ def test_idle_hosts_use_no_cores(hosts):
         time.sleep(2)
         passed = time.monotonic() - began
         used = [(read_cpu_seconds(pid) - was) / passed for pid, was in zip(pids, before, strict=True)]
-        print([f"{each:.1%}" for each in used])
+        print([f"{share:.1%}" for share in used])
         assert max(used) <= 0.05, used
         tree.do("close")
         tree.check_no_leaks()
 
 
 def read_cpu_seconds(pid):
-    """Return the processor time that a process has used."""
+    """Return the processor time, in seconds, that a process has used."""
     with open(f"/proc/{pid}/stat") as stat:
         user, system = stat.read().rsplit(")", 1)[1].split()[11:13]
     return (int(user) + int(system)) / os.sysconf("SC_CLK_TCK")

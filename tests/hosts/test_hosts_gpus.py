@@ -1,4 +1,4 @@
-"""GPUs of several hosts, which are pretended: see tests/support/gpus/pretended.  The real ones are for benchmarks/gpu_hosts.py."""
+"""Pretended GPUs on several hosts (tests/support/gpus/pretended); benchmarks/gpu_hosts.py uses real GPUs."""
 
 import os
 import subprocess
@@ -13,12 +13,12 @@ from synkhronos.hosts import agent, mpi_link
 
 pytestmark = [pytest.mark.skipif(DEVICE != "host", reason="pretended GPUs are JAX's CPU"), pytest.mark.timeout(300)]
 of_jax = pytest.mark.skipif(NAME != "pytensor", reason="pretended GPUs are JAX's CPU")
-#: Most programs run on these, one after the other: `run` keeps the ranks.
+#: Hosts of most programs, one after another, as `run` reuses the ranks.
 TWO = ["a:1", "b:1"]
 
 
 def run(hosts, program):
-    """Run a program on hosts with GPUs, and return the lines that it prints."""
+    """Run a program on hosts with GPUs; return the lines that it prints."""
     return made.run(hosts, program, gpus=True).splitlines()
 
 
@@ -55,7 +55,7 @@ def test_nccl_connection_error_names_the_interface():
 
 @pytest.mark.hosts
 @of_jax
-def test_failure_or_death_in_a_collective_on_hosts():
+def test_failure_or_death_in_a_gpu_collective_on_hosts_is_reported():
     heard, size = run(["a:1", "b:2"], "faults")
     assert (heard, size) == ("rank 2 on host b was heard of True", "3")
 
@@ -86,29 +86,29 @@ def train(hosts, folder, *arguments, status=0, **variables):
 @pytest.mark.hosts
 @of_jax
 @pytest.mark.parametrize("rule", ["BSP", "EASGD"])
-def test_launcher_session_on_hosts_with_gpus(tmp_path, rule):
+def test_launch_on_hosts_with_gpus_equals_one_host(tmp_path, rule):
     rule = f"--set=rule='{rule}'"
-    said = train(["a:1", "b:1"], tmp_path / "hosts", rule, "--hosts=a:1,b:1")
-    assert said[0].startswith("ranks on hosts a:1, b:1; ")
+    output = train(["a:1", "b:1"], tmp_path / "hosts", rule, "--hosts=a:1,b:1")
+    assert output[0].startswith("ranks on hosts a:1, b:1; ")
     for rank, where in enumerate(["on cuda0", "on cuda0 of host "]):
         assert where in (tmp_path / "hosts" / f"rank-{rank}.log").read_text().splitlines()[0]
-    if rule.endswith("'BSP'"):  # under the other rule the order of exchanges varies
+    if rule.endswith("'BSP'"):  # under the other rule the order of exchanges is random
         of_one = train(["a:2"], tmp_path / "one", rule)
         assert of_one[0].startswith("2 ranks on cuda0, cuda1; ")
-        one, other = (np.load(tmp_path / each / "params.npz") for each in ("one", "hosts"))
+        one, other = (np.load(tmp_path / folder_name / "params.npz") for folder_name in ("one", "hosts"))
         assert all(np.array_equal(one[name], other[name]) for name in one)
 
 
 @pytest.mark.hosts
 @of_jax
 def test_launcher_takes_all_gpus_of_each_host(tmp_path):
-    said = train(["a", "b"], tmp_path / "gpus", "--hosts=a,b")
-    assert said[0].startswith("ranks on hosts a:2, b; ")
+    output = train(["a", "b"], tmp_path / "gpus", "--hosts=a,b")
+    assert output[0].startswith("ranks on hosts a:2, b; ")
     where = [(tmp_path / "gpus" / f"rank-{rank}.log").read_text().splitlines()[0] for rank in range(4)]
     assert [line.split()[3].rstrip(",") for line in where] == ["cuda0", "cuda1", "cuda0", "cuda1"]
-    # In the mode of other tests: this is about where, and XLA compiles for seconds.
+    # Not in JAX mode: the mode does not affect the devices, and XLA compiles for seconds.
     mode = {"PYTENSOR_FLAGS": os.environ["PYTENSOR_FLAGS"]}
-    said = train(["a", "b"], tmp_path / "cores", "--hosts=a:1,b:1", "--devices=cpu", **mode)
+    output = train(["a", "b"], tmp_path / "cores", "--hosts=a:1,b:1", "--devices=cpu", **mode)
     assert "on cpu of host" in (tmp_path / "cores" / "rank-1.log").read_text().splitlines()[0]
     errors = train(["a", "b"], tmp_path / "refused", "--hosts=a:1,b:3", status=1)
     assert errors[-1].endswith(
@@ -121,7 +121,7 @@ def test_launcher_takes_all_gpus_of_each_host(tmp_path):
 
 @pytest.mark.hosts
 @pytest.mark.skipif(NAME != "theano", reason="pygpu's arrays are Theano's")
-def test_all_reduce_of_theano_gpu_arrays_on_hosts():
+def test_all_reduce_accepts_theano_gpu_arrays_on_hosts():
     expected = ["sum (3.0, 2997.0)", "max (2.0, 1998.0)", "[7.0, 8.0, 15.0] [8.0, 7.0, 15.0]"]
     assert run(TWO, "theano") == expected
 

@@ -1,4 +1,4 @@
-"""Ranks of the launcher bound to cores near their GPUs."""
+"""The launcher binds ranks to cores near their GPUs."""
 
 import os
 import sys
@@ -40,7 +40,7 @@ def test_binding_places_ranks_near_their_gpus(tmp_path):
 
 @pytest.mark.any_library
 def test_binding_follows_cudas_gpu_order(tmp_path, monkeypatch):
-    # On the bus the slow one is first; CUDA lists the fast one first.
+    # The slow GPU is first on the bus; CUDA lists the fast one first.
     names = {"GPU-slow": "0000:1b:00.0", "GPU-fast": "0000:9d:00.0"}
     for address, cores in zip(names.values(), ("0-3", "4-7"), strict=True):
         (tmp_path / address).mkdir()
@@ -76,7 +76,7 @@ def test_binding_follows_cudas_gpu_order(tmp_path, monkeypatch):
 @pytest.mark.any_library
 @pytest.mark.skipif(count_available_cores() < 2, reason="needs two cores")
 @pytest.mark.slow
-def test_binding_of_ranks_and_threads(tmp_path):
+def test_binding_limits_ranks_and_their_threads(tmp_path):
     (tmp_path / "where.py").write_text(
         textwrap.dedent("""
         import os
@@ -95,5 +95,5 @@ def test_binding_of_ranks_and_threads(tmp_path):
     half = len(allowed) // 2
     for r, own in enumerate((allowed[:half], allowed[half:])):
         assert f"cores {[tuple(own)]}" in (tmp_path / "bound" / f"rank-{r}.log").read_text()
-        said = (tmp_path / "free" / f"rank-{r}.log").read_text()
-        assert f"cores {[tuple(allowed)]}" in said and "not bound" in said
+        log = (tmp_path / "free" / f"rank-{r}.log").read_text()
+        assert f"cores {[tuple(allowed)]}" in log and "not bound" in log

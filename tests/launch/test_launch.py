@@ -1,4 +1,4 @@
-"""Runs of the launcher: classes that never saw this library, under each rule; logs, timelines, folders."""
+"""Runs of the launcher: classes written without this library, under each rule; logs, timelines, run folders."""
 
 import importlib
 import json
@@ -32,7 +32,7 @@ def test_launch_trains_a_theano_mpi_class(tmp_path, rule):
     assert reports[-1]["batch"] == "2 x 10" and reports[-1]["steps"] == 18
     one, other = read_traces(tmp_path)
     assert one["own"] != other["own"]  # the initial parameters of each instance
-    assert one["trace"][0][2] == other["trace"][0][2] == one["own"]  # and what they begin with
+    assert one["trace"][0][2] == other["trace"][0][2] == one["own"]  # and the parameters that training starts with
     assert one["random"] != other["random"]
     for epoch in range(3):  # shards of one order
         batches = [[step[3] for step in each["trace"] if step[0] == epoch] for each in (one, other)]
@@ -45,7 +45,7 @@ def test_launch_trains_a_theano_mpi_class(tmp_path, rule):
 
 def test_launch_leaves_mpi_initialization_to_the_class(tmp_path, monkeypatch):
     pytest.importorskip("mpi4py")
-    monkeypatch.setitem(ENVIRONMENT, "MPI4PY_RC_INITIALIZE", "1")  # mpi4py's default, which the tests turn off
+    monkeypatch.setitem(ENVIRONMENT, "MPI4PY_RC_INITIALIZE", "1")  # mpi4py's default, which the other tests disable
     train(tmp_path, "UsesMpi", epochs=1)
     for rank in (0, 1):
         assert "imported before: False size: 1 sum: 3" in (tmp_path / f"rank-{rank}.log").read_text()
@@ -95,11 +95,11 @@ def test_run_folder_describes_the_run(tmp_path):
     assert done.stdout.startswith("2 ranks on cpu, cpu; ")
     settings = json.loads((tmp_path / "run" / "settings.json").read_text())
     assert settings["devices"] == ["cpu", "cpu"] and settings["epochs"] == 1 and settings["seed"] == 4
-    noted = json.loads((tmp_path / "run" / "run.json").read_text())
-    assert noted["status"] == 0 and noted["numpy"] == np.__version__ and len(noted["commit"]) == 40
-    said = (tmp_path / "run" / "rank-1.log").read_text()
-    assert said.startswith("process ") and "epoch 1, iteration 9" in said
-    assert f"[rank 1] {said.splitlines()[0]}" in done.stdout
+    record = json.loads((tmp_path / "run" / "run.json").read_text())
+    assert record["status"] == 0 and record["numpy"] == np.__version__ and len(record["commit"]) == 40
+    log = (tmp_path / "run" / "rank-1.log").read_text()
+    assert log.startswith("process ") and "epoch 1, iteration 9" in log
+    assert f"[rank 1] {log.splitlines()[0]}" in done.stdout
     again = run("train", tmp_path / "run" / "settings.json", "--dry-run", "--folder", tmp_path / "other")
     assert json.loads(again.stdout)["modelfile"] == "launch_models.mlp"
     assert not (tmp_path / "other").exists()
@@ -176,7 +176,7 @@ def test_random_streams_differ_by_rank(tmp_path):
     train(tmp_path, "Noisy", epochs=1)
     drawn = [re.search("drawn .*", (tmp_path / f"rank-{r}.log").read_text())[0] for r in range(2)]
     assert drawn[0] != drawn[1]
-    # Nor do rows per second count the first step, in which functions may be compiled: 90 rows would be 45 in these 2 s.
+    # Rows per second exclude the first step, which may compile: 90 rows in these 2 s would be 45 per second.
     assert (
         lines(tmp_path, "rank-1")[0]["rows_per_second"] > 45 and lines(tmp_path, "reports")[0]["rows_per_second"] > 90
     )

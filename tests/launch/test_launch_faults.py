@@ -1,4 +1,4 @@
-"""Failing runs: the last line is the first failure, the exit status is not 0, and nothing is left."""
+"""Failed runs print the first failure last, return a nonzero status, and leave no process and no memory."""
 
 import json
 import re
@@ -28,7 +28,7 @@ def test_first_failure_is_printed_last(tmp_path):
     assert json.loads((tmp_path / "run.json").read_text())["status"] == 1
 
 
-def test_rank_that_exits_by_itself(tmp_path):
+def test_rank_that_exits_by_itself_is_named(tmp_path):
     done = train(tmp_path, "Exits", status=1)
     assert re.search(r"rank 1 .* exited with code 7", done.stderr)
 
@@ -46,18 +46,18 @@ def test_full_disk_still_reports_failure_and_status(tmp_path, capfd):
         run = supervisor.Supervisor(settings)
         run._master = SimpleNamespace(pid=1234, wait=lambda: -9)
         before = resource.getrlimit(resource.RLIMIT_FSIZE)
-        try:  # no file can grow
+        try:  # writes to files fail
             resource.setrlimit(resource.RLIMIT_FSIZE, ((tmp_path / "run.json").stat().st_size, before[1]))
             end = run._end()
             run._record(end)
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, before)
     assert "rank 0 (process 1234) was killed by SIGKILL" in capfd.readouterr().err
-    noted = json.loads((tmp_path / "run.json").read_text())
-    assert noted["status"] == 137 and noted["ended"] >= noted["began"] and noted["command"] == ["command"]
+    record = json.loads((tmp_path / "run.json").read_text())
+    assert record["status"] == 137 and record["ended"] >= record["began"] and record["command"] == ["command"]
 
 
-#: Begins a program with its standard output as it is given.
+#: Starts a program whose standard output is set up by `console`.
 OUTPUT = {"closed": 'exec "$@" >&-', "all closed": 'exec "$@" <&- >&- 2>&-', "full": 'exec "$@" >/dev/full 2>&1'}
 
 
@@ -86,7 +86,7 @@ def test_broken_console_does_not_stop_a_script(tmp_path, console):
     code = f"from synkhronos.rules import BSP; r = BSP(); print(3); r.init(**{settings | {'folder': str(tmp_path)}!r}); r.wait()"
     words = ["sh", "-c", OUTPUT[console], "sh", sys.executable, "-c", f"{code}; import os; os._exit(5)"]
     done = subprocess.run(words, cwd=SUPPORT, env=ENVIRONMENT | {"PYTHONUNBUFFERED": ""}, timeout=LIMIT)
-    assert done.returncode == 5  # without a flush of its output
+    assert done.returncode == 5  # without flushing its output
     assert json.loads((tmp_path / "run.json").read_text())["status"] == 0
     assert (tmp_path / "rank-0.log").read_text("utf-8").startswith("process ")
 
@@ -123,8 +123,8 @@ def test_supervisor_error_is_recorded(tmp_path, monkeypatch):
     monkeypatch.setattr(run, "_read", lambda pipes: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         run.run()
-    noted = run.read_record()
-    assert noted["status"] == 1 and noted["error"].startswith("ZeroDivisionError") and "ended" in noted
+    record = run.read_record()
+    assert record["status"] == 1 and record["error"].startswith("ZeroDivisionError") and "ended" in record
 
 
 def test_other_hosts_may_print_anything():
@@ -146,9 +146,9 @@ def test_console_copies_long_lines_in_linear_time():
 
     with_newlines = min(seconds(b"\n", 64) for _ in range(3))
     taken.clear()
-    assert seconds(b"", 640) < 0.5 + 40 * with_newlines  # quadratically it would be ten times as much
+    assert seconds(b"", 640) < 0.5 + 40 * with_newlines  # in quadratic time it would be ten times as long
     lines.feed(b"")
-    assert sum(taken) == 640 << 16 and max(taken) <= (1 << 20) + (1 << 16)  # and bounded in memory
+    assert sum(taken) == 640 << 16 and max(taken) <= (1 << 20) + (1 << 16)  # memory is bounded, too
 
 
 def test_console_keeps_multibyte_characters():

@@ -1,4 +1,4 @@
-"""Runs on several hosts: the same parameters as on one, logs and records of all ranks in one folder, kills."""
+"""Runs on several hosts: parameters equal those of one host; logs and records are in one folder; kills."""
 
 import contextlib
 import json
@@ -26,7 +26,7 @@ pytestmark = pytest.mark.timeout(300)  # ranks compile, and mpirun starts
 
 
 def start_run(hosts, folder, model="mlp.py:MLP", **settings):
-    """Start a run on some hosts."""
+    """Start a run on these hosts; return its process."""
     sets = [f"--set={name}={value}" for name, value in {"epochs": 2, **settings}.items()]
     where = ["--set", f"model='launch_models/{model}'", "--hosts", ",".join(hosts), "--folder", folder]
     command, environment = words(hosts, "-m", "synkhronos", "train", *where, *sets)
@@ -37,9 +37,9 @@ def start_run(hosts, folder, model="mlp.py:MLP", **settings):
 
 
 def wait_for_end(process, status):
-    said, errors = process.communicate(timeout=LIMIT)
-    assert process.returncode == status, (process.returncode, said, errors)
-    return said, errors
+    output, errors = process.communicate(timeout=LIMIT)
+    assert process.returncode == status, (process.returncode, output, errors)
+    return output, errors
 
 
 @pytest.mark.hosts
@@ -47,25 +47,25 @@ def wait_for_end(process, status):
     "hosts", [["a:2", "b:2"], pytest.param(["a:3", "b:1"], marks=pytest.mark.any_library)], ids="+".join
 )
 def test_launch_on_hosts_equals_one_host(tmp_path, hosts):
-    said, _ = wait_for_end(start_run(hosts, tmp_path / "hosts", every=4), 0)
+    output, _ = wait_for_end(start_run(hosts, tmp_path / "hosts", every=4), 0)
     train(tmp_path / "one", "MLP", "--devices=cpu", "--ranks=4", epochs=2, every=4)
-    one, other = (np.load(tmp_path / each / "params.npz") for each in ("one", "hosts"))
+    one, other = (np.load(tmp_path / name / "params.npz") for name in ("one", "hosts"))
     assert all(np.array_equal(one[name], other[name]) for name in one)
     for rank in range(4):
         log = (tmp_path / "hosts" / f"rank-{rank}.log").read_text().splitlines()
         own = [line for line in log if not line.startswith("WARNING (theano.")]
         assert re.fullmatch(r"process \d+ on cpu( of host \S+)?, .*", own[0]), log
-        assert all(f"[rank {rank}] {line}" in said.splitlines() for line in log)
+        assert all(f"[rank {rank}] {line}" in output.splitlines() for line in log)
         assert "epoch 2, iteration" in log[-1 if rank else -2]
-        steps = [[line["step"] for line in lines(tmp_path / each, f"rank-{rank}")] for each in ("one", "hosts")]
+        steps = [[line["step"] for line in lines(tmp_path / name, f"rank-{rank}")] for name in ("one", "hosts")]
         assert steps[0] == steps[1] and steps[0]
-    assert said.startswith(f"ranks on hosts {', '.join(hosts)}; ")
-    assert "\x1e" not in said
+    assert output.startswith(f"ranks on hosts {', '.join(hosts)}; ")
+    assert "\x1e" not in output
     settings = json.loads((tmp_path / "hosts" / "settings.json").read_text())
     assert settings["hosts"] == hosts and len(settings["devices"]) == int(hosts[0][-1])
 
 
-#: Begins a run, goes on with it, and moves its folder to where the test finds it.
+#: Starts a run, resumes it, and moves its folder to the test's folder.
 TWICE = """
 import shutil, subprocess, sys
 folder, to, *words = sys.argv[1:]
@@ -78,10 +78,10 @@ shutil.move(folder, to)
 @pytest.mark.hosts
 @pytest.mark.parametrize("rule", ["BSP", "EASGD"])
 @pytest.mark.any_library
-def test_resume_on_hosts_without_a_shared_folder(tmp_path, rule):
+def test_resume_on_hosts_needs_no_shared_folder(tmp_path, rule):
     pytest.importorskip("safetensors")
     hosts = ["a:2", "b:1"]
-    folder = Path("/dev/shm", tmp_path.name)  # which each host has for itself, where they are simulated
+    folder = Path("/dev/shm", tmp_path.name)  # simulated hosts do not share this folder
     run = ["-m", "synkhronos", "train", "--hosts", ",".join(hosts), "--folder", folder, f"--set=rule='{rule}'"]
     run += ["--set", "model='launch_models/mlp.py:MLP'", "--set=checkpoint=1"]
     command, environment = words(hosts, "-c", TWICE, folder, tmp_path / "run", *run)
@@ -89,26 +89,26 @@ def test_resume_on_hosts_without_a_shared_folder(tmp_path, rule):
     done = subprocess.run(command, env=environment, cwd=SUPPORT, capture_output=True, text=True, timeout=200)
     assert done.returncode == 0, done.stdout + done.stderr
     assert [line["epoch"] for line in lines(tmp_path / "run", "reports")] == [1, 2, 3]
-    if rule == "BSP":  # under the other rule the order of exchanges varies
+    if rule == "BSP":  # under the other rule the order of exchanges is random
         train(tmp_path / "one", "MLP", "--devices=cpu", "--ranks=3", epochs=3, rule=f"'{rule}'")
-        one, other = (np.load(tmp_path / each / "params.npz") for each in ("one", "run"))
+        one, other = (np.load(tmp_path / name / "params.npz") for name in ("one", "run"))
         assert all(np.array_equal(one[name], other[name]) for name in one)
 
 
 @pytest.mark.hosts
 @pytest.mark.any_library
 def test_first_failure_of_another_host_is_printed_last(tmp_path):
-    said, errors = wait_for_end(start_run(["a:1", "b:1"], tmp_path, "mlp_variants.py:FailsOnOne"), 1)
+    output, errors = wait_for_end(start_run(["a:1", "b:1"], tmp_path, "mlp_variants.py:FailsOnOne"), 1)
     errors = errors.rstrip().splitlines()
     assert errors[-1] == "ValueError: the third batch is damaged" and errors[0] == "rank 1 on host b:"
-    assert "[rank 1] process" in said
+    assert "[rank 1] process" in output
 
 
 @pytest.mark.hosts
 @pytest.mark.faults
 @pytest.mark.any_library
 @pytest.mark.parametrize("victim", [0, 1])
-def test_restart_on_two_hosts(tmp_path, victim):
+def test_restart_works_on_two_hosts(tmp_path, victim):
     pytest.importorskip("safetensors")
     config = {"config.marks": f"'{tmp_path}'", "config.victim": victim, "config.epochs": "[1]"}
     run = start_run(["a:1", "b:1"], tmp_path / "run", "mlp_variants.py:DiesOnce", checkpoint=1, restarts=1, **config)
@@ -122,8 +122,8 @@ def test_restart_on_two_hosts(tmp_path, victim):
 @pytest.mark.faults
 @pytest.mark.any_library
 @pytest.mark.parametrize("has_lost_host", [False, True])
-def test_on_death_continue_on_two_hosts(tmp_path, has_lost_host):
-    """The agent of a host is its ranks' parent: without it the whole host is lost."""
+def test_on_death_continue_works_on_two_hosts(tmp_path, has_lost_host):
+    """The agent of a host is the parent of its ranks: its death ends them all."""
     pytest.importorskip("safetensors")
     config = {"config.marks": f"'{tmp_path}'", "config.victim": 1, "config.epochs": "[1]"}
     config["config.parent"] = str(has_lost_host).lower()
@@ -131,7 +131,7 @@ def test_on_death_continue_on_two_hosts(tmp_path, has_lost_host):
     _, errors = wait_for_end(run, 0)
     assert "death 1 of at most 100: from the copy " in errors
     train(tmp_path / "one", "MLP", "--devices=cpu", "--ranks=2", epochs=2)
-    one, other = (np.load(tmp_path / each / "params.npz") for each in ("one", "run"))
+    one, other = (np.load(tmp_path / name / "params.npz") for name in ("one", "run"))
     assert all(np.array_equal(one[name], other[name]) for name in one)
     (death,) = json.loads((tmp_path / "run" / "deaths.json").read_text())
     assert lines(tmp_path / "run", "reports")[1]["deaths"] == [death]
@@ -140,13 +140,13 @@ def test_on_death_continue_on_two_hosts(tmp_path, has_lost_host):
         assert sum(line["rows"] for line in lines(tmp_path / "run", f"rank-{rank}")) == 180
 
 
-#: The processes of a run, by their command lines.
+#: Patterns of the command lines of a run's processes.
 KINDS = {
     "supervisor": r"\S*python\S* -m synkhronos train",
     "rank 0": r"\S*python\S* -m synkhronos\.launch\.master",
     "rank of another host": r"\S*python\S* -c .* run_spawned\(\)",
     "agent": r"\S*python\S* -c .*hosts\.agent import",
-    "mpirun": r"\S*(mpirun|prterun) -",  # which Open MPI's becomes
+    "mpirun": r"\S*(mpirun|prterun) -",  # Open MPI's mpirun becomes this
     "what passes lines on": r"\S*python\S* -ISc .*os\.write",
 }
 
@@ -157,14 +157,14 @@ KINDS = {
 @pytest.mark.skipif(not are_simulated(), reason="no namespaces here, which tell the agents apart")
 @pytest.mark.parametrize("who", [*KINDS, "agent of another host", "Ctrl-C", "all, by a scheduler"])
 def test_kill_of_any_process_on_hosts_leaves_nothing(tmp_path, who):
-    # All are detected in the middle of a step, except the process that forwards lines: with the next record.
+    # All deaths are detected within a step, except that of the process that forwards lines: with the next record.
     model = "mlp.py:MLP" if who in ("what passes lines on", "all, by a scheduler") else "mlp_variants.py:Stuck"
     sets = ["--set=every=1", "--set=epochs=100000", "--set", f"model='launch_models/{model}'"]
     sets += ["--set=checkpoint=1"] if who == "all, by a scheduler" else []
     train = ["-m", "synkhronos", "train", "--hosts", "a:1,b:1", "--folder", tmp_path / "run", *sets]
     command, environment = words(["a:1", "b:1"], "-c", HOST, sys.executable, *train)
     mark = f"mark-{tmp_path.name}-{os.getpid()}"
-    environment["PYTHONPATH"] += os.pathsep + mark  # which ssh passes on
+    environment["PYTHONPATH"] += os.pathsep + mark  # ssh passes this variable on
     host = subprocess.Popen(
         command,
         env=environment,
@@ -196,16 +196,16 @@ def test_kill_of_any_process_on_hosts_leaves_nothing(tmp_path, who):
         else:
             os.kill(found[who][0], signal.SIGINT if who == "Ctrl-C" else signal.SIGKILL)
         began = time.monotonic()
-        # The status is printed last, after the output of the ranks.  A file with a buffer can't be polled.
+        # The status is printed last, after the output of the ranks.  A buffered file cannot be polled.
         timer = threading.Timer(LIMIT, host.kill)
         timer.start()
         status = next(line for line in host.stdout if line.strip().lstrip("-").isdecimal())
         timer.cancel()
         print(who, status, time.monotonic() - began)
         if who == "all, by a scheduler":
-            noted = json.loads((tmp_path / "run" / "run.json").read_text())
-            assert int(status) == noted["status"] == 143
-            assert Path(noted["checkpoint"], "meta.json").exists()
+            record = json.loads((tmp_path / "run" / "run.json").read_text())
+            assert int(status) == record["status"] == 143
+            assert Path(record["checkpoint"], "meta.json").exists()
         else:
             assert int(status) != 0 and time.monotonic() - began < LIMIT
         deadline = time.monotonic() + LIMIT
@@ -225,12 +225,16 @@ def test_kill_of_any_process_on_hosts_leaves_nothing(tmp_path, who):
         ({"hosts": ["a:2", "b"]}, ("a:2", "b"), 2),
         ({"hosts": "a, b:3"}, (f"a:{count_available_cores()}", "b:3"), count_available_cores()),
         ({"hosts": ["a", "b:3"], "ranks": 5}, ("a:5", "b:3"), 5),
-        ({"hosts": ["a:2", "b:3"], "devices": ["cpu", "cpu"]}, ("a:2", "b:3"), 2),  # as a run's folder has it
+        (
+            {"hosts": ["a:2", "b:3"], "devices": ["cpu", "cpu"]},
+            ("a:2", "b:3"),
+            2,
+        ),  # as in settings.json of a run folder
         (read_environment({"SYNKHRONOS_HOSTS": "a:1,b"}), ("a:1", "b"), 1),
         ({"hosts": ""}, (), 1),
     ],
 )
-def test_hosts_option_sources(tmp_path, asked, hosts, n_here):
+def test_hosts_are_read_from_settings_and_environment(tmp_path, asked, hosts, n_here):
     settings = resolve([{**MODEL, "folder": str(tmp_path / "run"), **asked}])
     assert settings.hosts == hosts and settings.devices == ("cpu",) * n_here
     settings.save(tmp_path / "settings.json")
@@ -246,6 +250,6 @@ def test_launch_refuses_several_srun_tasks(tmp_path, monkeypatch):
     asked = {**MODEL, "folder": str(tmp_path / "run")}
     with pytest.raises(SettingsError, match="2 of these commands were started.*srun --nodes=1 --ntasks=1"):
         resolve([{**asked, "hosts": "a,b"}])
-    assert resolve([asked]).hosts == ()  # runs that are independent of each other
+    assert resolve([asked]).hosts == ()  # independent runs
     monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "1")
     assert resolve([{**asked, "hosts": "a:1,b"}]).hosts == ("a:1", "b")

@@ -1,4 +1,4 @@
-"""Messages of `check` and of the launcher.
+"""Messages of `check` and of the launcher name the wrong setting or class.
 
 Each entry has a command line, its exit status, and a part of its message.
 """
@@ -27,7 +27,7 @@ pytestmark = pytest.mark.any_library
 MODEL = {"model": "launch_models/mlp.py:MLP", "devices": "cpu"}
 GPUS = get_n_gpu()
 
-#: Settings, and the one at fault; nothing starts.
+#: Wrong settings, and the name in the message; no process is started.
 SETTINGS = {
     "no model": ({"model": None, "devices": "cpu"}, "modelfile"),
     "no class": ({"model": None, "modelfile": "launch_models.mlp"}, "modelclass"),
@@ -95,7 +95,7 @@ SETTINGS = {
     "resume, elsewhere": ({"resume": "nowhere"}, "resume"),
 }  # fmt: skip
 
-#: Wrong session files: names and texts.
+#: Wrong session files: file names and contents.
 FILES = {
     "not there": ("none.toml", None),
     "no TOML": ("a.toml", "rule = "),
@@ -109,7 +109,7 @@ FILES = {
     "a strategy": ("a.cfg", "EXCH_STRATEGY=pigeon"),
 }
 
-#: Classes, and the message of `check`.
+#: Classes that miss a part, and the message of `check`.
 CLASSES = {
     "NoMethods": r"NoMethods lacks:\n  method compile_iter_fns\(\): compiles its functions\n  method train_iter\(\): .*\n  method val_iter\(\): .*\n  method adjust_hyperp\(\): .*\n  method cleanup\(\)",
     "NoParams": r"NoParams lacks:\n  attribute params: expected a list of shared variables, got None",
@@ -124,7 +124,7 @@ CLASSES = {
     "NoEpochs": r"NoEpochs: it has no n_epochs: give --set epochs=N",
     "a_number": r"a_number fails when its module is imported: ContractError: modelclass: 'a_number' of launch_models.mlp_variants: expected a class, got 3",
 }  # fmt: skip
-#: One of each kind is also run, as are the errors that only a run on all ranks can find.
+#: Classes that are also run: one of each kind, and errors that occur only on several ranks.
 RUN = {
     "NoMethods": ({}, CLASSES["NoMethods"]),
     "StrangeParams": ({}, CLASSES["StrangeParams"]),
@@ -233,11 +233,11 @@ def test_launch_refuses_wrong_session_files(name, tmp_path):
         (tmp_path / file).write_text(text)
     with raises(SettingsError, file) as caught:
         read_session(tmp_path / file)
-    assert text is None or str(caught.value).count(file) == 1  # where the file lacks, the system names it too
+    assert text is None or str(caught.value).count(file) == 1  # the error of a missing file has its name already
 
 
 @pytest.mark.skipif(GPUS > 0, reason="is about machines without GPUs")
-def test_command_line_errors(tmp_path):
+def test_command_line_errors_are_one_line(tmp_path):
     for arguments, words in (
         (["train", "--set", "epochs"], "synkhronos train: --set: expected KEY=VALUE, got 'epochs'"),
         (
@@ -255,7 +255,7 @@ def test_command_line_errors(tmp_path):
 
 @pytest.fixture(scope="module")
 def checked():
-    """Check all classes in one process: each would import the graph library by itself."""
+    """Check all classes in one process, so that the graph library is imported once; give the outputs by name."""
     code = f"""
 from synkhronos.launch.check import check
 for name in {list(CLASSES)}:
@@ -271,12 +271,14 @@ def test_check_names_missing_parts_of_a_class(checked, name):
     assert checked[name].endswith("-- status 1\n")
 
 
-def test_check_of_classes():
+def test_check_runs_classes_on_one_rank_and_on_two():
     run("check", "launch_models/mlp_variants.py:NoData", status=1, cwd=SUPPORT)
-    run("check", "launch_models/mlp_variants.py:NoEpochs", "--set", "epochs=2", cwd=SUPPORT)  # as it says itself
-    said = run("check", "launch_models.mlp:MLP", cwd=SUPPORT).stdout
-    assert re.search(r"^epoch 1, iteration 3, .*; [\d,]+ rows/s\n", said)
-    assert said.endswith("MLP: no problem found, on one rank and on two\n")
+    run(
+        "check", "launch_models/mlp_variants.py:NoEpochs", "--set", "epochs=2", cwd=SUPPORT
+    )  # as the message of the check advises
+    output = run("check", "launch_models.mlp:MLP", cwd=SUPPORT).stdout
+    assert re.search(r"^epoch 1, iteration 3, .*; [\d,]+ rows/s\n", output)
+    assert output.endswith("MLP: no problem found, on one rank and on two\n")
 
 
 def test_check_counts_batches_without_a_batch_size(capsys):
@@ -358,8 +360,8 @@ def test_command_line_order_does_not_matter():
         ["--set=ranks=2", "--set=devices=cpu"],
         ["--set=devices=cpu", "--set=ranks=2"],
     ):
-        said = run("train", "--set=model=launch_models/mlp.py:MLP", "--dry-run", *words, cwd=SUPPORT).stdout
-        assert json.loads(said)["devices"] == ["cpu", "cpu"], words
+        output = run("train", "--set=model=launch_models/mlp.py:MLP", "--dry-run", *words, cwd=SUPPORT).stdout
+        assert json.loads(output)["devices"] == ["cpu", "cpu"], words
 
 
 def test_theano_mpi_session_files_are_read(tmp_path):
@@ -414,7 +416,7 @@ def test_doctor_describes_the_machine():
     assert re.search(r"^cores +\d+ for this process, \d+ in all$", text, re.MULTILINE)
     assert re.search(rf"^GPUs +{GPUS}$", text, re.MULTILINE)
     assert re.search(r"^(pytensor|Theano) +\d", text, re.MULTILINE)
-    # The two need different versions of NumPy: who has one must not be told to install the other.
+    # The libraries need different versions of NumPy, so users of one must not be told to install the other.
     assert "synkhronos[theano]" not in text and "synkhronos[pytensor]" not in text
 
 

@@ -1,4 +1,4 @@
-"""Options of a `Model`'s step: clipping, slices, averages of parameters and loss scaling, on any number of ranks."""
+"""Options of a `Model`'s step (clipping, slices, averages of parameters, loss scaling) on any number of ranks."""
 
 import ast
 
@@ -23,7 +23,7 @@ def make_data():
 
 
 def train_in_numpy(epochs, clip_norm=0.5, ema=0.9, momentum=0.9):
-    """Return parameters, their moving average, and the running average of x, of one process."""
+    """Return parameters, their moving average, and the running average of x, computed in one process."""
     x, y = make_data()
     w = average = velocity = mean = np.zeros(3)
     for epoch in range(epochs):
@@ -53,10 +53,10 @@ def test_model_options_equal_one_process_and_resume(tmp_path, ranks):
     reports = lines(tmp_path, "reports")
     errors = [np.mean((x[120:] @ train_in_numpy(epoch)[1] - y[120:]) ** 2) for epoch in (1, 2, 3)]
     np.testing.assert_allclose([report["validation"]["cost"] for report in reports], errors, rtol=1e-9)
-    assert np.mean((x[120:] @ w - y[120:]) ** 2) < 0.99 * errors[-1]  # another number than that of the parameters
+    assert np.mean((x[120:] @ w - y[120:]) ** 2) < 0.99 * errors[-1]  # differs from the value for the parameters
 
 
-def test_options_of_the_class_with_a_rule_of_lasagnes_kind(tmp_path):
+def test_options_of_the_class_apply_to_lasagne_rules(tmp_path):
     train(tmp_path, "Lasagnes", 2, options={"clip_norm": 0.25}, epochs=2)
     np.testing.assert_allclose(load_params(tmp_path)[0], train_in_numpy(2, clip_norm=0.25, momentum=0)[0], rtol=1e-9)
 
@@ -83,9 +83,9 @@ def test_model_loss_scale_skips_an_overflow_and_resumes(tmp_path):
         folder = tmp_path / str(ranks)
         train(folder, "Huge", ranks, epochs=1, checkpoint=1)
         train(folder, "Huge", ranks, "--resume", epochs=2)
-        said = [(folder / f"rank-{r}.log").read_text().rsplit("state ", 1)[1].split("\n")[0] for r in range(ranks)]
-        assert len(set(said)) == 1, said
-        scale, steps, *values = ast.literal_eval(said[0])
+        states = [(folder / f"rank-{r}.log").read_text().rsplit("state ", 1)[1].split("\n")[0] for r in range(ranks)]
+        assert len(set(states)) == 1, states
+        scale, steps, *values = ast.literal_eval(states[0])
         assert (scale, steps) == (2.0**13, count)
         np.testing.assert_allclose(values, [w, average], rtol=1e-4)
 
@@ -109,7 +109,7 @@ WRONG = {
 
 @pytest.fixture(scope="module")
 def checked():
-    """Check sessions and classes with wrong options, in one process."""
+    """Check sessions and classes with wrong options in one process; give the outputs by name."""
     code = f"""
 from synkhronos.launch.check import check
 from synkhronos.launch.settings import SettingsError
@@ -138,9 +138,9 @@ report("right", "launch_models/small.py:Lasagnes", {{"model_options": {{"num_sli
 def test_check_reports_a_wrong_option_of_a_session_or_a_class(checked, name):
     message = WRONG[name][1]
     assert checked[name].startswith(f"refused: model_options.{message}")
-    if name != "an unknown option":  # of a class another attribute is its own
-        said = checked[f"class: {name}"]
-        assert message in said and said.endswith("-- status 1\n")
+    if name != "an unknown option":  # other attributes of a class are its own
+        output = checked[f"class: {name}"]
+        assert message in output and output.endswith("-- status 1\n")
 
 
 @pytest.mark.parametrize(
@@ -153,9 +153,9 @@ def test_check_reports_a_wrong_option_of_a_session_or_a_class(checked, name):
         "BSP {'precision': 'float16'}": "clip_norm: BSP has to exchange gradients in their own precision, got BSP",
     }.items(),
 )
-def test_check_reports_options_that_cannot_be_had(checked, name, message):
+def test_check_reports_unavailable_options(checked, name, message):
     assert message in checked[name] and checked[name].endswith("-- status 1\n")
 
 
-def test_check_of_a_model_with_options(checked):
+def test_check_accepts_a_model_with_options(checked):
     assert checked["right"].endswith("Lasagnes: no problem found, on one rank and on two\n-- status 0\n")

@@ -1,4 +1,4 @@
-"""Runs with deaths: restarts from checkpoints, and on_death='continue'."""
+"""Runs with deaths of ranks: restarts from checkpoints, and on_death='continue'."""
 
 import json
 import os
@@ -29,7 +29,7 @@ def train_with_deaths(folder, victim, epochs, *arguments, status=0, checkpoint=1
 
 @pytest.mark.faults
 @pytest.mark.parametrize("victim", [0, 1])
-def test_restart_from_the_newest_checkpoint(tmp_path, victim):
+def test_restart_uses_the_newest_checkpoint(tmp_path, victim):
     train_with_deaths(tmp_path / "whole", 2, [])
     done = train_with_deaths(tmp_path / "parts", victim, [1, 2], "--restarts=3")
     run = tmp_path / "parts" / "run"
@@ -37,23 +37,23 @@ def test_restart_from_the_newest_checkpoint(tmp_path, victim):
     assert [line for line in done.stderr.splitlines() if line.startswith("restart ")] == [
         f"restart {i} of 3 from {path}" for i, path in enumerate(newest, 1)
     ]
-    noted = json.loads((run / "run.json").read_text())
-    assert noted["status"] == 0 and noted["restarts"] == 2
+    record = json.loads((run / "run.json").read_text())
+    assert record["status"] == 0 and record["restarts"] == 2
     assert [path.name for path in sorted(run.glob("failure*"))] == ["failure-1.txt", "failure-2.txt"]
     assert f"rank {victim}" in (run / "failure-1.txt").read_text() and "SIGKILL" in (run / "failure-2.txt").read_text()
     whole, parts = (np.load(folder / "params.npz") for folder in (tmp_path / "whole" / "run", run))
     assert all(np.array_equal(whole[name], parts[name]) for name in whole)
-    for name in ("reports", "rank-0", "rank-1"):  # as if nothing had happened
+    for name in ("reports", "rank-0", "rank-1"):  # as without deaths
         of_whole, of_parts = (lines(folder, name) for folder in (tmp_path / "whole" / "run", run))
-        assert [(each["epoch"], each["loss"]) for each in of_parts] == [
-            (each["epoch"], each["loss"]) for each in of_whole
+        assert [(report["epoch"], report["loss"]) for report in of_parts] == [
+            (report["epoch"], report["loss"]) for report in of_whole
         ]
     log = (run / "rank-0.log").read_text()
-    assert log.count("process ") == 3 and "epoch 1 done" in log  # that of all three
+    assert log.count("process ") == 3 and "epoch 1 done" in log  # the checkpoint of all three ranks
 
 
 @pytest.mark.faults
-def test_restart_without_a_checkpoint(tmp_path):
+def test_restart_without_a_checkpoint_starts_anew(tmp_path):
     done = train_with_deaths(tmp_path, 1, [0], "--restarts=1", every=1)
     assert "restart 1 of 1 from the beginning, as it has no checkpoint" in done.stderr
     assert [line["step"] for line in lines(tmp_path / "run", "rank-0")] == list(range(1, 28))
@@ -69,8 +69,7 @@ def test_restart_limit_reports_the_last_failure(tmp_path):
 
 
 @pytest.mark.faults
-def test_restart_of_a_resumed_run(tmp_path):
-    """Later checkpoints than the one to resume from are of a training that was left."""
+def test_restart_of_a_resumed_run_ignores_later_checkpoints(tmp_path):
     train_with_deaths(tmp_path, 2, [])
     first = tmp_path / "run" / "checkpoints" / "rows-000000000009"
     (tmp_path / "marks").rmdir()
@@ -86,8 +85,8 @@ def test_restart_is_skipped_after_a_signal(tmp_path, number):
     with start_checkpointed_run(tmp_path, False, checkpoint=1, restarts=3) as process:
         wait_until_training(tmp_path, process)
         process.send_signal(number)
-        _, said = process.communicate(timeout=LIMIT)
-        assert process.returncode == 128 + number and "\nrestart " not in f"\n{said}"
+        _, errors = process.communicate(timeout=LIMIT)
+        assert process.returncode == 128 + number and "\nrestart " not in f"\n{errors}"
 
 
 def list_copies():
@@ -102,8 +101,8 @@ def test_on_death_continue_equals_an_undisturbed_run(tmp_path, victim):
     done = train_with_deaths(tmp_path / "parts", victim, [0, 1], "--on-death=continue", checkpoint=0)
     assert "death 1 of at most 100: from " in done.stderr and "death 2 of at most 100: from the copy " in done.stderr
     whole, parts = tmp_path / "whole" / "run", tmp_path / "parts" / "run"
-    noted = json.loads((parts / "run.json").read_text())
-    assert noted["status"] == 0 and noted["deaths"] == 2 and "restarts" not in noted
+    record = json.loads((parts / "run.json").read_text())
+    assert record["status"] == 0 and record["deaths"] == 2 and "restarts" not in record
     assert not list(parts.glob("failure*")) and not (parts / "checkpoints").exists()
     with np.load(whole / "params.npz") as expected, np.load(parts / "params.npz") as found:
         assert all(np.array_equal(expected[name], found[name]) for name in expected)
@@ -125,10 +124,10 @@ def test_on_death_continue_equals_an_undisturbed_run(tmp_path, victim):
 
 @pytest.mark.faults
 @pytest.mark.parametrize("rule", ["EASGD", "GoSGD", "Swap"])
-def test_on_death_continue_under_other_rules(tmp_path, rule):
+def test_on_death_continue_takes_each_step_once_under_other_rules(tmp_path, rule):
     train_with_deaths(tmp_path, 1, [1], "--on-death=continue", checkpoint=0, rule=rule)
     assert [report["epoch"] for report in lines(tmp_path / "run", "reports")] == [1, 2, 3]
-    for rank in range(2):  # no row twice, none left out
+    for rank in range(2):  # each row once
         records = lines(tmp_path / "run", f"rank-{rank}")
         assert [record["step"] for record in records] == sorted({record["step"] for record in records})
         assert records[-1]["step"] == 27 and sum(record["rows"] for record in records) == 270
@@ -141,7 +140,7 @@ def test_max_deaths_ends_a_run(tmp_path):
     assert "SIGKILL" in (tmp_path / "run" / "failure.txt").read_text()
 
 
-#: Has some ranks fail to start in each recovery: those whose numbers are in the variable GONE.
+#: Lets the ranks whose numbers are in the variable GONE fail to start in each recovery.
 BROKEN_DEVICES = """
 import json, os, sys
 if "synkhronos.launch.master" in sys.orig_argv:
@@ -157,7 +156,7 @@ if "synkhronos.launch.master" in sys.orig_argv:
 
 
 def train_with_a_broken_device(folder, n_working, gone, **arguments):
-    """Train on three ranks, of which one dies, and some device can't be used any more."""
+    """Train on three ranks; one dies, and a device fails from then on.  Return the command's result."""
     folder.mkdir()
     (folder / "sitecustomize.py").write_text(BROKEN_DEVICES)
     path = f"{folder}{os.pathsep}{ENVIRONMENT['PYTHONPATH']}"
@@ -179,11 +178,11 @@ def test_on_death_continue_leaves_out_a_broken_device(tmp_path, gone):
     assert [death["rank"] for death in deaths] == [1, gone, gone]
     assert deaths[1]["cause"].startswith("could not start: ") and "fallen off the bus" in deaths[1]["cause"]
     last = [sum(line["rows"] for line in lines(run, f"rank-{r}") if line["epoch"] == 2) for r in range(2)]
-    assert last == [90, 90]  # each rank of the class has as many rows
+    assert last == [90, 90]  # in this class each rank has the same number of rows
 
 
 @pytest.mark.faults
-def test_on_death_continue_without_a_device_left(tmp_path):
+def test_on_death_continue_without_a_device_left_ends_the_run(tmp_path):
     done = train_with_a_broken_device(tmp_path / "a", 0, 0, status=1)
     assert done.stderr.count("which is left out") == 2
     assert done.stderr.endswith("rank 0 can't start on cpu: on_death = 'continue' has no device left\n")
@@ -200,18 +199,18 @@ def test_on_death_continue_ends_at_an_exception(tmp_path):
 
 @pytest.mark.faults
 def test_signal_ends_a_run_with_on_death_continue(tmp_path):
-    """Ranks at their own pace end together at a copy: one that ended alone would miss it."""
+    """Asynchronous ranks end together at a copy, as a rank that ended alone would miss it."""
     pytest.importorskip("safetensors")
     with start_checkpointed_run(tmp_path, False, checkpoint=1, rule="EASGD", on_death="continue") as process:
         wait_until_training(tmp_path, process)
         process.send_signal(signal.SIGTERM)
-        _, said = process.communicate(timeout=LIMIT)
-        assert process.returncode == 143 and "--resume goes on from" in said
+        _, errors = process.communicate(timeout=LIMIT)
+        assert process.returncode == 143 and "--resume goes on from" in errors
 
 
 @pytest.mark.faults
 def test_signal_during_a_recovery_keeps_the_copy(tmp_path):
-    """The new ranks have written no checkpoint yet: the copy in memory is all that there is."""
+    """The new ranks have written no checkpoint yet, so the run is resumed from the copy in memory."""
     pytest.importorskip("safetensors")
     before = list_copies()
     with start_checkpointed_run(tmp_path, False, checkpoint=500, on_death="continue") as process:
@@ -225,15 +224,15 @@ def test_signal_during_a_recovery_keeps_the_copy(tmp_path):
             if line.startswith("death 1 "):
                 break
         process.send_signal(signal.SIGTERM)
-        _, said = process.communicate(timeout=LIMIT)
-        assert process.returncode == 143 and "--resume goes on from" in said
+        _, errors = process.communicate(timeout=LIMIT)
+        assert process.returncode == 143 and "--resume goes on from" in errors
         assert len(list((tmp_path / "checkpoints").iterdir())) == 1 and list_copies() == before
 
 
-def test_folders_of_copies_that_killed_runs_left_are_removed(tmp_path, monkeypatch):
+def test_copy_folders_of_killed_runs_are_removed(tmp_path, monkeypatch):
     monkeypatch.setattr(memory_checkpoint, "_SHM", tmp_path)
     (tmp_path / f"synkhronos-copy-{os.getuid()}-left").mkdir()
-    folders = [memory_checkpoint.CopyFolder()]  # the other may be locked in a moment
+    folders = [memory_checkpoint.CopyFolder()]  # the other folder's owner may be about to lock it
     assert len(list(tmp_path.iterdir())) == 2
     monkeypatch.setattr(memory_checkpoint, "_ABANDONED", -1)
     folders.append(memory_checkpoint.CopyFolder())

@@ -1,4 +1,4 @@
-"""Checkpoints, signals and early stops of the launcher's runs, and how runs resume."""
+"""Checkpoints, signals, early stops and resumption of the launcher's runs."""
 
 import itertools
 import json
@@ -31,7 +31,7 @@ from synkhronos.training.updates import (
 
 @pytest.mark.any_library
 @pytest.mark.parametrize("rule", ["BSP", "EASGD"])
-def test_resume_from_a_checkpoint(tmp_path, rule):
+def test_resume_from_a_checkpoint_equals_an_undisturbed_run(tmp_path, rule):
     pytest.importorskip("safetensors")
     options = {"rule": rule, "checkpoint": 1} | (
         {"rule_options__period": 3, "rule_options__asynchronous": "false"} if rule == "EASGD" else {}
@@ -39,10 +39,10 @@ def test_resume_from_a_checkpoint(tmp_path, rule):
     train(tmp_path / "whole", "Shaky", epochs=4, **options)
     train(tmp_path / "parts", "Shaky", epochs=2, **options)
     train(tmp_path / "parts", "Shaky", "--resume", epochs=4, **options)
-    whole, parts = (np.load(tmp_path / each / "params.npz") for each in ("whole", "parts"))
+    whole, parts = (np.load(tmp_path / name / "params.npz") for name in ("whole", "parts"))
     for name in whole:
         np.testing.assert_array_equal(whole[name], parts[name])
-    (tmp_path / "parts" / "params.npz").unlink()  # as if it had been killed behind its last checkpoint
+    (tmp_path / "parts" / "params.npz").unlink()  # as if killed after its last checkpoint
     train(tmp_path / "parts", "Shaky", "--resume", epochs=4, **options)
     with np.load(tmp_path / "parts" / "params.npz") as parts:
         for name in whole:
@@ -62,22 +62,22 @@ def test_early_stop_keeps_the_best_epoch(tmp_path):
         done = train(tmp_path / "run", "Overfits", *resume, **best)
         assert ("top5 max: no better for 2 epochs; the run ends after 5" in done.stdout) != bool(resume)
         assert [report["epoch"] for report in lines(tmp_path / "run", "reports")] == [1, 2, 3, 4, 5]
-        kept = Checkpoint(tmp_path / "run" / "checkpoints", keep_best=("top5", "max"))
-        assert [kept.load(path).meta["epochs"] for path in kept.paths()] == [3, 5]
-        assert kept.load(kept.best()).metrics["top5"] == 1.0
+        checkpoint = Checkpoint(tmp_path / "run" / "checkpoints", keep_best=("top5", "max"))
+        assert [checkpoint.load(path).meta["epochs"] for path in checkpoint.paths()] == [3, 5]
+        assert checkpoint.load(checkpoint.best()).metrics["top5"] == 1.0
         expected, found, last = (
             np.load(tmp_path / name) for name in ("best/params.npz", "run/best.npz", "run/params.npz")
         )
         for name in expected:
             np.testing.assert_array_equal(found[name], expected[name])
             assert not np.array_equal(found[name], last[name])
-        (tmp_path / "run" / "best.npz").unlink()  # as if it had been killed before its end
-    # Of another metric nothing is known yet.
+        (tmp_path / "run" / "best.npz").unlink()  # as if killed before its end
+    # Another metric has no best value yet.
     train(tmp_path / "run", "Overfits", "--resume", **{**best, "keep_best": "error", "epochs": 6})
     assert lines(tmp_path / "run", "reports")[-1]["epoch"] == 6
 
 
-def test_metric_missing_in_the_class():
+def test_metric_missing_in_the_class_is_named():
     for keep_best, metrics, words in [
         (["acc", "max"], {"loss": 1.0, "cost": 2.0}, "A lacks:\n  metric 'acc', got loss, cost$"),
         (None, {"loss": 1.0}, "A lacks:\n  metric 'cost', got loss$"),
@@ -95,14 +95,14 @@ def test_resume_with_fewer_epochs_trains_none():
 
 
 def step(update_rule):
-    """Return a model of the launcher's kind whose compiled step has the variables of an update rule."""
+    """Return a stand-in for a launcher's model, whose compiled step has the variables of an update rule."""
     x, w = tensor.dvector("x"), shared(np.zeros(3), "w")
     updates = apply_own_gradient(update_rule((tensor.dot(x, w) - 1) ** 2, [w], 0.1))
     return SimpleNamespace(params=[w], train_fn=package.function([x], [], updates=list(updates.items())))
 
 
 def test_checkpoint_names_update_rule_variables():
-    """A class's update rule has no name that a run knows: the variables tell the library's own rules apart."""
+    """A run does not know the update rule of a class: it compares the rules' variables."""
     rules_of = {rule.__name__: rule for rule in (sgd, momentum, nesterov_momentum, adagrad, rmsprop, adadelta)}
     rules_of |= {rule.__name__: rule for rule in (adam, adamax, amsgrad)}
     found = {
@@ -123,7 +123,7 @@ def test_checkpoint_names_update_rule_variables():
 
 @pytest.fixture(scope="module")
 def signalled_runs(tmp_path_factory):
-    """Give the folder of runs that no signal has ended, one for each rule."""
+    """Give the folder of undisturbed runs, one for each rule."""
     return tmp_path_factory.mktemp("signalled")
 
 
@@ -132,7 +132,7 @@ def signalled_runs(tmp_path_factory):
     ("rule", "mode", "place"), [("BSP", "train", [1, 4]), ("BSP", "val", [1, 2]), ("EASGD", "train", [1, 4])]
 )
 @pytest.mark.slow
-def test_resume_after_the_step_of_a_signal(tmp_path, signalled_runs, rule, mode, place):
+def test_resume_after_a_signal_equals_an_undisturbed_run(tmp_path, signalled_runs, rule, mode, place):
     pytest.importorskip("safetensors")
     options = {"rule": rule, "checkpoint": 1, "epochs": 3} | (
         {"rule_options__period": 3, "rule_options__asynchronous": "false"} if rule == "EASGD" else {}
@@ -141,18 +141,18 @@ def test_resume_after_the_step_of_a_signal(tmp_path, signalled_runs, rule, mode,
     if not undisturbed.exists():
         train(undisturbed, "Signalled", **options)
     done = train(tmp_path / "parts", "Signalled", status=143, config__at=[mode, *place], **options)
-    noted = json.loads((tmp_path / "parts" / "run.json").read_text())
+    record = json.loads((tmp_path / "parts" / "run.json").read_text())
     newest = max((tmp_path / "parts" / "checkpoints").iterdir())
-    assert (noted["status"], noted["signal"], noted["checkpoint"]) == (143, "SIGTERM", str(newest))
+    assert (record["status"], record["signal"], record["checkpoint"]) == (143, "SIGTERM", str(newest))
     assert f"the run was ended by SIGTERM; --resume goes on from {newest}" in done.stderr
     assert not (tmp_path / "parts" / "params.npz").exists()
     n_steps = int(newest.name.removeprefix("rows-"))
     assert n_steps == 18 if mode == "val" else 9 < n_steps < 18
     train(tmp_path / "parts", "Signalled", "--resume", **options)
-    whole, parts = (np.load(each / "params.npz") for each in (undisturbed, tmp_path / "parts"))
+    whole, parts = (np.load(folder / "params.npz") for folder in (undisturbed, tmp_path / "parts"))
     for name in whole:
         np.testing.assert_array_equal(whole[name], parts[name])
-    whole, parts = (lines(each, "reports") for each in (undisturbed, tmp_path / "parts"))
+    whole, parts = (lines(folder, "reports") for folder in (undisturbed, tmp_path / "parts"))
     for one, other in zip(whole, parts, strict=True):
         assert all(one[key] == other[key] for key in ("epoch", "seen", "steps", "loss", "validation", "learning_rate"))
     assert sum(line["rows"] for line in lines(tmp_path / "parts", "rank-1")) == 3 * 90
@@ -164,12 +164,12 @@ def test_signal_ends_an_asynchronous_run(tmp_path):
     pytest.importorskip("safetensors")
     options = {"rule": "EASGD", "checkpoint": 1, "epochs": 2}
     train(tmp_path, "Signalled", "--devices=cpu", "--ranks=3", status=143, config__at=["train", 0, 3], **options)
-    train(tmp_path, "Signalled", "--resume", **options)  # two of the three go on
+    train(tmp_path, "Signalled", "--resume", **options)  # two of the three ranks continue
     assert [report["epoch"] for report in lines(tmp_path, "reports")] == [1, 2]
 
 
 @pytest.mark.any_library
-def test_resume_in_the_middle_of_an_epoch():
+def test_resume_skips_the_batches_of_an_epoch_that_were_used():
     from synkhronos.launch import Model
 
     class Read(Model):
@@ -194,18 +194,18 @@ def test_resume_in_the_middle_of_an_epoch():
 
 @pytest.mark.any_library
 @pytest.mark.slow
-def test_resume_after_a_truncated_log_line(tmp_path):
+def test_resume_repairs_a_truncated_log_line(tmp_path):
     pytest.importorskip("safetensors")
     train(tmp_path, "MLP", epochs=1, checkpoint=1)
     with open(tmp_path / "rank-1.jsonl", "a") as file:
-        file.write('{"time": 17')  # the disk was full, or the machine went down
+        file.write('{"time": 17')  # as after a full disk or a power loss
     train(tmp_path, "MLP", "--resume", epochs=2, checkpoint=1)
     assert [line["epoch"] for line in lines(tmp_path, "rank-1")] == [0, 1]
 
 
 @pytest.mark.any_library
 @pytest.mark.slow
-def test_resume_on_another_number_of_ranks(tmp_path):
+def test_resume_accepts_another_number_of_ranks(tmp_path):
     pytest.importorskip("safetensors")
     train(tmp_path, "MLP", epochs=1, rule="EASGD", checkpoint=1)
     train(tmp_path, "MLP", "--resume", "--devices=cpu", "--ranks=3", epochs=2, rule="EASGD")

@@ -1,4 +1,4 @@
-"""Runs that signals end: checkpoints, grace periods, and no process left."""
+"""Runs that signals end: they write checkpoints, have grace periods, and leave no process."""
 
 import contextlib
 import json
@@ -26,9 +26,9 @@ pytestmark = pytest.mark.any_library
 def test_run_status_is_always_recorded(tmp_path, number):
     run = ShellSupervisor(tmp_path, f"kill -{int(number)} {os.getpid()}; sleep 60")
     assert run.run() == 128 + number
-    noted = run.read_record()
-    assert (noted["status"], noted["signal"], noted["checkpoint"]) == (128 + number, number.name, None)
-    assert noted["ended"] and signal.getsignal(number) == signal.SIG_DFL
+    record = run.read_record()
+    assert (record["status"], record["signal"], record["checkpoint"]) == (128 + number, number.name, None)
+    assert record["ended"] and signal.getsignal(number) == signal.SIG_DFL
 
 
 def test_ignored_signal_stays_ignored(tmp_path):
@@ -52,8 +52,8 @@ for i in $(seq 600); do sleep 0.1; done
 def test_signal_lets_ranks_write_a_checkpoint(tmp_path, capfd):
     run = ShellSupervisor(tmp_path, SAVES.format(folder=tmp_path, pid=os.getpid()), checkpoint=1)
     assert run.run() == 143
-    noted, path = run.read_record(), str(tmp_path / "checkpoints" / "rows-000000000007")
-    assert (noted["status"], noted["signal"], noted["checkpoint"]) == (143, "SIGTERM", path)
+    record, path = run.read_record(), str(tmp_path / "checkpoints" / "rows-000000000007")
+    assert (record["status"], record["signal"], record["checkpoint"]) == (143, "SIGTERM", path)
     assert f"the run was ended by SIGTERM; --resume goes on from {path}" in capfd.readouterr().err
 
 
@@ -89,7 +89,7 @@ def test_signal_ends_a_run_with_an_unread_console(tmp_path):
 
 
 @pytest.mark.faults
-def test_repeated_interrupts_while_ranks_end(tmp_path, monkeypatch):
+def test_repeated_interrupts_leave_no_rank(tmp_path, monkeypatch):
     (tmp_path / "run.json").write_text("{}")
     run = supervisor.Supervisor(Settings("module", "Class", ".", ("cpu",), folder=str(tmp_path)))
 
@@ -106,7 +106,7 @@ def test_repeated_interrupts_while_ranks_end(tmp_path, monkeypatch):
     kill, killers = os.killpg, []
 
     def killed(pid, number):
-        """Allocate memory whose release takes long."""
+        """Kill a second later, as if the kernel took long to release memory."""
         if not killers:
             killers.append(threading.Timer(1.0, kill, (pid, number)))
             killers[0].start()
@@ -120,7 +120,7 @@ def test_repeated_interrupts_while_ranks_end(tmp_path, monkeypatch):
 
 
 @pytest.mark.faults
-def test_interrupt_before_ranks_start(tmp_path, monkeypatch):
+def test_interrupt_before_ranks_start_ends_the_run(tmp_path, monkeypatch):
     (tmp_path / "run.json").write_text("{}")
     run = supervisor.Supervisor(Settings("module", "Class", ".", ("cpu",), folder=str(tmp_path)))
 
@@ -173,14 +173,14 @@ def test_kill_of_any_process_leaves_nothing(tmp_path, who, script):
         victim = {"script": first, "supervisor": supervisor, "rank 0": ranks[0], "rank 1": ranks[1]}.get(who, first)
         os.kill(victim, {"Ctrl-C": signal.SIGINT, "SIGTERM": signal.SIGTERM}.get(who, signal.SIGKILL))
         began = time.monotonic()
-        _, said = process.communicate(timeout=LIMIT)
+        _, errors = process.communicate(timeout=LIMIT)
         assert process.returncode != 0
         assert time.monotonic() - began < LIMIT
-        assert ("Ctrl-C once more" in said) == (who == "Ctrl-C")
+        assert ("Ctrl-C once more" in errors) == (who == "Ctrl-C")
         if who == "rank 1":
-            assert process.returncode == 1 and "was killed by SIGKILL" in said
+            assert process.returncode == 1 and "was killed by SIGKILL" in errors
         if who == "rank 0":
-            assert process.returncode == 137 and "rank 0" in said and "was killed by SIGKILL" in said
+            assert process.returncode == 137 and "rank 0" in errors and "was killed by SIGKILL" in errors
         deadline = time.monotonic() + LIMIT
         while any(lives(pid) for pid in everyone):
             assert time.monotonic() < deadline, [pid for pid in everyone if lives(pid)]
@@ -193,18 +193,18 @@ def test_kill_of_any_process_leaves_nothing(tmp_path, who, script):
 
 @pytest.mark.faults
 @pytest.mark.parametrize("script", [False, True])
-def test_signal_to_all_processes_of_a_run(tmp_path, script):
+def test_signal_to_all_processes_still_writes_a_checkpoint(tmp_path, script):
     pytest.importorskip("safetensors")
     with start_checkpointed_run(tmp_path, script, checkpoint=1) as process:
         wait_until_training(tmp_path, process)
         everyone = list_process_tree(process.pid)
         for pid in reversed(everyone):  # the ranks first
             os.kill(pid, signal.SIGUSR1)
-        _, said = process.communicate(timeout=LIMIT)
-        assert process.returncode == (-signal.SIGUSR1 if script else 128 + signal.SIGUSR1), said
-        noted = json.loads((tmp_path / "run.json").read_text())
-        assert noted["status"] == 128 + signal.SIGUSR1 and noted["signal"] == "SIGUSR1"
-        assert (Path(noted["checkpoint"]) / "meta.json").exists()
+        _, errors = process.communicate(timeout=LIMIT)
+        assert process.returncode == (-signal.SIGUSR1 if script else 128 + signal.SIGUSR1), errors
+        record = json.loads((tmp_path / "run.json").read_text())
+        assert record["status"] == 128 + signal.SIGUSR1 and record["signal"] == "SIGUSR1"
+        assert (Path(record["checkpoint"]) / "meta.json").exists()
         deadline = time.monotonic() + LIMIT
         while any(lives(pid) for pid in everyone):
             assert time.monotonic() < deadline
@@ -218,10 +218,10 @@ def test_second_signal_ends_a_run_at_once(tmp_path):
         wait_until_training(tmp_path, process)
         while any(len((tmp_path / f"rank-{r}.jsonl").read_text().splitlines()) < 3 for r in range(2)):
             time.sleep(0.05)
-        time.sleep(0.5)  # both are in the fourth step, which has no end
+        time.sleep(0.5)  # both ranks are in the fourth step, which never ends
         process.send_signal(signal.SIGTERM)
         with pytest.raises(subprocess.TimeoutExpired):
             process.wait(supervisor.ECHO + 0.5)
         process.send_signal(signal.SIGTERM)
-        _, said = process.communicate(timeout=LIMIT)
-        assert process.returncode == 143 and "before it had written a checkpoint" in said
+        _, errors = process.communicate(timeout=LIMIT)
+        assert process.returncode == 143 and "before it had written a checkpoint" in errors

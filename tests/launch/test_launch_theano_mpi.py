@@ -1,4 +1,4 @@
-"""Calls of a model class's methods, compared with Theano-MPI's workers."""
+"""The launcher calls a model class's methods as Theano-MPI's workers do."""
 
 import ast
 import json
@@ -56,13 +56,13 @@ def compute_rate(epoch, size):
 
 
 def train_delayed(size, epochs, late=1, warmup=True):
-    """Train one process by batches that are larger by a factor; each update is applied one iteration late."""
+    """Train in one process by ``size`` times larger batches; each update is applied ``late`` iterations late."""
     w, velocity, pending = np.zeros(4), np.zeros(4), []
     for epoch, parts in iterate_batches(size, epochs):
         lr = compute_rate(epoch, size if warmup else 1)
         if late and pending:
             w = w - lr * pending.pop()
-        whole = tuple(np.concatenate(each) for each in zip(*parts, strict=True))
+        whole = tuple(np.concatenate(arrays) for arrays in zip(*parts, strict=True))
         velocity = MOMENTUM * velocity + compute_gradient(w, whole)
         pending.append(velocity)
         if not late:
@@ -74,7 +74,9 @@ def test_cdd_equals_one_process_delayed_by_a_step(tmp_path):
     done = train(tmp_path / "two", "Regression", epochs=7)
     assert "after each step vels2 is set to the sum of vels over all ranks (cdd)" in done.stdout
     np.testing.assert_allclose(load_params(tmp_path / "two"), train_delayed(2, 7), rtol=1e-5)
-    assert np.abs(train_delayed(2, 7) - train_delayed(2, 7, late=0)).max() > 1e-4  # which would be seen
+    assert (
+        np.abs(train_delayed(2, 7) - train_delayed(2, 7, late=0)).max() > 1e-4
+    )  # a wrong order would change the result
     reports = lines(tmp_path / "two", "reports")
     found = [report["learning_rate"] for report in reports]
     np.testing.assert_allclose(found, [compute_rate(epoch, 2) for epoch in range(7)], rtol=1e-6)
@@ -86,7 +88,7 @@ def test_cdd_equals_one_process_delayed_by_a_step(tmp_path):
 
 @pytest.mark.any_library
 @pytest.mark.slow
-def test_cdd_on_three_ranks_and_one(tmp_path):
+def test_cdd_equals_its_formula_on_three_ranks_and_one(tmp_path):
     train(tmp_path / "three", "Regression", ranks=3, rule_options__average="gradient")
     np.testing.assert_allclose(load_params(tmp_path / "three"), train_delayed(3, 2), rtol=1e-5)
     train(tmp_path / "one", "Regression", ranks=1)
@@ -94,7 +96,7 @@ def test_cdd_on_three_ranks_and_one(tmp_path):
 
 
 @pytest.mark.any_library
-def test_cdd_in_16_bits(tmp_path):
+def test_cdd_in_16_bits_stays_close(tmp_path):
     train(tmp_path, "Regression", rule_options__precision="float16")
     exact = train_delayed(2, 2)
     np.testing.assert_allclose(load_params(tmp_path), exact, rtol=5e-3)
@@ -108,7 +110,7 @@ def test_warmup_is_skipped_if_the_class_scales_its_learning_rate(tmp_path):
 
 
 def test_avg_averages_parameters_after_each_step(tmp_path):
-    # A class that compiles by its size is told 1: it has a whole step.
+    # A class that compiles by its size is told a size of 1, so that it compiles a whole step.
     done = train(tmp_path, "Regression", rule_options__average="params")
     assert "after each step parameters are averaged over all ranks (avg)" in done.stdout
     own, velocities = [np.zeros(4)] * 2, [np.zeros(4)] * 2
@@ -135,7 +137,7 @@ def test_avg_excludes_batch_norm_gamma_and_beta(tmp_path):
         np.testing.assert_allclose(float(found[r][1]), own[r][3], rtol=1e-5)
         np.testing.assert_allclose(ast.literal_eval(found[r][2]), own[r][:3], rtol=1e-5)
     assert own[0][3] != own[1][3]
-    np.testing.assert_allclose(load_params(tmp_path), own[0], rtol=1e-5)  # params.npz has all of rank 0's
+    np.testing.assert_allclose(load_params(tmp_path), own[0], rtol=1e-5)  # params.npz has rank 0's parameters
 
 
 @pytest.mark.any_library
@@ -152,7 +154,7 @@ def test_class_methods_are_called_in_order(tmp_path, rule):
         ]
         for epoch in range(2):
             lr = np.float32(compute_rate(epoch, 2) if rule == "BSP" else RATE)
-            for batch in range(BATCHES):  # each for n_subb = 2 steps; counted anew in each epoch
+            for batch in range(BATCHES):  # each for n_subb = 2 steps; the count restarts in each epoch
                 expected += [["train_iter", epoch, batch, pytest.approx(float(lr))]] * 2
             expected += [["reset_iter", "train"], *[["val_iter", 2 * BATCHES]] * 2 * BATCHES, ["reset_iter", "val"]]
             if rank == 0:
@@ -187,7 +189,7 @@ def test_asynchronous_rules_exchange_after_whole_batches(tmp_path):
     )
     sets = ["--set=rule=EASGD", "--set=rule_options.period=2", "--set=epochs=2", f"--set=config.trace='{tmp_path}'"]
     run("train", "--set=model='counted.py:Counted'", "--devices=cpu,cpu", "--folder=run", *sets, cwd=tmp_path)
-    # Six batches of two steps each, in two epochs; every second one is followed by an exchange.
+    # Six batches of two steps in two epochs; an exchange follows every second batch.
     assert re.findall(r"exchange (\d+)", (tmp_path / "run" / "rank-1.log").read_text()) == ["4", "8", "12"]
 
 
@@ -224,7 +226,7 @@ def test_cdd_pending_gradients_survive_another_number_of_ranks():
     zeros = np.zeros(2)
     ranks = [{"params": zeros, "optimizer": zeros, "excluded": zeros, "own": {"pending": np.array([2.0, 4.0])}}] * 2
     resized = SummedGradients([], []).resized(ranks, 3)
-    assert len(resized) == 3 and all(each["own"]["pending"].tolist() == [3.0, 6.0] for each in resized)
+    assert len(resized) == 3 and all(state["own"]["pending"].tolist() == [3.0, 6.0] for state in resized)
 
 
 # -- runs that train nothing ---------------------------------------------------------------------------------
@@ -277,7 +279,7 @@ print("-- status", check("launch_models/theano_mpi.py:Regression", {{"rule": "EA
     assert "OneList fails when compile_iter_fns() runs with size 2: ContractError: OneList lacks" in found["OneList"]
     assert found["Called"].endswith("-- status 0\n"), found["Called"]
     calls = [call[0] for call in json.loads((tmp_path / "calls-0.json").read_text())]
-    assert calls.count("train_iter") == 3  # as rank 0 of two, the last to be cleaned up but one
+    assert calls.count("train_iter") == 3  # as rank 0 of two: the last but one to be cleaned up
 
 
 # -- the recorder --------------------------------------------------------------------------------------------
@@ -302,7 +304,7 @@ def test_recorder_draws_pictures(tmp_path):
             recorder.plot(**arguments)
     with pytest.raises(TypeError, match=r"plot_init\(\): expected a text as name, got 3"):
         recorder.plot_init(3)
-    nowhere = ModelRecorder(0)  # that of a rank of another host
+    nowhere = ModelRecorder(0)  # a record of a rank on another host
     nowhere.plot_init("scores")
     nowhere.plot("scores", lines=[[1, 2]])
 

@@ -97,7 +97,7 @@ def test_model_learning_rate_of_0_changes_nothing(tmp_path):
 
 
 @pytest.mark.any_library
-def test_model_base_class_errors():
+def test_model_base_class_refuses_wrong_arrays():
     from synkhronos.launch import Model
 
     class Uneven(Model):

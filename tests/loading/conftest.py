@@ -1,4 +1,4 @@
-"""Loaders that are closed after each test."""
+"""Fixture of loaders that are closed after each test."""
 
 import pytest
 
@@ -7,7 +7,7 @@ from synkhronos.loading import Loader
 
 @pytest.fixture
 def load():
-    """Give a loader, and close all of them after the test."""
+    """Give a function that makes loaders; close them after the test."""
     made = []
 
     def make(*args, **kwargs):
@@ -15,5 +15,5 @@ def load():
         return made[-1]
 
     yield make
-    for one in made:
-        one.close()
+    for loader in made:
+        loader.close()

@@ -37,11 +37,11 @@ def crop_row(row, seed, epoch, crop, mirror, mean, size=6):
 
 
 def read(batches):
-    """Return the labels of each batch, after a look at the pictures."""
+    """Check the pictures, and return the labels of each batch."""
     labels = []
     for pictures, numbers in batches:
-        for one, number in zip(pictures, numbers, strict=True):
-            np.testing.assert_array_equal(one, picture(number))
+        for image, number in zip(pictures, numbers, strict=True):
+            np.testing.assert_array_equal(image, picture(number))
         labels.append(numbers.tolist())
     return labels
 
@@ -67,7 +67,7 @@ def test_loader_order_follows_seed_and_epoch(count, batch, processes, size, dept
         for epoch in range(first, first + 3):
             at = row if epoch == first else 0
             found = [read(loader.arrays(epoch, batch, seed, at, rank=rank, size=size)) for rank in range(size)]
-            turns = [each[turn] for turn in range(len(found[0])) for each in found if turn < len(each)]
+            turns = [batches[turn] for turn in range(len(found[0])) for batches in found if turn < len(batches)]
             expected = order(count, seed, epoch)[at:].tolist()
             assert turns == [expected[i : i + batch] for i in range(0, len(expected), batch)]
     finally:
@@ -91,20 +91,20 @@ def test_augmentation_follows_seed_epoch_and_row(processes, crop, mirror, mean, 
             seen = 0
             for pictures, numbers in loader.arrays(epoch, 5, seed):
                 assert pictures.dtype == np.float32
-                for one, row in zip(pictures, numbers, strict=True):
+                for image, row in zip(pictures, numbers, strict=True):
                     top, left = np.random.default_rng((seed, epoch, row, 1)).integers(6 - crop + 1, size=2)
                     here = {
                         "channels": means["channels"][:, None, None],
                         "picture": means["picture"][:, top : top + crop, left : left + crop],
                     }.get(mean, mean)
-                    np.testing.assert_array_equal(one, crop_row(row, seed, epoch, crop, mirror, here))
+                    np.testing.assert_array_equal(image, crop_row(row, seed, epoch, crop, mirror, here))
                     seen += 1
             assert seen == 13
     finally:
         loader.close()
 
 
-def test_augmentation_by_the_user(load):
+def test_loader_accepts_the_users_augmentation(load):
     by_processes = [
         [p.tolist() for p, _ in load(Numbers(9), augment=add_noise, processes=n).arrays(4, 4, 7)] for n in (1, 2, 3)
     ]
@@ -123,11 +123,11 @@ def test_loader_without_shuffle_keeps_order(load):
     assert read(load(Numbers(5), shuffle=False).arrays(3, 2)) == [[0, 1], [2, 3], [4]]
 
 
-def test_loader_arrays_of_whole_batches(load):
+def test_loader_arrays_returns_whole_batches(load):
     loader = load(Numbers(11))
     assert [len(labels) for labels in read(loader.arrays(0, 4, whole=True))] == [4, 4]
     turns = [read(loader.arrays(0, 2, whole=True, rank=rank, size=3)) for rank in range(3)]
-    assert [len(each) for each in turns] == [1, 1, 1]
+    assert [len(turn) for turn in turns] == [1, 1, 1]
 
 
 @given(
@@ -189,7 +189,7 @@ def test_loader_discards_rows_of_an_old_plan(load):
     loader = load(Slow(40, 0.002), processes=3, depth=3)
     for epoch in range(12):
         for _ in loader.arrays(epoch, 6):
-            break  # while the loaders read on
+            break  # while the loaders keep reading
         assert next(iter(read(loader.arrays(epoch, 6, row=epoch)))) == order(40, 0, epoch)[epoch : epoch + 6].tolist()
 
 
@@ -204,7 +204,7 @@ def test_loader_iterator_ends_when_replaced(load):
     assert sum(read(second), []) == order(40, 0, 0)[24:].tolist()  # it has not been disturbed
 
 
-@pytest.mark.parametrize("rows", [6, 600])  # rows that are loaded already are not returned either
+@pytest.mark.parametrize("rows", [6, 600])  # rows that are loaded already are not returned
 def test_loader_iterator_ends_when_closed(load, rows):
     loader = load(Numbers(rows))
     batches = loader.arrays(0, 4)
@@ -214,12 +214,12 @@ def test_loader_iterator_ends_when_closed(load, rows):
         next(batches)
 
 
-def test_loader_for_a_rank_without_rows(load):
+def test_loader_accepts_a_rank_without_rows(load):
     loader = load(Numbers(3), processes=2)
     for _ in range(2):
         assert read(loader.arrays(0, 4, rank=0, size=2)) == [order(3, 0, 0).tolist()]
         assert read(loader.arrays(0, 4, rank=1, size=2)) == []
-        time.sleep(0.5)  # the loaders have seen that there is nothing to do
+        time.sleep(0.5)  # the loaders have found no rows
 
 
 # -- their lives ----------------------------------------------------------------------------------------------
@@ -231,7 +231,7 @@ def test_loader_processes_end_when_dropped(load):
     (pid,) = loader._pool.pids
     del loader
     wait_for_state(pid, "Z")
-    next(load(Numbers(5)).arrays(0, 2))  # who starts others waits for it
+    next(load(Numbers(5)).arrays(0, 2))  # a process waits for the ones it starts
     with pytest.raises(ChildProcessError):
         os.waitpid(pid, os.WNOHANG)
 
@@ -265,10 +265,10 @@ def test_loader_counts_waiting_time(load):
     [
         (np.uint8([1, 2]), np.float32([1, 300]), r"cast float32 to uint8 without changing 300.0 at index \(1,\)"),
         (0, 0.5, "cast float64 to int64 without changing 0.5"),
-        (np.int8(1), 300, "cast int64 to int8 without changing 300"),  # was 44
-        (np.float32(1), 1e300, r"cast float64 to float32 without changing 1e\+300"),  # was infinite
+        (np.int8(1), 300, "cast int64 to int8 without changing 300"),  # once 44
+        (np.float32(1), 1e300, r"cast float64 to float32 without changing 1e\+300"),  # once infinite
         (1.0, 1j, "expected float64, got complex128, whose imaginary parts would be lost"),
-        (1.0, np.ma.masked, "expected an array, got a masked one"),  # was 0
+        (1.0, np.ma.masked, "expected an array, got a masked one"),  # once 0
     ],
 )
 def test_loader_refuses_rows_that_do_not_fit_the_dtype(load, first, others, words):
@@ -288,13 +288,13 @@ def test_loader_converts_byte_order(load):
 
 
 def test_process_exit_is_detected_without_pidfd(monkeypatch):
-    """Python that was built on an old system, as conda's, has none."""
+    """Python built on an old system, such as conda's, has no pidfd."""
     monkeypatch.delattr(os, "pidfd_open")
     with subprocess.Popen(["sleep", "60"]) as process:
         assert not has_exited(process.pid)
         process.kill()
         os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
-        assert has_exited(process.pid)  # and is still there, as nobody has taken its exit code
+        assert has_exited(process.pid)  # a zombie, as its exit status has not been read
     assert has_exited(process.pid)
 
 
@@ -308,13 +308,13 @@ def test_loader_skips_unreadable_rows(load, processes, capfd):
     for epoch in range(2):
         wanted = order(16, 0, epoch)
         expected = [[r for r in wanted[i : i + 5].tolist() if r not in (*bad, 7)] for i in range(0, 16, 5)]
-        assert read(loader.arrays(epoch, 5)) == [each for each in expected if each]
+        assert read(loader.arrays(epoch, 5)) == [labels for labels in expected if labels]
         assert loader.skipped == 5 * (epoch + 1)
     loader.close()
     assert loader.skipped == 10
-    said = capfd.readouterr().err
-    assert "/pictures/4.jpg is skipped" in said and "image file is truncated" in said
-    assert "/pictures/7.jpg is skipped, as it can't be read: ValueError: array 0: expected shape (2, 6, 6)" in said
+    errors = capfd.readouterr().err
+    assert "/pictures/4.jpg is skipped" in errors and "image file is truncated" in errors
+    assert "/pictures/7.jpg is skipped, as it can't be read: ValueError: array 0: expected shape (2, 6, 6)" in errors
 
 
 @pytest.mark.parametrize("processes", [1, 3])
@@ -348,7 +348,7 @@ def test_loader_continues_after_a_damaged_row(load):
         next(loader.arrays(0, 4))
     pids = list(loader._pool.pids)
     assert sum(read(loader.arrays(0, 4, row=4)), []) == order(12, 0, 0)[4:].tolist()
-    assert loader._pool.pids == pids  # the loaders live on
+    assert loader._pool.pids == pids  # the loader processes continue
 
 
 # -- sources -------------------------------------------------------------------------------------------------
@@ -382,7 +382,7 @@ def files(tmp_path):
 
 
 @pytest.mark.parametrize("kind", ["arrays", "npy", "npz", "hdf5", "memmap", "part of a memmap"])
-def test_loader_of_files(files, load, kind):
+def test_loader_reads_files_of_each_kind(files, load, kind):
     (x, y), sources = files
     loader = load(sources[kind], processes=2)
     rows = [(a.copy(), b.copy()) for a, b in loader.arrays(1, 4, seed=5)]
@@ -402,9 +402,7 @@ def test_loader_of_files_accepts_negative_rows(tmp_path):
 
 
 def test_loader_does_not_copy_a_memmap(tmp_path, load):
-    array = np.lib.format.open_memmap(
-        tmp_path / "big.npy", "w+", "uint8", (1 << 12, 1 << 20)
-    )  # four gibibytes, of holes
+    array = np.lib.format.open_memmap(tmp_path / "big.npy", "w+", "uint8", (1 << 12, 1 << 20))  # a sparse file of 4 GiB
     array[7, :3] = 1, 2, 3
     loader = load([np.load(tmp_path / "big.npy", mmap_mode="r")], shuffle=False)
     (first,) = next(loader.arrays(0, 8))
@@ -429,7 +427,7 @@ def test_loader_limits_open_files(tmp_path, load):
     np.testing.assert_array_equal(batch[:, 0], order(200, 0, 0) // 2)
 
 
-def test_image_folder_rows_and_labels(tmp_path, load):
+def test_image_folder_has_rows_and_labels(tmp_path, load):
     image = pytest.importorskip("PIL.Image")
     for name, colour in (("cat", (250, 10, 10)), ("dog", (10, 250, 10)), ("eel", (10, 10, 250))):
         (tmp_path / name).mkdir()
@@ -447,13 +445,13 @@ def test_image_folder_rows_and_labels(tmp_path, load):
     seen = []
     for batch, labels in load(pictures, processes=2).arrays(0, 4):
         assert batch.dtype == np.uint8 and batch.shape[1:] == (3, 16, 16) and labels.dtype == np.int32
-        for one, label in zip(batch, labels, strict=True):
-            assert one.mean(axis=(1, 2)).argmax() == label and np.ptp(one[label]) < 4
+        for image, label in zip(batch, labels, strict=True):
+            assert image.mean(axis=(1, 2)).argmax() == label and np.ptp(image[label]) < 4
             seen.append(int(label))
     assert sorted(seen) == [0, 0, 0, 1, 1, 1, 2, 2, 2]
     grey = loading.Images([pictures.name(0)], 8, mode="L")
-    (one,) = grey[0]
-    assert one.shape == (1, 8, 8)
+    (image,) = grey[0]
+    assert image.shape == (1, 8, 8)
 
 
 @pytest.mark.parametrize("target", ["nowhere.png", "1.png"])
@@ -475,7 +473,7 @@ def test_image_folder_refuses_a_broken_class_link(tmp_path):
     pytest.importorskip("PIL.Image")
     (tmp_path / "dog").mkdir()
     (tmp_path / "dog" / "0.png").write_text("")
-    (tmp_path / "cat").symlink_to("nowhere")  # without it dogs would be class 0
+    (tmp_path / "cat").symlink_to("nowhere")  # otherwise dogs would be class 0
     with pytest.raises(FileNotFoundError, match="^folder: expected subfolders, got the broken link .*/cat$"):
         loading.image_folder(tmp_path, size=4)
 
@@ -498,7 +496,7 @@ def test_image_of_more_than_8_bits_is_refused(tmp_path):
         image.fromarray(pixels).save(tmp_path / name)
         with pytest.raises(ValueError, match="expected a picture of 8 bits per channel"):
             loading.Images([tmp_path / name], 2)[0]
-    pixels = np.full((2, 2, 3), 300, ">u2")  # Pillow calls these "RGB" and keeps 1, their upper byte
+    pixels = np.full((2, 2, 3), 300, ">u2")  # Pillow converts these to "RGB" and keeps their upper byte, 1
     (tmp_path / "deep.ppm").write_bytes(b"P6 2 2 65535\n" + pixels.tobytes())
     parts = [
         (b"IHDR", struct.pack(">IIBBBBB", 2, 2, 16, 2, 0, 0, 0)),
@@ -536,16 +534,16 @@ def test_loader_of_an_iterable_keeps_its_order(load, count):
         turns = [read(loader.arrays(0, 3, rank=rank, size=size)) for rank in range(size)]
         assert sorted(sum(sum(turns, []), [])) == list(range(count))
         whole = [read(loader.arrays(0, 3, rank=rank, size=size, whole=True)) for rank in range(size)]
-        assert all(len(labels) == 3 for each in whole for labels in each)
-        assert len({len(each) for each in whole}) == 1
+        assert all(len(labels) == 3 for epoch in whole for labels in epoch)
+        assert len({len(epoch) for epoch in whole}) == 1
 
 
-def test_loader_of_a_function_that_returns_an_iterable(load):
+def test_loader_accepts_a_function_that_returns_an_iterable(load):
     assert read(load(lambda: iter(Endless(5))).arrays(0, 2)) == [[0, 1], [2, 3], [4]]
     assert sum(len(x) for (x,) in load(lambda: (np.ones(3) for _ in range(4))).arrays(0, 3)) == 4
 
 
-def test_loader_of_an_iterable_that_raises(load):
+def test_loader_names_an_iterable_that_raises(load):
     loader = load(Endless(10, fails_at=7), on_error="skip")
     found = []
     with pytest.raises(loading.LoadError, match="row 7 of Endless can't be read .*: OSError: the archive ends here"):

@@ -1,4 +1,4 @@
-"""Loaders and waiting readers when processes are killed: nothing is left, and no row is lost."""
+"""Killed processes of loaders and readers leave no process, no memory, and lose no row."""
 
 import _thread
 import json
@@ -47,9 +47,9 @@ def load():
         return made[-1]
 
     yield make
-    pids = [pid for one in made if one._pool for pid in one._pool.pids]
-    for one in made:
-        one.close()
+    pids = [pid for loader in made if loader._pool for pid in loader._pool.pids]
+    for loader in made:
+        loader.close()
     assert not any(map(lives, pids))
 
 
@@ -97,7 +97,7 @@ def test_row_that_kills_its_loader_is_named(load, tmp_path):
     loader = load(Damaged(20, kills=(at, str(tmp_path / "once"))), processes=3)
     with pytest.raises(LoadError, match="was killed by SIGKILL"):
         list(loader.arrays(0, 4))
-    assert sum(len(numbers) for _, numbers in loader.arrays(0, 4)) == 20  # it kills once
+    assert sum(len(numbers) for _, numbers in loader.arrays(0, 4)) == 20  # this row kills its loader once
 
 
 def training(rule, loader):
@@ -119,8 +119,8 @@ def test_killed_loader_ends_training(fork, load, rule):
     with pytest.raises((LoadError, synk.WorkerError), match=r"loader 1 \(process \d+\)"):
         list(reports)
     assert time.monotonic() - began < LIMIT
-    assert np.isfinite(trainer.params[0].get_value())  # the ranks live
-    assert next(training(rule, loader)[1]).seen == 30  # and so does the loader, with new processes
+    assert np.isfinite(trainer.params[0].get_value())  # the ranks are alive
+    assert next(training(rule, loader)[1]).seen == 30  # and the loader has new processes
 
 
 # -- a rank, or the program, dies ----------------------------------------------------------------------------
@@ -165,7 +165,7 @@ def test_loader_leaves_nothing_at_exit(tmp_path, how, sent):
         found = json.loads((tmp_path / "processes.json").read_text())
         pids = found["workers"] + found["loaders"]
         assert len(found["loaders"]) == 2
-        if sent == signal.SIGINT:  # as a terminal does: to all processes of the group
+        if sent == signal.SIGINT:  # to all processes of the group, as a terminal sends it
             os.killpg(process.pid, sent)
         elif sent is not None:
             os.kill(process.pid, sent)
@@ -201,7 +201,7 @@ def test_loader_ignores_signals_that_the_program_handles(tmp_path):
 
 
 @pytest.mark.parametrize("ranks_too", [False, True])
-def test_interrupt_while_waiting_for_a_batch(fork, load, ranks_too):
+def test_interrupt_ends_the_wait_for_a_batch(fork, load, ranks_too):
     if ranks_too:
         fork(2)
     loader = load(Slow(12, 0.2), processes=2)
@@ -220,7 +220,7 @@ def test_interrupt_while_waiting_for_a_batch(fork, load, ranks_too):
     assert sum(go_through(), []) == order(12).tolist()
 
 
-def test_interrupt_of_a_loader_at_any_moment(load):
+def test_interrupt_at_any_moment_leaves_a_loader_usable(load):
     loader = load(Numbers(50), processes=2, depth=2)
     for turn in range(25):
         timer = threading.Timer(0.002 * turn, _thread.interrupt_main)

@@ -41,7 +41,7 @@ def hdf5_file():
 
 
 def virtual_hdf5_file():
-    """Write a data set whose rows are in another file, which has gone."""
+    """Write a data set whose rows are in another file, which is missing."""
     h5py = pytest.importorskip("h5py", reason="the extra `hdf5` is not installed")
     layout = h5py.VirtualLayout((3,), "f8")
     layout[:] = h5py.VirtualSource(hdf5_file(), "x", shape=(3,))
@@ -53,18 +53,18 @@ def virtual_hdf5_file():
 
 
 def without(module, action):
-    kept = sys.modules.get(module)
+    original = sys.modules.get(module)
     sys.modules[module] = None
     try:
         action()
     finally:
         del sys.modules[module]
-        if kept is not None:
-            sys.modules[module] = kept
+        if original is not None:
+            sys.modules[module] = original
 
 
 def first(*args, batch_size=4, **kwargs):
-    """Ask for a batch."""
+    """Request a batch."""
     loader = Loader(*args, **kwargs)
     try:
         next(loader.arrays(0, batch_size))
@@ -116,7 +116,7 @@ def rows(**kwargs):
     return Loader(Numbers(10), **kwargs)
 
 
-#: The error's type, the argument or file that it names, and the call.
+#: Calls by name: the error's type, the argument or file that it names, and the call.
 CALLS = {
     "a set of rows": (TypeError, "source", lambda: Loader({1, 2})),
     "a number": (TypeError, "source", lambda: Loader(3)),
@@ -197,7 +197,7 @@ CALLS = {
 
 
 @pytest.mark.parametrize("what", CALLS)
-def test_loader_messages(here, fork, what):
+def test_loader_error_names_the_argument(here, fork, what):
     error, name, call = CALLS[what]
     with raises(error, name):
         call()

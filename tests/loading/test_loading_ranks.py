@@ -55,7 +55,7 @@ def test_loader_processes_end_with_the_ranks(fork):
     with pytest.raises(RuntimeError, match="can't continue: .* the loader or the ranks were closed"):
         next(batches)
     fork(3)
-    assert sum(len(range(9)[batch]) for batch in loader.epoch(0, 4)) == 9  # and begin anew with others
+    assert sum(len(range(9)[batch]) for batch in loader.epoch(0, 4)) == 9  # new ranks start new loader processes
     loader.close()
     with pytest.raises(RuntimeError, match="data: available only within a loop"):
         loader.data  # noqa: B018
@@ -88,14 +88,16 @@ def test_trainer_with_loader_equals_arrays(fork, load, rule, n):
     valid = load([ROWS, TARGETS], shuffle=False)
     found, others = train(rule, (loader, None), valid=valid)
     same(found, expected)
-    for one, other in zip(reports, others, strict=True):
-        assert (one.seen, one.steps, one.batch) == (other.seen, other.steps, other.batch)
-        np.testing.assert_allclose([other.loss, other.validation["mse"]], [one.loss, one.validation["mse"]], rtol=1e-12)
+    for report, other_report in zip(reports, others, strict=True):
+        assert (report.seen, report.steps, report.batch) == (other_report.seen, other_report.steps, other_report.batch)
+        np.testing.assert_allclose(
+            [other_report.loss, other_report.validation["mse"]], [report.loss, report.validation["mse"]], rtol=1e-12
+        )
 
 
 @pytest.mark.any_library
 @pytest.mark.parametrize("rule", [rules.EASGD(period=2), rules.GoSGD(probability=0.5), rules.ASGD()], ids=repr)
-def test_loader_with_asynchronous_ranks_gives_each_row_once(fork, load, rule):
+def test_loader_with_asynchronous_ranks_reads_each_row_once(fork, load, rule):
     fork(3)
     loader = load([ROWS, TARGETS], processes=2, depth=2)
     found, reports = train(rule, (loader, None), epochs=4)
@@ -112,7 +114,7 @@ def test_recorder_has_loader_waiting_time(fork, load, tmp_path):
         loader = load(SlowRows(40, 0.01))
         _, reports = train(rule, (loader, None), epochs=1, every=None, recorder=Recorder(folder, every=2))
         seconds = reports[-1].seconds
-        assert seconds["load"] > 0.1  # 40 rows of 10 ms, but for those that are read beside the steps
+        assert seconds["load"] > 0.1  # 40 rows of 10 ms, except those read during steps
         lines = read(folder)
         for rank in range(ranks):
             assert sum(line["load"] for line in lines[f"rank-{rank}"]) > 0.1
@@ -164,7 +166,7 @@ def test_trainer_skips_unreadable_batches(fork, load):
         assert loader.skipped == 2 * (103 - 13) and len(reports) == 2
 
 
-def test_validation_without_readable_rows(fork, load):
+def test_validation_without_readable_rows_is_an_error(fork, load):
     fork(1)
     with pytest.raises(LoadError, match="none of the rows of the validation data could be read"):
         next(trainer(rules.BSP()).epochs(ROWS, TARGETS, 5, 1, valid=load(OnlyHere(), on_error="skip")))
@@ -177,7 +179,7 @@ def test_unreadable_row_ends_training_but_not_the_ranks(fork, load, rule):
     fork(2)
     with pytest.raises((LoadError, synk.WorkerError), match=r"row \d+ can't be read .*: OSError: damaged"):
         train(rule, (load(SomeBad(), processes=2), None))
-    found, _ = train(rule, (load([ROWS, TARGETS]), None))  # the ranks are as they were
+    found, _ = train(rule, (load([ROWS, TARGETS]), None))  # the ranks remain usable
     assert np.abs(np.asarray(found) - [1, 2, 3]).max() < 3
 
 

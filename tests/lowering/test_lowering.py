@@ -1,6 +1,6 @@
-"""Graphs that JAX mode lowers where PyTensor's own translation falls short: ranges, lengths, dtypes, scattered additions.
+"""Graphs that PyTensor's translation to JAX cannot compile: ranges, lengths, dtypes, scattered additions.
 
-These start XLA in this process, as tests/engines/test_jax.py does: with SYNKHRONOS_TEST_DEVICE=jax or gpu.
+The tests start XLA in this process, and run only with SYNKHRONOS_TEST_DEVICE=jax or gpu, as tests/engines/test_jax.py.
 """
 
 import re
@@ -26,8 +26,8 @@ pytestmark = pytest.mark.skipif(not XLA, reason="these are about JAX mode")
 
 
 @pytest.mark.parametrize("rows", [100, 1000])
-def test_arange_longer_than_its_dtype(fork, rows):
-    # PyTensor 3.0 keeps the 0 of a range in eight bits, and had NumPy subtract it from the number of rows.
+def test_arange_may_exceed_its_dtype(fork, rows):
+    # PyTensor 3.0 stores the 0 of a range as int8, and NumPy subtracted it from the number of rows.
     fork(2)
     x, y = T.dmatrix("x"), T.lvector("y")
     f = synk.function([x, y], (x[T.arange(y.shape[0]), y], "gather"))
@@ -39,7 +39,7 @@ def test_arange_longer_than_its_dtype(fork, rows):
     ("bounds", "dtype", "expected"),
     [
         (lambda n: (n, -1, -1), "int64", [3, 2, 1, 0]),
-        (lambda n: (n, -1, -1), "uint8", [3, 2, 1, 0]),  # the step is none of the dtype's
+        (lambda n: (n, -1, -1), "uint8", [3, 2, 1, 0]),  # the dtype cannot represent the step
         (lambda n: (n, 5.5), "float64", [3.0, 4.0, 5.0]),
         (lambda n: (0, n, 0.5), "float64", [0, 0.5, 1, 1.5, 2, 2.5]),
         (lambda n: (0, n, 2), "int32", [0, 2]),
@@ -54,7 +54,7 @@ def test_arange_equals_numpy(fork, bounds, dtype, expected):
 
 
 def test_float32_graphs_compute_in_float32(fork):
-    # JAX's own promotions make float64 of a float32 divided by an integer.
+    # JAX promotes a float32 divided by an integer to float64.
     fork(2)
     x, y = T.fmatrix("x"), T.fvector("y")
     w = shared(np.zeros(3, "float32"), "w")
@@ -67,7 +67,7 @@ def test_float32_graphs_compute_in_float32(fork):
     assert w.get_value().dtype == "float32" and synk.get_value(1, w).dtype == "float32"
     run = f._computation.compiled[DEFAULT_VARIANT].runner
     text = run._run.lower(*run._get_arguments((value[:2], value[:2, 0]))).as_text()
-    assert "xf32>" in text and not re.search(r"xf64>", text)  # but for numbers: counts of rows
+    assert "xf32>" in text and not re.search(r"xf64>", text)  # except scalars: counts of rows
 
 
 # -- lengths that follow from integers -------------------------------------------------------------------------
@@ -78,7 +78,7 @@ def table():
     return np.random.default_rng(0).normal(size=(25, 3))
 
 
-def test_rows_by_a_symbolic_index(fork, table):
+def test_symbolic_index_selects_rows(fork, table):
     fork(2)
     x, i, rows = shared(table, "x"), T.lscalar("i"), T.dmatrix("rows")
     w = shared(np.zeros(3), "w")
@@ -93,12 +93,12 @@ def test_rows_by_a_symbolic_index(fork, table):
         total = total + part.sum(axis=0)
     for rank in range(2):
         np.testing.assert_allclose(synk.get_value(rank, w), total)
-    # All full batches are one launch, the last is another.
+    # All full batches are one launch, the last batch is another.
     assert f._computation.compiled[DEFAULT_VARIANT].runner._run._cache_size() == 2
     np.testing.assert_array_equal(f.as_theano(2)[0], table[20:])
 
 
-def test_rows_by_an_index_with_scattered_rows(fork, table):
+def test_symbolic_index_selects_scattered_rows(fork, table):
     fork(2)
     x, i, y = shared(table, "x"), T.iscalar("i"), T.dvector("y")
     f = synk.function([y], (y + x[i : i + 3, 0].sum(), "gather"), [i])
@@ -145,7 +145,7 @@ def test_random_draws_follow_the_number_of_rows(fork, table):
     assert len(np.unique(np.asarray(f(1)))) == 60
 
 
-def test_training_function_with_a_row_counter(fork, table):
+def test_training_function_accepts_a_row_counter(fork, table):
     fork(2)
     x, y, i = T.dvector("x"), T.dvector("y"), shared(np.int64(0), "i")
     w = shared(np.zeros(3), "w")
@@ -171,7 +171,7 @@ def test_data_dependent_length_is_refused(fork):
 # -- many numbers into few places ------------------------------------------------------------------------------
 
 
-@settings(max_examples=8, deadline=None)  # XLA compiles for each
+@settings(max_examples=8, deadline=None)  # XLA compiles for each number of rows
 @given(
     st.integers(1, 9), st.lists(st.integers(1, 3), max_size=2), st.integers(0, 60), st.integers(2, 40), st.integers(0)
 )
@@ -182,7 +182,7 @@ def test_scatter_add_into_copies_equals_scatter_add(places, rest, rows, n_copies
     expected = x.copy()
     np.add.at(expected, index, y)
     np.testing.assert_allclose(scatter.add_rows(x, y, index, n_copies), expected, atol=1e-9)
-    # As JAX does, and no other way: out of bounds is nowhere.
+    # As in JAX, additions out of bounds are dropped.
     np.testing.assert_array_equal(scatter.add_rows(x, y, np.full(rows, places), n_copies), x)
 
 

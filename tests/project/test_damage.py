@@ -1,4 +1,4 @@
-"""docs/damage.py: damaged markup that reStructuredText accepts is found, and whole markup is not reported."""
+"""docs/damage.py reports damaged markup that reStructuredText accepts, and no correct markup."""
 
 import importlib.util
 from pathlib import Path
@@ -49,7 +49,7 @@ that is slow   others are
 =============  ===============
 """
 
-#: Markup, a string in it, its replacement, and the message.
+#: Cases: correct markup, a string in it, the damaged string, and the message.
 DAMAGE = {
     "term": (
         WORDS,
@@ -81,7 +81,7 @@ def find_damage():
     spec.loader.exec_module(module)
 
     def found(markup: str) -> list[str]:
-        # Sphinx's own directives and roles are unknown here: docutils would report them.
+        # docutils would report Sphinx's directives and roles as unknown.
         page = publish_doctree(markup, settings_overrides={"report_level": 5, "halt_level": 5})
         return [message for _, message in module.find_damage(page)]
 

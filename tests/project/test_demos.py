@@ -33,10 +33,10 @@ def run(*command: object) -> str:
     return result.stdout
 
 
-# 2 is between the two: an odd number splits rows unevenly, too.  In this process, which has made the imports.
+# An odd number splits rows unevenly.  The demos run in this process, which has the imports.
 @pytest.mark.parametrize("ranks", [1, 3])
 @pytest.mark.parametrize("script", sorted((ROOT / "demos").glob("demo_*.py")), ids=lambda path: path.stem)
-def test_demo(monkeypatch, capsys, script, ranks):
+def test_demo_checks_its_results(monkeypatch, capsys, script, ranks):
     monkeypatch.setattr(sys, "argv", [str(script), "--ranks", str(ranks)])
     try:
         runpy.run_path(str(script), run_name="__main__")
@@ -64,8 +64,8 @@ def test_lstm_demo_trains_asynchronously():
     assert "2 ranks, epoch 2: loss 0.6" in printed
     none, two = (line.split() for line in printed.splitlines() if line.strip().startswith(("none ", "2  ")))
     assert none[0::2][:2] == ["none", "1.00"] and none[4:6] == ["1.00", "1.00"]
-    assert two[5] == "1.82"  # Platoon's figure on two GPUs
-    # In processor time, which is printed to hundredths of a second.
+    assert two[5] == "1.82"  # Platoon's published figure for two GPUs
+    # Processor time is printed to hundredths of a second.
     first, second = float(none[3]), float(two[3])
     assert (first - 0.01) / (second + 0.01) <= float(two[4]) <= (first + 0.01) / max(second - 0.01, 0.001)
 

@@ -1,4 +1,4 @@
-"""The examples in the documentation run, and print the stated output.
+"""Examples in the documentation run and print the stated output.
 
 Those of the docstrings need PyTensor, which they import.  Those of the pages in docs/ run with Theano as well, with its
 name in place of PyTensor's, but for pages that say ``.. needs: pytensor``.  A page that says ``.. needs: pymc`` runs
@@ -45,14 +45,14 @@ def run(example: doctest.DocTest) -> None:
         with np.printoptions():
             failed, _ = doctest.DocTestRunner(optionflags=doctest.ELLIPSIS).run(example, out=report.write)
     finally:
-        synk.close()  # where an example stopped short of it
+        synk.close()  # an example may fail before its own call of close()
     assert failed == 0, report.getvalue()
 
 
 def modules(path, prefix: str) -> list[str]:
-    """Return the modules in a package and below, but for one of the other environment and for those of compat/.
+    """Return the modules in a package and below, except those of the other environment and those of compat/.
 
-    The latter change the meaning of ``import theano``; compat/check_examples.py runs theirs.
+    The latter change the meaning of ``import theano``; compat_checks/check_examples.py runs their examples.
     """
     names = []
     for module in pkgutil.iter_modules(path, prefix):
@@ -121,9 +121,9 @@ def test_script(script):
 
 
 def arguments_by_function(code):
-    """Yield each call in a piece of code, as a function's name and the names of arguments.
+    """Yield the calls in a piece of code, each as the function's name and the names of its arguments.
 
-    Arguments that stand alone, such as ``seed=1``, are those of ``options``.
+    Arguments outside of a call, such as ``seed=1``, belong to ``options``.
     """
     for form in ("options({})", "{}: pass"):
         with contextlib.suppress(SyntaxError):
@@ -133,7 +133,7 @@ def arguments_by_function(code):
 
 @pytest.mark.skipif(not HAS_PYTENSOR, reason="the library that graphs are of does not matter")
 def test_training_table_names_existing_options():
-    """Arguments in the right column exist: ``ema=0.999``, ``Checkpoint(folder, keep_best="error")``."""
+    """The right column has only existing arguments, as in ``Checkpoint(folder, keep_best="error")``."""
     from synkhronos import training
     from synkhronos.extensions import attention
 
@@ -153,7 +153,7 @@ def test_training_table_names_existing_options():
         for name, used in found
         if used
     ]
-    assert len(unknown) > 20 and [one for one in unknown if one[1]] == []
+    assert len(unknown) > 20 and [name for name in unknown if name[1]] == []
 
 
 #: Snippets of pages: the page, the start of the snippet, the script of the page that it extends, and its changes there.
@@ -170,7 +170,7 @@ WANDB = "class wandb:\n    log = lambda record, step: print(step)\n\n"
 @pytest.mark.skipif(not HAS_PYTENSOR, reason="the scripts that these pieces belong to import PyTensor")
 @pytest.mark.parametrize(("page", "begins", "script", "change"), PIECES, ids=[begins for _, begins, _, _ in PIECES])
 def test_piece(page, begins, script, change):
-    """Code that a page shows outside of its script works in that script."""
+    """Code that a page shows beside its script runs in that script."""
     blocks = re.findall(r"^\.\. code-block:: text\n\n((?: +.*\n|\n)+)", (ROOT / f"docs/{page}.rst").read_text(), re.M)
     (piece,) = [textwrap.dedent(block) for block in blocks if textwrap.dedent(block).startswith(begins)]
     whole = scripts()[script]
@@ -180,12 +180,12 @@ def test_piece(page, begins, script, change):
     test_script(f"{before}\n{WANDB}{piece}\n{assigned}{fork}{after}")
 
 
-def test_own_model_of_the_launcher_page(tmp_path):
-    """The launcher's page shows a class, which ``check`` finds complete."""
+def test_model_of_the_launcher_page_is_complete(tmp_path):
+    """``check`` finds the class on the launcher's page complete."""
     if importlib.util.find_spec("lasagne") is None:
         pytest.skip("the class is made of Lasagne's layers")
     page = (ROOT / "docs" / "launcher.rst").read_text()
-    (block,) = [each for each in re.findall(r"code-block:: text\n\n((?: +.*\n|\n)+)", page) if "class Digits" in each]
+    (block,) = [text for text in re.findall(r"code-block:: text\n\n((?: +.*\n|\n)+)", page) if "class Digits" in text]
     data = """
         import numpy as np
         rng = np.random.default_rng(0)  # two ranks that see the same rows would be an error
@@ -205,7 +205,7 @@ def test_own_model_of_the_launcher_page(tmp_path):
 
 @pytest.mark.skipif(DEVICE != "host", reason="where XLA was used, workers start anew and lack the row")
 def test_contributing_first_change_works(fork, monkeypatch):
-    """Its row and its test work, and the test fails without the row."""
+    """The row and its test work, and the test fails without the row."""
     page = (ROOT / "docs" / "contributing.rst").read_text()
     row, test = (
         textwrap.dedent(block) for block in re.findall(r"code-block:: python3\n\n((?: +.*\n|\n)+?)(?=\d\. )", page)
@@ -266,7 +266,7 @@ def list_documented_members():
 
 
 def public_names(kind):
-    """Return the names that users of a class see: of methods, class attributes, and attributes that methods set."""
+    """Return a class's public names: methods, class attributes, and attributes that methods set."""
     names = set(vars(kind)) | set(kind.__dict__.get("__annotations__", {}))
     for node in ast.walk(ast.parse(textwrap.dedent(inspect.getsource(kind)))):
         if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and ast.unparse(node.value) == "self":
@@ -274,8 +274,7 @@ def public_names(kind):
     return {name for name in names if not name.startswith("_")}
 
 
-#: Internal names of classes that users hold.
-#: The classes of training and launch follow the one training loop.
+#: Internal attributes with public names, as the packages training and launch share the training loop.
 UNDOCUMENTED = {
     "Checkpoint": {"check_no_later"},
     "Model": {"next_batch", "prepare", "train_data", "train_fn", "val_data", "val_fn"},
@@ -286,7 +285,7 @@ UNDOCUMENTED = {
 
 
 def test_reference_has_all_public_attributes():
-    """A public method that is internal gets an underscore; any other, a line on a page or in the class's docstring."""
+    """Each public method is on a page or in its class's docstring; internal methods begin with an underscore."""
     documented = set(list_documented_members())
     pages = "\n".join(page.read_text() for page in (ROOT / "docs").glob("*.rst"))
     names = {"": vars(synk)}
@@ -298,7 +297,7 @@ def test_reference_has_all_public_attributes():
         if not kind.__module__.startswith("synkhronos") or kind.__name__.startswith("_"):
             continue
         if kind.__name__ not in documented:
-            continue  # of no use to users
+            continue  # internal
         bases = [base for base in kind.__mro__ if base.__module__.startswith("synkhronos")]
         text = "\n".join(inspect.getdoc(base) or "" for base in bases)
         found = set().union(*map(public_names, bases))
@@ -314,7 +313,7 @@ def test_reference_has_all_public_attributes():
 
 def test_documents_list_all_ops():
     collectives = [synk.reduce, synk.all_reduce, synk.reduce_scatter, synk.Worker.all_reduce]
-    texts = {each.__qualname__: (each.__doc__, list_collective_ops()) for each in collectives}
+    texts = {function.__qualname__: (function.__doc__, list_collective_ops()) for function in collectives}
     texts["function"] = synk.function.__doc__, REDUCTIONS
     for name, ops in (("functions.rst", REDUCTIONS), ("collectives.rst", list_collective_ops())):
         texts[name] = (ROOT / "docs" / name).read_text(), ops
@@ -330,7 +329,7 @@ SPEED = ROOT / "docs" / "speed.csv"
 @pytest.mark.any_library
 @pytest.mark.parametrize("theme", ["light", "dark", "light_narrow", "dark_narrow"])
 def test_speed_picture_matches_its_table(theme):
-    """After a change of the table ``python docs/speed.py`` has to draw it anew."""
+    """After a change of the table, ``python docs/speed.py`` must draw the picture again."""
     assert hashlib.sha256(SPEED.read_bytes()).hexdigest() in SPEED.with_name(f"speed_{theme}.svg").read_text()
 
 
@@ -349,7 +348,7 @@ def test_speed_table_commands_exist():
 
 @pytest.mark.any_library
 def test_readme_has_rows_of_the_speed_table():
-    """Some of them, in the same order; none with a star, whose figures are older than their command."""
+    """The README has some rows in the same order, none with a star: its figures are older than its command."""
     columns = ["Work", "On", "Compared with", "Times as fast", "Command"]
     with SPEED.open(newline="") as file:
         rows = [[row[column] for column in columns] for row in csv.DictReader(file)]

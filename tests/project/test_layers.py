@@ -1,4 +1,4 @@
-"""The layers of the package: a module imports only from lower layers.
+"""Layers of the package: a module imports only from lower layers.
 
 A package is a folder, or a module, of ``synkhronos/``; docs/internals.rst has the map.
 """
@@ -15,7 +15,7 @@ import synkhronos
 
 pytestmark = pytest.mark.any_library
 PACKAGE = Path(synkhronos.__file__).resolve().parent
-#: From the lowest up.  Packages of one layer do not import each other.
+#: Layers, the lowest first.  Packages of one layer do not import each other.
 LAYERS = [
     {"casts", "checks", "gpus", "ranks"},
     {"hosts"},
@@ -30,7 +30,7 @@ LAYERS = [
     {"extensions", "launch", "compat/platoon", "compat/theanompi"},
 ]
 LAYER = {package: number for number, packages in enumerate(LAYERS) for package in packages}
-#: Packages within a package, with a layer of their own: names of other libraries.
+#: Packages within a package that have their own layer, as they have names of other libraries.
 INNER = {"compat/platoon", "compat/theanompi"}
 #: Modules that may import all packages.
 ENTRY_POINTS = {"__init__", "__main__"}
@@ -78,7 +78,7 @@ def test_imports_go_to_lower_layers(package):
             continue
         for other in list_imported_packages(path):
             if not other:
-                # The public functions: for packages that use them as programs do.
+                # Public functions, for packages that use them as programs do.
                 assert LAYER[package] > LAYER["tasks"], f"{path} imports the package itself"
             elif other != package:
                 assert LAYER[other] < LAYER[package], f"{path} imports {other}, which is not below {package}"
@@ -135,7 +135,7 @@ def test_packages_use_no_private_names_of_others():
     assert find_private_uses(trees) == []
 
 
-def test_find_private_uses():
+def test_find_private_uses_finds_them():
     first = "class A:\n    def _f(self):\n        self._x = 1\n        other._x = 2"
     second = "from synkhronos.a import _g\n\ndef f(a):\n    return a._f() + a._x + a._replace()"
     third = "class B(A):\n    def f(self):\n        return self._f()"
@@ -182,7 +182,7 @@ def test_imports_have_no_cycle():
     assert find_cycles(imports) == []
 
 
-def test_find_cycles():
+def test_find_cycles_finds_them():
     assert find_cycles({"a": {"b"}, "b": {"c"}, "c": {"b"}, "d": {"a", "e"}, "e": {"d"}}) == [["b", "c"], ["d", "e"]]
 
 
@@ -213,7 +213,7 @@ def test_only_entry_points_import_compat():
 
 
 def test_compat_imports_three_modules_of_other_packages():
-    """So that it could be a distribution of its own, as its docstring says."""
+    """Then it could become a separate distribution, as its docstring says."""
     files = [path for path in FILES if get_package_name(path) == "compat"]
     used = {module for path in files for module in list_imported_modules(path) if module.partition(".")[0] != "compat"}
     ops = {"lowering.numpy_op.NumpyOp", "lowering.numpy_op.register_lowering"}
@@ -227,7 +227,7 @@ GPU_DEVICES = re.compile(r"devices\.(jax|pygpu|cuda|JAX|PYGPU)\b")
 
 
 def test_only_devices_engines_and_lowering_import_jax_or_pygpu():
-    """So that a new device is one file: other packages ask the device of an array."""
+    """Then a new device is one file: other packages call methods of an array's device."""
     for path in FILES:
         package = get_package_name(path)
         if package in ARRAY_PACKAGES:
@@ -241,13 +241,13 @@ def test_only_devices_engines_and_lowering_import_jax_or_pygpu():
 
 
 def list_files(package):
-    """Return the files of a package as paths without suffix, without those of packages in it."""
+    """Return the files of a package, without those of its subpackages, as paths without suffix."""
     paths = [path for path in (PACKAGE / package).rglob("*.py") if get_package_name(path) == package]
     return {str(path.relative_to(PACKAGE / package).with_suffix("")) for path in paths if path.stem != "__init__"}
 
 
 def find_unnamed(files, names):
-    """Return the files of which neither they nor a folder above them is among the names."""
+    """Return the files whose path, and every folder above it, is missing from the names."""
     return sorted(file for file in files if not {file, *map(str, Path(file).parents)} & set(names))
 
 
@@ -271,7 +271,7 @@ def test_source_map_in_internals_names_every_file():
         assert exists or package not in PACKAGES, f"docs/internals.rst: {path}"
 
 
-def test_find_unnamed():
+def test_find_unnamed_finds_files():
     assert find_unnamed({"a", "b", "c/d", "c/e", "f/g"}, ["a", "c/d", "f"]) == ["b", "c/e"]
 
 
@@ -283,12 +283,12 @@ def list_defined_names(path):
         if isinstance(node, ast.FunctionDef | ast.ClassDef):
             names.add(node.name)
         if isinstance(node, ast.ClassDef):
-            names |= {f"{node.name}.{each.name}" for each in node.body if isinstance(each, ast.FunctionDef)}
+            names |= {f"{node.name}.{member.name}" for member in node.body if isinstance(member, ast.FunctionDef)}
     return names
 
 
 def find_missing_names(text):
-    """Return the files that a line of a walk names and that do not exist, and the functions that they do not define."""
+    """Return the missing files that a line of a walk names, and the functions that its files do not define."""
     literals = re.findall("``(.+?)``", text)
     paths = [PACKAGE / literal for literal in literals if literal.endswith(".py")]
     missing = [str(path.relative_to(PACKAGE)) for path in paths if not path.exists()]
@@ -312,7 +312,7 @@ def test_internals_names_existing_classes_and_methods():
     assert len(named) > 40 and sorted(named - everywhere) == []
 
 
-def test_find_missing_names():
+def test_find_missing_names_finds_them():
     assert find_missing_names("``casts.py``: ``check_cast`` of ``f(x)``, ``lost``") == ["lost"]
     assert find_missing_names("``ranks/lost.py``: ``Rank.fail`` of ``ranks/rank.py``") == ["ranks/lost.py"]
     assert find_missing_names("``ranks/rank.py``: ``Rank.lost``, ``fail``") == ["Rank.lost", "fail"]

@@ -22,10 +22,10 @@ class Parcel:
 
 def found(source, **others):
     sources = {"synkhronos/one.py": source} | {f"synkhronos/{name}.py": text for name, text in others.items()}
-    return [(each.rule, each.line, each.text) for each in findings(sources)]
+    return [(finding.rule, finding.line, finding.text) for finding in findings(sources)]
 
 
-def test_lint_names_of_a_clean_file():
+def test_lint_names_accepts_a_clean_file():
     assert found(WHOLE) == []
 
 
@@ -81,7 +81,7 @@ def test_lint_names_finds_an_unknown_parameter():
     assert found(source.replace('unit="g"', "**options")) == []
 
 
-def test_lint_names_outside_of_the_package():
+def test_lint_names_requires_no_docstrings_outside_of_the_package():
     source = WHOLE.replace('"""Return the weight in bytes."""', "pass").replace("A message", "What is sent")
     found = findings({"tests/one.py": source, "tests/two.py": source})
     assert [finding.rule for finding in found] == ["clause for a noun"] * 2
@@ -103,7 +103,7 @@ def test_lint_names_fails_only_on_additions():
     assert additions(old, {}) == old
 
 
-def test_find_missing_files_of_the_counts():
+def test_lint_names_finds_counts_of_missing_files():
     baseline = json.loads(BASELINE.read_text())
     assert find_missing_files(baseline) == []
     baseline["bare name"] = {"synkhronos/none.py": 1}

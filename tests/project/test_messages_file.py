@@ -1,4 +1,4 @@
-"""``raises`` of tests/support/messages.py, and the file of messages with which it compares."""
+"""`raises` in tests/support/messages.py compares errors with tests/messages.txt."""
 
 import messages
 import pytest

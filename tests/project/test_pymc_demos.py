@@ -12,12 +12,12 @@ from pathlib import Path
 import pytest
 
 with warnings.catch_warnings():
-    warnings.simplefilter("ignore")  # ArviZ tells of its next version
+    warnings.simplefilter("ignore")  # ArviZ announces its next version
     pytest.importorskip("pymc", reason="the extra `pymc` is not installed")
 
 ROOT = Path(__file__).resolve().parents[2]
 DEMOS = ROOT / "demos" / "pymc"
-#: Python's linkers compile in a moment.
+#: Python's linker compiles fastest.
 ENVIRONMENT = {
     **os.environ,
     "PYTENSOR_FLAGS": "mode=FAST_COMPILE",
@@ -42,7 +42,7 @@ def test_script(script):
     assert "2 ranks" in result.stdout
 
 
-def test_notebook():
+def test_notebook_runs():
     jupyter_client = pytest.importorskip("jupyter_client")
     pytest.importorskip("ipykernel")
     cells = json.loads((DEMOS / "one_chain.ipynb").read_text())["cells"]
@@ -63,7 +63,7 @@ def test_notebook():
 
 
 def run(client, code):
-    """Run a cell; return its output."""
+    """Run code in a kernel; return its output."""
     asked, printed, deadline = client.execute(code), "", time.monotonic() + 100
     while time.monotonic() < deadline:
         try:

@@ -1,4 +1,4 @@
-"""run.py and docs/theano_gpu_bundle.sh with something missing: they exit with a line that names it."""
+"""run.py and docs/theano_gpu_bundle.sh exit with a line that names a missing requirement."""
 
 import argparse
 import importlib.util
@@ -47,26 +47,26 @@ def run(root, *arguments, before=(), **variables):
     ],
 )
 def test_run_py_argument_errors_are_one_line(tmp_path, arguments, line):
-    status, said = run(tmp_path, *arguments)
+    status, output = run(tmp_path, *arguments)
     assert status != 0
-    assert len(said) == 1 and said[0].startswith(line), said
+    assert len(output) == 1 and output[0].startswith(line), output
 
 
 @pytest.mark.slow
-def test_run_py_without_a_network(tmp_path):
+def test_run_py_without_a_network_says_so(tmp_path):
     nobody = {
         "PIP_INDEX_URL": "http://127.0.0.1:9/simple",
         "PIP_RETRIES": "0",
         "PIP_CONFIG_FILE": os.devnull,
         "PIP_FIND_LINKS": "",
     }
-    status, said = run(tmp_path, "env", "pytensor", **nobody)
+    status, output = run(tmp_path, "env", "pytensor", **nobody)
     assert status != 0
-    assert said[-1].startswith("run.py: no network: pip could not reach the package index. With one, run this again")
-    assert all(line.startswith("run.py: ") for line in said), said
+    assert output[-1].startswith("run.py: no network: pip could not reach the package index. With one, run this again")
+    assert all(line.startswith("run.py: ") for line in output), output
 
 
-def test_run_py_on_a_full_disk(tmp_path):
+def test_run_py_on_a_full_disk_says_so(tmp_path):
     mount = [
         "unshare",
         "-rm",
@@ -79,18 +79,18 @@ def test_run_py_on_a_full_disk(tmp_path):
     if subprocess.run([*mount, str(full), "true"], cwd=ROOT / "docs", capture_output=True).returncode:
         pytest.skip("no file system may be mounted here")
     (tmp_path / "copy").mkdir()
-    status, said = run(tmp_path / "copy", "env", "pytensor", before=[*mount, str(full)])
+    status, output = run(tmp_path / "copy", "env", "pytensor", before=[*mount, str(full)])
     assert status != 0
-    assert said[-1].startswith("run.py: no space left on the disk: the two environments in "), said
-    assert all(line.startswith("run.py: ") for line in said), said
+    assert output[-1].startswith("run.py: no space left on the disk: the two environments in "), output
+    assert all(line.startswith("run.py: ") for line in output), output
 
 
 @pytest.fixture
 def module(tmp_path, monkeypatch):
-    """Import run.py, with environments whose pythons print their arguments, and fail with --fails."""
+    """Import run.py with stand-in environments, whose interpreters print their arguments, and fail with --fails."""
     spec = importlib.util.spec_from_file_location("run", ROOT / "run.py")
     module = importlib.util.module_from_spec(spec)
-    monkeypatch.setitem(sys.modules, "run", module)  # where dataclasses look for it
+    monkeypatch.setitem(sys.modules, "run", module)  # dataclasses look it up there
     spec.loader.exec_module(module)
     for name in module.BY_NAME:
         (tmp_path / name / "bin").mkdir(parents=True)
@@ -165,7 +165,7 @@ def test_run_py_jobs_run_each_file_once(module, capfd, all_of_them):
         assert own[""][2:] == [f"--ignore={path}" for path in module.PROGRAMS]
         marked = {arguments[1] for part, arguments in own.items() if part in ("faults", "hosts")}
         assert marked == ({f"faults{else_}", f"hosts and not faults{else_}"} if all_of_them else set())
-        # The modules in folders of support/: those that a folder's run leaves out have runs of their own.
+        # Files in folders of support/ that the job of their folder leaves out have jobs of their own.
         for folder, part in ((module.COMPAT, "compat"), (module.LASAGNE_DEMOS, "lasagne demos")):
             if part not in parts:
                 continue
@@ -197,7 +197,7 @@ def test_bundle_script_names_missing_arguments(tmp_path, arguments, words):
 
 @pytest.mark.parametrize(("text", "status"), [("(Path(__file__).parent / 'seen').exists()", 0), ("False", 1)])
 def test_run_py_retries_failures_alone(module, tmp_path, text, status):
-    """A test that fails once passes its retry; one that always fails, fails it; the others are not run again."""
+    """A retry runs only the tests that failed, and fails if one fails again."""
     tests = tmp_path / "test_some.py"
     tests.write_text(
         "from pathlib import Path\n"
@@ -205,7 +205,7 @@ def test_run_py_retries_failures_alone(module, tmp_path, text, status):
         "def test_passes():\n    with open(Path(__file__).parent / 'runs', 'a') as file:\n        file.write('x')\n"
     )
     environment = argparse.Namespace(name="this", python=sys.executable)
-    # Without confcutdir pytest looks at every file in the temporary folder, of which there may be many.
+    # Without confcutdir pytest reads every file in the temporary folder, of which there may be many.
     folders = [f"--rootdir={tmp_path}", f"--confcutdir={tmp_path}"]
     job = module.Job(environment, "", ["-q", *folders, "-c", os.devnull, str(tests)])
     report = tmp_path / "report.xml"

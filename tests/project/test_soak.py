@@ -1,4 +1,4 @@
-"""A short form of `soak`, and the faults that longer ones have found."""
+"""A short run of `soak`, and faults that longer runs have found."""
 
 import os
 import signal
@@ -18,7 +18,7 @@ from synkhronos.ranks import Command
 
 @pytest.mark.faults
 @pytest.mark.timeout(100)
-def test_short_soak():
+def test_short_soak_finds_no_error():
     script = SUPPORT / "soak.py"
     done = subprocess.run(
         [sys.executable, str(script), "--seconds", "8", "--seed", "7"], capture_output=True, text=True, timeout=90
@@ -52,7 +52,7 @@ def test_death_before_a_segment_is_sent_is_named(fork):
 
 
 class FailAtBarrier(Command):
-    """Let one rank fail at its third next barrier."""
+    """Let a rank fail at its third barrier from now."""
 
     def __init__(self, who):
         self.who = who
@@ -77,7 +77,7 @@ def test_failed_broadcast_keeps_the_old_value(fork, who):
     s = shared(np.zeros(3), "s")
     f = synk.function([], [], updates=[(s, s + 1)])
     f()
-    s.set_value(np.full(300_000, 5.0))  # two turns and more through the scratch memory
+    s.set_value(np.full(300_000, 5.0))  # more than twice the scratch memory
     ranks.get_session().run(FailAtBarrier(who))
     with pytest.raises(OSError if who == 0 else synk.WorkerError):
         synk.broadcast(s)
@@ -102,6 +102,6 @@ def test_refused_collective_sends_nothing(fork, what):
     f = synk.function([], [], updates=[(s, s), (i, i)])
     with pytest.raises((TypeError, ValueError, IndexError)):
         REFUSED[what](s, i)
-    s.set_value(np.full(3, 5.0))  # still the value that the workers begin with
+    s.set_value(np.full(3, 5.0))  # the initial value
     assert synk.get_value(1, s).tolist() == [5.0] * 3
     f()

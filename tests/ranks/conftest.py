@@ -1,4 +1,4 @@
-"""Sessions without a graph library."""
+"""Fixtures of sessions without a graph library."""
 
 import pytest
 
@@ -7,7 +7,7 @@ from synkhronos import ranks
 
 @pytest.fixture(params=[1, 2, 3, 5])
 def session(request):
-    """Fork several numbers of ranks, with the master in their middle."""
+    """Fork 1, 2 and more ranks, with the master in the middle."""
     yield ranks.fork(request.param, request.param // 2, False)
     ranks.close()
 

@@ -1,4 +1,4 @@
-"""A model checker: all interleavings in which ranks of several hosts start a collective, fail, and die.
+"""A model checker of all interleavings in which ranks of several hosts start a collective, fail, and die.
 
 The hosts are modelled: control memory by lists, MPI by queues, NCCL by the set of ranks that have called it.  Ranks and
 agents run the library's own code (`Rank`, `StepTally`, `CollectiveWatchdog`), one access to shared state at a time.
@@ -29,19 +29,19 @@ pytestmark = [pytest.mark.any_library, pytest.mark.skipif(DEVICE != "host", reas
 
 FIRST, SECOND = 1, 2
 #: Steps of a rank in the first command; it may fail before each of them and after the last.
-SHOW_ID, SEE_ID, ENTER, INIT, START, COME, PASS = range(7)
-#: The ends of the first command, and of all.
-FAILED, LEFT, DONE, OVER = range(7, 11)
-#: Of a rank that was ended.
+WRITE_ID, READ_ID, ENTER, INIT, START, ARRIVE, WAIT = range(7)
+#: States of a rank after the first command, and after the second.
+FAILED, ABORTED, DONE, FINISHED = range(7, 11)
+#: State of a rank that the master has ended.
 ENDED = 11
 
 
 class Blocked(Exception):
-    """This transition has to wait for another one."""
+    """This transition must wait for another."""
 
 
 class Memory:
-    """The control memory of a host, as `Rank` uses it."""
+    """Stand-in for a host's control memory."""
 
     def __init__(self, here, size):
         self.local_ranks, self.size = here, size
@@ -60,15 +60,15 @@ class Memory:
         if not ready():
             raise Blocked
 
-    def state(self):
+    def get_state(self):
         return tuple(self.words), tuple(self.arrived), tuple(self.done)
 
-    def put(self, state):
+    def set_state(self, state):
         self.words, self.arrived, self.done = map(list, state)
 
 
 class Connection:
-    """A connection that `CollectiveWatchdog` aborts."""
+    """Stand-in for a connection of NCCL."""
 
     def __init__(self):
         self.generation = 0
@@ -78,7 +78,7 @@ class Connection:
 
 
 def make_watchdog(rank):
-    """Make a watchdog without its thread and without a GPU: `cancel` needs neither."""
+    """Return a watchdog without a thread and a GPU: `cancel` needs neither."""
     watchdog = object.__new__(CollectiveWatchdog)
     watchdog._rank, watchdog.active_connection = rank, Connection()
     watchdog.connections, watchdog._completed_command = [watchdog.active_connection], 0
@@ -87,7 +87,7 @@ def make_watchdog(rank):
 
 
 class World:
-    """Hosts with their ranks and agents; `state` and `put` read and write all of it."""
+    """Hosts with their ranks and agents; `get_state` and `set_state` read and write all of it."""
 
     def __init__(self, counts, waits=True, faults=1, deaths=0, agents_read_first="failed", early=False):
         self.size, self.waits, self.faults = sum(counts), waits, faults
@@ -106,17 +106,17 @@ class World:
         for memory in self.memories:
             memory.words[Control.POSTED] = FIRST
         self.tallies = [StepTally(len(counts), h) for h in range(len(counts))]
-        self.pcs, self.inits, self.started = [SHOW_ID] * self.size, [0] * self.size, [0] * self.size
+        self.pcs, self.inits, self.started = [WRITE_ID] * self.size, [0] * self.size, [0] * self.size
         self.passed = [0] * self.size  # 1: found that all ranks reached the step, -1: found that some did not
-        self.seen = [None] * len(counts)  # the first value of an agent that has read one of two
+        self.seen = [None] * len(counts)  # the first of two values that an agent reads, between the reads
         self.queues = {(g, h): () for g in range(len(counts)) for h in range(len(counts)) if g != h}
         self.faults_left, self.deaths_left, self.dead = faults, deaths, ()
 
     # -- states ------------------------------------------------------------------------------------------------
 
-    def state(self):
+    def get_state(self):
         return (
-            tuple(m.state() for m in self.memories),
+            tuple(m.get_state() for m in self.memories),
             tuple((r.command_number, r._step) for r in self.ranks),
             tuple((g._pending_command, g._started_step, g.active_connection.generation) for g in self.watchdogs),
             tuple((tuple(t.steps), tuple(map(tuple, t.undecided)), t.last_failed) for t in self.tallies),
@@ -129,119 +129,119 @@ class World:
             (self.faults_left, self.deaths_left, self.dead),
         )
 
-    def put(self, state):
+    def set_state(self, state):
         memories, ranks, watchdogs, tallies, pcs, inits, started, passed, seen, queues, left = state
         self.faults_left, self.deaths_left, self.dead = left
         for memory, of_memory in zip(self.memories, memories, strict=True):
-            memory.put(of_memory)
+            memory.set_state(of_memory)
         for rank, of_rank in zip(self.ranks, ranks, strict=True):
             rank.command_number, rank._step = of_rank
         for watchdog, of_watchdog in zip(self.watchdogs, watchdogs, strict=True):
             watchdog._pending_command, watchdog._started_step, watchdog.active_connection.generation = of_watchdog
         for tally, (steps, failures, tally.last_failed) in zip(self.tallies, tallies, strict=True):
-            tally.steps, tally.undecided = list(steps), [deque(each) for each in failures]
+            tally.steps, tally.undecided = list(steps), [deque(queue) for queue in failures]
         self.pcs, self.inits, self.started = list(pcs), list(inits), list(started)
         self.passed, self.seen = list(passed), list(seen)
         self.queues = dict(zip(self.queues, queues, strict=True))
 
     # -- transitions -------------------------------------------------------------------------------------------
 
-    def choices(self):
-        """Yield the transitions, as pairs of a method and its argument; a blocked one raises `Blocked`."""
+    def iterate_transitions(self):
+        """Yield the transitions, as pairs of a method and its argument; a blocked method raises `Blocked`."""
         if self.dead:
-            yield self.end_all, 0
+            yield self.end_all_ranks, 0
         for r in range(self.size):
             if self.host_of[r] not in self.dead:
-                yield self.go_on, r
-                yield self.guard_looks, r
+                yield self.take_step, r
+                yield self.run_watchdog, r
                 if self.faults_left and self.pcs[r] < FAILED:
                     yield self.fail, r
         if len(self.hosts) > 1:
             for h in range(len(self.hosts)):
                 if h not in self.dead:
-                    yield self.agent_looks, h
+                    yield self.poll_agent, h
                     if h and self.deaths_left:
-                        yield self.die, h
+                        yield self.kill_host, h
             for pair in self.queues:
                 if pair[1] not in self.dead:
                     yield self.deliver, pair
 
-    def die(self, h):
-        """A host dies, with its agent and its ranks; messages that it has sent still arrive."""
+    def kill_host(self, h):
+        """Kill a host, with its agent and its ranks; messages that it has sent still arrive."""
         if all(pc >= DONE for pc in self.pcs):
             raise Blocked
         self.deaths_left, self.dead = 0, (h,)
 
-    def end_all(self, _):
-        """The master is told of a death: it ends all workers and aborts its connection."""
+    def end_all_ranks(self, _):
+        """Let the master end all workers after a death, and abort its connection."""
         if ENDED in self.pcs:
             raise Blocked
         self.pcs = [ENDED] * self.size
         for watchdog in self.watchdogs:
             watchdog.abort()
 
-    def go_on(self, r):
-        """A rank takes its next step unless it has to wait; on a failure elsewhere it leaves the command."""
+    def take_step(self, r):
+        """Take a rank's next step unless it must wait; after a failure of another rank, abort the command."""
         rank, watchdog, pc = self.ranks[r], self.watchdogs[r], self.pcs[r]
         try:
-            if pc == SHOW_ID:
+            if pc == WRITE_ID:
                 rank.arrive()
-            elif pc == SEE_ID:
+            elif pc == READ_ID:
                 rank._wait_for_step(rank._step)
             elif pc == ENTER:
                 self.inits[r] = 1
             elif pc == INIT:
-                if not all(self.inits):  # NCCL waits for all
+                if not all(self.inits):  # NCCL waits for all ranks
                     rank.check_cancelled()
                     raise Blocked
                 watchdog.active_connection.generation = 1
             elif pc == START:
-                if not watchdog.active_connection.generation:  # aborted since
+                if not watchdog.active_connection.generation:  # aborted in the meantime
                     raise ArithmeticError
                 watchdog._pending_command, watchdog._started_step = FIRST, math.inf
                 self.started[r] = 1
-            elif pc == COME:
+            elif pc == ARRIVE:
                 watchdog._started_step = rank.next_step
                 rank.arrive()
-            elif pc == PASS:
+            elif pc == WAIT:
                 if self.waits:
                     rank._wait_for_step(rank._step)
                     self.passed[r] = 1
                 self.pcs[r] = DONE - 1
-            elif pc in (FAILED, LEFT):
-                self.leave(r)
+            elif pc in (FAILED, ABORTED):
+                self.end_first(r)
             elif pc == DONE:
                 self.begin_second(r)
             else:
                 raise Blocked
         except (Cancelled, ArithmeticError) as error:
-            self.out(r, error)
+            self.abort_first(r, error)
             return
         self.pcs[r] += 1
 
     def fail(self, r):
-        """A rank fails: an exception of its own."""
+        """Raise an exception on a rank."""
         self.faults_left -= 1
-        self.out(r, ArithmeticError())
+        self.abort_first(r, ArithmeticError())
 
-    def out(self, r, error):
-        """A rank leaves the first command by an error, and aborts a connection that is not complete."""
+    def abort_first(self, r, error):
+        """End the first command on a rank by an error, and abort an incomplete connection."""
         if self.pcs[r] < START:
             self.watchdogs[r].active_connection.abort()
         if isinstance(error, Cancelled):
-            self.pcs[r] = LEFT
+            self.pcs[r] = ABORTED
         else:
             self.pcs[r] = FAILED
             self.ranks[r].control.words[Control.FAILED] = FIRST
 
-    def leave(self, r):
-        """The end of the command on a rank that leaves it."""
+    def end_first(self, r):
+        """End the failed first command on a rank: record the last common step, or read whether all reached it."""
         rank = self.ranks[r]
         if self.pcs[r] == FAILED:
-            rank.fail()  # decides on one host
-        elif self.waits:  # as `CollectiveWatchdog.meet`: continue if all ranks have arrived
-            has_come = self.watchdogs[r]._started_step == rank._step
-            self.passed[r] = 1 if has_come and rank.was_reached_by_all(rank._step) else -1
+            rank.fail()  # on one host, records the last common step
+        elif self.waits:  # as `CollectiveWatchdog.wait_started`: continue if all ranks have arrived
+            has_arrived = self.watchdogs[r]._started_step == rank._step
+            self.passed[r] = 1 if has_arrived and rank.was_reached_by_all(rank._step) else -1
         self.pcs[r] = DONE - 1
 
     def begin_second(self, r):
@@ -271,7 +271,7 @@ class World:
         while self.queues[g, h]:
             self.deliver((g, h))
 
-    def guard_looks(self, r):
+    def run_watchdog(self, r):
         """Run the watchdog thread of a rank's collective."""
         rank, watchdog = self.ranks[r], self.watchdogs[r]
         if not (watchdog._pending_command and rank.has_failed(watchdog._pending_command)):
@@ -281,8 +281,8 @@ class World:
         if before == (watchdog._pending_command, watchdog.active_connection.generation):
             raise Blocked
 
-    def agent_looks(self, h):
-        """Half of an agent's poll: read the first value; the second time, read the other and send changes."""
+    def poll_agent(self, h):
+        """Take half of an agent's poll: first read one value; then read the other, and send changes."""
         memory, here = self.memories[h], self.hosts[h]
 
         def failed():
@@ -294,13 +294,13 @@ class World:
         first, second = (failed, step) if self.reads_failed_first else (step, failed)
         if self.seen[h] is None:
             read = first()
-            is_old = self.is_old_news(h, failed(), step())
+            is_old = self.is_unchanged(h, failed(), step())
             if is_old and not self.early:
                 raise Blocked
             self.seen[h] = read
             self.is_idle = is_old
             return
-        self.is_idle = self.is_old_news(h, failed(), step())
+        self.is_idle = self.is_unchanged(h, failed(), step())
         pair = (self.seen[h], second()) if self.reads_failed_first else (second(), self.seen[h])
         self.seen[h] = None
         sends_step, sends_failed = self.tallies[h].update(*pair)
@@ -308,14 +308,14 @@ class World:
             if other != h:
                 more = ((("step", pair[1]),) if sends_step else ()) + ((("failed", pair[0]),) if sends_failed else ())
                 self.queues[h, other] += more
-        self.close(h)
+        self.record_decisions(h)
 
-    def is_old_news(self, h, failed, step):
+    def is_unchanged(self, h, failed, step):
         tally = self.tallies[h]
         return failed <= tally.last_failed and (step <= tally.steps[h] or step >> STEP_BITS <= tally.last_failed)
 
     def deliver(self, pair):
-        """An agent takes the next message from another."""
+        """Let an agent receive the next message of another."""
         source, h = pair
         if not self.queues[pair]:
             raise Blocked
@@ -329,29 +329,29 @@ class World:
         else:
             tally.receive_failed(source, number)
             memory.words[Control.FAILED] = max(number, memory.words[Control.FAILED])
-            self.close(h)
+            self.record_decisions(h)
 
-    def close(self, h):
+    def record_decisions(self, h):
         for number, step in self.tallies[h].pop_decided():
             record_common_step(self.memories[h].words, number, step)
 
     # -- invariants --------------------------------------------------------------------------------------------
 
     def check(self, is_last):
-        """Check a state; `is_last` if no transition is possible any more."""
+        """Check a state; ``is_last`` means that no transition is possible."""
         failed = any(memory.words[Control.FAILED] == FIRST for memory in self.memories)
         generations = [watchdog.active_connection.generation for watchdog in self.watchdogs]
         if not is_last:
             return
         if self.dead:
-            assert set(self.pcs) == {ENDED} and not any(generations), "a host is lost, and somebody is left"
+            assert set(self.pcs) == {ENDED} and not any(generations), "a rank runs after a host died"
             return
-        assert set(self.pcs) == {OVER}, "somebody waits for ever"
+        assert set(self.pcs) == {FINISHED}, "a rank never ends"
         for memory in self.memories:
-            assert (memory.words[Control.FAILED] == FIRST) == failed, "a host has not heard of the failure"
-        assert not {1, -1} <= set(self.passed), "some go on behind the step, and others leave"
+            assert (memory.words[Control.FAILED] == FIRST) == failed, "a host was not informed of the failure"
+        assert not {1, -1} <= set(self.passed), "some ranks pass the step, and others abort"
         if any(self.inits) and not all(self.inits):
-            assert failed and not any(generations), "who was in NCCL's init without the others was not told"
+            assert failed and not any(generations), "a rank alone in NCCL's init was not informed"
         if not failed:
             assert all(generations) and all(self.started)
         for generation in generations:
@@ -359,32 +359,32 @@ class World:
         for r, generation in enumerate(generations):
             if self.started[r] and generation:
                 # A started collective ends only if all ranks have started it and none has aborted it.
-                assert all(self.started) and all(generations), "a collective never ends, and nobody gives it up"
+                assert all(self.started) and all(generations), "a collective neither ends nor is aborted"
         if all(generations):
-            assert len(set(self.started)) == 1, "the connection is the same, and not what was started on it"
+            assert len(set(self.started)) == 1, "connections are equal, but not the collectives started on them"
 
 
 def explore(world):
     """Visit and check all reachable states; return their number."""
-    first = world.state()
+    first = world.get_state()
     known, waiting = {first: None}, [first]
     while waiting:
         state = waiting.pop()
-        world.put(state)
+        world.set_state(state)
         is_last = True
-        for action, who in list(world.choices()):
-            world.put(state)
+        for transition, argument in list(world.iterate_transitions()):
+            world.set_state(state)
             world.is_idle = False
             try:
-                action(who)
+                transition(argument)
             except Blocked:
                 continue
             is_last &= world.is_idle
-            after = world.state()
+            after = world.get_state()
             if after not in known:
-                known[after] = state, action.__name__, who
+                known[after] = state, transition.__name__, argument
                 waiting.append(after)
-        world.put(state)
+        world.set_state(state)
         try:
             world.check(is_last)
         except AssertionError as error:
@@ -393,11 +393,11 @@ def explore(world):
 
 
 def list_transitions(known, state):
-    """Return the transitions that led to a state, one a line."""
+    """Return the transitions that led to a state, one per line."""
     lines = []
     while known[state] is not None:
-        state, name, who = known[state]
-        lines.insert(0, f"{name} {who}, pcs {state[4]}")
+        state, name, argument = known[state]
+        lines.insert(0, f"{name} {argument}, pcs {state[4]}")
     return "\n".join(lines)
 
 
@@ -419,13 +419,13 @@ def test_model_finds_ranks_that_decide_alone(monkeypatch, waits):
         record_common_step(self.control.words, FIRST, min(self.control.arrived))
 
     monkeypatch.setattr(Rank, "fail", fail)
-    with pytest.raises(AssertionError, match="never ends, and nobody gives it up"):
+    with pytest.raises(AssertionError, match="neither ends nor is aborted"):
         explore(World((3,), waits, faults=2))
 
 
 def test_model_finds_a_read_before_the_failure_is_written(monkeypatch):
-    def out(self, r, error):
-        told(self, r, error)
+    def abort_first(self, r, error):
+        original(self, r, error)
         if self.pcs[r] == FAILED:
             memory = self.memories[0]
             memory.words[Control.FAILED], memory.words[Control.MESSAGE_NBYTES] = 0, min(memory.arrived)
@@ -435,10 +435,10 @@ def test_model_finds_a_read_before_the_failure_is_written(monkeypatch):
         words[Control.FAILED] = FIRST
         record_common_step(words, FIRST, words[Control.MESSAGE_NBYTES])
 
-    told = World.out
-    monkeypatch.setattr(World, "out", out)
+    original = World.abort_first
+    monkeypatch.setattr(World, "abort_first", abort_first)
     monkeypatch.setattr(Rank, "fail", fail)
-    with pytest.raises(AssertionError, match="some go on behind the step, and others leave"):
+    with pytest.raises(AssertionError, match="some ranks pass the step, and others abort"):
         explore(World((3,)))
 
 
@@ -457,34 +457,34 @@ def test_model_agent_may_poll_early():
 
 @pytest.mark.slow
 def test_model_finds_an_agent_that_reads_in_the_wrong_order():
-    # A rank that arrives between the two reads continues, and its host decides that not all had arrived.
-    with pytest.raises(AssertionError, match="some go on behind the step, and others leave"):
+    # A rank that arrives between the two reads continues, while its host decides that not all had arrived.
+    with pytest.raises(AssertionError, match="some ranks pass the step, and others abort"):
         explore(World((2, 1), agents_read_first="step", early=True))
 
 
 @pytest.mark.parametrize("waits", [True, False])
 def test_model_finds_a_host_that_decides_too_early(monkeypatch, waits):
-    def decided(self):
-        heard = [each.popleft() for each in self.undecided if each]
-        return [(command, min(self.steps)) for command, _ in heard]
+    def pop_decided(self):
+        failures = [queue.popleft() for queue in self.undecided if queue]
+        return [(command, min(self.steps)) for command, _ in failures]
 
-    monkeypatch.setattr(StepTally, "pop_decided", decided)
-    with pytest.raises(AssertionError, match="never ends, and nobody gives it up"):
+    monkeypatch.setattr(StepTally, "pop_decided", pop_decided)
+    with pytest.raises(AssertionError, match="neither ends nor is aborted"):
         explore(World((1, 1), waits))
 
 
 def test_model_finds_a_host_that_forwards_no_failures(monkeypatch):
-    def here(self, failed, step):
-        return told(self, failed, step)[0], False
+    def update(self, failed, step):
+        return original(self, failed, step)[0], False
 
-    told = StepTally.update
-    monkeypatch.setattr(StepTally, "update", here)
-    with pytest.raises(AssertionError, match="waits for ever"):
+    original = StepTally.update
+    monkeypatch.setattr(StepTally, "update", update)
+    with pytest.raises(AssertionError, match="never ends"):
         explore(World((1, 1)))
 
 
 def test_agent_counts_steps_of_other_hosts():
-    """The model receives messages by its own method; this test calls the agent's."""
+    """The model receives messages by its own method; this test calls that of the agent."""
     step = (FIRST << STEP_BITS) + 2
     agent = object.__new__(Agent)
     agent._control, agent._tally, agent._ranks = Memory(range(1), 2), StepTally(2, 0), [range(1), range(1, 2)]

@@ -1,4 +1,4 @@
-"""Commands that fail: exceptions, exits, deaths and time limits, and the step that all ranks agree on."""
+"""Failed commands: exceptions, exits, deaths, time limits, and the last common step of all ranks."""
 
 import linecache
 import os
@@ -35,7 +35,7 @@ class Raise(Command):
 
 @dataclass(frozen=True)
 class RaiseLate(Command):
-    """Fail between two barriers."""
+    """Raise an error between two barriers."""
 
     who: int
 
@@ -88,7 +88,7 @@ def test_command_names_all_failed_ranks():
     try:
         with pytest.raises(ranks.WorkerError, match=r"rank 1 raised KeyError") as caught:
             session.run(Raise((1, 3)))
-        # A failure is reported even if another rank failed before.
+        # Both failures are reported.
         assert set(caught.value.failures) <= {1, 3}
         with pytest.raises(KeyError) as own:
             session.run(Raise((0, 1, 2, 3), then_barrier=False))
@@ -115,7 +115,7 @@ def test_killed_worker_is_named(number, at_barrier):
     assert caught.value.rank == 2
     with pytest.raises(RuntimeError, match="rank 2"):
         ranks.get_session()
-    with pytest.raises(ChildProcessError):  # no child is left, not even a zombie
+    with pytest.raises(ChildProcessError):  # no child is left, nor a zombie
         os.waitpid(-1, os.WNOHANG)
     session = ranks.fork(2, 0, False)
     assert session.run(Exchange((3,))) == 2
@@ -124,7 +124,7 @@ def test_killed_worker_is_named(number, at_barrier):
 
 @dataclass(frozen=True)
 class DetectDeathElsewhere(Command):
-    """Detect a death in a guard (in a thread or in a foreign function) and raise elsewhere."""
+    """Detect a death in a guard (in a thread or in a foreign function), and raise an error elsewhere."""
 
     def run(self, rank):
         if not rank.is_master:
@@ -149,7 +149,7 @@ class FailOnMaster(Command):
 
 
 def test_death_noticed_while_the_master_fails_is_named(two):
-    told = []
+    events = []
 
     def trace(frame, event, arg):
         if frame.f_code is ranks.Session._run.__code__:
@@ -160,7 +160,7 @@ def test_death_noticed_while_the_master_fails_is_named(two):
         line = linecache.getline(frame.f_code.co_filename, frame.f_lineno).strip()
         if event == "line" and line == "peers.busy_thread = 0" and isinstance(sys.exception(), KeyError):
             sys.settrace(None)
-            told.append(line)
+            events.append(line)
             os.kill(next(iter(two.workers.pids.values())), signal.SIGKILL)
             time.sleep(1)  # cut short
         return trace_lines
@@ -171,7 +171,7 @@ def test_death_noticed_while_the_master_fails_is_named(two):
             two.run(FailOnMaster())
     finally:
         sys.settrace(None)
-    assert told
+    assert events
 
 
 def test_exited_worker_is_named_with_its_status(two):
@@ -265,15 +265,15 @@ def test_error_lists_only_the_commands_own_effect(two):
     assert first == [*started, *(f"{note} finished" for note in reversed(started))]
     with pytest.raises(ranks.WorkerError, match=r"It was noted on ranks \[0\], and not on ranks \[1\]"):
         two.run(RunBoth(RecordRun("one"), RecordRun("two", culprit=1, early=True)))
-    # A failure leaves nothing behind: commands by themselves commit as before.
+    # After a failure, later commands commit as before.
     with pytest.raises(ranks.WorkerError, match=r"It was noted on ranks \[0\], and not on ranks \[1\]"):
         two.run(RecordRun("three", culprit=1, early=True))
 
 
 class Leave(Command):
-    """A command: rank 0 leaves the barrier before rank 2 has arrived, or after; the others report whether all arrived.
+    """Command in which rank 0 leaves the barrier by an error; the other ranks report whether all ranks arrived.
 
-    ``all_arrive`` says which.
+    With ``all_arrive`` rank 2 arrives before the error, otherwise after it.
     """
 
     def __init__(self, all_arrive):
@@ -324,7 +324,7 @@ def test_failed_command_is_agreed_by_all_ranks(all_arrive):
 
 
 class DieInBetween(Command):
-    """A command: the worker marks the command as failed, and dies before it records the last common step."""
+    """Command in which the worker marks the command as failed, and dies before it records the last common step."""
 
     def run(self, rank):
         step = rank.next_step
@@ -358,7 +358,7 @@ def test_ranks_that_fail_together_record_one_common_step(monkeypatch):
     step = first.next_step
     for rank in (first, second, third):
         rank.arrive()
-    third.wait(lambda: min(control.arrived) >= step)  # all are there, and none has failed
+    third.wait(lambda: min(control.arrived) >= step)  # all ranks have arrived, and none has failed
     monkeypatch.setattr(control, "fence", meanwhile)
     first.fail()
     assert not failing
@@ -376,6 +376,6 @@ def test_ranks_that_fail_in_turn_record_one_common_step(all_arrive):
         rank.arrive()
     first.fail()
     if not all_arrive:
-        third.arrive()  # too late: it may not be cancelled yet
+        third.arrive()  # it may not be cancelled yet
     second.fail()
     assert [rank.was_reached_by_all(step) for rank in (first, second, third)] == [all_arrive] * 3

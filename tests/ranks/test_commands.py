@@ -20,7 +20,7 @@ pytestmark = pytest.mark.any_library
 
 @dataclass(frozen=True)
 class MixedSteps(Command):
-    """Steps of all kinds in a row, in which a slot that is used again too early would show."""
+    """Command with steps of all kinds, which would show a slot that is reused too early."""
 
     def run(self, rank):
         for i in range(30):
@@ -45,11 +45,11 @@ def test_command_runs_on_every_rank(session):
     assert (number, size, is_master, pid) == (session.size // 2, session.size, True, os.getpid())
 
 
-def test_all_gather_of_values_of_any_length(session):
+def test_all_gather_accepts_values_of_any_length(session):
     assert session.run(Exchange((0, 1, SLOT_NBYTES // 2, SLOT_NBYTES, 3 * SLOT_NBYTES))) == session.size
 
 
-def test_command_with_mixed_steps(session):
+def test_command_may_mix_steps(session):
     for _ in range(5):
         session.run(MixedSteps())
 
@@ -65,7 +65,7 @@ def test_cache_of_pickled_values_is_bounded(two):
         assert two.rank.compute_digest(value) is digests[value]
 
 
-def test_command_longer_than_the_mailbox(two):
+def test_command_may_exceed_the_mailbox(two):
     payload = os.urandom(3 * MAILBOX_NBYTES)
     assert two.run(Long(payload)) == (len(payload), [len(payload)] * 2)
 
@@ -157,12 +157,12 @@ def test_idle_workers_use_no_processor(session):
     time.sleep(0.1)
     before = ticks()
     time.sleep(1)
-    assert ticks() - before <= 2  # of a hundred a second
+    assert ticks() - before <= 2  # clock ticks of 10 ms
 
 
-def test_command_made_of_several(session):
+def test_command_may_consist_of_several(session):
     together = RunBoth(RecordRun("one"), RecordRun("two"))
     for _ in range(2):
         assert session.run(together) == [("one", session.rank.number), ("two", session.rank.number)]
-        # A wait that may be delayed to the end of a command happens there, once.
+        # A wait that may be deferred to the end of a command happens there once.
         assert session.run(CollectRecords()) == [["one", "two", "two finished", "one finished"]] * session.size

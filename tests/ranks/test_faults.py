@@ -43,7 +43,7 @@ def wait_until_inside(program, place, n):
 
 
 def check_footprint(told):
-    """Check that open files, mappings of shared memory and child processes are as before."""
+    """Check that open files, mappings of shared memory and child processes are the same as before."""
     before, after = told["before"], told["after"]
     assert len(after.pop("maps")) == len(before.pop("maps")), told
     assert after == before
@@ -136,7 +136,7 @@ def test_worker_ignores_sigint(place):
 def test_master_death_ends_all_processes(name, place, who):
     on = [1, 2] if place == "distribute" else [0, 1, 2] if who == "all" else [0]
     if place == "compiled":
-        on = [0, 1, 2]  # workers in compiled code run no Python that could notice anything
+        on = [0, 1, 2]  # workers in compiled code run no Python code that could notice the death
     with start_held_program(place, on) as program:
         wait_until_inside(program, place, len(on))
         program.send_signal(program.pid if who == "master" else None, signal.Signals[name])
@@ -152,7 +152,7 @@ def test_busy_master_notices_a_workers_death(place, how):
     with Program("at_a_point", where=place, action=f"hold:{how}", on=[0]) as program:
         pids = wait_until_inside(program, place, 1)
         moment = program.send_signal(pids[2], signal.SIGKILL)
-        outcome = program.wait("outcome")  # it is not released
+        outcome = program.wait("outcome")  # the fault's point is not released
         check_error(outcome, moment, words=["rank 2", str(pids[2]), "SIGKILL"], worker=2)
         check_next_calls(program, survived=False)
 
@@ -170,7 +170,7 @@ def test_death_is_noticed_with_a_replaced_sigchld_handler():
 
 @pytest.mark.any_library
 @pytest.mark.parametrize("reaper", ["system", "master"])
-def test_death_whose_exit_status_was_already_reaped(reaper):
+def test_death_is_reported_if_its_exit_status_was_reaped(reaper):
     with Program("at_a_point", where="call", action="hold:python", on=[2], reaper=reaper) as program:
         pids = wait_until_inside(program, "call", 1)
         moment = program.send_signal(pids[2], signal.SIGKILL)
@@ -180,7 +180,7 @@ def test_death_whose_exit_status_was_already_reaped(reaper):
 
 
 @pytest.mark.parametrize("action", ["raise:ValueError", "hold:python", "kill:SIGKILL"])
-def test_faults_of_spawned_workers(action):
+def test_faults_of_spawned_workers_are_reported(action):
     with Program("at_a_point", where="call", action=action, on=[2], spawn=True) as program:
         pids = wait_until_inside(program, "call", 1)
         if action == "hold:python":
@@ -254,7 +254,7 @@ def test_worker_ends_if_the_master_died_before_it_started():
 
 
 @pytest.mark.parametrize(("how", "spawn"), [("raise", False), ("limit", False), ("raise", True)])
-def test_fork_that_fails_half_way(how, spawn):
+def test_fork_that_fails_half_way_leaves_nothing(how, spawn):
     if how == "limit" and os.geteuid() != 0:
         pytest.skip("needs a user who has no other processes")
     # OpenBLAS raises SIGINT when it can't start a thread.
@@ -289,7 +289,7 @@ def test_worker_that_exits_is_named_with_its_status(place, code):
         *(("raise:ValueError", "ValueError", place) for place in ["call", "slice", "collective", *ELSEWHERE]),
         *(("exit:3", "SystemExit", place) for place in ["call", "distribute", "arguments"]),
         ("raise-silent", "Silent", "collective"),
-        *([("raise-silent", "Silent", "call")] if NAME == "pytensor" else []),  # Theano itself asks for the message
+        *([("raise-silent", "Silent", "call")] if NAME == "pytensor" else []),  # Theano reads the error's message
         *(("raise-long", "ValueError", place) for place in ["call", "collective"]),
     ],
 )
@@ -338,7 +338,7 @@ def test_error_lists_ranks_with_applied_updates(on, skip):
         text = outcome["effect"] or next(note for note in outcome["notes"] if "updates were applied" in note)
         applied = [r for r in range(3) if r not in on]
         assert ("on no rank" if not applied else f"on ranks {applied}, and not on ranks {on}") in text
-        # Calls came before: one, and if it is about slices, one of two slices, each of which made 2 of the 1.
+        # Earlier calls have applied updates: one call, and with slices another one of two slices.
         start, end = (4.0, 10.0) if skip else (1.0, 2.0)
         assert alive["w"] == [end if r in applied else start for r in range(3)]
 
@@ -353,7 +353,7 @@ def test_worker_raises_memory_error():
 
 @pytest.mark.any_library
 @pytest.mark.parametrize(("name", "on"), [*((name, [1]) for name in COLLECTIVES), *((name, [0]) for name in STREAMED)])
-def test_collective_with_memory_error_on_a_rank(name, on):
+def test_collective_raises_memory_errors_of_a_rank(name, on):
     with run("collective", "raise:MemoryError", on=on, name=name, point="object") as program:
         outcome = program.wait("outcome")
         check_error(
@@ -364,7 +364,7 @@ def test_collective_with_memory_error_on_a_rank(name, on):
 
 @pytest.mark.any_library
 @pytest.mark.parametrize(("name", "on"), [*((name, [1]) for name in STREAMED), *((name, [0]) for name in STREAMED)])
-def test_collective_with_failure_between_chunks(name, on):
+def test_collective_raises_failures_between_chunks(name, on):
     with run("collective", "raise:OSError", on=on, name=name, skip=1) as program:
         outcome = program.wait("outcome")
         check_error(
@@ -375,7 +375,7 @@ def test_collective_with_failure_between_chunks(name, on):
 
 @pytest.mark.any_library
 @pytest.mark.parametrize("name", STREAMED)
-def test_collective_with_death_between_chunks(name):
+def test_collective_reports_deaths_between_chunks(name):
     with run("collective", "kill:SIGKILL", on=[1], name=name, skip=1) as program:
         outcome = program.wait("outcome")
         check_error(outcome, program.fault(), words=["rank 1", "SIGKILL"], worker=1)
@@ -403,7 +403,7 @@ def test_fork_timeout_ends_a_hanging_worker():
 
 
 def _own_dev_shm():
-    for right in ("-m", "-rm"):  # as root, or as the root of a namespace of one's own
+    for right in ("-m", "-rm"):  # as root, or as root of a user namespace
         command = ["unshare", right, "sh", "-c", 'mount -t tmpfs -o size=8M tmpfs /dev/shm && exec "$@"', "sh"]
         if shutil.which("unshare") and not subprocess.run([*command, "true"], capture_output=True).returncode:
             return command
@@ -425,7 +425,7 @@ def test_full_dev_shm_raises_memory_error():
             outcome = program.wait(event)
             assert outcome.get("error") == "MemoryError", outcome
             assert "/dev/shm" in outcome["message"]
-        assert program.wait("fork").get("value") == 3  # forking takes nothing there
+        assert program.wait("fork").get("value") == 3  # forking uses no space there
         works = program.wait("works")
         assert works.get("value") == works["right"], works
         check_footprint(program.wait("closed"))
@@ -434,7 +434,7 @@ def test_full_dev_shm_raises_memory_error():
 
 @pytest.mark.any_library
 @pytest.mark.parametrize("spare", [0, 1, 3, 5])
-def test_fork_with_too_few_open_files(spare):
+def test_fork_names_the_limit_of_open_files(spare):
     with Program("few_files", who="fork", spare=spare) as program:
         outcome = program.wait("outcome")
         assert outcome["error"] == "OSError" and "open files" in outcome["message"], outcome
@@ -442,7 +442,7 @@ def test_fork_with_too_few_open_files(spare):
 
 
 @pytest.mark.any_library
-def test_data_with_few_open_files():
+def test_data_need_few_open_files():
     with Program("few_files", who="master", spare=8) as program:
         assert program.wait("outcome").get("value") is True, program.told
         works = program.wait("works")
@@ -454,7 +454,7 @@ def test_data_with_few_open_files():
 @pytest.mark.any_library
 def test_worker_at_the_limit_of_open_files_continues():
     with Program("few_files", who="worker", spare=0) as program:
-        assert program.wait("outcome").get("value") == 15.0, program.told  # it keeps one in reserve
+        assert program.wait("outcome").get("value") == 15.0, program.told  # the worker keeps a spare descriptor
         works = program.wait("works")
         assert works.get("value") == works["right"], works
         check_footprint(program.wait("closed"))
@@ -466,7 +466,7 @@ def test_worker_at_the_limit_of_address_space_continues():
     with Program("unmappable") as program:
         outcome = program.wait("outcome")
         assert outcome["error"] == "WorkerError" and "can't be mapped" in outcome["message"], outcome
-        assert program.wait("again").get("value") == 15.0, program.told  # it is mapped now
+        assert program.wait("again").get("value") == 15.0, program.told  # the segment is mapped now
         works = program.wait("works")
         assert works.get("value") == works["right"], works
         check_footprint(program.wait("closed"))
@@ -477,7 +477,7 @@ def test_worker_at_the_limit_of_address_space_continues():
 
 
 @pytest.mark.any_library
-def test_segment_created_after_an_unnoticed_death():
+def test_segment_creation_reports_an_unnoticed_death():
     with Program("announced_to_the_dead") as program:
         pids = program.wait("ready")["pids"]
         program.send_signal(pids["1"], signal.SIGKILL)
@@ -510,7 +510,7 @@ def test_ranks_forked_in_a_thread_do_not_outlive_the_master():
 
 
 @pytest.mark.any_library
-def test_failure_in_the_first_command():
+def test_failure_in_the_first_command_is_reported():
     with Program("first_command") as program:
         outcome = program.wait("outcome")
         check_error(outcome, program.fault(), words=["ValueError"], worker=1)
@@ -549,6 +549,6 @@ def test_close_ends_stopped_workers():
         for r in (1, 2):
             program.send_signal(pids[r], signal.SIGSTOP)
             wait_for_state(pids[r], "T")
-        program.send_signal(program.pid, signal.SIGINT)  # ends the program, which closes the ranks
-        program.check_no_leaks(limit=5)  # workers have two seconds to exit
+        program.send_signal(program.pid, signal.SIGINT)  # the program ends and closes the ranks
+        program.check_no_leaks(limit=5)  # workers get two seconds to exit
         assert program.end() == -signal.SIGINT

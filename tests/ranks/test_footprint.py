@@ -1,4 +1,4 @@
-"""Resources of the library stay constant, and two programs do not disturb each other."""
+"""The library's resources stay constant, and two programs do not interfere."""
 
 import gc
 import os
@@ -41,16 +41,16 @@ def workers():
     return list(ranks.get_session().workers.pids.values())
 
 
-class Stores(Command):
-    """Count the objects of each rank after a garbage collection."""
+class CountObjects(Command):
+    """Command that returns each rank's number of objects after a garbage collection."""
 
     def run(self, rank):
         gc.collect()
         return rank.all_gather((len(rank.objects), len(rank.segments)))
 
 
-class Faults(Command):
-    """Count each rank's page faults while it allocates and frees temporary arrays, as a graph does."""
+class CountPageFaults(Command):
+    """Command that returns each rank's page faults while it allocates and frees temporary arrays."""
 
     def run(self, rank):
         for turn in range(40):
@@ -64,14 +64,14 @@ class Faults(Command):
 @pytest.mark.any_library
 def test_ranks_keep_the_memory_of_freed_arrays(fork):
     fork(3)
-    assert max(ranks.get_session().run(Faults())) < 400  # each turn takes 780 pages
+    assert max(ranks.get_session().run(CountPageFaults())) < 400  # each iteration needs 780 pages
 
 
 def collect_garbage():
     """Collect garbage on all ranks; return the resources that they keep."""
     gc.collect()
     ranks.get_session().send_releases()
-    return ranks.get_session().run(Stores())
+    return ranks.get_session().run(CountObjects())
 
 
 @pytest.mark.any_library
@@ -99,7 +99,7 @@ def test_repeated_fork_and_close_do_not_leak():
     later, counted_later = footprint(os.getpid())
     assert counted_later == counted
     assert later - rss < 6_000  # 80 sessions, of at least 2 MB of shared memory each
-    assert set(list_children(os.getpid())) <= set(children)  # no zombie either
+    assert set(list_children(os.getpid())) <= set(children)  # nor a zombie
 
 
 @pytest.mark.any_library
@@ -122,13 +122,13 @@ def test_thousands_of_data_do_not_leak(fork):
         before, [footprint(pid) for pid in (os.getpid(), *workers())], strict=True
     ):
         assert counted_later == counted
-        assert rss_later - rss < 5_000  # of 160 MB
+        assert rss_later - rss < 5_000  # of 160 MB allocated
 
 
 def test_hundreds_of_functions_do_not_leak(fork):
     fork(2)
     x = tensor.dvector("x")
-    w = shared(np.zeros(3), "w")  # one that stays
+    w = shared(np.zeros(3), "w")  # not dropped
     options = {"mode": "FAST_COMPILE"}
 
     def some(count):
@@ -142,7 +142,7 @@ def test_hundreds_of_functions_do_not_leak(fork):
             synk.distribute()
             assert functions[i // 50 % 50](np.arange(4.0)) == 6
             del functions, own
-            collect_garbage()  # or how much is garbage at some moment is chance
+            collect_garbage()  # otherwise the amount of garbage would vary
 
     some(200)
     kept = collect_garbage()
@@ -154,7 +154,7 @@ def test_hundreds_of_functions_do_not_leak(fork):
         before, [footprint(pid) for pid in (os.getpid(), *workers())], strict=True
     ):
         assert counted_later == counted
-        assert rss_later - rss < 16_000  # of 32 MB of shared variables
+        assert rss_later - rss < 16_000  # of 32 MB in shared variables
     gc.collect()
     assert len(gc.get_objects()) - objects < 400
 
@@ -221,7 +221,7 @@ def test_fork_in_two_programs_does_not_interfere():
             stdout=subprocess.PIPE,
             text=True,
             env={
-                **os.environ,  # nothing is compiled in C++ twice at once
+                **os.environ,  # no module is compiled by both
                 "PYTENSOR_FLAGS": "mode=Mode,linker=py,optimizer=None",
                 "THEANO_FLAGS": "blas.ldflags=,mode=Mode,linker=py,optimizer=None",
             },
@@ -237,12 +237,12 @@ def test_fork_in_two_programs_does_not_interfere():
     try:
         for program in programs:
             assert program.stdout.readline() == "ready\n"
-        for program in programs:  # both at once
+        for program in programs:  # both run at the same time
             ask(program, 25)
         for program in programs:
             assert program.stdout.readline() == "right\n"
         ask(second, 25)
-        first.stdin.close()  # ends, while the other is at work
+        first.stdin.close()  # ends while the other is computing
         assert first.stdout.readline() == "closed\n"
         assert first.wait(60) == 0
         assert second.stdout.readline() == "right\n"

@@ -19,7 +19,7 @@ pytestmark = pytest.mark.skipif(DEVICE != "host", reason="operations that are wr
 
 
 class Draws(Op):
-    """Returns numbers of NumPy's and of Python's global generators, as users' own operations may."""
+    """Op that returns numbers of NumPy's and Python's global generators, as users' Ops may."""
 
     __props__ = ()
 
@@ -31,7 +31,7 @@ class Draws(Op):
 
 
 class Reciprocal(Op):
-    """Divides by NumPy, which respects `np.seterr`; the libraries' own Ops don't."""
+    """Op that divides by NumPy, which respects `np.seterr`; the libraries' Ops do not."""
 
     __props__ = ()
 
@@ -75,7 +75,7 @@ def test_global_generators_repeat_from_the_masters_seed(fork, master):
     first = run(7)
     np.testing.assert_array_equal(run(7), first)
     assert not np.isin(run(8), first).any()
-    # The master's own are those of the serial program.
+    # The master's numbers are those of the serial program.
     np.random.seed(7)
     random.seed(7)
     for values in first[:, master]:
@@ -101,8 +101,8 @@ def test_workers_inherit_numpy_errstate(fork):
         assert f(np.array([1.0, 0.0])).tolist() == [1, np.inf]
 
 
-class Treated(Op):
-    """Returns NumPy's handling of a division by zero."""
+class GetDivideSetting(Op):
+    """Op that returns NumPy's setting for divisions by zero."""
 
     __props__ = ()
 
@@ -119,7 +119,7 @@ WAYS = ["ignore", "warn", "raise", "call", "print", "log"]
 def test_workers_inherit_numpy_error_settings_except_call(fork):
     fork(2)
     x = T.dvector("x")
-    f = synk.function([x], (Treated()(x), "gather"), mode=INTERPRETED)
+    f = synk.function([x], (GetDivideSetting()(x), "gather"), mode=INTERPRETED)
     for how in WAYS:
         with np.errstate(divide=how):
             master, worker = (WAYS[int(number)] for number in f(np.ones(2)))

@@ -1,4 +1,4 @@
-"""Ctrl-C, pressed at every moment: the signal goes to the whole process group, as a terminal sends it."""
+"""Ctrl-C at any moment; the signal goes to the whole process group, as a terminal sends it."""
 
 import gc
 import os
@@ -23,7 +23,7 @@ PLACES = [
 
 
 def check_next_calls(program):
-    """Check that the next calls are right, and that nothing is left in the program, nor of it."""
+    """Check the results of the next calls, and that no process, file or memory is left."""
     works = program.wait("works")
     assert works.get("value") == works["right"], works
     closed = program.wait("closed")
@@ -49,7 +49,7 @@ def test_interrupt_is_raised_and_the_next_call_works(where, on, how, times):
         outcome = program.wait("outcome")
         assert outcome.get("error") == "KeyboardInterrupt", outcome
         assert outcome["ended"] - moment < PROMPT
-        program.release()  # a worker that is busy finishes, and then takes the next call
+        program.release()  # a busy worker finishes, and then runs the next call
         check_next_calls(program)
 
 
@@ -83,7 +83,7 @@ def test_interrupted_program_ends_its_workers(where):
     with Program("at_a_place", where=where, on=[2], how="compiled", unhandled=True) as program:
         program.wait("inside")
         program.send_signal(None, signal.SIGINT)
-        program.check_no_leaks(limit=10)  # the worker gets its two seconds, on a machine that may be busy
+        program.check_no_leaks(limit=10)  # the worker gets two seconds, on a machine that may be busy
         assert program.end() == -signal.SIGINT
         assert "KeyboardInterrupt" in program.printed()
 
@@ -99,8 +99,8 @@ def test_interrupt_during_fork_leaves_no_worker(where):
         outcome = program.wait("outcome")
         assert outcome.get("error") == "KeyboardInterrupt", outcome
         assert outcome["ended"] - moment < PROMPT
-        told = program.wait("dead")
-        assert told["after"] == told["before"]
+        outcome = program.wait("dead")
+        assert outcome["after"] == outcome["before"]
         check_next_calls(program)
 
 
@@ -116,25 +116,25 @@ def test_interrupt_during_close_ends_workers(where):
         moment = program.send_signal(None, signal.SIGINT)
         outcome = program.wait("outcome")
         assert outcome.get("error") == "KeyboardInterrupt", outcome
-        assert outcome["ended"] - moment < PROMPT / 2  # and not after the time that they have to end by themselves
-        told = program.wait("dead")
-        assert told["after"] == told["before"]
+        assert outcome["ended"] - moment < PROMPT / 2  # rather than after the time limit for their exit
+        outcome = program.wait("dead")
+        assert outcome["after"] == outcome["before"]
         check_next_calls(program)
 
 
-#: Actions, and the stride of the tested moments of each: always the same ones, so that failures can be repeated.
-#: Before a change of how ranks are interrupted lands, try all of them: FAULTS=all and --timeout=6000.
+#: Actions, and the stride of the tested moments; fixed, so that failures can be reproduced.
+#: After a change of the handling of interrupts, test all moments: FAULTS=all and --timeout=6000.
 ACTIONS = {
     "call": 17, "slices": 23, "rows": 17, "first call": 503, "collective": 13, "data": 23, "fork": 29, "close": 19,
     "call again": 1, "collective again": 1,
 }  # fmt: skip
 
 
-#: The same for a time limit, which is another signal and another exception.
+#: Actions with a time limit, which raises another signal and another exception.
 LIMITED = {"data": 17, "free": 11, "broadcast": 29, "fork": 29, "close": 19}
 
 
-#: Those in which no function is sent or called.
+#: Actions that neither send nor call a function.
 WITHOUT_LIBRARY = ("collective", "collective again", "data", "fork", "close")
 
 
@@ -146,15 +146,15 @@ WITHOUT_LIBRARY = ("collective", "collective again", "data", "fork", "close")
         for what in actions
     ],
 )
-def test_interrupt_at_any_line(what, limit):
+def test_interrupt_at_any_line_leaves_ranks_usable(what, limit):
     step = 1 if os.environ.get("FAULTS") == "all" else (LIMITED if limit else ACTIONS)[what]
     with Program("at_every_moment", what=what, first=step // 2, step=step, limit=limit) as program:
         outcome = program.wait("outcome", 600)
         assert not outcome["lost"] and not outcome["wrong"], program.printed()
-        assert outcome["presses"] > 4  # twice as many and more, by how long ranks wait
+        assert outcome["presses"] > 4  # at least twice as many, depending on how long ranks wait
         closed = program.wait("closed")
-        # Python 3.11 never lets go of some exceptions that a trace function raises inside an `except`, nor of what
-        # their tracebacks hold: mappings are counted elsewhere.
+        # Python 3.11 leaks some exceptions that a trace function raises inside an `except`, with the objects of
+        # their tracebacks; so mappings are counted in other tests.
         for footprint in closed["before"], closed["after"]:
             del footprint["maps"]
         assert closed["after"] == closed["before"]
@@ -168,7 +168,7 @@ def test_finalizers_swallow_no_interrupt(fork):
     things = [w, synk.function([x], (x.sum() * w.sum(), "sum"), updates=[(w, w + 1)]), synk.data(np.ones(6))]
     things[1](things[2])
     synk.all_reduce(w, "sum")
-    things.append(synk.function([x], (x.sum() * w.sum(), "sum")))  # one that is not distributed
+    things.append(synk.function([x], (x.sum() * w.sum(), "sum")))  # a function that is not distributed
     watched = [weakref.ref(thing) for thing in things]
     del w
 
@@ -181,7 +181,7 @@ def test_finalizers_swallow_no_interrupt(fork):
 
 
 @pytest.mark.parametrize("seed", [0 if NAME == "pytensor" else 1])
-def test_interrupts_at_random_moments(seed):
+def test_interrupts_at_random_moments_leave_ranks_usable(seed):
     with Program("at_random", seed=seed, times=40) as program:
         outcome = program.wait("outcome", 60)
         assert outcome["wrong"] == 0
@@ -197,7 +197,7 @@ def test_workers_ignore_signals_that_the_master_handles(name, how):
         how = "handled"
     with Program("signalled", name=name, how=how) as program:
         program.wait("ready")
-        program.send_signal(None, signal.Signals[name])  # as a scheduler sends it, to all processes
+        program.send_signal(None, signal.Signals[name])  # to all processes, as a scheduler sends it
         program.release()
         assert program.wait("handled")["count"] == (how != "ignored")
         check_next_calls(program)

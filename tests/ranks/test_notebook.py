@@ -1,4 +1,4 @@
-"""In a notebook: a real kernel forks, computes, is interrupted, computes on, is restarted, and leaves nothing."""
+"""A Jupyter kernel forks, computes, is interrupted, computes again, is restarted, and leaves no process."""
 
 import os
 import queue
@@ -62,7 +62,7 @@ class Notebook:
 
     def __init__(self):
         self.manager = jupyter_client.KernelManager(kernel_name="python3")
-        # Theano's compilers would wait for each other and for other programs, and report that in the output of cells.
+        # Theano's compilers would wait for each other, and print that into the output of cells.
         flags = "mode=Mode,linker=py,optimizer=None"
         libraries = {"PYTENSOR_FLAGS": flags, "THEANO_FLAGS": f"blas.ldflags=,{flags}"}
         self.manager.start_kernel(env={**os.environ, **libraries, "IPYTHONDIR": "/nonexistent"})
@@ -78,7 +78,7 @@ class Notebook:
         return self.manager.provisioner.pid
 
     def start(self, code):
-        """Run a cell, and return once it has begun."""
+        """Start a cell, and return once it runs."""
         asked = self.client.execute(textwrap.dedent(code))
         while True:
             message = self.client.get_iopub_msg(timeout=LIMIT)
@@ -86,14 +86,14 @@ class Notebook:
                 return asked
 
     def wait_until_printed(self, asked, text):
-        """Wait until a cell has printed something."""
+        """Wait until a cell has printed a text."""
         while True:
             message = self.client.get_iopub_msg(timeout=LIMIT)
             if message["parent_header"].get("msg_id") == asked and text in message["content"].get("text", ""):
                 return
 
     def finish(self, asked):
-        """Return a cell's output from now on, and the name of its error."""
+        """Wait until a cell ends; return its further output, and the name of its error."""
         text, error = "", None
         while True:
             try:
@@ -131,7 +131,7 @@ def wait_until_gone(pids, limit=1):
         time.sleep(0.01)
 
 
-def test_fork_run_interrupt_run_restart(notebook):
+def test_notebook_runs_on_after_interrupt_and_restart(notebook):
     printed, error = notebook.run(SETUP)
     assert error is None
     pids = parse_pids(printed)
@@ -156,7 +156,7 @@ def test_fork_run_interrupt_run_restart(notebook):
             None,
         )
 
-    # The first cell a second time, as people do.
+    # Users run the first cell again.
     assert notebook.run("synk.close()") == ("", None)
     wait_until_gone(pids)
     printed, error = notebook.run(SETUP)

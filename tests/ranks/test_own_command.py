@@ -1,4 +1,4 @@
-"""A command of a user: the recipe of docs/contributing.rst."""
+"""A user-defined command: the recipe of docs/contributing.rst."""
 
 import os
 

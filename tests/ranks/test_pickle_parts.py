@@ -1,4 +1,4 @@
-"""Parts of a pickle in shared memory."""
+"""Buffers of a pickle in shared memory."""
 
 import numpy as np
 import pytest

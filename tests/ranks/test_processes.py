@@ -1,4 +1,4 @@
-"""fork and close, as a program's user sees them: in processes of their own."""
+"""`fork` and `close` in programs: processes, output, signals, threads."""
 
 import gc
 import os
@@ -60,7 +60,7 @@ def test_close_ends_workers_and_can_be_repeated(fork):
 @pytest.mark.slow
 def test_many_sessions_leave_nothing():
     def footprint():
-        gc.collect()  # also garbage cycles of earlier tests, which could be collected at any moment
+        gc.collect()  # collect garbage cycles of earlier tests, which could be freed at any moment
         with open("/proc/self/maps") as maps:
             return len(os.listdir("/proc/self/fd")), sum("/dev/shm" in line or "/dev/zero" in line for line in maps)
 
@@ -111,7 +111,7 @@ def test_killing_the_master_leaves_nothing(number):
     )
     pids = [int(pid) for pid in program.stdout.readline().split()]
     assert len(pids) == 2
-    assert not find_leaked_names(before)  # so that nothing can be left
+    assert not find_leaked_names(before)  # so that no process can be left
     program.send_signal(number)
     program.wait()
     deadline = time.monotonic() + LIMIT

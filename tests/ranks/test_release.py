@@ -1,4 +1,4 @@
-"""Memory that was let go is gone on all ranks, whatever compilers have left there."""
+"""Freed memory is unmapped on all ranks, even if compilers have left garbage cycles there."""
 
 import gc
 import os
@@ -22,7 +22,7 @@ else:
 
 
 class Hoarder(Op):
-    """Returns its input, and leaves garbage that holds it: a cycle, as Numba does where it compiles."""
+    """Op that returns its input, and leaves a garbage cycle with a reference to it, as Numba's compiler does."""
 
     __props__ = ()
 
@@ -36,7 +36,7 @@ class Hoarder(Op):
 
 
 def count_mappings(pid, nbytes):
-    """Count the shared mappings of a process that are that large."""
+    """Return the number of a process's shared mappings of this size."""
     with open(f"/proc/{pid}/maps") as lines:
         ends = [line.split()[0].split("-") for line in lines if line.split()[1].endswith("s")]
     return sum(int(end, 16) - int(start, 16) == nbytes for start, end in ends)
@@ -49,7 +49,7 @@ def test_free_memory_collects_garbage_on_ranks(fork):
     f = synk.function([x], (Hoarder()(x)[:1], "gather"), mode=INTERPRETED)
     d = synk.data(np.zeros(1 << 20))
     pids = [os.getpid(), *ranks.get_session().workers.pids.values()]
-    gc.disable()  # as if nothing happened that has it run
+    gc.disable()  # as if no collection were triggered
     try:
         f(d)
         assert [count_mappings(pid, 1 << 23) for pid in pids] == [1, 1]
@@ -70,7 +70,7 @@ def test_free_memory_after_a_call_that_compiled(tmp_path):
         from synkhronos import ranks
         from test_release import count_mappings
 
-        gc.disable()  # as if nothing happened that has it run
+        gc.disable()  # as if no collection were triggered
         synk.fork(2, use_gpu=False)
         x = pt.dmatrix("x")
         f = synk.function([x], (pt.tanh(x * 1.5 + 7).sum(axis=0), "sum"), mode="NUMBA")
@@ -85,7 +85,7 @@ def test_free_memory_after_a_call_that_compiled(tmp_path):
         [sys.executable, "-c", textwrap.dedent(program)],
         env={
             **os.environ,
-            "PYTENSOR_FLAGS": f"base_compiledir={tmp_path}",  # where nothing is compiled yet
+            "PYTENSOR_FLAGS": f"base_compiledir={tmp_path}",  # an empty cache
             "PYTHONPATH": os.pathsep.join(p for p in sys.path if p),
         },
         capture_output=True,

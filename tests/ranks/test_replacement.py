@@ -1,4 +1,4 @@
-"""New workers after a death: they inherit Data, functions and variables, and nothing of the old ones is left."""
+"""New workers after a death inherit Data, functions and variables; nothing of the old ones is left."""
 
 import os
 import signal
@@ -29,12 +29,12 @@ def session():
 
 
 def kill(session, rank=1):
-    """Kill a worker; return when it has exited."""
+    """Kill a worker, and wait until it has exited."""
     os.kill(session.workers.pids[rank], signal.SIGKILL)
     os.waitid(os.P_PID, session.workers.pids[rank], os.WEXITED | os.WNOWAIT)
 
 
-def lose(session, call, rank=1):
+def kill_and_replace(session, call, rank=1):
     kill(session, rank)
     with pytest.raises(synk.WorkerError, match="SIGKILL"):
         call()
@@ -48,7 +48,7 @@ def test_new_workers_have_data_functions_and_variables(session, spawn):
     f(data)
     with session.keep_memory():
         for rank in (1, 2):
-            lose(session, lambda: f(data), rank)
+            kill_and_replace(session, lambda: f(data), rank)
             assert session.death.rank == rank and "SIGKILL" in session.death.cause
             before = w.get_value()
             session.replace_workers(spawn)
@@ -66,7 +66,7 @@ def test_new_workers_have_data_functions_and_variables(session, spawn):
 
 
 def test_fresh_workers_have_the_memory_of_the_old_ones(session, tmp_path):
-    """More segments than are sent at once, the newest of them freed, and a file; views in the master stay valid."""
+    """There are more segments than fit into a message, and a file; views in the master stay valid."""
     many = [synk.data(np.full(3, float(i))) for i in range(70)]
     view, newest = many[5].data, synk.data(np.ones(3))
     np.save(tmp_path / "rows.npy", np.arange(6.0))
@@ -77,7 +77,7 @@ def test_fresh_workers_have_the_memory_of_the_old_ones(session, tmp_path):
     f(newest)
     newest.free_memory()
     with session.keep_memory():
-        lose(session, lambda: f(many[0]))
+        kill_and_replace(session, lambda: f(many[0]))
         session.replace_workers(spawn=True)
         view[0] = 100.0
         assert [float(read(f(data))) for data in (many[5], many[69], file, parts)] == [110.0, 207.0, 15.0, 10.0]
@@ -92,7 +92,7 @@ def test_fresh_workers_refuse_a_file_that_has_been_replaced(session, tmp_path):
     np.save(tmp_path / "new.npy", np.zeros(6))
     os.replace(tmp_path / "new.npy", tmp_path / "rows.npy")
     with session.keep_memory():
-        lose(session, lambda: f(file))
+        kill_and_replace(session, lambda: f(file))
         with pytest.raises(OSError, match="rows.npy has changed since it was mapped"):
             session.replace_workers(spawn=True)
 
@@ -103,13 +103,13 @@ def test_compiled_functions_are_inherited(session):
     data = synk.data(np.ones((6, 3)))
     f(data)
     with session.keep_memory():
-        lose(session, lambda: f(data))
+        kill_and_replace(session, lambda: f(data))
         session.replace_workers()
         assert session.run(CountCompiled(get_dispatcher(f).key)) == [1, 1, 1]
 
 
 class CountCompiled(ranks.Command):
-    """All-gather the number of a function's compiled variants."""
+    """Command that returns each rank's number of a function's compiled variants."""
 
     def __init__(self, key):
         self.key = key
@@ -128,7 +128,7 @@ def test_streams_of_new_workers_differ(session, spawn):
     data = synk.data(np.ones((6, 3)))
     drawn = [read(f(data))]
     with session.keep_memory():
-        lose(session, lambda: f(data))
+        kill_and_replace(session, lambda: f(data))
         session.replace_workers(spawn)
         drawn.append(read(f(data)))
     numbers = np.concatenate(drawn)
@@ -141,14 +141,14 @@ def test_settings_reach_new_workers(session):
     data = synk.data(np.ones((6, 3)))
     f(data)
     with session.keep_memory():
-        lose(session, lambda: f(data))
-        with np.errstate(divide="ignore"):  # at the fork alone
+        kill_and_replace(session, lambda: f(data))
+        with np.errstate(divide="ignore"):  # only at the fork
             session.replace_workers()
         f(data)
-        assert session.run(AskErrors()) == [np.geterr()["divide"]] * 3
+        assert session.run(GetNumpyErrors()) == [np.geterr()["divide"]] * 3
 
 
-class AskErrors(ranks.Command):
+class GetNumpyErrors(ranks.Command):
     def run(self, rank):
         return rank.all_gather(np.geterr()["divide"])
 
@@ -165,7 +165,7 @@ def test_interrupted_replacement_closes_the_ranks(session):
     owner = Interrupted()
     session.add_replacement_callback(owner, Interrupted.renew)
     with session.keep_memory():
-        lose(session, lambda: f(data))
+        kill_and_replace(session, lambda: f(data))
         with pytest.raises(KeyboardInterrupt):
             session.replace_workers()
     assert not session.workers.pids
@@ -180,7 +180,7 @@ def test_after_the_context_a_death_frees_all(session):
     f = synk.function([x], (x.sum(), "sum"))
     data = synk.data(np.ones((6, 3)))
     with session.keep_memory():
-        lose(session, lambda: f(data))
+        kill_and_replace(session, lambda: f(data))
     with pytest.raises(RuntimeError, match="no worker has died within"):
         session.replace_workers()
     with pytest.raises(RuntimeError, match="memory was freed"):
@@ -194,6 +194,6 @@ def test_death_outside_the_replacement_context_frees_all(session):
     data = synk.data(np.ones((6, 3)))
     with session.keep_memory():
         f(data)
-    lose(session, lambda: f(data))
+    kill_and_replace(session, lambda: f(data))
     with pytest.raises(RuntimeError, match="memory was freed"):
         data[0]

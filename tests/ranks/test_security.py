@@ -1,4 +1,4 @@
-"""Access to shared memory: by this user alone, and by no name and no network address."""
+"""Shared memory is accessible only to this user, without a name or a network address."""
 
 import ast
 import contextlib
@@ -25,7 +25,7 @@ PACKAGE = pathlib.Path(synk.__file__).parent
 
 
 def work():
-    """Make segments, small and large commands, and results of all sizes."""
+    """Use segments, small and large commands, and results of all sizes."""
     x = tensor.dmatrix("x")
     f = synk.function([x], [(x.sum(), "sum"), (x * 2, "gather")])
     d = synk.data(np.ones((3000, 60)))
@@ -49,12 +49,12 @@ def list_shared_mappings(pid):
     """Return the writable shared mappings of a process."""
     with open(f"/proc/{pid}/maps") as maps:
         fields = [line.split(maxsplit=5) for line in maps]
-    return [each[5].strip() for each in fields if len(each) == 6 and each[1].startswith("rw") and each[1].endswith("s")]
+    return [line[5].strip() for line in fields if len(line) == 6 and line[1].startswith("rw") and line[1].endswith("s")]
 
 
 @pytest.fixture
 def no_umask():
-    """Set a umask that hides no permission."""
+    """Set the umask to 0, so that it hides no permission."""
     before = os.umask(0)
     yield
     os.umask(before)
@@ -90,7 +90,9 @@ def test_watch_sees_short_lived_names():
 @pytest.mark.skipif(not hasattr(os, "O_TMPFILE"), reason="needs files that are made without a name")
 def test_shared_memory_never_has_a_name(fork, monkeypatch):
     drawn = []
-    monkeypatch.setattr(secrets, "token_hex", drawn.append)  # other programs may create and remove names meanwhile
+    monkeypatch.setattr(
+        secrets, "token_hex", drawn.append
+    )  # other programs may create and remove names during the test
     monkeypatch.setattr(posix_ipc, "SharedMemory", None)
     monkeypatch.setattr(posix_ipc, "Semaphore", None)
     fork(3)
@@ -101,7 +103,7 @@ def test_shared_memory_never_has_a_name(fork, monkeypatch):
 def test_segments_are_readable_only_by_this_user(fork, no_umask):
     fork(3)
     d = work()
-    d.set_value(np.ones((5000, 60)))  # new memory, that the workers have not got yet
+    d.set_value(np.ones((5000, 60)))  # new memory, which the workers have not received
     files = [file for _, file, _ in ranks.get_session().memory._unsent_segments]
     assert files
     for file in files:
@@ -135,8 +137,8 @@ def test_named_segments_are_secret_and_short_lived(fork, no_umask, monkeypatch):
         assert name.removeprefix("/synkhronos-") in drawn
         assert len(name.removeprefix("/synkhronos-")) >= 32  # 128 bits
         assert (mode, owner) == (0o600, os.geteuid())
-        assert size == 0  # nothing is in it yet
-    assert {name.lstrip("/") for name, *_ in seen} <= set(names)  # by the system's own account
+        assert size == 0  # still empty
+    assert {name.lstrip("/") for name, *_ in seen} <= set(names)  # as the system reports them
     assert not [name for name in os.listdir("/dev/shm") if name.removeprefix("synkhronos-") in drawn]
 
 
@@ -177,11 +179,11 @@ def test_sockets_are_pairs_without_an_address(fork):
     ours = [line for line in lines if int(line[6]) in made]
     assert len(ours) == len(made)
     assert all(len(line) == 7 for line in ours)  # an eighth field would be the path
-    assert all(int(line[3], 16) & 0x10000 == 0 for line in ours)  # none listens
+    assert all(int(line[3], 16) & 0x10000 == 0 for line in ours)  # no socket listens
 
 
 def test_shared_mappings_are_anonymous_or_unlinked(fork):
-    gc.collect()  # else garbage of earlier tests may be freed meanwhile
+    gc.collect()  # otherwise garbage of earlier tests could be freed in between
     before = list_shared_mappings(os.getpid())
     fork(3)
     keep = work()
@@ -206,7 +208,7 @@ def test_subprocesses_inherit_nothing(fork):
 
 
 def test_unpickling_happens_only_in_known_places():
-    """A new place where something is unpickled has to be thought about, and named in docs/security.rst."""
+    """A new call of pickle needs a review, and a line in docs/security.rst."""
     places = set()
     for path in PACKAGE.rglob("*.py"):
         text = path.read_text()
@@ -214,10 +216,10 @@ def test_unpickling_happens_only_in_known_places():
         for node in ast.walk(ast.parse(text)):
             name = node.attr if isinstance(node, ast.Attribute) else node.id if isinstance(node, ast.Name) else ""
             owner = node.value.id if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) else ""
-            if owner in ("json", "tomllib"):  # which make numbers, strings, lists and dictionaries
+            if owner in ("json", "tomllib"):  # these return numbers, strings, lists and dictionaries
                 continue
             if name in ("eval", "exec") and isinstance(node, ast.Attribute) and owner != "builtins":
-                continue  # a method of that name, such as a variable's
+                continue  # a method of this name, such as a variable's
             if isinstance(node, ast.ImportFrom) and node.module in (
                 "pickle",
                 "marshal",
@@ -229,7 +231,7 @@ def test_unpickling_happens_only_in_known_places():
             if name in ("loads", "Unpickler", "eval", "exec") or (name == "load" and pickles):
                 places.add((str(path.relative_to(PACKAGE)), name))
     assert places == {
-        ("function/function.py", "loads"),  # a generator, pickled in the line itself: a deep copy's
+        ("function/function.py", "loads"),  # a generator that the same line pickles: a deep copy
         ("graphs/mirror.py", "Unpickler"),  # graphs, from a segment that the master filled
         ("graphs/mirror.py", "load"),
         ("hosts/agent.py", "loads"),  # the master's plan, from the mailbox

@@ -19,20 +19,20 @@ class Owner:
 
 
 def test_weak_keys_forget_collected_objects():
-    noted = ranks.WeakKeyDict()
+    keys = ranks.WeakKeyDict()
     first, second = Owner(), Owner()
-    noted[first], noted[second] = 1, 2
-    noted[second] = 3
-    assert (noted.get(first), noted.get(second), noted.get(Owner())) == (1, 3, None)
-    assert first in noted and Owner() not in noted
-    assert set(noted) == {first, second}
+    keys[first], keys[second] = 1, 2
+    keys[second] = 3
+    assert (keys.get(first), keys.get(second), keys.get(Owner())) == (1, 3, None)
+    assert first in keys and Owner() not in keys
+    assert set(keys) == {first, second}
     del first
-    assert list(noted) == [second]
-    noted.discard(second)
-    noted.discard(second)
-    assert list(noted) == []
-    noted[second] = 4
-    del noted  # before its keys
+    assert list(keys) == [second]
+    keys.discard(second)
+    keys.discard(second)
+    assert list(keys) == []
+    keys[second] = 4
+    del keys  # before its keys are collected
     gc.collect()
     del second
 
@@ -62,7 +62,7 @@ MIB = 1 << 20
     [
         ("0::/\n", {}, 5000),
         ("0::/job/step\n", {"job/step/memory": ("max", 900, 100), "job/memory": (1000, 900, 100)}, 200),
-        ("0::/of/the/host\n", {"memory": (1000, 700, 0)}, 300),  # a container, in which its own group is the root
+        ("0::/of/the/host\n", {"memory": (1000, 700, 0)}, 300),  # in a container, whose group is the root
         ("0::/job\n", {"job/memory": (1000, 1200, 100)}, 0),
         ("4:cpu:/\n3:memory:/job\n0::/\n", {"memory/job/memory": (800, 500, 50)}, 350),
         ("3:memory:/job\n", {"memory/job/memory": (1 << 43, 500, 50)}, 5000),
@@ -104,8 +104,8 @@ def test_segments_are_released_on_all_ranks(session):
 
 @pytest.mark.parametrize("size", [1, 2])
 def test_segments_leave_no_open_files(size):
-    """Python warns of one: when the ranks are closed, and with one rank, which has nobody to send it to, at once."""
-    with warnings.catch_warnings(record=True) as told:
+    """Python would warn of an open file at close, or with one rank immediately."""
+    with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", ResourceWarning)
         session = ranks.fork(size, 0, False)
         for _ in range(3):
@@ -113,7 +113,7 @@ def test_segments_leave_no_open_files(size):
         session.close(kill=True)
         del session
         gc.collect()
-    assert [str(warning.message) for warning in told if "FileIO" in str(warning.message)] == []
+    assert [str(warning.message) for warning in caught if "FileIO" in str(warning.message)] == []
 
 
 def test_segment_without_memory_raises_memory_error(two):

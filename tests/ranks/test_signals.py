@@ -81,7 +81,7 @@ def test_defer_signals_raises_later_and_restores_handlers(inside):
         for i in range(1000):
             try:
                 try:
-                    # Now and then before the block, mostly in it, or while it is entered or left.
+                    # At a random moment: mostly within the block, sometimes before it, or while it is entered or left.
                     signal.setitimer(signal.ITIMER_REAL, 0 if inside else 1e-6 + i % 100 * 6e-7)
                     with defer_signals():
                         if inside:
@@ -130,13 +130,13 @@ def test_defer_signals_can_deliver_late_signals(monkeypatch):
             signal.raise_signal(signal.SIGINT)
             held.deliver_if_late()
             time.sleep(0.1)
-            held.restart_time_limit()  # the next call has a timeout of its own
+            held.restart_time_limit()  # the next call has its own timeout
             held.deliver_if_late()
             time.sleep(0.1)
             with pytest.raises(KeyboardInterrupt):
                 held.deliver_if_late()
             held.deliver_if_late()
-            signal.raise_signal(signal.SIGINT)  # not held any more
+            signal.raise_signal(signal.SIGINT)  # not deferred any more
             pytest.fail()
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
@@ -149,7 +149,7 @@ def test_defer_signals_allows_removing_a_handler():
     try:
         with defer_signals():
             restore_handler(signal.SIGALRM, handler, signal.SIG_IGN)
-            restore_handler(signal.SIGINT, handler, signal.SIG_IGN)  # which it isn't
+            restore_handler(signal.SIGINT, handler, signal.SIG_IGN)  # it is not ready
         assert signal.getsignal(signal.SIGALRM) is signal.SIG_IGN
         assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
     finally:
@@ -161,7 +161,7 @@ def test_wait_polls_despite_many_signals():
     before = signal.signal(signal.SIGALRM, lambda number, frame: None)
     signal.setitimer(signal.ITIMER_REAL, 0.01, 0.01)
     try:
-        looks = session.run(Look())
+        looks = session.run(CountPolls())
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)
@@ -169,8 +169,8 @@ def test_wait_polls_despite_many_signals():
     assert looks >= 5
 
 
-class Look(Command):
-    """A command: the master waits for a second, and counts how often it looks around."""
+class CountPolls(Command):
+    """Command in which the master waits for a second, and counts its polls."""
 
     def run(self, rank):
         looks = []

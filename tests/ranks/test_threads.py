@@ -1,4 +1,4 @@
-"""Calls from several threads, and from signals' handlers: one at a time, and none with another's numbers."""
+"""Calls from several threads and from signal handlers run one at a time, each with its own inputs."""
 
 import signal
 import sys
@@ -21,12 +21,12 @@ else:
 
 pytestmark = pytest.mark.any_library
 
-#: In the master: functions that a `Sleep` calls when it begins to compute, and an event that ends it.
+#: In the master: functions that a `Sleep` calls when it starts to compute, and an event that ends it.
 AT_START, WOKEN = [], threading.Event()
 
 
 class Sleep(Op):
-    """Returns its argument, after some seconds, or in the master when it is woken."""
+    """Op that returns its argument after some seconds, or in the master when the event is set."""
 
     __props__ = ("seconds",)
 
@@ -47,7 +47,7 @@ class Sleep(Op):
 
 @pytest.fixture
 def call_at_start():
-    """Call a function in the master, in the middle of a call whose graph has a `Sleep`."""
+    """Give a function that calls an action in the master, in the middle of a call whose graph has a `Sleep`."""
     yield AT_START.append
     AT_START.clear()
 
@@ -58,7 +58,7 @@ def summing():
 
 
 def call_in_threads(*calls):
-    """Run calls in parallel threads; return the error of each, or None."""
+    """Give a function that runs calls in parallel threads, and returns the error of each, or None."""
     raised = [None] * len(calls)
 
     def guarded(i):
@@ -86,7 +86,7 @@ def test_data_made_by_threads_is_separate(fork):
             made[which].append((synk.data(np.full(50 + i, which * 100.0 + i)), (50 + i) * (which * 100.0 + i)))
 
     usual = sys.getswitchinterval()
-    sys.setswitchinterval(1e-5)  # so that threads switch between any two lines of the library
+    sys.setswitchinterval(1e-5)  # let threads switch between any two lines of the library
     try:
         assert call_in_threads(lambda: make(0), lambda: make(1)) == [None, None]
     finally:
@@ -146,7 +146,7 @@ def test_signal_handler_cannot_call_the_running_function(fork):
     refused, inside, wrong = [], [], []
 
     def handle(number, frame):
-        # Of another length, so that it would show if this took the memory that the other call's input lies in.
+        # Another length, to detect reuse of the memory of the other call's input.
         try:
             inside.append(float(total(np.full(5, 1000.0))) == 5000)
         except RuntimeError as error:

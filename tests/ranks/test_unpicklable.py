@@ -1,4 +1,4 @@
-"""Objects that can't be sent to the ranks unchanged: errors with advice."""
+"""Objects that cannot be sent to the ranks unchanged are refused with advice."""
 
 import os
 import subprocess
@@ -24,14 +24,14 @@ else:
     from theano.compile.nanguardmode import NanGuardMode
 
 MASKED = np.ma.masked_array(np.arange(6.0).reshape(3, 2), [[0, 0], [0, 1], [0, 0]])
-#: On the host alone: XLA computes with no sparse matrices, and has no modes that look at each node.
+#: On the host only: XLA has neither sparse matrices nor modes that check each node.
 on_host = pytest.mark.skipif(DEVICE != "host", reason="on the host")
 
 
 # -- masked arrays ----------------------------------------------------------------------------------------------
 
 
-def of_masked():
+def make_masked_calls():
     x, w, s = T.dmatrix("x"), T.dmatrix("w"), shared(np.zeros((3, 2)), "s")
     f = synk.function([x], (x.sum() + w.sum() + s.sum(), "sum"), bcast_inputs=[w], name="f", sliceable_shareds=[s])
     d = synk.data(np.zeros((3, 2)))
@@ -58,7 +58,7 @@ def of_masked():
 
 def test_masked_arrays_are_refused(fork):
     fork(2)
-    for name, (provoke, argument) in of_masked().items():
+    for name, (provoke, argument) in make_masked_calls().items():
         words = rf"^{argument}: expected an array, got a masked one, whose mask would be lost: pass .filled\(value\)"
         with pytest.raises(TypeError, match=words):
             pytest.fail(f"{name}: nothing was raised, but {provoke()} returned")
@@ -153,13 +153,13 @@ def test_nan_guard_mode_checks_every_rank(fork, mode):
 
 
 @on_host
-def test_mode_with_user_functions(fork):
+def test_mode_with_user_functions_calls_the_masters(fork):
     fork(2)
     seen = []
     x = T.dvector("x")
     f = synk.function([x], (x.sum(), "sum"), mode=MonitorMode(post_func=lambda *arguments: seen.append(1)))
     assert f(np.ones(3)) == 3
-    # Each rank has its own copy of the mode; the master's is the user's.
+    # Each worker has a copy of the mode; the master's is the user's object.
     assert seen
 
 

@@ -1,4 +1,4 @@
-"""An exchange rule of a user: the recipe of docs/contributing.rst."""
+"""A user-defined exchange rule: the recipe of docs/contributing.rst."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""Exchange rules: each against its formula in NumPy, and its exact invariants."""
+"""Exchange rules equal their formulas in NumPy, and keep their invariants."""
 
 from types import SimpleNamespace
 
@@ -16,7 +16,7 @@ from synkhronos.rules import elastic as elastic_rule
 from synkhronos.rules.rule import as_bfloat16
 from synkhronos.rules.state import Vector
 
-# Where XLA compiles, as in conftest.py: 3 ranks do all that 2 do.
+# With XLA, as in conftest.py: 3 ranks cover all cases of 2.
 SIZES = [1, 3] if DEVICE == "jax" else [1, 2, 3, 4]
 D, STEPS, ETA = 7, 24, 0.1
 #: Values of the parameter `on_device`: whether variables are JAX arrays.
@@ -51,14 +51,14 @@ def train(rule, kind="sgd", steps=STEPS, eta=ETA, on_device=XLA):
     results = synk.run(
         programs.train, rule, variables(), variables(0 * X0), memory, problem(), kind, eta, steps, on_device
     )
-    reports = [np.asarray(each[1]) for each in results]
+    reports = [np.asarray(result[1]) for result in results]
     for other in reports[1:]:
         np.testing.assert_array_equal(reports[0], other)
     return (
-        np.array([each[0] for each in results]),
+        np.array([result[0] for result in results]),
         reports[0],
-        [each[2] for each in results],
-        [each[3] for each in results],
+        [result[2] for result in results],
+        [result[3] for result in results],
     )
 
 
@@ -71,7 +71,7 @@ def oracle_arguments(n, kind="sgd"):
 
 @pytest.mark.parametrize("period", [1, 3])
 @pytest.mark.parametrize("kind", ["sgd", "momentum", "scaled"])
-def test_local_sgd(n, period, kind):
+def test_local_sgd_equals_its_formula(n, period, kind):
     expected = oracle.averaging(*oracle_arguments(n, kind), oracle.every(period))
     trace, report, _, _ = train(rules.LocalSGD(period), kind)
     np.testing.assert_allclose(trace, expected, **CLOSE)
@@ -99,7 +99,7 @@ def test_postlocal_is_bsp_up_to_its_start(n):
 
 @pytest.mark.parametrize("period", [1, 4])
 @pytest.mark.parametrize("beta", [0.3, 1.0])
-def test_easgd_synchronous(n, period, beta):
+def test_easgd_synchronous_equals_its_formula(n, period, beta):
     expected, centre = oracle.elastic(*oracle_arguments(n), period, beta)
     trace, report, own, _ = train(rules.EASGD(beta, period, asynchronous=False))
     np.testing.assert_allclose(trace, expected, **CLOSE)
@@ -107,7 +107,7 @@ def test_easgd_synchronous(n, period, beta):
 
 
 @pytest.mark.parametrize("period", [1, 3])
-def test_downpour_synchronous(n, period):
+def test_downpour_synchronous_equals_its_formula(n, period):
     trace = train(rules.Downpour(period, period, asynchronous=False), eta=ETA)[0]
     np.testing.assert_allclose(trace, oracle.downpour(*oracle_arguments(n), period), **CLOSE)
 
@@ -118,17 +118,17 @@ def test_downpour_synchronous_scales_the_learning_rate(n):
     np.testing.assert_allclose(trace, [expected] * n, **CLOSE)
 
 
-def test_slowmo(n):
+def test_slowmo_equals_its_formula(n):
     trace = train(rules.SlowMo(4, lr=0.8, momentum=0.6))[0]
     np.testing.assert_allclose(trace, oracle.slow_momentum(*oracle_arguments(n), 4, 0.8, 0.6), **CLOSE)
 
 
-def test_diloco(n):
+def test_diloco_equals_its_formula(n):
     trace = train(rules.DiLoCo(4))[0]
     np.testing.assert_allclose(trace, oracle.outer_nesterov(*oracle_arguments(n), 4, 0.7, 0.9), **CLOSE)
 
 
-def test_diloco_and_slowmo_special_cases(n):
+def test_diloco_and_slowmo_have_other_rules_as_special_cases(n):
     local = train(rules.LocalSGD(4))[0]
     np.testing.assert_allclose(train(rules.DiLoCo(4, lr=1, momentum=0))[0], local, **CLOSE)
     np.testing.assert_allclose(train(rules.SlowMo(4, lr=1, momentum=0))[0], local, **CLOSE)
@@ -139,7 +139,7 @@ def test_diloco_and_slowmo_special_cases(n):
     np.testing.assert_allclose(train(rules.DiLoCo(1, 1, 0))[0], [oracle.bsp(*oracle_arguments(n))] * n, **CLOSE)
 
 
-def test_own_exchange_rule(n):
+def test_own_exchange_rule_is_accepted(n):
     expected = oracle.run(
         *oracle_arguments(n), lambda xs: [0.5 * (x + np.mean(xs, axis=0)) for x in xs], oracle.every(5)
     )
@@ -147,7 +147,7 @@ def test_own_exchange_rule(n):
 
 
 @pytest.mark.parametrize("state", ["average", "reset"])
-def test_optimizer_state_after_an_exchange(n, state):
+def test_optimizer_state_is_averaged_or_reset_at_an_exchange(n, state):
     x, v = [X0.copy() for _ in range(n)], [0 * X0 for _ in range(n)]
     for step in range(STEPS):
         for r in range(n):
@@ -178,7 +178,7 @@ def test_easgd_exchange_keeps_the_sum(n):
 def test_easgd_alpha_of_one_swaps_and_half_averages(n):
     vectors, centre = np.random.default_rng(3).integers(-64, 64, (n, D)) * 8.0, np.full(D, 16.0)
     xs, new = exchange_elastic(n, 1.0, vectors, centre)
-    np.testing.assert_array_equal(xs, [centre, *vectors[:-1]])  # each takes the vector that the rank before it left
+    np.testing.assert_array_equal(xs, [centre, *vectors[:-1]])  # each rank takes the vector of the rank before it
     np.testing.assert_array_equal(new, vectors[-1])
     xs, new = exchange_elastic(n, 0.5, vectors, centre)
     np.testing.assert_array_equal(xs[-1], new)
@@ -188,9 +188,9 @@ def test_easgd_alpha_of_one_swaps_and_half_averages(n):
 @pytest.mark.parametrize(("push", "fetch"), [(2, 2), (4, 6)])
 def test_downpour_exchanges_again_after_an_interrupt(push, fetch):
     rule = rules.Downpour(push, fetch)
-    state = SimpleNamespace(step=push, since=2)  # the steps have been counted, and nothing was exchanged
+    state = SimpleNamespace(step=push, since=2)  # the steps were counted, and nothing was exchanged
     state.step += rule.count_steps_left(state)
-    assert state.step % 2 == 0  # only at such steps there is anything to push or to fetch
+    assert state.step % 2 == 0  # only these steps push or fetch
 
 
 ELASTIC = [rules.EASGD(period=3), rules.EAMSGD(period=3, momentum=0.9), rules.EAMSGD(period=3, momentum=0)]
@@ -199,13 +199,13 @@ ELASTIC = [rules.EASGD(period=3), rules.EAMSGD(period=3, momentum=0.9), rules.EA
 @pytest.mark.parametrize("on_device", ON_DEVICE)
 @pytest.mark.parametrize("rule", ELASTIC, ids=repr)
 def test_easgd_exchanges_equal_a_replay(n, rule, on_device):
-    """The same bits as in NumPy, one exchange after the other, in the order in which the ranks came."""
+    """Results have the same bits as NumPy's, with the exchanges in the order in which they happened."""
     kind = "momentum" if isinstance(rule, rules.EAMSGD) else "sgd"
     trace, report, _, numbers = train(rule, kind, on_device=on_device)
     momentum, alpha = getattr(rule, "momentum", 0), 0.9 / n
     centre = X0.copy()
     x, v, at = [X0.copy() for _ in range(n)], [0 * X0 for _ in range(n)], [0] * n
-    order = sorted((number, step, r) for r, each in enumerate(numbers) for number, step in each)
+    order = sorted((number, step, r) for r, exchanges in enumerate(numbers) for number, step in exchanges)
     assert [number for number, _, _ in order] == list(range(n * (STEPS // 3)))
     for _, step, r in order:
         while at[r] <= step:
@@ -227,7 +227,7 @@ def test_downpour_exchanges_equal_a_replay(n, on_device):
     trace, report, _, numbers = train(rules.ASGD(3), eta=ETA / n, on_device=on_device)
     centre, wrote = X0.copy(), -1
     x, base, at = [X0.copy() for _ in range(n)], [X0.copy() for _ in range(n)], [0] * n
-    for _, step, r in sorted((number, step, r) for r, each in enumerate(numbers) for number, step in each):
+    for _, step, r in sorted((number, step, r) for r, exchanges in enumerate(numbers) for number, step in exchanges):
         while at[r] <= step:
             x[r], _ = programs.local_step("sgd", x[r], 0, programs.gradient(problem(), r, at[r], x[r]), ETA / n)
             at[r] += 1
@@ -298,7 +298,7 @@ def test_gosgd_keeps_weights_and_weighted_mean(n, on_device):
 @pytest.mark.parametrize("on_device", ON_DEVICE)
 def test_gosgd_loses_nothing_in_training(n, on_device):
     trace, report, own, _ = train(rules.GoSGD(0.5, seed=3), on_device=on_device)
-    assert sum(float(each["weight"]) for each in own) == pytest.approx(1, abs=1e-14)
+    assert sum(float(state["weight"]) for state in own) == pytest.approx(1, abs=1e-14)
     if n == 1:
         np.testing.assert_allclose(report, trace[0, -1], **CLOSE)
 
@@ -325,7 +325,7 @@ def test_swap_exchanges_parameters(n, replace):
 
 
 @pytest.mark.parametrize(("precision", "bits"), [("float32", 24), ("float16", 11), ("bfloat16", 8)])
-def test_average_precision_float16_bfloat16(n, precision, bits):
+def test_average_has_the_precision_of_16_bits(n, precision, bits):
     vectors = np.random.default_rng(6).uniform(1, 2, (n, 50_000)).astype("float32")
     for mean in synk.run(programs.precise, variables(), vectors, precision):
         assert np.abs(mean / vectors.mean(0, dtype="float64") - 1).max() <= 2.5 * 2.0**-bits
@@ -362,7 +362,7 @@ def test_bfloat16_rounds_to_nearest(value):
 # -- vectors, options ----------------------------------------------------------------------------------------
 
 
-def test_flatten_variables_and_back(n):
+def test_flatten_variables_can_be_inverted(n):
     for before, after, kind in synk.run(programs.vector_there_and_back, variables(), XLA):
         np.testing.assert_array_equal(before, X0)
         np.testing.assert_array_equal(after[0], 2 * X0[:3])
@@ -370,7 +370,7 @@ def test_flatten_variables_and_back(n):
         assert kind.startswith("jaxlib" if XLA else "numpy")
 
 
-def test_easgd_alpha_stability_bound():
+def test_easgd_alpha_has_a_stability_bound():
     """Round-robin EASGD of a quadratic is stable up to α = (4 - 2η)/(4 - η), and no further: 1412.6651, section 3.2."""
 
     def radius(alpha, eta, p=3):
@@ -444,11 +444,11 @@ def test_rule_repr_makes_an_equal_rule():
 
 @pytest.mark.skipif(not XLA, reason="variables that can hold a device's arrays")
 def test_unflatten_moves_variables_to_the_device(n):
-    # Theano-MPI's classes make vels2 of NumPy arrays; on a GPU they were written through host memory at each step.
+    # Theano-MPI's classes create vels2 from NumPy arrays; on a GPU each step would write them through host memory.
     vector, values = Vector(shareds := variables()), np.arange(float(D))
     vector.set(ARRAYS.from_host(values))
-    assert all(ARRAYS.owns(each.container.storage[0]) for each in shareds)
+    assert all(ARRAYS.owns(variable.container.storage[0]) for variable in shareds)
     np.testing.assert_array_equal(vector.get_on_host(), values)
-    vector.set(values[::-1].copy())  # from the host: the variables stay where they are
-    assert all(ARRAYS.owns(each.container.storage[0]) for each in shareds)
+    vector.set(values[::-1].copy())  # values from the host do not move the variables
+    assert all(ARRAYS.owns(variable.container.storage[0]) for variable in shareds)
     np.testing.assert_array_equal(vector.get_on_host(), values[::-1])

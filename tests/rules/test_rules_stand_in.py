@@ -1,4 +1,4 @@
-"""Exchange rules on stand-in GPUs: the ranks' vectors stay on the device, and NCCL reduces them."""
+"""Exchange rules on stand-in GPUs keep the ranks' vectors on the device, and reduce them by NCCL."""
 
 import pytest
 from library import NAME
@@ -39,7 +39,7 @@ def test_local_sgd_on_stand_in_nccl_launches_steps_at_once():
         synk.close()
     """
     printed = run_code(code, timeout=110, JAX_PLATFORMS="cpu")
-    # 15 rounds an epoch: three launches of five steps, each behind it an average; and one for the report.
+    # 15 rounds an epoch: three launches of five steps, each followed by an average, and one launch for the report.
     for line, dtype in zip(printed.splitlines(), ("float32", "bfloat16", "float32"), strict=True):
         launched, _, told = line.partition("] ")
         assert launched == str([5] * 9)[:-1]

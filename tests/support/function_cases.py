@@ -1,4 +1,4 @@
-"""Random calls of functions, and comparisons of their results."""
+"""Helpers of tests of functions: comparisons, selections of rows, commands and Ops."""
 
 import os
 import signal
@@ -19,14 +19,14 @@ RNG = np.random.default_rng(7)
 
 
 def assert_close(actual, expected):
-    """Compare results that differ by the order of additions alone."""
+    """Compare results that may differ by the order of additions."""
     assert is_array(actual)
     np.testing.assert_allclose(actual, expected, rtol=1e-9, atol=1e-9)
     assert actual.dtype == expected.dtype
 
 
 def select_rows(batch, length):
-    """Return the row numbers that a batch selects, by NumPy's indexing."""
+    """Return the row numbers that a batch selects by NumPy's indexing."""
     every = np.arange(length)
     if batch is None:
         return every
@@ -41,14 +41,14 @@ X, Y = RNG.normal(size=(9, 2)), RNG.normal(size=9)
 
 
 class CountFunctions(Command):
-    """Return the number of functions of each rank."""
+    """Command that returns the number of functions of each rank."""
 
     def run(self, rank):
         return rank.all_gather(sum(isinstance(key, tuple) and key[0] == "function" for key in rank.objects))
 
 
 class FailOnWorkers(Op):
-    """Copies its input; fails in the workers as `what` names."""
+    """Op that copies its input, and fails in the workers in the way that `what` names."""
 
     __props__ = ("what",)
 

@@ -1,4 +1,4 @@
-"""Trainings with random options, on several ranks, with deaths and resumptions, beside those of one process.
+"""Compares trainings with random options on several ranks, with deaths and resumptions, with those of one process.
 
     python tests/support/fuzz_trainer.py --seed 0 --seconds 60
 
@@ -35,7 +35,7 @@ from synkhronos.training import Checkpoint, Trainer, make_trainer, updates
 
 #: Rows of a step of all ranks: a multiple of each number of ranks up to 4.
 STEP = 12
-#: Seconds for one training.
+#: Maximal seconds of a training.
 STUCK = 120
 RULES = ["sgd", "momentum", "nesterov_momentum", "adagrad", "rmsprop", "adadelta", "adam", "adamax", "amsgrad"]
 RULES += ["adamw", "lion", "lamb", "muon"]
@@ -76,7 +76,7 @@ class Case:
         )
 
     def make(self, shards: bool) -> Trainer:
-        """Return a trainer of the model with its first values."""
+        """Return a trainer of the model with its initial values."""
         x = [tensor.dmatrix(f"x{i}") for i in range(self.n_inputs)]
         y = tensor.dvector("y")
         params = [shared(value.copy(), f"p{i}") for i, value in enumerate(self.first)]
@@ -108,7 +108,7 @@ class Case:
         folder : str
             Folder of checkpoints.
         stop : int
-            Number of reports after which the training is left; 0 for all.
+            Number of reports after which the training ends; 0 for all.
         resume : path, optional
         """
         faulthandler.dump_traceback_later(STUCK, exit=True)
@@ -148,7 +148,7 @@ class Case:
         return [values, reports]
 
     def check(self) -> None:
-        """Compare all ways of training with one process'."""
+        """Compare all ways of training with that of one process."""
         source, can_shard = (
             self.source,
             self.rule not in ("lamb", "sgd") or "ema" in self.options and self.rule == "sgd",
@@ -176,7 +176,7 @@ class Case:
 
 
 def main() -> int:
-    """Try random cases for some seconds."""
+    """Check random cases for ``--seconds``."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--seconds", type=float, default=60.0)

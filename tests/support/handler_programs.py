@@ -1,6 +1,6 @@
-"""Programs in which XLA, on the CPU, calls the handlers of nccl_ffi.cc; Python functions replace NCCL and CUDA.
+"""Programs in which XLA on the CPU calls the handlers of nccl_ffi.cc, with Python functions for NCCL and CUDA.
 
-test_nccl_ffi.py runs each function in a process of its own; it prints the calls.
+test_nccl_ffi.py runs each function in a new process; the functions print the calls.
 """
 
 import ctypes
@@ -50,7 +50,7 @@ def _wait(stream, event, flags):
 
 
 def connect():
-    """Return a communicator that has connected."""
+    """Return a connected communicator."""
     p, u, n, i = ctypes.c_void_p, ctypes.c_uint, ctypes.c_size_t, ctypes.c_int
     kinds = {
         "all_reduce": (_all_reduce, p, p, n, i, i, p, p),
@@ -60,7 +60,7 @@ def connect():
         "wait": (_wait, p, p, u),
     }
     functions = {name: ctypes.CFUNCTYPE(i, *types)(call) for name, (call, *types) in kinds.items()}
-    connect.functions = functions  # alive
+    connect.functions = functions  # keeps the callbacks alive
     nccl.find_functions = lambda: {name: ctypes.cast(call, p).value for name, call in functions.items()}
     driver = types.SimpleNamespace(
         cuStreamQuery=lambda stream: (0,), CUresult=types.SimpleNamespace(CUDA_ERROR_NOT_READY=600)
@@ -102,7 +102,7 @@ def launch(program, communicator, reduction, *arguments, shape=(3,), times=1):
 
 
 def reduce_once(calls="native"):
-    """One array; then NCCL fails; then the connection is aborted."""
+    """Reduce an array three times: normally, with an error of NCCL, and on an aborted connection."""
     import jax
 
     communicator, reduction = connect(), FfiReduction(calls=calls, op="avg")
@@ -131,7 +131,7 @@ def reduce_once(calls="native"):
 
 
 def reduce_chunks():
-    """An array that is started before the rest, in several dtypes; then a layout that the ranks have not agreed on."""
+    """Reduce arrays of several dtypes, one of them started early; then with a layout that the ranks have not agreed on."""
     import jax
     import jax.numpy as jnp
 
@@ -151,7 +151,7 @@ def reduce_chunks():
 
 
 def reduce_in_loop():
-    """Ten times in one launch; then the fourth fails."""
+    """Reduce ten times in a launch; then again, with an error at the fourth."""
     import jax
 
     communicator, reduction = connect(), FfiReduction(calls="native")
@@ -171,7 +171,7 @@ def reduce_in_loop():
 
 
 def read_traits():
-    """Read the declarations of the handlers, as XLA does."""
+    """Print the handlers' declarations as XLA reads them."""
     from synkhronos.devices.jax.ffi import _METADATA, _Api, _CallFrame, _Extension, _Metadata
 
     library = native.load_handlers()

@@ -1,4 +1,4 @@
-"""Runs that tests interrupt, and a supervisor without processes."""
+"""Runs that tests interrupt, and a supervisor without ranks."""
 
 import contextlib
 import json
@@ -16,7 +16,7 @@ LIMIT = 60
 
 
 class ShellSupervisor(supervisor.Supervisor):
-    """A supervisor of a shell command in place of ranks."""
+    """Supervisor of a shell command in place of ranks."""
 
     def __init__(self, folder, script, **settings):
         super().__init__(Settings("module", "Class", ".", ("cpu",), folder=str(folder), **settings))
@@ -34,7 +34,7 @@ class ShellSupervisor(supervisor.Supervisor):
 
 
 def wait_until_training(folder, process):
-    """Wait until all ranks train; return the processes: supervisor, master, worker."""
+    """Wait until all ranks train; return the process IDs of supervisor, master and worker."""
     deadline = time.monotonic() + LIMIT
     while not (folder / "rank-1.jsonl").exists():
         assert process.poll() is None and time.monotonic() < deadline
@@ -44,7 +44,7 @@ def wait_until_training(folder, process):
 
 @contextlib.contextmanager
 def start_checkpointed_run(tmp_path, script, name="Slow", **settings):
-    """Start a run that writes checkpoints; kill its supervisor, if that still runs, at the end of the block."""
+    """Context with a run that writes checkpoints; its supervisor is killed at the end of the block."""
     settings = {"modelfile": "launch_models.mlp_variants", "modelclass": name, "every": 1, "epochs": 1000, **settings}
     if script:
         settings = {**settings, "devices": ["cpu", "cpu"], "folder": str(tmp_path)}

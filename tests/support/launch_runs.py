@@ -1,4 +1,4 @@
-"""Starts runs as a user does, in processes of their own."""
+"""Runs of the launcher in new processes."""
 
 import contextlib
 import json
@@ -23,7 +23,7 @@ def command(*arguments):
 
 
 def run(*arguments, status=0, cwd=None, **environment):
-    """Run a command of the library's to its end."""
+    """Run a command of the library, and check its exit status."""
     done = subprocess.run(
         command(*arguments), cwd=cwd, env=ENVIRONMENT | environment, capture_output=True, text=True, timeout=100
     )
@@ -32,7 +32,7 @@ def run(*arguments, status=0, cwd=None, **environment):
 
 
 def train(folder, model="MLP", *arguments, status=0, environment=None, **settings):
-    """Train a class of launch_models on two ranks; ``environment`` has further variables."""
+    """Train a class of launch_models on two ranks, with further environment variables."""
     module = "mlp" if model == "MLP" else "mlp_variants"
     sets = [f"--set={name.replace('__', '.')}={value}" for name, value in settings.items()]
     where = ["--set", f"model='launch_models/{module}.py:{model}'", "--folder", folder]
@@ -61,12 +61,12 @@ def lines(folder, name):
     return [json.loads(line) for line in (Path(folder) / f"{name}.jsonl").read_text().splitlines()]
 
 
-#: Runs a command when it is told to, says how that ended, and stays: so that hosts outlive the run.
+#: Waits for a line, runs a command, prints its exit status, and waits again, so that hosts outlive the run.
 HOST = "import subprocess, sys; print(flush=True); input(); print(subprocess.call(sys.argv[1:]), flush=True); input()"
 
 
 def list_marked_processes(mark):
-    """Return the processes that have a mark in their environment: their namespace, and command line."""
+    """Return the namespace and the command line of each process that has a mark in its environment, by process ID."""
     found = {}
     for name in filter(str.isdecimal, os.listdir("/proc")):
         with contextlib.suppress(OSError):

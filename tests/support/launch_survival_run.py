@@ -1,10 +1,10 @@
-"""A run of the launcher in which a random rank is killed every few seconds, beside an undisturbed one.
+"""Compares a run of the launcher in which a random rank is killed every few seconds with an undisturbed one.
 
     python tests/support/launch_survival_run.py --seconds 40 --every 5 --devices cuda0,cuda1 --rule BSP
 
-A rank is killed ``--every`` seconds after the training has begun or gone on, with ``--random`` on the average.  Prints the seconds that each death has
-cost, and whether the parameters and the reports are equal.  Exits with 1 if a step was lost or taken twice, or BSP has
-other parameters.
+A rank is killed ``--every`` seconds after the training has started or continued; with ``--random``, after a random time
+whose mean this is.  Prints the seconds lost at each death, and whether parameters and reports are equal.  Exits with 1
+if a step was lost or repeated, or if parameters differ under BSP.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ LIMIT = 600
 
 
 def start(folder: Path, options: argparse.Namespace) -> subprocess.Popen[bytes]:
-    """Start a run that takes some seconds."""
+    """Start a training that takes some seconds; return its process."""
     sets = {"model": "'launch_models/mlp_variants.py:Slow'", "epochs": options.epochs, "rule": options.rule}
     words = command("train", "--devices", options.devices, "--folder", folder, "--on-death=continue")
     words.append("--set=max_deaths=1000000")
@@ -43,7 +43,7 @@ def start(folder: Path, options: argparse.Namespace) -> subprocess.Popen[bytes]:
 
 
 def kill_some(folder: Path, process: subprocess.Popen[bytes], options: argparse.Namespace) -> int:
-    """Kill ranks for some seconds; return their number."""
+    """Kill ranks for ``options.seconds``; return the number of kills."""
     chosen, n_killed, record = random.Random(options.seed), 0, folder / "rank-1.jsonl"
     end = float("inf")
     pids: list[int] = []
@@ -51,12 +51,12 @@ def kill_some(folder: Path, process: subprocess.Popen[bytes], options: argparse.
         time.sleep(0.05)
         try:
             found = json.loads((folder / "processes.json").read_text())
-            # A recovery cuts the record, then notes its end in deaths.json.
+            # A recovery truncates the record, then adds a line to deaths.json.
             starts = [
                 file.stat().st_mtime for file in (folder / "processes.json", folder / "deaths.json") if file.exists()
             ]
             is_training = record.stat().st_mtime > max(starts)
-        except (OSError, ValueError):  # not there, or being written
+        except (OSError, ValueError):  # missing, or not written completely
             continue
         if found == pids or not is_training:
             continue
@@ -79,7 +79,7 @@ def main() -> int:
     parser.add_argument("--rule", default="BSP")
     parser.add_argument("--epochs", type=int, default=60)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--kills", type=int, default=10**9, help="kill so many ranks at most")
+    parser.add_argument("--kills", type=int, default=10**9, help="maximal number of kills")
     parser.add_argument("--random", action="store_true", help="random times between a start and the next death")
     parser.add_argument("--limit", type=float, default=LIMIT, help="seconds that a run may take")
     options = parser.parse_args()
@@ -97,7 +97,8 @@ def main() -> int:
             if status:
                 print(f"{folder.name}: exit status {status}")
                 return 1
-        deaths = json.loads((parts / "deaths.json").read_text())
+        file = parts / "deaths.json"
+        deaths = json.loads(file.read_text()) if file.exists() else []
         for death in deaths:
             print(f"rank {death['rank']} {death['cause']}: from step {death['step']}, {death['seconds']} s lost")
         with np.load(whole / "params.npz") as expected, np.load(parts / "params.npz") as found:
@@ -106,9 +107,10 @@ def main() -> int:
         n_ranks = len(options.devices.split(","))
         rows = [[sum(line["rows"] for line in lines(f, f"rank-{r}")) for r in range(n_ranks)] for f in (whole, parts)]
         lost = [death["seconds"] for death in deaths]
+        times = f"median {statistics.median(lost):.1f}, at most {max(lost):.1f}" if lost else "none"
         print(
             f"{options.rule} on {options.devices}: {n_killed} ranks killed, {len(deaths)} deaths survived; seconds lost: "
-            f"median {statistics.median(lost):.1f}, at most {max(lost):.1f}; undisturbed "
+            f"{times}; undisturbed "
             f"{seconds['whole']:.1f} s, disturbed {seconds['parts']:.1f} s; parameters equal: {is_same}; "
             f"losses equal: {losses[0] == losses[1]}; rows of each rank: {rows[0]} and {rows[1]}"
         )

@@ -1,22 +1,4 @@
-"""The graph library of this environment, under one set of names, and helpers for tests on any device.
-
-`ARRAYS`
-    The device of the arrays on GPUs.
-`COMPILER`, `UNCOMPILED`
-    Theano's C++ compiler, which only tests that ask for the fixture `compiler` have; environment of processes without.
-`DEVICE`
-    Where functions compute whose tests don't say it themselves: see conftest.py.
-`INTERPRETED`
-    The mode for functions with Ops written in Python, which XLA doesn't know.
-`function`
-    The library's own.
-`fork_ranks`
-    Fork on the device.
-`limit_examples`
-    Hypothesis' settings, with fewer examples where each new shape is compiled.
-`is_array`, `read`, `same`
-    Whether a value is an ndarray, an array of a device or a result that is read later; its array; equality of two.
-"""
+"""The graph library of this environment under common names, and helpers for tests on any device."""
 
 import os
 
@@ -43,11 +25,11 @@ grad = package.grad
 #: Theano's C++ compiler.  Without it Theano folds constants by Python, in a hundredth of the time; see `compiler` in
 #: conftest.py.
 COMPILER = package.config.cxx
-#: Environment in which new processes have no C++ compiler for Theano either: each would first look at all modules that it
+#: Environment of new processes without Theano's C++ compiler: each would first scan all modules that it
 #: has ever compiled.
 UNCOMPILED = {
     "THEANO_FLAGS": f"{os.environ.get('THEANO_FLAGS', '')},cxx=".lstrip(","),
-    "PYTHONWARNINGS": "ignore::UserWarning:theano.configdefaults",  # "g++ not detected"
+    "PYTHONWARNINGS": "ignore::UserWarning:theano.configdefaults",  # the warning "g++ not detected"
 }
 if NAME == "theano" and os.environ.get("SYNKHRONOS_TEST_DEVICE", "host") == "host":
     package.config.cxx = ""
@@ -55,16 +37,16 @@ if NAME == "theano" and os.environ.get("SYNKHRONOS_TEST_DEVICE", "host") == "hos
 #: Hosts on which the ranks of tests run; none for this machine alone.  See tests/support/hosts.
 HOSTS = [host for host in os.environ.get("SYNKHRONOS_TEST_HOSTS", "").split(",") if host]
 DEVICE = os.environ.get("SYNKHRONOS_TEST_DEVICE", "host")
-#: Whether XLA compiles: JAX arrays, outputs that are read later, products and sums that are joined.
+#: Whether XLA compiles: arrays are JAX's, outputs are lazy, and rounding differs.
 XLA = DEVICE != "host" and NAME == "pytensor"
-#: The arrays of this library on GPUs.
+#: The device of this library's arrays on GPUs.
 ARRAYS = PYGPU if NAME == "theano" else JAX
-#: Python's linker knows no GPU.
+#: Mode of functions with Ops in Python; Python's linker supports no GPU.
 INTERPRETED = None if DEVICE == "gpu" and NAME == "theano" else "FAST_COMPILE"
 
 
 def function(*args, **kwargs):
-    """Make a serial function to compare with: not by XLA, which would take its time for every shape."""
+    """Return a serial function as reference; not by XLA, which would compile for every shape."""
     if XLA:
         kwargs.setdefault("mode", INTERPRETED)
     return package.function(*args, **kwargs)
@@ -83,7 +65,7 @@ def fork_ranks(n, **kwargs):
 
 
 def limit_examples(most):
-    """Return settings with at most `most` examples, and at most 4 where each compiles for long."""
+    """Return Hypothesis settings with at most `most` examples, and at most 4 if each compiles for long."""
     return settings(max_examples=min(most, 4) if DEVICE != "host" else most)
 
 
@@ -93,14 +75,14 @@ def is_array(value):
 
 
 def read(results):
-    """Read the outputs of a call: after an asynchronous call, outputs that can't be reduced raise here."""
+    """Read the outputs of a call; after a lazy call, outputs that cannot be reduced raise an error here."""
     for result in results if isinstance(results, list) else [results]:
         np.asarray(result)
     return results
 
 
 def same(actual, expected):
-    """Compare to the last bit, or where another compiler has made one of the two, short of it."""
+    """Compare to the last bit, or with a tolerance if two compilers were used."""
     kind = np.asarray(expected).dtype
     if DEVICE != "host" and kind.kind in "fc":
         few_bits = 16 * float(np.finfo(kind).eps)

@@ -1,4 +1,4 @@
-"""A program with loaders, whose processes are killed by a test: python loading_script.py FOLDER HOW."""
+"""A program with loaders, whose processes a test kills: python loading_script.py FOLDER HOW."""
 
 import json
 import os
@@ -18,7 +18,7 @@ def main(folder, how):
     if how != "alone":
         synk.fork(2, use_gpu=False)
     loader = Loader(Slow(1000, 0.01), processes=2)
-    # What the program has: one that reads for itself alone has no ranks.
+    # A program that reads without ranks has no workers.
     batches = loader.arrays(0, 10) if how == "alone" else loader.epoch(0, 10)
     if how == "handles":
         signal.signal(signal.SIGTERM, lambda *_: None)

@@ -1,6 +1,6 @@
-"""Sources that loaders import.
+"""Sources of rows that loader processes import.
 
-They are here, and not beside their tests: a loader would import pytest and the graph library with those.
+From a test file, a loader process would import pytest and the graph library, too.
 """
 
 import os
@@ -11,7 +11,7 @@ import numpy as np
 
 
 class Numbers:
-    """Rows that say which they are: a picture of their number, and the number."""
+    """Rows that identify themselves: a picture made from the row number, and the number."""
 
     def __init__(self, count, size=6):
         self.count, self.size = count, size
@@ -27,12 +27,12 @@ class Numbers:
 
 
 def picture(row, size=6):
-    """Return a picture each of whose pixels is another, and another in each row."""
+    """Return a picture whose pixels differ from each other and between rows."""
     return (np.arange(2 * size * size, dtype="int64") + 1000 * row).reshape(2, size, size)
 
 
 class Damaged(Numbers):
-    """Some rows can't be read; or are of another shape."""
+    """Rows of which some raise errors, have another shape, or kill their process."""
 
     def __init__(self, count, bad=(), odd=(), kills=None):
         super().__init__(count)
@@ -50,22 +50,22 @@ class Damaged(Numbers):
 
 
 class Deep(Numbers):
-    """Fails at the bottom of a deep stack of calls."""
+    """Rows that raise an error below a deep stack of calls."""
 
     def __getitem__(self, row):
-        return self.one_way(50) if row else super().__getitem__(row)
+        return self.descend(50) if row else super().__getitem__(row)
 
-    def one_way(self, depth):
-        return self.or_another(depth - 1)
+    def descend(self, depth):
+        return self.descend_further(depth - 1)
 
-    def or_another(self, depth):
+    def descend_further(self, depth):
         if depth < 0:
             raise OSError("the bottom")
-        return self.one_way(depth - 1)
+        return self.descend(depth - 1)
 
 
 class Slow(Numbers):
-    """Each row is slow to read."""
+    """`Numbers` that take seconds to read."""
 
     def __init__(self, count, seconds):
         super().__init__(count)
@@ -77,7 +77,7 @@ class Slow(Numbers):
 
 
 class Wider:
-    """Its first row has smaller numbers than the others."""
+    """Rows whose first has another dtype than the others."""
 
     def __init__(self, first, others):
         self.rows = [first, others, others]
@@ -114,7 +114,7 @@ TARGETS = ROWS @ [1.0, 2.0, 3.0]
 
 
 class Rows:
-    """The same rows, one by one."""
+    """A regression problem, whose rows are read one by one."""
 
     def __len__(self):
         return 103
@@ -124,7 +124,7 @@ class Rows:
 
 
 class SlowRows(Rows):
-    """Rows that take their time."""
+    """Rows of zeros that take seconds to read."""
 
     def __init__(self, count, seconds):
         self.count, self.seconds = count, seconds
@@ -141,7 +141,7 @@ BAD = {4, 5, 50, 77}
 
 
 class SomeBad(Rows):
-    """Some rows can't be read."""
+    """`Rows` of which a few cannot be read."""
 
     def __getitem__(self, row):
         if row in BAD:
@@ -150,7 +150,7 @@ class SomeBad(Rows):
 
 
 class SomeGood(Rows):
-    """Most rows can't be read: whole batches of a rank, one after the other."""
+    """`Rows` of which few can be read: whole consecutive batches of a rank cannot."""
 
     def __getitem__(self, row):
         if row % 8:

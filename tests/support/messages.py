@@ -1,6 +1,6 @@
-"""Errors that tests expect: their type, the argument that they name, and their text in tests/messages.txt.
+"""Expected errors: type, named arguments, and the text in tests/messages.txt.
 
-A changed wording changes that file alone: ``python3 run.py messages`` runs the tests and writes it anew.
+After a change of wording, ``python3 run.py messages`` runs the tests and rewrites the file.
 """
 
 import contextlib
@@ -15,7 +15,7 @@ import pytest
 from library import DEVICE, HOSTS
 from paths import ROOT
 
-#: By test file, the messages that its tests provoke with any of the graph libraries.
+#: File with the messages of each test file, for both graph libraries.
 GOLDEN = ROOT / "tests" / "messages.txt"
 INDENT = "    "
 #: Parts of a message that differ from run to run, and their replacements.
@@ -27,9 +27,9 @@ VOLATILE = {
     r"this machine shows (?:no GPU|cuda0(?: to cuda\d+)?)": "this machine shows N GPUs",
     r"\bsynk_function_\d+": "synk_function_N",
     r"\bhas [\d,]+ bytes left, and memory [\d,]+": "has N bytes left, and memory N",
-    # Tests add classes to this file.
+    # Tests add classes to this module.
     r"(mlp_variants\.py has no 'Nobody': it has ).*": r"\1...",
-    # NumPy and h5py have words of their own in each version.
+    # Messages of NumPy and h5py differ between versions.
     r"(expected an? (?:\.np[yz]|HDF5) file[^:]*): .*": r"\1: ...",
     # Tracebacks, and notes that the graph library adds to an exception, name lines of source.
     r"(?s)(\nThe traceback of rank \d+:).*": r"\1 ...",
@@ -92,8 +92,7 @@ def raises(error, *names):
     ----------
     error : type or tuple of types
     names : str
-        Words of the message: the argument at fault, and whatever else a test is about.
-        Empty ones are left out.
+        Words of the message, such as the wrong argument.  Empty strings are ignored.
 
     Yields
     ------
@@ -104,6 +103,6 @@ def raises(error, *names):
     message = normalise(caught.value)
     for name in filter(None, names):
         assert re.search(rf"(?<!\w){re.escape(name)}(?!\w)", message), f"{name!r} is not in: {message}"
-    # Other devices have words of their own.
+    # Messages of other devices differ.
     if DEVICE == "host" and not HOSTS:
         check_golden(GOLDEN, str(Path(os.environ["PYTEST_CURRENT_TEST"].split("::")[0])), message)

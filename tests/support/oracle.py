@@ -1,4 +1,4 @@
-"""The exchange rules' formulas in NumPy, with all ranks in one process: the oracle of `synkhronos.rules`."""
+"""Formulas of the exchange rules in NumPy, with all ranks in one process; references are arXiv numbers."""
 
 import numpy as np
 from rule_programs import gradient, local_step
@@ -22,7 +22,7 @@ def every(period):
 
 
 def bsp(n, problem, x0, kind, eta, steps):
-    """Each step on the mean gradient: one process."""
+    """BSP: each step uses the mean gradient, as one process would."""
     x, v = x0.copy(), np.zeros_like(x0)
     trace = [x]
     for step in range(steps):
@@ -37,7 +37,7 @@ def averaging(n, problem, x0, kind, eta, steps, due):
 
 
 def elastic(n, problem, x0, kind, eta, steps, period, beta):
-    """EASGD: 1412.6651, eqs. 5 and 6, with the gradient taken before; also the centre at last."""
+    """EASGD: 1412.6651, eqs. 5 and 6, with the gradient before the exchange; also return the final centre."""
     centre, alpha = [x0.copy()], beta / n
 
     def exchange(xs):
@@ -49,7 +49,7 @@ def elastic(n, problem, x0, kind, eta, steps, period, beta):
 
 
 def downpour(n, problem, x0, kind, eta, steps, period):
-    """All ranks' steps summed."""
+    """Synchronous Downpour: the steps of all ranks are added."""
     centre = [x0.copy()]
 
     def exchange(xs):
@@ -85,7 +85,7 @@ def outer_nesterov(n, problem, x0, kind, eta, steps, period, lr, momentum):
 
 
 def serial_nesterov(n, problem, x0, eta, steps, momentum):
-    """Nesterov's momentum on the mean gradient, as an optimizer that looks back: x ← x - η (g + µ v)."""
+    """Nesterov's momentum on the mean gradient: x ← x - η (g + µ v)."""
     x, v = x0.copy(), np.zeros_like(x0)
     trace = [x]
     for step in range(steps):

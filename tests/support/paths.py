@@ -1,7 +1,7 @@
-"""Folders that tests and the programs they start look for."""
+"""Paths of this repository and of tests/support."""
 
 from pathlib import Path
 
-#: Modules that tests import; pytest puts it on the path (pyproject.toml).
+#: Folder of modules that tests import; pytest adds it to ``sys.path`` (pyproject.toml).
 SUPPORT = Path(__file__).resolve().parent
 ROOT = SUPPORT.parents[1]

@@ -1,4 +1,4 @@
-"""Commands of the tests of ranks."""
+"""Commands that tests of ranks send."""
 
 import os
 import time
@@ -46,9 +46,9 @@ class Sleep(Command):
 
 @dataclass(frozen=True)
 class RecordRun(Command):
-    """Record the run and the end of a command on each rank; fail on the rank `culprit`.
+    """Command that records its run and its end on each rank, and fails on the rank `culprit`.
 
-    With `early` the other ranks commit before the barrier, so that the failure can't precede that.
+    With `early` the other ranks commit before the barrier, and so before the failure.
     """
 
     what: str
@@ -77,7 +77,7 @@ class CollectRecords(Command):
 
 @dataclass(frozen=True)
 class RunBoth(Command):
-    """Run two commands as one; only the effect of the second is counted."""
+    """Command that consists of two; only the effect of the second is counted."""
 
     first: RecordRun
     second: RecordRun

@@ -21,13 +21,13 @@ def local_step(kind, x, v, g, eta):
     if kind == "momentum":
         v = 0.9 * v - eta * g
         return x + v, v
-    if kind == "scaled":  # as Adam
+    if kind == "scaled":  # as Adam does
         return x - eta * g / (np.abs(g) + 0.1), v
     raise AssertionError(kind)
 
 
 def prepare(w, v, shared, on_device):
-    if on_device:  # as functions in JAX mode leave them
+    if on_device:  # as functions in JAX mode do
         for variable in (*w, *v):
             library_of(variable).put(variable, JAX.from_host(np.asarray(library_of(variable).get(variable))))
     return State(w, v, shared)
@@ -59,14 +59,14 @@ def train(worker, rule, w, v, shared, problem, kind, eta, steps, on_device=False
 
 
 class Averaged(Rule):
-    """Moves to the mean; has no `setup`."""
+    """Rule without `setup` that moves each rank to the mean."""
 
     def exchange(self, worker, state):
         state.vector = self.mean(worker, state)
 
 
 class Halfway(Rule):
-    """Every 5 steps each rank moves half-way to the mean."""
+    """Rule that moves each rank half-way to the mean every 5 steps."""
 
     period = 5
 
@@ -86,7 +86,7 @@ def count(worker, rule, w, shared, pushes, on_device=False):
 
 
 def gossip(worker, rule, w, shared, vectors, sends, on_device=False):
-    """Send by a list of (from, to), one after the other; return weight, vector and mailbox after each."""
+    """Send by a list of (from, to), in this order; return weight, vector and mailbox after each."""
     state = prepare(w, [], shared, on_device)
     rule.setup(worker, state)
     state.vector = vectors[worker.number]

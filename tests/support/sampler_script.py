@@ -1,6 +1,6 @@
-"""Samplers of PyMC that XLA compiles, on all ranks and in one process: the draws have to be equal.
+"""Checks that PyMC's samplers that XLA compiles return equal draws on all ranks and in one process.
 
-A program of its own, as tests must not start XLA's threads.  Its arguments are the name of a sampler, and one or two of its
+Tests run it as a program, as they must not start XLA's threads.  Arguments: the name of a sampler, and one or two of its
 methods for several chains.
 """
 
@@ -17,7 +17,7 @@ X, GROUP = RNG.normal(size=(61, 3)), RNG.integers(0, 4, 61)
 
 
 def build():
-    """Return a model with likelihoods of different lengths, which no number of ranks divides."""
+    """Return a model with likelihoods of different lengths, which 2 ranks do not divide."""
     import pymc as pm
 
     with pm.Model() as model:
@@ -69,7 +69,7 @@ def compare_samplers(sampler, method, method_for_new_data=None):
 
 
 def compare_functions():
-    """Other functions that JAX compiles, such as optimizers, evaluate sums through Python."""
+    """Check that other functions that JAX compiles, such as optimizers', evaluate sums through Python."""
     import jax
     import pymc.sampling.jax as pymc_jax
 

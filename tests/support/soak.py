@@ -1,4 +1,4 @@
-"""Random use and random faults, for seconds or for hours, with every result checked against a serial model.
+"""Random use and random faults, for seconds or hours; every result is compared with a serial model.
 
     python tests/support/soak.py --seconds 1200 --seed 0 --ranks 3
 
@@ -11,17 +11,6 @@ the new one.
 The program ends with a summary, with status 1 at the first wrong result, or with status 3 at the first hang; it then
 prints the command that repeats the run.  Each step has a random generator of its own, so that a repeated run has the
 same steps, although the moments of faults vary.
-
-`Step`
-    An operation, its expected outcome, and its changes of the variables.
-`Variable`, `Recipe`
-    A shared variable, a function, and the models of them.
-`Faults`
-    A fault during a step.
-`Watchdog`
-    Ends the program if a step does.
-`Soak`
-    The whole.
 """
 
 from __future__ import annotations
@@ -66,21 +55,21 @@ else:
 
 #: Seconds after which a step counts as hung.
 LIMIT = 60.0
-#: Seconds within which a death has to be noticed; two are promised, on a machine that has time for it.
+#: Seconds within which a death must be noticed: two are documented, on an idle machine.
 NOTICED = 5.0
-#: Values beyond this are replaced, so that products stay finite.
+#: Variables with larger values are replaced, so that products stay finite.
 LARGEST = 1e3
 
 
 # -- faults --------------------------------------------------------------------------------------------------
 
 
-class Injected(Exception):
-    """An error that was made on purpose."""
+class InjectedError(Exception):
+    """An error that a test raises on purpose."""
 
 
 def _raise() -> None:
-    raise Injected("on purpose")
+    raise InjectedError("on purpose")
 
 
 def _die_by(number: int) -> None:
@@ -90,7 +79,7 @@ def _die_by(number: int) -> None:
 
 
 #: Actions of a rank, by number, since an array carries the number.
-DEEDS: dict[int, Callable[[], None]] = {
+ACTIONS: dict[int, Callable[[], None]] = {
     0: _raise,
     1: functools.partial(_die_by, signal.SIGKILL),
     2: functools.partial(_die_by, signal.SIGSEGV),
@@ -102,8 +91,8 @@ RAISE, KILL, CRASH, EXIT, STOP, INTERRUPT = range(6)
 DEATHS = {KILL: "SIGKILL", CRASH: "SIGSEGV", EXIT: "exited with code 7"}
 
 
-class Obey(Op):
-    """Returns its first argument; the process that the second names first runs the planned fault."""
+class RunOrders(Op):
+    """Op that returns its first argument; a process named in the second argument first runs its action."""
 
     __props__ = ()
 
@@ -112,15 +101,15 @@ class Obey(Op):
 
     def perform(self, node, inputs, outputs, *_):
         x, orders = inputs
-        for pid, deed in orders.tolist():
+        for pid, action in orders.tolist():
             if pid == os.getpid():
-                DEEDS[deed]()
+                ACTIONS[action]()
         outputs[0][0] = x.copy()
 
 
 @dataclass(frozen=True)
-class Prepare(Command):
-    """Let workers print their stacks at a signal of the watchdog."""
+class RegisterStackDump(Command):
+    """Command after which workers print their stacks at a signal of the watchdog."""
 
     def run(self, rank):
         if not rank.is_master:
@@ -128,28 +117,28 @@ class Prepare(Command):
 
 
 @dataclass(frozen=True)
-class Sabotage(Command):
-    """From now on some ranks do a deed at their k-th barrier or gather."""
+class InjectAtBarrier(Command):
+    """Command after which some ranks run an action at their k-th barrier or gather."""
 
-    orders: tuple[tuple[int, int, int], ...]  # rank, k, deed
+    orders: tuple[tuple[int, int, int], ...]  # rank, k, action
 
     def run(self, rank):
-        for number, k, deed in self.orders:
+        for number, k, action in self.orders:
             if number == rank.number:
                 left = iter(range(k - 1, -1, -1))
                 for name in ("barrier", "gather"):
-                    setattr(rank, name, functools.partial(_count_down, left, deed, getattr(rank, name)))
+                    setattr(rank, name, functools.partial(_count_down, left, action, getattr(rank, name)))
 
 
-def _count_down(left: Any, deed: int, call: Callable[..., Any], *args: Any) -> Any:
+def _count_down(left: Any, action: int, call: Callable[..., Any], *args: Any) -> Any:
     if next(left, None) == 0:
-        DEEDS[deed]()
+        ACTIONS[action]()
     return call(*args)
 
 
 @dataclass(frozen=True)
-class Repair(Command):
-    """End all sabotage."""
+class RemoveInjections(Command):
+    """Command that removes the actions of `InjectAtBarrier`."""
 
     def run(self, rank):
         for name in ("barrier", "gather"):
@@ -163,9 +152,9 @@ class Faults:
     Attributes
     ----------
     kind : str
-    orders : list of (rank, deed)
-        For functions that obey.
-    sabotage : tuple of (rank, k, deed)
+    orders : list of (rank, action)
+        For functions that take orders.
+    sabotage : tuple of (rank, k, action)
     outside : list of (seconds, rank, signal's number)
         Faults that a thread of the master causes during a step, in workers and in the master.
     """
@@ -175,11 +164,11 @@ class Faults:
     sabotage: tuple[tuple[int, int, int], ...] = ()
     outside: list[tuple[float, int, int]] = field(default_factory=list)
 
-    def deeds(self) -> dict[int, set[int]]:
+    def get_actions(self) -> dict[int, set[int]]:
         """Return the possible actions of each rank."""
         found: dict[int, set[int]] = collections.defaultdict(set)
-        for rank, deed in [*self.orders, *((rank, deed) for rank, _, deed in self.sabotage)]:
-            found[rank].add(deed)
+        for rank, action in [*self.orders, *((rank, action) for rank, _, action in self.sabotage)]:
+            found[rank].add(action)
         numbers = {signal.SIGKILL: KILL, signal.SIGSEGV: CRASH, signal.SIGSTOP: STOP, signal.SIGINT: INTERRUPT}
         for _, rank, number in self.outside:
             found[rank].add(numbers[signal.Signals(number)])
@@ -196,7 +185,7 @@ class Watchdog:
 
     def begin(self) -> None:
         self.deadline = time.monotonic() + LIMIT
-        faulthandler.dump_traceback_later(2 * LIMIT, exit=True)  # if even this thread can't run
+        faulthandler.dump_traceback_later(2 * LIMIT, exit=True)  # in case this thread cannot run
 
     def end(self) -> None:
         self.deadline = float("inf")
@@ -232,7 +221,7 @@ class Watchdog:
 UFUNCS = {"sum": np.add, "avg": np.add, "prod": np.multiply, "min": np.minimum, "max": np.maximum}
 
 
-def reduced(op: str | None, values: list[np.ndarray], weights: list[int]) -> Any:
+def reduce_values(op: str | None, values: list[np.ndarray], weights: list[int]) -> Any:
     """Return the reduction of values, from the formulas in the documentation."""
     name = None if op is None else op.removeprefix("c_")
     if name is None:
@@ -246,7 +235,7 @@ def reduced(op: str | None, values: list[np.ndarray], weights: list[int]) -> Any
     return np.asarray(total / len(values) if name == "avg" else total, values[0].dtype)
 
 
-def close(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+def find_close(a: np.ndarray, b: np.ndarray) -> np.ndarray:
     """Return a mask of equal elements of two arrays, within their dtype's precision."""
     if a.dtype.kind not in "fc" or a.size == 0:
         return a == b
@@ -257,13 +246,13 @@ def close(a: np.ndarray, b: np.ndarray) -> np.ndarray:
         return (np.abs(a - b) <= epsilon * (scale + np.abs(b))) | (a == b) | (np.isnan(a) & np.isnan(b))
 
 
-class Wrong(AssertionError):
+class WrongResult(AssertionError):
     """A result that differs from the expected one."""
 
 
 def expect(condition: Any, *words: Any) -> None:
     if not condition:
-        raise Wrong(" ".join(map(str, words)))
+        raise WrongResult(" ".join(map(str, words)))
 
 
 def expect_equal(actual: Any, expected: Any, what: str) -> None:
@@ -280,7 +269,7 @@ def expect_equal(actual: Any, expected: Any, what: str) -> None:
     expect(isinstance(actual, np.ndarray), f"{what}: expected an array, got {actual!r}")
     expect(actual.shape == expected.shape, f"{what}: shape {actual.shape}, expected {expected.shape}")
     expect(actual.dtype == expected.dtype, f"{what}: {actual.dtype}, expected {expected.dtype}")
-    expect(close(actual, expected).all(), f"{what}:\n{actual}\nexpected\n{expected}")
+    expect(find_close(actual, expected).all(), f"{what}:\n{actual}\nexpected\n{expected}")
 
 
 class Variable:
@@ -306,25 +295,25 @@ class Variable:
 
 
 @dataclass(eq=False)
-class Recipe:
-    """A function, and the model of it.
+class FunctionModel:
+    """A function, and its model in NumPy.
 
     Attributes
     ----------
     kind : str
     make : callable
-        Makes the `synkhronos.Function` anew.
+        Returns a new `synkhronos.Function`.
     ops : list
-        Of the outputs.
+        Ops of the outputs.
     updates : list of (Variable, op)
     compute : callable
-        NumPy's version: maps a rank's rows, the whole inputs and the variables to outputs and new values.
+        Maps a rank's rows, the broadcast inputs and the variables to outputs and new values.
     dtype, n_columns
-        Of the scattered input, if there is one.
+        Dtype and width of the scattered input, if there is one.
     whole : list of shape
-        Of the inputs that go whole.
-    obeys : bool
-        Whether the last input that goes whole has orders.
+        Shapes of the broadcast inputs.
+    takes_orders : bool
+        Whether the last broadcast input has orders.
     sliceable : Variable or None
     function
         The present function.
@@ -338,7 +327,7 @@ class Recipe:
     dtype: Any = None
     n_columns: int = 0
     whole: list[tuple[int, ...]] = field(default_factory=list)
-    obeys: bool = False
+    takes_orders: bool = False
     sliceable: Variable | None = None
     reads: list[Variable] = field(default_factory=list)
     function: Any = None
@@ -352,23 +341,23 @@ class Recipe:
 
 @dataclass
 class Step:
-    """Something to do.
+    """An operation, its expected outcome, and its changes of the variables.
 
     Attributes
     ----------
     what : str
     run : callable
-        Does it; returns the result.
+        Runs the operation; returns the result.
     expected
         The result.
     new : dict of Variable to list of ndarray
         Values of the variables afterwards, one for each rank.
     refused : exception class or tuple, optional
-        The error that has to be raised instead, with nothing changed.
+        Expected error, after which no variable has changed.
     touches : list of Variable
-        Those that are sent to the workers by this step.
-    compare : callable, optional
-        In the place of `expect_equal`.
+        Variables that this step sends to the workers.
+    check : bool
+        Whether the result is compared.
     """
 
     what: str
@@ -383,8 +372,8 @@ class Step:
 # -- the soak ------------------------------------------------------------------------------------------------
 
 
-def steps_of(rng: np.random.Generator, shape: tuple[int, ...], dtype: Any = np.float64) -> np.ndarray:
-    """Return random values whose sums are exact: multiples of a quarter, small."""
+def draw_values(rng: np.random.Generator, shape: tuple[int, ...], dtype: Any = np.float64) -> np.ndarray:
+    """Return small random multiples of 1/4, whose sums are exact."""
     dtype = np.dtype(dtype)
     if dtype == bool:
         return np.asarray(rng.integers(0, 2, shape), bool)
@@ -395,8 +384,8 @@ def steps_of(rng: np.random.Generator, shape: tuple[int, ...], dtype: Any = np.f
 
 
 class Soak:
-    def __init__(self, seed: int, most: int, progress: Any = None):
-        self.seed, self.most, self.progress = seed, most, progress
+    def __init__(self, seed: int, max_ranks: int, progress: Any = None):
+        self.seed, self.max_ranks, self.progress = seed, max_ranks, progress
         self.step, self.doing = 0, "setting up"
         self.size, self.root = 0, 0
         self.counts: collections.Counter[str] = collections.Counter()
@@ -408,14 +397,14 @@ class Soak:
         self.watchdog = Watchdog(self.explain)
         self.rng = np.random.default_rng((seed, 0))
         self.variables = self._make_variables()
-        self.recipes: list[Recipe] = []
+        self.recipes: list[FunctionModel] = []
         self.declarations: list[Any] = []
-        self.fork(min(2, most), 0)
+        self.fork(min(2, max_ranks), 0)
         for _ in range(8):
             self.recipes.append(self._new_recipe())
 
     def explain(self) -> str:
-        return f"{self.doing} (step {self.step}, seed {self.seed}, ranks {self.most})"
+        return f"{self.doing} (step {self.step}, seed {self.seed}, ranks {self.max_ranks})"
 
     def _interrupted(self, *_: Any) -> None:
         if self.interruptible or self.step < 0:
@@ -428,28 +417,28 @@ class Soak:
         dtypes = "float64 float32 float16 int8 uint8 int32 int64 bool complex64 complex128".split()
         for i, dtype in enumerate(dtypes):
             shape = tuple(rng.integers(1, 5, i % 4).tolist())
-            found.append(Variable(f"v_{dtype}", steps_of(rng, shape, dtype)))
-        found.append(Variable("v_large", steps_of(rng, (500, 700))))  # several turns through the scratch memory
-        found.append(Variable("v_large32", steps_of(rng, (100_003,), np.float32)))
-        # Those that functions use keep their shapes, but for the sliceable one's rows.
-        self.w = Variable("w", steps_of(rng, (4,)), fixed=True)
-        self.c = Variable("c", steps_of(rng, (), np.int64), fixed=True)
-        self.t = Variable("t", steps_of(rng, (3,)), fixed=True)
-        self.s = Variable("s", steps_of(rng, (9, 3)), fixed=True)
+            found.append(Variable(f"v_{dtype}", draw_values(rng, shape, dtype)))
+        found.append(Variable("v_large", draw_values(rng, (500, 700))))  # several times the scratch memory
+        found.append(Variable("v_large32", draw_values(rng, (100_003,), np.float32)))
+        # Variables of functions keep their shapes, except for the rows of the sliceable one.
+        self.w = Variable("w", draw_values(rng, (4,)), fixed=True)
+        self.c = Variable("c", draw_values(rng, (), np.int64), fixed=True)
+        self.t = Variable("t", draw_values(rng, (3,)), fixed=True)
+        self.s = Variable("s", draw_values(rng, (9, 3)), fixed=True)
         return [*found, self.w, self.c, self.t, self.s]
 
-    def _new_recipe(self) -> Recipe:
+    def _new_recipe(self) -> FunctionModel:
         kind = str(self.rng.choice(["plain", "plain", "update", "update", "update", "sliceable", "both"]))
         recipe = getattr(self, f"_{kind}")()
         recipe.function = recipe.make()
         return recipe
 
-    def _op(self, integer: bool = False, gather: bool = False) -> str | None:
+    def _draw_op(self, integer: bool = False, gather: bool = False) -> str | None:
         names: list[Any] = ["sum", "prod", "min", "max", None] + ([] if integer else ["avg", "mean"]) * 2
         op = self.rng.choice(names + ["gather"] * (3 if gather else 0))
         return f"c_{op}" if op is not None and self.rng.random() < 0.3 else op
 
-    def _plain(self) -> Recipe:
+    def _plain(self) -> FunctionModel:
         rng = self.rng
         dtype = str(rng.choice(["float64", "float32", "int64"]))
         integer, n_columns = dtype == "int64", int(rng.choice([1, 4, 60]))
@@ -463,7 +452,7 @@ class Soak:
             "whole": (b.sum(), lambda x, b: b.sum(), True),
         }
         picked = [choices[str(name)] for name in rng.choice(list(choices), rng.integers(1, 4))]
-        ops = ["gather" if gather is None else self._op(integer, bool(gather)) for _, _, gather in picked]
+        ops = ["gather" if gather is None else self._draw_op(integer, bool(gather)) for _, _, gather in picked]
 
         def compute(rows, whole, state):
             return [np.asarray(of(rows[0], whole[0]), dtype) for _, of, _ in picked], []
@@ -474,17 +463,19 @@ class Soak:
         def make():
             return synk.function([x], outputs, bcast_inputs=[b], name=name, on_unused_input="ignore")
 
-        return Recipe("plain", make, ops, [], compute, dtype, n_columns, [(outer,)])
+        return FunctionModel("plain", make, ops, [], compute, dtype, n_columns, [(outer,)])
 
-    def _update(self) -> Recipe:
+    def _update(self) -> FunctionModel:
         x, b, orders = tensor.dmatrix("x"), tensor.dvector("b"), tensor.lmatrix("orders")
-        obeyed = Obey()(x, orders)
+        x_after_orders = RunOrders()(x, orders)
         w, c = self.w, self.c
-        ops = [self._op(), self._op(gather=True), self._op(integer=True)]
-        update_ops = [self._op(), self.rng.choice(["sum", "prod", "min", "max", None, "avg"])]
-        outputs = list(zip([obeyed.sum(axis=0) + w.shared, obeyed.sum(), c.shared + 1], ops, strict=True))
+        ops = [self._draw_op(), self._draw_op(gather=True), self._draw_op(integer=True)]
+        update_ops = [self._draw_op(), self.rng.choice(["sum", "prod", "min", "max", None, "avg"])]
+        outputs = list(
+            zip([x_after_orders.sum(axis=0) + w.shared, x_after_orders.sum(), c.shared + 1], ops, strict=True)
+        )
         updates = [
-            (w.shared, 0.5 * w.shared + obeyed.sum(axis=0) * b, update_ops[0]),
+            (w.shared, 0.5 * w.shared + x_after_orders.sum(axis=0) * b, update_ops[0]),
             (c.shared, c.shared + 1, update_ops[1]),
         ]
 
@@ -499,12 +490,12 @@ class Soak:
             return synk.function([x], outputs, bcast_inputs=[b, orders], updates=updates, name=name)
 
         pairs = list(zip([w, c], update_ops, strict=True))
-        return Recipe("update", make, ops, pairs, compute, "float64", 4, [(4,)], obeys=True)
+        return FunctionModel("update", make, ops, pairs, compute, "float64", 4, [(4,)], takes_orders=True)
 
-    def _sliceable(self) -> Recipe:
+    def _sliceable(self) -> FunctionModel:
         s, t = self.s, self.t
-        ops = [self._op(), "gather", self._op(gather=True)]
-        update_op = self._op()
+        ops = [self._draw_op(), "gather", self._draw_op(gather=True)]
+        update_op = self._draw_op()
         graph = s.shared
         outputs = list(zip([graph.sum(axis=0) + t.shared, graph * 2, graph.sum()], ops, strict=True))
         updates = [(t.shared, 0.5 * t.shared + graph.sum(axis=0), update_op)]
@@ -518,12 +509,12 @@ class Soak:
         def make():
             return synk.function([], outputs, updates=updates, sliceable_shareds=[s.shared], name=name)
 
-        return Recipe("sliceable", make, ops, [(t, update_op)], compute, sliceable=s)
+        return FunctionModel("sliceable", make, ops, [(t, update_op)], compute, sliceable=s)
 
-    def _both(self) -> Recipe:
+    def _both(self) -> FunctionModel:
         s, w = self.s, self.w
         x = tensor.dmatrix("x")
-        ops = [self._op(), self._op(), "gather"]
+        ops = [self._draw_op(), self._draw_op(), "gather"]
         outputs = list(zip([x.sum(axis=0) * s.shared.sum(), s.shared.sum(axis=0), x + w.shared], ops, strict=True))
 
         def compute(rows, whole, state):
@@ -535,24 +526,24 @@ class Soak:
         def make():
             return synk.function([x], outputs, sliceable_shareds=[s.shared], name=name)
 
-        return Recipe("both", make, ops, [], compute, "float64", 4, sliceable=s, reads=[w])
+        return FunctionModel("both", make, ops, [], compute, "float64", 4, sliceable=s, reads=[w])
 
     # -- ranks -----------------------------------------------------------------------------------------------
 
     def fork(self, size: int, root: int) -> None:
-        """Start ranks, and have the model know."""
+        """Start ranks, and reset the model."""
         expect(list_children(os.getpid()) == [], f"children before the fork: {list_children(os.getpid())}")
         timeout = None if self.rng.random() < 0.7 else 0.9 * LIMIT
         expect(synk.fork(size, use_gpu=False, master_rank=root, timeout=timeout) == size, "fork's result")
-        self._forked(size, root)
+        self._prepare_ranks(size, root)
 
-    def _forked(self, size: int, root: int) -> None:
+    def _prepare_ranks(self, size: int, root: int) -> None:
         self.size, self.root = size, root
-        ranks.get_session().run(Prepare())
+        ranks.get_session().run(RegisterStackDump())
         for variable in self.variables:
             mine = np.asarray(variable.shared.get_value())
             variable.values, variable.sent = [mine] * size, False
-        # A collective is for variables that a function uses which was made for these ranks.
+        # Collectives accept only variables that a function of these ranks uses.
         self.declarations = [synk.function([], [], updates=[(v.shared, v.shared)]) for v in self.variables]
         for recipe in self.recipes:
             recipe.data = recipe.content = None
@@ -560,29 +551,29 @@ class Soak:
                 recipe.function = recipe.make()
 
     def pids(self) -> dict[int, int]:
-        """Return each worker's process, by rank."""
+        """Return the process ID of each worker by rank."""
         return dict(ranks.get_session().workers.pids)
 
     def check_ended(self) -> None:
-        """Check that closed ranks have left nothing."""
+        """Check that closed ranks have left no process."""
         expect(list_children(os.getpid()) == [], f"children after the end: {list_children(os.getpid())}")
         try:
             ranks.get_session()
         except RuntimeError:
             return
-        raise Wrong("ranks are running, and should not be")
+        raise WrongResult("ranks are running, and should not be")
 
     # -- steps -----------------------------------------------------------------------------------------------
 
-    def _rows(self, length: int) -> tuple[Any, np.ndarray]:
-        """Return a batch, and the indexes that it means."""
-        rng, everything = self.rng, np.arange(length)
+    def _draw_batch(self, length: int) -> tuple[Any, np.ndarray]:
+        """Return a batch, and the equivalent row numbers."""
+        rng, all_rows = self.rng, np.arange(length)
         kind = rng.integers(0, 8)
         if kind <= 1:
-            return None, everything
+            return None, all_rows
         if kind == 2:
             batch: Any = int(rng.integers(0, length + 1))
-            return batch, everything[:batch]
+            return batch, all_rows[:batch]
         if kind == 3:
             batch = slice(*sorted(rng.integers(0, length + 1, 2).tolist()), int(rng.integers(1, 4)))
         elif kind == 4:
@@ -592,14 +583,14 @@ class Soak:
         else:
             low = -length if kind == 6 else 0
             batch = rng.integers(low, length, rng.integers(0, 2 * length + 1)) if length else np.empty(0, np.int64)
-            return (batch.tolist() if rng.random() < 0.5 else batch), everything[batch]
-        return batch, everything[batch]
+            return (batch.tolist() if rng.random() < 0.5 else batch), all_rows[batch]
+        return batch, all_rows[batch]
 
-    def _input(self, recipe: Recipe) -> tuple[Any, np.ndarray]:
-        """Return a scattered input and its content: an array, or a Data object that lives on."""
+    def _draw_input(self, recipe: FunctionModel) -> tuple[Any, np.ndarray]:
+        """Return a scattered input, which is an array or a reused Data object, and its content."""
         rng = self.rng
         rows = int(rng.choice([0, 1, 2, 3, 5, 8, 13, 40]))
-        value = steps_of(rng, (rows, recipe.n_columns), recipe.dtype)
+        value = draw_values(rng, (rows, recipe.n_columns), recipe.dtype)
         choice = rng.random()
         if choice < 0.3:
             return value, value
@@ -613,7 +604,7 @@ class Soak:
 
     def call(self, faults: Faults) -> Step:
         rng = self.rng
-        eligible = [r for r in self.recipes if r.obeys] if faults.orders else self.recipes
+        eligible = [r for r in self.recipes if r.takes_orders] if faults.orders else self.recipes
         recipe = eligible[rng.integers(len(eligible))]
         args: list[Any] = []
         kwargs: dict[str, Any] = {}
@@ -621,8 +612,8 @@ class Soak:
         parts: list[np.ndarray] | None = None
         refused = None
         if recipe.dtype is not None:
-            x, content = self._input(recipe)
-            batch, selection = self._rows(len(content))
+            x, content = self._draw_input(recipe)
+            batch, selection = self._draw_batch(len(content))
             if isinstance(x, synk.Data) and rng.random() < 0.2 and 0 < len(selection) <= len(content):
                 # Row k of a minibatch goes with the k-th index.
                 x.minibatch = True
@@ -635,11 +626,11 @@ class Soak:
                 kwargs["batch"] = batch
             parts = [content[index] for index in np.array_split(selection, self.size)]
             words.append(f"{len(content)} rows, batch={batch!r}")
-        whole = [steps_of(rng, shape, recipe.dtype or np.float64) for shape in recipe.whole]
+        whole = [draw_values(rng, shape, recipe.dtype or np.float64) for shape in recipe.whole]
         args += [synk.data(value) if rng.random() < 0.2 else value for value in whole]
-        if recipe.obeys:
+        if recipe.takes_orders:
             pids = {**self.pids(), self.root: os.getpid()}
-            orders = [(pids[r], deed) for r, deed in faults.orders]
+            orders = [(pids[r], action) for r, action in faults.orders]
             args.append(np.array(orders, np.int64).reshape(-1, 2))
         slices = int(rng.integers(2, 6)) if rng.random() < 0.4 else 1
         if slices > 1:
@@ -650,15 +641,15 @@ class Soak:
         if recipe.sliceable is not None:
             chosen = [np.arange(len(value)) for value in recipe.sliceable.values]
             if rng.random() < 0.6:
-                kwargs["batch_s"], chosen = self._rows_of_each(chosen)
+                kwargs["batch_s"], chosen = self._draw_batch_s(chosen)
         subset = None
         if rng.random() < 0.15:
             subset = rng.permutation(len(recipe.ops))[: rng.integers(1, len(recipe.ops) + 1)].tolist()
             kwargs["output_subset"] = subset
         words.append(" ".join(f"{key}={value!r}" for key, value in kwargs.items() if key != "batch"))
-        expected, new, empty = self._model(recipe, parts, whole, chosen, slices)
+        expected, new, empty = self._compute_expected(recipe, parts, whole, chosen, slices)
         if empty and recipe.dtype is None:
-            return self.collective(faults)  # nothing to compute anywhere
+            return self.collective(faults)  # no rank has rows
         expected = expected if subset is None else [expected[i] for i in subset]
         step = Step(
             "call " + ", ".join(words), lambda: recipe.function(*args, **kwargs), expected, new, refused,
@@ -667,35 +658,35 @@ class Soak:
         if empty:  # without rows an op returns the same as the serial library, scalars included
             step.run = lambda: [None if v is None else np.reshape(v, e.shape) for v, e in
                                 zip(recipe.function(*args, **kwargs), expected, strict=True)]  # fmt: skip
-        if faults.deeds():
+        if faults.get_actions():
             step.what += f" fault {faults}"
         return step
 
-    def _rows_of_each(self, everything: list[np.ndarray]) -> tuple[Any, list[np.ndarray]]:
-        rng, shortest = self.rng, min(map(len, everything))
+    def _draw_batch_s(self, rows_by_rank: list[np.ndarray]) -> tuple[Any, list[np.ndarray]]:
+        rng, shortest = self.rng, min(map(len, rows_by_rank))
         if rng.random() < 0.3:
             one: Any = slice(*sorted(rng.integers(0, shortest + 3, 2).tolist()))
-            return one, [rows[one] for rows in everything]
+            return one, [rows[one] for rows in rows_by_rank]
         if rng.random() < 0.3 and shortest:
             one = rng.integers(0, shortest, rng.integers(1, 7)).tolist()
-            return one, [rows[one] for rows in everything]
+            return one, [rows[one] for rows in rows_by_rank]
         each: list[Any] = []
-        for rows in everything:
+        for rows in rows_by_rank:
             if rng.random() < 0.5 or not len(rows):
                 each.append(slice(*sorted(rng.integers(0, len(rows) + 1, 2).tolist()), int(rng.integers(1, 3))))
             else:
                 each.append(rng.integers(-len(rows), len(rows), rng.integers(1, 7)).tolist())
-        return each, [rows[one] for rows, one in zip(everything, each, strict=True)]
+        return each, [rows[one] for rows, one in zip(rows_by_rank, each, strict=True)]
 
-    def _model(
+    def _compute_expected(
         self,
-        recipe: Recipe,
+        recipe: FunctionModel,
         parts: list[np.ndarray] | None,
         whole: list[np.ndarray],
         chosen: list[np.ndarray] | None,
         slices: int,
     ) -> tuple[list[Any], dict[Variable, list[np.ndarray]], bool]:
-        """Compute the expected results and new values in this process, and whether there were no rows."""
+        """Return the expected results and new values, and whether there are no rows."""
         n, root = self.size, self.root
         weights = [len(part) for part in parts] if parts is not None else [len(index) for index in chosen or []]
         active = [r for r in range(n) if weights[r]]
@@ -703,7 +694,7 @@ class Soak:
         new = {v: list(v.values) for v, _ in recipe.updates}
         outputs = {}
         for r in [root] if empty else active:
-            outputs[r], updated = self._rank_model(recipe, r, parts, whole, chosen, slices)
+            outputs[r], updated = self._compute_on_rank(recipe, r, parts, whole, chosen, slices)
             for (variable, _), value in zip(recipe.updates, [] if empty else updated, strict=not empty):
                 new[variable][r] = value
         if empty:
@@ -713,12 +704,12 @@ class Soak:
             if op is None:
                 results.append(outputs[root][i] if root in outputs else None)
             else:
-                results.append(reduced(op, [outputs[r][i] for r in active], [weights[r] for r in active]))
+                results.append(reduce_values(op, [outputs[r][i] for r in active], [weights[r] for r in active]))
         return results, new, False
 
-    def _rank_model(
+    def _compute_on_rank(
         self,
-        recipe: Recipe,
+        recipe: FunctionModel,
         r: int,
         parts: list[np.ndarray] | None,
         whole: list[np.ndarray],
@@ -745,7 +736,7 @@ class Soak:
             ops = [
                 "sum" if op in ("avg", "mean") and results[0][i].dtype.kind == "i" else op for i, op in enumerate(ops)
             ]
-            combined = [reduced(op, [each[i] for each in results], weights) for i, op in enumerate(ops)]
+            combined = [reduce_values(op, [each[i] for each in results], weights) for i, op in enumerate(ops)]
         return combined[: len(recipe.ops)], combined[len(recipe.ops) :]
 
     def collective(self, faults: Faults) -> Step:
@@ -764,7 +755,7 @@ class Soak:
         step.touches = picked if step.refused is None else []
         return step
 
-    def _shape(self, variable: Variable, rows: int | None = None) -> tuple[int, ...]:
+    def _draw_shape(self, variable: Variable, rows: int | None = None) -> tuple[int, ...]:
         """Return a random shape for a variable; those that functions use keep theirs, but for rows."""
         if variable.ndim == 0 or (variable.fixed and variable is not self.s):
             return variable.values[0].shape
@@ -775,8 +766,8 @@ class Soak:
             return (length + 300, 700) if variable.ndim == 2 else (length + 100_000,)
         return (length, *self.rng.integers(1, 5, variable.ndim - 1).tolist())
 
-    def _value(self, variable: Variable, shape: tuple[int, ...]) -> tuple[Any, np.ndarray]:
-        value = steps_of(self.rng, shape, variable.dtype)
+    def _draw_value(self, variable: Variable, shape: tuple[int, ...]) -> tuple[Any, np.ndarray]:
+        value = draw_values(self.rng, shape, variable.dtype)
         return (synk.data(value) if self.rng.random() < 0.4 else value), value
 
     def _broadcast_step(self, picked: list[Variable], single: bool) -> Step:
@@ -784,7 +775,7 @@ class Soak:
         if self.rng.random() < 0.5:
             new = {v: [v.values[self.root]] * self.size for v in picked}
             return Step("", lambda: synk.broadcast(shareds[0] if single else shareds), None, new)
-        pairs = [self._value(v, self._shape(v)) for v in picked]
+        pairs = [self._draw_value(v, self._draw_shape(v)) for v in picked]
         given = [value for value, _ in pairs]
         new = {v: [value] * self.size for v, (_, value) in zip(picked, pairs, strict=True)}
         return Step(
@@ -801,11 +792,11 @@ class Soak:
                 "", lambda: synk.scatter(shareds, [np.zeros(())] * len(picked)), refused=(ValueError, TypeError)
             )
         rows = int(self.rng.integers(0, 20))
-        pairs = [self._value(v, self._shape(v, rows)) for v in picked]
-        batch, _ = self._rows(min(len(value) for _, value in pairs))
+        pairs = [self._draw_value(v, self._draw_shape(v, rows)) for v in picked]
+        batch, _ = self._draw_batch(min(len(value) for _, value in pairs))
         if any(len(value) != rows for _, value in pairs):
             batch = None
-        selections = [np.arange(len(v)) if batch is None else self._meaning(batch, len(v)) for _, v in pairs]
+        selections = [np.arange(len(v)) if batch is None else self._to_index(batch, len(v)) for _, v in pairs]
         new = {
             v: [value[index] for index in np.array_split(selection, self.size)]
             for v, (_, value), selection in zip(picked, pairs, selections, strict=True)
@@ -819,11 +810,11 @@ class Soak:
         )
 
     @staticmethod
-    def _meaning(batch: Any, length: int) -> np.ndarray:
-        everything = np.arange(length)
+    def _to_index(batch: Any, length: int) -> np.ndarray:
+        rows_by_rank = np.arange(length)
         if isinstance(batch, int):
-            return everything[:batch]
-        return everything[batch if isinstance(batch, slice) else np.asarray(batch, bool if len(batch) and
+            return rows_by_rank[:batch]
+        return rows_by_rank[batch if isinstance(batch, slice) else np.asarray(batch, bool if len(batch) and
                           isinstance(batch[0], bool | np.bool_) else np.int64)]  # fmt: skip
 
     def _gather_step(self, picked: list[Variable], single: bool) -> Step:
@@ -860,7 +851,7 @@ class Soak:
         if any(len({value.shape for value in v.values}) > 1 for v in picked):
             return None
         with np.errstate(all="ignore"):
-            return [reduced(op, v.values, [1] * self.size) for v in picked]
+            return [reduce_values(op, v.values, [1] * self.size) for v in picked]
 
     def _reduce_step(self, picked: list[Variable], single: bool) -> Step:
         op, in_place = str(self.rng.choice(list(UFUNCS))), bool(self.rng.random() < 0.5)
@@ -894,7 +885,7 @@ class Soak:
 
     def _set_value_step(self, picked: list[Variable], single: bool) -> Step:
         r = int(self.rng.integers(self.size))
-        pairs = [self._value(v, self._shape(v)) for v in picked]
+        pairs = [self._draw_value(v, self._draw_shape(v)) for v in picked]
         new = {v: [*v.values] for v in picked}
         for v, (_, value) in zip(picked, pairs, strict=True):
             new[v][r] = value
@@ -925,13 +916,13 @@ class Soak:
         rng = self.rng
         recipe = [r for r in self.recipes if r.dtype is not None][0]
         if recipe.data is None:
-            recipe.content = steps_of(rng, (5, recipe.n_columns), recipe.dtype)
+            recipe.content = draw_values(rng, (5, recipe.n_columns), recipe.dtype)
             recipe.data = synk.data(recipe.content, name="x")
         d, old = recipe.data, recipe.content
         kind = str(rng.choice(["set_value", "set_length", "set_shape", "write", "free", "refused"]))
         rows = int(rng.choice([0, 1, 7, 50, 5000]))
         oversize = float(rng.uniform(1, 2))
-        value = steps_of(rng, (rows, recipe.n_columns), recipe.dtype)
+        value = draw_values(rng, (rows, recipe.n_columns), recipe.dtype)
 
         def run():
             if kind == "set_value":
@@ -948,7 +939,7 @@ class Soak:
                 for bad in (lambda: d.set_value([[1j]]), lambda: d.set_length(-1), lambda: d.set_shape((1, 2, 3))):
                     with contextlib.suppress(TypeError, ValueError):
                         bad()
-                        raise Wrong("a bad argument was taken")
+                        raise WrongResult("a bad argument was taken")
             elif kind == "free":
                 d.free_memory()
                 expect(d.size == 0 and d.alloc_size == 0, "memory was not freed")
@@ -973,15 +964,15 @@ class Soak:
             return Step("distribute", synk.distribute, touches=list(dict.fromkeys([*self.variables, *new])))
         if kind == 2:
             variable = [self.w, self.t, self.variables[0]][rng.integers(3)]
-            value = steps_of(rng, variable.values[self.root].shape, variable.dtype)
+            value = draw_values(rng, variable.values[self.root].shape, variable.dtype)
             values = [value if r == self.root or not variable.sent else v for r, v in enumerate(variable.values)]
             return Step(f"set {variable.name} in the master", lambda: variable.shared.set_value(value), None,
                         {variable: values}, check=False)  # fmt: skip
         recipe = next((r for r in self.recipes if r.kind == "plain"), None)
         if recipe is None:
             return self.data(faults)
-        rows = steps_of(rng, (6, recipe.n_columns), recipe.dtype)
-        whole = steps_of(rng, recipe.whole[0], recipe.dtype)
+        rows = draw_values(rng, (6, recipe.n_columns), recipe.dtype)
+        whole = draw_values(rng, recipe.whole[0], recipe.dtype)
         return Step("as_theano", lambda: [np.asarray(v) for v in recipe.function.as_theano(rows, whole)],
                     recipe.compute([rows], [whole], {})[0])  # fmt: skip
 
@@ -1040,7 +1031,7 @@ class Soak:
         return Faults(kind, outside=[(float(rng.exponential(0.003)), one, signal.SIGSTOP)])
 
     def take_step(self) -> None:
-        """Draw a step and a fault, do it, and check all that came of it."""
+        """Draw a step and a fault, run the step, and check its outcome."""
         self.step += 1
         self.rng = np.random.default_rng((self.seed, self.step))
         self.watchdog.begin()
@@ -1050,7 +1041,7 @@ class Soak:
             self._change_ranks()
         else:
             faults = self._choose_faults()
-            if faults.orders and any(r.obeys for r in self.recipes):
+            if faults.orders and any(r.takes_orders for r in self.recipes):
                 step = self.call(faults)
             elif choice < 0.52:
                 step = self.call(Faults() if faults.orders else faults)
@@ -1064,19 +1055,19 @@ class Soak:
             self.doing = step.what
             self.counts[step.what.split(" ")[0]] += 1
             self.faults[faults.kind] += faults.kind != "none"
-            self._do(step, faults)
+            self._run_step(step, faults)
         self.watchdog.end()
 
     def _change_ranks(self) -> None:
-        """Close and fork, with an interrupt now and then."""
+        """Close and fork, sometimes with an interrupt."""
         rng = self.rng
         self.doing = "close and fork"
         self.counts["fork"] += 1
-        size = int(rng.integers(1, self.most + 2))
+        size = int(rng.integers(1, self.max_ranks + 2))
         root = int(rng.integers(size))
         if rng.random() < 0.3:
             self.faults["interrupt in close"] += 1
-            with self._interrupts(float(rng.exponential(0.003))), contextlib.suppress(KeyboardInterrupt):
+            with self._interrupt_after(float(rng.exponential(0.003))), contextlib.suppress(KeyboardInterrupt):
                 synk.close()
         synk.close()
         self.check_ended()
@@ -1084,19 +1075,19 @@ class Soak:
         if rng.random() < 0.3:
             self.faults["interrupt in fork"] += 1
             try:
-                with self._interrupts(float(rng.exponential(0.01))):
+                with self._interrupt_after(float(rng.exponential(0.01))):
                     synk.fork(size, use_gpu=False, master_rank=root)
             except KeyboardInterrupt:
-                synk.close()  # it may have arrived after the end
+                synk.close()  # the interrupt may have arrived after the fork
                 self.check_ended()
             else:
-                self._forked(size, root)
+                self._prepare_ranks(size, root)
                 return
         self.fork(size, root)
 
     @contextlib.contextmanager
-    def _interrupts(self, seconds: float) -> Any:
-        timer = threading.Timer(seconds, os.kill, (os.getpid(), signal.SIGINT))  # any thread may get it
+    def _interrupt_after(self, seconds: float) -> Any:
+        timer = threading.Timer(seconds, os.kill, (os.getpid(), signal.SIGINT))  # any thread may receive it
         timer.start()
         try:
             self.interruptible = True
@@ -1106,15 +1097,15 @@ class Soak:
             timer.join()
 
     def check_master(self) -> None:
-        """Check the master's own copies, which it keeps when the ranks go."""
+        """Check the master's copies, which remain after the ranks have ended."""
         for v in self.variables:
             expect_equal(np.asarray(v.shared.get_value()), v.values[self.root], f"{v.name} in the master")
 
-    def _do(self, step: Step, faults: Faults) -> None:
+    def _run_step(self, step: Step, faults: Faults) -> None:
         session, before = ranks.get_session(), self.pids()
-        may = faults.deeds()
+        may = faults.get_actions()
         if faults.sabotage:
-            session.run(Sabotage(faults.sabotage))
+            session.run(InjectAtBarrier(faults.sabotage))
         if faults.kind == "kill idle":
             for _, r, number in faults.outside:
                 os.kill(before[r], number)
@@ -1124,8 +1115,8 @@ class Soak:
             threading.Thread(target=self._send_signal_later, args=(before, event, over, signalled))
             for event in ([] if faults.kind == "kill idle" else faults.outside)
         ]
-        stopped = [r for r, deeds in may.items() if STOP in deeds]
-        threads += [threading.Thread(target=self._continue, args=(before[r], over)) for r in stopped]
+        stopped = [r for r, get_actions in may.items() if STOP in get_actions]
+        threads += [threading.Thread(target=self._continue_process, args=(before[r], over)) for r in stopped]
         for thread in threads:
             thread.start()
         compiled, start, error, result = self._compiled(), time.monotonic(), None, None
@@ -1135,7 +1126,7 @@ class Soak:
                 result = step.run()
             finally:
                 self.interruptible = False
-        except (Wrong, AssertionError):
+        except (WrongResult, AssertionError):
             raise
         except BaseException as caught:
             error = caught
@@ -1144,7 +1135,7 @@ class Soak:
         over.set()
         for thread in threads:
             thread.join()
-        self._judge(step, faults, may, error, result, took, before, signalled)
+        self._check_outcome(step, faults, may, error, result, took, before, signalled)
 
     def _compiled(self) -> int:
         return sum(len(recipe.function._computation.compiled) for recipe in self.recipes)
@@ -1162,10 +1153,10 @@ class Soak:
                 os.kill(pids[r], number)
                 signalled.add(r)
         else:
-            os.kill(os.getpid(), number)  # any thread may get it
+            os.kill(os.getpid(), number)  # any thread may receive it
 
     @staticmethod
-    def _continue(pid: int, over: threading.Event) -> None:
+    def _continue_process(pid: int, over: threading.Event) -> None:
         while True:
             ended = over.wait(0.1)
             with contextlib.suppress(ProcessLookupError):
@@ -1173,7 +1164,7 @@ class Soak:
             if ended:
                 return
 
-    def _judge(
+    def _check_outcome(
         self,
         step: Step,
         faults: Faults,
@@ -1184,18 +1175,22 @@ class Soak:
         before: dict[int, int],
         signalled: set[int],
     ) -> None:
-        """Check that the outcome is one that the faults allow, and every variable with it."""
+        """Check that the faults allow this outcome, and check every variable."""
         session_ended = ranks.session._current.close_reason is not None
         died = isinstance(error, synk.WorkerError) and session_ended
-        mortal = {r: deeds & set(DEATHS) for r, deeds in may.items() if deeds & set(DEATHS)}
+        mortal = {r: get_actions & set(DEATHS) for r, get_actions in may.items() if get_actions & set(DEATHS)}
         outcome = "right" if error is None else "dead" if died else type(error).__name__
-        if isinstance(error, Injected):
-            expect(any(RAISE in deeds for r, deeds in may.items() if r == self.root), "an error from nowhere:", error)
+        if isinstance(error, InjectedError):
+            expect(
+                any(RAISE in get_actions for r, get_actions in may.items() if r == self.root),
+                "an error from nowhere:",
+                error,
+            )
         elif isinstance(error, KeyboardInterrupt):
             expect(INTERRUPT in may.get(self.root, ()), "an interrupt from nowhere")
         elif died:
             expect(error.rank in mortal, f"rank {error.rank} died, and nobody told it to:", error)
-            words = [DEATHS[deed] for deed in mortal[error.rank]]
+            words = [DEATHS[action] for action in mortal[error.rank]]
             expect(any(word in str(error) for word in words), f"expected {words} in:", error)
             self.slowest_death = max(self.slowest_death, took)
             expect(took < NOTICED, f"a death was noticed after {took:.1f} s")
@@ -1205,10 +1200,10 @@ class Soak:
             expect(all(RAISE in may.get(r, ()) for r in error.failures), f"{error.failures}, told were {may}")
         elif error is not None:
             if step.refused is None or not isinstance(error, step.refused):
-                raise Wrong(f"an error from nowhere: {error!r}") from error
+                raise WrongResult(f"an error from nowhere: {error!r}") from error
             outcome = "refused"
         elif step.refused is not None:
-            raise Wrong(f"not refused: {step.what}")
+            raise WrongResult(f"not refused: {step.what}")
         else:
             expect_equal(result, step.expected, "result")
         self.outcomes[outcome] += 1
@@ -1222,7 +1217,7 @@ class Soak:
             self._recover(step)
             return
         if faults.sabotage:
-            ranks.get_session().run(Repair())
+            ranks.get_session().run(RemoveInjections())
         for r in mortal:
             if r in signalled:  # at the end of the step
                 self._expect_death(r, before[r])
@@ -1237,11 +1232,11 @@ class Soak:
             self._verify(step.touches[:2], None)
         else:
             self._verify(list(dict.fromkeys([*step.new, *step.touches])), step)
-            self._check_words(step, error)
-        self._tame(step)
+            self._check_reported_updates(step, error)
+        self._bound_values(step)
 
     def _expect_death(self, r: int, pid: int) -> None:
-        """Run something after a worker was killed, once the kernel has done it."""
+        """Run a command after a worker was killed, once the kernel has ended it."""
         while lives(pid):
             time.sleep(0.001)
         start = time.monotonic()
@@ -1252,23 +1247,23 @@ class Soak:
             expect(time.monotonic() - start < NOTICED, "a death was noticed late")
             self.outcomes["dead when idle"] += 1
         else:
-            raise Wrong(f"rank {r} is dead, and nobody noticed")
+            raise WrongResult(f"rank {r} is dead, and nobody noticed")
 
     def _recover(self, step: Step, applied: bool | None = None) -> None:
-        """Fork after a death: the master's variables are there, old or new."""
+        """Fork after a death; the master's variables have their old or new values."""
         self.check_ended()
         for v in self.variables:
             actual, old = np.asarray(v.shared.get_value()), v.values[self.root]
             new = step.new[v][self.root] if v in step.new else old
-            self._one_of(actual, [new] if applied else [old, new], f"{v.name} in the master")
+            self._expect_one_of(actual, [new] if applied else [old, new], f"{v.name} in the master")
             v.values = [actual] * self.size
-        size = int(self.rng.integers(1, self.most + 2))
+        size = int(self.rng.integers(1, self.max_ranks + 2))
         self.fork(size, int(self.rng.integers(size)))
 
     @staticmethod
-    def _one_of(actual: np.ndarray, candidates: list[np.ndarray], what: str) -> None:
-        """Check that each element is that of one of the arrays: the old one or the new one, say."""
-        agree = [close(actual, each) for each in candidates if each.shape == actual.shape]
+    def _expect_one_of(actual: np.ndarray, candidates: list[np.ndarray], what: str) -> None:
+        """Check that each element equals that of one of the candidates, such as the old or the new array."""
+        agree = [find_close(actual, each) for each in candidates if each.shape == actual.shape]
         text = "\nor\n".join(map(str, candidates))
         expect(agree and functools.reduce(np.logical_or, agree).all(), f"{what}:\n{actual}\nshould be\n{text}")
 
@@ -1288,23 +1283,23 @@ class Soak:
                 candidates = [old, failed.new[v][r] if v in failed.new else old]
                 if first_sent:  # perhaps only now: copies of the master's values
                     candidates.append(values[self.root])
-                self._one_of(actual, candidates, f"{v.name} on rank {r}, after a fault")
+                self._expect_one_of(actual, candidates, f"{v.name} on rank {r}, after a fault")
             expect_equal(np.asarray(v.shared.get_value()), values[self.root], f"{v.name}, by its own get_value")
             v.values = values
 
-    def _check_words(self, step: Step, error: BaseException) -> None:
+    def _check_reported_updates(self, step: Step, error: BaseException) -> None:
         """Check the updates that the error of a call reports as applied."""
         if not step.what.startswith("call") or not step.new or isinstance(error, KeyboardInterrupt):
             return
         text = "\n".join([str(error), *getattr(error, "__notes__", [])])
         expect("updates were applied on" in text, "nothing says what was applied:", text)
 
-    def _tame(self, step: Step) -> None:
+    def _bound_values(self, step: Step) -> None:
         """Replace large values, so that products stay finite."""
         for v in step.new:
             sizes = [np.abs(value.astype(np.complex128)).max(initial=0.0) for value in v.values]
             if v.dtype.kind in "fc" and not max(sizes) < (100 if v.dtype == np.float16 else LARGEST):
-                value = steps_of(self.rng, v.values[0].shape, v.dtype)
+                value = draw_values(self.rng, v.values[0].shape, v.dtype)
                 synk.broadcast(v.shared, value)
                 v.values, v.sent = [value] * self.size, True
 

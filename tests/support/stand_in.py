@@ -1,7 +1,7 @@
-"""Replaces GPUs by the CPU: JAX arrays in host memory pass through the code that calls CUDA and NCCL.
+"""Stand-ins for CUDA and NCCL, by which JAX arrays in host memory pass through the code for GPUs.
 
 `install`
-    To be called before `synkhronos.fork`.
+Call it before `synkhronos.fork`.
 `seen`
     The collectives of the master since the last call, in words.
 
@@ -109,7 +109,7 @@ def install():
 
 
 def take_collectives():
-    """Return the master's collectives since the last call."""
+    """Return descriptions of the master's collectives since the last call."""
     told = " ".join(_seen)
     _seen.clear()
     return told

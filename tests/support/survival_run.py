@@ -1,9 +1,9 @@
-"""A training in which a random worker is killed every few seconds, beside an undisturbed one.
+"""Compares a training in which a random worker is killed every few seconds with an undisturbed one.
 
     python tests/support/survival_run.py --seconds 60 --every 5 --ranks 3 --rule BSP
     python tests/support/survival_run.py --kills 720 --every 0.3 --random --ranks 3 --rule EASGD
 
-The undisturbed training goes first, without a pause, and takes as many epochs as the other.  Prints a line for each
+The undisturbed training has the same number of epochs.  Prints a line for each
 death, and at the end whether the parameters and the reports are equal and how often each row was used.  Exits with 1 if
 a synchronous rule has other parameters, or a row was used more or less often than others.
 """
@@ -35,7 +35,7 @@ from synkhronos import ranks
 from synkhronos.training import Trainer, survival
 from synkhronos.training.updates import adam
 
-#: Seconds without a report after which the training is stuck, and the stacks are printed.
+#: Seconds without a report after which the stacks are printed.
 STUCK = 120
 
 
@@ -72,7 +72,7 @@ class Killer(threading.Thread):
 
 
 def train(options: argparse.Namespace, n_epochs: int, is_disturbed: bool):
-    """Train for some seconds, kills, or epochs; return the parameters, the rows' counts, and the reports."""
+    """Train for some seconds, kills, or epochs; return parameters, counts of rows, and reports."""
     synk.fork(options.ranks, use_gpu=options.gpu)
     update = adam if options.shard else None
     model = Model(options.rule, rate=0.001, noise=options.noise, update=update, shard_optimizer=options.shard)

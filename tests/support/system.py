@@ -1,4 +1,4 @@
-"""Processes, and names in shared memory, as the kernel lists them."""
+"""Processes and shared memory names, as the kernel lists them."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ import time
 
 from paths import ROOT, SUPPORT
 
-#: Seconds for anything that should take a moment, on a machine that is busy with other things.
+#: Maximal seconds of short operations, on a busy machine.
 LIMIT = 30
-#: States of processes that do nothing any more.
+#: States of processes that have ended.
 _ENDED = ("Z", "X", "")
 
 
 def list_shared_names() -> set[str]:
-    """Return the names of the library in /dev/shm, without the launcher's copies, which other tests' runs keep."""
+    """Return the library's names in /dev/shm, without the launcher's copies, which belong to other tests' runs."""
     return {name for name in os.listdir("/dev/shm") if "synkhronos" in name and "synkhronos-copy-" not in name}
 
 
@@ -32,10 +32,9 @@ def find_leaked_names(before: set[str], limit: float = 2) -> set[str]:
 
 
 def list_children(pid: int) -> list[int]:
-    """Return the processes that a process's threads have forked, zombies among them.
+    """Return the children of a process's threads, including zombies.
 
-    Not those that have been waited for, or that nobody need wait for: such a one stays in the list for a moment, while
-    the system removes it, though its parent was told that there is none.
+    Children that were waited for, or need not be, are omitted: they remain in the kernel's list for a moment.
     """
     found = []
     for thread in os.listdir(f"/proc/{pid}/task"):
@@ -43,20 +42,20 @@ def list_children(pid: int) -> list[int]:
             with open(f"/proc/{pid}/task/{thread}/children") as listed:
                 found += [int(child) for child in listed.read().split()]
         except (FileNotFoundError, ProcessLookupError):
-            return list_children(pid)  # the thread has ended, and its children are another's now
+            return list_children(pid)  # the thread has ended, and another thread has its children
     return [child for child in found if state(child) not in ("X", "")]
 
 
 def state(pid: int) -> str:
-    """Return a process's state as the system writes it.
+    """Return a process's state as the kernel writes it.
 
-    R, S, D, T for stopped, Z for a zombie, X for one that is being removed; "" if there is none.
+    R, S, D, T for stopped, Z for a zombie, X for a process that is being removed; "" if it does not exist.
     """
     return (_status(pid) or [""])[0]
 
 
 def lives(pid: int) -> bool:
-    """Return whether a process runs; a zombie does not."""
+    """Return whether a process is alive; a zombie is not."""
     return state(pid) not in _ENDED
 
 
@@ -69,13 +68,13 @@ def wait_for_state(pid: int, wanted: str) -> None:
 
 
 def members(session: int) -> dict[int, str]:
-    """Return the processes of a session that still run, and their states; zombies are their parent's business."""
+    """Return the states of a session's live processes by process ID, without zombies."""
     everyone = {int(name): _status(int(name)) for name in os.listdir("/proc") if name.isdecimal()}
     return {pid: s[0] for pid, s in everyone.items() if s and int(s[3]) == session and s[0] not in _ENDED}
 
 
 def _status(pid: int) -> list[str]:
-    """Return the fields of /proc/PID/stat behind the name: state, parent, group, session, ..."""
+    """Return the fields of /proc/PID/stat after the name: state, parent, group, session, ..."""
     try:
         with open(f"/proc/{pid}/stat") as stat:
             return stat.read().rsplit(")", 1)[1].split()

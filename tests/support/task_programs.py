@@ -1,4 +1,4 @@
-"""Programs that test_tasks.py and the tests of faults run on all ranks."""
+"""Programs that tests of `synkhronos.run` start on all ranks."""
 
 import os
 import signal
@@ -7,7 +7,7 @@ import time
 import numpy as np
 
 
-def identity(worker, *args, **kwargs):
+def return_arguments(worker, *args, **kwargs):
     return worker.number, worker.size, worker.is_master, args, kwargs
 
 
@@ -27,86 +27,88 @@ def get_stored(worker, name):
     return dict(worker.get_storage(name))
 
 
-def together(worker, values):
+def all_reduce_by_each_op(worker, values):
     worker.barrier("begin")
     array = np.asarray(values[worker.number])
     return [worker.all_reduce(array, op).tolist() for op in ("sum", "avg", "min", "max")]
 
 
-def as_arrays(worker, rows, number):
-    """Return results of NumPy's conversions of rows, and of `len`."""
-    made = [np.shares_memory(np.asarray(rows, dtype), rows.array) for dtype in (None, rows.dtype, "float32")]
+def convert_rows(worker, rows, number):
+    """Return the results of NumPy's conversions of rows, and of `len`."""
+    results = [np.shares_memory(np.asarray(rows, dtype), rows.array) for dtype in (None, rows.dtype, "float32")]
     for function in (lambda: rows.__array__(np.dtype("float32"), copy=False), lambda: len(number)):
         try:
-            made.append(function())
+            results.append(function())
         except (TypeError, ValueError) as error:
-            made.append(type(error))
-    return [*made, np.asarray(rows[[1, 0]], "float32").tolist()]
+            results.append(type(error))
+    return [*results, np.asarray(rows[[1, 0]], "float32").tolist()]
 
 
-def float16_average(worker, value):
+def average_float16(worker, value):
     return worker.all_reduce(np.full(3, value, np.float16)).tolist()
 
 
-def values(worker, n):
+def gather_and_broadcast(worker, n):
     return worker.all_gather([worker.number] * n), worker.broadcast(f"rank {worker.number}", root=worker.size - 1)
 
 
-def ring(worker, n):
-    """Pass an array and other objects from rank to rank."""
+def send_around(worker, n):
+    """Send an array and another object to the next rank; return whether the array arrived, and the object."""
     to, source = (worker.number + 1) % worker.size, (worker.number - 1) % worker.size
     array = np.arange(n, dtype="float32") + worker.number
-    if worker.number == 0:  # large ones wait until they are received
+    if worker.number == 0:  # the send of a large array waits for its receiver
         worker.send(array, to)
-        got = worker.receive(source)
+        received = worker.receive(source)
     else:
-        got = worker.receive(source)
+        received = worker.receive(source)
         worker.send(array, to)
     worker.send({"rank": worker.number}, to)
-    return got.sum() == (np.arange(n, dtype="float32") + source).sum(), worker.receive(source)
+    return received.sum() == (np.arange(n, dtype="float32") + source).sum(), worker.receive(source)
 
 
-def all_send_first(worker, sizes):
-    """Send messages to all other ranks, and only then receive theirs."""
+def send_before_receiving(worker, sizes):
+    """Send messages to all other ranks before receiving theirs; return the received lengths and contents."""
     others = [r for r in range(worker.size) if r != worker.number]
     for r in others:
         for n in sizes:
             worker.send(np.full(n, worker.number, "u1"), r)
-    return [[(len(got), set(got.tolist())) for got in map(worker.receive, [r] * len(sizes))] for r in others]
+    return [
+        [(len(received), set(received.tolist())) for received in map(worker.receive, [r] * len(sizes))] for r in others
+    ]
 
 
-def messages(worker, of_ranks):
+def exchange_messages(worker, steps_by_rank):
     """Send and receive in this rank's order; return the numbers and sizes of the received messages."""
-    came, number = [], dict.fromkeys(range(worker.size), 0)
-    for kind, peer, n in of_ranks[worker.number]:
+    results, number = [], dict.fromkeys(range(worker.size), 0)
+    for kind, peer, n in steps_by_rank[worker.number]:
         if kind == "send":
             worker.send((number[peer], bytes(n)), peer)
             number[peer] += 1
         else:
             k, content = worker.receive(peer)
-            came.append((k, len(content)))
-    return came
+            results.append((k, len(content)))
+    return results
 
 
-def in_groups(worker, n):
-    """Even ranks and odd ones by themselves; then all."""
+def reduce_in_groups(worker, n):
+    """Reduce and gather among even and among odd ranks; then reduce over all."""
     group = worker.group([r for r in range(worker.size) if r % 2 == worker.number % 2])
     group.barrier("begin")
     array = np.full(n, worker.number + 1, "float32")
     total, largest = group.all_reduce(array, "sum"), group.all_reduce(array, "max")
-    shown = group.all_gather(worker.number)
+    numbers = group.all_gather(worker.number)
     return (
         total[0] == total[-1] and float(total[0]),
         float(largest[-1]),
-        shown,
+        numbers,
         float(worker.all_reduce(array, "sum")[0]),
     )
 
 
-def steps(worker, of_ranks):
-    """Take this rank's steps; return the result of each by its number."""
-    came = {}
-    for number, kind, members, n in of_ranks[worker.number]:
+def take_group_steps(worker, steps_by_rank):
+    """Take this rank's steps; return their results by number."""
+    results = {}
+    for number, kind, members, n in steps_by_rank[worker.number]:
         mine = np.arange(n) + 10.0 * number + worker.number
         group = worker.group(members)
         if kind == "send" and len(members) > 1:
@@ -114,58 +116,58 @@ def steps(worker, of_ranks):
             if worker.number == source:
                 worker.send(mine, to)
             elif worker.number == to:
-                came[number] = worker.receive(source).tolist()
+                results[number] = worker.receive(source).tolist()
         elif kind == "exchange":
-            came[number] = group.all_gather((number, worker.number))
+            results[number] = group.all_gather((number, worker.number))
         elif kind == "sum":
-            came[number] = group.all_reduce(mine, "sum").tolist()
+            results[number] = group.all_reduce(mine, "sum").tolist()
         else:
             group.barrier(f"step {number}")
-    return came
+    return results
 
 
-def masked_array(worker):
-    """Send an array with a mask that is large enough to be sent as bytes, were it not for the mask."""
+def send_masked_arrays(worker):
+    """Send masked arrays to rank 0, large enough to be sent as bytes without a mask; return their masks."""
     if worker.number:
         worker.send(np.ma.masked_array(np.zeros(1000), np.arange(1000) == worker.number), 0)
         return None
     return [np.ma.getmaskarray(worker.receive(r)).tolist() for r in range(1, worker.size)]
 
 
-def in_the_order_of_bytes(worker, orders, in_group):
-    """Add up numbers of some orders of bytes, one for each rank."""
+def add_byte_orders(worker, orders, in_group):
+    """All-reduce an array whose byte order is ``orders[rank]``."""
     all_reduce = (worker.group(range(worker.size)) if in_group else worker).all_reduce
     return all_reduce(np.arange(5, dtype=f"{orders[worker.number]}f8"), "sum").tolist()
 
 
-def writes(worker, rows):
+def write_zeros(worker, rows):
     rows.write(np.zeros(rows.shape))
 
 
 def add_ones(worker, counter, times, slow=False):
-    """Add 1 to each element, many times; reading and writing are far apart."""
-    turns = []
+    """Add 1 to each element `times` times under a lock; return the lock's turns."""
+    lock_turns = []
     for _ in range(times):
         with worker.lock() as lock:
             lock.read(counter)
             counter.array[...] = counter.array + 1
             lock.write(counter)
-            turns.append(lock.turn)
+            lock_turns.append(lock.turn)
         worker.progress()
-    return turns
+    return lock_turns
 
 
-def take_with_a_limit(worker, seconds):
-    """Hold a lock on rank 0 while the others try to acquire it; return whether each acquired it, then and later."""
+def acquire_with_timeout(worker, seconds):
+    """Hold a lock on rank 0 while the others try to acquire it; return their results during that time and after."""
     lock, found = worker.lock(1), []
     if worker.number == 0:
         found.append(lock.acquire())
     for held in (True, False):
         worker.barrier(f"held: {held}")
         if worker.number:
-            got = lock.acquire(timeout=seconds if held else 60)
-            found.append(got)
-            if got:
+            acquired = lock.acquire(timeout=seconds if held else 60)
+            found.append(acquired)
+            if acquired:
                 lock.release()
         worker.barrier(f"tried: {held}")
         if worker.number == 0 and held:
@@ -173,23 +175,23 @@ def take_with_a_limit(worker, seconds):
     return found
 
 
-def own_steps(worker, step, w, rows):
-    """Take a number of steps that differs from rank to rank, each on rows of this rank's own."""
+def step_on_own_rows(worker, step, w, rows):
+    """Take ``rank + 1`` steps on this rank's row; return the losses and the parameters."""
     losses = [float(step(rows[worker.number : worker.number + 1])) for _ in range(worker.number + 1)]
     return losses, np.asarray(w.get_value()).tolist()
 
 
-def many_steps(worker, step, w, rows, times):
+def launch_many_steps(worker, step, w, rows, times):
     losses = step.launch_many(times, rows[[i % len(rows) for i in range(times)]])
     return None if losses is None else [float(loss) for loss in step.read(losses)], np.asarray(w.get_value()).tolist()
 
 
-def share(worker, count, epoch, seed):
+def get_share_of_rows(worker, count, epoch, seed):
     return worker.rows(count, epoch, seed)
 
 
-def stopped(worker, who):
-    """Work until a rank stops."""
+def work_until_stop(worker, who):
+    """Work until a rank calls `stop`; return the number of steps."""
     steps = 0
     while not worker.stopping:
         steps += 1
@@ -199,23 +201,23 @@ def stopped(worker, who):
     return steps
 
 
-def different_barriers(worker, names):
+def arrive_at_different_barriers(worker, names):
     worker.barrier(names[worker.number])
 
 
-def ends_early(worker, who):
+def end_before_a_barrier(worker, who):
     if worker.number != who:
         worker.barrier("never")
 
 
-def different_groups(worker):
-    """Wait at the barrier of a group one of whose members waits in another group."""
+def wait_in_different_groups(worker):
+    """Wait at barriers of two groups, one of whose common members waits in the other group."""
     members, name = ([0, 1, 2], "north") if worker.number < 2 else ([1, 2], "south")
     worker.group(members).barrier(name)
 
 
-def barrier_or_message(worker, first):
-    """Wait at a barrier of a group where the other rank sends or receives a message."""
+def wait_at_barrier_or_message(worker, first):
+    """Wait at a barrier of a group while the other rank sends or receives a message."""
     group = worker.group([0, 1])
     if worker.number == 0:
         group.barrier("here")
@@ -226,18 +228,18 @@ def barrier_or_message(worker, first):
         worker.receive(0)
 
 
-def all_receive(worker):
+def receive_from_each_other(worker):
     worker.receive((worker.number + 1) % worker.size)
 
 
-def barrier_and_receive(worker):
+def receive_before_a_barrier(worker):
     if worker.number == 0:
         worker.receive(1)
     worker.barrier("late")
 
 
-def fails(worker, who, how, seconds):
-    """Fail on one rank, in the middle of the work of the others."""
+def fail_on_one_rank(worker, who, how, seconds):
+    """Raise an error on rank `who` while the others work or wait."""
     if worker.number == who:
         time.sleep(seconds)
         raise ValueError("this rank's own")
@@ -256,8 +258,8 @@ def fails(worker, who, how, seconds):
             worker.receive(who)
 
 
-def dies(worker, who, how, counter=None):
-    """Kill one rank, which holds a lock, or is in the middle of an exchange, or which the others wait for."""
+def kill_one_rank(worker, who, how, counter=None):
+    """Kill rank `who` in a lock, in an all-reduce, before a barrier, or while the others compute."""
     if how == "in the lock":
         if worker.number != who:
             time.sleep(0.1)
@@ -280,16 +282,16 @@ def dies(worker, who, how, counter=None):
             worker.progress()
 
 
-def takes_its_time(worker, seconds, steps, says):
-    """Work for long; some ranks reset their timeout."""
+def work_slowly(worker, seconds, steps, reporting):
+    """Sleep for several steps; the ranks `reporting` report progress after each."""
     for _ in range(steps):
         time.sleep(seconds)
-        if worker.number in says:
+        if worker.number in reporting:
             worker.progress()
     return "done"
 
 
-def forever(worker, how):
+def work_forever(worker, how):
     if how == "computes":
         while True:
             worker.progress()
@@ -300,11 +302,11 @@ def forever(worker, how):
     worker.barrier("never")
 
 
-def returns_a_lambda(worker):
+def return_a_lambda(worker):
     return lambda: 0
 
 
-def wrong(worker, call):
+def call_wrongly(worker, call):
     me = worker.number
     {
         "a lock": lambda: worker.lock(100),

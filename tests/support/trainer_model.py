@@ -1,4 +1,4 @@
-"""A small model for the trainer's tests: linear regression, which counts how often each row is used."""
+"""A linear regression for tests of the trainer, which counts the uses of each row."""
 
 import numpy as np
 from library import NAME, XLA, shared, tensor
@@ -30,7 +30,7 @@ ALL = {
     "Swap": (lambda: rules.Swap(3), sgd),
 }
 SYNCHRONOUS = ["BSP", "BSP of parameters", "LocalSGD", "PostLocal", "SlowMo", "DiLoCo", "EASGD together", "Swap"]
-if XLA:  # each takes seconds to compile
+if XLA:  # a rule takes seconds to compile
     ALL = {name: ALL[name] for name in ("BSP", "LocalSGD", "DiLoCo", "EASGD", "EAMSGD", "ASGD", "GoSGD")}
     SYNCHRONOUS = ["LocalSGD"]
 
@@ -72,5 +72,5 @@ def noise_like_a_row():
         return RandomStream(3).normal(size=(4,))
     from theano.sandbox.rng_mrg import MRG_RandomStreams
 
-    # By itself it has 15,360 streams, which every checkpoint would hold.
+    # By default it has 15,360 streams, which every checkpoint would contain.
     return MRG_RandomStreams(3).normal(size=(4,), nstreams=4)

@@ -12,7 +12,7 @@ from synkhronos.devices.jax import program_sum
 from synkhronos.engines.xla.rank_program import RankProgram, get_settings
 from synkhronos.ranks import Command
 
-#: Number of the sum at which something happens, and of the rank on which it does.
+#: Number of the all-reduce at which an event happens.
 EVENT = 20
 
 
@@ -50,13 +50,13 @@ def change(spans, stream):
 
 @dataclass(frozen=True, slots=True)
 class Multiply(Command):
-    """Multiply a matrix, of which each rank has a row, with a vector again and again; return the last and their sum.
+    """Command that multiplies a matrix, one row per rank, by a vector `steps` times; returns the last vector and the sum.
 
     Attributes
     ----------
     steps : int
     vectorized : bool
-        Multiply two vectors side by side.
+        Whether two vectors are multiplied at the same time.
     event : str
         Name of a function of this module; "" for none.
     victim : int
@@ -112,7 +112,7 @@ class Multiply(Command):
 
 @dataclass(frozen=True, slots=True)
 class Add(Command):
-    """All-reduce rank numbers without a program."""
+    """Command that all-reduces the rank numbers without a program."""
 
     def run(self, rank):
         return sum(rank.all_gather(rank.number))

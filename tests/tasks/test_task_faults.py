@@ -26,14 +26,14 @@ def two(fork):
 
 def test_mismatched_barriers_are_named(two):
     with pytest.raises(RuntimeError, match=r"rank 0 is at barrier 'north', rank 1 is at barrier 'south'"):
-        synk.run(programs.different_barriers, ["north", "south"])
-    assert len(synk.run(programs.identity)) == 2
+        synk.run(programs.arrive_at_different_barriers, ["north", "south"])
+    assert len(synk.run(programs.return_arguments)) == 2
 
 
 @pytest.mark.parametrize("who", [0, 1])
-def test_barrier_that_a_rank_never_reaches(two, who):
+def test_barrier_that_a_rank_never_reaches_is_named(two, who):
     with pytest.raises(RuntimeError, match=rf"rank {who} is at the end of the program"):
-        synk.run(programs.ends_early, who)
+        synk.run(programs.end_before_a_barrier, who)
 
 
 def test_deadlock_of_messages_is_detected(fork):
@@ -41,24 +41,24 @@ def test_deadlock_of_messages_is_detected(fork):
     with pytest.raises(
         RuntimeError, match="rank 0 waits for a message of rank 1, rank 1 waits for a message of rank 2"
     ):
-        synk.run(programs.all_receive)
+        synk.run(programs.receive_from_each_other)
     with pytest.raises(RuntimeError, match="rank 0 waits for a message of rank 1, rank 1 waits at barrier 'late'"):
-        synk.run(programs.barrier_and_receive)
+        synk.run(programs.receive_before_a_barrier)
 
 
 def test_deadlock_of_groups_is_detected(fork):
     fork(3, timeout=5)
     places = r"rank 1 is at barrier 'north' of group \(0, 1, 2\), rank 2 is at barrier 'south' of group \(1, 2\)"
     with pytest.raises((RuntimeError, synk.WorkerError), match=places):
-        synk.run(programs.different_groups)
-    assert len(synk.run(programs.identity)) == 3
+        synk.run(programs.wait_in_different_groups)
+    assert len(synk.run(programs.return_arguments)) == 3
 
 
 def test_deadlock_of_message_and_barrier_is_detected(two):
     with pytest.raises(synk.WorkerError, match=r"waits for a message of rank 0, which is at barrier 'here' of group"):
-        synk.run(programs.barrier_or_message, "receive")
+        synk.run(programs.wait_at_barrier_or_message, "receive")
     with pytest.raises(RuntimeError, match=r"rank 0 is at barrier 'here' of group \(0, 1\), rank 1 is at send\(\)"):
-        synk.run(programs.barrier_or_message, "send")
+        synk.run(programs.wait_at_barrier_or_message, "send")
 
 
 def test_random_task_steps_end_or_raise(fork):
@@ -69,15 +69,15 @@ def test_random_task_steps_end_or_raise(fork):
     def check(draw):
         steps = draw.draw(programs_of_groups(3))
         of_ranks = [draw.draw(st.permutations([step for step in steps if r in step[2]])) for r in range(3)]
-        with contextlib.suppress(RuntimeError):  # WorkerError is one
-            synk.run(programs.steps, of_ranks)
-        assert len(synk.run(programs.identity)) == 3  # nobody had to be ended
+        with contextlib.suppress(RuntimeError):  # WorkerError is a RuntimeError
+            synk.run(programs.take_group_steps, of_ranks)
+        assert len(synk.run(programs.return_arguments)) == 3  # no rank was ended
 
     check()
 
 
-def completes(of_ranks, capacity):
-    """Return whether a program of messages ends if `capacity` bytes to a rank are buffered; a message has 200 more."""
+def can_complete(of_ranks, capacity):
+    """Return whether a program of messages ends with buffers of `capacity` bytes; a message takes 200 more."""
     at = [0] * len(of_ranks)
     channels = defaultdict(deque)
 
@@ -88,7 +88,7 @@ def completes(of_ranks, capacity):
         waiting = channels[r, peer]
         if sum(waiting) + n + 200 <= capacity:
             return True
-        # A larger one goes while the other rank receives it.
+        # A larger message is sent while the other rank receives it.
         return not waiting and of_ranks[peer][at[peer] :][:1] == [("receive", r, 0)]
 
     while ready := [r for r, steps in enumerate(of_ranks) if at[r] < len(steps) and can(r)]:
@@ -102,7 +102,7 @@ def completes(of_ranks, capacity):
 
 
 def test_send_blocks_only_beyond_the_buffer(fork):
-    """Ranks that send and receive in any order: those whose messages fit complete, and true deadlocks are errors."""
+    """In any order of sends and receives, programs whose messages fit end, and deadlocks raise errors."""
     fork(3, timeout=20)
     pairs = st.sampled_from([(source, to) for source in range(3) for to in range(3) if source != to])
     sizes = st.sampled_from([0, 10, 1000, 30_000, 60_000, 100_000, 300_000])
@@ -124,12 +124,12 @@ def test_send_blocks_only_beyond_the_buffer(fork):
                 if kind == "receive":
                     expected[r].append((came[source], sizes_of[source][came[source]]))
                     came[source] += 1
-        fits, can_end = completes(of_ranks, 131_072), completes(of_ranks, float("inf"))
+        fits, can_end = can_complete(of_ranks, 131_072), can_complete(of_ranks, float("inf"))
         assert can_end or not fits
         try:
-            assert synk.run(programs.messages, of_ranks) == expected
+            assert synk.run(programs.exchange_messages, of_ranks) == expected
             assert can_end
-        except RuntimeError as error:  # WorkerError is one
+        except RuntimeError as error:  # WorkerError is a RuntimeError
             assert "the ranks wait for each other" in str(error)
             assert not fits
 
@@ -139,7 +139,7 @@ def test_send_blocks_only_beyond_the_buffer(fork):
 def test_send_beyond_the_buffer_can_deadlock(two):
     words = "rank 0 waits until rank 1 receives a message, rank 1 waits until rank 0 receives a message"
     with pytest.raises(RuntimeError, match=f"the ranks wait for each other: {words}"):
-        synk.run(programs.all_send_first, [66_000, 66_000])
+        synk.run(programs.send_before_receiving, [66_000, 66_000])
 
 
 def test_error_of_one_rank_ends_ranks_that_take_free_locks(fork):
@@ -158,11 +158,11 @@ def test_error_of_one_rank_ends_run(fork, who, how):
     fork(3)
     began = time.monotonic()
     with pytest.raises(ValueError if who == 0 else synk.WorkerError, match="this rank's own") as caught:
-        synk.run(programs.fails, who, how, 0.1)
+        synk.run(programs.fail_on_one_rank, who, how, 0.1)
     assert time.monotonic() - began < LIMIT
     if who:
         assert "raise ValueError" in caught.value.worker_traceback
-    assert len(synk.run(programs.identity)) == 3
+    assert len(synk.run(programs.return_arguments)) == 3
 
 
 @pytest.mark.parametrize("how", ["computes", "waits"])
@@ -172,9 +172,9 @@ def test_interrupt_ends_run(fork, how):
     timer.start()
     began = time.monotonic()
     with pytest.raises(KeyboardInterrupt):
-        synk.run(programs.forever, how)
+        synk.run(programs.work_forever, how)
     assert time.monotonic() - began < LIMIT
-    assert len(synk.run(programs.identity)) == 2
+    assert len(synk.run(programs.return_arguments)) == 2
 
 
 @pytest.mark.parametrize("how", ["in the lock", "in an exchange", "before a barrier", "while others compute"])
@@ -183,7 +183,7 @@ def test_death_of_a_rank_ends_run(fork, how):
     fork(3)
     began = time.monotonic()
     with pytest.raises(synk.WorkerError, match="rank 2 .* was killed by SIGKILL"):
-        synk.run(programs.dies, 2, how)
+        synk.run(programs.kill_one_rank, 2, how)
     assert time.monotonic() - began < LIMIT
 
 
@@ -192,7 +192,7 @@ def test_death_of_a_rank_ends_run(fork, how):
 @pytest.mark.slow
 def test_timeout_counts_from_the_last_progress(fork):
     fork(2, timeout=1.5)
-    assert synk.run(programs.takes_its_time, 0.1, 20, [0, 1]) == ["done", "done"]
+    assert synk.run(programs.work_slowly, 0.1, 20, [0, 1]) == ["done", "done"]
 
 
 @pytest.mark.skipif(DEVICE != "host", reason="other devices take longer to start")
@@ -200,7 +200,7 @@ def test_timeout_counts_from_the_last_progress(fork):
 def test_timeout_names_a_rank_without_progress(fork):
     fork(2, timeout=0.4)
     with pytest.raises(synk.WorkerError, match="rank 1 did not finish within the 0.4 seconds"):
-        synk.run(programs.takes_its_time, 0.05, 100, [0])
+        synk.run(programs.work_slowly, 0.05, 100, [0])
 
 
 # -- errors --------------------------------------------------------------------------------------------------
@@ -211,8 +211,8 @@ def test_run_refuses_unpicklable_values(two):
         synk.run(lambda worker: 0)
     with pytest.raises(TypeError, match="program: expected a function, got 3"):
         synk.run(3)
-    with pytest.raises((TypeError, synk.WorkerError), match="can't be pickled"):  # whichever rank fails first
-        synk.run(programs.returns_a_lambda)
+    with pytest.raises((TypeError, synk.WorkerError), match="can't be pickled"):  # depending on which rank fails first
+        synk.run(programs.return_a_lambda)
 
 
 @pytest.mark.parametrize(
@@ -239,4 +239,4 @@ def test_run_refuses_unpicklable_values(two):
 )
 def test_run_refuses_wrong_arguments(two, call, error, words):
     with pytest.raises((error, synk.WorkerError), match=words):
-        synk.run(programs.wrong, call)
+        synk.run(programs.call_wrongly, call)

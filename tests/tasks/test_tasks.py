@@ -19,40 +19,40 @@ from synkhronos.ranks.task_memory import TaskMemory
 
 
 def test_run_passes_rank_and_arguments(n_ranks):
-    results = synk.run(programs.identity, 1, two="2")
+    results = synk.run(programs.return_arguments, 1, two="2")
     assert results == [(r, n_ranks, r == 0, (1,), {"two": "2"}) for r in range(n_ranks)]
 
 
-def test_task_all_reduce_ops(n_ranks):
+def test_task_all_reduce_accepts_all_ops(n_ranks):
     values = np.random.default_rng(0).normal(size=(n_ranks, 300_000))
-    for result in synk.run(programs.together, values):
+    for result in synk.run(programs.all_reduce_by_each_op, values):
         for got, expected in zip(result, [values.sum(0), values.mean(0), values.min(0), values.max(0)], strict=True):
             np.testing.assert_allclose(got, expected, rtol=1e-12, atol=1e-12)
 
 
 def test_task_avg_of_float16_does_not_overflow(n_ranks):
-    assert synk.run(programs.float16_average, 40_000.0) == [[40_000.0] * 3] * n_ranks
+    assert synk.run(programs.average_float16, 40_000.0) == [[40_000.0] * 3] * n_ranks
 
 
 @pytest.mark.parametrize("n", [1, 30_000])
-def test_task_collectives_of_any_size(n_ranks, n):
-    for everybody, decided in synk.run(programs.values, n):
+def test_task_collectives_accept_any_size(n_ranks, n):
+    for everybody, decided in synk.run(programs.gather_and_broadcast, n):
         assert everybody == [[r] * n for r in range(n_ranks)]
         assert decided == f"rank {n_ranks - 1}"
 
 
 @pytest.mark.parametrize("n", [5, 1_000_000])
-def test_send_and_receive_in_order(n_ranks, n):
+def test_send_and_receive_keep_order(n_ranks, n):
     if n_ranks == 1:
         pytest.skip("needs two ranks")
-    results = synk.run(programs.ring, n)
+    results = synk.run(programs.send_around, n)
     assert results == [(True, {"rank": (r - 1) % n_ranks}) for r in range(n_ranks)]
 
 
 @pytest.mark.parametrize("sizes", [[0] * 600, [1000, 60_000, 0, 2049, 60_000, 1000], [131_072 - 200]], ids=len)
 def test_send_within_the_buffer_does_not_block(n_ranks, sizes):
     assert sum(sizes) + 200 * len(sizes) <= 131_072
-    for r, came in enumerate(synk.run(programs.all_send_first, sizes)):
+    for r, came in enumerate(synk.run(programs.send_before_receiving, sizes)):
         assert came == [[(n, {q} if n else set()) for n in sizes] for q in range(n_ranks) if q != r]
 
 
@@ -65,7 +65,7 @@ def test_send_buffers_are_bounded(size, capacity):
 
 @given(st.lists(st.tuples(st.sampled_from(["send", "receive", "to", "back"]), st.integers(0, 60_000)), max_size=30))
 def test_send_bytes_between_hosts(steps):
-    """Parts that rank 0 of one host sends reach rank 1 of another whole and in order, whenever the agents look."""
+    """Chunks that rank 0 of a host sends reach rank 1 of another whole and in order, whenever the agents poll."""
     memory = TaskMemory(0, 2, 2)
     segments = [SimpleNamespace(buffer=bytearray(memory.nbytes)) for _ in range(2)]
     agents = [Bridge(memory, segment, range(r, r + 1)) for r, segment in enumerate(segments)]
@@ -73,7 +73,7 @@ def test_send_bytes_between_hosts(steps):
     of_ranks = [SimpleNamespace(number=r, segments={0: segments[r]}, control=control) for r in range(2)]
     sender, receiver = (RankTask(rank, memory) for rank in of_ranks)
     under_way = deque()
-    for number, (what, n) in enumerate(steps * 5):  # many times around the ring
+    for number, (what, n) in enumerate(steps * 5):  # more than the ring buffer
         if what == "send" and sender._sent[1] - sender._received[1] + 8 + n <= memory.capacity:
             under_way.append(bytes([number]) * n)
             sender.send(1, under_way[-1], "a part")
@@ -88,8 +88,8 @@ def test_send_bytes_between_hosts(steps):
 
 
 @pytest.mark.parametrize("n", [1, 100_003])
-def test_task_groups(n_ranks, n):
-    for r, (total, largest, shown, of_all) in enumerate(synk.run(programs.in_groups, n)):
+def test_task_groups_communicate_among_their_members(n_ranks, n):
+    for r, (total, largest, shown, of_all) in enumerate(synk.run(programs.reduce_in_groups, n)):
         members = [m for m in range(n_ranks) if m % 2 == r % 2]
         assert total == sum(m + 1 for m in members)
         assert (largest, shown) == (max(members) + 1, members)
@@ -116,37 +116,37 @@ def compute_values(step):
 
 
 @given(st.data())
-def test_overlapping_task_groups(n_ranks, draw):
+def test_overlapping_task_groups_equal_numpy(n_ranks, draw):
     steps = draw.draw(programs_of_groups(n_ranks))
-    came = synk.run(programs.steps, [[step for step in steps if r in step[2]] for r in range(n_ranks)])
+    came = synk.run(programs.take_group_steps, [[step for step in steps if r in step[2]] for r in range(n_ranks)])
     for r in range(n_ranks):
         assert came[r] == {step[0]: compute_values(step)[r] for step in steps if r in compute_values(step)}
 
 
-def test_send_of_large_masked_arrays(n_ranks):
-    for r, mask in enumerate(synk.run(programs.masked_array)[0], 1):
+def test_send_keeps_large_masked_arrays(n_ranks):
+    for r, mask in enumerate(synk.run(programs.send_masked_arrays)[0], 1):
         assert mask == (np.arange(1000) == r).tolist()
 
 
 @pytest.mark.parametrize("in_group", [False, True])
-def test_send_of_other_byte_orders(n_ranks, in_group):
-    total = synk.run(programs.in_the_order_of_bytes, ">" * n_ranks, in_group)
+def test_task_all_reduce_accepts_other_byte_orders(n_ranks, in_group):
+    total = synk.run(programs.add_byte_orders, ">" * n_ranks, in_group)
     assert total == [(n_ranks * np.arange(5.0)).tolist()] * n_ranks
     if n_ranks > 1:
         with pytest.raises(RuntimeError, match="expected the same shape, dtype"):
-            synk.run(programs.in_the_order_of_bytes, "<>" + "<" * (n_ranks - 2), in_group)
+            synk.run(programs.add_byte_orders, "<>" + "<" * (n_ranks - 2), in_group)
 
 
 def test_task_rows_are_cast_like_data(n_ranks):
-    """They are copied where NumPy asks for a copy, or for another dtype."""
-    found = synk.run(programs.as_arrays, synk.data([1.0, 2.0]), synk.data(3.0))
+    """Rows are copied where NumPy requests a copy or another dtype."""
+    found = synk.run(programs.convert_rows, synk.data([1.0, 2.0]), synk.data(3.0))
     assert found == [[True, True, False, ValueError, TypeError, [2.0, 1.0]]] * n_ranks
 
 
 def test_task_rows_of_a_file_are_read_only(n_ranks, tmp_path):
     np.save(tmp_path / "x.npy", np.ones((4, 2)))
     with pytest.raises((ValueError, synk.WorkerError), match="got rows of a file"):
-        synk.run(programs.writes, synk.data_file(tmp_path / "x.npy"))
+        synk.run(programs.write_zeros, synk.data_file(tmp_path / "x.npy"))
 
 
 def test_lock_copies_only_rows():
@@ -162,24 +162,24 @@ def test_lock_loses_no_update(n_ranks):
 
 
 @pytest.mark.parametrize("seconds", [0, 0.1])
-def test_lock_with_timeout(n_ranks, seconds):
-    assert synk.run(programs.take_with_a_limit, seconds) == [[True], *[[False, True]] * (n_ranks - 1)]
+def test_lock_acquire_returns_false_after_its_timeout(n_ranks, seconds):
+    assert synk.run(programs.acquire_with_timeout, seconds) == [[True], *[[False, True]] * (n_ranks - 1)]
 
 
 def test_functions_in_run_compute_locally(n_ranks):
     x, w = tensor.dmatrix("x"), shared(np.zeros(3), "w")
     step = synk.function([x], x.sum(), updates=[(w, w + x[0])])
     rows = np.arange(3.0 * n_ranks).reshape(n_ranks, 3)
-    for r, (losses, value) in enumerate(synk.run(programs.own_steps, step, w, synk.data(rows))):
+    for r, (losses, value) in enumerate(synk.run(programs.step_on_own_rows, step, w, synk.data(rows))):
         same(losses, [rows[r].sum()] * (r + 1))
         same(value, (r + 1) * rows[r])
 
 
-def test_run_with_many_steps_per_launch(n_ranks):
+def test_run_takes_many_steps_per_launch(n_ranks):
     x, w = tensor.dmatrix("x"), shared(np.zeros(3), "w")
     step = synk.function([x], (x * w).sum(), updates=[(w, w + x[0])])
     rows = np.arange(6.0).reshape(2, 3)
-    for losses, value in synk.run(programs.many_steps, step, w, synk.data(rows), 5):
+    for losses, value in synk.run(programs.launch_many_steps, step, w, synk.data(rows), 5):
         if not XLA:
             assert losses is None
             continue
@@ -193,14 +193,14 @@ def test_run_with_many_steps_per_launch(n_ranks):
 
 @pytest.mark.parametrize("count", [0, 1, 10, 101])
 def test_task_shares_cover_all_rows_in_a_fixed_order(n_ranks, count):
-    shares = synk.run(programs.share, count, 3, 7)
+    shares = synk.run(programs.get_share_of_rows, count, 3, 7)
     order = np.concatenate(shares)
     assert sorted(order) == list(range(count))
     assert order.tolist() == np.random.default_rng((7, 3)).permutation(count).tolist()
 
 
 def test_stop_ends_all_ranks(n_ranks):
-    assert min(synk.run(programs.stopped, n_ranks - 1)) >= 1
+    assert min(synk.run(programs.work_until_stop, n_ranks - 1)) >= 1
 
 
 def test_lock_release_notifies_a_remote_waiter(n_ranks):
@@ -213,7 +213,7 @@ def test_lock_release_notifies_a_remote_waiter(n_ranks):
     with task.get_lock(0):
         bridge.set_wanted(0, True)
         assert bridge.try_acquire(0, 7) is None
-    assert not memory.get_semaphore(segment, 0).acquire(0)  # a rank of this host would have to wait
+    assert not memory.get_semaphore(segment, 0).acquire(0)  # a rank of this host holds it
     assert bridge.try_acquire(0, 7) == 1
     bridge.set_wanted(0, False)
     bridge.release(0)

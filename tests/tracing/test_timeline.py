@@ -1,4 +1,4 @@
-"""Timelines: the records of each rank, the file's format, and the report."""
+"""Timelines: records of each rank, the format of the file, and the report."""
 
 import gzip
 import json
@@ -22,7 +22,7 @@ from synkhronos.tracing.timeline_report import Activity, PathStep, RankTimeline,
 
 @pytest.fixture
 def step(fork):
-    """A function with an update, on two ranks, called once."""
+    """Give a function with an update, which two ranks have called once."""
     fork(2)
     x, w = T.dmatrix("x"), shared(np.ones(3), "w")
     f = synk.function([x], (x.sum(), "sum"), updates=[(w, w * 2)], name="step")
@@ -48,7 +48,7 @@ def test_timeline_records_every_rank(step, tmp_path):
         assert {"run step", "copy rows", "launch", "run AllReduceValues", "all_reduce"} <= names
     assert sum(event["name"] == "run step" for event in spans) == 6
     assert all(event["dur"] >= 0 and event["ts"] >= 0 for event in spans)
-    # A rank's spans are nested: Perfetto draws one within the other.
+    # A rank's spans are nested, as Perfetto draws one within another.
     ranks = timeline_report.read_timelines(str(path))
     for mine in ranks.values():
         assert all(a.end <= b.start for a, b in zip(mine.segments, mine.segments[1:], strict=False))
@@ -74,7 +74,7 @@ def test_close_writes_the_timeline(step, tmp_path):
     call(step, 1)
     synk.close()
     assert json.loads(path.read_text())["traceEvents"]
-    timeline.stop()  # too late, and no error
+    timeline.stop()  # too late, which is no error
 
 
 def test_timeline_keeps_the_newest_spans(step, tmp_path):
@@ -85,7 +85,7 @@ def test_timeline_keeps_the_newest_spans(step, tmp_path):
     assert [sum(event["ph"] == "X" and event["pid"] == rank for event in events) for rank in (0, 1)] == [5, 5]
 
 
-def test_timeline_errors(step, tmp_path):
+def test_timeline_refuses_wrong_use(step, tmp_path):
     with pytest.raises(OSError, match="nowhere"):
         synk.timeline(tmp_path / "nowhere" / "run.json")
     with pytest.raises(ValueError, match="max_spans"):
@@ -124,7 +124,7 @@ def test_timeline_records_xla_computations(fork, tmp_path):
         launches = [s for s in mine.segments if s.name == "launch"]
         begin, end = launches[0].start, max(s.end for s in mine.segments)
         assert mine.compute
-        # The two clocks agree: XLA computes after its launch has begun, and before the result has been read.
+        # The two clocks agree: XLA computes between the start of its launch and the read of the result.
         assert all(begin <= s.start and s.end <= end for s in mine.compute)
 
 

@@ -1,4 +1,4 @@
-"""Checkpoints on the disk: complete or absent, whatever is killed, damaged, full, or written by two at a time."""
+"""Checkpoints on disk are complete or absent after kills, damage, a full disk, or two simultaneous writers."""
 
 import contextlib
 import copy
@@ -28,7 +28,7 @@ def entries(folder):
     return sorted(name for name in os.listdir(folder) if name != ".lock")
 
 
-def test_checkpoint_round_trip(tmp_path):
+def test_checkpoint_load_returns_the_saved_arrays(tmp_path):
     checkpoint = Checkpoint(tmp_path / "new" / "folder")
     path = checkpoint.save(12, ARRAYS, {"epoch": 1, "name": "x"})
     stored = checkpoint.load()
@@ -56,7 +56,7 @@ def test_checkpoint_save_removes_later_ones(tmp_path):
     assert [checkpoint.load(path).meta["seen"] for path in checkpoint.paths()] == [10, 15]
 
 
-def test_checkpoint_of_any_number_of_rows(tmp_path):
+def test_checkpoints_sort_by_any_number_of_rows(tmp_path):
     checkpoint = Checkpoint(tmp_path)
     for seen in (10**12 - 1, 10**12, 10**15):
         checkpoint.save(seen, ARRAYS, {"seen": seen})
@@ -84,7 +84,7 @@ CALLS = ("mkdir", "open", "write", "fsync", "close", "rename", "unlink", "rmdir"
 
 
 def save_and_die(folder, at, seen, keep=1):
-    """Save in a process of its own that ends at a call of the system's, in its middle where it can; return the calls."""
+    """Save in a new process that exits at system call `at`, if possible in the middle of it; return the calls."""
     reading, writing = os.pipe()
     pid = os.fork()
     if pid:
@@ -135,7 +135,7 @@ def test_checkpoint_survives_a_kill_at_any_call(tmp_path, seen):
         stored = Checkpoint(folder).load()
         assert stored.arrays["w"].tolist() == [float(stored.meta["number"])] * 1000
         found.append(stored.meta["number"])
-        # The next one is written as if nothing had happened.
+        # The next checkpoint is written as usual.
         Checkpoint(folder, keep=1).save(300, {"w": np.zeros(1)}, {"number": 3})
         assert Checkpoint(folder).load().meta["number"] == 3
         assert len(entries(folder)) == 1
@@ -157,7 +157,7 @@ def test_checkpoint_kill_leaves_no_later_stale_checkpoint(tmp_path):
         names = [int(path.name.removeprefix("rows-")) for path in Checkpoint(folder).paths()]
         assert names in ([10, 20, 30], [10, 20], [10], [10, 15])
         for path in Checkpoint(folder).paths():
-            Checkpoint(folder).load(path)  # none of those that were to be removed is there in part
+            Checkpoint(folder).load(path)  # no checkpoint is removed in part
 
 
 def test_checkpoint_survives_a_full_disk(tmp_path, monkeypatch):
@@ -200,7 +200,7 @@ def test_checkpoint_of_equal_rows_is_not_later(tmp_path):
     checkpoint = Checkpoint(tmp_path)
     path = checkpoint.save(1000, {"w": np.ones(1)}, {})
     checkpoint.unlock()
-    os.rename(path, f"{path}.old")  # as a kill leaves it, between two renames
+    os.rename(path, f"{path}.old")  # as after a kill between two renames
     checkpoint.check_no_later(1000)
     with pytest.raises(CheckpointError, match="another training"):
         checkpoint.check_no_later(999)
@@ -210,7 +210,7 @@ def test_checkpoint_of_equal_rows_is_not_later(tmp_path):
 
 
 def with_right_digests(path):
-    """Make the digests those of the files as they are now."""
+    """Replace the digests by those of the present files."""
     digests = [f"{hashlib.sha256((path / name).read_bytes()).hexdigest()}  {name}\n" for name in FILES[:2]]
     (path / FILES[2]).write_text("".join(digests))
 
@@ -258,14 +258,14 @@ def sound(tmp_path_factory):
 
 
 def is_sound_or_refused(path):
-    """Read a checkpoint: it equals the saved one, or an error is raised."""
+    """Return True if a checkpoint equals the saved one, False if loading raises CheckpointError."""
     with contextlib.suppress(CheckpointError):
         stored = Checkpoint(path.parent).load(path)
         assert stored.arrays.keys() == SMALL.keys() and stored.meta == META and stored.metrics == {"mse": 0.5}
         for name, array in SMALL.items():
             assert stored.arrays[name].dtype == array.dtype and stored.arrays[name].tolist() == array.tolist()
         return True
-    assert Checkpoint(path.parent, keep_best="mse").best() in (path, None)  # which reads no arrays
+    assert Checkpoint(path.parent, keep_best="mse").best() in (path, None)  # listing reads no arrays
     return False
 
 
@@ -290,7 +290,7 @@ def test_checkpoint_load_detects_damage_of_any_byte(tmp_path, sound, name):
 FLIP = st.tuples(st.just("flip"), st.integers(0, 10**6), st.integers(1, 255))
 DAMAGE = st.one_of(
     FLIP,
-    FLIP,  # more often: only the digests notice it in arrays
+    FLIP,  # more often, as only the digests detect it in arrays
     st.tuples(st.just("truncate"), st.integers(0, 10**6), st.none()),
     st.tuples(st.just("insert"), st.integers(0, 10**6), st.binary(min_size=1, max_size=9)),
     st.tuples(st.just("replace"), st.sampled_from(FILES), st.none()),
@@ -329,7 +329,7 @@ def test_checkpoint_load_refuses_damaged_files(tmp_path_factory, sound, damages)
 
 @contextlib.contextmanager
 def process(function):
-    """Run a function in a new process, with a pipe for its results; yield the process id and the pipe."""
+    """Run a function in a new process, with a pipe for its results; yield the process ID and the pipe."""
     reading, writing = os.pipe()
     pid = os.fork()
     if not pid:
@@ -356,7 +356,7 @@ def until(condition):
 
 
 def write_many(folder, number):
-    """Write checkpoints as a training does; tell which are refused."""
+    """Return a function that writes checkpoints as a training does, and reports which are refused."""
 
     def run(told):
         checkpoint = Checkpoint(folder, keep=50)
@@ -366,17 +366,17 @@ def write_many(folder, number):
             except CheckpointError as error:
                 told.write(f"{error}\n")
         told.flush()
-        signal.pause()  # the lock stays this process's own until it is killed
+        signal.pause()  # this process has the lock until it is killed
 
     return run
 
 
-def test_checkpoint_folder_lock_of_two_processes(tmp_path):
-    """One of them is refused by the other's number and host, and no checkpoint is of both."""
+def test_checkpoint_folder_lock_excludes_a_second_process(tmp_path):
+    """One writer is refused, with the other's process ID and host; no checkpoint mixes both."""
     with process(write_many(tmp_path, 1)) as (one, said), process(write_many(tmp_path, 2)) as (other, said_2):
         reader = Checkpoint(tmp_path)
 
-        def has_all():  # readers are not locked out
+        def has_all():  # readers need no lock
             with contextlib.suppress(FileNotFoundError):
                 reader.load()
             return len(reader.paths()) == 20
@@ -390,7 +390,7 @@ def test_checkpoint_folder_lock_of_two_processes(tmp_path):
         refusals = [told.readline() for _ in range(20)]
         words = f"{tmp_path} is the folder of a training that process {pid} on host {platform.node()} is running"
         assert all(words in line for line in refusals), refusals
-    with process(write_many(tmp_path, 3)):  # the writer's death has left the folder to others
+    with process(write_many(tmp_path, 3)):  # the writer's death has released the lock
         until(lambda: reader.load().meta["number"] == 3)
 
 
@@ -448,7 +448,7 @@ def test_checkpoint_folder_lock_is_not_inherited(tmp_path):
         Checkpoint(tmp_path).lock()  # though the other process is alive
 
 
-def test_checkpoint_on_a_file_system_without_locks(tmp_path, monkeypatch):
+def test_checkpoint_on_a_file_system_without_locks_warns(tmp_path, monkeypatch):
     def flock(file, operation):
         raise OSError(errno.ENOLCK, "No locks available")
 
@@ -456,7 +456,7 @@ def test_checkpoint_on_a_file_system_without_locks(tmp_path, monkeypatch):
     (tmp_path / "unfinished-1234").mkdir()
     with pytest.warns(RuntimeWarning, match="its file system has no locks .*: let one training write there"):
         Checkpoint(tmp_path).save(1, ARRAYS, {})
-    assert entries(tmp_path) == ["rows-000000000001", "unfinished-1234"]  # which another process may be writing
+    assert entries(tmp_path) == ["rows-000000000001", "unfinished-1234"]  # another process may be writing it
 
 
 # -- the best --------------------------------------------------------------------------------------------------

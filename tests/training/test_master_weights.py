@@ -1,4 +1,4 @@
-"""Float16 parameters with float32 copies: small steps add up, and the results are those of one process."""
+"""Float16 parameters with float32 copies accumulate small steps, and equal those of one process."""
 
 import functools
 
@@ -15,7 +15,7 @@ Y = np.random.default_rng(1).normal(size=(13, 3)).astype("float16")
 
 
 def make(maker, rule, **options):
-    """Return a training function of float16 parameters, and these."""
+    """Return a training function of float16 parameters, and the parameters."""
     x, y = tensor.matrix("x", dtype="float16"), tensor.matrix("y", dtype="float16")
     w, b = shared(np.full((4, 3), 0.5, "float16"), "w"), shared(np.zeros(3, "float16"), "b")
     # Products in float32, as on tensor cores.
@@ -24,14 +24,14 @@ def make(maker, rule, **options):
     return maker(loss, [w, b], x, y, rule, **options), [w, b]
 
 
-def state_of(train):
+def get_state(train):
     values = train.get_optimizer_state() if hasattr(train, "get_optimizer_state") else None
     values = values or [s.get_value() for s in train.optimizer_state]
     return dict(zip([s.name for s in train.optimizer_state], values, strict=True))
 
 
 def test_small_steps_add_up(n_ranks):
-    """Each is below half of the distance between float16 numbers at 0.5."""
+    """A step is less than half the spacing of float16 numbers at 0.5."""
     found = {}
     for rule in (u.sgd, u.master_weights(u.sgd)):
         train, (w, _) = make(make_train_function, rule, learning_rate=1e-5)
@@ -69,7 +69,7 @@ def test_ranks_results_equal_one_process(n_ranks, rule, shards):
     for batch in (None, 7, 2, None):
         train(X, Y, batch=batch)
         serial(X, Y, batch=batch)
-    found, expected = state_of(train), state_of(serial)
+    found, expected = get_state(train), get_state(serial)
     assert found.keys() == expected.keys()
     for name, value in expected.items():
         np.testing.assert_allclose(found[name], value, rtol=2e-3, atol=1e-4, err_msg=name)

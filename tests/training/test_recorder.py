@@ -56,7 +56,7 @@ def test_recorder_loses_only_a_torn_line(tmp_path):
     recorder = Recorder(tmp_path)
     recorder.write({"seen": 1})
     with open(tmp_path / "reports.jsonl", "a") as file:
-        file.write('{"seen": 2, "lo')  # as a kill leaves it
+        file.write('{"seen": 2, "lo')  # as after a kill
     for seen in (3, 4):
         recorder.write({"seen": seen})
     assert [line["seen"] for line in read(tmp_path)["reports"]] == [1, 3, 4]
@@ -142,7 +142,7 @@ def test_show_picture_has_no_overlaps(tmp_path, monkeypatch):
             for label in axis.get_xticklabels()
             if left <= label.get_position()[0] <= right and label.get_text()
         ]
-        assert len(boxes) > 1 and not any(one.x1 >= next.x0 for one, next in itertools.pairwise(boxes))
+        assert len(boxes) > 1 and not any(box.x1 >= next_box.x0 for box, next_box in itertools.pairwise(boxes))
 
 
 LOSSES = [
@@ -169,15 +169,15 @@ def test_show_labels_losses(tmp_path, monkeypatch, losses, labels):
     assert [shown[at] for at in sorted(shown) if low < at < high and shown[at]] == labels
 
 
-def test_recorder_to_tensorboard(tmp_path):
+def test_recorder_writes_tensorboard_files(tmp_path):
     pytest.importorskip("tensorboardX")
     from tensorboardX.proto.event_pb2 import Event
 
     record = {"loss": np.float32(0.5), "validation": {"error": 0.25}, "seen": 10, "rule": "BSP", "lr": np.array(0.125)}
     TensorBoard(tmp_path / "new", purge=5).write(record)
-    (file,) = (tmp_path / "new").iterdir()  # which has them at once
+    (file,) = (tmp_path / "new").iterdir()  # the file is flushed
     content, written = file.read_bytes(), {}
-    while content:  # each event: its length in 8 bytes, 4 of a checksum, itself, 4 of another
+    while content:  # an event: 8 bytes of length, 4 of checksum, the data, 4 of checksum
         length = int.from_bytes(content[:8], "little")
         event = Event.FromString(content[12 : 12 + length])
         written.update({(value.tag, event.step): value.simple_value for value in event.summary.value})
@@ -188,7 +188,7 @@ def test_recorder_to_tensorboard(tmp_path):
     assert written == {"purged from": 5, **{(name, 10): value for name, value in numbers.items()}}
 
 
-def test_schedules_go_together():
+def test_schedules_can_be_combined():
     schedule = schedules.warmup(schedules.scaled(schedules.plateau(0.1, 0.5, 2), 4), epochs=2, start=0.5)
     assert [schedule(e) for e in (0, 1, 2, 3)] == pytest.approx([0.2, 0.3, 0.4, 0.4])
     for value in (1.0, 1.1, 1.2):
@@ -202,12 +202,12 @@ def test_schedules_go_together():
     assert other(3) == schedule(3) == pytest.approx(0.1)
     reset_best(other)
     assert get_state(other) == {"made": ["plateau", 0.1], "rate": pytest.approx(0.025), "since": 0}
-    own = SimpleNamespace(best=-math.inf, observe=None)  # for which more is better
+    own = SimpleNamespace(best=-math.inf, observe=None)  # a metric for which more is better
     reset_best(SimpleNamespace(schedule=own))
     assert own.best == -math.inf
-    # A schedule of the epoch alone has no state, and loads none from another's checkpoint.
+    # A schedule of the epoch has no state, and ignores states of others.
     for old in (schedules.constant(0.1), schedules.steps(0.1, {5: 0.1}), schedules.warmup(0.1, 5), schedule):
-        # Nor does a schedule of another kind, or one that begins with another rate.
+        # So does a schedule of another kind, or one with another initial rate.
         own = SimpleNamespace(rate=3.0, observe=None)
         for new in (
             schedules.constant(0.01),

@@ -1,4 +1,4 @@
-"""Checkpoints of another training are refused with the difference; the best checkpoint is restored."""
+"""Checkpoints of a different training are refused with the difference; `restore_best` restores the best one."""
 
 import functools
 import os
@@ -20,7 +20,7 @@ pytestmark = [
 
 
 def trainer(update_rule=momentum, rule=None, rate=0.01, extra=(), op="mean", counts=(), names="wb", **kwargs):
-    """Make a trainer of a small model, with averages and counts of these names."""
+    """Return a trainer of a small model, with averages and counts of these names."""
     x, y = tensor.dmatrix("x"), tensor.dvector("y")
     w, b = (shared(np.zeros(n), name) for n, name in zip((4, 1), names, strict=True))
     loss = ((tensor.dot(x, w) + b[0] - y) ** 2).mean()
@@ -125,7 +125,7 @@ def three(step):
     ],
     ids=["rate", "schedule", "period", "a function for a period", "outer rate", "a variable for a number"],
 )
-def test_resume_with_other_learning_rates_and_schedules(fork, tmp_path, before, after):
+def test_resume_accepts_other_learning_rates_and_periods(fork, tmp_path, before, after):
     fork(1)
     path = train_with_checkpoint(tmp_path, trainer(**before))
     made = trainer(**after)
@@ -168,7 +168,7 @@ def test_checkpoint_folder_refuses_a_second_training(fork, tmp_path):
     next(reports)
     with pytest.raises(CheckpointError, match=f"training that process {os.getpid()} on host .* is running"):
         next(trainer().epochs(X, Y, 5, 3, checkpoint=Checkpoint(tmp_path), resume="latest"))
-    assert len(resume(checkpoint.paths()[0], trainer())) == 1  # which writes nothing
+    assert len(resume(checkpoint.paths()[0], trainer())) == 1  # the refused training writes nothing
     reports.close()
     assert len(list(trainer().epochs(X, Y, 5, 3, checkpoint=Checkpoint(tmp_path), resume="latest"))) == 2
 
@@ -176,7 +176,7 @@ def test_checkpoint_folder_refuses_a_second_training(fork, tmp_path):
 # -- the best --------------------------------------------------------------------------------------------------
 
 
-def rate_that_comes_to_be_too_high(epoch):
+def raise_rate_until_divergence(epoch):
     return 0.05 if epoch < 3 else 0.7
 
 
@@ -187,7 +187,7 @@ def mse(model):
 @pytest.mark.parametrize("name", ["BSP", "LocalSGD", "EASGD"])
 def test_restore_best_restores_the_best_epoch(fork, tmp_path, name):
     fork(2)
-    model = Model(name, rate=rate_that_comes_to_be_too_high)
+    model = Model(name, rate=raise_rate_until_divergence)
     checkpoint = Checkpoint(tmp_path, keep=2, every=2, keep_best="mse")
     reports = list(model.epochs(5, 50, valid=(X, Y), patience=3, checkpoint=checkpoint))
     values = [report.validation["mse"] for report in reports]
@@ -195,26 +195,26 @@ def test_restore_best_restores_the_best_epoch(fork, tmp_path, name):
     assert len(values) == best + 4 and best >= 1
     assert checkpoint.best() in checkpoint.paths() and len(checkpoint.paths()) <= 3
     assert checkpoint.load(checkpoint.best()).metrics == {"loss": reports[best].loss, "mse": values[best]}
-    assert mse(model) > 1.05 * values[best]  # by how much depends on when EASGD's ranks exchange
+    assert mse(model) > 1.05 * values[best]  # by an amount that depends on the times of EASGD's exchanges
     assert model.trainer.restore_best() == checkpoint.best()
     np.testing.assert_allclose(mse(model), values[best], rtol=1e-12)
     params = np.asarray(synk.gather(model.w, nd_up=1))
     np.testing.assert_allclose(params, [model.w.get_value()] * 2, rtol=1e-12)
-    # In a new program: the training is over, and the best is still there.
+    # In a new program, after the training, the best checkpoint still exists.
     synk.close()
     fork(2)
-    again = Model(name, rate=rate_that_comes_to_be_too_high)
+    again = Model(name, rate=raise_rate_until_divergence)
     assert list(again.epochs(5, 50, valid=(X, Y), patience=3, checkpoint=checkpoint, resume="latest")) == []
     again.trainer.restore_best()
     np.testing.assert_allclose(mse(again), values[best], rtol=1e-12)
-    # To go on from the best is a training of its own, which leaves the later ones behind.
+    # Resuming from the best checkpoint is a new training, which ignores later checkpoints.
     rest = again.epochs(5, 50, valid=(X, Y), patience=3, checkpoint=checkpoint, resume=checkpoint.best())
     assert next(rest).epoch == best + 2
 
 
-def test_restore_best_within_a_training(fork, tmp_path):
+def test_restore_best_works_within_a_training(fork, tmp_path):
     fork(1)
-    model = Model("BSP", rate=rate_that_comes_to_be_too_high)
+    model = Model("BSP", rate=raise_rate_until_divergence)
     checkpoint = Checkpoint(tmp_path, keep_best="mse")
     seen = []
     for report in model.epochs(5, 7, valid=(X, Y), checkpoint=checkpoint):
@@ -226,7 +226,7 @@ def test_restore_best_within_a_training(fork, tmp_path):
     assert checkpoint.load().meta["seen"] == 420
 
 
-def test_restore_best_with_mode_max(fork, tmp_path):
+def test_restore_best_accepts_mode_max(fork, tmp_path):
     fork(1)
     x, w = tensor.dmatrix("x"), shared(np.zeros(4), "w")
     loss = ((tensor.dot(x, w) - 1) ** 2).mean()
@@ -236,14 +236,14 @@ def test_restore_best_with_mode_max(fork, tmp_path):
     checkpoint = Checkpoint(tmp_path, keep=1, keep_best=("high", "max"))
     reports = list(made.epochs(X, [], 5, 20, valid=(X, []), patience=2, checkpoint=checkpoint))
     values = [report.validation["high"] for report in reports]
-    assert len(values) == np.argmax(values) + 3 < 20  # the loss alone would have gone on
+    assert len(values) == np.argmax(values) + 3 < 20  # by the loss, training would have continued
     assert checkpoint.load(checkpoint.best()).metrics["high"] == max(values)
 
 
-def test_restore_best_by_the_loss(fork, tmp_path):
+def test_restore_best_accepts_the_loss(fork, tmp_path):
     fork(1)
     checkpoint = Checkpoint(tmp_path, keep_best="loss")
-    reports = list(trainer(rate=rate_that_comes_to_be_too_high).epochs(X, Y, 5, 20, patience=2, checkpoint=checkpoint))
+    reports = list(trainer(rate=raise_rate_until_divergence).epochs(X, Y, 5, 20, patience=2, checkpoint=checkpoint))
     assert len(reports) < 20
     assert checkpoint.load(checkpoint.best()).metrics == {"loss": min(report.loss for report in reports)}
 

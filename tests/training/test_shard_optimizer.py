@@ -1,4 +1,4 @@
-"""A sharded optimizer computes the same as the unsharded one, with a shard of the state on each rank."""
+"""A sharded optimizer equals the unsharded one, with a shard of the state on each rank."""
 
 import copy
 import pickle
@@ -25,7 +25,7 @@ RULES = {
     "partition": u.partition((lambda p: p.ndim == 2, u.momentum), u.adam),
     "norms of units": u.chain(lambda grads, params: [u.norm_constraint(grads[0], 0.01), *grads[1:]], u.adam),
 }
-if XLA:  # each takes seconds to compile
+if XLA:  # a rule takes seconds to compile
     RULES = {name: RULES[name] for name in ("adam", "chain")}
 OPTIONS = {"clip_norm": 0.1, "ema": 0.9, "num_slices": 2, "loss_scale": "dynamic"}
 
@@ -52,9 +52,9 @@ def results(rule, dtypes=("float64", "float64", "float64"), **options):
 
 
 def assert_equal(found, expected):
-    for one, other in zip(found, expected, strict=True):
-        assert (one.dtype, one.shape) == (other.dtype, other.shape)
-        np.testing.assert_allclose(one, other, rtol=1e-5 if one.dtype == "float32" else 1e-10, atol=1e-12)
+    for value, expected_value in zip(found, expected, strict=True):
+        assert (value.dtype, value.shape) == (expected_value.dtype, expected_value.shape)
+        np.testing.assert_allclose(value, expected_value, rtol=1e-5 if value.dtype == "float32" else 1e-10, atol=1e-12)
 
 
 @pytest.mark.parametrize("name", RULES)
@@ -76,7 +76,7 @@ def test_sharded_parameters_may_have_axes_of_length_1(n_ranks, rule, shape):
     assert_equal(*found)
 
 
-def test_options_and_several_dtypes(n_ranks):
+def test_shard_optimizer_accepts_options_and_several_dtypes(n_ranks):
     dtypes = "float32", "float64", "float32"
     found = results(u.adam, dtypes, shard_optimizer=True, **OPTIONS)
     assert_equal(found, results(u.adam, dtypes, **OPTIONS))
@@ -94,7 +94,7 @@ def test_shard_optimizer_refuses_deep_copies_after_a_step(n_ranks):
     problem = Problem()
     train = problem.train_by(u.adam, shard_optimizer=True)
     train(X, Y)
-    for copied in (copy.deepcopy, pickle.dumps) if n_ranks > 1 else ():  # one rank has all of the state
+    for copied in (copy.deepcopy, pickle.dumps) if n_ranks > 1 else ():  # one rank has the whole state
         with pytest.raises(TypeError, match="^shard_optimizer: a training function can't be copied or pickled"):
             copied(train)
     copy.copy(train)(X, Y)
@@ -114,7 +114,7 @@ def test_shard_optimizer_state_is_set_from_whole_arrays(n_ranks, shards):
     other = second.train_by(u.adam, shard_optimizer=shards)
     for variable, like in zip(second.params, first.params, strict=True):
         variable.set_value(like.get_value())
-    other(X, Y, batch=1)  # the state is another then, and the ranks have copies of the parameters
+    other(X, Y, batch=1)  # the state is new, and the ranks have copies of the parameters
     synk.broadcast(second.params, [p.get_value() for p in first.params])
     other.set_optimizer_state(train.get_optimizer_state())
     for function in (train, other):
@@ -126,7 +126,7 @@ def test_shard_optimizer_state_is_set_from_whole_arrays(n_ranks, shards):
 
 def test_shard_optimizer_refuses_rules_that_read_whole_state(n_ranks):
     if n_ranks == 1:
-        return  # the optimizer of one rank is whole
+        return  # the optimizer of one rank is not sharded
     with pytest.raises(ValueError, match="shard_optimizer: lamb reads the whole of w_m"):
         Problem().train_by(u.lamb, shard_optimizer=True)
 
@@ -154,7 +154,7 @@ def train(folder, epochs, shards, resume=None):
     ]
 
 
-def test_trainers_resume_sharded_or_not(n_ranks, tmp_path):
+def test_trainers_resume_sharded_or_unsharded(n_ranks, tmp_path):
     expected = train(tmp_path / "plain", 3, False)
     for first, second in ((True, True), (True, False), (False, True)):
         folder = tmp_path / f"{first} {second}"
@@ -162,7 +162,7 @@ def test_trainers_resume_sharded_or_not(n_ranks, tmp_path):
         assert_equal(train(folder, 3, second, "latest"), expected)
 
 
-def test_other_exchange_rules_are_refused(n_ranks):
+def test_shard_optimizer_refuses_other_exchange_rules(n_ranks):
     problem = Problem()
     with pytest.raises(ValueError, match="shard_optimizer: needs the exchange rule BSP"):
         make_trainer(

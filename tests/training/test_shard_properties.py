@@ -1,4 +1,4 @@
-"""A sharded optimizer on any number of ranks: the bits of the unsharded one, the numbers of one process."""
+"""A sharded optimizer on any number of ranks has the bits of the unsharded one, and equals one process."""
 
 import contextlib
 import functools
@@ -32,7 +32,7 @@ def rows(n_in, n_out, dtype="float64"):
 
 @contextlib.contextmanager
 def forked(n):
-    """Fork ranks whose compiler rounds each operation: by default Numba may multiply by a reciprocal in some loops."""
+    """Fork ranks whose compiler rounds each operation; by default Numba may multiply by a reciprocal in some loops."""
     with contextlib.ExitStack() as stack:
         if NAME == "pytensor":
             stack.enter_context(package.config.change_flags(numba__fastmath=False))
@@ -60,7 +60,7 @@ def results(train, params, x, y, batches):
 
 @settings(
     limit_examples(6), derandomize=True, phases=(Phase.explicit, Phase.generate)
-)  # shrinking compiles for minutes
+)  # shrinking would compile for minutes
 @given(
     n=st.integers(2, 4),
     name=st.sampled_from(sorted(RULES)),
@@ -80,26 +80,26 @@ def test_sharded_and_unsharded_steps_have_the_same_bits(
         sharded = results(*make(**options, shard_optimizer=True), x, y, batches)
     serial = results(*make(**options, maker=make_train_function_serial), x, y, batches)
     tolerance = 1e-4 if dtype == "float32" else 1e-9
-    for one, other, expected in zip(sharded, whole, serial, strict=True):
-        assert one.shape == other.shape == expected.shape
+    for value, whole_value, serial_value in zip(sharded, whole, serial, strict=True):
+        assert value.shape == whole_value.shape == serial_value.shape
         if DEVICE == "host":
-            assert (one.dtype, one.tobytes()) == (other.dtype, other.tobytes())
-        np.testing.assert_allclose(one, expected, rtol=tolerance, atol=tolerance)
-        np.testing.assert_allclose(other, expected, rtol=tolerance, atol=tolerance)
+            assert (value.dtype, value.tobytes()) == (whole_value.dtype, whole_value.tobytes())
+        np.testing.assert_allclose(value, serial_value, rtol=tolerance, atol=tolerance)
+        np.testing.assert_allclose(whole_value, serial_value, rtol=tolerance, atol=tolerance)
 
 
 @pytest.mark.parametrize("n", [2] if XLA else [2, 3])
 def test_clipping_in_slices_has_the_same_bits(no_ranks, n):
-    """The last digits differed: without a concatenation the graph library simplified sharded updates further."""
+    """Once the last digits differed: without a concatenation, the library simplified sharded updates further."""
     x, y = rows(5, 3)
     options = {"rule": u.adam, "shape": (5, 3), "dtype": "float64", "clip_norm": 0.1, "num_slices": 2}
     with forked(n):
         whole = results(*make(**options), x, y, [13, 7, 2, 13])
         sharded = results(*make(**options, shard_optimizer=True), x, y, [13, 7, 2, 13])
-    for one, other in zip(sharded, whole, strict=True):
+    for value, whole_value in zip(sharded, whole, strict=True):
         if DEVICE == "host":
-            np.testing.assert_array_equal(one, other)
-        np.testing.assert_allclose(one, other, rtol=1e-12)
+            np.testing.assert_array_equal(value, whole_value)
+        np.testing.assert_allclose(value, whole_value, rtol=1e-12)
 
 
 def train_epochs(folder, n, shards, epochs, resume=None):
@@ -124,7 +124,7 @@ def test_trainers_with_shards_resume_on_other_numbers_of_ranks(no_ranks, tmp_pat
 
 @pytest.mark.parametrize("rule", [u.sgd, u.momentum])
 def test_sharded_functions_refuse_other_ranks(rule):
-    """Also those of a rule without state: their matrix of gradients has a row for each rank."""
+    """Even a rule without state depends on the ranks: its matrix of gradients has a row for each rank."""
     x, w = tensor.dmatrix("x"), shared(np.zeros(3), "w")
     with forked(2):
         train = make_train_function(tensor.dot(x, w).mean(), [w], x, [], rule, learning_rate=0.5, shard_optimizer=True)

@@ -1,4 +1,4 @@
-"""A scheduler's signal in the middle of training: a checkpoint behind the last step, from which training goes on."""
+"""A scheduler's signal during training: a checkpoint is written after the step, and training can resume from it."""
 
 import os
 import signal
@@ -27,7 +27,7 @@ pytestmark = [
 
 
 class SignalAt:
-    """A schedule that raises a signal when the master first calls it after a number of epochs."""
+    """Schedule that raises a signal at the master's first call after a number of epochs."""
 
     def __init__(self, epochs, number=signal.SIGTERM):
         self.epochs, self.number, self.master = epochs, number, os.getpid()
@@ -36,7 +36,7 @@ class SignalAt:
         if epochs >= self.epochs and os.getpid() == self.master:
             self.epochs = 1e9
             signal.raise_signal(self.number)
-        time.sleep(0.01)  # the others must not take all batches meanwhile
+        time.sleep(0.01)  # the other ranks must not take all batches in the meantime
         return 0.05
 
 
@@ -66,14 +66,14 @@ def test_resume_after_a_signal_is_bitwise_equal(fork, tmp_path, at_once, name):
     checkpoint = Checkpoint(tmp_path / "part")
     status, losses = run_until_exit(part.epochs(5, 2, **options, checkpoint=checkpoint))
     assert status == 128 + signal.SIGTERM and len(losses) == 1
-    assert int(checkpoint.paths()[-1].name.removeprefix("rows-")) in (50, 60)  # one or two steps are a turn
+    assert int(checkpoint.paths()[-1].name.removeprefix("rows-")) in (50, 60)  # ranks take turns of one or two steps
     assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
     synk.close()
     fork(2)
     rest = Model(name, noise=True)
     reports = [report.record() for report in rest.epochs(5, 2, **options, checkpoint=checkpoint, resume="latest")]
-    for one, other in zip(reports, expected[1:], strict=True):
-        assert all(one[key] == other[key] for key in ("epoch", "seen", "steps", "loss", "validation"))
+    for report, expected_report in zip(reports, expected[1:], strict=True):
+        assert all(report[key] == expected_report[key] for key in ("epoch", "seen", "steps", "loss", "validation"))
     assert rest.values().tolist() == whole.values().tolist()
     assert rest.used().tolist() == [2.0] * ROWS
 
@@ -86,7 +86,7 @@ def test_resume_of_asynchronous_rules_uses_each_row_once(fork, tmp_path, at_once
     status, losses = run_until_exit(part.epochs(2, 1, checkpoint=checkpoint))
     assert status == 128 + signal.SIGTERM and not losses
     row = int(checkpoint.paths()[-1].name.removeprefix("rows-"))
-    assert 0.3 * ROWS < row <= ROWS and row % 6 == 0  # all of them, where the master's process was slow
+    assert 0.3 * ROWS < row <= ROWS and row % 6 == 0  # all rows, if the master's process was slow
     assert part.used().sum() == row and part.used().max() == 1
     stored = np.asarray(synk.gather(part.counts, nd_up=1))
     synk.close()
@@ -107,7 +107,7 @@ def test_signal_within_validation_defers_the_report(fork, tmp_path, at_once, mon
 
     def signalled(*args, **kwargs):
         calls.append(kwargs["batch"])
-        if len(calls) == 5:  # three batches a report
+        if len(calls) == 5:  # three batches per report
             signal.raise_signal(signal.SIGUSR1)
         return validate(*args, **kwargs)
 
@@ -154,7 +154,7 @@ def test_signal_after_a_report_leaves_no_stale_checkpoint(fork, tmp_path, at_onc
             yield report.loss
             signal.raise_signal(signal.SIGTERM)
 
-    left = Checkpoint(tmp_path, every=9)  # at which the second epoch is not saved
+    left = Checkpoint(tmp_path, every=9)  # the second epoch is not saved
     status, losses = run_until_exit(SimpleNamespace(loss=loss) for loss in reports_until_signal(first, checkpoint=left))
     assert status == 128 + signal.SIGTERM and len(losses) == 1
     assert checkpoint.paths() == [first, stale]
@@ -230,7 +230,7 @@ def test_signal_check_costs_no_collective_per_step(monkeypatch, every):
     assert len(asked) < 30 * every and max(np.diff(asked)) < 1.0
 
 
-#: Trains until it receives a signal; prints a line for each report, and one before a step that does not end.
+#: Trains until a signal; prints a line for each report, and one before a step that does not end.
 SCRIPT = """
 import sys, time
 import synkhronos as synk
@@ -264,7 +264,7 @@ def test_signal_of_a_scheduler_ends_a_program(tmp_path, how):
         env=ENVIRONMENT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True,
     )  # fmt: skip
     try:
-        # A signal between the last report and the step would end the program in an orderly way.
+        # A signal between the last report and the step would end the program normally.
         last = "2.0" if how == "all at once" else "stuck"
         assert any(line.startswith(last) for line in process.stdout)
         os.killpg(process.pid, signal.SIGTERM)  # the workers, too
@@ -272,21 +272,21 @@ def test_signal_of_a_scheduler_ends_a_program(tmp_path, how):
             with pytest.raises(subprocess.TimeoutExpired):
                 process.wait(stop.ECHO + 0.5)
             os.killpg(process.pid, signal.SIGTERM)
-        _, said = process.communicate(timeout=60)
+        _, errors = process.communicate(timeout=60)
         if how == "all at once":
             assert process.returncode == 128 + signal.SIGTERM
             newest = Checkpoint(tmp_path / "checkpoints").paths()[-1]
-            assert f"SIGTERM: training ends; go on with resume={str(newest)!r}" in said
+            assert f"SIGTERM: training ends; go on with resume={str(newest)!r}" in errors
             assert Checkpoint(tmp_path / "checkpoints").load(newest).meta["epoch"] >= 2
         else:
-            assert process.returncode == -signal.SIGTERM, said
+            assert process.returncode == -signal.SIGTERM, errors
     finally:
         process.kill()
         process.communicate()
 
 
 def test_signal_stops_all_ranks_after_the_same_round():
-    """Each of two hosts' pools of ranks counts its batches by itself."""
+    """Two hosts' pools of ranks count their batches separately."""
     from synkhronos.training.loop import RowLoop
 
     plan = SimpleNamespace(pools=[range(2), range(2, 3)], batch=10, first=30, last=1000, can_stop=True)

@@ -1,4 +1,4 @@
-"""Trainings that go on after the deaths of workers: same rows, same bits, for each rule and at any moment."""
+"""Trainings that continue after deaths of workers have the same rows and bits, for each rule and at any moment."""
 
 import os
 import random
@@ -32,7 +32,7 @@ def end():
 
 
 class Killer:
-    """Kills a worker at some commands of a training.
+    """Kill a worker at some commands of a training.
 
     Parameters
     ----------
@@ -71,13 +71,13 @@ class Killer:
 
 
 def train(name="BSP", noise=False, rate=0.05, update=None, shard_optimizer=False, **kwargs):
-    """Train a new model on new ranks; return its values, how often each row was used, and the reports."""
+    """Train a new model on new ranks; return its values, the number of uses of each row, and the reports."""
     fork_ranks(RANKS)
     model = Model(name, noise=noise, rate=rate, update=update, shard_optimizer=shard_optimizer)
     reports = list(model.epochs(valid=(X, Y), on_death="continue", **kwargs))
     values, used = model.values(), model.used()
     synk.close()
-    assert not survival._states  # the memory of the copy is free
+    assert not survival._states  # the memory of the copy is freed
     return values, used, reports
 
 
@@ -105,7 +105,7 @@ def train_twice(monkeypatch, name, choose, tmp_path=None, **kwargs):
 
 
 @pytest.mark.parametrize("name", ["BSP", "EASGD"])
-def test_on_death_continue_after_one_death(name, monkeypatch):
+def test_on_death_continue_equals_an_undisturbed_training(name, monkeypatch):
     killer, disturbed, undisturbed = train_twice(monkeypatch, name, lambda count: {count // 2: (1, True)})
     deaths = [death for report in disturbed[2] for death in report.deaths]
     assert killer.killed == len(deaths) == 1 and not any(report.deaths for report in undisturbed[2])
@@ -128,7 +128,7 @@ def test_on_death_continue_after_random_deaths(name, seed, monkeypatch, tmp_path
 
 
 @pytest.mark.parametrize("name", ["BSP", "LocalSGD"])
-def test_on_death_continue_with_a_loader(name, monkeypatch):
+def test_on_death_continue_works_with_a_loader(name, monkeypatch):
     def make(part, moments=None):
         killer = Killer(monkeypatch, moments)
         fork_ranks(RANKS)
@@ -316,7 +316,7 @@ def test_on_death_leaves_out_a_device_and_uses_each_row_once(name, source, monke
     reports = list(model.trainer.epochs(x, y, 5, 4, on_death="continue"))
     assert ranks.get_session().size == 2 and [report.seen for report in reports] == [60, 120, 180, 240]
     used = model.used()
-    assert max(used) == 4 and (name != "BSP" or min(used) == 4)  # of EASGD the counts of the lost rank are missing
+    assert max(used) == 4 and (name != "BSP" or min(used) == 4)  # under EASGD the counts of the lost rank are missing
 
 
 @pytest.mark.any_library
@@ -365,7 +365,7 @@ def test_on_death_in_the_same_step_ends_training(monkeypatch):
     data = synk.data(np.ones(3))
     iterator = model.epochs(on_death="continue")
     next(iterator)
-    # Starting anew takes commands, too, which succeed.
+    # Commands that start new workers succeed.
     run = ranks.Session.run
 
     def kill_and_run(session, command):
@@ -435,7 +435,7 @@ def test_on_death_refuses_loaders_in_jax_mode(monkeypatch):
 @pytest.mark.parametrize(("name", "noise"), [("BSP", True), ("LocalSGD", False)])
 @pytest.mark.usefixtures("uncompiled")
 def test_on_death_continue_with_spawned_workers(name, noise, monkeypatch):
-    """As in JAX mode: new processes get the data, the functions, the state, and the definitions of the script."""
+    """As in JAX mode, new processes receive the data, the functions, the state, and the definitions of the script."""
 
     def rate(progress):
         return 0.05

@@ -1,4 +1,4 @@
-"""In JAX mode a training goes on after the death of a worker, with new processes in place of forks."""
+"""In JAX mode a training continues after the death of a worker, with new processes in place of forks."""
 
 import os
 import signal
@@ -18,7 +18,7 @@ pytestmark = [
 
 
 def train(name, is_disturbed, **options):
-    """Train on two new ranks, of which the worker may die between two reports; return the model's values and reports."""
+    """Train on two new ranks; if `is_disturbed`, the worker dies between two reports.  Return values and reports."""
     fork_ranks(2)
     try:
         model, reports = Model(name, **options), []

@@ -1,4 +1,4 @@
-"""Training functions: ranks together compute the same as one process."""
+"""Training functions on several ranks equal those of one process."""
 
 import functools
 
@@ -56,7 +56,7 @@ class Model:
         self.w, self.b = library.shared(W.astype(dtype), name="w"), library.shared(B.astype(dtype), name="b")
         self.params = [self.w, self.b]
         self.predicted = T.tanh(T.dot(self.x, self.w) + self.b)
-        # Numbers of the dtype, so that the loss is too, whatever the default is.
+        # Constants of the dtype give a loss of the dtype, whatever floatX is.
         self.penalty = np.asarray(0.1, dtype) * (self.w**2).sum()
         self.loss = ((self.predicted - self.y) ** 2).mean() + self.penalty
 
@@ -72,13 +72,13 @@ class Model:
         return np.concatenate([p.get_value().ravel() for p in self.params])
 
     def values_of_all_ranks(self):
-        """One row a rank."""
+        """Return the values of all ranks, one row per rank."""
         gathered = [np.asarray(synk.gather(p)) for p in self.params]
         return np.concatenate([g.reshape(len(g), -1) for g in gathered], axis=1)
 
 
 def pair(rule="sgd", **kwargs):
-    """A model to train on all ranks, and its twin in one process."""
+    """Return a model with a training function on all ranks, and one with a serial training function."""
     together, alone = Model(), Model()
     return (
         together,
@@ -99,7 +99,7 @@ def assert_same(together, alone, n_ranks):
 
 @functools.cache
 def serial_and_plain():
-    """A serial training function, and a plain function as any user would write it, compiled once."""
+    """Give a serial training function, and an equivalent handwritten function, compiled once."""
     model, plain = Model(), Model()
     grads = library.grad(plain.loss, plain.params)
     rate = T.constant(np.asarray(0.3), dtype="float64")
@@ -137,18 +137,18 @@ def test_make_train_function_equals_serial_for_each_rule(n_ranks, rule):
 
 @pytest.fixture(scope="module")
 def sgd_pair(n_ranks):
-    """Compiled once for each number of ranks."""
+    """Give `pair` with SGD, compiled once for each number of ranks."""
     return pair("sgd")
 
 
 @pytest.mark.parametrize("batch", BATCHES.values(), ids=BATCHES)
-def test_train_with_any_batch_and_num_slices(n_ranks, sgd_pair, batch):
+def test_train_equals_serial_for_any_batch_and_num_slices(n_ranks, sgd_pair, batch):
     together, train, alone, train_alone = sgd_pair
     alone.reset()
     x_data, y_data = synk.data(X), synk.data(Y)
     train(x_data, y_data)
     synk.broadcast(together.params, [W, B])
-    # The step so far has left an old gradient, which a rank without rows must not contribute.
+    # The previous step has left a gradient, which a rank without rows must not contribute.
     for num_slices in [1, 3, 20]:
         loss = train(x_data, y_data, batch=batch, num_slices=num_slices)
         np.testing.assert_allclose(loss, train_alone(X, Y, batch=batch), rtol=1e-9)
@@ -181,27 +181,27 @@ def test_train_steps_equal_single_steps(n_ranks, sgd_pair, batches, num_slices):
 
 
 @pytest.mark.parametrize("even", [True, False])
-def test_train_steps_of_sliceable_shareds(n_ranks, even):
+def test_train_steps_select_sliceable_rows(n_ranks, even):
     together, alone = Held(), Model()
     train, train_alone = together.train_by(make_train_function), alone.train_by(make_train_function_serial)
     synk.distribute()
     of_ranks = np.array_split(np.arange(N_ROWS), n_ranks)
     for shared, values in zip(together.held, (X, Y), strict=True):
         synk.scatter(shared, values)
-    # Ranks may have different numbers of rows in a step; where all do in each, one launch takes all of them.
+    # Ranks may have different numbers of rows in a step; if these are the same in all steps, one launch takes all.
     choices = [[[i % 4, 1, 2][: 3 - r % 2] for r in range(n_ranks)] for i in range(5)]
     if not even:
         choices[2] = [[0]] * n_ranks
         choices[4] = slice(0, 2)
     losses = train.steps(batches_s=choices)
     for choice, loss in zip(choices, losses, strict=True):
-        each = [choice] * n_ranks if isinstance(choice, slice) else choice
-        rows = np.concatenate([mine[one] for mine, one in zip(of_ranks, each, strict=True)])
+        choices = [choice] * n_ranks if isinstance(choice, slice) else choice
+        rows = np.concatenate([mine[rows_of_rank] for mine, rows_of_rank in zip(of_ranks, choices, strict=True)])
         np.testing.assert_allclose(loss, train_alone(X, Y, batch=rows), rtol=1e-9)
     assert_same(together, alone, n_ranks)
 
 
-def test_train_with_fewer_rows_than_ranks(n_ranks):
+def test_train_accepts_fewer_rows_than_ranks(n_ranks):
     together, train, alone, train_alone = pair()
     train(X[:1], Y[:1])
     train_alone(X[:1], Y[:1])
@@ -209,7 +209,7 @@ def test_train_with_fewer_rows_than_ranks(n_ranks):
 
 
 class Held(Model):
-    """A model whose data lie in shared variables, each rank's own rows in its own."""
+    """A model whose data are in sliceable shared variables, each rank's rows on that rank."""
 
     def __init__(self):
         super().__init__()
@@ -220,7 +220,7 @@ class Held(Model):
 
 
 @pytest.mark.parametrize("num_slices", [1, 3])
-def test_train_with_sliceable_shareds(n_ranks, num_slices):
+def test_train_with_sliceable_shareds_equals_serial(n_ranks, num_slices):
     together, alone = Held(), Model()
     train, train_alone = together.train_by(make_train_function), alone.train_by(make_train_function_serial)
     synk.distribute()
@@ -235,13 +235,15 @@ def test_train_with_sliceable_shareds(n_ranks, num_slices):
         [slice(r % 2, None) for r in range(n_ranks)],
         [0],
         [rows if r else [] for r, rows in enumerate(own)] if n_ranks > 1 else [2, 2],
-        # Rows that but one rank has.
+        # Rows that only one rank has.
         [slice(0, 1) if r == 0 else slice(100, None) for r in range(n_ranks)],
     ]
     for choice in choices:
-        each = choice if isinstance(choice, list) and np.ndim(choice[0]) + isinstance(choice[0], slice) else None
-        each = each or [slice(None) if choice is None else choice] * n_ranks
-        rows = np.concatenate([mine[one].astype(int) for mine, one in zip(of_ranks, each, strict=True)])
+        choices = choice if isinstance(choice, list) and np.ndim(choice[0]) + isinstance(choice[0], slice) else None
+        choices = choices or [slice(None) if choice is None else choice] * n_ranks
+        rows = np.concatenate(
+            [mine[rows_of_rank].astype(int) for mine, rows_of_rank in zip(of_ranks, choices, strict=True)]
+        )
         loss = train(batch_s=choice, num_slices=num_slices)
         np.testing.assert_allclose(loss, train_alone(X, Y, batch=rows), rtol=1e-9)
         assert_same(together, alone, n_ranks)
@@ -261,7 +263,7 @@ def test_train_uses_the_shortest_sliceable_shared(n_ranks):
         with pytest.raises(ValueError, match="^batch_s: expected at least one row"):
             train(batch_s=slice(2, 4))
         return
-    # The last rank has no such rows, and its gradient of the step before must not count.
+    # The last rank has no such rows; its previous gradient must not count.
     loss = train(batch_s=slice(2, 4))
     rows = [4 * r + i for r in range(n_ranks - 1) for i in (2, 3)]
     np.testing.assert_allclose(loss, train_alone(X, Y, batch=rows), rtol=1e-9)
@@ -278,7 +280,7 @@ def test_train_refuses_a_step_without_rows(n_ranks):
     np.testing.assert_array_equal(model.values(), before)
 
 
-def test_make_train_function_serial_with_sliceable_shareds():
+def test_make_train_function_serial_accepts_sliceable_shareds():
     held, plain = Held(), Model()
     for shared, values in zip(held.held, (X, Y), strict=True):
         shared.set_value(values)
@@ -295,7 +297,7 @@ def test_train_running_averages_equal_one_process(n_ranks, num_slices):
     for model, make in ((together, make_train_function), (alone, make_train_function_serial)):
         average, count = library.shared(np.zeros(X.shape[1]), "average"), library.shared(np.int64(0), "count")
         own = library.shared(np.zeros(X.shape[1]), "own")
-        new, new_own = (0.5 * each + 0.5 * model.x.mean(axis=0) for each in (average, own))
+        new, new_own = (0.5 * average_before + 0.5 * model.x.mean(axis=0) for average_before in (average, own))
         extra = [(average, new), (count, count + 1), (own, new_own, None)]
         averages.append(average)
         owns.append(own)
@@ -322,7 +324,7 @@ def test_train_accepts_plain_arrays(n_ranks):
     assert_same(together, alone, n_ranks)
 
 
-def test_train_with_minibatch_data(n_ranks):
+def test_train_accepts_minibatch_data(n_ranks):
     together, train, alone, train_alone = pair()
     x_data, y_data = synk.data(X[5:9], minibatch=True), synk.data(Y[5:9], minibatch=True)
     for rows in [slice(5, 9), slice(5, 6), slice(8, 4, -1), [8, 5, 6], None]:
@@ -340,7 +342,7 @@ def test_train_with_minibatch_data(n_ranks):
 def test_unweighted_mean_of_uneven_shares_differs(n_ranks):
     if n_ranks == 1:
         pytest.skip("one rank has all rows")
-    # Shows that the tests above can tell: plain averages of uneven splits differ.
+    # Validates the tests above: unweighted averages of uneven splits differ.
     model = Model()
     grad_updates, param_updates, grad_shared = updates.sgd(model.loss, model.params, 0.3)
     gradient = synk.function([model.x, model.y], model.loss, updates=grad_updates)
@@ -372,7 +374,7 @@ def test_manual_training_step_with_weight_is_exact(n_ranks):
 # -- arguments -------------------------------------------------------------------------------------------
 
 
-def test_train_with_lists_of_inputs_and_targets(n_ranks):
+def test_train_accepts_lists_of_inputs_and_targets(n_ranks):
     trained = []
     for make in [make_train_function, make_train_function_serial]:
         model = Model()
@@ -384,7 +386,7 @@ def test_train_with_lists_of_inputs_and_targets(n_ranks):
     np.testing.assert_allclose(trained[0], trained[1], rtol=1e-9)
 
 
-def test_train_without_targets(n_ranks):
+def test_train_needs_no_targets(n_ranks):
     trained = []
     for make in [make_train_function, make_train_function_serial]:
         model = Model()
@@ -393,7 +395,7 @@ def test_train_without_targets(n_ranks):
     np.testing.assert_allclose(trained[0], trained[1], rtol=1e-9)
 
 
-def test_train_with_a_composed_update_rule(n_ranks):
+def test_train_accepts_a_composed_update_rule(n_ranks):
     def adagrad_with_momentum(loss, params, **kwargs):
         return updates.apply_nesterov_momentum(updates.adagrad(loss, params, **kwargs), params, momentum=0.5)
 
@@ -405,7 +407,7 @@ def test_train_with_a_composed_update_rule(n_ranks):
     np.testing.assert_allclose(trained[0], trained[1], rtol=1e-9)
 
 
-def test_train_with_a_changing_learning_rate(n_ranks):
+def test_train_accepts_a_changing_learning_rate(n_ranks):
     model = Model()
     rate = library.shared(np.asarray(0.3), name="rate")
     train = model.train_by(make_train_function, learning_rate=rate)
@@ -451,7 +453,7 @@ def test_train_state_resumes_on_other_ranks(rule):
     for value, shared in zip(train.get_optimizer_state(), train.optimizer_state, strict=True):  # without ranks, too
         np.testing.assert_array_equal(value, shared.get_value())
     np.testing.assert_allclose(losses, expected, rtol=1e-9)
-    # All that the rule moves is in one of the two, and the serial twin has the same in the same order.
+    # Parameters and state are all that the rule updates; the serial function has the same variables in the same order.
     assert {id(v) for v in trained} == {id(v) for v in train._graph.rule.param_updates}
-    for one, other in zip(saved, [*alone.params, *train_alone.optimizer_state], strict=True):
-        np.testing.assert_allclose(one, other.get_value(), rtol=1e-9)
+    for value, expected_value in zip(saved, [*alone.params, *train_alone.optimizer_state], strict=True):
+        np.testing.assert_allclose(value, expected_value.get_value(), rtol=1e-9)

@@ -1,4 +1,4 @@
-"""Means of training functions and of validation: ranks together compute the same as one process."""
+"""Means of training functions and of validation on several ranks equal those of one process."""
 
 import numpy as np
 import pytest
@@ -16,7 +16,7 @@ T = tensor
 
 
 class Oracle(Masked):
-    """The same in one process, by nothing but the graph library."""
+    """The model in one process, by the graph library only."""
 
     def __init__(self):
         super().__init__()
@@ -61,12 +61,12 @@ def test_train_masked_mean_needs_a_weight(masked_models):
     assert (n_ranks == 1) == (abs(losses[0] - losses[1]) < 1e-9)
 
 
-def test_train_steps_with_weight_and_other_dtypes(n_ranks):
+def test_train_steps_accept_a_weight_and_other_dtypes(n_ranks):
     batches = [[0, 1, 2, 3], [4, 5, 6, 7], [1, 4, 5, 2], [9]]
     for dtype in ("float32", "float64"):
         ours, alone = Masked(make_train_function, adam, dtype), Masked(make_train_function_serial, adam, dtype)
         x, y, m = data(slice(None), dtype)
-        losses, expected = (each.train.steps(x, [y, m], batches) for each in (ours, alone))
+        losses, expected = (model.train.steps(x, [y, m], batches) for model in (ours, alone))
         assert all(np.asarray(loss).dtype == dtype for loss in losses)
         np.testing.assert_allclose(np.array(losses, float), np.array(expected, float), rtol=1e-5)
         np.testing.assert_allclose(ours.w.get_value(), alone.w.get_value(), rtol=1e-4)
@@ -85,7 +85,7 @@ def test_train_rows_of_zero_weight_change_nothing(n_ranks):
 
 @pytest.fixture(scope="module")
 def averaging_functions(n_ranks):
-    """Make training functions whose learning rate is a running average, which another average follows."""
+    """Give training functions whose learning rate is a running average, on which another average depends."""
     made = []
     for make in (make_train_function, make_train_function_serial):
         x, w = T.dmatrix("x"), shared(np.ones(STEPS), "w")
@@ -102,13 +102,13 @@ def averaging_functions(n_ranks):
 def test_extra_updates_of_expressions_are_found(averaging_functions, rows, slices):
     found = []
     for train, shareds in averaging_functions:
-        for each, value in zip(shareds, (np.ones(STEPS), np.ones(()), np.zeros((1, 2))), strict=True):
-            each.set_value(value)
+        for variable, value in zip(shareds, (np.ones(STEPS), np.ones(()), np.zeros((1, 2))), strict=True):
+            variable.set_value(value)
             if not found:
-                synk.broadcast(each)
+                synk.broadcast(variable)
         for _ in range(2):
             train(X[:rows], [], num_slices=slices)
-        found.append([each.get_value() for each in shareds])
+        found.append([variable.get_value() for variable in shareds])
     for ours, alone in zip(*found, strict=True):
         np.testing.assert_allclose(ours, alone, rtol=1e-9)
 
@@ -138,8 +138,8 @@ def validating(n_ranks):
 @given(rows=st.integers(1, 11), batch=st.integers(1, 4), seed=st.integers(0, 9))
 def test_train_metrics_equal_one_process(validating, rows, batch, seed):
     values = np.random.default_rng(seed).normal(size=rows)
-    values[0] = abs(values[0])  # so that there is some weight
-    # Each call goes on behind the last one's epochs.
+    values[0] = abs(values[0])  # so that the sum of weights is positive
+    # Each call continues after the epochs of the last one.
     model = validating
     model.epochs += 1
     train = np.ones(4 * model.n_ranks)

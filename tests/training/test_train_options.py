@@ -134,7 +134,7 @@ def test_trainer_validates_and_saves_ema(n_ranks, tmp_path):
     np.testing.assert_array_equal(other.w.get_value(), problem.w.get_value())
     np.testing.assert_allclose(plain[-1].validation["mse"], mse(problem.w.get_value()), rtol=1e-10)
     assert abs(plain[-1].validation["mse"] - reports[-1].validation["mse"]) > 1e-3
-    # Resumed, the average goes on, too.
+    # After resuming, the average continues.
     train(tmp_path / "half", 1, **options)
     resumed, trainer, _ = train(tmp_path / "half", 3, resume="latest", **options)
     np.testing.assert_array_equal(resumed.w.get_value(), problem.w.get_value())
@@ -184,7 +184,7 @@ def test_validate_ema_needs_ema(n_ranks):
 
 
 def half_problem(make, dtype="float16", **options):
-    """A loss ``mean(x) * w`` whose gradient is the mean of x."""
+    """Return a problem with the loss ``mean(x) * w``, whose gradient is the mean of x."""
     x, w = T.vector("x", dtype=dtype), library.shared(np.ones((), dtype), "w")
     train = make((x * w).mean(), [w], x, [], sgd, learning_rate=0.5, loss_scale="dynamic", **options)
     return w, train, {variable.name: variable for variable in train.optimizer_state}
@@ -271,11 +271,11 @@ def train_by_trainer(**options):
 
 
 def set_in_a_model(**options):
-    check_model_options(options)  # tests/launch/test_launch_options.py trains with them
+    check_model_options(options)  # trained in tests/launch/test_launch_options.py
 
 
 @pytest.mark.parametrize("option", VALUES)
-def test_training_options_table(n_ranks, option):
+def test_training_options_table_is_right(n_ranks, option):
     cells = {name: accepted for name, *accepted in TABLE}
     assert set(cells) == set(VALUES)
     options = {option: VALUES[option], **({"ema": 0.9} if option == "validate_ema" else {})}

@@ -1,4 +1,4 @@
-"""The trainer under each rule: its results, and its rows."""
+"""The trainer learns under each rule, and uses each row once."""
 
 import numpy as np
 import pytest
@@ -13,7 +13,7 @@ from synkhronos.training.updates import sgd
 def test_trainer_learns_with_every_rule(n_ranks, name):
     model = Model(name, rate=0.01 if name in ("Downpour", "ASGD") else 0.05)
     # An epoch is a few milliseconds here, and a rank that wakes late takes none of its rows.  Under gossip it may have
-    # been sent most of the weight meanwhile.
+    # received most of the weight by then.
     epochs = 48 if name == "GoSGD" else 12
     reports = list(model.epochs(epochs=epochs, valid=(X, Y)))
     assert [report.epoch for report in reports] == list(range(1, epochs + 1))

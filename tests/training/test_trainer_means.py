@@ -119,8 +119,8 @@ def expressions():
 def test_trainer_finds_value_dependent_denominators():
     inputs, depend, do_not = expressions()
     found = Dependence(library_of(inputs[0]), [*depend, *do_not], inputs)
-    assert [i for i, each in enumerate(depend) if not found.find_denominators(each)] == []
-    assert [i for i, each in enumerate(do_not) if found.find_denominators(each)] == []
+    assert [i for i, expression in enumerate(depend) if not found.find_denominators(expression)] == []
+    assert [i for i, expression in enumerate(do_not) if found.find_denominators(expression)] == []
 
 
 def test_trainer_warns_of_masked_means_without_weight(fork):
@@ -154,7 +154,7 @@ ROWS_X = np.random.default_rng(8).normal(2, 1, size=(ROWS, 3))
 
 
 class Averaging:
-    """A regression whose steps move an average of the rows, and another one of integers and of parameters."""
+    """A regression whose steps update an average of the rows, and one of integers and parameters."""
 
     def __init__(self, rule, update=sgd, rate=0.01, **kwargs):
         self.x, self.w = T.dmatrix("x"), shared(np.zeros(3), "w")
@@ -218,7 +218,7 @@ def test_trainer_report_averages_running_averages(fork, name):
         gathered = np.asarray(synk.gather(model.average))
         np.testing.assert_array_equal(gathered[0], gathered[1])
         assert np.isfinite(gathered).all()
-    # Towards the rows' mean of about 2, and never beyond.
+    # The average approaches the rows' mean of about 2, and does not exceed it.
     assert (gathered > 0.1).all() and (gathered < 2.5).all()
 
 
@@ -255,7 +255,7 @@ def test_metrics_without_a_mean_need_an_op():
 
     with pytest.raises(TypeError, match="extra_updates: 'count' of .* has no mean.*None"):
         make((count, count + model.x.shape[0]))
-    with pytest.raises(TypeError, match="extra_updates: 'count' of .* has no mean"):  # as each rank keeps its own
+    with pytest.raises(TypeError, match="extra_updates: 'count' of .* has no mean"):  # as each rank has its own average
         make((own, own + model.x.shape[0], None), (count, count + own))
     with pytest.raises(TypeError, match="'count': op 'mean' needs a variable of floats"):
         make((count, count + 1, "mean"))

@@ -1,4 +1,4 @@
-"""A trainer that goes on from a checkpoint, with both graph libraries."""
+"""A trainer resumes from a checkpoint, with both graph libraries."""
 
 import pytest
 from trainer_model import SYNCHRONOUS, Model

@@ -1,4 +1,4 @@
-"""A trainer's runs: resuming from checkpoints, schedules, early stops, records, and errors."""
+"""Runs of a trainer: resuming from checkpoints, schedules, early stops, records, and errors."""
 
 import math
 import os
@@ -18,7 +18,7 @@ from synkhronos.training.recorder import read
 from synkhronos.training.report import make_report
 from synkhronos.training.updates import nesterov_momentum, sgd
 
-pytestmark = pytest.mark.any_library  # the trainer's own bookkeeping
+pytestmark = pytest.mark.any_library  # the trainer's internal variables
 
 # -- going on ------------------------------------------------------------------------------------------------
 
@@ -39,7 +39,7 @@ def test_resume_on_other_ranks_uses_the_remaining_rows(fork, tmp_path, name, bef
     fork(after)
     model = Model(name)
     reports = list(model.epochs(5, 1, every=2, checkpoint=Checkpoint(tmp_path), resume="latest"))
-    # Each rank's counts go on from those of a rank that there was.
+    # Each rank's counts continue those of an earlier rank.
     new = np.asarray(synk.gather(model.counts, nd_up=1)) - stored[[r % before for r in range(after)]]
     assert (new.sum(0) + stored.sum(0)).tolist() == [1.0] * ROWS
     assert reports[-1].seen == ROWS
@@ -47,7 +47,7 @@ def test_resume_on_other_ranks_uses_the_remaining_rows(fork, tmp_path, name, bef
 
 
 def test_remaining_rows_after_changes_of_ranks():
-    """The laws by which states are shared out anew, on arrays."""
+    """Check the rules by which states are distributed over another number of ranks."""
     ranks = [
         {"params": np.full(3, float(r)), "optimizer": np.full(3, 10.0 * r), "excluded": np.zeros(0), "step": 4, "since": 1,
          "own": {"weight": np.array([0.5, 0.25, 0.25][r])}, "shared": {"centre": np.full(3, 9.0)}}
@@ -55,17 +55,17 @@ def test_remaining_rows_after_changes_of_ranks():
     ]  # fmt: skip
     for size in (1, 2, 3, 5):
         local = rules.LocalSGD().resized(ranks, size)
-        assert [each["params"].tolist() for each in local] == [[1.0] * 3] * size
-        assert [each["optimizer"].tolist() for each in local] == [[10.0] * 3] * size
+        assert [state["params"].tolist() for state in local] == [[1.0] * 3] * size
+        assert [state["optimizer"].tolist() for state in local] == [[10.0] * 3] * size
         gossip = rules.GoSGD().resized(ranks, size)
-        assert sum(each["own"]["weight"] for each in gossip) == 1
-        mean = sum(each["own"]["weight"] * each["params"] for each in gossip)
+        assert sum(state["own"]["weight"] for state in gossip) == 1
+        mean = sum(state["own"]["weight"] * state["params"] for state in gossip)
         np.testing.assert_allclose(mean, [0.25 + 0.5] * 3)
         elastic = rules.EASGD().resized(ranks, size)
-        assert [each["params"][0] for each in elastic] == [0.0, 1.0, 2.0, 9.0, 9.0][:size]
-        assert [each["optimizer"][0] for each in elastic] == [0.0, 10.0, 20.0, 0.0, 0.0][:size]
+        assert [state["params"][0] for state in elastic] == [0.0, 1.0, 2.0, 9.0, 9.0][:size]
+        assert [state["optimizer"][0] for state in elastic] == [0.0, 10.0, 20.0, 0.0, 0.0][:size]
         assert len(rules.Swap().resized(ranks, size)) == size
-    assert [each["params"][0] for each in rules.ASGD().resized(ranks, 2)] == [9.0, 9.0]
+    assert [state["params"][0] for state in rules.ASGD().resized(ranks, 2)] == [9.0, 9.0]
 
 
 def test_resume_without_a_checkpoint_starts_anew(fork, tmp_path):
@@ -97,8 +97,8 @@ def test_resume_after_early_stop_trains_nothing(fork, tmp_path):
 
 
 def weight_and_own(worker, name):
-    kept = worker.get_storage(name)
-    return kept["state"].own["weight"], np.array(kept["own"])
+    storage = worker.get_storage(name)
+    return storage["state"].own["weight"], np.array(storage["own"])
 
 
 @pytest.mark.skipif(XLA, reason="the trainer's own bookkeeping, and XLA takes seconds to compile")
@@ -106,14 +106,14 @@ def test_report_includes_gosgd_messages_in_transit(fork):
     fork(3)
     x, w = tensor.dmatrix("x"), shared(np.zeros(4), "w")
     trainer = make_trainer(((tensor.dot(x, w) - 1) ** 2).mean(), [w], x, [], sgd, rules.GoSGD(1.0), 0.1)
-    for _ in trainer.epochs(X, [], 5, 3):  # whoever has sent last has left it in a mailbox
+    for _ in trainer.epochs(X, [], 5, 3):  # the last sender's weight is in a mailbox
         ranks = synk.run(weight_and_own, trainer._model.state.training.name)
         assert math.isclose(sum(weight for weight, _ in ranks), 1.0)
         np.testing.assert_allclose(sum(weight * own for weight, own in ranks), w.get_value(), rtol=1e-12)
 
 
 class Counts(rules.Rule):
-    """Adds 1 after each step; fails once, in the middle of the second epoch."""
+    """Rule that adds 1 after each step, and fails once, in the middle of the second epoch."""
 
     def exchange(self, worker, state):
         state.vector = state.vector + 1
@@ -138,10 +138,10 @@ def test_trainer_continues_after_an_error(fork):
 
 
 def come_to_different_steps(worker, name):
-    kept = worker.get_storage(name)
-    kept["state"].step += worker.number
-    kept["state"].since = worker.number
-    del kept["own"]
+    storage = worker.get_storage(name)
+    storage["state"].step += worker.number
+    storage["state"].since = worker.number
+    del storage["own"]
 
 
 def where(worker, name):
@@ -159,7 +159,7 @@ def test_trainer_interrupt_at_different_steps_restarts_the_epoch(fork, rule):
     next(reports)
     before = synk.run(where, trainer._model.state.training.name)[0][0]
     synk.run(come_to_different_steps, trainer._model.state.training.name)
-    next(reports)  # SlowMo's exchanges did not pair up, and LocalSGD's were of different steps
+    next(reports)  # once SlowMo's exchanges were unpaired, and LocalSGD's were those of different steps
     places = synk.run(where, trainer._model.state.training.name)
     assert places[0] == places[1] and places[0][0] == 2 * before + 1
 
@@ -180,7 +180,7 @@ def test_resume_refuses_mixing_asynchronous_and_synchronous(fork, tmp_path):
 def test_early_stop_uses_only_validation(fork, tmp_path):
     fork(2)
     keep = {"checkpoint": Checkpoint(tmp_path)}
-    assert len(list(Model("BSP", rate=1e-300).epochs(5, 3, **keep))) == 3  # without validation, and none is better
+    assert len(list(Model("BSP", rate=1e-300).epochs(5, 3, **keep))) == 3  # without validation, and no epoch is better
     stops = {"valid": (X, Y), "patience": 1, "resume": "latest"}
     assert len(list(Model("BSP", rate=1e-300).epochs(5, 9, **keep, **stops))) == 2
 
@@ -202,10 +202,10 @@ def test_early_stop_with_a_renamed_metric_starts_anew(fork, tmp_path):
     assert count == 2 and best > 0
 
 
-class FailsToBegin(rules.EASGD):
-    """On one rank, the first time: on rank 0 in the beginning itself, on rank 1 before that."""
+class FailsAtStart(rules.EASGD):
+    """Rule that fails once on a rank: on rank 0 in `setup`, on rank 1 when it is unpickled."""
 
-    failed = False  # in each process by itself
+    failed = False  # in each process separately
 
     def __init__(self, rank):
         super().__init__(period=2)
@@ -222,28 +222,28 @@ class FailsToBegin(rules.EASGD):
         super().setup(worker, state)
 
     def fail(self):
-        if not FailsToBegin.failed:
-            FailsToBegin.failed = True
-            time.sleep(0.2)  # the other has begun meanwhile
+        if not FailsAtStart.failed:
+            FailsAtStart.failed = True
+            time.sleep(0.2)  # the other rank has started by now
             raise RuntimeError("not yet")
 
 
-@pytest.mark.skipif(XLA, reason="how ranks begin does not depend on the device, and XLA takes seconds to compile")
+@pytest.mark.skipif(XLA, reason="the start of ranks does not depend on the device, and XLA takes seconds to compile")
 @pytest.mark.parametrize("rank", [0, 1])
 def test_trainer_failed_start_on_one_rank_restarts_all(fork, monkeypatch, rank):
-    monkeypatch.setattr(FailsToBegin, "failed", False)
+    monkeypatch.setattr(FailsAtStart, "failed", False)
     fork(2)
     x, w = tensor.dmatrix("x"), shared(np.full(3, 5.0), "w")
-    trainer = make_trainer(tensor.dot(x, w).mean() * 0.0, [w], x, [], sgd, FailsToBegin(rank))
+    trainer = make_trainer(tensor.dot(x, w).mean() * 0.0, [w], x, [], sgd, FailsAtStart(rank))
     with pytest.raises(RuntimeError, match="not yet"):
         next(trainer.epochs(X[:, :3], [], 5, 1))
     (report,) = trainer.epochs(X[:, :3], [], 5, 1)
     assert report.seen == ROWS
-    assert w.get_value().tolist() == [5.0] * 3  # the centre begins where the ranks are
+    assert w.get_value().tolist() == [5.0] * 3  # the centre starts from the ranks' parameters
 
 
 class Interrupted(rules.GoSGD):
-    """On rank 1, the first time, where it begins or where it waits for a lock."""
+    """Rule that is interrupted once on rank 1, in `setup` or while it waits for a lock."""
 
     failed = False
 
@@ -260,17 +260,17 @@ class Interrupted(rules.GoSGD):
         if self.place == "lock" and worker.number == 1 and not Interrupted.failed:
             worker = SimpleNamespace(lock=self.fail)
         elif worker.number == 0:
-            time.sleep(0.05)  # else it might have taken all batches before rank 1 takes one
+            time.sleep(0.05)  # otherwise it could take all batches before rank 1 takes one
         super()._send(worker, state, to)
 
     def fail(self, *_):
         if not Interrupted.failed:
             Interrupted.failed = True
-            time.sleep(0.2)  # the other has sent something meanwhile
+            time.sleep(0.2)  # the other rank has sent a message by now
             raise RuntimeError("not now")
 
 
-@pytest.mark.skipif(XLA, reason="how ranks begin does not depend on the device, and XLA takes seconds to compile")
+@pytest.mark.skipif(XLA, reason="the start of ranks does not depend on the device, and XLA takes seconds to compile")
 @pytest.mark.parametrize("place", ["setup", "lock"])
 def test_gosgd_interrupt_keeps_the_mean(fork, monkeypatch, place):
     monkeypatch.setattr(Interrupted, "failed", False)
@@ -339,7 +339,7 @@ def test_trainer_names_a_nan_row(fork, name):
     ):
         with np.errstate(invalid="ignore"), pytest.raises(FloatingPointError, match=words):
             list(Model(name).trainer.epochs(inputs, [targets, at], 5, 1, valid=(valid[0], [valid[1], at])))
-    # A row that was not used since the last report is not to blame.
+    # A row that was not used since the last report is not named.
     with np.errstate(all="ignore"), pytest.raises(FloatingPointError, match="learning rate of 1e.200 may be too high"):
         order = np.random.default_rng((0, 0)).permutation(ROWS)
         late = X.copy()
@@ -369,17 +369,17 @@ def test_recorder_has_lines_of_each_rank(fork, tmp_path, name):
 
 @pytest.mark.parametrize("name", ["BSP", "LocalSGD"])
 def test_losses_are_summed_in_step_order(fork, tmp_path, name):
-    """Lines of a recorder, at which losses are read, do not change the last bits of a report's loss."""
+    """A recorder, which reads losses in between, does not change the last bits of a report's loss."""
     fork(1)
     recorders = [], [Recorder(tmp_path / "often", every=1)], [Recorder(tmp_path / "rarely", every=3)]
     options = {"batch_size": 1, "epochs": 4}
-    losses = [[report.loss for report in Model(name).epochs(recorder=each, **options)] for each in recorders]
+    losses = [[report.loss for report in Model(name).epochs(recorder=recorder, **options)] for recorder in recorders]
     assert losses[0] == losses[1] == losses[2]
     if name == "BSP":
         return  # one command takes many steps, and has one line
     often, rarely = (read(tmp_path / name)["rank-0"] for name in ("often", "rarely"))
     for i, line in enumerate(rarely):
-        steps = [each["loss"] for each in often[3 * i : 3 * i + 3]]
+        steps = [record["loss"] for record in often[3 * i : 3 * i + 3]]
         assert line["loss"] == sum(steps) / 3
 
 
@@ -461,7 +461,7 @@ def test_checkpoint_folder_is_locked_by_a_trainer(fork, tmp_path):
     list(model.epochs(5, 1, checkpoint=checkpoint))
     with pytest.raises(CheckpointError, match="rows-0+[1-9][0-9]* is of another training: go on from there with"):
         next(Model("LocalSGD").epochs(5, 1, checkpoint=checkpoint))
-    list(model.epochs(5, 2, checkpoint=checkpoint))  # the same goes on
+    list(model.epochs(5, 2, checkpoint=checkpoint))  # the same model continues
     assert [checkpoint.load(path).meta["epoch"] for path in checkpoint.paths()] == [1, 2]
 
 

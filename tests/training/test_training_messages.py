@@ -1,4 +1,4 @@
-"""Wrong arguments of training functions, trainers and `epochs`: each error names the argument."""
+"""Errors of training functions, trainers and `epochs` name the wrong argument."""
 
 import numpy as np
 import pytest
@@ -15,7 +15,7 @@ pytestmark = [pytest.mark.skipif(DEVICE != "host" or bool(HOSTS), reason="one ho
 BSP, EASGD = rules.BSP, rules.EASGD
 ROWS = np.ones((8, 3)), np.ones(8)
 
-#: Options of training functions and of trainers, and the words of the error that they raise.
+#: Wrong options of training functions and of trainers, and parts of the messages.
 OPTIONS = {
     "unknown option": (sgd, {"clipnorm": 1.0}, "clipnorm"),
     "unknown option of adam": (adam, {"beta3": 0.9}, "beta3"),
@@ -53,7 +53,7 @@ OPTIONS = {
     "extra_updates, a number": (sgd, {"extra_updates": 3}, "extra_updates"),
 }
 
-#: Options of trainers alone.
+#: Wrong options of trainers only.
 TRAINER = {
     "clip_norm under EASGD": ({"rule": EASGD(), "clip_norm": 1.0}, "clip_norm"),
     "ema under EASGD": ({"rule": EASGD(), "ema": 0.9}, "ema"),
@@ -71,7 +71,7 @@ TRAINER = {
     "validate, a number": ({"validate": 3}, "validate"),
 }
 
-#: Arguments of `epochs`.
+#: Wrong arguments of `epochs`.
 EPOCHS = {
     "batch_size, 0": ({"batch_size": 0}, "batch_size"),
     "batch_size, a fraction": ({"batch_size": 1.5}, "batch_size"),
@@ -156,7 +156,7 @@ def test_schedule_that_returns_no_number_ends_training(model, rule):
         list(trainer.epochs(*ROWS, 2, 1))
 
 
-#: Schedules, and the argument that the error names.
+#: Wrong schedules, and the argument that the error names.
 SCHEDULES = {
     "steps, a factor of 0": (lambda: schedules.steps(0.1, {3: 0}), "factors"),
     "steps, a list": (lambda: schedules.steps(0.1, [3]), "factors"),

@@ -1,4 +1,4 @@
-"""Rules made of rules and transformations: against optax's numbers, against formulas, and on ranks."""
+"""Rules composed of rules and transformations equal optax's numbers and formulas, on any number of ranks."""
 
 import functools
 import inspect
@@ -77,7 +77,7 @@ RULES = {
 
 
 class Problem:
-    """The table's problem."""
+    """Problem of the table of optax's numbers."""
 
     def __init__(self, dtype="float64"):
         self.x, self.y = T.matrix("x", dtype=dtype), T.matrix("y", dtype=dtype)
@@ -146,7 +146,7 @@ def compute_step(rule, grads, starts=None, **kwargs):
 
 @functools.cache
 def clip_functions():
-    """Functions from gradients and limits to steps, compiled once for all examples."""
+    """Give functions from gradients and limits to steps, compiled once for all examples."""
     limit = library.shared(1.0)
     found = []
     for transform in (clip_by_global_norm, clip):

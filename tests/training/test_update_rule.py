@@ -1,4 +1,4 @@
-"""A rule of one's own: a formula for one parameter becomes a rule like those of the library."""
+"""A user-defined update rule: a formula for one parameter becomes a rule like those of the library."""
 
 import inspect
 
@@ -66,7 +66,7 @@ def test_own_update_rule_names_its_state():
     *_, w, loss = model()
     updates = clipped_mean(loss, [w]).param_updates
     assert [v.name for v in updates] == ["w_m", "w"]
-    # With a velocity on top.
+    # Momentum applies to such a rule.
     assert len(apply_momentum(clipped_mean(loss, [w]), [w]).param_updates) == 3
 
 

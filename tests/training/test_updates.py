@@ -1,4 +1,4 @@
-"""The update rules: against numbers computed elsewhere, and for any split of the rows."""
+"""Update rules equal Theano's and optax's numbers, for any split of the rows."""
 
 import functools
 import inspect
@@ -36,19 +36,19 @@ RULES = [
 
 
 def pattern(*lengths):
-    """The keyword of `shared` for a type with these lengths, 1 or None."""
+    """Return the keyword of `shared` for a type with these lengths, 1 or None."""
     if library.__name__ == "pytensor":
         return {"shape": lengths}
     return {"broadcastable": tuple(length == 1 for length in lengths)}
 
 
 def compile_function(inputs, outputs=None, **kwargs):
-    # Without C: the tests are about values.
+    # Without C code, as only values are tested.
     return library.function(inputs, outputs, mode="FAST_COMPILE", **kwargs)
 
 
 class Problem:
-    """The table's problem, in one process."""
+    """Problem of the table of expected numbers, in one process."""
 
     def __init__(self, dtype="float64", w_dtype=None):
         self.x, self.y = T.matrix("x", dtype=dtype), T.matrix("y", dtype=dtype)
@@ -107,7 +107,7 @@ def test_updates_in_float32_equal_reference_numbers(rule):
 
 
 def test_adam_is_exact_in_float32_from_the_first_step():
-    # 1 - 0.999**t written out in float32 is off by 5e-5 at t = 1.
+    # 1 - 0.999**t in float32 has an error of 5e-5 at t = 1.
     problem = Problem("float32")
     problem.train(updates.adam(problem.loss, problem.params, learning_rate=1.0, epsilon=0))
     problem.step()
@@ -168,7 +168,7 @@ def test_grad_shared_with_weight_holds_weighted_gradients():
 
 @functools.cache
 def split_problem():
-    """Compiled once for all examples."""
+    """Return a problem whose training step is compiled once for all examples."""
     problem = Problem()
     problem.train(updates.sgd(problem.loss, problem.params, 0.5, weight=problem.x.shape[0]))
     return problem
@@ -189,7 +189,7 @@ def test_updates_with_weight_do_not_depend_on_the_split(splits, op):
             problem.gradient(X[rows], Y[rows])
             written.append(problem.grad_shared.get_value())
         else:
-            # A rank that sits out; the caller zeroes its vector.
+            # A rank without rows; the caller sets its vector to zero.
             written.append(np.zeros_like(problem.grad_shared.get_value()))
     problem.grad_shared.set_value(op(written, axis=0))
     problem.update()
@@ -328,7 +328,7 @@ def test_momentum_equals_apply_momentum_of_sgd(kind):
 def test_apply_momentum_accepts_triple_or_param_updates(apply):
     problem = Problem()
     rule = updates.sgd(problem.loss, problem.params, 0.5)
-    kept = dict(rule.param_updates)
+    before = dict(rule.param_updates)
     from_triple, from_dict = apply(rule), apply(rule.param_updates)
     assert from_triple.grad_shared is rule.grad_shared
     assert from_triple.grad_updates == rule.grad_updates
@@ -336,7 +336,7 @@ def test_apply_momentum_accepts_triple_or_param_updates(apply):
     assert type(from_dict) is type(rule.param_updates)
     # Two parameters and a velocity of each; the arguments are unchanged.
     assert len(from_triple.param_updates) == len(from_dict) == 4
-    assert dict(rule.param_updates) == kept
+    assert dict(rule.param_updates) == before
 
 
 def test_apply_momentum_of_named_parameters():

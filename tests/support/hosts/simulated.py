@@ -1,21 +1,22 @@
 #!/usr/bin/env python3
-"""Several hosts on one machine, for tests: network, shared memory, host name, process ids and IPC of their own.
+"""Simulates several hosts on one machine, each with a network, shared memory, host name, process IDs and IPC of its own.
 
-    simulated.py [--hosts a,b] [--gbit G] [--] command ...   make hosts, run a command on the first, take all away
-    simulated.py rsh [-x ...] HOST command ...                        run a command on a host (what mpirun calls for ssh)
-    simulated.py unplug|plug|kill|down|freeze|thaw HOST               faults: cable out or in; all processes killed; both
-                                                                  ("power loss": nobody gets a FIN or RST); all stopped,
-                                                                  or continued
+    simulated.py [--hosts a,b] [--gbit G] [--] command ...   make hosts, run a command on the first, remove all hosts
+    simulated.py rsh [-x ...] HOST command ...               run a command on a host (mpirun calls this in place of ssh)
+    simulated.py FAULT HOST                                  inject a fault into a host
 
-The last two work inside of a command that the first has started.  Everything lives in namespaces of one process tree:
-when the first command ends, however it ends, the kernel takes all of it away, and nothing is left in /run/netns or
-/dev/shm.  Nothing but the tree's own bridge is reached: there is no route to anywhere else.
+The faults are: ``unplug`` and ``plug`` (cut and restore the network), ``kill`` (kill all processes), ``down`` ("power
+loss": both, so that no peer receives a FIN or RST), ``freeze`` and ``thaw`` (stop and continue all processes).
 
-Needs util-linux (unshare, nsenter), iproute2 (ip; tc for --gbit, which limits what each host sends), and either root with CAP_SYS_ADMIN and
-CAP_NET_ADMIN, or a kernel that lets this user make user namespaces (then the user is root inside, and nowhere else).
-Exit code 77 ("skipped", as automake has it) where neither is the case.
+The last two forms work inside a command that the first form has started.  Everything lives in namespaces of one process
+tree.  The kernel removes all of it when the command ends, or when this process or its parent is killed; nothing is left
+in /run/netns or /dev/shm.  The tree has only its own bridge, and no route to other networks.
 
-Hosts share the file system, as with a network file system, but for /dev/shm, $TMPDIR, /etc/hosts and /proc.
+Needs util-linux (unshare, nsenter), iproute2 (ip; tc for --gbit, the limit of what each host sends), and either root
+with CAP_SYS_ADMIN and CAP_NET_ADMIN, or a kernel that lets this user make user namespaces (the user is then root inside
+of them only).  Without these the exit status is 77 ("skipped" in automake).
+
+Hosts share the file system, as on a network file system, except /dev/shm, $TMPDIR, /etc/hosts and /proc.
 """
 
 import json
@@ -27,7 +28,7 @@ import sys
 import threading
 import time
 
-STATE = os.environ.get("SIMULATED_HOSTS_STATE", "/tmp/.simulated-hosts")  # a tmpfs of each tree's own is mounted there
+STATE = os.environ.get("SIMULATED_HOSTS_STATE", "/tmp/.simulated-hosts")  # each tree mounts a tmpfs of its own there
 SOCKET = f"{STATE}/control"
 SUBNET = "10.77.0."
 
@@ -38,60 +39,106 @@ def main() -> int:
         return rsh(argv[1:])
     if argv and argv[0] in ("unplug", "plug", "kill", "down", "freeze", "thaw"):
         return ask({"op": argv[0], "host": argv[1]})
-    names, inner, opts = ["a", "b"], False, {}
+    names, lifeline, opts = ["a", "b"], None, {}
     while argv and argv[0].startswith("--"):
         option = argv.pop(0)
         if option == "--":
             break
         if option == "--hosts":
             names = argv.pop(0).split(",")
-        elif option == "--inner":
-            inner = True
+        elif option == "--lifeline":
+            lifeline = int(argv.pop(0))
         elif option == "--gbit":
             opts[option] = argv.pop(0)
         else:
             sys.exit(f"{option}: see the top of {__file__}")
-    if not inner:
+    if lifeline is None:
         os.makedirs(STATE, exist_ok=True)
         user = [] if os.geteuid() == 0 else ["--user", "--map-root-user"]
-        # In a user namespace /proc can only be mounted anew by who has a pid namespace too, as here.
+        # In a user namespace, /proc can be mounted again only together with a new pid namespace.
         spaces = ["--net", "--mount", "--uts", "--ipc", "--pid", "--fork", "--kill-child", "--mount-proc"]
         trial = subprocess.run(["unshare", *user, *spaces, "true"], capture_output=True, text=True)
         if trial.returncode:
             print(f"no namespaces here: {trial.stderr.strip()}", file=sys.stderr)
             return 77
         more = [x for pair in opts.items() for x in pair]
-        tree = ["unshare", *user, *spaces, sys.executable, os.path.abspath(__file__), "--inner", *more]
-        return subprocess.run([*tree, "--hosts", ",".join(names), "--", *argv]).returncode
-    return Tree(names, opts).run(argv)
+        tree = ["unshare", *user, *spaces, sys.executable, os.path.abspath(__file__), *more]
+        return run_while_parent_lives([*tree, "--hosts", ",".join(names)], argv)
+    threading.Thread(target=exit_at_end_of_file, args=(lifeline,), daemon=True).start()
+    return Network(names, opts).run(argv)
 
 
-def sh(*words: str) -> None:
+def run_while_parent_lives(tree: list[str], command: list[str]) -> int:
+    """Run a command in a tree of namespaces; end the tree when this process or its parent exits, even if killed."""
+    # PR_SET_PDEATHSIG would not do: it fires when the parent's thread exits, and unshare --user resets it.
+    parent = os.getppid()
+    lifeline, write_end = os.pipe()
+    child = subprocess.Popen([*tree, "--lifeline", str(lifeline), "--", *command], pass_fds=[lifeline])
+    os.close(lifeline)
+    try:
+        while os.getppid() == parent:
+            try:
+                return child.wait(1)
+            except subprocess.TimeoutExpired:
+                pass
+        return 1
+    finally:
+        os.close(write_end)
+        child.kill()
+        child.wait()
+
+
+def exit_at_end_of_file(lifeline: int) -> None:
+    """Exit once no process has the other end of a pipe open: the kernel then kills the whole pid namespace."""
+    os.read(lifeline, 1)
+    os._exit(1)
+
+
+def run_checked(*words: str) -> None:
+    """Run a command; raise an error if it fails."""
     subprocess.run(words, check=True)
 
 
-class Tree:
-    """The root of the namespaces: the network switch and the replacement of ssh."""
+class Network:
+    """The hosts, their network switch, and a server in place of sshd.
+
+    Parameters
+    ----------
+    names : list of str
+        Names of the hosts.
+    opts : dict of str to str
+        ``--gbit``, if it was given.
+
+    Attributes
+    ----------
+    pids : dict of str to int
+        First process of each host.
+    unreachable : set of str
+        Hosts whose network has been cut.
+    entered : list of int
+        Processes that have entered a host.
+    """
 
     def __init__(self, names: list[str], opts: dict[str, str]):
         self.pids: dict[str, int] = {}
-        self.dark: set[str] = set()
+        self.unreachable: set[str] = set()
         self.entered: list[int] = []
-        sh("mount", "-t", "tmpfs", "tmpfs", STATE)
+        run_checked("mount", "-t", "tmpfs", "tmpfs", STATE)
         with open(f"{STATE}/hosts", "w") as file:
             file.write("127.0.0.1 localhost\n")
             file.writelines(f"{SUBNET}{i + 1} {name}\n" for i, name in enumerate(names))
-        sh("ip", "link", "set", "lo", "up")
-        sh("ip", "link", "add", "switch", "type", "bridge")
-        sh("ip", "link", "set", "switch", "up")
+        run_checked("ip", "link", "set", "lo", "up")
+        run_checked("ip", "link", "add", "switch", "type", "bridge")
+        run_checked("ip", "link", "set", "switch", "up")
         self.server = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self.server.bind(SOCKET)
         self.server.listen(64)
         for i, name in enumerate(names):
-            self.pids[name] = self.boot(name, f"{SUBNET}{i + 1}/24", opts)
+            self.pids[name] = self.start_host(name, f"{SUBNET}{i + 1}/24", opts)
         threading.Thread(target=self.serve, daemon=True).start()
 
-    def boot(self, name: str, address: str, opts: dict[str, str]) -> int:
+    def start_host(self, name: str, address: str, opts: dict[str, str]) -> int:
+        """Start a host's namespaces and network; return the ID of its first process."""
         ready = f"{STATE}/{name}.ready"
         setup = (
             f"mount -t tmpfs -o mode=1777,size=1g tmpfs /dev/shm && mkdir -p {STATE}/{name}.tmp && "
@@ -99,7 +146,7 @@ class Tree:
             f"touch {ready} && exec sleep infinity"
         )
         spaces = ["--net", "--mount", "--uts", "--ipc", "--pid", "--fork", "--kill-child", "--mount-proc"]
-        # A session of its own: Ctrl-C at the terminal is not for a computer's first process.
+        # A session of its own: Ctrl-C at the terminal must not kill a host's first process.
         holder = subprocess.Popen(["unshare", *spaces, "sh", "-c", setup], start_new_session=True)
         deadline = time.monotonic() + 10
         while not os.path.exists(ready):
@@ -108,24 +155,26 @@ class Tree:
             time.sleep(0.01)
         with open(f"/proc/{holder.pid}/task/{holder.pid}/children") as file:
             pid = int(file.read().split()[0])
-        sh("ip", "link", "add", f"to-{name}", "type", "veth", "peer", "name", "eth0", "netns", str(pid))
-        sh("ip", "link", "set", f"to-{name}", "master", "switch", "up")
+        run_checked("ip", "link", "add", f"to-{name}", "type", "veth", "peer", "name", "eth0", "netns", str(pid))
+        run_checked("ip", "link", "set", f"to-{name}", "master", "switch", "up")
         inside = ["nsenter", "-t", str(pid), "-n"]
-        sh(*inside, "ip", "address", "add", address, "dev", "eth0")
-        sh(*inside, "ip", "link", "set", "eth0", "up")
+        run_checked(*inside, "ip", "address", "add", address, "dev", "eth0")
+        run_checked(*inside, "ip", "link", "set", "eth0", "up")
         if opts:
             shape = ["rate", f"{opts['--gbit']}gbit", "burst", "1m", "latency", "50ms"]
-            sh(*inside, "tc", "qdisc", "add", "dev", "eth0", "root", "tbf", *shape)
+            run_checked(*inside, "tc", "qdisc", "add", "dev", "eth0", "root", "tbf", *shape)
         return pid
 
-    def enter(self, name: str, words: list[str], env: dict[str, str], cwd: str, **how) -> subprocess.Popen:
+    def enter(self, name: str, words: list[str], env: dict[str, str], cwd: str, **options) -> subprocess.Popen:
+        """Start a command on a host, with these options of `subprocess.Popen`."""
         env = {**env, "TMPDIR": f"{STATE}/{name}.tmp", "HOSTNAME": name}
         flags = ["nsenter", "-t", str(self.pids[name]), "-n", "-m", "-u", "-i", "-p"]
-        child = subprocess.Popen([*flags, f"--wd={cwd}", *words], env=env, **how)
+        child = subprocess.Popen([*flags, f"--wd={cwd}", *words], env=env, **options)
         self.entered.append(child.pid)
         return child
 
     def run(self, words: list[str]) -> int:
+        """Run a command on the first host, and return its exit status."""
         first = next(iter(self.pids))
         child = self.enter(first, words, dict(os.environ), os.getcwd())
         for number in (signal.SIGINT, signal.SIGTERM):
@@ -133,14 +182,16 @@ class Tree:
         code = child.wait()
         return code if code >= 0 else 128 - code
 
-    # -- replacement of ssh --------------------------------------------------------------------------------------
+    # -- the server in place of sshd -----------------------------------------------------------------------------
 
     def serve(self) -> None:
+        """Answer each connection in a thread."""
         while True:
             connection, _ = self.server.accept()
             threading.Thread(target=self.answer, args=(connection,), daemon=True).start()
 
     def answer(self, connection: socket.socket) -> None:
+        """Receive one request, run its command or inject its fault, and send the exit status."""
         message, files, _, _ = socket.recv_fds(connection, 1 << 20, 3)
         request = json.loads(message)
         op, name, code = request["op"], request["host"], 255
@@ -159,19 +210,17 @@ class Tree:
                 for file in files:
                     os.close(file)
                 code = child.wait()
-                while name in self.dark:  # a caller of such a host gets no answer, not even an end of file
+                while name in self.unreachable:  # the caller receives nothing, not even an end of file
                     time.sleep(1)
             else:
                 if op in ("unplug", "down"):
-                    self.dark.add(name)
-                    sh("ip", "link", "set", f"to-{name}", "down")
+                    self.unreachable.add(name)
+                    run_checked("ip", "link", "set", f"to-{name}", "down")
                 if op == "plug":
-                    self.dark.discard(name)
-                    sh("ip", "link", "set", f"to-{name}", "up")
+                    self.unreachable.discard(name)
+                    run_checked("ip", "link", "set", f"to-{name}", "up")
                 if op in ("kill", "down"):
-                    os.kill(
-                        self.pids[name], signal.SIGKILL
-                    )  # the end of a pid namespace's first process kills all others
+                    os.kill(self.pids[name], signal.SIGKILL)  # the first process: its whole pid namespace is killed
                 if op in ("freeze", "thaw"):
                     space = os.stat(f"/proc/{self.pids[name]}/ns/pid").st_ino
                     for entry in os.listdir("/proc"):
@@ -198,6 +247,7 @@ class Tree:
 
 
 def ask(request: dict) -> int:
+    """Send a request to the server, with this process's standard streams; return the exit status."""
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     connection.connect(SOCKET)
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 20)
@@ -207,7 +257,8 @@ def ask(request: dict) -> int:
 
 
 def rsh(words: list[str]) -> int:
-    while words and words[0].startswith("-"):  # ssh's options, of which none has a meaning here
+    """Run a command on a host, as ``ssh HOST command`` would; return its exit status."""
+    while words and words[0].startswith("-"):  # options of ssh have no meaning here
         words.pop(0)
     keep = ("PATH", "HOME", "USER", "LANG", "LD_LIBRARY_PATH", "VIRTUAL_ENV")
     env = {

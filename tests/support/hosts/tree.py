@@ -24,6 +24,14 @@ from system import LIMIT, lives
 
 from hosts import HERE, are_simulated, simulated, words
 
+#: Starts a program again and again, until its parent has exited.
+RESTART = """
+import os, subprocess, sys
+parent = os.getppid()
+while os.getppid() == parent:
+    subprocess.call(sys.argv[1:])
+"""
+
 
 class Tree:
     """Some hosts, and `fault_target.py` on the first.
@@ -48,7 +56,7 @@ class Tree:
         self._text = b""
         self.output = tempfile.TemporaryFile("w+")
         # A program that exits is followed by the next one.
-        again = ["-c", "import subprocess, sys\nwhile True: subprocess.call(sys.argv[1:])", sys.executable]
+        again = ["-c", RESTART, sys.executable]
         command, environment = words(hosts, *again, HERE / "fault_target.py", self.folder)
         # Every process has this path somewhere in its environment: ssh passes it on, too.
         environment["PYTHONPATH"] += os.pathsep + str(self.folder)
