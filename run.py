@@ -405,9 +405,6 @@ def test(options: argparse.Namespace, rest: list[str]) -> int:
     }
     if options.device == "gpu":
         extras[PYTENSOR.name].append("gpu")
-    if options.all:
-        # Those of lint and docs, which .ci/run starts beside this: nothing is installed while tests run.
-        extras[PYTENSOR.name] += ["dev", "docs"]
     environments = [prepare(name, *extras[name]) for name in names]
 
     jobs = list_jobs(environments, options, rest)
@@ -596,7 +593,7 @@ def demo(options: argparse.Namespace, rest: list[str]) -> int:
 
 def env(options: argparse.Namespace, rest: list[str]) -> int:
     """Print the path of an environment's Python, and make the environment if need be."""
-    print(prepare(options.name).python)
+    print(prepare(options.name, *options.extras).python)
     return 0
 
 
@@ -664,7 +661,9 @@ def parser() -> argparse.ArgumentParser:
     demo_parser = add(demo, passes_on=True)
     demo_parser.add_argument("script", help="which one: 1 to 5, or train_resnet for example")
     add_env(demo_parser, PYTENSOR.name, which)
-    add(env).add_argument("name", choices=list(BY_NAME), help="the environment")
+    env_parser = add(env)
+    env_parser.add_argument("name", choices=list(BY_NAME), help="the environment")
+    env_parser.add_argument("extras", nargs="*", metavar="EXTRA", help="of pyproject.toml, to install as well")
     return result
 
 
