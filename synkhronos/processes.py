@@ -23,7 +23,15 @@ from synkhronos import engines, ranks
 from synkhronos.checks import check_flag, check_index, check_integer, check_number
 from synkhronos.devices import HOST, choose_device, force_cpu, get_device, is_fork_unsafe
 from synkhronos.graphs import list_loaded_libraries
-from synkhronos.hosts import MAX_RANKS_PER_HOST, Host, MpiLink, find_launch, is_this_machine, parse_hosts, run_agent
+from synkhronos.hosts import (
+    MAX_RANKS_PER_HOST,
+    Host,
+    MpiLink,
+    is_this_machine,
+    parse_hosts,
+    read_mpi_rank_and_size,
+    run_agent,
+)
 from synkhronos.ranks import Command, Rank
 
 __all__ = ["bytes_sent", "close", "fork"]
@@ -172,7 +180,7 @@ def fork(
     if len(host_list) == 1:
         _check_is_this_machine(host_list[0])
         return _fork(host_list[0].n_ranks or n_parallel, use_gpu, master_rank, profile_workers, timeout)
-    launched_process = find_launch() if hosts is None else None
+    launched_process = read_mpi_rank_and_size() if hosts is None else None
     if not host_list and launched_process is not None and launched_process[0] > 0:
         run_agent()
     if host_list or launched_process is not None:
@@ -232,7 +240,7 @@ def _start_hosts(
         choose_device(True, None)  # raises if this host has no GPUs, before any other is started
     link = MpiLink(host_list, float(host_timeout), log)
     try:
-        link.launch()
+        link.start_agents()
         yield link
     except BaseException:
         link.kill()

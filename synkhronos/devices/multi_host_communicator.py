@@ -24,12 +24,22 @@ import numpy as np
 from synkhronos.devices.communicator import ArrayLayout
 from synkhronos.devices.host_communicator import HostCommunicator, as_bytes, count_bytes, reduce_arrays
 from synkhronos.devices.reductions import REDUCTIONS
-from synkhronos.hosts.pipes import DOWN_IN, DOWN_OUT, FRAME, FRAMES, LOCAL, UP_IN, UP_OUT, Pipe, PipeLayout
+from synkhronos.hosts.pipes import (
+    DOWN_IN,
+    DOWN_OUT,
+    FRAME_NBYTES,
+    LOCAL_STREAM,
+    N_FRAMES,
+    UP_IN,
+    UP_OUT,
+    Pipe,
+    PipeLayout,
+)
 from synkhronos.ranks import Rank
 
 #: Maximal number of chunks on the last host whose results are not copied yet.  They are read from frames that may have
 #: been sent already, which the pipe alone would let ranks overwrite.
-_MAX_PENDING_ON_LAST = FRAMES - 2
+_MAX_PENDING_ON_LAST = N_FRAMES - 2
 
 
 class MultiHostCommunicator(HostCommunicator):
@@ -45,7 +55,7 @@ class MultiHostCommunicator(HostCommunicator):
         layout, self._local_ranks = PipeLayout(rank.control), rank.control.local_ranks
         self._n_next_hosts = layout.n_next_hosts
         self._up_out, self._up_in, self._down_out, self._down_in, self._local = (
-            Pipe(rank, layout, pipe) for pipe in (UP_OUT, UP_IN, DOWN_OUT, DOWN_IN, LOCAL)
+            Pipe(rank, layout, pipe) for pipe in (UP_OUT, UP_IN, DOWN_OUT, DOWN_IN, LOCAL_STREAM)
         )
         self._is_first, self._is_last = self._local_ranks.start == 0, self._local_ranks.stop == rank.size
 
@@ -110,14 +120,14 @@ class MultiHostCommunicator(HostCommunicator):
             target_pipes.append(self._up_out)
         if not self._is_first and not from_below and receivers.start < local_ranks.start:
             target_pipes.append(self._down_out)
-        for offset in range(0, size, FRAME):
-            nbytes = min(FRAME, size - offset)
+        for offset in range(0, size, FRAME_NBYTES):
+            nbytes = min(FRAME_NBYTES, size - offset)
             if source_pipe is self._local:
                 content = self._next_halves()[root - local_ranks.start][:nbytes]
                 if number == root and source is not None:
                     content[:] = source[offset : offset + nbytes]
                 self._local.advance()
-                self._rank.wait(self._local.make_all_processed())
+                self._local.wait_all_processed()
             else:
                 content = source_pipe.wait_readable()[:nbytes]
             for pipe in target_pipes:
@@ -157,7 +167,7 @@ class MultiHostCommunicator(HostCommunicator):
         """
         rank, local_ranks, reduction = self._rank, self._local_ranks, REDUCTIONS[op]
         accumulator = reduction.choose_accumulator_dtype(dtype)
-        chunk_size = FRAME // accumulator.itemsize
+        chunk_size = FRAME_NBYTES // accumulator.itemsize
         pending: list[tuple[int, int]] = []  # chunks whose results have not arrived: first element, number
         local_index = rank.number - local_ranks.start
         for offset in range(0, size, chunk_size):
@@ -169,7 +179,7 @@ class MultiHostCommunicator(HostCommunicator):
                 halves[local_index][:low] = own_chunk[:low]
                 halves[local_index][high:] = own_chunk[high:]
             self._local.advance()
-            rank.wait(self._local.make_all_processed())
+            self._local.wait_all_processed()
             inputs = [
                 source[offset + low : offset + high]
                 if r == rank.number and source is not None
@@ -200,12 +210,12 @@ class MultiHostCommunicator(HostCommunicator):
     def _max_pending(self) -> int:
         """Maximal number of chunks that this host has begun and whose results it has not taken.
 
-        Each hop to the last host adds `FRAMES` chunks, since the way is longer for the first hosts.
+        Each hop to the last host adds `N_FRAMES` chunks, since the way is longer for the first hosts.
 
         Invariant: each hop has room for four times as many chunks as it adds, in the two pipes at each of its ends.  So
         hosts with full pipes never wait for each other in a circle.
         """
-        return _MAX_PENDING_ON_LAST if self._is_last else FRAMES * self._n_next_hosts[0]
+        return _MAX_PENDING_ON_LAST if self._is_last else N_FRAMES * self._n_next_hosts[0]
 
     def _finish_chunk(
         self, target: np.ndarray | None, chunk: tuple[int, int], accumulator: np.dtype, n_earlier: int
@@ -225,7 +235,7 @@ class MultiHostCommunicator(HostCommunicator):
         """
         offset, count = chunk
         if self._is_last:
-            self._rank.wait(self._down_out.make_all_processed(n_earlier))
+            self._down_out.wait_all_processed(n_earlier)
             result = self._down_out.view_previous_frame(n_earlier)[: count * accumulator.itemsize].view(accumulator)
         else:
             result = self._down_in.wait_readable()[: count * accumulator.itemsize].view(accumulator)

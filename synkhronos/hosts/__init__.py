@@ -1,8 +1,8 @@
 """Ranks on other machines.
 
-On each machine, a *host*, ranks share memory.  One more process a host, the *agent*, is no rank: it alone speaks MPI,
-and copies into its host's control memory what the ranks of other hosts have written into theirs.  So a rank waits for
-words in its own host's memory wherever its peers are, and the layers above know of no hosts::
+The ranks of a machine, a *host*, share memory.  Each host has one more process, its *agent*, which is no rank.  Only
+agents use MPI.  An agent mirrors into its host's control memory the words that ranks of other hosts write into theirs.
+So a rank always waits for words in its own host's memory, and the layers above need no code for hosts::
 
     host a                                                          host b
     master, workers <-> control memory <-> agent  <== MPI ==>  agent <-> control memory <-> workers
@@ -10,7 +10,15 @@ words in its own host's memory wherever its peers are, and the layers above know
 `MpiLink` connects the master's session to the agents.
 """
 
+from synkhronos.hosts.host_list import MAX_RANKS_PER_HOST, Host, is_this_machine, parse_hosts, read_mpi_rank_and_size
 from synkhronos.hosts.mpi_link import MpiLink, run_agent
-from synkhronos.hosts.names import MAX_RANKS_PER_HOST, Host, find_launch, is_this_machine, parse_hosts
 
-__all__ = ["MAX_RANKS_PER_HOST", "Host", "MpiLink", "parse_hosts", "is_this_machine", "find_launch", "run_agent"]
+__all__ = [
+    "MAX_RANKS_PER_HOST",
+    "Host",
+    "MpiLink",
+    "parse_hosts",
+    "is_this_machine",
+    "read_mpi_rank_and_size",
+    "run_agent",
+]

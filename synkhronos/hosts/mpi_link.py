@@ -1,4 +1,4 @@
-"""The link of several hosts: starts the agents with ``mpirun``, and passes their reports to the master."""
+"""The link of a session with several hosts: start of the agents with ``mpirun``, and their reports to the master."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from typing import IO, Any, NoReturn
 import numpy as np
 
 from synkhronos.hosts import mpirun
-from synkhronos.hosts.names import Host, describe_host, find_host, number_ranks
+from synkhronos.hosts.host_list import Host, compute_ranks_by_host, describe_host, find_host
 from synkhronos.hosts.page_table import SegmentAccess
 from synkhronos.hosts.pipes import PipeLayout
 from synkhronos.ranks import Command, RowAccess, SharedArray
@@ -40,16 +40,16 @@ from synkhronos.ranks.segments import SegmentTable, is_closed
 _START_SECONDS = 60.0
 #: Seconds that agents get to exit by themselves.
 _EXIT_SECONDS = 0.7
-#: Seconds for which the last output of killed agents is read.
+#: Seconds for which the remaining output of killed agents is read.
 _OUTPUT_SECONDS = 0.05
 #: Environment variables that are copied to the other hosts.
-_VARIABLES = re.compile(
+_COPIED_VARIABLES = re.compile(
     "(PYTENSOR|THEANO|SYNKHRONOS|OMP|OPENBLAS|MKL|JAX|XLA)_|NCCL_(?!HOSTID$)|PYTHON(HASHSEED|WARNINGS)$"
 )
 
 
 def run_agent() -> NoReturn:
-    """Run this host's agent in a script that ``mpirun`` has started on every host, and exit with it."""
+    """Run this host's agent in a script that ``mpirun`` has started on every host, and exit with the agent's status."""
     ignore_job_signals()
     raise SystemExit(subprocess.call(mpirun.make_agent_command(""), stdin=subprocess.DEVNULL, close_fds=False))
 
@@ -65,19 +65,19 @@ def _block_job_signals() -> Iterator[None]:
 
 
 class MpiLink(Link):
-    """Link of a session with ranks on several hosts: the master's own, which is the first, and the others.
+    """Link of a session with ranks on several hosts, of which the master's host is the first.
 
-    `launch` starts an agent on each host with ``mpirun``, `assign_ranks` divides the ranks among the hosts, `start`
-    starts the workers, `end` or `kill` end all that has been started.
+    Its methods are called in this order: `start_agents`, `assign_ranks`, `start_workers`, and then `end`, or `kill`
+    after a failure.
 
     Parameters
     ----------
     hosts : sequence of Host, or None
-        The first is this machine.  None for those on which ``mpirun`` has started this script.
+        The first is this machine.  None if ``mpirun`` has started this script on every host.
     timeout : float
-        Seconds of silence after which a host is lost.
+        Seconds without a message after which a host is lost.
     output : file, optional
-        Receives what the other hosts print; by default this process's standard streams do.
+        File for the output of the other hosts.  Default: this process's standard streams.
     """
 
     needs_control_file = True
@@ -90,17 +90,17 @@ class MpiLink(Link):
         self._last_lines: deque[str] = deque(maxlen=50)
         self._readers: list[threading.Thread] = []
         self._channel: socket.socket | None = None
-        self._launcher: Any = None
+        self._mpirun: Any = None
         self._control: Control | None = None
         self._layout: PipeLayout | None = None
 
-    def launch(self) -> None:
-        """Start the agents.
+    def start_agents(self) -> None:
+        """Start an agent on each host, by ``mpirun``.
 
         Raises
         ------
         RuntimeError
-            If they do not start, or the hosts have different versions.
+            If agents do not start, or hosts have different versions of Python or of a library.
         """
         hosts = self._hosts
         if hosts is None:
@@ -112,9 +112,9 @@ class MpiLink(Link):
             command = (
                 mpirun.make_agent_command(address) if hosts is None else mpirun.make_mpirun_command(self.names, address)
             )
-            # A scheduler's signal goes to all processes, and mpirun would end the agents: the master's script decides.
+            # A scheduler sends its signals to all processes.  At one, mpirun would end the agents; the master decides.
             with defer_signals(), _block_job_signals():
-                self._launcher = subprocess.Popen(
+                self._mpirun = subprocess.Popen(
                     command,
                     stdin=subprocess.DEVNULL,
                     stdout=subprocess.PIPE,
@@ -122,27 +122,27 @@ class MpiLink(Link):
                     text=True,
                     errors="backslashreplace",
                     env=mpirun.make_mpirun_environment(hosts is None),
-                    start_new_session=True,  # Ctrl-C at the terminal is the master's to handle
-                    close_fds=hosts is not None,  # mpirun talks to its processes over files that they inherit
+                    start_new_session=True,  # only the master handles Ctrl-C at the terminal
+                    close_fds=hosts is not None,  # an agent talks to the mpirun above it over inherited files
                 )
-            facts = self._connect(listener)
+            host_infos = self._connect(listener)
         if hosts is None:
-            hosts = [Host(host["name"], None) for host in facts]
+            hosts = [Host(host["name"], None) for host in host_infos]
             self.names = [host.name for host in hosts]
-            mpirun.check_processes(facts)
-        elif len(facts) < len(hosts):
+            mpirun.check_processes(host_infos)
+        elif len(host_infos) < len(hosts):
             raise RuntimeError(
-                f"{mpirun.find_mpirun()} started {len(hosts)} processes, and MPI connects {len(facts)} of them: it is "
-                "not of the MPI that mpi4py uses, which python -c 'from mpi4py import MPI; "
+                f"{mpirun.find_mpirun()} started {len(hosts)} processes, and MPI connects {len(host_infos)} of them: "
+                "it is not of the MPI that mpi4py uses, which python -c 'from mpi4py import MPI; "
                 "print(MPI.Get_library_version())' names; pip install synkhronos[hosts] brings one MPI for both"
             )
-        check_versions(self.names, [host["versions"] for host in facts])
-        self._aliases = [(name, host["name"]) for name, host in zip(self.names, facts, strict=True)]
+        check_versions(self.names, [host["versions"] for host in host_infos])
+        self._aliases = [(name, host["name"]) for name, host in zip(self.names, host_infos, strict=True)]
         self._n_ranks = [host.n_ranks for host in hosts]
-        self._cores, self._gpus = ([host[key] for host in facts] for key in ("cores", "gpus"))
+        self._cores, self._gpus = ([host[key] for host in host_infos] for key in ("cores", "gpus"))
 
     def choose_gpu_default(self) -> bool | None:
-        """Return the default of ``use_gpu``: None if all hosts have GPUs (this host then decides), False if none has.
+        """Return the default of ``use_gpu``: False if no host has GPUs; None (this host decides) if all have some.
 
         Raises
         ------
@@ -162,9 +162,9 @@ class MpiLink(Link):
         Parameters
         ----------
         n_ranks : int or None
-            Number of ranks of each host that was named without a number; None for one on each core, or GPU.
+            Number of ranks on each host that is listed without a number.  None: one for each core or GPU of the host.
         on_gpus : bool
-            Whether each rank has a GPU.
+            Whether each rank needs a GPU.
 
         Raises
         ------
@@ -180,19 +180,19 @@ class MpiLink(Link):
                     f"hosts: {name} has {n_gpus} GPUs{needed}: pass use_gpu=False, or in a session devices = 'cpu', to "
                     "compute on CPU cores"
                 )
-        self.ranks_by_host = number_ranks(counts)
+        self.ranks_by_host = compute_ranks_by_host(counts)
         self.size = sum(counts)
         self.control_nbytes = PipeLayout.compute_nbytes(counts[0])
 
     def _connect(self, listener: socket.socket) -> list[dict[str, Any]]:
-        """Wait for the first agent to connect and return each host's description."""
+        """Wait until the first agent connects, and return the hosts' infos that it sends."""
         listener.settimeout(0.05)
         deadline = time.monotonic() + _START_SECONDS
         while self._channel is None:
             try:
                 channel, _ = listener.accept()
             except TimeoutError:
-                if self._launcher.poll() is not None:
+                if self._mpirun.poll() is not None:
                     if self._hosts is None:
                         raise RuntimeError(
                             "MPI did not connect the processes that mpirun or srun has started: "
@@ -216,26 +216,26 @@ class MpiLink(Link):
         message = self._channel.recv(1 << 20)
         if not message:
             raise RuntimeError(f"the agent of this host ended at once: {self._read_error()}")
-        facts: list[dict[str, Any]] = json.loads(message)
+        host_infos: list[dict[str, Any]] = json.loads(message)
         self._channel.settimeout(None)
-        return facts
+        return host_infos
 
     def _read_error(self) -> str:
         """Return the error message of ``mpirun``, which has ended."""
         try:
-            outputs = self._launcher.communicate(timeout=_EXIT_SECONDS)
+            outputs = self._mpirun.communicate(timeout=_EXIT_SECONDS)
         except subprocess.TimeoutExpired as error:  # a shared ssh connection keeps the pipes open
             outputs = [(text or b"").decode(errors="backslashreplace") for text in (error.output, error.stderr)]
         lines = [line.strip(" =-") for text in reversed(outputs) for line in text.splitlines()]
         for line in lines:  # an agent's own message, among mpirun's
             if line.startswith("RuntimeError: "):
                 return line.removeprefix("RuntimeError: ")
-        return "; ".join(line for line in lines if line) or f"mpirun ended with code {self._launcher.returncode}"
+        return "; ".join(line for line in lines if line) or f"mpirun ended with code {self._mpirun.returncode}"
 
     # -- Link ------------------------------------------------------------------------------
 
     def start_workers(self, control: Control, file: io.FileIO | None, root: int, profile: bool) -> socket.socket:
-        """Start the other hosts' workers and return the channel to this host's agent."""
+        """Make the agents start the other hosts' workers; return the channel to this host's agent."""
         assert self._channel is not None and file is not None
         self._control, self._layout = control, PipeLayout(control)
         config = {
@@ -245,20 +245,20 @@ class MpiLink(Link):
             "root": root,
             "profile": profile,
             "timeout": self._timeout,
-            "launched": self._hosts is None,
-            "environment": {name: value for name, value in os.environ.items() if _VARIABLES.match(name)},
+            "script_under_mpirun": self._hosts is None,
+            "environment": {name: value for name, value in os.environ.items() if _COPIED_VARIABLES.match(name)},
             "path": [os.path.abspath(folder) for folder in sys.path],
             "folder": os.getcwd(),
         }
         self._channel.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 20)
         socket.send_fds(self._channel, [json.dumps(config).encode()], [file.fileno()])
-        for stream, name in ((self._launcher.stdout, "stdout"), (self._launcher.stderr, "stderr")):
+        for stream, name in ((self._mpirun.stdout, "stdout"), (self._mpirun.stderr, "stderr")):
             self._readers.append(threading.Thread(target=self._forward_output, args=(stream, name), daemon=True))
             self._readers[-1].start()
         return self._channel
 
     def plan_transfers(self, command: Command, command_location: SharedArray | None, segments: SegmentTable) -> bytes:
-        """Return, pickled, the rows that each other host reads, the segments to release, and the memory of a task."""
+        """Return the pickled plan: the rows that each other host reads, the segments to drop, the memory of a task."""
         released = command.released if isinstance(command, Release) else []
         dropped = [key for kind, key in released if kind == "segment"]
         accesses_by_host: list[list[SegmentAccess]] = []
@@ -291,7 +291,7 @@ class MpiLink(Link):
         return self.names[find_host(self.ranks_by_host, rank)]
 
     def find_remote_failure(self) -> RemoteFailure | None:
-        """Return the loss of another host, of an agent, or of a worker on another host; None if all live."""
+        """Return the loss of a host or an agent, or the death of a worker on another host; None if there is none."""
         if self._control is None or self._layout is None:
             return None
         length = self._control.words[Control.FAILURE_NBYTES]
@@ -299,17 +299,17 @@ class MpiLink(Link):
             text, rank, death = json.loads(bytes(self._layout.failure_message[:length]))
             return RemoteFailure(text, rank, death and Death(*death))
         assert self._channel is not None
-        if self._launcher.poll() is None and not is_closed(self._channel):
+        if self._mpirun.poll() is None and not is_closed(self._channel):
             return None
-        # mpirun reports the host, after a moment.
+        # A moment later, mpirun prints the name of the host.
         with contextlib.suppress(subprocess.TimeoutExpired):
-            self._launcher.wait(1.0)
+            self._mpirun.wait(1.0)
         for reader in self._readers:
             reader.join(0.2)
-        code = self._launcher.poll()
+        code = self._mpirun.poll()
         if code is not None and code < 0:
             process_name = "the agent of this host" if self._hosts is None else "mpirun, which connects the hosts,"
-            return RemoteFailure(f"{process_name} (process {self._launcher.pid}) {describe_exit(code)}", 0)
+            return RemoteFailure(f"{process_name} (process {self._mpirun.pid}) {describe_exit(code)}", 0)
         lost_hosts = mpirun.find_lost_hosts(" ".join(list(self._last_lines)), self._aliases)
         names = [describe_host(self.names[i], self.ranks_by_host[i]) for i in lost_hosts]
         description = names[0] if len(names) == 1 else f"one of {', '.join(names)}"
@@ -317,40 +317,40 @@ class MpiLink(Link):
         return RemoteFailure(text, self.ranks_by_host[lost_hosts[0]].start)
 
     def end(self, kill: bool, seconds: float, should_kill: Callable[[], bool]) -> None:
-        """End the other hosts' workers and the agents."""
+        """End the other hosts' workers and all agents."""
         if self._control is not None:
             self._control.words[Control.END_REQUEST] = 2 if kill else 1
         deadline = time.monotonic() + seconds
-        while not kill and self._control is not None and self._launcher.poll() is None:
+        while not kill and self._control is not None and self._mpirun.poll() is None:
             if should_kill() or time.monotonic() > deadline:
                 break
             time.sleep(0.002)
         self.kill()
 
     def kill(self) -> None:
-        """End ``mpirun`` and with it the agents, which end their workers."""
-        if self._launcher is None:
+        """End ``mpirun`` and the agents, which end their workers."""
+        if self._mpirun is None:
             return
         if self._channel is not None:
-            self._channel.close()  # agents exit when it is closed
+            self._channel.close()  # so that the agents exit
             with contextlib.suppress(subprocess.TimeoutExpired):
-                self._launcher.wait(_EXIT_SECONDS)
+                self._mpirun.wait(_EXIT_SECONDS)
         output_seconds = _EXIT_SECONDS
-        if self._launcher.poll() is None:
-            # Its children, too: an ssh would wait for an unreachable host.
-            for pid in mpirun.list_process_tree(self._launcher.pid):
+        if self._mpirun.poll() is None:
+            # With its children: an ssh would wait for an unreachable host.
+            for pid in mpirun.list_process_tree(self._mpirun.pid):
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
-            self._launcher.wait()
-            # Open MPI's ssh inherits the pipes that are read here, and may pass them on (ControlMaster): they stay open
-            # as long as a process waits for an unreachable host.  All output is in them already.
+            self._mpirun.wait()
+            # Open MPI's ssh inherits the pipes that are read here, and may pass them on (ControlMaster).  They stay
+            # open while any process waits for an unreachable host, but contain all output already.
             output_seconds = _OUTPUT_SECONDS
         for reader in self._readers:
             reader.join(output_seconds)
         self._control = self._layout = None
 
     def _forward_output(self, stream: IO[str], name: str) -> None:
-        """Forward the hosts' output to a standard stream of this process, and keep its last lines."""
+        """Forward the hosts' output to a standard stream of this process, and store its last lines for messages."""
         for line in stream:
             self._last_lines.append(line)
             target = getattr(sys, name) if self._output is None else self._output
@@ -360,7 +360,7 @@ class MpiLink(Link):
 
 
 def _to_segment_access(access: RowAccess) -> SegmentAccess:
-    """Convert an access of rows to bytes of a segment."""
+    """Return the access as bytes of a segment."""
     array, rows, base = access
     itemsize = np.dtype(array.dtype).itemsize
     if rows is None or not array.shape:
@@ -374,7 +374,7 @@ def _to_segment_access(access: RowAccess) -> SegmentAccess:
 
 
 def _check_rows(access: RowAccess, local_rows: range, segments: SegmentTable, description: str) -> None:
-    """Raise IndexError for rows that only another host has loaded."""
+    """Raise IndexError if a host needs rows that only another host has loaded."""
     rows = range(access.array.shape[0]) if access.rows is None else access.rows
     index = np.array([*rows[:1], *rows[-1:]]) if isinstance(rows, range) else rows.view(segments)
     if not index.size:

@@ -15,20 +15,21 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from synkhronos.hosts.names import find_launch
+from synkhronos.hosts.host_list import read_mpi_rank_and_size
 
-#: Signal by which an agent kills itself after an error of MPI; nothing else sends it.
-_MPI_FAULT = int(signal.SIGUSR2)
+#: Signal by which an agent kills itself after an error of MPI; no other process sends it.
+_MPI_ERROR_SIGNAL = int(signal.SIGUSR2)
 
 
 def make_agent_command(address: str) -> list[str]:
     """Return the command line of an agent."""
     package = str(Path(__file__).resolve().parents[2])
-    # An agent that fails kills itself: the others wait for it, and mpirun may ignore an exit code.  Errors of MPI
-    # mostly follow from the loss of another host; their signal distinguishes them (see `find_lost_hosts`).
+    # An agent that fails kills itself: mpirun may ignore an exit code, and the other agents would wait.  Errors of MPI
+    # are mostly caused by the loss of another host, so they have a signal of their own (see `find_lost_hosts`).
+    number = _MPI_ERROR_SIGNAL
     code = "import os, signal, sys; sys.excepthook = lambda kind, *error: (sys.__excepthook__(kind, *error), "
-    code += f"signal.signal({_MPI_FAULT}, signal.SIG_DFL), signal.pthread_sigmask(signal.SIG_UNBLOCK, [{_MPI_FAULT}]), "
-    code += f"os.kill(os.getpid(), {_MPI_FAULT} if kind.__module__ == 'mpi4py.MPI' else {int(signal.SIGKILL)})); "
+    code += f"signal.signal({number}, signal.SIG_DFL), signal.pthread_sigmask(signal.SIG_UNBLOCK, [{number}]), "
+    code += f"os.kill(os.getpid(), {number} if kind.__module__ == 'mpi4py.MPI' else {int(signal.SIGKILL)})); "
     code += f"sys.path.insert(0, {package!r}); from synkhronos.hosts.agent import main; main({address!r})"
     return [sys.executable, "-c", code]
 
@@ -46,7 +47,7 @@ def make_mpirun_command(names: Sequence[str], address: str) -> list[str]:
 
 
 def find_mpirun() -> str:
-    """Return the ``mpirun`` of this environment, or else the first on the path."""
+    """Return the path of this Python environment's ``mpirun``, or of the first one on the search path."""
     sibling = Path(sys.executable).with_name("mpirun")
     path = str(sibling) if sibling.exists() else shutil.which("mpirun")
     if path is None:
@@ -63,7 +64,7 @@ def _is_mpich(mpirun: str) -> bool:
 
 
 def _check_names(names: Sequence[str]) -> None:
-    """Raise RuntimeError for hosts without an address: Open MPI reports them only after half a minute."""
+    """Raise RuntimeError if hosts have no address, which Open MPI reports only after half a minute."""
     unknown = [name for name in names if not _has_address(name) and not _has_address(_resolve_ssh_alias(name))]
     if unknown:
         raise RuntimeError(
@@ -79,7 +80,7 @@ def _has_address(name: str) -> bool:
 
 
 def _resolve_ssh_alias(name: str) -> str:
-    """Return the host name or address in the user's ssh configuration."""
+    """Return the host name or address for a name in the user's ssh configuration."""
     with contextlib.suppress(OSError):
         output = subprocess.run(["ssh", "-G", name], capture_output=True, text=True, check=False).stdout
         if match := re.search(r"^hostname (\S+)$", output, re.MULTILINE):
@@ -87,12 +88,12 @@ def _resolve_ssh_alias(name: str) -> str:
     return name
 
 
-def make_mpirun_environment(is_started: bool) -> dict[str, str]:
-    """Return the environment of ``mpirun``, or of an agent if ``mpirun`` has started this script (``is_started``)."""
+def make_mpirun_environment(has_started_script: bool) -> dict[str, str]:
+    """Return the environment of ``mpirun``, or of an agent if ``mpirun`` has started this script."""
     environment = {"UCX_LOG_LEVEL": "error", **os.environ}  # Open MPI's UCX warns at every agent's exit
-    if is_started:
+    if has_started_script:
         return environment
-    # In a step of Slurm, srun's MPI variables of this process describe that step, of one task.
+    # In a Slurm step, this process's MPI variables are those of the step, which has one task.
     environment = {
         name: value for name, value in environment.items() if not name.startswith("PMI") or name.startswith("PMIX_MCA_")
     }
@@ -102,21 +103,21 @@ def make_mpirun_environment(is_started: bool) -> dict[str, str]:
             "SLURM_NODELIST": nodes,
             "SLURM_TASKS_PER_NODE": f"1(x{environment.get('SLURM_JOB_NUM_NODES', 1)})",
         }
-        # mpirun starts a step with srun.  That would wait without limit for cores of the script's own step; and where
-        # srun provides PMIx by default, MPICH gets two answers and aborts.
+        # mpirun starts a Slurm step by srun.  Without the first variable, that step waits for the cores of the script's
+        # own step.  Without the second one, MPICH aborts where srun provides PMIx by default.
         environment |= {"SLURM_OVERLAP": "1", "SLURM_MPI_TYPE": "none"}
     return environment
 
 
-def check_processes(facts: Sequence[dict[str, Any]]) -> None:
+def check_processes(host_infos: Sequence[dict[str, Any]]) -> None:
     """Raise if MPI does not connect the processes, or two are on one host; warn if one is bound to a core."""
-    _, count = find_launch() or (0, len(facts))
-    if len(facts) != count:
+    _, count = read_mpi_rank_and_size() or (0, len(host_infos))
+    if len(host_infos) != count:
         raise RuntimeError(
-            f"{count} processes were started, and MPI connects {len(facts)} of them: start one on each host, by the "
-            f"mpirun of the MPI that mpi4py uses{advise_srun()}; independent processes call fork(hosts=[])"
+            f"{count} processes were started, and MPI connects {len(host_infos)} of them: start one on each host, by "
+            f"the mpirun of the MPI that mpi4py uses{advise_srun()}; independent processes call fork(hosts=[])"
         )
-    names = [host["name"] for host in facts]
+    names = [host["name"] for host in host_infos]
     for name in names:
         if names.count(name) > 1:
             raise RuntimeError(
@@ -124,7 +125,7 @@ def check_processes(facts: Sequence[dict[str, Any]]) -> None:
                 "ranks there (mpirun --map-by ppr:1:node, mpirun -ppn 1, srun --ntasks-per-node=1); independent "
                 "processes call fork(hosts=[])"
             )
-    for host in facts:
+    for host in host_infos:
         if host["cores"] == 1 < host["machine"]:
             warnings.warn(
                 f"the process on {host['name']} may use 1 of {host['machine']} cores: mpirun --bind-to none lets it "
@@ -152,16 +153,16 @@ def find_lost_hosts(output: str, aliases: Sequence[Sequence[str]]) -> list[int]:
     aliases : sequence of sequence of str
         Names of each host.
     """
-    output = " ".join(output.split())  # lines are broken anywhere
+    output = " ".join(output.split())  # line breaks may be anywhere
 
     def find_hosts(pattern: str) -> list[int]:
         named = re.findall(pattern, output)
         return [i for i, names in enumerate(aliases) if any(name in named for name in names)]
 
     mpich_pattern, open_mpi_pattern = r"RUNNING AT (\S+) = EXIT CODE: ", r"on node (\S+) exited on signal "
-    # A host whose agent got an error of MPI is alive.  So is a host whose agent crashed in MPICH, which happens when a
-    # peer is lost in the middle of a message, and a host that reports a closed connection.
-    follow_up = rf"(?:{int(signal.SIGSEGV)}|{_MPI_FAULT})\b"
+    # A host is alive if its agent raised an error of MPI, if its agent crashed in MPICH (as it does when a peer is lost
+    # in the middle of a message), or if it reports a closed connection.
+    follow_up = rf"(?:{int(signal.SIGSEGV)}|{_MPI_ERROR_SIGNAL})\b"
     for pattern in (
         f"{mpich_pattern}(?!{follow_up})",
         r"Remote daemon: \S+ on node (\S+)",

@@ -1,9 +1,9 @@
-"""Copies of shared memory on other hosts: the pages that a host does not have yet, or not any more.
+"""Table of the pages of shared memory that other hosts have, and of those that must be sent again.
 
-Users write into shared memory by every means of NumPy, without notice.  So the pages that a command reads are compared
-with a copy of what was sent last, and those that differ are sent again: no write is missed, and unchanged pages are
-sent once.  The price is a second copy, on the master's host, of all that other hosts were sent, and a comparison in
-each command.
+Users write into shared memory by any means of NumPy, which can't be detected.  So the pages that a command reads are
+compared with a copy of the pages as they were last sent, and changed pages are sent again.  No write is missed, and
+unchanged pages are sent once.  The costs are this second copy, on the master's host, and the comparison in each
+command.
 """
 
 from __future__ import annotations
@@ -14,25 +14,25 @@ from typing import NamedTuple
 import numpy as np
 
 #: Number of bytes of a page, the unit in which memory is compared and sent.
-PAGE = 4096
+PAGE_NBYTES = 4096
 #: Number of pages compared at a time.
 _PAGES_PER_COMPARISON = 1024
 
 
 class SegmentAccess(NamedTuple):
-    """Rows of a segment that a host reads, as the master's plan lists them.
+    """Rows of a segment that a host reads: an entry of the master's plan.
 
     Attributes
     ----------
     key : int
         Key of the segment.
     offset : int
-        Byte at which row 0 starts.
+        First byte of row 0.
     row_nbytes : int
     rows : (start, stop, step) or None
-        None if there are indexes.
+        Range of rows; None if there are indexes.
     indexes : (key, offset, count, base) or None
-        ``count`` int64 in another segment; ``base`` is subtracted from each.
+        Location of ``count`` row indexes, of dtype int64, in another segment.  ``base`` is subtracted from each.
     """
 
     key: int
@@ -43,14 +43,14 @@ class SegmentAccess(NamedTuple):
 
 
 class PageTable:
-    """Pages of each segment that each other host has; kept by the agent of the master's host.
+    """Pages of each segment that each other host has; in the agent of the master's host.
 
     Parameters
     ----------
     n_hosts : int
         Number of other hosts.
-    heartbeat : callable
-        Called repeatedly during long comparisons.
+    keep_alive : callable
+        Called repeatedly during long comparisons, to send heartbeats.
 
     Attributes
     ----------
@@ -58,9 +58,9 @@ class PageTable:
         Segments of this host, by key.
     """
 
-    def __init__(self, n_hosts: int, heartbeat: Callable[[], object] = bool):
+    def __init__(self, n_hosts: int, keep_alive: Callable[[], object] = bool):
         self._n_hosts = n_hosts
-        self._heartbeat = heartbeat
+        self._keep_alive = keep_alive
         self.memory: dict[int, np.ndarray] = {}
         self._sent_copies: dict[int, np.ndarray] = {}
         self._held_pages: dict[int, np.ndarray] = {}
@@ -68,9 +68,9 @@ class PageTable:
     def add(self, key: int, memory: np.ndarray) -> None:
         """Add a segment; no other host has any page of it yet."""
         self.memory[key] = memory
-        # Untouched memory costs nothing: only pages that are sent are written here.
+        # The kernel allocates only the pages that are written: those that are sent.
         self._sent_copies[key] = np.empty(memory.size, np.uint8)
-        self._held_pages[key] = np.zeros((self._n_hosts, -(-memory.size // PAGE)), bool)
+        self._held_pages[key] = np.zeros((self._n_hosts, -(-memory.size // PAGE_NBYTES)), bool)
 
     def drop(self, keys: Iterable[int]) -> None:
         """Remove segments."""
@@ -78,8 +78,8 @@ class PageTable:
             for table in (self.memory, self._sent_copies, self._held_pages):
                 table.pop(key, None)
 
-    def take_missing(self, needed: Sequence[dict[int, np.ndarray]]) -> list[dict[int, np.ndarray]]:
-        """Return the pages that each host needs and does not have, and record them as sent.
+    def take_missing_pages(self, needed: Sequence[dict[int, np.ndarray]]) -> list[dict[int, np.ndarray]]:
+        """Return the pages that each host needs and does not have, and mark them as sent.
 
         Parameters
         ----------
@@ -97,7 +97,7 @@ class PageTable:
             )
             for start in range(0, len(pages), _PAGES_PER_COMPARISON):
                 self._update_copies(key, pages[start : start + _PAGES_PER_COMPARISON])
-                self._heartbeat()
+                self._keep_alive()
         missing_by_host: list[dict[int, np.ndarray]] = []
         for host, pages_by_segment in enumerate(needed):
             missing_by_host.append({})
@@ -110,7 +110,7 @@ class PageTable:
         return missing_by_host
 
     def _update_copies(self, key: int, pages: np.ndarray) -> None:
-        """Mark pages that have changed since they were sent, and copy those that are sent now."""
+        """Mark changed pages as missing on all hosts, and copy the pages that no host has."""
         memory, sent_copy, held = self.memory[key], self._sent_copies[key], self._held_pages[key]
         sent_pages = pages[held[:, pages].any(axis=0)]
         held[:, sent_pages[_compare_pages(read_pages(memory, sent_pages), read_pages(sent_copy, sent_pages))]] = False
@@ -119,20 +119,22 @@ class PageTable:
 
 
 def _compare_pages(left: np.ndarray, right: np.ndarray) -> np.ndarray:
-    """Return, page by page, whether two runs of bytes differ; the last page may be shorter."""
-    n_full_pages = left.size // PAGE
-    full_pages = slice(n_full_pages * PAGE)
+    """Return for each page whether its bytes differ; the last page may be shorter."""
+    n_full_pages = left.size // PAGE_NBYTES
+    full_pages = slice(n_full_pages * PAGE_NBYTES)
     left_words, right_words = (
-        content[full_pages].view(np.uint64).reshape(n_full_pages, PAGE // 8) for content in (left, right)
+        content[full_pages].view(np.uint64).reshape(n_full_pages, PAGE_NBYTES // 8) for content in (left, right)
     )
     differs = (left_words != right_words).any(axis=1)
-    if left.size % PAGE:
-        differs = np.append(differs, not np.array_equal(left[n_full_pages * PAGE :], right[n_full_pages * PAGE :]))
+    if left.size % PAGE_NBYTES:
+        differs = np.append(
+            differs, not np.array_equal(left[n_full_pages * PAGE_NBYTES :], right[n_full_pages * PAGE_NBYTES :])
+        )
     return differs
 
 
 def find_pages(accesses: Iterable[SegmentAccess], memory: dict[int, np.ndarray]) -> dict[int, np.ndarray]:
-    """Return the sorted numbers of the pages that are read, by segment; indexes are looked up in ``memory``."""
+    """Return the sorted numbers of the accessed pages, by segment; row indexes are read from ``memory``."""
     pages_by_segment: dict[int, list[np.ndarray]] = {}
     for access in accesses:
         if access.indexes is not None:
@@ -143,28 +145,28 @@ def find_pages(accesses: Iterable[SegmentAccess], memory: dict[int, np.ndarray])
         elif access.rows is not None:
             rows = range(*access.rows)
             if rows and abs(rows.step) == 1:
-                low, high = sorted((rows[0], rows[-1]))  # min() would go through all of them
+                low, high = sorted((rows[0], rows[-1]))  # min() would iterate over the range
                 pages = _find_page_range(
                     access.offset + low * access.row_nbytes, access.offset + (high + 1) * access.row_nbytes
                 )
             else:
                 pages = _find_row_pages(access, np.arange(*access.rows))
             pages_by_segment.setdefault(access.key, []).append(pages)
-    # A segment that is not in `memory` is a file, which every host has.
+    # A segment that is not in ``memory`` is a user's file, which every host has.
     return {key: np.unique(np.concatenate(parts)) for key, parts in pages_by_segment.items() if key in memory}
 
 
 def _find_page_range(start: int, stop: int) -> np.ndarray:
-    """Return the numbers of the pages of a range of bytes."""
-    return np.arange(start // PAGE, -(-stop // PAGE)) if stop > start else np.arange(0)
+    """Return the numbers of the pages that a range of bytes overlaps."""
+    return np.arange(start // PAGE_NBYTES, -(-stop // PAGE_NBYTES)) if stop > start else np.arange(0)
 
 
 def _find_row_pages(access: SegmentAccess, index: np.ndarray) -> np.ndarray:
-    """Return the numbers of the pages of rows."""
+    """Return the numbers of the pages that rows overlap, with repetitions."""
     if not index.size or not access.row_nbytes:
         return np.arange(0)
-    first_pages = (access.offset + index * access.row_nbytes) // PAGE
-    last_pages = (access.offset + (index + 1) * access.row_nbytes - 1) // PAGE
+    first_pages = (access.offset + index * access.row_nbytes) // PAGE_NBYTES
+    last_pages = (access.offset + (index + 1) * access.row_nbytes - 1) // PAGE_NBYTES
     max_pages_per_row = int((last_pages - first_pages).max()) + 1
     return np.minimum(first_pages[:, None] + np.arange(max_pages_per_row), last_pages[:, None]).reshape(-1)
 
@@ -173,20 +175,20 @@ def read_pages(memory: np.ndarray, pages: np.ndarray) -> np.ndarray:
     """Return the bytes of some pages, concatenated; the last page of the memory may be shorter."""
     if not pages.size:
         return np.empty(0, np.uint8)
-    n_full_pages = memory.size // PAGE
-    full_pages = memory[: n_full_pages * PAGE].reshape(n_full_pages, PAGE)
+    n_full_pages = memory.size // PAGE_NBYTES
+    full_pages = memory[: n_full_pages * PAGE_NBYTES].reshape(n_full_pages, PAGE_NBYTES)
     if pages[-1] < n_full_pages:
         return np.take(full_pages, pages, axis=0).reshape(-1)
-    return np.concatenate([np.take(full_pages, pages[:-1], axis=0).reshape(-1), memory[n_full_pages * PAGE :]])
+    return np.concatenate([np.take(full_pages, pages[:-1], axis=0).reshape(-1), memory[n_full_pages * PAGE_NBYTES :]])
 
 
 def write_pages(memory: np.ndarray, pages: np.ndarray, content: np.ndarray) -> None:
     """Write pages into memory; ``content`` is as `read_pages` returned it."""
     if not pages.size:
         return
-    n_full_pages = memory.size // PAGE
-    full_pages = memory[: n_full_pages * PAGE].reshape(n_full_pages, PAGE)
+    n_full_pages = memory.size // PAGE_NBYTES
+    full_pages = memory[: n_full_pages * PAGE_NBYTES].reshape(n_full_pages, PAGE_NBYTES)
     n = pages.size if pages[-1] < n_full_pages else pages.size - 1
-    full_pages[pages[:n]] = content[: n * PAGE].reshape(n, PAGE)
+    full_pages[pages[:n]] = content[: n * PAGE_NBYTES].reshape(n, PAGE_NBYTES)
     if n < pages.size:
-        memory[n_full_pages * PAGE :] = content[n * PAGE :]
+        memory[n_full_pages * PAGE_NBYTES :] = content[n * PAGE_NBYTES :]

@@ -1,15 +1,14 @@
 """Pipes: shared memory through which collectives stream arrays between neighbouring hosts.
 
-Hosts are in a row, and each has pipes to its neighbours: up to the next, down to the previous one.  All ranks of a host
-process every frame of a pipe, whether they contribute to it or not.  Each rank counts the frames that it has processed,
-the agent those that it has sent or received.  A count restarts with each command and has the
-command's number in its upper bits, so that counts of a failed command are less than those of later ones.
+Hosts form a chain, and each has pipes to its neighbours: *up* to the next host, *down* to the previous one.  All ranks
+of a host process every frame of a pipe, even those that do not contribute to it.  Each rank counts the frames that it
+has processed, and the agent counts the frames that it has sent or received.  A count restarts with each command.  Its
+high bits are the command's number, so that counts of a failed command are less than those of later commands.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -18,18 +17,18 @@ from synkhronos.ranks import Rank
 from synkhronos.ranks.control import SCRATCH_NBYTES, Control
 
 #: Maximal number of bytes of a frame, the unit of streaming.
-FRAME = SCRATCH_NBYTES
+FRAME_NBYTES = SCRATCH_NBYTES
 #: Number of frames in a pipe.
-FRAMES = 8
-#: Number of bytes of the message in which an agent describes a lost host or rank.
+N_FRAMES = 8
+#: Maximal number of bytes of an agent's failure message.
 FAILURE_NBYTES = 4096
-#: Number of lower bits of a counter that count frames; the upper bits are the number of the command.
+#: Number of low bits of a counter that count frames; the high bits are the number of the command.
 COUNT_BITS = 32
 
-#: Pipes of a host: to and from the next host, to and from the previous one.
+#: Pipes of a host: to and from the next host, to and from the previous host.
 UP_OUT, UP_IN, DOWN_OUT, DOWN_IN = range(4)
-#: Stream that stays on the host; its frames are in the ranks' scratch memory.
-LOCAL = 4
+#: Stream within the host, whose frames are in the ranks' scratch memory.
+LOCAL_STREAM = 4
 
 
 class PipeLayout:
@@ -38,15 +37,15 @@ class PipeLayout:
     Attributes
     ----------
     failure_message : memoryview
-        Message of an agent about a loss.
+        Fields of a `RemoteFailure`, as JSON.
     n_next_hosts : memoryview of uint64
-        One word: number of hosts after this one in the row.
+        One word: number of hosts after this one in the chain.
     transferred : memoryview of uint64
         Number of frames that the agent has sent or received, by pipe.
     lengths : memoryview of uint64
         Number of bytes in each frame, by pipe.
     processed : list of memoryview of uint64
-        Number of frames that each rank has processed, by pipe and for `LOCAL`.
+        Number of frames that each rank has processed, by pipe and for `LOCAL_STREAM`.
     """
 
     def __init__(self, control: Control):
@@ -56,29 +55,29 @@ class PipeLayout:
         self.failure_message = memory[:FAILURE_NBYTES]
         self.n_next_hosts = words[:1]
         self.transferred = words[1:5]
-        self.lengths = words[5 : 5 + 4 * FRAMES]
-        processed = words[5 + 4 * FRAMES :]
+        self.lengths = words[5 : 5 + 4 * N_FRAMES]
+        processed = words[5 + 4 * N_FRAMES :]
         self.processed = [processed[i * n_local : (i + 1) * n_local] for i in range(5)]
         self._memory = memory
         self._frames_offset = FAILURE_NBYTES + _compute_words_nbytes(n_local)
 
     @staticmethod
     def compute_nbytes(n_local: int) -> int:
-        """Return the size of the memory of a host with ``n_local`` ranks."""
-        return FAILURE_NBYTES + _compute_words_nbytes(n_local) + 4 * FRAMES * FRAME
+        """Return the number of bytes of the memory of a host with ``n_local`` ranks."""
+        return FAILURE_NBYTES + _compute_words_nbytes(n_local) + 4 * N_FRAMES * FRAME_NBYTES
 
     def view_frame(self, pipe: int, count: int) -> memoryview:
-        """Return the memory of the frame number ``count``."""
-        offset = self._frames_offset + (pipe * FRAMES + count % FRAMES) * FRAME
-        return self._memory[offset : offset + FRAME]
+        """Return the memory of frame number ``count`` of a pipe."""
+        offset = self._frames_offset + (pipe * N_FRAMES + count % N_FRAMES) * FRAME_NBYTES
+        return self._memory[offset : offset + FRAME_NBYTES]
 
 
 def _compute_words_nbytes(n_local: int) -> int:
-    return 8 * (5 + 4 * FRAMES + 5 * n_local)
+    return 8 * (5 + 4 * N_FRAMES + 5 * n_local)
 
 
 class Pipe:
-    """A rank's end of one of its host's pipes, or of the stream that stays on the host.
+    """A rank's end of one of its host's pipes, or of the stream within the host.
 
     Parameters
     ----------
@@ -104,8 +103,8 @@ class Pipe:
     def wait_writable(self) -> np.ndarray:
         """Wait until the current frame's memory is free, and return it as bytes."""
         count = self._frame_number()
-        transferred, pipe, target_count = self._layout.transferred, self._pipe, self._first_count + count - FRAMES + 1
-        if count >= FRAMES and transferred[pipe] < target_count:
+        transferred, pipe, target_count = self._layout.transferred, self._pipe, self._first_count + count - N_FRAMES + 1
+        if count >= N_FRAMES and transferred[pipe] < target_count:
             self._rank.wait(lambda: transferred[pipe] >= target_count)
         return self._view_bytes(count)
 
@@ -118,25 +117,22 @@ class Pipe:
         return self._view_bytes(count)
 
     def view_previous_frame(self, n_earlier: int) -> np.ndarray:
-        """Return a frame that this rank has processed, as bytes: the last, or ``n_earlier`` frames before it."""
+        """Return a frame that this rank has processed, as bytes: the last one, or one ``n_earlier`` frames earlier."""
         return self._view_bytes(self._frame_number() - 1 - n_earlier)
 
     def advance(self, nbytes: int = 0) -> None:
-        """Finish the current frame, whose first ``nbytes`` are to be sent, and advance to the next."""
+        """Mark the current frame as processed, and advance to the next; ``nbytes`` is the length of a frame to send."""
         count = self._frame_number()
         self._count = count + 1
         if nbytes:
-            self._layout.lengths[self._pipe * FRAMES + count % FRAMES] = nbytes  # equal on all ranks of the host
+            self._layout.lengths[self._pipe * N_FRAMES + count % N_FRAMES] = nbytes  # equal on all ranks of the host
         self._processed[self._local_rank] = self._first_count + count + 1
         self._rank.wake_local_ranks()
 
-    def make_all_processed(self, n_earlier: int = 0) -> Callable[[], bool]:
-        """Return a predicate: whether all ranks of the host have processed the frames that this rank has processed.
-
-        The last ``n_earlier`` of these frames are left out.
-        """
+    def wait_all_processed(self, n_earlier: int = 0) -> None:
+        """Wait until all ranks of the host have processed this rank's frames, except the last ``n_earlier``."""
         processed, target_count = self._processed, self._first_count + self._frame_number() - n_earlier
-        return lambda: min(processed) >= target_count
+        self._rank.wait(lambda: min(processed) >= target_count)
 
     def _view_bytes(self, count: int) -> np.ndarray:
         return np.frombuffer(self._layout.view_frame(self._pipe, count), np.uint8)
@@ -145,18 +141,19 @@ class Pipe:
 class FrameTransport:
     """The agent's end of its host's pipes: sends and receives their frames over MPI.
 
-    The tag of a message is the number of the command, modulo `_TAGS`.  Frames arrive in order, so both ends count them.
+    The tag of a message is the number of the command, modulo `_TAGS`.  A frame has no number: frames arrive in order,
+    and both ends count them.
 
     Parameters
     ----------
     mpi : module
     world : mpi4py.MPI.Comm
-        A communicator for frames alone.
+        Communicator that is used for frames only.
     control : Control
     layout : PipeLayout
     """
 
-    #: Number of commands that tags distinguish: every MPI has as many tags.
+    #: Number of commands that tags distinguish; every MPI provides at least as many tags.
     _TAGS = 1 << 15
 
     def __init__(self, mpi: Any, world: Any, control: Control, layout: PipeLayout):
@@ -169,13 +166,13 @@ class FrameTransport:
         ]
         pipes = UP_OUT, DOWN_OUT, UP_IN, DOWN_IN
         self._next_counts = dict.fromkeys(pipes, 0)
-        #: Requests of frames in transit by pipe, each with the number of frames moved once it completes.
+        #: Frames in transit by pipe: the value of `transferred` after the transfer, and its request.
         self._in_transit: dict[int, deque[tuple[int, Any]]] = {pipe: deque() for pipe in pipes}
         self._command = self._first_count = 0
         self._status = mpi.Status()
 
     def progress(self) -> bool:
-        """Start and complete transfers without waiting; return True if ranks have to be notified."""
+        """Start and complete transfers without blocking; return True if ranks have to be woken."""
         command = self._control.words[Control.POSTED]
         if command != self._command:
             self._command, self._first_count = command, command << COUNT_BITS
@@ -189,7 +186,7 @@ class FrameTransport:
 
     @property
     def has_transfers(self) -> bool:
-        """Whether frames are in transit; MPI makes progress only while an agent calls it."""
+        """Whether frames are in transit, for which the agent has to call MPI frequently."""
         return any(self._in_transit.values())
 
     def _complete(self, pipe: int) -> bool:
@@ -207,7 +204,7 @@ class FrameTransport:
         filled = min(layout.processed[pipe])
         while first_count + self._next_counts[pipe] < filled:
             count = self._next_counts[pipe]
-            frame = layout.view_frame(pipe, count)[: layout.lengths[pipe * FRAMES + count % FRAMES]]
+            frame = layout.view_frame(pipe, count)[: layout.lengths[pipe * N_FRAMES + count % N_FRAMES]]
             tag = self._command % self._TAGS
             self._in_transit[pipe].append(
                 (first_count + count + 1, self._world.Isend([frame, self._mpi.BYTE], peer, tag))
@@ -218,7 +215,7 @@ class FrameTransport:
         layout, in_transit, first_count = self._layout, self._in_transit[pipe], self._first_count
         # A frame of a failed command may still be in transit into memory that the new command needs.
         while (
-            len(in_transit) < FRAMES
+            len(in_transit) < N_FRAMES
             and (not in_transit or in_transit[0][0] > first_count)
             and self._world.Iprobe(peer, self._mpi.ANY_TAG, self._status)
         ):
@@ -226,13 +223,13 @@ class FrameTransport:
             commands_ahead = (tag - self._command) % self._TAGS
             if commands_ahead == 0:
                 count = self._next_counts[pipe]
-                if count >= FRAMES and min(layout.processed[pipe]) < first_count + count - FRAMES + 1:
-                    break  # its memory is in use
+                if count >= N_FRAMES and min(layout.processed[pipe]) < first_count + count - N_FRAMES + 1:
+                    break  # ranks still use its memory
                 buffer: Any = layout.view_frame(pipe, count)[:nbytes]
                 self._next_counts[pipe] = count + 1
                 transferred = first_count + count + 1
             elif commands_ahead < self._TAGS // 2:
-                break  # of a command that this host has not received yet
-            else:  # of a failed command
+                break  # it belongs to a command that this host has not received yet
+            else:  # it belongs to a failed command: received, and discarded
                 buffer, transferred = bytearray(nbytes), 0
             in_transit.append((transferred, self._world.Irecv([buffer, self._mpi.BYTE], peer, tag)))

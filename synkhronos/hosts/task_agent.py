@@ -1,15 +1,15 @@
-"""Tasks on several hosts: messages between ranks, and locks with the rows that are used under them.
+"""Tasks on several hosts: messages between ranks, and locks with the rows that they guard.
 
 CHANNEL_UPDATE carries the bytes that a rank has sent to a rank of another host, or the number of bytes that the other
 rank has received.  STOP is a rank's request that all ranks stop.
 
-A lock, and the only valid copy of the rows that are used under it, is on one host.  A rank of another host reads the
-rows after it has acquired the lock, and writes them back before it releases it.  Agents carry requests and bytes, and
-compute nothing::
+A lock belongs to one host, which has the only valid copy of the rows that the lock guards.  A rank of another host
+reads the rows after it has acquired the lock, and writes them back before it releases the lock.  Agents transfer
+requests and bytes, and do not compute::
 
     rank          its agent                              agent of the lock's host
     acquire       LOCK_REQUEST(ACQUIRE)           ->     queues; acquires the lock for the rank
-                                                  <-     LOCK_REPLY: how often it had been acquired
+                                                  <-     LOCK_REPLY: number of earlier acquisitions
     read          LOCK_REQUEST(READ, rows)        ->
                   into memory                     <-     LOCK_ROWS, chunk by chunk, from memory; LOCK_REPLY
     write         LOCK_ROWS, chunk by chunk       ->     into memory
@@ -17,10 +17,10 @@ compute nothing::
                                                   <-     LOCK_REPLY: all bytes have arrived
     release       LOCK_REQUEST(RELEASE)           ->     releases it
 
-Rows travel from memory to memory; the message before them names their offset.
+Rows are sent from memory to memory, after a message with their offset.
 
-Invariant: messages of a host are processed in order.  None is processed before the bytes announced ahead of it have
-arrived, or before this host has received the command to which it belongs.
+Invariant: messages of a host are processed in order.  A message is processed after the bytes that were announced before
+it have arrived, and after this host has received the command to which it belongs.
 """
 
 from __future__ import annotations
@@ -32,17 +32,17 @@ from typing import Any
 
 import numpy as np
 
-from synkhronos.hosts.mail import (
+from synkhronos.hosts.host_list import find_host
+from synkhronos.hosts.messenger import (
     CHANNEL_UPDATE,
     CHUNK_NBYTES,
     LOCK_REPLY,
     LOCK_REQUEST,
     LOCK_ROWS,
-    MAX_PENDING,
+    MAX_UNSENT_MESSAGES,
     STOP,
-    Mail,
+    Messenger,
 )
-from synkhronos.hosts.names import find_host
 from synkhronos.ranks.control import AWAITS_PEER, Control
 from synkhronos.ranks.rank_task import ACQUIRE, READ, RELEASE, WRITE, Span
 from synkhronos.ranks.segments import Segment
@@ -50,14 +50,13 @@ from synkhronos.ranks.task_memory import WORD_NBYTES, TaskMemory, read_prefixed,
 
 
 class TaskAgent:
-    """An agent's part in tasks, for ranks of its host and for ranks that use its host's locks.
+    """The part of an agent that serves tasks: ranks of its host, and ranks of other hosts that use its host's locks.
 
     Parameters
     ----------
-    mail : Mail
+    messenger : Messenger
     control : Control
-    ranks : sequence of range
-        Ranks of each host.
+    ranks_by_host : sequence of range
     segments : dict of int to Segment
         Shared memory of this host, by key.
 
@@ -67,31 +66,44 @@ class TaskAgent:
         Handler of each kind of message.
     """
 
-    def __init__(self, mail: Mail, control: Control, ranks: Sequence[range], segments: dict[int, Segment]):
-        self._mail, self._control, self._ranks, self._segments = mail, control, ranks, segments
+    def __init__(
+        self,
+        messenger: Messenger,
+        control: Control,
+        ranks_by_host: Sequence[range],
+        segments: dict[int, Segment],
+    ):
+        self._messenger, self._control, self._ranks_by_host, self._segments = (
+            messenger,
+            control,
+            ranks_by_host,
+            segments,
+        )
         self._command = 0
-        self._bridge: Bridge | None = None
+        self._bridge: TaskBridge | None = None
         #: Hosts and ranks that wait for each lock, in order.
         self._queues: dict[int, deque[tuple[int, int]]] = {}
-        #: Transfers in progress; each step of a generator sends a chunk.
+        #: Transfers in progress: generators that send a chunk at each step.
         self._transfers: deque[Iterator[None]] = deque()
-        #: Actions by host, in order: the request of the bytes to wait for, the command, the action.
-        self._actions: list[deque[tuple[Any, int, Callable[[Bridge], object]]]] = [deque() for _ in range(mail.size)]
+        #: Scheduled actions by host, in order: the request of the bytes to wait for, the command, the action.
+        self._actions: list[deque[tuple[Any, int, Callable[[TaskBridge], object]]]] = [
+            deque() for _ in range(messenger.size)
+        ]
         self.handlers: dict[int, Callable[..., None]] = {
             CHANNEL_UPDATE: self._on_channel_update, STOP: self._on_stop,
             LOCK_REQUEST: self._on_lock_request, LOCK_REPLY: self._on_lock_reply, LOCK_ROWS: self._on_lock_rows,
         }  # fmt: skip
 
     def start_command(self, command: int, task: TaskMemory | None) -> None:
-        """Start a command, which may be a task, and drop the remains of the previous one."""
+        """Start serving a command, which may be a task, and discard the state of the previous one."""
         self._command, self._bridge = command, None
         self._queues.clear()
         self._transfers.clear()
-        if task is not None and task.key in self._segments:  # its memory may not have been mapped
+        if task is not None and task.key in self._segments:  # else its memory could not be mapped
             segment = self._segments[task.key]
-            if self._mail.host > 0:  # on the first host the master prepares it
+            if self._messenger.host > 0:  # on the first host the master initialises them
                 task.initialise_locks(segment)
-            self._bridge = Bridge(task, segment, self._control.local_ranks)
+            self._bridge = TaskBridge(task, segment, self._control.local_ranks)
 
     @property
     def has_waiting_ranks(self) -> bool:
@@ -99,7 +111,7 @@ class TaskAgent:
         return any(self._queues.values()) or bool(self._transfers) or any(self._actions)
 
     def progress(self) -> bool:
-        """Process requests and transfers without waiting; return True if anything was done."""
+        """Process requests and transfers without blocking; return True if there were any."""
         has_events = False
         for actions in self._actions:
             while actions and actions[0][1] <= self._command and (actions[0][0] is None or actions[0][0].Test()):
@@ -114,15 +126,15 @@ class TaskAgent:
                 has_events = True
             for lock, queue in self._queues.items():
                 has_events |= bool(queue) and self._grant(self._bridge, lock, queue)
-        while self._transfers and not self._mail.has_pending(MAX_PENDING):
+        while self._transfers and not self._messenger.has_unsent(MAX_UNSENT_MESSAGES):
             transfer = self._transfers.popleft()
             if next(transfer, self) is not self:
                 self._transfers.append(transfer)  # one chunk of each in turn
             has_events = True
         return has_events
 
-    def _schedule(self, source: int, command: int, action: Callable[[Bridge], object], content: Any = None) -> None:
-        """Schedule an action to run after the earlier ones of the same host, and after its bytes have arrived."""
+    def _schedule(self, source: int, command: int, action: Callable[[TaskBridge], object], content: Any = None) -> None:
+        """Schedule an action after the earlier ones of its host, and after the bytes of request ``content`` arrive."""
         self._actions[source].append((content, command, action))
 
     def _wake(self, rank: int) -> None:
@@ -131,39 +143,41 @@ class TaskAgent:
 
     # -- messages between ranks ----------------------------------------------------------------------------------
 
-    def _forward_messages(self, bridge: Bridge) -> bool:
+    def _forward_messages(self, bridge: TaskBridge) -> bool:
         """Forward the messages, receipts and stop requests of this host's ranks."""
         has_events = False
         for source, target, count, content in bridge.poll_channels():
             peer = target if content is not None else source
-            self._mail.send(find_host(self._ranks, peer), CHANNEL_UPDATE, self._command, source, target, count, content)
+            self._messenger.send(
+                find_host(self._ranks_by_host, peer), CHANNEL_UPDATE, self._command, source, target, count, content
+            )
             has_events = True
         if bridge.take_stop_request():
-            self._mail.send_all(self._mail.other_hosts, STOP, self._command)
+            self._messenger.send_all(self._messenger.other_hosts, STOP, self._command)
         return has_events
 
     def _on_channel_update(self, source: int, command: int, *update: Any) -> None:
         self._schedule(source, command, lambda bridge: self._wake(bridge.update_channel(*update)))
 
     def _on_stop(self, source: int, command: int) -> None:
-        self._schedule(source, command, Bridge.stop)
+        self._schedule(source, command, TaskBridge.stop)
 
     # -- ranks of this host that use locks of another -------------------------------------------------
 
-    def _forward_request(self, bridge: Bridge, rank: int, operation: int, lock: int, spans: Sequence[Span]) -> None:
-        home, command = find_host(self._ranks, bridge.get_home_rank(lock)), self._command
+    def _forward_request(self, bridge: TaskBridge, rank: int, operation: int, lock: int, spans: Sequence[Span]) -> None:
+        home, command = find_host(self._ranks_by_host, bridge.get_home_rank(lock)), self._command
         if operation == WRITE:
             self._transfers.append(self._send_rows(home, spans, LOCK_REQUEST, command, rank, operation, lock, ()))
             return
-        self._mail.send(home, LOCK_REQUEST, command, rank, operation, lock, spans)
+        self._messenger.send(home, LOCK_REQUEST, command, rank, operation, lock, spans)
         if operation == RELEASE:
             self._deliver_reply(bridge, rank, 0)
 
     def _on_lock_reply(self, source: int, command: int, rank: int, value: int) -> None:
         self._schedule(source, command, lambda bridge: self._deliver_reply(bridge, rank, value))
 
-    def _deliver_reply(self, bridge: Bridge, rank: int, value: int) -> None:
-        """Deliver the lock's host's answer to a rank."""
+    def _deliver_reply(self, bridge: TaskBridge, rank: int, value: int) -> None:
+        """Pass the answer of a lock's host to the rank that waits for it."""
         bridge.reply(rank, value)
         self._wake(rank)
 
@@ -177,9 +191,9 @@ class TaskAgent:
         )
 
     def _process_request(
-        self, bridge: Bridge, source: int, rank: int, operation: int, lock: int, spans: Sequence[Span]
+        self, bridge: TaskBridge, source: int, rank: int, operation: int, lock: int, spans: Sequence[Span]
     ) -> None:
-        """Process the request of a rank of another host."""
+        """Process a request of a rank of another host for a lock of this host."""
         command = self._command
         if operation == ACQUIRE:
             self._queues.setdefault(lock, deque()).append((source, rank))
@@ -187,48 +201,48 @@ class TaskAgent:
         elif operation == READ:
             self._transfers.append(self._send_rows(source, spans, LOCK_REPLY, command, rank, 0))
         elif operation == WRITE:  # the bytes announced before it have arrived
-            self._mail.send(source, LOCK_REPLY, command, rank, 0)
+            self._messenger.send(source, LOCK_REPLY, command, rank, 0)
         else:
             bridge.release(lock)
 
-    def _grant(self, bridge: Bridge, lock: int, queue: deque[tuple[int, int]]) -> bool:
-        """Grant a lock to the first rank in line if it is free."""
+    def _grant(self, bridge: TaskBridge, lock: int, queue: deque[tuple[int, int]]) -> bool:
+        """Acquire a lock for the first rank in its queue if the lock is free; return True if it was."""
         source, rank = queue[0]
         turn = bridge.try_acquire(lock, rank)
         if turn is None:
             return False
         queue.popleft()
         bridge.set_wanted(lock, bool(queue))
-        self._mail.send(source, LOCK_REPLY, self._command, rank, turn)
+        self._messenger.send(source, LOCK_REPLY, self._command, rank, turn)
         return True
 
     # -- transfers -------------------------------------------------------------------------------------------------
 
     def _send_rows(self, host: int, spans: Sequence[Span], *message: Any) -> Iterator[None]:
-        """Send rows to another host, a chunk at each step, and then a message."""
+        """Send rows to another host, a chunk at each step of the generator, and then a message."""
         for key, start, nbytes in spans:
             memory = memoryview(self._segments[key].buffer)
             for offset in range(start, start + nbytes, CHUNK_NBYTES):
                 chunk = memory[offset : min(offset + CHUNK_NBYTES, start + nbytes)]
-                self._mail.send(host, LOCK_ROWS, self._command, key, offset, len(chunk))
-                self._mail.send_bytes(host, chunk)
-                if self._mail.host == 0:
+                self._messenger.send(host, LOCK_ROWS, self._command, key, offset, len(chunk))
+                self._messenger.send_bytes(host, chunk)
+                if self._messenger.host == 0:
                     self._control.words[Control.BYTES_SENT] += len(chunk)
                 yield
-        self._mail.send(host, *message)
+        self._messenger.send(host, *message)
 
     def _on_lock_rows(self, source: int, command: int, key: int, offset: int, nbytes: int) -> None:
-        """Receive a chunk of rows into their place in memory."""
+        """Receive a chunk of rows at its offset in memory."""
         buffer: Any = bytearray(nbytes)
         if command == self._command and key in self._segments:  # else the command has failed
             buffer = memoryview(self._segments[key].buffer)[offset : offset + nbytes]
-        self._schedule(source, command, lambda bridge: None, self._mail.receive_bytes(source, buffer))
+        self._schedule(source, command, lambda bridge: None, self._messenger.receive_bytes(source, buffer))
 
 
-class Bridge:
-    """The agent's access to a task's memory on its host: channels to ranks of other hosts, and the host's locks.
+class TaskBridge:
+    """An agent's access to a task's memory: channels from and to ranks of other hosts, and its host's locks.
 
-    The ranks of this host write their words and channels in the segment.  The agent writes those of ranks of other
+    The ranks of the host write their own words and channels in the memory; the agent writes those of ranks of other
     hosts.
 
     Parameters
@@ -242,11 +256,11 @@ class Bridge:
     def __init__(self, memory: TaskMemory, segment: Segment, local_ranks: range):
         self._memory, self._segment, self._local_ranks = memory, segment, local_ranks
         n = memory.size
-        self._stop, _, self._owners, self._turns, self._wanted, *channels = memory.view_words(segment)
+        self._stop, _, self._owners, self._acquisitions, self._wanted, *channels = memory.view_words(segment)
         self._sent, self._received = (np.frombuffer(words, np.uint64).reshape(n, n) for words in channels)
         self._n_requests = [0] * len(local_ranks)
         remote_ranks = [r for r in range(n) if r not in local_ranks]
-        # Counters, sources, targets and the counts of the last poll: of channels from this host, of channels to it.
+        # Counters, sources, targets and counts at the last poll: for channels from this host, and for channels to it.
         self._polled_channels = [
             (self._sent, list(local_ranks), remote_ranks, np.zeros((len(local_ranks), len(remote_ranks)), np.uint64)),
             (
@@ -259,7 +273,7 @@ class Bridge:
         self._has_sent_stop = False
 
     def poll_channels(self) -> Iterator[tuple[int, int, int, bytearray | None]]:
-        """Yield the progress of each channel to or from another host since the last call.
+        """Yield the progress since the last call of each channel between this host and others.
 
         Yields
         ------
@@ -268,7 +282,7 @@ class Bridge:
         count : int
             Number of bytes sent or received through the channel so far.
         content : bytearray or None
-            Bytes sent since the last call; None for bytes that a rank of this host has received.
+            Bytes sent since the last call; None if ``count`` are bytes that a rank of this host has received.
         """
         for words, sources, targets, last_counts in self._polled_channels:
             counts = words[np.ix_(sources, targets)]
@@ -281,7 +295,7 @@ class Bridge:
             last_counts[:] = counts
 
     def update_channel(self, source: int, target: int, count: int, content: bytearray | None) -> int:
-        """Apply progress that `poll_channels` of another host yielded; return the rank that may wait for it."""
+        """Apply progress that `poll_channels` has yielded on another host; return the rank that may wait for it."""
         if content is None:
             self._received[source, target] = count
             return source
@@ -297,13 +311,13 @@ class Bridge:
         return False
 
     def stop(self) -> None:
-        """Pass on a stop request of another host to the ranks of this host."""
+        """Pass a stop request of another host to the ranks of this host."""
         self._stop[0], self._has_sent_stop = 1, True
 
     # -- locks -----------------------------------------------------------------------------------------------
 
     def poll_requests(self) -> Iterator[tuple[int, int, int, Sequence[Span]]]:
-        """Yield new requests of this host's ranks about locks of other hosts: rank, request, lock and spans of rows."""
+        """Yield new requests of this host's ranks for locks of other hosts: rank, operation, lock and spans of rows."""
         for i, rank in enumerate(self._local_ranks):
             if self._sent[rank, rank] > self._n_requests[i]:
                 request = read_prefixed(self._view_ring(rank, rank))
@@ -311,7 +325,7 @@ class Bridge:
                 yield rank, *pickle.loads(request)
 
     def reply(self, rank: int, value: int) -> None:
-        """Write the answer to a request of a rank of this host."""
+        """Write the answer to the request of a rank of this host."""
         self._view_ring(rank, rank)[:WORD_NBYTES] = value.to_bytes(WORD_NBYTES, "little")
         self._received[rank, rank] += 1
 
@@ -320,7 +334,7 @@ class Bridge:
         return self._memory.get_home_rank(lock)
 
     def set_wanted(self, lock: int, is_wanted: bool) -> None:
-        """Publish whether a rank of another host waits for a lock of this host."""
+        """Publish to this host's ranks whether a rank of another host waits for one of this host's locks."""
         self._wanted[lock] = is_wanted
 
     def try_acquire(self, lock: int, rank: int) -> int | None:
@@ -330,8 +344,8 @@ class Bridge:
         ).acquire(0):
             return None
         self._owners[lock] = rank + 1
-        turn = self._turns[lock]
-        self._turns[lock] = turn + 1
+        turn = self._acquisitions[lock]
+        self._acquisitions[lock] = turn + 1
         return turn
 
     def release(self, lock: int) -> None:

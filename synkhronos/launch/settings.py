@@ -26,7 +26,7 @@ from typing import Any
 from synkhronos import rules
 from synkhronos.checks import check_at_least, is_number
 from synkhronos.gpus import get_n_gpu
-from synkhronos.hosts import MAX_RANKS_PER_HOST, Host, find_launch, parse_hosts
+from synkhronos.hosts import MAX_RANKS_PER_HOST, Host, parse_hosts, read_mpi_rank_and_size
 from synkhronos.launch import key_value
 from synkhronos.launch.model import check_model_options
 from synkhronos.ranks import count_available_cores
@@ -612,7 +612,7 @@ def _parse_hosts(hosts: Any, n_ranks: int | None) -> list[Host]:
         parsed = parse_hosts([] if hosts is None else hosts)
     except (TypeError, ValueError, OSError) as error:
         raise SettingsError(str(error)) from None
-    if parsed and (process := find_launch()) is not None:
+    if parsed and (process := read_mpi_rank_and_size()) is not None:
         raise SettingsError(
             f"hosts: {process[1]} of these commands were started, and one starts the ranks of all hosts: start it once "
             "(srun --nodes=1 --ntasks=1, or without srun or mpirun)"

@@ -23,11 +23,11 @@ from synkhronos import processes
 from synkhronos.hosts import agent as agents
 from synkhronos.hosts import mpi_link, mpirun
 from synkhronos.hosts.agent import Agent
-from synkhronos.hosts.mail import CHANNEL_UPDATE
+from synkhronos.hosts.host_list import Host, parse_hosts
+from synkhronos.hosts.messenger import CHANNEL_UPDATE
 from synkhronos.hosts.mpirun import _check_names, find_lost_hosts
-from synkhronos.hosts.names import Host, parse_hosts
-from synkhronos.hosts.page_table import PAGE, PageTable, SegmentAccess, find_pages, read_pages, write_pages
-from synkhronos.hosts.pipes import FRAME, FRAMES, PipeLayout
+from synkhronos.hosts.page_table import PAGE_NBYTES, PageTable, SegmentAccess, find_pages, read_pages, write_pages
+from synkhronos.hosts.pipes import FRAME_NBYTES, N_FRAMES, PipeLayout
 from synkhronos.hosts.task_agent import TaskAgent
 from synkhronos.ranks.control import Control
 
@@ -211,7 +211,7 @@ def test_agent_messages_are_separated_from_mpirun_output(monkeypatch):
 def started(press):
     """Start hosts, with Ctrl-C before instruction `press`; return the number of instructions."""
     codes = {
-        mpi_link.MpiLink.launch.__code__,
+        mpi_link.MpiLink.start_agents.__code__,
         mpi_link.MpiLink.__init__.__code__,
         processes._start_hosts.__wrapped__.__code__,
     }
@@ -253,7 +253,7 @@ def test_interrupt_at_any_moment_leaves_no_mpirun(monkeypatch):
 def test_fork_warns_of_a_process_bound_to_a_core(monkeypatch):
     versions = iter([{"Python": "3.11"}, {"Python": "3.12"}])
     said = [{"name": name, "cores": 1, "gpus": 0, "machine": 4, "versions": next(versions)} for name in "ab"]
-    monkeypatch.setattr(processes, "find_launch", lambda: (0, 2))
+    monkeypatch.setattr(processes, "read_mpi_rank_and_size", lambda: (0, 2))
     monkeypatch.setattr(mpi_link, "_has_started", False)
     monkeypatch.setattr(mpirun, "make_agent_command", lambda address: ["sleep", "60"])
     monkeypatch.setattr(mpi_link.MpiLink, "_connect", lambda self, listener: said)
@@ -278,8 +278,8 @@ def test_fork_refuses_an_mpirun_of_another_mpi(monkeypatch):
 
 def test_frames_allocate_no_extra_memory():
     control = Control(3, 0.0, local_ranks=range(2), link_nbytes=PipeLayout.compute_nbytes(2))
-    frame = PipeLayout(control).view_frame(3, FRAMES - 1)
-    assert len(frame) == FRAME
+    frame = PipeLayout(control).view_frame(3, N_FRAMES - 1)
+    assert len(frame) == FRAME_NBYTES
     frame[-1] = 1
     assert control.link_memory[-1] == 1
 
@@ -415,12 +415,12 @@ def test_pull_sends_read_data_to_other_hosts(data):
             read = SegmentAccess(1, 0, row, rows, None if rows is not None else (2, 0, len(indexes), 0))
             needed.append(find_pages([read], memory))
             expected.append(list(range(*rows)) if rows is not None else indexes.tolist())
-        for host, pages, rows in zip(hosts, contents.take_missing(needed), expected, strict=True):
+        for host, pages, rows in zip(hosts, contents.take_missing_pages(needed), expected, strict=True):
             for key, some in pages.items():
                 write_pages(host[key], some, read_pages(memory[key], some))
             for r in rows:
                 assert np.array_equal(host[1][r * row : (r + 1) * row], memory[1][r * row : (r + 1) * row])
-        assert contents.take_missing(needed) == [{}, {}]  # no page is sent twice
+        assert contents.take_missing_pages(needed) == [{}, {}]  # no page is sent twice
 
 
 def test_agent_reads_messages_before_it_decides():
@@ -430,17 +430,17 @@ def test_agent_reads_messages_before_it_decides():
         looks = 3
         last_received = {1: 0.0}
 
-        def accept(self, limit):
+        def post_receives(self, limit):
             self.last_received[1] = time.monotonic()
 
-        def has_pending(self, limit):
+        def has_unsent(self, limit):
             self.looks -= 1
             return self.looks > 0
 
     agent = object.__new__(Agent)
-    agent._mail, silences = Sending(), []
-    agent._beat = lambda now: silences.append(now - agent._mail.last_received[1])
-    agent._heartbeat(16)
+    agent._messenger, silences = Sending(), []
+    agent._send_heartbeat = lambda now: silences.append(now - agent._messenger.last_received[1])
+    agent._keep_alive(16)
     assert len(silences) == 3 and max(silences) < 60, silences
 
 
@@ -473,8 +473,8 @@ def test_agent_reports_missing_memory(monkeypatch):
     monkeypatch.setattr(agents, "Segment", unmapped)
     agent, said = object.__new__(Agent), []
     agent._names, agent._host, agent._local_ranks, agent._segments = "ab", 1, range(2, 3), {}
-    agent._mail = SimpleNamespace(send=lambda *message: said.append(message))
-    agent._on_announce(0, 1, 4096, None)
+    agent._messenger = SimpleNamespace(send=lambda *message: said.append(message))
+    agent._on_new_segment(0, 1, 4096, None)
     assert said == [(0, agents.REMOTE_FAILURE, "host b (rank 2): 4096 bytes of shared memory can't be mapped", 2)]
     assert agent._segments == {}
 
@@ -482,18 +482,18 @@ def test_agent_reports_missing_memory(monkeypatch):
 def test_find_pages_of_a_range_lists_no_row_numbers():
     rows = 1 << 40
     memory = {1: np.broadcast_to(np.uint8(0), rows)}
-    for each in ((rows - 2 * PAGE, rows, 1), (rows - 1, rows - 2 * PAGE - 1, -1)):
+    for each in ((rows - 2 * PAGE_NBYTES, rows, 1), (rows - 1, rows - 2 * PAGE_NBYTES - 1, -1)):
         assert find_pages([SegmentAccess(1, 0, 1, each, None)], memory)[1].tolist() == [
-            rows // PAGE - 2,
-            rows // PAGE - 1,
+            rows // PAGE_NBYTES - 2,
+            rows // PAGE_NBYTES - 1,
         ]
     began = time.process_time()
-    assert len(find_pages([SegmentAccess(1, 0, 1, (0, 1 << 28, 1), None)], memory)[1]) == (1 << 28) // PAGE
+    assert len(find_pages([SegmentAccess(1, 0, 1, (0, 1 << 28, 1), None)], memory)[1]) == (1 << 28) // PAGE_NBYTES
     assert time.process_time() - began < 1
 
 
 def test_write_pages_accepts_a_partial_page():
-    memory = np.arange(2 * PAGE + 5, dtype=np.uint64).astype(np.uint8)
+    memory = np.arange(2 * PAGE_NBYTES + 5, dtype=np.uint64).astype(np.uint8)
     copy = np.zeros_like(memory)
     for pages in ([0, 2], [1]):
         write_pages(copy, np.array(pages), read_pages(memory, np.array(pages)))

@@ -487,7 +487,7 @@ def test_agent_counts_steps_of_other_hosts():
     """The model receives messages by its own method; this test calls that of the agent."""
     step = (FIRST << STEP_BITS) + 2
     agent = object.__new__(Agent)
-    agent._control, agent._tally, agent._ranks = Memory(range(1), 2), StepTally(2, 0), [range(1), range(1, 2)]
+    agent._control, agent._tally, agent._ranks_by_host = Memory(range(1), 2), StepTally(2, 0), [range(1), range(1, 2)]
     agent._on_step(1, step, [])
     agent._tally.update(0, step)
     agent._tally.update(FIRST, step)

@@ -235,7 +235,7 @@ def test_unpickling_happens_only_in_known_places():
         ("graphs/mirror.py", "Unpickler"),  # graphs, from a segment that the master filled
         ("graphs/mirror.py", "load"),
         ("hosts/agent.py", "loads"),  # the master's plan, from the mailbox
-        ("hosts/mail.py", "loads"),  # messages between agents, over MPI
+        ("hosts/messenger.py", "loads"),  # messages between agents, over MPI
         ("loading/process.py", "loads"),  # a loader's arguments, from memory that its owner filled
         ("ranks/rank.py", "loads"),  # objects of ranks, from the slots
         ("ranks/session.py", "loads"),  # a worker's report of a failure, from its slot

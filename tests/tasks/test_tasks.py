@@ -13,7 +13,7 @@ from library import XLA, same, shared, tensor
 
 import synkhronos as synk
 from synkhronos import ranks
-from synkhronos.hosts.task_agent import Bridge
+from synkhronos.hosts.task_agent import TaskBridge
 from synkhronos.ranks.rank_task import RankTask, find_span
 from synkhronos.ranks.task_memory import TaskMemory
 
@@ -68,7 +68,7 @@ def test_send_bytes_between_hosts(steps):
     """Chunks that rank 0 of a host sends reach rank 1 of another whole and in order, whenever the agents poll."""
     memory = TaskMemory(0, 2, 2)
     segments = [SimpleNamespace(buffer=bytearray(memory.nbytes)) for _ in range(2)]
-    agents = [Bridge(memory, segment, range(r, r + 1)) for r, segment in enumerate(segments)]
+    agents = [TaskBridge(memory, segment, range(r, r + 1)) for r, segment in enumerate(segments)]
     control = SimpleNamespace(fence=lambda: None, wake=lambda peer, reason: None)
     of_ranks = [SimpleNamespace(number=r, segments={0: segments[r]}, control=control) for r in range(2)]
     sender, receiver = (RankTask(rank, memory) for rank in of_ranks)
@@ -209,7 +209,7 @@ def test_lock_release_notifies_a_remote_waiter(n_ranks):
     segment = session.memory.create(memory.nbytes)
     memory = replace(memory, key=segment.key)
     memory.initialise_locks(segment)
-    task, bridge = RankTask(session.rank, memory), Bridge(memory, segment, range(n_ranks))
+    task, bridge = RankTask(session.rank, memory), TaskBridge(memory, segment, range(n_ranks))
     with task.get_lock(0):
         bridge.set_wanted(0, True)
         assert bridge.try_acquire(0, 7) is None

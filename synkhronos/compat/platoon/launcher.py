@@ -15,7 +15,7 @@ from pathlib import Path
 
 from synkhronos.compat.platoon import configparser
 from synkhronos.compat.platoon.controller_process import Hosts, start_controller
-from synkhronos.hosts.names import is_this_machine, parse_hosts
+from synkhronos.hosts.host_list import is_this_machine, parse_hosts
 
 #: Exit statuses, see `main`.
 FAILED, WRONG_ARGUMENTS, SYSTEM_ERROR = 1, 2, 3

@@ -172,7 +172,7 @@ class Orders:
     def know(self) -> Any:
         """Return each rank's namespace and process id, and mpirun's process id."""
         session = ranks.get_session()
-        return {"ranks": session.run(Know()), "mpirun": session.link._launcher.pid}
+        return {"ranks": session.run(Know()), "mpirun": session.link._mpirun.pid}
 
     def part(self, place: str, on: list[int], action: str) -> bool:
         """Run a command; for "idle" hold before it, outside of the library."""

@@ -15,14 +15,14 @@ from typing import Any
 #: Kinds of messages.
 (
     COMMAND,
-    ANNOUNCE,
+    NEW_SEGMENT,
     PAGES,
-    DROP,
+    DROP_SEGMENTS,
     STEP,
     FAILED,
     DONE,
     REMOTE_FAILURE,
-    BEAT,
+    HEARTBEAT,
     END,
     ENDED,
     CHANNEL_UPDATE,
@@ -32,16 +32,16 @@ from typing import Any
     LOCK_ROWS,
 ) = range(16)
 
-#: Seconds that a host has for its first message, in addition to `host_timeout`.
-_FIRST_BEAT_SECONDS = 10.0
-#: Maximal number of bytes of rows or pages in one message: few enough that later messages do not wait long for it.
+#: Seconds, in addition to `host_timeout`, within which a host's first message has to arrive.
+_FIRST_MESSAGE_SECONDS = 10.0
+#: Maximal number of bytes of rows or pages in a message: small, so that it does not delay the next messages for long.
 CHUNK_NBYTES = 1 << 22
-#: Number of unsent messages up to which an agent sends another chunk.
-MAX_PENDING = 16
+#: Maximal number of unsent messages at which an agent sends another chunk.
+MAX_UNSENT_MESSAGES = 16
 
 
-class Mail:
-    """A non-blocking mailbox of an agent.
+class Messenger:
+    """Sends and receives an agent's messages, without blocking.
 
     Parameters
     ----------
@@ -62,7 +62,7 @@ class Mail:
         self._unsent: list[Any] = []
         self._arriving: list[deque[tuple[Any, bytearray]]] = [deque() for _ in range(self.size)]
         self._status = mpi.Status()
-        self.last_received = dict.fromkeys(self.other_hosts, time.monotonic() + _FIRST_BEAT_SECONDS)
+        self.last_received = dict.fromkeys(self.other_hosts, time.monotonic() + _FIRST_MESSAGE_SECONDS)
 
     @property
     def other_hosts(self) -> list[int]:
@@ -80,29 +80,29 @@ class Mail:
             self._unsent.append((self._world.Isend([payload, self._mpi.BYTE], host, 0), payload))
 
     def send_bytes(self, host: int, content: memoryview) -> None:
-        """Send memory, which must not change until it is sent; a message before announces it."""
+        """Send memory, which must not change until it is sent.  A message that announces it has to precede it."""
         self._unsent.append((self._world.Isend([content, self._mpi.BYTE], host, 1), content))
 
     def receive_bytes(self, source: int, buffer: Any) -> Any:
-        """Start receiving the bytes of a `send_bytes`, in the order of the announcing messages; return the request."""
+        """Post the receive of a `send_bytes`, and return its request.  Call it in the order of the announcements."""
         return self._world.Irecv([buffer, self._mpi.BYTE], source, 1)
 
-    def has_pending(self, limit: int) -> bool:
-        """Whether more than ``limit`` messages are not sent yet."""
+    def has_unsent(self, limit: int) -> bool:
+        """Whether more than ``limit`` messages are unsent."""
         self._unsent = [message for message in self._unsent if not message[0].Test()]
         return len(self._unsent) > limit
 
     def receive(self) -> Iterator[tuple[int, int, tuple[Any, ...]]]:
-        """Yield source, kind and content of each message that has arrived; those of one host in order."""
-        self.has_pending(0)  # frees messages that are sent
-        self.accept(MAX_PENDING)
+        """Yield source, kind and content of each message that has arrived; messages of a host stay in order."""
+        self.has_unsent(0)  # frees the memory of sent messages
+        self.post_receives(MAX_UNSENT_MESSAGES)
         for source, messages in enumerate(self._arriving):
             while messages and messages[0][0].Test():
                 kind, arguments = pickle.loads(messages.popleft()[1])
                 yield source, kind, arguments
 
-    def accept(self, limit: int) -> None:
-        """Start receiving messages that have arrived, up to ``limit``, without delivering them."""
+    def post_receives(self, limit: int) -> None:
+        """Post receives of messages that wait in MPI, while fewer than ``limit`` are received and not yielded."""
         status = self._status
         while sum(map(len, self._arriving)) < limit and self._world.Iprobe(self._mpi.ANY_SOURCE, 0, status):
             source = status.source

@@ -1,4 +1,4 @@
-"""Names of hosts, the ranks on each, and the environment of launchers."""
+"""The list of hosts of a session: its sources, its syntax, and the ranks on each host."""
 
 from __future__ import annotations
 
@@ -13,40 +13,40 @@ from typing import NamedTuple
 
 
 class Host(NamedTuple):
-    """A host.
+    """An entry of the list of hosts.
 
     Attributes
     ----------
     name : str
-        Name under which the other hosts reach it.
+        Name by which the other hosts reach it.
     n_ranks : int or None
-        Number of its ranks; None for a default.
+        Number of its ranks; None if the entry gives no number.
     """
 
     name: str
     n_ranks: int | None
 
 
-#: Maximal number of ranks on a host; a larger number is taken for a mistake.
+#: Maximal number of ranks on a host; a larger number is refused as a mistake.
 MAX_RANKS_PER_HOST = 1024
-#: Variables with the number of this process and the number of processes: of MPICH, Open MPI, Slurm.
-_LAUNCHER_VARIABLES = [
+#: Environment variables with the rank and the number of processes: of MPICH, Open MPI, Slurm.
+_MPI_VARIABLES = [
     ("PMI_RANK", "PMI_SIZE"),
     ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
     ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS"),
 ]
 
 
-def find_launch() -> tuple[int, int] | None:
-    """Return this process's rank and the number of processes of ``mpirun`` or ``srun``; None for a single process."""
-    for rank, size in _LAUNCHER_VARIABLES:
+def read_mpi_rank_and_size() -> tuple[int, int] | None:
+    """Return the rank and the number of processes that ``mpirun`` or ``srun`` has started; None for a single one."""
+    for rank, size in _MPI_VARIABLES:
         if os.environ.get(rank, "").isdecimal() and os.environ.get(size, "").isdecimal() and int(os.environ[size]) > 1:
             return int(os.environ[rank]), int(os.environ[size])
     return None
 
 
 def is_this_machine(name: str) -> bool:
-    """Whether a name resolves to an address of this machine."""
+    """Whether a host name resolves to an address of this machine."""
     with contextlib.suppress(OSError):
         for family, kind, _, _, address in socket.getaddrinfo(name, 0, type=socket.SOCK_STREAM):
             with contextlib.suppress(OSError), socket.socket(family, kind) as test_socket:
@@ -56,7 +56,7 @@ def is_this_machine(name: str) -> bool:
 
 
 def parse_hosts(hosts: str | Sequence[str] | None) -> list[Host]:
-    """Return the hosts of ``fork(hosts=...)`` or ``SYNKHRONOS_HOSTS``; an empty list for this machine alone.
+    """Return the list of hosts for ``fork(hosts=...)`` or ``SYNKHRONOS_HOSTS``; empty for this machine alone.
 
     Parameters
     ----------
@@ -100,20 +100,20 @@ def _parse_host(text: object, argument: str) -> Host:
     return Host(name, int(count) if colon else None)
 
 
-def number_ranks(counts: Sequence[int]) -> list[range]:
-    """Return the ranks of each host; ranks are numbered host by host.
+def compute_ranks_by_host(counts: Sequence[int]) -> list[range]:
+    """Return each host's range of ranks, from its number of ranks.
 
     Examples
     --------
-    >>> number_ranks([3, 1])
+    >>> compute_ranks_by_host([3, 1])
     [range(0, 3), range(3, 4)]
     """
     return [range(stop - count, stop) for stop, count in zip(accumulate(counts), counts, strict=True)]
 
 
-def find_host(ranks: Sequence[range], rank: int) -> int:
+def find_host(ranks_by_host: Sequence[range], rank: int) -> int:
     """Return the number of a rank's host."""
-    return next(host for host, host_ranks in enumerate(ranks) if rank in host_ranks)
+    return next(host for host, host_ranks in enumerate(ranks_by_host) if rank in host_ranks)
 
 
 def describe_host(name: str, host_ranks: range) -> str:
@@ -123,7 +123,7 @@ def describe_host(name: str, host_ranks: range) -> str:
 
 
 def _read_allocation(argument: str) -> list[str]:
-    """Return the hosts of this job's allocation, in the batch system's order."""
+    """Return the host names of this job's allocation, in the batch system's order."""
     if nodes := os.environ.get("SLURM_JOB_NODELIST"):
         output = subprocess.run(["scontrol", "show", "hostnames", nodes], capture_output=True, text=True, check=True)
         names = output.stdout.split()
