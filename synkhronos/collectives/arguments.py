@@ -181,7 +181,7 @@ def check_op(op: Any, variables: Sequence[Any], nccl: bool) -> tuple[str, bool]:
     op = parse_op(op)
     for variable in variables:
         check_op_dtype(op, np.dtype(variable.type.dtype), describe(variable))
-    return op, nccl and REDUCTIONS[op].nccl is not None
+    return op, nccl and REDUCTIONS[op].nccl_op is not None
 
 
 def check_op_dtype(op: str, dtype: np.dtype, name: str) -> None:

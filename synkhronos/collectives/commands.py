@@ -127,7 +127,7 @@ class VariableCopy:
 
     def store(self, array: Any) -> None:
         """Set the variable to an array that a communicator has written."""
-        new = self.device.refresh(array) if self.transport is self.device else self.device.from_host(array)
+        new = self.device.rewrap(array) if self.transport is self.device else self.device.from_host(array)
         if new is not self.value:
             self.replace(new)
 
@@ -326,7 +326,7 @@ class Reduce(Command):
             layout, out = variable.layouts[0], None
             if rank.is_master:
                 out = variable.get_writable() if in_place else variable.transport.empty(*layout)
-            # The argument has no name of its own: `Device.refresh` checks whether there are other references to it.
+            # The argument has no name of its own: `Device.rewrap` checks whether there are other references to it.
             variable.communicator.reduce(
                 out if in_place else variable.get_contiguous(), self.op, rank.root, out, layout, range(rank.size)
             )
@@ -425,7 +425,7 @@ class AllReducePlan(NamedTuple):
             is_referenced = library.is_referenced(shared)
             value = library.get(shared)
             array = device.as_writable(value, is_referenced)
-            new = device.refresh(array, communicator.all_reduce(array, op))
+            new = device.rewrap(array, communicator.all_reduce(array, op))
             if new is not value:
                 library.put(shared, new)
         for communicator in {variable.transport.get_communicator(rank) for variable in self.variables}:

@@ -1,11 +1,11 @@
 """Kinds of arrays, and the collectives on them.
 
 A `Device` is the adapter for one kind of array: it binds a rank to its hardware, copies arrays to and from host memory,
-and provides the communicator of these arrays.  All other packages handle arrays through their device, which
-`get_array_device` finds.
+and provides the communicator of these arrays.  All other packages handle arrays through their device
+(`get_array_device`).
 
-Devices are discovered: each module of this package that defines ``DEVICE`` adds one.  `device` describes how to write
-one.
+Devices are discovered: each module of this package that defines ``DEVICE`` adds one.  The module `device` describes how
+to write a device.
 """
 
 from __future__ import annotations
@@ -48,17 +48,17 @@ __all__ = [
     "take_rows",
 ]
 
-#: Host memory, which every rank has.
+#: NumPy arrays in host memory, which every rank has.
 HOST = host.DEVICE
-#: JAX arrays, on GPUs where ranks are bound to them.
+#: JAX arrays, on the GPU of a rank that is bound to one, else in host memory.
 JAX = jax.DEVICE
-#: GpuArrays, on which Theano computes.
+#: GpuArrays, with which Theano computes on GPUs.
 PYGPU = pygpu.DEVICE
 
 
 @cache
 def list_devices() -> tuple[Device, ...]:
-    """Return the ``DEVICE`` of every module here; `HOST` is the last, as it owns every array that NumPy can read."""
+    """Return the ``DEVICE`` of every module here; `HOST` is last, as it owns every array that NumPy can read."""
     modules = [import_module(f"{__name__}.{module.name}") for module in iter_modules(__path__)]
     devices = [module.DEVICE for module in modules if hasattr(module, "DEVICE")]
     return (*(device for device in devices if device is not HOST), HOST)
@@ -75,8 +75,8 @@ def get_device(name: str) -> Device:
 
 
 def find_device(value: Any) -> Device:
-    """Return the device that owns a value; `HOST` for any value that is no array of another device."""
-    # The common case first: asking each device is slow.  Exact type, as a subclass of ndarray may belong to a device.
+    """Return the device that owns a value; `HOST` for any value that no other device owns."""
+    # The common case first, as asking each device is slow.  A subclass of ndarray may belong to another device.
     if type(value) is np.ndarray or isinstance(value, np.generic):
         return HOST
     return next(device for device in list_devices() if device is HOST or device.owns(value))
@@ -88,7 +88,7 @@ def get_array_device(array: Any) -> Device:
     Raises
     ------
     TypeError
-        If no device does.
+        If no device owns it.
     """
     if type(array) is np.ndarray:
         return HOST
@@ -101,7 +101,7 @@ def get_array_device(array: Any) -> Device:
 def read_environment_device() -> Device | None:
     """Return the device that the environment variable SYNKHRONOS_DEVICE names; None if the variable is empty.
 
-    GPUs can't be named there: `choose_device` selects them.
+    Devices on GPUs can't be named there: `choose_device` selects them.
 
     Raises
     ------
@@ -123,7 +123,7 @@ def choose_device(use_gpu: bool | None, n_parallel: int | None) -> tuple[Device,
     Parameters
     ----------
     use_gpu : bool or None
-        None uses GPUs if there are any and the packages that drive them are installed.
+        None uses GPUs if there are any and the packages for them are installed.
     n_parallel : int or None
         Number of ranks.  None means one for each GPU, or for each core that this process may use.
 
@@ -175,7 +175,7 @@ def choose_device(use_gpu: bool | None, n_parallel: int | None) -> tuple[Device,
 
 
 def _choose_gpu_device() -> jax.JaxDevice | pygpu.PygpuDevice:
-    """Return the device for GPUs: PyTensor computes on JAX arrays, Theano on its own."""
+    """Return the device for GPUs: `JAX` for PyTensor, `PYGPU` for Theano."""
     theano = sys.modules.get("theano")
     if theano is not None:
         # `synkhronos.compat` serves a module `theano` whose variables are PyTensor's.
@@ -186,12 +186,12 @@ def _choose_gpu_device() -> jax.JaxDevice | pygpu.PygpuDevice:
 def is_fork_unsafe() -> bool:
     """Whether workers must start as new processes, because a fork of this one could not compute.
 
-    A fork lacks the threads of XLA, for which it would wait for ever.  CUDA refuses to work in a fork.
+    A fork lacks XLA's threads, and would wait for them for ever.  CUDA can't be used in a fork.
     """
     return any(device.is_started() for device in list_devices())
 
 
 def force_cpu() -> None:
-    """Make this rank's JAX compute on the CPU although there are GPUs.  No effect once JAX has started."""
+    """Make this rank's JAX compute on the CPU even if there are GPUs; without effect once JAX has started."""
     if not JAX.is_started() and get_n_gpu():
         os.environ["JAX_PLATFORMS"] = "cpu"

@@ -1,4 +1,4 @@
-"""The interface of collectives over one kind of array."""
+"""The interface of communicators, which run collectives over one kind of array."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ class Communicator(ABC):
 
     @property
     def generation(self) -> int:
-        """Number of the connection, the same on all ranks that share one; 0 if there is none, or none is needed."""
+        """Number of the connection, equal on all ranks that share it; 0 without a connection."""
         return 0
 
     def connect(self, generations: Sequence[int]) -> None:  # noqa: B027 - most need no connection
-        """Connect all ranks unless ``generations``, one for each rank, shows that they share a connection."""
+        """Connect all ranks, unless the ``generations`` of all ranks show that they share a connection."""
 
     def wait_started(self, check: Callable[[], None] | None = None) -> None:  # noqa: B027 - as above
-        """Wait until every rank has started the collectives of this one; ``check`` is polled, and may raise."""
+        """Wait until all ranks have started their pending collectives; ``check`` is polled, and may raise."""
 
     def notify_started(self) -> None:  # noqa: B027 - as above
-        """Notify the other ranks that this one has started; replaces `wait_started` at the end of a command."""
+        """Notify the other ranks that this rank has started its collectives; sufficient at the end of a command."""
 
     @abstractmethod
     def broadcast(self, array: Any, root: int) -> None:
@@ -45,7 +45,7 @@ class Communicator(ABC):
         Returns
         -------
         bool
-            Whether the result has been written already.  ``Device.refresh`` returns the array to use from then on.
+            Whether the result is complete already.  ``Device.rewrap`` returns the array to use from then on.
         """
 
     @abstractmethod
@@ -70,7 +70,7 @@ class Communicator(ABC):
             This rank's array, of the same layout on all ranks.
         op : str
         bounds : sequence of int
-            Rank r gets items ``bounds[r]`` to ``bounds[r + 1]`` of the flattened reduction.
+            Rank r gets the items ``bounds[r]:bounds[r + 1]`` of the flattened reduction.
         out : array
         """
 
@@ -91,8 +91,8 @@ class Communicator(ABC):
         root : int
         layouts : sequence of ArrayLayout or None
             Shape and dtype of each rank's array; None for a rank that contributes nothing.
-        out : sequence of array or None
-            None on ranks that receive nothing.
+        out : sequence of item ranges or None
+            Targets, made by `Device.slice_items`; None on ranks that receive nothing.
         """
 
     @abstractmethod

@@ -1,8 +1,9 @@
-"""The base class of devices, whose methods copy through host memory unless a device overrides them.
+"""The base class of devices.
 
 A device is a module of this package with an object ``DEVICE``.  It is selected by name: with ``SYNKHRONOS_DEVICE=toy``
 in the environment, ranks compute with the arrays of ``toy.py``.  Three methods are required: `owns`, `to_host` and
-`from_host`.  A device overrides those of the others that it can do faster.
+`from_host`.  The default implementations of all others copy through host memory, and a device overrides them to be
+faster.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ class DeviceMemory(ABC):
 
     @abstractmethod
     def to_host(self, value: Any) -> np.ndarray:
-        """Convert an array to NumPy, without a copy if possible."""
+        """Convert an array of this kind to NumPy, without a copy if possible."""
 
     @abstractmethod
     def from_host(self, array: np.ndarray) -> Any:
@@ -50,11 +51,11 @@ class DeviceMemory(ABC):
         return self.from_host(np.empty(shape, dtype))
 
     def fetch(self, values: Sequence[Any]) -> list[Any]:
-        """Convert several arrays to NumPy at once; values of other types are returned as they are."""
+        """Convert several arrays to NumPy at once; values of other types are returned unchanged."""
         return [self.to_host(value) if self.owns(value) else value for value in values]
 
     def snapshot(self, value: Any) -> Any:
-        """Return a shared variable's value as an array that later updates of the variable leave unchanged."""
+        """Return a shared variable's value as an array that later updates of the variable do not change."""
         return self.to_host(value).copy()
 
     def wait(self, values: Sequence[Any]) -> None:  # noqa: B027 - most arrays are computed once they exist
@@ -63,12 +64,12 @@ class DeviceMemory(ABC):
     # -- shared memory ---------------------------------------------------------------------------------------
 
     def load(self, rank: Rank, location: SharedArray, rows: Selection | None) -> Any:
-        """Copy rows of an array in shared memory (None: all) into a new array."""
+        """Copy rows of an array in shared memory (None: all) into a new array of this kind."""
         view = location.view(rank.segments)
         return self.from_host(view if rows is None else take_rows(view, rows))
 
     def store(self, rank: Rank, key: int, offset: int, value: Any) -> None:
-        """Copy an array into shared memory: the segment ``key``, from byte ``offset`` on."""
+        """Copy an array into the segment ``key`` of shared memory, from byte ``offset`` on."""
         rank.segments[key].view_array(tuple(value.shape), value.dtype, offset)[...] = self.to_host(value)
 
     def stage_input(
@@ -80,12 +81,12 @@ class DeviceMemory(ABC):
         ----------
         rank : Rank
         buffers : dict
-            Memory that is reused from call to call; this method stores its own under ``key``.
+            Buffers that calls reuse; this method stores its buffer under ``key``.
         key : hashable
         location : SharedArray
         rows : range, ndarray or None
         copy : bool
-            Whether the function may overwrite the input: the result must not share memory with the segment then.
+            Whether the input must not share memory with the segment, because the function may overwrite it.
         """
         return self.load(rank, location, rows)
 
@@ -95,19 +96,19 @@ class DeviceMemory(ABC):
 
 
 class DeviceArithmetic(DeviceMemory):
-    """Arithmetic with the arrays of a device, for reductions over slices and for exchange rules.
+    """Arithmetic with arrays of one kind, for reductions over slices and for exchange rules.
 
     Attributes
     ----------
     has_arithmetic : bool
-        Whether the arrays have NumPy's operators, slices, ``astype`` and ``all``, so that exchange rules can compute
-        with them.  If not, rules compute in host memory.
+        Whether the arrays have NumPy's operators, slices, ``astype`` and ``all``, with which exchange rules compute.
+        If not, rules compute in host memory.
     """
 
     has_arithmetic = False
 
     def reduce_pair(self, op: Reduction, left: Any, right: Any) -> Any:
-        """Return ``op`` applied to two arrays of one shape; it may be written into the first."""
+        """Return ``op`` applied to two arrays of one shape; the result may be written into the first."""
         assert op.ufunc is not None
         return self.from_host(op.ufunc(self.to_host(left), self.to_host(right)))
 
@@ -116,7 +117,7 @@ class DeviceArithmetic(DeviceMemory):
         return self.from_host(np.concatenate([self.to_host(array) for array in arrays]))
 
     def flatten(self, values: Sequence[Any], dtype: np.dtype) -> Any:
-        """Return one new vector of all values' items in a dtype."""
+        """Return a new vector of the items of all arrays, in a dtype."""
         return self.concatenate([value.reshape(-1).astype(dtype) for value in values])
 
     def split(self, vector: Any, shapes: Sequence[tuple[int, ...]], dtypes: Sequence[np.dtype]) -> Sequence[Any]:
@@ -130,20 +131,20 @@ class DeviceArithmetic(DeviceMemory):
 
 
 class DeviceCollectives(DeviceMemory):
-    """The communicator of the arrays of a device, and the arrays that it reads and writes in place."""
+    """Communicators for arrays of one kind, and preparation of arrays that they read or write in place."""
 
     def get_communicator(self, rank: Rank) -> Communicator:
-        """Return this rank's communicator for arrays of this kind; one object per rank."""
+        """Return a rank's communicator for arrays of this kind, always the same object."""
         if len(rank.control.local_ranks) == rank.size:
             return rank.registry.get(HostCommunicator, lambda: HostCommunicator(rank))
         return rank.registry.get(MultiHostCommunicator, lambda: MultiHostCommunicator(rank))
 
     def can_communicate(self, dtype: np.dtype) -> bool:
-        """Whether `get_communicator` handles arrays of this dtype; others travel as NumPy arrays."""
+        """Whether the communicator handles arrays of this dtype; arrays of other dtypes are sent as NumPy arrays."""
         return False
 
     def get_group(self, rank: Rank, members: Iterable[int]) -> Any:
-        """Return the communicator of some ranks (see `NcclGroup`); None if their arrays must go through host memory."""
+        """Return the communicator of a group of ranks (see `NcclGroup`); None if groups must use host memory."""
         return None
 
     def as_contiguous(self, value: Any) -> Any:
@@ -157,19 +158,19 @@ class DeviceCollectives(DeviceMemory):
         ----------
         value : array
         is_referenced : bool
-            Whether anything but the container holds a reference to the value.
+            Whether there are other references to the value than the container's.
         """
         return self.from_host(self.to_host(value))
 
-    def refresh(self, value: Any, is_complete: bool = False) -> Any:
-        """Return a valid array object for memory that a communicator writes in place.
+    def rewrap(self, value: Any, is_complete: bool = False) -> Any:
+        """Return a new array object for the memory of an array that a communicator writes in place.
 
         Parameters
         ----------
         value : array
-            The object from before; not to be used afterwards.
+            Not to be used afterwards.
         is_complete : bool
-            Whether the memory has been written already, as `HostCommunicator.all_reduce` returns.
+            Whether the memory has been written already, as `Communicator.all_reduce` returns.
         """
         return value
 
@@ -179,55 +180,55 @@ class DeviceCollectives(DeviceMemory):
 
 
 class Device(DeviceArithmetic, DeviceCollectives):
-    """Adapter for one kind of array, and for the hardware that holds it.
+    """Adapter for one kind of array, and for the hardware on which the arrays are.
 
     Attributes
     ----------
     name : str
-        Name of the device, the value of ``SYNKHRONOS_DEVICE`` that selects it.
+        Name of the device, also as the value of ``SYNKHRONOS_DEVICE``.
     needs_gpu : bool
-        Whether each rank that `choose_device` gives this device needs a GPU of its own.
-    moves_shareds : bool
-        Whether the values of shared variables must be moved to the device before a function is called.  False where the
-        engine or the graph library does so.
+        Whether each rank needs a GPU of its own.
+    must_move_shared_values : bool
+        Whether values of shared variables must be moved to the device before a function is called.  False if the engine
+        or the graph library does so.
     default_mode : str or None
-        Mode in which functions of these arrays are compiled by default; None is the graph library's setting.
+        Mode in which functions of these arrays are compiled by default; None for the graph library's default.
     """
 
     name: str
     needs_gpu = False
-    moves_shareds = True
+    must_move_shared_values = True
     default_mode: str | None = None
 
     # -- ranks -----------------------------------------------------------------------------------------------
 
     def assign_gpus(self, size: int, root: int) -> list[str]:
-        """Return the GPU of each rank, as ``CUDA_VISIBLE_DEVICES`` names it; called in the master.
+        """Return each rank's GPU, as ``CUDA_VISIBLE_DEVICES`` names it; empty strings for a device without GPUs.
 
-        A device that needs no GPU returns empty strings.
+        Called in the master, before ranks are bound.
         """
         return [""] * size
 
     def bind(self, rank: Rank, gpu: str) -> None:  # noqa: B027 - most need no binding
-        """Bind this process to its GPU; called once on every rank, after the fork."""
+        """Bind this process to a GPU; called once on every rank, after the fork."""
 
     def is_started(self) -> bool:
-        """Whether this process has started a runtime that a fork of it could not use."""
+        """Whether this process has started a runtime that its forks can't use."""
         return False
 
     # -- functions -------------------------------------------------------------------------------------------
 
     def accepts_input(self, dtype: np.dtype, ndim: int) -> bool:
-        """Whether functions on this device take such inputs as arrays of this kind; else they take NumPy arrays."""
+        """Whether functions take inputs of this dtype and ndim as arrays of this kind; else they take NumPy arrays."""
         return True
 
-    def make_input(self, variable: Any) -> Any | None:
-        """Return a symbolic variable of these arrays, to be an input in place of another variable.
+    def make_input_variable(self, variable: Any) -> Any | None:
+        """Return a symbolic variable whose values are arrays of this kind, to replace an input variable of a function.
 
-        None, the default, leaves the input: functions take arrays of this kind for the graph library's own types.
+        None, the default, keeps the variable: functions accept arrays of this kind for the graph library's types.
         """
         return None
 
-    def to_stored(self, value: Any) -> Any:
-        """Convert an array to the class that the graph library expects in a shared variable."""
+    def to_shared_value(self, value: Any) -> Any:
+        """Convert an array to the class that the graph library requires in a shared variable."""
         return value

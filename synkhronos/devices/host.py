@@ -1,4 +1,4 @@
-"""Host memory: NumPy arrays, and all values that NumPy can read."""
+"""The device for host memory: NumPy arrays, and all values that NumPy can read."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from synkhronos.ranks import Rank, SharedArray
 
 
 class HostDevice(Device):
-    """The device that every rank has."""
+    """NumPy arrays in host memory."""
 
     name = "host"
-    moves_shareds = False
+    must_move_shared_values = False
     has_arithmetic = True
 
     def owns(self, value: Any) -> bool:
@@ -46,7 +46,7 @@ class HostDevice(Device):
         return list(values)
 
     def reduce_pair(self, op: Reduction, left: Any, right: Any) -> Any:
-        """Write ``op`` applied to two arrays into the first."""
+        """Write ``op`` applied to two arrays into the first, and return it."""
         assert op.ufunc is not None
         return op.ufunc(left, right, out=left)
 
@@ -63,7 +63,7 @@ class HostDevice(Device):
         return np.ascontiguousarray(value)
 
     def as_writable(self, value: Any, is_referenced: bool) -> Any:
-        """Return an array if it is contiguous and writable, else a copy; other references see the change."""
+        """Return an array if it is contiguous and writable, else a copy; writes are visible to other references."""
         if isinstance(value, np.ndarray) and value.flags.c_contiguous and value.flags.writeable:
             return value
         return np.array(value, order="C")
@@ -78,8 +78,8 @@ class HostDevice(Device):
         if isinstance(rows, range):
             view = take_rows(array, rows)
             return view.copy() if copy else view
-        # The first write to new memory costs more than the copy, so the buffer is reused.  This is safe, as compiled
-        # functions return nothing that aliases their inputs.
+        # The buffer is reused, as the first write to new memory costs more than the copy.  This is safe: outputs of
+        # compiled functions do not alias their inputs.
         shape = (len(rows), *array.shape[1:])
         size = math.prod(shape)
         buffer = buffers.get(key)

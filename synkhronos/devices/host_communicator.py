@@ -1,16 +1,16 @@
 """Collectives over NumPy arrays of ranks on one host, through shared memory.
 
-Each rank owns a scratch area that all ranks map.  It has two halves.  An array of any size is copied in chunks of
-half a scratch area, so that nothing is allocated and the data stays in the processors' caches::
+Each rank has a scratch area with two halves, which all ranks map.  An array of any size is copied in chunks of half a
+scratch area, so that nothing is allocated and the data stay in the processors' caches::
 
     chunk          0        1        2        3
     half           A        B        A        B
     ranks        write -> barrier -> read, write -> barrier -> read, ...
 
-Invariant: a half is written again only after the barrier of the chunk in between.  Every rank that passes that barrier
-has read the half's old content.  Alternation therefore continues from one array to the next within a command.
+Invariant: a half is written again only after the barrier of the chunk in between, and every rank that arrives at that
+barrier has read the half's old content.  So halves also alternate between the arrays of a command.
 
-Results are identical on all ranks and reproducible: one rank reduces each element, in rank order.
+Results are identical on all ranks and reproducible: each element is reduced by one rank, in rank order.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from synkhronos.ranks.control import SCRATCH_NBYTES
 
 
 class HostCommunicator(Communicator):
-    """Collectives over NumPy arrays in shared memory.
+    """Collectives over NumPy arrays, through shared memory.
 
     Parameters
     ----------
@@ -46,9 +46,9 @@ class HostCommunicator(Communicator):
         self._command = self._half = 0
 
     def _next_halves(self) -> list[np.ndarray]:
-        """Advance to the other halves of the scratch areas; return every rank's, for the next chunk of this command.
+        """Switch to the other halves of all scratch areas for the next chunk, and return them in rank order.
 
-        Alternation restarts with each command: ranks may have left a cancelled one at different chunks.
+        Alternation restarts with each command, as ranks may have left a cancelled command at different chunks.
         """
         if self._command != self._rank.command_number:
             self._command, self._half = self._rank.command_number, 0
@@ -97,16 +97,16 @@ class HostCommunicator(Communicator):
         n_items = SCRATCH_NBYTES // dtype.itemsize // rank.size
         longest = max(stop - start for start, stop in pairwise(bounds))
         for offset in range(0, longest, n_items):
-            # A half holds the next items of every rank; the rank that gets them reads them after the barrier.
+            # A rank's half holds the next items of all ranks' shares; each rank reads its own items from all halves.
             shared = [half[: n_items * rank.size * dtype.itemsize].view(dtype) for half in self._next_halves()]
             chunks = [source[start:stop][offset : offset + n_items] for start, stop in pairwise(bounds)]
             for r, chunk in enumerate(chunks):
                 if r != number:
                     shared[number][r * n_items :][: chunk.size] = chunk
             rank.barrier()
-            chunk_here = chunks[number]
+            own_chunk = chunks[number]
             inputs = [
-                chunk_here if r == number else shared[r][number * n_items :][: chunk_here.size]
+                own_chunk if r == number else shared[r][number * n_items :][: own_chunk.size]
                 for r in range(rank.size)
             ]
             reduce_share(inputs, reduction, target[offset : offset + n_items])
@@ -164,9 +164,9 @@ class HostCommunicator(Communicator):
     ) -> None:
         """Reduce ``source`` over the contributors into every ``target`` that is not None.
 
-        Each chunk is divided into one share per rank and takes two steps: every rank publishes its elements, then each
-        rank reduces its share, which all ranks copy after the second barrier.  A rank does not publish the elements of
-        its own share, as no other rank reads them.
+        Each chunk is divided into one share per rank and takes two barriers.  Contributors publish their elements
+        before the first one, and each rank reduces its share after it.  Ranks copy all shares after the second one.  A
+        rank does not publish the elements of its own share, as no other rank reads them.
         """
         rank, reduction = self._rank, REDUCTIONS[op]
         if len(contributors) == 1 and rank.size == 1:
@@ -195,14 +195,14 @@ class HostCommunicator(Communicator):
 
 
 def reduce_share(inputs: Sequence[np.ndarray], reduction: Reduction, out: np.ndarray) -> None:
-    """Write the reduction of all contributors' arrays into ``out``, which must not overlap them.
+    """Write the complete reduction of the contributors' arrays into ``out``, which must not overlap them.
 
-    A mean ("avg") is complete: divided by the number of contributors, unlike that of `reduce_arrays`.
+    In contrast to `reduce_arrays`, a mean ("avg") is divided by the number of contributors.
     """
     accumulator = reduction.choose_accumulator_dtype(out.dtype)
     wide = out if accumulator == out.dtype else np.empty(out.size, accumulator)
     reduce_arrays(inputs, reduction, wide)
-    if reduction.divides:
+    if reduction.is_mean:
         np.true_divide(wide, len(inputs), out=wide)
     if wide is not out:
         out[:] = wide

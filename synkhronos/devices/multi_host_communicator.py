@@ -1,17 +1,17 @@
 """Collectives over NumPy arrays of ranks on several hosts.
 
-Hosts are in a row.  Arrays are streamed along it, in chunks, through the pipes between neighbours.  A reduction passes
-all hosts up the row, and its result passes them down again::
+Hosts form a chain.  Arrays are streamed along it in chunks, through the pipes between neighbours.  A reduction passes
+all hosts up the chain, and its result passes them down again::
 
     host 0   r0 + r1  -->  host 1   (..) + r2 + r3  -->  host 2   (....) + r4 + r5
              result   <--           result          <--           = result
 
-On each host the ranks share a chunk's elements: each rank adds the inputs of all ranks of the host, in rank order, to
-the partial sum of the previous host.  So every element is reduced in rank order, and results are bitwise equal to those
-on one host.
+On each host, a chunk's elements are divided among the ranks.  For its elements, a rank adds the inputs of all ranks of
+the host, in rank order, to the partial sum of the previous host.  So every element is reduced in rank order, and
+results are bitwise equal to those on one host.
 
-The way up and down is long, so a host begins further chunks before the result of the first arrives.  Their number is
-limited: see `MultiHostCommunicator._max_pending`.
+A chunk takes long to pass up and down, so a host begins further chunks before the result of the first one arrives.
+Their number is limited: see `MultiHostCommunicator._max_pending`.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ from synkhronos.hosts.pipes import (
 )
 from synkhronos.ranks import Rank
 
-#: Maximal number of chunks on the last host whose results are not copied yet.  They are read from frames that may have
-#: been sent already, which the pipe alone would let ranks overwrite.
+#: Maximal number of chunks on the last host whose results are not copied yet.  Their frames may have been sent already,
+#: so that the pipe itself would allow ranks to overwrite them.
 _MAX_PENDING_ON_LAST = N_FRAMES - 2
 
 
@@ -70,8 +70,8 @@ class MultiHostCommunicator(HostCommunicator):
         """Write this rank's items of the reduction over all ranks into ``out``; one reduction per rank."""
         rank, source, target = self._rank, array.reshape(-1), out.reshape(-1)
         for r, (start, stop) in enumerate(pairwise(bounds)):
-            target_here = target if r == rank.number else None
-            self._reduce(source[start:stop], target_here, op, stop - start, array.dtype, range(rank.size))
+            own_target = target if r == rank.number else None
+            self._reduce(source[start:stop], own_target, op, stop - start, array.dtype, range(rank.size))
 
     def _send_to(
         self,
@@ -103,7 +103,7 @@ class MultiHostCommunicator(HostCommunicator):
         source : ndarray of uint8 or None
             Bytes to send, on the root.
         target : ndarray of uint8 or None
-            Memory for the bytes on this rank; None if it does not need them.
+            Memory for the bytes on this rank; None if the rank does not need them.
         size : int
             Number of bytes.
         root : int
@@ -113,7 +113,7 @@ class MultiHostCommunicator(HostCommunicator):
         local_ranks, number = self._local_ranks, self._rank.number
         from_below, from_above = root < local_ranks.start, root >= local_ranks.stop
         if (from_below and receivers.stop <= local_ranks.start) or (from_above and receivers.start >= local_ranks.stop):
-            return  # this host is not on the way
+            return  # this host is not between the root and the receivers
         source_pipe = self._up_in if from_below else self._down_in if from_above else self._local
         target_pipes = []
         if not self._is_last and not from_above and receivers.stop > local_ranks.stop:
@@ -154,9 +154,9 @@ class MultiHostCommunicator(HostCommunicator):
         Parameters
         ----------
         source : ndarray or None
-            This rank's array; None if it does not contribute.
+            This rank's array; None if the rank does not contribute.
         target : ndarray or None
-            Memory for the result on this rank; None if it does not need it.
+            Memory for the result on this rank; None if the rank does not need it.
         op : str
         size : int
             Number of elements.
@@ -195,7 +195,7 @@ class MultiHostCommunicator(HostCommunicator):
             if partial is not None and contributors[0] < local_ranks.start:
                 inputs.insert(0, partial)
             reduce_arrays(inputs, reduction, result)
-            if self._is_last and reduction.divides:
+            if self._is_last and reduction.is_mean:
                 np.true_divide(result, len(contributors), out=result)
             if not self._is_first:
                 self._up_in.advance()
@@ -208,19 +208,19 @@ class MultiHostCommunicator(HostCommunicator):
 
     @property
     def _max_pending(self) -> int:
-        """Maximal number of chunks that this host has begun and whose results it has not taken.
+        """Maximal number of chunks that this host has begun and whose results it has not copied.
 
-        Each hop to the last host adds `N_FRAMES` chunks, since the way is longer for the first hosts.
+        It grows by `N_FRAMES` with each hop to the last host, as results take longer to return.
 
-        Invariant: each hop has room for four times as many chunks as it adds, in the two pipes at each of its ends.  So
-        hosts with full pipes never wait for each other in a circle.
+        Invariant: the pipes at both ends of a hop have room for four times `N_FRAMES` chunks.  So there is no circle of
+        hosts that wait for each other with full pipes.
         """
         return _MAX_PENDING_ON_LAST if self._is_last else N_FRAMES * self._n_next_hosts[0]
 
     def _finish_chunk(
         self, target: np.ndarray | None, chunk: tuple[int, int], accumulator: np.dtype, n_earlier: int
     ) -> None:
-        """Copy a chunk of the result into this rank's target, and pass it on to the previous host.
+        """Copy a chunk of the result into this rank's target, and pass it to the previous host.
 
         Parameters
         ----------

@@ -1,9 +1,9 @@
-"""GpuArrays: the arrays with which Theano computes on GPUs, through pygpu.
+"""The device for GpuArrays, with which Theano computes on GPUs through pygpu.
 
-Theano's flags keep it off the GPU until the ranks are forked (``device=cpu,force_device=True``).  Each rank then opens
-its own GPU, and from there on Theano places shared variables and computations on it.
+Theano's flags ``device=cpu,force_device=True`` keep it from opening a GPU before the ranks are forked.  Each rank then
+opens its own GPU, and from then on Theano places shared variables and computations on it.
 
-libgpuarray uses a single stream, and this device launches on the same one.  Only copies to host memory have to wait.
+libgpuarray uses a single stream, on which this device launches as well.  Only copies to host memory have to wait.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class PygpuDevice(CudaDevice):
     """GpuArrays on the GPU to which the rank is bound."""
 
     name = "pygpu"
-    moves_shareds = False
+    must_move_shared_values = False
     requirements = {("theano",): "Theano==1.0.5", ("pygpu",): "pygpu"}  # noqa: RUF012 - never modified
     install_hint = "pip install 'synkhronos[theano-gpu]', and pygpu as docs/theano.rst says"
     gpu_library = "theano"
@@ -41,20 +41,20 @@ class PygpuDevice(CudaDevice):
         return self.is_on_gpu
 
     def start(self, gpu: str) -> None:
-        """Open the GPU in Theano, which uses it for all variables and functions made from then on.
+        """Make Theano open the GPU, for all variables and functions that are made from then on.
 
         Raises
         ------
         RuntimeError
-            If Theano can't open it, or doesn't launch on a single stream.
+            If Theano can't open the GPU, or doesn't launch on a single stream.
         """
-        # Theano sets this variable for child processes once a GPU is open.  This process opens its own.
+        # Theano has set this variable for its child processes if the master has opened a GPU.
         os.environ.pop("THEANO_GPU_IS_ALREADY_ACTIVE", None)
         import theano.gpuarray
 
         if not theano.config.gpuarray.single_stream:
             raise RuntimeError("Theano's flag gpuarray.single_stream=False: Synkhronos needs all of its work in order")
-        # Each rank would print that it uses GPU 0: the only one that it sees.
+        # Each rank would print that it uses GPU 0, the only one that is visible to it.
         output = io.StringIO()
         try:
             with contextlib.redirect_stderr(output):
@@ -81,11 +81,11 @@ class PygpuDevice(CudaDevice):
     # -- functions -------------------------------------------------------------------------------------------
 
     def accepts_input(self, dtype: np.dtype, ndim: int) -> bool:
-        """Return False for labels, indices and complex arrays, which Theano would copy back to host memory."""
+        """Whether inputs are copied to the GPU; not labels, indices and complex arrays, which Theano would copy back."""
         return not (dtype.kind in "biuc" and ndim < 2 or dtype.kind == "c")
 
-    def make_input(self, variable: Any) -> Any | None:
-        """Return a variable of Theano's type of GpuArrays; None on the CPU, and for inputs that stay in host memory."""
+    def make_input_variable(self, variable: Any) -> Any | None:
+        """Return a variable of Theano's GpuArrayType; None on the CPU, and for inputs that stay in host memory."""
         if not self.is_on_gpu:
             return None
         from theano.gpuarray.type import GpuArrayType
@@ -95,8 +95,8 @@ class PygpuDevice(CudaDevice):
             return None
         return GpuArrayType(kind.dtype, kind.broadcastable, None)(variable.name)
 
-    def to_stored(self, value: Any) -> Any:
-        """Convert an array to the base class of GpuArrays."""
+    def to_shared_value(self, value: Any) -> Any:
+        """Convert an array to the base class of GpuArrays, without NumPy's operators."""
         return value.view()
 
     # -- arrays ----------------------------------------------------------------------------------------------
@@ -136,12 +136,12 @@ class PygpuDevice(CudaDevice):
 
     def reduce_pair(self, op: Reduction, left: Any, right: Any) -> Any:
         """Return ``op`` applied to two arrays of one shape."""
-        if op.kernel is None:
+        if op.gpuarray_expression is None:
             name = getattr(op.ufunc, "__name__", "")
             raise NotImplementedError(f"libgpuarray has no kernel for {name!r}: this op can't combine GpuArrays")
         from pygpu.elemwise import elemwise2
 
-        return elemwise2(left, None, right, left, odtype=left.dtype, oper=op.kernel)
+        return elemwise2(left, None, right, left, odtype=left.dtype, oper=op.gpuarray_expression)
 
     def concatenate(self, arrays: Sequence[Any]) -> Any:
         """Return arrays joined along axis 0."""

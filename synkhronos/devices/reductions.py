@@ -1,4 +1,4 @@
-"""The table of reductions; a new reduction is one entry.
+"""The table of reductions, by the names that users pass as ``op``.
 
 ========  =============================================================
 op        reduction of values v_i, each computed from w_i rows
@@ -26,44 +26,45 @@ class Reduction:
     Attributes
     ----------
     ufunc : ufunc or None
-        Reduces two values to one.  JAX arrays use the function of ``jax.numpy`` of the same name.  None concatenates.
-    nccl : int or None
-        NCCL's number (ncclRedOp_t).  None: collectives between GPUs go through host memory.
-    kernel : str or None
+        Reduces two values to one.  JAX arrays use the function of the same name in ``jax.numpy``.  None: values are
+        concatenated.
+    nccl_op : int or None
+        NCCL's number of the reduction (ncclRedOp_t).  None: collectives between GPUs use host memory.
+    gpuarray_expression : str or None
         libgpuarray's expression for two elements.  None: GpuArrays can't be accumulated over slices.
-    divides : bool
-        Whether the result is divided by the number of values, or of rows.
-    weights_rows : bool
-        Whether each value is weighted by its number of rows.  Collectives have no rows, so they lack such an op.
-    refuses : str
-        Kinds of dtypes (``dtype.kind``) that the reduction would not preserve.
+    is_mean : bool
+        Whether the sum is divided by the number of values, or of rows.
+    needs_row_counts : bool
+        Whether each value is weighted by its number of rows.  Collectives have no row counts, and exclude such an op.
+    unsupported_kinds : str
+        Kinds (``dtype.kind``) of dtypes that the reduction would change.
     """
 
     ufunc: np.ufunc | None
-    nccl: int | None = None
-    kernel: str | None = None
-    divides: bool = False
-    weights_rows: bool = False
-    refuses: str = ""
+    nccl_op: int | None = None
+    gpuarray_expression: str | None = None
+    is_mean: bool = False
+    needs_row_counts: bool = False
+    unsupported_kinds: str = ""
 
     def can_reduce(self, dtype: np.dtype) -> bool:
         """Whether values of a dtype are reduced to the same dtype."""
-        return dtype.kind not in self.refuses
+        return dtype.kind not in self.unsupported_kinds
 
     def choose_accumulator_dtype(self, dtype: np.dtype) -> np.dtype:
         """Return the dtype in which values of a dtype are reduced.
 
-        It is float32 for a mean of float16: the sum may overflow, and quotients of the summands underflow.
+        It is float32 for a mean of float16, whose sum may overflow, and whose quotients before a sum may underflow.
         """
-        return np.dtype(np.float32) if self.divides and dtype.char == "e" else dtype
+        return np.dtype(np.float32) if self.is_mean and dtype.char == "e" else dtype
 
 
 _ADD = "res = a + b"
 REDUCTIONS = {
-    "avg": Reduction(np.add, 4, _ADD, divides=True, refuses="biu"),
-    "mean": Reduction(np.add, None, _ADD, divides=True, weights_rows=True, refuses="biu"),
+    "avg": Reduction(np.add, 4, _ADD, is_mean=True, unsupported_kinds="biu"),
+    "mean": Reduction(np.add, None, _ADD, is_mean=True, needs_row_counts=True, unsupported_kinds="biu"),
     # NumPy's sum of booleans is a logical or, where users expect a count.
-    "sum": Reduction(np.add, 0, _ADD, refuses="b"),
+    "sum": Reduction(np.add, 0, _ADD, unsupported_kinds="b"),
     "prod": Reduction(np.multiply, 1, "res = a * b"),
     # The comparison with itself propagates a NaN.
     "min": Reduction(np.minimum, 3, "res = (a <= b || a != a) ? a : b"),
@@ -75,5 +76,5 @@ REDUCTIONS = {
 def list_collective_ops() -> tuple[str, ...]:
     """Return the names of the reductions that collectives accept: those that need no row counts."""
     return tuple(
-        name for name, reduction in REDUCTIONS.items() if reduction.ufunc is not None and not reduction.weights_rows
+        name for name, reduction in REDUCTIONS.items() if reduction.ufunc is not None and not reduction.needs_row_counts
     )

@@ -1,4 +1,4 @@
-"""Selections of rows, and the rows of a NumPy array that they select."""
+"""Selections of rows, and their use with NumPy arrays."""
 
 from __future__ import annotations
 
@@ -38,5 +38,5 @@ def take_rows(array: np.ndarray, rows: Selection, out: np.ndarray | None = None)
             return view
         out[...] = view
         return out
-    # Row numbers were checked before; with mode="raise" NumPy would copy through a buffer of its own.
+    # Row numbers were checked before.  With mode="raise", NumPy would copy through an internal buffer.
     return np.take(array, rows, axis=0, out=out, mode="clip")

@@ -30,14 +30,14 @@ class Runner:
 
     Attributes
     ----------
-    times : int
-        Number of computations in one launch.  Each takes the next of ``times`` equal parts of the inputs.  The list of
-        outputs has ``times`` values of the first output, then those of the second, ...
+    n_repeats : int
+        Number of computations in one launch.  Each takes the next of ``n_repeats`` equal parts of the inputs.  The list of
+        outputs has ``n_repeats`` values of the first output, then those of the second, ...
     host_inputs : frozenset of int
         Positions of inputs that are passed as NumPy arrays, whatever the engine's device.
     """
 
-    times = 1
+    n_repeats = 1
     host_inputs: frozenset[int] = frozenset()
 
     def __init__(self, function: Callable[..., Any]):
@@ -55,12 +55,12 @@ class Runner:
     def wait(self, results: Sequence[Any]) -> None:
         """Wait until the last launch, which returned ``results``, is computed."""
 
-    def repeat(self, times: int) -> Runner | None:
-        """Return the runner that computes ``times`` times in one launch; None if the engine has none.
+    def repeat(self, n_repeats: int) -> Runner | None:
+        """Return the runner that computes ``n_repeats`` times in one launch; None if the engine has none.
 
         Repeated calls return the same object.
         """
-        return self if times == 1 else None
+        return self if n_repeats == 1 else None
 
 
 class StepReduction(Protocol):
@@ -136,7 +136,7 @@ class Engine:
 
     # -- on each rank ----------------------------------------------------------------------------------------
 
-    def make_runner(self, library: GraphLibrary, function: Any, n_inputs: int, is_fetched: bool) -> Runner:
+    def make_runner(self, library: GraphLibrary, function: Any, n_inputs: int, allows_opaque_outputs: bool) -> Runner:
         """Wrap a compiled function.
 
         Parameters
@@ -144,13 +144,13 @@ class Engine:
         library : GraphLibrary
         function : compiled function
         n_inputs : int
-        is_fetched : bool
+        allows_opaque_outputs : bool
             Whether the outputs are read by `fetch` only, so that they may be any objects.
         """
         return Runner(function)
 
     def fuse_step(
-        self, rank: Rank, first: Runner, reduction: StepReduction, second: Runner, times: int
+        self, rank: Rank, first: Runner, reduction: StepReduction, second: Runner, n_repeats: int
     ) -> Runner | None:
         """Fuse two functions and the all-reduce between them into one launch.
 
@@ -161,7 +161,7 @@ class Engine:
             Of this engine.
         reduction : StepReduction
             Variable that the first function updates and the second one reads.
-        times : int
+        n_repeats : int
             Number of steps in the launch, as in `Runner`.
 
         Returns
@@ -172,7 +172,7 @@ class Engine:
         return None
 
     def max_repeats(self, dtype: np.dtype | None = None) -> int:
-        """Return the largest ``times`` of a launch; with a dtype, of one that all-reduces arrays of it each time."""
+        """Return the largest ``n_repeats`` of a launch; with a dtype, of one that all-reduces arrays of it each time."""
         return 1
 
     def fetch(self, values: Sequence[Any]) -> list[Any]:

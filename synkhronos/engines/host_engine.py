@@ -25,7 +25,7 @@ class HostEngine(Engine):
         """Host memory, or the device that the environment names."""
         return read_environment_device() or HOST
 
-    def make_runner(self, library: GraphLibrary, function: Any, n_inputs: int, is_fetched: bool) -> Runner:
+    def make_runner(self, library: GraphLibrary, function: Any, n_inputs: int, allows_opaque_outputs: bool) -> Runner:
         """Wrap a compiled function, with copies to host memory and back if the device is another."""
         device = self.device
         if device is HOST:

@@ -21,7 +21,7 @@ class PygpuEngine(Engine):
         """GpuArrays."""
         return PYGPU
 
-    def make_runner(self, library: GraphLibrary, function: Any, n_inputs: int, is_fetched: bool) -> Runner:
+    def make_runner(self, library: GraphLibrary, function: Any, n_inputs: int, allows_opaque_outputs: bool) -> Runner:
         """Wrap a function so that it waits for its inputs, and input buffers are reused only after it has read them."""
 
         def run(*inputs: Any) -> Any:

@@ -276,7 +276,7 @@ class RankCall:
 
     def get_outputs(self) -> RankOutputs:
         """Return the outputs with their weight and specification."""
-        spec, times = self.compiled.spec, self.runner.times
+        spec, times = self.compiled.spec, self.runner.n_repeats
         if times > 1:
             return RankOutputs(self.n_rows // times, self.values, spec.repeat(times))
         return RankOutputs(
@@ -349,7 +349,7 @@ class RankCall:
         self.values = results[: len(ops)]
         library = self.computation.library
         for (shared, _), value in zip(updates, results[len(ops) :], strict=True):
-            is_on_device = self.computation.device.moves_shareds and library.is_array(shared)
+            is_on_device = self.computation.device.must_move_shared_values and library.is_array(shared)
             library.put(shared, self.computation.device.as_array(value) if is_on_device else value)
 
     def _launch(self, rows: Sequence[Selection | None], sliceable_rows: Selection | None) -> list[Any]:

@@ -374,14 +374,14 @@ def _reduce_large(
     own = None
     if value is not None:
         own = np.ascontiguousarray(value, accumulator_dtype)
-        if op.reduction.weights_rows:
+        if op.reduction.needs_row_counts:
             own = np.multiply(own, weights[rank.number], dtype=accumulator_dtype)
     out = np.empty(shape, accumulator_dtype) if rank.is_master else None
-    op_name = "sum" if op.reduction.divides else str(op.name)
+    op_name = "sum" if op.reduction.is_mean else str(op.name)
     HOST.get_communicator(rank).reduce(own, op_name, rank.root, out, (shape, accumulator_dtype), sorted(layouts))
     if out is None:
         return None
-    if op.reduction.divides:
-        total = sum(weights.values()) if op.reduction.weights_rows else len(weights)
+    if op.reduction.is_mean:
+        total = sum(weights.values()) if op.reduction.needs_row_counts else len(weights)
         np.true_divide(out, total, out=out)
     return out.astype(dtype, copy=False)

@@ -116,7 +116,7 @@ class Accumulator:
         if reduction.ufunc is None:
             self._arrays.append(value if value.ndim else value.reshape((1,)))
             return
-        weighted = self._multiply_by_weight(reduction, value, n_rows) if reduction.divides else value
+        weighted = self._multiply_by_weight(reduction, value, n_rows) if reduction.is_mean else value
         if self._value is None:
             # A copy, since later values are added in place.
             self._value = np.array(weighted) if weighted is value and self._device is HOST else weighted
@@ -129,16 +129,16 @@ class Accumulator:
         self._dtype = value.dtype
         if value.dtype == np.float16:  # its range is too small for a sum over rows
             value = value.astype(np.float32)
-        return self._device.as_array(value * np.asarray(n_rows, value.dtype)) if reduction.weights_rows else value
+        return self._device.as_array(value * np.asarray(n_rows, value.dtype)) if reduction.needs_row_counts else value
 
     def result(self) -> Any:
         """Return the reduction of the values added so far.  At least one is needed."""
         if self._arrays:
             return self._arrays[0] if len(self._arrays) == 1 else self._device.concatenate(self._arrays)
         reduction = self._reduction
-        if reduction is None or not reduction.divides:
+        if reduction is None or not reduction.is_mean:
             return self._value
-        total = self._n_rows if reduction.weights_rows else self._n_values
+        total = self._n_rows if reduction.needs_row_counts else self._n_values
         # The serial library's mean over zero rows, 0 / 0, is returned unchanged.
         value = self._value if total == 0 else self._value / np.asarray(total, self._value.dtype)
         return self._device.as_array(value).astype(self._dtype, copy=False)

@@ -317,7 +317,7 @@ class _MirrorPickler(cloudpickle.Pickler):
             self._code.add(value, by_name)
             return value.__qualname__ if by_name else super().reducer_override(value)
         # Unpickling an array of a device could start the device's runtime in the wrong process; a NumPy array does not.
-        if (device := find_device(value)).moves_shareds:
+        if (device := find_device(value)).must_move_shared_values:
             return device.to_host(value).__reduce_ex__(pickle.HIGHEST_PROTOCOL)
         return super().reducer_override(value)
 

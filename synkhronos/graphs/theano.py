@@ -106,7 +106,7 @@ class Theano(GraphLibrary):
         placed, replaced = [], []
         for value in inputs:
             entry = self.describe_input(value)
-            variables = (device.make_input(entry.variable) for device in list_devices())
+            variables = (device.make_input_variable(entry.variable) for device in list_devices())
             variable = next((variable for variable in variables if variable is not None), None)
             if variable is None:
                 placed.append(value)
@@ -126,7 +126,7 @@ class Theano(GraphLibrary):
 
     def put(self, shared: Any, value: Any) -> None:
         """Put an array into a container, as the class that Theano expects there."""
-        super().put(shared, find_device(value).to_stored(value))
+        super().put(shared, find_device(value).to_shared_value(value))
 
     def clone(self, outputs: Sequence[Any], replace: dict[Any, Any]) -> list[Any]:
         """Return copies of the outputs' graphs with variables replaced."""

@@ -80,7 +80,7 @@ class Vector:
         device = find_device(vector)
         # Variables that no function of this library has moved may still hold NumPy arrays, as vels2 of Theano-MPI's
         # classes does: in host memory they would be copied to the device again at each call.
-        moves = device.moves_shareds and all(isinstance(value, np.ndarray) for value in values)
+        moves = device.must_move_shared_values and all(isinstance(value, np.ndarray) for value in values)
         if device is not HOST and (moves or device is _common_device(values)):
             for shared, piece in zip(self.shareds, device.split(vector, self.shapes, self._dtypes), strict=True):
                 library_of(shared).put(shared, piece)

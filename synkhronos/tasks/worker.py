@@ -166,7 +166,7 @@ class Worker:
         if device is not HOST:
             communicator.connect(self._rank.all_gather_cached(communicator.generation))
             value = device.as_writable(value, is_referenced=False) if overwrite else _copy_array(device, value)
-        value = device.refresh(value, communicator.all_reduce(value, op))
+        value = device.rewrap(value, communicator.all_reduce(value, op))
         communicator.wait_started()
         return value
 
@@ -271,7 +271,7 @@ class Worker:
             raise RuntimeError(f"rank {self.number} has closed the connection of its GPU with that of rank {source}")
         array = device.empty(shape, dtype)
         pair.receive(array, source)
-        return device.refresh(array, is_complete=True)
+        return device.rewrap(array, is_complete=True)
 
     def _check_peer(self, peer: int, name: str) -> None:
         check_integer(peer, name, "a rank")
@@ -384,7 +384,7 @@ class Group:
         if communicator is not None:
             if self.size > 1:
                 communicator.connect_members(self.ranks, [generation for _, generation in by_member], self.all_gather)
-                return device.refresh(result, communicator.all_reduce(result, op))
+                return device.rewrap(result, communicator.all_reduce(result, op))
             return result
         flat = result.reshape(-1)
         block = self.size * max(1, self._task.max_chunk // flat.dtype.itemsize)  # a chunk for each member
@@ -448,7 +448,7 @@ def _find_device(rank: Rank, value: Any, op: str = "sum") -> Device:
     device: Device = rank.device
     if device is HOST or not device.owns(value) or not device.can_communicate(value.dtype):
         return HOST
-    return HOST if REDUCTIONS[op].nccl is None else device
+    return HOST if REDUCTIONS[op].nccl_op is None else device
 
 
 def _describe_reduction(array: Any, op: str, device: Device) -> tuple[Any, ...]:

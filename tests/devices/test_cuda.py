@@ -63,7 +63,7 @@ def test_missing_gpu_packages_are_named():
         ("no_such_module", "no.such.module"): "this one",
         ("os.path",): "os",
     }
-    assert cuda.find_missing(needed) == ["this one"]
+    assert cuda.find_missing_packages(needed) == ["this one"]
 
 
 @pytest.mark.parametrize(

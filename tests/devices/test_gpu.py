@@ -504,7 +504,7 @@ class ExitWithPending(SkipAllReduce):
             threading.Timer(0.5, DEEDS[self.action]).start()
             return None
         communicator.all_reduce(array, "sum")
-        return ARRAYS.refresh(array)
+        return ARRAYS.rewrap(array)
 
 
 class FailInBlocking(SkipAllReduce):

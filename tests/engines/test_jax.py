@@ -423,7 +423,7 @@ def test_fuse_runs_function_all_reduce_function_in_one_launch(fuse_pair):
 @pytest.mark.parametrize("counts", [1, 0])
 def test_fused_launch_advances_to_the_next_rows(pair, counts):
     runs, shareds = pair
-    launch = runs[0].fuse(TracedReduction(shareds[0].container.storage), runs[1], times=4)
+    launch = runs[0].fuse(TracedReduction(shareds[0].container.storage), runs[1], n_repeats=4)
     rows, calls = np.arange(12.0), []
     for _ in range(2):
         g, w, n = (np.asarray(s.get_value()) for s in shareds)
@@ -442,7 +442,7 @@ def test_fused_launch_advances_to_the_next_rows(pair, counts):
 @on_host
 def test_fused_launch_reduces_nothing_after_an_error(pair):
     runs, shareds = pair
-    launch = runs[0].fuse(TracedReduction(shareds[0].container.storage), runs[1], times=4)
+    launch = runs[0].fuse(TracedReduction(shareds[0].container.storage), runs[1], n_repeats=4)
     calls = []
 
     class Fails(Doubling):
@@ -464,7 +464,7 @@ def test_fused_launch_reduces_nothing_after_an_error(pair):
 @on_host
 def test_repeated_launch_all_reduces_each_time(pair):
     runs, shareds = pair
-    launch = runs[0].fuse(TracedReduction(shareds[0].container.storage), runs[1], times=2)
+    launch = runs[0].fuse(TracedReduction(shareds[0].container.storage), runs[1], n_repeats=2)
     with pytest.raises(RuntimeError, match="made 2 all-reduces, expected 1"):
         with defer_signals(), launch.ffi_reduction.bind(Doubling()):
             launch(JAX.from_host(np.arange(6.0)))
@@ -478,7 +478,7 @@ def test_repeated_launch_all_reduces_constants_each_time(fork):
     second = synk.function([], updates=[(w, w - g)])
     synk.distribute()
     runs = [f._computation.compile(DEFAULT_VARIANT).runner for f in (first, second)]
-    launch, calls = runs[0].fuse(TracedReduction(g.container.storage), runs[1], times=4), []
+    launch, calls = runs[0].fuse(TracedReduction(g.container.storage), runs[1], n_repeats=4), []
     with defer_signals(), launch.ffi_reduction.bind(Doubling(calls), 4):
         totals = launch()
         JAX.wait([library_of(w).get(w)])
@@ -508,7 +508,7 @@ def test_fused_all_reduce_accepts_chunks_and_another_dtype(fork, monkeypatch, ta
     second = synk.function([], updates=[(w, w - g[:-1] / g[-1])])
     synk.distribute()
     runs = [f._computation.compile(DEFAULT_VARIANT).runner for f in (first, second)]
-    launch = runs[0].fuse(TracedReduction(g.container.storage, dtype, 2, tail), runs[1], times=times)
+    launch = runs[0].fuse(TracedReduction(g.container.storage, dtype, 2, tail), runs[1], n_repeats=times)
     rows = rng.uniform(1, 2, (times, sum(SIZES))).astype("float32")
     rows[:, -1] = 67  # rounds to 66 with eight bits of mantissa after a division by 3
     standing_in = Doubling()
@@ -632,11 +632,11 @@ def test_recently_used_launches_are_cached(fork):
     x, w = T.dvector("x"), shared(np.zeros(3), "w")
     f, g = synk.function([x], (x.sum(), "sum")), synk.function([], updates=[(w, w + 1)])
     runs = [compiled._computation.compile(DEFAULT_VARIANT).runner for compiled in (f, g)]
-    made = {times: runs[0].fuse(second=runs[1], times=times) for times in range(1, 17)}
-    assert made[1] is runs[0].fuse(second=runs[1], times=1)
-    runs[0].fuse(second=runs[1], times=17)
-    assert made[1] is runs[0].fuse(second=runs[1], times=1)
-    assert made[2] is not runs[0].fuse(second=runs[1], times=2)
+    made = {times: runs[0].fuse(second=runs[1], n_repeats=times) for times in range(1, 17)}
+    assert made[1] is runs[0].fuse(second=runs[1], n_repeats=1)
+    runs[0].fuse(second=runs[1], n_repeats=17)
+    assert made[1] is runs[0].fuse(second=runs[1], n_repeats=1)
+    assert made[2] is not runs[0].fuse(second=runs[1], n_repeats=2)
 
 
 LENGTHS_AND_CONSTANTS = {
@@ -668,7 +668,7 @@ def test_updates_by_lengths_and_constants_are_compiled_once(fork, many_steps_a_l
         assert np.asarray(shared_.get_value()).dtype == np.asarray(expected.get_value()).dtype
     runs = [f._computation.compile(DEFAULT_VARIANT).runner for f in (train.gradient, train.update)]
     for times in (1, 3):
-        assert runs[0].fuse(second=runs[1], times=times)._run._cache_size() == 1
+        assert runs[0].fuse(second=runs[1], n_repeats=times)._run._cache_size() == 1
 
 
 def test_repeated_launch_returns_only_scalars(fork):
@@ -676,7 +676,7 @@ def test_repeated_launch_returns_only_scalars(fork):
     x, w = T.dvector("x"), shared(np.zeros(3), "w")
     f, g = synk.function([x], (x * 2, "gather")), synk.function([], updates=[(w, w + 1)])
     runs = [compiled._computation.compile(DEFAULT_VARIANT).runner for compiled in (f, g)]
-    assert runs[0].fuse(second=runs[1], times=2) is None
+    assert runs[0].fuse(second=runs[1], n_repeats=2) is None
 
 
 def test_repeated_launch_keeps_many_results(fork):
@@ -684,7 +684,7 @@ def test_repeated_launch_keeps_many_results(fork):
     x, w = T.dvector("x"), shared(np.zeros(()), "w")
     f, g = synk.function([x], (x.sum(), "sum")), synk.function([], updates=[(w, w + 1)])
     runs = [compiled._computation.compile(DEFAULT_VARIANT).runner for compiled in (f, g)]
-    launch = runs[0].fuse(second=runs[1], times=100)
+    launch = runs[0].fuse(second=runs[1], n_repeats=100)
     rows = JAX.from_host(np.arange(200.0))
     expected = np.arange(200.0).reshape(100, 2).sum(axis=1)
     launches = [launch(rows) for _ in range(5)]
@@ -738,7 +738,7 @@ def test_ffi_reduction_is_bound_to_its_reducer(fuse_pair, pair):
     """Another launch during the binding changes nothing: callbacks find the reducer by their argument."""
     runs, _ = pair
     launch, shareds = fuse_pair
-    other = runs[0].fuse(TracedReduction(shareds[0].container.storage), runs[1], times=2)
+    other = runs[0].fuse(TracedReduction(shareds[0].container.storage), runs[1], n_repeats=2)
     calls, other_calls = [], []
     with defer_signals(), launch.ffi_reduction.bind(Doubling(calls)):
         with other.ffi_reduction.bind(Doubling(other_calls), 2):
@@ -1242,6 +1242,6 @@ def test_in_place_updates_reuse_memory():
         # Not from_host: on the CPU, JAX may share NumPy's memory if it is aligned to 64 bytes, and copies it when donated.
         array = JAX.empty((3,), np.dtype("float32"))
         at = JAX.get_pointer(array)
-        written = JAX.refresh(array, is_there)
+        written = JAX.rewrap(array, is_there)
         # JAX's cached host copy of the old array would not be updated.
         assert written is not array and JAX.get_pointer(written) == at

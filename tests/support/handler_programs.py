@@ -61,7 +61,7 @@ def connect():
     }
     functions = {name: ctypes.CFUNCTYPE(i, *types)(call) for name, (call, *types) in kinds.items()}
     connect.functions = functions  # keeps the callbacks alive
-    nccl.find_functions = lambda: {name: ctypes.cast(call, p).value for name, call in functions.items()}
+    nccl.find_function_addresses = lambda: {name: ctypes.cast(call, p).value for name, call in functions.items()}
     driver = types.SimpleNamespace(
         cuStreamQuery=lambda stream: (0,), CUresult=types.SimpleNamespace(CUDA_ERROR_NOT_READY=600)
     )
@@ -101,11 +101,11 @@ def launch(program, communicator, reduction, *arguments, shape=(3,), times=1):
     return f"{[np.asarray(result).tolist() for result in results]}; {end}{calls}"
 
 
-def reduce_once(calls="native"):
+def reduce_once(nccl_calls="native"):
     """Reduce an array three times: normally, with an error of NCCL, and on an aborted connection."""
     import jax
 
-    communicator, reduction = connect(), FfiReduction(calls=calls, op="avg")
+    communicator, reduction = connect(), FfiReduction(nccl_calls=nccl_calls, op="avg")
 
     def program(value, gradient):
         (total,), is_valid = reduction.trace_finish([gradient])
@@ -135,7 +135,7 @@ def reduce_chunks():
     import jax
     import jax.numpy as jnp
 
-    communicator, reduction = connect(), FfiReduction(calls="graph")
+    communicator, reduction = connect(), FfiReduction(nccl_calls="graph")
 
     def program(first, second, third):
         first, token = reduction.trace_start(first, np.int32(0))
@@ -154,7 +154,7 @@ def reduce_in_loop():
     """Reduce ten times in a launch; then again, with an error at the fourth."""
     import jax
 
-    communicator, reduction = connect(), FfiReduction(calls="native")
+    communicator, reduction = connect(), FfiReduction(nccl_calls="native")
 
     def program(array):
         def body(state, _):

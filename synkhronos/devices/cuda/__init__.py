@@ -1,8 +1,8 @@
 """NVIDIA GPUs, independent of the library that computes on them.
 
-JAX and pygpu both use CUDA's primary context of the only GPU that their process sees, and launch on one stream.  This
-package works in the same context: it copies inputs to the GPU and communicates between GPUs, in order with the work on
-that stream.  It handles addresses and sizes, never the libraries' arrays.
+JAX and pygpu use CUDA's primary context of the only GPU that is visible to their process, and launch on one stream.
+This package works in the same context: it copies inputs to the GPU and communicates between GPUs, in order with the
+work on that stream.  It uses addresses and sizes, and is independent of the libraries' arrays.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ import os
 from collections.abc import Iterator
 from importlib.util import find_spec
 
-#: Requirements of `staging` and `nccl`, as `find_missing` takes them.
-DRIVERS: dict[tuple[str, ...], str] = {("nccl.core",): "nccl4py", ("cuda.core",): "cuda-core"}
+#: Requirements of every device on GPUs, as `find_missing_packages` takes them.
+GPU_REQUIREMENTS: dict[tuple[str, ...], str] = {("nccl.core",): "nccl4py", ("cuda.core",): "cuda-core"}
 
 
 def assign_gpus(size: int, root: int, started_gpu: str | None) -> list[str]:
-    """Return the GPU of each rank, as ``CUDA_VISIBLE_DEVICES`` names them.
+    """Return each rank's GPU, as ``CUDA_VISIBLE_DEVICES`` names it.
 
     Parameters
     ----------
@@ -26,7 +26,7 @@ def assign_gpus(size: int, root: int, started_gpu: str | None) -> list[str]:
     root : int
         The master's rank.
     started_gpu : str or None
-        The GPU on which the master has started CUDA already, which it can't leave.
+        GPU on which the master has started CUDA already, which it can't change; None if it has not.
     """
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     names = [str(i) for i in range(size)] if visible is None else [name.strip() for name in visible.split(",")]
@@ -38,7 +38,7 @@ def assign_gpus(size: int, root: int, started_gpu: str | None) -> list[str]:
 
 @contextlib.contextmanager
 def restrict_visible_gpu(gpu: str) -> Iterator[None]:
-    """Make one GPU the only visible one, for a CUDA that is started in the ``with`` block."""
+    """Make one GPU the only visible one for CUDA, if CUDA is started within the ``with`` block."""
     old_value = os.environ.get("CUDA_VISIBLE_DEVICES")
     os.environ["CUDA_VISIBLE_DEVICES"] = gpu
     try:
@@ -51,7 +51,7 @@ def restrict_visible_gpu(gpu: str) -> Iterator[None]:
 
 
 def is_started() -> bool:
-    """Whether this process has a CUDA context, which holds the device file of CUDA's unified memory open."""
+    """Whether this process has a CUDA context, and so has opened the device file of CUDA's unified memory."""
     for name in os.listdir("/proc/self/fd"):
         try:
             if os.readlink(f"/proc/self/fd/{name}").startswith("/dev/nvidia-uvm"):
@@ -61,13 +61,13 @@ def is_started() -> bool:
     return False
 
 
-def find_missing(requirements: dict[tuple[str, ...], str]) -> list[str]:
-    """Return the requirements that are not installed.
+def find_missing_packages(requirements: dict[tuple[str, ...], str]) -> list[str]:
+    """Return the names of the requirements that are not installed.
 
     Parameters
     ----------
     requirements : dict
-        Maps alternative module names, of which one suffices, to the words that name the requirement.
+        Maps alternative modules, of which one suffices, to the name of the requirement in messages.
     """
 
     def is_installed(name: str) -> bool:

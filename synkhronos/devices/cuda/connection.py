@@ -4,16 +4,16 @@ States of a `Connection` on one rank::
 
     none ────────> exchanging id ────────> in NCCL's init ────────────> connected
       ^   connect    the first member        a thread blocks in it,        │  generation is not 0,
-      │              sends an id             for 40 s at most              │  the same on all members
+      │              sends an id             for 40 s at most              │  equal on all members
       │                 │                       │                          │
       └─────────────────┴───────────────────────┴──────────────────────────┘
          abort, by any thread: this rank or a peer has failed or exited; timeout; the watchdog; end
 
-The id is exchanged in a step of the command (among some ranks: by messages), so a rank that fails or exits before it
-ends the attempt for all.  NCCL's init can't be interrupted, and returns only if all ranks enter it.  It therefore runs
-in a thread, while the main thread checks its peers and abandons the thread if one of them has failed; an abandoned
-init that returns late is aborted by its own thread.  A rank that returned from init before it noticed a failure may
-have a generation that others lack, so each collective starts with a comparison of generations.
+The id is exchanged in a step of the command (in groups: by messages), so a rank that fails or exits before that step
+ends the attempt for all.  NCCL's init can't be interrupted, and returns only if all ranks call it.  It therefore runs
+in a thread, while the main thread checks the peers, and abandons the thread if one of them fails.  If an abandoned init
+returns later, its thread aborts the communicator.  A rank whose init has returned before it notices a failure may have
+a generation that others lack, so each collective starts with a comparison of generations.
 """
 
 from __future__ import annotations
@@ -32,43 +32,44 @@ from synkhronos.devices.cuda.staging import Staging, check_result
 from synkhronos.ranks import Rank
 from synkhronos.ranks.interrupts import defer_signals
 
-#: NCCL's numbers for a dtype (ncclUint8) and a reduction (ncclSum).
-BYTES, SUM = 1, 0
+#: NCCL's numbers of a dtype (ncclUint8) and a reduction (ncclSum).
+NCCL_UINT8, NCCL_SUM = 1, 0
 #: Seconds between two checks of the peers.
 PEER_POLL_SECONDS = 0.02
-#: Seconds after which an attempt to connect fails; it usually takes one or two.
+#: Seconds after which an attempt to connect fails; it usually takes one or two seconds.
 CONNECT_TIMEOUT = 40
 #: Seconds after which a call of CUDA or NCCL that should return at once is assumed to wait for a missing peer.
 STUCK_TIMEOUT = 0.5
 
 
 class Connection:
-    """NCCL communicator of all ranks, or of some.
+    """NCCL communicator of all ranks, or of a group of ranks.
 
     Parameters
     ----------
     rank : Rank
     staging : Staging
     stream : int
-        Handle of the stream on which NCCL's first collectives run.
+        Handle of the stream on which the first collectives run, which set up NCCL's transports.
     valid_flag : ndarray of int32, shape (1,)
+        Memory for the attribute of this name.
 
     Attributes
     ----------
     generation : int
-        Number of the connection, the same on all ranks that share one; 0 if there is none.
+        Number of the connection, equal on all ranks that share it; 0 without a connection.
     members : tuple of int
         Ranks of the last connection, in NCCL's order.
     call_lock : threading.RLock
-        Held during calls of NCCL, so that `abort` does not free the communicator under them.
+        Held during calls of NCCL, so that `abort` does not free the communicator meanwhile.
     valid_flag : ndarray of int32, shape (1,)
         1 while the connection is valid, else 0.  The GPU copies it after a reduction within a launch.
     launch_state : LaunchState
-        For launches of XLA that call NCCL without Python.
+        State of launches in which XLA calls NCCL without Python.
     communicator_number : int
         Number of the communicator, unique in this process.
-    may_be_recorded : bool
-        Whether CUDA graphs may contain the communicator's operations.
+    is_recordable : bool
+        Whether CUDA graphs may contain operations of the communicator.
     """
 
     _numbers = itertools.count(1)
@@ -82,13 +83,13 @@ class Connection:
         self.valid_flag = valid_flag
         self.members: tuple[int, ...] = ()
         self.launch_state = LaunchState(valid_flag=valid_flag.ctypes.data)
-        self.communicator_number, self.may_be_recorded = 0, False
+        self.communicator_number, self.is_recordable = 0, False
         self._rank, self._staging, self._stream = rank, staging, stream
         self._comm: Any = None
         self._handle: Any = None
         #: Number of the current attempt to connect; the result of an earlier one is discarded.
         self._attempt = 0
-        self._swap_lock = threading.Lock()
+        self._comm_lock = threading.Lock()
 
     def connect(self, generation: int, members: Sequence[int], exchange: Callable[[Any], Sequence[Any]]) -> None:
         """Connect ranks that have no connection yet.
@@ -96,16 +97,16 @@ class Connection:
         Parameters
         ----------
         generation : int
-            Number of the new connection, the same on all members.
+            Number of the new connection, equal on all members.
         members : sequence of int
             Ranks, in the same order on all of them.
         exchange : callable
-            Sends a value to all members, and returns one value per member; only the first one's is used.
+            Collective that takes this rank's value and returns a list; only the first member's value is used.
 
         Raises
         ------
         RuntimeError
-            If this rank could not be connected.  With several hosts the message names NCCL's network interfaces.
+            If this rank could not be connected.  On several hosts, the message names NCCL's network interfaces.
         """
         from nccl.core import get_unique_id
 
@@ -126,9 +127,10 @@ class Connection:
         self.generation = generation
 
     def _run_init(self, unique_id: bytes) -> str | None:
-        """Run NCCL's init in a thread, which is abandoned if a peer fails; return the reason of a failure, or None.
+        """Run NCCL's init in a thread; return the reason of a failure, or None.
 
-        (A non-blocking communicator would be interruptible, but starts a thread for each collective.)
+        If a peer fails, the thread is abandoned.  A non-blocking communicator would be interruptible, but starts a
+        thread for each collective.
         """
         errors: list[BaseException] = []
         thread = threading.Thread(target=self._init_nccl, args=(self._attempt, unique_id, errors), daemon=True)
@@ -153,46 +155,46 @@ class Connection:
         try:
             self._staging.set_current()
             comm = Communicator.init(size, nccl_rank, UniqueId.from_bytes(unique_id))
-            handle = comm._comm  # for the bindings; the class around it inspects every array anew
+            handle = comm._comm  # used with the bindings: methods of the class inspect their arrays at each call
             scratch = self._staging.allocate_scratch(size)
             with self.call_lock:
                 if not self._adopt(attempt, comm):
                     comm.abort()
                     return
-                # The first collective of each kind sets up its transports: done here, where a failure is handled.
-                nccl.all_reduce(scratch, scratch, 1, BYTES, SUM, handle, stream)
-                nccl.broadcast(scratch, scratch, 1, BYTES, 0, handle, stream)
-                nccl.reduce(scratch, scratch, 1, BYTES, SUM, 0, handle, stream)
+                # NCCL sets up transports at the first collective of each kind: here, where a failure is handled.
+                nccl.all_reduce(scratch, scratch, 1, NCCL_UINT8, NCCL_SUM, handle, stream)
+                nccl.broadcast(scratch, scratch, 1, NCCL_UINT8, 0, handle, stream)
+                nccl.reduce(scratch, scratch, 1, NCCL_UINT8, NCCL_SUM, 0, handle, stream)
                 nccl.group_start()
                 for peer in range(size):
                     if peer != nccl_rank:
-                        nccl.send(scratch, 1, BYTES, peer, handle, stream)
-                        nccl.recv(scratch + peer, 1, BYTES, peer, handle, stream)
+                        nccl.send(scratch, 1, NCCL_UINT8, peer, handle, stream)
+                        nccl.recv(scratch + peer, 1, NCCL_UINT8, peer, handle, stream)
                 nccl.group_end()
             check_result(self._staging.driver.cuStreamSynchronize(stream))
         except BaseException as error:
             errors.append(error)
 
     def _adopt(self, attempt: int, comm: Any) -> bool:
-        """Make an attempt's communicator the current one, unless the attempt was aborted."""
-        with self._swap_lock:
+        """Store an attempt's communicator as the current one; return False if the attempt was aborted."""
+        with self._comm_lock:
             if attempt != self._attempt:
                 return False
             self._comm, self._handle = comm, comm._comm
-            self.communicator_number, self.may_be_recorded = next(self._numbers), False
+            self.communicator_number, self.is_recordable = next(self._numbers), False
             self.valid_flag[0] = 1
             self.launch_state.comm = int(getattr(comm._comm, "handle", comm._comm))
             return True
 
     def abort(self) -> None:
         """Abort the connection or the attempt to connect, and all operations in progress."""
-        # An interrupt after the swap would leave a communicator that is neither in use nor aborted, and what waits on
-        # it would wait for ever.
+        # An interrupt in the middle would leave a communicator that is neither current nor aborted, and its operations
+        # would wait for ever.
         with defer_signals():
-            with self._swap_lock:  # only one thread gets the communicator
+            with self._comm_lock:  # only one thread gets the communicator
                 comm, self._comm, self.generation = self._comm, None, 0
                 self._attempt += 1
-                # Before the abort: it lets the GPU continue, which must not take its memory for a result.
+                # Cleared before the abort, after which the GPU continues with an undefined result.
                 self.valid_flag[0] = 0
                 self.launch_state.comm = 0
             if comm is not None:
@@ -205,21 +207,22 @@ class Connection:
                         self.call_lock.release()
 
     def _abort(self, comm: Any) -> None:
-        if not self.may_be_recorded:
+        if not self.is_recordable:
             comm.abort()
             return
-        # NCCL ends the GPU's operations at once, but returns only when no CUDA graph contains them any more.
+        # NCCL ends the GPU's operations at once, but its call returns only when no CUDA graph contains them any more.
         thread = threading.Thread(target=comm.abort, daemon=True)
         thread.start()
         thread.join(STUCK_TIMEOUT)
 
     @property
     def handle(self) -> Any:
-        """Communicator handle for NCCL's functions; raises if the connection was aborted since the ranks agreed on it.
+        """Handle of the communicator, for NCCL's functions.
 
         Raises
         ------
         RuntimeError
+            If the connection was aborted after the ranks compared their generations.
         """
         if self._comm is None:
             self._rank.check_cancelled()
@@ -236,7 +239,7 @@ class Connection:
 
 
 def _describe_interfaces(own_interface: str, first_interface: str, first_rank: int) -> str:
-    """Return a sentence on the interfaces by which this rank has tried to reach the first one; "" if unknown."""
+    """Return a sentence on the interfaces by which this rank has tried to reach the first rank; "" if unknown."""
     if not (own_interface and first_interface):
         return ""
     return (

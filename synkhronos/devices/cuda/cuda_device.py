@@ -23,16 +23,16 @@ class _NcclGroups(dict[frozenset[int], NcclGroup]):
 
 
 class CudaDevice(Device, GpuArrays):
-    """Arrays of one library on the only GPU that this process sees.
+    """Arrays of one library on the only GPU that is visible to this process.
 
     A process that is not bound to a GPU uses the methods of `Device` in place of staging and NCCL.
 
     Attributes
     ----------
     requirements : dict
-        Packages needed to compute on GPUs, as `cuda.find_missing` takes them.
+        Packages that are needed to compute on GPUs, as `cuda.find_missing_packages` takes them.
     install_hint : str
-        Command that installs them.
+        Command that installs these packages.
     gpu_library : str
         Graph library whose functions use this device on GPUs.
     """
@@ -53,16 +53,16 @@ class CudaDevice(Device, GpuArrays):
         return self._gpu is not None
 
     def list_missing_requirements(self) -> list[str]:
-        """Return the packages that are needed to compute on GPUs and not installed."""
-        return cuda.find_missing({**self.requirements, **cuda.DRIVERS})
+        """Return the names of the packages that are needed to compute on GPUs and not installed."""
+        return cuda.find_missing_packages({**self.requirements, **cuda.GPU_REQUIREMENTS})
 
     def assign_gpus(self, size: int, root: int) -> list[str]:
-        """Return the GPU of each rank, as ``CUDA_VISIBLE_DEVICES`` names them; called in the master."""
+        """Return each rank's GPU, as ``CUDA_VISIBLE_DEVICES`` names it; called in the master."""
         return cuda.assign_gpus(size, root, self._gpu)
 
     def bind(self, rank: Rank, gpu: str) -> None:
         """Start the library on one GPU, and hide all others from this process."""
-        if self._gpu is None:  # else an earlier fork has started CUDA, which can't change its GPU
+        if self._gpu is None:  # else CUDA was started after an earlier fork(), and can't change its GPU
             with cuda.restrict_visible_gpu(gpu):
                 self.start(gpu)
             self._gpu = gpu
@@ -74,11 +74,11 @@ class CudaDevice(Device, GpuArrays):
     # -- collectives -----------------------------------------------------------------------------------------
 
     def get_communicator(self, rank: Rank) -> NcclCommunicator:
-        """Return this rank's communicator between GPUs; one object per rank."""
+        """Return a rank's communicator between GPUs, always the same object."""
         return rank.registry.get(NcclCommunicator, lambda: NcclCommunicator(rank, self.staging))
 
     def get_group(self, rank: Rank, members: Iterable[int]) -> NcclGroup:
-        """Return the communicator of some ranks; one object for each set of members."""
+        """Return the communicator of a group of ranks, always the same object for the same members."""
         groups = rank.registry.get(_NcclGroups)
         members = frozenset(members)
         if members not in groups:
@@ -86,7 +86,7 @@ class CudaDevice(Device, GpuArrays):
         return groups[members]
 
     def can_communicate(self, dtype: np.dtype) -> bool:
-        """Whether NCCL has this dtype; arrays of others go through host memory."""
+        """Whether NCCL supports this dtype; arrays of other dtypes are sent through host memory."""
         return self.is_on_gpu and to_nccl_dtype(dtype) is not None
 
     def slice_items(self, array: Any, start: int, shape: tuple[int, ...]) -> ItemRange:
@@ -98,7 +98,7 @@ class CudaDevice(Device, GpuArrays):
 
     @cached_property
     def staging(self) -> Staging:
-        """Copies between shared memory and the GPU."""
+        """Copies between shared memory and this process's GPU."""
         return Staging(self)
 
     def load(self, rank: Rank, location: SharedArray, rows: Selection | None) -> Any:
@@ -115,17 +115,17 @@ class CudaDevice(Device, GpuArrays):
     def stage_input(
         self, rank: Rank, buffers: dict[Any, Any], key: Any, location: SharedArray, rows: Selection | None, copy: bool
     ) -> Any:
-        """Start to copy rows of shared memory to a reused buffer, and return it as an input of the next launch."""
+        """Start a copy of rows of shared memory to a reused buffer, and return the buffer's array."""
         if not self.is_on_gpu:
             return super().stage_input(rank, buffers, key, location, rows, copy)
         return self.staging.copy_input(rank, buffers, key, location, rows)
 
     def stage_indexes(self, rank: Rank, buffers: dict[Any, Any], key: Any, values: np.ndarray) -> Any:
-        """Start to copy a vector of indexes to a reused buffer, and return it as an input of the next launch."""
+        """Start a copy of a vector of indexes to a reused buffer, and return the buffer's array."""
         return self.staging.copy_vector(rank, buffers, key, values) if self.is_on_gpu else values
 
     def before_launch(self) -> None:
-        """Make the next launch wait for its inputs."""
+        """Make the next launch wait for the copies of its inputs."""
         if self.is_on_gpu:
             self.staging.before_launch()
 

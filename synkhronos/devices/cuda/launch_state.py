@@ -1,4 +1,4 @@
-"""State of an all-reduce within a launch of XLA, shared with its handler in C++ (``devices/jax/nccl_ffi.cc``)."""
+"""State of the all-reduces within a launch of XLA, shared with their handlers in C++ (``devices/jax/nccl_ffi.cc``)."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ _ABORTED, _NCCL = 1, 2
 
 
 class LaunchState(ctypes.Structure):
-    """Communicator, addresses of functions, and errors of a launch; nccl_ffi.cc describes the fields."""
+    """Communicator, addresses of functions, counters and errors of a launch; nccl_ffi.cc describes the fields."""
 
     _fields_ = [
         (name, ctypes.c_int64)
@@ -21,12 +21,12 @@ class LaunchState(ctypes.Structure):
     ]
 
     def reset(self) -> None:
-        """Prepare for a launch."""
+        """Reset counters and errors before a launch."""
         self.is_bound = 1
         self.n_finished = self.has_side_work = self.failed_function = self.error = 0
 
     def check(self) -> None:
-        """Raise the first error of the last launch.
+        """Raise the first error of the last launch, if there was one.
 
         Raises
         ------
@@ -41,13 +41,13 @@ class LaunchState(ctypes.Structure):
         raise RuntimeError(f"CUDA failed within a launch (CUresult {self.error})")
 
 
-def find_functions() -> dict[str, int]:
-    """Return the addresses of the functions that the handler calls, by their names in `LaunchState`.
+def find_function_addresses() -> dict[str, int]:
+    """Return the addresses of the functions that the handlers call, by their names in `LaunchState`.
 
     Raises
     ------
     Exception
-        If this process has not loaded them.
+        If this process has not loaded the functions.
     """
     from nccl.bindings._internal import nccl as loaded
 
@@ -59,7 +59,7 @@ def find_functions() -> dict[str, int]:
         "wait": "cuStreamWaitEvent",
     }
     functions = {field: ctypes.cast(getattr(driver, name), ctypes.c_void_p).value for field, name in names.items()}
-    # The library in which nccl4py makes communicators; JAX may have loaded another one.
+    # From the library in which nccl4py makes communicators: JAX may have loaded another one.
     functions["all_reduce"] = int(loaded._inspect_function_pointer("__ncclAllReduce"))
     if not all(functions.values()):
         raise RuntimeError(f"functions of CUDA or NCCL have not been found: {functions}")

@@ -1,9 +1,9 @@
 """Collectives between GPUs, over NCCL.
 
 NCCL's operations are launched on the stream on which the library computes, after the kernels that compute the arrays.
-An ``all_reduce`` is not waited for, as later launches on the stream are ordered after it.  All other operations start
-on an idle stream and are waited for, with regular checks of the peers.  An operation that can't complete, as a peer has
-failed or exited, is aborted.
+`all_reduce` does not wait for completion, as later launches on the stream are ordered after it.  All other operations
+start on an idle stream, and wait for completion with regular checks of the peers.  An operation that can't complete,
+because a peer has failed or exited, is aborted.
 
 Within a launch of XLA, part of a gradient can be reduced on a second stream while the rest is still computed::
 
@@ -27,14 +27,14 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from synkhronos.devices.communicator import ArrayLayout, Communicator
-from synkhronos.devices.cuda.connection import BYTES, PEER_POLL_SECONDS, Connection
-from synkhronos.devices.cuda.launch_state import LaunchState, find_functions
+from synkhronos.devices.cuda.connection import NCCL_UINT8, PEER_POLL_SECONDS, Connection
+from synkhronos.devices.cuda.launch_state import LaunchState, find_function_addresses
 from synkhronos.devices.cuda.staging import ItemRange, Staging, check_result
 from synkhronos.devices.cuda.watchdog import GPU_POLL_SECONDS, CollectiveWatchdog
 from synkhronos.devices.reductions import REDUCTIONS
 from synkhronos.ranks import Rank
 
-#: NCCL's numbers for dtypes (ncclDataType_t), by the names of NumPy and JAX.
+#: NCCL's numbers of dtypes (ncclDataType_t), by their names in NumPy and JAX.
 NCCL_DTYPES = {
     "int8": 0,
     "uint8": 1,
@@ -47,19 +47,19 @@ NCCL_DTYPES = {
     "float64": 8,
     "bfloat16": 9,
 }
-#: NCCL's numbers for reductions (ncclRedOp_t); the others go through host memory.
-NCCL_OPS = {name: reduction.nccl for name, reduction in REDUCTIONS.items() if reduction.nccl is not None}
-#: Bytes up to which an all_reduce takes no longer than a launch, and the seconds to wait for it.
+#: NCCL's numbers of reductions (ncclRedOp_t); other reductions use host memory.
+NCCL_OPS = {name: reduction.nccl_op for name, reduction in REDUCTIONS.items() if reduction.nccl_op is not None}
+#: Bytes up to which an all-reduce takes no longer than a launch, and maximal seconds to wait for it.
 _QUICK_BYTES, _QUICK_SECONDS = 1 << 16, 50e-6
 
 
 class BufferSpan(NamedTuple):
-    """Consecutive items on the GPU that are reduced over the ranks.
+    """Consecutive items on the GPU to be reduced over the ranks.
 
     Attributes
     ----------
     source, target : int
-        Addresses of the items and of their reduction; may be equal.
+        Addresses of the items and of the memory for their reduction; they may be equal.
     n_items : int
     dtype : str
     """
@@ -72,22 +72,22 @@ class BufferSpan(NamedTuple):
 
 @cache
 def to_nccl_dtype(dtype: np.dtype) -> int | None:
-    """Return NCCL's number for a dtype; None if it has none."""
+    """Return NCCL's number of a dtype; None if NCCL does not support it."""
     return NCCL_DTYPES.get(str(dtype))  # cached, as the conversion to str is slow
 
 
 class NcclCommunicator(Communicator):
     """Collectives over arrays on the ranks' GPUs.
 
-    It connects at its first use.  A failure in the middle of a collective aborts the connection on the ranks that were
-    in it.  Every collective therefore begins with `connect`, which compares the ranks' generations.
+    A failure in the middle of a collective aborts the connection, but only on the ranks that have started it.  Before
+    every collective, callers therefore compare the ranks' generations and call `connect`.
 
     Parameters
     ----------
     rank : Rank
     staging : Staging
     watchdog : CollectiveWatchdog, optional
-        The watchdog of the communicator of all ranks; None makes this that communicator.
+        Watchdog of this rank's communicator of all ranks.  None if this is that communicator, which makes one.
     """
 
     def __init__(self, rank: Rank, staging: Staging, watchdog: CollectiveWatchdog | None = None):
@@ -111,16 +111,16 @@ class NcclCommunicator(Communicator):
 
     @property
     def communicator_number(self) -> int:
-        """Number of the present connection, unique in this process."""
+        """Number of the current connection's NCCL communicator, unique in this process."""
         return self._connection.communicator_number
 
     @property
     def generation(self) -> int:
-        """Number of the connection, the same on all ranks that share one; 0 if there is none."""
+        """Number of the connection, equal on all ranks that share it; 0 without a connection."""
         return self._connection.generation
 
     def connect(self, generations: Sequence[int]) -> None:
-        """Connect all ranks unless ``generations``, one for each rank, shows that they share a connection."""
+        """Connect all ranks, unless the ``generations`` of all ranks show that they share a connection."""
         self._connect_ranks(generations, range(self._rank.size), self._rank.all_gather)
 
     def _connect_ranks(
@@ -134,28 +134,28 @@ class NcclCommunicator(Communicator):
         self._connection.connect(max(generations) + 1, members, exchange)
 
     def wait_started(self, check: Callable[[], None] | None = None) -> None:
-        """Wait until every rank has started the collectives of this one; ``check`` is polled, and may raise."""
+        """Wait until all ranks have started their pending collectives; ``check`` is polled, and may raise."""
         self._watchdog.wait_started(check)
 
     def notify_started(self) -> None:
-        """Notify the other ranks that this one has started; replaces `wait_started` at the end of a command."""
+        """Notify the other ranks that this rank has started its collectives; sufficient at the end of a command."""
         self._watchdog.notify_started()
 
-    # -- all_reduce, which is not waited for -----------------------------------------------------------------
+    # -- all_reduce, which does not wait for completion ------------------------------------------------------
 
     def all_reduce(self, array: Any, op: str) -> bool:
-        """Launch the replacement of every rank's array by the reduction over all ranks, in place.
+        """Launch an all-reduce that replaces every rank's array by the reduction over all ranks.
 
         Returns
         -------
         bool
-            Whether the result has been written already.
+            Whether the result is complete already.
         """
         address, count, dtype = self._describe_array(array)
         if not count:
             return True
         self._staging.set_current()
-        # If the stream is idle, a small all_reduce is done before JAX could launch what `refresh` needs otherwise.
+        # On an idle stream a small all-reduce takes less time than the launch that `rewrap` needs without its result.
         is_quick = count * array.dtype.itemsize <= _QUICK_BYTES and self._watchdog.is_stream_idle()
         self._watchdog.writes_in_place = True
         self._watchdog.mark_started(self._connection)
@@ -167,7 +167,7 @@ class NcclCommunicator(Communicator):
         return is_quick and self._completes_quickly()
 
     def _completes_quickly(self) -> bool:
-        """Wait a moment for the stream; return whether its work has completed."""
+        """Wait up to `_QUICK_SECONDS` for the stream; return True if its work has completed."""
         driver, deadline = self._staging.driver, perf_counter() + _QUICK_SECONDS
         while (result := driver.cuStreamQuery(self._stream)[0]) != driver.CUresult.CUDA_SUCCESS:
             if result != driver.CUresult.CUDA_ERROR_NOT_READY or perf_counter() > deadline:
@@ -191,7 +191,7 @@ class NcclCommunicator(Communicator):
         Yields
         ------
         LaunchState
-            For the handlers.
+            State to pass to the handlers.
 
         Raises
         ------
@@ -201,12 +201,12 @@ class NcclCommunicator(Communicator):
         connection = self._connection
         state = connection.launch_state
         if self._functions is None:
-            self._functions = find_functions()
+            self._functions = find_function_addresses()
             for name, address in self._functions.items():
                 setattr(state, name, address)
             state.side_stream, state.event = self._staging.side_stream, int(self._staging.event)
         self._mark_launch()
-        connection.may_be_recorded = connection.may_be_recorded or is_recordable
+        connection.is_recordable = connection.is_recordable or is_recordable
         with self._call_lock:
             state.reset()
             try:
@@ -214,33 +214,33 @@ class NcclCommunicator(Communicator):
             finally:
                 state.is_bound = 0
         if state.failed_function or is_recordable:
-            _ = connection.handle  # raises if it was aborted, which a recorded launch does not notice
+            _ = connection.handle  # raises if the connection was aborted, which a recorded launch can't detect
         state.check()
 
     def start_in_launch(self, spans: Sequence[BufferSpan], op: str, stream: int) -> None:
-        """Launch reductions on the side stream, ordered after the present work of a stream.
+        """Launch reductions on the side stream, ordered after the work launched so far on XLA's stream.
 
         Parameters
         ----------
         spans : list of BufferSpan
         op : str
         stream : int
-            Handle of the stream that XLA launches on.
+            Handle of XLA's stream.
         """
         self._order_after(self._staging.side_stream, stream)
         self._has_side_work = True
         self._launch_spans(spans, op, self._staging.side_stream)
 
     def finish_in_launch(self, spans: Sequence[BufferSpan], op: str, valid_flag: int, stream: int) -> None:
-        """Launch reductions on XLA's stream, which also waits for those that were started.
+        """Launch reductions on XLA's stream, and make it wait for those on the side stream.
 
         Parameters
         ----------
         spans, op, stream
             As in `start_in_launch`.
         valid_flag : int
-            Address of an int32 on the GPU.  It becomes 1, or 0 if the connection was aborted: then the contents of all
-            targets are undefined.
+            Address of an int32 on the GPU.  It becomes 1, or 0 if the connection was aborted, so that all targets are
+            undefined.
         """
         self.wait_in_launch(stream)
         self._launch_spans(spans, op, stream)
@@ -248,7 +248,7 @@ class NcclCommunicator(Communicator):
         check_result(self._staging.driver.cuMemcpyAsync(valid_flag, host_flag, 4, stream))
 
     def wait_in_launch(self, stream: int) -> None:
-        """Make a stream wait for the reductions that were started."""
+        """Make a stream wait for the reductions on the side stream."""
         if self._has_side_work:
             self._has_side_work = False
             self._order_after(stream, self._staging.side_stream)
@@ -262,12 +262,12 @@ class NcclCommunicator(Communicator):
 
     def _mark_launch(self) -> None:
         watchdog = self._watchdog
-        if watchdog.writes_in_place and not watchdog.is_lost and watchdog.is_stream_idle():
+        if watchdog.writes_in_place and not watchdog.has_lost_peer and watchdog.is_stream_idle():
             watchdog.writes_in_place = False
         watchdog.mark_started(self._connection)
 
     def _order_after(self, stream: int, earlier_stream: int) -> None:
-        """Make a stream wait for the present work of another one."""
+        """Make a stream wait for the work launched so far on another stream."""
         driver = self._staging.driver
         check_result(driver.cuEventRecord(self._staging.event, earlier_stream))
         check_result(driver.cuStreamWaitEvent(stream, self._staging.event, 0))
@@ -345,22 +345,22 @@ class NcclCommunicator(Communicator):
             try:
                 for r in receivers:
                     if r != number and size:
-                        self._nccl.send(address, size, BYTES, r, handle, self._stream)
+                        self._nccl.send(address, size, NCCL_UINT8, r, handle, self._stream)
                 for r, target in enumerate(targets):
                     if target is not None and r != number and target.nbytes:
-                        self._nccl.recv(target.pointer, target.nbytes, BYTES, r, handle, self._stream)
+                        self._nccl.recv(target.pointer, target.nbytes, NCCL_UINT8, r, handle, self._stream)
             finally:
                 self._nccl.group_end()
 
         self._run_blocking(send_and_receive)
 
     def _run_blocking(self, launch: Callable[[Any], None]) -> None:
-        """Launch an operation on the idle stream, and wait for it; an exception aborts the connection.
+        """Launch an operation on an idle stream, and wait for its completion.  An exception aborts the connection.
 
         Parameters
         ----------
         launch : callable
-            Takes the communicator's handle; all members call it.
+            Launches the operation; takes the communicator's handle.
         """
         self._wait_idle()
         try:
@@ -368,19 +368,19 @@ class NcclCommunicator(Communicator):
             with self._call_lock:
                 launch(self._connection.handle)
             self._wait_stream()
-            _ = self._connection.handle  # raises if it was aborted meanwhile: the result is undefined then
+            _ = self._connection.handle  # raises if the connection was aborted, so that the result is undefined
         except BaseException:
             self._watchdog.abort(self._connection)
             raise
         self._watchdog.mark_completed(self._connection)
 
     def _wait_idle(self) -> None:
-        """Wait until earlier work on the stream is done; a failure of a peer does not abort it."""
+        """Wait until earlier work on the stream is done, without aborting it if a peer has failed."""
         self._staging.set_current()
         self._wait_stream(self._rank.check_cancelled)
 
     def _describe_array(self, array: Any) -> tuple[int, int, int | None]:
-        """Return an array's address, its number of items, and NCCL's number for its dtype."""
+        """Return an array's address, its number of items, and NCCL's number of its dtype."""
         if self._arrays.stream is None:
             self._arrays.sync(array)
         return self._arrays.get_pointer(array), array.size, to_nccl_dtype(array.dtype)
@@ -391,7 +391,7 @@ class NcclCommunicator(Communicator):
         Parameters
         ----------
         check_peers : callable, optional
-            Polled meanwhile; may raise.  By default it aborts the connection if a peer has failed or exited.
+            Polled meanwhile; may raise.  Default: `_abort_on_failure`.
         """
         check_peers = check_peers or self._abort_on_failure
         start = last_check = perf_counter()
@@ -403,7 +403,7 @@ class NcclCommunicator(Communicator):
             if now > start + PEER_POLL_SECONDS:
                 time.sleep(GPU_POLL_SECONDS)
         check_result(self._staging.driver.cuStreamQuery(self._stream))
-        if not self._watchdog.is_lost:  # else it was aborted, and results are undefined
+        if not self._watchdog.has_lost_peer:  # else the work was aborted, and results are undefined
             self._watchdog.writes_in_place = False
 
     def _abort_on_failure(self) -> None:

@@ -1,8 +1,8 @@
-"""NCCL communicators of some of the ranks.
+"""NCCL communicators of groups of ranks.
 
-The members of a group create one at the same point of their programs, by NCCL's init.  Two ranks that send each other
-arrays are a group, too: the sender's message has the data to connect, and the receiver does not reply, as its reply
-could queue behind unread messages.  So a connected sender must be sure that its receiver is connected.
+The members of a group connect at the same point of their programs, by NCCL's init.  A sender and its receiver are a
+group, too.  The sender's message contains the data to connect.  The receiver does not reply, since its reply could be
+queued behind unread messages.  So a connected sender has to know that its receiver is connected.
 
 Invariant: after a failed command, all ranks drop the connections of their groups.
 """
@@ -16,15 +16,15 @@ from synkhronos.devices.cuda.nccl import NCCL_OPS, NcclCommunicator
 
 
 class NcclGroup(NcclCommunicator):
-    """Reduces arrays over a group of ranks, and sends them between two of its members.
+    """Communicator of a group of ranks: all-reduces, and messages between two members.
 
-    Every operation starts on an idle stream and waits for its result.  The group connects at its first use, and again
+    Every operation starts on an idle stream and waits for completion.  The group connects at its first use, and again
     after any command has failed.
 
     Parameters
     ----------
     parent : NcclCommunicator
-        This rank's communicator of all ranks.
+        This rank's communicator of all ranks, whose watchdog the group uses.
     """
 
     def __init__(self, parent: NcclCommunicator):
@@ -33,22 +33,22 @@ class NcclGroup(NcclCommunicator):
     def connect_members(
         self, members: Sequence[int], generations: Sequence[int], exchange: Callable[[Any], Sequence[Any]]
     ) -> None:
-        """Connect the members unless they share a connection.
+        """Connect the members, unless their ``generations`` show that they share a connection.
 
         Parameters
         ----------
         members : sequence of int
-            Ranks in NCCL's order; the first provides the connection's id.
+            Ranks in NCCL's order; the first one provides the connection's id.
         generations : sequence of int
             Each member's `generation`.
         exchange : callable
-            Sends a value to all members, and returns one value per member; only the first one's is used.
+            As in `Connection.connect`.
         """
         self._wait_idle()
         self._connect_ranks(generations, members, exchange)
 
     def all_reduce(self, array: Any, op: str) -> bool:
-        """Replace every member's array by the reduction over all members, in place, and wait for it."""
+        """Replace every member's array by the reduction over all members, in place, and wait for completion."""
         address, count, dtype = self._describe_array(array)
         if count:
             self._run_blocking(
@@ -57,13 +57,13 @@ class NcclGroup(NcclCommunicator):
         return True
 
     def send(self, array: Any, target: int) -> None:
-        """Send an array to a rank, which receives it at the same time."""
+        """Send an array to a rank, and wait until the rank has received it."""
         address, count, dtype = self._describe_array(array)
         target = self._connection.members.index(target)
         self._run_blocking(lambda handle: self._nccl.send(address, count, dtype, target, handle, self._stream))
 
     def receive(self, array: Any, source: int) -> None:
-        """Receive an array from a rank, which sends it at the same time, in place."""
+        """Receive an array from a rank, in place, and wait for completion."""
         address, count, dtype = self._describe_array(array)
         source = self._connection.members.index(source)
         self._run_blocking(lambda handle: self._nccl.recv(address, count, dtype, source, handle, self._stream))

@@ -1,4 +1,4 @@
-"""NCCL's log while it connects, from which error messages quote."""
+"""Recording of NCCL's log while it connects, for error messages."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from typing import Self
 #: As in "... NCCL INFO Bootstrap : Using eth0:10.0.0.1<0>"; newer versions have no blank before the colon.
 _INTERFACE = re.compile(r"Bootstrap ?: Using (\S+?)(?:<\d+>)?$", re.MULTILINE)
 _WARNING = re.compile(r"NCCL WARN (.*)")
-#: Warnings that a message quotes, at most.
+#: Maximal number of warnings that a message quotes.
 _MAX_WARNINGS = 3
 
 
 class NcclLog:
     """Context manager that records NCCL's log in memory while NCCL connects.
 
-    NCCL reads its settings for the log once per process.  If the user has set NCCL_DEBUG, nothing is recorded, and the
-    log goes where the user wants it.
+    NCCL reads its settings of the log once per process.  If the user has set NCCL_DEBUG, nothing is recorded, and the
+    user's settings apply.
 
     Parameters
     ----------
@@ -48,7 +48,7 @@ class NcclLog:
 
     def find_interface(self) -> str:
         """Return the network interface, with its address, by which NCCL reaches the other ranks; "" if unknown."""
-        interfaces = _INTERFACE.findall(self._read(0))  # logged once per process
+        interfaces = _INTERFACE.findall(self._read(0))  # from the start: NCCL logs it once per process
         return interfaces[-1] if interfaces else ""
 
     def quote_warnings(self) -> str:

@@ -1,27 +1,28 @@
-"""Watchdog of collectives on the GPU that Python does not wait for.
+"""Watchdog of pending collectives on the GPU, which aborts those that can't complete.
 
 A rank launches a collective and continues.  If a peer never launches it, the GPU waits for ever, unless the connection
-is aborted.  The watchdog records what this rank has started, finds out whether all ranks have, and aborts otherwise::
+is aborted.  The watchdog records the collectives that this rank has started, and aborts them unless all ranks start
+them::
 
     idle ────────────────> exposed ────────────────────────────────> safe ──────────> idle
          mark_started:       │  a rank may fail before it starts       │  all ranks      the GPU
          launched on the     │  the collective                         │  have started   is done
          stream              │                                         │
                              │  wait_started: wait until all have ─────>
-                             │  notify_started: arrive, do not wait    │
+                             │  notify_started: arrive without waiting │
                              │                                         │
        a rank fails before   │                                         │  a peer exits
        all have started      v                                         v  (master's thread only)
        (cancel)          aborted: `Connection.abort`; the GPU continues with undefined results
                          (also `CONNECT_TIMEOUT` after a failure, for any reason)
 
-The ranks agree on whether all have started (`synkhronos.ranks.agreement`): either all abort a collective or none does.
-Three places check: the rank that waits (`wait_started`), the end of a failed command (`cancel`), and a thread, as a
+The ranks agree on whether all have started (`synkhronos.ranks.agreement`), so either all abort a collective or none
+does.  There are three checks: in `wait_started`, at the end of a failed command (`cancel`), and in a thread, since a
 rank that waits for its GPU does not notice a failure.
 
-Invariant: at most one of a rank's connections has work on the stream.  Blocking operations (all but ``all_reduce``, and
-everything within a group) start on an idle stream.  The active connection is aborted first: aborting another one frees
-memory on the GPU, for which CUDA waits until the GPU is idle.
+Invariant: at most one of a rank's connections has work on the stream.  Blocking operations (all but ``all_reduce`` of
+all ranks) start on an idle stream.  The active connection is aborted first: the abort of another one frees memory on
+the GPU, for which CUDA waits until the GPU is idle.
 """
 
 from __future__ import annotations
@@ -38,14 +39,14 @@ from synkhronos.devices.cuda.staging import Staging
 from synkhronos.ranks import Cancelled, PendingOperation, Rank
 from synkhronos.ranks.interrupts import defer_signals
 
-#: Seconds between two checks of the peers after one has failed or exited while the stream was idle.
+#: Seconds between two checks of the peers after a peer has failed or exited while the stream was idle.
 _IDLE_POLL_SECONDS = 0.2
 #: Seconds between two queries of the stream.
 GPU_POLL_SECONDS = 0.0002
 
 
 class CollectiveWatchdog(PendingOperation):
-    """Aborts collectives that can't complete.
+    """Aborts pending collectives that can't complete.
 
     Parameters
     ----------
@@ -59,32 +60,32 @@ class CollectiveWatchdog(PendingOperation):
     Attributes
     ----------
     connections : list of Connection
-        This rank's connections: that of all ranks first, then those of groups.
+        This rank's connections; the first one is of all ranks, the others are of groups.
     active_connection : Connection
-        The one whose work is on the stream, if there is any.
-    is_lost : bool
-        Whether a collective was aborted because a peer exited.
+        Connection that has launched work on the stream last.
+    has_lost_peer : bool
+        Whether a collective was aborted because a peer has exited.
     writes_in_place : bool
         Whether pending collectives leave variables undefined if they are aborted.
     """
 
     def __init__(self, rank: Rank, staging: Staging, connection: Connection, stream: int):
-        self.is_lost = self.writes_in_place = False
+        self.has_lost_peer = self.writes_in_place = False
         self._rank, self._staging, self._stream = rank, staging, stream
         self.connections = [connection]
         self.active_connection = connection
         self._thread: threading.Thread | None = None
         self._query_thread: threading.Thread | None = None
         self._stop = threading.Event()
-        #: The last command in which this rank completed a blocking collective that others may not have started.
+        #: Last command in which this rank completed a blocking collective that others may not have started.
         self._completed_command = 0
         self.clear()
 
     def clear(self) -> None:
         """Record that nothing is pending."""
-        #: The last command that started a collective without waiting for it; 0 if there is none.
+        #: Command that has started the pending collectives; 0 without pending ones.
         self._pending_command = 0
-        #: Step of the command by which all ranks have started it; infinity until this rank arrives at that step.
+        #: Step at which all ranks have started them; infinity until this rank arrives at that step.
         self._started_step: float = 0
 
     def abort(self, connection: Connection | None = None) -> None:
@@ -96,7 +97,7 @@ class CollectiveWatchdog(PendingOperation):
     # -- calls from a command --------------------------------------------------------------------------------
 
     def mark_started(self, connection: Connection) -> None:
-        """Record that a connection launches work on the stream now, and start the watching thread if needed."""
+        """Record that a connection launches work on the stream now, and start the thread at the first call."""
         self.active_connection = connection
         self._pending_command = self._rank.command_number
         self._started_step = math.inf
@@ -105,37 +106,38 @@ class CollectiveWatchdog(PendingOperation):
             self._thread.start()
 
     def mark_completed(self, connection: Connection) -> None:
-        """Record that this rank has waited for its collectives.
+        """Record that this rank's collectives have completed.
 
         NCCL buffers small messages, so a sender (such as the root of a broadcast) may complete before its receivers
-        have started.  If a receiver fails before it starts, the next collective would receive the message: `cancel`
-        therefore aborts the connection.
+        have started.  If a receiver then fails before it starts, its next collective would receive the message.  So
+        `cancel` aborts the connection.
         """
         self.clear()
         if connection is self.connections[0]:
             self._completed_command = self._rank.command_number
 
     def wait_started(self, check: Callable[[], None] | None = None) -> None:
-        """Wait until every rank has started the same collectives; then only a peer's exit can prevent their end.
+        """Wait until all ranks have started the pending collectives, which then complete unless a peer exits.
 
         Parameters
         ----------
         check : callable, optional
-            Polled while others are late; may raise.
+            Polled meanwhile; may raise.
         """
         if self._started_step == math.inf:
             step = self._started_step = self._rank.next_step
             try:
                 self._rank.barrier(check)
             except Cancelled:
-                # If all ranks have arrived before the failure, the collective completes.
+                # If all ranks had arrived before the failure, the collectives complete.
                 if not self._rank.was_reached_by_all(step):
                     raise
 
     def notify_started(self) -> None:
-        """Notify the other ranks, without waiting, that this one has started its collectives.
+        """Notify the other ranks, without waiting, that this rank has started its collectives.
 
-        Sufficient in place of `wait_started` at the end of a command, as the master waits for that end.
+        It is sufficient in place of `wait_started` at the end of a command, as the master waits for the end of all
+        ranks.
         """
         if self._started_step == math.inf:
             self._started_step = self._rank.next_step
@@ -144,9 +146,9 @@ class CollectiveWatchdog(PendingOperation):
     # -- PendingOperation ------------------------------------------------------------------------------------
 
     def cancel(self, command_number: int) -> None:
-        """Abort the collectives of a failed command unless all ranks have started them; all ranks decide alike.
+        """Abort the collectives of a failed command unless all ranks have started them: on all ranks, or on none.
 
-        Connections of groups are aborted in any case, on all ranks, so that members need not compare generations.
+        Connections of groups are always aborted, on all ranks, so that members need not compare generations.
         """
         if self._completed_command == command_number != self._pending_command:
             self.abort(self.connections[0])
@@ -156,7 +158,7 @@ class CollectiveWatchdog(PendingOperation):
 
     def _abort_unless_started_by_all(self, command_number: int) -> None:
         if self._pending_command == command_number:
-            # Read in this order: first the ranks' last common step, then this rank's.
+            # Read in this order: first the last common step, then this rank's step.
             step = self._rank.last_common_step(command_number)
             if step is not None and step < self._started_step:
                 self.abort()
@@ -168,10 +170,10 @@ class CollectiveWatchdog(PendingOperation):
 
     def is_unfinished(self) -> bool:
         """Whether a collective that writes in place is pending, or was aborted by a peer's exit."""
-        if self._pending_command and not self.is_lost:
+        if self._pending_command and not self.has_lost_peer:
             self._staging.set_current()
             return self.writes_in_place and not self.is_stream_idle()
-        return self.is_lost and self.writes_in_place
+        return self.has_lost_peer and self.writes_in_place
 
     def finish(self) -> None:
         """Wait until the stream is idle, or a peer has exited."""
@@ -180,7 +182,7 @@ class CollectiveWatchdog(PendingOperation):
             time.sleep(GPU_POLL_SECONDS)
 
     def end(self) -> None:
-        """Stop the thread and disconnect."""
+        """Stop the thread and abort all connections."""
         self._stop.set()
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join(1.0)
@@ -204,9 +206,9 @@ class CollectiveWatchdog(PendingOperation):
                 failed, pause = 0, _IDLE_POLL_SECONDS
                 continue
             if has_peer_died:
-                self.is_lost = True
+                self.has_lost_peer = True
                 self.abort()
-                # The master may have got the peer's exit signal when nothing was wrong, and be waiting without checks.
+                # For `PeerWatch`: the peer's own SIGURG may have been ignored, as no collective was pending then.
                 signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGURG)
                 return
             self._abort_unless_started_by_all(command)
@@ -219,8 +221,8 @@ class CollectiveWatchdog(PendingOperation):
     def _query_idle(self) -> bool:
         """Whether the stream is idle; False if CUDA does not answer within `STUCK_TIMEOUT`.
 
-        A stream holds a thousand launches.  A thread that launches on a full stream blocks within CUDA, for ever if the
-        GPU waits for a missing peer, and blocks every other call of CUDA.  So the query runs in a thread of its own.
+        A stream has a capacity of about a thousand launches.  A launch on a full stream blocks within CUDA, and blocks
+        every other call of CUDA; for ever if the GPU waits for a missing peer.  So the query runs in its own thread.
         """
         answers: list[bool] = []
 

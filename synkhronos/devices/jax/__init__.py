@@ -112,7 +112,7 @@ class JaxDevice(CudaDevice):
         """Return a container's value if only the container references it, else a copy: collectives write in place."""
         return self._copy_and_rewrap[0](value) if is_referenced else value
 
-    def refresh(self, value: Any, is_complete: bool = False) -> Any:
+    def rewrap(self, value: Any, is_complete: bool = False) -> Any:
         """Return a new array object for memory that is written in place; the old one is invalid from then on.
 
         A JAX array caches whether it is computed, and its copy in host memory.  Both are outdated once the memory is

@@ -300,7 +300,7 @@ class FfiReduction:
 
     def __init__(self, aborts: bool = False, calls: str = "python", op: str = "sum") -> None:
         assert calls == "python" or not aborts
-        self._aborts, self.calls, self.op = aborts, calls, op
+        self._aborts, self.nccl_calls, self.op = aborts, calls, op
         #: Shape of the array that the bound launch reduces.
         self._expected: tuple[int, ...] = ()
         #: The attribute of the program's calls.  A count, not an address, so that equal programs of two processes are
@@ -313,7 +313,7 @@ class FfiReduction:
         self._n_started = self._n_finished = 0
 
     @contextlib.contextmanager
-    def bind(self, reducer: Reducer, times: int | None = 1) -> Iterator[None]:
+    def bind(self, reducer: Reducer, n_reductions: int | None = 1) -> Iterator[None]:
         """Bind a reducer to the launches of the ``with`` block, and raise its error at the end.
 
         Signals must be deferred meanwhile (`ranks.interrupts.defer_signals`): a handler would raise at the first
@@ -322,7 +322,7 @@ class FfiReduction:
         Parameters
         ----------
         reducer : Reducer
-        times : int or None
+        n_reductions : int or None
             Number of all-reduces that the launch must make; None for any number.
 
         Raises
@@ -339,13 +339,13 @@ class FfiReduction:
                     self._raise_error()
                 raise
             self._raise_error()
-            if times is not None and self._n_finished != times:
-                raise RuntimeError(f"the launch made {self._n_finished} all-reduces, expected {times}")
+            if n_reductions is not None and self._n_finished != n_reductions:
+                raise RuntimeError(f"the launch made {self._n_finished} all-reduces, expected {n_reductions}")
         finally:
             self._reducer = self._error = None
 
     @contextlib.contextmanager
-    def bind_native(self, communicator: Any, shape: tuple[int, ...], times: int) -> Iterator[None]:
+    def bind_native(self, communicator: Any, shape: tuple[int, ...], n_reductions: int) -> Iterator[None]:
         """Bind a communicator to the launch of the ``with`` block, for the handlers in C++.
 
         Parameters
@@ -353,7 +353,7 @@ class FfiReduction:
         communicator : NcclCommunicator
         shape : tuple of int
             Shape of the reduced array on all ranks, checked when the program is traced.
-        times : int
+        n_reductions : int
             Number of all-reduces that the launch must make.
 
         Raises
@@ -364,12 +364,12 @@ class FfiReduction:
             If NCCL has failed, the connection was aborted, or the launch has made more all-reduces, or less.
         """
         self._expected = shape
-        library, is_recordable = native.load_handlers(), self.calls == "graph"
+        library, is_recordable = native.load_handlers(), self.nccl_calls == "graph"
         with communicator.bind_launch(is_recordable) as state:
             library.synkhronos_set_launch_state(state)
             yield
-        if not is_recordable and state.n_finished != times:
-            raise RuntimeError(f"the launch made {state.n_finished} all-reduces, expected {times}")
+        if not is_recordable and state.n_finished != n_reductions:
+            raise RuntimeError(f"the launch made {state.n_finished} all-reduces, expected {n_reductions}")
 
     def _raise_error(self) -> None:
         if self._error is not None:
@@ -399,7 +399,7 @@ class FfiReduction:
         import jax
 
         results = [_describe_array(array), jax.ShapeDtypeStruct((), np.int32)]
-        if self.calls == "python":
+        if self.nccl_calls == "python":
             _register_once(_START_TARGET, _start_callback)
             target, attributes = _START_TARGET, {"number": self._number}
         else:
@@ -434,7 +434,7 @@ class FfiReduction:
         import jax
 
         operands = [*started, *arrays]
-        if self.calls == "python":
+        if self.nccl_calls == "python":
             _register_once(_FINISH_TARGET, _finish_callback)
             target, attributes = _FINISH_TARGET, {"number": self._number}
         else:
@@ -444,7 +444,7 @@ class FfiReduction:
                     f"all_reduce: expected shape {self._expected}, as before the launch, got {n_items} items"
                 )
             # A graph can't wait for the other stream, on which chunks are reduced outside of it.
-            target = native.RECORDABLE_FINISH if self.calls == "graph" and not started else native.FINISH
+            target = native.RECORDABLE_FINISH if self.nccl_calls == "graph" and not started else native.FINISH
             attributes = {"op": np.int64(NCCL_OPS[self.op]), "n_started": np.int64(len(started))}
         results = [*map(_describe_array, operands), jax.ShapeDtypeStruct((), np.int32)]
         # The side effect is not declared, as JAX would then launch the program by its slow path.  XLA still makes the

@@ -30,9 +30,9 @@ from synkhronos.ranks.control import SCRATCH_NBYTES
 
 #: Bytes in front of the data in half of a scratch area, and the positions of numbers in them: of the exchange that the
 #: data belong to, of the sums that the rank has begun, and of all its sums, plus 1, once its program has ended.
-_HEAD, _EXCHANGE_NUMBER, _N_BEGUN, _N_FINAL = 24, 0, 1, 2
+_HEADER_NBYTES, _EXCHANGE_NUMBER, _N_BEGUN, _N_FINAL = 24, 0, 1, 2
 
-DIVERGED = (
+DIVERGED_MESSAGE = (
     "the ranks' programs have diverged: their results differ, although all had the same arguments and sums. If the "
     "program draws random numbers, pass a seed; otherwise please report this"
 )
@@ -95,17 +95,17 @@ class ProgramSum:
         self._rank, self._poll = rank, poll
         self.count = 0
         local_ranks = rank.control.local_ranks
-        self._heads = [[rank.control.get_scratch(r, half)[:_HEAD].cast("Q") for r in local_ranks] for half in range(2)]
+        self._headers = [[rank.control.get_scratch(r, half)[:_HEADER_NBYTES].cast("Q") for r in local_ranks] for half in range(2)]
         self._local_index = rank.number - local_ranks.start
-        for heads in self._heads:
-            heads[self._local_index][:] = memoryview(bytes(_HEAD)).cast("Q")
+        for headers in self._headers:
+            headers[self._local_index][:] = memoryview(bytes(_HEADER_NBYTES)).cast("Q")
         rank.barrier()
 
     def begin_sum(self) -> None:
         """Count a sum, and raise KeyboardInterrupt if SIGINT has arrived."""
         self._poll.check()
         self.count += 1
-        self._heads[0][self._local_index][_N_BEGUN] = self.count
+        self._headers[0][self._local_index][_N_BEGUN] = self.count
 
     def start(self, spans: Sequence[BufferSpan], stream: int | None) -> None:
         """Raise: these programs reduce no chunks."""
@@ -128,12 +128,12 @@ class ProgramSum:
         """
 
         def check() -> None:
-            if any(head[_N_BEGUN] > self.count for head in self._heads[0]):
-                raise RuntimeError(DIVERGED)
+            if any(header[_N_BEGUN] > self.count for header in self._headers[0]):
+                raise RuntimeError(DIVERGED_MESSAGE)
 
-        self._heads[0][self._local_index][_N_FINAL] = self.count + 1
+        self._headers[0][self._local_index][_N_FINAL] = self.count + 1
         self._rank.wake_local_ranks()
-        self._rank.wait(lambda: all(head[_N_FINAL] for head in self._heads[0]), check)
+        self._rank.wait(lambda: all(header[_N_FINAL] for header in self._headers[0]), check)
 
 
 class HostSum(ProgramSum):
@@ -156,7 +156,7 @@ class HostSum(ProgramSum):
         super().__init__(rank, poll)
         assert not rank.spans_hosts
         self._data = [
-            [np.frombuffer(rank.control.get_scratch(r, half), np.uint8)[_HEAD:] for r in rank.control.local_ranks]
+            [np.frombuffer(rank.control.get_scratch(r, half), np.uint8)[_HEADER_NBYTES:] for r in rank.control.local_ranks]
             for half in range(2)
         ]
         self._n_exchanges = 0
@@ -169,17 +169,17 @@ class HostSum(ProgramSum):
         ctypes.c_int32.from_address(valid_flag).value = 1
 
     def _sum(self, source: np.ndarray, target: np.ndarray) -> None:
-        rank, n_items = self._rank, (SCRATCH_NBYTES - _HEAD) // source.itemsize
+        rank, n_items = self._rank, (SCRATCH_NBYTES - _HEADER_NBYTES) // source.itemsize
         for offset in range(0, source.size, n_items):
             chunk = source[offset : offset + n_items]
             self._n_exchanges = number = self._n_exchanges + 1
             half = number & 1
-            heads = self._heads[half]
+            headers = self._headers[half]
             inputs = [data[: chunk.nbytes].view(chunk.dtype) for data in self._data[half]]
             inputs[rank.number][:] = chunk
-            heads[rank.number][_EXCHANGE_NUMBER] = number
+            headers[rank.number][_EXCHANGE_NUMBER] = number
             rank.wake_local_ranks()
-            rank.wait(partial(_have_reached, heads, number))
+            rank.wait(partial(_have_reached, headers, number))
             result = target[offset : offset + n_items]
             np.add(inputs[0], inputs[1], out=result)
             for array in inputs[2:]:
@@ -213,9 +213,9 @@ class GpuSum(ProgramSum):
         self._communicator.wait_started()
 
 
-def _have_reached(heads: Sequence[Any], number: int) -> bool:
+def _have_reached(headers: Sequence[Any], number: int) -> bool:
     """Whether all ranks have written the data of an exchange."""
-    return all(head[_EXCHANGE_NUMBER] >= number for head in heads)
+    return all(header[_EXCHANGE_NUMBER] >= number for header in headers)
 
 
 def view_items(address: int, span: BufferSpan) -> np.ndarray:

@@ -43,9 +43,9 @@ class ScalarLog:
         #: Number of entries at the last read, and the vectors read.
         self._copies: tuple[int, list[np.ndarray]] = 0, []
 
-    def has_capacity(self, times: int) -> bool:
-        """Whether a launch that computes ``times`` times fits in."""
-        return self._n_entries + times <= LOG_CAPACITY
+    def has_capacity(self, n_repeats: int) -> bool:
+        """Whether a launch that computes ``n_repeats`` times fits in."""
+        return self._n_entries + n_repeats <= LOG_CAPACITY
 
     @staticmethod
     def append(arrays: Sequence[Any], scalars: Sequence[Any]) -> list[Any]:
@@ -61,11 +61,11 @@ class ScalarLog:
             ),
         ]
 
-    def add_entries(self, times: int) -> list[list[LogEntry]]:
-        """Return ``times`` new entries for each output; called once after each launch."""
+    def add_entries(self, n_repeats: int) -> list[list[LogEntry]]:
+        """Return ``n_repeats`` new entries for each output; called once after each launch."""
         start = self._n_entries
-        self._n_entries += times
-        return [[LogEntry(self, output, start + i) for i in range(times)] for output in range(len(self.cells) - 1)]
+        self._n_entries += n_repeats
+        return [[LogEntry(self, output, start + i) for i in range(n_repeats)] for output in range(len(self.cells) - 1)]
 
     def get_unread_arrays(self) -> list[Any]:
         """Return the arrays to copy before `LogEntry.read`; none if nothing was appended since the last copy."""

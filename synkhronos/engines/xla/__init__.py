@@ -44,12 +44,12 @@ class XlaEngine(LazyEngine):
         """JAX arrays."""
         return JAX
 
-    def make_runner(self, library: GraphLibrary, function: Any, n_inputs: int, is_fetched: bool) -> Runner:
+    def make_runner(self, library: GraphLibrary, function: Any, n_inputs: int, allows_opaque_outputs: bool) -> Runner:
         """Make an executable; it returns scalars as log entries if only `fetch` reads them."""
-        return Executable([JaxFunction(function, n_inputs, JAX)], logs_scalars=is_fetched)
+        return Executable([JaxFunction(function, n_inputs, JAX)], logs_scalars=allows_opaque_outputs)
 
     def fuse_step(
-        self, rank: Rank, first: Runner, reduction: StepReduction, second: Runner, times: int
+        self, rank: Rank, first: Runner, reduction: StepReduction, second: Runner, n_repeats: int
     ) -> Runner | None:
         """Fuse two executables and NCCL's all-reduce into one launch; None if that is impossible.
 
@@ -57,7 +57,7 @@ class XlaEngine(LazyEngine):
         """
         assert isinstance(first, Executable) and isinstance(second, Executable)
         if rank.size == 1:
-            return first.fuse(second=second, times=times)
+            return first.fuse(second=second, n_repeats=n_repeats)
         shared = reduction.get_shared(rank)
         value = shared.container.storage[0]
         # A value that the user has set may have to be moved or cast first, by an unfused step.
@@ -68,7 +68,7 @@ class XlaEngine(LazyEngine):
         fused_reduction = TracedReduction(
             shared.container.storage, reduction.wire_dtype, rank.size, reduction.tail, JAX.nccl_calls, op
         )
-        fused = first.fuse(fused_reduction, second, times=times)
+        fused = first.fuse(fused_reduction, second, n_repeats=n_repeats)
         return None if fused is None else FusedRunner(rank, fused, reduction)
 
     def max_repeats(self, dtype: np.dtype | None = None) -> int:

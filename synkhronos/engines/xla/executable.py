@@ -44,7 +44,7 @@ class Executable(Runner):
         Of a variable that the first function updates; the others read the reduced value.
     logs_scalars : bool
         Whether to return scalar outputs as `LogEntry` objects.
-    times : int
+    n_repeats : int
         As in `Runner`.  If it is more than 1, all outputs must be logged scalars.
 
     Attributes
@@ -58,7 +58,7 @@ class Executable(Runner):
         functions: Sequence[JaxFunction],
         reduction: TracedReduction | None = None,
         logs_scalars: bool = False,
-        times: int = 1,
+        n_repeats: int = 1,
     ):
         import jax
         import jax.numpy as jnp
@@ -69,8 +69,8 @@ class Executable(Runner):
         # A new value of another shape than the old one can't reuse its memory, which is no error.
         warnings.filterwarnings("ignore", "Some donated buffers were not usable")
         self._functions = list(functions)
-        self._logs_scalars, self.times = logs_scalars, times
-        self.ffi_reduction = None if reduction is None else FfiReduction(calls=reduction.calls, op=reduction.op)
+        self._logs_scalars, self.n_repeats = logs_scalars, n_repeats
+        self.ffi_reduction = None if reduction is None else FfiReduction(nccl_calls=reduction.nccl_calls, op=reduction.op)
         self._fused: dict[Any, Executable] = {}
         self._signatures: set[Any] = set()
         self._n_inputs = sum(function.n_inputs for function in functions)
@@ -96,7 +96,7 @@ class Executable(Runner):
         self._dtypes = [np.dtype(types[i].dtype) for i in self._logged]
         cells = [cell for function in functions for cell in function.cells[: function.n_outputs]]
         self._outputs = [cell for i, cell in enumerate(cells) if i not in self._logged]
-        self._log = ScalarLog(self._dtypes) if self._logged or times > 1 else None
+        self._log = ScalarLog(self._dtypes) if self._logged or n_repeats > 1 else None
         self._is_interrupted = False
         self._jit = self._prepare_jit(reduction)
         self._run, self._communicator_number = self._jit(), 0
@@ -120,11 +120,11 @@ class Executable(Runner):
             self._updated,
             self._logged,
         )
-        if self.times > 1:
+        if self.n_repeats > 1:
             index = {id(storage): i for i, storage in enumerate(self._storages)}
             logs = range(len(index), len(index) + 1 + len(self._logged))
             changed = [*(index[id(cell)] for cell in self._updated), *logs]
-            run = partial(trace_loop, partial(run, in_loop=True), self.times, self._n_inputs, changed)
+            run = partial(trace_loop, partial(run, in_loop=True), self.n_repeats, self._n_inputs, changed)
         options: dict[str, Any] = {}
         if self._has_lengths:
             # Lengths are the first argument, and static: XLA compiles anew for others.
@@ -138,25 +138,25 @@ class Executable(Runner):
         return lambda: jax.jit(partial(run), **options)
 
     def fuse(
-        self, reduction: TracedReduction | None = None, second: Executable | None = None, times: int = 1
+        self, reduction: TracedReduction | None = None, second: Executable | None = None, n_repeats: int = 1
     ) -> Executable | None:
-        """Fuse this executable, a reduction and another executable into one launch, which computes ``times`` times.
+        """Fuse this executable, a reduction and another executable into one launch, which computes ``n_repeats`` times.
 
         Returns
         -------
         Executable or None
             The same object for the same arguments.  None if values of inputs decide shapes, if the reduced variable is
-            not updated here, or if ``times > 1`` and an output is no scalar.
+            not updated here, or if ``n_repeats > 1`` and an output is no scalar.
         """
-        key = reduction and (id(reduction.storage), *reduction[1:]), second, times
+        key = reduction and (id(reduction.storage), *reduction[1:]), second, n_repeats
         fused = self._fused.pop(key, None)
         if fused is None:
             executables = [self] if second is None else [self, second]
             can_fuse = reduction is None or any(cell is reduction.storage for cell in self._functions[0].cells)
             can_fuse = can_fuse and not any(executable._has_lengths for executable in executables)
-            if times > 1:
+            if n_repeats > 1:
                 can_fuse = (
-                    can_fuse and times <= LOG_CAPACITY and not any(executable._outputs for executable in executables)
+                    can_fuse and n_repeats <= LOG_CAPACITY and not any(executable._outputs for executable in executables)
                 )
             if not can_fuse:
                 return None
@@ -164,13 +164,13 @@ class Executable(Runner):
             assert len(functions) == len(executables)  # a fused executable would lose its reduction
             while len(self._fused) >= _MAX_FUSED:
                 del self._fused[next(iter(self._fused))]
-            fused = Executable(functions, reduction, self._logs_scalars, times)
+            fused = Executable(functions, reduction, self._logs_scalars, n_repeats)
         self._fused[key] = fused  # most recently used: last
         return fused
 
-    def repeat(self, times: int) -> Executable | None:
-        """Return the executable that computes ``times`` times in one launch; None if there is none."""
-        return self if times == 1 else self.fuse(times=times)
+    def repeat(self, n_repeats: int) -> Executable | None:
+        """Return the executable that computes ``n_repeats`` times in one launch; None if there is none."""
+        return self if n_repeats == 1 else self.fuse(n_repeats=n_repeats)
 
     def is_new_signature(self, inputs: Sequence[Any]) -> bool:
         """Whether XLA compiles for these inputs: True at the first call with inputs of their shapes."""
@@ -197,7 +197,7 @@ class Executable(Runner):
             if is_referenced(storage):
                 with defer_signals():  # as in ScalarLog.__init__
                     storage[0] = self._copy(storage[0])
-        if self._log is not None and (self._is_interrupted or not self._log.has_capacity(self.times)):
+        if self._log is not None and (self._is_interrupted or not self._log.has_capacity(self.n_repeats)):
             self._log = ScalarLog(self._dtypes)
         arguments = self._get_arguments(inputs)
         JAX.before_launch()
@@ -226,8 +226,8 @@ class Executable(Runner):
         for cell in self._outputs:
             cell[0] = None  # frees the memory before the next call
         if self._log is not None:
-            for position, entries in zip(self._logged, self._log.add_entries(self.times), strict=True):
-                results[position * self.times : position * self.times] = entries
+            for position, entries in zip(self._logged, self._log.add_entries(self.n_repeats), strict=True):
+                results[position * self.n_repeats : position * self.n_repeats] = entries
         return results
 
     def _launch(self, arguments: list[Any]) -> None:

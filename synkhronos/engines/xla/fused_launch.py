@@ -28,7 +28,7 @@ class FusedRunner(Runner):
 
     def __init__(self, rank: Rank, executable: Executable, reduction: StepReduction):
         self._rank, self._executable, self._reduction = rank, executable, reduction
-        self.times = executable.times
+        self.n_repeats = executable.n_repeats
         assert executable.ffi_reduction is not None
         self._ffi_reduction = executable.ffi_reduction
 
@@ -42,7 +42,7 @@ class FusedRunner(Runner):
         # No signal handler may raise within XLA's callbacks.  Once this rank has launched, all others will in a moment:
         # then the updates are valid on all ranks, or, if one of them fails, on none.
         with defer_signals() as signals:
-            launch = self._launch if self._ffi_reduction.calls == "python" else self._launch_native
+            launch = self._launch if self._ffi_reduction.nccl_calls == "python" else self._launch_native
             results = launch(inputs, communicator, shape)
             signals.restart_time_limit()
             communicator.wait_started(signals.deliver_if_late)
@@ -50,18 +50,18 @@ class FusedRunner(Runner):
         return results
 
     def _launch(self, inputs: Sequence[Any], communicator: Any, shape: tuple[int, ...]) -> list[Any]:
-        reducer = GradientReducer(self._rank, communicator, self._ffi_reduction.op, shape, self.times > 1)
-        with self._ffi_reduction.bind(reducer, self.times):
+        reducer = GradientReducer(self._rank, communicator, self._ffi_reduction.op, shape, self.n_repeats > 1)
+        with self._ffi_reduction.bind(reducer, self.n_repeats):
             return self._executable(*inputs)
 
     def _launch_native(self, inputs: Sequence[Any], communicator: Any, shape: tuple[int, ...]) -> list[Any]:
-        if self._ffi_reduction.calls == "graph":
+        if self._ffi_reduction.nccl_calls == "graph":
             self._executable.bind_communicator(communicator.communicator_number)
-        with self._ffi_reduction.bind_native(communicator, shape, self.times):
+        with self._ffi_reduction.bind_native(communicator, shape, self.n_repeats):
             try:
                 return self._executable(*inputs)
             finally:
-                if self.times > 1:
+                if self.n_repeats > 1:
                     self._rank.commit()  # an earlier step may be valid although a later one fails
 
 

@@ -18,7 +18,7 @@ import numpy as np
 
 from synkhronos.devices import HOST, JAX
 from synkhronos.devices.jax.ffi import FfiReduction
-from synkhronos.devices.jax.program_sum import DIVERGED, GpuSum, HostSum, InterruptPoll, ProgramSum
+from synkhronos.devices.jax.program_sum import DIVERGED_MESSAGE, GpuSum, HostSum, InterruptPoll, ProgramSum
 from synkhronos.lowering.jax_function import JaxFunction
 from synkhronos.ranks import Rank
 from synkhronos.ranks.interrupts import defer_signals
@@ -86,7 +86,7 @@ class RankProgram:
             reducer = _make_reducer(rank, poll)
             RankProgram.current = self
             try:
-                with self._reduction.bind(reducer, times=None):
+                with self._reduction.bind(reducer, n_reductions=None):
                     results = function()
             finally:
                 RankProgram.current = None
@@ -95,7 +95,7 @@ class RankProgram:
         for array in results:
             digest.update(np.ascontiguousarray(array).tobytes())
         if not rank.all_equal(digest.digest()):
-            raise RuntimeError(DIVERGED)
+            raise RuntimeError(DIVERGED_MESSAGE)
         return results
 
     def compile_local(

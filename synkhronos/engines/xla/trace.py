@@ -211,7 +211,7 @@ def _split_tail(vectors: Sequence[Any], tail: int) -> tuple[list[Any], list[Any]
 
 
 def trace_loop(
-    compute_once: Callable[..., tuple[Any, ...]], times: int, n_inputs: int, changed: Sequence[int], *arguments: Any
+    compute_once: Callable[..., tuple[Any, ...]], n_repeats: int, n_inputs: int, changed: Sequence[int], *arguments: Any
 ) -> tuple[Any, ...]:
     """Trace a loop over equal parts of the inputs.
 
@@ -219,7 +219,7 @@ def trace_loop(
     ----------
     compute_once : callable
         Takes the inputs and the state; returns the new values of the state's items ``changed``.
-    times : int
+    n_repeats : int
     n_inputs : int
     changed : list of int
         Positions in the state.
@@ -233,7 +233,7 @@ def trace_loop(
     """
     from jax import lax
 
-    parts = [a.reshape(times, a.shape[0] // times, *a.shape[1:]) for a in arguments[:n_inputs]]
+    parts = [a.reshape(n_repeats, a.shape[0] // n_repeats, *a.shape[1:]) for a in arguments[:n_inputs]]
     state = list(arguments[n_inputs:])
 
     def body(carry: list[Any], rows: list[Any]) -> tuple[list[Any], None]:
@@ -248,7 +248,7 @@ def trace_loop(
                 )
         return new_state, None
 
-    final, _ = lax.scan(body, [state[position] for position in changed], parts, length=times)
+    final, _ = lax.scan(body, [state[position] for position in changed], parts, length=n_repeats)
     return tuple(final)
 
 

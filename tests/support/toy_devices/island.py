@@ -102,7 +102,7 @@ class Island(Device):
     def as_writable(self, value, is_referenced):
         return value * 1 if is_referenced else value
 
-    def refresh(self, value, is_complete=False):
+    def rewrap(self, value, is_complete=False):
         """Return another object for memory that was written: the old one is invalid, as on a GPU."""
         new = IslandArray(value.items())
         value.address = None

@@ -19,21 +19,21 @@ class Launch(Runner):
     #: Number of launches in this process; tests read it.
     count = 0
 
-    def __init__(self, first, behind=(), times=1):
+    def __init__(self, first, behind=(), n_repeats=1):
         super().__init__(first)
-        self.first, self.behind, self.times = first, behind, times
+        self.first, self.behind, self.n_repeats = first, behind, n_repeats
 
     def __call__(self, *inputs):
         Launch.count += 1
         results = []
-        for k in range(self.times):
-            results.append(super().__call__(*(np.split(each, self.times)[k] for each in inputs)))
+        for k in range(self.n_repeats):
+            results.append(super().__call__(*(np.split(each, self.n_repeats)[k] for each in inputs)))
             for function in self.behind:
                 function()
         return [Handle(value) for output in zip(*results, strict=True) for value in output]
 
-    def repeat(self, times):
-        return Launch(self.first, self.behind, times)
+    def repeat(self, n_repeats):
+        return Launch(self.first, self.behind, n_repeats)
 
 
 class Toy(LazyEngine):
@@ -45,15 +45,15 @@ class Toy(LazyEngine):
     def can_run(self, library, mode):
         return self.is_on and not library.is_xla_mode(mode)
 
-    def make_runner(self, library, function, n_inputs, is_fetched):
-        return Launch(function) if is_fetched else Runner(function)
+    def make_runner(self, library, function, n_inputs, allows_opaque_outputs):
+        return Launch(function) if allows_opaque_outputs else Runner(function)
 
-    def fuse_step(self, rank, first, reduction, second, times):
+    def fuse_step(self, rank, first, reduction, second, n_repeats):
         def combine():
             communicator, _ = reduction.prepare_reduction(rank)
             communicator.all_reduce(reduction.get_shared(rank).container.storage[0], reduction.op)
 
-        return Launch(first.first, (combine, second.first), times)
+        return Launch(first.first, (combine, second.first), n_repeats)
 
     def max_repeats(self, dtype=None):
         return 8

@@ -25,7 +25,7 @@ import functools
 _CALLBACKS = {}
 
 
-def find_functions():
+def find_function_addresses():
     """Return the addresses of functions in C that call the stand-ins."""
     from cuda.bindings import driver
     from nccl.bindings import nccl
@@ -81,7 +81,7 @@ def install():
     PygpuDevice.start = start_pygpu
     PygpuDevice.stream = cuda.core.COMPUTE
 
-    synkhronos.devices.cuda.nccl.find_functions = find_functions
+    synkhronos.devices.cuda.nccl.find_function_addresses = find_function_addresses
 
     JaxDevice.requirements = {}
     JaxDevice.start = start

@@ -6,7 +6,7 @@ import numpy as np
 def elemwise2(a, op, b, ary, odtype=None, oper=None):
     from synkhronos.devices.reductions import REDUCTIONS
 
-    combine = next(row.ufunc for row in REDUCTIONS.values() if row.kernel == oper)
+    combine = next(row.ufunc for row in REDUCTIONS.values() if row.gpuarray_expression == oper)
     return type(ary)(np.asarray(combine(a._memory, b._memory), odtype), ary.context)
 
 
