@@ -106,8 +106,7 @@ class HostCommunicator(Communicator):
             rank.barrier()
             own_chunk = chunks[number]
             inputs = [
-                own_chunk if r == number else shared[r][number * n_items :][: own_chunk.size]
-                for r in range(rank.size)
+                own_chunk if r == number else shared[r][number * n_items :][: own_chunk.size] for r in range(rank.size)
             ]
             reduce_share(inputs, reduction, target[offset : offset + n_items])
 

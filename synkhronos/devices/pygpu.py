@@ -81,7 +81,7 @@ class PygpuDevice(CudaDevice):
     # -- functions -------------------------------------------------------------------------------------------
 
     def accepts_input(self, dtype: np.dtype, ndim: int) -> bool:
-        """Whether inputs are copied to the GPU; not labels, indices and complex arrays, which Theano would copy back."""
+        """Whether to copy inputs to the GPU: no labels, indices and complex arrays, which Theano would copy back."""
         return not (dtype.kind in "biuc" and ndim < 2 or dtype.kind == "c")
 
     def make_input_variable(self, variable: Any) -> Any | None:

@@ -1,7 +1,7 @@
-"""Engines: how a compiled function is launched on one rank.
+"""Engines, which launch compiled functions on a rank.
 
-The graph libraries describe and compile functions; an engine launches what they have compiled.  Engines are discovered:
-each module of this package that defines ``ENGINE`` adds one.
+The graph libraries describe and compile functions; engines launch the compiled functions.  Engines are discovered: each
+module of this package that defines ``ENGINE`` adds one.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ __all__ = ["Engine", "StepReduction", "Runner", "choose_engine", "list_engines"]
 
 @cache
 def list_engines() -> tuple[Engine, ...]:
-    """Return the ``ENGINE`` of every module here; the host engine is the last, as it can run every function."""
+    """Return the ``ENGINE`` of every module here; the host engine is last, as it can launch every function."""
     modules = [import_module(f"{__name__}.{module.name}") for module in iter_modules(__path__)]
     engines = [module.ENGINE for module in modules if hasattr(module, "ENGINE")]
     return (*(engine for engine in engines if engine is not host_engine.ENGINE), host_engine.ENGINE)
 
 
 def choose_engine(library: GraphLibrary, mode: Any) -> Engine:
-    """Return the first engine that can run a library's functions of this mode, in this process."""
+    """Return the engine for a library's functions of this mode, in this process."""
     return next(engine for engine in list_engines() if engine.can_run(library, mode))

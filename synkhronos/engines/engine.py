@@ -1,7 +1,7 @@
 """The interface of engines.
 
-An `Engine` wraps each compiled function in a `Runner`, which ranks call.  An engine may also fuse a training step into
-one launch::
+An `Engine` wraps each compiled function in a `Runner`, which commands call.  An engine may also fuse a training step
+into one launch::
 
     Runner of the gradient ──> all-reduce of its vector (`StepReduction`) ──> Runner of the update
     `────────────────────────────── Engine.fuse_step ──────────────────────────────────────────────´
@@ -21,20 +21,21 @@ from synkhronos.ranks.float_errors import sync_float_errors
 
 
 class Runner:
-    """A compiled function as ranks call it: with arrays of the engine's device, it returns a list of outputs.
+    """A compiled function that takes arrays of the engine's device, and returns a list of outputs.
 
     Parameters
     ----------
     function : callable
-        Returns a list of outputs, or the only one, or None.
+        Returns a list of outputs, a single output, or None.
 
     Attributes
     ----------
     n_repeats : int
-        Number of computations in one launch.  Each takes the next of ``n_repeats`` equal parts of the inputs.  The list of
-        outputs has ``n_repeats`` values of the first output, then those of the second, ...
+        Number of computations in one launch.  The inputs are split into ``n_repeats`` equal parts, one for each
+        computation.  The list of outputs has ``n_repeats`` values of the first output, then those of the second, and so
+        on.
     host_inputs : frozenset of int
-        Positions of inputs that are passed as NumPy arrays, whatever the engine's device.
+        Positions of inputs that are passed as NumPy arrays, whatever the engine's device is.
     """
 
     n_repeats = 1
@@ -49,16 +50,16 @@ class Runner:
         return [] if result is None else list(result) if isinstance(result, list | tuple) else [result]
 
     def is_new_signature(self, inputs: Sequence[Any]) -> bool:
-        """Whether these inputs make the engine compile: True at the first call with inputs of their shapes."""
+        """Whether the engine compiles for these inputs: True at the first call with inputs of their shapes."""
         return False
 
     def wait(self, results: Sequence[Any]) -> None:
-        """Wait until the last launch, which returned ``results``, is computed."""
+        """Wait until the last launch, which returned ``results``, has been computed."""
 
     def repeat(self, n_repeats: int) -> Runner | None:
-        """Return the runner that computes ``n_repeats`` times in one launch; None if the engine has none.
+        """Return the runner that computes ``n_repeats`` times in one launch; None if the engine does not support it.
 
-        Repeated calls return the same object.
+        Calls with the same argument return the same object.
         """
         return self if n_repeats == 1 else None
 
@@ -68,11 +69,11 @@ class StepReduction(Protocol):
 
     @property
     def wire_dtype(self) -> str | None:
-        """Dtype in which the values are sent, all but the tail; None for their own."""
+        """Dtype in which the values without the tail are sent; None for their own dtype."""
 
     @property
     def tail(self) -> int:
-        """Number of items at the vector's end that are sent in their own dtype in any case."""
+        """Number of items at the vector's end that are always sent in their own dtype."""
 
     @property
     def op(self) -> str:
@@ -82,14 +83,14 @@ class StepReduction(Protocol):
         """Return this rank's copy of the variable."""
 
     def prepare_reduction(self, rank: Rank) -> tuple[Any, tuple[int, ...]]:
-        """Return the communicator, and the variable's shape, once all ranks have compared their shapes.
+        """Compare the variable's shape with the other ranks; return the connected communicator, and the shape.
 
-        A collective operation, right before the launch.
+        This is a collective operation, right before the launch.
         """
 
 
 class ReducibleOutputs(Protocol):
-    """Outputs that one rank has computed in a call; `synkhronos.function.outputs` implements it."""
+    """Outputs of a call on one rank; `synkhronos.function.outputs` implements it."""
 
     @property
     def values(self) -> list[Any]:
@@ -105,22 +106,21 @@ class ReducibleOutputs(Protocol):
     def detach(self, rank: Rank) -> Self:
         """Return a copy that does not refer to the computation.
 
-        The master computes the outputs of zero rows now if it has none, since shared variables may change before they
-        are read.
+        If the master has no rows, it computes the outputs of zero rows now, since shared variables may change before
+        the outputs are read.
         """
 
 
 class Engine:
     """Launches compiled functions of one kind.
 
-    The defaults are those of an engine whose functions take and return NumPy arrays, and return when they have
-    computed.
+    The default methods are for functions that take and return NumPy arrays, and return when they have computed.
 
     Attributes
     ----------
     fixed_lengths : bool
-        Whether functions are compiled for arrays of fixed lengths.  Rows of shared variables are then selected by a
-        vector of indexes in place of two bounds.
+        Whether functions are compiled for arrays of fixed lengths.  If so, rows of shared variables are selected by a
+        vector of indexes instead of two bounds.
     """
 
     fixed_lengths = False
@@ -131,13 +131,13 @@ class Engine:
 
     @property
     def device(self) -> Device:
-        """Device of the functions' inputs, outputs and shared variables."""
+        """Device whose arrays the functions take, return and store in shared variables."""
         return HOST
 
     # -- on each rank ----------------------------------------------------------------------------------------
 
     def make_runner(self, library: GraphLibrary, function: Any, n_inputs: int, allows_opaque_outputs: bool) -> Runner:
-        """Wrap a compiled function.
+        """Wrap a compiled function in a runner.
 
         Parameters
         ----------
@@ -145,7 +145,7 @@ class Engine:
         function : compiled function
         n_inputs : int
         allows_opaque_outputs : bool
-            Whether the outputs are read by `fetch` only, so that they may be any objects.
+            Whether outputs may be any objects, as only `fetch` reads them.
         """
         return Runner(function)
 
@@ -158,7 +158,7 @@ class Engine:
         ----------
         rank : Rank
         first, second : Runner
-            Of this engine.
+            Runners that this engine has made.
         reduction : StepReduction
             Variable that the first function updates and the second one reads.
         n_repeats : int
@@ -167,12 +167,12 @@ class Engine:
         Returns
         -------
         Runner or None
-            None if this engine can't.
+            None if this engine can't fuse them.
         """
         return None
 
     def max_repeats(self, dtype: np.dtype | None = None) -> int:
-        """Return the largest ``n_repeats`` of a launch; with a dtype, of one that all-reduces arrays of it each time."""
+        """Return the maximal ``n_repeats`` of a launch; with a dtype, of a launch that all-reduces arrays of it."""
         return 1
 
     def fetch(self, values: Sequence[Any]) -> list[Any]:
@@ -180,7 +180,7 @@ class Engine:
         return self.device.fetch(values)
 
     def collect(self, rank: Rank, outputs: ReducibleOutputs) -> Any:
-        """Reduce this rank's outputs of a call, or keep them for a later `fetch`.
+        """Reduce this rank's outputs of a call, or store them for a later `fetch`.
 
         Parameters
         ----------
@@ -197,10 +197,10 @@ class Engine:
     # -- in the master ---------------------------------------------------------------------------------------
 
     def prepare_call(self, session: Session) -> None:
-        """Prepare the session for a call.  The default sends NumPy's settings for floating-point errors to workers."""
+        """Prepare the session for a call.  The default is to send NumPy's floating-point error handling to workers."""
         sync_float_errors(session)
 
     def to_results(self, session: Session, collected: Any) -> list[Any]:
-        """Convert the master's value from `collect` to what the user gets: one value for each output."""
+        """Convert the master's value from `collect` to the user's results, one for each output."""
         outputs: list[Any] = collected
         return outputs

@@ -1,7 +1,7 @@
-"""Functions of NumPy arrays, which return when they have computed.
+"""The engine for functions of NumPy arrays, which return when they have computed.
 
-With a device selected by SYNKHRONOS_DEVICE, inputs and shared variables are copied from that device to host memory for
-each call, and shared variables back.
+If SYNKHRONOS_DEVICE selects a device, each call copies inputs and shared variables from that device to host memory, and
+shared variables back.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ class HostEngine(Engine):
     """Launches functions that no other engine can run."""
 
     def can_run(self, library: GraphLibrary, mode: Any) -> bool:
-        """Return True: this engine is asked last."""
+        """Return True: this engine is tried last."""
         return True
 
     @property
     def device(self) -> Device:
-        """Host memory, or the device that the environment names."""
+        """Host memory, or the device that SYNKHRONOS_DEVICE names."""
         return read_environment_device() or HOST
 
     def make_runner(self, library: GraphLibrary, function: Any, n_inputs: int, allows_opaque_outputs: bool) -> Runner:
-        """Wrap a compiled function, with copies to host memory and back if the device is another."""
+        """Wrap a compiled function, with copies to host memory and back for another device."""
         device = self.device
         if device is HOST:
             return Runner(function)

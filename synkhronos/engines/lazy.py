@@ -1,13 +1,13 @@
-"""Outputs that are read at the user's first access to them.
+"""Outputs that are read from the ranks at the user's first access.
 
-A training loop that reads its loss once per epoch should not wait for it at every step.  So each rank keeps its outputs
-where they were computed, and the call returns a `Result` for each.  The first access to a result reduces all unread
-outputs over the ranks, in one command::
+A training loop that reads its loss once per epoch should not wait for it at every step.  So each rank stores its
+outputs, and the call returns a `Result` for each output.  The first access to a result reduces all unread outputs over
+the ranks, by one command::
 
     call          LazyEngine.collect: each rank stores its outputs under the command's number
                   LazyEngine.to_results: the master returns `Result`s and records the call in its `ResultTable`
     access        FetchOutputs(all unread calls whose results exist)
-    garbage       the weak reference of `ResultTable` fires; many such calls are dropped by one DropOutputs
+    deletion      a weak reference of `ResultTable` calls back; one DropOutputs drops the outputs of many calls
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ from synkhronos import ranks
 from synkhronos.engines.engine import Engine, ReducibleOutputs
 from synkhronos.ranks import Command, PendingOperation, Rank, Session
 
-#: Limits above which outputs that can't be read any more are dropped: number of calls, bytes on a rank.
+#: Limits above which the ranks drop outputs without a `Result`: number of calls, bytes on a rank.
 _MAX_CALLS, _MAX_BYTES = 256, 1 << 24
 
 
 class _UnreadOutputs(dict[int, tuple[Engine, Any]], PendingOperation):
-    """One rank's unread outputs and the engine that fetches them, by the number of the command."""
+    """A rank's unread outputs and the engine that fetches them, by the number of the command."""
 
     def cancel(self, command_number: int) -> None:
-        """Drop the outputs of a failed command, for which no result exists."""
+        """Drop the outputs of a failed command, which have no `Result`."""
         self.pop(command_number, None)
 
 
@@ -62,7 +62,7 @@ class FetchOutputs(Command):
     calls: tuple[int, ...]
 
     def run(self, rank: Rank) -> Any:
-        """Return, in the master, a list of outputs for each call."""
+        """Return a list of outputs for each call in the master."""
         unread = [_get_unread(rank)[call] for call in self.calls]
         outputs: list[Any] = []
         for engine, group in groupby(unread, itemgetter(0)):
@@ -70,7 +70,7 @@ class FetchOutputs(Command):
             fetched = iter(engine.fetch([value for call_outputs in own_outputs for value in call_outputs.values]))
             for call_outputs in own_outputs:
                 outputs.append(call_outputs.with_values(list(islice(fetched, len(call_outputs.values)))))
-        # Outputs are not dropped here: workers don't wait for the master, which may fail and fetch again.
+        # Outputs are not dropped here: if the master's part fails, it fetches them again.
         return outputs[0].reduce_many(rank, outputs)
 
 
@@ -87,13 +87,13 @@ class DropOutputs(Command):
     calls: tuple[int, ...]
 
     def run(self, rank: Rank) -> None:
-        """Drop them on this rank."""
+        """Drop the outputs on this rank."""
         for call in self.calls:
             _get_unread(rank).pop(call, None)
 
 
 class _CallOutputs:
-    """Outputs of one call in the master: the command's number, and the values or the error once they are read."""
+    """Outputs of one call in the master: the command's number, and once they are read, their values or an error."""
 
     __slots__ = ("__weakref__", "error", "number", "values")
 
@@ -104,14 +104,14 @@ class _CallOutputs:
 
 
 class _CallReference(weakref.ref[_CallOutputs]):
-    """A weak reference with the call's number and size, for use after the call's results are deleted."""
+    """A weak reference with the command's number and the size of the outputs, for use after the deletion."""
 
     number: int
     nbytes: int
 
     @classmethod
     def from_call(cls, call: _CallOutputs, callback: Callable[[Any], None], nbytes: int) -> _CallReference:
-        """Make a reference that is passed to ``callback`` when the call's results are deleted."""
+        """Make a reference, which is passed to ``callback`` when the call's results are deleted."""
         reference = cls(call, callback)
         reference.number, reference.nbytes = call.number, nbytes
         return reference
@@ -155,7 +155,7 @@ class ResultTable(PendingOperation):
         return [Result(self, call, i) for i in range(count)]
 
     def drop_deleted(self, session: Session) -> None:
-        """Make the ranks drop outputs whose results were deleted, once they exceed the limits."""
+        """Make the ranks drop outputs whose results were deleted, if they exceed the limits."""
         while self._deleted:
             self._mark_dropped(self._deleted[0])
             del self._deleted[0]
@@ -179,7 +179,7 @@ class ResultTable(PendingOperation):
         except Exception:
             if session.close_reason is not None:
                 raise
-            # Some calls can't be reduced: their results raise the error.  The others are read one by one.
+            # The outputs of some calls can't be reduced, and raise the error at their access.  Others are read.
             for call in calls:
                 try:
                     (call.values,) = session.run(FetchOutputs((call.number,)))
@@ -194,17 +194,17 @@ class ResultTable(PendingOperation):
             self._mark_dropped(self._unread[call.number])
         self.drop_deleted(session)
 
-    finish = read_all  # before the ranks end, which have the outputs
+    finish = read_all  # before the ranks end, with which the outputs would be lost
 
     def _mark_dropped(self, reference: _CallReference) -> None:
-        """Move a call from the unread ones to those that the ranks may drop."""
-        # An interrupt may come between any two lines: the call is appended first, as a second drop has no effect.
+        """Move a call from the unread calls to the calls that the ranks may drop."""
+        # An interrupt may come between any two lines.  The call is added first, as dropping it twice has no effect.
         self._dropped.append(reference.number)
         self._dropped_bytes += reference.nbytes
         self._unread.pop(reference.number, None)
 
     def get_values(self, call: _CallOutputs) -> list[Any]:
-        """Return a call's outputs; reads all unread outputs if these are unread.
+        """Return a call's outputs; read all unread outputs first if these are unread.
 
         Raises
         ------
@@ -216,8 +216,8 @@ class ResultTable(PendingOperation):
         if call.values is None:
             if call.error is None and call.number in self._unread:
                 session = ranks.get_session()
-                if session is self._session():  # else the session has ended, and another was forked
-                    with session.nested_call_lock:  # a call in preparation may have this result as its input
+                if session is self._session():  # else the session has ended, and another one was started
+                    with session.nested_call_lock:  # this result may be an input of a call in preparation
                         session.wait_until_idle()
                         self.read_all()
             if call.error is not None:
@@ -233,8 +233,8 @@ _Mixin = np.lib.mixins.NDArrayOperatorsMixin
 class Result(_Mixin):
     """An output that is computed asynchronously, and read at its first access.
 
-    It behaves as the NumPy array that it represents: in arithmetic, indexing, ``float()``, ``np.asarray()``, and with
-    all attributes of an array.  The first access waits for the computation and reduces the output over the ranks.
+    It behaves like the NumPy array that it represents: in arithmetic, indexing, ``float()`` and ``np.asarray()``, and
+    with all attributes of an array.  The first access waits for the computation and reduces the output over the ranks.
 
     Examples
     --------
@@ -260,7 +260,7 @@ class Result(_Mixin):
         return self._call.values[self._index]
 
     def _writable(self) -> Any:
-        """Return the array for writing in place, as a copy if its memory is JAX's."""
+        """Return the array for writing in place, as a copy if the memory belongs to JAX."""
         value = self._read()
         if isinstance(value, np.generic) or isinstance(value, np.ndarray) and not value.flags.writeable:
             assert self._call.values is not None
@@ -334,15 +334,15 @@ class Result(_Mixin):
 class LazyEngine(Engine):
     """An engine whose functions may return before they have computed.
 
-    A call returns a `Result` for each output.  `fetch` must return the outputs as NumPy arrays, and wait for them.
+    A call returns a `Result` for each output.  `fetch` must wait for the outputs, and return them as NumPy arrays.
     """
 
     def prepare_call(self, session: Session) -> None:
-        """Drop outputs that can't be read any more, if there are many."""
+        """Drop outputs whose results were deleted, if there are many."""
         ResultTable.from_session(session).drop_deleted(session)
 
     def collect(self, rank: Rank, outputs: ReducibleOutputs) -> tuple[int, int, int]:
-        """Store the outputs until they are read; return the command's number, and their size in bytes and number."""
+        """Store the outputs until they are read; return the command's number, their bytes and the number of outputs."""
         outputs = outputs.detach(rank)
         unread = _get_unread(rank)
         assert rank.command_number not in unread, "two calls with outputs in one command"

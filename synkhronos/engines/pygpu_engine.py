@@ -1,4 +1,4 @@
-"""Theano's functions on GPUs: launched on libgpuarray's stream, they may return before they have computed."""
+"""The engine for Theano's functions on GPUs, which launch on libgpuarray's stream and return early."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ class PygpuEngine(Engine):
     """Launches functions of GpuArrays, ordered after the copies of their inputs."""
 
     def can_run(self, library: GraphLibrary, mode: Any) -> bool:
-        """Whether the library is Theano and this process has opened a GPU."""
+        """Whether the library is Theano, and this process is bound to a GPU."""
         return library.name == "theano" and PYGPU.is_on_gpu
 
     @property
@@ -22,7 +22,7 @@ class PygpuEngine(Engine):
         return PYGPU
 
     def make_runner(self, library: GraphLibrary, function: Any, n_inputs: int, allows_opaque_outputs: bool) -> Runner:
-        """Wrap a function so that it waits for its inputs, and input buffers are reused only after it has read them."""
+        """Wrap a function so that it waits for its inputs, and later copies wait until it has read them."""
 
         def run(*inputs: Any) -> Any:
             PYGPU.before_launch()

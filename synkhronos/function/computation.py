@@ -211,7 +211,9 @@ class Computation:
             spec = OutputSpec.from_types(types, [self.output_ops[i] for i in subset], variant.returns_updates)
             function = self._compile(variant)
             n_inputs = len(self.inputs) + {None: 0, "index": 1, "slice": 2}[variant.row_inputs]
-            runner = self.engine.make_runner(self.library, function, n_inputs, allows_opaque_outputs=not variant.returns_updates)
+            runner = self.engine.make_runner(
+                self.library, function, n_inputs, allows_opaque_outputs=not variant.returns_updates
+            )
             compiled = self.compiled[variant] = CompiledVariant(function, runner, spec, count_rank_means(function))
         return compiled
 

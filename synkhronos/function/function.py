@@ -75,7 +75,10 @@ class Function:
         rebuild, arguments = self.__reduce__()
         for shared in self.get_shared():
             # PyTensor's containers can pickle arrays of devices, but not copy them.
-            if find_device(computation.library.get(shared)).must_move_shared_values and id(shared.container) not in memo:
+            if (
+                find_device(computation.library.get(shared)).must_move_shared_values
+                and id(shared.container) not in memo
+            ):
                 memo[id(shared.container)] = pickle.loads(pickle.dumps(shared.container))
         copied: Function = rebuild(*copy.deepcopy(arguments, memo))
         return copied

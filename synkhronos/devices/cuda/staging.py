@@ -1,8 +1,8 @@
 """Copies between shared memory and the GPU.
 
-The pages of a Data object are locked when the object is first used, so that the GPU reads them by itself at the full
-rate of the bus: ranges of rows with its copy engine, indexed rows with a kernel whose threads read host memory.  The
-host only launches these copies.
+The pages of a Data object are locked when the object is first used, so that the GPU reads them at the full rate of the
+bus: ranges of rows by its copy engine, indexed rows by a kernel whose threads read host memory.  The host only launches
+these copies.
 
 Input buffers on the GPU are reused::
 
@@ -11,7 +11,7 @@ Input buffers on the GPU are reused::
     compute stream             `-> launch 0 reads A   `-> launch 1 | reads B
                                         `--------- event ---------'
 
-A second buffer is allocated only if the GPU still computes from the first when the next rows are copied.
+The second buffer is allocated only if a launch still reads the first one when the next rows are copied.
 """
 
 from __future__ import annotations
@@ -31,11 +31,13 @@ from synkhronos.ranks import Rank, Segment, SharedArray
 
 _log = logging.getLogger("synkhronos")
 
-#: Shapes for which an input keeps buffers: a call has two at most, and the last minibatch of an epoch two others.
+#: Maximal number of shapes for which an input has buffers: two of the slices of a call, and two of those of the last,
+#: smaller batch of an epoch.
 _MAX_SHAPES = 4
-#: Launch of the gather kernel: enough loads at once to fill the bus, and few enough blocks to leave the GPU to others.
+#: Number of blocks, threads of a block, and concurrent loads of a thread of the gather kernel: enough loads to fill the
+#: bus, and few blocks, so that other kernels run at the same time.
 _BLOCKS, _THREADS, _LOADS = 32, 512, 4
-#: Bytes up to which arrays are fetched through page-locked memory.
+#: Maximal number of bytes of arrays that are fetched through page-locked memory.
 _MAX_FETCH_BYTES = 1 << 20
 #: CUDA_SUCCESS, as an integer.
 _SUCCESS = 0
@@ -51,10 +53,10 @@ __global__ void gather(const Item* source, const long long* rows, Item* target, 
         Item items[LOADS];
         #pragma unroll
         for (int k = 0; k < LOADS; k++) {
-            Index at = i + k * step;
-            if (at < count) {
-                Index row = at / width;
-                items[k] = source[(Index)rows[row] * width + (at - row * width)];
+            Index position = i + k * step;
+            if (position < count) {
+                Index row = position / width;
+                items[k] = source[(Index)rows[row] * width + (position - row * width)];
             }
         }
         #pragma unroll
@@ -90,7 +92,7 @@ class ItemRange(NamedTuple):
     Attributes
     ----------
     array : array
-        Keeps the memory alive.
+        The array, referenced so that its memory is not freed.
     pointer : int
         Address of the first item on the GPU.
     nbytes : int
@@ -102,11 +104,12 @@ class ItemRange(NamedTuple):
 
 
 def check_result(results: Any) -> Any:
-    """Return the value of a call of the CUDA driver, or raise its error.
+    """Return the value of a call of the CUDA driver.
 
     Raises
     ------
     RuntimeError
+        If the call has failed.
     """
     error, *values = results
     if error != _SUCCESS:
@@ -118,14 +121,15 @@ def check_result(results: Any) -> Any:
 
 
 class _InputBuffer:
-    """An array on the GPU for an input.
+    """A buffer on the GPU for an input.
 
     Attributes
     ----------
     array : array
     pointer : int
+        Address of the array.
     last_read : cuda.core.Event or None
-        Recorded after the launch that last read the buffer.
+        Recorded after the last launch that reads the buffer.
     """
 
     __slots__ = ("array", "last_read", "pointer")
@@ -139,8 +143,8 @@ class _InputBuffer:
 class _DoubleBuffer:
     """One or two buffers for one input of one shape.
 
-    A single buffer as long as each launch is done before the next copy starts: XLA's recorded launches depend on
-    addresses.  Otherwise two in turn, so that one is filled while the other is read.
+    There is one buffer as long as each launch completes before the next copy starts, since XLA's recorded launches
+    depend on addresses.  Otherwise there are two, one of which is filled while the other one is read.
     """
 
     def __init__(self, allocate: Callable[[], _InputBuffer]):
@@ -148,7 +152,7 @@ class _DoubleBuffer:
         self._buffers = [allocate()]
 
     def acquire(self) -> _InputBuffer:
-        """Return a buffer that no launch reads any more."""
+        """Return a buffer that no launch reads any more; wait for a launch if necessary."""
         buffer = self._buffers[0]
         if buffer.last_read is None or buffer.last_read.is_done:
             return buffer
@@ -167,13 +171,13 @@ class Staging:
     Parameters
     ----------
     arrays : GpuArrays
-        The arrays to copy into.
+        Library of the arrays on the GPU.
 
     Attributes
     ----------
     stream : cuda.core.Stream
-        Stream of the copies.  Its priority is higher than that of computations, so that the copies for the next step
-        run during this one.
+        Stream of the copies.  Its priority is higher than that of computations, so that the next step's rows are copied
+        during a step.
     stream_handle : int
         Handle of ``stream``.
     event : CUevent
@@ -204,12 +208,12 @@ class Staging:
         self._filled: list[_InputBuffer] = []
         self._has_pending_copies = False
         self._rank: Rank | None = None
-        #: The last command that launched something.
+        #: Last command in which a function was launched.
         self._last_command = 0
         self._vector_memory, self._fetch_memory = _PinnedMemory(self), _PinnedMemory(self)
         self.host_flags = np.frombuffer(mmap.mmap(-1, mmap.PAGESIZE), np.int32)
         self.lock_pages(self.host_flags.ctypes.data, self.host_flags.nbytes)
-        #: The last selection whose row numbers were copied to page-locked memory, and their address.
+        #: Last selection whose row numbers were copied to page-locked memory, and their address there.
         self._pinned_rows: tuple[Selection | None, int] = None, 0
 
     def allocate_scratch(self, nbytes: int) -> int:
@@ -236,7 +240,7 @@ class Staging:
     def copy_input(
         self, rank: Rank, buffers: dict[Any, Any], key: Any, location: SharedArray, rows: Selection | None
     ) -> Any:
-        """Start to copy rows (None: all) to a reused buffer; return its array."""
+        """Start a copy of rows (None: all) to a reused buffer; return the buffer's array."""
         self._rank = rank
         shape = location.shape if rows is None else (len(rows), *location.shape[1:])
         buffer = self._get_double_buffer(buffers, key, shape, location.dtype).acquire()
@@ -245,7 +249,7 @@ class Staging:
         return buffer.array
 
     def copy_vector(self, rank: Rank, buffers: dict[Any, Any], key: Any, values: np.ndarray) -> Any:
-        """Start to copy a vector of indexes to a reused buffer; return its array."""
+        """Start a copy of a vector of indexes to a reused buffer; return the buffer's array."""
         self._rank = rank
         self.set_current()
         self._mark_pending(rank)
@@ -293,7 +297,7 @@ class Staging:
         if sum(array.nbytes for array in arrays) > _MAX_FETCH_BYTES:
             return None
         self.set_current()
-        if self._fetch_memory.used:  # an interrupt came before the last copies were done
+        if self._fetch_memory.used:  # an interrupt has ended the last call before its copies were complete
             check_result(self.driver.cuStreamSynchronize(self.arrays.stream))
             self._fetch_memory.used = 0
         targets = [self._fetch_memory.allocate(array.nbytes) for array in arrays]
@@ -319,10 +323,10 @@ class Staging:
                 check_result(self.driver.cuStreamWaitEvent(self.arrays.stream, self.event, 0))
 
     def after_launch(self) -> None:
-        """Record that the last launch reads the buffers filled since the previous one.
+        """Record that the last launch reads the buffers filled since the previous launch.
 
-        The copies must be done by the end of the command, as the user may then write into the memory that they read.
-        From the second launch of a command on, they are waited for here.
+        Copies have to complete before the end of the command, when the user may write into the memory that they read.
+        From the second launch of a command on, this method waits for them.
         """
         if self._filled and self._compute_stream is not None:
             event = self._compute_stream.record()
@@ -335,7 +339,7 @@ class Staging:
             self._last_command = self._rank.command_number
 
     def _mark_pending(self, rank: Rank) -> None:
-        """Record that copies have been started; the command waits for them at its end, also if it fails."""
+        """Record that copies have been started, so that the command waits for them at its end, even if it fails."""
         if not self._has_pending_copies:
             self._has_pending_copies = True
             rank.on_finish.append(self._finish_copies)
@@ -356,9 +360,8 @@ class Staging:
         double_buffer = buffers_by_shape.get((shape, dtype))
         if double_buffer is None:
             while len(buffers_by_shape) >= _MAX_SHAPES:
-                del buffers_by_shape[
-                    next(iter(buffers_by_shape))
-                ]  # the library reuses the memory once the launches that read it end
+                # The library reuses the memory after the launches that read it.
+                del buffers_by_shape[next(iter(buffers_by_shape))]
 
             def allocate() -> _InputBuffer:
                 array = self._allocate(shape, dtype)
@@ -368,7 +371,7 @@ class Staging:
         return double_buffer
 
     def _allocate(self, shape: tuple[int, ...], dtype: str) -> Any:
-        """Return a new array; copies into it wait for earlier launches, which may still read the reused memory."""
+        """Return a new array; copies into it wait for earlier launches, which may still read memory that it reuses."""
         self.set_current()
         array = self.arrays.empty(shape, np.dtype(dtype))
         if self.arrays.stream is not None:
@@ -379,7 +382,7 @@ class Staging:
     # -- rows ------------------------------------------------------------------------------------------------
 
     def _copy_rows(self, rank: Rank, location: SharedArray, rows: Selection | None, target: int) -> None:
-        """Start to copy rows to an address on the GPU."""
+        """Start a copy of rows to an address on the GPU."""
         self.set_current()
         n_rows = 1 if not location.shape else location.shape[0] if rows is None else len(rows)
         row_bytes = math.prod(location.shape[1:]) * int(location.dtype[2:])
@@ -399,7 +402,7 @@ class Staging:
         self._gather_rows(itemsize, source, self._pinned_rows[1], target, n_rows * width, width)
 
     def _gather_rows(self, itemsize: int, source: int, index: int, target: int, count: int, width: int) -> None:
-        """Launch the gather kernel: ``count`` items in all, ``width`` items per row."""
+        """Launch the gather kernel: ``count`` items in total, ``width`` items per row."""
         kernel = self._kernels.get(itemsize)
         if kernel is None:
             kernel = self._kernels[itemsize] = self._compile_gather(_ITEM_TYPES[itemsize])
@@ -422,7 +425,7 @@ class Staging:
     # -- page-locked memory ----------------------------------------------------------------------------------
 
     def lock_segment(self, rank: Rank, key: int) -> int:
-        """Lock the pages of a shared-memory segment if they aren't yet; return its address, the same on the GPU."""
+        """Lock the pages of a segment unless they are locked; return its address, which is also valid on the GPU."""
         segment = rank.segments[key]
         address, _ = self._locked.get(segment, (None, 0))
         if address is None:
@@ -445,17 +448,17 @@ class Staging:
             del self._locked[segment]
 
     def lock_pages(self, address: int, nbytes: int) -> None:
-        """Lock the pages of a range of host memory, and map them for the GPU."""
+        """Lock the pages of a range of host memory, and map them on the GPU."""
         flags = self.driver.CU_MEMHOSTREGISTER_PORTABLE | self.driver.CU_MEMHOSTREGISTER_DEVICEMAP
         results = self.driver.cuMemHostRegister(address, nbytes, flags)
         if results[0] == self.driver.CUresult.CUDA_ERROR_HOST_MEMORY_ALREADY_REGISTERED:
-            # An interrupt came after the registration, before it was recorded.
+            # An interrupt has ended an earlier call between the registration and its record.
             self.unlock_pages(address)
             results = self.driver.cuMemHostRegister(address, nbytes, flags)
         check_result(results)
 
     def unlock_pages(self, address: int) -> None:
-        """Unlock pages before they are unmapped; never raises, as memory may be freed at any point."""
+        """Unlock pages before they are unmapped.  Errors are only logged, as memory may be freed at any point."""
         try:
             self.set_current()
             (error,) = self.driver.cuMemHostUnregister(address)
@@ -471,13 +474,13 @@ class _PinnedMemory:
     Attributes
     ----------
     used : int
-        Bytes in use.  The owner sets it to 0 once all copies are done.
+        Number of bytes in use.  The user of this object sets it to 0 when all copies are complete.
     """
 
     def __init__(self, staging: Staging):
         self._staging = staging
         self._memory: np.ndarray = np.empty(0, np.uint8)
-        #: Blocks that were too small, in use until all copies are done.
+        #: Earlier memory that was too small; in use until all copies are complete.
         self._outgrown: list[np.ndarray] = []
         self.used = 0
 
@@ -499,7 +502,7 @@ class _PinnedMemory:
             memory = np.frombuffer(mmap.mmap(-1, size), np.uint8)
             try:
                 self._staging.lock_pages(memory.ctypes.data, size)
-                # Arrays in the old memory stay there until they are copied; from then on the new memory fits them all.
+                # Arrays in the old memory stay there until they are copied.
                 self._outgrown.append(self._memory)
                 self._memory, self.used = memory, 0
             except BaseException:

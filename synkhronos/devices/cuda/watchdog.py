@@ -208,7 +208,7 @@ class CollectiveWatchdog(PendingOperation):
             if has_peer_died:
                 self.has_lost_peer = True
                 self.abort()
-                # For `PeerWatch`: the peer's own SIGURG may have been ignored, as no collective was pending then.
+                # For `PeerWatch`, which may have ignored the peer's own SIGURG while no collective was pending.
                 signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGURG)
                 return
             self._abort_unless_started_by_all(command)

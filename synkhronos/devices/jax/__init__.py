@@ -1,6 +1,6 @@
-"""JAX arrays: on the rank's GPU, or in host memory where ranks compute on the CPU.
+"""The device for JAX arrays: on the rank's GPU, or in host memory where ranks compute on the CPU.
 
-JAX is imported by the methods that need it, never with this package: a process that has started XLA can't be forked.
+Methods import JAX when they need it, so that this package can be imported without JAX.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from synkhronos.devices.reductions import Reduction
 
 
 class JaxDevice(CudaDevice):
-    """JAX arrays of this process's only device: the GPU to which its rank is bound, else the CPU."""
+    """JAX arrays on the GPU to which the rank is bound, or on the CPU."""
 
     name = "jax"
     requirements = {  # noqa: RUF012 - never modified
@@ -34,12 +34,12 @@ class JaxDevice(CudaDevice):
     has_arithmetic = True
 
     def is_started(self) -> bool:
-        """Whether this process has started XLA.  A fork would lack XLA's threads, and wait for them."""
+        """Whether this process has started XLA, whose threads a fork would lack."""
         bridge = sys.modules.get("jax._src.xla_bridge")
         return bridge is not None and bool(bridge.backends_are_initialized())
 
     def start(self, gpu: str) -> None:
-        """Start JAX.
+        """Start JAX on the only GPU that is visible.
 
         Raises
         ------
@@ -88,13 +88,13 @@ class JaxDevice(CudaDevice):
 
     @cached_property
     def nccl_calls(self) -> str:
-        """Kind of NCCL calls within a launch: "python", "native" or "graph"."""
+        """Kind of NCCL calls within a launch: "python", "native" or "graph", as in `FfiReduction`."""
         calls = native.read_nccl_calls()
         if calls == "python" or native.load_handlers() is None:
             return "python"
         if calls == "graph":
-            # By default NCCL registers memory when an operation is recorded, for which all ranks may have to meet.
-            # XLA records again when an address has changed, on one rank perhaps.
+            # By default NCCL registers memory when an operation is recorded, which may be a collective.  But XLA
+            # records again when an address has changed, possibly on a single rank.
             os.environ.setdefault("NCCL_GRAPH_REGISTER", "0")
         return calls
 
@@ -105,19 +105,18 @@ class JaxDevice(CudaDevice):
         return type(value).__module__.startswith("jaxlib") and hasattr(value, "__array__")
 
     def snapshot(self, value: Any) -> Any:
-        """Return the value, which may not be computed yet: updates copy an array that has further references."""
+        """Return the value itself: an update copies arrays with other references before it donates their memory."""
         return value
 
     def as_writable(self, value: Any, is_referenced: bool) -> Any:
-        """Return a container's value if only the container references it, else a copy: collectives write in place."""
+        """Return a container's value if only the container references it, else a copy."""
         return self._copy_and_rewrap[0](value) if is_referenced else value
 
     def rewrap(self, value: Any, is_complete: bool = False) -> Any:
-        """Return a new array object for memory that is written in place; the old one is invalid from then on.
+        """Return a new array object for memory that is written in place; the old object becomes invalid.
 
         A JAX array caches whether it is computed, and its copy in host memory.  Both are outdated once the memory is
-        written.  If it has been written already, another object for the same memory suffices, without a
-        launch.
+        written.  If it has been written already, another object for the same memory is made without a launch.
         """
         if is_complete and (new_object := value.addressable_data(0)) is not value:
             return new_object
@@ -125,14 +124,14 @@ class JaxDevice(CudaDevice):
 
     @cached_property
     def _copy_and_rewrap(self) -> tuple[Any, Any]:
-        """Compiled identity functions: one copies its argument, one reuses its memory."""
+        """Compiled identity functions: the first copies its argument, the second reuses its memory."""
         jax = self._import_jax()
-        # Without the barrier, JAX would return the argument.
+        # Without the barrier, JAX would return the argument itself.
         identity = jax.lax.optimization_barrier
         return jax.jit(identity), jax.jit(identity, donate_argnums=0)
 
     def empty(self, shape: tuple[int, ...], dtype: np.dtype) -> Any:
-        """Return a new array of zeros, as XLA has no uninitialized ones."""
+        """Return a new array of zeros: XLA has no uninitialised arrays."""
         return self._zeros(tuple(shape), dtype).block_until_ready()
 
     @cached_property
@@ -161,11 +160,11 @@ class JaxDevice(CudaDevice):
         return self._numpy.concatenate(list(arrays))
 
     def flatten(self, values: Sequence[Any], dtype: np.dtype) -> Any:
-        """Return one new vector of all values' items in a dtype, in one launch."""
+        """Return a new vector of the items of all arrays, in a dtype, by one launch."""
         return self._flatten_and_split[0](list(values), dtype)
 
     def split(self, vector: Any, shapes: Sequence[tuple[int, ...]], dtypes: Sequence[np.dtype]) -> Sequence[Any]:
-        """Split a vector made by `flatten` into the original arrays, in one launch."""
+        """Split a vector made by `flatten` into the original arrays, by one launch."""
         arrays: Sequence[Any] = self._flatten_and_split[1](vector, tuple(shapes), tuple(dtypes))
         return arrays
 
@@ -182,12 +181,12 @@ class JaxDevice(CudaDevice):
 
     def from_host(self, array: np.ndarray) -> Any:
         """Copy a NumPy array into a new JAX array."""
-        # On the CPU, JAX may alias the memory that it gets: so it gets a copy.  On a GPU, the transfer uses a stream of
-        # its own, with which NCCL's work is not ordered: so it is waited for.
+        # A copy, since JAX on the CPU may alias the argument's memory.  The wait is for the GPU, where the transfer has
+        # a stream of its own, with which NCCL's work is not ordered.
         return self._import_jax().device_put(np.array(array, order="C")).block_until_ready()
 
     def fetch(self, values: Sequence[Any]) -> list[Any]:
-        """Convert arrays and log entries to NumPy, in one transfer; values of other types are returned as they are."""
+        """Convert arrays and log entries to NumPy, in one transfer; values of other types are returned unchanged."""
         logs = {id(value.log): value.log for value in values if isinstance(value, LogEntry)}
         arrays = [[value] if self.owns(value) else [] for value in values]
         arrays += [log.get_unread_arrays() for log in logs.values()]

@@ -1,8 +1,8 @@
-"""XLA's foreign function interface: communication in the middle of an XLA program.
+"""All-reduces within XLA programs, through XLA's foreign function interface (FFI).
 
-XLA calls foreign functions (its "FFI", ``xla/ffi/api/c_api.h``, part of jaxlib) while it launches a program, in the
-launching thread, and passes the addresses of the arrays and the stream.  Work that a foreign function launches on that
-stream is ordered between XLA's earlier and later work, and nobody waits.  An all-reduce in a program takes this way::
+XLA calls foreign functions (``xla/ffi/api/c_api.h``, part of jaxlib) while it launches a program, in the launching
+thread, and passes the stream and the addresses of the arrays.  Work that a foreign function launches on that stream is
+ordered between XLA's earlier and later work, and no thread waits.  The calls of an all-reduce in a program::
 
     traced        trace_start(chunk 0)   trace_start(chunk 1)   trace_finish(rest)          `FfiReduction`
                         |                      |                      |
@@ -12,7 +12,7 @@ stream is ordered between XLA's earlier and later work, and nobody waits.  An al
                         |                      |                      |
     NCCL          start_in_launch        start_in_launch        finish_in_launch            `NcclCommunicator`
 
-Each call has an attribute, the number of its program's `FfiReduction`: an argument by which the callbacks find it.
+Each call has an attribute, the number of its program's `FfiReduction`, by which the callbacks find the object.
 """
 
 from __future__ import annotations
@@ -138,14 +138,14 @@ class _ErrorCreate(_Struct):
 
 
 def _create_error(frame: Any) -> int:
-    """Return the address of an error that a callback returns to XLA: it ends the launch."""
+    """Return the address of a new error.  A callback returns it to XLA to end the launch."""
     request = _ErrorCreate(ctypes.sizeof(_ErrorCreate), None, b"an all-reduce failed", _ABORTED)
     address: int = _Callback(frame.api.contents.error_create)(ctypes.addressof(request))
     return address
 
 
 def _is_execution(frame: Any) -> bool:
-    """Whether XLA calls to execute.  Answers the call by which XLA asks for the version of its interface."""
+    """Whether a call executes the function; answers XLA's call for the version of the interface."""
     extension = _Extension.from_address(frame.extension) if frame.extension else None
     if extension is not None and extension.type == _METADATA:
         metadata, version = extension.metadata.contents, frame.api.contents.version
@@ -156,7 +156,7 @@ def _is_execution(frame: Any) -> bool:
 
 
 def _get_stream(frame: Any) -> int | None:
-    """Return the handle of the stream on which a call launches; None if XLA has none, as on the CPU."""
+    """Return the handle of the stream of a call; None if XLA has no stream, as on the CPU."""
     api = frame.api.contents
     request = _StreamGet(ctypes.sizeof(_StreamGet), None, frame.context, None)
     error = api.stream_get(ctypes.addressof(request))
@@ -191,15 +191,15 @@ class ComputeStream(NamedTuple):
 
 
 _STREAM_TARGET = "synkhronos_compute_stream"
-#: The thread that launches the program which calls `_stream_callback`.
+#: Thread that launches the program that calls `_stream_callback`.
 _probing_thread: list[threading.Thread] = []
-#: Streams that `_stream_callback` has found: it is called by XLA, and can't return one.
+#: Streams that `_stream_callback` has found.
 _found_streams: list[ComputeStream] = []
 
 
 @_Callback
 def _stream_callback(address: int) -> None:
-    """Record the stream of a call."""
+    """Record the stream of a call, as a callback can't return it."""
     try:
         frame = _CallFrame.from_address(address)
         if _is_execution(frame):
@@ -227,7 +227,7 @@ def find_compute_stream(platform: str = "CUDA") -> ComputeStream | None:
         result = jax.ShapeDtypeStruct((), np.int8)
         probe: Any = jax.jit(lambda x: jax.ffi.ffi_call(_STREAM_TARGET, result, has_side_effect=True)(x))
         with defer_signals():
-            # The argument's device is given, as JAX computes on the CPU by default within its callbacks.
+            # An explicit device: within JAX's callbacks the default device is the CPU.
             probe(jax.device_put(np.int8(0), jax.local_devices()[0])).block_until_ready()
     except Exception as error:
         _log.info("XLA's stream can't be found, and ranks wait where it would order their work: %s", error)
@@ -256,7 +256,7 @@ _DTYPES = {
 
 
 class Reducer(Protocol):
-    """Launches the reductions of one launch of a program, when XLA calls."""
+    """Launches the reductions of one launch of a program; called by XLA."""
 
     def start(self, spans: Sequence[BufferSpan], stream: int | None) -> None:
         """Start reductions that overlap the stream's next work."""
@@ -264,7 +264,7 @@ class Reducer(Protocol):
     def finish(self, spans: Sequence[BufferSpan], valid_flag: int, stream: int | None) -> None:
         """Launch reductions on the stream, make it wait for the started ones, and set the int32 at ``valid_flag``.
 
-        ``valid_flag`` is an address on the GPU.
+        ``valid_flag`` is an address on the device.
         """
 
     def wait(self, stream: int | None) -> None:
@@ -274,18 +274,18 @@ class Reducer(Protocol):
 class FfiReduction:
     """The all-reduce of one XLA program, which is bound to a reducer for each launch.
 
-    ``trace_start``, ``trace_finish`` and ``trace_sum`` put its calls into the program, while XLA traces it.
+    ``trace_start``, ``trace_finish`` and ``trace_sum`` insert its calls into the program, while JAX traces it.
 
     Parameters
     ----------
     aborts : bool
-        Whether an error ends the launch.  Otherwise the launch continues with undefined reductions that are marked as
+        Whether an error ends the launch.  If not, the launch continues with undefined reductions that are marked as
         invalid, so that the program can return the old values of donated arrays.
-    calls : {"python", "native", "graph"}
-        How XLA calls NCCL: through a reducer in Python; by a handler in C++; by one that XLA may also record in a CUDA
-        graph.  The latter two take `bind_native`, and an error never ends the launch.
+    nccl_calls : {"python", "native", "graph"}
+        How XLA calls NCCL: "python" by a reducer in Python, "native" by handlers in C++, "graph" by handlers in C++
+        that XLA may record in a CUDA graph.  The latter two need `bind_native`, and an error never ends the launch.
     op : str
-        Reduction of a handler in C++.
+        Reduction, for handlers in C++.
 
     Examples
     --------
@@ -298,13 +298,13 @@ class FfiReduction:
     _numbers = itertools.count()
     _by_number: WeakValueDictionary[int, FfiReduction] = WeakValueDictionary()
 
-    def __init__(self, aborts: bool = False, calls: str = "python", op: str = "sum") -> None:
-        assert calls == "python" or not aborts
-        self._aborts, self.nccl_calls, self.op = aborts, calls, op
+    def __init__(self, aborts: bool = False, nccl_calls: str = "python", op: str = "sum") -> None:
+        assert nccl_calls == "python" or not aborts
+        self._aborts, self.nccl_calls, self.op = aborts, nccl_calls, op
         #: Shape of the array that the bound launch reduces.
-        self._expected: tuple[int, ...] = ()
-        #: The attribute of the program's calls.  A count, not an address, so that equal programs of two processes are
-        #: equal for JAX's compilation cache.
+        self._expected_shape: tuple[int, ...] = ()
+        #: Attribute of the program's calls.  It is a count and not an address, so that JAX's compilation cache finds
+        #: the same program of another process.
         self._number = np.int64(next(self._numbers))
         self._by_number[int(self._number)] = self
         #: State of the launch in progress: its reducer, and the first error that a callback has raised.
@@ -316,8 +316,8 @@ class FfiReduction:
     def bind(self, reducer: Reducer, n_reductions: int | None = 1) -> Iterator[None]:
         """Bind a reducer to the launches of the ``with`` block, and raise its error at the end.
 
-        Signals must be deferred meanwhile (`ranks.interrupts.defer_signals`): a handler would raise at the first
-        instruction of a callback, where nothing can catch it.
+        Signals must be deferred meanwhile (`ranks.interrupts.defer_signals`): a signal handler could raise at the first
+        instruction of a callback, where nothing can catch the exception.
 
         Parameters
         ----------
@@ -328,13 +328,13 @@ class FfiReduction:
         Raises
         ------
         RuntimeError
-            If the launch has made more all-reduces, or less.
+            If the launch has made another number of all-reduces.
         """
         self._reducer, self._error, self._n_started, self._n_finished = reducer, None, 0, 0
         try:
             try:
                 yield
-            except Exception:  # perhaps XLA's, whose launch an error here has ended
+            except Exception:  # possibly XLA's own, for a launch that this reduction's error has ended
                 if self._aborts:
                     self._raise_error()
                 raise
@@ -361,9 +361,9 @@ class FfiReduction:
         ValueError
             If the program reduces another number of items.
         RuntimeError
-            If NCCL has failed, the connection was aborted, or the launch has made more all-reduces, or less.
+            If NCCL has failed, the connection was aborted, or the launch has made another number of all-reduces.
         """
-        self._expected = shape
+        self._expected_shape = shape
         library, is_recordable = native.load_handlers(), self.nccl_calls == "graph"
         with communicator.bind_launch(is_recordable) as state:
             library.synkhronos_set_launch_state(state)
@@ -380,15 +380,14 @@ class FfiReduction:
     def trace_start(self, array: Any, token: Any) -> tuple[Any, Any]:
         """Trace the start of an array's all-reduce.
 
-        XLA may order independent operations differently on different ranks.  The token chains the starts, so that all
-        ranks start in the same order.
+        XLA may order independent operations differently on different ranks.  The token makes each start depend on the
+        previous one, so that all ranks start the all-reduces in the same order.
 
         Parameters
         ----------
-        array : jax.Array
-            Being traced.
+        array : traced jax.Array
         token : jax.Array of int32
-            Token of the previous start; 0 for the first one.
+            Token of the previous start; 0 for the first start.
 
         Returns
         -------
@@ -411,25 +410,24 @@ class FfiReduction:
     def trace_finish(
         self, arrays: Sequence[Any], started: Sequence[Any] = (), token: Any = None, iteration: Any = None
     ) -> tuple[list[Any], Any]:
-        """Trace the all-reduce of arrays, and the end of those that were started.
+        """Trace the all-reduce of arrays, and the wait for the all-reduces that were started.
 
         Parameters
         ----------
-        arrays : list of jax.Array
-            Being traced.
+        arrays : list of traced jax.Array
         started : list of jax.Array
             All arrays that `trace_start` has returned.
         token : jax.Array, optional
-            The last token of `trace_start`.
+            Last token that `trace_start` has returned.
         iteration : jax.Array, optional
-            In a loop, a value that differs in each iteration.  XLA would otherwise hoist the call out of the loop.
+            In a loop: a value that differs in each iteration, without which XLA would hoist the call out of the loop.
 
         Returns
         -------
         reduced : list of jax.Array
             The started arrays, then the others.
         is_valid : jax.Array of int32
-            0 if the connection was aborted: then the reduced arrays are undefined.
+            0 if the connection was aborted, so that the reduced arrays are undefined.
         """
         import jax
 
@@ -439,16 +437,16 @@ class FfiReduction:
             target, attributes = _FINISH_TARGET, {"number": self._number}
         else:
             n_items = sum(math.prod(array.shape) for array in operands)
-            if n_items != math.prod(self._expected):
+            if n_items != math.prod(self._expected_shape):
                 raise ValueError(
-                    f"all_reduce: expected shape {self._expected}, as before the launch, got {n_items} items"
+                    f"all_reduce: expected shape {self._expected_shape}, as before the launch, got {n_items} items"
                 )
-            # A graph can't wait for the other stream, on which chunks are reduced outside of it.
+            # A CUDA graph can't wait for the side stream, on which chunks are reduced outside of the graph.
             target = native.RECORDABLE_FINISH if self.nccl_calls == "graph" and not started else native.FINISH
             attributes = {"op": np.int64(NCCL_OPS[self.op]), "n_started": np.int64(len(started))}
         results = [*map(_describe_array, operands), jax.ShapeDtypeStruct((), np.int32)]
-        # The side effect is not declared, as JAX would then launch the program by its slow path.  XLA still makes the
-        # call exactly once, as its results are used.
+        # The side effect is not declared, as JAX would then use a slower way to launch.  XLA still makes the call
+        # exactly once, as its results are used.
         call = jax.ffi.ffi_call(target, results, input_output_aliases={i: i for i in range(len(results))})
         is_valid = np.int32(0) if token is None else token
         iterations = [] if iteration is None else [iteration]
@@ -460,8 +458,8 @@ class FfiReduction:
 
         Parameters
         ----------
-        array : jax.Array
-            Of floats, being traced.  `jax.vmap` of the sum has the ranks reduce the batch at once.
+        array : traced jax.Array of floats
+            Under `jax.vmap`, the whole batch is reduced at once.
 
         Returns
         -------
@@ -486,7 +484,7 @@ class FfiReduction:
 
     @classmethod
     def dispatch(cls, address: int, handle_call: Callable[[FfiReduction, Any, Reducer], None]) -> int | None:
-        """Pass a call by XLA to the reduction of its program; return the address of an error that ends the launch."""
+        """Pass a call by XLA to its program's reduction; return None, or the address of an error to end the launch."""
         reduction = None
         try:
             frame = _CallFrame.from_address(address)
@@ -499,8 +497,7 @@ class FfiReduction:
                 return _create_error(frame)
             else:
                 handle_call(reduction, frame, reduction._reducer)
-        # An exception can't pass through XLA, which would read an undefined return value.  The first error is the cause
-        # of all later ones.
+        # An exception can't pass through XLA.  Only the first error is stored, as it may be the cause of later ones.
         except BaseException as error:
             if reduction is None:
                 _log.error("XLA's call of an all-reduce can't be read: %r", error)
@@ -511,7 +508,7 @@ class FfiReduction:
         return None
 
     def start(self, frame: Any, reducer: Reducer) -> None:
-        """Start to reduce the arrays of a call."""
+        """Start the reduction of the arrays of a call."""
         spans = _read_spans(frame, 0, frame.results.size - 1)
         self._n_started += len(spans)
         if self._error is None:
@@ -522,7 +519,7 @@ class FfiReduction:
         self._n_finished += 1
         n_started, self._n_started = self._n_started, 0
         n_arrays = frame.results.size - 1
-        # Arrays that were started are the first arguments, only so that XLA orders their readers after this call.
+        # The started arrays are the first arguments only so that XLA orders their readers after this call.
         spans = _read_spans(frame, n_started, n_arrays)
         valid_flag = frame.results.buffers[n_arrays].contents.data
         if self._error is None:

@@ -1,4 +1,4 @@
-"""The handlers in C++ by which XLA calls NCCL: compiled at their first use, and cached on disk.
+"""Compilation of the handlers in C++ by which XLA calls NCCL, at their first use; the result is cached on disk.
 
 Without a compiler, XLA calls NCCL through Python (`ffi`).
 """
@@ -23,7 +23,7 @@ _log = logging.getLogger("synkhronos")
 
 _SOURCE = Path(__file__).with_name("nccl_ffi.cc")
 _OPTIONS = ("-std=c++17", "-O2", "-DNDEBUG", "-shared", "-fPIC")
-#: XLA's names of the handlers.
+#: Names under which the handlers are registered with XLA.
 START, FINISH, RECORDABLE_FINISH = "synkhronos_native_start", "synkhronos_native_finish", "synkhronos_recordable_finish"
 
 #: Values of the environment variable ``SYNKHRONOS_NCCL_CALLS``.
@@ -32,12 +32,12 @@ _DEFAULT_CALLS = "python"
 
 
 def read_nccl_calls() -> str:
-    """Return the kind of NCCL calls within a launch: "python", "native", or "graph" (native, in CUDA graphs).
+    """Return the value of ``SYNKHRONOS_NCCL_CALLS``, as in `FfiReduction`: "python", "native" or "graph".
 
     Raises
     ------
     ValueError
-        If the environment variable ``SYNKHRONOS_NCCL_CALLS`` has another value.
+        If the environment variable has another value.
     """
     calls = os.environ.get("SYNKHRONOS_NCCL_CALLS") or _DEFAULT_CALLS
     if calls not in CALLS:
@@ -55,12 +55,12 @@ def get_platform() -> str:
 
 @cache
 def load_handlers() -> Any:
-    """Compile the handlers if they are not in the cache, load and register them.
+    """Load the handlers and register them with XLA; compile them first if they are not in the cache.
 
     Returns
     -------
     ctypes.CDLL or None
-        None if they can't be compiled or loaded; the reason is logged.
+        None if the handlers can't be compiled or loaded; the reason is logged.
     """
     import jax
 
@@ -78,12 +78,12 @@ def load_handlers() -> Any:
 
 
 def build_library(folder: Path | None = None) -> Path:
-    """Return the path of the compiled handlers; compiles them unless another process has.
+    """Return the path of the compiled handlers; compile them unless another process has.
 
     Parameters
     ----------
     folder : Path, optional
-        The cache; default: ``synkhronos`` in the user's cache directory.
+        Folder of the cache.  Default: ``synkhronos`` in the user's cache directory.
 
     Raises
     ------
@@ -104,11 +104,11 @@ def build_library(folder: Path | None = None) -> Path:
         raise FileNotFoundError(f"{compiler} is not installed")
     folder.mkdir(parents=True, exist_ok=True)
     with open(folder / f"{path.stem}.lock", "w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)  # of several ranks one compiles
+        fcntl.flock(lock, fcntl.LOCK_EX)  # so that only one of several ranks compiles
         if not path.exists():
             with tempfile.TemporaryDirectory(dir=folder) as temporary:
                 built = Path(temporary, path.name)
                 command = [compiler, *_OPTIONS, f"-I{jax.ffi.include_dir()}", str(_SOURCE), "-o", str(built)]
                 subprocess.run(command, check=True, capture_output=True, text=True, timeout=120)
-                built.rename(path)  # at once, for processes that look without the lock
+                built.rename(path)  # atomic, for processes that test without the lock whether it exists
     return path

@@ -1,14 +1,14 @@
-"""Sums over the ranks within programs that all ranks run at the same time, such as a sampler compiled by XLA.
+"""Sums over the ranks within XLA programs that all ranks run at the same time, such as a sampler.
 
-A program may make millions of sums, in loops whose lengths follow from the sums.  All ranks run the same program and
-get the same bits, so that their loops have the same lengths.  An `FfiReduction` calls one of the reducers here::
+A program may compute millions of sums, in loops whose lengths depend on the sums.  All ranks run the same program and
+get the same bits, so that their loops have the same lengths.  An `FfiReduction` calls one of these reducers::
 
     XLA program     local sum ──> foreign function ──> sum over all ranks ──> next evaluation
                                         |
     on GPUs                       `GpuSum`: NCCL on XLA's stream; Python does not wait
     on the CPU                    `HostSum`: through shared memory, in rank order
 
-An error, and an interrupt in the master, ends the launch: the reducer raises it in the foreign function.
+An error, or an interrupt in the master, ends the launch: the reducer raises it within the foreign function.
 """
 
 from __future__ import annotations
@@ -28,8 +28,9 @@ from synkhronos.devices.cuda.nccl import BufferSpan
 from synkhronos.ranks import Rank
 from synkhronos.ranks.control import SCRATCH_NBYTES
 
-#: Bytes in front of the data in half of a scratch area, and the positions of numbers in them: of the exchange that the
-#: data belong to, of the sums that the rank has begun, and of all its sums, plus 1, once its program has ended.
+#: Number of bytes of the header in front of the data in half of a scratch area, and the positions of its words: number
+#: of the exchange of the data; number of sums that the rank has begun; number of all its sums plus 1, 0 while its
+#: program runs.
 _HEADER_NBYTES, _EXCHANGE_NUMBER, _N_BEGUN, _N_FINAL = 24, 0, 1, 2
 
 DIVERGED_MESSAGE = (
@@ -41,7 +42,7 @@ DIVERGED_MESSAGE = (
 class InterruptPoll:
     """Detects SIGINT while compiled code runs in the main thread, where Python cannot call the handler.
 
-    The C part of Python's handler writes the signal's number into a pipe, in whichever thread it runs.
+    The part of Python's handler that is written in C writes the signal's number into a pipe, in any thread.
     """
 
     def __init__(self) -> None:
@@ -49,7 +50,7 @@ class InterruptPoll:
 
     @contextlib.contextmanager
     def watch(self) -> Iterator[None]:
-        """Detect signals in the ``with`` block; without effect in other threads than the main one."""
+        """Detect SIGINT in the ``with`` block, if this is the main thread."""
         if threading.current_thread() is not threading.main_thread():
             yield
             return
@@ -95,7 +96,9 @@ class ProgramSum:
         self._rank, self._poll = rank, poll
         self.count = 0
         local_ranks = rank.control.local_ranks
-        self._headers = [[rank.control.get_scratch(r, half)[:_HEADER_NBYTES].cast("Q") for r in local_ranks] for half in range(2)]
+        self._headers = [
+            [rank.control.get_scratch(r, half)[:_HEADER_NBYTES].cast("Q") for r in local_ranks] for half in range(2)
+        ]
         self._local_index = rank.number - local_ranks.start
         for headers in self._headers:
             headers[self._local_index][:] = memoryview(bytes(_HEADER_NBYTES)).cast("Q")
@@ -108,7 +111,7 @@ class ProgramSum:
         self._headers[0][self._local_index][_N_BEGUN] = self.count
 
     def start(self, spans: Sequence[BufferSpan], stream: int | None) -> None:
-        """Raise: these programs reduce no chunks."""
+        """Raise NotImplementedError: these programs do not start chunks."""
         raise NotImplementedError
 
     def finish(self, spans: Sequence[BufferSpan], valid_flag: int, stream: int | None) -> None:
@@ -124,7 +127,7 @@ class ProgramSum:
         Raises
         ------
         RuntimeError
-            If another rank waits for a sum that this one does not make.
+            If another rank waits for a sum that this rank does not compute.
         """
 
         def check() -> None:
@@ -139,16 +142,16 @@ class ProgramSum:
 class HostSum(ProgramSum):
     """Sums of arrays in host memory, through the scratch areas of shared memory.
 
-    Ranks exchange without the steps of a command, whose number is limited.  A rank writes its array, and then the
-    number of the exchange, into its own scratch half; it waits until the same number is in the halves of all others.
+    Exchanges do not use the steps of a command, whose number is limited.  A rank writes its array, and then the number
+    of the exchange, into its own scratch half.  Then it waits until the halves of all ranks have the same number.
 
-    Invariant: a half is written again two exchanges later, after the exchange in between, to which each rank
-    contributes only after it has read the half.
+    Invariant: a half is written again two exchanges later.  A rank takes part in the exchange in between only after it
+    has read the half.
 
     Parameters
     ----------
     rank : Rank
-        Of one host.
+        A rank of a session on one host.
     poll : InterruptPoll
     """
 
@@ -156,7 +159,10 @@ class HostSum(ProgramSum):
         super().__init__(rank, poll)
         assert not rank.spans_hosts
         self._data = [
-            [np.frombuffer(rank.control.get_scratch(r, half), np.uint8)[_HEADER_NBYTES:] for r in rank.control.local_ranks]
+            [
+                np.frombuffer(rank.control.get_scratch(r, half), np.uint8)[_HEADER_NBYTES:]
+                for r in rank.control.local_ranks
+            ]
             for half in range(2)
         ]
         self._n_exchanges = 0
@@ -194,7 +200,7 @@ class GpuSum(ProgramSum):
     rank : Rank
     poll : InterruptPoll
     communicator : NcclCommunicator
-        Connected.
+        A connected communicator.
     """
 
     def __init__(self, rank: Rank, poll: InterruptPoll, communicator: Any):
@@ -219,7 +225,7 @@ def _have_reached(headers: Sequence[Any], number: int) -> bool:
 
 
 def view_items(address: int, span: BufferSpan) -> np.ndarray:
-    """Return the NumPy array at an address."""
+    """Return a view of memory at an address as an array, with the number of items and dtype of a span."""
     dtype = np.dtype(span.dtype)
     memory = (ctypes.c_char * (span.n_items * dtype.itemsize)).from_address(address)
     return np.frombuffer(memoryview(memory), dtype)

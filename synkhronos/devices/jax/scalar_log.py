@@ -1,8 +1,8 @@
-"""Scalar outputs of many launches, in memory at a fixed address.
+"""Scalar outputs of many launches, in memory at fixed addresses.
 
-XLA records a launch as a CUDA graph and replays it while no address changes, which halves the time of a launch.  A loss
-that the user keeps would need a new address at every launch.  So each launch appends its scalars to one array per
-output, and that array is donated from launch to launch.  One copy to host memory reads the scalars of many launches.
+XLA records a launch as a CUDA graph, and replays it as long as no address changes, which takes less time.  If each loss
+were an array of its own, its address would change at every launch.  So each launch appends its scalars to one array per
+output, which is donated from launch to launch.  One copy to host memory reads the scalars of many launches.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import numpy as np
 
 from synkhronos.ranks.interrupts import defer_signals
 
-#: Scalars of each output that a log holds; a launch that computes n times appends n.
+#: Maximal number of entries; a launch that computes n times appends n.
 LOG_CAPACITY = 256
 
 
@@ -29,8 +29,8 @@ class ScalarLog:
     Attributes
     ----------
     cells : list of lists of one array
-        The number of entries, then one vector of `LOG_CAPACITY` scalars per output.  A launch takes these arrays and
-        stores the arrays that it returns in their place.
+        The number of entries, then one vector of `LOG_CAPACITY` scalars per output.  A launch takes these arrays as
+        arguments, and its caller replaces them by the arrays that it returns.
     """
 
     def __init__(self, dtypes: Sequence[np.dtype]):
@@ -44,12 +44,12 @@ class ScalarLog:
         self._copies: tuple[int, list[np.ndarray]] = 0, []
 
     def has_capacity(self, n_repeats: int) -> bool:
-        """Whether a launch that computes ``n_repeats`` times fits in."""
+        """Whether there is space for the entries of a launch that computes ``n_repeats`` times."""
         return self._n_entries + n_repeats <= LOG_CAPACITY
 
     @staticmethod
     def append(arrays: Sequence[Any], scalars: Sequence[Any]) -> list[Any]:
-        """Return the arrays of `cells` with one more scalar of each output; traced by XLA."""
+        """Return the arrays of `cells` with a scalar of each output appended; traced by JAX."""
         from jax import lax
 
         count, *logs = arrays
@@ -68,7 +68,7 @@ class ScalarLog:
         return [[LogEntry(self, output, start + i) for i in range(n_repeats)] for output in range(len(self.cells) - 1)]
 
     def get_unread_arrays(self) -> list[Any]:
-        """Return the arrays to copy before `LogEntry.read`; none if nothing was appended since the last copy."""
+        """Return the arrays to copy before `LogEntry.read`; an empty list if the last copy is up to date."""
         if self._copies[0] == self._n_entries:
             return []
         if any(array.is_deleted() for (array,) in self.cells):
@@ -77,7 +77,7 @@ class ScalarLog:
 
     def set_copies(self, arrays: Sequence[np.ndarray]) -> None:
         """Store copies of the unread arrays."""
-        # Copied again: a JAX array to which NumPy holds a view can't be donated.
+        # Copied again, as a JAX array with a NumPy view can't be donated.
         self._copies = self._n_entries, [np.array(array) for array in arrays]
 
     def read(self, output: int, index: int) -> np.ndarray:

@@ -1,7 +1,7 @@
-"""Programs that XLA compiles, and the engine that launches PyTensor's functions in JAX mode.
+"""The engine for PyTensor's functions in JAX mode, and other XLA programs.
 
-An `Executable` is one XLA program.  It consists of one or several PyTensor functions, takes the inputs and the values
-of all shared variables, and returns the outputs and the variables' new values::
+An `Executable` is one XLA program of one or several PyTensor functions.  It takes the inputs and the values of all
+shared variables, and returns the outputs and the variables' new values::
 
                       ┌────────────────────────── one launch ──────────────────────────┐
     inputs ─────────> │ gradient function ──> all-reduce (`TracedReduction`) ──> update │ ──> outputs
@@ -45,25 +45,25 @@ class XlaEngine(LazyEngine):
         return JAX
 
     def make_runner(self, library: GraphLibrary, function: Any, n_inputs: int, allows_opaque_outputs: bool) -> Runner:
-        """Make an executable; it returns scalars as log entries if only `fetch` reads them."""
+        """Make an executable, which returns scalars as log entries if outputs may be any objects."""
         return Executable([JaxFunction(function, n_inputs, JAX)], logs_scalars=allows_opaque_outputs)
 
     def fuse_step(
         self, rank: Rank, first: Runner, reduction: StepReduction, second: Runner, n_repeats: int
     ) -> Runner | None:
-        """Fuse two executables and NCCL's all-reduce into one launch; None if that is impossible.
+        """Fuse two executables and NCCL's all-reduce into one launch; return None if that is impossible.
 
-        Ranks need not agree on the answer.  Those that fuse and those that don't pass the same steps of the command.
+        The result may differ between ranks: a fused training step has the same collectives as an unfused one.
         """
         assert isinstance(first, Executable) and isinstance(second, Executable)
         if rank.size == 1:
             return first.fuse(second=second, n_repeats=n_repeats)
         shared = reduction.get_shared(rank)
         value = shared.container.storage[0]
-        # A value that the user has set may have to be moved or cast first, by an unfused step.
+        # An unfused step moves and casts a value that the user has set.
         if not JAX.owns(value) or value.dtype != shared.type.dtype or not JAX.can_reduce_in_launch(value.dtype):
             return None
-        # Values that are sent in another dtype are divided by the program.
+        # With a wire dtype, the program itself divides by the number of ranks.
         op = "sum" if reduction.wire_dtype else reduction.op
         fused_reduction = TracedReduction(
             shared.container.storage, reduction.wire_dtype, rank.size, reduction.tail, JAX.nccl_calls, op

@@ -1,4 +1,4 @@
-"""One or several PyTensor functions in JAX mode as one program of XLA."""
+"""XLA programs of one or several PyTensor functions in JAX mode."""
 
 from __future__ import annotations
 
@@ -29,28 +29,28 @@ _MAX_FUSED = 16
 class Executable(Runner):
     """One or several PyTensor functions in JAX mode, as one XLA program of device arrays.
 
-    PyTensor's own call takes NumPy inputs, and leaves the values of shared variables where they are, so that NumPy
-    values are copied to the device at each call.  This class calls the same compiled graphs with the storages' values.
-    NumPy arrays that the user has put there are moved to the device once.
+    PyTensor's own call copies NumPy inputs, and NumPy values of shared variables, to the device at each call.  This
+    class calls the same compiled graphs with the values in the variables' storages.  It moves NumPy values that the
+    user has set to the device once.
 
-    The memory of an updated shared variable is donated: XLA writes the new value into it.  An array with further
-    references (``get_value(borrow=True)``) is copied before, as a donated array becomes invalid.
+    The memory of an updated shared variable is donated: XLA writes the new value into it.  As a donated array becomes
+    invalid, an array with other references (``get_value(borrow=True)``) is copied first.
 
     Parameters
     ----------
     functions : list of JaxFunction
         Computed in this order in one launch.
     reduction : TracedReduction, optional
-        Of a variable that the first function updates; the others read the reduced value.
+        All-reduce of a variable that the first function updates.  The other functions read the reduced value.
     logs_scalars : bool
         Whether to return scalar outputs as `LogEntry` objects.
     n_repeats : int
-        As in `Runner`.  If it is more than 1, all outputs must be logged scalars.
+        As in `Runner`.  If it is greater than 1, all outputs must be logged scalars.
 
     Attributes
     ----------
     ffi_reduction : FfiReduction or None
-        The all-reduce in the program, to be bound to a reducer for each call; None without ``reduction``.
+        All-reduce in the program, to be bound to a reducer for each call; None without ``reduction``.
     """
 
     def __init__(
@@ -63,25 +63,27 @@ class Executable(Runner):
         import jax
         import jax.numpy as jnp
 
-        # PyTensor's dispatchers, imported when the first function is compiled, turn this off where floatX is float32.
-        # Turning it on after the first call would compile that function again.
+        # PyTensor's dispatchers, imported when the first function is compiled, disable this option where floatX is
+        # float32.  If it were enabled after the first call, JAX would compile the function again.
         jax.config.update("jax_enable_x64", True)
-        # A new value of another shape than the old one can't reuse its memory, which is no error.
+        # It is no error that a new value can't use the memory of an old value of another shape.
         warnings.filterwarnings("ignore", "Some donated buffers were not usable")
         self._functions = list(functions)
         self._logs_scalars, self.n_repeats = logs_scalars, n_repeats
-        self.ffi_reduction = None if reduction is None else FfiReduction(nccl_calls=reduction.nccl_calls, op=reduction.op)
+        self.ffi_reduction = (
+            None if reduction is None else FfiReduction(nccl_calls=reduction.nccl_calls, op=reduction.op)
+        )
         self._fused: dict[Any, Executable] = {}
         self._signatures: set[Any] = set()
         self._n_inputs = sum(function.n_inputs for function in functions)
         self._storages = _remove_duplicates([storage for function in functions for storage in function.storages])
-        # In the order of the storages: JAX gives each new value the memory of the first donated array of its shape.  In
-        # another order XLA would copy arrays, and addresses would change from launch to launch.
+        # In the order of the storages, since JAX gives each new value the memory of the first donated array of its
+        # shape.  In another order, XLA would copy arrays, and addresses would change from launch to launch.
         updated = {id(cell) for function in functions for cell in function.cells}
         self._updated = [storage for storage in self._storages if id(storage) in updated]
         self._donated = _remove_duplicates([storage for function in functions for storage in function.donated])
         self._copy = jnp.copy
-        #: Inputs whose values decide the lengths of arrays.
+        #: Inputs whose values determine the lengths of arrays.
         self.host_inputs = frozenset(
             position
             for function in functions[:1]
@@ -102,7 +104,7 @@ class Executable(Runner):
         self._run, self._communicator_number = self._jit(), 0
 
     def _prepare_jit(self, reduction: TracedReduction | None) -> Callable[[], Callable[..., Any]]:
-        """Return a function that makes the program, as a function of the arguments of `_get_arguments`."""
+        """Return a function that makes the program: a jitted function of the result of `_get_arguments`."""
         import jax
 
         donated = {id(storage) for storage in self._donated}
@@ -110,7 +112,7 @@ class Executable(Runner):
         if self._log is not None:
             n_arguments = self._n_inputs + len(self._storages)
             positions += range(n_arguments, n_arguments + len(self._log.cells))
-        # No reference to self: the cycle would leave its memory to the garbage collector.
+        # Without a reference to self, which would be a cycle and leave the memory to the garbage collector.
         run = partial(
             trace_functions,
             self._functions,
@@ -131,10 +133,10 @@ class Executable(Runner):
             run, positions = partial(trace_with_lengths, run), [position + 1 for position in positions]
             options["static_argnums"] = 0
         options["compiler_options"] = COMPILER_OPTIONS if computes_in_bfloat16() else None
-        # keep_unused: old values that no computation reads still donate their memory, so that addresses stay the same
+        # keep_unused: old values that no computation reads donate their memory, too, so that addresses stay the same
         # and XLA can replay recorded launches.
         options |= {"donate_argnums": tuple(positions), "keep_unused": True}
-        # Each time another function object: JAX would return the program that it has compiled for the same one.
+        # A new function object each time: for the same object, JAX would return the program that it has compiled.
         return lambda: jax.jit(partial(run), **options)
 
     def fuse(
@@ -145,8 +147,8 @@ class Executable(Runner):
         Returns
         -------
         Executable or None
-            The same object for the same arguments.  None if values of inputs decide shapes, if the reduced variable is
-            not updated here, or if ``n_repeats > 1`` and an output is no scalar.
+            The same object for the same arguments.  None if values of inputs determine lengths of arrays, if this
+            executable does not update the reduced variable, or if ``n_repeats > 1`` and an output is no scalar.
         """
         key = reduction and (id(reduction.storage), *reduction[1:]), second, n_repeats
         fused = self._fused.pop(key, None)
@@ -156,7 +158,9 @@ class Executable(Runner):
             can_fuse = can_fuse and not any(executable._has_lengths for executable in executables)
             if n_repeats > 1:
                 can_fuse = (
-                    can_fuse and n_repeats <= LOG_CAPACITY and not any(executable._outputs for executable in executables)
+                    can_fuse
+                    and n_repeats <= LOG_CAPACITY
+                    and not any(executable._outputs for executable in executables)
                 )
             if not can_fuse:
                 return None
@@ -165,11 +169,11 @@ class Executable(Runner):
             while len(self._fused) >= _MAX_FUSED:
                 del self._fused[next(iter(self._fused))]
             fused = Executable(functions, reduction, self._logs_scalars, n_repeats)
-        self._fused[key] = fused  # most recently used: last
+        self._fused[key] = fused  # the most recently used one is last
         return fused
 
     def repeat(self, n_repeats: int) -> Executable | None:
-        """Return the executable that computes ``n_repeats`` times in one launch; None if there is none."""
+        """Return the executable that computes ``n_repeats`` times in one launch; None if that is impossible."""
         return self if n_repeats == 1 else self.fuse(n_repeats=n_repeats)
 
     def is_new_signature(self, inputs: Sequence[Any]) -> bool:
@@ -181,7 +185,7 @@ class Executable(Runner):
         return True
 
     def bind_communicator(self, communicator_number: int) -> None:
-        """Drop the CUDA graphs that XLA has recorded for another connection: they contain its communicator."""
+        """Drop the CUDA graphs that XLA has recorded with another NCCL communicator, if there is one."""
         if communicator_number != self._communicator_number:
             if self._communicator_number:
                 self._run = self._jit()
@@ -201,7 +205,7 @@ class Executable(Runner):
             self._log = ScalarLog(self._dtypes)
         arguments = self._get_arguments(inputs)
         JAX.before_launch()
-        # An interrupt may come between the launch, which appends to the log, and the log's count of its entries.
+        # An interrupt may come between the launch, which appends to the log, and the update of the number of entries.
         self._is_interrupted = True
         try:
             self._launch(arguments)
@@ -212,7 +216,7 @@ class Executable(Runner):
         return results
 
     def wait(self, results: Sequence[Any]) -> None:
-        """Wait until the last launch is computed."""
+        """Wait until the last launch has been computed."""
         import jax
 
         logs = [] if self._log is None else self._log.cells
@@ -233,20 +237,20 @@ class Executable(Runner):
     def _launch(self, arguments: list[Any]) -> None:
         """Launch, and store the results in their cells.
 
-        In C without a Python instruction in between, so that an interrupt is raised only when both are done: after the
-        launch the old values are deleted, and the new ones are referenced by nothing else.
+        No Python instruction is executed in between, so that no interrupt is raised: after the launch the old values
+        are deleted, and the new values have no other references.
         """
         cells = [*self._outputs, *self._updated, *([] if self._log is None else self._log.cells)]
         results = chain.from_iterable(starmap(self._run, (arguments,)))
         deque(map(setitem, cells, repeat(0), results), maxlen=0)
 
     def _get_arguments(self, inputs: Sequence[Any]) -> list[Any]:
-        """Return the program's arguments: lengths, inputs, the storages' values, the log."""
+        """Return the program's arguments: lengths, inputs, the storages' values, the arrays of the log."""
         logs = [] if self._log is None else self._log.cells
         lengths = []
         if self._has_lengths:
             (function,) = self._functions
-            # Copied, as the user may write into an input before the launch has been computed.
+            # Copied, as the user may overwrite an input before the launch has been computed.
             inputs = [np.array(v) if i in self.host_inputs else v for i, v in enumerate(inputs)]
             lengths = [function.compute_lengths(inputs)]
         return [*lengths, *inputs, *[cell[0] for cell in (*self._storages, *logs)]]

@@ -1,6 +1,6 @@
-"""Launches of an executable with an all-reduce, which all ranks launch together.
+"""Launches of executables that contain an all-reduce.
 
-XLA calls the all-reduce during the launch (`devices.jax.ffi`).  `FusedRunner` binds a `GradientReducer`, or NCCL's
+XLA calls the all-reduce during the launch (`devices.jax.ffi`).  `FusedRunner` binds a `GradientReducer`, or the NCCL
 communicator itself, to the program's `FfiReduction`.
 """
 
@@ -17,7 +17,7 @@ from synkhronos.ranks.interrupts import defer_signals
 
 
 class FusedRunner(Runner):
-    """An executable with an all-reduce, which all ranks launch together.
+    """An executable with an all-reduce, which all ranks launch at the same point of a command.
 
     Parameters
     ----------
@@ -39,8 +39,8 @@ class FusedRunner(Runner):
     def __call__(self, *inputs: Any) -> list[Any]:
         """Launch, and wait until all ranks have launched."""
         communicator, shape = self._reduction.prepare_reduction(self._rank)
-        # No signal handler may raise within XLA's callbacks.  Once this rank has launched, all others will in a moment:
-        # then the updates are valid on all ranks, or, if one of them fails, on none.
+        # No signal handler may raise within XLA's callbacks, nor before the other ranks have launched: the updates have
+        # to be valid on all ranks, or, if one fails, on none.
         with defer_signals() as signals:
             launch = self._launch if self._ffi_reduction.nccl_calls == "python" else self._launch_native
             results = launch(inputs, communicator, shape)
@@ -62,11 +62,11 @@ class FusedRunner(Runner):
                 return self._executable(*inputs)
             finally:
                 if self.n_repeats > 1:
-                    self._rank.commit()  # an earlier step may be valid although a later one fails
+                    self._rank.commit()  # an earlier step may be valid even if a later one fails
 
 
 class GradientReducer:
-    """All-reduce of the ranks' gradients during one launch, called by XLA (`devices.jax.ffi.Reducer`).
+    """The reducer of the ranks' gradients in one launch (`devices.jax.ffi.Reducer`).
 
     Parameters
     ----------
@@ -85,27 +85,27 @@ class GradientReducer:
         self._n_started = 0
 
     def start(self, spans: Sequence[Any], stream: int | None) -> None:
-        """Start to reduce a chunk of the gradient, overlapping the stream's next work."""
+        """Start the all-reduce of a chunk of the gradient, which overlaps the stream's next work."""
         self._communicator.start_in_launch(spans, self._op, stream)
         self._n_started += sum(span.n_items for span in spans)
 
     def finish(self, spans: Sequence[Any], valid_flag: int, stream: int | None) -> None:
-        """Reduce the rest of the gradient, and make the stream wait for all of it.
+        """All-reduce the rest of the gradient, and make the stream wait for all chunks.
 
         Parameters
         ----------
         spans : list of BufferSpan
         valid_flag : int
-            Address of an int32 on the GPU: 0 before a valid reduction, 1 after it.
+            Address of an int32 on the GPU, which becomes 1 if the reduction is valid.
         stream : int
 
         Raises
         ------
         ValueError
-            If the gradient has not the shape that all ranks have.
+            If the number of items is not that of the shape that the ranks have compared.
         """
         if self._is_repeated:
-            self._rank.commit()  # an earlier step may be valid although a later one fails
+            self._rank.commit()  # an earlier step may be valid even if a later one fails
         n_items, self._n_started = self._n_started + sum(span.n_items for span in spans), 0
         if n_items != math.prod(self._shape):
             self.wait(stream)

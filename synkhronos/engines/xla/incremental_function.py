@@ -1,8 +1,8 @@
-"""Tracing a function step by step, to overlap communication with the backward pass.
+"""Incremental tracing of a function, to overlap communication with the backward pass.
 
-XLA orders computations so that they need little memory.  Nothing needs a large gradient before the update, so XLA
-computes it last, even if it could be first, and its all-reduce then overlaps nothing.  This module makes the gradient
-that flows on to earlier layers depend on the start of the all-reduce, which leaves XLA no other order::
+XLA orders computations so that they need little memory.  Only the update reads a large gradient, so XLA computes it
+last, even if it could be computed first, and its all-reduce then overlaps nothing.  This module makes the gradient that
+flows to earlier layers depend on the start of the all-reduce, which leaves XLA no other order::
 
     layer 3's gradient ──> start of its all-reduce ──> token
     flow to layer 2 ─────────────── barrier(token) ──────────> layer 2's gradient ──> ...
@@ -15,24 +15,23 @@ from typing import Any
 
 
 class IncrementalFunction:
-    """A function of traced arrays that computes each value at the first request for it.
+    """A function of traced arrays, whose values are traced one after another, on request.
 
     Parameters
     ----------
     function : callable
         Takes arrays, and returns a sequence of arrays.
-    arguments : list of jax.Array
-        Being traced.
+    arguments : list of traced jax.Array
     n_forward : int
-        The first ``n_forward`` results, such as the loss, belong to the forward pass.  Computations for them are never
-        delayed, as XLA may repeat them where they are used.
+        Number of results at the start, such as the loss, that belong to the forward pass.  Values that they need are
+        never delayed, as XLA may compute them again where they are used.
     vector : int
         Position of the result that is computed in parts.
 
     Attributes
     ----------
     parts : list of jaxpr variables
-        The vectors that this result is concatenated from; itself if it is no concatenation.
+        Vectors whose concatenation is this result; the result itself if it is no concatenation.
     """
 
     def __init__(self, function: Callable[..., Sequence[Any]], arguments: Sequence[Any], n_forward: int, vector: int):
@@ -50,7 +49,7 @@ class IncrementalFunction:
         self._results = [*jaxpr.outvars[:vector], None, *jaxpr.outvars[vector + 1 :]]
 
     def compute(self, variables: Sequence[Any]) -> list[Any]:
-        """Return variables' values, by tracing only the equations that are missing for them."""
+        """Return the values of variables; trace the equations that were not traced before."""
         from jax.extend import core
 
         missing_equations = sorted(self._find_missing(variables))
@@ -80,13 +79,13 @@ class IncrementalFunction:
         return token
 
     def finish(self, vector: Any) -> list[Any]:
-        """Return the function's results; ``vector`` replaces the result that was computed in parts."""
+        """Trace the rest, and return the function's results, with ``vector`` for the result in parts."""
         position = self._results.index(None)
         other_results = self.compute([v for v in self._results if v is not None])
         return [*other_results[:position], vector, *other_results[position:]]
 
     def _find_missing(self, variables: Sequence[Any]) -> set[int]:
-        """Return the indexes of the equations that must still be computed for some variables."""
+        """Return the indexes of the equations that must still be traced for variables."""
         from jax.extend import core
 
         missing_equations: set[int] = set()
@@ -100,7 +99,7 @@ class IncrementalFunction:
         return missing_equations
 
     def _find_parts(self, variable: Any) -> list[Any]:
-        """Return the vectors that a vector is concatenated from."""
+        """Return the vectors whose concatenation a variable is."""
         from jax.extend import core
 
         i = None if isinstance(variable, core.Literal) else self._source.get(variable)

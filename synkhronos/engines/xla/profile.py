@@ -1,4 +1,4 @@
-"""XLA's operations on one rank, as JAX's profiler records them."""
+"""Recording of XLA's operations on a rank, by JAX's profiler."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 
 from synkhronos.checks import import_package
 
-#: Name of the event that carries this process's clock, from which the profiler's clock is aligned.
+#: Start of the name of events that contain the time of this process's clock, to align the profiler's clock with it.
 _CLOCK_MARK = "synkhronos clock "
 
 #: Thread, name, start and end in nanoseconds of this process's monotonic clock.
@@ -19,7 +19,7 @@ Operation = tuple[str, str, int, int]
 
 
 class XlaProfile:
-    """JAX's profiler on a rank, from `start` to `stop`."""
+    """A recording of JAX's profiler, from `start` to `stop`."""
 
     def __init__(self) -> None:
         self._folder: tempfile.TemporaryDirectory[str] | None = None
@@ -57,7 +57,7 @@ class XlaProfile:
 
 
 def _read_operations(events: list[dict[str, Any]]) -> list[Operation]:
-    """Return the spans of devices and of XLA's threads; Python's own are recorded already."""
+    """Return the operations of devices and of XLA's threads, without those of Python."""
     names: dict[Any, str] = {}
     for event in events:
         if event.get("name") == "process_name":
@@ -67,7 +67,7 @@ def _read_operations(events: list[dict[str, Any]]) -> list[Operation]:
     marks = [e for e in events if e.get("ph") == "X" and str(e["name"]).startswith(_CLOCK_MARK)]
     if not marks:
         return []
-    # The clock was read just before the event began.
+    # The clock was read just before the event began, so the smallest difference is the most precise.
     offset = min(e["ts"] * 1000 - int(str(e["name"])[len(_CLOCK_MARK) :]) for e in marks)
     operations = []
     for event in events:

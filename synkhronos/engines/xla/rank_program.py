@@ -1,8 +1,8 @@
 """A program of another library, compiled by XLA, that all ranks run at the same time.
 
-Each rank runs the same Python function with the same arguments.  What the function computes in JAX may call
-`RankProgram.all_reduce`, within any loop and any number of times.  All ranks have to end with the same results, to the
-last bit: else their loops could differ, and a rank would wait for an all-reduce that others don't make.
+All ranks run the same Python function with the same arguments.  Its computations in JAX may call
+`RankProgram.all_reduce` any number of times, also in loops.  All ranks must get bitwise equal results: otherwise their
+loops could differ, and a rank would wait for an all-reduce that others don't make.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from synkhronos.lowering.jax_function import JaxFunction
 from synkhronos.ranks import Rank
 from synkhronos.ranks.interrupts import defer_signals
 
-#: JAX's settings that change numbers: those of the master hold on all ranks.
+#: JAX's settings that change numbers, which all ranks take from the master.
 _SETTINGS = (
     "jax_enable_x64",
     "jax_default_matmul_precision",
@@ -44,7 +44,7 @@ class RankProgram:
     Attributes
     ----------
     current : RankProgram or None
-        The program that runs in this process.
+        The program that is running in this process.
     """
 
     current: RankProgram | None = None
@@ -64,7 +64,7 @@ class RankProgram:
         Parameters
         ----------
         function : callable
-            Returns arrays.
+            Returns a sequence of arrays.
         settings : dict
             JAX's settings in the master, as `get_settings` returns them.
 
@@ -78,10 +78,10 @@ class RankProgram:
         RuntimeError
             If the results differ.
         NotImplementedError
-            If this device can't reduce in a program.
+            If this device can't all-reduce within a program.
         """
         rank, poll = self.rank, InterruptPoll()
-        # No signal handler may raise within XLA's callbacks.  An interrupt ends the launch at the next all-reduce.
+        # No signal handler may raise within XLA's callbacks.  SIGINT ends the launch at the next all-reduce.
         with defer_signals(), poll.watch(), _share_cores(rank), _use_settings(settings), _silence(not rank.is_master):
             reducer = _make_reducer(rank, poll)
             RankProgram.current = self
@@ -106,11 +106,12 @@ class RankProgram:
         Parameters
         ----------
         compile_function : callable
-            Compiles a graph, as ``pytensor.function``.
+            Compiles a graph, like ``pytensor.function``.
         inputs : list of variable
-            The function's parameters, then the rows.
+            Parameters of the returned function, then a variable for each array in ``rows``.
         output : variable
         rows : list of array
+            This rank's rows.
         """
         import jax
         import jax.numpy as jnp
@@ -125,8 +126,8 @@ class RankProgram:
             )
         arrays = [jnp.asarray(array) for array in rows]
         if not self._is_vectorized:
-            # References become arguments of the programs that read them.  Arrays become constants, of which each
-            # program has copies, and which take long to compile; but jax.vmap of a loop fails with references.
+            # References become arguments of the programs that read them.  Arrays would become constants: each program
+            # would have copies, and take longer to compile.  But jax.vmap of a loop fails with references.
             arrays = [jax.new_ref(array) for array in arrays]
 
         def compute(*params: Any) -> Any:
@@ -144,7 +145,7 @@ def get_settings() -> dict[str, Any]:
 
 
 def map_sequentially(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function that applies another one to each item of the leading axis, one by one.
+    """Return a function that applies ``function`` to each item along the leading axis of its arguments, in order.
 
     It replaces `jax.pmap`, whose all-reduces would have no order.
     """
@@ -176,7 +177,7 @@ def _make_reducer(rank: Rank, poll: InterruptPoll) -> ProgramSum:
 
 @contextlib.contextmanager
 def _use_settings(settings: dict[str, Any]) -> Iterator[None]:
-    """Context in which JAX has these settings."""
+    """Set JAX's settings within the ``with`` block."""
     import jax
 
     old_values = {name: getattr(jax.config, name) for name in settings}
@@ -191,8 +192,8 @@ def _use_settings(settings: dict[str, Any]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _share_cores(rank: Rank) -> Iterator[None]:
-    """Context in which XLA starts with as many threads as this rank's share of the cores."""
-    from unittest import mock  # not at the top, where it imports asyncio into every rank; fork() imports all engines
+    """Limit XLA to this rank's number of threads, if it is started within the ``with`` block."""
+    from unittest import mock  # imported here, as it imports asyncio, and every rank imports this module
 
     with mock.patch.dict(os.environ, {"NPROC": str(rank.thread_limit.n_threads)}):
         yield
@@ -200,7 +201,7 @@ def _share_cores(rank: Rank) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _silence(is_silent: bool) -> Iterator[None]:
-    """Context without output.  Progress bars are part of the program, which has to be the same on all ranks."""
+    """Discard output within the ``with`` block: workers run the program with the master's progress bars."""
     if not is_silent:
         yield
         return

@@ -1,6 +1,6 @@
-"""JAX functions of an `Executable`: its functions, the all-reduce after the first one, and a loop around them.
+"""The JAX function of an `Executable`: its PyTensor functions, the all-reduce after the first one, and a loop.
 
-They run while JAX traces them, and their arrays are traced ones.
+JAX traces the functions here, so their arrays are traced ones.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from synkhronos.devices.jax.scalar_log import ScalarLog
 from synkhronos.engines.xla.incremental_function import IncrementalFunction
 from synkhronos.lowering.jax_function import JaxFunction
 
-#: Minimal bytes of a chunk of the gradient whose all-reduce overlaps the rest of the backward pass.
+#: Minimal number of bytes of a chunk of the gradient, whose all-reduce overlaps the rest of the backward pass.
 MIN_CHUNK_BYTES = 25_000_000
 
 
@@ -30,21 +30,22 @@ class TracedReduction(NamedTuple):
     storage : list of one array
         The variable's storage.
     wire_dtype : str or None
-        Dtype in which the values are sent, all but the tail; None for their own.
+        Dtype in which the values without the tail are sent; None for their own dtype.
     n_ranks : int
-        Divisor of the values if they are sent in another dtype, as their sum could overflow; else NCCL divides.
+        Divisor of the values if there is a wire dtype, in which their sum could overflow; otherwise NCCL divides.
     tail : int
-        Number of items at the vector's end that are sent in their own dtype in any case.
-    calls : {"python", "native", "graph"}
+        Number of items at the vector's end that are always sent in their own dtype.
+    nccl_calls : {"python", "native", "graph"}
         How XLA calls NCCL, as in `FfiReduction`.
     op : str
+        Name of the reduction.
     """
 
     storage: list[Any]
     wire_dtype: str | None = None
     n_ranks: int = 1
     tail: int = 1
-    calls: str = "python"
+    nccl_calls: str = "python"
     op: str = "sum"
 
 
@@ -68,18 +69,18 @@ def trace_functions(
     storages, updated : list of storages
         Storages of all shared variables, and of the updated ones.
     logged : list of int
-        Positions of the outputs that are appended to the log, and returned nowhere else.
+        Positions of the outputs that are appended to the log instead of being returned.
     *arguments : jax.Array
         As `Executable._get_arguments` returns them, without lengths.
     in_loop : bool
         Whether this is the body of a loop.
     lengths : tuple of int
-        Arguments of the only function that follow its storages.
+        Last arguments of the function, if there is a single one.
 
     Returns
     -------
     tuple of jax.Array
-        The outputs that are not logged, the new values of ``updated``, the arrays of the log.
+        Outputs that are not logged, new values of ``updated``, arrays of the log.
     """
     n_inputs = sum(function.n_inputs for function in functions)
     n_arguments = n_inputs + len(storages)
@@ -115,7 +116,7 @@ def trace_functions(
 def trace_with_lengths(
     run: Callable[..., tuple[Any, ...]], lengths: tuple[int, ...], *arguments: Any
 ) -> tuple[Any, ...]:
-    """Trace `trace_functions`, bound to its first arguments, with lengths."""
+    """Trace ``run``, a partial of `trace_functions`, with lengths, which JAX passes as the first argument."""
     return run(*arguments, lengths=lengths)
 
 
@@ -128,7 +129,7 @@ def _trace_reduction(
 ) -> tuple[list[Any], Any]:
     """Trace a function and the all-reduce of one of its results.
 
-    The all-reduce of the last parameters' gradients starts while those of earlier ones are computed.
+    The all-reduce of the last parameters' gradients starts while the gradients of earlier parameters are computed.
 
     Parameters
     ----------
@@ -159,7 +160,7 @@ def _trace_reduction(
         chunks = _group_parts(parts, jnp.dtype(dtype or own_dtype).itemsize, tail_items)
 
     def compute_chunk(chunk: list[Any]) -> Any:
-        """Return the values of a chunk as one vector in the dtype in which it is sent, without the tail."""
+        """Return the values of a chunk without the tail, as one vector in the dtype in which it is sent."""
         values = incremental.compute(chunk)
         if dtype is not None:
             values = _split_tail(values, tail_items)[0] if chunk is chunks[0] else values
@@ -174,7 +175,7 @@ def _trace_reduction(
         started_arrays.append(array)
     remaining_arrays = [compute_chunk(chunks[-1])]
     if dtype is not None:
-        # The number of rows and running averages would lose too much precision in another dtype.
+        # The number of rows, and running averages, would lose too much precision in the wire dtype.
         tail_vectors = _split_tail(incremental.compute(chunks[0]), tail_items)[1]
         remaining_arrays.append(jnp.concatenate(tail_vectors) / reduction.n_ranks)
     arrays, is_valid = ffi_reduction.trace_finish(remaining_arrays, started_arrays, token, iteration)
@@ -184,9 +185,9 @@ def _trace_reduction(
 
 
 def _group_parts(parts: Sequence[Any], itemsize: int, tail: int = 0) -> list[list[Any]]:
-    """Group consecutive parts of a vector to chunks, from the end of the vector to its start.
+    """Group consecutive parts of a vector into chunks, from the end of the vector to its start.
 
-    Each chunk has at least `MIN_CHUNK_BYTES`, except the last one.  The first one has more than ``tail`` items.
+    Each chunk except the last has at least `MIN_CHUNK_BYTES`.  The first one has more than ``tail`` items.
     """
     chunks: list[list[Any]] = [[]]
     for part in reversed(parts):
@@ -198,7 +199,7 @@ def _group_parts(parts: Sequence[Any], itemsize: int, tail: int = 0) -> list[lis
 
 
 def _split_tail(vectors: Sequence[Any], tail: int) -> tuple[list[Any], list[Any]]:
-    """Split consecutive vectors in front of their last ``tail`` items."""
+    """Split consecutive vectors into those of the last ``tail`` items and those before."""
     head = list(vectors)
     tail_vectors: list[Any] = []
     while tail > 0:
@@ -218,7 +219,7 @@ def trace_loop(
     Parameters
     ----------
     compute_once : callable
-        Takes the inputs and the state; returns the new values of the state's items ``changed``.
+        Takes inputs and the state; returns new values of the items ``changed`` of the state.
     n_repeats : int
     n_inputs : int
     changed : list of int
@@ -253,7 +254,7 @@ def trace_loop(
 
 
 def _select(is_valid: Any, new_value: Any, old_value: Any) -> Any:
-    """Return a variable's new value if the reduction is valid, else the old one; always new if shapes differ."""
+    """Return a variable's new value if the reduction is valid, else the old value; the new one if shapes differ."""
     import jax.numpy as jnp
 
     can_select = new_value is not old_value and new_value.shape == old_value.shape

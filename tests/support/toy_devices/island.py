@@ -164,7 +164,7 @@ class Bridge(Communicator):
 
 def _combine(op, arrays):
     reduced = REDUCTIONS[op].ufunc.reduce(arrays)
-    return reduced / len(arrays) if REDUCTIONS[op].divides else reduced
+    return reduced / len(arrays) if REDUCTIONS[op].is_mean else reduced
 
 
 DEVICE = Island()
