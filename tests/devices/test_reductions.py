@@ -9,7 +9,7 @@ from synkhronos.devices import HOST, JAX, PYGPU
 from synkhronos.devices.reductions import REDUCTIONS, Reduction
 
 # row begins
-ROW = {"logaddexp": Reduction(np.logaddexp, refuses="biu")}
+ROW = {"logaddexp": Reduction(np.logaddexp, unsupported_kinds="biu")}
 # row ends
 
 on_host = pytest.mark.skipif(DEVICE != "host", reason="where XLA was used, workers start anew and lack the row")
