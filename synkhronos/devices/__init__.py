@@ -94,7 +94,7 @@ def get_array_device(array: Any) -> Device:
         return HOST
     device = find_device(array)
     if device is HOST and not HOST.owns(array):
-        raise TypeError(f"no device holds a {type(array).__module__}.{type(array).__qualname__}")
+        raise TypeError(f"no device supports arrays of type {type(array).__module__}.{type(array).__qualname__}")
     return device
 
 
@@ -149,7 +149,7 @@ def choose_device(use_gpu: bool | None, n_parallel: int | None) -> tuple[Device,
     if n_gpu and (missing := device.list_missing_requirements()):
         if use_gpu:
             raise RuntimeError(
-                f"use_gpu=True, and {n_gpu} GPUs are visible, but nothing installed here can drive them: "
+                f"use_gpu=True, and {n_gpu} GPUs are visible, but packages for them are missing: "
                 f"install {', '.join(missing)}: {device.install_hint}"
             )
         n_gpu = 0
@@ -167,9 +167,9 @@ def choose_device(use_gpu: bool | None, n_parallel: int | None) -> tuple[Device,
         )
     if not device.is_on_gpu and cuda.is_started():
         raise RuntimeError(
-            "this process has started CUDA already, so that its workers could not: call synkhronos.fork() before "
-            "anything touches a GPU (an import that does so, jax.devices(), torch.cuda, Theano's flag device=cuda, "
-            "...), or pass use_gpu=False"
+            "this process has already started CUDA, so that its workers can't: call synkhronos.fork() before anything "
+            "uses a GPU (some imports, jax.devices(), torch.cuda, Theano's flag device=cuda, ...), or pass "
+            "use_gpu=False"
         )
     return device, n_gpu if n_parallel is None else n_parallel
 

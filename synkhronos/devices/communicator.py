@@ -15,9 +15,9 @@ ArrayLayout = tuple[tuple[int, ...], np.dtype]
 class Communicator(ABC):
     """Collectives over arrays of one kind.
 
-    Every method is called on every rank, with arguments that agree.  Arrays are contiguous, and all ranks know all
-    shapes beforehand.  Arrays are those of the communicator's device; the items of ``out`` in `gather` and
-    `all_gather` are results of the device's `slice_items`.
+    Every method is called on every rank, with matching arguments.  Arrays are contiguous arrays of the communicator's
+    device, and all ranks know all shapes beforehand.  The items of ``out`` in `gather` and `all_gather` are results of
+    the device's `slice_items`.
     """
 
     @property

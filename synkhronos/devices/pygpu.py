@@ -53,7 +53,7 @@ class PygpuDevice(CudaDevice):
         import theano.gpuarray
 
         if not theano.config.gpuarray.single_stream:
-            raise RuntimeError("Theano's flag gpuarray.single_stream=False: Synkhronos needs all of its work in order")
+            raise RuntimeError("Theano's flag gpuarray.single_stream is False: Synkhronos requires a single stream")
         # Each rank would print that it uses GPU 0, the only one that is visible to it.
         output = io.StringIO()
         try:
@@ -138,7 +138,7 @@ class PygpuDevice(CudaDevice):
         """Return ``op`` applied to two arrays of one shape."""
         if op.gpuarray_expression is None:
             name = getattr(op.ufunc, "__name__", "")
-            raise NotImplementedError(f"libgpuarray has no kernel for {name!r}: this op can't combine GpuArrays")
+            raise NotImplementedError(f"libgpuarray has no kernel for {name!r}: this op can't reduce GpuArrays")
         from pygpu.elemwise import elemwise2
 
         return elemwise2(left, None, right, left, odtype=left.dtype, oper=op.gpuarray_expression)

@@ -74,7 +74,7 @@ REDUCTIONS = {
 
 
 def list_collective_ops() -> tuple[str, ...]:
-    """Return the names of the reductions that collectives accept: those that need no row counts."""
+    """Return the names of the reductions that collectives accept, which need no row counts."""
     return tuple(
         name for name, reduction in REDUCTIONS.items() if reduction.ufunc is not None and not reduction.needs_row_counts
     )

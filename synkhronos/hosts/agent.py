@@ -332,7 +332,7 @@ class Agent:
                     describe_host(self._names[host], self._ranks_by_host[host]),
                     self._ranks_by_host[host].start,
                 )
-                self._report_remote_failure(f"{name} has not been heard of for {timeout:g} seconds", first)
+                self._report_remote_failure(f"no message from {name} has arrived for {timeout:g} seconds", first)
         dead = self._workers.collect_exited()
         if dead is not None:
             number, pid, code = dead

@@ -134,7 +134,7 @@ def _read_allocation(argument: str) -> list[str]:
         names = host_counts.split()[::2]
     else:
         raise ValueError(
-            f'{argument}: "all" are the hosts of an allocation of Slurm, PBS or LSF, and this process is in none: '
-            "name the hosts"
+            f'{argument}: "all" stands for the hosts of an allocation of Slurm, PBS or LSF, and this process is in '
+            "none: list the hosts"
         )
     return list(dict.fromkeys(names))

@@ -133,8 +133,8 @@ class MpiLink(Link):
         elif len(host_infos) < len(hosts):
             raise RuntimeError(
                 f"{mpirun.find_mpirun()} started {len(hosts)} processes, and MPI connects {len(host_infos)} of them: "
-                "it is not of the MPI that mpi4py uses, which python -c 'from mpi4py import MPI; "
-                "print(MPI.Get_library_version())' names; pip install synkhronos[hosts] brings one MPI for both"
+                "it belongs to another MPI than mpi4py, whose MPI python -c 'from mpi4py import MPI; "
+                "print(MPI.Get_library_version())' prints; pip install synkhronos[hosts] installs one MPI for both"
             )
         check_versions(self.names, [host["versions"] for host in host_infos])
         self._aliases = [(name, host["name"]) for name, host in zip(self.names, host_infos, strict=True)]
@@ -383,8 +383,8 @@ def _check_rows(access: RowAccess, local_rows: range, segments: SegmentTable, de
     if first_row < local_rows.start or last_row >= local_rows.stop:
         raise IndexError(
             f"{description} needs rows from {first_row:,} to {last_row:,} of data that data_parts has loaded, and has "
-            f"those from {local_rows.start:,} to {local_rows.stop - 1:,}: what hosts load for themselves is not sent; "
-            "the rows that PartsData.batches() yields are where they are needed"
+            f"those from {local_rows.start:,} to {local_rows.stop - 1:,}: rows that a host has loaded are not sent to "
+            "others; PartsData.batches() yields batches of rows that each rank's host has"
         )
 
 

@@ -68,7 +68,7 @@ def _check_names(names: Sequence[str]) -> None:
     unknown = [name for name in names if not _has_address(name) and not _has_address(_resolve_ssh_alias(name))]
     if unknown:
         raise RuntimeError(
-            f"the hosts {', '.join(names)} could not be reached: this machine knows no address of {', '.join(unknown)}"
+            f"the hosts {', '.join(names)} could not be reached: this machine has no address of {', '.join(unknown)}"
         )
 
 

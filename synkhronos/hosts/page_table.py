@@ -1,4 +1,4 @@
-"""Table of the pages of shared memory that other hosts have, and of those that must be sent again.
+"""Table of the pages of shared memory that other hosts have, for sending missing and changed pages.
 
 Users write into shared memory by any means of NumPy, which can't be detected.  So the pages that a command reads are
 compared with a copy of the pages as they were last sent, and changed pages are sent again.  No write is missed, and
@@ -68,7 +68,7 @@ class PageTable:
     def add(self, key: int, memory: np.ndarray) -> None:
         """Add a segment; no other host has any page of it yet."""
         self.memory[key] = memory
-        # The kernel allocates only the pages that are written: those that are sent.
+        # The kernel allocates only pages that are written, and only pages that are sent are written here.
         self._sent_copies[key] = np.empty(memory.size, np.uint8)
         self._held_pages[key] = np.zeros((self._n_hosts, -(-memory.size // PAGE_NBYTES)), bool)
 

@@ -1,31 +1,31 @@
 """Agreement on the last step that all ranks reached before a command failed.
 
-A collective on GPUs that one rank does not start never ends for the others, so all must cancel it; one that all ranks
-have started completes, so none may cancel it.  When a command fails, the ranks therefore need the same answer to "up
-to which step had all of us arrived?", although they see the failure at different times.  The answer is written once;
-the command is then *decided*.
+If one rank does not start a collective on GPUs, it never ends on the others, so all ranks must cancel it.  If all ranks
+have started it, it completes, so no rank may cancel it.  When a command fails, all ranks therefore have to agree on the
+last step that all of them had reached (the *last common step*), although they notice the failure at different times.
+This step is recorded once; the command is then *decided*.
 
-*On one machine* ranks see each other's counters.  A rank that fails marks the command as failed, reads the counters
-and writes the answer, unless another rank has.
+*On one machine* each rank reads the counters of all.  A rank that fails marks the command as failed, reads the
+counters, and records the last common step, unless another rank has.
 
-*On several hosts* each sees the others' counters with a delay.  So a host reports the last step that all of its ranks
-have reached, and reports nothing more for a command once it is known to have failed::
+*On several hosts* a host gets the counters of others with a delay.  So a host reports the last step that all of its
+ranks have reached, and once it knows that a command has failed, it reports no more steps of it::
 
     state of each host, for one command                    sent by its agent to all others
     open ──┬── all its ranks have reached a step ───────>  STEP, at each step
            └── a rank of it has failed,
                or another host has sent FAILED ─────────>  FAILED, once, and no STEP of this command after it
-    decided ── all hosts have sent FAILED ──────────────>  nothing: the answer is the minimum of all last STEPs
+    decided ── all hosts have sent FAILED ──────────────>  nothing: the last common step is the minimum of all STEPs
 
-Messages of a host arrive in order.  So once all hosts have sent FAILED, each host knows the same last STEP of every
-host.  No rank takes part: one that computes for minutes delays nobody.  A host that stops sending is lost, and all
-workers with it.
+Messages of a host arrive in order.  So after all hosts have sent FAILED, all hosts have the same last STEP of every
+host.  Only agents take part, so a rank that computes for minutes does not delay the decision.  If a host stops sending,
+it is lost, and the session ends.
 
-Two invariants make this correct.  The process that decides (a failing rank, an agent) reads the counters *after* the
-failure was marked; a rank looks for the mark *after* it has written that it arrived.  So if a rank sees all ranks
-arrived and no failure, the deciding process sees them arrived, too: a rank passes a step only if the answer includes
-that step.  And a host starts the next command only when the last one is decided there: every other host has sent FAILED
-before it receives that command.
+Two invariants make this correct.  First, the process that decides (a failing rank, or an agent) reads the counters
+*after* the failure was marked, and a rank reads the mark *after* it has written its counter.  So if a rank reads that
+all ranks have arrived and no failure is marked, the deciding process reads the same counters: a rank passes a step only
+if the last common step is not before that step.  Second, a host starts the next command only after the last one is
+decided there, as every other host sends FAILED before it receives the next command.
 
 `tests/ranks/test_agreement.py` explores all interleavings.
 """

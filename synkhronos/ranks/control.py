@@ -44,7 +44,7 @@ SPIN_SECONDS = 250e-6
 #: in a task.
 AWAKE, AWAITS_COMMAND, AWAITS_STEP, AWAITS_COMPLETION, AWAITS_PEER = range(5)
 
-_N_WORDS = 10  # words of the session, in front of those of the ranks
+_N_WORDS = 10  # words of the whole session; the words of the ranks follow
 _SEMAPHORE_NBYTES = 64  # a cache line; no system's semaphore is larger
 
 

@@ -164,7 +164,7 @@ def describe_effect(
         return ""
     if undecided := [r for r in busy if r not in applied]:
         on = f"ranks {applied}" if applied else "no rank"
-        return f"{effect} on {on} so far; ranks {undecided} are still busy, and may do so yet."
+        return f"{effect} on {on} so far; ranks {undecided} are still running the command, and may follow."
     if not applied:
         return f"{effect} on no rank."
     if partial_effect is not None:
@@ -183,11 +183,11 @@ def describe_exit(code: int) -> str:
     """Return a description of an exit code of `os.waitstatus_to_exitcode`, such as "was killed by SIGKILL"."""
     if code == UNKNOWN_EXIT_CODE:
         return (
-            "ended (how is not known: this process ignores SIGCHLD, or something in it, such as os.wait(), "
-            "has taken the exit code)"
+            "ended with an unknown exit status (this process ignores SIGCHLD, or a call in it, such as os.wait(), has "
+            "collected the status)"
         )
     if code >= 0:
-        return f"exited with code {code} (something in it ended the process; see what it printed)"
+        return f"exited with code {code} (see its output for the cause)"
     try:
         name = signal.Signals(-code).name
     except ValueError:

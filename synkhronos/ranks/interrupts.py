@@ -1,7 +1,6 @@
 """Deferral of signals where an operation must not be left half done.
 
-Any signal handler may raise an exception: SIGINT's raises KeyboardInterrupt, and so may that of a time limit
-(``signal.alarm``).
+Any signal handler may raise an exception: KeyboardInterrupt at SIGINT, or the error of a time limit (``signal.alarm``).
 """
 
 from __future__ import annotations
@@ -122,7 +121,7 @@ def get_handler(number: int) -> Any:
 
 
 def set_handler(number: int, handler: Any) -> None:
-    """Set a signal's handler; within `defer_signals`, the one that is restored after the outermost block."""
+    """Set a signal's handler; within `defer_signals`, it is installed at the end of the outermost block."""
     block = getattr(_getsignal(number), "__self__", None)
     if not isinstance(block, defer_signals):
         signal.signal(number, handler)

@@ -28,7 +28,7 @@ _log = logging.getLogger("synkhronos")
 _STEP_MASK = (1 << STEP_BITS) - 1
 
 
-#: Maximal number of values whose pickled bytes `Rank.all_gather_cached` keeps.
+#: Maximal number of values whose pickles `Rank.all_gather_cached` caches.
 _MAX_CACHED_PICKLES = 64
 #: Header of a slot: number of bytes of the whole message, and the step for which it was written.
 SLOT_HEADER = struct.Struct("=QQ")
@@ -37,9 +37,10 @@ MAX_SLOT_NBYTES = SLOT_NBYTES - SLOT_HEADER.size
 
 
 class Registry:
-    """One object for each class, created when it is first asked for.
+    """One object for each class, created at its first use.
 
-    A layer above stores its state on a rank, or in a session, under a class of its own; it ends with the session.
+    Packages of higher layers store their state of a rank, or of a session, under classes of their own.  The state ends
+    with the session.
     """
 
     def __init__(self) -> None:
@@ -102,7 +103,7 @@ class Rank:
     objects : dict
         This rank's copies of objects that the master has sent, by key.
     registry : Registry
-        State that layers above keep on each rank.
+        State of packages of higher layers.
     pending : list of PendingOperation
         Operations that commands have started and that may outlast them.
     on_finish : list of callable
@@ -152,7 +153,7 @@ class Rank:
     def inherit_from(self, master: Rank) -> None:
         """Take over the segments and mirrored objects of the master, which this process is a fork of.
 
-        The objects that a rank keeps for itself stay with the master.
+        Other objects of the master are not copied.
         """
         self.segments = master.segments.copy()
         self.objects = {key: value for key, value in master.objects.items() if isinstance(value, weakref.ref)}

@@ -61,7 +61,7 @@ def find_span(rows: Any) -> Span:
     Raises
     ------
     ValueError
-        If the rows are not contiguous, or are those of a file.
+        If the rows are not contiguous, or belong to a file.
     """
     raise TypeError(f"rows: expected rows of a Data object, got {type(rows).__name__}")
 

@@ -52,8 +52,8 @@ def check_free_memory(nbytes: int) -> None:
         free, memory = disk.f_bavail * disk.f_frsize, int(get_free_memory() * (1 - _RESERVED_FRACTION))
         if nbytes > min(free, memory):
             raise MemoryError(
-                f"no room for {nbytes:,} bytes of shared memory: {_MEMORY_ADVICE}; /dev/shm has {free:,} bytes left, "
-                f"and memory {memory:,}"
+                f"not enough space for {nbytes:,} bytes of shared memory: {_MEMORY_ADVICE}; /dev/shm has {free:,} "
+                f"bytes left, and memory {memory:,}"
             )
 
 
@@ -106,8 +106,8 @@ def create_unlinked_file(nbytes: int, allocated: Iterable[range] | None = None) 
     largest = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
     if nbytes > largest != resource.RLIM_INFINITY:
         raise MemoryError(
-            f"no shared memory of {nbytes:,} bytes: this process may make no file of more than {largest:,} bytes, "
-            "see `ulimit -f`"
+            f"can't create {nbytes:,} bytes of shared memory: this process may not create files of more than "
+            f"{largest:,} bytes, see `ulimit -f`"
         )
     check_free_memory(n_allocated)
     with defer_signals():
@@ -119,7 +119,9 @@ def create_unlinked_file(nbytes: int, allocated: Iterable[range] | None = None) 
     except (OSError, OverflowError) as error:  # OverflowError: more than an off_t holds
         file.close()
         if isinstance(error, OverflowError) or error.errno in (errno.ENOSPC, errno.ENOMEM, errno.EFBIG):
-            raise MemoryError(f"no room for {n_allocated:,} bytes of shared memory: {_MEMORY_ADVICE}") from error
+            raise MemoryError(
+                f"not enough space for {n_allocated:,} bytes of shared memory: {_MEMORY_ADVICE}"
+            ) from error
         raise
     return file
 
@@ -270,7 +272,7 @@ class SegmentTable:
         Raises
         ------
         MemoryError
-            If ``/dev/shm`` has no room for a copy of the segment.
+            If ``/dev/shm`` has not enough space for a copy of the segment.
         OSError
             If a user's file has been replaced by another one.
         """
@@ -348,7 +350,7 @@ def map_file(fd: int, nbytes: int, private: bool = False) -> mmap.mmap:
     if error:
         raise MemoryError(
             f"{nbytes:,} bytes of shared memory can't be mapped: {os.strerror(error)}; see `ulimit -v`, and "
-            "`sysctl vm.max_map_count` for how many Data objects there may be"
+            "`sysctl vm.max_map_count`, which limits the number of Data objects"
         )
     return memory
 

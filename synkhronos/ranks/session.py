@@ -92,7 +92,7 @@ _NESTED_CALL = (
 class Session:
     """The master and the workers that it started.
 
-    A call that uses the ranks holds the session's lock, whatever threads and signal handlers do meanwhile::
+    A call that uses the ranks holds the session's lock, so that calls of threads and signal handlers can't mix::
 
         with session.call_lock:
             session.wait_until_idle()
@@ -328,7 +328,7 @@ class Session:
         try:
             raise self._make_error(command, number, master_error, reports)
         finally:
-            del master_error  # the error refers to this frame, and the frame to the error: a cycle that keeps memory
+            del master_error  # the error refers to this frame: a cycle, which would delay the release of memory
 
     def _post(self, number: int, command: Command) -> None:
         """Send a command to the workers: in the mailbox, or in a segment of its own if it is too long for that."""
@@ -576,7 +576,7 @@ class Session:
 
     def _free(self) -> None:
         self._peers.stop()
-        # A call may be waiting for the workers: another thread's, or the one that a handler interrupted.
+        # A call of another thread, or one that a signal handler has interrupted, may be waiting for the workers.
         for r in range(self.size):
             self._control.done[r] = self._control.words[Control.POSTED]
         self._control.decision_lock.release()  # its owner has exited, as have the agents
@@ -585,7 +585,7 @@ class Session:
         if not self.has_kept_memory:
             _call_all(self._close_callbacks)
         self.workers.close()
-        # Break reference cycles, which would keep the memory until the next collection.
+        # Break reference cycles, which would delay the release of memory until the next collection.
         self.rank.check_peers = lambda: None
         self.rank.has_peer_died = lambda: False
         if not self.has_kept_memory:

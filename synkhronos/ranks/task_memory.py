@@ -60,8 +60,10 @@ class TaskMemory:
             self.n_locks,  # owner of each lock, counted from 1; 0 if it is free
             self.n_locks,  # number of times that each lock was acquired
             self.n_locks,  # whether the agent waits for each lock on behalf of a rank of another host
-            self.size**2,  # bytes sent through each channel; requests to the agent in that of a rank to itself
-            self.size**2,  # bytes received from each channel; answers of the agent in that of a rank to itself
+            # bytes sent through each channel, and bytes received from it; for a rank's channel to itself: requests to
+            # its agent, and answers
+            self.size**2,
+            self.size**2,
         )
 
     @cached_property

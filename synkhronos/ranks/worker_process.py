@@ -160,7 +160,7 @@ def _serve(rank: Rank, channel: socket.socket, newest_key: int) -> None:
                 if segment.key > newest_key:  # else it was sent twice, after an interrupt
                     rank.segments.add(segment)
                     newest_key = segment.key
-                del segment  # this name would keep the memory after its release
+                del segment  # a reference would prevent the release of the memory
             message = bytes(control.mailbox[: words[Control.MESSAGE_NBYTES]])
             command = cache.get(message)
             if command is None:
@@ -224,7 +224,7 @@ def _detach_from_master(channel: socket.socket, master_pid: int) -> None:
             os.dup2(null, fd)
     if null > 2:
         os.close(null)
-    # A notebook's sys.stdout writes to one of those sockets.
+    # The inherited sys.stdout may write to such a socket, as a notebook's does.
     for fd, name in ((1, "stdout"), (2, "stderr")):
         setattr(sys, name, open(fd, "w", buffering=1, errors="backslashreplace", closefd=False))
 

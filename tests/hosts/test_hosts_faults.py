@@ -178,7 +178,7 @@ def test_lost_host_is_named(hosts, fault, place):
         moment = tree.inject_fault(fault, hosts.other)
         tree.release() if place == "idle" else None
         limit = PROMPT if fault == "kill" else SILENCE + 4  # a busy machine is late as well
-        words = [f"host {hosts.other} (rank 2)", "lost" if fault == "kill" else "not been heard of for 1 seconds"]
+        words = [f"host {hosts.other} (rank 2)", "lost" if fault == "kill" else "has arrived for 1 seconds"]
         check_error(tree.wait("outcome"), moment, limit, rank=2, words=words)
         assert tree.do("fork", hosts=2, environment={}, settings={})["value"] == 2
         check_works(tree)

@@ -47,8 +47,8 @@ def test_nccl_connection_error_names_the_interface():
     (line,) = run(TWO, "interface")
     assert line.startswith(
         "rank 1 on host b raised RuntimeError: NCCL did not connect the ranks' GPUs: RuntimeError: ncclSystemError. "
-        "NCCL took the network interface lo:127.0.0.1 here, and lo:127.0.0.1 on rank 0, which all ranks have to reach; "
-        "NCCL_SOCKET_IFNAME names the one to take, for all hosts. NCCL's own words: socketStartConnect: Connect to "
+        "NCCL uses the network interface lo:127.0.0.1 here, and lo:127.0.0.1 on rank 0, which all ranks have to reach; "
+        "NCCL_SOCKET_IFNAME selects the interface, for all hosts. NCCL's warnings: socketStartConnect: Connect to "
     ), line
     assert "Connection refused" in line
 

@@ -175,7 +175,7 @@ def test_death_is_reported_if_its_exit_status_was_reaped(reaper):
         pids = wait_until_inside(program, "call", 1)
         moment = program.send_signal(pids[2], signal.SIGKILL)
         outcome = program.wait("outcome")
-        check_error(outcome, moment, words=["rank 2", str(pids[2]), "ended (how is not known"], worker=2)
+        check_error(outcome, moment, words=["rank 2", str(pids[2]), "ended with an unknown exit status"], worker=2)
         check_next_calls(program, survived=False)
 
 

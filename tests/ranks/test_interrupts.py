@@ -72,7 +72,9 @@ def test_interrupt_lists_busy_ranks_as_unknown(on, applied, busy):
             program.wait("inside")
         program.send_signal(program.pid, signal.SIGINT)
         notes = program.wait("outcome")["notes"]
-        assert any(f"on {applied} so far; ranks {busy} are still busy, and may" in note for note in notes), notes
+        assert any(
+            f"on {applied} so far; ranks {busy} are still running the command, and may" in note for note in notes
+        ), notes
         assert any(note.startswith(f"The next call waits for ranks {busy}, which are still busy") for note in notes)
         program.release()
         check_next_calls(program)

@@ -87,7 +87,7 @@ def test_segments_leave_memory_to_other_programs(monkeypatch):
     opened = []
     monkeypatch.setattr(segments, "_open_unlinked", lambda: opened.append(1))
     with pytest.raises(
-        MemoryError, match="^no room for 134,217,728 bytes of shared memory: .* and memory 125,829,120$"
+        MemoryError, match="^not enough space for 134,217,728 bytes of shared memory: .* and memory 125,829,120$"
     ):
         segments.create_unlinked_file(128 * MIB)
     assert not opened

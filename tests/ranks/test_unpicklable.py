@@ -257,7 +257,7 @@ def test_limit_of_file_sizes_is_named():
     )
     error, shape = done.stdout.splitlines()
     assert error == (
-        "no shared memory of 8,388,608 bytes: this process may make no file of more than 1,048,576 bytes, "
+        "can't create 8,388,608 bytes of shared memory: this process may not create files of more than 1,048,576 bytes, "
         "see `ulimit -f`"
     ), done.stderr
     assert shape == "(10,)"

@@ -243,6 +243,6 @@ def _describe_interfaces(own_interface: str, first_interface: str, first_rank: i
     if not (own_interface and first_interface):
         return ""
     return (
-        f". NCCL took the network interface {own_interface} here, and {first_interface} on rank {first_rank}, which "
-        "all ranks have to reach; NCCL_SOCKET_IFNAME names the one to take, for all hosts"
+        f". NCCL uses the network interface {own_interface} here, and {first_interface} on rank {first_rank}, which "
+        "all ranks have to reach; NCCL_SOCKET_IFNAME selects the interface, for all hosts"
     )

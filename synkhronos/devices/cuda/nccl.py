@@ -100,7 +100,7 @@ class NcclCommunicator(Communicator):
         self._nccl, self._call_lock = self._connection.nccl, self._connection.call_lock
         if watchdog is None:
             watchdog = CollectiveWatchdog(rank, staging, self._connection, self._stream)
-            # A collective that waits for a missing rank keeps the GPU busy, and blocks whatever frees memory there.
+            # A collective that waits for a missing rank occupies the GPU, and calls that free GPU memory would block.
             rank.pending.append(watchdog)
         else:
             watchdog.connections.append(self._connection)

@@ -54,7 +54,7 @@ class NcclLog:
     def quote_warnings(self) -> str:
         """Return a sentence with the last warnings of this block, to append to a message; "" if there are none."""
         messages = _WARNING.findall(self._read(self._start))[-_MAX_WARNINGS:]
-        return f". NCCL's own words: {'; '.join(messages)}" if messages else ""
+        return f". NCCL's warnings: {'; '.join(messages)}" if messages else ""
 
     def _read(self, start: int) -> str:
         if not self._is_enabled or NcclLog._file is None:

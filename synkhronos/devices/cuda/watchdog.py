@@ -212,7 +212,7 @@ class CollectiveWatchdog(PendingOperation):
                 signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGURG)
                 return
             self._abort_unless_started_by_all(command)
-            # No wait is unbounded, whatever keeps a peer from its collective.
+            # No wait is unbounded, even if a peer neither starts its collective nor exits.
             if failed != command:
                 failed, since = command, perf_counter()
             elif perf_counter() > since + CONNECT_TIMEOUT:

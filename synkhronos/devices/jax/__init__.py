@@ -54,8 +54,8 @@ class JaxDevice(CudaDevice):
                 os.environ["JAX_PLATFORMS"] = platforms
         if devices[0].platform != "gpu":
             raise RuntimeError(
-                f"JAX computes on {devices[0].platform!r} though GPU {gpu} is there: its CUDA plugin and the driver "
-                "don't fit together, or jax_platforms is set; try `python -c 'import jax; print(jax.devices())'`"
+                f"JAX computes on {devices[0].platform!r} although GPU {gpu} is visible: its CUDA plugin does not "
+                "match the driver, or jax_platforms is set; try `python -c 'import jax; print(jax.devices())'`"
             )
 
     def _import_jax(self) -> Any:
@@ -152,7 +152,7 @@ class JaxDevice(CudaDevice):
         name = getattr(op.ufunc, "__name__", "")
         function = getattr(self._numpy, name, None)
         if function is None:
-            raise NotImplementedError(f"jax.numpy has no {name!r}: this op can't combine JAX arrays")
+            raise NotImplementedError(f"jax.numpy has no {name!r}: this op can't reduce JAX arrays")
         return function(left, right)
 
     def concatenate(self, arrays: Sequence[Any]) -> Any:

@@ -515,7 +515,7 @@ class FfiReduction:
             reducer.start(spans, _get_stream(frame))
 
     def finish(self, frame: Any, reducer: Reducer) -> None:
-        """Reduce the arrays of a call, and wait for those that were started."""
+        """Reduce the arrays of a call, and make the stream wait for the started reductions."""
         self._n_finished += 1
         n_started, self._n_started = self._n_started, 0
         n_arrays = frame.results.size - 1

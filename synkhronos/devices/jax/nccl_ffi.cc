@@ -3,7 +3,7 @@
 // `native.py` compiles this file and registers the handlers; `ffi.py` describes the calls.  The file links to neither
 // CUDA nor NCCL: the process has loaded both already, and passes the addresses of their functions in `LaunchState`.
 //
-// XLA calls a handler in the launching thread.  NCCL's work is put on the stream, and nobody waits for it.  The handler
+// XLA calls a handler in the launching thread.  It launches NCCL's work on the stream without waiting.  The handler
 // with the trait kCmdBufferCompatible may also be called while XLA records the stream as a CUDA graph; replays of the
 // graph do not call it.  An error therefore does not end the launch: the flag `is_valid` of the result stays 0, so that
 // the program returns the old values of its donated arrays, and Python reads the error from `LaunchState`.

@@ -102,7 +102,7 @@ class GradientReducer:
         Raises
         ------
         ValueError
-            If the number of items is not that of the shape that the ranks have compared.
+            If the number of items does not match the shape that the ranks have compared.
         """
         if self._is_repeated:
             self._rank.commit()  # an earlier step may be valid even if a later one fails

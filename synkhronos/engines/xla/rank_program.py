@@ -122,7 +122,7 @@ class RankProgram:
         lowered = JaxFunction(function, len(inputs), JAX)
         if lowered.length_graph is not None:
             raise NotImplementedError(
-                "XLA lacks sums over rows in which values of integers decide the lengths of arrays"
+                "a sum over rows in an XLA program can't have arrays whose lengths depend on values of integers"
             )
         arrays = [jnp.asarray(array) for array in rows]
         if not self._is_vectorized:

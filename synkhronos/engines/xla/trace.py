@@ -199,7 +199,7 @@ def _group_parts(parts: Sequence[Any], itemsize: int, tail: int = 0) -> list[lis
 
 
 def _split_tail(vectors: Sequence[Any], tail: int) -> tuple[list[Any], list[Any]]:
-    """Split consecutive vectors into those of the last ``tail`` items and those before."""
+    """Split consecutive vectors before their last ``tail`` items; return the vectors of both parts."""
     head = list(vectors)
     tail_vectors: list[Any] = []
     while tail > 0:
@@ -245,7 +245,7 @@ def trace_loop(
             if old_value.shape != new_value.shape:
                 raise ValueError(
                     f"a shared variable of shape {old_value.shape} is updated by a value of shape {new_value.shape}, "
-                    "which can't be in a launch that computes many times"
+                    "which a launch that repeats the computation can't support"
                 )
         return new_state, None
 
