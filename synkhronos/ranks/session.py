@@ -78,11 +78,11 @@ _log = logging.getLogger("synkhronos")
 T = TypeVar("T")
 
 #: Seconds that workers get to exit by themselves before they are killed.
-GRACE = 2.0
+GRACE_SECONDS = 2.0
 #: Seconds for which an interrupted master waits for the workers.
-_INTERRUPTED_GRACE = GRACE / 4
+_INTERRUPTED_GRACE_SECONDS = GRACE_SECONDS / 4
 #: Key of the agent's channel among the workers' channels.
-_AGENT = -1
+_AGENT_CHANNEL = -1
 _NESTED_CALL = (
     "this call was made from inside another call (a signal handler, a finalizer, or an operation's own code): make it "
     "after that call has returned.  A handler can set a flag, which the program checks between calls"
@@ -198,7 +198,7 @@ class Session:
             self.workers.start(profile, (self.rank, self.memory.last_key))
             agent = self.link.start_workers(self._control, self._file, self.rank.root, profile)
             if agent is not None:
-                self.workers.channels[_AGENT] = agent
+                self.workers.channels[_AGENT_CHANNEL] = agent
             if self._file is not None:
                 self._file.close()
             self._file = None
@@ -311,7 +311,7 @@ class Session:
             # After an interrupt of the master, a worker in compiled code may take long to finish: `wait_until_idle`
             # waits for it, or `close` ends it.
             self._wait_until_done(
-                None if master_error is None or isinstance(master_error, Exception) else _INTERRUPTED_GRACE
+                None if master_error is None or isinstance(master_error, Exception) else _INTERRUPTED_GRACE_SECONDS
             )
             has_failed = control.words[Control.FAILED] == number
             reports = self._read_reports(number) if has_failed else []
@@ -511,7 +511,7 @@ class Session:
     def close(self, kill: bool = False) -> None:
         """End the workers and free all shared memory.  The second call does nothing.
 
-        A call that another thread is in the middle of gets `GRACE` seconds to finish; then it raises an error.
+        A call that another thread is in the middle of gets `GRACE_SECONDS` seconds to finish; then it raises an error.
 
         Parameters
         ----------
@@ -528,14 +528,14 @@ class Session:
         has_lock = False
         try:
             # Reentrant: a signal handler may close in the middle of a call of this thread.
-            has_lock = self._call_lock.acquire(timeout=GRACE)
+            has_lock = self._call_lock.acquire(timeout=GRACE_SECONDS)
             kill = kill or not has_lock
             self._peers.busy_thread = 0
             if not kill:
                 for operation in self.rank.pending:
                     operation.finish()
                 # Workers may still be busy with a command that an interrupt left.
-                self._wait_until_done(GRACE)
+                self._wait_until_done(GRACE_SECONDS)
                 kill = min(self._control.done) < self._control.words[Control.POSTED]
         except (WorkerError, Cancelled) as error:
             kill = True
@@ -570,8 +570,8 @@ class Session:
             def should_kill() -> bool:
                 return signals.has_deferred(excluded=signal.SIGURG)
 
-            self.workers.end(0.0 if kill else GRACE, should_kill)
-            self.link.end(kill, GRACE, should_kill)
+            self.workers.end(0.0 if kill else GRACE_SECONDS, should_kill)
+            self.link.end(kill, GRACE_SECONDS, should_kill)
             self._free()
 
     def _free(self) -> None:
@@ -649,7 +649,7 @@ class Session:
             with defer_signals():  # an interrupt in between would leave the session half open
                 # The counters and semaphores of the old workers are in an undefined state.
                 if without is not None:
-                    self._leave_out(without)
+                    self._remove_rank(without)
                 self._create_control(self._control.spin, spawn)
                 self.rank.restart(self.rank.root, self._control, self._check_peers)
                 self.rank.has_peer_died = self._has_peer_died
@@ -676,7 +676,7 @@ class Session:
             self.close(kill=True)
             raise
 
-    def _leave_out(self, number: int) -> None:
+    def _remove_rank(self, number: int) -> None:
         """Reduce the session by a worker's rank, before new workers are started."""
         assert number != self.rank.root
         self.size -= 1

@@ -98,7 +98,7 @@ class WaitForWorkers(Command):
 @pytest.mark.parametrize("what", ["a step", "their end", "a command that was interrupted"])
 @pytest.mark.slow
 def test_close_ends_a_waiting_call(two, monkeypatch, what, by):
-    monkeypatch.setattr(ranks.session, "GRACE", 0.2)
+    monkeypatch.setattr(ranks.session, "GRACE_SECONDS", 0.2)
     if what == "a command that was interrupted":
         signal.signal(signal.SIGALRM, signal.default_int_handler)
         signal.setitimer(signal.ITIMER_REAL, 0.1)

@@ -108,7 +108,7 @@ class CudaDevice(Device, GpuArrays):
     def store(self, rank: Rank, key: int, offset: int, value: Any) -> None:
         """Copy an array into shared memory, directly from the GPU."""
         if self.is_on_gpu:
-            self.staging.write(rank, key, offset, self.as_contiguous(value))
+            self.staging.store(rank, key, offset, self.as_contiguous(value))
         else:
             super().store(rank, key, offset, value)
 
@@ -118,11 +118,11 @@ class CudaDevice(Device, GpuArrays):
         """Start a copy of rows of shared memory to a reused buffer, and return the buffer's array."""
         if not self.is_on_gpu:
             return super().stage_input(rank, buffers, key, location, rows, copy)
-        return self.staging.copy_input(rank, buffers, key, location, rows)
+        return self.staging.stage_input(rank, buffers, key, location, rows)
 
     def stage_indexes(self, rank: Rank, buffers: dict[Any, Any], key: Any, values: np.ndarray) -> Any:
         """Start a copy of a vector of indexes to a reused buffer, and return the buffer's array."""
-        return self.staging.copy_vector(rank, buffers, key, values) if self.is_on_gpu else values
+        return self.staging.stage_indexes(rank, buffers, key, values) if self.is_on_gpu else values
 
     def before_launch(self) -> None:
         """Make the next launch wait for the copies of its inputs."""

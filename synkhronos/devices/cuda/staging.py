@@ -237,7 +237,7 @@ class Staging:
 
     # -- to the GPU ------------------------------------------------------------------------------------------
 
-    def copy_input(
+    def stage_input(
         self, rank: Rank, buffers: dict[Any, Any], key: Any, location: SharedArray, rows: Selection | None
     ) -> Any:
         """Start a copy of rows (None: all) to a reused buffer; return the buffer's array."""
@@ -248,7 +248,7 @@ class Staging:
         self._filled.append(buffer)
         return buffer.array
 
-    def copy_vector(self, rank: Rank, buffers: dict[Any, Any], key: Any, values: np.ndarray) -> Any:
+    def stage_indexes(self, rank: Rank, buffers: dict[Any, Any], key: Any, values: np.ndarray) -> Any:
         """Start a copy of a vector of indexes to a reused buffer; return the buffer's array."""
         self._rank = rank
         self.set_current()
@@ -273,7 +273,7 @@ class Staging:
 
     # -- to host memory --------------------------------------------------------------------------------------
 
-    def write(self, rank: Rank, key: int, offset: int, array: Any) -> None:
+    def store(self, rank: Rank, key: int, offset: int, array: Any) -> None:
         """Copy an array into a segment of shared memory, at a byte offset, and wait for the copy."""
         self.arrays.sync(array)
         self.set_current()
