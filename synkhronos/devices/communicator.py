@@ -92,7 +92,7 @@ class Communicator(ABC):
         layouts : sequence of ArrayLayout or None
             Shape and dtype of each rank's array; None for a rank that contributes nothing.
         out : sequence of item ranges or None
-            Targets, made by `Device.slice_items`; None on ranks that receive nothing.
+            Targets, as ``Device.slice_items`` returns them; None on ranks that receive nothing.
         """
 
     @abstractmethod

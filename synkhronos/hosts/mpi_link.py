@@ -112,7 +112,8 @@ class MpiLink(Link):
             command = (
                 mpirun.make_agent_command(address) if hosts is None else mpirun.make_mpirun_command(self.names, address)
             )
-            # A scheduler sends its signals to all processes.  At one, mpirun would end the agents; the master decides.
+            # A scheduler sends its signals to all processes of a job.  Only the master handles them: mpirun would end
+            # the agents.
             with defer_signals(), _block_job_signals():
                 self._mpirun = subprocess.Popen(
                     command,

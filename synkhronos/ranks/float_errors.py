@@ -30,7 +30,7 @@ class _SentSettings:
     Attributes
     ----------
     settings : dict or None
-        As `numpy.geterr` returns it; None if new workers have got none yet.
+        As `numpy.geterr` returns it; None if nothing was sent to the present workers.
     """
 
     def __init__(self) -> None:

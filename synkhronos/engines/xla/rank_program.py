@@ -82,7 +82,13 @@ class RankProgram:
         """
         rank, poll = self.rank, InterruptPoll()
         # No signal handler may raise within XLA's callbacks.  SIGINT ends the launch at the next all-reduce.
-        with defer_signals(), poll.watch(), _share_cores(rank), _use_settings(settings), _silence(not rank.is_master):
+        with (
+            defer_signals(),
+            poll.watch(),
+            _limit_xla_threads(rank),
+            _use_settings(settings),
+            _discard_output(not rank.is_master),
+        ):
             reducer = _make_reducer(rank, poll)
             RankProgram.current = self
             try:
@@ -191,7 +197,7 @@ def _use_settings(settings: dict[str, Any]) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _share_cores(rank: Rank) -> Iterator[None]:
+def _limit_xla_threads(rank: Rank) -> Iterator[None]:
     """Limit XLA to this rank's number of threads, if it is started within the ``with`` block."""
     from unittest import mock  # imported here, as it imports asyncio, and every rank imports this module
 
@@ -200,7 +206,7 @@ def _share_cores(rank: Rank) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _silence(is_silent: bool) -> Iterator[None]:
+def _discard_output(is_silent: bool) -> Iterator[None]:
     """Discard output within the ``with`` block: workers run the program with the master's progress bars."""
     if not is_silent:
         yield
