@@ -81,7 +81,7 @@ class PendingOperation:
 
 
 class Rank:
-    """One of the ranks, in its own process.
+    """A rank, as the commands that run in its process see it.
 
     Parameters
     ----------
