@@ -40,7 +40,7 @@ class Command(ABC):
         Effect of the command as a sentence for error messages ("The function's updates were applied").  A command with
         an effect calls `Rank.commit` after it has applied it; the error of a failed command names the ranks that did.
     partial_effect : str or None
-        Sentence for the message if some ranks have applied an unknown part of the effect.
+        Sentence for error messages if some ranks may have applied only a part of the effect.
     task_memory : TaskMemory or None
         Memory that the ranks share while the command runs, if it is a task.
     """
@@ -54,7 +54,7 @@ class Command(ABC):
 
     @property
     def partial_effect(self) -> str | None:
-        """Effect in the message of an error after only some ranks have changed something; None if there is none."""
+        """Sentence for errors if ranks may have applied a part of the effect; None if that is impossible."""
         return None
 
     @property
@@ -65,7 +65,7 @@ class Command(ABC):
     def find_row_accesses(self, size: int, ranks: range) -> Iterator[RowAccess]:
         """Yield the rows of shared memory that the command accesses on the ranks of a machine.
 
-        By default they are all rows of all arrays in the command's fields, and the accesses of commands in them.
+        The default is all rows of all arrays in the command's fields, and the accesses of commands in its fields.
 
         Parameters
         ----------
@@ -82,11 +82,11 @@ class Command(ABC):
 
     @abstractmethod
     def run(self, rank: Rank) -> Any:
-        """Run this rank's part and return its result; a session returns that of the master's rank."""
+        """Run this rank's part and return its result; `Session.run` returns the result of the master's part."""
 
 
 def find_row_accesses(value: Any, size: int, ranks: range) -> Iterator[RowAccess]:
-    """Yield the accesses of a value in a command; parameters are those of `Command.find_row_accesses`."""
+    """Yield the accesses of a value in a command; for the parameters see `Command.find_row_accesses`."""
     if isinstance(value, SharedArray):
         yield RowAccess(value)
     elif isinstance(value, Command):
