@@ -20,7 +20,7 @@ import numpy as np
 from synkhronos.graphs import library_of, list_loaded_libraries
 from synkhronos.launch.model import Model
 from synkhronos.rules import BSP, Rule
-from synkhronos.training.rank_state import Groups
+from synkhronos.training.variable_groups import VariableGroups
 
 if TYPE_CHECKING:
     from synkhronos.launch.settings import Settings
@@ -286,7 +286,7 @@ def get_batch_size(model: Any) -> int:
     return int(size) if isinstance(size, int | np.integer) else 1
 
 
-def group_variables(model: Any, leave_out_normalization: bool = False) -> Groups:
+def group_variables(model: Any, leave_out_normalization: bool = False) -> VariableGroups:
     """Group the shared variables of a model's compiled functions, for checkpoints.
 
     The functions are attributes of the model, or elements of lists that are attributes.  They are visited in the
@@ -312,7 +312,7 @@ def group_variables(model: Any, leave_out_normalization: bool = False) -> Groups
     """
     excluded = [p for p in model.params if leave_out_normalization and p.name in ("gamma", "beta")]
     apart = {id(p) for p in excluded}
-    groups = Groups([p for p in model.params if id(p) not in apart], [], excluded, [], [])
+    groups = VariableGroups([p for p in model.params if id(p) not in apart], [], excluded, [], [])
     averages = getattr(model, "averages", None)
     if isinstance(averages, Mapping):  # a `Model`: its params end with the averages
         groups.n_averages = sum(any(p is average for average in averages) for p in groups.params)
@@ -327,7 +327,7 @@ def group_variables(model: Any, leave_out_normalization: bool = False) -> Groups
     return groups
 
 
-def _group_function(function: Any, groups: Groups, seen: set[int]) -> None:
+def _group_function(function: Any, groups: VariableGroups, seen: set[int]) -> None:
     """Add the variables of a compiled function to their groups; other objects have none.
 
     ``seen`` has the identities of variables that are in a group, or in none by intention; it is extended, too.

@@ -129,7 +129,7 @@ class ModelLoop(TrainingLoop):
         """
         if not self.run_state.settings.saves_on_signal:
             return False
-        return self._agreement.is_stop() if together else self._poll.is_stop()
+        return self._agreement.is_stop_due() if together else self._poll.is_stop_due()
 
     def agree_on_batches(self, batches: int) -> int:
         """Return the number of batches of this epoch.

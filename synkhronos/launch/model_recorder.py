@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 
 from synkhronos.launch.output import RemoteRecords
-from synkhronos.training.meter import Meter, Outcome
+from synkhronos.training.meter import Meter, RankTotals
 from synkhronos.training.recorder import Recorder
 
 #: Names of activities: Theano-MPI's, and those of this library's records.
@@ -260,7 +260,7 @@ class ModelRecorder:
         """
         self.epoch, self.epoch_began = epoch, time.perf_counter()
         rows = steps * self.rows
-        self.meter.begin(Outcome(loss, weight, rows, steps, {}, math.nan, (rows, 0.0)))
+        self.meter.begin_interval(RankTotals(loss, weight, rows, steps, {}, math.nan, (rows, 0.0)))
 
     def count_iteration(self, seconds: float = 0.0) -> None:
         """Count an iteration; ``seconds`` is its duration, which does not count in the speed if it is the first."""

@@ -22,7 +22,7 @@ from synkhronos.rules import BSP, Swap
 from synkhronos.tasks import LocalRows
 from synkhronos.training.early_stop import EarlyStop
 from synkhronos.training.epoch_loop import EpochLoop
-from synkhronos.training.meter import Outcome
+from synkhronos.training.meter import RankTotals
 from synkhronos.training.nonfinite import describe_nonfinite
 from synkhronos.training.recorder import Recorder
 from synkhronos.training.report import Report, make_report
@@ -54,7 +54,7 @@ class ModelRun(EpochLoop):
     copies : RankCopies or None
     loop : ModelLoop
         Loop over the batches of an epoch.
-    outcomes : list of Outcome
+    totals : list of RankTotals
         Totals of all ranks' training in the epoch.
     class_stops : bool
         Whether ``val_iter`` has returned ``"stop"`` on some rank.
@@ -76,7 +76,7 @@ class ModelRun(EpochLoop):
         self.n_reports = state.epochs
         self.copies = None if copies is None else RankCopies(copies, state)
         self.loop = ModelLoop(state, self.change_check, self.copies, flag)
-        self.outcomes: list[Outcome] = []
+        self.totals: list[RankTotals] = []
         self.class_stops = False
         #: Recorder of the epochs' reports, on rank 0.
         self._reports = Recorder(state.folder) if state.worker.number == 0 else None
@@ -104,11 +104,10 @@ class ModelRun(EpochLoop):
                 self.copies.write(report.metrics)
             if self.class_stops and is_master:
                 sys.stdout.write(f"val_iter() has returned 'stop': the run ends after epoch {self.n_reports}\n")
-            if self.is_exhausted() and is_master:
-                stop = self.early_stop
-                sys.stdout.write(
-                    f"{stop.measure}: no better for {stop.since} epochs; the run ends after {self.n_reports}\n"
-                )
+            if self.is_patience_exhausted() and is_master:
+                best = self.early_stop
+                worse = f"{best.metric}: no better for {best.n_reports_since_best} epochs"
+                sys.stdout.write(f"{worse}; the run ends after {self.n_reports}\n")
         if self.loop.has_ended:
             return True
         if self.n_reports == n_before:  # the run had ended between its last checkpoint and the following lines
@@ -118,7 +117,7 @@ class ModelRun(EpochLoop):
             self._save_best()
         return False
 
-    def is_complete(self) -> bool:
+    def has_trained_all_epochs(self) -> bool:
         """Whether all epochs are trained, or the class ends the training."""
         return self.n_reports >= self.n_epochs or self.class_stops
 
@@ -162,7 +161,7 @@ class ModelRun(EpochLoop):
                 f"keep_best, patience: {self.settings.modelclass} lacks:\n  metric {name!r}, got {names}"
             )
         self.metric = name, mode
-        self.early_stop.begin(f"{name} {mode}")
+        self.early_stop.set_metric(f"{name} {mode}")
         return super().observe(report)
 
     def train(self) -> bool:
@@ -183,9 +182,9 @@ class ModelRun(EpochLoop):
         self.loop.run()
         self._count = self.state.position["batch"] * self.worker.size
         self.recorder.write()
-        outcome = self.recorder.meter.get_outcome(self.recorder.learning_rate)
-        ended = self.worker.all_gather((outcome, self.loop.has_ended))
-        self.outcomes = [outcome for outcome, _ in ended]
+        total = self.recorder.meter.get_totals(self.recorder.learning_rate)
+        ended = self.worker.all_gather((total, self.loop.has_ended))
+        self.totals = [total for total, _ in ended]
         self._ended_at = time.perf_counter()
         self.loop.has_ended = any(has_ended for _, has_ended in ended)
         if not self.loop.has_ended:
@@ -208,8 +207,8 @@ class ModelRun(EpochLoop):
         n_ranks, epoch = self.worker.size, self.n_reports + 1
         seen = self.recorder.meter.step * self.recorder.rows * n_ranks
         elapsed = self._ended_at - self.recorder.epoch_began
-        report = make_report(self.outcomes, epoch, seen, f"{n_ranks} x {self.recorder.rows}", elapsed)
-        if any(outcome.weight for outcome in self.outcomes) and not math.isfinite(report.loss):
+        report = make_report(self.totals, epoch, seen, f"{n_ranks} x {self.recorder.rows}", elapsed)
+        if any(total.weight for total in self.totals) and not math.isfinite(report.loss):
             data = getattr(self.model, "train_data", None)  # an attribute of `Model`
             arrays = [a for a in data if hasattr(a, "dtype")] if isinstance(data, list) else []
             row = describe_nonfinite({f"load()'s training array {i}": array for i, array in enumerate(arrays)})
@@ -256,19 +255,19 @@ class ModelRun(EpochLoop):
         self.class_stops = any(stopped for _, _, stopped, _ in by_rank)
         return False
 
-    def stop(self) -> None:
+    def save_at_signal(self) -> None:
         """Write a checkpoint within the epoch, after a signal; raise FloatingPointError if the loss is not finite."""
         self.make_report()
         self.state.save(None)
 
-    def adapt(self, report: Report) -> None:
+    def adapt_learning_rate(self, report: Report) -> None:
         """Call the class's ``save``, ``adjust_hyperp`` and ``print_info`` after an epoch."""
         self._save_snapshot(self.n_reports - 1, self.is_over())
         contract.call_accepted(self.model.adjust_hyperp, self.n_reports - 1)
         if callable(getattr(self.model, "print_info", None)):
             contract.call_accepted(self.model.print_info, self.recorder, verbose=self.worker.number == 0)
 
-    def complete(self, report: Report) -> None:
+    def finish_interval(self, report: Report) -> None:
         """Move the position to the next epoch; print and write the report, on rank 0."""
         self.state.position = {"batch": 0}
         self.state.epochs = self.n_reports + 1

@@ -22,14 +22,16 @@ from synkhronos.launch.model_recorder import ModelRecorder
 from synkhronos.launch.settings import Settings
 from synkhronos.rules import Rule, State
 from synkhronos.tasks import LocalRows, Worker
-from synkhronos.training import rank_state
+from synkhronos.training import generator_state, rank_state
 from synkhronos.training.checkpoint import Checkpoint, load_meta
 from synkhronos.training.early_stop import EarlyStop
 from synkhronos.training.recorder import cut
+from synkhronos.training.training_description import check_same_training, describe_training
+from synkhronos.training.variable_groups import VariableGroups
 
 #: Key under which a rank stores its instance, and the rule's state, between tasks.
 STORAGE = "launch"
-#: Types of the entries of a run's checkpoint, besides those of `rank_state.describe_training`.
+#: Types of the entries of a run's checkpoint, besides those of `describe_training`.
 _TYPES: dict[str, Any] = {"epochs": int, "stop": dict, "host_generators": list, "totals": list, "within": list | None}
 
 
@@ -40,7 +42,7 @@ class ModelState:
     ----------
     worker, settings, rule
     model : instance of the user's class
-    groups : rank_state.Groups
+    groups : VariableGroups
         Shared variables of the instance.
     shared : dict of str to LocalRows
         Shared memory of the rule.
@@ -68,7 +70,7 @@ class ModelState:
         settings: Settings,
         rule: Rule,
         model: Any,
-        groups: rank_state.Groups,
+        groups: VariableGroups,
         shared: dict[str, LocalRows],
         recorder: ModelRecorder,
     ):
@@ -91,7 +93,7 @@ class ModelState:
 
     def describe(self) -> dict[str, Any]:
         """Return the description of this run, which has to match that of a checkpoint to resume from."""
-        return rank_state.describe_training("run", self.rule, self.groups, None)
+        return describe_training("run", self.rule, self.groups, None)
 
     def open_checkpoints(self) -> Checkpoint:
         """Return the run's folder of checkpoints.  Only rank 0 may call this."""
@@ -157,10 +159,10 @@ class ModelState:
         """Restore a checkpoint, which rank 0 reads for all ranks, and remove later records."""
         worker = self.worker
         meta = worker.broadcast(load_meta(path) if worker.number == 0 else None)
-        rank_state.check_meta(path, meta, self.describe(), _TYPES)
+        check_same_training(path, meta, self.describe(), _TYPES)
         self.early_stop = EarlyStop.from_json(meta["stop"])
         if self.settings.keep_best:
-            self.early_stop.begin(" ".join(self.settings.keep_best))
+            self.early_stop.set_metric(" ".join(self.settings.keep_best))
         for epoch in range(meta["epochs"]):  # a checkpoint has learning rates in shared variables only
             contract.call_accepted(self.model.adjust_hyperp, epoch)
         if meta["within"]:
@@ -229,13 +231,13 @@ def get_generators() -> dict[str, Any]:
     """Return the states of NumPy's and Python's global generators, in types that JSON can represent."""
     version, numbers, gauss = random.getstate()
     return {
-        "numpy": rank_state.to_json(np.random.get_state(legacy=False)),
+        "numpy": generator_state.to_json(np.random.get_state(legacy=False)),
         "python": [version, list(numbers), gauss],
     }
 
 
 def set_generators(states: dict[str, Any]) -> None:
     """Set the states of NumPy's and Python's global generators, as returned by `get_generators`."""
-    np.random.set_state(rank_state.from_json(states["numpy"]))
+    np.random.set_state(generator_state.from_json(states["numpy"]))
     version, numbers, gauss = states["python"]
     random.setstate((version, tuple(numbers), gauss))

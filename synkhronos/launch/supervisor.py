@@ -44,8 +44,8 @@ from synkhronos.launch.output import Console, LineSplitter, RunOutput
 from synkhronos.launch.settings import FAILURE, PROCESSES, SETTINGS, Settings, SettingsError
 from synkhronos.ranks.errors import FAILED_START_PREFIX, describe_exit
 from synkhronos.training.checkpoint import copy_checkpoint, list_checkpoints
-from synkhronos.training.stop import ECHO, STOP_SIGNALS
-from synkhronos.training.survival import MAX_FAILED_STARTS, MAX_REPEATED
+from synkhronos.training.death_recovery import MAX_FAILED_STARTS, MAX_REPEATED_DEATHS
+from synkhronos.training.stop import ECHO_SECONDS, STOP_SIGNALS
 
 #: Seconds that ranks have to exit after Ctrl-C.
 _GRACE = 10.0
@@ -261,11 +261,11 @@ class Supervisor:
         """Send the first signal on to the ranks; kill them at the second.
 
         A scheduler may send a signal to all processes of a job, and a script that waits for this process sends its own
-        on, so a signal within `ECHO` seconds of the first is a copy of it.
+        on, so a signal within `ECHO_SECONDS` seconds of the first is a copy of it.
         """
         now = time.monotonic()
         if self.signal_number:
-            if signal.SIGINT in (number, self.signal_number) or now > self._signalled_at + ECHO:
+            if signal.SIGINT in (number, self.signal_number) or now > self._signalled_at + ECHO_SECONDS:
                 self._deadline = now
                 self._kill()
             return
@@ -357,8 +357,8 @@ class Supervisor:
         limit = ""
         if self._n_deaths > self.settings.max_deaths:
             limit = f"max_deaths = {self.settings.max_deaths} of them"
-        elif self._n_repeated > MAX_REPEATED:
-            limit = f"{MAX_REPEATED} of them without a new copy"
+        elif self._n_repeated > MAX_REPEATED_DEATHS:
+            limit = f"{MAX_REPEATED_DEATHS} of them without a new copy"
         if limit:
             self._errors.write(f"on_death = 'continue' goes on after {limit}, and this is one more\n")
             return False

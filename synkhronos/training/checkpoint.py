@@ -52,7 +52,7 @@ class _Table(dict[str, Any]):
         raise CheckpointError(f"{self._path} has no {self._kind} {key!r}: it has {', '.join(sorted(self)) or 'none'}")
 
 
-class Stored(NamedTuple):
+class CheckpointContent(NamedTuple):
     """Content of a checkpoint.
 
     Attributes
@@ -260,7 +260,7 @@ class Checkpoint:
                     "another folder"
                 )
 
-    def load(self, path: str | os.PathLike[str] | None = None) -> Stored:
+    def load(self, path: str | os.PathLike[str] | None = None) -> CheckpointContent:
         """Read a checkpoint: the newest one, or the one at ``path``.
 
         Raises
@@ -323,13 +323,13 @@ def _sort_key(path: Path) -> tuple[int, bool]:
     return int(match[1]), match[2] is None
 
 
-def load(path: str | os.PathLike[str]) -> Stored:
+def load(path: str | os.PathLike[str]) -> CheckpointContent:
     """Read a checkpoint; raise CheckpointError if it is damaged."""
     path = Path(path)
     files = _read(path, _STATE, _META)
     header = _parse_header(path, files[_META])
     arrays = _parse(path, _STATE, files[_STATE], _import_safetensors().load)
-    return Stored(path, _Table(path, "array", arrays), header["meta"], header["metrics"])
+    return CheckpointContent(path, _Table(path, "array", arrays), header["meta"], header["metrics"])
 
 
 def load_meta(path: str | os.PathLike[str]) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Functions of a trainer's model, and the model's state on the ranks."""
+"""Compiled functions of a trainer's model, and the model's state on the ranks."""
 
 from __future__ import annotations
 
@@ -8,19 +8,22 @@ from typing import Any
 import synkhronos as synk
 from synkhronos.function import get_dispatcher
 from synkhronos.rules import BSP, Rule
-from synkhronos.training import rank_state
+from synkhronos.training.death_recovery import DeathRecovery
 from synkhronos.training.metrics import Metric
 from synkhronos.training.progress import TrainerState
+from synkhronos.training.rank_state import RankTraining
 from synkhronos.training.schedules import Schedule
-from synkhronos.training.survival import Survival
 from synkhronos.training.train_function import TrainFunction
 from synkhronos.training.training_graph import TrainingGraph, apply_own_gradient, identify_rule, replace_params
+from synkhronos.training.variable_groups import VariableGroups
 
 _names = itertools.count()
 
 
 class CompiledModel:
-    """Functions that take steps and validate, and the state that they change.
+    """Compiled functions that take steps and validate, and the state that they change.
+
+    A *joint step* is one command of all ranks, which exchanges gradients.  A *rank step* is taken by one rank alone.
 
     Parameters
     ----------
@@ -34,14 +37,15 @@ class CompiledModel:
     Attributes
     ----------
     joint_step : TrainFunction or None
-        Step of all ranks together, under BSP on gradients.
+        The joint step, under BSP on gradients.
     rank_step : Function or None
-        Step of a single rank, under other rules.
+        The rank step, under other rules.
     validation : Function or None
         Computes the metrics, if there are any.
     optimizer : list of shared variables
+        Variables of the update rule.
     state : TrainerState
-    kinds : set
+    launch_kinds : set
         Kinds of joint launches so far; see `Meter`.
     """
 
@@ -50,7 +54,7 @@ class CompiledModel:
     ):
         self.graph, self.rule, self.learning_rate, self.schedule = graph, rule, learning_rate, schedule
         self.metrics = metrics
-        groups = rank_state.Groups.from_graph(graph, graph.params, rule)
+        groups = VariableGroups.from_graph(graph, graph.params, rule)
         self.validation = _compile_validation(graph, metrics) if metrics else None
         self.joint_step: TrainFunction | None = None
         self.rank_step: synk.Function | None = None
@@ -66,27 +70,27 @@ class CompiledModel:
         is_joint = self.joint_step is not None
         sharded = None if self.joint_step is None else self.joint_step._sharded_state
         name = f"trainer {next(_names)}"
-        training = rank_state.RankTraining(name, groups, rule, {}, is_joint=is_joint)
+        training = RankTraining(name, groups, rule, {}, is_joint=is_joint)
         self.state = TrainerState(training, (update_rule, rule_options), sharded)
-        self.kinds: set[Any] = set()
+        self.launch_kinds: set[Any] = set()
 
     @property
     def ema(self) -> list[Any] | None:
         """Moving averages of the parameters, gathered on all ranks; None without the option `ema`."""
         return None if self.joint_step is None else self.joint_step.ema
 
-    def make_survival(self, max_deaths: int, has_loader: bool) -> Survival:
-        """Return the handler of deaths for ``on_death="continue"``."""
-        differs = bool(self.state.groups.generators) or any(
+    def make_death_recovery(self, max_deaths: int, has_loader: bool) -> DeathRecovery:
+        """Make the handler of deaths for ``on_death="continue"``."""
+        ranks_differ = bool(self.state.groups.generators) or any(
             update.differs and update.op != "mean" for update in self.graph.extra_updates
         )
         step = self.rank_step if self.joint_step is None else self.joint_step.gradient
         assert step is not None
-        return Survival(self.state, get_dispatcher(step).computation.device, differs, max_deaths, has_loader)
+        return DeathRecovery(self.state, get_dispatcher(step).computation.device, ranks_differ, max_deaths, has_loader)
 
 
 def _compile_rank_step(graph: TrainingGraph) -> synk.Function:
-    """Compile a step of a single rank: gradient and update in one function, without an all-reduce."""
+    """Compile the rank step: gradient and update in one function, without an all-reduce."""
     updates = [*apply_own_gradient(graph.rule).items(), *((u.shared, u.expression) for u in graph.extra_updates)]
     return synk.function(
         [*graph.x, *graph.y],
@@ -97,7 +101,7 @@ def _compile_rank_step(graph: TrainingGraph) -> synk.Function:
 
 
 def _compile_validation(graph: TrainingGraph, metrics: dict[str, Metric]) -> synk.Function:
-    """Compile the metrics, of the moving averages instead of the parameters if ``validate_ema`` is set."""
+    """Compile the metrics; with ``validate_ema``, of the moving averages instead of the parameters."""
     outputs = [output for metric in metrics.values() for output in metric.outputs]
     if graph.options.validate_ema:
         new_values = replace_params([expression for expression, _ in outputs], graph.params, graph.ema)

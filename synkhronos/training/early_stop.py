@@ -7,12 +7,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-#: Factor that makes lower values of a metric better, by its mode.
+#: Sign that turns a metric into a cost, by its mode.
 _SIGNS = {"min": 1.0, "max": -1.0}
 
 
 def as_metric(value: Any, name: str) -> tuple[str, str]:
-    """Return a metric's name and whether its lowest ("min") or highest ("max") value is the best.
+    """Check an argument that names a metric; return the name, and "min" or "max" for the best value.
 
     Parameters
     ----------
@@ -23,7 +23,7 @@ def as_metric(value: Any, name: str) -> tuple[str, str]:
     Raises
     ------
     TypeError
-        If it is anything else.
+        If ``value`` is anything else.
 
     Examples
     --------
@@ -37,46 +37,47 @@ def as_metric(value: Any, name: str) -> tuple[str, str]:
 
 
 def to_cost(metrics: Mapping[str, float], metric: tuple[str, str]) -> float:
-    """Return a metric's value as a cost: lower is better; infinity if the metric is missing or NaN."""
+    """Return the value of a metric as a cost, of which lower is better; infinity if it is missing or NaN."""
     value = _SIGNS[metric[1]] * float(metrics.get(metric[0], math.nan))
     return math.inf if math.isnan(value) else value
 
 
 @dataclass
 class EarlyStop:
-    """The best value so far of a metric; lower is better.
+    """Best value of a metric so far, as a cost: lower is better.
 
     Attributes
     ----------
-    measure : str
+    metric : str
         Description of the metric; "" before the first value.
     best : float
-    since : int
-        Number of reports since the best value; 0 if the last one was the best.
+    n_reports_since_best : int
+        0 if the last report was the best.
     """
 
-    measure: str = ""
+    metric: str = ""
     best: float = math.inf
-    since: int = 0
+    n_reports_since_best: int = 0
 
-    def begin(self, measure: str) -> bool:
+    def set_metric(self, metric: str) -> bool:
         """Set the metric that `observe` compares; return True if this discards the best value of another metric."""
-        is_other = self.measure not in ("", measure)
+        is_other = self.metric not in ("", metric)
         if is_other:
-            self.best, self.since = math.inf, 0
-        self.measure = measure
+            self.best, self.n_reports_since_best = math.inf, 0
+        self.metric = metric
         return is_other
 
     def observe(self, value: float) -> bool:
-        """Count a report's value; return whether it is the best so far."""
+        """Compare the value of a report with the best one; return True if it is better."""
         is_best = value < self.best
-        self.since = 0 if is_best else self.since + 1
+        self.n_reports_since_best = 0 if is_best else self.n_reports_since_best + 1
         self.best = min(self.best, value)
         return is_best
 
     def to_json(self) -> dict[str, Any]:
         """Return the state for a checkpoint."""
-        return {**vars(self), "best": None if math.isinf(self.best) else self.best}
+        best = None if math.isinf(self.best) else self.best
+        return {"measure": self.metric, "best": best, "since": self.n_reports_since_best}
 
     @classmethod
     def from_json(cls, state: Mapping[str, Any]) -> EarlyStop:

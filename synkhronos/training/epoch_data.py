@@ -1,4 +1,4 @@
-"""Data of a trainer: the order of their rows in each epoch, and the plan of an interval, which ranks follow."""
+"""Data of a trainer: the order of rows in each epoch, and the range of rows that ranks train on until a report."""
 
 from __future__ import annotations
 
@@ -23,18 +23,21 @@ _MAX_REPEATS = 64
 
 @dataclass
 class IntervalPlan:
-    """Steps until the next report."""
+    """Interval between two reports: its range of positions in an epoch, and how to train on it.
 
-    #: Name of the trainer, the key of each rank's state.
+    A position is an index into the epoch's order of rows.
+    """
+
+    #: Name of the trainer: the key under which ranks store its state.
     name: str
-    #: Range of positions in the epoch's order of rows.
-    first: int
-    last: int
-    #: Number of a rank's rows in a step.
-    batch: int
+    #: Range of positions: ``start`` inclusive, ``stop`` exclusive.
+    start: int
+    stop: int
+    #: Number of rows of a rank in a step.
+    batch_size: int
     epoch: int
-    #: Number of rows of an epoch, and of all epochs before.
-    count: int
+    #: Number of rows of this epoch, and of all previous epochs.
+    n_rows: int
     rows_before: int
     schedule: Schedule
     recorders: list[Recorder]
@@ -42,16 +45,16 @@ class IntervalPlan:
     shows_progress: bool
     #: Groups of ranks that share rows: one group of all ranks, or one per host if the hosts have different rows.
     pools: list[range]
-    #: Whether a signal may end the training before `last`.
+    #: Whether a signal may end the training before `stop`.
     can_stop: bool = False
-    #: Outcomes between the last report and `first`, one per rank (one for synchronous ranks); empty at a report.
-    earlier_outcomes: Sequence[Any] = ()
+    #: Totals between the last report and `start`: one per rank, or a single one for joint steps; empty at a report.
+    earlier_totals: Sequence[Any] = ()
     #: Whether the loss is a weighted mean instead of a mean over rows.
     has_weight: bool = False
 
     def get_rate(self, position: int) -> float:
         """Return the learning rate at a position in the epoch."""
-        return compute_rate(self.schedule, self.epoch + position / self.count)
+        return compute_rate(self.schedule, self.epoch + position / self.n_rows)
 
 
 class OrderedRows:
@@ -70,88 +73,89 @@ class OrderedRows:
         self.data, self._order = data, order
 
     def wait_rows(self, start: int, stop: int, watch: Any = None) -> np.ndarray:
-        """Return the indexes of the rows in a range of positions."""
+        """Return the row indexes at positions ``start`` to ``stop``."""
         return np.asarray(self._order)[start:stop]
 
     def free(self, start: int, stop: int) -> None:
-        """Do nothing: only a `Feed` has memory to release."""
+        """Do nothing: the rows are not in a loader's ring."""
 
 
-#: Source of a rank's rows.
+#: Provider of row indexes for ranges of positions, and of the arrays that they index.
 Source = OrderedRows | Feed
 
 
 @dataclass
 class EpochData:
-    """Data of a trainer, and the order of its rows by epoch."""
+    """Data of a trainer, and the order of their rows in each epoch."""
 
     data: list[Data]
     #: Number of rows of the data.
-    length: int
-    batch: int
+    n_rows: int
+    #: Number of rows of a rank in a step.
+    batch_size: int
     seed: int
     loader: Loader | None
-    #: Ranks of each host, if ranks take only rows of their own host; else None.
+    #: Ranks of each host if ranks use only rows of their own host; else None.
     pools: list[range] | None = field(init=False)
     #: Number of rows of an epoch.
-    count: int = field(init=False)
+    n_epoch_rows: int = field(init=False)
     order: Data = field(init=False)
-    _shuffled: int = field(default=-1, init=False)
+    _ordered_epoch: int = field(default=-1, init=False)
 
     def __post_init__(self) -> None:
         self.pools = get_rank_pools(self.data)
-        self.count = self.length if self.pools is None else sum(map(len, self._iterate_part_rows(0)))
+        self.n_epoch_rows = self.n_rows if self.pools is None else sum(map(len, self._iterate_part_rows(0)))
 
-    def find_length(self) -> int:
-        """Return the present number of rows of the data, which may have changed between two epochs.
+    def count_rows(self) -> int:
+        """Count the rows that the data have now; the number may change between epochs.
 
         Raises
         ------
         ValueError
-            If the data do not have equally many.
+            If the arrays have different numbers of rows.
         """
-        lengths = {self.length} if self.loader is not None else {len(array) for array in self.data}
+        lengths = {self.n_rows} if self.loader is not None else {len(array) for array in self.data}
         if len(lengths) > 1:
             raise ValueError(f"x_data, y_data: expected equally many rows of each, got {[len(d) for d in self.data]}")
         return lengths.pop()
 
     def allocate_order(self) -> None:
-        """Allocate the array of the order, which all ranks read."""
+        """Allocate the shared array with the order of rows."""
         if self.loader is None:
-            self.order = synk.data(shape=(self.count,), dtype="int64")
-        self._shuffled = -1
+            self.order = synk.data(shape=(self.n_epoch_rows,), dtype="int64")
+        self._ordered_epoch = -1
 
-    def make_source(self, epoch: int, first: int, all_together: bool) -> Source:
-        """Return the source of an epoch's rows, for all ranks together or for each rank by itself."""
+    def make_source(self, epoch: int, start: int, is_joint: bool) -> Source:
+        """Return the source of an epoch's rows: for joint steps, or for each rank's own steps."""
         if self.loader is not None:
             size = ranks.get_session().size
-            unit, takers = (self.batch * size, 1) if all_together else (self.batch, size)
-            return open_feed(self.loader, epoch, first, unit, self.seed, takers)
-        if epoch != self._shuffled:
+            unit_rows, consumers = (self.batch_size * size, 1) if is_joint else (self.batch_size, size)
+            return open_feed(self.loader, epoch, start, unit_rows, self.seed, consumers)
+        if epoch != self._ordered_epoch:
             if self.pools is None:
-                self.order[...] = np.random.default_rng((self.seed, epoch)).permutation(self.count)
+                self.order[...] = np.random.default_rng((self.seed, epoch)).permutation(self.n_epoch_rows)
             else:
                 self.order[...] = np.concatenate(list(self._iterate_part_rows(epoch)))
-            self._shuffled = epoch
+            self._ordered_epoch = epoch
         return OrderedRows(self.data, self.order)
 
     def _iterate_part_rows(self, epoch: int) -> Iterator[np.ndarray]:
-        """Yield the rows of each step of an epoch, if ranks take only rows of their own host."""
+        """Yield the row indexes of each step of an epoch, where ranks use only rows of their own host."""
         assert self.pools is not None
-        return iterate_shuffled_batches(self.length, self.batch * self.pools[-1].stop, self.pools, (self.seed, epoch))
+        return iterate_shuffled_batches(self.n_rows, self.batch_size * self.pools[-1].stop, self.pools, (self.seed, epoch))
 
     def describe_parts(self) -> list[int] | None:
-        """Return the batch and the numbers of ranks by host if hosts have different rows, else None."""
-        return None if self.pools is None else [self.batch, *map(len, self.pools)]
+        """Describe the division of rows among hosts, for checkpoints: rows per step, then ranks per host; else None."""
+        return None if self.pools is None else [self.batch_size, *map(len, self.pools)]
 
 
 def check_rows(count: int, batch_size: int) -> None:
-    """Raise ValueError if the data have too few rows for a step of all ranks."""
+    """Raise ValueError if the data have too few rows for one step of all ranks."""
     size = ranks.get_session().size
     if batch_size * size > count:
         raise ValueError(f"batch_size: {size} ranks times {batch_size} rows are more than the {count} rows of the data")
 
 
 def get_rank_pools(data: list[Data]) -> list[range] | None:
-    """Return the ranks of each host if some data are of `synkhronos.data_parts`, else None."""
+    """Return the ranks of each host if some array is made by `synkhronos.data_parts`, else None."""
     return ranks.get_session().link.ranks_by_host if any(isinstance(array, PartsData) for array in data) else None

@@ -1,13 +1,14 @@
-"""The loop over epochs, which trainers and the launcher's runs share.
+"""The loop over epochs that trainers and the launcher share.
 
 Epochs are divided into intervals, each of which ends with a report::
 
-    train() --> make_report() --> validate() --> complete() --> observe() --> adapt() --> save()
-       ^                                                                                    |
-       +------------------------------------------------------------------------------------+
+    train --> make_report --> validate --> finish_interval --> observe --> adapt_learning_rate --> save
+      ^                                                                                             |
+      +---------------------------------------------------------------------------------------------+
 
 `observe` compares the report with the best one so far, and `save` is called only for some reports.
-A signal may stop `train` or `validate`.  Then `stop` saves the position within the interval instead of a report.
+A signal may stop `train` or `validate`.  Then `save_at_signal` saves the position within the interval, and there is no
+report.
 """
 
 from __future__ import annotations
@@ -20,18 +21,18 @@ from synkhronos.training.report import Report
 
 
 class EpochLoop(ABC):
-    """Loop over intervals until the last epoch; subclasses define how to train, validate and save.
+    """Base class of loops over intervals; subclasses define how to train, validate and save.
 
     Attributes
     ----------
     metric : (str, {"min", "max"})
-        Metric that `early_stop` observes.
+        Name of the metric that `early_stop` observes, and whether its lowest or highest value is the best.
     patience : int or None
-        Number of reports without an improvement after which the loop ends.
+        Number of reports without an improvement after which the loop ends; None: no limit.
     saves_best : bool
-        Whether to save at each report that is the best so far.
+        Whether to write a checkpoint at each new best report.
     checkpoint_every : int
-        Number of reports between two checkpoints, which are also written at the end; 0: none.
+        Number of reports between two checkpoints; 0: no checkpoints.  One is also written at the end.
     n_reports : int
         Number of reports so far.
     """
@@ -43,16 +44,16 @@ class EpochLoop(ABC):
     n_reports = 0
 
     def iterate_reports(self) -> Iterator[Report]:
-        """Train until the last epoch or until a signal; yield the report of each interval."""
+        """Yield the report of each interval, until the last epoch or a signal."""
         while not self.is_over():
             report = None if self.train() else self.make_report()
             if report is None or self.validate(report):
-                self.stop()
+                self.save_at_signal()
                 return
-            self.complete(report)
+            self.finish_interval(report)
             self.n_reports += 1
             is_best = self.observe(report)
-            self.adapt(report)
+            self.adapt_learning_rate(report)
             is_due = self.checkpoint_every and (self.n_reports % self.checkpoint_every == 0 or self.is_over())
             if is_due or is_best and self.saves_best:
                 self.save(report)
@@ -60,28 +61,28 @@ class EpochLoop(ABC):
 
     def is_over(self) -> bool:
         """Whether all epochs are trained, or the metric has not improved for ``patience`` reports."""
-        return self.is_complete() or self.is_exhausted()
+        return self.has_trained_all_epochs() or self.is_patience_exhausted()
 
-    def is_exhausted(self) -> bool:
+    def is_patience_exhausted(self) -> bool:
         """Whether the metric has not improved for ``patience`` reports."""
-        return self.patience is not None and self.early_stop.since >= self.patience
+        return self.patience is not None and self.early_stop.n_reports_since_best >= self.patience
 
     def observe(self, report: Report) -> bool:
-        """Compare a report with the best one so far; return whether it is better."""
+        """Compare a report with the best one so far; return True if it is better."""
         return self.early_stop.observe(to_cost(report.metrics, self.metric))
 
     @property
     @abstractmethod
     def early_stop(self) -> EarlyStop:
-        """Best report so far."""
+        """Best value of the metric so far."""
 
     @abstractmethod
-    def is_complete(self) -> bool:
+    def has_trained_all_epochs(self) -> bool:
         """Whether all epochs are trained."""
 
     @abstractmethod
     def train(self) -> bool:
-        """Train to the end of the interval; return whether a signal has stopped it before."""
+        """Train to the end of the interval; return True if a signal stopped the training earlier."""
 
     @abstractmethod
     def make_report(self) -> Report:
@@ -89,19 +90,19 @@ class EpochLoop(ABC):
 
     @abstractmethod
     def validate(self, report: Report) -> bool:
-        """Set the validation of a report; return whether a signal has stopped it."""
+        """Compute the validation of a report; return True if a signal stopped it."""
 
     @abstractmethod
-    def stop(self) -> None:
-        """Save the position within the interval, after a signal."""
+    def save_at_signal(self) -> None:
+        """Write a checkpoint within the interval, after a signal."""
 
     @abstractmethod
-    def complete(self, report: Report) -> None:
-        """Move the position to the next interval, and pass the report to the recorders."""
+    def finish_interval(self, report: Report) -> None:
+        """Move to the next interval, and pass the report to the recorders."""
 
     @abstractmethod
-    def adapt(self, report: Report) -> None:
-        """Let a report change the learning rate of the next interval."""
+    def adapt_learning_rate(self, report: Report) -> None:
+        """Set the learning rate of the next interval from a report."""
 
     @abstractmethod
     def save(self, report: Report) -> None:

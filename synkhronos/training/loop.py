@@ -1,19 +1,19 @@
-"""The loop over batches, which every training of the package runs.
+"""The loop over batches of all trainings.
 
-Each pass trains on the next batches::
+Each iteration trains on the next batches::
 
-    iterate_batches() --> step() --> exchange() --> record() --> is_stopped()
-          ^                                                           |
-          +-----------------------------------------------------------+
+    iterate_batches --> step --> exchange --> record --> is_stopped
+         ^                                                   |
+         +---------------------------------------------------+
 
-``iterate_batches`` ends where a report is due: the loop's owner then validates, reports and saves.
+`iterate_batches` ends at the next report; the owner of the loop then validates, reports and saves.
 
-`TrainingLoop` has the loop and its interface.  What a batch is, and who steps, differs:
+`TrainingLoop` has the loop and its interface.  Its subclasses differ in who takes a step:
 
-- `RowLoop`, and `synkhronos.launch.model_loop` where a user's class chooses the rows: every rank runs one, takes steps
-  of its own, and has an `Exchanger`, which exchanges by a rule.
-- `CommandLoop`: the master runs one.  Each step is a command of all ranks, which exchange gradients within it: BSP on
-  gradients.  There is nothing to exchange afterwards, and on GPUs one command takes many steps.
+- `JointLoop` runs in the master.  Each step is a command of all ranks, which exchanges gradients: BSP on gradients.
+  Nothing is exchanged after a step, and on GPUs one command takes many steps.
+- `RankLoop` runs on every rank.  Each rank takes its own steps, and an `Exchanger` exchanges parameters by a rule.
+- `synkhronos.launch.model_loop.ModelLoop` does the same with a model class, which chooses the rows.
 """
 
 from __future__ import annotations
@@ -31,41 +31,41 @@ from synkhronos.loading.loader import Feed
 from synkhronos.rules import Rule, State
 from synkhronos.tasks import LocalFunction, LocalRows, Worker
 from synkhronos.tracing.spans import TRACED, TracedMethod
+from synkhronos.training.death_recovery import DeathHandler
 from synkhronos.training.epoch_data import IntervalPlan, Source
-from synkhronos.training.meter import ActivityTimer, Meter, Outcome, ReadLosses
+from synkhronos.training.meter import ActivityTimer, LossReader, Meter, RankTotals
 from synkhronos.training.rank_state import restore_own_params, set_reported_params
 from synkhronos.training.stop import StopAgreement, get_requested_stop
-from synkhronos.training.survival import DeathHandler
 from synkhronos.training.train_function import TrainFunction
 from synkhronos.training.training_graph import TrainingGraph
 
-#: Maximal number of bytes of the rows of one launch.
+#: Maximal number of bytes of a launch's rows.
 _MAX_LAUNCH_NBYTES = 1 << 30
 
 
 class Batches(NamedTuple):
-    """Successive batches for one launch, a step each.
+    """Successive batches of one launch, with one step per batch.
 
     Attributes
     ----------
-    first : int
-        Position in the epoch at which the learning rate is taken.
+    rate_position : int
+        Position in the epoch for which the schedule computes the learning rate.
     starts : list of int
         Position of each batch's first row.
     end : int
-        Position up to which rows have been distributed afterwards.
+        Position after the rows of these batches, on all ranks.
     """
 
-    first: int
+    rate_position: int
     starts: list[int]
     end: int
 
 
 class TrainingLoop(ABC):
-    """Loop over batches until the next report; subclasses define the batches, the step and the exchange."""
+    """Base class of loops over the batches until the next report."""
 
     def run(self) -> None:
-        """Train on all batches, or until a signal stops the training."""
+        """Train on all batches, or until a signal."""
         for batches in self.iterate_batches():
             self.exchange(self.step(batches))
             self.record(batches)
@@ -74,15 +74,15 @@ class TrainingLoop(ABC):
 
     @abstractmethod
     def iterate_batches(self) -> Iterator[Any]:
-        """Yield the next batches, as many as `step` takes at once."""
+        """Yield the batches of each call of `step`."""
 
     @abstractmethod
     def step(self, batches: Any) -> int:
-        """Train on batches; return the number of steps."""
+        """Train on the batches; return the number of steps."""
 
     @abstractmethod
     def exchange(self, steps: int) -> None:
-        """Count steps, and exchange between ranks if an exchange is due."""
+        """Count ``steps`` steps, and exchange with other ranks if an exchange is due."""
 
     @abstractmethod
     def record(self, batches: Any) -> None:
@@ -90,14 +90,14 @@ class TrainingLoop(ABC):
 
     @abstractmethod
     def is_stopped(self) -> bool:
-        """Return True if a signal ends the training after these batches."""
+        """Return True if the training stops after these batches."""
 
 
 TRACED.extend(TracedMethod(TrainingLoop, name, name, name) for name in ("step", "exchange", "record"))
 
 
 class Exchanger:
-    """Exchanges of one rank with others by a rule, after the steps that the rule asks for.
+    """Counter of a rank's steps, which calls the exchange rule when an exchange is due.
 
     Parameters
     ----------
@@ -105,7 +105,7 @@ class Exchanger:
     rule : Rule
     state : State
     seconds : dict of str to float
-        Time by activity, to which exchanges are added.
+        Time by activity; the time of exchanges is added to ``exchange``.
     """
 
     def __init__(self, worker: Worker, rule: Rule, state: State, seconds: dict[str, float]):
@@ -113,25 +113,25 @@ class Exchanger:
         self._steps_left = 1
 
     def count_steps_left(self) -> int:
-        """Return the number of steps until the next exchange, and remember it for `count_steps`."""
+        """Ask the rule for the number of steps until the next exchange; return it, and store it for `count_steps`."""
         self._steps_left = self.rule.count_steps_left(self.state)
         return self._steps_left
 
     def count_steps(self, steps: int) -> bool:
-        """Count steps; return whether these were the last ones before an exchange."""
+        """Count ``steps`` steps; return True if an exchange is due after them."""
         self.state.step += steps
         self.state.since += steps
         return steps >= self._steps_left
 
     def exchange(self) -> None:
-        """Exchange, and count steps from here on."""
+        """Exchange, and restart the count of steps."""
         with ActivityTimer(self._seconds, "exchange", lambda: self._worker.wait_seconds):
             self.rule.exchange(self._worker, self.state)
             self.state.since = 0
 
 
 class _SourceLoop(TrainingLoop):
-    """Loop over rows of a `Source`.
+    """Base class of loops over the rows of a `Source`.
 
     Parameters
     ----------
@@ -139,33 +139,33 @@ class _SourceLoop(TrainingLoop):
     source : Source
     meter : Meter
     rows : int
-        Rows of a step.
+        Number of rows per step.
     is_master : bool
-        Whether this process shows the progress bar, if there is one.
+        Whether this process may show the progress bar.
     rate : float
-        Present value of the learning rate's variable; by default unknown.
+        Present value of the learning rate's variable; NaN if it is unknown.
     """
 
-    watch: Any = None  # called from time to time while a loader reads rows
+    watch: Any = None  # called repeatedly while this rank waits for a loader
 
     def __init__(
         self, plan: IntervalPlan, source: Source, meter: Meter, rows: int, is_master: bool, rate: float = math.nan
     ):
-        self.plan, self.source, self.meter, self.rows, self.rate = plan, source, meter, rows, rate
+        self.plan, self.source, self.meter, self.rows_per_step, self.rate = plan, source, meter, rows, rate
         #: Position up to which rows have been trained on.
-        self.end = plan.first
-        #: Ranges of positions of rows that unfinished steps may still read.
-        self.reading: list[tuple[int, int]] = []
+        self.end = plan.start
+        #: Ranges of positions whose rows unfinished steps may still read.
+        self.spans_in_use: list[tuple[int, int]] = []
         self._bar: Any = None
         if plan.shows_progress and is_master:
             from tqdm import tqdm
 
             self._bar = tqdm(
-                total=plan.count, initial=plan.first, unit=" rows", desc=f"epoch {plan.epoch}", leave=False
+                total=plan.n_rows, initial=plan.start, unit=" rows", desc=f"epoch {plan.epoch}", leave=False
             )
 
     def run(self) -> None:
-        """Train on all batches, or until a signal stops the training; then close the progress bar."""
+        """Train on all batches, or until a signal; then close the progress bar."""
         try:
             super().run()
         finally:
@@ -173,14 +173,14 @@ class _SourceLoop(TrainingLoop):
                 self._bar.close()
 
     def record(self, batches: Batches) -> None:
-        """Write the records that are due, and move the progress bar."""
+        """Write the lines that are due, and move the progress bar."""
         self.end = batches.end
         self.write_lines()
         if self._bar is not None:
             self._bar.update(self.end - self._bar.n)
 
     def write_lines(self, last: bool = False) -> None:
-        """Write the recorders' lines that are due; with ``last``, a line for all remaining steps."""
+        """Write the recorders' lines that are due; with ``last``, also lines of fewer steps than ``every``."""
         plan = self.plan
         self.meter.write_lines(plan.epoch, plan.rows_before + self.end, self.rate, last)
 
@@ -190,28 +190,33 @@ class _SourceLoop(TrainingLoop):
 
     @abstractmethod
     def launch(self, rows: list[Any]) -> list[tuple[Any, Any]]:
-        """Start one step on each batch.
+        """Launch one step per batch.
+
+        Parameters
+        ----------
+        rows : list of ndarray of int
+            Row indexes of each batch.
 
         Returns
         -------
         list of (value, weight)
-            As in `TrainFunction.weighted_steps`; these may be read later.
+            Loss and weight of each step, as from `TrainFunction.weighted_steps`; reading them waits for the step.
         """
 
     @abstractmethod
     def free_after_launch(self, spans: list[tuple[int, int]], steps: int) -> None:
-        """Release memory of rows to the loaders, after a launch of ``steps`` steps."""
+        """Free rows that finished steps have read, after a launch of ``steps`` steps on the rows of ``spans``."""
 
     def step(self, batches: Batches) -> int:
-        """Launch the steps, and pass their losses to the meter."""
-        last = self.plan.last
-        spans = [(start, min(start + self.rows, last)) for start in batches.starts if start < last]
-        rate = self.plan.get_rate(batches.first)
+        """Launch a step per batch, and pass the losses to the meter."""
+        last = self.plan.stop
+        spans = [(start, min(start + self.rows_per_step, last)) for start in batches.starts if start < last]
+        rate = self.plan.get_rate(batches.rate_position)
         if rate != self.rate:
             self.set_rate(rate)
             self.rate = rate
         rows = [indexes for indexes in self.wait_for_rows(spans) if len(indexes)]
-        if not rows:  # the last round had no batch for this rank, or none of the rows could be read
+        if not rows:  # no batch is left for this rank, or no row could be read
             self.free(spans)
             return len(batches.starts)
         with self.meter.time("compute") as launch:
@@ -224,39 +229,39 @@ class _SourceLoop(TrainingLoop):
         return len(batches.starts)
 
     def wait_for_rows(self, spans: list[tuple[int, int]]) -> list[Any]:
-        """Wait until a loader has read the rows in some ranges of positions, and return their row numbers."""
+        """Wait until the rows at some ranges of positions are loaded, and return their row indexes."""
         source = self.source
         if isinstance(source, Feed) and not all(source.is_ready(*span) for span in spans):
-            # The loaders may need the memory of rows that this rank holds, to read rows for other ranks.
+            # The loader processes may need the slots of this rank's rows to read rows for other ranks.
             self.finish_steps()
         with self.meter.time("load"):
             return [source.wait_rows(*span, self.watch) for span in spans]
 
     def finish_steps(self) -> None:
-        """Wait for the launched steps, and release the memory of their rows to the loaders."""
+        """Wait for the launched steps, and free their rows."""
         with self.meter.time("compute"):
             self.meter.read_losses()
-            self.free(self.reading)
-            self.reading = []
+            self.free(self.spans_in_use)
+            self.spans_in_use = []
 
     def free(self, spans: list[tuple[int, int]]) -> None:
-        """Release the memory of rows to the loaders."""
+        """Allow the loader processes to overwrite the rows at some ranges of positions."""
         for span in spans:
             self.source.free(*span)
 
 
-class CommandLoop(_SourceLoop):
-    """Loop of the master: each launch of steps is a command of all ranks, with one learning rate.
+class JointLoop(_SourceLoop):
+    """Loop of the master whose steps are commands of all ranks.
 
     Parameters
     ----------
     rows : int
-        Rows of a step of all ranks together.
+        Number of rows per step, of all ranks together.
     step : TrainFunction
     learning_rate : shared variable
     rate : float
-        Its present value on all ranks.
-    survival : DeathHandler
+        Present value of ``learning_rate`` on all ranks.
+    death_handler : DeathHandler
     """
 
     def __init__(
@@ -269,53 +274,53 @@ class CommandLoop(_SourceLoop):
         step: TrainFunction,
         learning_rate: Any,
         rate: float,
-        survival: DeathHandler,
+        death_handler: DeathHandler,
     ):
         super().__init__(plan, source, meter, rows, True, rate)
-        self._step, self._learning_rate, self._survival = step, learning_rate, survival
-        self._max_repeats = min(source.max_repeats, survival.max_repeats)
+        self._step, self._learning_rate, self._death_handler = step, learning_rate, death_handler
+        self._max_repeats = min(source.max_repeats, death_handler.max_repeats)
         data = source.data
         self._x = data[: len(graph.x)] if graph.x_is_list else data[0]
         self._y = data[len(graph.x) :] if graph.y_is_list else data[-1]
 
     def iterate_batches(self) -> Iterator[Batches]:
-        """Yield the next batches with equal learning rates."""
-        position, plan = self.plan.first, self.plan
-        while position < plan.last:
+        """Yield the batches of each launch; their learning rates are equal."""
+        position, plan = self.plan.start, self.plan
+        while position < plan.stop:
             rate, starts = plan.get_rate(position), [position]
-            while len(starts) < self._max_repeats and starts[-1] + 2 * self.rows <= plan.last:
-                if plan.get_rate(starts[-1] + self.rows) != rate:
+            while len(starts) < self._max_repeats and starts[-1] + 2 * self.rows_per_step <= plan.stop:
+                if plan.get_rate(starts[-1] + self.rows_per_step) != rate:
                     break
-                starts.append(starts[-1] + self.rows)
-            end = min(starts[-1] + self.rows, plan.last)
+                starts.append(starts[-1] + self.rows_per_step)
+            end = min(starts[-1] + self.rows_per_step, plan.stop)
             yield Batches(position, starts, end)
             position = end
 
     def set_rate(self, rate: float) -> None:
-        """Set the variable on all ranks."""
+        """Set the learning rate's variable on all ranks."""
         value = np.asarray(rate, self._learning_rate.type.dtype)
-        self._survival.run(lambda: synk.broadcast(self._learning_rate, value))
+        self._death_handler.run(lambda: synk.broadcast(self._learning_rate, value))
 
     def launch(self, rows: list[Any]) -> list[tuple[Any, Any]]:
-        """Take the steps."""
-        return self._survival.change(lambda: self._step.weighted_steps(self._x, self._y, rows), len(rows))
+        """Take one step per batch, in one launch if possible."""
+        return self._death_handler.run_update(lambda: self._step.weighted_steps(self._x, self._y, rows), len(rows))
 
     def free_after_launch(self, spans: list[tuple[int, int]], steps: int) -> None:
-        """Wait for the steps, then release the memory of their rows."""
+        """Wait for the steps, and free their rows."""
         self.meter.read_losses()
         self.free(spans)
 
     def exchange(self, steps: int) -> None:
-        """Do nothing: each step has exchanged gradients."""
+        """Do nothing: steps exchange gradients."""
 
     def is_stopped(self) -> bool:
-        """Return True if a signal has arrived, or a rank has been left out: the other ranks' steps have fewer rows."""
-        is_resized = self.rows != self.plan.batch * ranks.get_session().size
+        """Return True after a signal, or if a rank was left out, which changes the number of rows per step."""
+        is_resized = self.rows_per_step != self.plan.batch_size * ranks.get_session().size
         return is_resized or self.plan.can_stop and bool(get_requested_stop())
 
 
-class RowLoop(_SourceLoop):
-    """Loop of one rank over rows of data; a compiled function takes the steps.
+class RankLoop(_SourceLoop):
+    """Loop of one rank that takes its own steps by a compiled function.
 
     Parameters
     ----------
@@ -324,13 +329,13 @@ class RowLoop(_SourceLoop):
     rule : Rule
     state : State
     step : LocalFunction
-        Takes a step on rows, and returns the loss.
+        Takes a step, and returns the loss, followed by the weight if there is one.
     rate : shared variable
-        Learning rate of this rank.
+        Learning rate's variable of this rank.
     source : Source
     batches_taken : LocalRows
-        Number of batches that each pool's ranks have taken, where ranks take them at their own pace.  The last element
-        is the number of rounds, of a batch a rank, after which a signal ends the training; 0 without a signal.
+        Number of batches that each pool's ranks have taken, under asynchronous rules.  The last element is the number
+        of rounds of one batch per rank after which a signal stops the training; 0 without a signal.
     """
 
     def __init__(
@@ -344,12 +349,12 @@ class RowLoop(_SourceLoop):
         source: Source,
         batches_taken: LocalRows,
     ):
-        kinds = worker.get_storage(plan.name).setdefault("kinds", set())
+        launch_kinds = worker.get_storage(plan.name).setdefault("launch_kinds", set())
         read = make_loss_reader(step.read, plan.has_weight)
-        meter = Meter(worker.number, plan.recorders, read, kinds, state.step, lambda: worker.wait_seconds)
-        if plan.earlier_outcomes:
-            meter.begin(plan.earlier_outcomes[worker.number])
-        super().__init__(plan, source, meter, plan.batch, worker.is_master)
+        meter = Meter(worker.number, plan.recorders, read, launch_kinds, state.step, lambda: worker.wait_seconds)
+        if plan.earlier_totals:
+            meter.begin_interval(plan.earlier_totals[worker.number])
+        super().__init__(plan, source, meter, plan.batch_size, worker.is_master)
         self.worker, self.rule, self.state, self.watch = worker, rule, state, worker.progress
         self._step, self._rate, self._batches_taken = step, rate, batches_taken
         self.exchanger = Exchanger(worker, rule, state, meter.seconds)
@@ -359,28 +364,28 @@ class RowLoop(_SourceLoop):
         self._agreement = StopAgreement(worker)
         row = sum(math.prod(array.shape[1:]) * array.dtype.itemsize for array in source.data)
         self.max_repeats = max(
-            1, min(source.max_repeats, step.max_repeats, _MAX_LAUNCH_NBYTES // max(1, row * plan.batch))
+            1, min(source.max_repeats, step.max_repeats, _MAX_LAUNCH_NBYTES // max(1, row * plan.batch_size))
         )
         if isinstance(source, Feed):
             source.open(worker.number)
 
     def iterate_batches(self) -> Iterator[Batches]:
-        """Yield the batches of this rank, at most up to the next exchange."""
+        """Yield the batches of each launch of this rank; an exchange is due only after the last batch of a launch."""
         return self._take_batches() if self.rule.asynchronous else self._assign_batches()
 
     def _assign_batches(self) -> Iterator[Batches]:
-        """Assign rows to ranks in rounds of one batch each; in the last round some ranks may get fewer rows."""
+        """Assign batches in rounds of one batch per rank; in the last round ranks may get fewer rows, or none."""
         plan, n, me = self.plan, self.worker.size, self.worker.number
-        position = plan.first
-        while position < plan.last:
-            n_full = (plan.last - position) // (plan.batch * n)
+        position = plan.start
+        while position < plan.stop:
+            n_full = (plan.stop - position) // (plan.batch_size * n)
             rounds = max(1, min(self.exchanger.count_steps_left(), self.max_repeats, n_full))
-            end = min(plan.last, position + rounds * n * plan.batch)
-            yield Batches(position, [position + (k * n + me) * plan.batch for k in range(rounds)], end)
+            end = min(plan.stop, position + rounds * n * plan.batch_size)
+            yield Batches(position, [position + (k * n + me) * plan.batch_size for k in range(rounds)], end)
             position = end
 
     def _take_batches(self) -> Iterator[Batches]:
-        """Take the next batches that no other rank has taken."""
+        """Take the next batches from a counter that the ranks share."""
         plan, n, shared_counts = self.plan, self.worker.size, self._batches_taken
         pool = next(pool for pool in plan.pools if self.worker.number in pool)
         while True:
@@ -392,27 +397,27 @@ class RowLoop(_SourceLoop):
                     begun = (-(-int(shared_counts.array[peers.start]) // len(peers)) for peers in plan.pools)
                     shared_counts.array[-1] = max(1, *begun)
                 rounds = int(shared_counts.array[-1])
-                if rounds:  # all pools complete the same rounds, so that the rows trained on are one range
+                if rounds:  # all pools stop after the same round, so that the rows trained on are one range
                     n_batches = min(n_batches, rounds * len(pool) - first)
-                # Of each n batches in a row the pool has those of its ranks' numbers: all, where there is one pool.
+                # Of every n successive batches a pool takes those numbered as its ranks; a single pool takes all.
                 starts = [
-                    plan.first + (k // len(pool) * n + pool[k % len(pool)]) * plan.batch
+                    plan.start + (k // len(pool) * n + pool[k % len(pool)]) * plan.batch_size
                     for k in range(first, first + n_batches)
                 ]
-                starts = [start for start in starts if start + plan.batch <= plan.last] or starts[:1]
+                starts = [start for start in starts if start + plan.batch_size <= plan.stop] or starts[:1]
                 shared_counts.array[pool.start] += len(starts)
                 lock.write(shared_counts)
-            if not starts or starts[0] >= plan.last:
-                self.end = min(plan.last, plan.first + rounds * n * plan.batch) if rounds else plan.last
+            if not starts or starts[0] >= plan.stop:
+                self.end = min(plan.stop, plan.start + rounds * n * plan.batch_size) if rounds else plan.stop
                 return
-            yield Batches(starts[0], starts, min(plan.last, starts[-1] + plan.batch))
+            yield Batches(starts[0], starts, min(plan.stop, starts[-1] + plan.batch_size))
 
     def is_stopped(self) -> bool:
-        """Return True if all ranks stop; ranks at their own pace stop in `_take_batches`."""
-        return self.plan.can_stop and not self.rule.asynchronous and self._agreement.is_stop()
+        """Return True if all ranks agree to stop; asynchronous ranks stop in `_take_batches` instead."""
+        return self.plan.can_stop and not self.rule.asynchronous and self._agreement.is_stop_due()
 
     def set_rate(self, rate: float) -> None:
-        """Set the variable of this rank."""
+        """Set the learning rate's variable on this rank."""
         self._rate.set_value(np.asarray(rate, self._rate.type.dtype))
 
     def _sum_weights(self) -> float:
@@ -424,7 +429,7 @@ class RowLoop(_SourceLoop):
         )
 
     def launch(self, rows: list[Any]) -> list[tuple[Any, Any]]:
-        """Start the steps, in one launch if possible."""
+        """Launch one step per batch, in one launch if possible."""
         steps = self._launch_steps(rows)
         self._unexchanged_weights += [weight for _, weight in steps if weight is not None]
         return steps
@@ -432,10 +437,10 @@ class RowLoop(_SourceLoop):
     def _launch_steps(self, rows: list[Any]) -> list[tuple[Any, Any]]:
         data, state = self.source.data, self.state
         if state.average_size:
-            state.own["batches"] = state.own.get("batches", 0.0) + sum(map(len, rows)) / self.plan.batch
+            state.own["batches"] = state.own.get("batches", 0.0) + sum(map(len, rows)) / self.plan.batch_size
         if len(rows) > 1 and len({len(array) for array in rows}) == 1:
-            together = np.concatenate(rows)
-            outputs = self._step.launch_many(len(rows), *(array[together] for array in data))
+            all_rows = np.concatenate(rows)
+            outputs = self._step.launch_many(len(rows), *(array[all_rows] for array in data))
             if outputs is not None:
                 weights = outputs[len(rows) :] or [None] * len(rows)
                 return list(zip(outputs[: len(rows)], weights, strict=True))
@@ -443,14 +448,14 @@ class RowLoop(_SourceLoop):
         return [(loss, weight[0] if weight else None) for loss, *weight in steps]
 
     def free_after_launch(self, spans: list[tuple[int, int]], steps: int) -> None:
-        """Wait for the previous launch, then release the memory of its rows."""
+        """Wait for the previous launch, and free its rows."""
         if isinstance(self.source, Feed):
-            self.meter.read_losses(besides=steps)
-            self.free(self.reading)
-            self.reading = spans
+            self.meter.read_losses(n_pending=steps)
+            self.free(self.spans_in_use)
+            self.spans_in_use = spans
 
     def exchange(self, steps: int) -> None:
-        """Count steps, and exchange if an exchange is due."""
+        """Count ``steps`` steps, and exchange if an exchange is due."""
         if not self.exchanger.count_steps(steps):
             return
         # Launched steps are finished if the exchange waits for them: other ranks may need the memory of their rows.
@@ -463,15 +468,15 @@ class RowLoop(_SourceLoop):
             self.state.own["batches"] = 0.0
 
 
-def make_loss_reader(fetch: Callable[[Sequence[Any]], Sequence[Any]], has_weight: bool) -> ReadLosses:
+def make_loss_reader(fetch: Callable[[Sequence[Any]], Sequence[Any]], has_weight: bool) -> LossReader:
     """Return the reader of a `Meter` for the losses of `TrainFunction.weighted_steps`.
 
     Parameters
     ----------
     fetch : callable
-        Copies a list of arrays to host memory.
+        Copies arrays to host memory.
     has_weight : bool
-        Whether losses are multiplied by weights.  Else they are means, and their weights are numbers of rows.
+        Whether losses are already multiplied by their weights.  Else the weights are numbers of rows.
     """
     if has_weight:
         return lambda losses, weights: zip(map(float, fetch(losses)), map(float, fetch(weights)), strict=True)
@@ -488,13 +493,13 @@ def train_interval(
     source: Source,
     batches_taken: LocalRows,
     shared: dict[str, LocalRows],
-) -> tuple[int, Outcome]:
-    """Train one rank on its rows of an interval, then set the parameters to the rule's reported ones.
+) -> tuple[int, RankTotals]:
+    """Train this rank on its rows of an interval, then set the parameters to those that the rule reports.
 
     Parameters
     ----------
     worker, plan, rule, step, rate, source, batches_taken
-        As for `RowLoop`.
+        As in `RankLoop`.
     variables : (list of shared variable, list of shared variable, int)
         Parameters that are exchanged; variables of the optimizer; number of running averages among the former.
     shared : dict of str to LocalRows
@@ -503,27 +508,29 @@ def train_interval(
     Returns
     -------
     end : int
-        Position up to which the ranks have trained: before ``plan.last`` if a signal has stopped them.
-    outcome : Outcome
+        Position up to which the ranks have trained: before ``plan.stop`` if a signal has stopped them.
+    totals : RankTotals
     """
     stored = worker.get_storage(plan.name)
     state: State | None = stored.get("state")
-    restore_own_params(worker, plan.name)  # does nothing after an interrupt: each rank keeps its present parameters
+    restore_own_params(
+        worker, plan.name
+    )  # after an interrupt there are none: the present parameters are this rank's own
     by_rank = worker.all_gather(None if state is None else (state.step, state.since))
-    begun = [counts for counts in by_rank if counts is not None]
-    if state is None or len(begun) < len(by_rank) or not rule.asynchronous and len(set(by_rank)) > 1:
+    counts = [pair for pair in by_rank if pair is not None]
+    if state is None or len(counts) < len(by_rank) or not rule.asynchronous and len(set(by_rank)) > 1:
         # At the first interval, or after an interrupt that stopped ranks at different steps: all ranks start anew.
         params, optimizer, n_averages = variables
         state = State(params, optimizer, shared, n_averages)
-        state.step = max([step for step, _ in begun], default=0)
-        if begun:
+        state.step = max([step for step, _ in counts], default=0)
+        if counts:
             state.vector = worker.all_reduce(state.vector)
         rule.setup(worker, state)
         stored["state"] = state
-    loop = RowLoop(worker, plan, rule, state, step, rate, source, batches_taken)
+    loop = RankLoop(worker, plan, rule, state, step, rate, source, batches_taken)
     loop.run()
     loop.finish_steps()
     with loop.meter.time("exchange"):
         set_reported_params(worker, plan.name, rule)
     loop.write_lines(last=True)
-    return loop.end, loop.meter.get_outcome(loop.rate)
+    return loop.end, loop.meter.get_totals(loop.rate)

@@ -1,13 +1,13 @@
 """Measurement of a rank's training between two reports: time by activity, rows, steps and losses.
 
-Reading a loss waits for the step that computes it.  So a step's loss stays on the device until its value is needed:
-on GPUs Python launches the next steps in the meantime::
+Reading a loss waits for the step that computes it.  So losses stay on the device until their values are needed, and on
+GPUs Python launches the next steps in the meantime::
 
-    add_loss(loss, weight) --> unread losses --> read_losses() --> sums since the report --> get_outcome(): a Report
+    add_loss(loss, weight) --> unread losses --> read_losses() --> sums since the report --> get_totals() --> Report
                                                              |
                                                              +---> sums since the line ----> write_lines()
 
-Losses are added one by one, in the order of the steps.  So sums do not depend on when losses are read.
+Losses are added in the order of the steps, so the sums do not depend on when losses are read.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-#: Reads losses and weights from the device: returns the sum of each loss's items, and its weight.
-ReadLosses = Callable[[Sequence[Any], Sequence[Any]], Iterable[tuple[float, float]]]
+#: Takes losses and weights on the device; returns pairs of numbers, each a loss times its weight, and the weight.
+LossReader = Callable[[Sequence[Any], Sequence[Any]], Iterable[tuple[float, float]]]
 
 
-class Outcome(NamedTuple):
+class RankTotals(NamedTuple):
     """Totals of one rank's training since the last report.
 
     Attributes
@@ -30,14 +30,14 @@ class Outcome(NamedTuple):
     loss : float
         Sum of the steps' losses, each times its weight.
     weight : float
-        Sum of these weights: of the model's weight, or of the rows.
+        Sum of the weights: values of the model's weight, or numbers of rows.
     rows, steps : int
     seconds : dict of str to float
         Time by activity: compute, exchange, wait, load.
     learning_rate : float
         Learning rate of the last step; NaN if it is unknown.
-    first : (int, float)
-        Rows and seconds of launches that were the first of their kind, which may have compiled functions.
+    first_launches : (int, float)
+        Rows and seconds of the first launch of each kind, which may have compiled functions.
     """
 
     loss: float
@@ -46,47 +46,52 @@ class Outcome(NamedTuple):
     steps: int
     seconds: dict[str, float]
     learning_rate: float
-    first: tuple[int, float]
+    first_launches: tuple[int, float]
 
 
-def split_outcomes(outcomes: Sequence[Outcome], size: int) -> list[Outcome]:
-    """Convert outcomes to another number of ranks; sums over ranks, and means of seconds, are unchanged.
+def split_totals(totals: Sequence[RankTotals], size: int) -> list[RankTotals]:
+    """Convert totals to another number of ranks; sums over ranks, and means of seconds, are unchanged.
 
-    The first of the new outcomes has the sums.  If the number of ranks does not change, neither do the outcomes.
+    The first of the new totals has the sums.  Totals of the same number of ranks are returned as they are.
 
     Parameters
     ----------
-    outcomes : sequence of Outcome
-        One per rank; may be empty.
+    totals : sequence of RankTotals
+        Totals of each rank; may be empty.
     size : int
         New number of ranks.
 
     Examples
     --------
-    >>> one = Outcome(1.0, 10.0, 10, 2, {"wait": 1.0}, 0.1, (0, 0.0))
-    >>> other = Outcome(2.0, 5.0, 5, 1, {"wait": 2.0}, 0.1, (0, 0.0))
-    >>> split_outcomes([one, other], 1)
-    [Outcome(loss=3.0, weight=15.0, rows=15, steps=3, seconds={'wait': 1.5}, learning_rate=0.1, first=(0, 0.0))]
+    >>> first = RankTotals(1.0, 10.0, 10, 2, {"wait": 1.0}, 0.1, (0, 0.0))
+    >>> second = RankTotals(2.0, 5.0, 5, 1, {"wait": 2.0}, 0.1, (0, 0.0))
+    >>> [joined] = split_totals([first, second], 1)
+    >>> joined.loss, joined.rows, joined.seconds
+    (3.0, 15, {'wait': 1.5})
     """
-    if not outcomes or len(outcomes) == size:
-        return list(outcomes)
-    seconds = {name: float(np.mean([outcome.seconds[name] for outcome in outcomes])) for name in outcomes[0].seconds}
-    first = outcomes[0]._replace(
-        loss=sum(outcome.loss for outcome in outcomes),
-        weight=sum(outcome.weight for outcome in outcomes),
-        rows=sum(outcome.rows for outcome in outcomes),
-        steps=sum(outcome.steps for outcome in outcomes),
+    if not totals or len(totals) == size:
+        return list(totals)
+    seconds = {name: float(np.mean([total.seconds[name] for total in totals])) for name in totals[0].seconds}
+    first = totals[0]._replace(
+        loss=sum(total.loss for total in totals),
+        weight=sum(total.weight for total in totals),
+        rows=sum(total.rows for total in totals),
+        steps=sum(total.steps for total in totals),
         seconds=seconds,
-        first=(sum(outcome.first[0] for outcome in outcomes), sum(outcome.first[1] for outcome in outcomes)),
+        first_launches=(
+            sum(total.first_launches[0] for total in totals),
+            sum(total.first_launches[1] for total in totals),
+        ),
     )
-    others = first._replace(loss=0.0, weight=0.0, rows=0, steps=0, first=(0, 0.0))
+    others = first._replace(loss=0.0, weight=0.0, rows=0, steps=0, first_launches=(0, 0.0))
     return [first, *([others] * (size - 1))]
 
 
 class ActivityTimer:
-    """Add the duration of a block to the time of an activity; waiting for other ranks is added to ``wait``.
+    """Context manager that adds the duration of a block to the time of an activity.
 
-    A block that raises an exception adds nothing.
+    The time for which the block waits for other ranks is added to ``wait`` instead.  A block that raises an exception
+    adds nothing.
 
     Parameters
     ----------
@@ -94,7 +99,7 @@ class ActivityTimer:
         Time by activity, with an entry ``wait``.
     name : str
         Activity of the block.
-    waited : callable
+    get_wait_seconds : callable
         Returns the seconds for which this rank has waited for others so far.
 
     Attributes
@@ -103,24 +108,24 @@ class ActivityTimer:
         Seconds of the block without waiting; 0 before its end.
     """
 
-    def __init__(self, seconds: dict[str, float], name: str, waited: Callable[[], float]):
-        self._seconds, self._name, self._waited = seconds, name, waited
+    def __init__(self, seconds: dict[str, float], name: str, get_wait_seconds: Callable[[], float]):
+        self._seconds, self._name, self._get_wait_seconds = seconds, name, get_wait_seconds
         self.spent = 0.0
 
     def __enter__(self) -> ActivityTimer:
-        self._began, self._waited_before = time.perf_counter(), self._waited()
+        self._began, self._waited_before = time.perf_counter(), self._get_wait_seconds()
         return self
 
     def __exit__(self, error: Any, *_: object) -> None:
         if error is None:
-            wait = self._waited() - self._waited_before
+            wait = self._get_wait_seconds() - self._waited_before
             self.spent = time.perf_counter() - self._began - wait
             self._seconds["wait"] += wait
             self._seconds[self._name] += self.spent
 
 
 class LineRecorder(Protocol):
-    """Recorder of a rank's lines: a `Recorder`, or the launcher's.
+    """Interface of recorders of a rank's lines: `Recorder`, and the launcher's `ModelRecorder`.
 
     Attributes
     ----------
@@ -134,33 +139,38 @@ class LineRecorder(Protocol):
         """Write a line of a rank."""
 
 
-class _Line:
-    """Counters at a recorder's last line, and sums since then."""
+class _LineTotals:
+    """Counters at a recorder's last line, and sums of losses since then."""
 
     def __init__(self, recorder: LineRecorder):
         self.recorder = recorder
 
     def begin(self, meter: Meter) -> None:
-        """Begin a line at the present counters."""
-        self.steps, self.rows, self.first, self.seconds = meter.steps, meter.rows, meter.first, dict(meter.seconds)
+        """Start a new line from the present counters."""
+        self.steps, self.rows, self.first_launches, self.seconds = (
+            meter.steps,
+            meter.rows,
+            meter.first_launches,
+            dict(meter.seconds),
+        )
         self.loss = self.weight = 0.0
         self.began = time.perf_counter()
 
 
 class Meter:
-    """Counters of a rank's time, rows and losses since the last report; writes the lines that are due.
+    """Counters of a rank's time, rows, steps and losses since the last report; also writes lines to recorders.
 
     Parameters
     ----------
     rank : int
     recorders : sequence of LineRecorder
     read : callable
-        Reads losses and weights; see `ReadLosses`.
-    kinds : set of (int, int), optional
-        Kinds of launches so far: their number of steps, and of rows per step.  The meter adds new ones.
+        A `LossReader`.
+    launch_kinds : set of (int, int), optional
+        Kinds of launches so far: number of steps, and of rows per step.  The meter adds new kinds.
     step : int
         Number of steps that the rank has taken so far.
-    waited : callable
+    get_wait_seconds : callable
         Returns the seconds for which this rank has waited for others so far.
 
     Attributes
@@ -168,8 +178,8 @@ class Meter:
     seconds : dict of str to float
         Time by activity since the meter was made: compute, exchange, wait, load.
     rows, steps : int
-    loss, weight, first
-        As in `Outcome`; without the losses that are not read yet.
+    loss, weight, first_launches
+        As in `RankTotals`, without unread losses.
     step : int
         Number of steps that the rank has taken since the training began.
     """
@@ -178,41 +188,41 @@ class Meter:
         self,
         rank: int,
         recorders: Sequence[LineRecorder],
-        read: ReadLosses,
-        kinds: set[Any] | None = None,
+        read: LossReader,
+        launch_kinds: set[Any] | None = None,
         step: int = 0,
-        waited: Callable[[], float] = float,
+        get_wait_seconds: Callable[[], float] = float,
     ):
-        self._rank, self._read, self._waited, self.step = rank, read, waited, step
-        self._kinds = set() if kinds is None else kinds
+        self._rank, self._read, self._get_wait_seconds, self.step = rank, read, get_wait_seconds, step
+        self._launch_kinds = set() if launch_kinds is None else launch_kinds
         self.seconds = dict.fromkeys(("compute", "exchange", "wait", "load"), 0.0)
-        self._lines = [_Line(recorder) for recorder in recorders]
-        self.begin()
+        self._lines = [_LineTotals(recorder) for recorder in recorders]
+        self.begin_interval()
 
-    def begin(self, before: Outcome | None = None) -> None:
-        """Begin an interval between two reports; ``before`` is the outcome of its first part, from a checkpoint."""
+    def begin_interval(self, earlier: RankTotals | None = None) -> None:
+        """Start an interval between two reports; ``earlier`` has totals of its first part, from a checkpoint."""
         self.loss = self.weight = 0.0
         self.rows = self.steps = 0
-        self.first = 0, 0.0
-        if before is not None:
-            self.loss, self.weight, self.rows, self.steps, seconds, _, self.first = before
+        self.first_launches = 0, 0.0
+        if earlier is not None:
+            self.loss, self.weight, self.rows, self.steps, seconds, _, self.first_launches = earlier
             self.seconds.update(seconds)
         self.discard_losses()
         for line in self._lines:
             line.begin(self)
 
     def time(self, name: str) -> ActivityTimer:
-        """Add the duration of a block to an activity's time; see `ActivityTimer`."""
-        return ActivityTimer(self.seconds, name, self._waited)
+        """Return a context manager that adds a block's duration to an activity's time."""
+        return ActivityTimer(self.seconds, name, self._get_wait_seconds)
 
     def count_step(self, rows: int) -> None:
-        """Count a step of ``rows`` rows."""
+        """Count one step of ``rows`` rows."""
         self.rows += rows
         self.steps += 1
         self.step += 1
 
     def record_launch(self, steps: int, rows: int, seconds: float) -> None:
-        """Record the duration of a launch if it is the first of its kind.
+        """Add a launch to ``first_launches`` if it is the first of its kind.
 
         Parameters
         ----------
@@ -223,23 +233,23 @@ class Meter:
         seconds : float
             Duration without waiting.
         """
-        if (steps, rows) not in self._kinds:
-            self._kinds.add((steps, rows))
-            self.first = self.first[0] + steps * rows, self.first[1] + seconds
+        if (steps, rows) not in self._launch_kinds:
+            self._launch_kinds.add((steps, rows))
+            self.first_launches = self.first_launches[0] + steps * rows, self.first_launches[1] + seconds
 
     def add_loss(self, loss: Any, weight: Any) -> None:
-        """Add a loss and its weight, which may be on the device, to those that are not read yet."""
+        """Append a loss and its weight, which may be on the device, to the unread losses."""
         self._losses.append(loss)
         self._weights.append(weight)
 
     def discard_losses(self) -> None:
-        """Discard the losses that are not read yet."""
+        """Discard the unread losses."""
         self._losses: list[Any] = []
         self._weights: list[Any] = []
 
-    def read_losses(self, besides: int = 0) -> None:
-        """Wait for the unread losses, all but the last ``besides``, and add them to the sums."""
-        n_ready = len(self._losses) - besides
+    def read_losses(self, n_pending: int = 0) -> None:
+        """Wait for the unread losses, except for the last ``n_pending``, and add them to the sums."""
+        n_ready = len(self._losses) - n_pending
         if n_ready > 0:
             for loss, weight in self._read(self._losses[:n_ready], self._weights[:n_ready]):
                 self.loss += loss
@@ -249,12 +259,12 @@ class Meter:
                     line.weight += weight
             del self._losses[:n_ready], self._weights[:n_ready]
 
-    def get_outcome(self, rate: float) -> Outcome:
-        """Return the totals without unread losses; ``rate`` is the learning rate of the last step."""
-        return Outcome(self.loss, self.weight, self.rows, self.steps, self.seconds, rate, self.first)
+    def get_totals(self, rate: float) -> RankTotals:
+        """Return the totals, without unread losses; ``rate`` is the learning rate of the last step."""
+        return RankTotals(self.loss, self.weight, self.rows, self.steps, self.seconds, rate, self.first_launches)
 
     def write_lines(self, epoch: int, seen: int, rate: float, last: bool = False) -> None:
-        """Write a line to each recorder that is due: ``every`` steps after its last line, or at the last step.
+        """Write a line to each recorder whose last line is ``every`` steps ago.
 
         Parameters
         ----------
@@ -265,13 +275,14 @@ class Meter:
         rate : float
             Learning rate of the last step; NaN if it is unknown.
         last : bool
-            Write a line to every recorder if there were steps since its last one.
+            Write a line to each recorder with any steps since its last line.
         """
         for line in self._lines:
             if self.steps - line.steps < (1 if last else line.recorder.every):
                 continue
             self.read_losses()
-            rows, first = self.rows - line.rows, (self.first[0] - line.first[0], self.first[1] - line.first[1])
+            rows, first_rows = self.rows - line.rows, self.first_launches[0] - line.first_launches[0]
+            first_launches = first_rows, self.first_launches[1] - line.first_launches[1]
             record = {
                 "epoch": epoch,
                 "step": self.step,
@@ -279,30 +290,30 @@ class Meter:
                 "rows": rows,
                 "loss": line.loss / line.weight if line.weight else None,
                 "learning_rate": rate,
-                "rows_per_second": compute_rows_per_second(rows, time.perf_counter() - line.began, first),
+                "rows_per_second": compute_rows_per_second(rows, time.perf_counter() - line.began, first_launches),
                 **{name: value - line.seconds.get(name, 0.0) for name, value in self.seconds.items()},
             }
             line.begin(self)
             line.recorder.write_rank(self._rank, record)
 
 
-def compute_rows_per_second(rows: int, seconds: float, first: tuple[int, float]) -> float:
-    """Return the rows per second; launches that may have compiled functions are excluded if there were others.
+def compute_rows_per_second(rows: int, seconds: float, first_launches: tuple[int, float]) -> float:
+    """Compute the rows per second, without first launches, which may have compiled functions, if there were others.
 
     Parameters
     ----------
     rows : int
     seconds : float
         Duration of the training on these rows.
-    first : (int, float)
-        As in `Outcome`.
+    first_launches : (int, float)
+        As in `RankTotals`.
 
     Examples
     --------
     >>> compute_rows_per_second(60, 4.0, (20, 2.0)), compute_rows_per_second(20, 2.0, (20, 2.0))
     (20.0, 10.0)
     """
-    first_rows, first_seconds = first
+    first_rows, first_seconds = first_launches
     if first_rows == rows and first_seconds:
         first_rows, first_seconds = 0, 0.0
     return (rows - first_rows) / (seconds - first_seconds)

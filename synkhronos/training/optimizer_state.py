@@ -1,4 +1,4 @@
-"""Variables of an update rule on the ranks: equal on all of them, or divided among them by `shard_optimizer`."""
+"""Variables of an update rule: equal on all ranks, or divided among them by `shard_optimizer`."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ from synkhronos.training.updates.shards import StatePart, get_bounds
 
 
 class OptimizerState:
-    """Variables of an update rule, read and set as whole arrays.
+    """Access to the variables of an update rule as whole arrays.
 
     Parameters
     ----------
     shareds : list of shared variables
         Variables of the unsharded optimizer.
     parts : dict
-        Parts of those that are divided, by the whole variable.
+        Part of each divided variable, by the variable of the unsharded optimizer.
     size : int or None
         Number of ranks that a sharded optimizer was made for; None if all variables are equal on all ranks.
 
     Attributes
     ----------
     variables : list of shared variables
-        Variables that the ranks update: of a divided one, the rank's part.
+        Variables that the ranks update: for a divided variable, the rank's part.
     """
 
     def __init__(self, shareds: Sequence[Any], parts: Mapping[Any, StatePart], size: int | None):
@@ -37,18 +37,18 @@ class OptimizerState:
         self.variables = [parts[shared].shared if shared in parts else shared for shared in shareds]
         self._session: ranks.Session | None = None
 
-    def begin(self, is_overwritten: bool = False) -> None:
-        """Divide the initial values at the first step.
+    def divide_initial_values(self, is_overwritten: bool = False) -> None:
+        """Divide the initial values among the ranks of a new session; does nothing at later calls.
 
         Parameters
         ----------
         is_overwritten : bool
-            Whether all values are about to be set.
+            Whether the caller is about to set all values.
 
         Raises
         ------
         RuntimeError
-            If the ranks that had the parts have ended, or there are more or fewer than the function was made for.
+            If the session with the present parts has ended, or has another number of ranks.
         """
         if self._size is None:
             return
@@ -78,16 +78,16 @@ class OptimizerState:
         return self.__dict__
 
     def get(self, shareds: Sequence[Any] | None = None) -> list[np.ndarray]:
-        """Return the values of variables of the unsharded optimizer; default: all."""
-        self.begin()
+        """Return the whole values of variables of the unsharded optimizer; default: of all."""
+        self.divide_initial_values()
         return [
             self._gather(self._parts[shared]) if shared in self._parts else np.array(shared.get_value())
             for shared in (self._shareds if shareds is None else shareds)
         ]
 
     def set(self, values: Sequence[np.ndarray], shareds: Sequence[Any] | None = None) -> None:
-        """Set variables of the unsharded optimizer, all divided ones among them; default: all."""
-        self.begin(is_overwritten=True)
+        """Set variables of the unsharded optimizer; default: all.  ``shareds`` has to include all divided variables."""
+        self.divide_initial_values(is_overwritten=True)
         for shared, value in zip(self._shareds if shareds is None else shareds, values, strict=True):
             if shared in self._parts:
                 self._divide(self._parts[shared], value)
@@ -95,13 +95,13 @@ class OptimizerState:
                 synk.broadcast(shared, value)
 
     def get_vector(self, shareds: Sequence[Any]) -> np.ndarray:
-        """Concatenate the values of some variables, in the widest dtype."""
+        """Return the concatenated values of variables, in the widest of their dtypes."""
         values = self.get(shareds)
         dtype = np.result_type(*(value.dtype for value in values)) if values else np.dtype(np.float32)
         return np.concatenate([np.zeros(0, dtype), *(np.ravel(value).astype(dtype, copy=False) for value in values)])
 
     def set_vector(self, shareds: Sequence[Any], vector: np.ndarray) -> None:
-        """Set the variables to values as from `get_vector`; they include all divided ones."""
+        """Set variables from a result of `get_vector`.  ``shareds`` has to include all divided variables."""
         shapes = [shape_of(shared) for shared in shareds]
         pieces = np.split(vector, np.cumsum([int(np.prod(shape)) for shape in shapes])[:-1]) if shapes else []
         values = [
@@ -111,7 +111,7 @@ class OptimizerState:
         self.set(values, shareds)
 
     def gather_into(self, shareds: Sequence[Any]) -> None:
-        """Set divided variables of the unsharded optimizer, on the master and on the ranks that have them."""
+        """Set the divided variables among ``shareds`` to their whole values, on each rank that has a copy."""
         for shared in shareds:
             if shared in self._parts:
                 value = self._gather(self._parts[shared])
@@ -120,8 +120,8 @@ class OptimizerState:
                     synk.broadcast(shared, value)
 
     def _gather(self, part: StatePart) -> np.ndarray:
-        """Return the whole of a divided variable."""
-        self.begin()
+        """Return the whole value of a divided variable."""
+        self.divide_initial_values()
         return join_parts(synk.gather(part.shared, nd_up=1), part.shape)
 
     def _divide(self, part: StatePart, value: np.ndarray) -> None:
@@ -132,7 +132,7 @@ class OptimizerState:
 
 
 def join_parts(parts: Sequence[np.ndarray], shape: tuple[int, ...]) -> np.ndarray:
-    """Join the ranks' parts of an array; where parts overlap, the elements are those of the first part."""
+    """Join the ranks' parts of an array; overlapping elements are taken from the first part."""
     array = np.empty(shape, parts[0].dtype)
     flat = array.reshape(-1)
     bounds = get_bounds(flat.size, len(parts))

@@ -1,4 +1,4 @@
-"""The progress of a trainer, and its checkpoints."""
+"""The position of a trainer in its epochs, and its checkpoints."""
 
 from __future__ import annotations
 
@@ -17,11 +17,12 @@ from synkhronos.training import rank_state, schedules
 from synkhronos.training.checkpoint import Checkpoint, CheckpointError, load, load_meta
 from synkhronos.training.early_stop import EarlyStop
 from synkhronos.training.epoch_data import EpochData
-from synkhronos.training.meter import Outcome, split_outcomes
+from synkhronos.training.meter import RankTotals, split_totals
 from synkhronos.training.optimizer_state import OptimizerState
 from synkhronos.training.schedules import Schedule
+from synkhronos.training.training_description import check_same_training, describe_training
 
-#: Entries of a trainer's checkpoint, besides those of `rank_state.describe_training`.
+#: Entries of a trainer's checkpoint, besides those of `describe_training`.
 _TYPES: dict[str, Any] = {
     **dict.fromkeys(("seen", "epoch", "row", "start", "seed", "count", "steps_taken"), int),
     "outcomes": list,
@@ -37,27 +38,27 @@ class Progress:
     Attributes
     ----------
     epoch, row : int
-        Epoch of the next row, and its position in the epoch's order of rows.
-    start : int
+        Epoch of the next row, and position of that row in the epoch's order of rows.
+    interval_start : int
         Position of the last report in the epoch.
-    outcomes : list of Outcome
-        Outcomes of the ranks between ``start`` and ``row``, if a signal stopped the training between two reports.
+    totals : list of RankTotals
+        The ranks' totals between ``interval_start`` and ``row``, after a stop between two reports.
     metrics : dict of str to float
         Loss and validation of the last report.
     early_stop : EarlyStop
-        Best report so far.
+        Best value of the metric so far.
     steps : int
-        Steps that all ranks have taken together; where ranks step by themselves, they count them.
+        Number of joint steps; ranks that take their own steps count them in their `State`.
     rows_before : int
-        Number of rows of the epochs before ``epoch``.
+        Number of rows of all epochs before ``epoch``.
     order : (int, int)
-        Number of rows of ``epoch``, and seed of their order.
+        Number of rows of ``epoch``, and the seed of their order.
     """
 
     epoch: int = 0
     row: int = 0
-    start: int = 0
-    outcomes: list[Outcome] = field(default_factory=list)
+    interval_start: int = 0
+    totals: list[RankTotals] = field(default_factory=list)
     metrics: dict[str, float] = field(default_factory=dict)
     early_stop: EarlyStop = field(default_factory=EarlyStop)
     steps: int = 0
@@ -76,17 +77,17 @@ class TrainerState:
     Parameters
     ----------
     training : RankTraining
-        With all variables; those of a sharded optimizer are left to `sharded`.
+        Has all variables, those of a sharded optimizer included.
     update_rule : (str, dict)
         Name and options of the update rule.
     sharded : OptimizerState, optional
-        The optimizer's state, if it is sharded.
+        State of a sharded optimizer.
 
     Attributes
     ----------
     training : RankTraining
-        What each rank saves and restores.
-    groups : Groups
+        Variables that each rank saves and restores; without those of a sharded optimizer.
+    groups : VariableGroups
         All variables.
     progress : Progress
     rate : float
@@ -106,18 +107,18 @@ class TrainerState:
         self._session: Any = None
         self.progress, self.rate = Progress(), math.nan
 
-    def begin(self, session: ranks.Session, trainer: Any) -> None:
-        """Reset the state if the ranks are new; they release theirs when the trainer is released."""
+    def start_session(self, session: ranks.Session, trainer: Any) -> None:
+        """Reset the state if the session is new; the ranks release theirs when ``trainer`` is garbage-collected."""
         if self._session is session:
             return
         self.progress, self.rate = Progress(), math.nan
-        self.renew_memory()
+        self.allocate_memory()
         if not self.training.is_joint:
             session.memory.release_with(trainer, "object", ("storage", self.training.name))
         self._session = session
 
-    def renew_memory(self) -> None:
-        """Allocate the shared memory of the rule, for the present number of ranks, unless they take steps together."""
+    def allocate_memory(self) -> None:
+        """Allocate the rule's shared memory for the present number of ranks; joint steps need none."""
         training = self.training
         training.memory = {}
         if not training.is_joint:
@@ -125,19 +126,19 @@ class TrainerState:
             training.memory = shared_memory(training.rule, ranks.get_session().size, vector.size, vector.dtype)
 
     def _describe(self) -> dict[str, Any]:
-        return rank_state.describe_training("trainer", self.training.rule, self.groups, self._update_rule)
+        return describe_training("trainer", self.training.rule, self.groups, self._update_rule)
 
     def get_sharded_optimizer(self) -> np.ndarray | None:
-        """Return the optimizer's variables in one vector, gathered from all ranks; None if they are not sharded."""
+        """Gather the variables of a sharded optimizer from all ranks into one vector; None if it is not sharded."""
         return None if self._sharded is None else self._sharded.get_vector(self.groups.optimizer)
 
     def set_sharded_optimizer(self, vector: np.ndarray | None) -> None:
-        """Divide the optimizer's variables among the ranks; nothing is done with None."""
+        """Divide the vector from `get_sharded_optimizer` among the ranks; do nothing if it is None."""
         if self._sharded is not None and vector is not None:
             self._sharded.set_vector(self.groups.optimizer, vector)
 
     def save(self, checkpoint: Checkpoint, data: EpochData, schedule: Schedule, seen: int) -> None:
-        """Write a checkpoint of all ranks; right after a report it has the metrics of this report."""
+        """Write a checkpoint of all ranks; its metrics are those of a report, if it follows one directly."""
         progress = self.progress
         by_rank = run(rank_state.collect_state, self.training)
         if self._sharded is not None:
@@ -146,30 +147,30 @@ class TrainerState:
             "seen": seen,
             "epoch": progress.epoch,
             "row": progress.row,
-            "start": progress.start,
-            "outcomes": [list(outcome) for outcome in progress.outcomes],
+            "start": progress.interval_start,
+            "outcomes": [list(total) for total in progress.totals],
             "metrics": progress.metrics,
             "stop": progress.early_stop.to_json(),
             "seed": data.seed,
-            "count": data.length,
+            "count": data.n_rows,
             "parts": data.describe_parts(),
-            "batch_size": data.batch,
+            "batch_size": data.batch_size,
             "schedule": schedules.get_state(schedule),
             "steps_taken": progress.steps,
         }
         memory = {name: array.data for name, array in self.training.memory.items()}
-        metrics = {} if progress.outcomes else progress.metrics
+        metrics = {} if progress.totals else progress.metrics
         is_joint = self.training.is_joint
         rank_state.write_states(checkpoint, seen, self._describe(), by_rank, memory, is_joint, meta, metrics)
 
     def restore(self, path: str | os.PathLike[str], data: EpochData, schedule: Schedule) -> int:
-        """Restore all ranks and the progress from a checkpoint; return the number of rows seen."""
+        """Restore all ranks and the progress from a checkpoint; return the number of rows trained on so far."""
         meta = load_meta(path)
-        rank_state.check_meta(path, meta, self._describe(), _TYPES)
-        is_grown = not meta["row"] and meta["count"] < data.length  # since the end of an epoch
-        if meta["count"] != data.length and not is_grown or meta["seed"] != data.seed:
+        check_same_training(path, meta, self._describe(), _TYPES)
+        is_grown = not meta["row"] and meta["count"] < data.n_rows  # rows were appended after an epoch
+        if meta["count"] != data.n_rows and not is_grown or meta["seed"] != data.seed:
             raise CheckpointError(
-                f"{path} is of {meta['count']} rows and seed {meta['seed']}, got {data.length} and "
+                f"{path} is of {meta['count']} rows and seed {meta['seed']}, got {data.n_rows} and "
                 f"{data.seed}: the order of rows would be another"
             )
         if meta["row"] and meta["parts"] != data.describe_parts():
@@ -182,16 +183,16 @@ class TrainerState:
         progress = Progress(
             epoch=meta["epoch"],
             row=meta["row"],
-            start=meta["start"],
-            outcomes=split_outcomes([Outcome(*entry) for entry in meta["outcomes"]], n_outcomes),
+            interval_start=meta["start"],
+            totals=split_totals([RankTotals(*entry) for entry in meta["outcomes"]], n_outcomes),
             metrics=meta["metrics"],
             early_stop=EarlyStop.from_json(meta["stop"]),
             steps=meta["steps_taken"],
             rows_before=meta["seen"] - meta["row"],
-            order=(data.count, data.seed),
+            order=(data.n_epoch_rows, data.seed),
         )
         if self.training.memory:
-            self.renew_memory()  # so that on no host there is anything else in it
+            self.allocate_memory()  # zeros on every host
         run(rank_state.restore_state, self.training, str(path), ranks.get_session().rank.number)
         if self._sharded is not None:
             self.set_sharded_optimizer(load(path).arrays["0.optimizer"])

@@ -1,7 +1,7 @@
 """Report of a trainer: figures of the steps since the last report, over all ranks.
 
-It is made from one `Outcome` per rank.  Losses and rows are summed over ranks, times are averaged.  Launches that may
-have compiled functions do not count in the speed.
+It is made from the `RankTotals` of the ranks.  Losses and rows are summed over ranks, times are averaged.  The speed
+excludes launches that may have compiled functions.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from synkhronos.training.meter import Outcome, compute_rows_per_second
+from synkhronos.training.meter import RankTotals, compute_rows_per_second
 
 
 @dataclass
@@ -43,7 +43,7 @@ class Report:
     seconds : dict of str to float
         Mean time of a rank by activity: compute, exchange, wait, load.
     batch : str
-        Rows of a step: number of ranks times rows per rank.
+        Rows of a step as a text: number of ranks times rows per rank, such as ``"4 x 100 = 400"``.
     deaths : list of dict
         Deaths of workers since the last report, after which the training went on: ``rank``, ``host``, ``cause``,
         ``step`` from which it went on, and ``seconds`` lost.
@@ -81,34 +81,32 @@ class Report:
 
 
 def make_report(
-    outcomes: Sequence[Outcome], epoch: float, seen: int, batch: str, elapsed: float | None = None
+    totals: Sequence[RankTotals], epoch: float, seen: int, batch: str, elapsed: float | None = None
 ) -> Report:
-    """Return the report of an interval.
+    """Make the report of an interval from the ranks' totals.
 
     Parameters
     ----------
-    outcomes : sequence of Outcome
-        One per rank; the master's alone under BSP on gradients.
+    totals : sequence of RankTotals
+        Totals of each rank; of joint steps, those of the master.
     epoch, seen, batch
         Attributes of the report.
     elapsed : float, optional
-        Seconds of the interval; default: the sum of the ranks' mean time by activity.
+        Duration of the interval in seconds; default: the sum of the ranks' mean time by activity.
     """
-    rows = sum(outcome.rows for outcome in outcomes)
-    weight = sum(outcome.weight for outcome in outcomes)
-    seconds = {
-        name: float(np.mean([outcome.seconds.get(name, 0.0) for outcome in outcomes])) for name in outcomes[0].seconds
-    }
-    first_rows = sum(outcome.first[0] for outcome in outcomes)
-    first_seconds = float(np.mean([outcome.first[1] for outcome in outcomes]))
+    rows = sum(total.rows for total in totals)
+    weight = sum(total.weight for total in totals)
+    seconds = {name: float(np.mean([total.seconds.get(name, 0.0) for total in totals])) for name in totals[0].seconds}
+    first_rows = sum(total.first_launches[0] for total in totals)
+    first_seconds = float(np.mean([total.first_launches[1] for total in totals]))
     elapsed = sum(seconds.values()) if elapsed is None else elapsed
     return Report(
         epoch=epoch,
         seen=seen,
-        steps=sum(outcome.steps for outcome in outcomes),
-        loss=sum(outcome.loss for outcome in outcomes) / weight if weight else math.nan,
+        steps=sum(total.steps for total in totals),
+        loss=sum(total.loss for total in totals) / weight if weight else math.nan,
         validation={},
-        learning_rate=next(outcome.learning_rate for outcome in outcomes if outcome.rows),
+        learning_rate=next(total.learning_rate for total in totals if total.rows),
         rows_per_second=compute_rows_per_second(rows, elapsed, (first_rows, first_seconds)),
         seconds=seconds,
         batch=batch,

@@ -1,7 +1,7 @@
 """Stop of a training at a scheduler's signal: the master records the signal, and the ranks agree on the last step.
 
 Workers and agents ignore signals that the master handles.  Synchronous ranks have to stop after the same step.  They
-exchange the request about twice a second rather than at each step, so that steps stay as fast.
+exchange the request about twice a second rather than at each step, which would be slower.
 """
 
 from __future__ import annotations
@@ -21,31 +21,31 @@ from synkhronos.ranks.interrupts import get_handler, restore_handler, set_handle
 from synkhronos.tasks import LocalRows, Worker
 from synkhronos.training.step_interval import adapt_steps
 
-#: Signals of a scheduler or a closed terminal that ask a training to save and to exit.
+#: Signals of schedulers, and of a closed terminal, at which a training saves and exits.
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
-#: Seconds within which a second signal is a copy of the first, which was sent to all processes of a job.
-ECHO = 1.0
-#: Approximate seconds between two exchanges of the request.
+#: Seconds within which a second signal is taken for a copy of the first, sent to all processes of a job.
+ECHO_SECONDS = 1.0
+#: Approximate number of seconds between two exchanges of the request.
 _INTERVAL = 0.5
 
 _requested = 0
 
 
 def get_requested_stop() -> int:
-    """Return the number of the signal received, or 0."""
+    """Return the number of the signal that requests a stop, or 0."""
     return _requested
 
 
 class StopSignals:
-    """Context manager that records `STOP_SIGNALS`; signals that the user handles are left to the user.
+    """Context manager that records `STOP_SIGNALS`, except for signals with a handler of the user.
 
     Parameters
     ----------
     grace : float or None
-        Seconds after the signal at which the process is killed by it.  A second signal, `ECHO` seconds or more after
-        the first, kills it too.  None: another process does both.
+        Seconds between the signal and its default action, which kills this process.  A second signal, more than
+        `ECHO_SECONDS` after the first, kills it at once.  None: another process does both.
     flag : ndarray, optional
-        One integer, which is set to the signal's number; `StopPoll` reads it.
+        Array of one integer, which is set to the signal's number; read by `StopPoll`.
     """
 
     def __init__(self, grace: float | None, flag: np.ndarray | None = None):
@@ -83,9 +83,9 @@ class StopSignals:
             if self._flag is not None:
                 self._flag[0] = number
             if self._grace is not None:
-                # Not `threading`: this handler may interrupt it while it holds one of its locks.
+                # Not `threading`: the signal may have interrupted it while it held a lock.
                 _thread.start_new_thread(self._exit_after, (number, self._grace))
-        elif self._grace is not None and now > self._signalled_at + ECHO:
+        elif self._grace is not None and now > self._signalled_at + ECHO_SECONDS:
             exit_by_signal(number)
 
     def _exit_after(self, number: int, grace: float) -> None:
@@ -103,23 +103,23 @@ def exit_by_signal(number: int) -> None:
 
 
 class StopAgreement:
-    """Agreement of synchronous ranks on the step after which they stop; each rank calls `is_stop` after each step."""
+    """Agreement of synchronous ranks on the step after which they stop."""
 
     def __init__(self, worker: Worker):
         self._worker = worker
-        self._every = self._left = 1
-        self._asked_at = time.monotonic()
+        self._interval_steps = self._steps_left = 1
+        self._exchanged_at = time.monotonic()
 
-    def is_stop(self) -> bool:
-        """Return True if training stops here; a collective of all ranks after each step, with one common answer."""
-        self._left -= 1
-        if self._left:
+    def is_stop_due(self) -> bool:
+        """Return True if all ranks stop after this step.  A collective: every rank calls this after every step."""
+        self._steps_left -= 1
+        if self._steps_left:
             return False
-        proposed = adapt_steps(self._every, time.monotonic() - self._asked_at, _INTERVAL)
-        answers = self._worker.all_gather((get_requested_stop(), proposed))
-        self._every = self._left = min(steps for _, steps in answers)
-        self._asked_at = time.monotonic()
-        return any(number for number, _ in answers)
+        proposed = adapt_steps(self._interval_steps, time.monotonic() - self._exchanged_at, _INTERVAL)
+        requests = self._worker.all_gather((get_requested_stop(), proposed))
+        self._interval_steps = self._steps_left = min(steps for _, steps in requests)
+        self._exchanged_at = time.monotonic()
+        return any(number for number, _ in requests)
 
 
 class StopPoll:
@@ -134,14 +134,14 @@ class StopPoll:
 
     def __init__(self, worker: Worker, flag: LocalRows):
         self._worker, self._flag = worker, flag
-        self._next = 0.0
+        self._next_read_at = 0.0
 
-    def is_stop(self) -> bool:
-        """Return True if the master has requested a stop; acquires a lock at most about twice a second."""
+    def is_stop_due(self) -> bool:
+        """Return True if the master has requested a stop; reads the flag about twice a second, under a lock."""
         now = time.monotonic()
-        if now < self._next:
+        if now < self._next_read_at:
             return bool(self._flag.array[0])
-        self._next = now + _INTERVAL
-        with self._worker.lock(self._worker.size + 7) as lock:  # the flag is in memory of the first host
+        self._next_read_at = now + _INTERVAL
+        with self._worker.lock(self._worker.size + 7) as lock:  # the flag is in the first host's memory
             lock.read(self._flag)
         return bool(self._flag.array[0])

@@ -386,7 +386,7 @@ class TrainFunction:
             As from `weighted_steps`.  None if some rank cannot take the steps in one launch: then none has been taken.
         """
         session, sharding = ranks.get_session(), self._sharding
-        self._optimizer.begin()
+        self._optimizer.divide_initial_values()
         with session.call_lock:
             session.wait_until_idle()
             dispatcher, updates = get_dispatcher(self.gradient), [get_dispatcher(update) for update in self._updates]

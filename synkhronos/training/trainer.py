@@ -26,13 +26,13 @@ from synkhronos.loading.loader import cast_rows
 from synkhronos.rules import BSP, EAMSGD, Rule
 from synkhronos.training.checkpoint import Checkpoint, CheckpointError
 from synkhronos.training.compiled_model import CompiledModel
+from synkhronos.training.death_recovery import DeathHandler
 from synkhronos.training.epoch_data import EpochData, check_rows
 from synkhronos.training.metrics import Metric, parse_metrics
 from synkhronos.training.report import Report
 from synkhronos.training.schedules import Schedule, as_schedule, compute_rate
 from synkhronos.training.step_options import StepOptions
 from synkhronos.training.stop import StopSignals, get_requested_stop
-from synkhronos.training.survival import DeathHandler
 from synkhronos.training.trainer_loop import TrainerLoop
 from synkhronos.training.training_graph import (
     Rows,
@@ -219,9 +219,9 @@ class Trainer:
             raise ValueError("resume: expected a path, or checkpoint=..., in which to look for the latest")
         if on_death not in ("stop", "continue"):
             raise ValueError(f"on_death: expected 'stop' or 'continue', got {on_death!r}")
-        max_deaths, survival = check_at_least(max_deaths, "max_deaths", 1), DeathHandler()
+        max_deaths, death_handler = check_at_least(max_deaths, "max_deaths", 1), DeathHandler()
         if on_death == "continue":
-            survival = self._model.make_survival(max_deaths, loader is not None or isinstance(valid, Loader))
+            death_handler = self._model.make_death_recovery(max_deaths, loader is not None or isinstance(valid, Loader))
         loop = TrainerLoop(
             model=self._model,
             data=EpochData(data, count, batch_size, seed, loader),
@@ -232,7 +232,7 @@ class Trainer:
             recorders=recorders,
             checkpoint=checkpoint,
             shows_progress=check_flag(progress, "progress"),
-            survival=survival,
+            death_handler=death_handler,
         )
         return self._iterate_reports(loop, resume, grace)
 
@@ -267,7 +267,7 @@ class Trainer:
                 stack.enter_context(StopSignals(grace))
             self._loop = loop
             loop.begin(resume)
-            stack.enter_context(loop.survival.keep_copy())
+            stack.enter_context(loop.death_handler.keep_copies())
             yield from loop.iterate_reports()
             if checkpoint is not None and get_requested_stop():
                 raise SystemExit(128 + get_requested_stop())

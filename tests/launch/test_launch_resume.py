@@ -14,7 +14,7 @@ from synkhronos.launch.contract import ContractError, group_variables
 from synkhronos.launch.model_recorder import ModelRecorder
 from synkhronos.launch.model_run import ModelRun
 from synkhronos.rules import BSP
-from synkhronos.training import Checkpoint, CheckpointError, rank_state
+from synkhronos.training import Checkpoint, CheckpointError, training_description
 from synkhronos.training.training_graph import apply_own_gradient
 from synkhronos.training.updates import (
     adadelta,
@@ -91,7 +91,7 @@ def test_metric_missing_in_the_class_is_named():
 @pytest.mark.any_library
 def test_resume_with_fewer_epochs_trains_none():
     run = SimpleNamespace(n_reports=3, n_epochs=2, class_stops=False)
-    assert ModelRun.is_complete(run)
+    assert ModelRun.has_trained_all_epochs(run)
 
 
 def step(update_rule):
@@ -106,19 +106,21 @@ def test_checkpoint_names_update_rule_variables():
     rules_of = {rule.__name__: rule for rule in (sgd, momentum, nesterov_momentum, adagrad, rmsprop, adadelta)}
     rules_of |= {rule.__name__: rule for rule in (adam, adamax, amsgrad)}
     found = {
-        name: rank_state.describe_training("run", BSP("params"), group_variables(step(rule)), None)
+        name: training_description.describe_training("run", BSP("params"), group_variables(step(rule)), None)
         for name, rule in rules_of.items()
     }
     for before, after in itertools.product(found, repeat=2):
         if before == after:
-            rank_state.check_description(
+            training_description.check_description(
                 "rows",
                 found[before],
-                rank_state.describe_training("run", BSP("params"), group_variables(step(rules_of[after])), None),
+                training_description.describe_training(
+                    "run", BSP("params"), group_variables(step(rules_of[after])), None
+                ),
             )
         else:
             with pytest.raises(CheckpointError, match="is of another model: its variables of the update rule are"):
-                rank_state.check_description("rows", found[before], found[after])
+                training_description.check_description("rows", found[before], found[after])
 
 
 @pytest.fixture(scope="module")

@@ -32,7 +32,7 @@ from trainer_model import SYNCHRONOUS, Model, X, Y
 
 import synkhronos as synk
 from synkhronos import ranks
-from synkhronos.training import Trainer, survival
+from synkhronos.training import Trainer, death_recovery
 from synkhronos.training.updates import adam
 
 #: Seconds without a report after which the stacks are printed.
@@ -61,7 +61,7 @@ class Killer(threading.Thread):
     def run(self) -> None:
         """Kill until `is_over` is set."""
         session = ranks.get_session()
-        while self.trainer._loop is None or not self.trainer._loop.survival._has_copy:
+        while self.trainer._loop is None or not self.trainer._loop.death_handler._has_copy:
             time.sleep(0.01)
         while not self.is_over.wait(self.random.expovariate(1 / self.every) if self.is_random else self.every):
             pids = list(session.workers.pids.values())
@@ -113,7 +113,7 @@ def main() -> int:
     parser.add_argument("--random", action="store_true", help="random times between two deaths, some in recoveries")
     options = parser.parse_args()
     if options.random:
-        survival.MAX_REPEATED = 10**6
+        death_recovery.MAX_REPEATED_DEATHS = 10**6
     values, used, reports, n_killed = train(options, 10**9, True)
     n_files = len(os.listdir("/proc/self/fd"))
     memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> 10

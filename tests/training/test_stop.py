@@ -226,7 +226,7 @@ def test_signal_check_costs_no_collective_per_step(monkeypatch, every):
     agreement = stop.StopAgreement(Alone())
     for _ in range(10_000):
         now[0] += 0.001 * every
-        assert not agreement.is_stop()
+        assert not agreement.is_stop_due()
     assert len(asked) < 30 * every and max(np.diff(asked)) < 1.0
 
 
@@ -270,7 +270,7 @@ def test_signal_of_a_scheduler_ends_a_program(tmp_path, how):
         os.killpg(process.pid, signal.SIGTERM)  # the workers, too
         if how == "twice":
             with pytest.raises(subprocess.TimeoutExpired):
-                process.wait(stop.ECHO + 0.5)
+                process.wait(stop.ECHO_SECONDS + 0.5)
             os.killpg(process.pid, signal.SIGTERM)
         _, errors = process.communicate(timeout=60)
         if how == "all at once":
@@ -287,12 +287,12 @@ def test_signal_of_a_scheduler_ends_a_program(tmp_path, how):
 
 def test_signal_stops_all_ranks_after_the_same_round():
     """Two hosts' pools of ranks count their batches separately."""
-    from synkhronos.training.loop import RowLoop
+    from synkhronos.training.loop import RankLoop
 
-    plan = SimpleNamespace(pools=[range(2), range(2, 3)], batch=10, first=30, last=1000, can_stop=True)
+    plan = SimpleNamespace(pools=[range(2), range(2, 3)], batch_size=10, start=30, stop=1000, can_stop=True)
     taken = SimpleNamespace(array=np.array([7, 0, 2, 0]))
     lock = SimpleNamespace(read=lambda *_: None, write=lambda *_: None)
-    loop = RowLoop.__new__(RowLoop)
+    loop = RankLoop.__new__(RankLoop)
     loop.plan, loop._batches_taken, loop.max_repeats = plan, taken, 2
     loop.exchanger = SimpleNamespace(count_steps_left=lambda: 64)
     loop.meter = SimpleNamespace(time=lambda _: threading.Lock())

@@ -14,8 +14,8 @@ import synkhronos as synk
 from synkhronos import processes, ranks
 from synkhronos.devices import HOST, JAX
 from synkhronos.loading import Loader
-from synkhronos.training import Checkpoint, Recorder, make_trainer, recorder, survival
-from synkhronos.training.survival import MAX_REPEATED, Survival
+from synkhronos.training import Checkpoint, Recorder, make_trainer, recorder, death_recovery
+from synkhronos.training.death_recovery import MAX_REPEATED_DEATHS, DeathRecovery
 from synkhronos.training.updates import adam, momentum
 
 pytestmark = [
@@ -44,7 +44,7 @@ class Killer:
 
     def __init__(self, monkeypatch, moments=None, waits=True):
         self.moments, self.count, self.killed = moments or {}, 0, 0
-        send, copy, self.is_armed = ranks.Session._post, Survival._copy, not waits
+        send, copy, self.is_armed = ranks.Session._post, DeathRecovery._copy_state, not waits
 
         def copy_and_arm(survival):
             copy(survival)
@@ -67,7 +67,7 @@ class Killer:
                 send(session, *args)
 
         monkeypatch.setattr(ranks.Session, "_post", kill_and_send)
-        monkeypatch.setattr(Survival, "_copy", copy_and_arm)
+        monkeypatch.setattr(DeathRecovery, "_copy_state", copy_and_arm)
 
 
 def train(name="BSP", noise=False, rate=0.05, update=None, shard_optimizer=False, **kwargs):
@@ -77,7 +77,7 @@ def train(name="BSP", noise=False, rate=0.05, update=None, shard_optimizer=False
     reports = list(model.epochs(valid=(X, Y), on_death="continue", **kwargs))
     values, used = model.values(), model.used()
     synk.close()
-    assert not survival._states  # the memory of the copy is freed
+    assert not death_recovery._states  # the memory of the copy is freed
     return values, used, reports
 
 
@@ -155,7 +155,7 @@ def test_on_death_copies_equal_variables_from_the_master(kind, monkeypatch):
     def make(moments=None):
         killer = Killer(monkeypatch, moments)
         if "fresh" in kind and moments:
-            monkeypatch.setattr(survival, "is_fork_unsafe", lambda: True)
+            monkeypatch.setattr(death_recovery, "is_fork_unsafe", lambda: True)
         fork_ranks(RANKS)
         x, y, w = tensor.dmatrix("x"), tensor.dvector("y"), shared(np.zeros(4), "w")
         trainer = make_trainer(((tensor.dot(x, w) - y) ** 2).mean(), [w], x, y, adam, learning_rate=0.1, **options)
@@ -374,7 +374,7 @@ def test_on_death_in_the_same_step_ends_training(monkeypatch):
         return run(session, command)
 
     monkeypatch.setattr(ranks.Session, "run", kill_and_run)
-    with pytest.raises(synk.WorkerError, match=rf"goes on after {MAX_REPEATED} of them in the same step") as caught:
+    with pytest.raises(synk.WorkerError, match=rf"goes on after {MAX_REPEATED_DEATHS} of them in the same step") as caught:
         next(iterator)
     assert caught.value.rank == 1
     with pytest.raises(RuntimeError, match="memory was freed"):
@@ -424,10 +424,10 @@ def test_on_death_refuses_loaders_in_jax_mode(monkeypatch):
     next(iterator)
     arguments = model.trainer._model.state, False, 1, True
     with pytest.raises(ValueError, match="^on_death: .* instead of a Loader where JAX has started"):
-        survival.Survival(arguments[0], JAX, *arguments[1:])
-    monkeypatch.setattr(survival, "is_fork_unsafe", lambda: True)
+        death_recovery.DeathRecovery(arguments[0], JAX, *arguments[1:])
+    monkeypatch.setattr(death_recovery, "is_fork_unsafe", lambda: True)
     with pytest.raises(ValueError, match="^on_death: .* instead of a Loader where JAX has started"):
-        survival.Survival(arguments[0], HOST, *arguments[1:])
+        death_recovery.DeathRecovery(arguments[0], HOST, *arguments[1:])
     monkeypatch.undo()
     iterator.close()
 
@@ -445,7 +445,7 @@ def test_on_death_continue_with_spawned_workers(name, noise, monkeypatch):
     undisturbed = train(name, noise)
     monkeypatch.undo()
     killer = Killer(monkeypatch, {counter.count // 2: (1, True)})
-    monkeypatch.setattr(survival, "is_fork_unsafe", lambda: True)
+    monkeypatch.setattr(death_recovery, "is_fork_unsafe", lambda: True)
     monkeypatch.setattr(sys.modules["__main__"], "rate", rate, raising=False)
     disturbed = train(name, noise, rate)
     check_same(name, disturbed, undisturbed)

@@ -13,7 +13,7 @@ from trainer_model import ALL, ROWS, Model, X, Y
 import synkhronos as synk
 from synkhronos import rules
 from synkhronos.training import Checkpoint, CheckpointError, Recorder, make_trainer, schedules
-from synkhronos.training.meter import Outcome
+from synkhronos.training.meter import RankTotals
 from synkhronos.training.recorder import read
 from synkhronos.training.report import make_report
 from synkhronos.training.updates import nesterov_momentum, sgd
@@ -288,7 +288,7 @@ def test_gosgd_interrupt_keeps_the_mean(fork, monkeypatch, place):
 
 def test_reported_learning_rate_is_of_a_stepping_rank():
     seconds = {"compute": 1.0}
-    idle, busy = Outcome(0.0, 0.0, 0, 0, seconds, 0.0, (0, 0.0)), Outcome(5.0, 5.0, 5, 1, seconds, 0.1, (0, 0.0))
+    idle, busy = RankTotals(0.0, 0.0, 0, 0, seconds, 0.0, (0, 0.0)), RankTotals(5.0, 5.0, 5, 1, seconds, 0.1, (0, 0.0))
     assert make_report([idle, busy], 0.5, 5, "2 x 5").learning_rate == 0.1
 
 

@@ -1,19 +1,19 @@
-"""Training that goes on after the death of a worker.
+"""Continuation of a training after the death of a worker.
 
-The master has a copy of the state of all ranks in memory, of the last whole step or exchange::
+The master keeps a copy of the state of all ranks in memory, made after the last complete operation::
 
-    copy() ──> operation() ──> copy() ──> operation() ──> ...
+    copy ────> operation ────> copy ────> operation ────> ...
                    │ a worker dies
                    v
-               replace the workers, restore the copy on all ranks, and call the operation again
-                   │ a worker can't start, twice
+               replace the workers, restore the copy on all ranks, and repeat the operation
+                   │ a rank fails to start, twice
                    v
-               leave its device out: the copy is converted to fewer ranks, as a checkpoint is
+               leave the rank out: convert the copy to fewer ranks, as `Rule.resized` converts a checkpoint
 
-An operation is all or nothing: what a failed one has changed on any rank is replaced by the copy.  So no row is lost or
-used twice.  New workers are forks of the master, and inherit the copy with everything else (see
-`synkhronos.ranks.session`).  Once JAX or CUDA has started in the master they are new processes instead: a fork could
-not compute.  They get the copy with the command that restores it, and compile functions again.
+An operation is atomic: the copy overwrites all changes of a failed operation, on every rank.  So no row is skipped or
+used twice.  New workers are forks of the master, which inherit the copy (see `synkhronos.ranks.session`).  Once JAX or
+CUDA has started in the master, a fork could not compute: then new workers are new processes, receive the copy from the
+master, and compile functions again.
 """
 
 from __future__ import annotations
@@ -39,23 +39,24 @@ from synkhronos.tasks import Worker, run
 from synkhronos.training import rank_state
 from synkhronos.training.progress import TrainerState
 from synkhronos.training.step_interval import adapt_steps
+from synkhronos.training.variable_groups import VariableGroups
 
 _log = logging.getLogger("synkhronos")
 T = TypeVar("T")
 
-#: Number of deaths without a copy in between after which the training ends: the step itself may be the cause.
-MAX_REPEATED = 3
-#: Number of recoveries in a row in which a rank fails to start, after which its device is left out.
+#: Number of deaths in a row without a new copy after which the training ends: the operation may be their cause.
+MAX_REPEATED_DEATHS = 3
+#: Number of failed starts of a rank in a row after which the rank is left out.
 MAX_FAILED_STARTS = 2
-#: Approximate seconds between two copies, where ranks take steps of their own.
+#: Approximate number of seconds between two copies, where ranks take their own steps.
 _INTERVAL = 1.0
-#: States of all ranks, by the trainer's name.  Workers that are forks read what they have inherited.
+#: Copies: the states of all ranks by the trainer's name.  Forked workers inherit them.
 _states: dict[str, list[dict[str, Any]]] = {}
 
 
 @dataclass(frozen=True)
-class SurvivedDeath:
-    """Death of a worker after which a training went on.
+class RecoveredDeath:
+    """Death of a worker after which a training continued.
 
     Attributes
     ----------
@@ -65,10 +66,9 @@ class SurvivedDeath:
     cause : str
         Description of the worker's exit, such as "was killed by SIGKILL".
     step : int
-        Number of steps of the copy from which the training went on: those of all ranks together under BSP on gradients,
-        else the master's.
+        Number of steps taken before the copy from which the training continued: joint steps, or steps of the master.
     seconds : float
-        Seconds lost: from the start of the failed operation until new workers had the state.
+        Time lost: from the start of the failed operation until the copy was restored.
     """
 
     rank: int
@@ -79,41 +79,41 @@ class SurvivedDeath:
 
 
 class DeathHandler:
-    """Calls the operations of a training; the death of a worker ends it, as ``on_death="stop"`` asks.
+    """Caller of a training's operations, for ``on_death="stop"``: the death of a worker ends the training.
 
     Attributes
     ----------
     steps_ahead : int or None
-        Number of a rank's steps until the next copy, where ranks take steps of their own; None without copies.
+        Number of steps per rank until the next copy, where ranks take their own steps; None without copies.
     max_repeats : int
-        Maximal number of steps in a launch, where all ranks take them together.
+        Maximal number of joint steps in a launch.
     """
 
     steps_ahead: int | None = None
     max_repeats = sys.maxsize
 
-    def keep_copy(self) -> contextlib.AbstractContextManager[None]:
-        """Keep copies within a ``with`` block."""
+    def keep_copies(self) -> contextlib.AbstractContextManager[None]:
+        """Return a context manager within which copies are kept."""
         return contextlib.nullcontext()
 
-    def copy(self) -> None:
+    def copy_state(self) -> None:
         """Copy the state anew: the user may have changed it."""
 
-    def adapt(self, seconds: float) -> None:
-        """Adapt `steps_ahead` to the seconds that these steps took."""
+    def adapt_steps_ahead(self, seconds: float) -> None:
+        """Adapt `steps_ahead` to the duration of its steps."""
 
     def run(self, operation: Callable[[], T]) -> T:
-        """Call an operation that changes no state of the ranks."""
+        """Call an operation that does not change the state of ranks."""
         return operation()
 
-    def change(self, operation: Callable[[], T], steps: int = 0) -> T:
-        """Call an operation that changes the ranks' state.
+    def run_update(self, operation: Callable[[], T], steps: int = 0) -> T:
+        """Call an operation that changes the state of ranks.
 
         Parameters
         ----------
         operation : callable
         steps : int
-            Number of steps that it takes, where all ranks take them together.
+            Number of joint steps in the operation.
         """
         return operation()
 
@@ -122,18 +122,18 @@ class DeathHandler:
         return []
 
 
-class Survival(DeathHandler):
-    """Copies the state of a trainer, and replaces workers that die: ``on_death="continue"``.
+class DeathRecovery(DeathHandler):
+    """Handler for ``on_death="continue"``: copies the state of a trainer, and replaces workers that die.
 
     Parameters
     ----------
     state : TrainerState
     device : Device
         Device of the trainer's functions.
-    differs : bool
-        Whether ranks with equal parameters have other state that differs: random streams, or updates of their own.
+    ranks_differ : bool
+        Whether ranks with equal parameters have other state that differs, such as random generators.
     max_deaths : int
-        Number of deaths after which the next one ends the training.
+        Number of deaths after which a further one ends the training.
     has_loader : bool
         Whether rows come from a `Loader`.
 
@@ -141,16 +141,16 @@ class Survival(DeathHandler):
     ----------
     max_repeats : int
         1: after a death the whole launch is repeated.
-    deaths : list of SurvivedDeath
+    deaths : list of RecoveredDeath
         Deaths since `take_deaths` was last called.
     step : int
-        Number of steps of the present copy.
+        Number of steps taken before the present copy.
     """
 
     steps_ahead: int
     max_repeats = 1
 
-    def __init__(self, state: TrainerState, device: Device, differs: bool, max_deaths: int, has_loader: bool):
+    def __init__(self, state: TrainerState, device: Device, ranks_differ: bool, max_deaths: int, has_loader: bool):
         self._session = ranks.get_session()
         if not self._session.can_replace_workers:
             raise ValueError(
@@ -162,25 +162,25 @@ class Survival(DeathHandler):
                 "on_death: 'continue' needs Data or arrays instead of a Loader where JAX has started: a loader's "
                 "processes would keep the memory of the workers that died"
             )
-        self._state, self._differs, self._max_deaths = state, differs, max_deaths
+        self._state, self._ranks_differ, self._max_deaths = state, ranks_differ, max_deaths
         self._n_deaths = self._n_repeated = 0
-        #: Number of the last starts of workers that failed, and the rank that failed in them.
+        #: Number of failed starts in a row, and the rank that failed to start.
         self._n_failed_starts, self._failed_rank = 0, -1
-        self.deaths: list[SurvivedDeath] = []
+        self.deaths: list[RecoveredDeath] = []
         self.step = 0
         self.steps_ahead = 1
-        self._common: dict[str, Any] = {}
-        self._shared: dict[str, np.ndarray] = {}
+        self._variables: dict[str, Any] = {}
+        self._rule_memory: dict[str, np.ndarray] = {}
         #: The sharded optimizer's variables, of all ranks together.
-        self._optimizer: np.ndarray | None = None
-        self._is_begun = self._has_copy = False
+        self._sharded_optimizer: np.ndarray | None = None
+        self._has_trained = self._has_copy = False
         #: Number of ranks for which the exchange rule's memory was made.
         self._n_ranks = self._session.size
 
     # -- operations ------------------------------------------------------------------------------------------
 
     def run(self, operation: Callable[[], T]) -> T:
-        """Call an operation that changes no state of the ranks; repeat it if a worker dies."""
+        """Call an operation that does not change the state of ranks; repeat it after a death."""
         while True:
             began = time.perf_counter()
             try:
@@ -188,12 +188,12 @@ class Survival(DeathHandler):
             except Exception as error:
                 self._recover(error, began)
 
-    def change(self, operation: Callable[[], T], steps: int = 0) -> T:
-        """Call an operation that changes the ranks' state, and copy it; repeat both if a worker dies."""
+    def run_update(self, operation: Callable[[], T], steps: int = 0) -> T:
+        """Call an operation that changes the state of ranks, then copy the state; repeat both after a death."""
 
         def call() -> T:
             result = operation()
-            self._copy()
+            self._copy_state()
             return result
 
         result = self.run(call)
@@ -201,50 +201,50 @@ class Survival(DeathHandler):
         self._n_repeated = 0
         return result
 
-    def copy(self) -> None:
+    def copy_state(self) -> None:
         """Copy the state anew: the user may have changed it."""
-        if self._session.has_kept_memory:  # a death of which the user's code has caught the error
+        if self._session.has_kept_memory:  # the user's code has caught the error of a death
             self._recover(RuntimeError(self._session.close_reason), time.perf_counter())
-        self.run(self._copy)
+        self.run(self._copy_state)
 
     def take_deaths(self) -> list[dict[str, Any]]:
         """Return the deaths since the last call, for a report."""
         deaths, self.deaths = self.deaths, []
         return [asdict(death) for death in deaths]
 
-    def adapt(self, seconds: float) -> None:
-        """Adapt `steps_ahead` such that these steps take about a second."""
+    def adapt_steps_ahead(self, seconds: float) -> None:
+        """Set `steps_ahead` such that its steps take about a second; ``seconds`` is their last duration."""
         self.steps_ahead = adapt_steps(self.steps_ahead, seconds, _INTERVAL)
 
     @contextlib.contextmanager
-    def keep_copy(self) -> Iterator[None]:
-        """Keep copies, and the memory that new workers need, within a ``with`` block."""
+    def keep_copies(self) -> Iterator[None]:
+        """Return a context manager within which copies are kept, and the memory that new workers need."""
         try:
             with self._session.keep_memory():
                 yield
         finally:
             _states.pop(self._state.training.name, None)
-            self._common, self._shared, self._optimizer, self._has_copy = {}, {}, None, False
+            self._variables, self._rule_memory, self._sharded_optimizer, self._has_copy = {}, {}, None, False
 
     # -- copies ----------------------------------------------------------------------------------------------
 
-    def _copy(self) -> None:
+    def _copy_state(self) -> None:
         state, training = self._state, self._state.training
         optimizer = state.get_sharded_optimizer()
-        if training.is_joint and not self._differs:
-            self._common, self._optimizer, self._has_copy = _read_variables(training.groups), optimizer, True
-            return  # the same on all ranks
+        if training.is_joint and not self._ranks_differ:
+            self._variables, self._sharded_optimizer, self._has_copy = _read_variables(training.groups), optimizer, True
+            return  # equal on all ranks
         by_rank = run(rank_state.collect_state, training)
         shared = {name: np.array(data.data) for name, data in training.memory.items()}
         stored = self._session.rank.objects.get(("storage", training.name), {})
-        # An interrupt cannot come between the parts of a copy that are assigned here: no worker takes part.
-        _states[training.name], self._shared, self._is_begun = by_rank, shared, "state" in stored
-        self._optimizer, self._has_copy = optimizer, True
+        # No worker takes part in these assignments, so an interrupt cannot separate them.
+        _states[training.name], self._rule_memory, self._has_trained = by_rank, shared, "state" in stored
+        self._sharded_optimizer, self._has_copy = optimizer, True
         if not training.is_joint:
             self.step = by_rank[self._session.rank.number]["step"]
 
     def _recover(self, error: Exception, began: float) -> None:
-        """Replace the workers and restore the copy; raise the error if it is no worker's death, or one too many."""
+        """Replace the workers and restore the copy; raise the error if no worker has died, or too many have."""
         session, deaths = self._session, []
         while session.has_kept_memory and self._has_copy:
             death = session.death
@@ -254,8 +254,8 @@ class Survival(DeathHandler):
             self._n_repeated += 1
             if self._n_deaths > self._max_deaths:
                 limit = f"max_deaths={self._max_deaths} of them"
-            elif self._n_repeated > MAX_REPEATED:
-                limit = f"{MAX_REPEATED} of them in the same step"
+            elif self._n_repeated > MAX_REPEATED_DEATHS:
+                limit = f"{MAX_REPEATED_DEATHS} of them in the same step"
             else:
                 limit = ""
             if limit:
@@ -263,28 +263,28 @@ class Survival(DeathHandler):
                     f"{who} {death.cause}; on_death='continue' goes on after {limit}, and this is one more", death.rank
                 ) from error
             deaths.append(death)
-            broken = self._find_broken(death)
+            left_out = self._choose_rank_to_leave_out(death)
             try:
-                self._restore(broken)
+                self._restore(left_out)
             except Exception as failure:
                 error = failure
                 continue
             seconds = time.perf_counter() - began
             for survived in deaths:
                 self.deaths.append(
-                    SurvivedDeath(survived.rank, survived.host, survived.cause, self.step, round(seconds, 3))
+                    RecoveredDeath(survived.rank, survived.host, survived.cause, self.step, round(seconds, 3))
                 )
             _log.warning("%s %s; the training went on from step %d, %.1f s later", who, death.cause, self.step, seconds)
             return
         raise error
 
-    def _find_broken(self, death: Death) -> int | None:
-        """Return the rank that has died if its device can't be used any more; None if it may start again.
+    def _choose_rank_to_leave_out(self, death: Death) -> int | None:
+        """Return the rank of a death if it has to be left out; None if it may start again.
 
         Raises
         ------
         WorkerError
-            If the training can't go on without this rank.
+            If the training cannot continue without this rank.
         """
         is_failed_start = not death.pid
         if not is_failed_start or death.rank != self._failed_rank:
@@ -295,54 +295,54 @@ class Survival(DeathHandler):
         failure = f"on_death='continue': rank {death.rank} {death.cause}"
         if death.rank == self._session.rank.root:
             raise WorkerError(f"{failure}; no device is left for the master", death.rank)
-        if self._optimizer is not None:
-            words = "with shard_optimizer=True the training needs all ranks: resume from a checkpoint"
-            raise WorkerError(f"{failure}; {words}", death.rank)
+        if self._sharded_optimizer is not None:
+            reason = "with shard_optimizer=True the training needs all ranks: resume from a checkpoint"
+            raise WorkerError(f"{failure}; {reason}", death.rank)
         _log.warning("rank %d %s; its device is left out", death.rank, death.cause)
         self._n_failed_starts = self._n_repeated = 0
         return death.rank
 
-    def _restore(self, without: int | None) -> None:
-        """Start new workers, except a rank that is left out, and restore the copy."""
+    def _restore(self, left_out: int | None) -> None:
+        """Start new workers, without rank ``left_out`` unless it is None, and restore the copy."""
         state, training, is_fresh = self._state, self._state.training, is_fork_unsafe()
-        if training.is_joint and not self._differs:
-            _write_variables(training.groups, self._common)
-            self._session.replace_workers(is_fresh, without)
-            state.set_sharded_optimizer(self._optimizer)
+        if training.is_joint and not self._ranks_differ:
+            _write_variables(training.groups, self._variables)
+            self._session.replace_workers(is_fresh, left_out)
+            state.set_sharded_optimizer(self._sharded_optimizer)
             return
-        size, by_rank = self._session.size - (without is not None), _states[training.name]
+        size, by_rank = self._session.size - (left_out is not None), _states[training.name]
         if not training.is_joint and len(by_rank) != size:
-            saved = [{**own, "shared": self._shared} for own in by_rank]
+            saved = [{**own, "shared": self._rule_memory} for own in by_rank]
             _states[training.name] = rank_state.resize_states(saved, training, size)
-        self._session.replace_workers(is_fresh, without)
+        self._session.replace_workers(is_fresh, left_out)
         if is_fresh:
             distribute()  # functions move their variables to the device, where a task would leave them on the host
         if self._n_ranks != size:
-            state.renew_memory()
+            state.allocate_memory()
             self._n_ranks = size
         for name, data in training.memory.items():
-            before = self._shared[name]
+            before = self._rule_memory[name]
             data[...] = before if before.shape == data.shape else 0  # as after a resumption on other ranks
-        run(restore_copy, training, self._is_begun, _states[training.name] if is_fresh else None)
-        state.set_sharded_optimizer(self._optimizer)
-        if not training.is_joint and self._is_begun:
+        run(restore_copy, training, self._has_trained, _states[training.name] if is_fresh else None)
+        state.set_sharded_optimizer(self._sharded_optimizer)
+        if not training.is_joint and self._has_trained:
             run(rank_state.set_reported_params, training.name, training.rule)
 
 
-def _list_vectors(groups: rank_state.Groups) -> list[tuple[str, list[Any]]]:
-    """Return the roles whose variables are copied as a vector, with the variables; a sharded optimizer has none."""
+def _list_vectors(groups: VariableGroups) -> list[tuple[str, list[Any]]]:
+    """Return the roles whose variables are copied as one vector, with the variables; without a sharded optimizer."""
     vectors = [("params", groups.params), ("optimizer", groups.optimizer), ("excluded", groups.excluded)]
     return [(role, variables) for role, variables in vectors if variables is not None]
 
 
-def _read_variables(groups: rank_state.Groups) -> dict[str, Any]:
-    """Return copies of the values of the variables that are equal on all ranks."""
+def _read_variables(groups: VariableGroups) -> dict[str, Any]:
+    """Return copies of this process's values of all variables, by role."""
     values = {role: np.array(Vector(variables).get()) for role, variables in _list_vectors(groups)}
     return {**values, "others": [np.array(rank_state.get_value(shared)) for shared in groups.others]}
 
 
-def _write_variables(groups: rank_state.Groups, values: dict[str, Any]) -> None:
-    """Set the variables of this process to copies of the values that `_read_variables` returned."""
+def _write_variables(groups: VariableGroups, values: dict[str, Any]) -> None:
+    """Set this process's variables to copies of the values from `_read_variables`."""
     for role, variables in _list_vectors(groups):
         Vector(variables).set(np.array(values[role]))
     for shared, value in zip(groups.others, values["others"], strict=True):
@@ -350,14 +350,14 @@ def _write_variables(groups: rank_state.Groups, values: dict[str, Any]) -> None:
 
 
 def restore_copy(
-    worker: Worker, training: rank_state.RankTraining, is_begun: bool, sent: list[dict[str, Any]] | None
+    worker: Worker, training: rank_state.RankTraining, has_trained: bool, sent: list[dict[str, Any]] | None
 ) -> None:
-    """Restore this rank from the copy that was sent, or that it has inherited, or made if it is the master."""
+    """Restore this rank from a copy: the one that the master sent, or else the one in this process's memory."""
     by_rank = _states[training.name] if sent is None else sent
     own = by_rank[worker.number]
     # Copied: the master restores it again if a worker dies before the next copy.
     rank_state.set_state(worker, training, deepcopy({**by_rank[0], **own} if training.is_joint else own))
-    if not is_begun:
+    if not has_trained:
         worker.get_storage(training.name).clear()
     if not worker.is_master and sent is None:
-        del _states[training.name]  # memory that the next copy would not free here
+        del _states[training.name]  # the next copy, in the master, would not free this memory
