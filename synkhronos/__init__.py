@@ -73,8 +73,11 @@ __all__ = [
 ]
 
 
-def start_run(rule: _Rule, *arguments: _Any, **settings: _Any) -> _Any:
-    """Start the run of `synkhronos.rules.Rule.init`; the launcher is imported now, as most programs do not use it."""
+def _launch(rule: _Rule, *arguments: _Any, **settings: _Any) -> _Any:
+    """Start the run of `synkhronos.rules.Rule.init`; most programs do not use the launcher, so it is imported here."""
     from synkhronos.launch.handle import LaunchedRun
 
     return LaunchedRun(rule, *arguments, **settings)
+
+
+_Rule.launcher = _launch

@@ -1,12 +1,12 @@
-"""Exchange rules: how ranks that train on different rows keep their parameters together.
+"""Exchange rules, by which ranks that train on different rows combine their parameters.
 
-A rule is a subclass of `Rule`.  Each rank takes steps of its own, and after ``period`` steps calls
-`Rule.exchange` with its `State`: the parameters as one vector, and arrays of the rule.
+A rule is a subclass of `Rule`.  Each rank takes its own steps, and calls `Rule.exchange` after every ``period``
+steps.  The argument is its `State`, which has the parameters as one vector, and the arrays of the rule.
 
-With a synchronous rule all ranks exchange at the same step: `BSP`, `LocalSGD`, `PostLocal`, `SlowMo`, `DiLoCo` and
-`Swap`.  With an asynchronous rule each rank exchanges at its own pace, by shared memory under locks: `EASGD`, `EAMSGD`,
-`Downpour`, `ASGD` and `GoSGD`; `EASGD`, `EAMSGD` and `Downpour` can also be synchronous.  ``GOSGD`` is Theano-MPI's
-name of `GoSGD`.
+With a synchronous rule, all ranks exchange at the same step: `BSP`, `LocalSGD`, `PostLocal`, `SlowMo`, `DiLoCo` and
+`Swap`.  With an asynchronous rule, each rank exchanges at its own pace, through shared memory under locks: `EASGD`,
+`EAMSGD`, `Downpour`, `ASGD` and `GoSGD`; `EASGD`, `EAMSGD` and `Downpour` can also be synchronous.  ``GOSGD`` is
+Theano-MPI's name of `GoSGD`.
 """
 
 from synkhronos.rules.downpour import ASGD, Downpour

@@ -1,4 +1,4 @@
-"""Rules in which ranks add their changes to a common centre, and copy it."""
+"""Rules in which ranks push their changes to a common centre, and fetch it."""
 
 from __future__ import annotations
 
@@ -53,19 +53,19 @@ class Downpour(Rule):
             raise ValueError(f"push, fetch: expected equal numbers with asynchronous=False, got {push} and {fetch}")
 
     def memory(self, n_ranks: int, size: int, dtype: np.dtype) -> dict[str, tuple[tuple[int, ...], Any]]:
-        """Return the shapes of the centre, and of the number of pushes so far."""
+        """Return the shape and dtype of the centre, and of a counter of pushes."""
         return {"centre": ((size,), dtype), "sequence": ((1,), np.int64)} if self.asynchronous else {}
 
     def count_steps_left(self, state: State) -> int:
         """Return the number of steps until the next exchange.
 
-        It depends on ``state.step`` and not on ``state.since``, so that it is right after an interrupted exchange.
+        It depends on ``state.step`` and not on ``state.since``, so an interrupted exchange does not shift later ones.
         """
         period = math.gcd(self.push, self.fetch)
         return period - state.step % period
 
     def setup(self, worker: Worker, state: State) -> None:
-        """Set the centre to the parameters."""
+        """Set the centre, and this rank's base, to the parameters."""
         state.own["base"] = state.vector
         state.own["seen"] = 0
         if not self.asynchronous:
@@ -75,7 +75,7 @@ class Downpour(Rule):
         worker.barrier("the centre is set")
 
     def exchange(self, worker: Worker, state: State) -> int | None:
-        """Push, fetch, or both; return the number of the push, or None without one or in a synchronous exchange."""
+        """Push, fetch, or both; return the number of earlier pushes, or None without a push or if synchronous."""
         if not self.asynchronous:
             steps = state.vector - state.own["base"]
             state.own["base"] = state.own["base"] + reduce_by_rows(
@@ -87,7 +87,7 @@ class Downpour(Rule):
         return self._push_and_fetch(worker, state, pushes, fetches) if pushes or fetches else None
 
     def _push_and_fetch(self, worker: Worker, state: State, pushes: bool, fetches: bool) -> int | None:
-        """Push, fetch, or both, under the lock; return the number of the push, or None without one."""
+        """Push, fetch, or both, under the lock; return the number of earlier pushes, or None without a push."""
         runs, vector = state.open_memory()
         rows, own = state.rows, state.own
         with worker.lock(CENTRE_LOCK) as lock:
@@ -121,13 +121,13 @@ class Downpour(Rule):
                 np.add(c, steps, out=c)
             if fetches:
                 x[...] = c
-                # Steps that are not pushed yet stay x - base.
+                # Invariant: x - base is the sum of the steps that are not pushed yet.
                 np.copyto(b, c) if pushes else np.subtract(c, steps, out=b)
             elif pushes:
                 b[...] = x
 
     def _exchange_on_device(self, state: State, x: Any, pushes: bool, fetches: bool, is_unchanged: bool) -> Any:
-        """Push, fetch, or both, for parameters ``x`` outside of host memory; return the new parameters."""
+        """Push, fetch, or both, for parameters ``x`` on a device other than host memory; return the new parameters."""
         centre, own, device = state.rows["centre"], state.own, get_array_device(x)
         steps = x - own["base"]
         if pushes:

@@ -1,4 +1,4 @@
-"""Rules of elastic averaging, in which each rank and a common centre attract each other."""
+"""Rules of elastic averaging: each rank and a common centre move towards each other."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from synkhronos.rules.rule import Rule, check_fraction, check_momentum
 from synkhronos.rules.state import BLOCK, State
 from synkhronos.tasks import Worker
 
-#: Number of the lock that guards the centre.
+#: Number of the lock of the centre.
 CENTRE_LOCK = 0
 
 
@@ -61,11 +61,11 @@ class EASGD(Rule):
         self.asynchronous = check_flag(asynchronous, "asynchronous")
 
     def _compute_alpha(self, n_ranks: int) -> float:
-        """Return α for a number of ranks."""
+        """Compute α for a number of ranks."""
         return self.beta / n_ranks if self.alpha is None else self.alpha
 
     def memory(self, n_ranks: int, size: int, dtype: np.dtype) -> dict[str, tuple[tuple[int, ...], Any]]:
-        """Return the shapes of the centre, and of the number of exchanges so far."""
+        """Return the shape and dtype of the centre, and of a counter of exchanges."""
         return {"centre": ((size,), dtype), "sequence": ((1,), np.int64)} if self.asynchronous else {}
 
     def setup(self, worker: Worker, state: State) -> None:
@@ -78,7 +78,7 @@ class EASGD(Rule):
         worker.barrier("the centre is set")
 
     def exchange(self, worker: Worker, state: State) -> int | None:
-        """Exchange with the centre; return the number of the exchange, or None in a synchronous one."""
+        """Exchange with the centre; return the number of earlier exchanges, or None if synchronous."""
         alpha = self._compute_alpha(worker.size)
         if not self.asynchronous:
             distance = alpha * (self._get_position(state) - state.own["centre"])
@@ -95,7 +95,7 @@ class EASGD(Rule):
         return sequence
 
     def _exchange_with_centre(self, state: State, alpha: float) -> None:
-        """Move the rank and the centre towards each other; the caller holds the lock."""
+        """Move the rank and the centre towards each other; the caller has acquired the lock."""
         runs, vector = state.open_memory()
         if runs is None:
             centre = state.rows["centre"].to_device(get_array_device(vector))
@@ -110,15 +110,15 @@ class EASGD(Rule):
             state.vector = vector
 
     def _get_position(self, state: State) -> Any:
-        """Return the vector x^i of the exchange."""
+        """Return x^i, the vector that is exchanged."""
         return state.vector
 
     def _move_back(self, state: State, distance: Any) -> None:
-        """Subtract a vector from the rank's parameters."""
+        """Subtract a vector from this rank's parameters."""
         state.vector = state.vector - distance
 
     def report(self, worker: Worker, state: State) -> Any:
-        """Return the centre's parameters."""
+        """Return the centre."""
         if not self.asynchronous:
             return state.own["centre"]
         worker.barrier("all have exchanged")
@@ -177,7 +177,7 @@ class EAMSGD(EASGD):
 
 
 def read_centre(worker: Worker, state: State) -> Any:
-    """Return a copy of the centre, on the device of the parameters' vector."""
+    """Return a copy of the centre, on the device of `State.vector`."""
     with worker.lock(CENTRE_LOCK) as lock:
         lock.read(state.rows["centre"])
         return state.rows["centre"].to_device(state.params.device)
@@ -191,11 +191,11 @@ def exchange_blocks(
     Parameters
     ----------
     blocks : iterable of (ndarray, slice)
-        Blocks of the vector and their ranges, as `Vector.iterate_blocks` yields them.
+        Blocks of the vector and their ranges, from `Vector.iterate_blocks`.
     centre : ndarray
     alpha : float
     scratch : ndarray
-        Memory for a block's intermediate result.
+        Array of at least the size of a block, for intermediate results.
     """
     for x, bounds in blocks:
         c, d = centre[bounds], scratch[: x.size]

@@ -15,15 +15,15 @@ from synkhronos.tasks import Worker
 
 
 class GoSGD(Rule):
-    """Gossip SGD: at random a rank sends its parameters to another one, which computes a weighted mean.
+    """Gossip SGD: at random, a rank sends its parameters to another rank, which computes a weighted mean.
 
     Each rank has a weight, initially 1/p.  With a probability, after each step, rank s halves its weight and sends
     (x_s, w_s) to a random other rank r, which computes x_r ← (w_r x_r + w_s x_s)/(w_r + w_s), w_r ← w_r + w_s: Blot et
     al., "Gossip training for deep learning", arXiv:1611.09726.
 
-    Each rank has one mailbox in shared memory.  A message is merged into it by the same formula, so it never overflows;
-    only this takes a lock.  Invariants: the weights of ranks and mailboxes add up to 1, and the weighted mean of their
-    vectors changes by no exchange.
+    Each rank has one mailbox in shared memory.  A sender merges its message into it by the same formula, under a lock,
+    so a mailbox never overflows.  Invariants: the weights of ranks and mailboxes add up to 1, and no exchange changes
+    the weighted mean of their vectors.
 
     Parameters
     ----------
@@ -48,15 +48,15 @@ class GoSGD(Rule):
         self.seed = check_at_least(seed, "seed", 0)
 
     def memory(self, n_ranks: int, size: int, dtype: np.dtype) -> dict[str, tuple[tuple[int, ...], Any]]:
-        """Return the shapes of the ranks' mailboxes, and of the weights of their contents."""
+        """Return the shape and dtype of the mailboxes, and of the weights of their contents."""
         return {"mail": ((n_ranks, size), dtype), "weights": ((n_ranks,), np.float64)}
 
     def setup(self, worker: Worker, state: State) -> None:
-        """Set equal weights."""
+        """Give all ranks equal weights."""
         state.own["weight"] = 1 / worker.size
 
     def exchange(self, worker: Worker, state: State) -> int | None:
-        """Receive, and send at random; return the number of the rank that it has sent to, or None."""
+        """Receive, then send at random; return the number of the rank that receives the message, or None."""
         self._receive(worker, state)
         random = np.random.default_rng((self.seed, worker.number, state.step))
         if worker.size == 1 or random.random() >= self.probability:
@@ -117,7 +117,7 @@ class GoSGD(Rule):
         return worker.all_reduce(share * state.vector, "sum")
 
     def resized(self, ranks: list[dict[str, Any]], size: int) -> list[dict[str, Any]]:
-        """Merge surplus ranks into others, or split ranks' weights with additional ones; the mean is unchanged."""
+        """Merge surplus ranks into others, or split the weights of ranks with new ones.  The mean is unchanged."""
         states = [
             {**saved, "own": {"weight": float(saved["own"]["weight"])}, "params": saved["params"].copy()}
             for saved in ranks

@@ -21,8 +21,9 @@ class BSP(Rule):
     - ``average="params"`` (Theano-MPI's "avg"): each rank takes its own step, then parameters are averaged:
       x^i ← (1/p) Σ_j (x^j − η g^j(x^j)).
 
-    Both are equal for plain gradient descent and for momentum, but not for update rules that scale by the gradient's
-    size, such as Adam.  If the loss has a weight (see `synkhronos.training.make_trainer`), the averages use it.
+    The results are equal for plain gradient descent and for momentum, but not for update rules such as
+    Adam, which scale the gradient.  If the loss has a weight (see `synkhronos.training.make_trainer`), the averages use
+    it.
 
     Parameters
     ----------
@@ -52,7 +53,7 @@ class BSP(Rule):
             raise ValueError(f"precision: expected None or 'bfloat16' for gradients, got {precision!r}")
 
     def exchange(self, worker: Worker, state: State) -> None:
-        """Average parameters, weighted by the items of the loss if it has a weight."""
+        """Average parameters; if the loss has a weight, ranks are weighted by it."""
         factor = 1.0
         if state.count_items is not None:
             items = worker.all_gather(state.count_items())
@@ -72,8 +73,8 @@ class LocalSGD(Rule):
     period : int or callable
         Number of steps between two averages.
     state : {"keep", "average", "reset"}
-        Treatment of the optimizer's variables, such as velocities, at an average: each rank keeps its own, they are
-        averaged, or they are set to zero.
+        Treatment of the optimizer's variables, such as velocities, at an exchange: each rank keeps its own, or they are
+        averaged, or set to zero.
     exclude, precision
         See `Rule`.
 

@@ -1,4 +1,4 @@
-"""Synchronous rules with an outer optimizer, which treats the change of the average as a gradient."""
+"""Synchronous rules with an outer optimizer, for which the change of the average is a gradient."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from synkhronos.tasks import Worker
 
 
 class _OuterRule(Rule):
-    """Base class: all ranks start from an anchor; the anchor minus the average is the gradient of an outer step."""
+    """Base class: all ranks start from an anchor; the anchor minus the ranks' average is the outer gradient."""
 
     def setup(self, worker: Worker, state: State) -> None:
         """Set the anchor to the parameters, and the outer velocity to zero."""
@@ -20,20 +20,30 @@ class _OuterRule(Rule):
         state.own["velocity"] = 0 * state.vector
 
     def exchange(self, worker: Worker, state: State) -> None:
-        """Average parameters, and move the anchor by an outer step."""
-        start, mean = state.own["anchor"], self.mean(worker, state)
-        velocity, new = self._step_outer(start, start - mean, state.own["velocity"], state.learning_rate)
-        # Momentum could extrapolate running averages, and make variances negative.
-        new = state.with_averages(new, mean)
-        state.own["velocity"], state.own["anchor"] = velocity, new
-        state.vector = new
+        """Average parameters, and take an outer step from the anchor."""
+        anchor, mean = state.own["anchor"], self.mean(worker, state)
+        velocity, new_anchor = self._step_outer(anchor, anchor - mean, state.own["velocity"], state.learning_rate)
+        # Not extrapolated: momentum could make running variances negative.
+        new_anchor = state.with_averages(new_anchor, mean)
+        state.own["velocity"], state.own["anchor"] = velocity, new_anchor
+        state.vector = new_anchor
 
-    def _step_outer(self, start: Any, distance: Any, velocity: Any, learning_rate: float) -> tuple[Any, Any]:
-        """Return the new outer velocity and the new anchor, from the old anchor ``start`` and start minus average."""
+    def _step_outer(self, anchor: Any, gradient: Any, velocity: Any, learning_rate: float) -> tuple[Any, Any]:
+        """Take an outer step; return the new velocity and the new anchor.
+
+        Parameters
+        ----------
+        anchor : array
+        gradient : array
+            The anchor minus the average of the ranks.
+        velocity : array
+        learning_rate : float
+            Learning rate of the inner steps.
+        """
         raise NotImplementedError
 
     def report(self, worker: Worker, state: State) -> Any:
-        """Return the anchor if no rank has taken a step from it, else the mean of the parameters."""
+        """Return the anchor right after an exchange, else the mean of the parameters."""
         return super().report(worker, state) if state.since else state.own["anchor"]
 
 
@@ -73,11 +83,11 @@ class SlowMo(_OuterRule):
         self.lr = check_positive(lr, "lr")
         self.momentum = check_momentum(momentum)
 
-    def _step_outer(self, start: Any, distance: Any, velocity: Any, learning_rate: float) -> tuple[Any, Any]:
-        """Return the new velocity and the new anchor: eqs. 2 and 3."""
+    def _step_outer(self, anchor: Any, gradient: Any, velocity: Any, learning_rate: float) -> tuple[Any, Any]:
+        """Compute eqs. 2 and 3."""
         decayed = self.momentum * velocity
-        step = learning_rate * decayed + distance
-        return step / learning_rate if learning_rate else decayed, start - self.lr * step
+        step = learning_rate * decayed + gradient
+        return step / learning_rate if learning_rate else decayed, anchor - self.lr * step
 
 
 class DiLoCo(_OuterRule):
@@ -120,7 +130,7 @@ class DiLoCo(_OuterRule):
         self.momentum = check_momentum(momentum)
         self.nesterov = check_flag(nesterov, "nesterov")
 
-    def _step_outer(self, start: Any, distance: Any, velocity: Any, learning_rate: float) -> tuple[Any, Any]:
-        """Return the new velocity and the new anchor."""
-        velocity = self.momentum * velocity + distance
-        return velocity, start - self.lr * (distance + self.momentum * velocity if self.nesterov else velocity)
+    def _step_outer(self, anchor: Any, gradient: Any, velocity: Any, learning_rate: float) -> tuple[Any, Any]:
+        """Take a step of momentum, or of Nesterov's."""
+        velocity = self.momentum * velocity + gradient
+        return velocity, anchor - self.lr * (gradient + self.momentum * velocity if self.nesterov else velocity)

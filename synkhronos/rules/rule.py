@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
-import synkhronos as synk
 from synkhronos.checks import check_at_least, check_number
 from synkhronos.data import Data
 from synkhronos.data.shared import create_unpublished
@@ -21,7 +20,7 @@ PRECISIONS = (None, "float32", "float16", "bfloat16")
 
 
 class Rule:
-    """Base class of exchange rules; by itself it exchanges nothing.
+    """Base class of exchange rules.  Its own `exchange` does nothing.
 
     A subclass overrides `exchange`, and other methods as needed:
 
@@ -38,13 +37,14 @@ class Rule:
     Parameters
     ----------
     period : int or callable, optional
-        Number of steps between two exchanges.  A callable takes the number of steps so far and returns this number.
-        The default is the class attribute.
+        Number of steps between two exchanges.  A callable takes the number of steps so far and returns the number of
+        steps until the next exchange.  The default is the class attribute.
     exclude : callable, optional
-        Takes a parameter, a shared variable, and returns whether it is not exchanged, as for batch normalisation.
+        Takes a parameter, a shared variable, and returns True if ranks do not exchange it.  For example, each rank may
+        have its own parameters of batch normalisation.
     precision : {None, "float32", "float16", "bfloat16"}
-        Dtype in which ranks exchange; None is the parameters' dtype.  In 16 bits ranks exchange the changes since they
-        were last equal, because small changes of the parameters themselves would be rounded away.
+        Dtype in which ranks exchange; None: the dtype of the parameters.  With 16 bits, ranks exchange the changes of
+        the parameters since the last exchange, because parameters rounded to 16 bits would lose small changes.
 
     Attributes
     ----------
@@ -62,6 +62,8 @@ class Rule:
     exclude: Callable[[Any], bool] | None = None
     precision: str | None = None
     _run: Any = None
+    #: Function that `init` calls.  The root of the package sets it, as rules are in a lower layer than the launcher.
+    launcher: ClassVar[Callable[..., Any]]
 
     def __init__(
         self,
@@ -79,24 +81,25 @@ class Rule:
         self.precision = precision
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "exclude": None, "_run": None}  # used in the master only; may not be picklable
+        return {**self.__dict__, "exclude": None, "_run": None}  # for the master only; may not be picklable
 
     def __repr__(self) -> str:
         options = ", ".join(f"{name}={value!r}" for name, value in self.options().items())
         return f"{type(self).__name__}({options})"
 
     def options(self) -> dict[str, Any]:
-        """Return the constructor's arguments for records, without those that are None or callables."""
+        """Return the constructor's arguments by name, without None and callables, for records and checkpoints."""
         options = {name: getattr(self, name, None) for name in inspect.signature(type(self)).parameters}
         return {name: value for name, value in options.items() if value is not None and not callable(value)}
 
     # -- methods for subclasses to override ------------------------------------------------------------------
 
     def memory(self, n_ranks: int, size: int, dtype: np.dtype) -> dict[str, tuple[tuple[int, ...], Any]]:
-        """Return the arrays that the rule needs in shared memory, as ``{name: (shape, dtype)}``.
+        """Return the shapes and dtypes of the rule's arrays in shared memory, by name.
 
-        The arrays start as zeros, and are in ``shared`` of `State`.  Ranks access them under a
-        `synkhronos.tasks.Worker.lock`, which takes ``rows`` of `State`; each host has a copy, which the lock updates.
+        The arrays are initially zero.  A rank reads and writes them in `State.shared`, under a
+        `synkhronos.tasks.Worker.lock`.  With several hosts each host has a copy, which the lock updates: its methods
+        take entries of `State.rows`.
 
         Parameters
         ----------
@@ -105,21 +108,25 @@ class Rule:
             Number of elements of `State.vector`.
         dtype : dtype
             Dtype of `State.vector`.
+
+        Returns
+        -------
+        dict of str to (tuple of int, dtype)
         """
         return {}
 
     def setup(self, worker: Worker, state: State) -> None:
-        """Initialise ``state.own`` and shared memory, before the first step; all ranks' parameters are equal."""
+        """Initialise `State.own` and shared memory before the first step, at which all ranks have equal parameters."""
         if self.precision not in (None, "float32"):
             state.own["anchor"] = state.vector
 
     def exchange(self, worker: Worker, state: State) -> Any:
-        """Exchange parameters; called on each rank after each `period` steps."""
+        """Exchange parameters; called on each rank after every `period` steps."""
 
     def report(self, worker: Worker, state: State) -> Any:
-        """Return the vector of parameters to validate, and to use after training; by default the mean over ranks.
+        """Return the parameters to validate, save and use after training, as a vector; by default the mean over ranks.
 
-        All ranks call this together, with no exchange pending.
+        A collective: all ranks call this after the same exchange.
         """
         return reduce_by_rows(state, state.vector, worker.all_reduce)
 
@@ -156,7 +163,7 @@ class Rule:
         modelclass: str = "",
         **settings: Any,
     ) -> None:
-        """Start training a model class by this rule in new processes, and return; `wait` waits for them.
+        """Start to train a model class by this rule in new processes, without waiting for them; see `wait`.
 
         Parameters
         ----------
@@ -165,14 +172,14 @@ class Rule:
         modelfile, modelclass : str
             Module, such as ``models.mlp`` or ``models/mlp.py``, and the class in it.
         **settings
-            Other settings of a session file: ``folder``, ``epochs``, ``config`` and so on.
+            Other settings of a session file, such as ``folder``, ``epochs`` and ``config``.
 
         Raises
         ------
         SettingsError
-            If a setting is wrong.  No process has been started then.
+            If a setting is wrong; no process is started.
         RuntimeError
-            If a run has been started already.
+            If `init` was called already.
 
         Examples
         --------
@@ -184,10 +191,10 @@ class Rule:
         """
         if self._run is not None:
             raise RuntimeError("init() was called already: call wait(), or make another rule")
-        self._run = synk.start_run(self, devices, modelfile, modelclass, **settings)
+        self._run = type(self).launcher(self, devices, modelfile, modelclass, **settings)
 
     def wait(self) -> Any:
-        """Wait for the run that `init` has started, and return its folder.
+        """Wait for the end of the run that `init` has started, and return its folder.
 
         Raises
         ------
@@ -207,9 +214,9 @@ class Rule:
         return max(1, period - state.since)
 
     def mean(self, worker: Worker, state: State, factor: float = 1.0) -> Any:
-        """Return the mean of all ranks' parameters.  A collective.
+        """Return the mean of the parameters over all ranks.  A collective.
 
-        Running averages are weighted by the rows since the last exchange.
+        Ranks' running averages are weighted by their numbers of rows since the last exchange.
 
         Parameters
         ----------
@@ -221,12 +228,12 @@ class Rule:
         Returns
         -------
         array
-            Of the shape of `State.vector`.
+            Vector of the shape of `State.vector`.
 
         Raises
         ------
         RuntimeError
-            If the precision has 16 bits, and a subclass's `setup` has not called that of `Rule`.
+            If the precision has 16 bits, and a subclass's `setup` did not call ``super().setup()``.
         """
 
         def reduce(vector: Any) -> Any:
@@ -245,12 +252,12 @@ class Rule:
 
 
 def _scale_parameters(state: State, vector: Any, factor: float) -> Any:
-    """Return a vector whose parameters, but not its running averages, are multiplied by a factor."""
+    """Return a vector with its parameters multiplied by a factor, but not its running averages."""
     return vector if factor == 1 else state.with_averages(vector * vector.dtype.type(factor), vector)
 
 
 def shared_memory(rule: Rule, n_ranks: int, size: int, dtype: np.dtype) -> dict[str, Data]:
-    """Allocate the arrays of `Rule.memory`, as zeros, for a program that `synkhronos.run` starts.
+    """Allocate the arrays of `Rule.memory`, as zeros, for a program of `synkhronos.run`.
 
     Parameters
     ----------
@@ -264,7 +271,7 @@ def shared_memory(rule: Rule, n_ranks: int, size: int, dtype: np.dtype) -> dict[
     Returns
     -------
     dict of str to Data
-        Argument of the program, which passes it to `State` as ``shared``.
+        Arrays to pass to the program, which passes them on as the argument ``shared`` of `State`.
 
     Raises
     ------
@@ -298,39 +305,39 @@ def reduce_by_rows(state: State, vector: Any, reduce: Callable[[Any], Any], prec
     Returns
     -------
     array
-        Result of ``reduce`` for the parameters.  Running averages are means over ranks, weighted by the rows since the
+        The reduced parameters, followed by the means of the running averages.  These are weighted by the rows since the
         last exchange, or equally if no rank has had rows.
     """
     n = state.average_size
     if not n:
         return reduce(vector)
-    # Weight of a rank without rows: negligible next to any number of rows.  A power of two, so products are exact.
-    least = 2.0**-14 if "float16" in (precision, vector.dtype.name) else 2.0**-64
-    # At most 1, for the narrow range of float16.
-    weight = max(state.own.get("batches", 0.0) / max(1, state.since), least)
-    sent = concatenate(vector[:-n], vector[-n:] * weight, np.full(1, weight, vector.dtype))
-    reduced = reduce(sent.astype(vector.dtype))
+    # Weight of a rank without rows: negligible beside any number of rows.  A power of two, so products are exact.
+    min_weight = 2.0**-14 if "float16" in (precision, vector.dtype.name) else 2.0**-64
+    # At most 1, since the range of float16 is narrow.
+    weight = max(state.own.get("batches", 0.0) / max(1, state.since), min_weight)
+    weighted = concatenate(vector[:-n], vector[-n:] * weight, np.full(1, weight, vector.dtype))
+    reduced = reduce(weighted.astype(vector.dtype))
     return concatenate(reduced[: -n - 1], reduced[-n - 1 : -1] / reduced[-1])
 
 
 def average(worker: Worker, vector: Any, precision: str | None) -> Any:
     """Return the mean of a vector over all ranks.  A collective.
 
-    No sum overflows: vectors are divided before they are added, or are added in a wider dtype.
+    Sums cannot overflow: vectors are divided before they are added, or are added in a wider dtype.
 
     Parameters
     ----------
     worker : Worker
     vector : array
-        May be overwritten.
+        This rank's vector; it may be overwritten.
     precision : str or None
-        Dtype in which values are exchanged; None is the vector's.  In host memory "bfloat16" exchanges float32 values
-        that are rounded to it; GPUs exchange 16 bits.
+        Dtype in which ranks exchange values; None: the vector's.  For "bfloat16", ranks in host memory exchange float32
+        values rounded to bfloat16, and GPUs exchange 16 bits.
 
     Returns
     -------
     array
-        Of the vector's dtype.
+        Mean, in the vector's dtype.
     """
     dtype = vector.dtype
     if precision is None or np.dtype(dtype).name == precision:
@@ -345,14 +352,14 @@ def average(worker: Worker, vector: Any, precision: str | None) -> Any:
 
 
 def as_bfloat16(vector: np.ndarray) -> np.ndarray:
-    """Return float32 values rounded to bfloat16, to nearest with ties to even; for finite numbers."""
+    """Round finite numbers to bfloat16, to nearest with ties to even; return them as float32."""
     bits = np.ascontiguousarray(vector, np.float32).view(np.uint32)
     rounded = (bits + (((bits >> 16) & 1) + 0x7FFF).astype(np.uint32)) & np.uint32(0xFFFF0000)
     return rounded.view(np.float32)
 
 
 def check_fraction(value: Any, name: str) -> float:
-    """Return a number in (0, 1]; raise TypeError or ValueError."""
+    """Check that a value is a number in (0, 1], and return it; raise TypeError or ValueError."""
     checked = check_number(value, name)
     if not 0 < checked <= 1:
         raise ValueError(f"{name}: expected a number above 0, up to 1, got {value!r}")
@@ -360,7 +367,7 @@ def check_fraction(value: Any, name: str) -> float:
 
 
 def check_momentum(value: Any) -> float:
-    """Return a number in [0, 1); raise TypeError or ValueError."""
+    """Check that a value is a number in [0, 1), and return it; raise TypeError or ValueError."""
     checked = check_number(value, "momentum")
     if not 0 <= checked < 1:
         raise ValueError(f"momentum: expected a number from 0, below 1, got {value!r}")
@@ -368,5 +375,5 @@ def check_momentum(value: Any) -> float:
 
 
 def check_period(value: Any, name: str) -> int:
-    """Return a number of steps, at least 1; raise TypeError or ValueError."""
+    """Check that a value is a number of steps, at least 1, and return it; raise TypeError or ValueError."""
     return check_at_least(value, name, 1, "a number of steps")

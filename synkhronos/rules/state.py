@@ -1,8 +1,8 @@
 """State of one rank's training, on which exchange rules operate.
 
-A rule sees a rank's parameters as one flat vector, `State.vector`.  In host memory the rules work in blocks that fit
-into the processor's caches, in place where the variables' memory allows it.  On other devices with arithmetic, such as
-GPUs, they compute with the device's arrays.
+A rule sees the parameters of a rank as one flat vector, `State.vector`.  In host memory, rules process it in blocks
+that fit into the processor's caches, and in place if the memory of the variables allows it.  On GPUs, rules compute
+with the device's arrays.
 """
 
 from __future__ import annotations
@@ -21,9 +21,7 @@ BLOCK = 1 << 20
 
 
 class Vector:
-    """Flat vector that is the concatenation of shared variables of floats.
-
-    The vector is an array of `device`.
+    """Access to shared variables of floats as one flat vector, their concatenation.
 
     Parameters
     ----------
@@ -54,17 +52,17 @@ class Vector:
 
     @property
     def device(self) -> Device:
-        """Device of the vector: that of all variables if its arrays have arithmetic, else host memory."""
+        """Device of the vector: the common device of the variables if its arrays have arithmetic, else host memory."""
         return _common_device(self._values())
 
     def get(self) -> Any:
-        """Return the vector, as a new array of shape ``(size,)``."""
+        """Return the vector as a new array of `device`, of shape ``(size,)``."""
         values = self._values()
         device = _common_device(values)
         if device is not HOST:
             return device.flatten(values, self.dtype)
         flat = [np.ravel(get_array_device(value).to_host(value)) for value in values]
-        # Copied even if it is one variable: the next update changes the variable's memory.
+        # Even a single variable is copied: its next update may change its memory in place.
         return np.concatenate(flat).astype(self.dtype, copy=False) if flat else np.zeros(0, self.dtype)
 
     def get_on_host(self) -> np.ndarray:
@@ -78,8 +76,8 @@ class Vector:
             raise ValueError(f"expected a vector of {self.size} elements, got shape {tuple(vector.shape)}")
         values = self._values()
         device = find_device(vector)
-        # Variables that no function of this library has moved may still hold NumPy arrays, as vels2 of Theano-MPI's
-        # classes does: in host memory they would be copied to the device again at each call.
+        # Variables that no function has moved to the device may still hold NumPy arrays, such as vels2 of Theano-MPI's
+        # classes.  In host memory they would be copied to the device at each call.
         moves = device.must_move_shared_values and all(isinstance(value, np.ndarray) for value in values)
         if device is not HOST and (moves or device is _common_device(values)):
             for shared, piece in zip(self.shareds, device.split(vector, self.shapes, self._dtypes), strict=True):
@@ -98,7 +96,7 @@ class Vector:
                 library.put(shared, device.from_host(piece.astype(value.dtype)))
 
     def view_memory(self) -> list[np.ndarray] | None:
-        """Return flat, writable views of the variables' memory in the vector's dtype; None if that is impossible."""
+        """Return flat, writable views of the variables' memory; None if one has another dtype or no such memory."""
         pieces = []
         for value, dtype in zip(self._values(), self._dtypes, strict=True):
             if not isinstance(value, np.ndarray) or not value.flags.c_contiguous or not value.flags.writeable:
@@ -109,7 +107,13 @@ class Vector:
         return pieces
 
     def iterate_blocks(self, runs: Sequence[np.ndarray]) -> Iterator[tuple[np.ndarray, slice]]:
-        """Yield blocks of at most `BLOCK` bytes of consecutive runs of the vector, and each block's range in it."""
+        """Yield blocks of at most `BLOCK` bytes of the vector, and the range of each block in it.
+
+        Parameters
+        ----------
+        runs : sequence of ndarray
+            Consecutive parts of the vector, as from `State.open_memory`.
+        """
         step = max(1, BLOCK // self.dtype.itemsize)
         offset = 0
         for run in runs:
@@ -120,13 +124,13 @@ class Vector:
 
 
 def concatenate(*vectors: Any) -> Any:
-    """Concatenate vectors; return an array of the device that owns any of them, else a NumPy array."""
+    """Concatenate vectors into an array of a device other than host memory, if one of them is such an array."""
     device = next((device for device in map(find_device, vectors) if device is not HOST), HOST)
     return device.concatenate([device.as_array(vector) for vector in vectors])
 
 
 def _common_device(values: Sequence[Any]) -> Device:
-    """Return the device that owns all values, if its arrays have arithmetic; else that of host memory."""
+    """Return the common device of all values if its arrays have arithmetic, else that of host memory."""
     devices = {find_device(value) for value in values}
     device = devices.pop() if len(devices) == 1 else HOST
     return device if device.has_arithmetic else HOST
@@ -138,13 +142,13 @@ class State:
     Parameters
     ----------
     params : list of shared variables
-        Variables that ranks exchange.
+        Variables that ranks exchange: parameters, followed by running averages.
     optimizer : list of shared variables
         Variables of the update rule, such as velocities; only floats are used.
     shared : dict of str to LocalRows
         Shared memory of the rule, from `shared_memory`.
     n_averages : int
-        Number of running averages at the end of ``params``: variables that ranks exchange, but no optimizer trains.
+        Number of running averages at the end of ``params``, which ranks exchange but the optimizer does not train.
 
     Attributes
     ----------
@@ -158,13 +162,13 @@ class State:
         Returns the number of items (such as words) in this rank's steps since the last exchange, if the loss is
         weighted by items; None if it is a mean over rows.
     average_size : int
-        Number of elements of running averages, which are the last ones of `vector`.
+        Number of elements of the running averages, at the end of `vector`.
     own : dict
-        Arrays and numbers of the rule on this rank, which checkpoints save.
+        Arrays and numbers that the rule stores on this rank, and checkpoints save.
     shared : dict of str to ndarray
-        Arrays of `Rule.memory`, which all ranks share.
+        Arrays of `Rule.memory`, in shared memory.
     rows : dict of str to LocalRows
-        The arrays of ``shared`` in the form that `synkhronos.tasks.Worker.lock` takes.
+        The arrays of ``shared``, as arguments of the methods of `synkhronos.tasks.Worker.lock`.
     """
 
     def __init__(
@@ -188,7 +192,7 @@ class State:
 
     @property
     def vector(self) -> Any:
-        """Parameters as one flat vector: a new array, of shape ``(n,)``.  Assignment sets the parameters."""
+        """Parameters as one flat vector: a new array of shape ``(n,)``.  Assigning to it sets the parameters."""
         return self.params.get()
 
     @vector.setter
@@ -202,15 +206,15 @@ class State:
         return concatenate(vector[: -self.average_size], averages[-self.average_size :])
 
     def open_memory(self) -> tuple[list[np.ndarray] | None, Any]:
-        """Return the parameters in host memory, for changes in place.
+        """Return the parameters in host memory, to be changed in place.
 
         Returns
         -------
         runs : list of ndarray, or None
-            Consecutive runs of the vector; None if the vector is not in host memory.
+            Consecutive parts of the vector; None if the vector is not in host memory.
         vector : array, or None
-            Array to which `vector` has to be set afterwards: the memory of ``runs``, or the device's array.  None if
-            ``runs`` are the variables' memory.
+            Array to assign to `vector` afterwards: the memory of ``runs``, or the device's array.  None if ``runs``
+            are the memory of the variables themselves.
         """
         runs = self.params.view_memory()
         if runs is not None:
@@ -220,14 +224,14 @@ class State:
 
     @property
     def velocity(self) -> Any:
-        """The velocity of the parameters: the optimizer's variables as one flat vector, a new array of shape ``(n,)``.
+        """Velocity of the parameters: the optimizer's variables as one flat vector, a new array of shape ``(n,)``.
 
-        The velocity of running averages is 0.
+        It is 0 for running averages.
 
         Raises
         ------
         ValueError
-            If the optimizer has another number of elements than the parameters.
+            If the numbers of elements of the optimizer's variables and of the parameters differ.
         """
         size = self.params.size - self.average_size
         if self.optimizer.size != size:
@@ -239,7 +243,7 @@ class State:
         return concatenate(velocity, np.zeros(self.average_size, velocity.dtype)) if self.average_size else velocity
 
     def get_scratch(self, name: str, size: int) -> np.ndarray:
-        """Return memory for intermediate results, of at least ``size`` elements; calls with one name share it."""
+        """Return an array of at least ``size`` elements for intermediate results; calls with equal names share it."""
         scratch = self._scratch.get(name)
         if scratch is None or scratch.size < size:
             scratch = self._scratch[name] = np.empty(size, self.params.dtype)

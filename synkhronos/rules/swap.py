@@ -26,7 +26,7 @@ class Swap(Rule):
     period : int or callable
         Number of steps between two swaps.
     replace : bool
-        Whether a random one of each pair gives its parameters to both, instead of a swap.
+        Whether one rank of each pair, chosen at random, copies its parameters to the other, instead of a swap.
     seed : int
         Seed of the random choices.
     exclude : callable, optional
@@ -49,11 +49,11 @@ class Swap(Rule):
         self.replace, self.seed = check_flag(replace, "replace"), check_at_least(seed, "seed", 0)
 
     def memory(self, n_ranks: int, size: int, dtype: np.dtype) -> dict[str, tuple[tuple[int, ...], Any]]:
-        """Return the shape of an array with all ranks' parameters."""
+        """Return the shape and dtype of an array with the parameters of all ranks."""
         return {"all": ((n_ranks, size), dtype)}
 
     def exchange(self, worker: Worker, state: State) -> int:
-        """Swap parameters, and return the number of the rank that this rank's new ones are from."""
+        """Swap parameters; return the number of the rank whose parameters this rank gets."""
         source = self._choose_sources(worker.size, state.step)[worker.number]
         vectors = state.shared["all"]
         vectors[worker.number] = state.params.get_on_host()
@@ -66,7 +66,7 @@ class Swap(Rule):
         return source
 
     def _choose_sources(self, n_ranks: int, step: int) -> list[int]:
-        """Return for each rank the number of the rank whose parameters it gets at a step."""
+        """Choose, for each rank, the rank whose parameters it gets at a step."""
         order = np.random.default_rng((self.seed, step)).permutation(n_ranks).tolist()
         sources = list(range(n_ranks))
         for first, second in zip(order[::2], order[1::2], strict=False):
@@ -80,5 +80,5 @@ class Swap(Rule):
         return worker.broadcast(state.params.get_on_host())
 
     def resized(self, ranks: list[dict[str, Any]], size: int) -> list[dict[str, Any]]:
-        """Keep the models of the first ranks; additional ranks start with copies of them."""
+        """Keep the models of the first ranks; additional ranks get copies of them."""
         return [ranks[r % len(ranks)] for r in range(size)]
