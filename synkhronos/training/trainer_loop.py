@@ -194,7 +194,9 @@ class TrainerLoop(EpochLoop):
             shows_progress=self.shows_progress,
             pools=get_rank_pools(data.data) or [range(ranks.get_session().size)],
             can_stop=self.checkpoint is not None,
-            earlier_totals=split_totals(progress.totals, 1 if model.joint_step is not None else ranks.get_session().size),
+            earlier_totals=split_totals(
+                progress.totals, 1 if model.joint_step is not None else ranks.get_session().size
+            ),
             has_weight=model.graph.weight is not None,
         )
 
