@@ -1,4 +1,4 @@
-"""Binding of ranks to cores: those next to the rank's GPU, or an equal share of all."""
+"""Binding of ranks to CPU cores: the cores next to the rank's GPU, or an equal share of all cores."""
 
 from __future__ import annotations
 
@@ -7,28 +7,30 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+#: Folder in which Linux describes PCI devices.
 _PCI = Path("/sys/bus/pci/devices")
 
 
 def assign_cores(
     devices: Sequence[str], allowed: Sequence[int], near: dict[str, list[int]]
 ) -> tuple[list[list[int]], str]:
-    """Return the cores of each rank, and the reason as a text.
+    """Assign cores to each rank.
 
     Parameters
     ----------
     devices : sequence of str
-        ``"cpu"`` or ``"cuda0"`` and so on, one per rank.
+        Device of each rank: ``"cpu"``, ``"cuda0"`` and so on.
     allowed : sequence of int
-        The cores that this process may use.
+        Cores that this process may use.
     near : dict of str to list of int
-        The cores next to each GPU.
+        Cores next to each GPU, by its name.
 
     Returns
     -------
-    list of list of int
-        Empty if ranks should not be bound, because some would share a core.
-    str
+    cores : list of list of int
+        Cores of each rank.  Empty if ranks should not be bound, because some would share a core.
+    description : str
+        Description of the assignment.
 
     Examples
     --------
@@ -38,26 +40,26 @@ def assign_cores(
     allowed = sorted(allowed)
     if len(devices) > len(allowed):
         return [], f"not bound: there are {len(allowed)} cores for {len(devices)} ranks"
-    homes = [tuple(core for core in near.get(device, ()) if core in set(allowed)) for device in devices]
-    away = [device for device, home in zip(devices, homes, strict=True) if device in near and not home]
-    homes = [home or tuple(allowed) for home in homes]
+    near_cores = [tuple(core for core in near.get(device, ()) if core in set(allowed)) for device in devices]
+    unreachable = [device for device, local in zip(devices, near_cores, strict=True) if device in near and not local]
+    near_cores = [local or tuple(allowed) for local in near_cores]
     cores: list[list[int]] = [[] for _ in devices]
-    for home in set(homes):  # the ranks whose GPUs are next to the same cores share them
-        ranks = [r for r, candidate in enumerate(homes) if candidate == home]
-        if len(home) < len(ranks):
-            return [], f"not bound: cores {format_cores(home)} are next to the GPUs of {len(ranks)} ranks"
-        bounds = [len(home) * i // len(ranks) for i in range(len(ranks) + 1)]
+    for local in set(near_cores):  # divided among the ranks with GPUs next to them
+        ranks = [r for r, candidate in enumerate(near_cores) if candidate == local]
+        if len(local) < len(ranks):
+            return [], f"not bound: cores {format_cores(local)} are next to the GPUs of {len(ranks)} ranks"
+        bounds = [len(local) * i // len(ranks) for i in range(len(ranks) + 1)]
         for i, r in enumerate(ranks):
-            cores[r] = list(home[bounds[i] : bounds[i + 1]])
-    if away:
-        return cores, f"the cores next to {', '.join(away)} are not among those that this process may use"
+            cores[r] = list(local[bounds[i] : bounds[i + 1]])
+    if unreachable:
+        return cores, f"the cores next to {', '.join(unreachable)} are not among those that this process may use"
     if any(device in near for device in devices):
         return cores, "each rank has a share of the cores next to its GPU"
     return cores, f"each rank has a share of the {len(allowed)} cores"
 
 
 def find_gpu_cores(devices: Sequence[str], pci: Path = _PCI) -> dict[str, list[int]]:
-    """Return the cores next to each GPU; GPUs whose cores CUDA, NVML or Linux does not know are left out."""
+    """Find the cores next to each GPU, by its name; GPUs whose cores are unknown have no entry."""
     try:
         import pynvml
 
@@ -74,7 +76,7 @@ def find_gpu_cores(devices: Sequence[str], pci: Path = _PCI) -> dict[str, list[i
 
 
 def get_nvml_handle(number: int) -> Any:
-    """Return NVML's handle of CUDA's GPU ``number``: CUDA orders GPUs by speed, NVML by PCI address."""
+    """Return NVML's handle of CUDA's GPU ``number``.  NVML has its own numbers: CUDA orders GPUs by speed."""
     import pynvml
     from cuda.core import Device
 
@@ -82,7 +84,7 @@ def get_nvml_handle(number: int) -> Any:
 
 
 def find_device_cores(address: str, pci: Path = _PCI) -> list[int]:
-    """Return the cores next to a PCI device; empty if Linux does not list them."""
+    """Find the cores next to a PCI device; none if Linux does not list them."""
     domain, _, rest = address.lower().partition(":")
     try:
         return parse_cores((pci / f"{domain[-4:]}:{rest}" / "local_cpulist").read_text())
@@ -91,7 +93,7 @@ def find_device_cores(address: str, pci: Path = _PCI) -> list[int]:
 
 
 def parse_cores(text: str) -> list[int]:
-    """Return the cores of a list in Linux's format.
+    """Parse a list of cores in Linux's format.
 
     Examples
     --------
@@ -107,20 +109,20 @@ def parse_cores(text: str) -> list[int]:
 
 
 def bind(cores: Sequence[int]) -> None:
-    """Bind this thread and the threads that it starts; no cores leave the binding as it is."""
+    """Bind this thread, and threads that it will start, to some cores; with none, leave the binding unchanged."""
     if cores:
         os.sched_setaffinity(0, cores)
 
 
 def describe_binding(mask: Sequence[int] | None) -> str:
-    """Return the description of a rank's binding, for its first line of output."""
+    """Describe the binding of a rank, for its first line of output."""
     if not mask:
         return "not bound"
     return f"bound to {'core' if len(mask) == 1 else 'cores'} {format_cores(mask)}"
 
 
 def format_cores(cores: Sequence[int]) -> str:
-    """Return a list of cores in Linux's format, such as ``0-2,8``."""
+    """Format a list of cores as Linux does, such as ``0-2,8``."""
     runs: list[list[int]] = []
     for core in cores:
         if runs and core == runs[-1][1] + 1:

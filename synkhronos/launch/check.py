@@ -1,8 +1,8 @@
-"""The command ``check``: check a class's methods and attributes, and whether it trains.
+"""The command ``check``: checks the methods and attributes of a model class, and whether it trains.
 
     python -m synkhronos check MODEL:CLASS
 
-The class runs three iterations in this process, as the only rank and then as two ranks.
+The class runs three iterations in this process, first as the only rank, then as two ranks.
 """
 
 from __future__ import annotations
@@ -20,42 +20,51 @@ import numpy as np
 
 from synkhronos.compat.startup import import_theano_before_fork
 from synkhronos.launch import contract
-from synkhronos.launch.change_check import SAME_STEPS, digest, find_equal_steps
+from synkhronos.launch.change_check import EQUAL_STEPS_MESSAGE, digest, find_equal_steps
 from synkhronos.launch.model_recorder import ModelRecorder
 from synkhronos.launch.settings import Settings, resolve
 from synkhronos.rules.state import Vector
 
-#: Iterations for which the class is run.
+#: Number of iterations that the class runs.
 _ITERATIONS = 3
 
 
-def check(model: str, others: Mapping[str, Any] | None = None) -> int:
-    """Check a class, ``FILE:CLASS``, with further settings; print the problems, and return 1 if there are any, or 0."""
-    settings = resolve([{"model": model, "devices": "cpu"}, others or {}])
+def check_class(model: str, options: Mapping[str, Any] | None = None) -> int:
+    """Check a class and print its problems; return the exit status, 1 if there are any.
+
+    Parameters
+    ----------
+    model : str
+        ``FILE:CLASS``.
+    options : dict, optional
+        Further settings.
+    """
+    settings = resolve([{"model": model, "devices": "cpu"}, options or {}])
     import_theano_before_fork(on_gpu=False)
     with tempfile.TemporaryDirectory() as folder:
-        checked = _Check(settings, Path(folder))
+        check = _Check(settings, Path(folder))
         try:
-            checked.run()
+            check.run()
         except Exception as error:
             sys.stdout.write("".join(traceback.format_exception(error)))
             name = settings.modelclass
-            return _print(f"{name} fails when {checked.stage}: {type(error).__name__}: {error}\n", 1)
-    for line in checked.problems:
+            return _print(f"{name} fails when {check.stage}: {type(error).__name__}: {error}\n", 1)
+    for line in check.problems:
         sys.stdout.write(f"{settings.modelclass}{line}\n")
-    if checked.problems:
+    if check.problems:
         return 1
     return _print(f"{settings.modelclass}: no problem found, on one rank and on two\n", 0)
 
 
 class _Check:
-    """Check of one class.
+    """Check of one model class.
 
     Attributes
     ----------
     stage : str
-        The current step, for the message if it raises an exception.
+        Description of the current step, for the message of an exception.
     problems : list of str
+        Messages that follow the name of the class.
     """
 
     def __init__(self, settings: Settings, folder: Path):
@@ -64,42 +73,42 @@ class _Check:
         self.problems: list[str] = []
 
     def run(self) -> None:
-        """Run the class as one rank, then as two."""
+        """Check the class as one rank, then as two."""
         settings = self.settings
-        self.kind = contract.load_class(settings.root, settings.modelfile, settings.modelclass)
-        if self.has_missing(self.kind):
+        self.model_class = contract.load_class(settings.root, settings.modelfile, settings.modelclass)
+        if self.record_missing(self.model_class):
             return
         self.check_one_rank()
         if not self.problems:
             self.check_two_ranks()
 
-    def has_missing(self, model: Any) -> bool:
+    def record_missing(self, model: Any) -> bool:
         """Record missing methods and attributes as a problem; return True if any are missing."""
         if lines := contract.list_missing(model):
             self.problems.append(" lacks:\n" + "\n".join(f"  {line}" for line in lines))
         return bool(lines)
 
     def make_instance(self, rank: int, size: int) -> Any:
-        """Return an instance for a rank."""
+        """Make an instance for a rank."""
         np.random.seed(rank)
         random.seed(rank)
-        instance = contract.make_instance(self.kind, contract.make_config(self.settings, rank, size))
+        instance = contract.make_instance(self.model_class, contract.make_config(self.settings, rank, size))
         instance.epoch = 0
         return instance
 
     def set_options(self, instance: Any) -> bool:
-        """Set the options of a model's step; return whether they need the gradient of all ranks."""
+        """Set the options of a model's step; return True if they need the gradient of all ranks."""
         self.stage = "options of the model are set"
         return contract.set_options(instance, self.settings.model_options, self.rule, self.settings.modelclass)
 
     def check_one_rank(self) -> None:
-        """Call every method of an instance that is the only rank."""
+        """Call every method of an instance as the only rank."""
         self.stage = "an instance is made"
         instance = self.make_instance(0, 1)
         needs_gradients = self.set_options(instance)
         self.stage = "compile_iter_fns() runs"
-        contract.compile_for(instance, self.settings, self.rule, 1, needs_gradients)
-        if self.has_missing(instance):
+        contract.compile_model(instance, self.settings, self.rule, 1, needs_gradients)
+        if self.record_missing(instance):
             return
         if self.settings.epochs is None and getattr(instance, "n_epochs", None) is None:
             self.problems.append(": it has no n_epochs: give --set epochs=N")
@@ -133,7 +142,7 @@ class _Check:
             self.problems.append(
                 ": val_iter() has not called recorder.val_error(count, cost, error): nothing will be validated"
             )
-        recorder.note_validation(0, {name: value / rows for name, value in sums.items()})
+        recorder.set_validation_means(0, {name: value / rows for name, value in sums.items()})
         instance.current_info = recorder.get_latest_val_info()
         self.call_optional(instance, "reset_iter", "val")
         self.call_optional(instance, "save", f"{self.folder}{os.sep}")
@@ -145,7 +154,7 @@ class _Check:
         instance.cleanup()
 
     def call_optional(self, instance: Any, name: str, *arguments: Any, **named: Any) -> None:
-        """Call an optional method, if the class has it."""
+        """Call an optional method if the class has it."""
         method = getattr(instance, name, None)
         if callable(method):
             self.stage = f"{name}() runs"
@@ -158,8 +167,8 @@ class _Check:
         needs_gradients = [self.set_options(instance) for instance in ranks][0]
         self.stage = "compile_iter_fns() runs with size 2"
         for instance in ranks:
-            average = contract.compile_for(instance, self.settings, self.rule, 2, needs_gradients)
-        if any(map(self.has_missing, ranks)):
+            average = contract.compile_model(instance, self.settings, self.rule, 2, needs_gradients)
+        if any(map(self.record_missing, ranks)):
             return
         params = [Vector(contract.group_variables(instance, average == "params").params) for instance in ranks]
         if params[0].shapes != params[1].shapes:
@@ -190,8 +199,8 @@ class _Check:
             instance.cleanup()
         if n_steps > 1 and digest(params[0]) == before:
             self.problems.append(": with size 2 train_iter() changes none of params")
-        elif same := find_equal_steps(steps):
-            self.problems.append(f": with size 2 {SAME_STEPS.format(*same)}")
+        elif equal_ranks := find_equal_steps(steps):
+            self.problems.append(f": with size 2 {EQUAL_STEPS_MESSAGE.format(*equal_ranks)}")
 
 
 def _print(text: str, status: int) -> int:

@@ -26,24 +26,24 @@ def main(arguments: list[str]) -> int:
     from synkhronos.launch.supervisor import open_standard_streams
 
     open_standard_streams()
-    options = _parser().parse_args(arguments)
+    options = _make_parser().parse_args(arguments)
     try:
         if options.command == "train":
             return _train(options, arguments)
         if options.command == "check":
-            from synkhronos.launch.check import check
+            from synkhronos.launch.check import check_class
 
-            return check(options.model, _sets(options))
-        from synkhronos.launch.doctor import report
+            return check_class(options.model, _get_set_options(options))
+        from synkhronos.launch.doctor import make_report
 
-        sys.stdout.write(report())
+        sys.stdout.write(make_report())
         return 0
     except SettingsError as error:
         sys.stderr.write(f"synkhronos {options.command}: {error}\n")
         return 2
 
 
-def _parser() -> argparse.ArgumentParser:
+def _make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m synkhronos")
     commands = parser.add_subparsers(dest="command", required=True)
     sets = argparse.ArgumentParser(add_help=False)
@@ -114,7 +114,7 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _sets(options: argparse.Namespace) -> dict[str, Any]:
+def _get_set_options(options: argparse.Namespace) -> dict[str, Any]:
     from synkhronos.launch.settings import join_tables, parse_set
 
     return join_tables(map(parse_set, options.set))
@@ -126,7 +126,7 @@ def _train(options: argparse.Namespace, arguments: list[str]) -> int:
 
     named = ("ranks", "devices", "hosts", "folder", "bind", "resume", "restarts", "on_death")
     options_given = {name: getattr(options, name) for name in named if getattr(options, name) is not None}
-    sources = [join_tables([_sets(options), options_given]), read_environment(os.environ)]
+    sources = [join_tables([_get_set_options(options), options_given]), read_environment(os.environ)]
     if options.session is not None:
         sources.append(read_session(options.session))
     settings = resolve(sources, options.session)

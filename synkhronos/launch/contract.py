@@ -1,7 +1,7 @@
-"""Interface of the classes that the launcher trains: that of Theano-MPI's classes.
+"""Interface of model classes, which is that of Theano-MPI's models.
 
-Users' classes do not inherit from this library.  Their methods and attributes are found by name, they are checked
-before the run, and each method is called with the arguments that its signature accepts.
+A model class need not inherit from a class of this library.  Its methods and attributes are found by name, and checked
+before the run.  Each method is called with the arguments that its signature accepts.
 """
 
 from __future__ import annotations
@@ -40,11 +40,13 @@ class ContractError(TypeError):
 
 
 def list_missing(model: Any) -> list[str]:
-    """Return a line for each missing or invalid attribute of a class or an instance.
+    """Return a line for each missing or invalid attribute of a model class or its instance.
 
-    On a class only methods are checked: the attributes are set by its constructor or by ``compile_iter_fns``.
+    For a class only methods are checked: its constructor and ``compile_iter_fns`` set the attributes.
     """
-    problems = [f"method {name}(): {use}" for name, use in METHODS.items() if not callable(getattr(model, name, None))]
+    problems = [
+        f"method {name}(): {purpose}" for name, purpose in METHODS.items() if not callable(getattr(model, name, None))
+    ]
     if isinstance(model, type):
         return problems
     params = getattr(model, "params", None)
@@ -62,71 +64,72 @@ def list_missing(model: Any) -> list[str]:
     if data is None:
         problems.append("attribute data: expected an object with n_batch_train and n_batch_val, got None")
         return problems
-    for name, least in (("n_batch_train", 1), ("n_batch_val", 0)):
+    for name, minimum in (("n_batch_train", 1), ("n_batch_val", 0)):
         count = getattr(data, name, None)
-        if isinstance(count, bool) or not isinstance(count, int | np.integer) or count < least:
+        if isinstance(count, bool) or not isinstance(count, int | np.integer) or count < minimum:
             problems.append(
-                f"attribute data.{name}: expected a number of batches, at least {least}, got {_shorten(count)}"
+                f"attribute data.{name}: expected a number of batches, at least {minimum}, got {_shorten(count)}"
             )
     return problems
 
 
 def check_complete(model: Any, name: str) -> None:
-    """Raise `ContractError` if a class or an instance lacks a method or an attribute, with a line for each."""
+    """Raise `ContractError` if a model class or its instance lacks a method or an attribute, with a line for each."""
     lines = list_missing(model)
     if lines:
         raise ContractError(f"{name} lacks:\n" + "\n".join(f"  {line}" for line in lines))
 
 
 def _shorten(value: Any) -> str:
-    """Return a value's representation in an error message, of at most 60 characters."""
+    """Return the ``repr`` of a value, cut to 60 characters, for an error message."""
     text = repr(value)
     return text if len(text) <= 60 else f"{text[:57]}..."
 
 
 def load_class(root: str, module: str, class_name: str) -> Any:
-    """Import the user's module, and return the class.
+    """Import the user's module, and return the model class in it.
 
-    Modules in the file's folder can be imported by their names, as those in a script's folder can.
+    The module may import other modules in its folder by their names, as a script may.
     """
     if root not in sys.path:
         sys.path.insert(0, root)
-    beside = str(Path(root, *module.split(".")[:-1]))
-    if beside not in sys.path:
-        sys.path.append(beside)
-    kind = getattr(importlib.import_module(module), class_name, None)
-    if not isinstance(kind, type):
-        raise ContractError(f"modelclass: {class_name!r} of {module}: expected a class, got {kind!r}")
-    return kind
+    module_folder = str(Path(root, *module.split(".")[:-1]))
+    if module_folder not in sys.path:
+        sys.path.append(module_folder)
+    model_class = getattr(importlib.import_module(module), class_name, None)
+    if not isinstance(model_class, type):
+        raise ContractError(f"modelclass: {class_name!r} of {module}: expected a class, got {model_class!r}")
+    return model_class
 
 
 def make_config(settings: Settings, rank: int, size: int) -> dict[str, Any]:
-    """Return the config of a rank's instance."""
+    """Make the ``config`` of a rank's instance."""
     names = {"rank": rank, "size": size, "verbose": rank == 0, "seed": settings.seed, "mname": settings.modelclass}
     return {**names, **settings.config}
 
 
-def make_instance(kind: type, config: dict[str, Any]) -> Any:
-    """Return an instance of a class; its constructor takes the config or no argument.
+def make_instance(model_class: type, config: dict[str, Any]) -> Any:
+    """Make an instance of a model class, whose constructor takes the config or no argument.
 
     Raises
     ------
     ContractError
         If the constructor has more than one required argument.
     """
-    parameters = [p for p in inspect.signature(kind).parameters.values() if p.kind is not p.VAR_KEYWORD]
+    parameters = [p for p in inspect.signature(model_class).parameters.values() if p.kind is not p.VAR_KEYWORD]
     needed = [p.name for p in parameters if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.KEYWORD_ONLY)]
     if len(needed) > 1:
-        raise ContractError(f"{kind.__name__}(): expected a class that takes one config, got one that takes {needed}")
-    return kind(config) if parameters else kind()
+        raise ContractError(
+            f"{model_class.__name__}(): expected a class that takes one config, got one that takes {needed}"
+        )
+    return model_class(config) if parameters else model_class()
 
 
 def compile_functions(model: Any, sync_type: str) -> None:
     """Call ``compile_iter_fns``, with ``sync_type`` if it has this parameter.
 
-    Theano-MPI's classes compile two functions, for gradients and for updates, if ``size > 1``.  Without an exchange of
-    gradients they have to compile one.  So ``size`` is 1 during the call, unless gradients are exchanged: "cdd" is
-    Theano-MPI's name for that, and "avg" for an exchange of parameters.
+    Theano-MPI calls the exchange of gradients "cdd", and that of parameters "avg".  If ``size > 1``, its models compile
+    a function for gradients and one for updates, which only "cdd" can use.  So for "avg" ``size`` is 1 during the call.
     """
     parameters = inspect.signature(model.compile_iter_fns).parameters.values()
     size = getattr(model, "size", 1)
@@ -145,13 +148,13 @@ def compile_functions(model: Any, sync_type: str) -> None:
 
 
 def set_options(model: Any, options: Mapping[str, Any], rule: Rule, name: str) -> bool:
-    """Set the options of a `synkhronos.launch.Model`'s step; return whether they need the gradient of all ranks.
+    """Set the options of a `synkhronos.launch.Model`'s step; return True if they need the gradient of all ranks.
 
     Parameters
     ----------
     model : instance
     options : dict
-        The setting ``model_options``, which overrides the attributes of the class.
+        The setting ``model_options``, which overrides attributes of the class.
     rule : Rule
         Exchange rule of the run.
     name : str
@@ -175,11 +178,11 @@ def set_options(model: Any, options: Mapping[str, Any], rule: Rule, name: str) -
     return bool(model.step_options)
 
 
-def compile_for(model: Any, settings: Settings, rule: Rule, size: int, needs_gradients: bool) -> str | None:
-    """Compile an instance's functions, and choose the values that ranks exchange under BSP.
+def compile_model(model: Any, settings: Settings, rule: Rule, size: int, needs_gradients: bool) -> str | None:
+    """Compile an instance's functions, and choose whether ranks exchange gradients or parameters under BSP.
 
-    These are gradients or parameters, by the option ``average`` of the rule; by default gradients if the class has
-    ``vels`` and ``vels2``.
+    The option ``average`` of the rule decides; by default they exchange gradients if the class has ``vels`` and
+    ``vels2``.
 
     Parameters
     ----------
@@ -189,17 +192,17 @@ def compile_for(model: Any, settings: Settings, rule: Rule, size: int, needs_gra
     size : int
         Number of ranks.
     needs_gradients : bool
-        Whether options of the model's step need the gradient of all ranks, see `set_options`.
+        Whether options of the step need the gradient of all ranks: the result of `set_options`.
 
     Returns
     -------
     {"gradient", "params"} or None
-        None if ranks do not exchange at each step.
+        None if ranks do not exchange after each step.
 
     Raises
     ------
     ContractError
-        If gradients are to be exchanged, but ``vels`` and ``vels2`` are not lists of variables of equal shapes.
+        If ranks would exchange gradients, but ``vels`` and ``vels2`` are not lists of variables of equal shapes.
     """
     if not needs_gradients and (not isinstance(rule, BSP) or size == 1):
         compile_functions(model, "avg")
@@ -225,96 +228,103 @@ def compile_for(model: Any, settings: Settings, rule: Rule, size: int, needs_gra
 
 
 def call_accepted(method: Any, *arguments: Any, **named: Any) -> Any:
-    """Call a method with the arguments that its signature accepts: leading positional ones, and named ones."""
+    """Call a method with those arguments that its signature accepts: leading positional ones, and named ones."""
     parameters = inspect.signature(method).parameters.values()
-    takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters)
-    named = {key: value for key, value in named.items() if takes_all or any(p.name == key for p in parameters)}
-    taken = 0
+    accepts_all = any(p.kind is p.VAR_KEYWORD for p in parameters)
+    named = {key: value for key, value in named.items() if accepts_all or any(p.name == key for p in parameters)}
+    n_positional = 0
     for parameter in parameters:
         if parameter.kind is parameter.VAR_POSITIONAL:
-            taken = len(arguments)
+            n_positional = len(arguments)
         elif parameter.kind in (parameter.POSITIONAL_ONLY, parameter.POSITIONAL_OR_KEYWORD):
-            taken += parameter.name not in named
-    return method(*arguments[:taken], **named)
+            n_positional += parameter.name not in named
+    return method(*arguments[:n_positional], **named)
 
 
-def get_sub_batches(model: Any) -> int:
-    """Return the number of steps that a batch is split into: the class's ``n_subb``, by default 1."""
+def get_n_sub_batches(model: Any) -> int:
+    """Return the number of steps per batch: ``n_subb`` of the model, by default 1."""
     return max(1, int(getattr(model, "n_subb", 1)))
 
 
-def parse_next_batch(answer: Any, batch: int, following: int) -> tuple[int, bool]:
-    """Return the number of the next batch of the validation, and whether ``val_iter`` has ended it and the run.
+def parse_next_batch(returned: Any, batch: int, next_batch: int) -> tuple[int, bool]:
+    """Interpret the return value of ``val_iter``.
 
     Parameters
     ----------
-    answer : None, int or "stop"
-        Return value of ``val_iter``.
+    returned : None, int or "stop"
+        The return value.
     batch : int
         Number of the batch that was validated.
-    following : int
-        Number of the next batch if the return value is not a number.
+    next_batch : int
+        Number of the next batch, unless ``returned`` is a number.
+
+    Returns
+    -------
+    next_batch : int
+        Number of the next batch.
+    has_stopped : bool
+        Whether the validation and the run end.
 
     Raises
     ------
     ContractError
-        If it is another value, or a number that is not above ``batch``.
+        If ``returned`` is another value, or a number that is not above ``batch``.
 
     Examples
     --------
-    >>> [parse_next_batch(answer, 3, 4) for answer in (None, 7, "stop")]
+    >>> [parse_next_batch(returned, 3, 4) for returned in (None, 7, "stop")]
     [(4, False), (7, False), (4, True)]
     """
-    if answer is None:
-        return following, False
-    if isinstance(answer, str) and answer == "stop":
-        return following, True
-    if isinstance(answer, int | np.integer) and not isinstance(answer, bool) and answer > batch:
-        return int(answer), False
+    if returned is None:
+        return next_batch, False
+    if isinstance(returned, str) and returned == "stop":
+        return next_batch, True
+    if isinstance(returned, int | np.integer) and not isinstance(returned, bool) and returned > batch:
+        return int(returned), False
     raise ContractError(
         f"val_iter(): expected it to return None, 'stop', or the number of the next batch, above {batch}, got "
-        f"{_shorten(answer)}"
+        f"{_shorten(returned)}"
     )
 
 
 def get_batch_size(model: Any) -> int:
     """Return the number of rows of a batch: ``batch_size`` of the model or its data.
 
-    It is 1 for a model without one: its speed is in batches.
+    It is 1 for a model without ``batch_size``, whose speed is then reported in batches.
     """
     size = getattr(model, "batch_size", getattr(model.data, "batch_size", 1))
     return int(size) if isinstance(size, int | np.integer) else 1
 
 
-def group_variables(model: Any, leave_out_normalization: bool = False) -> VariableGroups:
-    """Group the shared variables of a model's compiled functions, for checkpoints.
+def group_variables(model: Any, exclude_normalization: bool = False) -> VariableGroups:
+    """Group the shared variables of a model's compiled functions by role, for checkpoints.
 
     The functions are attributes of the model, or elements of lists that are attributes.  They are visited in the
-    alphabetical order of the attributes, which is the same on all ranks and in all runs.
+    alphabetical order of the attributes, so the order is equal on all ranks and in all runs.
 
     - `params` and `excluded`: the model's ``params``.
     - `optimizer`: floats that a function updates, such as velocities and running averages.
-    - `generators`: random streams of a function.
+    - `generators`: random generators of a function.
     - `others`: integers that a function updates, and scalars that it reads, such as a learning rate.
 
-    Variables in `Model.shown` are results, and those in ``vels2`` belong to the exchange: neither are in a group.
+    Variables in `Model.shown` and in ``vels2`` are in no group: they are results, and memory of the exchange.
 
     Parameters
     ----------
     model : instance
-    leave_out_normalization : bool
-        Whether parameters named ``gamma`` and ``beta`` are excluded from the exchange.
+    exclude_normalization : bool
+        Whether parameters named ``gamma`` or ``beta``, those of batch normalisation, are not exchanged.
 
     Raises
     ------
     ContractError
         If no parameter remains to be exchanged.
     """
-    excluded = [p for p in model.params if leave_out_normalization and p.name in ("gamma", "beta")]
-    apart = {id(p) for p in excluded}
-    groups = VariableGroups([p for p in model.params if id(p) not in apart], [], excluded, [], [])
+    excluded = [p for p in model.params if exclude_normalization and p.name in ("gamma", "beta")]
+    excluded_ids = {id(p) for p in excluded}
+    groups = VariableGroups([p for p in model.params if id(p) not in excluded_ids], [], excluded, [], [])
     averages = getattr(model, "averages", None)
-    if isinstance(averages, Mapping):  # a `Model`: its params end with the averages
+    if isinstance(averages, Mapping):  # a `Model`, whose params end with the averages
         groups.n_averages = sum(any(p is average for average in averages) for p in groups.params)
     if not groups.params:
         raise ContractError("params: expected some that are not named gamma or beta, which each rank keeps for itself")
@@ -328,9 +338,9 @@ def group_variables(model: Any, leave_out_normalization: bool = False) -> Variab
 
 
 def _group_function(function: Any, groups: VariableGroups, seen: set[int]) -> None:
-    """Add the variables of a compiled function to their groups; other objects have none.
+    """Add the shared variables of a compiled function to ``groups``; do nothing for other objects.
 
-    ``seen`` has the identities of variables that are in a group, or in none by intention; it is extended, too.
+    ``seen`` has the ids of variables that are already grouped, or belong to no group.  It is extended.
     """
     for entry in getattr(getattr(function, "maker", None), "inputs", ()):
         shared = entry.variable
@@ -353,7 +363,7 @@ def _group_function(function: Any, groups: VariableGroups, seen: set[int]) -> No
 
 
 def get_learning_rate(model: Any) -> float:
-    """Return the model's learning rate: the value of ``shared_lr``, ``lr`` or ``learning_rate``; NaN without any."""
+    """Return the value of the model's ``shared_lr``, ``lr`` or ``learning_rate``; NaN without any."""
     for name in ("shared_lr", "lr", "learning_rate"):
         value: Any = getattr(model, name, None)
         if hasattr(value, "get_value"):
@@ -365,12 +375,12 @@ def get_learning_rate(model: Any) -> float:
 
 @contextmanager
 def use_class_precision() -> Iterator[None]:
-    """Switch JAX to the precision for which PyTensor compiled the class's functions, within a ``with`` block.
+    """Within a ``with`` block, set JAX's precision to that for which PyTensor has compiled the model's functions.
 
-    PyTensor enables float64 in JAX only if ``floatX`` is float64.  This library's own functions need it enabled.
+    PyTensor enables float64 in JAX only if ``floatX`` is float64, but this library's functions need it enabled.
     """
     jax, pytensor = sys.modules.get("jax"), sys.modules.get("pytensor")
-    if jax is None or pytensor is None:  # PyTensor sets the flag itself when it compiles its first function
+    if jax is None or pytensor is None:  # nothing is compiled yet, and PyTensor then sets the flag itself
         yield
         return
     before = jax.config.jax_enable_x64

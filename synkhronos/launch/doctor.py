@@ -38,7 +38,7 @@ _OPTIONAL = {
 _SMALL_SHARED_MEMORY = 1 << 30
 
 
-def report() -> str:
+def make_report() -> str:
     """Return the text of ``python -m synkhronos doctor``.
 
     Returns

@@ -1,4 +1,4 @@
-"""The exchange of gradients, for classes whose step is compiled in two parts, as Theano-MPI's ``cdd``."""
+"""The exchange of gradients for model classes that compile a step in two parts: Theano-MPI's ``cdd``."""
 
 from __future__ import annotations
 
@@ -12,23 +12,23 @@ from synkhronos.rules.rule import average
 from synkhronos.rules.state import Vector
 from synkhronos.tasks import Worker
 
-#: Key of a checkpoint's sum of gradients that the next step will apply.
+#: Key, in a checkpoint, of the sum of gradients that the next step will apply.
 _PENDING = "pending"
 
 
 class SummedGradients(Rule):
     """Write the sum of all ranks' ``vels`` into ``vels2``, as one vector.
 
-    A class of Theano-MPI's compiles two functions. One writes its gradient (or its momentum) into the variables `vels`;
-    the other updates the parameters from `vels2`, and divides by the number of ranks. A step calls the second one
-    first, so that a sum is applied one step late.
+    Theano-MPI's models compile two functions.  One writes the gradient, or the momentum, into `vels`.  The other
+    divides `vels2` by the number of ranks, and updates the parameters from it.  A step calls the second function first,
+    so a sum is applied one step later.
 
     Parameters
     ----------
     vels, vels2 : list of shared variables
-        Lists of one length, with the same shapes and dtypes.
+        Lists of equal length, with equal shapes and dtypes.
     precision : {None, "float32", "float16", "bfloat16"}
-        The dtype in which ranks exchange.
+        Dtype in which ranks exchange; None: the variables'.
     """
 
     def __init__(self, vels: Sequence[Any], vels2: Sequence[Any], precision: str | None = None):
@@ -36,7 +36,7 @@ class SummedGradients(Rule):
         self.vels, self.vels2 = Vector(vels), Vector(vels2)
 
     def setup(self, worker: Worker, state: State) -> None:
-        """Keep the values that the class has put into ``vels2``."""
+        """Leave ``vels2`` at the values that the class has set."""
 
     def exchange(self, worker: Worker, state: State) -> None:
         """All-reduce ``vels`` into ``vels2``."""
@@ -48,7 +48,7 @@ class SummedGradients(Rule):
         self.vels2.set(total)
 
     def report(self, worker: Worker, state: State) -> Any:
-        """Return this rank's parameters: equal on all ranks, except for those that the class excludes."""
+        """Return this rank's parameters, which are equal on all ranks unless they are excluded."""
         return state.vector
 
     def store(self, state: State) -> None:

@@ -27,7 +27,7 @@ from synkhronos.launch.settings import (
     read_environment,
     resolve,
 )
-from synkhronos.launch.supervisor import open_standard_streams, prepare, python_path
+from synkhronos.launch.supervisor import make_python_path, open_standard_streams, prepare
 from synkhronos.rules import Rule
 from synkhronos.training.stop import STOP_SIGNALS
 
@@ -57,7 +57,7 @@ class LaunchedRun:
             if value not in (None, ""):  # else the environment may set it
                 settings[name] = value
         script = sys.argv[0] if sys.argv and os.path.exists(sys.argv[0]) else None
-        self.settings: Settings = resolve([settings, read_environment(os.environ)], beside=script)
+        self.settings: Settings = resolve([settings, read_environment(os.environ)], source_path=script)
         self.folder = Path(self.settings.folder)
         open_standard_streams()
         lock = prepare(self.settings, [sys.executable, *sys.argv])
@@ -65,7 +65,7 @@ class LaunchedRun:
             sys.stdout.flush()
         self._process = subprocess.Popen(
             [sys.executable, "-m", "synkhronos.launch.supervisor", str(self.folder), str(os.getpid())],
-            env={**os.environ, "PYTHONPATH": python_path()},
+            env={**os.environ, "PYTHONPATH": make_python_path()},
             stdin=subprocess.DEVNULL,
             pass_fds=[lock.fileno()],  # the lock is held until the supervisor exits
             start_new_session=True,  # the terminal sends Ctrl-C to this process alone, which passes it on

@@ -28,10 +28,10 @@ _EXCHANGE = {
 #: Other keys, and their settings.
 _KEYS = {"rule": "rule", "modelfile": "modelfile", "modelclass": "modelclass", "bind": "bind", "session": "folder"}
 #: A quoted string, an escape, or a character of a word; "#" within a word is added where this is used.
-_PIECE = r"""'[^']*'|"(?:[^"\\]|\\.)*"|\\.|[^\s'"\\();\#]"""
+_WORD_PART = r"""'[^']*'|"(?:[^"\\]|\\.)*"|\\.|[^\s'"\\();\#]"""
 _TOKEN = re.compile(
     r"(?P<space>[ \t\r\f\v]+|\\\n)|(?P<end>[\n;])|(?P<comment>\#[^\n]*)|(?P<bracket>[()])"
-    rf"|(?P<word>(?:{_PIECE})(?:{_PIECE}|\#)*)",
+    rf"|(?P<word>(?:{_WORD_PART})(?:{_WORD_PART}|\#)*)",
     re.DOTALL,
 )
 
@@ -223,4 +223,4 @@ def _unquote(word: str) -> str:
             return re.sub(r"\\([\"\\$`\n])", lambda m: "" if m[1] == "\n" else m[1], piece[1:-1])
         return piece[1:].replace("\n", "") if piece[0] == "\\" else piece
 
-    return re.sub(rf"{_PIECE}|\#", value, word, flags=re.DOTALL)
+    return re.sub(rf"{_WORD_PART}|\#", value, word, flags=re.DOTALL)

@@ -40,10 +40,16 @@ def main(folder: str, plan: dict[str, Any]) -> int:
     folder : str
         The run's folder.
     plan : dict
-        From the supervisor: ``supervisor``, its process ID; ``consoles``, a pipe for each rank of this host; ``hosts``,
-        the pipe of other hosts, or None; ``masks``, the cores of each rank; ``allowed``, all cores; ``checkpoint``, the
-        path of the one to resume from, or None; ``copies``, the folder of copies in memory, or None; ``recovers``,
-        whether the ranks start again after a death.
+        Arguments of the supervisor:
+
+        - ``supervisor``: its process ID
+        - ``consoles``: file descriptors of pipes, for each rank of this host
+        - ``hosts``: file descriptor of the pipe for other hosts, or None
+        - ``masks``: cores of each rank; empty if ranks are not bound
+        - ``allowed``: cores of this process
+        - ``checkpoint``: path of the checkpoint or copy to resume from, or None
+        - ``copies``: folder of copies in memory, or None
+        - ``recovers``: whether the ranks start again after a death
     """
     exit_with_parent(plan["supervisor"], in_main_thread=True)
     for stream in (sys.stdout, sys.stderr):  # the supervisor reads UTF-8, whatever the locale
@@ -53,7 +59,7 @@ def main(folder: str, plan: dict[str, Any]) -> int:
         return _run(settings, plan)
     except BaseException as error:
         if plan["copies"]:
-            _note_death(folder, error, plan["recovers"] and not (Path(folder) / PROCESSES).exists())
+            _log_death(folder, error, plan["recovers"] and not (Path(folder) / PROCESSES).exists())
         if isinstance(error, WorkerError):
             name = error.failures[error.rank].partition(":")[0] if error.worker_traceback else f"rank {error.rank}"
             text = f"{name}:\n{error.worker_traceback or error}\n"
@@ -66,15 +72,15 @@ def main(folder: str, plan: dict[str, Any]) -> int:
         return 130 if isinstance(error, KeyboardInterrupt) else 1
 
 
-def _note_death(folder: str, error: BaseException, is_failed_start: bool) -> None:
-    """Add the cause of an error to the run's record: a death, the loss of a host, or a rank that can't start.
+def _log_death(folder: str, error: BaseException, is_failed_start: bool) -> None:
+    """Log the cause of an error: a death, the loss of a host, or a rank that can't start.
 
     Parameters
     ----------
     folder : str
     error : BaseException
     is_failed_start : bool
-        Whether the ranks have not started in a recovery: then any exception is a device that can't be used.
+        Whether this is a recovery in which not all ranks have started; then any exception means an unusable device.
     """
     death = last_death()
     if death is not None:
@@ -109,7 +115,7 @@ def _run(settings: Settings, plan: dict[str, Any]) -> int:
     flag = create_unpublished((1,), "int64")
     path = Path(settings.folder) / "timeline.json"
     recording = timeline(path) if settings.timeline else contextlib.nullcontext()
-    # Before this there is nothing to save, and signals end the run.  The supervisor bounds the time to save.
+    # Before this point there is nothing to save, and signals end the run.  The supervisor limits the time to save.
     with recording, StopSignals(None, flag.data) if settings.saves_on_signal else contextlib.nullcontext():
         is_stopped = run(rank_main.train_instance, settings, rule, memory, plan["checkpoint"], plan["copies"], flag)[0]
         return 128 + get_requested_stop() if is_stopped else 0

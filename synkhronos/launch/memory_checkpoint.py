@@ -3,11 +3,11 @@
 ::
 
     ranks ── copy, about once a second ──> /dev/shm/synkhronos-copy-...   (the supervisor's folder)
-      │ a process dies, all ranks end                   │
+      │ a process dies, all ranks exit                  │
       v                                                 v
-    DeathLog: rank, cause, time  ──> supervisor ── starts the ranks ──> they resume from the copy
+    DeathLog: rank, cause, time  ──> supervisor ── starts the ranks ──> ranks resume from the copy
 
-The folder outlives the ranks, the master included, and is removed at the end of the run.
+The folder outlives all ranks.  The supervisor removes it at the end of the run.
 """
 
 from __future__ import annotations
@@ -27,16 +27,18 @@ from synkhronos.launch.model_state import ModelState
 from synkhronos.training.checkpoint import Checkpoint
 from synkhronos.training.step_interval import adapt_steps
 
+#: Parent folder of the copies, and prefix of their folders' names.
 _SHM, _PREFIX = Path("/dev/shm"), "synkhronos-copy-"
-#: Seconds after which an unlocked folder is a killed run's: a new one is locked just after its creation.
-_ABANDONED = 60.0
-#: Approximate seconds between two copies, and their least ratio to the seconds that a copy takes.
+#: Age in seconds from which an unlocked folder belongs to a killed run; a new folder is locked just after its creation.
+_ABANDONED_SECONDS = 60.0
+#: Approximate number of seconds between two copies, and its minimum in units of the duration of a copy.
 _INTERVAL, _RATIO = 1.0, 10.0
+#: File of `DeathLog`.
 DEATHS = "deaths.json"
 
 
 class CopyFolder:
-    """Folder in memory, locked by this process; the kernel releases the lock when the process is killed.
+    """Folder in memory that this process locks; the kernel releases the lock if the process is killed.
 
     Attributes
     ----------
@@ -50,7 +52,7 @@ class CopyFolder:
         fcntl.flock(self._file, fcntl.LOCK_EX)
 
     def clear(self) -> None:
-        """Remove the copies."""
+        """Remove all copies."""
         for path in self.path.glob("rows-*"):
             shutil.rmtree(path, ignore_errors=True)
 
@@ -61,10 +63,10 @@ class CopyFolder:
 
 
 def _remove_abandoned() -> None:
-    """Remove the folders of this user's runs whose supervisors were killed."""
+    """Remove the folders of runs of this user whose supervisors were killed."""
     for path in _SHM.glob(f"{_PREFIX}{os.getuid()}-*"):
         with contextlib.suppress(OSError):
-            if time.time() - path.stat().st_ctime < _ABANDONED:
+            if time.time() - path.stat().st_ctime < _ABANDONED_SECONDS:
                 continue
             file = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
             try:
@@ -75,7 +77,7 @@ def _remove_abandoned() -> None:
 
 
 class RankCopies:
-    """Copies of a run's state, which the ranks write together into the supervisor's folder.
+    """Writer of copies of a run's state; all ranks write a copy together, into the supervisor's folder.
 
     Parameters
     ----------
@@ -85,7 +87,7 @@ class RankCopies:
     Attributes
     ----------
     due : int
-        Number of batches of the epoch after which the next copy is due.
+        Number of batches in the epoch after which the next copy is due.
     """
 
     def __init__(self, folder: str, state: ModelState):
@@ -94,20 +96,25 @@ class RankCopies:
         self._ended_at = time.monotonic()
 
     def set_due(self, batch: int) -> None:
-        """Set the next copy in an epoch of which ``batch`` batches are trained on."""
+        """Schedule the next copy; ``batch`` batches of the epoch are trained on."""
         self.due = batch + self._every
 
     def write(self, metrics: Mapping[str, float] | None) -> None:
-        """Copy the state of all ranks after an epoch with these metrics, or within an epoch without; a collective.
+        """Copy the state of all ranks.  A collective.
 
-        The copy has parameters as at a report, without messages between ranks.
+        As at a report, no message between ranks is pending.
+
+        Parameters
+        ----------
+        metrics : dict of str to float, or None
+            Metrics of the epoch that has just ended; None within an epoch.
         """
         state, began = self._state, time.monotonic()
         state.worker.barrier("the ranks are copied")
         if state.worker.number == 0 and self._checkpoint is None:
             self._checkpoint = Checkpoint(self._folder, keep=1)
         if metrics is None:
-            state.recorder.write()  # the steps since the last line would be missing from the next one after a death
+            state.recorder.write()  # after a death, the next line starts from the copy
             state.set_reported_params()
         try:
             state.save(metrics, self._checkpoint)
@@ -116,10 +123,10 @@ class RankCopies:
             raise
         if metrics is None:
             state.restore_own_params()
-        self._adapt(began, state.position["batch"])
+        self._schedule_next(began, state.position["batch"])
 
-    def _adapt(self, began: float, batch: int) -> None:
-        """Set the next copy, after one of ``batch`` batches that began at this time of `monotonic`; a collective."""
+    def _schedule_next(self, began: float, batch: int) -> None:
+        """Schedule the next copy, after one at batch ``batch`` that began at time ``began``.  A collective."""
         now = time.monotonic()
         interval = max(_INTERVAL, _RATIO * (now - began))
         steps = adapt_steps(self._every, began - self._ended_at, interval)
@@ -129,9 +136,10 @@ class RankCopies:
 
 
 class DeathLog:
-    """Deaths of a run, in the file ``deaths.json`` of its folder.
+    """Log of the deaths of a run's processes, in the file ``deaths.json`` of its folder.
 
-    Each is a dict of ``rank``, ``host``, ``cause``, ``time``, and, once the training went on, ``step`` and ``seconds``.
+    A death is a dict of ``rank``, ``host``, ``cause`` and ``time``, and, once the training continues, of ``step`` and
+    ``seconds``.
     """
 
     def __init__(self, folder: str | os.PathLike[str]):
@@ -149,18 +157,18 @@ class DeathLog:
         """Append a death."""
         self._write([*self.read(), {"rank": rank, "host": host, "cause": cause, "time": time.time()}])
 
-    def note_recovery(self, step: int) -> list[dict[str, Any]]:
-        """Note the step from which the training goes on, and the seconds lost; return the deaths that this ends."""
+    def record_recovery(self, step: int) -> list[dict[str, Any]]:
+        """Record, for the last deaths, the step from which the training continues, and the time lost; return them."""
         deaths = self.read()
-        ended = [death for death in deaths if "step" not in death]
-        for death in ended:
+        recovered = [death for death in deaths if "step" not in death]
+        for death in recovered:
             death |= {"step": step, "seconds": round(time.time() - death["time"], 3)}
-        if ended:
+        if recovered:
             self._write(deaths)
-        return ended
+        return recovered
 
     def _write(self, deaths: list[dict[str, Any]]) -> None:
-        """Replace the file: the writer may be killed meanwhile."""
-        aside = self._path.with_suffix(".new")
-        aside.write_text(json.dumps(deaths, indent=1) + "\n")
-        aside.replace(self._path)
+        """Replace the file atomically, since this process may be killed."""
+        temporary = self._path.with_suffix(".new")
+        temporary.write_text(json.dumps(deaths, indent=1) + "\n")
+        temporary.replace(self._path)

@@ -1,4 +1,4 @@
-"""The loop over the batches of a user's class on one rank."""
+"""The loop of one rank over the batches of a model class."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ from synkhronos.training.stop import StopAgreement, StopPoll, get_requested_stop
 
 
 class ModelLoop(TrainingLoop):
-    """Loop of one rank over batches of the user's class, which chooses its rows and takes the steps.
+    """Loop of one rank over the batches of a model class, which chooses the rows and takes the steps.
 
     Parameters
     ----------
     run_state : ModelState
     change_check : ChangeCheck
     copies : RankCopies or None
-        Copies in memory, for ``on_death = "continue"``.
+        Writer of copies in memory, for ``on_death = "continue"``.
     flag : LocalRows
         Flag of `synkhronos.training.stop.StopPoll`.
 
     Attributes
     ----------
     is_last_step : bool
-        Whether the present step is the last of its batch.
+        Whether the present step is the last one of its batch.
     has_ended : bool
         Whether a signal has ended the training on this rank.
     """
@@ -42,21 +42,22 @@ class ModelLoop(TrainingLoop):
         self._exchanger = Exchanger(self.worker, self.rule, run_state.rule_state, self.recorder.meter.seconds)
         self.is_last_step, self.has_ended = True, False
         self._agreement, self._poll = StopAgreement(self.worker), StopPoll(self.worker, flag)
-        #: Least number of batches of the epoch of any rank; 0 while it is unknown.  No rank copies after more.
+        #: Minimum over ranks of the number of batches in the epoch, the last batch after which a copy is possible; 0 if
+        #: it is unknown.
         self._common_batches = 0
         self._ends_at_copy = False
 
     def run(self) -> None:
         """Train on the remaining batches of the epoch, or until a signal."""
-        if self.copies:  # ranks at their own pace may resume at different batches, and copy at the same ones
+        if self.copies:  # asynchronous ranks may resume at different batches, but copy at the same ones
             self.copies.set_due(max(self.worker.all_gather(self.run_state.position["batch"])))
         self._common_batches, self._ends_at_copy = 0, False
         super().run()
 
     def iterate_batches(self) -> Iterator[tuple[int, bool]]:
-        """Yield for each step the number of its batch, and whether it is the batch's last step."""
-        batch, n_steps = self.run_state.position["batch"], contract.get_sub_batches(self.model)
-        # A class may distribute its data in the first step, so the number of batches is read after it.
+        """Yield, for each step, the number of its batch, and whether it is the last step of the batch."""
+        batch, n_steps = self.run_state.position["batch"], contract.get_n_sub_batches(self.model)
+        # The number of batches is read after the first step, in which a class may divide its data.
         batches = self.agree_on_batches(int(self.model.data.n_batch_train)) if batch else None
         while batches is None or batch < batches:
             for step in range(n_steps):
@@ -66,9 +67,9 @@ class ModelLoop(TrainingLoop):
             batch += 1
 
     def step(self, batches: tuple[int, bool]) -> int:
-        """Call ``train_iter`` once; return the number of steps that count for the exchange.
+        """Call ``train_iter`` once; return the number of steps to count for the exchange.
 
-        Under asynchronous rules only the last step of a batch counts.
+        Asynchronous rules count only the last step of a batch.
         """
         batch, self.is_last_step = batches
         recorder = self.recorder
@@ -81,19 +82,19 @@ class ModelLoop(TrainingLoop):
         return int(self.is_last_step or not self.rule.asynchronous)
 
     def exchange(self, steps: int) -> None:
-        """Exchange with other ranks if an exchange is due; before it, check that steps change parameters.
+        """Exchange with other ranks if an exchange is due; before that, check that steps change parameters.
 
-        Synchronous ranks also compare their first steps here; asynchronous ranks do so after the epoch.
+        Synchronous ranks also compare their first steps; asynchronous ranks do so after the epoch.
         """
         if not steps:
             return
-        self.change_check.step()
+        self.change_check.record_step()
         if self.change_check.is_due and not self.rule.asynchronous:
             self.change_check.compare(self.worker)
         self.change_check.check_change(self.recorder.learning_rate, epoch_ended=False)
         self._exchanger.count_steps_left()
         if self._exchanger.count_steps(steps):
-            # The last cost's weight is that of this rank's parameters in the exchange, if the class has a ``weight``.
+            # If the model has a ``weight``, the exchange weights this rank's parameters by the weight of the last cost.
             has_weight = getattr(self.model, "weight", None) is not None
             self._exchanger.state.count_items = self.recorder.get_last_weight if has_weight else None
             self._exchanger.exchange()
@@ -102,7 +103,7 @@ class ModelLoop(TrainingLoop):
                 self.model.apply_gradients()
 
     def record(self, batches: tuple[int, bool]) -> None:
-        """Count a batch after its last step, and write and print a line if one is due."""
+        """After the last step of a batch, count it, and write the line and the copy that are due."""
         batch, is_last_step = batches
         if is_last_step:
             self.run_state.position["batch"] = batch + 1
@@ -116,26 +117,23 @@ class ModelLoop(TrainingLoop):
         """Return True if a signal ends the training after this batch."""
         if self.rule.asynchronous and self.copies:
             if self._ends_at_copy or not self._common_batches or self.copies.due < self._common_batches:
-                self.has_ended = self._ends_at_copy  # a rank that ended alone would miss the next copy
+                self.has_ended = self._ends_at_copy  # ranks have to end together at a copy, which is a collective
                 return self.has_ended
-        self.has_ended = self.is_last_step and self.is_stop_requested(together=not self.rule.asynchronous)
+        self.has_ended = self.is_last_step and self.is_stop_requested(is_collective=not self.rule.asynchronous)
         return self.has_ended
 
-    def is_stop_requested(self, together: bool) -> bool:
-        """Return True if a signal ends the training here.
+    def is_stop_requested(self, is_collective: bool) -> bool:
+        """Return True if a signal has requested a stop.
 
-        All ranks agree if they call this ``together``, after equally many steps.  Otherwise this rank polls the flag,
-        and other ranks may read the signal later.
+        With ``is_collective``, all ranks have to call this after equally many steps, and get the same result.  Without,
+        this rank reads the flag, and other ranks may read it later.
         """
         if not self.run_state.settings.saves_on_signal:
             return False
-        return self._agreement.is_stop_due() if together else self._poll.is_stop_due()
+        return self._agreement.is_stop_due() if is_collective else self._poll.is_stop_due()
 
     def agree_on_batches(self, batches: int) -> int:
-        """Return the number of batches of this epoch.
-
-        Under synchronous rules it is the minimum over ranks: all ranks take part in each exchange.
-        """
+        """Return this rank's number of batches in the epoch; under synchronous rules, the minimum over ranks."""
         if self.rule.asynchronous and not self.copies:
             return batches
         by_rank = self.worker.all_gather(batches)
@@ -147,9 +145,14 @@ class ModelLoop(TrainingLoop):
         return min(by_rank)
 
     def record_compute_time(self, began: float, before: dict[str, float]) -> None:
-        """Add an iteration's time to ``compute``, less the time that the class has recorded for other activities.
+        """Add the time of an iteration to ``compute``, less the time that the class has recorded for other activities.
 
-        ``began`` is its start by `time.perf_counter`; ``before`` has the seconds by activity at that time.
+        Parameters
+        ----------
+        began : float
+            Start of the iteration, by `time.perf_counter`.
+        before : dict of str to float
+            Time by activity at the start.
         """
         seconds = self.recorder.meter.seconds
         recorded = sum(value - before.get(name, 0.0) for name, value in seconds.items() if name != "compute")

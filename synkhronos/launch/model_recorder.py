@@ -1,13 +1,13 @@
-"""Recorder for users' classes: the interface of Theano-MPI's recorder, records of this library.
+"""Recorder for model classes, with the interface of Theano-MPI's recorder and the records of this library.
 
-A class gets it as an argument of ``train_iter``, ``val_iter`` and ``print_info``.  The class reports costs and times to
-it, and the run counts the steps::
+It is an argument of ``train_iter``, ``val_iter`` and ``print_info``.  The class reports costs and times, and the run
+counts the steps::
 
     train_iter: start(), end("calc"), train_error(...)  --+
     run:        begin_epoch(), count_iteration()         --+--> Meter --> write_rank(): a line, printed and recorded
     val_iter:   val_error(...)                           ----> take_validation_sums(): the epoch's report of all ranks
 
-Methods of Theano-MPI's recorder that the run makes superfluous do nothing.
+Methods of Theano-MPI's recorder that the run does not need do nothing.
 """
 
 from __future__ import annotations
@@ -27,37 +27,37 @@ from synkhronos.launch.output import RemoteRecords
 from synkhronos.training.meter import Meter, RankTotals
 from synkhronos.training.recorder import Recorder
 
-#: Names of activities: Theano-MPI's, and those of this library's records.
-_WORDS = {"calc": "compute", "comm": "exchange", "sync": "wait", "wait": "load", "load": "load"}
+#: Names of activities in this library's records, by Theano-MPI's names.
+_ACTIVITIES = {"calc": "compute", "comm": "exchange", "sync": "wait", "wait": "load", "load": "load"}
 
 
 class ModelRecorder:
-    """Recorder with the methods of Theano-MPI's: collects costs, errors and times, and writes lines.
+    """Recorder with the methods of Theano-MPI's recorder: collects costs, errors and times, and writes lines.
 
     Parameters
     ----------
     rank : int
     recorder : Recorder or RemoteRecords, optional
-        Recorder that the lines are written to; default: none.
+        Recorder to which lines are written; default: lines are only printed.
     every : int
         Number of steps between two lines.
     rows : int
-        Number of rows of a step.
+        Number of rows per step.
     folder : path, optional
-        Folder in which `plot` saves pictures, in ``plots/``; default: they are not drawn.
+        Folder of the run; `plot` saves pictures in its subfolder ``plots``.  Default: pictures are not drawn.
 
     Attributes
     ----------
     verbose : bool
         Whether this is rank 0's recorder.
     meter : Meter
-        Counters of the epoch's training, and of the time since the run began.
+        Counters of the epoch, and times since the start of the run.
     learning_rate : float
-        Learning rate of the next lines; set by the run, NaN if it is unknown.
+        Learning rate to write into lines; the run sets it.  NaN if it is unknown.
     epoch : int
         Number of the epoch, from 0.
     epoch_began : float
-        Beginning of the epoch, or of its resumption, by `time.perf_counter`.
+        Time at which the epoch, or its resumption, began, by `time.perf_counter`.
 
     Examples
     --------
@@ -111,7 +111,7 @@ class ModelRecorder:
         Parameters
         ----------
         mode : str
-            Theano-MPI's ``calc``, ``comm``, ``sync``, ``wait`` (for data) or ``load``, or a name of the class's own.
+            Theano-MPI's ``calc``, ``comm``, ``sync``, ``wait`` (for data) or ``load``, or any other name.
 
         Raises
         ------
@@ -120,9 +120,9 @@ class ModelRecorder:
         """
         if self._began is None:
             raise RuntimeError(f"recorder.end({mode!r}): expected recorder.start() before it")
-        word = _WORDS.get(mode, mode)
+        activity = _ACTIVITIES.get(mode, mode)
         seconds = self.meter.seconds
-        seconds[word] = seconds.get(word, 0.0) + time.perf_counter() - self._began
+        seconds[activity] = seconds.get(activity, 0.0) + time.perf_counter() - self._began
         self._began = None
 
     def train_error(self, count: int, cost: Any, error: Any = None, weight: Any = 1) -> None:
@@ -135,7 +135,7 @@ class ModelRecorder:
         cost : scalar
         error : scalar, optional
         weight : scalar
-            Number of items that cost and error are means over.  A cost of weight 0 is ignored.
+            Number of items over which cost and error are means.  A cost of weight 0 is ignored.
         """
         self.meter.add_loss(cost, weight)
         self._last_weight = weight
@@ -143,7 +143,7 @@ class ModelRecorder:
             self._errors.append((error, weight))
 
     def print_train_info(self, count: int) -> None:
-        """Write and print a line, if ``every`` steps have been taken since the last one."""
+        """Write and print a line if ``every`` steps have been taken since the last line."""
         self.write(last=False)
 
     def clear_train_info(self) -> None:
@@ -153,7 +153,7 @@ class ModelRecorder:
         self._last_weight = 0
 
     def val_error(self, count: int, cost: Any, error: Any = None, error_top_5: Any = None, rows: float = 1) -> None:
-        """Add a batch to the validation.
+        """Add a batch to the sums of the validation.
 
         Parameters
         ----------
@@ -172,11 +172,11 @@ class ModelRecorder:
                 self._val[name] = self._val.get(name, 0.0) + rows * _to_float(value)
 
     def get_latest_val_info(self) -> list[Any] | None:
-        """Return ``[count, cost, error, top5]`` of the last validation, over all ranks; None before the first."""
+        """Return ``[count, cost, error, top5]`` of the last validation over all ranks; None before the first one."""
         return self._latest
 
     def plot_init(self, name: str, fig_specs: Any = None, save: bool = False) -> None:
-        """Declare the name of a picture, for `plot`; the other arguments are Theano-MPI's, and change nothing."""
+        """Declare the name of a picture for `plot`.  The other arguments, of Theano-MPI, have no effect."""
         if not isinstance(name, str):
             raise TypeError(f"plot_init(): expected a text as name, got {name!r}")
         self._plots.setdefault(name, 0)
@@ -201,7 +201,7 @@ class ModelRecorder:
         Raises
         ------
         ValueError
-            If there are both lines and an image, or neither; or for a name that `plot_init` did not get.
+            If both or neither of ``lines`` and ``image`` are given, or `plot_init` was not called with this name.
         """
         if name not in self._plots:
             raise ValueError(f"plot(): expected a name given to plot_init(), got {name!r}")
@@ -229,18 +229,18 @@ class ModelRecorder:
         figure.savefig(folder / f"{safe}-rank-{self.rank}-{self._plots[name]}.png")
 
     def save(self, *_: Any, **__: Any) -> None:
-        """Do nothing, as the run does it.
+        """Do nothing: the run does this itself.
 
-        It gathers and prints the validation, times epochs, writes lines at once, and removes later lines when it is
-        resumed.
+        It gathers and prints the validation, times epochs, writes lines at once, and removes later lines after a
+        resumption.
         """
 
     gather_val_info = print_val_info = start_epoch = end_epoch = load = cut = show = save
 
     # -- interface of the run --------------------------------------------------------------------------------
 
-    def note_validation(self, count: int, means: dict[str, float]) -> None:
-        """Set the means of a validation over all ranks, which `get_latest_val_info` returns."""
+    def set_validation_means(self, count: int, means: dict[str, float]) -> None:
+        """Set the result of `get_latest_val_info`: means of a validation over all ranks."""
         if means:
             self._latest = [count, *(means.get(name) for name in ("cost", "error", "top5"))]
 
@@ -254,25 +254,25 @@ class ModelRecorder:
         steps : int
             Number of steps of the epoch before the checkpoint.
         loss : float
-            Sum of their costs, each times its weight.
+            Sum of the costs of these steps, each times its weight.
         weight : float
-            Sum of their weights.
+            Sum of the weights of these steps.
         """
         self.epoch, self.epoch_began = epoch, time.perf_counter()
         rows = steps * self.rows
         self.meter.begin_interval(RankTotals(loss, weight, rows, steps, {}, math.nan, (rows, 0.0)))
 
     def count_iteration(self, seconds: float = 0.0) -> None:
-        """Count an iteration; ``seconds`` is its duration, which does not count in the speed if it is the first."""
+        """Count an iteration of ``seconds`` seconds; the speed excludes the first iteration."""
         self.meter.count_step(self.rows)
         self.meter.record_launch(1, self.rows, seconds)
 
     def write(self, last: bool = True) -> None:
-        """Write and print a line about the iterations since the last one; without ``last``, if a line is due."""
+        """Write and print a line for the iterations since the last line; without ``last``, only if a line is due."""
         self.meter.write_lines(self.epoch, self.meter.step * self.rows, self.learning_rate, last)
 
     def write_rank(self, rank: int, record: dict[str, Any]) -> None:
-        """Write and print a line, for the meter."""
+        """Write and print a line; called by `Meter`."""
         if self._recorder is not None:
             self._recorder.write_rank(rank, record)
         parts = [f"epoch {self.epoch + 1}, iteration {record['step']}"]
@@ -308,10 +308,10 @@ class ModelRecorder:
 
 
 def _read_costs(costs: Sequence[Any], weights: Sequence[Any]) -> list[tuple[float, float]]:
-    """Return each cost times its weight, and its weight; a cost of weight 0 is ignored, even if it is NaN."""
+    """Return pairs of cost times weight, and weight; costs of weight 0 are ignored, even NaN."""
     return [(w * _to_float(cost) if w else 0.0, w) for cost, w in zip(costs, map(_to_float, weights), strict=True)]
 
 
 def _to_float(value: Any) -> float:
-    """Return a value of any array type as a float; the mean of an array."""
+    """Convert a scalar of any array type to a float; for an array, its mean."""
     return float(value) if isinstance(value, int | float) else float(np.mean(np.asarray(value, np.float64)))

@@ -1,4 +1,4 @@
-"""The loop over the epochs of a user's class on one rank."""
+"""The loop of one rank over the epochs of a model class."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from synkhronos.launch.gradients import SummedGradients
 from synkhronos.launch.memory_checkpoint import DeathLog, RankCopies
 from synkhronos.launch.model import Model
 from synkhronos.launch.model_loop import ModelLoop
-from synkhronos.launch.model_state import ModelState, get_generators
+from synkhronos.launch.model_state import ModelState, get_global_generator_states
 from synkhronos.rules import BSP, Swap
 from synkhronos.tasks import LocalRows
 from synkhronos.training.early_stop import EarlyStop
@@ -27,20 +27,20 @@ from synkhronos.training.nonfinite import describe_nonfinite
 from synkhronos.training.recorder import Recorder
 from synkhronos.training.report import Report, make_report
 
-#: Number of epochs over which BSP multiplies a class's learning rate by the number of ranks, as Theano-MPI does.
+#: Number of epochs over which the learning rate rises to its value times the number of ranks, as in Theano-MPI.
 _WARMUP_EPOCHS = 5
-#: Number of epochs between two calls of a class's save(path).
+#: Number of epochs between two calls of a model's ``save(path)``.
 _SAVE_EPOCHS = 5
 
 
 class ModelRun(EpochLoop):
-    """Loop over the epochs of an instance of the user's class, which validates it and reports.
+    """Loop of one rank over the epochs of an instance of a model class.
 
     Parameters
     ----------
     state : ModelState
     path : str or None
-        Checkpoint, or copy, to resume from.
+        Checkpoint or copy to resume from.
     copies : str or None
         Folder of copies in memory, for ``on_death = "continue"``.
     flag : LocalRows
@@ -49,13 +49,13 @@ class ModelRun(EpochLoop):
     Attributes
     ----------
     n_epochs : int
-        Number of epochs to train in total; `n_reports` of them are complete.
+        Number of epochs to train in total, of which `n_reports` are complete.
     change_check : ChangeCheck
     copies : RankCopies or None
     loop : ModelLoop
         Loop over the batches of an epoch.
     totals : list of RankTotals
-        Totals of all ranks' training in the epoch.
+        Totals of each rank in the epoch.
     class_stops : bool
         Whether ``val_iter`` has returned ``"stop"`` on some rank.
     """
@@ -78,23 +78,23 @@ class ModelRun(EpochLoop):
         self.loop = ModelLoop(state, self.change_check, self.copies, flag)
         self.totals: list[RankTotals] = []
         self.class_stops = False
-        #: Recorder of the epochs' reports, on rank 0.
+        #: Recorder of reports, on rank 0.
         self._reports = Recorder(state.folder) if state.worker.number == 0 else None
-        #: Number of this rank's batches in the epoch times the number of ranks; an argument of ``val_iter``.
+        #: The argument ``count`` of ``val_iter``: number of this rank's batches in the epoch times the number of ranks.
         self._count = 0
-        #: End of the epoch's training, by `time.perf_counter`.
+        #: Time at which the training of the epoch ended, by `time.perf_counter`.
         self._ended_at = 0.0
 
     @property
     def early_stop(self) -> EarlyStop:
-        """Best report so far."""
+        """Best value of the metric so far."""
         return self.state.early_stop
 
     def train_all_epochs(self) -> bool:
-        """Train all epochs, and write the parameters; return whether a signal has ended the training before."""
+        """Train all epochs and write the parameters; return True if a signal stopped the training earlier."""
         is_master, n_before = self.worker.number == 0, self.n_reports
         if is_master and self.copies:
-            for death in DeathLog(self.state.folder).note_recovery(self.recorder.meter.step):
+            for death in DeathLog(self.state.folder).record_recovery(self.recorder.meter.step):
                 sys.stdout.write(
                     f"rank {death['rank']} {death['cause']}; the training goes on from step {death['step']}, "
                     f"{death['seconds']:.1f} s later\n"
@@ -118,13 +118,13 @@ class ModelRun(EpochLoop):
         return False
 
     def has_trained_all_epochs(self) -> bool:
-        """Whether all epochs are trained, or the class ends the training."""
+        """Whether all epochs are trained, or ``val_iter`` has ended the training."""
         return self.n_reports >= self.n_epochs or self.class_stops
 
     def _warm_up(self, epoch: int) -> None:
         """Multiply ``shared_lr`` by the fifth root of the number of ranks, in each of epochs 1 to 5 (the first is 0).
 
-        Default: under BSP and Swap, unless the class's ``warmup`` is false or its ``scale_lr`` is called.
+        By default this applies under BSP and Swap, unless the model's ``warmup`` is false or ``scale_lr`` is called.
         """
         shared_lr = getattr(self.model, "shared_lr", None)
         warms_up = self.settings.warmup
@@ -141,7 +141,7 @@ class ModelRun(EpochLoop):
             sys.stdout.write(f"warm-up: shared_lr is {float(shared_lr.get_value()):.4g} from epoch {epoch + 1} on\n")
 
     def observe(self, report: Report) -> bool:
-        """Compare an epoch with the best one so far; return whether it is better.
+        """Compare a report with the best one so far; return True if it is better.
 
         The metric is that of ``keep_best``, by default the first one of the validation.  Nothing is compared if neither
         ``patience`` nor ``keep_best`` is set.
@@ -165,7 +165,7 @@ class ModelRun(EpochLoop):
         return super().observe(report)
 
     def train(self) -> bool:
-        """Train to the end of an epoch; return whether a signal has ended the training on some rank."""
+        """Train to the end of the epoch; return True if a signal stopped some rank earlier."""
         epoch, is_resumed = self.n_reports, self.state.position["batch"] > 0
         self.state.restore_own_params()
         self.model.epoch = epoch
@@ -178,7 +178,7 @@ class ModelRun(EpochLoop):
             self.recorder.begin_epoch(epoch, *self.state.position["record"])
         else:
             self.recorder.begin_epoch(epoch)
-            self.state.position = {"batch": 0, "generators": get_generators()}
+            self.state.position = {"batch": 0, "generators": get_global_generator_states()}
         self.loop.run()
         self._count = self.state.position["batch"] * self.worker.size
         self.recorder.write()
@@ -197,7 +197,7 @@ class ModelRun(EpochLoop):
         return self.loop.has_ended
 
     def make_report(self) -> Report:
-        """Return the report of an epoch's training; its loss is NaN if the class recorded no cost.
+        """Make the report of the epoch; its loss is NaN if the class recorded no cost.
 
         Raises
         ------
@@ -217,27 +217,27 @@ class ModelRun(EpochLoop):
         return report
 
     def validate(self, report: Report) -> bool:
-        """Validate the reported parameters, those that stand for all ranks.
+        """Validate the parameters that the rule reports.
 
         Returns
         -------
         bool
-            Whether a signal has ended the training meanwhile; then the validation is incomplete, and has no means.
+            Whether a signal has ended the validation, which then has no results.
         """
         recorder = self.recorder
         batch, has_stopped, is_ended = 0, False, False
-        per_batch = contract.get_sub_batches(self.model)
+        per_batch = contract.get_n_sub_batches(self.model)
         while batch < int(self.model.data.n_batch_val) and not has_stopped and not is_ended:
-            following = batch + 1
+            next_batch = batch + 1
             for _ in range(per_batch):
                 self.worker.progress()
                 with contract.use_class_precision():
-                    answer = self.model.val_iter(self._count, recorder)
-                following, has_stopped = contract.parse_next_batch(answer, batch, following)
+                    returned = self.model.val_iter(self._count, recorder)
+                next_batch, has_stopped = contract.parse_next_batch(returned, batch, next_batch)
                 if has_stopped:
                     break
-            batch = following
-            is_ended = self.loop.is_stop_requested(together=False)
+            batch = next_batch
+            is_ended = self.loop.is_stop_requested(is_collective=False)
         self._reset_iterator("val")
         by_rank = self.worker.all_gather((*recorder.take_validation_sums(), has_stopped, is_ended))
         self.loop.has_ended = any(ended for *_, ended in by_rank)
@@ -249,14 +249,14 @@ class ModelRun(EpochLoop):
             for name, value in own.items():
                 sums[name] = sums.get(name, 0.0) + value
         report.validation = means = {name: value / total for name, value in sums.items()}  # no sums without weight
-        recorder.note_validation(self._count, means)
+        recorder.set_validation_means(self._count, means)
         if means:
             self.model.current_info = recorder.get_latest_val_info()
         self.class_stops = any(stopped for _, _, stopped, _ in by_rank)
         return False
 
     def save_at_signal(self) -> None:
-        """Write a checkpoint within the epoch, after a signal; raise FloatingPointError if the loss is not finite."""
+        """Write a checkpoint within the epoch; raise FloatingPointError if the loss is not finite."""
         self.make_report()
         self.state.save(None)
 
@@ -268,7 +268,7 @@ class ModelRun(EpochLoop):
             contract.call_accepted(self.model.print_info, self.recorder, verbose=self.worker.number == 0)
 
     def finish_interval(self, report: Report) -> None:
-        """Move the position to the next epoch; print and write the report, on rank 0."""
+        """Move to the next epoch; on rank 0, print and write the report."""
         self.state.position = {"batch": 0}
         self.state.epochs = self.n_reports + 1
         if self._reports is None:
@@ -290,17 +290,17 @@ class ModelRun(EpochLoop):
         self.state.save(report.metrics)
 
     def _reset_iterator(self, mode: str) -> None:
-        """Call the class's ``reset_iter`` with "train" or "val", if it has one: its next batch is the first."""
+        """Call ``reset_iter`` of the model, if it has this method, to restart its training or validation batches."""
         method = getattr(self.model, "reset_iter", None)
         if callable(method):
             contract.call_accepted(method, mode)
 
     def _save_snapshot(self, epoch: int, last: bool) -> None:
-        """Call the class's ``save(path)`` on rank 0, if it has one, every five epochs and at the end."""
+        """Call ``save(path)`` of the model, if it has this method, on rank 0 every five epochs and at the end."""
         save = getattr(self.model, "save", None)
         if self.worker.number == 0 and callable(save) and (epoch % _SAVE_EPOCHS == 0 or last):
             (self.state.folder / "snapshots").mkdir(exist_ok=True)
-            save(f"{self.state.folder / 'snapshots'}{os.sep}")  # classes append a file's name to it
+            save(f"{self.state.folder / 'snapshots'}{os.sep}")  # Theano-MPI's models append a file's name
 
     def _save_params(self, name: str) -> None:
         """Write the parameters into an ``.npz`` file, on rank 0.
@@ -315,7 +315,7 @@ class ModelRun(EpochLoop):
             np.savez(self.state.folder / name, *values)
 
     def _save_best(self) -> None:
-        """Restore the checkpoint of the best epoch, if there is one, and write its parameters; a collective."""
+        """Write the parameters of the best checkpoint, if there is one.  A collective."""
         best = self.worker.broadcast(self.state.open_checkpoints().best() if self.worker.number == 0 else None)
         if best is not None:
             self.state.restore(str(best))
@@ -324,7 +324,7 @@ class ModelRun(EpochLoop):
 
 
 def _choose_n_epochs(state: ModelState) -> int:
-    """Return the number of epochs of the settings, or of the class; raise ContractError if neither has one."""
+    """Return the number of epochs from the settings, or else from the model; raise ContractError without any."""
     epochs = state.settings.epochs if state.settings.epochs is not None else getattr(state.model, "n_epochs", None)
     if isinstance(epochs, bool) or not isinstance(epochs, int | np.integer) or epochs < 1:
         raise contract.ContractError(

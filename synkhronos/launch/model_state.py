@@ -1,8 +1,8 @@
-"""State of a run of a user's class on one rank, and its checkpoints.
+"""State of the training of a model class on one rank, and its checkpoints.
 
-A signal may end an epoch after any batch.  The checkpoint then has the number of batches, and the state of random
-generators at the start of the epoch: only the class knows which rows it has taken, so it has to skip these batches,
-or to repeat them, when the run is resumed.
+A signal may end an epoch after any batch.  The checkpoint then has the number of batches, and the states of random
+generators at the start of the epoch.  The class alone knows which rows it has used, so after a resumption it has to
+skip or repeat these batches.
 """
 
 from __future__ import annotations
@@ -29,39 +29,39 @@ from synkhronos.training.recorder import cut
 from synkhronos.training.training_description import check_same_training, describe_training
 from synkhronos.training.variable_groups import VariableGroups
 
-#: Key under which a rank stores its instance, and the rule's state, between tasks.
+#: Key under which a rank stores its instance, and the `State` of the rule, between tasks.
 STORAGE = "launch"
 #: Types of the entries of a run's checkpoint, besides those of `describe_training`.
 _TYPES: dict[str, Any] = {"epochs": int, "stop": dict, "host_generators": list, "totals": list, "within": list | None}
 
 
 class ModelState:
-    """Instance of the user's class on one rank, its position in the training, and its checkpoints.
+    """Instance of a model class on one rank, its position in the training, and its checkpoints.
 
     Parameters
     ----------
     worker, settings, rule
-    model : instance of the user's class
+    model : instance of the model class
     groups : VariableGroups
-        Shared variables of the instance.
+        Shared variables of the instance, by role.
     shared : dict of str to LocalRows
         Shared memory of the rule.
     recorder : ModelRecorder
-        Recorder that the class's methods get.
+        Recorder that the methods of the instance get.
 
     Attributes
     ----------
     folder : Path
         The run's folder.
     applies_gradients : bool
-        Whether the class updates its parameters after the exchange of gradients, by ``apply_gradients()``.
+        Whether ``apply_gradients()`` of the instance updates the parameters after an exchange of gradients.
     epochs : int
         Number of complete epochs.
     position : dict
-        Position in the epoch: the number of batches trained on, the state of the generators at the epoch's start, and
-        after a resumption within the epoch its ``record`` of steps, costs and weights.
+        Position in the epoch: ``batch``, the number of batches trained on; ``generators``, their states at the start of
+        the epoch; and after a resumption ``record``, the number of steps and the sums of costs and weights.
     early_stop : EarlyStop
-        Best report so far.
+        Best value of the metric so far.
     """
 
     def __init__(
@@ -87,38 +87,38 @@ class ModelState:
 
     @property
     def rule_state(self) -> State:
-        """State of the exchange rule, which `restore` replaces."""
+        """State on which the exchange rule operates; `restore` replaces it."""
         state: State = self.worker.get_storage(STORAGE)["state"]
         return state
 
     def describe(self) -> dict[str, Any]:
-        """Return the description of this run, which has to match that of a checkpoint to resume from."""
+        """Describe this run; a run can resume from a checkpoint if their descriptions match."""
         return describe_training("run", self.rule, self.groups, None)
 
     def open_checkpoints(self) -> Checkpoint:
-        """Return the run's folder of checkpoints.  Only rank 0 may call this."""
+        """Open the run's folder of checkpoints.  Only rank 0 may call this."""
         if self._checkpoint is None:
             folder, settings = self.folder / "checkpoints", self.settings
             self._checkpoint = Checkpoint(folder, settings.keep, keep_best=settings.keep_best)
         return self._checkpoint
 
     def save(self, metrics: Mapping[str, float] | None, checkpoint: Checkpoint | None = None) -> None:
-        """Write a checkpoint of all ranks; a collective.
+        """Write a checkpoint of all ranks.  A collective.
 
         Parameters
         ----------
         metrics : dict or None
-            Those of an epoch that has just ended; None within an epoch.
+            Metrics of the epoch that has just ended; None within an epoch.
         checkpoint : Checkpoint, optional
-            Folder that rank 0 writes to; default: the run's.
+            Folder of checkpoints that rank 0 writes to; default: that of the run.
         """
         is_within = metrics is None
         if isinstance(self.rule, SummedGradients) and not self.applies_gradients:
             self.rule.store(self.rule_state)
-        own = rank_state.collect_state(self.worker, self._training)
+        state = rank_state.collect_state(self.worker, self._training)
         meter = self.recorder.meter
         position = {**self.position, "record": [meter.steps, meter.loss, meter.weight]} if is_within else None
-        entry = own, get_generators(), meter.step, position
+        entry = state, get_global_generator_states(), meter.step, position
         if self.worker.number:
             self.worker.send(entry, 0)
         else:
@@ -144,26 +144,26 @@ class ModelState:
         self.worker.barrier("the checkpoint is written")
 
     def restore(self, path: str) -> None:
-        """Restore the variables, the rule's state and random streams of a checkpoint, which rank 0 reads for all."""
+        """Restore variables, rule state and random generators from a checkpoint, which rank 0 reads for all ranks."""
         rank_state.restore_state(self.worker, self._training, path, 0)
 
     def set_reported_params(self) -> None:
-        """Set the parameters to those that stand for all ranks."""
+        """Set the parameters to those that the rule reports."""
         rank_state.set_reported_params(self.worker, STORAGE, self.rule)
 
     def restore_own_params(self) -> None:
-        """Set the parameters back to those before `set_reported_params`."""
+        """Set the parameters back to this rank's own, after `set_reported_params`."""
         rank_state.restore_own_params(self.worker, STORAGE)
 
     def resume(self, path: str) -> None:
-        """Restore a checkpoint, which rank 0 reads for all ranks, and remove later records."""
+        """Resume from a checkpoint, which rank 0 reads for all ranks, and remove later records."""
         worker = self.worker
         meta = worker.broadcast(load_meta(path) if worker.number == 0 else None)
         check_same_training(path, meta, self.describe(), _TYPES)
         self.early_stop = EarlyStop.from_json(meta["stop"])
         if self.settings.keep_best:
             self.early_stop.set_metric(" ".join(self.settings.keep_best))
-        for epoch in range(meta["epochs"]):  # a checkpoint has learning rates in shared variables only
+        for epoch in range(meta["epochs"]):  # repeats changes of learning rates that are not in shared variables
             contract.call_accepted(self.model.adjust_hyperp, epoch)
         if meta["within"]:
             self.skip_trained_batches(meta["epochs"], meta["within"])
@@ -172,50 +172,51 @@ class ModelState:
             self.rule.restore(self.rule_state)
         self.recorder.meter.step = meta["totals"][worker.number % len(meta["totals"])]
         if worker.number < len(meta["host_generators"]):
-            set_generators(meta["host_generators"][worker.number])
+            set_global_generator_states(meta["host_generators"][worker.number])
         if worker.number == 0:
             self._cut_records(meta)
         worker.barrier("all go on from the checkpoint")
         self.epochs = int(meta["epochs"])
 
     def _cut_records(self, meta: Mapping[str, Any]) -> None:
-        """Remove the lines of steps and reports after a checkpoint."""
+        """Remove the records of steps and reports after a checkpoint."""
         for file in self.folder.glob("*.jsonl"):
-            past = meta["epochs"] + (file.stem == "reports")  # reports count completed epochs, from 1
+            # Lines of steps number epochs from 0, reports from 1.
+            first_removed = meta["epochs"] + (file.stem == "reports")
             rank = file.stem.removeprefix("rank-")
             n_steps = -1  # number of steps up to a checkpoint within an epoch
             if meta["within"] and rank.isdecimal() and int(rank) < len(meta["totals"]):
                 n_steps = meta["totals"][int(rank)]
 
-            def stays(line: dict[str, Any], past: int = past, n_steps: int = n_steps) -> bool:
-                return line.get("epoch", past) < past or line.get("step", math.inf) <= n_steps
+            def is_kept(line: dict[str, Any], first_removed: int = first_removed, n_steps: int = n_steps) -> bool:
+                return line.get("epoch", first_removed) < first_removed or line.get("step", math.inf) <= n_steps
 
-            cut(file, stays)
+            cut(file, is_kept)
 
     def skip_trained_batches(self, epoch: int, positions: list[dict[str, Any]]) -> None:
-        """Move the class past the batches of an epoch that were trained on before the checkpoint.
+        """Advance the instance past the batches of an epoch that were trained on before the checkpoint.
 
-        A class without ``skip_iter`` takes these steps again, to set its attributes.  The checkpoint then overwrites
-        the parameters.
+        An instance without ``skip_iter`` repeats these steps, which sets its attributes.  Afterwards the checkpoint
+        overwrites the parameters.
 
         Parameters
         ----------
         epoch : int
             Number of the epoch, from 0.
         positions : list of dict
-            `position` of each rank at the checkpoint, with its ``record`` of steps, costs and weights.  With another
-            number of ranks each has a proportional number of batches.
+            `position` of each rank at the checkpoint.  If the number of ranks has changed, ranks skip a proportional
+            number of batches.
         """
         number, size = self.worker.number, self.worker.size
         position = positions[number % len(positions)]
-        sub_batches = contract.get_sub_batches(self.model)
+        sub_batches = contract.get_n_sub_batches(self.model)
         batches = round(position["batch"] * len(positions) / size)
         steps, loss, weight = position["record"]
         if size != len(positions):
             steps = batches * sub_batches
         self.position = {**position, "batch": batches, "record": [steps, loss, weight]}
         self.model.epoch = epoch
-        set_generators(position["generators"])
+        set_global_generator_states(position["generators"])
         if callable(getattr(self.model, "skip_iter", None)):
             self.model.skip_iter(batches)
             return
@@ -227,8 +228,8 @@ class ModelState:
                     self.model.train_iter(batch, recorder)
 
 
-def get_generators() -> dict[str, Any]:
-    """Return the states of NumPy's and Python's global generators, in types that JSON can represent."""
+def get_global_generator_states() -> dict[str, Any]:
+    """Return the states of NumPy's and Python's global random generators, in types that JSON can represent."""
     version, numbers, gauss = random.getstate()
     return {
         "numpy": generator_state.to_json(np.random.get_state(legacy=False)),
@@ -236,8 +237,8 @@ def get_generators() -> dict[str, Any]:
     }
 
 
-def set_generators(states: dict[str, Any]) -> None:
-    """Set the states of NumPy's and Python's global generators, as returned by `get_generators`."""
+def set_global_generator_states(states: dict[str, Any]) -> None:
+    """Set the states of NumPy's and Python's global random generators, as from `get_global_generator_states`."""
     np.random.set_state(generator_state.from_json(states["numpy"]))
     version, numbers, gauss = states["python"]
     random.setstate((version, tuple(numbers), gauss))

@@ -1,17 +1,17 @@
 """Output of ranks: from their pipes to the logs in the run's folder and to the console.
 
-Ranks of this host write into pipes of the supervisor.  A rank on another host may not see the run's folder: its output
-and its records pass through standard output, where every line starts with the name of its file in the folder::
+Ranks of this host write into pipes of the supervisor.  Another host may not see the run's folder, so the output and the
+records of its ranks pass through standard output.  There each line starts with the name of its file in the folder::
 
     rank 0: print(...) -----------------------------------> supervisor: LineSplitter --> RunOutput --> rank-0.log
     rank 3: print(...)  --> pump ---------+                      ^                                     rank-3.log
                                           +--> agent --> mpirun -+                                     rank-3.jsonl
             RemoteRecords.write_rank() ---+
 
-The pump is a process beside the rank, which names the lines of its output.
+The pump is a process that adds the file's name to the lines of a rank.
 
-Invariant: no write of the supervisor's ends a run.  A console that is closed, full or unread, and a log on a full disk,
-lose lines.
+Invariant: no failed write of the supervisor ends a run.  A console that is closed, full or unread, and a log on a full
+disk, lose lines.
 """
 
 from __future__ import annotations
@@ -32,35 +32,35 @@ from synkhronos.ranks.child_process import JOB_SIGNALS
 from synkhronos.ranks.errors import describe_exit
 from synkhronos.training.recorder import RANK_FILE, format_line
 
-#: Maximal characters of a line; longer lines are split, which bounds the memory.
+#: Maximal number of characters of a line; longer lines are split, which limits memory.
 _MAX_LINE = 1 << 20
-#: Encloses a file's name at the start of a line: ASCII's record separator.
+#: Delimiter before and after a file's name at the start of a line: ASCII's record separator.
 _MARK = "\x1e"
-#: A line that starts with a file's name; `mpirun` and hosts print other lines too.
+#: Pattern of lines that start with a file's name; `mpirun` and other programs print lines without one.
 _NAMED_LINE = re.compile(rf"{_MARK}(rank-\d+\.(?:log|jsonl)){_MARK}(.*)", re.DOTALL)
-#: Maximal bytes of a line: below PIPE_BUF, so that writes of several processes do not mix.  Longer lines are split.
+#: Maximal number of bytes of a line; longer lines are split.  Below PIPE_BUF, so writes of processes do not mix.
 _MAX_BYTES = 4000
-#: File descriptor that `RemoteRecords` writes to: the standard output before `redirect_output`.
+#: File descriptor of `RemoteRecords`: the standard output before `redirect_output`.
 _standard_output = -1
 #: Pump of this process.
 _pump: subprocess.Popen[bytes] | None = None
 
-#: Program of the pump: it puts the name before each line of a rank's output.  As a process of its own it also passes on
-#: the last lines of a rank that is killed.
+#: Program of the pump: puts the file's name before each line of a rank.  It is a process, so that it also forwards the
+#: last lines of a killed rank.
 _PUMP_CODE = f"""
 import os, signal, sys
 for number in {sorted(map(int, JOB_SIGNALS))}:
-    signal.signal(number, signal.SIG_IGN)  # a scheduler's: the rank handles it
+    signal.signal(number, signal.SIG_IGN)  # the rank handles signals of schedulers
 name = sys.argv[1].encode()
 for line in sys.stdin.buffer:
     line = line.rstrip(b"\\n")
-    for at in range(0, len(line) or 1, {_MAX_BYTES}):
-        os.write(1, name + line[at : at + {_MAX_BYTES}] + b"\\n")
+    for start in range(0, len(line) or 1, {_MAX_BYTES}):
+        os.write(1, name + line[start : start + {_MAX_BYTES}] + b"\\n")
 """
 
 
 def redirect_output(rank: int) -> None:
-    """Redirect this process's standard output and error to the supervisor, line by line, through a pump."""
+    """Redirect this process's standard output and error through a pump to the supervisor."""
     global _standard_output, _pump
     _standard_output = os.dup(1)
     command = [sys.executable, "-ISc", _PUMP_CODE, f"{_MARK}rank-{rank}.log{_MARK}"]
@@ -89,7 +89,7 @@ class RemoteRecords:
 
 
 def split_name(line: str) -> tuple[str, str]:
-    """Split a line into its file's name and its text; the name is empty for other programs' lines."""
+    """Split a line into the name of its file and its text; the name is empty for lines of other programs."""
     match = _NAMED_LINE.fullmatch(line)
     return (match[1], match[2]) if match else ("", line)
 
@@ -97,7 +97,7 @@ def split_name(line: str) -> tuple[str, str]:
 class Console:
     """A standard stream of any encoding, which may be closed, full or unread.
 
-    A full pipe, such as that of a stopped terminal, blocks the ranks until ``is_over()`` is true.
+    A full pipe, such as that of a stopped terminal, blocks `write`, and thus the ranks, until ``is_over()`` is true.
     """
 
     def __init__(self, fd: int, is_over: Callable[[], bool]):
@@ -119,10 +119,9 @@ class Console:
 
 
 class LineSplitter:
-    """Splitter of a pipe's bytes into lines.
+    """Splitter of a pipe's bytes into lines, in linear time.
 
-    The lines belong to the file ``name``; if it is empty, each line names its file (see `split_name`).  The time is
-    linear in the length of a line.
+    The lines belong to the file ``name``.  If it is empty, each line names its file (see `split_name`).
     """
 
     def __init__(self, name: str, output: RunOutput):
@@ -132,7 +131,7 @@ class LineSplitter:
         self._length = 0
 
     def feed(self, data: bytes) -> bool:
-        """Write complete lines, and at the end of the pipe the rest; return whether the pipe is still open."""
+        """Write the complete lines, and at the end of the pipe the rest; return False at the end."""
         first, *others = self._decoder.decode(data, not data).split("\n")
         self._pieces.append(first)
         self._length += len(first)
@@ -155,21 +154,21 @@ class LineSplitter:
 
 
 class RunOutput:
-    """Log files in the run's folder, and the console, on which each line starts with its rank."""
+    """Writer of lines to the logs in the run's folder, and to the console with the rank before each line."""
 
     def __init__(self, folder: Path, is_resumed: bool, console: Console, errors: Console):
         self._folder, self._console, self._errors = folder, console, errors
         self._mode = os.O_WRONLY | os.O_CREAT | os.O_APPEND | (0 if is_resumed else os.O_TRUNC)
         self._logs: dict[str, int] = {}
-        #: Files from which lines are missing, and files that end within a line.
+        #: Names of files that lack lines, and of files that end within a line.
         self._incomplete: set[str] = set()
         self._torn: set[str] = set()
 
     def write(self, name: str, text: str) -> None:
-        """Write a line."""
+        """Write a line to the file ``name``, and to the console unless it is a record."""
         name = name or "hosts.log"
         try:
-            if name.endswith(".jsonl"):  # records of another host; ranks of this machine write theirs themselves
+            if name.endswith(".jsonl"):  # of another host: ranks of this machine write their own records
                 with open(self._folder / name, "ab", buffering=0) as file:
                     self._append(name, file.fileno(), text)
                 return

@@ -1,10 +1,10 @@
-"""The part of a run on each rank: three functions, which the master calls on all ranks one after another.
+"""The program of each rank: three functions, which the master runs on all ranks one after another.
 
-Each rank stores its instance of the user's class from `build_instance` to `train_instance`::
+Each rank stores its instance of the model class between `build_instance` and `train_instance`::
 
     start_rank()      redirect output, print device and cores
     build_instance()  make and check the instance, compile its functions, make parameters equal on all ranks
-    train_instance()  train it: a ModelRun goes from epoch to epoch, its ModelLoop from batch to batch
+    train_instance()  train the instance: a ModelRun loops over epochs, its ModelLoop over batches
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from synkhronos.rules.state import Vector
 from synkhronos.tasks import LocalRows, Worker
 from synkhronos.training.recorder import Recorder
 
-#: Messages on the exchange under BSP, by the values that ranks exchange.
+#: Descriptions of the exchange under BSP, by the values that ranks exchange.
 _EXCHANGES = {
     "gradient": "after each step vels2 is set to the sum of vels over all ranks (cdd)",
     "params": "after each step parameters are averaged over all ranks (avg)",
@@ -44,11 +44,12 @@ def start_rank(
     ----------
     worker : Worker
     consoles, masks, devices : list
-        File descriptors of the pipes, cores and devices of ranks on the first host.  No masks: ranks are not bound.
+        File descriptors of pipes, cores, and devices, of each rank on the first host.  Without masks, ranks are not
+        bound.
     by_host : list of range
         Ranks of each host.
     """
-    import synkhronos.compat  # noqa: F401 - classes import theano; ranks of other hosts are no copies of the master
+    import synkhronos.compat  # noqa: F401 - model classes import theano; ranks of other hosts are not forks
 
     sys.stdout.flush()
     sys.stderr.flush()
@@ -70,27 +71,27 @@ def start_rank(
 
 
 def build_instance(worker: Worker, settings: Settings, rule: Rule) -> tuple[int, str]:
-    """Make, check and compile this rank's instance; return the number of elements that ranks exchange, and their dtype.
+    """Make, check and compile this rank's instance; return the size and dtype of the vector that ranks exchange.
 
-    All ranks get the parameters of rank 0.  The instance, its groups of variables and the kind of its exchange are kept
-    for `train_instance`.
+    All ranks get the parameters of rank 0.  The rank stores the instance, its variables by role, and whether parameters
+    or gradients are exchanged, for `train_instance`.
 
     Raises
     ------
     ContractError
-        If the class or the instance lacks something, or the shapes of parameters differ between ranks.
+        If the class or the instance lacks a method or an attribute, or the shapes of parameters differ between ranks.
     """
-    kind = contract.load_class(settings.root, settings.modelfile, settings.modelclass)
+    model_class = contract.load_class(settings.root, settings.modelfile, settings.modelclass)
     list_loaded_libraries()  # before the class compiles: all ranks compile at once
-    contract.check_complete(kind, settings.modelclass)
+    contract.check_complete(model_class, settings.modelclass)
     config = contract.make_config(settings, worker.number, worker.size)
-    model = contract.make_instance(kind, config)
+    model = contract.make_instance(model_class, config)
     for name in ("rank", "size", "verbose", "seed"):
-        if not hasattr(model, name) and not hasattr(kind, "__slots__"):
+        if not hasattr(model, name) and not hasattr(model_class, "__slots__"):
             setattr(model, name, config[name])
     worker.progress()
     needs_gradients = contract.set_options(model, settings.model_options, rule, settings.modelclass)
-    average = contract.compile_for(model, settings, rule, worker.size, needs_gradients)
+    average = contract.compile_model(model, settings, rule, worker.size, needs_gradients)
     if average is not None and worker.number == 0:
         sys.stdout.write(f"{_EXCHANGES[average]}\n")
     contract.check_complete(model, settings.modelclass)
@@ -105,11 +106,11 @@ def build_instance(worker: Worker, settings: Settings, rule: Rule) -> tuple[int,
         if other != all_shapes[0]:
             raise contract.ContractError(f"params: of shapes {all_shapes[0]} on rank 0, and of {other} on rank {r}")
     vector.set(worker.broadcast(np.asarray(vector.get()) if worker.number == 0 else None))
-    groups = contract.group_variables(model, leave_out_normalization=average == "params")
-    for shared in groups.generators:  # the class may give all ranks one seed, but their streams have to differ
+    groups = contract.group_variables(model, exclude_normalization=average == "params")
+    for shared in groups.generators:  # the class may seed all ranks equally, but their random numbers have to differ
         library = library_of(shared)
-        stream = library.copy_generator(shared)
-        library.set_generator(shared, library.jump(stream, worker.number) if worker.number else stream)
+        generator = library.copy_generator(shared)
+        library.set_generator(shared, library.jump(generator, worker.number) if worker.number else generator)
     worker.get_storage(STORAGE).update(model=model, groups=groups, average=average)
     exchanged = Vector(groups.params)
     return exchanged.size, exchanged.dtype.name
@@ -124,7 +125,7 @@ def train_instance(
     copies: str | None,
     flag: LocalRows,
 ) -> bool:
-    """Train the instance that `build_instance` has made, and call its ``cleanup``.
+    """Train the instance from `build_instance`, and call its ``cleanup``.
 
     Parameters
     ----------
@@ -137,7 +138,7 @@ def train_instance(
     Returns
     -------
     bool
-        Whether a signal has ended the training, after a checkpoint was written.
+        Whether a signal has ended the training; a checkpoint is then written.
     """
     stored = worker.get_storage(STORAGE)
     model = stored["model"]

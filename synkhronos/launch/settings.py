@@ -1,6 +1,6 @@
 """Settings of a run, from the command line, the environment and a session file, in this order of precedence.
 
-All are checked before any rank starts.
+All settings are checked before any rank starts.
 """
 
 from __future__ import annotations
@@ -38,23 +38,23 @@ PREFIX = "SYNKHRONOS_"
 #: Files in a run's folder: the settings, the first failure, and the process IDs of the ranks.
 SETTINGS, FAILURE, PROCESSES = "settings.json", "failure.txt", "processes.json"
 _TRUE, _FALSE = {"true", "yes", "on", "1"}, {"false", "no", "off", "0"}
-#: The rules, by their names in small letters.
+#: Exchange rules by their names in lower case.
 RULES: dict[str, type[rules.Rule]] = {
     name.lower(): kind
     for name, kind in vars(rules).items()
     if isinstance(kind, type) and issubclass(kind, rules.Rule) and kind is not rules.Rule
 }
-#: Entries of the class's config that the run sets, and for users how to change them.
-_SET_BY_RUN = {
+#: Entries of a model class's config that the run sets, and a hint for the error if the user sets them.
+_RUN_CONFIG = {
     "rank": "each rank has its own",
     "size": "set the number of ranks by 'ranks'",
     "verbose": "it is true on rank 0",
     "seed": "use the setting 'seed'",
     "mname": "it is the class's name",
 }
-#: Metrics of an epoch: the mean training cost, and those of `ModelRecorder.val_error`.
+#: Metrics of an epoch: the mean training cost, and the metrics of `ModelRecorder.val_error`.
 _METRICS = ("loss", "cost", "error", "top5")
-#: Files of results: a folder that has settings but none of these may be used by another run.
+#: Files of results.  A run may use a folder that has settings but none of these.
 _RESULTS = ("rank-*.jsonl", "reports.jsonl", "params.npz", "checkpoints")
 
 
@@ -64,83 +64,84 @@ class SettingsError(ValueError):
 
 @dataclass(frozen=True)
 class Settings:
-    """Checked settings of a run; `resolve` makes them."""
+    """Checked settings of a run, made by `resolve`."""
 
-    #: The name under which Python imports the module, and the class in it.
+    #: Name under which Python imports the module, and name of the model class in it.
     modelfile: str
     modelclass: str
-    #: The first folder in which the module is searched.
+    #: First folder in which Python searches the module.
     root: str
-    #: For each rank of this machine ``"cpu"``, or ``"cuda0"`` and so on.
+    #: Device of each rank of this machine: ``"cpu"``, or ``"cuda0"`` and so on.
     devices: tuple[str, ...]
-    #: The machines with ranks, this one first, with optional numbers of ranks: ``"b:3"``.  Empty for one machine.
+    #: Names of the machines with ranks, this one first, with optional numbers of ranks: ``"b:3"``.  Empty for one
+    #: machine.
     hosts: tuple[str, ...] = ()
     rule: str = "BSP"
     rule_options: dict[str, Any] = field(default_factory=dict)
     #: The run's folder.
     folder: str = ""
-    #: None for the class's own ``n_epochs``.
+    #: Number of epochs; None: ``n_epochs`` of the model.
     epochs: int | None = None
-    #: Seed that the ranks' seeds are derived from.
+    #: Seed from which each rank derives its own.
     seed: int = 0
     #: Whether ranks are bound to cores.
     bind: bool = True
-    #: Further entries of the config that the class is made with.
+    #: Further entries of the config that the constructor of the model class gets.
     config: dict[str, Any] = field(default_factory=dict)
     #: Options of a `Model`'s step.
     model_options: dict[str, Any] = field(default_factory=dict)
-    #: A rank's steps between two lines of its record.
+    #: Number of steps of a rank between two lines of its record.
     every: int = 40
-    #: Epochs between two checkpoints; 0 for none.
+    #: Number of epochs between two checkpoints; 0: no checkpoints.
     checkpoint: int = 0
-    #: Number of latest checkpoints that are not deleted.
+    #: Number of newest checkpoints that are not deleted.
     keep: int = 3
-    #: Seconds that ranks have to write a checkpoint and exit after a scheduler's signal; 0 kills them at once.
+    #: Time in seconds to write a checkpoint and exit after a scheduler's signal; 0: ranks are killed at once.
     grace: float = 30.0
     #: Maximal number of restarts from the newest checkpoint after a failure.
     restarts: int = 0
-    #: "continue" starts the ranks again from a copy in memory after the death of a process; "stop" ends the run.
+    #: After the death of a process: "continue" starts the ranks again from a copy in memory, "stop" ends the run.
     on_death: str = "stop"
-    #: Number of deaths after which "continue" goes on.
+    #: Maximal number of deaths for "continue".
     max_deaths: int = 100
-    #: Number of epochs without an improvement after which the run stops; None for no early stop.
+    #: Number of epochs without an improvement after which the run stops; None: no limit.
     patience: int | None = None
-    #: Metric whose best checkpoint is kept, and "min" or "max".
+    #: Metric whose best checkpoint is not deleted, and "min" or "max".
     keep_best: list[str] | None = None
     #: Whether the class's ``scale_lr(size)`` is called.
     scale_lr: bool = False
-    #: Whether ``shared_lr`` rises over five epochs to its value times the number of ranks; None: only under BSP.
+    #: Whether ``shared_lr`` rises over five epochs to its value times the number of ranks; None: under BSP and Swap.
     warmup: bool | None = None
-    #: Whether what ranks do and when is recorded, in ``timeline.json``.
+    #: Whether a timeline of the ranks is recorded, in ``timeline.json``.
     timeline: bool = False
     #: ``"latest"``, or a checkpoint's path.
     resume: str | None = None
 
     def make_rule(self) -> rules.Rule:
-        """Return the exchange rule; BSP averages parameters, since the steps of a class are compiled by the class.
+        """Make the exchange rule.  BSP averages parameters, since a model class compiles its own steps.
 
         Raises
         ------
         SettingsError
             If the rule has no such option, or a value is wrong.
         """
-        kind, options = RULES[self.rule.lower()], self.rule_options
-        if kind is rules.EAMSGD:
+        rule_class, options = RULES[self.rule.lower()], self.rule_options
+        if rule_class is rules.EAMSGD:
             raise SettingsError("rule: EAMSGD needs the velocities, and a class doesn't name them: take EASGD")
-        known = [name for name in inspect.signature(kind).parameters if name != "exclude"]
+        names = [name for name in inspect.signature(rule_class).parameters if name != "exclude"]
         for option in options:
-            if option not in known:
-                expected = ", ".join(known) or "none"
+            if option not in names:
+                expected = ", ".join(names) or "none"
                 raise SettingsError(f"rule_options: {self.rule} has no {option!r}: expected one of {expected}")
-        if kind is rules.BSP:
-            # Each rank's class decides whether gradients can be exchanged: see `synkhronos.launch.gradients`.
+        if rule_class is rules.BSP:
+            # The instance on each rank determines whether gradients can be exchanged: `contract.compile_model`.
             if options.get("average") not in (None, "gradient", "params"):
                 raise SettingsError(
                     f"rule_options.average: expected 'gradient' or 'params', got {options['average']!r}"
                 )
             options = {**options, "average": "params"}
         try:
-            return kind(**options)
+            return rule_class(**options)
         except (TypeError, ValueError) as error:
             raise SettingsError(f"rule_options: {error}") from None
 
@@ -160,13 +161,13 @@ class Settings:
 
     @classmethod
     def load(cls, path: Path) -> Settings:
-        """Read settings that `save` has written."""
+        """Read settings from a file written by `save`."""
         settings = json.loads(path.read_text())
         return cls(**{**settings, "devices": tuple(settings["devices"]), "hosts": tuple(settings["hosts"])})
 
 
 #: Keys of session files, the environment and ``--set``; ``model`` sets both ``modelfile`` and ``modelclass``.
-KEYS = ("model", "ranks", *(each.name for each in dataclasses.fields(Settings)))
+KEYS = ("model", "ranks", *(setting.name for setting in dataclasses.fields(Settings)))
 
 
 def read_session(path: str | os.PathLike[str]) -> dict[str, Any]:
@@ -209,7 +210,7 @@ def _check_keys(settings: Mapping[str, Any], source: str) -> None:
 
 
 def parse_set(text: str) -> dict[str, Any]:
-    """Read ``key=value``, or ``key.name=value`` for one entry of a table.
+    """Parse ``key=value``, or ``key.name=value`` for one entry of a table.
 
     Examples
     --------
@@ -227,7 +228,7 @@ def parse_set(text: str) -> dict[str, Any]:
 
 
 def _parse_value(text: str) -> Any:
-    """Parse a TOML value; a text that is none is returned as it is."""
+    """Parse a TOML value; return any other text unchanged."""
     try:
         return tomllib.loads(f"value = {text}")["value"]
     except tomllib.TOMLDecodeError:
@@ -245,7 +246,7 @@ def read_environment(environment: Mapping[str, str]) -> dict[str, Any]:
 
 
 def join_tables(pieces: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
-    """Merge settings of one source; later pieces override earlier ones, in tables entry by entry."""
+    """Merge settings of one source; later ones override earlier ones, and tables are merged entry by entry."""
     joined: dict[str, Any] = {}
     for piece in pieces:
         for key, value in piece.items():
@@ -258,24 +259,25 @@ def join_tables(pieces: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
 def merge_sources(sources: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Merge settings of several sources; earlier sources override later ones.
 
-    Options of a rule are dropped if an earlier source names another rule.  Devices drop a later source's number of
-    ranks.  A number of ranks drops a later source's GPUs; if its devices are ``cpu``, the ranks stay on the CPU.
+    If an earlier source names another rule, the options of a later source's rule are dropped.  If it names devices, a
+    later source's number of ranks is dropped.  If it has a number of ranks, a later source's GPUs are dropped, but not
+    the device ``cpu``.
     """
     merged: dict[str, Any] = {}
     for source in map(_split_model, reversed(sources)):
         rule = merged.get("rule")
         if rule is not None and "rule" in source and str(source["rule"]).lower() != str(rule).lower():
-            merged.pop("rule_options", None)  # they are another rule's
+            merged.pop("rule_options", None)  # options of another rule
         if "devices" in source:
             merged.pop("ranks", None)
-        elif "ranks" in source and merged.get("devices") is not None:  # the number of ranks chooses them
+        elif "ranks" in source and merged.get("devices") is not None:  # the number of ranks determines the devices
             merged["devices"] = "cpu" if set(_split_names(merged["devices"])) == {"cpu"} else None
         merged = join_tables([merged, source])
     return merged
 
 
 def _split_model(source: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return settings with ``modelfile`` and ``modelclass`` from ``model``, ``FILE:CLASS``."""
+    """Add ``modelfile`` and ``modelclass`` to settings with ``model``, ``FILE:CLASS``."""
     if "model" not in source:
         return source
     name, _, class_name = str(source["model"]).rpartition(":")
@@ -284,15 +286,15 @@ def _split_model(source: Mapping[str, Any]) -> Mapping[str, Any]:
     return {**source, "modelfile": name, "modelclass": class_name}
 
 
-def resolve(sources: Sequence[Mapping[str, Any]], beside: str | os.PathLike[str] | None = None) -> Settings:
+def resolve(sources: Sequence[Mapping[str, Any]], source_path: str | os.PathLike[str] | None = None) -> Settings:
     """Merge and check settings.
 
     Parameters
     ----------
     sources : sequence of dict
-        The command line's, the environment's and the session file's; earlier ones override later ones.
-    beside : path, optional
-        The session file or script: its folder is searched for the model file, too.
+        Settings of the command line, the environment and the session file; earlier ones override later ones.
+    source_path : path, optional
+        Session file or script, whose folder is also searched for the model file.
 
     Raises
     ------
@@ -307,7 +309,7 @@ def resolve(sources: Sequence[Mapping[str, Any]], beside: str | os.PathLike[str]
         )
     if not class_name:
         raise SettingsError("modelclass: expected the class to train; name a session file, or model = 'FILE:CLASS'")
-    folders = [_get_path(merged, "root"), os.getcwd(), beside and os.path.dirname(os.path.abspath(beside))]
+    folders = [_get_path(merged, "root"), os.getcwd(), source_path and os.path.dirname(os.path.abspath(source_path))]
     root, module = find_module(name, class_name, [os.fspath(folder) for folder in folders if folder])
     n_ranks = None if merged.get("ranks") is None else _check_integer(merged["ranks"], "ranks", 1, MAX_RANKS_PER_HOST)
     hosts = _parse_hosts(merged.get("hosts"), n_ranks)
@@ -367,7 +369,7 @@ def _check_folder(settings: Settings) -> Settings:
 
 
 def find_rule_name(text: str) -> str:
-    """Return the name of the rule's class, for a name in any case."""
+    """Return the name of a rule's class, for its name in upper or lower case."""
     if text.lower() not in RULES:
         names = ", ".join(sorted(kind.__name__ for kind in RULES.values()))
         raise SettingsError(f"rule: expected one of {names}, got {text!r}")
@@ -375,7 +377,7 @@ def find_rule_name(text: str) -> str:
 
 
 def get_rule_options(rule: rules.Rule) -> dict[str, Any]:
-    """Return the options of a rule that differ from their defaults."""
+    """Return the options of a rule that differ from their defaults, by name."""
     options = {}
     for name, parameter in inspect.signature(type(rule)).parameters.items():
         value = getattr(rule, name, parameter.default)
@@ -391,21 +393,21 @@ def get_rule_options(rule: rules.Rule) -> dict[str, Any]:
 
 
 def find_module(name: str, class_name: str, folders: Sequence[str]) -> tuple[str, str]:
-    """Return the folder to put into `sys.path`, and the module's name; the file is parsed, not imported.
+    """Find the file of the model class, without importing it; return a folder for `sys.path`, and the module's name.
 
     Parameters
     ----------
     name : str
-        A path, ``models/mlp.py``, or a module, ``models.mlp``.
+        A path such as ``models/mlp.py``, or a module such as ``models.mlp``.
     class_name : str
-        Has to be bound in the file.
+        Name of the model class.
     folders : list of str
-        Searched for the file; for a module, before `sys.path`.
+        Folders in which the file is searched; for a module, before those in `sys.path`.
 
     Raises
     ------
     SettingsError
-        If the file does not exist, has a syntax error, or does not bind the class's name.
+        If the file does not exist, has a syntax error, or does not define the class.
     """
     path, root = _find_file(name, folders)
     try:
@@ -417,7 +419,7 @@ def find_module(name: str, class_name: str, folders: Sequence[str]) -> tuple[str
         classes = [node.name for node in tree.body if isinstance(node, ast.ClassDef)]
         raise SettingsError(f"modelclass: {path} has no {class_name!r}: it has {', '.join(classes) or 'no class'}")
     parts = path.relative_to(root).with_suffix("").parts
-    if any("." in part for part in parts[:-1]):  # the folder's name is no package's: import the file alone
+    if any("." in part for part in parts[:-1]):  # such a folder can't be a package: import the file alone
         root, parts = path.parent, parts[-1:]
     if "." in parts[-1]:
         raise SettingsError(f"modelfile: {path}: a module's name has no dot: rename the file")
@@ -428,13 +430,13 @@ def find_module(name: str, class_name: str, folders: Sequence[str]) -> tuple[str
 
 
 def _find_file(name: str, folders: Sequence[str]) -> tuple[Path, Path]:
-    """Return the file, and the folder that its module's name is relative to."""
+    """Find the file, and the folder to which the module's name is relative."""
     if name.endswith(".py"):
         for folder in folders:
             path = Path(folder, name)
             if path.is_file():
-                inside = not os.path.isabs(name) and ".." not in Path(name).parts
-                return path.absolute(), Path(folder).absolute() if inside else path.absolute().parent
+                is_inside = not os.path.isabs(name) and ".." not in Path(name).parts
+                return path.absolute(), Path(folder).absolute() if is_inside else path.absolute().parent
         raise SettingsError(f"modelfile: there is no file {name} in {' or '.join(dict.fromkeys(folders))}")
     relative = name.replace(".", "/")
     for folder in [*folders, *sys.path]:
@@ -448,18 +450,18 @@ def _find_file(name: str, folders: Sequence[str]) -> tuple[Path, Path]:
 
 
 def _find_names(tree: ast.Module) -> set[str]:
-    """Return the names that a module binds outside of functions and classes, such as within ``if`` or ``try``."""
+    """Find the names that a module binds at its top level, also within ``if`` or ``try``."""
     names: set[str] = set()
-    todo: list[ast.AST] = list(tree.body)
-    while todo:
-        node = todo.pop()
+    stack: list[ast.AST] = list(tree.body)
+    while stack:
+        node = stack.pop()
         if isinstance(node, ast.ClassDef | ast.FunctionDef):
             names.add(node.name)
         elif isinstance(node, ast.Import | ast.ImportFrom):
             names |= {(alias.asname or alias.name).split(".")[0] for alias in node.names}
         else:
             names |= {node.id} if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store) else set()
-            todo += ast.iter_child_nodes(node)
+            stack += ast.iter_child_nodes(node)
     return names
 
 
@@ -503,9 +505,9 @@ def _check_metric(value: Any) -> list[str] | None:
 
 def _check_config(settings: Mapping[str, Any]) -> dict[str, Any]:
     config = _check_table(settings, "config")
-    for key, words in _SET_BY_RUN.items():
+    for key, hint in _RUN_CONFIG.items():
         if key in config:
-            raise SettingsError(f"config: {key!r} is given by the run: {words}")
+            raise SettingsError(f"config: {key!r} is given by the run: {hint}")
     return config
 
 
@@ -518,13 +520,13 @@ def _check_model_options(settings: Mapping[str, Any]) -> dict[str, Any]:
     return options
 
 
-def _check_integer(value: Any, key: str, least: int, most: int | None = None) -> int:
+def _check_integer(value: Any, key: str, minimum: int, maximum: int | None = None) -> int:
     try:
-        checked = check_at_least(value, key, least)
+        checked = check_at_least(value, key, minimum)
     except (TypeError, ValueError) as error:
         raise SettingsError(str(error)) from None
-    if most is not None and checked > most:
-        raise SettingsError(f"{key}: expected at most {most}, got {checked}")
+    if maximum is not None and checked > maximum:
+        raise SettingsError(f"{key}: expected at most {maximum}, got {checked}")
     return checked
 
 
@@ -547,11 +549,11 @@ def _check_on_death(value: Any, key: str) -> str:
     return str(value)
 
 
-#: Checks of settings that are single values; each takes the value and its key, and returns it in a plain type.
+#: Checks of settings with single values; a check takes the value and its key, and returns the value in a plain type.
 _CHECKS: dict[str, Callable[[Any, str], Any]] = {
-    **dict.fromkeys(("epochs", "every", "keep", "max_deaths", "patience"), partial(_check_integer, least=1)),
-    **dict.fromkeys(("checkpoint", "restarts"), partial(_check_integer, least=0)),
-    "seed": partial(_check_integer, least=0, most=2**32 - 1),
+    **dict.fromkeys(("epochs", "every", "keep", "max_deaths", "patience"), partial(_check_integer, minimum=1)),
+    **dict.fromkeys(("checkpoint", "restarts"), partial(_check_integer, minimum=0)),
+    "seed": partial(_check_integer, minimum=0, maximum=2**32 - 1),
     **dict.fromkeys(("bind", "scale_lr", "timeline", "warmup"), _check_flag),
     "grace": _check_seconds,
     "on_death": _check_on_death,
@@ -567,7 +569,7 @@ def _split_names(devices: Any) -> list[str]:
 
 
 def _choose_devices(devices: Any, count: int | None) -> tuple[str, ...]:
-    """Return the device of each rank; by default every visible GPU has a rank, or without GPUs every core."""
+    """Choose the device of each rank; by default a rank for each visible GPU, or without GPUs for each core."""
     n_gpu = get_n_gpu()
     if devices is None:
         if n_gpu and count is not None and count > n_gpu:
@@ -594,9 +596,9 @@ def _choose_devices(devices: Any, count: int | None) -> tuple[str, ...]:
             also = "; cpu can't be mixed with GPUs" if name == "cpu" else ""
             raise SettingsError(f"devices: expected cuda0, gpu0 and so on, or cpu alone, got {name!r}{also}")
         if int(match[1]) >= n_gpu:
-            there = f"cuda0 to cuda{n_gpu - 1}" if n_gpu else "no GPU"
+            present = f"cuda0 to cuda{n_gpu - 1}" if n_gpu else "no GPU"
             raise SettingsError(
-                f"devices: {name} is not there: this machine shows {there}; cpu,cpu computes on two of its cores"
+                f"devices: {name} is not there: this machine shows {present}; cpu,cpu computes on two of its cores"
             )
         chosen.append(f"cuda{int(match[1])}")
     if len(set(chosen)) != len(chosen):
@@ -605,7 +607,7 @@ def _choose_devices(devices: Any, count: int | None) -> tuple[str, ...]:
 
 
 def _parse_hosts(hosts: Any, n_ranks: int | None) -> list[Host]:
-    """Return the hosts and their numbers of ranks, None where that is not set; empty for this machine alone."""
+    """Parse hosts and their numbers of ranks, None if unset; return no hosts for this machine alone."""
     if isinstance(hosts, str) and hosts != "all":
         hosts = [host for host in hosts.split(",") if host.strip()]
     try:
@@ -621,7 +623,7 @@ def _parse_hosts(hosts: Any, n_ranks: int | None) -> list[Host]:
 
 
 def _choose_first_hosts_devices(first: Host, devices: Any) -> tuple[str, ...]:
-    """Return the device of each rank on the first of several hosts; the other hosts use the same kind."""
+    """Choose the device of each rank on the first of several hosts; other hosts use devices of the same kind."""
     if devices is not None and _split_names(devices) == ["cpu"]:
         return ("cpu",) * (first.n_ranks or count_available_cores())
     chosen = _choose_devices(devices, first.n_ranks)

@@ -1,22 +1,22 @@
-"""The process that starts a run, copies the output of its ranks, and records how they ended.
+"""The process that starts a run, copies the output of its ranks, and records its exit status.
 
 ::
 
     supervisor ── pipe for each rank ──< ranks of this host
         │      └── pipe ── master ── mpirun ──< ranks of other hosts
-        │ starts, and ends with its parent if it has one
+        │ starts
         master: rank 0
         │ forks
         workers: the other ranks
 
 After a failure the supervisor starts the ranks again from the newest checkpoint, at most ``restarts`` times.  With
-``on_death = "continue"`` it does so after a death from the newest copy in memory (see `copies`).  A device whose rank
-fails in `MAX_FAILED_STARTS` such starts in a row is left out from then on.
+``on_death = "continue"`` it starts them after a death from the newest copy in memory (see `memory_checkpoint`).  A
+device whose rank fails in `MAX_FAILED_STARTS` such starts in a row is left out.
 
-Whichever of them is killed, the others end: the kernel kills a child when its parent dies, the master watches its
-workers, and the supervisor waits for the master.
+When one of the processes is killed, the others exit: the kernel kills a child when its parent dies, the master watches
+its workers, and the supervisor waits for the master.
 
-Invariant: the exit status is recorded, whatever happens to the console and to the logs (see `output`).
+Invariant: the exit status is recorded, even if the console or the logs can't be written (see `output`).
 """
 
 from __future__ import annotations
@@ -49,13 +49,14 @@ from synkhronos.training.stop import ECHO_SECONDS, STOP_SIGNALS
 
 #: Seconds that ranks have to exit after Ctrl-C.
 _GRACE = 10.0
-#: Bytes of ``run.json`` that are reserved for the end of the run: a disk may be full by then.
+#: Number of bytes of ``run.json`` reserved for the exit status: the disk may be full at the end of the run.
 _RESERVED_BYTES = 1024
+#: Packages whose versions are recorded.
 _PACKAGES = ("synkhronos", "numpy", "pytensor", "Theano", "jax", "Lasagne", "safetensors")
 
 
 def prepare(settings: Settings, command: list[str]) -> IO[str]:
-    """Make the folder of a run and write the settings and versions; return a file that locks the folder while open.
+    """Make the folder of a run, write settings and versions into it, and lock it; return the open file with the lock.
 
     Raises
     ------
@@ -84,7 +85,7 @@ def prepare(settings: Settings, command: list[str]) -> IO[str]:
 
 
 def find_versions(root: str) -> dict[str, Any]:
-    """Return the versions of the packages that compute, and the commit of the model's folder."""
+    """Find the versions of Python and of packages, and the commit of the model's folder."""
     versions: dict[str, Any] = {"python": platform.python_version(), "host": platform.node()}
     versions |= checks.list_versions(_PACKAGES)
     with contextlib.suppress(OSError, subprocess.SubprocessError):
@@ -95,14 +96,14 @@ def find_versions(root: str) -> dict[str, Any]:
     return versions
 
 
-def python_path() -> str:
-    """Return the PYTHONPATH with which a process finds this very library, whatever its working directory."""
+def make_python_path() -> str:
+    """Make the PYTHONPATH with which a process imports this copy of the library, in any working directory."""
     paths = [str(Path(__file__).resolve().parents[2]), os.environ.get("PYTHONPATH", "")]
     return os.pathsep.join(path for path in paths if path)
 
 
 def open_standard_streams() -> None:
-    """Open ``/dev/null`` for closed standard streams, since pipes would get their file descriptors."""
+    """Open ``/dev/null`` for closed standard streams, whose file descriptors pipes would get otherwise."""
     for fd in range(3):
         try:
             os.fstat(fd)
@@ -117,9 +118,9 @@ def _now() -> str:
     return time.strftime("%Y-%m-%dT%H:%M:%S%z")
 
 
-def _write_run_file(folder: Path, news: dict[str, Any], reserved: int = 0) -> None:
-    """Write ``run.json`` in place: its inode is the run's lock, and its blocks are allocated even on a full disk."""
-    text = json.dumps(news, indent=1)
+def _write_run_file(folder: Path, entries: dict[str, Any], reserved: int = 0) -> None:
+    """Write ``run.json`` in place, since the lock is on its inode, and its blocks exist even if the disk is full."""
+    text = json.dumps(entries, indent=1)
     with open(folder / "run.json", "r+b", buffering=0) as file:
         size = len(text) + reserved if reserved else max(len(text), os.fstat(file.fileno()).st_size - 1)
         data = f"{text.ljust(size)}\n".encode()
@@ -129,13 +130,13 @@ def _write_run_file(folder: Path, news: dict[str, Any], reserved: int = 0) -> No
 
 
 class Supervisor:
-    """Supervisor of one run.
+    """Parent process of a run's ranks.
 
     Parameters
     ----------
     settings : Settings
     parent : int, optional
-        Process ID; the run is stopped when this process has exited.
+        ID of a process; the run is stopped when this process exits.
 
     Attributes
     ----------
@@ -153,12 +154,12 @@ class Supervisor:
         self._n_restarts = 0
         self._copies: CopyFolder | None = None
         self._deaths = DeathLog(self.folder)
-        #: Number of deaths, of entries in the death log, and of deaths since the copy that the ranks resume from.
-        self._n_deaths = self._n_noted = self._n_repeated = 0
-        #: Number of last starts that failed, and the rank that failed in them.
+        #: Numbers of recoveries, of deaths in the log, and of recoveries from the same copy.
+        self._n_deaths = self._n_logged_deaths = self._n_repeated = 0
+        #: Number of failed starts in a row, and the rank that failed to start.
         self._n_failed_starts, self._failed_rank = 0, -1
         self._old_checkpoints = self._list_checkpoints()
-        #: Checkpoint that the ranks resume from.
+        #: Checkpoint or copy that the ranks resume from.
         self._checkpoint = settings.resume
         if settings.resume == "latest":
             self._checkpoint = str(list_checkpoints(self.folder / "checkpoints")[-1])
@@ -166,11 +167,11 @@ class Supervisor:
         self._errors = Console(2, self._check_deadline)
 
     def run(self) -> int:
-        """Start the ranks, wait for their end, and return the exit status: 0, or that of the failure."""
+        """Start the ranks, wait for their end, and return the exit status."""
         before = {
-            number: signal.signal(number, self._receive)
+            number: signal.signal(number, self._handle_signal)
             for number in (signal.SIGINT, *STOP_SIGNALS)
-            # nohup has SIGHUP ignored
+            # Signals that are ignored stay so, such as SIGHUP under nohup.
             if number == signal.SIGINT or signal.getsignal(number) != signal.SIG_IGN
         }
         end: dict[str, Any] = {"status": 1}
@@ -178,15 +179,15 @@ class Supervisor:
             if self.settings.on_death == "continue":
                 self._copies = CopyFolder()
             while True:
-                # One per rank of this machine, and one for all other hosts.
+                # A pipe for each rank of this machine, and one for all other hosts.
                 pipes = [os.pipe() for _ in range(len(self.settings.devices) + bool(self.settings.hosts))]
                 try:
                     self._start([write for _, write in pipes])
                 finally:
                     for _, write in pipes:
                         os.close(write)
-                self._read([read for read, _ in pipes])
-                end = self._end()
+                self._copy_output([read for read, _ in pipes])
+                end = self._report_end()
                 if not end["status"] or "signal" in end or self.signal_number:
                     break
                 if not self._prepare_recovery():
@@ -201,9 +202,9 @@ class Supervisor:
             if self._master is not None:
                 self._master.wait()
             if self._copies is not None:
-                self._keep_copy(end)
+                self._save_newest_copy(end)
                 self._copies.remove()
-            self._record(end)
+            self._record_end(end)
             for number, handler in before.items():
                 signal.signal(number, handler)
         status: int = end["status"]
@@ -211,7 +212,7 @@ class Supervisor:
 
     def _start(self, consoles: list[int]) -> None:
         settings = self.settings
-        (self.folder / PROCESSES).unlink(missing_ok=True)  # written once all ranks have started
+        (self.folder / PROCESSES).unlink(missing_ok=True)  # the master writes it once all ranks have started
         allowed = sorted(os.sched_getaffinity(0))
         masks: list[list[int]] = []
         why = "not bound, as asked"
@@ -228,7 +229,7 @@ class Supervisor:
             numbers = [int(device.removeprefix("cuda")) for device in settings.devices]
             names = [str(n) for n in numbers] if visible is None else [visible.split(",")[n].strip() for n in numbers]
             environment["CUDA_VISIBLE_DEVICES"] = ",".join(names)
-        environment["PYTHONPATH"] = python_path()
+        environment["PYTHONPATH"] = make_python_path()
         plan = {
             "supervisor": os.getpid(),
             "consoles": consoles[:n_here],
@@ -257,11 +258,11 @@ class Supervisor:
 
     # -- signals ---------------------------------------------------------------------------------------------
 
-    def _receive(self, number: int, frame: FrameType | None) -> None:
-        """Send the first signal on to the ranks; kill them at the second.
+    def _handle_signal(self, number: int, frame: FrameType | None) -> None:
+        """Send the first signal to the ranks; kill them at the second.
 
-        A scheduler may send a signal to all processes of a job, and a script that waits for this process sends its own
-        on, so a signal within `ECHO_SECONDS` seconds of the first is a copy of it.
+        A signal within `ECHO_SECONDS` after the first is taken for its copy: a scheduler may send the signal to all
+        processes of a job, and a script that waits for this process may forward it.
         """
         now = time.monotonic()
         if self.signal_number:
@@ -286,24 +287,24 @@ class Supervisor:
             os.write(2, message.encode())
 
     def _check_deadline(self) -> bool:
-        """Kill the ranks if their deadline has passed, and return whether it has."""
+        """Kill the ranks if their deadline has passed; return True if it has."""
         if self.parent is not None and os.getppid() != self.parent and not self.signal_number:
-            self._receive(signal.SIGTERM, None)
+            self._handle_signal(signal.SIGTERM, None)
         if time.monotonic() <= self._deadline:
             return False
         self._kill()
         return True
 
     def _kill(self) -> None:
-        """Kill the ranks and their children; do not wait, since a signal handler may call this during a wait."""
+        """Kill the ranks and their children, without waiting: a signal handler may call this during a wait."""
         if self._master is not None:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self._master.pid, signal.SIGKILL)
 
     # -- output ----------------------------------------------------------------------------------------------
 
-    def _read(self, pipes: list[int]) -> None:
-        """Copy the output of the ranks into their logs and to the console, there with the rank before each line."""
+    def _copy_output(self, pipes: list[int]) -> None:
+        """Copy the output of the ranks from their pipes into logs and to the console, until the master exits."""
         assert self._master is not None
         with contextlib.ExitStack() as stack, selectors.DefaultSelector() as selector:
             is_continued = self.settings.resume is not None or self._n_restarts + self._n_deaths > 0
@@ -320,8 +321,8 @@ class Supervisor:
                     if not key.data.feed(os.read(key.fd, 1 << 16)):
                         selector.unregister(key.fd)
                 if self._master.poll() is not None and not events:
-                    # A process that a rank has started may keep the pipes open.  Ranks that are killed close theirs
-                    # after their devices, which a restart needs.
+                    # Processes that a rank has started may keep its pipe open.  A killed rank releases its device before
+                    # its pipe is closed, and a restart needs the device.
                     self._kill()
                     end_of_wait = min(end_of_wait, time.monotonic() + _GRACE)
                     starts_again = self._copies is not None or self._n_restarts < self.settings.restarts
@@ -335,11 +336,11 @@ class Supervisor:
     # -- restarts --------------------------------------------------------------------------------------------
 
     def _list_checkpoints(self) -> set[tuple[Path, int]]:
-        """Return the checkpoints in the run's folder with the times at which they were written."""
+        """List the checkpoints in the run's folder, with the times at which they were written."""
         return {(path, path.stat().st_mtime_ns) for path in list_checkpoints(self.folder / "checkpoints")}
 
     def _prepare_recovery(self) -> bool:
-        """Prepare a start from the newest copy after a death; return False if there was none, or too many."""
+        """Prepare a start from the newest copy after a death; return False without a death, or after too many."""
         if self._copies is None:
             return False
         deaths = self._deaths.read()
@@ -347,13 +348,16 @@ class Supervisor:
         if self._master.returncode < 0:
             self._deaths.add(0, "", describe_exit(self._master.returncode))
             deaths = self._deaths.read()
-        if len(deaths) == self._n_noted:
-            return False  # an error, which would be raised again
+        if len(deaths) == self._n_logged_deaths:
+            return False  # the ranks have raised an error, and would raise it again
         if not self._leave_out_device(deaths[-1]):
             return False
         copy = next((str(path) for path in reversed(list_checkpoints(self._copies.path))), self._checkpoint)
         self._n_repeated = 1 if copy != self._checkpoint else self._n_repeated + 1
-        self._n_deaths, self._n_noted = self._n_deaths + 1, len(deaths)  # the master may die after it has noted one
+        self._n_deaths, self._n_logged_deaths = (
+            self._n_deaths + 1,
+            len(deaths),
+        )  # the master may die after it has noted one
         limit = ""
         if self._n_deaths > self.settings.max_deaths:
             limit = f"max_deaths = {self.settings.max_deaths} of them"
@@ -370,7 +374,7 @@ class Supervisor:
         return True
 
     def _leave_out_device(self, death: dict[str, Any]) -> bool:
-        """Leave out the device of a rank that can't start a second time; return False if none would be left."""
+        """Leave out the device of a rank that fails to start for the second time; return False if none is left."""
         settings, rank = self.settings, death["rank"]
         if settings.hosts or not death["cause"].startswith(FAILED_START_PREFIX):
             self._n_failed_starts = 0
@@ -391,14 +395,14 @@ class Supervisor:
         return True
 
     def _prepare_restart(self) -> None:
-        """Choose the newest checkpoint of this run, or the one it began with, and keep the failure under another name.
+        """Choose the newest checkpoint of this run, or the one that it resumed from; rename the file of the failure.
 
-        Without any checkpoint the run starts from its beginning, so that its records are removed.
+        Without a checkpoint the run starts from its beginning, and its records are removed.
         """
         self._n_restarts += 1
         with contextlib.suppress(FileNotFoundError):
             os.rename(self.folder / FAILURE, self.folder / FAILURE.replace(".", f"-{self._n_restarts}."))
-        if self._copies is not None:  # they are later than the checkpoint
+        if self._copies is not None:  # later than the checkpoint
             self._copies.clear()
         written = {path for path, _ in self._list_checkpoints() - self._old_checkpoints}
         if new := [path for path in list_checkpoints(self.folder / "checkpoints") if path in written]:
@@ -413,8 +417,8 @@ class Supervisor:
             for file in self.folder.glob("*.jsonl"):
                 file.unlink()
 
-    def _keep_copy(self, end: dict[str, Any]) -> None:
-        """Make the newest copy a checkpoint, if a signal has ended the run before its ranks could write one."""
+    def _save_newest_copy(self, end: dict[str, Any]) -> None:
+        """Save the newest copy as a checkpoint, if a signal has ended the run before the ranks could write one."""
         assert self._copies is not None
         copies = list_checkpoints(self._copies.path)
         if not (copies and self.signal_number and self.settings.saves_on_signal) or end.get("checkpoint"):
@@ -430,8 +434,8 @@ class Supervisor:
 
     # -- the end ---------------------------------------------------------------------------------------------
 
-    def _end(self) -> dict[str, Any]:
-        """Print why the run failed or stopped; return its exit status, signal and checkpoint for ``run.json``."""
+    def _report_end(self) -> dict[str, Any]:
+        """Print the cause of a failure or stop; return the exit status, signal and checkpoint for ``run.json``."""
         assert self._master is not None
         code = self._master.wait()
         end: dict[str, Any] = {"status": code if code >= 0 else 128 - code}
@@ -441,7 +445,8 @@ class Supervisor:
         message = failure.read_text("utf-8", "backslashreplace") if failure.is_file() else ""
         number = end["status"] - 128
         checkpoints = list_checkpoints(self.folder / "checkpoints")
-        is_saved = code > 128 and number in STOP_SIGNALS and checkpoints  # the master's status if it has saved
+        # The master exits with this status after it has written a checkpoint.
+        is_saved = code > 128 and number in STOP_SIGNALS and checkpoints
         if is_saved or self.signal_number and number > 0:
             end["signal"] = signal.Signals(number).name
             end["checkpoint"] = str(checkpoints[-1]) if is_saved else None
@@ -453,12 +458,12 @@ class Supervisor:
             message += "\n"
         elif code and not message:
             message = f"rank 0 (process {self._master.pid}) {describe_exit(code)}\n"
-            with contextlib.suppress(OSError):  # the disk is full: only the console has it
+            with contextlib.suppress(OSError):  # if the disk is full, only the console gets it
                 failure.write_text(message, "utf-8")
         self._errors.write(message)
         return end
 
-    def _record(self, end: dict[str, Any]) -> None:
+    def _record_end(self, end: dict[str, Any]) -> None:
         """Add the exit status and the time to ``run.json``."""
         record: dict[str, Any] = {}
         with contextlib.suppress(OSError, ValueError):

@@ -313,7 +313,7 @@ def test_recorder_draws_pictures(tmp_path):
 def test_recorder_returns_the_latest_validation():
     recorder = ModelRecorder(0)
     assert recorder.get_latest_val_info() is None
-    recorder.note_validation(6, {"cost": 0.5, "error": 0.25})
+    recorder.set_validation_means(6, {"cost": 0.5, "error": 0.25})
     assert recorder.get_latest_val_info() == [6, 0.5, 0.25, None]
     for method in ("start_epoch", "gather_val_info", "clear_train_info", "show"):
         getattr(recorder, method)()
