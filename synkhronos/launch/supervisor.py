@@ -321,8 +321,8 @@ class Supervisor:
                     if not key.data.feed(os.read(key.fd, 1 << 16)):
                         selector.unregister(key.fd)
                 if self._master.poll() is not None and not events:
-                    # Processes that a rank has started may keep its pipe open.  A killed rank releases its device before
-                    # its pipe is closed, and a restart needs the device.
+                    # Processes that a rank has started may keep its pipe open.  A killed rank releases its device
+                    # before its pipe is closed, and a restart needs the device.
                     self._kill()
                     end_of_wait = min(end_of_wait, time.monotonic() + _GRACE)
                     starts_again = self._copies is not None or self._n_restarts < self.settings.restarts

@@ -142,7 +142,9 @@ class EpochData:
     def _iterate_part_rows(self, epoch: int) -> Iterator[np.ndarray]:
         """Yield the row indexes of each step of an epoch, where ranks use only rows of their own host."""
         assert self.pools is not None
-        return iterate_shuffled_batches(self.n_rows, self.batch_size * self.pools[-1].stop, self.pools, (self.seed, epoch))
+        return iterate_shuffled_batches(
+            self.n_rows, self.batch_size * self.pools[-1].stop, self.pools, (self.seed, epoch)
+        )
 
     def describe_parts(self) -> list[int] | None:
         """Describe the division of rows among hosts, for checkpoints: rows per step, then ranks per host; else None."""
