@@ -49,7 +49,7 @@ def test_full_disk_still_reports_failure_and_status(tmp_path, capfd):
         try:  # writes to files fail
             resource.setrlimit(resource.RLIMIT_FSIZE, ((tmp_path / "run.json").stat().st_size, before[1]))
             end = run._report_end()
-            run._record(end)
+            run._record_end(end)
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, before)
     assert "rank 0 (process 1234) was killed by SIGKILL" in capfd.readouterr().err
@@ -120,7 +120,7 @@ def test_full_disk_log_loses_only_its_torn_line(tmp_path, capfd):
 
 def test_supervisor_error_is_recorded(tmp_path, monkeypatch):
     run = ShellSupervisor(tmp_path, "sleep 60")
-    monkeypatch.setattr(run, "_read", lambda pipes: 1 / 0)
+    monkeypatch.setattr(run, "_copy_output", lambda pipes: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         run.run()
     record = run.read_record()

@@ -257,10 +257,10 @@ def test_command_line_errors_are_one_line(tmp_path):
 def checked():
     """Check all classes in one process, so that the graph library is imported once; give the outputs by name."""
     code = f"""
-from synkhronos.launch.check import check
+from synkhronos.launch.check import check_class
 for name in {list(CLASSES)}:
     print("-- case", name)
-    print("-- status", check(f"launch_models/mlp_variants.py:{{name}}"))
+    print("-- status", check_class(f"launch_models/mlp_variants.py:{{name}}"))
 """
     return run_cases(code)
 
@@ -412,7 +412,7 @@ def test_checkpoint_requirements_are_checked_at_start(monkeypatch):
 def test_doctor_describes_the_machine():
     from synkhronos.launch import doctor
 
-    text = doctor.report()
+    text = doctor.make_report()
     assert re.search(r"^cores +\d+ for this process, \d+ in all$", text, re.MULTILINE)
     assert re.search(rf"^GPUs +{GPUS}$", text, re.MULTILINE)
     assert re.search(r"^(pytensor|Theano) +\d", text, re.MULTILINE)
@@ -427,7 +427,7 @@ def test_doctor_names_the_first_step(monkeypatch):
     monkeypatch.setattr(doctor, "get_n_gpu", lambda: 0)
     monkeypatch.setattr(doctor.shutil, "which", lambda name: None)
     monkeypatch.setattr(doctor.shutil, "disk_usage", lambda path: type("Usage", (), {"free": 64 << 20}))
-    first, optional = doctor.report().split("\nDo first\n")[1].split("\nOptional\n")
+    first, optional = doctor.make_report().split("\nDo first\n")[1].split("\nOptional\n")
     assert first.splitlines() == [
         "  1. install a graph library; without one nothing runs: pip install 'synkhronos[pytensor]'",
         "  2. enlarge /dev/shm, which holds the data and has 64 MiB: mount -o remount,size=8G /dev/shm, "
@@ -456,7 +456,7 @@ def test_doctor_says_that_ranks_can_run(monkeypatch, library, ready, absent):
     monkeypatch.setattr(doctor, "get_n_gpu", lambda: 0)
     monkeypatch.setattr(doctor.shutil, "which", lambda name: name)
     monkeypatch.setattr(doctor.shutil, "disk_usage", lambda path: type("Usage", (), {"free": 8 << 30}))
-    found, optional = doctor.report().split("\nOptional\n")
+    found, optional = doctor.make_report().split("\nOptional\n")
     assert "Do first" not in found and f"\nReady: {ready}" in found and absent not in optional
 
 
@@ -469,7 +469,7 @@ def test_doctor_puts_gpus_that_cannot_be_used_first(monkeypatch):
     monkeypatch.setattr(JAX, "list_missing_requirements", lambda: ["jax", "nccl4py"])
     monkeypatch.setattr(doctor, "_describe_gpus", lambda count: ["  cuda0: a card", "  cuda1: a card"])
     monkeypatch.setattr(doctor.shutil, "disk_usage", lambda path: type("Usage", (), {"free": 8 << 30}))
-    text = doctor.report()
+    text = doctor.make_report()
     assert "  1. make the GPUs usable, which needs jax, nccl4py: pip install 'synkhronos[gpu]'\n" in text
     assert text.index("cuda1: a card") < text.index("Do first")
 

@@ -111,13 +111,13 @@ WRONG = {
 def checked():
     """Check sessions and classes with wrong options in one process; give the outputs by name."""
     code = f"""
-from synkhronos.launch.check import check
+from synkhronos.launch.check import check_class
 from synkhronos.launch.settings import SettingsError
 
 def report(name, model, asked):
     print("-- case", name)
     try:
-        print("-- status", check(model, asked))
+        print("-- status", check_class(model, asked))
     except SettingsError as error:
         print("refused:", error)
 

@@ -234,7 +234,7 @@ def test_copy_folders_of_killed_runs_are_removed(tmp_path, monkeypatch):
     (tmp_path / f"synkhronos-copy-{os.getuid()}-left").mkdir()
     folders = [memory_checkpoint.CopyFolder()]  # the other folder's owner may be about to lock it
     assert len(list(tmp_path.iterdir())) == 2
-    monkeypatch.setattr(memory_checkpoint, "_ABANDONED", -1)
+    monkeypatch.setattr(memory_checkpoint, "_ABANDONED_SECONDS", -1)
     folders.append(memory_checkpoint.CopyFolder())
     assert sorted(tmp_path.iterdir()) == sorted(folder.path for folder in folders)
     for folder in folders:
@@ -253,5 +253,5 @@ def test_on_death_copies_are_rarer_if_slow(monkeypatch):
         now[0] += (schedule.due - batch) * 0.01  # seconds of the batches
         batch, began = schedule.due, now[0]
         now[0] += 0.5
-        schedule._adapt(began, batch)
+        schedule._schedule_next(began, batch)
     assert dues[:4] == [1, 3, 7, 15] and dues[-1] - dues[-2] == 500  # ten times as long as a copy

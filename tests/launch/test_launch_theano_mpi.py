@@ -261,12 +261,12 @@ def test_cdd_needs_vels2(tmp_path):
 
 def test_check_runs_a_theano_mpi_class(tmp_path):
     code = f"""
-from synkhronos.launch.check import check
+from synkhronos.launch.check import check_class
 for name in ("Regression", "Whole", "Called", "Idle", "Alike", "AlikeInParts", "OneList"):
     print("-- class", name)
-    print("-- status", check(f"launch_models/theano_mpi.py:{{name}}", {{"config": {{"trace": {str(tmp_path)!r}}}}}))
+    print("-- status", check_class(f"launch_models/theano_mpi.py:{{name}}", {{"config": {{"trace": {str(tmp_path)!r}}}}}))
 print("-- class EASGD")
-print("-- status", check("launch_models/theano_mpi.py:Regression", {{"rule": "EASGD"}}))
+print("-- status", check_class("launch_models/theano_mpi.py:Regression", {{"rule": "EASGD"}}))
 """
     done = subprocess.run([sys.executable, "-c", code], cwd=SUPPORT, env=ENVIRONMENT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

@@ -241,7 +241,7 @@ def commands() -> list[str]:
 def test_launcher_lines_are_parsed(line):
     from synkhronos.launch import command
 
-    command._parser().parse_args(shlex.split(line)[3:])
+    command._make_parser().parse_args(shlex.split(line)[3:])
 
 
 def test_readme_has_a_complete_script():
