@@ -1,13 +1,13 @@
 """Loaders: batches that other processes read ahead.
 
-A `Loader` owns at most one pool of loader processes and their ring.  Three interfaces take units from the ring::
+A `Loader` owns at most one pool of loader processes, with their ring.  Three interfaces take units from the ring::
 
     Loader.epoch    the master takes batches of Data rows, and scatters them by function calls   1 consumer
     Loader.arrays   a single process takes batches as NumPy arrays                               1 consumer
-    Feed            the trainer, or each rank by itself, takes rows by position in the epoch     1 or n consumers
+    Feed            the trainer, or each rank, takes rows by position in the epoch               1 or n consumers
 
-The pool is started at the first batch.  It continues into the next epoch by itself, and restarts from another position
-when a batch is requested that is not the next one.
+The first batch starts the pool.  After an epoch the pool continues with the next one.  It restarts from another
+position if the requested batch is not the next one.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ from synkhronos.loading.sources import IterableSource, as_source, describe_row
 from synkhronos.ranks.interrupts import defer_signals
 from synkhronos.ranks.segments import Segment, check_free_memory, create_unlinked_file
 
-#: Number of rows that are tried, with on_error="skip", to find one that can be read.
+#: Maximal number of rows to try, with on_error="skip", until one can be read.
 _MAX_SAMPLES = 100
-#: Maximal number of processes; a larger number is taken for a mistake.
+#: Maximal number of processes; a larger number is probably a mistake.
 _MAX_PROCESSES = 1024
-#: All pools: a reference, the process id of the owner, and the ids of the loader processes.
+#: All pools: a weak reference, the process id of the owner, and the process ids of the loader processes.
 _pools: list[tuple[weakref.ref[_LoaderPool], int, list[int]]] = []
 
 
@@ -70,8 +70,8 @@ class Loader:
     on_error : {"raise", "skip"}
         Whether a row that can't be read raises `LoadError`, or is skipped and counted in `skipped`.
     vars : list of variables, optional
-        Inputs of the function; rows are cast to their dtypes.  A cast that would change a number is an error, except
-        that float64 is rounded to float32.
+        Inputs of the function; rows are cast to their dtypes.  A cast that would change a value is an error, except for
+        rounding float64 to float32.
 
     Attributes
     ----------
@@ -136,10 +136,10 @@ class Loader:
         self.waited = 0.0
         self._skipped = 0
         row = self._read_sample()
-        #: Arrays of one row.  All rows have their shapes, and without ``vars`` their dtypes.
+        #: Arrays of one row, whose shapes all rows have; without ``vars`` also their dtypes.
         self._sample = [as_numbers(value, f"source: array {i} of a row") for i, value in enumerate(row)]
         self._pool: _LoaderPool | None = None
-        #: Plan and unit number with which the pool continues by itself; a new tuple after each batch.
+        #: Plan and number of the unit with which the pool continues; a new tuple after each batch.
         self._position: tuple[ReadPlan, int] | None = None
         self._dtypes = [array.dtype.newbyteorder("=") for array in self._sample]
         if vars is not None:
@@ -155,7 +155,7 @@ class Loader:
         return len(self.source)
 
     def _read_sample(self) -> tuple[Any, ...]:
-        """Return the first row that can be read, augmented."""
+        """Read and augment the first row that can be read."""
         is_stream = isinstance(self.source, IterableSource)
         for number in range(min(_MAX_SAMPLES, len(self)) if self._skip_unreadable and not is_stream else 1):
             try:
@@ -180,11 +180,11 @@ class Loader:
 
     @property
     def skipped(self) -> int:
-        """Number of rows that were skipped in the batches so far."""
+        """Number of rows skipped in the batches so far."""
         return self._skipped + (0 if self._pool is None else self._pool.ring.skipped)
 
     def _cast_to(self, variables: Sequence[Any]) -> None:
-        """Cast rows to the dtypes of variables, one for each array of a row; raise TypeError or ValueError."""
+        """Cast the arrays of rows to the dtypes of variables, one for each array; raise TypeError or ValueError."""
         if len(variables) != len(self._sample):
             raise ValueError(
                 f"vars: expected {len(self._sample)} variables, one per array of a row, got {len(variables)}"
@@ -221,20 +221,20 @@ class Loader:
         seed : int
             Seed of the order and of the augmentation.
         row : int
-            Number of rows to skip, to resume an interrupted epoch.
+            Number of rows to skip at the start, to resume an interrupted epoch.
         whole : bool
-            Whether to drop the last batch if it is smaller than the others.
+            Whether to drop the last batch if it has fewer rows than the others.
 
         Yields
         ------
         slice or ndarray
-            Rows of `data`: call ``f(*loader.data, batch=batch)``.  Their memory is valid until the next iteration.
+            Indexes of rows in `data`: call ``f(*loader.data, batch=batch)``.  Rows are valid until the next iteration.
 
         Raises
         ------
         LoadError
-            If a row can't be read, or a loader process has died.  Its ``epoch`` and ``row`` are the position from which
-            to resume.
+            If a row can't be read, or a loader process has died.  Its ``epoch`` and ``row`` are the arguments with
+            which to resume.
         MemoryError
             If the batches do not fit into shared memory.
         """
@@ -259,8 +259,8 @@ class Loader:
         epoch, batch_size, seed, row, whole
             As for `epoch`.
         rank, size : int
-            Only batch ``rank`` of each ``size`` successive batches is read, for ranks with a loader each, as in a
-            class of `synkhronos.launch`.  With ``whole`` all ranks have equally many batches.
+            Only batch ``rank`` of every ``size`` successive batches is read, for ranks that have their own loaders, as
+            in a model class of `synkhronos.launch`.  With ``whole`` all ranks have equally many batches.
 
         Yields
         ------
@@ -303,12 +303,12 @@ class Loader:
         return ReadPlan(int(epoch), int(row), int(seed), rank, size, int(whole)), unit
 
     def _iterate_batches(self, plan: ReadPlan, batch_size: int, in_session: bool) -> Iterator[tuple[Any, Any]]:
-        """Yield the rows of each batch, as a slice or an index array, and the arrays that hold them."""
+        """Yield the row indexes of each batch, a slice or an array, and the arrays that they index."""
         layout = RingLayout(1, self.processes, self.depth, batch_size)
         pool, unit = self._prepare_pool(plan, layout, in_session)
         ring, count = pool.ring, None if isinstance(self.source, IterableSource) else len(self)
         is_over = count is not None and not plan.list_unit_starts(count, batch_size)
-        if is_over:  # the loader processes continue with the next epoch, too
+        if is_over:  # the loader processes continue with the next epoch
             self._position = plan.advance_epoch(), unit
         while not is_over:
             self._position = None  # after a failure the plan starts anew
@@ -326,7 +326,7 @@ class Loader:
             plan = plan._replace(row=plan.row + plan.size * batch_size)
             is_over = length < batch_size if count is None else not plan.list_unit_starts(count, batch_size)
             plan, unit = plan.advance_epoch() if is_over else plan, unit + 1
-            # Set before the yield: the caller may leave this loop, and continue from here with another.
+            # Set before the yield: the caller may leave this loop, and continue from here with another loop.
             self._position = position = plan, unit
             if len(rows):
                 selection = slice(rows.start, rows.stop) if isinstance(rows, range) else rows
@@ -343,7 +343,7 @@ class Loader:
     def _prepare_pool(self, plan: ReadPlan, layout: RingLayout, in_session: bool) -> tuple[_LoaderPool, int]:
         """Return a pool that reads by a plan, and the number of the plan's first unit.
 
-        The pool is started, or the plan is, unless the pool continues with this plan by itself.
+        Starts a pool if there is none with this layout, and the plan if the pool does not already continue with it.
         """
         if self._pool is None or not self._pool.can_serve(layout, in_session):
             self.close()
@@ -358,7 +358,7 @@ class Loader:
             self._position = plan, 0
         unit = self._position[1]
         if unit:
-            self._pool.ring.free(unit - 1)  # a loop that the caller has left did not free it
+            self._pool.ring.free(unit - 1)  # the caller may have left a loop before it freed this unit
         return self._pool, unit
 
     def close(self) -> None:
@@ -370,18 +370,18 @@ class Loader:
 
 
 class Feed:
-    """Rows of a loader by their positions in an epoch, for the trainer or for each rank.
+    """Access to a loader's rows by their positions in an epoch, for the trainer or for each rank.
 
-    A feed can be an argument of `synkhronos.run`.  Each rank then calls `open` with its number.
+    A feed may be an argument of `synkhronos.run`.  Then each rank calls `open` with its number.
 
     Attributes
     ----------
-    data : list of Data, or of LocalRows on a rank
+    data : list of Data, or in a task of LocalRows
         The ring's arrays, one for each array of a row.
     layout : RingLayout
     plan : ReadPlan
     max_repeats : int
-        Maximal number of units that one consumer may hold at a time: of steps in one launch.
+        Maximal number of units that a consumer may hold at a time, and thus of steps in a launch.
     """
 
     def __init__(self, pool: _LoaderPool, unit: int, plan: ReadPlan, count: int):
@@ -394,23 +394,23 @@ class Feed:
         return {**vars(self), "_ring": None}
 
     def open(self, consumer: int) -> None:
-        """Map the ring on a rank, as consumer number ``consumer``."""
+        """Map the ring into this rank's memory; ``consumer`` is the number of the rank."""
         self._ring = Ring(self.layout, np.asarray(self._words), consumer, self._pids)
 
     def find_unit(self, position: int) -> int:
-        """Return the number of the first unit that starts at a position or after it."""
+        """Return the number of the first unit that starts at or after a position."""
         return self._unit - (self.plan.row - position) // self.layout.unit_rows
 
     def is_ready(self, start: int, stop: int) -> bool:
-        """Whether the rows at positions ``start`` to ``stop`` can be taken without waiting."""
+        """Whether the rows at positions ``start`` to ``stop`` are loaded."""
         return self._ring.is_filled(self.find_unit(stop) - 1)
 
-    def wait_rows(self, start: int, stop: int, watch: Callable[[], None] | None = None) -> Selection:
-        """Wait for the rows at positions ``start`` to ``stop``, and return their row numbers in `data`."""
+    def wait_rows(self, start: int, stop: int, on_poll: Callable[[], None] | None = None) -> Selection:
+        """Wait for the rows at positions ``start`` to ``stop``, and return their indexes in `data`."""
         selections = []
         for unit in range(self.find_unit(start), self.find_unit(stop)):
             position = self.plan.row + (unit - self._unit) * self.layout.unit_rows
-            self._ring.wait_filled(unit, (self.plan.epoch, position), watch)
+            self._ring.wait_filled(unit, (self.plan.epoch, position), on_poll)
             selections.append(self._ring.select_rows(unit, min(self.layout.unit_rows, self._count - position)))
         return (
             selections[0]
@@ -430,7 +430,7 @@ def cast_rows(loader: Loader, variables: Sequence[Any]) -> None:
 
 
 def open_feed(loader: Loader, epoch: int, row: int, unit_rows: int, seed: int, consumers: int) -> Feed:
-    """Return a feed of an epoch's rows, from position ``row`` on."""
+    """Open a feed of an epoch's rows, from position ``row`` on."""
     plan = ReadPlan(epoch, row, seed)
     layout = RingLayout(consumers, loader.processes, loader.depth * consumers, unit_rows)
     pool, unit = loader._prepare_pool(plan, layout, True)
@@ -439,19 +439,19 @@ def open_feed(loader: Loader, epoch: int, row: int, unit_rows: int, seed: int, c
 
 
 def record_position(loader: Loader, feed: Feed, row: int) -> None:
-    """Record that all rows of a feed before position ``row`` have been taken and freed."""
+    """Record that the rows of a feed before position ``row`` are freed; the loader's pool continues there."""
     unit, plan = feed.find_unit(row), feed.plan._replace(row=row)
     loader._position = (plan.advance_epoch() if row == len(loader) else plan), unit
 
 
 class _LoaderPool:
-    """Loader processes and the ring's memory, in the process that owns them.
+    """Loader processes and the memory of their ring, in the process that owns them.
 
     Parameters
     ----------
     config : LoaderConfig
     in_session : bool
-        Whether the ring's arrays are Data, which all ranks share, instead of memory of this process.
+        Whether the ring's arrays are Data, which all ranks map; else this process and the loader processes map them.
     """
 
     def __init__(self, config: LoaderConfig, in_session: bool):
@@ -498,12 +498,12 @@ class _LoaderPool:
                 file.close()
 
     def can_serve(self, layout: RingLayout, in_session: bool) -> bool:
-        """Whether the pool lives, belongs to this process, and has such a ring."""
+        """Whether the pool is open, belongs to this process, and has a ring of this layout."""
         is_open = bool(self.pids) and self._owner == os.getpid()
         return is_open and self.layout == layout and (self._session is not None) == in_session
 
     def start_plan(self, plan: ReadPlan) -> None:
-        """Start a plan, after all ranks have finished reading rows of the previous one."""
+        """Start a plan, once all ranks have finished reading rows of the previous plan."""
         if self._session is not None:
             with self._session.call_lock:
                 self._session.wait_until_idle()
@@ -521,7 +521,7 @@ class _LoaderPool:
 
 
 def _kill(pids: list[int]) -> None:
-    """Kill loader processes, which have nothing to clean up, and wait for them."""
+    """Kill loader processes and wait for them; they have nothing to clean up."""
     while pids:
         with contextlib.suppress(ProcessLookupError):
             os.kill(pids[0], signal.SIGKILL)
@@ -531,9 +531,9 @@ def _kill(pids: list[int]) -> None:
 
 
 def _reap_abandoned() -> None:
-    """Wait for the loader processes of pools that were garbage-collected; they exit by themselves.
+    """Wait for the loader processes of garbage-collected pools, which exit by themselves.
 
-    This is not done by a finalizer, which would swallow an interrupt.
+    A finalizer could not do this: it would swallow an interrupt.
     """
     for pool_entry in list(_pools):
         pool, owner, pids = pool_entry
@@ -544,7 +544,7 @@ def _reap_abandoned() -> None:
 
 
 def _allocate(shape: tuple[int, ...], dtype: np.dtype, in_session: bool) -> tuple[Any, Any]:
-    """Allocate memory that loader processes can map; return it as an array, or as Data in a session, and its file."""
+    """Allocate memory that loader processes can map; return an array, or in a session Data, and the memory's file."""
     if in_session:
         return create_with_file(shape, dtype, "batches")
     nbytes = max(1, math.prod(shape) * dtype.itemsize)

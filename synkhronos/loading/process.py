@@ -38,7 +38,7 @@ from synkhronos.ranks.threads import ONE_THREAD
 
 _log = logging.getLogger("synkhronos")
 
-#: Seconds between two checks of an idle loader process that its owner lives.
+#: Seconds between two checks of a waiting loader process that its owner lives.
 _OWNER_POLL = 0.5
 
 
@@ -49,7 +49,7 @@ class LoaderConfig:
     Attributes
     ----------
     source
-        A source, as `synkhronos.loading.sources.as_source` returns it.
+        Result of `synkhronos.loading.sources.as_source`.
     augment : callable or None
     shuffle : bool
     skip : bool
@@ -68,14 +68,14 @@ class LoaderConfig:
 
 
 def pack_config(config: LoaderConfig) -> tuple[io.FileIO, int]:
-    """Pickle the configuration into shared memory; arrays are stored once, and all loader processes map them.
+    """Pickle a configuration into shared memory; all loader processes map the same copy of its arrays.
 
     Returns
     -------
     file : file
-        The open file of the memory.
+        Open file of the memory.
     nbytes : int
-        Its size.
+        Size of the memory.
 
     Raises
     ------
@@ -108,19 +108,19 @@ def start_loader(
     Parameters
     ----------
     number : int
-        Number of the process among the loader's processes.
+        Number of the process among the processes of the loader.
     layout : RingLayout
     config : (file, int)
-        Packed configuration, from `pack_config`.
+        Result of `pack_config`.
     memory : list of file
-        The ring's words, then its arrays.
+        Files of the ring's words, then of its arrays.
     end : socket
         The process's end of the pair of sockets.
     """
     files = [config[0].fileno(), end.fileno(), *(file.fileno() for file in memory)]
     in_main_thread = threading.current_thread() is threading.main_thread()
     settings = [number, list(layout), config[1], files, os.getpid(), in_main_thread]
-    # One thread each: the user has chosen the number of processes.  No GPU, whatever a source imports.
+    # One thread per process, since the user chooses the number of processes.  No GPU, even if the source imports CUDA.
     environment = {**os.environ, **ONE_THREAD, "CUDA_VISIBLE_DEVICES": ""}
     return spawn("synkhronos.loading.process", "main", settings, files, in_main_thread, environment)
 
@@ -128,7 +128,7 @@ def start_loader(
 def main() -> NoReturn:
     """Run the loader process that `start_loader` has started."""
     number, layout, nbytes, files, owner, in_main_thread = json.loads(sys.argv[2])
-    # These signals reach every process of a terminal or a job.  The owner handles them, and the process ends with it.
+    # These signals reach all processes of a terminal or a job.  The owner handles them, and this process exits with it.
     for signum in (signal.SIGINT, *JOB_SIGNALS):
         signal.signal(signum, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT, *JOB_SIGNALS})
@@ -148,7 +148,7 @@ def main() -> NoReturn:
 
 
 def _map_slots(file: int, layout: RingLayout, shape: tuple[int, ...], dtype: str) -> np.ndarray:
-    """Return one array of the ring, of shape ``(slots * unit_rows, *shape)``."""
+    """Map one array of the ring, of shape ``(slots * unit_rows, *shape)``."""
     ring_shape = (layout.slots * layout.unit_rows, *shape)
     nbytes = int(np.prod(ring_shape, dtype=np.int64)) * np.dtype(dtype).itemsize
     return np.ndarray(ring_shape, dtype, map_file(file, max(1, nbytes)))
@@ -161,17 +161,17 @@ class _LoaderProcess:
         self.number, self.config, self.ring, self.arrays = number, config, ring, arrays
         self._owner = select.poll()
         self._owner.register(end, 0)
-        self._warned: set[int] = set()
+        self._reported_rows: set[int] = set()
         self.generation = 0
 
     def run(self) -> NoReturn:
-        """Fill units by one plan after another, until the owner ends."""
+        """Fill units by one plan after another, until the owner exits."""
         ring = self.ring
         while True:
             ring.wait_until(lambda: ring.generation != self.generation, self._exit_with_owner, _OWNER_POLL)
             self.generation = ring.generation
             plan = ring.plan
-            # Otherwise the plan may mix two generations.
+            # If the generation has changed since, the plan may mix two generations.
             if ring.generation == self.generation:
                 self._fill_units(plan)
 
@@ -209,7 +209,7 @@ class _LoaderProcess:
     # -- order of rows ---------------------------------------------------------------------------------------
 
     def _iterate_units(self, plan: ReadPlan) -> Iterator[tuple[int, Any]]:
-        """Yield the epoch and rows of each unit: row numbers, or of an iterable ``(number, row or error)``."""
+        """Yield the epoch and the rows of each unit: row numbers, or for an iterable ``(number, row or error)``."""
         config, unit_rows = self.config, self.ring.layout.unit_rows
         if isinstance(config.source, IterableSource):
             yield from self._iterate_stream(plan)  # endless
@@ -223,7 +223,7 @@ class _LoaderProcess:
         """Yield the units of an iterable; the last one of an epoch is shorter than the others, or empty."""
         unit_rows = self.ring.layout.unit_rows
         while True:
-            # An error is neither passed over nor dropped with the last rows: it would stay unknown.
+            # Errors are neither skipped nor dropped with the last rows, so that they are reported.
             first_row = plan.row
             numbered_rows = (pair for pair in enumerate(self._read_stream()) if pair[0] >= first_row or _is_error(pair))
             is_epoch_over = False
@@ -243,7 +243,7 @@ class _LoaderProcess:
             plan = plan.advance_epoch()
 
     def _read_stream(self) -> Iterator[Any]:
-        """Yield an iterable's rows; if it raises, a last item with the error."""
+        """Yield an iterable's rows; if it raises an exception, yield a `_StreamFailure` last."""
         try:
             yield from self.config.source
         except Exception as error:
@@ -274,7 +274,7 @@ class _LoaderProcess:
                 self._report_unreadable(error, number, epoch, isinstance(row, _StreamFailure))
 
     def _can_hold(self, values: list[np.ndarray]) -> bool:
-        """Whether the ring's dtypes hold all values; if not, writing row by row finds the row that does not fit."""
+        """Whether the ring's dtypes can hold all values; else `_write_row` finds the row that does not fit."""
         try:
             for array, value in zip(self.arrays, values, strict=True):
                 check_cast(value, array.dtype, "")
@@ -283,7 +283,7 @@ class _LoaderProcess:
         return True
 
     def _write_row(self, index: int, number: int, row: Any, epoch: int, seed: int) -> None:
-        """Read row ``number``, unless an iterable has yielded it, augment it, and write it to ``index``."""
+        """Augment a row and write it to index ``index``; ``row`` is None if it still has to be read."""
         if isinstance(row, _StreamFailure):
             raise row.error
         values = self.config.source[number] if row is None else row
@@ -314,8 +314,8 @@ class _LoaderProcess:
                 "batch, or skip such rows with on_error='skip'"
                 f"\n\nThe traceback of loader {self.number}:\n{lines}"
             )
-        if number not in self._warned:
-            self._warned.add(number)
+        if number not in self._reported_rows:
+            self._reported_rows.add(number)
             _log.warning("%s is skipped, as it can't be read: %s", name, reason)
 
 

@@ -1,19 +1,19 @@
 """Ring of batches in shared memory, and the synchronisation of its producers and consumers.
 
-A *unit* is a block of consecutive rows of an epoch's order: the rows that one consumer takes at once.  Units are
-numbered from one epoch into the next.  Unit u occupies slot ``u % slots``::
+A *unit* is a block of consecutive rows of an epoch's order, the rows that a consumer takes at once.  Numbers of units
+continue from one epoch into the next.  Unit u occupies slot ``u % slots``::
 
     producers: loader processes, each writes its share      consumers: one process, or each rank
       wait until unit u - slots has been freed  ◀──────────   free(u - slots)
       write rows, and the status of each
       filled[loader] = u + 1                    ──────────▶   wait until all loaders have filled u
 
-Each word of the ring has one writer, and its value only grows.  The upper bits of a word are the *generation*: the
-number of the plan that it belongs to.  A new plan can therefore start at any time: words of earlier generations no
-longer match.  Each loader process writes its own share only, one unit after another, so a unit of an earlier generation
-never overwrites rows of a later one.
+Invariant: each word of the ring has one writer, and only grows.  The upper bits of a word are its *generation*, the
+number of its plan.  So a new plan can start at any time: words of earlier generations no longer match.  Each loader
+process writes only its own share, one unit after another, so a unit of an earlier generation never overwrites rows of a
+later one.
 
-A waiting process sleeps on a semaphore of its own, and regularly checks that the other processes live.
+A waiting process sleeps on its own semaphore, and regularly checks that the other processes live.
 """
 
 from __future__ import annotations
@@ -31,19 +31,19 @@ from synkhronos.devices import Selection
 from synkhronos.ranks.control import POLL_SECONDS, Semaphore
 from synkhronos.ranks.errors import UNKNOWN_EXIT_CODE, describe_exit, shorten
 
-#: Status of a row, one byte: not readable, or read.
+#: Status of a row, one byte: it can't be read, or is read.
 SKIPPED, READ = 0, 1
-#: Number of low bits of a word that hold the unit; the generation is above them.
+#: Number of low bits of a word with the number of the unit; the upper bits have the generation.
 _UNIT_BITS = 40
 #: Failure word of a loader process that could not start.
 _FAILED_AT_START = (1 << 64) - 1
-#: End of the message about a dead loader process; takes the epoch and the row to resume from.
+#: End of the message on the death of a loader process; format with the epoch and the row to resume from.
 RESUME_HINT = (
     ". No data is lost: the ranks and their parameters are unchanged, and new loader processes continue from epoch={}, "
     "row={}"
 )
 #: Sizes in bytes of a loader process's failure report, and of a semaphore.
-_REPORT_NBYTES, _BELL_NBYTES = 1 << 14, 64
+_REPORT_NBYTES, _SEMAPHORE_NBYTES = 1 << 14, 64
 
 
 class LoadError(RuntimeError):
@@ -52,7 +52,7 @@ class LoadError(RuntimeError):
     Attributes
     ----------
     epoch, row : int
-        Position from which to resume: that of the first row that was not delivered.
+        Position from which to resume: that of the first row that was not taken.
     """
 
     def __init__(self, message: str, epoch: int = 0, row: int = 0):
@@ -69,13 +69,13 @@ class ReadPlan(NamedTuple):
     Attributes
     ----------
     epoch, row : int
-        Start: a position in this epoch's order of rows.
+        First epoch, and position in its order of rows at which to start.
     seed : int
         Seed of the shuffle and of the augmentation.
     rank, size : int
-        Only unit ``rank`` of each ``size`` successive units is read.
+        Only unit ``rank`` of every ``size`` successive units is read.
     whole : int
-        1 to drop the last rows of an epoch if they do not fill ``size`` units, else 0.
+        1 to drop the last rows of an epoch if these do not fill ``size`` units, else 0.
     """
 
     epoch: int
@@ -92,7 +92,7 @@ class ReadPlan(NamedTuple):
         return range(self.row + self.rank * unit_rows, stop, stride)
 
     def advance_epoch(self) -> ReadPlan:
-        """Return the plan that continues with the next epoch."""
+        """Return a plan from the start of the next epoch."""
         return self._replace(epoch=self.epoch + 1, row=0)
 
 
@@ -102,7 +102,7 @@ def order_rows(count: int, seed: int, epoch: int, shuffle: bool) -> np.ndarray:
 
 
 def iterate_units(plan: ReadPlan, count: int, unit_rows: int) -> Iterator[tuple[int, int, int]]:
-    """Yield the epoch, start and length of each unit, without end; nothing if no epoch has a unit."""
+    """Yield the epoch, start and length of each unit, endlessly; yield nothing if epochs have no unit."""
     while plan.row or plan.list_unit_starts(count, unit_rows):
         for start in plan.list_unit_starts(count, unit_rows):
             yield plan.epoch, start, min(unit_rows, count - start)
@@ -140,18 +140,19 @@ class RingLayout(NamedTuple):
         return self.n_words * 8
 
     @property
-    def bells_offset(self) -> int:
+    def semaphores_offset(self) -> int:
         """Offset of the semaphores."""
-        return -(-(self.reports_offset + self.loaders * _REPORT_NBYTES) // _BELL_NBYTES) * _BELL_NBYTES
+        end_of_reports = self.reports_offset + self.loaders * _REPORT_NBYTES
+        return -(-end_of_reports // _SEMAPHORE_NBYTES) * _SEMAPHORE_NBYTES
 
     @property
     def status_offset(self) -> int:
         """Offset of the rows' status bytes."""
-        return self.bells_offset + (self.consumers + self.loaders) * _BELL_NBYTES
+        return self.semaphores_offset + (self.consumers + self.loaders) * _SEMAPHORE_NBYTES
 
     @property
     def nbytes(self) -> int:
-        """Size of all parts together."""
+        """Total size in bytes."""
         return self.status_offset + self.slots * self.unit_rows
 
 
@@ -164,7 +165,7 @@ class Ring:
     memory : ndarray of uint8
         The ring's shared memory.
     index : int
-        Number of this process: consumers are counted first, then loader processes.
+        Number of this process: consumers come first, then loader processes.
     pids : list of int
         Process ids of the loader processes.
     initialised : bool
@@ -189,8 +190,9 @@ class Ring:
             start += n
         self._filled, self._failed, self._sleeping, self._skipped, self._freed, self.unit_lengths = fields
         self.row_status = memory[layout.status_offset : layout.nbytes].reshape(slots, unit_rows)
-        self._bells = [
-            Semaphore(memory, layout.bells_offset + i * _BELL_NBYTES, initialised) for i in range(consumers + loaders)
+        self._semaphores = [
+            Semaphore(memory, layout.semaphores_offset + i * _SEMAPHORE_NBYTES, initialised)
+            for i in range(consumers + loaders)
         ]
         self._fence_lock = threading.Lock()
 
@@ -213,9 +215,9 @@ class Ring:
         ----------
         is_ready : callable
         check : callable
-            Called every ``poll`` seconds; raises if waiting has become pointless.
+            Called about every ``poll`` seconds; raises an exception to end the wait.
         poll : float
-            Seconds.
+            Interval in seconds.
         """
         next_check = time.perf_counter() + poll
         try:
@@ -224,7 +226,7 @@ class Ring:
                 self._fence()
                 if is_ready():
                     return
-                if not self._bells[self.index].wait(poll) or time.perf_counter() > next_check:
+                if not self._semaphores[self.index].wait(poll) or time.perf_counter() > next_check:
                     check()
                     next_check = time.perf_counter() + poll
         finally:
@@ -234,10 +236,10 @@ class Ring:
         self._fence()
         for i in processes:
             if self._sleeping[i]:
-                self._bells[i].release()
+                self._semaphores[i].release()
 
     def _fence(self) -> None:
-        """Make this process's writes visible before its next reads: see `synkhronos.ranks.control.Control.fence`."""
+        """Order this process's writes before its next reads: see `synkhronos.ranks.control.Control.fence`."""
         with self._fence_lock:
             pass
 
@@ -252,7 +254,7 @@ class Ring:
     # -- owner of the loader processes -----------------------------------------------------------------------
 
     def start_plan(self, plan: ReadPlan) -> None:
-        """Start a generation that follows ``plan``; no consumer may hold a unit of the previous one."""
+        """Start a generation with this plan; no consumer may hold a unit of the previous generation."""
         for i, value in enumerate(plan):
             self._words[1 + i] = value
         self._fence()
@@ -261,7 +263,7 @@ class Ring:
 
     @property
     def skipped(self) -> int:
-        """Number of unreadable rows in the units that were taken."""
+        """Number of skipped rows in the units taken so far."""
         return sum(self._skipped)
 
     # -- consumers -------------------------------------------------------------------------------------------
@@ -270,16 +272,16 @@ class Ring:
         """Whether all loader processes have filled a unit."""
         return min(self._filled) >= self._make_tag(unit + 1)
 
-    def wait_filled(self, unit: int, position: tuple[int, int], watch: Callable[[], None] | None = None) -> None:
+    def wait_filled(self, unit: int, position: tuple[int, int], on_poll: Callable[[], None] | None = None) -> None:
         """Wait until a unit is filled.
 
         Parameters
         ----------
         unit : int
         position : (int, int)
-            Epoch and row at which the unit starts, for the error.
-        watch : callable, optional
-            Called regularly while waiting; may raise.
+            Epoch and row at which the unit starts, for errors.
+        on_poll : callable, optional
+            Called regularly during the wait; may raise an exception.
 
         Raises
         ------
@@ -289,8 +291,8 @@ class Ring:
 
         def check() -> None:
             self._raise_failure(unit, position)
-            if watch is not None:
-                watch()
+            if on_poll is not None:
+                on_poll()
 
         if not self.is_filled(unit):
             self.wait_until(lambda: self.is_filled(unit) or bool(self._find_failed(unit)), check)
@@ -298,7 +300,7 @@ class Ring:
                 self._raise_failure(unit, position)
 
     def _find_failed(self, unit: int) -> list[int]:
-        """Return the loader processes that can't fill a unit."""
+        """Return the numbers of the loader processes that can't fill a unit."""
         first_tag, last_tag = self._make_tag(0), self._make_tag(unit + 1)
         return [i for i, tag in enumerate(self._failed) if tag == _FAILED_AT_START or first_tag <= tag <= last_tag]
 
@@ -310,14 +312,14 @@ class Ring:
             raise LoadError(f"{death}{RESUME_HINT.format(*position)}", *position)
 
     def find_death(self) -> str:
-        """Return a description of a loader process that has died, or ""."""
+        """Describe the death of a loader process; return "" if all live."""
         for loader, pid in enumerate(self.pids):
             if has_exited(pid):
                 return f"loader {loader} (process {pid}) {_describe_exit(pid)}"
         return ""
 
     def select_rows(self, unit: int, length: int) -> Selection:
-        """Return the readable rows among the first ``length`` of a unit, as row numbers of the ring's arrays."""
+        """Return the indexes, in the ring's arrays, of the readable rows among the first ``length`` rows of a unit."""
         slot = unit % self.layout.slots
         start = slot * self.layout.unit_rows
         status = self.row_status[slot, :length]
@@ -332,7 +334,7 @@ class Ring:
         self._wake(self._loaders)
 
     def _make_tag(self, unit: int) -> int:
-        """Return the word for a unit of the current generation."""
+        """Return the word of a unit in the current generation."""
         return self._words[0] << _UNIT_BITS | unit
 
     def _read_report(self, loader: int) -> str:
@@ -343,18 +345,18 @@ class Ring:
     # -- loader processes ------------------------------------------------------------------------------------
 
     def is_free(self, unit: int, generation: int) -> bool:
-        """Whether a unit's slot may be written."""
+        """Whether a loader process may write to the slot of a unit."""
         previous = unit - self.layout.slots
         return previous < 0 or self._freed[unit % self.layout.slots] == generation << _UNIT_BITS | previous + 1
 
     def mark_filled(self, loader: int, unit: int, generation: int) -> None:
-        """Publish that a loader process has written its share of a unit."""
+        """Signal that a loader process has written its share of a unit."""
         self._fence()
         self._filled[loader] = generation << _UNIT_BITS | unit + 1
         self._wake(self._consumers)
 
     def fail(self, loader: int, message: str, unit: int = 0, generation: int = -1) -> None:
-        """Publish that a loader process can't write its share of a unit; without a generation, that of any unit."""
+        """Signal that a loader process can't write its share of a unit; without a generation, of any unit."""
         start = self.layout.reports_offset + loader * _REPORT_NBYTES
         # JSON takes up to six bytes for a character.
         text = json.dumps(shorten(message, _REPORT_NBYTES // 6 - 16), ensure_ascii=False)
@@ -366,7 +368,7 @@ class Ring:
 
 
 def has_exited(pid: int) -> bool:
-    """Whether a process has exited.  Unlike `os.waitid` this works for processes that are no children."""
+    """Whether a process has exited; unlike `os.waitid`, also if it is not a child of this process."""
     try:
         with open(f"/proc/{pid}/stat") as stat:
             state = stat.read().rpartition(")")[2].split()[0]
@@ -376,7 +378,7 @@ def has_exited(pid: int) -> bool:
 
 
 def _describe_exit(pid: int) -> str:
-    """Return the cause of a process's end, as far as this process may know it."""
+    """Describe the exit of a process, as far as the kernel tells this process."""
     try:
         result = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)  # WNOWAIT: the pid is not reused
     except ChildProcessError:  # a child of another rank

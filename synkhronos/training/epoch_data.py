@@ -72,7 +72,7 @@ class OrderedRows:
     def __init__(self, data: list[Any], order: Any):
         self.data, self._order = data, order
 
-    def wait_rows(self, start: int, stop: int, watch: Any = None) -> np.ndarray:
+    def wait_rows(self, start: int, stop: int, on_poll: Any = None) -> np.ndarray:
         """Return the row indexes at positions ``start`` to ``stop``."""
         return np.asarray(self._order)[start:stop]
 

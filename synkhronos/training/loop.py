@@ -146,7 +146,7 @@ class _SourceLoop(TrainingLoop):
         Present value of the learning rate's variable; NaN if it is unknown.
     """
 
-    watch: Any = None  # called repeatedly while this rank waits for a loader
+    on_poll: Any = None  # called repeatedly while this rank waits for a loader
 
     def __init__(
         self, plan: IntervalPlan, source: Source, meter: Meter, rows: int, is_master: bool, rate: float = math.nan
@@ -235,7 +235,7 @@ class _SourceLoop(TrainingLoop):
             # The loader processes may need the slots of this rank's rows to read rows for other ranks.
             self.finish_steps()
         with self.meter.time("load"):
-            return [source.wait_rows(*span, self.watch) for span in spans]
+            return [source.wait_rows(*span, self.on_poll) for span in spans]
 
     def finish_steps(self) -> None:
         """Wait for the launched steps, and free their rows."""
@@ -355,7 +355,7 @@ class RankLoop(_SourceLoop):
         if plan.earlier_totals:
             meter.begin_interval(plan.earlier_totals[worker.number])
         super().__init__(plan, source, meter, plan.batch_size, worker.is_master)
-        self.worker, self.rule, self.state, self.watch = worker, rule, state, worker.progress
+        self.worker, self.rule, self.state, self.on_poll = worker, rule, state, worker.progress
         self._step, self._rate, self._batches_taken = step, rate, batches_taken
         self.exchanger = Exchanger(worker, rule, state, meter.seconds)
         #: Weights of the steps since the last exchange.
