@@ -269,7 +269,7 @@ class Model:
         flat = FlatGradient(loss_or_grads, params, weight)
         own_weight, self.weight = self.weight, None  # the gradients are weighted already
         try:
-            updates = _as_dict(self.updates(list(flat.pieces()), params, learning_rate))
+            updates = _as_dict(self.updates(list(flat.iterate_gradients()), params, learning_rate))
         except Exception as error:
             error.add_note("updates(): BSP reduces gradients here, so `loss` is a list of gradients, one per parameter")
             raise

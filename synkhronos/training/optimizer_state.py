@@ -66,8 +66,8 @@ class OptimizerState:
             )
         self._session = session
         for part in self._parts.values():
-            if part.first.size > 1 and not is_overwritten:
-                self._divide(part, part.first)
+            if part.initial_value.size > 1 and not is_overwritten:
+                self._divide(part, part.initial_value)
 
     def __getstate__(self) -> dict[str, Any]:
         if self._session is not None:  # copies of the parts would have the master's values on all ranks

@@ -38,10 +38,10 @@ def test_small_steps_add_up(n_ranks):
         for _ in range(100):
             train(X, Y)
         found[rule] = w.get_value()
-    plain, mastered = found.values()
+    plain, rule_of_masters = found.values()
     start = np.full((4, 3), 0.5, "float16")
     np.testing.assert_array_equal(plain, start)
-    assert (mastered != start).any()
+    assert (rule_of_masters != start).any()
 
 
 @pytest.mark.parametrize("shards", [False, True])

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from synkhronos.training.updates.flat_gradient import shape_of
-from synkhronos.training.updates.update_rule import Context, New, one_minus_power, rule
+from synkhronos.training.updates.update_rule import Context, NewValues, one_minus_power, rule
 
 Mask = Callable[[Any], bool] | None
 
@@ -34,7 +34,7 @@ def adamw(
     epsilon: Any = 1e-8,
     weight_decay: Any = 1e-4,
     mask: Mask = None,
-) -> New:
+) -> NewValues:
     r"""Adam with decoupled weight decay.
 
     Notes
@@ -65,7 +65,7 @@ def lion(
     beta2: Any = 0.99,
     weight_decay: Any = 1e-3,
     mask: Mask = None,
-) -> New:
+) -> NewValues:
     r"""Lion: steps by the sign of the interpolated mean gradient.
 
     Notes
@@ -96,7 +96,7 @@ def lamb(
     epsilon: Any = 1e-6,
     weight_decay: Any = 0.0,
     mask: Mask = None,
-) -> New:
+) -> NewValues:
     r"""LAMB: the step of `adamw`, scaled to the norm of each parameter; for large batches.
 
     Notes
@@ -138,7 +138,7 @@ def muon(
     epsilon: Any = 1e-8,
     weight_decay: Any = 0.0,
     mask: Mask = None,
-) -> New:
+) -> NewValues:
     r"""Muon: matrices step by their orthogonalized momentum, other parameters by `adamw`.
 
     Notes
@@ -172,7 +172,7 @@ def muon(
     return {m: new_m, p: p - c(learning_rate) * _add_decay(p, step, c, weight_decay, None)}
 
 
-def _adam_step(p: Any, g: Any, c: Context, beta1: Any, beta2: Any, epsilon: Any) -> tuple[New, Any]:
+def _adam_step(p: Any, g: Any, c: Context, beta1: Any, beta2: Any, epsilon: Any) -> tuple[NewValues, Any]:
     """Return new moments, and Adam's step of learning rate 1."""
     m, v = c.zeros("m"), c.zeros("v")
     new_m = c(beta1) * m + c(1 - beta1) * g

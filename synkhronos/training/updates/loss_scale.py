@@ -1,7 +1,7 @@
-"""Dynamic loss scaling: small gradients of float16 parameters do not become zero.
+"""Dynamic loss scaling, which keeps small gradients of float16 parameters from becoming zero.
 
-The loss is multiplied by a scale before the backward pass, and its gradient divided by it in float32.  If the combined
-gradient has infinity or NaN, all ranks skip the step, because all read the same vector, and halve the scale::
+The loss is multiplied by a scale before the backward pass, and the gradient is divided by it in float32.  If the
+reduced gradient has infinity or NaN, all ranks skip the step and halve the scale; all of them read the same vector::
 
     loss * scale ──> gradients (float16) ──> / scale (float32) ──> all-reduce ──> all finite? ──> step, or scale / 2
 """
@@ -17,12 +17,12 @@ from synkhronos.graphs import library_of
 from synkhronos.training.updates.argument_checks import check_gradients, check_params
 from synkhronos.training.updates.flat_gradient import RuleUpdates
 
-#: The first scale: the largest power of two in float16.
-_FIRST = 2.0**15
+#: Initial scale: the largest power of two in float16.
+_INITIAL_SCALE = 2.0**15
 #: Number of successive finite steps after which the scale is doubled.
-_PERIOD = 2000
+_GROWTH_STEPS = 2000
 #: Largest scale.
-_LARGEST = 2.0**24
+_MAX_SCALE = 2.0**24
 
 
 def scale_gradients(loss: Any, params: Any) -> tuple[Any, list[Any]]:
@@ -38,12 +38,12 @@ def scale_gradients(loss: Any, params: Any) -> tuple[Any, list[Any]]:
     scale : shared variable
         A scalar of float32.
     gradients : list of variables
-        One for each parameter, of at least float32; infinite or NaN where the scaled ones overflow.
+        Gradient of each parameter, in at least float32; infinite or NaN where the scaled gradient overflows.
     """
     params = check_params(params)
     check_gradients(loss, params)
     library = library_of(*params)
-    scale = library.shared(np.asarray(_FIRST, "float32"), name="loss_scale")
+    scale = library.shared(np.asarray(_INITIAL_SCALE, "float32"), name="loss_scale")
     grads = check_gradients(loss * library.tensor.cast(scale, loss.dtype), params)
     return scale, [library.tensor.cast(g, str(np.result_type(g.dtype, np.float32))) / scale for g in grads]
 
@@ -54,9 +54,9 @@ def skip_overflows(updates: RuleUpdates, scale: Any) -> RuleUpdates:
     Parameters
     ----------
     updates : RuleUpdates
-        Of gradients by `scale_gradients`.
+        Updates from the gradients of `scale_gradients`.
     scale : shared variable
-        Halved after a step that is skipped, and doubled after 2,000 others.
+        Scale of the loss: halved after a skipped step, and doubled after 2,000 successive other steps.
     """
     library, vector = library_of(scale), updates.grad_shared
     tensor = library.tensor
@@ -66,8 +66,8 @@ def skip_overflows(updates: RuleUpdates, scale: Any) -> RuleUpdates:
     new_values: OrderedDict[Any, Any] = OrderedDict()
     for shared, new in updates.param_updates.items():
         new_values[shared] = library.convert(shared, tensor.switch(is_finite, new, shared))
-    is_due = tensor.ge(count + one, np.asarray(_PERIOD, "float32"))
-    grown = tensor.switch(is_due, tensor.minimum(two * scale, np.asarray(_LARGEST, "float32")), scale)
+    is_due = tensor.ge(count + one, np.asarray(_GROWTH_STEPS, "float32"))
+    grown = tensor.switch(is_due, tensor.minimum(two * scale, np.asarray(_MAX_SCALE, "float32")), scale)
     new_values[scale] = tensor.switch(is_finite, grown, tensor.maximum(scale / two, one))
     new_values[count] = tensor.switch(is_finite, tensor.switch(is_due, zero, count + one), zero)
     return updates._replace(param_updates=new_values)

@@ -1,4 +1,4 @@
-"""Float32 copies of float16 parameters, which an update rule updates in their place."""
+"""Master weights: float32 copies of float16 parameters, which an update rule updates instead."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from synkhronos.training.updates.flat_gradient import RuleUpdates, zeros_like
 
 
 def master_weights(rule: Any) -> Any:
-    r"""Let an update rule compute in float32 for float16 parameters, as PyTorch's and Apex's mixed precision does.
+    r"""Let an update rule compute in float32 for float16 parameters, like the mixed precision of PyTorch and Apex.
 
-    Each float16 parameter has a master copy in float32 among the rule's variables.  The rule updates the copy, and the
-    parameter is the copy rounded.  So steps that are too small for float16 add up.
+    Each float16 parameter has a master copy in float32 among the variables of the rule.  The rule updates the copy, and
+    the parameter is the rounded copy.  So steps that are too small for float16 accumulate.
 
     Parameters
     ----------
@@ -37,8 +37,8 @@ def master_weights(rule: Any) -> Any:
 
     Notes
     -----
-    The rule's variables also have the parameter's value after the last step.  Where the parameter has another value,
-    since the user or an exchange of parameters has assigned it, a step starts from that, not from the master copy.
+    The variables of the rule also have the value of the parameter after the last step.  If the parameter has another
+    value, because the user or an exchange of parameters has set it, a step starts from this value instead of the copy.
 
     Examples
     --------
@@ -57,12 +57,14 @@ def master_weights(rule: Any) -> Any:
     if not callable(rule):
         raise TypeError(f"master_weights: expected an update rule, got {rule!r}")
 
-    def mastered(loss_or_grads: Any, params: Iterable[Any], *args: Any, weight: Any = None, **kwargs: Any) -> Any:
+    def rule_of_masters(
+        loss_or_grads: Any, params: Iterable[Any], *args: Any, weight: Any = None, **kwargs: Any
+    ) -> Any:
         params = check_params(params)
         grads = check_gradients(loss_or_grads, params)
         library = library_of(*params)
         tensor = library.tensor
-        # Named as the parameters until the rule has been built, for its predicates of parameters.
+        # While the rule is built, masters have the parameters' names, which predicates of parameters may read.
         masters = [p if p.dtype != "float16" else _make_master(p) for p in params]
         grads = [tensor.cast(g, str(np.result_type(g.dtype, m.dtype))) for g, m in zip(grads, masters, strict=True)]
         updates = RuleUpdates(*rule(grads, masters, *args, weight=weight, **kwargs))
@@ -87,12 +89,12 @@ def master_weights(rule: Any) -> Any:
             new_values[shared] = library.convert(shared, new)
         return updates._replace(param_updates=new_values)
 
-    mastered.__name__ = f"master_weights({getattr(rule, '__name__', type(rule).__name__)})"
-    mastered.__signature__ = inspect.signature(rule)  # type: ignore[attr-defined]
-    return mastered
+    rule_of_masters.__name__ = f"master_weights({getattr(rule, '__name__', type(rule).__name__)})"
+    rule_of_masters.__signature__ = inspect.signature(rule)  # type: ignore[attr-defined]
+    return rule_of_masters
 
 
 def _make_master(param: Any) -> Any:
-    """Return a float32 copy of a shared variable."""
+    """Make a float32 copy of a shared variable."""
     kind = param.type.clone(dtype="float32")
     return type(param)(type=kind, value=np.asarray(param.get_value(), "float32"), strict=False, name=param.name)

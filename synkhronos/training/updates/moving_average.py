@@ -1,4 +1,4 @@
-"""An exponential moving average of parameters, as a part of an update rule's updates."""
+"""Exponential moving averages of parameters, as additional updates of an update rule."""
 
 from __future__ import annotations
 
@@ -11,26 +11,26 @@ from synkhronos.training.updates.flat_gradient import RuleUpdates, as_scalar
 
 
 def add_average(updates: RuleUpdates, params: list[Any], decay: float) -> tuple[RuleUpdates, list[Any]]:
-    r"""Add updates that average the parameters over steps.
+    r"""Add updates that compute moving averages of the parameters over steps.
 
     Parameters
     ----------
     updates : RuleUpdates
     params : list of shared variables
     decay : float
-        Between 0 and 1.
+        Decay per step, between 0 and 1.
 
     Returns
     -------
     updates : RuleUpdates
     averages : list of shared variables
-        One for each parameter, at least float32.
+        Average of each parameter, in at least float32.
 
     Notes
     -----
     .. math:: e_t = d\, e_{t-1} + (1 - d)\, p_t
 
-    where :math:`e_0 = p_0` are the parameters before the first step, whatever they were when the rule was made.
+    where :math:`e_0 = p_0` are the parameters before the first step, even if they have changed since the rule was made.
     """
     library = library_of(*params)
     tensor = library.tensor

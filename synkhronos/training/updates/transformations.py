@@ -138,7 +138,7 @@ def partition(*groups: tuple[Callable[[Any], bool], UpdateRule] | UpdateRule) ->
         params = check_params(params)
         grads = check_gradients(loss_or_grads, params)
         flat = FlatGradient(grads, params, weight)
-        pieces = dict(zip(params, flat.pieces(), strict=True))
+        pieces = dict(zip(params, flat.iterate_gradients(), strict=True))
         members: list[list[Any]] = [[] for _ in pairs]
         for p in params:
             index = next((i for i, (predicate, _) in enumerate(pairs) if predicate(p)), None)

@@ -1,7 +1,7 @@
 """Update rules such as SGD and Adam, each written as a formula for one parameter.
 
 The decorator `rule` turns a formula into an update rule for all parameters: it adds the checks, the flat gradient and
-the docstring's sections.  `Context` has the operations that formulas share.
+the sections of the docstring.  `Context` has the operations that formulas share.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from synkhronos.graphs import library_of
 from synkhronos.training.updates.argument_checks import check_params, check_scalars
 from synkhronos.training.updates.flat_gradient import FlatGradient, RuleUpdates, as_scalar, zeros_like
 
-#: Updates of a rule, or its `param_updates`; a function returns the kind that it was given.
+#: Updates of a rule, or its `param_updates`; functions return the type of their argument.
 Updates = TypeVar("Updates", RuleUpdates, "OrderedDict[Any, Any]")
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
-#: New values by shared variable: the result of a formula.
-New: TypeAlias = Mapping[Any, Any]
+#: Result of a formula: new values by shared variable.
+NewValues: TypeAlias = Mapping[Any, Any]
 
 #: Descriptions of hyperparameters for docstrings.
-WORDS = {
+DESCRIPTIONS = {
     "learning_rate": "Size of a step.",
     "momentum": "Decay of the velocity per step.",
     "rho": "Decay of the running mean of squared gradients, per step.",
@@ -39,21 +39,21 @@ WORDS = {
     "mask": "Predicate of a parameter: whether it decays.  Default: all parameters decay.",
 }
 
-_GRADIENTS = """loss_or_grads : scalar variable, or list of variables
+_GRADIENTS_DOC = """loss_or_grads : scalar variable, or list of variables
     A loss, or its gradients, one for each parameter.
 params : list of shared variables
     Parameters: shared variables of floats."""
-_WEIGHT = """weight : number or symbolic scalar, optional
+_WEIGHT_DOC = """weight : number or symbolic scalar, optional
     Weight of this rank's gradient in the mean over ranks, such as ``x.shape[0]``.  Default: equal weights."""
-_TRIPLE = """RuleUpdates
+_RULE_RETURNS_DOC = """RuleUpdates
     ``(grad_updates, param_updates, grad_shared)``; see `synkhronos.training.updates`."""
 
-_UPDATES = """updates : RuleUpdates or OrderedDict
+_UPDATES_DOC = """updates : RuleUpdates or OrderedDict
     Result of a rule, or its `param_updates`.  It is not modified.
 params : list of shared variables, optional
     Variables that get a velocity.  Default: all variables of `updates`, as in Lasagne.  These include the state of a
     rule such as `adagrad`, so list the parameters after any rule but `sgd`."""
-_CHANGED = """RuleUpdates or OrderedDict
+_UPDATES_RETURNS_DOC = """RuleUpdates or OrderedDict
     As `updates`, with the velocities in `param_updates`."""
 
 
@@ -66,31 +66,33 @@ class Context:
         ``tensor`` of the graph library.
     """
 
-    def __init__(self, flat: FlatGradient, param: Any, shared_by_all: OrderedDict[Any, Any]):
+    def __init__(self, flat: FlatGradient, param: Any, common_updates: OrderedDict[Any, Any]):
         self.tensor = flat.tensor
         self._flat = flat
         self._param = param
-        self._shared_by_all = shared_by_all
+        self._common_updates = common_updates
 
     def __call__(self, value: Any) -> Any:
-        """Return a hyperparameter as a scalar of the parameter's dtype."""
+        """Convert a hyperparameter to a scalar of the parameter's dtype."""
         return as_scalar(value, self._param)
 
     def zeros(self, name: str) -> Any:
-        """Return a new shared variable for the rule's state of the parameter, initially zeros."""
+        """Make a shared variable of zeros, of the parameter's shape, for the state of the rule."""
         return zeros_like(self._param, name)
 
     @property
     def t(self) -> Any:
         """Number of this step, from 1: a symbolic scalar in the dtype of the flat gradient."""
-        if not self._shared_by_all:
-            # In float32 the count stays at 2**24, where Adam's corrections have long become 1.
+        if not self._common_updates:
+            # In float32 the counter stops at 2**24, long after Adam's corrections have become 1.
             counter = library_of(self._flat.shared).shared(np.zeros((), self._flat.shared.dtype), name="t")
-            self._shared_by_all[counter] = counter + as_scalar(1, counter)
-        return next(iter(self._shared_by_all.values()))
+            self._common_updates[counter] = counter + as_scalar(1, counter)
+        return next(iter(self._common_updates.values()))
 
 
-def rule(example: str, leads_to: float, **words: str) -> Callable[[Callable[..., Any]], Callable[..., RuleUpdates]]:
+def rule(
+    example: str, result: float, **descriptions: str
+) -> Callable[[Callable[..., Any]], Callable[..., RuleUpdates]]:
     """Return a decorator that turns a formula for one parameter into an update rule.
 
     The formula is called as ``formula(p, g, c, *hyperparameters)`` for each parameter `p`, with its gradient `g` after
@@ -99,11 +101,11 @@ def rule(example: str, leads_to: float, **words: str) -> Callable[[Callable[...,
     Parameters
     ----------
     example : str
-        Hyperparameters in the docstring's example: one step on the loss ``w**2`` from ``w = 3``.
-    leads_to : float
-        Value of ``w`` after that step.
-    **words : str
-        Descriptions of hyperparameters that are not in ``WORDS``, or differ from it.
+        Hyperparameters in the example of the docstring, one step on the loss ``w**2`` from ``w = 3``.
+    result : float
+        Value of ``w`` after this step.
+    **descriptions : str
+        Descriptions of hyperparameters that are not in ``DESCRIPTIONS``, or differ from it.
 
     Returns
     -------
@@ -131,15 +133,15 @@ def rule(example: str, leads_to: float, **words: str) -> Callable[[Callable[...,
                 raise TypeError(f"mask: expected a predicate of a parameter, got {scalars['mask']!r}")
             numbers = {name: value for name, value in scalars.items() if name != "mask"}
             flat = FlatGradient(loss_or_grads, params, weight, **numbers)
-            shared_by_all: OrderedDict[Any, Any] = OrderedDict()
+            common_updates: OrderedDict[Any, Any] = OrderedDict()
             # Ordered, because Theano warns of a plain dict.
             updates: OrderedDict[Any, Any] = OrderedDict()
-            for p, g in zip(flat.params, flat.pieces(), strict=True):
-                updates.update(formula(p, g, Context(flat, p, shared_by_all), **scalars))
-            return RuleUpdates(OrderedDict([(flat.shared, flat.expression)]), shared_by_all | updates, flat.shared)
+            for p, g in zip(flat.params, flat.iterate_gradients(), strict=True):
+                updates.update(formula(p, g, Context(flat, p, common_updates), **scalars))
+            return RuleUpdates(OrderedDict([(flat.shared, flat.expression)]), common_updates | updates, flat.shared)
 
-        lines = [_GRADIENTS, *(_format_hyperparameter(p, words) for p in hyperparameters), _WEIGHT]
-        _document(update_rule, lines, _TRIPLE, f"{formula.__name__}(w**2, [w], {example})", leads_to)
+        lines = [_GRADIENTS_DOC, *(_format_hyperparameter(p, descriptions) for p in hyperparameters), _WEIGHT_DOC]
+        _document(update_rule, lines, _RULE_RETURNS_DOC, f"{formula.__name__}(w**2, [w], {example})", result)
         update_rule.__signature__ = signature  # type: ignore[attr-defined]
         return update_rule
 
@@ -147,7 +149,7 @@ def rule(example: str, leads_to: float, **words: str) -> Callable[[Callable[...,
 
 
 def _arguments(loss_or_grads: Any, params: Iterable[Any], *, weight: Any = None) -> RuleUpdates:
-    """Declare the parameters that all rules share: only the signature is used."""
+    """Declare the arguments that all rules have in common; only the signature is used."""
     raise NotImplementedError
 
 
@@ -155,12 +157,12 @@ def _replace_steps(
     updates: Updates,
     params: Iterable[Any] | None,
     momentum: Any,
-    velocity: Callable[[Any, Any, Any, Any], New],
+    velocity: Callable[[Any, Any, Any, Any], NewValues],
     name: str = "velocity",
 ) -> Updates:
     """Add a velocity to the steps of `updates`.
 
-    ``velocity(p, target, v, m)`` returns the new values of the parameter and its velocity, where ``target`` is the new
+    ``velocity(p, target, v, m)`` returns the new values of the parameter and of its velocity; ``target`` is the new
     value of the parameter in `updates`.
     """
     if isinstance(updates, tuple) and len(updates) == 3:
@@ -182,25 +184,25 @@ def _replace_steps(
     return changed
 
 
-def _document_velocity(example: str, leads_to: float) -> Callable[[Function], Function]:
+def _document_velocity(example: str, result: float) -> Callable[[Function], Function]:
     """Return a decorator that adds the sections shared by `apply_momentum` and `apply_nesterov_momentum`."""
 
     def decorate(function: Function) -> Function:
-        lines = [_UPDATES, _format_hyperparameter(inspect.signature(function).parameters["momentum"], {})]
+        lines = [_UPDATES_DOC, _format_hyperparameter(inspect.signature(function).parameters["momentum"], {})]
         call = f"{function.__name__}(sgd(w**2, [w], learning_rate=0.25), {example})"
-        _document(function, lines, _CHANGED, call, leads_to)
+        _document(function, lines, _UPDATES_RETURNS_DOC, call, result)
         return function
 
     return decorate
 
 
-def _format_hyperparameter(p: inspect.Parameter, words: Mapping[str, str]) -> str:
+def _format_hyperparameter(p: inspect.Parameter, descriptions: Mapping[str, str]) -> str:
     optional = "" if p.default is p.empty else ", optional"
     kind = "callable" if p.name == "mask" else "number or symbolic scalar"
-    return f"{p.name} : {kind}{optional}\n    {({**WORDS, **words})[p.name]}"
+    return f"{p.name} : {kind}{optional}\n    {({**DESCRIPTIONS, **descriptions})[p.name]}"
 
 
-def _document(function: Any, parameters: list[str], returns: str, call: str, leads_to: float) -> None:
+def _document(function: Any, parameters: list[str], returns: str, call: str, result: float) -> None:
     """Add the sections that the docstrings of all rules share."""
     summary, _, own = inspect.cleandoc(function.__doc__).partition("\n\n")
     function.__doc__ = "\n\n".join(
@@ -218,7 +220,7 @@ def _document(function: Any, parameters: list[str], returns: str, call: str, lea
             ">>> _ = pytensor.function([], updates=grad_updates)()\n"
             ">>> _ = pytensor.function([], updates=param_updates)()\n"
             ">>> print(w.get_value().round(4))\n"
-            f"{leads_to}",
+            f"{result}",
         ]
     )
 
@@ -227,7 +229,7 @@ def _document(function: Any, parameters: list[str], returns: str, call: str, lea
 
 
 @rule("learning_rate=0.25", 1.5)
-def sgd(p: Any, g: Any, c: Context, learning_rate: Any) -> New:
+def sgd(p: Any, g: Any, c: Context, learning_rate: Any) -> NewValues:
     r"""Gradient descent.
 
     Notes
@@ -242,18 +244,18 @@ def sgd(p: Any, g: Any, c: Context, learning_rate: Any) -> New:
     return {p: p - c(learning_rate) * g}
 
 
-def _add_polyak_velocity(p: Any, target: Any, v: Any, m: Any) -> New:
+def _add_polyak_velocity(p: Any, target: Any, v: Any, m: Any) -> NewValues:
     new = m * v + target
     return {p: new, v: new - p}
 
 
-def _add_nesterov_velocity(p: Any, target: Any, v: Any, m: Any) -> New:
+def _add_nesterov_velocity(p: Any, target: Any, v: Any, m: Any) -> NewValues:
     new = m * v + target - p
     return {p: target + m * new, v: new}
 
 
 @rule("learning_rate=0.25", 1.5)
-def momentum(p: Any, g: Any, c: Context, learning_rate: Any, momentum: Any = 0.9) -> New:
+def momentum(p: Any, g: Any, c: Context, learning_rate: Any, momentum: Any = 0.9) -> NewValues:
     r"""Gradient descent with a velocity.
 
     Notes
@@ -273,7 +275,7 @@ def momentum(p: Any, g: Any, c: Context, learning_rate: Any, momentum: Any = 0.9
 
 
 @rule("learning_rate=0.25", 0.15)
-def nesterov_momentum(p: Any, g: Any, c: Context, learning_rate: Any, momentum: Any = 0.9) -> New:
+def nesterov_momentum(p: Any, g: Any, c: Context, learning_rate: Any, momentum: Any = 0.9) -> NewValues:
     r"""Gradient descent with Nesterov's velocity.
 
     Notes
@@ -326,7 +328,7 @@ def apply_nesterov_momentum(updates: Updates, params: Iterable[Any] | None = Non
 
 
 @rule("learning_rate=0.25", 2.75)
-def adagrad(p: Any, g: Any, c: Context, learning_rate: Any = 1.0, epsilon: Any = 1e-6) -> New:
+def adagrad(p: Any, g: Any, c: Context, learning_rate: Any = 1.0, epsilon: Any = 1e-6) -> NewValues:
     r"""Adagrad: steps shrink with the sum of squared gradients.
 
     Notes
@@ -346,7 +348,7 @@ def adagrad(p: Any, g: Any, c: Context, learning_rate: Any = 1.0, epsilon: Any =
 
 
 @rule("learning_rate=0.25", 2.2094)
-def rmsprop(p: Any, g: Any, c: Context, learning_rate: Any = 1.0, rho: Any = 0.9, epsilon: Any = 1e-6) -> New:
+def rmsprop(p: Any, g: Any, c: Context, learning_rate: Any = 1.0, rho: Any = 0.9, epsilon: Any = 1e-6) -> NewValues:
     r"""RMSProp: steps scaled by the root of the mean squared gradient.
 
     Notes
@@ -372,7 +374,7 @@ def rmsprop(p: Any, g: Any, c: Context, learning_rate: Any = 1.0, rho: Any = 0.9
     rho="Decay of both running means of squares, per step.",
     epsilon="Term that keeps the divisor positive, and makes the first step nonzero.",
 )
-def adadelta(p: Any, g: Any, c: Context, learning_rate: Any = 1.0, rho: Any = 0.95, epsilon: Any = 1e-6) -> New:
+def adadelta(p: Any, g: Any, c: Context, learning_rate: Any = 1.0, rho: Any = 0.95, epsilon: Any = 1e-6) -> NewValues:
     r"""Adadelta: steps in the units of the parameter.
 
     Notes
@@ -397,7 +399,7 @@ def adadelta(p: Any, g: Any, c: Context, learning_rate: Any = 1.0, rho: Any = 0.
 @rule("learning_rate=0.25", 2.75)
 def adam(
     p: Any, g: Any, c: Context, learning_rate: Any = 0.001, beta1: Any = 0.9, beta2: Any = 0.999, epsilon: Any = 1e-8
-) -> New:
+) -> NewValues:
     r"""Adam: the mean gradient over the root of the mean square.
 
     Notes
@@ -425,7 +427,7 @@ def adam(
 @rule("learning_rate=0.25", 2.75, beta2="The same for the largest size.")
 def adamax(
     p: Any, g: Any, c: Context, learning_rate: Any = 0.002, beta1: Any = 0.9, beta2: Any = 0.999, epsilon: Any = 1e-8
-) -> New:
+) -> NewValues:
     r"""Adamax: the mean gradient over a decaying maximum of its magnitude.
 
     Notes
@@ -448,7 +450,7 @@ def adamax(
 @rule("learning_rate=0.25", 2.75)
 def amsgrad(
     p: Any, g: Any, c: Context, learning_rate: Any = 0.001, beta1: Any = 0.9, beta2: Any = 0.999, epsilon: Any = 1e-8
-) -> New:
+) -> NewValues:
     r"""AMSGrad: Adam with a mean square that never decreases.
 
     Notes
