@@ -1,6 +1,6 @@
 """Runs started from Python: ``rule.init(...)`` starts a supervisor process, ``rule.wait()`` waits for its exit.
 
-The run needs a process of its own: the caller goes on between `init` and `wait`, and a process that has threads, or has
+The run needs another process: the caller continues between `init` and `wait`, and a process that has threads, or has
 started the GPU's driver, cannot fork ranks.
 """
 

@@ -1,7 +1,7 @@
 """Reading of training rows from arrays, files and iterables, ahead of the computation.
 
 A `Loader` reads the rows of a source (arrays, `npy`, `npz`, `hdf5`, `Images`, or any object with ``len()`` and
-``[row]``) in processes of its own, and augments them.  The processes write batches into a ring in shared memory, from
+``[row]``) in loader processes, and augments them.  The processes write batches into a ring in shared memory, from
 which all ranks read.  ``import synkhronos`` does not import this package.
 """
 

@@ -98,7 +98,7 @@ class FileRows:
         return file, row - (int(self._ends[file - 1]) if file else 0)
 
     def _open(self, file: int) -> Any:
-        """Return the array in a file; close the one that was opened first if too many are open."""
+        """Return the array in a file; if too many files are open, close the one that was opened first."""
         array = self._arrays.get(file)
         if array is None:
             while len(self._arrays) >= _MAX_OPEN_FILES:
@@ -376,7 +376,7 @@ def _has_deep_channels(picture: Any) -> bool:
     """Whether a picture has more than 8 bits per channel; Pillow would drop the others."""
     if picture.mode.startswith(("I", "F")):
         return True
-    # The mode of 16-bit colours is "RGB", too; the layout in the file differs.
+    # 16-bit colours also have the mode "RGB", but another layout in the file.
     return any(
         re.search(";16[BLN]", str(layout)) or codec == "ppm" and layout[1] > 255 for codec, _, _, layout in picture.tile
     )

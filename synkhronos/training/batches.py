@@ -7,7 +7,7 @@ steps.  First the rows of each step are assigned to ranks, then steps with equal
     rows of 2 ranks    2, 2     2, 2     None     2, 2
     launches           ---------------   ------   ------
 
-A step whose rows cannot be assigned in advance, or not evenly, has None in place of its rows, and a launch of its own.
+If the rows of a step cannot be assigned in advance, or not evenly, None replaces them, and the step is a launch.
 """
 
 from __future__ import annotations
@@ -107,7 +107,7 @@ def group_steps(steps: Sequence[StepRows], max_repeats: int) -> Iterator[tuple[i
     Parameters
     ----------
     steps : sequence of StepRows
-        A step without rows is a group of its own.
+        A step whose rows are None is a separate group.
     max_repeats : int
         Maximal number of steps in a group.
 

@@ -66,7 +66,7 @@ class Recorder:
         self._append(RANK_FILE.format(rank), record)
 
     def _append(self, name: str, record: Mapping[str, Any]) -> None:
-        """Append a record to a file of the folder, on a line of its own."""
+        """Append a record to a file of the folder, as a new line."""
         line = format_line(record)
         # Opened for each line, which are few: no rank has unwritten lines when it is killed.
         with open(self.folder / name, "ab+") as file:

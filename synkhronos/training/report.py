@@ -45,8 +45,8 @@ class Report:
     batch : str
         Rows of a step as a text: number of ranks times rows per rank, such as ``"4 x 100 = 400"``.
     deaths : list of dict
-        Deaths of workers since the last report, after which the training went on: ``rank``, ``host``, ``cause``,
-        ``step`` from which it went on, and ``seconds`` lost.
+        Deaths of workers since the last report after which the training continued: ``rank``, ``host``, ``cause``,
+        ``step`` from which it continued, and ``seconds`` lost.
     """
 
     epoch: float

@@ -1,7 +1,7 @@
 """Schedules of the learning rate.
 
 A schedule is a callable: it takes the number of epochs trained so far, a float, and returns the learning rate.  Any
-function that the ranks can import is a schedule, too.  `plateau` also observes validation.
+function that the ranks can import is also a schedule.  `plateau` also observes validation.
 """
 
 from __future__ import annotations

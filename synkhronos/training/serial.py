@@ -166,7 +166,7 @@ def make_train_function_serial(
 ) -> SerialTrainFunction:
     """Make a function that takes a training step in this process alone, without Synkhronos.
 
-    Its results are those of `make_train_function`, without `synkhronos.fork`: to compare with, or to debug.
+    Its results are equal to those of `make_train_function`, but it needs no ranks: for comparisons and debugging.
 
     Parameters
     ----------

@@ -20,7 +20,7 @@ _COLUMNS += ["loss", "learning_rate", "rows_per_second", "compute", "exchange", 
 
 
 def main(arguments: list[str]) -> None:
-    """Run the command; ``arguments`` are those after ``show``."""
+    """Run the command with the arguments that follow ``show``."""
     parser = argparse.ArgumentParser(
         prog="python -m synkhronos show",
         description="Print a line for each run, and draw loss, validation and speed of all runs into one picture. Of a "

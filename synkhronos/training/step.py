@@ -49,7 +49,7 @@ class Step(_StepFields, Command):
     tail : int
         Number of items at the vector's end that are sent in their own dtype in any case: they are not gradients.
     times : int
-        Number of steps in one launch.  Each rank's rows are those of the first step, then those of the second, ...
+        Number of steps in one launch.  The rows of each rank are ordered by steps.
     """
 
     __slots__ = ()

@@ -59,7 +59,7 @@ _DEFAULTS = {option.name: option.default for option in fields(StepOptions)}
 
 
 def check_values(options: Mapping[str, Any]) -> None:
-    """Check the type and the range of each option by itself.
+    """Check the type and the range of each option.
 
     Raises
     ------

@@ -7,8 +7,8 @@ The rows of a batch are scattered over the ranks, and the result is that of one 
     ...
 
 A rank's n is its number of rows, or the value of ``weight``.  It is part of the vector, so one all-reduce gives the
-exact mean, whatever number of rows each rank has.  New values of extra updates are averaged by rows in
-the same vector.
+exact mean for any numbers of rows per rank.  New values of extra updates are part of the vector, too, and averaged by
+rows.
 
 Several steps can be one launch.  `TrainFunction.weighted_steps` partitions them (see `synkhronos.training.batches`),
 and takes a single step per launch where that is impossible.
@@ -46,8 +46,8 @@ from synkhronos.training.updates.transformations import UpdateRule
 
 #: Maximal number of bytes of scattered rows on a rank in one launch of several steps.
 _MAX_LAUNCH_NBYTES = 1 << 30
-#: Minimal number of bytes of such rows per step for a launch of its own.  Python launches long steps in time anyway,
-#: and it copies the next step's rows while one computes: ResNet-50 is slower with many steps in a launch.
+#: Number of bytes of scattered rows per step from which each step is a launch.  Such steps take long enough for Python
+#: to copy the next rows and launch the next step: ResNet-50 is slower with many steps in a launch.
 _LONG_STEP_NBYTES = 4 << 20
 
 __all__ = ["SerialTrainFunction", "TrainFunction", "make_train_function", "make_train_function_serial"]
@@ -75,8 +75,8 @@ class TrainFunction:
         new values of `extra_updates` that are averaged, and their number of rows.  After a step it holds the reduction
         over ranks.
     optimizer_state : list of shared variables
-        Variables that the rule keeps from step to step, such as velocities and counts: to be saved and loaded with the
-        parameters.  Their order depends only on the rule and the parameters.  Their values are equal on all ranks.
+        State variables of the rule, such as velocities and counters, to save and load with the parameters.  Their order
+        depends only on the rule and the parameters.  Their values are equal on all ranks.
     """
 
     def __init__(self, graph: TrainingGraph, exchange: str | None = None):
@@ -109,7 +109,7 @@ class TrainFunction:
             self._updates.append(synk.function([], updates=shards.whole_updates, name="train_gather"))
         zeros = library_of(grad_shared).tensor.zeros_like(grad_shared)
         self._clear = synk.function([], updates=[(grad_shared, zeros)], name="train_clear")
-        # Assigned after the functions: deepcopy takes attributes in order, and copies of variables are up to functions.
+        # Assigned after the functions: deepcopy copies attributes in order, and functions have to copy the variables.
         self.grad_shared = grad_shared
         parts, size = ({}, None) if shards is None else (shards.parts, shards.size)
         self._optimizer = OptimizerState(graph.optimizer_state, parts, size)
@@ -269,18 +269,18 @@ class TrainFunction:
 
         Notes
         -----
-        The results are those of single steps.
+        The results are equal to those of single steps.
 
         In JAX mode on GPUs, successive steps share a launch if each rank has equally many rows in all of them.  Of
-        scattered data, all ranks need equally many rows, too.  Other steps are taken one by one: with `num_slices`,
+        scattered data, all ranks also need equally many rows.  Other steps are taken one by one: with `num_slices`,
         with ``batch_s`` by slices or of all rows, on minibatches, on data of different lengths, on 4 MiB of scattered
         rows or more per rank, on CPU cores, with Theano.
 
         A launch has at most 256 steps.  The scattered rows of all its steps are on the GPU at once: at most 1 GiB per
-        rank, and as much again if the next launch's rows are copied while this one computes.  That memory is kept for
-        the next call.
+        rank, and as much again if the next launch's rows are copied while this one computes.  The next call reuses the
+        memory.
 
-        XLA compiles once for each number of steps in a launch, as for each number of rows, and keeps the 16 programs
+        XLA compiles once for each number of steps in a launch, and for each number of rows, and caches the 16 programs
         used last.  So take the same number of steps in each call, ten or twenty for instance.  The shapes of variables
         cannot change within a launch.
 
@@ -311,7 +311,7 @@ class TrainFunction:
     ) -> list[tuple[Any, Any]]:
         """Take several steps, and return their losses as terms of a weighted mean.
 
-        The parameters are those of `steps`.
+        The arguments are those of `steps`.
 
         Returns
         -------
@@ -375,7 +375,7 @@ class TrainFunction:
         arrays : list
             Data of `x` and `y`; empty if they are in shared variables.
         batch, batch_s
-            Selection of rows.  With several steps, each rank's rows are those of its steps, one after another.
+            Selection of rows.  With several steps, the rows of each rank are ordered by steps.
         num_slices : int
         times : int
             Number of steps, with equally many of the rows each.

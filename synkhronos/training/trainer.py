@@ -92,7 +92,7 @@ class Trainer:
         """
         return self._model.ema
 
-    # -- going through epochs --------------------------------------------------------------------------------
+    # -- epochs --------------------------------------------------------------------------------
 
     def epochs(
         self,
@@ -118,19 +118,19 @@ class Trainer:
         Parameters
         ----------
         x_data, y_data : Data or array_like, or list of these
-            One for each variable of `x` and of `y`.  Values are cast to the variables' dtypes if no number changes;
-            only float64 is rounded, to float32.  Or a `synkhronos.loading.Loader` as ``x_data``, whose rows have an
-            array for each of these variables, and None as ``y_data``.  Of `synkhronos.data_parts` each rank trains on
-            rows of its own host, in the order of `PartsData.batches`; remaining rows that do not fill a step of all
-            ranks are left out of an epoch.
-            Data objects may grow or shrink between two epochs.
+            Data for each variable of `x` and of `y`.  Values are cast to the variables' dtypes if no number changes;
+            only float64 is rounded, to float32.  Data objects may grow or shrink between two epochs.
+            Alternatively, ``x_data`` is a `synkhronos.loading.Loader` whose rows have an array for each of these
+            variables, and ``y_data`` is None.
+            On `synkhronos.data_parts` each rank trains on rows of its own host, in the order of `PartsData.batches`;
+            an epoch leaves out remaining rows that do not fill a step of all ranks.
         batch_size : int
-            Number of rows of one rank in a step.  A step of n ranks has n times as many.
+            Number of rows of one rank in a step.  A step of n ranks has n times as many rows.
         epochs : int
             Total number of epochs, including those before `resume`.
         seed : int
-            Seed of the order of rows.  The order differs between epochs and does not depend on the number of ranks;
-            that of `synkhronos.data_parts` depends on the number of ranks of each host.
+            Seed of the shuffle.  The order of rows differs between epochs, and does not depend on the number of ranks,
+            except for `synkhronos.data_parts`, where it depends on the number of ranks of each host.
         valid : pair, or Loader, optional
             Inputs and targets for which `validate` is computed at each report.
         every : int, optional
@@ -140,12 +140,12 @@ class Trainer:
             ``checkpoint.keep_best``, or else the first value of `validate`; lower is better.  After `resume`, another
             metric starts a new comparison.
         recorder : Recorder, or object with ``write(dict)``, or a list of these, optional
-            Receivers of the reports.
+            Objects that get each report as a dict.
         checkpoint : Checkpoint, optional
             Folder in which checkpoints are saved.  It is locked until the last report.
         resume : "latest" or path, optional
-            Checkpoint from which the training continues: the newest in the folder of `checkpoint`, if there is one, or
-            the one at a path.
+            Checkpoint from which the training continues: the newest one in the folder of `checkpoint`, if there is one,
+            or the checkpoint at a path.
         progress : bool
             Whether to show a progress bar, which needs tqdm.
         grace : float
@@ -155,8 +155,7 @@ class Trainer:
             Effect of the death of a worker, such as by SIGKILL when memory runs out: "stop" raises WorkerError;
             "continue" replaces the workers and repeats the last step, see the notes.
         max_deaths : int
-            Maximal number of deaths after which "continue" goes on.  A fourth death in the same step ends the training,
-            too.
+            Maximal number of deaths for "continue".  A fourth death in the same step also ends the training.
 
         Yields
         ------
@@ -165,7 +164,7 @@ class Trainer:
         Raises
         ------
         TypeError, ValueError
-            For wrong arguments, before anything is trained.
+            For wrong arguments, before the first step.
         FloatingPointError
             If the loss is NaN or infinite; no checkpoint is written then.
         CheckpointError
@@ -174,22 +173,22 @@ class Trainer:
         LoadError, WorkerError
             If a loader can't read a row, or a loader or worker has died.
         SystemExit
-            After one of these signals, when a checkpoint of the last step has been written.  The status is 128 plus the
-            signal's number.
+            After one of the signals of `grace`, when a checkpoint of the last step has been written.  The status is 128
+            plus the signal's number.
 
         Notes
         -----
         With ``on_death="continue"`` the master copies the state of all ranks in memory: parameters, the variables of
-        the update rule and of the exchange rule, random streams and counts.  Under BSP on gradients it does so after
-        each step, and after a death the results are those of an undisturbed training, bit for bit.  Under other rules
-        it does so about every second, or at each report if the loss has a weight.  After a death all
-        ranks return to the copy, so that each row is used exactly once.  ``report.deaths`` describes the deaths.
+        the update rule and of the exchange rule, random streams and counters.  Under BSP on gradients it copies after
+        each step, and after a death the results are bit for bit those of a training without deaths.  Under other rules
+        it copies about every second, or at each report if the loss has a weight.  After a death all ranks return to the
+        copy, so each row is used exactly once.  ``report.deaths`` describes the deaths.
 
-        A device on which a new worker fails to start twice in a row is left out: the training goes on with fewer ranks,
-        as if resumed on their number, unless the optimizer is sharded.
+        If a new worker fails to start twice in a row, its device is left out: the training continues with fewer ranks,
+        as after a resumption on fewer ranks.  With a sharded optimizer the training ends instead.
 
-        New workers are copies of the master, so that nothing is compiled again.  Once JAX or CUDA has started they are
-        new processes, which compile again, and rows may not come from a `Loader`.  All ranks have to be on one machine.
+        New workers are forks of the master, so nothing is compiled again.  Once JAX or CUDA has started they are new
+        processes, which compile again, and rows may not come from a `Loader`.  All ranks have to be on one machine.
         Variables that the trainer does not use get the master's values on all ranks.  The death of the master ends the
         training, as does a death while your code between two reports calls the ranks.
         """

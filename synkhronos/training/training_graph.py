@@ -52,7 +52,7 @@ class ExtraUpdate(NamedTuple):
     expression : variable
         New value of ``shared``.
     op : {"mean", None}
-        With "mean", ranks average the new values by rows.  With None, each rank keeps its own.
+        With "mean", ranks average the new values by rows.  With None, each rank has its own value.
     differs : bool
         Whether ranks may compute different new values in one step, even if their variables are equal before it.
     """
@@ -309,7 +309,7 @@ def replace_params(expressions: Sequence[Any], params: Sequence[Any], averages: 
 
 
 def identify_rule(update_rule: UpdateRule, rule_kwargs: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
-    """Return the name of an update rule and all of its options, with defaults for those that are not given.
+    """Return the name of an update rule and all of its options, including defaults.
 
     Checkpoints have both, so that a training is not resumed with another rule.
 
@@ -333,7 +333,7 @@ def name_rule(update_rule: UpdateRule) -> str:
 
 
 def is_averaged(shared: Any) -> bool:
-    """Whether slices' new values of a variable are averaged: not those of integers, booleans and generators."""
+    """Whether new values of a variable are averaged over slices: all except integers, booleans and generators."""
     return hasattr(shared.type, "dtype") and np.dtype(shared.type.dtype).kind not in "biu"
 
 
@@ -458,7 +458,7 @@ def _choose_ops(entries: list[Any], sources: list[Any]) -> list[ExtraUpdate]:
 
     Notes
     -----
-    The values of a variable with the op None may diverge between ranks.  Then expressions that read it may differ, too.
+    The values of a variable with the op None may diverge between ranks.  Then expressions that read it may also differ.
     So the analysis is repeated with these variables as sources, until it finds no more of them.
     """
     expressions = [entry[1] for entry in entries if hasattr(entry[1], "owner")]

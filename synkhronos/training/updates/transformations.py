@@ -1,7 +1,7 @@
 """Transformations of the reduced gradient, and compositions of update rules.
 
 Clipping is only exact after the all-reduce: the norm of the mean gradient does not follow from the norms of the ranks'
-own.  A transformation is therefore applied to what the rule reads from `grad_shared`::
+own.  So a transformation is applied to the gradient that the rule reads from `grad_shared`::
 
     gradient of each rank ──> all-reduce ──> transformation ──> ... ──> update rule ──> transformation ──> parameters
                              (grad_shared)      (of gradients)                           (of steps)
@@ -333,7 +333,7 @@ def total_norm_constraint(
     epsilon : float, optional
         Added to the divisor.
     return_norm : bool, optional
-        Whether to return the norm, too.
+        Whether to also return the norm.
 
     Returns
     -------
