@@ -14,7 +14,7 @@ import synkhronos as synk
 from synkhronos import processes, ranks
 from synkhronos.devices import HOST, JAX
 from synkhronos.loading import Loader
-from synkhronos.training import Checkpoint, Recorder, make_trainer, recorder, death_recovery
+from synkhronos.training import Checkpoint, Recorder, death_recovery, make_trainer, recorder
 from synkhronos.training.death_recovery import MAX_REPEATED_DEATHS, DeathRecovery
 from synkhronos.training.updates import adam, momentum
 
@@ -374,7 +374,9 @@ def test_on_death_in_the_same_step_ends_training(monkeypatch):
         return run(session, command)
 
     monkeypatch.setattr(ranks.Session, "run", kill_and_run)
-    with pytest.raises(synk.WorkerError, match=rf"goes on after {MAX_REPEATED_DEATHS} of them in the same step") as caught:
+    with pytest.raises(
+        synk.WorkerError, match=rf"goes on after {MAX_REPEATED_DEATHS} of them in the same step"
+    ) as caught:
         next(iterator)
     assert caught.value.rank == 1
     with pytest.raises(RuntimeError, match="memory was freed"):
