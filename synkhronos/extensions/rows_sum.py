@@ -9,8 +9,10 @@ command.
    graph of the user's function              functions on the ranks, each on its own rows
      priors ... ──┐
      parameters ──┼─▶ SumOverRows ─▶ value        value
-                  ├─▶ Gradient ─▶ gradients       value and gradients, in one call
+                  ├─▶ ValueAndGradients           value and gradients, in one call
                   └─▶ HessianProduct              product of the Hessian with a direction
+
+A compiled function with gradients has no node for the value alone: `_use_value_beside_gradients` removes it.
 """
 
 from __future__ import annotations
@@ -38,8 +40,10 @@ from pytensor.gradient import DisconnectedType, grad, grad_not_implemented
 from pytensor.graph.basic import Apply, Constant, Variable
 from pytensor.graph.op import Op
 from pytensor.graph.replace import clone_replace
+from pytensor.graph.rewriting.basic import node_rewriter
 from pytensor.tensor import TensorType
 from pytensor.tensor.elemwise import CAReduce, DimShuffle, Elemwise
+from pytensor.tensor.rewriting.basic import register_canonicalize
 from pytensor.tensor.type import float_dtypes
 
 import synkhronos as synk
@@ -194,10 +198,10 @@ class RowsSum:
     # -- functions on the ranks ------------------------------------------------------------------------------
 
     @cached_property
-    def gradient(self) -> Gradient:
-        """The Op of the gradients; a single instance, so that PyTensor merges equal nodes."""
+    def gradient(self) -> ValueAndGradients:
+        """The Op of value and gradients; a single instance, so that PyTensor merges equal nodes."""
         self._wants_gradient = True
-        return Gradient(self)
+        return ValueAndGradients(self)
 
     @cached_property
     def hessian_product(self) -> HessianProduct:
@@ -493,30 +497,39 @@ class SumOverRows(_RowsSumOp):
         """Return the gradients with respect to the parameters."""
         if not self.rows.floats:
             return self._align_with_params([])
-        gradients = self.rows.gradient(*inputs, return_list=True)
+        _, *gradients = self.rows.gradient(*inputs, return_list=True)
         return self._align_with_params([cotangents[0] * gradient for gradient in gradients])
 
 
-class Gradient(_RowsSumOp):
-    """The gradients of a sum with respect to its float parameters."""
+class ValueAndGradients(_RowsSumOp):
+    """The value of a sum, and its gradients with respect to its float parameters."""
 
     def make_node(self, *params: Any) -> Apply:
         """Return a node for these parameters."""
         types = [p.type for p in self.rows.params]
-        return self._make_apply(params, types, [types[i] for i in self.rows.floats])
+        return self._make_apply(params, types, [self.rows.total.type, *[types[i] for i in self.rows.floats]])
 
     def perform(self, node: Any, inputs: Any, output_storage: Any) -> None:
-        """Compute the gradients on the ranks."""
-        for storage, gradient in zip(output_storage, self.rows.gradients(inputs), strict=True):
-            storage[0] = gradient
+        """Compute value and gradients on the ranks."""
+        for storage, result in zip(output_storage, self.rows.value_and_gradients(inputs), strict=True):
+            storage[0] = result
+
+    def infer_shape(self, *arguments: Any) -> list[Any]:
+        """Return the outputs' shapes."""
+        return [(), *super().infer_shape(*arguments)]
 
     def pullback(self, inputs: Any, outputs: Any, cotangents: Any) -> list[Any]:
-        """Return the products of the Hessian with the cotangents."""
-        directions = [
+        """Return the products of the Hessian with the gradients' cotangents; the value's cotangent adds gradients."""
+        value_cotangent, *directions = [
             output.zeros_like() if isinstance(cotangent.type, DisconnectedType) else cotangent
             for output, cotangent in zip(outputs, cotangents, strict=True)
         ]
-        return self._align_with_params(self.rows.hessian_product(*inputs, *directions, return_list=True))
+        products = self.rows.hessian_product(*inputs, *directions, return_list=True)
+        if not isinstance(cotangents[0].type, DisconnectedType):
+            products = [
+                product + value_cotangent * gradient for product, gradient in zip(products, outputs[1:], strict=True)
+            ]
+        return self._align_with_params(products)
 
 
 class HessianProduct(_RowsSumOp):
@@ -538,6 +551,18 @@ class HessianProduct(_RowsSumOp):
         """Raise when evaluated: third derivatives are not implemented."""
         reason = "third derivatives of a sum over rows are not implemented"
         return [grad_not_implemented(self, i, variable, reason) for i, variable in enumerate(inputs)]
+
+
+@register_canonicalize
+@node_rewriter([SumOverRows])
+def _use_value_beside_gradients(fgraph: Any, node: Any) -> list[Any] | None:
+    """Replace a sum's value by that of a node that computes the gradients as well, at the same parameters."""
+    for variable in node.inputs[:1]:
+        for client, _ in fgraph.clients[variable]:
+            is_same_sum = isinstance(client.op, ValueAndGradients) and client.op.rows is node.op.rows
+            if is_same_sum and client.inputs == node.inputs:
+                return [client.outputs[0]]
+    return None
 
 
 # -- checks ------------------------------------------------------------------------------------------------------
@@ -610,6 +635,8 @@ def _take_sample(values: Any) -> Any:
         return array.shape, array.tobytes()
     # Rows have all columns, but miss other rows; elements are in all long rows, but may miss columns.
     step = -(-3 * array.size // _SAMPLE_SIZE)
+    if array.ndim == 1:
+        return array.shape, array[::step].tobytes()
     flat = array.reshape(-1) if array.flags.c_contiguous else array.flat  # an iterator is slow
     return array.shape, array[::step].tobytes(), flat[::step].tobytes()
 
@@ -653,7 +680,33 @@ def _select_rank_nodes(terms: Any, rows: Sequence[Any]) -> list[Apply]:
         ):
             selected.append(node)
             needed.update(node.inputs)
-    return selected[::-1]
+    return _leave_out_first_numbers(selected[::-1], rows)
+
+
+def _leave_out_first_numbers(nodes: Sequence[Apply], rows: Sequence[Any]) -> list[Apply]:
+    """Leave out each node that computes a number from numbers that no other node needs: its result is sent instead.
+
+    So a rank receives ``sigma`` rather than its logarithm, of which PyTensor would compute a function for each row.
+    """
+    num_readers: dict[Any, int] = {}
+    for variable in (variable for node in nodes for variable in set(node.inputs)):
+        num_readers[variable] = num_readers.get(variable, 0) + 1
+    computed: set[Any] = set(rows)
+    constants: set[Any] = set()
+    remaining = []
+    for node in nodes:
+        params = {variable for variable in node.inputs if not isinstance(variable, Constant)} - constants
+        if (
+            params
+            and not isinstance(node.op, DimShuffle)
+            and computed.isdisjoint(params)
+            and all(num_readers[variable] == 1 and _is_float_number(variable) for variable in params)
+            and all(map(_is_float_number, node.outputs))
+        ):
+            continue
+        remaining.append(node)
+        (computed if params else constants).update(node.outputs)
+    return remaining
 
 
 def _find_params(selected: Sequence[Apply], rows: Sequence[Any]) -> list[Any]:
@@ -699,6 +752,10 @@ def _is_array(variable: Any) -> bool:
 
 def _is_number(variable: Any) -> bool:
     return all(length == 1 for length in variable.type.shape)
+
+
+def _is_float_number(variable: Any) -> bool:
+    return _is_array(variable) and variable.dtype in float_dtypes and _is_number(variable)
 
 
 def _is_small(constant: Any) -> bool:

@@ -212,6 +212,10 @@ def test_posterior_functions_refuse_wrong_draws(fork, model, drawn):
             compute_log_likelihood(drawn.isel(draw=0), **settings())
         with pytest.raises(ValueError, match="var_names"):
             sample_posterior_predictive(drawn, **settings(var_names=[]))
+        with pytest.raises(TypeError, match="^trace: expected .* 'posterior', got NoneType"):
+            sample_posterior_predictive(None)
+        with pytest.raises(TypeError, match="^idata: expected .* 'posterior', got dict"):
+            compute_log_likelihood({})
 
 
 def has_exited(pid):

@@ -115,8 +115,12 @@ def test_rows_sum_moves_other_terms_outside(two):
     heavy = pt.cumsum(w)
     total = sum_over_rows(x @ heavy, {x: X})
     assert total.owner.inputs == [heavy]
-    # Results that depend on scalars only are not sent; the scalars are.
-    total = sum_over_rows(y * pt.exp(scale * 2 + pt.log(3.0)), {y: Y})
+    # A number is sent instead of the numbers that only it is computed from.
+    size = pt.exp(scale * 2 + pt.log(3.0))
+    total = sum_over_rows(y * size, {y: Y})
+    assert total.owner.inputs == [size]
+    # Results that depend on scalars only are not sent if other terms need these.
+    total = sum_over_rows(y * pt.exp(scale * 2 + pt.log(3.0)) + scale, {y: Y})
     assert total.owner.inputs == [scale]
 
 
@@ -154,6 +158,27 @@ def test_rows_sum_caches_value_and_gradient_of_a_point(simple, calls):
     value(2.0)
     both_(2.0)
     assert calls == ["gradient"] * 2
+
+
+def test_rows_sum_value_and_gradient_are_one_evaluation(two, monkeypatch):
+    evaluations = []
+    original = rows_sum.RowsSum.evaluate
+    monkeypatch.setattr(rows_sum.RowsSum, "evaluate", lambda *a, **k: evaluations.append(1) or original(*a, **k))
+    a = pt.dscalar("a")
+    total = sum_over_rows((y - a) ** 2, {y: Y})
+    f = function([a], [total, pytensor.grad(total, a)], mode="FAST_COMPILE")  # the tests' default rewrites nothing
+    np.testing.assert_allclose(f(1.0), [((Y - 1) ** 2).sum(), -2 * (Y - 1).sum()])
+    assert len(evaluations) == 1
+
+
+def test_rows_sum_value_beside_gradients_has_derivatives(two):
+    a = pt.dscalar("a")
+    total = sum_over_rows((y - a) ** 3, {y: Y})
+    value, gradient = total.owner.op.rows.gradient(a)
+    f = function([a], [value, gradient, pytensor.grad(value * gradient, a)])
+    terms = Y - 0.5
+    first, second, third = (terms**3).sum(), -3 * (terms**2).sum(), 6 * terms.sum()
+    np.testing.assert_allclose(f(0.5), [first, second, second**2 + first * third])
 
 
 def test_rows_sum_value_computes_no_gradient(two, calls):

@@ -88,6 +88,8 @@ def compute_log_likelihood(
     ------
     RuntimeError
         If no ranks are running.
+    TypeError
+        If `idata` has no group ``posterior``.
     ValueError
         If `store` has such a group already, or `idata` has other dimensions.
     WorkerError
@@ -116,7 +118,7 @@ def compute_log_likelihood(
     import pymc as pm
     from pymc.stats import log_density
 
-    posterior = _get_posterior(idata)
+    posterior = _get_posterior(idata, "idata")
     model = pm.modelcontext(model)
     calls = []
 
@@ -198,6 +200,8 @@ def sample_posterior_predictive(
     ------
     RuntimeError
         If no ranks are running.
+    TypeError
+        If `trace` has no group ``posterior``.
     ValueError
         If `store` has such a group already, `trace` has other dimensions, or nothing is to be sampled.
     WorkerError
@@ -230,7 +234,7 @@ def sample_posterior_predictive(
     from pymc.pytensorf import reseed_rngs
     from pymc.sampling import forward
 
-    posterior = _get_posterior(trace)
+    posterior = _get_posterior(trace, "trace")
     group = "predictions" if predictions else "posterior_predictive"
     model = pm.modelcontext(model)
     seeds = np.random.SeedSequence(random_seed)
@@ -277,9 +281,14 @@ def sample_posterior_predictive(
 # -- the draws of a posterior, in ArviZ 0.23 and 1 ---------------------------------------------------------------
 
 
-def _get_posterior(idata: Any) -> Any:
-    """Return the dataset of the posterior."""
-    posterior = idata["posterior"]
+def _get_posterior(idata: Any, argument: str) -> Any:
+    """Return the dataset of the posterior in an argument."""
+    try:
+        posterior = idata["posterior"]
+    except (KeyError, TypeError):
+        raise TypeError(
+            f"{argument}: expected InferenceData or DataTree with a group 'posterior', got {type(idata).__name__}"
+        ) from None
     posterior = posterior.to_dataset() if hasattr(posterior, "to_dataset") else posterior
     for dimension in ("chain", "draw"):
         if dimension not in posterior.sizes:
