@@ -97,9 +97,9 @@ class Rule:
     def memory(self, n_ranks: int, size: int, dtype: np.dtype) -> dict[str, tuple[tuple[int, ...], Any]]:
         """Return the shapes and dtypes of the rule's arrays in shared memory, by name.
 
-        The arrays are initially zero.  A rank reads and writes them in `State.shared`, under a
+        The arrays are initially zero.  A rank reads and writes them in ``shared`` of its `State`, under a
         `synkhronos.tasks.Worker.lock`.  With several hosts each host has a copy, which the lock updates: its methods
-        take entries of `State.rows`.
+        take entries of ``rows`` of the `State`.
 
         Parameters
         ----------
@@ -116,7 +116,7 @@ class Rule:
         return {}
 
     def setup(self, worker: Worker, state: State) -> None:
-        """Initialise `State.own` and shared memory before the first step, at which all ranks have equal parameters."""
+        """Initialise ``state.own`` and shared memory before the first step; all ranks have equal parameters then."""
         if self.precision not in (None, "float32"):
             state.own["anchor"] = state.vector
 
