@@ -1,4 +1,4 @@
-"""Starts a program in a session of its own, injects faults, and checks that nothing is left.
+"""Starts a program in a new session, injects faults, and checks that no process and no memory is left.
 
 Every wait has a limit.  All processes of the program hold the pipe on which it reports events, so that end of file on
 the pipe means that all of them have exited.
@@ -28,7 +28,7 @@ from typing import Any
 from paths import ROOT, SUPPORT
 from system import LIMIT, list_shared_names, members
 
-#: Seconds from a fault to its error.
+#: Maximal seconds from a fault to its error.
 PROMPT = 2
 _HERE = pathlib.Path(__file__).parent
 _SCENARIOS = [sys.executable, str(_HERE / "scenarios.py")]
@@ -58,7 +58,7 @@ class Program:
     *command : str
         Words before the interpreter in the command line, such as ``unshare -m``.
     **arguments
-        For the scenario, as JSON can carry them.
+        Arguments of the scenario, sent as JSON.
     """
 
     def __init__(self, scenario: str, *command: str, pass_on: dict[str, Any] | None = None, **arguments: Any):
@@ -101,14 +101,14 @@ class Program:
     # -- events ----------------------------------------------------------------------------------------------
 
     def printed(self) -> str:
-        """Return all that it has printed."""
+        """Return the program's output."""
         self.output.seek(0)
         return self.output.read()
 
     def release(self) -> None:
         """Release the ranks that block."""
         if self._release is not None:
-            os.close(self._release)  # all readers see the end of file, at each read
+            os.close(self._release)  # each read then returns the end of file
             self._release = None
 
     def next(self, limit: float = LIMIT) -> dict[str, Any] | None:
@@ -146,7 +146,7 @@ class Program:
     # -- faults ----------------------------------------------------------------------------------------------
 
     def send_signal(self, pid: int | None, number: int) -> float:
-        """Send a signal to one process, or for None to all of them as a terminal does; return the time."""
+        """Send a signal to a process, or with None to all of them, as a terminal does; return the time."""
         moment = time.monotonic()
         if pid is None:
             os.killpg(self.pid, number)
@@ -171,17 +171,17 @@ class Program:
                 pass
         except AssertionError:
             raise AssertionError(f"{members(self.pid)} are left\n{self.printed()}") from None
-        while members(self.pid):  # the pipe is closed a moment before the process is gone
+        while members(self.pid):  # the pipe is closed shortly before the process ends
             assert time.monotonic() < deadline, f"{members(self.pid)} are left"
             time.sleep(0.005)
-        # Other programs may use the library just now: their names stay for a moment only.
+        # Names of other programs that use the library exist for a moment only.
         while left := list_shared_names() - self._names:
             assert time.monotonic() < deadline + 0.5, f"{left} are left in /dev/shm"
             time.sleep(0.005)
 
 
 class Template:
-    """A process that has imported all modules, and forks itself for each program, one at a time."""
+    """A process that has imported all modules, and forks for each program, one at a time."""
 
     _only: Template | None = None
 
@@ -213,7 +213,7 @@ class Template:
 
 
 class Copy:
-    """A program that a template has forked; `wait` is as of `subprocess.Popen`."""
+    """A program that a template has forked; `wait` is that of `subprocess.Popen`."""
 
     def __init__(self, channel: socket.socket, pid: int):
         self._channel = channel

@@ -25,7 +25,7 @@ N = 3
 
 
 def at_a_place(where: str, on: Any, how: str = "python", unhandled: bool = False) -> None:
-    """Hold on some ranks, in a call, in a collective, or while distributing or compiling, and work on after it."""
+    """Block on some ranks, in a call, in a collective, or while distributing or compiling; then run further calls."""
     probes.instrument()
     before = start()
     synk.fork(N, use_gpu=False)
@@ -42,7 +42,7 @@ def at_a_place(where: str, on: Any, how: str = "python", unhandled: bool = False
     if unhandled:
         call()
     tell("outcome", **attempt(call))
-    hold("python")  # until the harness will press no more
+    hold("python")  # until the harness sends no more signals
     tell("works", right=make_expected(N), **attempt(work.check))
     synk.close()
     vars(work).clear()
@@ -50,7 +50,7 @@ def at_a_place(where: str, on: Any, how: str = "python", unhandled: bool = False
 
 
 def _interrupt_the_library(number: int, frame: Any) -> None:
-    """Raise as an interrupt does, but never in the code of this program."""
+    """Raise KeyboardInterrupt, but never in the code of this program."""
     while frame is not None:
         if os.path.dirname(synk.__file__) in frame.f_code.co_filename:
             raise KeyboardInterrupt
@@ -58,7 +58,7 @@ def _interrupt_the_library(number: int, frame: Any) -> None:
 
 
 def while_forking(where: str) -> None:
-    """Hold in the master between two workers, or in a worker that starts."""
+    """Block in the master between the forks of two workers, or in a worker that starts."""
     signal.signal(signal.SIGINT, _interrupt_the_library)
     before = start()
     real_fork, real_leave = os.fork, worker_process._detach_from_master
@@ -71,7 +71,7 @@ def while_forking(where: str) -> None:
             if len(forked) == 2 and where == "master":
                 tell("inside")
                 hold("python")
-        elif len(forked) == 1 and where == "child":  # it has not parted with the master's handlers yet
+        elif len(forked) == 1 and where == "child":  # it still has the master's handlers
             tell("inside")
             hold("python")
         return pid
@@ -96,7 +96,7 @@ def while_forking(where: str) -> None:
 
 
 def while_closing(where: str) -> None:
-    """Hold in the master while it waits for workers to end, or close with a worker that is still busy."""
+    """Block in the master while it waits for workers to end, or close with a busy worker."""
     signal.signal(signal.SIGINT, _interrupt_the_library)
     before = start()
     exit_code = workers._get_exit_code
@@ -121,7 +121,7 @@ def while_closing(where: str) -> None:
 
         def joined(self: ranks.Session, limit: float | None = None) -> None:
             if limit is not None:
-                tell("inside")  # in the library, and not on the way there
+                tell("inside")  # in the library, not before it
             join(self, limit)
 
         ranks.Session._wait_until_done = joined  # type: ignore[method-assign]
@@ -140,7 +140,7 @@ def while_closing(where: str) -> None:
 class Press:
     """Raises SIGINT when the interpreter checks for signals in the library's code for the ``at``-th time from now on.
 
-    It checks at the start of a function, after a call of a C function, and at backward jumps.  It does not after a call
+    It checks at the start of a function, after a call of a C function, and at backward jumps, but not after a call
     of a Python function, on which the exception tables of ``with`` statements rely.
     """
 
@@ -196,7 +196,7 @@ def _limit(number: int, frame: Any) -> None:
 def at_every_moment(what: str, first: int = 0, step: int = 1, limit: bool = False) -> None:
     """Interrupt an action once at each moment at which Python handles signals; check all ranks after each interrupt.
 
-    Or have a time limit end there (``limit``), which raises another exception from another signal.
+    With ``limit`` a time limit expires instead, which raises another exception from another signal.
     """
     probes.instrument()
     signal.signal(signal.SIGALRM, _limit)
@@ -208,7 +208,7 @@ def at_every_moment(what: str, first: int = 0, step: int = 1, limit: bool = Fals
         if _current() is None:
             made.clear()
             synk.fork(2, use_gpu=False)
-        if not made:  # or a fork that was interrupted when all was done
+        if not made:  # or a fork that was interrupted at its end
             made["work"] = Work()
             made["work"].check()
 
@@ -234,7 +234,7 @@ def at_every_moment(what: str, first: int = 0, step: int = 1, limit: bool = Fals
             forked()
         error = None
         press = Press(k, signal.SIGALRM if limit else signal.SIGINT)
-        if what.endswith("again"):  # first in the master's own part, then at each later moment
+        if what.endswith("again"):  # first in the master's part, then at each later moment
             probes.PLANS["perform" if what.startswith("call") else "chunk"] = 0, "interrupt"
             probes.INTERRUPTED = press.begin
         else:
@@ -245,7 +245,7 @@ def at_every_moment(what: str, first: int = 0, step: int = 1, limit: bool = Fals
             error = repr(caught)
         finally:
             sys.settrace(None)
-        if not press.place:  # it was not pressed any more
+        if not press.place:  # no signal was sent any more
             break
         presses += 1
         if error is None:
@@ -342,7 +342,7 @@ def at_random(seed: int, times: int) -> None:
                 kept[:] = [synk.data(np.ones(rows)), synk.data(np.ones(5))]
             return float(work.f(kept[0] if i % 2 else np.ones(rows))[0]), rows if not i % 2 else len(kept[0])
 
-        value = guarded(call, usual * 3)  # those with new arrays take longer
+        value = guarded(call, usual * 3)  # calls with new arrays take longer
         wrong += value is not None and value[0] != value[1]
     tell("outcome", interrupted=interrupted, wrong=int(wrong))
     tell("works", right=make_expected(2), **attempt(work.check))
@@ -354,7 +354,7 @@ def at_random(seed: int, times: int) -> None:
 
 
 def signalled(name: str, how: str) -> None:
-    """Receive a signal with all other processes of this program; its handler sets a flag, and the loop gathers."""
+    """Receive a signal, as all processes of this program do, in a loop of collectives; the handler sets a flag."""
     number, came = signal.Signals[name], []
     handler: Any = signal.SIG_IGN if how == "ignored" else lambda *_: came.append(1)
     if how in ("handled", "ignored"):

@@ -184,7 +184,7 @@ def _act(action: str, point: str) -> None:
 
 
 class Silent(Exception):
-    """An exception whose `str` fails."""
+    """An exception whose ``str`` raises an error."""
 
     def __str__(self) -> str:
         raise RuntimeError("no words")
@@ -202,7 +202,7 @@ class _Poll(ctypes.Structure):
 def hold(how: str) -> None:
     """Block until the harness releases this process: in Python, or in C as compiled code does, without running Python.
 
-    Or sleep for a minute, in one system call.
+    Or sleep for a minute in one system call.
     """
     if how == "sleep":
         time.sleep(60)
@@ -212,7 +212,7 @@ def hold(how: str) -> None:
             if time.monotonic() > deadline:
                 raise TimeoutError
     else:
-        poll = ctypes.PyDLL(None).poll  # keeps the interpreter's lock
+        poll = ctypes.PyDLL(None).poll  # does not release the interpreter's lock
         deadline = time.monotonic() + 60
         while poll(ctypes.byref(_Poll(_RELEASE, select.POLLIN, 0)), 1, 60_000) < 1 and time.monotonic() < deadline:
             pass
@@ -220,7 +220,7 @@ def hold(how: str) -> None:
 
 @dataclass(frozen=True)
 class Know(Command):
-    """Let each process know its rank."""
+    """Tell each process its rank."""
 
     def run(self, rank: ranks.Rank) -> Any:
         global RANK
@@ -244,7 +244,7 @@ class Plant(Command):
 
 
 def know() -> dict[int, int]:
-    """Return each rank's process id."""
+    """Return each rank's process ID."""
     return dict(enumerate(ranks.get_session().run(Know())))
 
 
@@ -254,7 +254,7 @@ def plant(point: str, action: str, on: Any, skip: int = 0) -> None:
 
 
 def instrument() -> None:
-    """Put points into the library: where collectives find variables, and where they go on to the next chunk."""
+    """Insert points into the library: where collectives look up variables, and before each further chunk."""
     real_get_object, real_halves = commands.get_object, HostCommunicator._next_halves
 
     def get_object(rank: ranks.Rank, key: Any) -> Any:
@@ -270,7 +270,7 @@ def instrument() -> None:
 
 
 class Point(Op):
-    """The identity, which reaches points."""
+    """Identity Op that reaches points."""
 
     __props__ = ()
 
@@ -295,7 +295,7 @@ def _unpickled() -> Point:
 
 
 class Arguments(Command):
-    """A command that fails, or worse, where it is unpickled."""
+    """Command whose unpickling runs a planned action."""
 
     def __reduce__(self) -> Any:
         return _unpickled_command, ()

@@ -1,6 +1,6 @@
-"""The programs into which faults are injected: `python scenarios.py NAME JSON`.
+"""Programs into which faults are injected: ``python scenarios.py NAME JSON``.
 
-They exit by the end of the script, so that exit handlers are tested too.
+They end normally, so that exit handlers are tested, too.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from synkhronos.ranks import Command, worker_process
 
 N = 3
 
-#: The points in the program, by the place of the fault.
+#: Points in the program by the place of the fault.
 POINTS = {
     "call": "perform",
     "slice": "perform",
@@ -43,7 +43,7 @@ POINTS = {
 
 
 def _reap(*_: Any) -> None:
-    """Reap any child that has exited, as programs with many children do."""
+    """Reap all children that have exited, as programs with many children do."""
     with contextlib.suppress(ChildProcessError):
         while os.waitpid(-1, os.WNOHANG)[0]:
             pass
@@ -82,7 +82,7 @@ def at_a_point(
     reaper: str = "library",
     spawn: bool = False,
 ) -> None:
-    """Reach a point with a planned action, report the outcome, and work on.
+    """Reach a point with a planned action, report the outcome, and run further calls.
 
     Options: the program handles SIGURG itself (`urgent`), reaps the workers itself (`reaper`), or its workers are new
     processes (`spawn`).
@@ -120,7 +120,7 @@ def after(before: dict[str, Any], work: Work | None) -> None:
     """Report whether the ranks survived, whether their results are right, and the footprint after a close."""
     if _closed():
         if work is not None:
-            vars(work).clear()  # a function holds on to the ranks it was distributed to, and they to their memory
+            vars(work).clear()  # a function has references to its ranks, and thereby to their memory
         tell("dead", before=before, after=footprint())
         synk.fork(N, use_gpu=False)
         know()
@@ -144,7 +144,7 @@ def _closed() -> bool:
 
 
 def at_fork(how: str, on: int = 2, spawn: bool = False) -> None:
-    """Fork, with a fault in the master or in a worker meanwhile."""
+    """Fork, with a fault in the master or in a worker."""
     if how == "limit":
         _become_nobody()
     before = start()
@@ -200,7 +200,7 @@ def at_fork(how: str, on: int = 2, spawn: bool = False) -> None:
 
 
 def _need_fresh_processes() -> None:
-    """Start JAX, so that workers have to be new processes; without JAX, pretend that."""
+    """Start JAX, so that workers must be new processes; without JAX, pretend it."""
     try:
         import jax.numpy
     except ImportError:
@@ -215,7 +215,7 @@ def _become_nobody() -> None:
     user = 1 << 20 | os.getpid()
     os.setresgid(user, user, user)
     os.setresuid(user, user, user)
-    ctypes.CDLL(None).prctl(4, 1, 0, 0, 0)  # PR_SET_DUMPABLE: or /proc/self is root's
+    ctypes.CDLL(None).prctl(4, 1, 0, 0, 0)  # PR_SET_DUMPABLE: otherwise root owns /proc/self
 
 
 def never_returns(timeout: float) -> None:
@@ -223,7 +223,7 @@ def never_returns(timeout: float) -> None:
     before = start()
     synk.fork(N, use_gpu=False, timeout=timeout)
     session = ranks.get_session()
-    session.timeout = None  # compiling may take longer
+    session.timeout = None  # compilation may take longer
     know()
     work = Work()
     assert work.call() == 15.0
@@ -387,7 +387,7 @@ def announced_to_the_dead() -> None:
 
 
 def from_a_thread(busy: bool = False) -> None:
-    """Fork in a thread that ends, and work on in another."""
+    """Fork in a thread that ends, and continue in another."""
     before = start()
     results: list[Any] = []
 
@@ -411,7 +411,7 @@ def from_a_thread(busy: bool = False) -> None:
 
 
 def first_command() -> None:
-    """Fail in the very first command that workers get."""
+    """Fail in the first command."""
     before = start()
     probes.PLANS["arguments"] = 0, "raise:ValueError"
     session = ranks.fork(N, 0, False)
@@ -423,7 +423,7 @@ def first_command() -> None:
 
 
 def deaf_and_mute() -> None:
-    """Work where standard input, output and error are closed."""
+    """Run calls with closed standard input, output and error."""
     before = start()
     synk.fork(N, use_gpu=False)
     know()
@@ -434,7 +434,7 @@ def deaf_and_mute() -> None:
 
 
 class Print(Command):
-    """Print on every worker, where nobody reads."""
+    """Print on every worker into a pipe without a reader."""
 
     def __init__(self, text: str):
         self.text = text
@@ -456,7 +456,7 @@ def printing_into_nothing() -> None:
     tell("buffered", **attempt(lambda: ranks.get_session().run(Print("x"))))
     tell("outcome", **attempt(lambda: ranks.get_session().run(Print("x" * 100_000))))
     after(before, work)
-    sys.stdout = None  # its buffer can't be flushed at exit either
+    sys.stdout = None  # otherwise the flush of its buffer fails at exit
 
 
 def main() -> None:
@@ -482,7 +482,7 @@ def _copied() -> list[str]:
     Does not return in the template itself.
     """
     gc.collect()
-    gc.freeze()  # else each copy would search all imported objects for garbage
+    gc.freeze()  # otherwise each copy would search all imported objects for garbage
     channel = socket.socket(fileno=int(os.environ["FAULTS_EVENTS"]))
     while True:
         message, files, _, _ = socket.recv_fds(channel, 1 << 16, 3)

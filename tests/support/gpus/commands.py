@@ -24,7 +24,7 @@ from synkhronos.ranks import Command, SharedArray
 
 
 class InCollective(Command):
-    """A command: an all_reduce that one rank never starts."""
+    """Command of an all_reduce that one rank never starts."""
 
     def __init__(self, deed, culprit, meets):
         self.deed, self.culprit, self.meets = deed, culprit, meets
@@ -35,7 +35,7 @@ class InCollective(Command):
         communicator.connect(rank.all_gather(communicator.generation))
         array = device.from_host(np.ones(1000, "float32"))
         if rank.number == self.culprit and self.deed != "late":
-            time.sleep(0.2)  # the others are inside by now
+            time.sleep(0.2)  # the other ranks have started it
             if self.deed == "kill":
                 os.kill(os.getpid(), signal.SIGKILL)
             raise ArithmeticError("the sum is odd")
@@ -50,7 +50,7 @@ class InCollective(Command):
 
 @dataclass(frozen=True)
 class Reduced(Command):
-    """A command: an all_reduce of rows times the rank's number plus 1; gathers the ends of each rank's result."""
+    """Command that all-reduces rows times the rank's number plus 1, and returns the ends of each rank's result."""
 
     op: str
     rows: SharedArray
@@ -68,7 +68,7 @@ class Reduced(Command):
 
 
 def in_groups(worker):
-    """Run the collectives as one of the ranks; return digests."""
+    """Run collectives in a group, and send between two ranks; return digests of the results."""
     device, n = worker._rank.device, worker.size
     array = device.from_host(np.random.default_rng(worker.number).integers(-9, 9, 50_000).astype("float32"))
     results = []
@@ -93,7 +93,7 @@ def digest(*arrays):
 
 
 def between(worker):
-    """Send an array of the GPU to the other rank, take its, and add both; return an element of each."""
+    """Exchange an array on the GPU with the other rank, and all-reduce it; return an element of each result."""
     from synkhronos.devices import PYGPU
 
     mine = PYGPU.from_host(np.arange(30_000, dtype="float32") + worker.number)

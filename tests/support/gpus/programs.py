@@ -1,6 +1,6 @@
 """Programs on the GPUs of one host or of several: ``programs.py NAME`` runs one, on the hosts that HOSTS names.
 
-``programs.py serve`` runs many, on the same ranks.  GPUs may be pretended or real: nothing here knows.
+``programs.py serve`` runs many, on the same ranks.  GPUs may be pretended or real.
 """
 
 import json
@@ -20,7 +20,7 @@ HOSTS = os.environ["HOSTS"].split(",")
 
 
 def fork():
-    """Start the ranks, each on a GPU, if none run: on several hosts, or, where one is named, on this machine alone."""
+    """Start ranks on GPUs unless they run: on several hosts, or with one host on this machine only."""
     try:
         return ranks.get_session().size
     except RuntimeError:
@@ -31,7 +31,7 @@ def fork():
 
 
 def train():
-    """Train a small network: each step one launch, with the ranks' exchange in its middle; print a digest."""
+    """Train a small network by steps of one launch with an all-reduce; print a digest."""
     import pytensor
     import pytensor.tensor as T
 
@@ -55,12 +55,12 @@ def train():
 
 
 def collectives():
-    """Combine arrays of all ranks in all ways, and print digests of the results."""
+    """Run all collectives, and print digests of the results."""
     import pytensor
 
     n = fork()
     rng = np.random.default_rng(1)
-    for dtype in ("float32", "float64", "int64", "int16"):  # NCCL doesn't know the last
+    for dtype in ("float32", "float64", "int64", "int16"):  # NCCL lacks the last dtype
         s = pytensor.shared(np.zeros(1001, dtype), "s")
         synk.function([], (s.sum(), None))()
         values = [rng.integers(-9, 9, 1001).astype(dtype) for _ in range(n)]
@@ -80,7 +80,7 @@ def collectives():
 
 
 def groups():
-    """Combine arrays of some ranks, and send them between two; print digests of the results."""
+    """Run collectives in groups, and send arrays between two ranks; print digests of the results."""
     fork()
     for results in synk.run(in_groups):
         print(*results)
@@ -92,7 +92,7 @@ def _reduced(values, op):
 
 
 def faults():
-    """Fail on each rank in turn, in a collective or after it; all reconnect; then kill one rank."""
+    """Fail on each rank in turn, in a collective or after it, and reconnect; then kill one rank."""
     import pytensor
 
     n = fork()
@@ -122,7 +122,7 @@ def faults():
 
 @mock.patch.dict(os.environ, NCCL_SOCKET_IFNAME="lo")
 def interface():
-    """Start new ranks, for which NCCL takes the loopback; say why it does not connect."""
+    """Start new ranks for which NCCL uses the loopback interface; print the error of its connection."""
     import pytensor
 
     synk.close()
@@ -136,7 +136,7 @@ def interface():
 
 
 def refused():
-    """Ask for more ranks than there are GPUs."""
+    """Request more ranks than there are GPUs, and print the error."""
     for hosts in (["a:1", "b:3"], ["a:3", "b:1"]):
         try:
             synk.fork(hosts=hosts, use_gpu=True)
@@ -147,7 +147,7 @@ def refused():
 
 
 def parts():
-    """Compute on rows that each host has loaded; say how much memory that took here."""
+    """Compute on rows that each host has loaded; print the page-locked memory on this host."""
     import pytensor.tensor as T
 
     n = fork()
@@ -177,7 +177,7 @@ def theano():
 
 
 def serve():
-    """Run the programs that are named on standard input, each with its arguments, and say when each has ended."""
+    """Run the programs named on standard input, each with its arguments; print a line at the end of each."""
     for line in sys.stdin:
         name, *arguments = json.loads(line)
         globals()[name](*arguments)

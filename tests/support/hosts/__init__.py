@@ -24,10 +24,10 @@ from paths import ROOT, SUPPORT
 HERE = Path(__file__).resolve().parent
 SIMULATED, RSH = HERE / "simulated.py", HERE / "rsh.sh"
 PROGRAMS = HERE / "programs.py"
-#: Programs on pretended GPUs, two a host; the folder that pretends them is on no other process's path.
+#: Programs on pretended GPUs, two per host; only their processes have the stand-ins' folder on the path.
 GPUS = HERE.parent / "gpus"
 GPU_PROGRAMS = GPUS / "programs.py"
-#: One thread a rank, whatever the host's share of the cores: so bits don't depend on which host a rank is on.
+#: One thread per rank on any host, so that results do not depend on the placement of ranks.
 ONE_THREAD = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "NUMBA_NUM_THREADS": "1"}
 
 
@@ -35,21 +35,21 @@ ONE_THREAD = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "NUMBA_NUM_TH
 def are_simulated() -> bool:
     """Return whether this machine can simulate hosts with a network and memory of their own.
 
-    Where it does not, ``mpirun`` takes the one machine for several: all is tried then but that hosts share nothing.
+    Otherwise ``mpirun`` treats the machine as several hosts, which then share files and memory.
     """
     done = subprocess.run([sys.executable, SIMULATED, "--hosts", "a", "--", "true"], capture_output=True, timeout=60)
     return done.returncode == 0
 
 
 def words(hosts: list[str], *command: object, gpus: bool = False) -> tuple[list[str], dict[str, str]]:
-    """Return a command line, and its environment, that runs a command on the first of some hosts, or of some with GPUs."""
+    """Return a command line, and its environment, that runs a command on the first of these hosts."""
     python = [sys.executable, *map(str, command)]
     path = os.pathsep.join(
         [str(ROOT), str(SUPPORT), str(ROOT / "tests" / "rules"), *filter(None, [os.environ.get("PYTHONPATH")])]
     )
-    # With a compiler Theano would fold constants by C++, each rank after a look at all modules that it has ever compiled.
+    # With a compiler Theano would fold constants by C++, and each rank would first scan all compiled modules.
     flags = {"THEANO_FLAGS": f"{os.environ.get('THEANO_FLAGS', '')},cxx=".lstrip(",")}
-    flags["PYTHONWARNINGS"] = "ignore::UserWarning:theano.configdefaults"  # which says that there is none
+    flags["PYTHONWARNINGS"] = "ignore::UserWarning:theano.configdefaults"  # the warning that there is no compiler
     environment = {**os.environ, **ONE_THREAD, **flags, "PYTHONPATH": path, "HOSTS": ",".join(hosts)}
     if gpus:
         environment["PYTHONPATH"] += os.pathsep + str(GPUS / "pretended")
@@ -63,7 +63,7 @@ def words(hosts: list[str], *command: object, gpus: bool = False) -> tuple[list[
 
 
 class HostProgram:
-    """A process on the first of some hosts, which runs one program after the other on the same ranks."""
+    """A process on the first of these hosts that runs programs one after another on the same ranks."""
 
     def __init__(self, hosts: list[str], gpus: bool):
         command, environment = words(hosts, GPU_PROGRAMS if gpus else PROGRAMS, "serve", gpus=gpus)
@@ -81,7 +81,7 @@ class HostProgram:
         )
 
     def run(self, *program: object) -> str:
-        """Run a program, and return its output."""
+        """Run a program; return its output."""
         assert self._process.stdin is not None and self._process.stdout is not None
         said: list[str] = []
         try:
@@ -89,14 +89,14 @@ class HostProgram:
             for line in iter(self._process.stdout.readline, "ended\n"):
                 said.append(line)
                 assert line, self._read()
-        except BaseException:  # a test's limit of time, too
+        except BaseException:  # including a test's time limit
             self.failed = True
             self._process.kill()
             raise
         return "".join(said)
 
     def end(self) -> None:
-        """End it, and check that its end is right unless it has failed."""
+        """End the process, and check its exit status unless a program has failed."""
         with self._process as process, self._errors:
             if not self.failed:
                 process.communicate(timeout=60)
@@ -108,14 +108,14 @@ class HostProgram:
         return self._errors.read()
 
 
-#: At most one of one host, and one of several, whose agents look for messages all the time.
+#: Reused processes: at most one on one host, and one on several hosts, whose agents poll all the time.
 _kept: dict[bool, HostProgram] = {}
 
 
 def run(hosts: list[str], *program: object, gpus: bool = False) -> str:
-    """Run one of `PROGRAMS` or `GPU_PROGRAMS` on the first of some hosts; return its output.
+    """Run one of `PROGRAMS` or `GPU_PROGRAMS` on the first of these hosts; return its output.
 
-    The ranks stay for the next program on the same hosts, until `end` ends them.
+    The next program on the same hosts reuses the ranks, until `end` ends them.
     """
     several = len(hosts) > 1
     kept = _kept.get(several)
@@ -133,7 +133,7 @@ def end(*which: bool) -> None:
 
 
 def launch(hosts: list[str], *program: object, timeout: float = 60) -> subprocess.CompletedProcess[str]:
-    """Start one of `PROGRAMS` by ``mpirun`` on some hosts, twice on a host ``a:2``."""
+    """Start one of `PROGRAMS` by ``mpirun`` on these hosts, twice on a host ``a:2``; return the completed process."""
     mpirun = Path(sys.executable).with_name("mpirun")
     command, environment = words(hosts, PROGRAMS, *program)
     n = sum(int(host.partition(":")[2]) for host in hosts)

@@ -1,4 +1,4 @@
-"""The program into which faults are injected, on the first of several hosts.
+"""Program on the first of several hosts, into which faults are injected.
 
 It reads one order a line from standard input.  Its argument is a folder on a file system that the hosts share, with two
 named pipes: ``events``, to which it writes the outcome of each order, and each rank an event when it reaches the point
@@ -29,7 +29,7 @@ from synkhronos.hosts.pipes import Pipe
 from synkhronos.ranks import Command
 from synkhronos.ranks.segments import SharedArray
 
-#: Length of a float64 array that takes several chunks.
+#: Length of a float64 array of several chunks.
 LARGE = 1_000_000
 #: Function that this process calls at its next chunk.
 AT_CHUNK: Callable[[], None] | None = None
@@ -64,9 +64,9 @@ class _Poll(ctypes.Structure):
 def hold(folder: str, rank: int) -> None:
     """Report this rank, and block without running Python, as compiled code does, until the test releases it."""
     release = os.open(f"{folder}/release", os.O_RDONLY | os.O_NONBLOCK)
-    poll = ctypes.PyDLL(None).poll  # keeps the interpreter's lock
+    poll = ctypes.PyDLL(None).poll  # does not release the interpreter's lock
     deadline = time.monotonic() + 60
-    # The test interrupts the master: a signal right before the call is handled after it.
+    # The test interrupts the master; a signal just before the call is handled after it.
     limit = 1_000 if rank == 0 else 60_000
     tell(folder, "inside", rank=rank)
     try:
@@ -78,7 +78,7 @@ def hold(folder: str, rank: int) -> None:
 
 @dataclass(frozen=True)
 class Part(Command):
-    """A command in which some ranks block or raise at a place; the others wait for them."""
+    """Command in which some ranks block or raise at a place, while the others wait for them."""
 
     folder: str
     place: str
@@ -86,7 +86,7 @@ class Part(Command):
     action: str
 
     def run(self, rank: ranks.Rank) -> bool:
-        """Return whether an all-reduce over all ranks is right."""
+        """Return whether an all-reduce over all ranks is correct."""
         global AT_CHUNK
 
         rank.barrier()
@@ -105,7 +105,7 @@ class Part(Command):
 
 
 def locked(worker: synk.Worker, folder: str, place: str, on: tuple[int, ...], action: str, rows: Any) -> bool:
-    """Block or raise on some ranks with a lock held, or in the middle of exchanges; the others wait for the lock."""
+    """Block or raise on some ranks that hold a lock, or are exchanging; the others wait for the lock."""
     worker.barrier("begin")
     deadline = time.monotonic() + (60 if action == "hold" and place == "exchange" else 0)
     if worker.number not in on:
@@ -136,13 +136,13 @@ class Know(Command):
     """Return the process ID of each rank."""
 
     def run(self, rank: ranks.Rank) -> list[tuple[str, int]]:
-        """Return the namespaces' names and the process ids."""
+        """Return the namespace and the process ID of each rank."""
         return rank.all_gather((os.readlink("/proc/self/ns/pid"), os.getpid()))
 
 
 @dataclass(frozen=True)
 class Read(Command):
-    """Read memory that all ranks share."""
+    """Command that reads memory that all ranks share."""
 
     location: SharedArray
 
@@ -170,17 +170,17 @@ class Orders:
             os.environ.update(before)
 
     def know(self) -> Any:
-        """Return each rank's namespace and process id, and mpirun's process id."""
+        """Return each rank's namespace and process ID, and mpirun's process ID."""
         session = ranks.get_session()
         return {"ranks": session.run(Know()), "mpirun": session.link._mpirun.pid}
 
     def part(self, place: str, on: list[int], action: str) -> bool:
-        """Run a command; for "idle" hold before it, outside of the library."""
+        """Run a command; for "idle" block before it, outside of the library."""
         if place == "idle":
             hold(self.folder, 0)
             on = []
         if place in ("lock", "exchange"):
-            rows = create_unpublished((LARGE,), "float64")  # else hosts were busy with its rows first
+            rows = create_unpublished((LARGE,), "float64")  # otherwise hosts would first transfer its rows
             return all(synk.run(locked, self.folder, place, tuple(on), action, rows))
         with ranks.get_session().call_lock:
             ranks.get_session().wait_until_idle()
@@ -199,7 +199,7 @@ class Orders:
                     session.memory.release("segment", key)
 
     def work(self) -> bool:
-        """Return whether a function and the collectives compute the right results."""
+        """Return whether a function and the collectives return correct results."""
         from faults.probes import Work, make_expected
 
         n = ranks.get_session().size
@@ -210,12 +210,12 @@ class Orders:
         synk.close()
 
     def close_in_handler(self) -> None:
-        """End the ranks in a signal's handler, in the middle of a command."""
+        """End the ranks in a signal handler, in the middle of a command."""
         signal.signal(signal.SIGUSR1, lambda *_: synk.close())
         self.part("computing", [0], "hold")
 
     def exit(self) -> None:
-        """Exit without a close."""
+        """Exit without calling close."""
         sys.exit(3)
 
 
@@ -245,6 +245,6 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    from hosts import fault_target  # the ranks know the commands by this name
+    from hosts import fault_target  # the ranks import the commands by this name
 
     fault_target.main()

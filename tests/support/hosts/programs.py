@@ -24,12 +24,12 @@ from synkhronos.data.rows import get_share
 from synkhronos.data.shared import create_unpublished
 from synkhronos.training import make_train_function, updates
 
-HOSTS = os.environ.get("HOSTS", "").split(",")  # Open MPI's does not pass it on to the ranks of other hosts
+HOSTS = os.environ.get("HOSTS", "").split(",")  # Open MPI's mpirun does not pass it on to ranks on other hosts
 
 
 @cache
 def fork() -> int:
-    """Start the ranks, if no program has: on several hosts, or, where one is named, on this machine alone."""
+    """Start ranks unless they run: on several hosts, or with one host on this machine only."""
     if len(HOSTS) == 1:
         return synk.fork(int(HOSTS[0].partition(":")[2]), use_gpu=False)
     return synk.fork(hosts=HOSTS, use_gpu=False)
@@ -41,7 +41,7 @@ def digest(*arrays: Any) -> str:
 
 
 def train() -> None:
-    """Train a small network for 30 steps, on rows by index, and write into its data meanwhile."""
+    """Train a small network for 30 steps on rows by index, and write into its data in between."""
     n = fork()
     rng = np.random.default_rng(0)
     x, y = tensor.fmatrix("x"), tensor.fvector("y")
@@ -53,7 +53,7 @@ def train() -> None:
     for w in weights[:2]:
         out = tensor.tanh(tensor.dot(out, w))
     loss = tensor.log1p(tensor.exp((1 - 2 * y) * tensor.dot(out, weights[2]))).mean()
-    # A rule that Python's linker computes by arrays: Adam's product of three it would take number by number.
+    # Python's linker computes this rule by arrays, but Adam's product of three factors number by number.
     step = make_train_function(loss, weights, x, y, updates.rmsprop, learning_rate=np.float32(0.001))
     points = rng.normal(size=(1001, 20)).astype("float32")
     labels = (np.sin(points @ rng.normal(size=20)) > 0).astype("float32")
@@ -61,24 +61,24 @@ def train() -> None:
     order, losses = rng.permutation(len(points)), []
     for k in range(30):
         losses.append(step(x_data, y_data, batch=order[(k * 130) % 900 :][:101]))
-        np.asarray(x_data)[order[k]] *= 1.5  # nobody is told
+        np.asarray(x_data)[order[k]] *= 1.5  # without a message to the ranks
     copies = [np.asarray(synk.get_value(r, weights[1])) for r in range(n)]
     assert all(np.array_equal(copy, copies[0]) for copy in copies)
     print(digest(*(w.get_value() for w in weights), *losses))
 
 
 def show(s: Any, values: list[np.ndarray]) -> None:
-    """Give each rank its value."""
+    """Set a different value on each rank."""
     for r, value in enumerate(values):
         synk.set_value(r, s, value)
 
 
 def collectives() -> None:
-    """Combine arrays of all ranks in all ways, and print digests of the results."""
+    """Run all collectives, and print digests of the results."""
     n = fork()
     rng = np.random.default_rng(1)
     for dtype in ("float64", "float32", "float16", "int64"):
-        for size in (1, 1000, 2_500_001 if dtype == "float64" else 700_001):  # more than all frames of a pipe hold
+        for size in (1, 1000, 2_500_001 if dtype == "float64" else 700_001):  # more than the capacity of a pipe
             values = [
                 rng.normal(size=size).astype(dtype) if dtype != "int64" else rng.integers(-9, 9, size) for _ in range(n)
             ]
@@ -113,7 +113,7 @@ def collectives() -> None:
 
 
 def functions() -> None:
-    """Call functions of all kinds, whose results are compared with NumPy's."""
+    """Call functions of all kinds, and compare the results with NumPy's."""
     fork()
     x, i = tensor.dmatrix("x"), tensor.lvector("i")
     f = synk.function([x], [(x.sum(axis=0), "sum"), (x * 2, "gather"), (x.mean(), "avg")])
@@ -147,7 +147,7 @@ def functions() -> None:
 
 
 def files(path: str, other: str) -> None:
-    """Map a file on both hosts; then one that the second lacks."""
+    """Map a file on both hosts; then a file that is missing on the second."""
     fork()
     x = tensor.dmatrix("x")
     f = synk.function([x], (x * 2, "gather"))
@@ -172,7 +172,7 @@ def triples(start: int, stop: int) -> np.ndarray:
 
 
 def refused(error: type[Exception], words: str, call: Any) -> None:
-    """Check that a call is refused with these words."""
+    """Check that a call raises an error with these words."""
     try:
         call()
     except error as raised:
@@ -232,7 +232,7 @@ def parts() -> None:
 
 
 def own_rows(worker: synk.Worker, rows: Any, f: Any) -> Any:
-    """Compute on rows of this host, and ask for others."""
+    """Compute on rows of this host, and request others."""
     here, said = rows.local_rows, []
     for call in (lambda: rows[[here.start, here.stop % len(rows)]], lambda: rows.array, lambda: f(rows)):
         try:
@@ -243,7 +243,7 @@ def own_rows(worker: synk.Worker, rows: Any, f: Any) -> Any:
 
 
 def parts_tasks() -> None:
-    """Give rows that each host has loaded to programs of ranks."""
+    """Pass rows that each host has loaded to programs of ranks."""
     n = fork()
     from hosts import programs
 
@@ -270,8 +270,8 @@ def parts_tasks() -> None:
 def parts_trainer(counts: str) -> None:
     """Train on rows that each host has loaded, from a checkpoint within an epoch too; print digests.
 
-    Where there is one host, its ranks are taken for those of several, of which each has so many.  On hosts of unlike
-    size under two rules alone: no rule knows of hosts.
+    On one host, its ranks are treated as those of several hosts, with these counts.  On hosts of different
+    sizes only two rules are run, since rules do not depend on hosts.
     """
     import tempfile
 
@@ -298,7 +298,7 @@ def parts_trainer(counts: str) -> None:
                 reports = list(model.trainer.epochs(x, y, 3, 2, **keep))
                 assert [report.seen for report in reports] == [36, 48, 84, 96]
                 used = np.asarray(synk.gather(model.counts, nd_up=1))[:, :length]
-                for rows, of_host in zip(held, by_host, strict=True):  # of no other host
+                for rows, of_host in zip(held, by_host, strict=True):  # of this host only
                     assert used[of_host].sum() == 2 * 12 * len(of_host) == used[of_host][:, rows].sum(), (name, used)
                 assert set(used.sum(axis=0).tolist()) <= {0.0, 1.0, 2.0}, name
                 mse = np.mean((X[:length] @ model.w.get_value() + model.b.get_value() - Y[:length]) ** 2)
@@ -316,12 +316,12 @@ def parts_trainer(counts: str) -> None:
                     f"within an epoch over data_parts, of {sizes} ranks on the hosts and 3 rows",
                     lambda again=again, within=within: list(again.trainer.epochs(x, y, 2, 2, resume=within)),
                 )
-            if len(HOSTS) > 1:  # functions, indexes, and rules' memory; not the rows
+            if len(HOSTS) > 1:  # functions, indexes, and the rules' memory, but not the rows
                 print(name, "sent", synk.bytes_sent() - before, file=sys.stderr)
 
 
 def parts_memory() -> None:
-    """Load 32 MB, and say how much memory that took here."""
+    """Load 32 MB, and print the memory in use on this host."""
     fork()
     before = os.statvfs("/dev/shm")
     data = synk.data_parts(lambda start, stop: np.zeros((stop - start, 1 << 10)), 1 << 12)
@@ -330,7 +330,7 @@ def parts_memory() -> None:
 
 
 def talk(worker: synk.Worker) -> Any:
-    """Pass numbers around, in pairs, in groups and among all."""
+    """Exchange numbers in pairs, in groups and among all ranks."""
     n, me = worker.size, worker.number
     for k in range(20):
         for is_sender in (me % 2 == 0, me % 2 == 1):
@@ -342,7 +342,7 @@ def talk(worker: synk.Worker) -> Any:
                 array = worker.receive((me - 1) % n)
                 assert (source, turn) == ((me - 1) % n, k) and (array == source + k).all()
     others = [r for r in range(n) if r != me]
-    for r in others:  # as much as `send` does not wait for
+    for r in others:  # fits into the buffer of `send`
         for k in range(5):
             worker.send(np.full(25_000, me + k, "u1"), r)
     for r in others:
@@ -361,23 +361,23 @@ def talk(worker: synk.Worker) -> Any:
 
 
 def back(worker: synk.Worker, value: Any) -> Any:
-    """Return an argument."""
+    """Return the argument."""
     return value
 
 
 def often(worker: synk.Worker) -> bool:
-    """Combine small arrays, more often than a pipe has frames."""
+    """All-reduce small arrays, more often than a pipe has frames."""
     return all(worker.all_reduce(np.full(3, k), "sum")[0] == worker.size * k for k in range(100))
 
 
 def tasks() -> None:
     """Run a program on each rank."""
     n = fork()
-    from hosts import programs  # the others find it by its name
+    from hosts import programs  # other ranks import it by its name
 
-    large = np.arange(300_000)  # more than a command may be long
+    large = np.arange(300_000)  # longer than the mailbox
     assert all(np.array_equal(each, large) for each in synk.run(programs.back, large))
-    for nbytes in range(261_500, 262_200, 50):  # about as much as the mailbox holds
+    for nbytes in range(261_500, 262_200, 50):  # about the size of the mailbox
         assert synk.run(programs.back, b"x" * nbytes) == [b"x" * nbytes] * n
     assert all(synk.run(programs.often))
     for _ in range(3):
@@ -390,7 +390,7 @@ def tasks() -> None:
 
 
 def by_chance(worker: synk.Worker, rows: Any, seed: int, who: int, times: int) -> list[float]:
-    """Add 1 to all of a row under the row's lock, many times; one rank may fail in the midst.  Return the rows' values."""
+    """Add 1 to a row under its lock, many times; one rank may fail in between.  Return the rows' values."""
     rng = np.random.default_rng((seed, worker.number))
     for i in range(times):
         k = int(rng.integers(len(rows)))
@@ -416,12 +416,12 @@ def last(worker: synk.Worker, rows: Any) -> float:
 
 
 def locks() -> None:
-    """Use locks across hosts at random; after a failure all ranks work on."""
+    """Use locks across hosts at random; after a failure all ranks continue."""
     n = fork()
     from hosts import programs
 
     before = synk.bytes_sent()
-    for who in range(n + 3):  # from n on nobody fails
+    for who in range(n + 3):  # from n on no rank fails
         rows = create_unpublished((n + 3, 1000 if who % 2 else 1_500_000), "float32")
         rows[...] = 5
         assert synk.run(programs.last, rows) == [5.0] + [0.0] * (n - 1)
@@ -433,7 +433,7 @@ def locks() -> None:
         else:
             assert who >= n
             assert all(result == results[0] for result in results) and sum(results[0]) == 10 * n, results
-    assert synk.bytes_sent() - before > 6_000_000  # a row of the first host at least
+    assert synk.bytes_sent() - before > 6_000_000  # at least one row of the first host
     print("right")
 
 
@@ -458,7 +458,7 @@ def rules() -> None:
 
 
 def trainer() -> None:
-    """Train under each synchronous rule, from a checkpoint too, and print digests."""
+    """Train under each synchronous rule, also from a checkpoint, and print digests."""
     import tempfile
 
     from trainer_model import SYNCHRONOUS, Model
@@ -496,7 +496,7 @@ def options() -> None:
 
 
 def apart() -> None:
-    """Train under each rule by which ranks exchange one by one, and go on from a checkpoint."""
+    """Train under each asynchronous rule, and resume from a checkpoint."""
     import tempfile
 
     from trainer_model import ALL, SYNCHRONOUS, Model, X, Y
@@ -538,7 +538,7 @@ def launched() -> None:
 
 
 def serve() -> None:
-    """Run the programs that are named on standard input, each with its arguments, and say when each has ended."""
+    """Run the programs named on standard input, each with its arguments; print a line at the end of each."""
     for line in sys.stdin:
         name, *arguments = json.loads(line)
         globals()[name](*arguments)

@@ -36,7 +36,7 @@ while os.getppid() == parent:
 class Tree:
     """Some hosts, and `fault_target.py` on the first.
 
-    Where hosts can't be simulated, one machine pretends to be all of them.
+        If hosts cannot be simulated, this machine stands in for all of them.
 
     Parameters
     ----------
@@ -55,10 +55,10 @@ class Tree:
         self._events = os.open(self.folder / "events", os.O_RDWR)
         self._text = b""
         self.output = tempfile.TemporaryFile("w+")
-        # A program that exits is followed by the next one.
+        # After a program has exited, the next one is started.
         again = ["-c", RESTART, sys.executable]
         command, environment = words(hosts, *again, HERE / "fault_target.py", self.folder)
-        # Every process has this path somewhere in its environment: ssh passes it on, too.
+        # This path marks all processes by their environment; ssh passes it on, too.
         environment["PYTHONPATH"] += os.pathsep + str(self.folder)
         environment |= {"PYTENSOR_FLAGS": "mode=Mode,linker=py,optimizer=None", **variables}
         self.program = subprocess.Popen(
@@ -136,7 +136,7 @@ class Tree:
         }
 
     def _agents(self, processes: dict[int, tuple[str, str]], last: int) -> list[int]:
-        """Return the agents, the first host's first: the other one has started the last rank."""
+        """Return the agents' process IDs; the second agent is the parent of the last rank."""
         other = int(re.search(r"PPid:\s+(\d+)", Path(f"/proc/{last}/status").read_text())[1])
         agents = [p for p, (_, line) in processes.items() if "hosts.agent" in line and "python" in line.split()[0]]
         return [next(p for p in agents if p != other and "-c" in processes[p][1].split()[1]), other]
@@ -167,7 +167,7 @@ class Tree:
         return moment
 
     def fill(self, host: str) -> Path:
-        """Fill a host's shared memory but for 4 MiB, which MPI may need, and return the file that does."""
+        """Fill a host's shared memory except 4 MiB, which MPI may need; return the file."""
         folder = self._shared_memory(host)
         of = os.statvfs(folder)
         with (folder / "full").open("wb") as file:
@@ -175,7 +175,7 @@ class Tree:
         return folder / "full"
 
     def replace(self, host: str, path: Path, by: Path) -> None:
-        """Put another file or folder in place of one, on one host."""
+        """Replace a file or folder by another on one host."""
         user = [] if os.geteuid() == 0 else ["--user", "--preserve-credentials"]
         inside = ["nsenter", *user, "--mount", "--pid", "--target", str(self._first[host])]
         subprocess.run([*inside, "mount", "--bind", by, path], check=True)
@@ -190,7 +190,7 @@ class Tree:
     # -- the end ---------------------------------------------------------------------------------------------------
 
     def processes(self) -> dict[int, tuple[str, str]]:
-        """Return the program's processes on all hosts: the namespace, and the command line."""
+        """Return the namespace and the command line of the program's processes on all hosts, by process ID."""
         found, mark = {}, str(self.folder).encode()
         for name in os.listdir("/proc"):
             if not name.isdecimal():
@@ -215,9 +215,9 @@ class Tree:
         return found
 
     def check_no_leaks(self, limit: float = 10, is_fresh: bool = False, but: str = "-") -> None:
-        """Check that only the master is there, and no shared memory but, where it is not fresh, its own.
+        """Check that only the master runs, and no shared memory is in use, except the master's if it has forked before.
 
-        Names in /dev/shm that begin with ``but`` may be there, and are removed.
+        Names in /dev/shm that begin with ``but`` are allowed, and removed.
         """
         deadline = time.monotonic() + limit
         while left := [*self._left(is_fresh, but)]:
@@ -256,7 +256,7 @@ def _is_program(line: str) -> bool:
 
 
 def _outer(processes: dict[int, tuple[str, str]], space: str, pid: int) -> int:
-    """Return the number here of a process that has another in its own namespace."""
+    """Return the process ID in this namespace of a process in another one."""
     for each, (where, _) in processes.items():
         if where == space:
             status = Path(f"/proc/{each}/status").read_text()

@@ -9,7 +9,7 @@ from synkhronos.loading import Loader
 
 
 class Loaded(Model):
-    """A line, read by loaders of each rank's own."""
+    """Linear regression, with loaders on each rank."""
 
     batch_size, n_epochs, rate = 10, 4, 0.05
 

@@ -1,4 +1,4 @@
-"""Rows of numbers of which a mask selects some."""
+"""Rows of numbers with masks."""
 
 import numpy as np
 

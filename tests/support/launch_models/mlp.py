@@ -1,4 +1,4 @@
-"""A ModelClass as Theano-MPI's users write them; it knows nothing of this library."""
+"""A ModelClass as Theano-MPI's users write them, without imports of this library."""
 
 import numpy as np
 import theano
