@@ -46,7 +46,7 @@ ENVIRONMENTS = ROOT / ".venv"
 NO_ROOM = (
     f"no space left on the disk: the two environments in {ENVIRONMENTS} need about 2 GB, and pip as much in TMPDIR."
 )
-#: Why an installation fails, and what pip or venv says then.
+#: Causes of a failed installation, and parts of the messages of pip or venv.
 CAUSES = {
     NO_ROOM: ["No space left on device", "Disk quota exceeded"],
     "no network: pip could not reach the package index. With one, run this again; without, use a Python that has the "
@@ -71,7 +71,7 @@ NEWEST_PYTHON_FOR_THEANO = (3, 11)
 
 
 def say(text: str) -> None:
-    """Tell the user what happens: on stderr, since `env` is used as ``$(python3 run.py env theano)``."""
+    """Print a message on stderr, since the output of `env` is used as ``$(python3 run.py env theano)``."""
     print(f"run.py: {text}", file=sys.stderr, flush=True)
 
 
@@ -115,32 +115,32 @@ def call(command: Sequence[object], heading: str | None = None, **variables: str
                     print(f"{heading}: {line.decode(errors='replace')}", end="", flush=True)
                 process.wait()
             except KeyboardInterrupt:
-                # The terminal sent the command the same Ctrl-C: it cleans up and ends, or goes on.
+                # The terminal sent Ctrl-C to the command, too, which cleans up and ends, or continues.
                 interrupted = True
     if interrupted:
         raise SystemExit(130)
-    # A signal's number is negative here; 128 more than the number is what a shell would say.
+    # A signal's number is negative here; a shell would return 128 plus the number.
     return process.returncode if process.returncode >= 0 else 128 - process.returncode
 
 
 def call_installer(command: Sequence[object]) -> None:
-    """Run a command that makes or fills an environment; end with one line that says why, should it fail."""
+    """Run a command that makes or fills an environment; if it fails, end with a line that names the cause."""
     words = [str(word) for word in command]
     say(shlex.join(words))
     done = subprocess.run(words, cwd=ROOT, env=child_variables(), text=True, errors="replace", capture_output=True)
     if done.returncode == 0:
         print(done.stderr, end="", file=sys.stderr)
         return
-    said = done.stdout + done.stderr
+    output = done.stdout + done.stderr
     for cause, signs in CAUSES.items():
-        if any(sign in said for sign in signs):
+        if any(sign in output for sign in signs):
             raise fail(cause)
-    print(said, end="", file=sys.stderr)
+    print(output, end="", file=sys.stderr)
     raise fail(f"could not install the packages; the messages of {Path(words[0]).name} are above.")
 
 
 def call_all(commands: Sequence[Sequence[object]]) -> int:
-    """Run every command, whatever the ones before it said, and return the first failure's exit status."""
+    """Run all commands, and return the exit status of the first one that failed, or 0."""
     statuses = [call(command) for command in commands]
     return next((status for status in statuses if status != 0), 0)
 
@@ -164,17 +164,17 @@ class Environment:
 
     @property
     def directory(self) -> Path:
-        """Where the environment lies."""
+        """Path of the environment."""
         return ENVIRONMENTS / self.name
 
     @property
     def python(self) -> Path:
-        """Its interpreter."""
+        """Path of its Python interpreter."""
         return self.directory / "bin" / "python"
 
     @property
     def stamp(self) -> Path:
-        """The file that says what was installed; it is there only while the environment is whole."""
+        """Path of the list of installed packages, a file that exists only while the environment is complete."""
         return self.directory / "synkhronos.json"
 
     def prepare(self, *extras: str) -> None:
@@ -231,7 +231,7 @@ class Environment:
 
 @contextlib.contextmanager
 def locked(path: Path) -> Iterator[None]:
-    """Hold a lock file, so that two starts of run.py do not install into one environment at once."""
+    """Context that holds a lock file, so that two processes do not install into one environment at once."""
     path.parent.mkdir(exist_ok=True)
     with path.open("w") as file:
         try:
@@ -312,7 +312,7 @@ class Job:
         return self._call_pytest(report, [f"--junit-xml={report}"], None if alone else self.name)
 
     def retry(self, report: Path) -> int:
-        """Run the tests that failed once more, with no other job beside them, and return the exit status."""
+        """Run the failed tests once more, without other jobs, and return the exit status."""
         # Jobs of one environment run from one folder, so each has a cache of its own that names its failures.
         again = ["--last-failed", "--last-failed-no-failures=none"]
         return self._call_pytest(report, again, f"{self.name}, retry")
@@ -509,7 +509,7 @@ def read_suites(report: Path) -> list[xml.etree.ElementTree.Element]:
 
 
 def list_failures(report: Path, most: int = 40) -> list[str]:
-    """Return of each test that failed its name, and the last lines of what pytest said."""
+    """Return the name of each failed test, with the last lines of its report."""
     found = []
     for case in (case for suite in read_suites(report) for case in suite.findall("testcase")):
         for problem in (*case.findall("failure"), *case.findall("error")):

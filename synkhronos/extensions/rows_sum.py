@@ -297,8 +297,8 @@ class RowsSum:
                 self._last_point = None  # an interrupt may leave the results incomplete
                 value = np.empty((), self.total.dtype)
                 if gradient:
-                    likes = [value, *(params[i] for i in self.floats)]
-                    self._last_results = self._call(self._gradient_function, params, likes)
+                    templates = [value, *(params[i] for i in self.floats)]
+                    self._last_results = self._call(self._gradient_function, params, templates)
                 else:
                     self._last_results = self._call(self._value_function, params, [value])
                 self._last_point = point
@@ -306,11 +306,11 @@ class RowsSum:
             return [result.copy() for result in self._last_results]
 
     def _call(
-        self, function: synk.Function, arguments: Sequence[np.ndarray], likes: Sequence[np.ndarray]
+        self, function: synk.Function, arguments: Sequence[np.ndarray], templates: Sequence[np.ndarray]
     ) -> list[np.ndarray]:
-        """Call a function on the ranks, and split its result into arrays of the shapes and dtypes of `likes`."""
+        """Call a function on the ranks, and split its result into arrays of the shapes and dtypes of `templates`."""
         if not len(self._scattered[0]):
-            return [np.zeros_like(like) for like in likes]
+            return [np.zeros_like(template) for template in templates]
         try:
             joined = np.ravel(get_dispatcher(function).call(*arguments, num_slices=self._num_slices)[0])
         except synk.WorkerError as error:
@@ -325,16 +325,16 @@ class RowsSum:
                 "Ranks on CPU cores have it: synkhronos.fork(use_gpu=False)"
             ) from error
         results, offset = [], 0
-        for like in likes:  # numpy.split is slow
-            results.append(joined[offset : offset + like.size].reshape(like.shape).astype(like.dtype))
-            offset += like.size
+        for template in templates:  # numpy.split is slow
+            results.append(joined[offset : offset + template.size].reshape(template.shape).astype(template.dtype))
+            offset += template.size
         return results
 
     def scatter_rows(self) -> None:
         """Scatter the rows if the session or the rows have changed since the last evaluation."""
         session = self.ensure_session()
         arrays = [_get_values(source) for source in self._sources]
-        # A chain's process samples only, so that nobody changes its copies of the arrays.
+        # The process of a chain only samples, so its copies of the arrays do not change.
         samples = [] if self.inherited_rows else [_take_sample(values) for values in arrays]
         is_unchanged = self._session is not None and self._session() is session and samples == self._samples
         if is_unchanged and all(map(operator.is_, arrays, self._scattered)):

@@ -77,11 +77,11 @@ class Softmax(special.Softmax):
     def pullback(self, inputs: Any, outputs: Any, output_grads: Any) -> list[Any]:
         """Return the gradient by the scores."""
         (probabilities,), (g,) = outputs, output_grads
-        product = _times(g, probabilities)
+        product = _multiply_and_cancel(g, probabilities)
         return [product - probabilities * product.sum(axis=self.axis, keepdims=True)]
 
 
-def _times(g: Any, p: Any) -> Any:
+def _multiply_and_cancel(g: Any, p: Any) -> Any:
     """Return ``g * p``; divisions by ``p`` within ``g`` are cancelled."""
     if g.owner is not None and g.type.ndim == p.type.ndim:
         op, inputs = g.owner.op, g.owner.inputs
@@ -91,9 +91,9 @@ def _times(g: Any, p: Any) -> Any:
             if op == pt.true_div and inputs[1] is p:
                 return inputs[0] + pt.zeros_like(p) if inputs[0].type.ndim != p.type.ndim else inputs[0]
             if op == pt.neg:
-                return -_times(inputs[0], p)
+                return -_multiply_and_cancel(inputs[0], p)
             if op == pt.add and all(i.type.ndim == p.type.ndim for i in inputs):
-                return pt.add(*(_times(i, p) for i in inputs))
+                return pt.add(*(_multiply_and_cancel(i, p) for i in inputs))
     return g * p
 
 
@@ -137,14 +137,14 @@ class OneHotCrossentropy(NumpyOp):
 
     Parameters
     ----------
-    of_logarithms : bool
+    takes_logarithms : bool
         Whether the input has logarithms of probabilities.
     """
 
-    __props__ = ("of_logarithms",)
+    __props__ = ("takes_logarithms",)
 
-    def __init__(self, of_logarithms: bool = False):
-        self.of_logarithms = of_logarithms
+    def __init__(self, takes_logarithms: bool = False):
+        self.takes_logarithms = takes_logarithms
 
     def make_node(self, p: Any, classes: Any) -> Apply:
         """Return the node of a matrix and a vector of integers."""
@@ -165,7 +165,7 @@ class OneHotCrossentropy(NumpyOp):
             raise ValueError(f"classes: expected {len(p)}, one for each row of probabilities, got {len(classes)}")
         picked = p[np.arange(len(p)), classes]
         with np.errstate(divide="ignore"):
-            return -picked if self.of_logarithms else -np.log(picked)
+            return -picked if self.takes_logarithms else -np.log(picked)
 
     def connection_pattern(self, node: Any) -> list[list[bool]]:
         """Mark classes as disconnected."""
@@ -175,7 +175,7 @@ class OneHotCrossentropy(NumpyOp):
         """Return the gradient by the probabilities."""
         p, classes = inputs
         (g,) = output_grads
-        gradient = _minus_at_classes if self.of_logarithms else OneHotCrossentropyGrad()
+        gradient = _minus_at_classes if self.takes_logarithms else OneHotCrossentropyGrad()
         return [gradient(g, p, classes), disconnected_type()]
 
 
@@ -221,9 +221,9 @@ def crossentropy_of_softmax(fgraph: Any, node: Any) -> Any:
     """Compute the crossentropy of softmax from the scores."""
     p, classes = node.inputs
     op = p.owner and p.owner.op
-    if node.op.of_logarithms or not isinstance(op, special.Softmax) or op.axis not in ((1,), (-1,)):
+    if node.op.takes_logarithms or not isinstance(op, special.Softmax) or op.axis not in ((1,), (-1,)):
         return None
-    return [OneHotCrossentropy(of_logarithms=True)(special.log_softmax(p.owner.inputs[0], axis=-1), classes)]
+    return [OneHotCrossentropy(takes_logarithms=True)(special.log_softmax(p.owner.inputs[0], axis=-1), classes)]
 
 
 # -- XLA -----------------------------------------------------------------------------------------------------------
@@ -234,7 +234,7 @@ def _crossentropy_xla(op: OneHotCrossentropy, p: Any, classes: Any) -> Any:
     import jax.numpy as jnp
 
     picked = jnp.take_along_axis(p, classes[:, None], axis=1)[:, 0]
-    return -picked if op.of_logarithms else -jnp.log(picked)
+    return -picked if op.takes_logarithms else -jnp.log(picked)
 
 
 @register_lowering(OneHot)

@@ -360,26 +360,26 @@ def _compute_draws(
     store: str | os.PathLike[str] | None,
     seeds: np.random.SeedSequence | None = None,
 ) -> Any:
-    """Return a dataset like `template`, which has the first draw of the first chain, for all draws."""
+    """Compute all draws; return a dataset with the variables of `template`, the result of the first draw."""
     import xarray
 
     template = template.to_dataset() if hasattr(template, "to_dataset") else template
     num_chains, num_draws = (posterior.sizes[name] for name in ("chain", "draw"))
     nbytes = sum(array.nbytes for array in template.values())
     length = max(1, min(_BLOCK_BYTES // max(1, nbytes), math.ceil(num_draws / _MIN_BLOCKS)))
-    places = [
+    ranges = [
         (chain, start, min(start + length, num_draws))
         for chain in range(num_chains)
         for start in range(0, num_draws, length)
     ]
-    states = (seeds or np.random.SeedSequence(0)).generate_state(len(places), "uint64")
-    blocks = [_Block(*place, int(seed)) for place, seed in zip(places, states, strict=True)]
+    states = (seeds or np.random.SeedSequence(0)).generate_state(len(ranges), "uint64")
+    blocks = [_Block(*block_range, int(seed)) for block_range, seed in zip(ranges, states, strict=True)]
     coords = {name: array for name, array in template.coords.items() if name not in ("chain", "draw")}
     coords.update({name: posterior[name] for name in ("chain", "draw")})
     empty = xarray.Dataset(coords=coords, attrs=template.attrs)
     shapes = {name: (num_chains, num_draws, *array.shape[2:]) for name, array in template.items()}
     if store is None:
-        arrays = {name: _share(shape, template[name].dtype) for name, shape in shapes.items()}
+        arrays = {name: _allocate_shared(shape, template[name].dtype) for name, shape in shapes.items()}
         _run(compute, blocks, arrays, num_processes, progressbar)
         return empty.assign({name: (template[name].dims, array) for name, array in arrays.items()})
     with _create_group(store, group, empty) as zarr_group:
@@ -398,14 +398,14 @@ def _compute_draws(
     return xarray.open_zarr(store, group=group, consolidated=False, chunks=None)
 
 
-def _share(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
-    """Return an array that forked processes share."""
+def _allocate_shared(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+    """Return an array in memory that is shared with forked processes."""
     memory = mmap.mmap(-1, max(1, math.prod(shape) * dtype.itemsize))
     return np.frombuffer(memory, dtype, math.prod(shape)).reshape(shape)
 
 
 def _choose_chunks(shape: tuple[int, ...], num_draws: int) -> tuple[int, ...]:
-    """Return the shape of a chunk: no two processes write to one."""
+    """Return the shape of a chunk, to which only one process writes."""
     rows = max(1, _CHUNK_SIZE // math.prod(shape[1:])) if shape else 0
     return (1, num_draws, *[min(rows, max(1, length)) for length in shape[:1]], *[max(1, n) for n in shape[1:]])
 
@@ -501,7 +501,7 @@ def _fork(write: Callable[[int], Iterator[int]], num_processes: int) -> Generato
 
 
 def _serve(write: Callable[[int], Iterator[int]], number: int, pipe: Connection) -> None:
-    """Send what `write` yields, then None; or its error."""
+    """Send the numbers that `write` yields, then None; or send an error."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the master, which ends this process
     try:
         for count in write(number):

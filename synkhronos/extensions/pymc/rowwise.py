@@ -229,14 +229,14 @@ class RowSearch:
             values = pytensor.function([], variable, mode="FAST_COMPILE")()
             leaves = [leaf.data for leaf in self._list_leaves(variable)]
             if isinstance(values, np.ndarray) and not any(np.may_share_memory(values, leaf) for leaf in leaves):
-                values.flags.writeable = False  # no array of the user's, so evaluations need not look for changes
+                values.flags.writeable = False  # not an array of the user, so evaluations need not check it for changes
             self._values[variable] = pt.constant(values, name=variable.name)
         return self._values[variable]
 
     @staticmethod
     def _list_leaves(variable: Any) -> list[Any]:
-        """Return the variables from which `variable` is computed that are not computed themselves."""
-        return [one for one in walk([variable], lambda v: v.owner.inputs if v.owner else []) if one.owner is None]
+        """Return the inputs and constants from which `variable` is computed."""
+        return [leaf for leaf in walk([variable], lambda v: v.owner.inputs if v.owner else []) if leaf.owner is None]
 
     def _is_foldable(self, variable: Any) -> bool:
         """Whether a variable depends on constants only, one of which has an axis as long as there are rows."""
