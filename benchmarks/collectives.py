@@ -59,7 +59,7 @@ class Ranks:
         def waited(call: Callable[..., None], shared: Any, *arguments: Any) -> Callable[[], None]:
             def call_and_wait() -> None:
                 call(shared, *arguments)
-                self._wait(library_of(shared).get(shared))
+                self._wait(library_of(shared).borrow_value(shared))
 
             return call_and_wait
 
@@ -99,7 +99,7 @@ class Ranks:
 
 def in_program(worker: Worker, name: str, shared: Any, calls: int) -> list[float]:
     """Send a shared variable's value, or combine it; return the seconds of each time but the first."""
-    array, last = library_of(shared).get(shared), worker.size - 1
+    array, last = library_of(shared).borrow_value(shared), worker.size - 1
     group = worker.group(range(worker.size))
 
     def send() -> None:

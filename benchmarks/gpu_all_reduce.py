@@ -47,10 +47,10 @@ def main() -> None:
     synk.function([], shared, updates=[(shared, shared)])()
     columns = ("call", "queued", "NCCL", "share", "GB/s", "waited", "NCCL ")
     table = Table({"": 8, **dict.fromkeys(columns, 9)})
-    device = get_array_device(library_of(shared).get(shared))
+    device = get_array_device(library_of(shared).borrow_value(shared))
 
     def finish() -> None:
-        device.wait([library_of(shared).get(shared)])
+        device.wait([library_of(shared).borrow_value(shared)])
 
     def all_reduce_once() -> None:
         synk.all_reduce(shared, "sum")

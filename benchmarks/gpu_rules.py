@@ -163,7 +163,7 @@ def exchanges(worker: Any, rule: rules.Rule, params: list[Any], shared: Any, rou
     from synkhronos.graphs import library_of
     from synkhronos.rules.rule import average
 
-    library_of(params[0]).put(params[0], JAX.from_host(np.ones(SIZE, np.float32)))
+    library_of(params[0]).store_value(params[0], JAX.from_host(np.ones(SIZE, np.float32)))
     state = rules.State(params, [], shared)
     rule.setup(worker, state)
     times: dict[str, list[float]] = {}

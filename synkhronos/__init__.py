@@ -1,8 +1,8 @@
 """Synkhronos runs functions of Theano and PyTensor on all devices of a machine, or of several machines, at once.
 
-`fork` starts the ranks, one for each GPU or core: this process is the master, the others are workers.  `function`
-replaces ``pytensor.function``, and `data` puts arrays into shared memory.  In a call the rows of the inputs are divided
-among the ranks, and the outputs are reduced.
+`fork` starts the ranks, one for each GPU or core.  This process is the master, the others are workers.  `function`
+replaces ``pytensor.function``, and `data` puts arrays into shared memory.  A call divides the rows of the inputs among
+the ranks, and reduces the outputs.
 
     >>> import numpy as np, pytensor.tensor as pt
     >>> import synkhronos as synk

@@ -5,15 +5,15 @@ Commands:
     python -m synkhronos train SESSION        train a class on all ranks
     python -m synkhronos check MODEL:CLASS    check a class, and run three iterations of it
     python -m synkhronos show RUN...          draw recorded runs and timelines
-    python -m synkhronos doctor               list what this machine has, and how to install what is missing
+    python -m synkhronos doctor               list cores, GPUs and packages, and how to install missing ones
     python -m synkhronos platoon NAME         run a controller and workers written for Platoon
 
-A program written for Theano, on Theano or on PyTensor:
+A program written for Theano runs on Theano or PyTensor:
 
     python -m synkhronos script.py arguments...
     python -m synkhronos -m module arguments...
 
-The program runs as in Python itself, with ``import synkhronos.compat`` before its first line.
+It runs as by ``python``, with ``import synkhronos.compat`` before its first line.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def main(arguments: list[str]) -> None:
     Parameters
     ----------
     arguments : list of str
-        The command line's, without the program's name.
+        Arguments of the command line, without the program's name.
     """
     if arguments[:1] == ["show"]:
         from synkhronos.training import show
@@ -95,7 +95,7 @@ def main(arguments: list[str]) -> None:
     if options.module:
         runpy.run_module(options.program, run_name="__main__", alter_sys=True)
         return
-    # As Python does: modules in the script's folder are found first.
+    # Like Python, find modules in the script's folder first.
     sys.path[0] = os.path.dirname(os.path.abspath(options.program))
     runpy.run_path(options.program, run_name="__main__")
 

@@ -1,8 +1,7 @@
-"""Casts that never change a number unnoticed.
+"""Casts that never change a number silently.
 
-Every array that users pass goes through this module before it becomes an array of another dtype.  A cast is safe if
-each value is the same number afterwards.  The one exception is the rounding of float64 to float32, also of real and
-imaginary parts, as long as no finite number becomes infinite.
+All arrays of users are cast by this module.  A cast is safe if it does not change the value of any number.  The only
+exception is rounding from float64 to float32, also of real and imaginary parts, if no finite number becomes infinite.
 """
 
 from __future__ import annotations
@@ -12,16 +11,16 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-#: Kinds of dtypes whose items mean the same in every process.
-NUMBERS = "biufc"
-#: Number of items that are checked at once, so that no temporary array is large.
-_BLOCK = 1 << 16
+#: Kinds of the dtypes of numbers.
+NUMBER_KINDS = "biufc"
+#: Number of items that are checked at once; limits the size of temporary arrays.
+_BLOCK_SIZE = 1 << 16
 
 
 def check_dense(value: Any, argument: str) -> None:
-    """Raise TypeError for a sparse matrix, and for an array with masked items, also within lists.
+    """Raise TypeError for a sparse matrix or an array with masked items, also within lists.
 
-    Shared memory has no masks, so that a masked item would become a number.
+    Shared memory has no masks, so a masked item would become a number.
 
     Examples
     --------
@@ -31,10 +30,10 @@ def check_dense(value: Any, argument: str) -> None:
     TypeError: x: expected an array, got a masked one, whose mask would be lost: pass .filled(value), or .data and ...
     """
     if isinstance(value, list | tuple):
-        for kind in set(map(type, value)):  # once per type: a list may have a million numbers
-            if issubclass(kind, list | tuple | np.ma.MaskedArray):
+        for item_type in set(map(type, value)):  # by type, since a list may have a million numbers
+            if issubclass(item_type, list | tuple | np.ma.MaskedArray):
                 for item in value:
-                    if isinstance(item, kind):
+                    if isinstance(item, item_type):
                         check_dense(item, argument)
     elif isinstance(value, np.ma.MaskedArray) and np.ma.is_masked(value):
         raise TypeError(
@@ -46,7 +45,7 @@ def check_dense(value: Any, argument: str) -> None:
 
 
 def as_numbers(value: Any, argument: str) -> np.ndarray:
-    """Return an argument as a NumPy array of numbers, without a copy if it is one.
+    """Return an argument as a NumPy array of numbers; an array is not copied.
 
     Parameters
     ----------
@@ -68,7 +67,7 @@ def as_numbers(value: Any, argument: str) -> np.ndarray:
         array = np.asarray(value)
     except ValueError as error:
         raise TypeError(f"{argument}: expected an array, got {type(value).__name__}: {error}") from error
-    if array.dtype.kind not in NUMBERS:
+    if array.dtype.kind not in NUMBER_KINDS:
         if hasattr(value, "owner"):
             raise TypeError(f"{argument}: expected numbers, got the variable {value}; data(var=...) takes variables")
         raise TypeError(f"{argument}: expected numbers, got an array of {array.dtype}")
@@ -76,7 +75,7 @@ def as_numbers(value: Any, argument: str) -> np.ndarray:
 
 
 def cast(value: Any, dtype: npt.DTypeLike, argument: str) -> np.ndarray:
-    """Return an argument as a NumPy array of a dtype, if the cast is safe.
+    """Return an argument as a NumPy array of a dtype; raise TypeError unless the cast is safe.
 
     Parameters
     ----------
@@ -94,7 +93,7 @@ def cast(value: Any, dtype: npt.DTypeLike, argument: str) -> np.ndarray:
     Raises
     ------
     TypeError
-        If a number would change, or a mask or an imaginary part would be lost; and as `as_numbers`.
+        If a number would change, or if an imaginary part would be lost.  Also the errors of `as_numbers`.
 
     Examples
     --------
@@ -110,56 +109,57 @@ def cast(value: Any, dtype: npt.DTypeLike, argument: str) -> np.ndarray:
 
 
 def check_cast(array: np.ndarray, dtype: npt.DTypeLike, argument: str) -> None:
-    """Raise TypeError if `cast` would not cast an array of numbers to a dtype.
+    """Raise TypeError unless the cast of an array of numbers to a dtype is safe.
 
-    The values are checked only if the two dtypes don't decide.
+    The values are only checked if the result depends on them.
     """
-    own, dtype = array.dtype, np.dtype(dtype)
-    if own == dtype or _is_exact(own, dtype):
+    source, dtype = array.dtype, np.dtype(dtype)
+    if source == dtype or _is_exact(source, dtype):
         return
-    if own.kind == "c" and dtype.kind != "c":
+    if source.kind == "c" and dtype.kind != "c":
         raise TypeError(
-            f"{argument}: expected {dtype}, got {own.name}, whose imaginary parts would be lost: pass .real"
+            f"{argument}: expected {dtype}, got {source.name}, whose imaginary parts would be lost: pass .real"
         )
-    if array.size == 1 and own.kind + dtype.kind in ("ii", "iu", "ui", "uu"):
-        # A single integer, such as the label of a row: ten times as fast as the loop below.
+    if array.size == 1 and source.kind + dtype.kind in ("ii", "iu", "ui", "uu"):
+        # For a single integer, such as a label, this is ten times as fast as the loop below.
         if array.item() == array.astype(dtype).item():
             return
     start = 0
     flags = ["external_loop", "buffered", "zerosize_ok"]
-    for block in np.nditer(array, flags, order="C", buffersize=_BLOCK):  # type: ignore[call-overload]
+    for block in np.nditer(array, flags, order="C", buffersize=_BLOCK_SIZE):  # type: ignore[call-overload]
         with np.errstate(all="ignore"):
             changed = _is_changed(block, dtype)
         if changed.any():
             index = tuple(map(int, np.unravel_index(start + int(changed.argmax()), array.shape)))
             first = f"{array[index].item()!r} at index {index}" if index else repr(array.item())
             raise TypeError(
-                f"{argument}: can't cast {own.name} to {dtype} without changing {first}: convert it, or use another "
+                f"{argument}: can't cast {source.name} to {dtype} without changing {first}: convert it, or use another "
                 "dtype"
             )
         start += block.size
 
 
-def _is_exact(own: np.dtype, dtype: np.dtype) -> bool:
-    """Whether a dtype can represent all numbers of another, ``own``."""
-    # To NumPy a cast of 64-bit integers to float64 is safe, but it rounds numbers above 2**53.
-    return np.can_cast(own, dtype, "safe") and not (own.kind in "iu" and own.itemsize == 8 and dtype.kind in "fc")
+def _is_exact(source: np.dtype, dtype: np.dtype) -> bool:
+    """Whether a dtype can represent all numbers of the dtype ``source``."""
+    # NumPy considers a cast of 64-bit integers to float64 safe, but it rounds numbers above 2**53.
+    is_safe = np.can_cast(source, dtype, "safe")
+    return is_safe and not (source.kind in "iu" and source.itemsize == 8 and dtype.kind in "fc")
 
 
 def _is_changed(values: np.ndarray, dtype: np.dtype) -> np.ndarray:
-    """Return for each value whether a cast to a dtype would change it."""
+    """Return a mask of the values that a cast to a dtype would change."""
     if dtype.kind == "c":
         part = np.zeros((), dtype).real.dtype
         return _is_changed(values.real, part) | _is_changed(values.imag, part)
     if dtype.kind == "b":
         return (values != 0) & (values != 1)
     if dtype.kind in "iu":
-        to = np.iinfo(dtype)
+        limits = np.iinfo(dtype)
         if values.dtype.kind in "iu":
-            own = np.iinfo(values.dtype)
-            return (values < max(to.min, own.min)) | (values > min(to.max, own.max))
-        # The bounds are powers of two: exact as floats, or infinite in float16.
-        is_in_range = np.isfinite(values) & (values >= float(to.min)) & (values < float(to.max + 1))
+            source_limits = np.iinfo(values.dtype)
+            return (values < max(limits.min, source_limits.min)) | (values > min(limits.max, source_limits.max))
+        # The bounds are powers of two, which floats represent exactly; in float16 they may be infinite.
+        is_in_range = np.isfinite(values) & (values >= float(limits.min)) & (values < float(limits.max + 1))
         return ~(is_in_range & (np.trunc(values) == values))
     cast = values.astype(dtype)
     if values.dtype.kind == "f":

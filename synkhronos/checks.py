@@ -1,7 +1,7 @@
 """Checks of arguments.
 
-A ``check_`` function returns the argument in a plain type.  Otherwise it raises an error that names the argument, what
-was expected, and what was given.
+A ``check_`` function returns a valid argument as a built-in type.  For an invalid one it raises an error with the
+argument's name, the expected values and the given value.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import numpy as np
 
 
 def check_integer(value: Any, name: str, expected: str = "an integer") -> int:
-    """Return an integer: anything that Python accepts as an index, except for booleans.
+    """Return an integer.  All types that Python accepts as an index are valid, except for booleans.
 
     Parameters
     ----------
@@ -65,8 +65,8 @@ def check_index(value: Any, name: str, size: int, error: type[Exception] = Index
 
 
 def is_number(value: Any) -> bool:
-    """Whether the value is a real number: no boolean, complex number, array or string."""
-    return type(value) in (int, float) or (  # first, since a training asks before each step
+    """Whether the value is a real number rather than a boolean, complex number, array or string."""
+    return type(value) in (int, float) or (  # fast path: a training step calls this
         isinstance(value, int | float | np.number | np.ndarray)
         and not isinstance(value, bool)
         and np.ndim(value) == 0
@@ -108,9 +108,9 @@ def check_choice(value: Any, name: str, choices: Iterable[str]) -> str:
 
 
 def check_list(value: Any, name: str, length: int, items: str) -> list[Any]:
-    """Return a list or tuple as a list; raise TypeError or ValueError for another length.
+    """Return a list or tuple of ``length`` items as a list; raise TypeError or ValueError.
 
-    ``items`` describes the items in errors, in the plural.
+    ``items`` is the description of the items in errors, in the plural.
     """
     expected = f"{name}: expected a list of {length} {items}, got"
     if not isinstance(value, list | tuple):
@@ -133,34 +133,34 @@ def check_name(value: Any) -> None:
 
 
 def describe(variable: Any) -> str:
-    """Return the name of a graph's variable, or its expression, for an error message."""
+    """Return a variable's name or, if it has none, its expression, for an error message."""
     return repr(variable.name) if getattr(variable, "name", None) else str(variable)
 
 
-def import_package(module: str, needs: str, extra: str) -> Any:
+def import_package(module: str, requirement: str, extra: str) -> Any:
     """Import an optional package.
 
     Parameters
     ----------
     module : str
-    needs : str
-        Description of the feature that needs it, for the error.
+    requirement : str
+        Beginning of the error message, such as "HDF5 files need h5py".
     extra : str
-        Extra of this package that installs it.
+        Extra of Synkhronos that installs the package.
 
     Raises
     ------
     ImportError
-        If it is not installed.
+        If the package is not installed.
     """
     try:
         return importlib.import_module(module)
     except ImportError:
-        raise ImportError(f"{needs}: pip install 'synkhronos[{extra}]'") from None
+        raise ImportError(f"{requirement}: pip install 'synkhronos[{extra}]'") from None
 
 
 def list_versions(packages: Iterable[str]) -> dict[str, str]:
-    """Return the version of each package that is installed, by name."""
+    """Return the versions of the packages that are installed, by name."""
     versions = {}
     for name in packages:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):

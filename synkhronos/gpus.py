@@ -1,6 +1,6 @@
-"""The number of GPUs of this machine, found without touching them.
+"""The number of GPUs of this machine, found without a CUDA context.
 
-A CUDA context takes memory on each GPU, and a process that has one can't be forked.
+A CUDA context takes memory on each GPU, and a process with one can't be forked.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ def get_n_gpu() -> int:
     Returns
     -------
     int
-        Number of this machine's GPUs, or of those that ``CUDA_VISIBLE_DEVICES`` names; 0 without a driver.
+        Number of GPUs of this machine, limited to those in ``CUDA_VISIBLE_DEVICES``; 0 without a driver.
 
     Examples
     --------
@@ -42,7 +42,7 @@ def get_n_gpu() -> int:
         return present
     count = 0
     for name in (part.strip() for part in visible.split(",")):
-        # CUDA ignores the rest of the list after an entry that names no device.
+        # CUDA ignores the rest of the list after an invalid entry.
         if name.isdecimal() and int(name) < present or name.startswith(("GPU-", "MIG-")):
             count += 1
         else:

@@ -36,7 +36,7 @@ from synkhronos.ranks import Command, Rank
 
 __all__ = ["bytes_sent", "close", "fork"]
 
-#: Default number of seconds without a message after which a host counts as lost.
+#: Default number of seconds without a message after which a host is considered lost.
 HOST_TIMEOUT = 10.0
 #: Memory of freed arrays that the C library of each rank keeps: number of bytes of the largest array (the maximum of
 #: GNU's C library), and in total.
@@ -57,7 +57,7 @@ class _Bind(Command):
     seeds : tuple of bytes
         Seeds of NumPy's and Python's global generators.
     cores : tuple of tuple of int
-        Cores of each rank; empty for no binding.
+        Cores of each rank; empty if ranks are not bound to cores.
     """
 
     device_name: str
@@ -66,7 +66,7 @@ class _Bind(Command):
     cores: tuple[tuple[int, ...], ...] = ()
 
     def without_rank(self, number: int) -> _Bind:
-        """Return the command for all ranks but one, whose device and cores are left out."""
+        """Return a copy of the command without the GPU and cores of one rank."""
         gpus = self.gpus[:number] + self.gpus[number + 1 :]
         return replace(self, gpus=gpus, cores=self.cores[:number] + self.cores[number + 1 :])
 
@@ -75,7 +75,7 @@ class _Bind(Command):
             os.sched_setaffinity(0, self.cores[rank.number])
         _keep_freed_memory()
         if not rank.is_master:
-            # Without new seeds, forks of the master would draw the same numbers.
+            # Otherwise forks of the master would draw the same numbers.
             numpy_seed, python_seed = (
                 blake2b(seed, salt=rank.number.to_bytes(8, "little")).digest() for seed in self.seeds
             )
@@ -110,7 +110,7 @@ def fork(
     hosts: Sequence[str] | str | None = None,
     host_timeout: float = HOST_TIMEOUT,
 ) -> int:
-    """Start a worker for each rank but the master's, and bind each rank to its device.
+    """Start the ranks: a worker for each rank but the master.  Each rank is bound to its device.
 
     Parameters
     ----------
@@ -122,17 +122,17 @@ def fork(
     master_rank : int
         Rank of this process.
     profile_workers : bool
-        Whether each worker writes a cProfile file, ``synkhronos_rank{r}_{pid}.prof``, into the working directory.
+        Whether each worker writes a cProfile file, ``synkhronos_rank{r}_{pid}.prof``, to the working directory.
     timeout : float, optional
-        Seconds that a call waits for the workers before it ends them and raises `WorkerError`.  Default: it waits as
-        long as they live, and Ctrl-C interrupts it.
+        Seconds for which a call waits for the workers before it ends them and raises `WorkerError`.  Default: no limit;
+        Ctrl-C interrupts the wait.
     hosts : list of str, or "all", optional
         Machines with ranks, this one first; ``"a:3"`` means three ranks on ``a``.  ``"all"`` means the hosts of a
         Slurm, PBS or LSF allocation.  Default: the hosts in the environment variable ``SYNKHRONOS_HOSTS``
-        (``a,b:3``), or those on which ``mpirun`` or ``srun`` has started this script, one process on each: then `fork`
-        returns on the first host only.  An empty list means this machine alone.
+        (``a,b:3``), or the hosts on which ``mpirun`` or ``srun`` has started one process each of this script; then
+        `fork` returns on the first host only.  An empty list means this machine only.
     host_timeout : float
-        Seconds without a message after which a host counts as lost.
+        Seconds without a message after which a host is considered lost.
 
     Returns
     -------
@@ -144,18 +144,18 @@ def fork(
     TypeError, ValueError
         For wrong arguments.
     RuntimeError
-        If ranks are running already, ``use_gpu`` asks for GPUs that can't be used, hosts can't be reached, or they have
-        other versions of Python or of a library.
+        If ranks are running already, if ``use_gpu`` requests GPUs that can't be used, if hosts can't be reached, or if
+        they have other versions of Python or of a library.
 
     Notes
     -----
-    A worker is a copy of this process as it is now: fork early, before you load data, and before you start threads,
-    which may hold locks.  Each rank's BLAS gets as many threads as its share of the cores.  From then on the C library
-    keeps the memory of up to 256 MB of freed arrays in each rank, this process included, for later calls.
+    A worker is a copy of this process.  So call `fork` early, before you load data, and before you start threads, which
+    may hold locks.  Each rank's BLAS uses as many threads as the rank's share of the cores.  From then on the C library
+    caches up to 256 MB of memory of freed arrays in each rank, this process included.
 
     Workers on other hosts are new processes with this process's ``sys.path`` and working directory.  Python and its
-    packages have to be at the same path there.  Hosts communicate by MPI, which ``pip install synkhronos[hosts]``
-    installs.  They send each other pickles, so use a network that you trust.
+    packages have to be installed at the same paths there.  Hosts communicate by MPI, which
+    ``pip install synkhronos[hosts]`` installs.  They exchange pickles, so use a network that you trust.
 
     Examples
     --------
@@ -180,11 +180,11 @@ def fork(
     if len(host_list) == 1:
         _check_is_this_machine(host_list[0])
         return _fork(host_list[0].n_ranks or n_parallel, use_gpu, master_rank, profile_workers, timeout)
-    launched_process = read_mpi_rank_and_size() if hosts is None else None
-    if not host_list and launched_process is not None and launched_process[0] > 0:
+    mpi_process = read_mpi_rank_and_size() if hosts is None else None
+    if not host_list and mpi_process is not None and mpi_process[0] > 0:
         run_agent()
-    if host_list or launched_process is not None:
-        with _start_hosts(host_list or None, use_gpu, host_timeout) as link:
+    if host_list or mpi_process is not None:
+        with _start_agents(host_list or None, use_gpu, host_timeout) as link:
             return _fork(n_parallel, use_gpu, master_rank, profile_workers, timeout, link=link)
     return _fork(n_parallel, use_gpu, master_rank, profile_workers, timeout)
 
@@ -196,14 +196,14 @@ def fork_bound(
     hosts: Sequence[str] = (),
     log: IO[str] | None = None,
 ) -> int:
-    """Start ranks as `fork` does, each bound to its own cores.
+    """Start the ranks like `fork`, each bound to its own cores.
 
     Parameters
     ----------
     n_parallel : int
     use_gpu : bool
     cores : sequence of sequence of int
-        Cores of each rank of this host; empty for no binding.
+        Cores of each rank on this host; empty if ranks are not bound to cores.
     hosts : sequence of str
     log : file, optional
         File for the output of other hosts.
@@ -211,7 +211,7 @@ def fork_bound(
     rank_cores = tuple(map(tuple, cores))
     host_list = parse_hosts(hosts)
     if len(host_list) > 1:
-        with _start_hosts(host_list, use_gpu, log=log) as link:
+        with _start_agents(host_list, use_gpu, log=log) as link:
             return _fork(None, use_gpu, cores=rank_cores, link=link)
     for host in host_list:
         _check_is_this_machine(host)
@@ -219,7 +219,7 @@ def fork_bound(
 
 
 def _check_is_this_machine(host: Host) -> None:
-    """Raise RuntimeError for another machine: with a single host no agent would notice."""
+    """Raise RuntimeError for another machine.  A single host has no agents that would detect this."""
     if not is_this_machine(host.name):
         raise RuntimeError(
             f"the hosts {host.name} could not be reached: the first host has to be the machine that calls fork(), and "
@@ -228,7 +228,7 @@ def _check_is_this_machine(host: Host) -> None:
 
 
 @contextlib.contextmanager
-def _start_hosts(
+def _start_agents(
     host_list: Sequence[Host] | None,
     use_gpu: bool | None,
     host_timeout: float = HOST_TIMEOUT,
@@ -237,7 +237,7 @@ def _start_hosts(
     """Start the agents of the hosts, and end them if the ``with`` block fails."""
     ranks.check_no_session()
     if use_gpu:
-        choose_device(True, None)  # raises if this host has no GPUs, before any other is started
+        choose_device(True, None)  # raises if this host has no GPUs, before agents start
     link = MpiLink(host_list, float(host_timeout), log)
     try:
         link.start_agents()
@@ -266,10 +266,10 @@ def _fork(
         size, n_local = link.size, len(link.local_ranks)
         if master_rank not in link.local_ranks:
             raise ValueError(f"master_rank: expected a rank of this host, below {n_local}, got {master_rank}")
-    # Derived from the master's states, so that a run repeats from its seed.
+    # From the master's states, so that runs with the same seed are equal.
     states = np.random.get_state(legacy=False), random.getstate()
     seeds = tuple(blake2b(pickle.dumps(state)).digest() for state in states)
-    # Imported before the fork, so that workers share it.
+    # Imports modules before the fork, so that workers inherit them.
     list_loaded_libraries()
     engines.list_engines()
     bind_command = _Bind(device.name, device.assign_gpus(n_local, master_rank), seeds, cores)
@@ -280,8 +280,8 @@ def _fork(
 def bytes_sent() -> int:
     """Return the number of bytes of Data objects and functions that were sent to other hosts since `fork`.
 
-    Unchanged pages of memory are not sent again.  Of the rows that `Lock.read` and `Lock.write` copy, only those that
-    the first host sends are counted.  Values that collectives exchange are not counted.
+    Unchanged pages of memory are not sent again.  Rows that `Lock.read` and `Lock.write` copy are counted if the first
+    host sends them.  Values that collectives exchange are not counted.
 
     Raises
     ------
@@ -302,8 +302,8 @@ def bytes_sent() -> int:
 def close() -> None:
     """End the workers and free all shared memory.
 
-    It runs by itself at exit, and does nothing if no ranks are running.  `fork` works again after it.  Functions
-    created before are sent to the new ranks when they are called.  Data objects created before are empty.
+    It is also called at exit, and does nothing if no ranks are running.  After it, `fork` can be called again.  Then
+    existing functions are sent to the new ranks when they are called, and existing Data objects are empty.
 
     Examples
     --------

@@ -1,7 +1,7 @@
-"""Checks of the arguments of collectives, in the master and before anything is sent.
+"""Checks of the arguments of collectives, in the master, before anything is sent.
 
-Values are put into shared memory as `Data`, and selections of rows as ranges or shared index arrays, so that commands
-carry descriptions and no arrays.
+Values are put into shared memory as `Data`.  A selection of rows is a range, or an index array in shared memory.  So
+commands contain descriptions and no arrays.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def check_variables(session: Session, shared_vars: Any, allow_generators: bool =
     Raises
     ------
     TypeError, ValueError
-        If one is no shared variable of arrays, is used by no function, or is given twice.
+        If a variable is not a shared variable of arrays, is not used by any function, or is given twice.
     """
     is_single = not isinstance(shared_vars, list | tuple)
     variables = [shared_vars] if is_single else list(shared_vars)
@@ -91,11 +91,10 @@ def _check_variable(mirror: Mirror, variable: Any, allow_generators: bool) -> No
         )
 
 
-def get_mirror_keys(session: Session, variables: Sequence[Any]) -> tuple[Any, ...]:
-    """Return the keys of variables among the ranks' objects, after sending the variables that the workers lack.
+def distribute_variables(session: Session, variables: Sequence[Any]) -> tuple[Any, ...]:
+    """Send variables to the workers that don't have them, and return the variables' keys.
 
-    It is called after all arguments have been checked: a call that raises must not give the workers copies of their
-    own.
+    It is called after all arguments have been checked, since a call that raises must not send copies to the workers.
     """
     mirror = Mirror.get(session)
     missing = [variable for variable in variables if mirror.get_key(variable) is None]
@@ -116,7 +115,7 @@ def check_generator_state(session: Session, variable: Any, value: Any, jumps: bo
     Parameters
     ----------
     jumps : bool
-        Whether ranks will jump to different places in the generator's stream.
+        Whether ranks will jump to different positions in the generator's stream.
     """
     try:
         library_of(variable).check_generator(variable, value, jumps and session.size > 1)
@@ -132,7 +131,7 @@ def match_values(values: Any, variables: Sequence[Any], is_single: bool) -> list
 
 
 def to_data(session: Session, variable: Any, value: Any) -> Data:
-    """Return a value as Data of the variable's dtype and number of dimensions; other arrays are copied."""
+    """Return a value as Data with the variable's dtype and number of dimensions.  Other arrays are copied."""
     if isinstance(value, Data):
         check_session(value, session, "values")
         if value.dtype != variable.type.dtype or value.ndim != variable.type.ndim:
@@ -145,9 +144,9 @@ def to_data(session: Session, variable: Any, value: Any) -> Data:
 
 
 def _convert(variable: Any, value: Any) -> np.ndarray:
-    """Return a value as an array that the variable's ``set_value`` accepts, apart from its shape.
+    """Return a value as an array of any shape that the variable's ``set_value`` accepts.
 
-    The shape is checked later, by `check_shape`, as a rank may get some of the rows.
+    `check_shape` checks the shape later, since a rank may get a part of the rows.
     """
     check_dense(value, f"values: {describe(variable)}")
     any_shape = library_of(variable).tensor.TensorType(variable.type.dtype, (False,) * variable.type.ndim)
@@ -171,40 +170,40 @@ def check_op(op: Any, variables: Sequence[Any], nccl: bool) -> tuple[str, bool]:
     -------
     op : str
     nccl : bool
-        Whether NCCL may reduce arrays on GPUs: whether the argument ``nccl`` is True, and NCCL has the reduction.
+        Whether NCCL reduces arrays on GPUs: the argument ``nccl``, if NCCL has the reduction.
 
     Raises
     ------
     TypeError, ValueError
-        If there is no such reduction, or it is not defined for all variables.
+        If there is no such reduction, or if it is not defined for a variable's dtype.
     """
-    op = parse_op(op)
+    op = check_op_name(op)
     for variable in variables:
         check_op_dtype(op, np.dtype(variable.type.dtype), describe(variable))
     return op, nccl and REDUCTIONS[op].nccl_op is not None
 
 
 def check_op_dtype(op: str, dtype: np.dtype, name: str) -> None:
-    """Raise ValueError if a reduction is not defined for the dtype of the array called ``name``."""
+    """Raise ValueError if a reduction is not defined for the dtype of an array; ``name`` is its name in errors."""
     if not REDUCTIONS[op].can_reduce(dtype):
         *others, last = [repr(choice) for choice in list_collective_ops() if REDUCTIONS[choice].can_reduce(dtype)]
         raise ValueError(f"op: {op!r} of {name} is not defined for dtype {dtype}; choose {', '.join(others)} or {last}")
 
 
-def parse_op(op: Any) -> str:
-    """Return the name of a reduction; raise TypeError or ValueError if collectives have none of this name."""
+def check_op_name(op: Any) -> str:
+    """Return the name of a reduction; raise TypeError or ValueError if collectives don't have it."""
     return check_choice(op, "op", list_collective_ops())
 
 
-def select_all(value: Data) -> range:
-    """Return the selection of all rows of a value; a scalar counts as one row."""
+def select_all_rows(value: Data) -> range:
+    """Return the selection of all rows of a value.  A scalar counts as one row."""
     return range(len(value)) if value.ndim else range(1)
 
 
 def put_selection(selection: Selection, buffers: list[Data]) -> range | SharedArray:
-    """Return a selection in a form that a command can carry: indexes are put into shared memory.
+    """Return the description of a selection for a command.  Indexes are put into shared memory.
 
-    The new Data object is appended to ``buffers``: the caller keeps this list until the command has run.
+    Their Data object is appended to ``buffers``, which the caller keeps until the command has run.
     """
     if isinstance(selection, range):
         return selection
@@ -214,7 +213,7 @@ def put_selection(selection: Selection, buffers: list[Data]) -> range | SharedAr
 
 
 def put_rank_selections(selection: Selection, size: int, buffers: list[Data]) -> list[range | SharedArray]:
-    """Return each rank's share of a selection, as `put_selection` does."""
+    """Return the descriptions of each rank's share of a selection; see `put_selection`."""
     rows, bounds = put_selection(selection, buffers), [get_share(len(selection), size, r) for r in range(size)]
     if isinstance(rows, range):
         return [rows[share] for share in bounds]

@@ -1,7 +1,7 @@
-"""Collectives as users call them.
+"""The collectives of the public interface.
 
-Each function takes one shared variable, or a list or tuple of them.  It checks its arguments and runs one command on
-all ranks, or two if random generators are among the variables.
+Each function takes one shared variable, or a list or tuple of them.  It checks its arguments, and runs one command on
+all ranks, or two if there are random generators among the variables.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from synkhronos.collectives.arguments import (
     check_op,
     check_shape,
     check_variables,
-    get_mirror_keys,
+    distribute_variables,
     is_generator_object,
     match_values,
     put_rank_selections,
     put_selection,
-    select_all,
+    select_all_rows,
     to_data,
 )
 from synkhronos.collectives.commands import (
@@ -51,9 +51,9 @@ def broadcast(shared_vars: Any, values: Any = None, nccl: bool = True) -> None:
     ----------
     shared_vars : shared variable, or list of them
     values : array_like or Data, or list of these, optional
-        Values for the variables.  Default: the master's.  The value of a random generator is what its variable holds: a
+        Values for the variables.  Default: the master's.  The value of a random generator is a
         `numpy.random.Generator`, or with Theano a `numpy.random.RandomState` or the state of MRG streams.  The master
-        continues from this state, and the workers from states that are moved apart from it.
+        continues from this state, and each worker from a stream of its own, a number of jumps ahead.
     nccl : bool
         Whether arrays on GPUs are transferred by NCCL rather than through host memory.
 
@@ -80,29 +80,29 @@ def broadcast(shared_vars: Any, values: Any = None, nccl: bool = True) -> None:
         variables, is_single = check_variables(session, shared_vars, allow_generators=True)
         generators = [v for v in variables if library_of(v).is_generator(v)]
         arrays = [v for v in variables if not library_of(v).is_generator(v)]
-        staged = None
+        shared_values = None
         if values is None:
             states = [library_of(v).copy_generator(v) for v in generators]
         else:
             pairs = list(zip(variables, match_values(values, variables, is_single), strict=True))
             states = [value for v, value in pairs if library_of(v).is_generator(v)]
-            staged = [to_data(session, v, value) for v, value in pairs if not library_of(v).is_generator(v)]
-            for variable, value in zip(arrays, staged, strict=True):
+            shared_values = [to_data(session, v, value) for v, value in pairs if not library_of(v).is_generator(v)]
+            for variable, value in zip(arrays, shared_values, strict=True):
                 check_shape(variable, value.shape)
         for variable, state in zip(generators, states, strict=True):
             check_generator_state(session, variable, state, jumps=True)
         if generators:
-            keys = get_mirror_keys(session, generators)
+            keys = distribute_variables(session, generators)
             reset_jumps(session, generators)
             session.run(SetGenerators(keys, states))
         if not arrays:
             return
-        if staged is None:
-            session.run(Broadcast(get_mirror_keys(session, arrays), nccl))
+        if shared_values is None:
+            session.run(Broadcast(distribute_variables(session, arrays), nccl))
             return
-        rows = tuple(select_all(value) for value in staged)
-        locations = tuple(to_shared_array(value) for value in staged)
-        session.run(Assign(get_mirror_keys(session, arrays), locations, (rows,) * session.size))
+        rows = tuple(select_all_rows(value) for value in shared_values)
+        descriptions = tuple(to_shared_array(value) for value in shared_values)
+        session.run(Assign(distribute_variables(session, arrays), descriptions, (rows,) * session.size))
 
 
 def scatter(shared_vars: Any, values: Any, batch: Any = None) -> None:
@@ -115,7 +115,7 @@ def scatter(shared_vars: Any, values: Any, batch: Any = None) -> None:
         Arrays of at least one dimension.
     batch : int, slice, list of int, or array of int or bool, optional
         Rows to use: a number of rows from the first, a slice, indexes or a mask.  Default: all rows.  They are selected
-        before they are divided.
+        before they are divided among the ranks.
 
     Raises
     ------
@@ -124,7 +124,7 @@ def scatter(shared_vars: Any, values: Any, batch: Any = None) -> None:
 
     Notes
     -----
-    Each rank gets a contiguous run of the selected rows, in rank order, as evenly as possible.
+    The selected rows are divided into contiguous shares, in rank order and as evenly as possible.
 
     Examples
     --------
@@ -141,20 +141,22 @@ def scatter(shared_vars: Any, values: Any, batch: Any = None) -> None:
     with session.call_lock:
         session.wait_until_idle()
         variables, is_single = check_variables(session, shared_vars)
-        staged: list[Data] = []
+        shared_values: list[Data] = []
         for variable, value in zip(variables, match_values(values, variables, is_single), strict=True):
             if variable.type.ndim == 0:
                 raise ValueError(f"shared_vars: {describe(variable)} has no rows to scatter")
-            staged.append(to_data(session, variable, value))
-        selections = [select_rows(batch, len(value)) for value in staged]
-        for variable, value, selection in zip(variables, staged, selections, strict=True):
+            shared_values.append(to_data(session, variable, value))
+        selections = [select_rows(batch, len(value)) for value in shared_values]
+        for variable, value, selection in zip(variables, shared_values, selections, strict=True):
             for r in range(session.size):
                 bounds = get_share(len(selection), session.size, r)
                 check_shape(variable, (bounds.stop - bounds.start, *value.shape[1:]))
-        locations = tuple(to_shared_array(value) for value in staged)
+        descriptions = tuple(to_shared_array(value) for value in shared_values)
         buffers: list[Data] = []
         by_variable = [put_rank_selections(selection, session.size, buffers) for selection in selections]
-        session.run(Assign(get_mirror_keys(session, variables), locations, tuple(zip(*by_variable, strict=True))))
+        session.run(
+            Assign(distribute_variables(session, variables), descriptions, tuple(zip(*by_variable, strict=True)))
+        )
 
 
 def gather(shared_vars: Any, nd_up: int = 1, nccl: bool = True) -> Any:
@@ -164,7 +166,7 @@ def gather(shared_vars: Any, nd_up: int = 1, nccl: bool = True) -> Any:
     ----------
     shared_vars : shared variable, or list of them
     nd_up : int
-        1 to stack them on a new axis 0, 0 to join them along axis 0.
+        1 to stack the values on a new axis 0, 0 to concatenate them along axis 0.
     nccl : bool
         Whether arrays on GPUs are transferred by NCCL rather than through host memory.
 
@@ -196,15 +198,15 @@ def gather(shared_vars: Any, nd_up: int = 1, nccl: bool = True) -> Any:
         variables, is_single = check_variables(session, shared_vars, allow_generators=True)
         arrays = [v for v in variables if not is_generator_object(v)]
         states = [v for v in variables if is_generator_object(v)]
-        gathered = session.run(Gather(get_mirror_keys(session, arrays), nd_up, nccl)) if arrays else []
+        gathered = session.run(Gather(distribute_variables(session, arrays), nd_up, nccl)) if arrays else []
         if states:
-            by_rank = session.run(GetGenerators(get_mirror_keys(session, states)))
+            by_rank = session.run(GetGenerators(distribute_variables(session, states)))
             gathered.extend(map(list, zip(*by_rank, strict=True)))
     return _restore_order(variables, [*arrays, *states], gathered, is_single)
 
 
 def all_gather(shared_vars: Any, nccl: bool = True) -> None:
-    """Set shared variables on every rank to all ranks' values, joined along axis 0 in rank order.
+    """Set shared variables on every rank to all ranks' values, concatenated along axis 0 in rank order.
 
     Parameters
     ----------
@@ -216,7 +218,7 @@ def all_gather(shared_vars: Any, nccl: bool = True) -> None:
     Raises
     ------
     ValueError
-        If lengths along other axes than 0 differ between ranks.  No variable is changed.
+        If lengths of axes other than 0 differ between ranks.  No variable is changed.
 
     Examples
     --------
@@ -235,7 +237,7 @@ def all_gather(shared_vars: Any, nccl: bool = True) -> None:
         session.wait_until_idle()
         nccl = check_flag(nccl, "nccl")
         variables, _ = check_variables(session, shared_vars)
-        session.run(AllGather(get_mirror_keys(session, variables), nccl))
+        session.run(AllGather(distribute_variables(session, variables), nccl))
 
 
 def reduce(shared_vars: Any, op: str = "avg", in_place: bool = True, nccl: bool = True) -> Any:
@@ -259,7 +261,7 @@ def reduce(shared_vars: Any, op: str = "avg", in_place: bool = True, nccl: bool 
     Raises
     ------
     ValueError
-        If shapes differ between ranks; the message has each rank's.  No variable is changed.
+        If shapes differ between ranks; the message lists them.  No variable is changed.
 
     Examples
     --------
@@ -277,7 +279,7 @@ def reduce(shared_vars: Any, op: str = "avg", in_place: bool = True, nccl: bool 
         in_place, nccl = check_flag(in_place, "in_place"), check_flag(nccl, "nccl")
         variables, is_single = check_variables(session, shared_vars)
         op, nccl = check_op(op, variables, nccl)
-        results = session.run(Reduce(get_mirror_keys(session, variables), op, in_place, nccl))
+        results = session.run(Reduce(distribute_variables(session, variables), op, in_place, nccl))
     if in_place:
         return None
     return results[0] if is_single else results
@@ -297,7 +299,7 @@ def all_reduce(shared_vars: Any, op: str = "avg", nccl: bool = True) -> None:
     Raises
     ------
     ValueError
-        If shapes differ between ranks; the message has each rank's.  No variable is changed.
+        If shapes differ between ranks; the message lists them.  No variable is changed.
 
     Examples
     --------
@@ -318,7 +320,7 @@ def all_reduce(shared_vars: Any, op: str = "avg", nccl: bool = True) -> None:
 
 
 class _AllReduceCommands(WeakKeyDict[Any, dict[Any, AllReduceValues]]):
-    """Commands of `all_reduce` that were checked before, by variable, op and ``nccl``."""
+    """Commands of `all_reduce` with checked arguments, by variable, op and ``nccl``."""
 
 
 def get_all_reduce_command(session: Session, shared_vars: Any, op: Any, nccl: bool) -> AllReduceValues:
@@ -332,7 +334,7 @@ def get_all_reduce_command(session: Session, shared_vars: Any, op: Any, nccl: bo
     if command is None:
         variables, is_single = check_variables(session, shared_vars)
         checked = check_op(op, variables, nccl)  # before any variable is sent
-        command = AllReduceValues(get_mirror_keys(session, variables), *checked)
+        command = AllReduceValues(distribute_variables(session, variables), *checked)
         if is_single:
             commands[shared_vars] = {**by_arguments, (op, nccl): command}
     return command
@@ -355,11 +357,11 @@ def reduce_scatter(shared_vars: Any, op: str = "avg", nccl: bool = True) -> None
     Raises
     ------
     ValueError
-        If shapes differ between ranks; the message has each rank's.  No variable is changed.
+        If shapes differ between ranks; the message lists them.  No variable is changed.
 
     Notes
     -----
-    Each rank gets a contiguous run of rows, in rank order, as evenly as possible: the rows that `scatter` gives it.
+    Rows are divided among the ranks as by `scatter`.
 
     Examples
     --------
@@ -379,7 +381,7 @@ def reduce_scatter(shared_vars: Any, op: str = "avg", nccl: bool = True) -> None
         nccl = check_flag(nccl, "nccl")
         variables, _ = check_variables(session, shared_vars)
         op, nccl = check_op(op, variables, nccl)
-        session.run(ReduceScatter(get_mirror_keys(session, variables), op, nccl))
+        session.run(ReduceScatter(distribute_variables(session, variables), op, nccl))
 
 
 def set_value(rank: int, shared_vars: Any, values: Any, batch: Any = None) -> None:
@@ -390,7 +392,7 @@ def set_value(rank: int, shared_vars: Any, values: Any, batch: Any = None) -> No
     rank : int
     shared_vars : shared variable, or list of them
     values : array_like or Data, or list of these
-        Values for the variables.  From the state of a random generator (see `broadcast`) the rank continues.
+        Values for the variables; for a random generator, the state from which the rank continues (see `broadcast`).
     batch : int, slice, list of int, or array of int or bool, optional
         Rows of the values to use.  Default: all rows.
 
@@ -423,24 +425,26 @@ def set_value(rank: int, shared_vars: Any, values: Any, batch: Any = None) -> No
             if is_generator_object(variable) or variable.type.ndim == 0:
                 raise ValueError(f"batch: the value for {describe(variable)} has no rows to select")
         variables = [variable for variable in variables if not is_generator_object(variable)]
-        staged = [to_data(session, variable, value) for variable, value in pairs if not is_generator_object(variable)]
+        shared_values = [
+            to_data(session, variable, value) for variable, value in pairs if not is_generator_object(variable)
+        ]
         buffers: list[Data] = []
         rows: list[Any] = []
-        for variable, value in zip(variables, staged, strict=True):
-            selection = select_all(value) if batch is None else select_rows(batch, len(value))
+        for variable, value in zip(variables, shared_values, strict=True):
+            selection = select_all_rows(value) if batch is None else select_rows(batch, len(value))
             check_shape(variable, (len(selection), *value.shape[1:]) if value.ndim else ())
             rows.append(put_selection(selection, buffers))
         if states:
-            keys = get_mirror_keys(session, [variable for variable, _ in states])
+            keys = distribute_variables(session, [variable for variable, _ in states])
             session.run(SetGenerators(keys, [value for _, value in states], only_rank=rank))
         if not variables:
             return
-        locations = tuple(to_shared_array(value) for value in staged)
+        descriptions = tuple(to_shared_array(value) for value in shared_values)
         nothing = (None,) * len(variables)
         session.run(
             Assign(
-                get_mirror_keys(session, variables),
-                locations,
+                distribute_variables(session, variables),
+                descriptions,
                 tuple(tuple(rows) if r == rank else nothing for r in range(session.size)),
             )
         )
@@ -476,14 +480,14 @@ def get_value(rank: int, shared_vars: Any) -> Any:
         variables, is_single = check_variables(session, shared_vars, allow_generators=True)
         arrays = [v for v in variables if not is_generator_object(v)]
         states = [v for v in variables if is_generator_object(v)]
-        values = session.run(GetValue(get_mirror_keys(session, arrays), rank)) if arrays else []
+        values = session.run(GetValue(distribute_variables(session, arrays), rank)) if arrays else []
         if states:
-            values += session.run(GetGenerators(get_mirror_keys(session, states)))[rank]
+            values += session.run(GetGenerators(distribute_variables(session, states)))[rank]
     return _restore_order(variables, [*arrays, *states], values, is_single)
 
 
 def _restore_order(variables: list[Any], requested: list[Any], values: list[Any], is_single: bool) -> Any:
-    """Return values, which are in the order of ``requested``, in the order of ``variables``."""
+    """Return values, given in the order of ``requested``, in the order of ``variables``."""
     by_variable = {id(variable): value for variable, value in zip(requested, values, strict=True)}
     ordered = [by_variable[id(variable)] for variable in variables]
     return ordered[0] if is_single else ordered
@@ -515,7 +519,7 @@ def get_shapes(shared_vars: Any) -> list[Any]:
     with session.call_lock:
         session.wait_until_idle()
         variables, is_single = check_variables(session, shared_vars)
-        layouts = session.run(GetShapes(get_mirror_keys(session, variables)))
+        layouts = session.run(GetShapes(distribute_variables(session, variables)))
     shapes = [[shape for shape, _ in by_rank] for by_rank in layouts]
     return shapes[0] if is_single else shapes
 

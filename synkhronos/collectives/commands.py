@@ -1,10 +1,10 @@
 """The commands that the collectives send to the ranks.
 
-A command that moves arrays of several ranks begins with `gather_layouts`.  From the same data each rank decides in
-the same way whether the collective is possible, and how the arrays travel: by the communicator of the device that holds
-them, or through host memory.  So nothing is changed before all checks have passed on every rank.
+A command that transfers arrays of several ranks begins with `gather_layouts`.  Then all ranks derive from the same data
+whether the collective is possible, and which communicator transfers the arrays: that of their device, or that of the
+host.  So nothing is changed before all checks have passed on every rank.
 
-An `all_reduce` in a training loop compares a digest only, as long as the layouts stay the same (`AllReducePlan`).
+A repeated `all_reduce`, as in a training loop, only compares a digest while the layouts don't change (`AllReducePlan`).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from synkhronos.graphs import GraphLibrary, library_of
 from synkhronos.graphs.mirror import get_object, jump_to_rank
 from synkhronos.ranks import Command, Rank, RowAccess, SharedArray
 
-#: Number of plans of each kind that a rank caches.
+#: Maximal number of plans in each of a rank's caches.
 _MAX_PLANS = 64
 
 
@@ -41,7 +41,7 @@ class _TransferPlans(dict[Any, list[_Transfer]]):
 
 
 def _plan_transfers(by_rank: Sequence[Any], nccl: bool) -> list[_Transfer]:
-    """Return the transfer of each variable from each rank's (shape, dtype, device name) of each variable."""
+    """Return the transfer of each variable, from each rank's (shape, dtype, device name) of all variables."""
     transfers = []
     for layouts in zip(*by_rank, strict=True):
         names = {name for _, _, name in layouts} - {HOST.name}
@@ -62,12 +62,12 @@ def gather_layouts(rank: Rank, keys: Sequence[Any], nccl: bool = False, is_chang
     nccl : bool
         Whether devices transfer arrays directly rather than through host memory.
     is_changed : bool
-        Whether the ranks know already that their layouts differ from those of the last time.
+        Whether the layouts certainly differ from those of the last call, so that a cached gather would fail.
     """
     shareds = [get_object(rank, key) for key in keys]
-    values = [library_of(shared).get(shared) for shared in shareds]
+    values = [library_of(shared).borrow_value(shared) for shared in shareds]
     own_layouts = tuple([(value.shape, value.dtype, get_array_device(value).name) for value in values])
-    del values  # each array is to have a single reference besides its container's
+    del values  # `get_writable` checks whether others refer to the arrays
     communicator = rank.device.get_communicator(rank)
     all_gather = rank.all_gather if is_changed else rank.all_gather_cached
     by_rank, generations = zip(*all_gather((own_layouts, communicator.generation)), strict=True)
@@ -94,9 +94,9 @@ class VariableCopy:
     layouts : list of ArrayLayout
         Layout of each rank's copy.
     device : Device
-        Device that holds the value: a GPU if it is there on any rank, as the user may have assigned NumPy arrays.
+        Device of the value: a GPU if any rank's value is on its GPU.  Users may have assigned NumPy arrays.
     transport : Device
-        Device whose communicator transfers the value: its own device, or the host.
+        Device whose communicator transfers the value: ``device``, or the host.
     """
 
     __slots__ = ("_rank", "device", "layouts", "library", "shared", "transport", "value")
@@ -104,9 +104,9 @@ class VariableCopy:
     def __init__(self, rank: Rank, shared: Any, transfer: _Transfer):
         self._rank, self.shared, self.library = rank, shared, library_of(shared)
         self.layouts, self.device, self.transport = transfer
-        self.value = self.library.get(shared)
+        self.value = self.library.borrow_value(shared)
         if not self.device.owns(self.value):
-            self.replace(self.device.from_host(self.value))
+            self.set_value(self.device.from_host(self.value))
 
     @property
     def communicator(self) -> Communicator:
@@ -114,52 +114,54 @@ class VariableCopy:
         return self.transport.get_communicator(self._rank)
 
     def get_writable(self) -> Any:
-        """Return an array with the value that a communicator may overwrite; then call `store`."""
+        """Return the value as an array that a communicator may overwrite.  Then call `store`."""
         if self.transport is not self.device:
             return np.array(self.device.to_host(self.value), order="C")
-        self.value = None  # so that any reference but the container's is the user's
-        is_referenced = self.library.is_referenced(self.shared)
-        value = self.value = self.library.get(self.shared)
-        array = self.device.as_writable(value, is_referenced)
+        self.value = None  # then all references but the container's are the user's
+        has_other_references = self.library.has_other_references(self.shared)
+        value = self.value = self.library.borrow_value(self.shared)
+        array = self.device.as_writable(value, has_other_references)
         if array is not value:
-            self.replace(array)
+            self.set_value(array)
         return array
 
     def store(self, array: Any) -> None:
         """Set the variable to an array that a communicator has written."""
         new = self.device.rewrap(array) if self.transport is self.device else self.device.from_host(array)
         if new is not self.value:
-            self.replace(new)
+            self.set_value(new)
 
     def get_contiguous(self, transport: Device | None = None) -> Any:
-        """Return the value as a contiguous array on its transport, or on another one."""
+        """Return the value as a contiguous array on ``transport``, by default the variable's."""
         transport = transport or self.transport
         return transport.as_contiguous(self.value if transport is self.device else self.device.to_host(self.value))
 
-    def replace(self, array: Any) -> None:
-        """Put another array into the variable's container."""
-        self.library.put(self.shared, array)
-        self.value = self.library.get(self.shared)
+    def set_value(self, array: Any) -> None:
+        """Set the variable's value on this rank."""
+        self.library.store_value(self.shared, array)
+        self.value = self.library.borrow_value(self.shared)
 
-    def refuse(self, message: str) -> NoReturn:
-        """Raise ValueError, which all ranks have found."""
+    def raise_on_all_ranks(self, message: str) -> NoReturn:
+        """Raise ValueError; called on all ranks."""
         self._rank.raise_collectively(ValueError(message))
 
     def check_equal_shapes(self, collective: str) -> None:
-        """Raise ValueError on all ranks if their shapes differ."""
+        """Raise ValueError on all ranks if the ranks' shapes differ."""
         if len({shape for shape, _ in self.layouts}) > 1:
-            self.refuse(
-                f"{collective}: {describe(self.shared)} needs the same shape on all ranks, but {self.list_shapes()}; "
+            self.raise_on_all_ranks(
+                f"{collective}: {describe(self.shared)} needs the same shape on all ranks, but {self.format_shapes()}; "
                 "see gather(), which takes any shapes"
             )
 
     def check_shape(self, shape: tuple[int, ...], collective: str) -> None:
         """Raise ValueError on all ranks if the variable's type doesn't allow a shape."""
         if not self.library.can_hold(self.shared, shape):
-            self.refuse(f"{collective}: {describe(self.shared)} of type {self.shared.type} can't take shape {shape}")
+            self.raise_on_all_ranks(
+                f"{collective}: {describe(self.shared)} of type {self.shared.type} can't take shape {shape}"
+            )
 
-    def list_shapes(self) -> str:
-        """Return the shape on each rank, for an error message."""
+    def format_shapes(self) -> str:
+        """Return the text with each rank's shape for an error message."""
         return ", ".join(f"rank {r} has {shape}" for r, (shape, _) in enumerate(self.layouts))
 
 
@@ -179,7 +181,7 @@ class Broadcast(Command):
             if variable.layouts[rank.number] == variable.layouts[rank.root]:
                 array = variable.get_writable()
             else:
-                # Stored at the end: if a rank fails before, the variable keeps its old value.
+                # A new array, so that the variable keeps its old value if a rank fails.
                 array = variable.transport.empty(*variable.layouts[rank.root])
             variable.communicator.broadcast(array, rank.root)
             variable.store(array)
@@ -187,7 +189,7 @@ class Broadcast(Command):
 
 @dataclass(frozen=True, slots=True)
 class Assign(Command):
-    """Set variables to rows of values in shared memory, on each rank to its own.
+    """Set each rank's copies of variables to the rank's rows of values in shared memory.
 
     Attributes
     ----------
@@ -196,7 +198,7 @@ class Assign(Command):
     values : tuple of SharedArray
         One for each variable.
     rows : tuple of tuple of (range, SharedArray or None)
-        For each rank, its rows of each value; None leaves the variable as it is.
+        For each rank, its rows of each value.  None: the variable is not changed.
     """
 
     keys: tuple[Any, ...]
@@ -204,7 +206,7 @@ class Assign(Command):
     rows: tuple[tuple[range | SharedArray | None, ...], ...]
 
     def find_row_accesses(self, size: int, ranks: range) -> Iterator[RowAccess]:
-        """Yield the accesses of some ranks to rows of the values."""
+        """Yield the rows of the values that ``ranks`` read."""
         for r in ranks:
             for value, rows in zip(self.values, self.rows[r], strict=True):
                 if rows is not None:
@@ -220,7 +222,7 @@ class Assign(Command):
                 selection = rows if isinstance(rows, range) else rows.view(rank.segments)
             shared = get_object(rank, key)
             library = library_of(shared)
-            library.put(shared, get_array_device(library.get(shared)).load(rank, value, selection))
+            library.store_value(shared, get_array_device(library.borrow_value(shared)).load(rank, value, selection))
 
 
 @dataclass(frozen=True, slots=True)
@@ -232,7 +234,7 @@ class Gather(Command):
     nccl: bool
 
     def run(self, rank: Rank) -> Any:
-        """Return a list with the gathered values of each variable; its items are None in workers."""
+        """Return a list with the gathered values of each variable in the master, a list of None in workers."""
         results = []
         for variable in gather_layouts(rank, self.keys, self.nccl):
             result = out = None
@@ -245,29 +247,31 @@ class Gather(Command):
 
 @dataclass(frozen=True, slots=True)
 class AllGather(Command):
-    """Set each variable on every rank to all ranks' values, joined along axis 0."""
+    """Set each variable on every rank to all ranks' values, concatenated along axis 0."""
 
     keys: tuple[Any, ...]
     nccl: bool
 
     def run(self, rank: Rank) -> None:
-        """Check that all variables can be joined, then join them."""
+        """Check that all variables can be concatenated, then gather them."""
         variables = gather_layouts(rank, self.keys, self.nccl)
         for variable in variables:
-            if not _can_join(variable.layouts):
-                shapes = variable.list_shapes()
-                variable.refuse(f"all_gather: {describe(variable.shared)} can't be joined along axis 0: {shapes}")
+            if not _can_concatenate(variable.layouts):
+                shapes = variable.format_shapes()
+                variable.raise_on_all_ranks(
+                    f"all_gather: {describe(variable.shared)} can't be concatenated along axis 0: {shapes}"
+                )
             rows = sum(shape[0] for shape, _ in variable.layouts)
             variable.check_shape((rows, *variable.layouts[0][0][1:]), "all_gather")
         for variable in variables:
-            joined, out = _allocate_gathered(variable.transport, variable.layouts, 0)
+            concatenated, out = _allocate_gathered(variable.transport, variable.layouts, 0)
             variable.communicator.all_gather(variable.get_contiguous(), variable.layouts, out)
-            variable.store(joined)
+            variable.store(concatenated)
 
 
 @dataclass(frozen=True, slots=True)
 class ReduceScatter(Command):
-    """Set each variable on every rank to the rank's rows of the reduction over all ranks."""
+    """Set each rank's copies of variables to the rank's rows of the reduction over all ranks."""
 
     keys: tuple[Any, ...]
     op: str
@@ -281,7 +285,7 @@ class ReduceScatter(Command):
             variable.check_equal_shapes("reduce_scatter")
             shape = variable.layouts[0][0]
             if not shape:
-                variable.refuse(f"reduce_scatter: {describe(variable.shared)} has no rows to divide")
+                variable.raise_on_all_ranks(f"reduce_scatter: {describe(variable.shared)} has no rows to divide")
             shares.append([get_share(shape[0], rank.size, r) for r in range(rank.size)])
             for share in shares[-1]:
                 variable.check_shape((share.stop - share.start, *shape[1:]), "reduce_scatter")
@@ -326,7 +330,7 @@ class Reduce(Command):
             layout, out = variable.layouts[0], None
             if rank.is_master:
                 out = variable.get_writable() if in_place else variable.transport.empty(*layout)
-            # The argument has no name of its own: `Device.rewrap` checks whether there are other references to it.
+            # No local variable for the argument, since `Device.rewrap` checks for other references to it.
             variable.communicator.reduce(
                 out if in_place else variable.get_contiguous(), self.op, rank.root, out, layout, range(rank.size)
             )
@@ -350,7 +354,7 @@ class AllReduceValues(Command):
             self.plan(rank).all_reduce(rank, self.op)
 
     def plan(self, rank: Rank) -> AllReducePlan:
-        """Return the plan, after all ranks have checked that they have the same; a collective operation."""
+        """Return the plan, after a check that all ranks have the same plan; a collective operation."""
         plans = rank.registry.get(_AllReducePlans)
         last, is_changed = plans.get(self), False
         if last is not None and last.is_valid(rank):
@@ -367,7 +371,7 @@ class AllReduceValues(Command):
 
 
 class PlannedVariable(NamedTuple):
-    """A variable of a repeated all-reduce; `VariableCopy` has the attributes."""
+    """A variable of a repeated all-reduce; see `VariableCopy`."""
 
     key: Any
     library: GraphLibrary
@@ -377,17 +381,17 @@ class PlannedVariable(NamedTuple):
 
 
 class AllReducePlan(NamedTuple):
-    """Layouts of an all-reduce that is repeated, the same on all ranks.
+    """Layouts of a repeated all-reduce, equal on all ranks.
 
-    It has no reference to an array: an array is written in place only if its container has the only one.
+    It does not refer to arrays, since an array is only written in place if its container has the only reference.
 
     Attributes
     ----------
     variables : list of PlannedVariable
     generation : int
-        Number of the device's connection.
+        Generation of the device's connection.
     digest : bytes
-        Digest of all of it.  Each rank on which the plan is still valid passes it to `Rank.all_equal`.
+        Digest of the plan, which each rank with a valid plan passes to `Rank.all_equal`.
     """
 
     variables: list[PlannedVariable]
@@ -396,7 +400,7 @@ class AllReducePlan(NamedTuple):
 
     @classmethod
     def from_copies(cls, rank: Rank, keys: Sequence[Any], copies: Sequence[VariableCopy]) -> AllReducePlan:
-        """Return the plan for copies of equal shapes, which are on their devices now."""
+        """Return the plan for copies of equal shapes."""
         generation = rank.device.get_communicator(rank).generation
         variables = [
             PlannedVariable(key, own.library, own.layouts[rank.number], own.device, own.transport)
@@ -406,9 +410,9 @@ class AllReducePlan(NamedTuple):
         return cls(variables, generation, rank.compute_digest((layouts, generation)))
 
     def is_valid(self, rank: Rank) -> bool:
-        """Whether this rank's variables and its connection have not changed."""
+        """Whether the layouts of this rank's variables, and its connection, have not changed."""
         for key, library, (shape, dtype), device, _ in self.variables:
-            value = library.get(get_object(rank, key))
+            value = library.borrow_value(get_object(rank, key))
             if get_array_device(value) is not device or value.shape != shape or value.dtype != dtype:
                 return False
         return bool(rank.device.get_communicator(rank).generation == self.generation)
@@ -418,16 +422,16 @@ class AllReducePlan(NamedTuple):
         for key, library, _, device, transport in self.variables:
             shared, communicator = get_object(rank, key), transport.get_communicator(rank)
             if transport is not device:
-                array = np.array(device.to_host(library.get(shared)), order="C")
+                array = np.array(device.to_host(library.borrow_value(shared)), order="C")
                 communicator.all_reduce(array, op)
-                library.put(shared, device.from_host(array))
+                library.store_value(shared, device.from_host(array))
                 continue
-            is_referenced = library.is_referenced(shared)
-            value = library.get(shared)
-            array = device.as_writable(value, is_referenced)
+            has_other_references = library.has_other_references(shared)
+            value = library.borrow_value(shared)
+            array = device.as_writable(value, has_other_references)
             new = device.rewrap(array, communicator.all_reduce(array, op))
             if new is not value:
-                library.put(shared, new)
+                library.store_value(shared, new)
         for communicator in {variable.transport.get_communicator(rank) for variable in self.variables}:
             communicator.notify_started()
 
@@ -444,7 +448,7 @@ class GetValue(Command):
     source: int
 
     def run(self, rank: Rank) -> Any:
-        """Return the source's value of each variable in the master, an empty list in workers."""
+        """Return the value of each variable on rank ``source`` in the master, an empty list in workers."""
         results = []
         for variable in gather_layouts(rank, self.keys):
             layouts: list[ArrayLayout | None] = [None] * rank.size
@@ -460,12 +464,12 @@ class GetValue(Command):
 
 @dataclass(frozen=True, slots=True)
 class GetShapes(Command):
-    """All-gather the shapes of every rank's values."""
+    """All-gather the layouts of every rank's values."""
 
     keys: tuple[Any, ...]
 
     def run(self, rank: Rank) -> Any:
-        """Return for each variable the layout on each rank."""
+        """Return each rank's layout of each variable, by variable."""
         return [variable.layouts for variable in gather_layouts(rank, self.keys)]
 
 
@@ -476,7 +480,7 @@ class GetGenerators(Command):
     keys: tuple[Any, ...]
 
     def run(self, rank: Rank) -> Any:
-        """Return for each rank the state of each variable."""
+        """Return the state of each variable on each rank, by rank."""
         shareds = [get_object(rank, key) for key in self.keys]
         return rank.all_gather([library_of(shared).copy_generator(shared) for shared in shareds])
 
@@ -490,10 +494,10 @@ class SetGenerators(Command):
     keys : tuple
         Keys of the variables.
     states : list
-        One for each variable.  The list makes the command unhashable, so that the session does not cache its pickle:
-        a generator that compares equal may have drawn numbers since.
+        One for each variable.  A list, so that the command is unhashable and the session does not cache its pickle: an
+        equal generator may have drawn numbers since.
     only_rank : int or None
-        Rank whose generators are set; None for all ranks, with states that are moved apart.
+        Rank whose generators are set.  None: all ranks, each of which jumps to its own stream.
     """
 
     keys: tuple[Any, ...]
@@ -511,8 +515,8 @@ class SetGenerators(Command):
                 library.set_generator(shared, copy.deepcopy(state))
 
 
-def _can_join(layouts: Sequence[ArrayLayout]) -> bool:
-    """Whether arrays of these layouts can be joined along axis 0."""
+def _can_concatenate(layouts: Sequence[ArrayLayout]) -> bool:
+    """Whether arrays of these layouts can be concatenated along axis 0."""
     return all(shape and shape[1:] == layouts[0][0][1:] for shape, _ in layouts)
 
 
@@ -524,13 +528,13 @@ def _allocate_gathered(device: Device, layouts: Sequence[ArrayLayout], nd_up: in
     result : array, or list of array
         A list if the shapes don't fit into one array.
     out : list of array
-        For each rank, the flat part of the result that its array fills.
+        For each rank, the items of the result that its array fills.
     """
     shapes = [shape for shape, _ in layouts]
     dtype = layouts[0][1]
     if nd_up == 1 and len(set(shapes)) == 1:
         result: Any = device.empty((len(shapes), *shapes[0]), dtype)
-    elif nd_up == 0 and _can_join(layouts):
+    elif nd_up == 0 and _can_concatenate(layouts):
         result = device.empty((sum(shape[0] for shape in shapes), *shapes[0][1:]), dtype)
     else:
         result = [device.empty(*layout) for layout in layouts]

@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from synkhronos import ranks
-from synkhronos.casts import NUMBERS, as_numbers, cast, check_cast
+from synkhronos.casts import NUMBER_KINDS, as_numbers, cast, check_cast
 from synkhronos.checks import check_at_least, check_flag, check_name, check_number
 from synkhronos.graphs import library_of
 from synkhronos.ranks import SharedArray
@@ -431,7 +431,7 @@ def _to_dtype(dtype: npt.DTypeLike) -> np.dtype:
         checked = np.dtype(dtype)
     except TypeError as error:
         raise TypeError(f"dtype: expected a dtype of numbers, got {dtype!r}: {error}") from None
-    if checked.kind not in NUMBERS:
+    if checked.kind not in NUMBER_KINDS:
         raise TypeError(f"dtype: expected a dtype of numbers, got {checked}")
     return checked
 

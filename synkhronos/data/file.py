@@ -11,7 +11,7 @@ import os
 import numpy as np
 
 from synkhronos import ranks
-from synkhronos.casts import NUMBERS
+from synkhronos.casts import NUMBER_KINDS
 from synkhronos.data.read_only import ReadOnlyData
 from synkhronos.ranks import SharedArray
 
@@ -94,7 +94,7 @@ def _read_header(path: str) -> tuple[tuple[int, ...], np.dtype, int]:
         except ValueError as error:
             raise ValueError(f"{path}: expected an array as numpy.save writes it: {error}") from None
         offset, size = file.tell(), os.fstat(file.fileno()).st_size
-    if dtype.kind not in NUMBERS or not dtype.isnative:
+    if dtype.kind not in NUMBER_KINDS or not dtype.isnative:
         raise ValueError(f"{path}: expected numbers in native byte order, got {dtype}")
     if is_fortran_order and len(shape) > 1:
         raise ValueError(f"{path}: expected an array in C order: save numpy.ascontiguousarray(x)")

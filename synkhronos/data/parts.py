@@ -235,7 +235,7 @@ def _load_rows(session: Session, load: Any, length: int) -> tuple[int, tuple[int
 class _LoadFunction:
     """The user's function, with the interface of objects that `Mirror.send` sends."""
 
-    code: Any = None
+    user_code: Any = None
 
     def __init__(self, load: Callable[[int, int], npt.ArrayLike]):
         self.load = load

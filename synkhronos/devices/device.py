@@ -113,7 +113,7 @@ class DeviceArithmetic(DeviceMemory):
         return self.from_host(op.ufunc(self.to_host(left), self.to_host(right)))
 
     def concatenate(self, arrays: Sequence[Any]) -> Any:
-        """Return arrays joined along axis 0."""
+        """Return arrays concatenated along axis 0."""
         return self.from_host(np.concatenate([self.to_host(array) for array in arrays]))
 
     def flatten(self, values: Sequence[Any], dtype: np.dtype) -> Any:

@@ -51,7 +51,7 @@ class HostDevice(Device):
         return op.ufunc(left, right, out=left)
 
     def concatenate(self, arrays: Sequence[Any]) -> Any:
-        """Return arrays joined along axis 0."""
+        """Return arrays concatenated along axis 0."""
         return np.concatenate(arrays)
 
     def can_communicate(self, dtype: np.dtype) -> bool:

@@ -144,7 +144,7 @@ class PygpuDevice(CudaDevice):
         return elemwise2(left, None, right, left, odtype=left.dtype, oper=op.gpuarray_expression)
 
     def concatenate(self, arrays: Sequence[Any]) -> Any:
-        """Return arrays joined along axis 0."""
+        """Return arrays concatenated along axis 0."""
         import pygpu
 
         return pygpu.concatenate(list(arrays), context=self._context)

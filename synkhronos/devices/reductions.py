@@ -8,7 +8,7 @@ mean      (w_1 v_1 + ... + w_k v_k) / (w_1 + ... + w_k)
 sum       v_1 + ... + v_k
 prod      v_1 * ... * v_k
 min, max  elementwise
-gather    joined along axis 0 (scalars become a vector)
+gather    concatenated along axis 0 (scalars become a vector)
 ========  =============================================================
 """
 

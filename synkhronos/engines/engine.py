@@ -103,11 +103,10 @@ class ReducibleOutputs(Protocol):
     def reduce(self, rank: Rank) -> Any:
         """Reduce the outputs over all ranks; return a list of values in the master."""
 
-    def detach(self, rank: Rank) -> Self:
-        """Return a copy that does not refer to the computation.
+    def freeze(self, rank: Rank) -> Self:
+        """Return a copy that can be reduced after shared variables have changed.
 
-        If the master has no rows, it computes the outputs of zero rows now, since shared variables may change before
-        the outputs are read.
+        If the master has no rows, it computes the outputs of zero rows now.
         """
 
 

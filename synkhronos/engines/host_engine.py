@@ -35,11 +35,11 @@ class HostEngine(Engine):
         def run(*inputs: Any) -> Any:
             try:
                 for shared in shareds:
-                    library.put(shared, *device.fetch([library.get(shared)]))
+                    library.store_value(shared, *device.fetch([library.borrow_value(shared)]))
                 return function(*device.fetch(inputs))
             finally:
                 for shared in shareds:
-                    library.put(shared, device.as_array(library.get(shared)))
+                    library.store_value(shared, device.as_array(library.borrow_value(shared)))
 
         return Runner(run)
 

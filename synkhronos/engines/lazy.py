@@ -343,7 +343,7 @@ class LazyEngine(Engine):
 
     def collect(self, rank: Rank, outputs: ReducibleOutputs) -> tuple[int, int, int]:
         """Store the outputs until they are read; return the command's number, their bytes and the number of outputs."""
-        outputs = outputs.detach(rank)
+        outputs = outputs.freeze(rank)
         unread = _get_unread(rank)
         assert rank.command_number not in unread, "two calls with outputs in one command"
         unread[rank.command_number] = self, outputs

@@ -29,7 +29,7 @@ import numpy as np
 
 import synkhronos as synk
 from synkhronos import ranks
-from synkhronos.collectives.arguments import get_mirror_keys
+from synkhronos.collectives.arguments import distribute_variables
 from synkhronos.data.rows import get_share
 from synkhronos.devices import HOST
 from synkhronos.graphs import library_of
@@ -170,7 +170,7 @@ def set_inherited_rows(session: Session, variables: list[Any], owner: Any) -> No
     """
     with session.call_lock:
         session.wait_until_idle()
-        session.run(_InheritRows(get_mirror_keys(session, variables), owner))
+        session.run(_InheritRows(distribute_variables(session, variables), owner))
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,4 +185,4 @@ class _InheritRows(Command):
         for key, values in zip(self.keys, self.owner.inherited_rows, strict=True):
             shared = get_object(rank, key)
             rows = values[get_share(len(values), rank.size, rank.number)]
-            library_of(shared).put(shared, np.ascontiguousarray(rows))
+            library_of(shared).store_value(shared, np.ascontiguousarray(rows))

@@ -97,7 +97,7 @@ def _parse_inputs(
     for spec in specs[: len(scattered)]:
         if spec.variable.type.ndim == 0:
             raise ValueError(f"inputs: {describe(spec.variable)} has no rows to scatter; put it into bcast_inputs")
-        if library.get_fixed_shape(spec.variable)[0] is not None:
+        if library.get_static_shape(spec.variable)[0] is not None:
             raise ValueError(
                 f"inputs: axis 0 of {describe(spec.variable)} has a fixed length and can't be scattered; "
                 "put it into bcast_inputs"
@@ -128,7 +128,7 @@ def _check_sliceable(library: GraphLibrary, sliceable: list[Any]) -> None:
     for shared in sliceable:
         if not library.is_shared(shared):
             raise TypeError(f"sliceable_shareds: expected shared variables, got {shared!r}")
-        if not library.is_array(shared) or shared.type.ndim == 0 or library.get_fixed_shape(shared)[0] is not None:
+        if not library.is_array(shared) or shared.type.ndim == 0 or library.get_static_shape(shared)[0] is not None:
             raise ValueError(f"sliceable_shareds: {describe(shared)} has no rows to divide")
     check_distinct(sliceable, "sliceable_shareds")
 
@@ -226,7 +226,7 @@ def _find_library(**arguments: list[Any]) -> GraphLibrary:
 def _convert(library: GraphLibrary, target: Any, value: Any, name: str) -> Any:
     """Return an expression or a constant as a variable of the type of ``target``, which it replaces."""
     try:
-        return library.convert(target, value)
+        return library.convert_to_type_of(target, value)
     except (TypeError, ValueError, AttributeError) as error:
         raise TypeError(f"{name}: {describe(target)} of type {target.type} can't take {value!r}: {error}") from None
 
@@ -253,7 +253,7 @@ def _check_free_variables(library: GraphLibrary, specs: Any, outputs: Any, updat
 
 
 def _parse_input(library: GraphLibrary, value: Any, name: str, downcast: bool | None) -> InputSpec:
-    spec = library.describe_input(value)
+    spec = library.make_input_spec(value)
     if library.is_variable(value):  # an `In` has an ``allow_downcast`` of its own
         spec = replace(spec, allow_downcast=downcast)
     if library.is_shared(spec.variable):

@@ -6,8 +6,8 @@ the ranks, or stores them until they are read.
 The first call of a variant compiles it.  The order of the ranks depends on the compiler
 (`GraphLibrary.choose_compile_order`)::
 
-    IN_TURN         the master compiles   |barrier|  the workers compile, from the cache on disk
-    AT_ONCE         all ranks compile
+    MASTER_FIRST         the master compiles   |barrier|  the workers compile, from the cache on disk
+    IN_PARALLEL         all ranks compile
     AT_FIRST_CALL   all ranks rewrite the graph; the master computes  |barrier|  the workers compute, from the cache
 """
 
@@ -26,7 +26,7 @@ from synkhronos.function.outputs import RankOutputs
 from synkhronos.function.rank_mean import RankMeans
 from synkhronos.function.reduction_op import Accumulator
 from synkhronos.function.slow_warning import warn_if_slow
-from synkhronos.graphs.library import AT_FIRST_CALL, IN_TURN
+from synkhronos.graphs.library import AT_FIRST_CALL, MASTER_FIRST
 from synkhronos.graphs.mirror import get_object
 from synkhronos.ranks import Command, Rank, RowAccess, SharedArray
 
@@ -178,7 +178,7 @@ class Call(_CallFields, Command):
         if not bound.compiled.spec.ops:
             return []
         if self.reads_outputs:
-            outputs = bound.get_outputs().detach(rank)
+            outputs = bound.get_outputs().freeze(rank)
             return outputs.with_values(computation.engine.fetch(outputs.values)).reduce(rank)
         return computation.engine.collect(rank, bound.get_outputs())
 
@@ -220,7 +220,7 @@ class Call(_CallFields, Command):
             work = "rewriting the graph of" if computation.compile_order == AT_FIRST_CALL else "compiling"
             with warn_if_slow(f"{work} {computation.name}"):
                 computation.compile(self.variant)
-        if computation.compile_order == IN_TURN:
+        if computation.compile_order == MASTER_FIRST:
             rank.barrier()
         return computation.compile(self.variant)
 
@@ -289,7 +289,7 @@ class RankCall:
 
     def _get_sliceable_lengths(self) -> list[int]:
         library = self.computation.library
-        return [library.get(shared).shape[0] for shared in self.computation.sliceable]
+        return [library.borrow_value(shared).shape[0] for shared in self.computation.sliceable]
 
     def _select_sliceable_rows(self) -> Selection:
         """Return the selected rows of this rank's sliceable shared variables.
@@ -350,7 +350,7 @@ class RankCall:
         library = self.computation.library
         for (shared, _), value in zip(updates, results[len(ops) :], strict=True):
             is_on_device = self.computation.device.must_move_shared_values and library.is_array(shared)
-            library.put(shared, self.computation.device.as_array(value) if is_on_device else value)
+            library.store_value(shared, self.computation.device.as_array(value) if is_on_device else value)
 
     def _launch(self, rows: Sequence[Selection | None], sliceable_rows: Selection | None) -> list[Any]:
         """Run the compiled function on the given rows of each input, and return its outputs.  None selects all rows."""

@@ -102,7 +102,7 @@ class Computation:
         Variants that this rank has compiled.
     buffers : dict
         Device memory for the selected rows of each input, which later calls use again.
-    code : UserCode or None
+    user_code : UserCode or None
         User code that the workers import by name; None until the computation is sent.
     """
 
@@ -119,10 +119,10 @@ class Computation:
     library: GraphLibrary
     compiled: dict[Variant, CompiledVariant] = field(default_factory=dict)
     buffers: dict[int, Any] = field(default_factory=dict)
-    code: UserCode | None = None
+    user_code: UserCode | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        state = {**self.__dict__, "compiled": {}, "buffers": {}, "code": None}
+        state = {**self.__dict__, "compiled": {}, "buffers": {}, "user_code": None}
         # The process that unpickles it chooses its own engine and device.
         for name in _ENGINE_ATTRIBUTES:
             state.pop(name, None)
@@ -199,8 +199,8 @@ class Computation:
             return
         library = self.library
         for shared in self.list_shareds():
-            if library.is_array(shared) and isinstance(library.get(shared), np.ndarray):
-                library.put(shared, self.device.from_host(library.get(shared)))
+            if library.is_array(shared) and isinstance(library.borrow_value(shared), np.ndarray):
+                library.store_value(shared, self.device.from_host(library.borrow_value(shared)))
 
     def compile(self, variant: Variant) -> CompiledVariant:
         """Return a compiled variant, which this rank compiles at the first request."""
@@ -230,7 +230,7 @@ class Computation:
 
         updates = self.updates + self.default_updates
         variables = [library.get_output_variable(output) for output in outputs]
-        expressions = [library.convert(shared, expression) for shared, expression in updates]
+        expressions = [library.convert_to_type_of(shared, expression) for shared, expression in updates]
         targets, givens = [shared for shared, _ in updates], self.givens
         if variant.row_inputs is not None:
             row_inputs, select = self._make_row_inputs(variant.row_inputs)

@@ -76,7 +76,7 @@ class Function:
         for shared in self.get_shared():
             # PyTensor's containers can pickle arrays of devices, but not copy them.
             if (
-                find_device(computation.library.get(shared)).must_move_shared_values
+                find_device(computation.library.borrow_value(shared)).must_move_shared_values
                 and id(shared.container) not in memo
             ):
                 memo[id(shared.container)] = pickle.loads(pickle.dumps(shared.container))
@@ -240,8 +240,8 @@ def function(
         Inputs whose rows are divided among the ranks, along axis 0.
     outputs : variable, (variable, op), or a list of these, optional
         Each output is reduced over ranks by its op: "avg" (the default: ranks have equal weights), "mean" (the weight
-        of a rank is its number of rows), "sum", "prod", "min", "max", "gather" (joined along axis 0), or None (the
-        master's own value).  With the prefix ``"c_"`` values on GPUs, too, are reduced in host memory.
+        of a rank is its number of rows), "sum", "prod", "min", "max", "gather" (concatenated along axis 0), or None
+        (the master's own value).  With the prefix ``"c_"`` values on GPUs, too, are reduced in host memory.
     bcast_inputs : list of variables, optional
         Inputs of which every rank reads all rows.
     updates : dict, or list of (shared, expression) or (shared, expression, op), optional

@@ -40,8 +40,8 @@ class CallInputs:
         ]
         self._by_name = {spec.name: i for i, spec in enumerate(computation.inputs) if spec.name is not None}
         self._dtypes = [np.dtype(spec.variable.type.dtype) for spec in computation.inputs]
-        shapes = [computation.library.get_fixed_shape(spec.variable) for spec in computation.inputs]
-        self._fixed_shapes = [None if all(length is None for length in shape) else shape for shape in shapes]
+        shapes = [computation.library.get_static_shape(spec.variable) for spec in computation.inputs]
+        self._static_shapes = [None if all(length is None for length in shape) else shape for shape in shapes]
 
     def bind_arguments(self, args: Sequence[Any], named: dict[str, Any] | None) -> list[Any]:
         """Return one value for each input, from positional and named arguments and defaults.
@@ -140,7 +140,7 @@ class CallInputs:
             except (TypeError, ValueError, AttributeError) as error:
                 wrong = ValueError if isinstance(error, ValueError) else TypeError
                 raise wrong(f"{name}: expected {variable_type}, got {_shorten(value)}: {error}") from None
-        fixed = self._fixed_shapes[position]
+        fixed = self._static_shapes[position]
         if fixed is not None and any(f is not None and f != s for f, s in zip(fixed, checked.shape, strict=True)):
             raise ValueError(f"{name}: expected shape {fixed} (None is any length), got {checked.shape}")
         return checked

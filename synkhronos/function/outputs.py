@@ -100,7 +100,7 @@ class RankOutputs(NamedTuple):
         """Return a copy with other values."""
         return self._replace(values=values)
 
-    def detach(self, rank: Rank) -> RankOutputs:
+    def freeze(self, rank: Rank) -> RankOutputs:
         """Return a copy that can be reduced after shared variables have changed.
 
         If the master has no rows, it computes the outputs of zero rows now.

@@ -1,8 +1,7 @@
 """The graph library of a variable: PyTensor or Theano.
 
-Both libraries descend from the same code.  `library.GraphLibrary` has the common part; `pytensor` and `theano` override
-the methods in which they differ.  Neither library is imported here: a `GraphLibrary` is created after the user's
-program has imported the library.
+`library.GraphLibrary` has the common part; `pytensor` and `theano` override the methods in which they differ.  Neither
+library is imported here: a `GraphLibrary` is created after the user's program has imported the library.
 """
 
 from __future__ import annotations
@@ -15,12 +14,12 @@ from synkhronos.graphs.library import GraphLibrary
 
 __all__ = ["GraphLibrary", "is_variable", "library_of", "list_loaded_libraries"]
 
-#: Module with the description of each library, by the library's import name.
+#: Module of each library's subclass of `GraphLibrary`, by import name.
 _LIBRARIES = {"pytensor": "synkhronos.graphs.pytensor", "theano": "synkhronos.graphs.theano"}
 
 _libraries: dict[str, GraphLibrary] = {}
-#: Cache of `library_of` by the class of variables.
-_by_class: dict[type, GraphLibrary] = {}
+#: Cache of `library_of`, by class of variable.
+_library_by_class: dict[type, GraphLibrary] = {}
 
 
 def list_loaded_libraries() -> list[GraphLibrary]:
@@ -40,7 +39,7 @@ def is_variable(value: Any) -> bool:
 
 
 def library_of(*variables: Any) -> GraphLibrary:
-    """Return the graph library of symbolic or shared variables.
+    """Return the graph library of variables.
 
     Raises
     ------
@@ -54,7 +53,7 @@ def library_of(*variables: Any) -> GraphLibrary:
     'pytensor'
     """
     common: GraphLibrary | None = None
-    if len(variables) == 1 and (common := _by_class.get(type(variables[0]))) is not None:
+    if len(variables) == 1 and (common := _library_by_class.get(type(variables[0]))) is not None:
         return common
     for variable in variables:
         for library in list_loaded_libraries():
@@ -67,7 +66,7 @@ def library_of(*variables: Any) -> GraphLibrary:
             )
         if common is not None and library is not common:
             raise TypeError(f"variables of {common.name} and of {library.name} can't be used together: {variable!r}")
-        common = _by_class[type(variable)] = library
+        common = _library_by_class[type(variable)] = library
     if common is None:
         raise TypeError("no variable was given to tell PyTensor from Theano")
     return common

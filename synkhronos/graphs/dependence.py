@@ -1,8 +1,8 @@
-"""Dependence of expressions on the values of inputs, and the denominators of means among them.
+"""Dependence of expressions on the values of inputs, and the denominators of means in them.
 
-A loss such as ``(mask * errors).sum() / mask.sum()`` is a mean over as many items as `mask` selects.  Ranks select
-different numbers of items, so that the mean over ranks is not the mean of their losses: each loss needs its denominator
-as a weight.  A denominator that depends on lengths alone needs none, since ranks are weighted by their rows.
+A loss such as ``(mask * errors).sum() / mask.sum()`` is a mean over the items that `mask` selects.  Ranks select
+different numbers of items, so each rank's loss needs its denominator as the weight in the mean over ranks.  A
+denominator that depends on lengths alone is not needed, since ranks are weighted by their numbers of rows.
 """
 
 from __future__ import annotations
@@ -13,21 +13,21 @@ from typing import Any
 from synkhronos.graphs.library import GraphLibrary
 
 _SHAPES = ("Shape", "Shape_i")
-#: Ops whose results have lengths that depend on values.
+#: Ops whose outputs have lengths that depend on values.
 _SELECTIONS = ("Nonzero", "NonZero", "Unique", "AdvancedBooleanSubtensor")
-#: Elementwise ops through which a sum stays a sum, up to a factor, a term or a bound.
+#: Elementwise ops whose result counts as a sum if an input is a sum.
 _LINEAR = ("Cast", "Neg", "Mul", "Add", "Sub", "Maximum", "ScalarMaximum", "Minimum", "ScalarMinimum", "Clip", "Switch")
 
 
 class Dependence:
-    """Dependence of some expressions, and of all variables above them, on sources.
+    """Dependence of expressions, and of the variables from which they are computed, on sources.
 
     Parameters
     ----------
     library : GraphLibrary
     expressions : sequence of variable
     sources : iterable of variable
-        Inputs and shared variables whose values differ from rank to rank.
+        Inputs and shared variables whose values differ between ranks.
 
     Examples
     --------
@@ -49,14 +49,14 @@ class Dependence:
         #: Variables whose shapes depend on values of sources.
         self._length_dependents: set[int] = set()
         for node in library.sort_nodes(expressions):
-            self._add(node)
+            self._add_node(node)
 
-    def _add(self, node: Any) -> None:
+    def _add_node(self, node: Any) -> None:
         name, inputs = type(node.op).__name__, node.inputs
         if name in _SHAPES:
             depends = id(inputs[0]) in self._length_dependents
         else:
-            # `Second` fills an array: of its first input only the shape matters.
+            # `Second` fills an array with the shape of its first input.
             depends = any(map(self.depends_on_values, inputs[1:] if _get_scalar_name(node) == "Second" else inputs))
         is_selection = (
             name in _SELECTIONS
@@ -73,11 +73,11 @@ class Dependence:
                 self._length_dependents.add(id(output))
 
     def depends_on_values(self, variable: Any) -> bool:
-        """Whether the variable's values depend on values of a source, not on shapes alone."""
+        """Whether the variable's values depend on the values of a source, rather than on its shape alone."""
         return id(variable) in self._value_dependents
 
     def list_sources(self, variable: Any) -> list[str]:
-        """Return the names of the sources above a variable."""
+        """Return the names of the sources on which a variable depends."""
         above = {
             id(variable),
             *(id(variable) for node in self._library.sort_nodes([variable]) for variable in node.inputs),
@@ -87,8 +87,8 @@ class Dependence:
     def find_denominators(self, expression: Any) -> list[Any]:
         """Return the denominators of means in an expression that depend on values of sources.
 
-        Only scalars count: an array, such as a softmax's sums over rows, normalises rows and does not count them.
-        Either the numerator is a sum, or the denominator is a sum of expressions in sources alone.
+        Only scalar denominators are returned; an array, such as a softmax's sums, does not count rows.  Either the
+        numerator is a sum, or the denominator is a sum that depends on sources alone.
         """
         denominators = []
         for node in self._library.sort_nodes([expression]):
@@ -120,7 +120,7 @@ def _is_scalar(variable: Any) -> bool:
 
 
 def _is_sum(variable: Any) -> bool:
-    """Whether a scalar is a sum over all elements, possibly with factors, terms, bounds and casts applied to it."""
+    """Whether a scalar is a sum over all elements, up to factors, terms, bounds and casts."""
     node = variable.owner
     if node is None or not _is_scalar(variable):
         return False

@@ -1,7 +1,4 @@
-"""The part that PyTensor and Theano have in common: variables, functions, shared variables and random generators.
-
-`GraphLibrary` is the interface through which all other packages use a graph library.
-"""
+"""The interface through which all other packages use PyTensor or Theano."""
 
 from __future__ import annotations
 
@@ -17,11 +14,11 @@ from typing import Any
 
 import numpy as np
 
-from synkhronos.casts import NUMBERS, check_cast, check_dense
+from synkhronos.casts import NUMBER_KINDS, check_cast, check_dense
 from synkhronos.devices import Device
 
-#: Orders in which ranks compile; see `GraphLibrary.choose_compile_order`.
-IN_TURN, AT_ONCE, AT_FIRST_CALL = "in turn", "at once", "at the first call"
+#: Orders of compilation on the ranks; see `GraphLibrary.choose_compile_order`.
+MASTER_FIRST, IN_PARALLEL, AT_FIRST_CALL = "master first", "in parallel", "at the first call"
 
 
 @dataclass(frozen=True)
@@ -33,7 +30,7 @@ class InputSpec:
     variable : variable
         The symbolic variable.
     name : str or None
-        Keyword by which a value may be passed.
+        Name of the keyword argument; None if the input is positional only.
     mutable : bool
         Whether the compiled function may overwrite the value.
     strict : bool
@@ -41,9 +38,9 @@ class InputSpec:
     allow_downcast : bool or None
         Whether a cast may lose precision; None allows it for Python floats.
     default : tuple
-        The default value in a tuple of one; empty if there is none.
+        Tuple with the default value; empty if there is none.
     wrapped : variable or In
-        The user's argument: the variable itself, or the library's ``In`` around it.
+        The item of ``inputs``: the variable, or an ``In`` that contains it.
     """
 
     variable: Any
@@ -55,16 +52,16 @@ class InputSpec:
     wrapped: Any
 
 
-def is_referenced(cell: list[Any]) -> bool:
-    """Whether the object in a list of one, such as a container's storage, has references other than the list's."""
-    return getrefcount(cell[0]) > 2  # the list's reference, and that of this call's argument
+def has_other_references(cell: list[Any]) -> bool:
+    """Whether the object in a list of one item, such as a container's storage, has other references than the list's."""
+    return getrefcount(cell[0]) > 2  # the cell's reference, and the argument of getrefcount
 
 
 def make_key_files_atomic(key_data: Any) -> None:
-    """Patch the library's ``KeyData`` to replace its file atomically, so that ranks may share a compilation directory.
+    """Patch the library's ``KeyData`` to replace its file atomically, so that ranks can share a compilation directory.
 
-    The library itself writes into the existing file.  A rank that reads an incomplete file takes the C module for
-    broken and deletes it; then the rank that writes fails, and so does every other that loads the module.
+    The library writes into the existing file.  A rank that reads an incomplete file deletes the C module as broken.
+    Then the writing rank fails, and every other rank that loads the module.
 
     Parameters
     ----------
@@ -87,9 +84,9 @@ def make_key_files_atomic(key_data: Any) -> None:
 
 
 class GraphLibrary:
-    """One graph library.
+    """A graph library: PyTensor or Theano.
 
-    The methods `function`, `shared`, `grad`, `clone` and `filter` are the library's own functions of these names.
+    The methods `function`, `shared`, `grad`, `clone` and `filter` call the library's functions of these names.
 
     Parameters
     ----------
@@ -103,9 +100,9 @@ class GraphLibrary:
     tensor : module
         ``pytensor.tensor`` or ``theano.tensor``.
     variable_class, shared_class, constant_class : type
-        Classes of all variables, of shared variables, and of constants.
+        Base classes of variables, shared variables and constants.
     input_class, output_class : type
-        Classes ``In`` and ``Out`` that wrap inputs and outputs.
+        The classes ``In`` and ``Out``, which wrap inputs and outputs.
     """
 
     name: str
@@ -144,26 +141,26 @@ class GraphLibrary:
 
     def is_array(self, variable: Any) -> bool:
         """Whether the variable's values are arrays with a dtype and a number of dimensions."""
-        kind = variable.type
-        return hasattr(kind, "ndim") and hasattr(kind, "dtype") and not self.is_sparse(variable)
+        variable_type = variable.type
+        return hasattr(variable_type, "ndim") and hasattr(variable_type, "dtype") and not self.is_sparse(variable)
 
     def is_sparse(self, variable: Any) -> bool:
-        """Whether the variable's values are SciPy's sparse matrices."""
+        """Whether the variable's values are SciPy sparse matrices."""
         return hasattr(variable.type, "format")
 
     def is_generator(self, shared: Any) -> bool:
         """Whether a shared variable holds the state of a random number generator."""
         raise NotImplementedError
 
-    def describe_input(self, value: Any) -> InputSpec:
+    def make_input_spec(self, value: Any) -> InputSpec:
         """Return the specification of a function's input, which is a variable or an ``In``."""
         if not isinstance(value, self.input_class):
             return InputSpec(value, value.name, False, False, None, (), value)
         flags = bool(value.mutable), value.strict, value.allow_downcast
-        return InputSpec(value.variable, value.name, *flags, self.get_default(value), value)
+        return InputSpec(value.variable, value.name, *flags, self.get_default_value(value), value)
 
-    def get_default(self, wrapped: Any) -> tuple[Any, ...]:
-        """Return the default value of an ``In`` in a tuple of one; an empty tuple if there is none."""
+    def get_default_value(self, wrapped: Any) -> tuple[Any, ...]:
+        """Return a tuple with the default value of an ``In``; an empty tuple if there is none."""
         raise NotImplementedError
 
     def get_output_variable(self, value: Any) -> Any:
@@ -204,17 +201,17 @@ class GraphLibrary:
         Returns
         -------
         str
-            `IN_TURN` if ``function`` writes a cache on disk and takes a lock; `AT_ONCE` if it does neither;
-            `AT_FIRST_CALL` if the first call of the function does, so that one rank has to make it first.
+            `MASTER_FIRST` if ``function`` writes a cache on disk under a lock; `IN_PARALLEL` if it does not;
+            `AT_FIRST_CALL` if the first call of the function writes the cache, so that one rank has to call first.
         """
-        return IN_TURN
+        return MASTER_FIRST
 
     def has_disk_cache(self, function: Any) -> bool:
-        """Whether the first call of a function writes the compiled code to disk, where other ranks find it."""
+        """Whether the first call of a function writes the compiled code to a cache on disk."""
         return True
 
     def compile_now(self, function: Any) -> None:
-        """Compile a function without inputs that would be compiled at its first call; nothing is updated."""
+        """Compile a function without inputs before its first call.  No shared variable is updated."""
 
     def check_mode(self, mode: Any) -> None:
         """Raise ValueError for the name of an unknown mode, and TypeError for a value that is not a mode."""
@@ -222,19 +219,19 @@ class GraphLibrary:
         try:
             resolved = modes.get_mode(mode)
         except Exception as error:  # Theano raises Exception itself
-            raise ValueError(f"mode: {self.name} has none that is called {mode!r}: {error}") from None
+            raise ValueError(f"mode: {self.name} has no mode {mode!r}: {error}") from None
         if not isinstance(resolved, modes.Mode):
             raise TypeError(f"mode: expected a mode of {self.name}, or the name of one, got {mode!r}")
 
     def get_default_mode(self, device: Device) -> Any:
         """Return the default mode of functions that compute on a device.
 
-        It is read in the master when a function is made: the workers' configuration may be another.
+        The master reads it when a function is made, since the workers' configuration may differ.
         """
         return device.default_mode or self.package.config.mode
 
     def sort_nodes(self, variables: Sequence[Any]) -> list[Any]:
-        """Return the Apply nodes above some variables in topological order: every node follows its dependencies.
+        """Return the Apply nodes from which variables are computed, in topological order.
 
         A shared variable depends on its default update.
         """
@@ -254,9 +251,9 @@ class GraphLibrary:
         return order
 
     def _get_source_node(self, variable: Any) -> Any:
-        """Return the node that computes a variable or a shared variable's default update; None if there is none.
+        """Return the node that computes a variable, or a shared variable's default update; None if there is none.
 
-        A default update may be a shared variable, which has its own.
+        A default update may itself be a shared variable with a default update.
         """
         seen: set[int] = set()
         while variable is not None and variable.owner is None and id(variable) not in seen:
@@ -265,7 +262,7 @@ class GraphLibrary:
         return None if variable is None else variable.owner
 
     def find_shareds(self, variables: Sequence[Any]) -> list[Any]:
-        """Return the shared variables among and above some variables, each once, in the graph's order."""
+        """Return the shared variables on which variables depend, each once, in the graph's order."""
         shareds: dict[int, Any] = {}
         leaves = list(variables)
         for node in self.sort_nodes(variables):
@@ -278,12 +275,14 @@ class GraphLibrary:
 
     # -- values ----------------------------------------------------------------------------------------------
 
-    def filter(self, kind: Any, value: Any, strict: bool = False, allow_downcast: bool | None = None) -> np.ndarray:
-        """Return a value as an array of a variable's type, cast only if no number changes.
+    def filter(
+        self, variable_type: Any, value: Any, strict: bool = False, allow_downcast: bool | None = None
+    ) -> np.ndarray:
+        """Return a value as an array of a variable's type.  A cast that would change a number raises an error.
 
         Parameters
         ----------
-        kind : Type
+        variable_type : Type
             The type of the variable.
         value : array_like
         strict, allow_downcast
@@ -292,41 +291,41 @@ class GraphLibrary:
         Raises
         ------
         TypeError, ValueError, AttributeError
-            If the library refuses the value, or if the cast would change a number and ``allow_downcast`` is not set.
+            If the library rejects the value, or if a cast would change a number and ``allow_downcast`` is not True.
         """
         check_dense(value, "value")
-        array = np.asarray(kind.filter(value, strict=strict, allow_downcast=allow_downcast))
+        array = np.asarray(variable_type.filter(value, strict=strict, allow_downcast=allow_downcast))
         if not allow_downcast and getattr(value, "dtype", None) != array.dtype:
             given = np.asarray(value)
-            if given.dtype.kind in NUMBERS:
+            if given.dtype.kind in NUMBER_KINDS:
                 check_cast(given, array.dtype, "value")
         return array
 
-    def convert(self, shared: Any, expression: Any) -> Any:
-        """Convert an update's expression, or its value, to a variable of the shared variable's type."""
-        return shared.type.filter_variable(expression, allow_convert=True)
+    def convert_to_type_of(self, variable: Any, expression: Any) -> Any:
+        """Return an expression or a value, such as an update's, as a variable of the type of ``variable``."""
+        return variable.type.filter_variable(expression, allow_convert=True)
 
-    def get(self, shared: Any) -> Any:
-        """Return the array in a shared variable's container, without a copy."""
+    def borrow_value(self, shared: Any) -> Any:
+        """Return a shared variable's value without a copy: an array, or a random generator."""
         return shared.container.storage[0]
 
-    def is_referenced(self, shared: Any) -> bool:
-        """Whether the array in a shared variable's container has references other than the container's."""
-        return is_referenced(shared.container.storage)
+    def has_other_references(self, shared: Any) -> bool:
+        """Whether a shared variable's value has references other than the variable's container."""
+        return has_other_references(shared.container.storage)
 
-    def put(self, shared: Any, value: Any) -> None:
-        """Put an array into a shared variable's container, without a copy where the type allows it."""
+    def store_value(self, shared: Any, value: Any) -> None:
+        """Set a shared variable's value, without a copy where the type allows it."""
         if isinstance(value, np.ndarray):
             shared.container.value = value
-        else:  # a device's array, which the type's filter might copy to host memory
+        else:  # the type's filter might copy an array of a device to host memory
             shared.container.storage[0] = value
 
     def can_hold(self, shared: Any, shape: tuple[int, ...]) -> bool:
         """Whether a shared variable's type allows values of this shape."""
-        fixed = self.get_fixed_shape(shared)
+        fixed = self.get_static_shape(shared)
         return len(fixed) == len(shape) and all(f is None or f == s for f, s in zip(fixed, shape, strict=True))
 
-    def get_fixed_shape(self, variable: Any) -> tuple[int | None, ...]:
+    def get_static_shape(self, variable: Any) -> tuple[int | None, ...]:
         """Return the static shape of a variable's type, with None for each unknown length."""
         return tuple(1 if b else None for b in variable.type.broadcastable)
 
@@ -339,7 +338,7 @@ class GraphLibrary:
         value : object
             The new state.
         jumps : bool
-            Whether ranks will jump to different places in its stream.
+            Whether ranks will jump to different positions in its stream.
 
         Raises
         ------
@@ -348,18 +347,18 @@ class GraphLibrary:
         """
 
     def copy_generator(self, shared: Any) -> Any:
-        """Return a copy of a random generator at its present place in the stream."""
-        return copy.deepcopy(self.get(shared))
+        """Return a copy of a random generator at its current position in the stream."""
+        return copy.deepcopy(self.borrow_value(shared))
 
     def track_generators(self, function: Any) -> None:
-        """Apply `copy_generator` and `set_generator` to the generators in a function that the user compiled."""
+        """Make `copy_generator` and `set_generator` apply to the generators in a function that the user compiled."""
 
     def set_generator(self, shared: Any, value: Any) -> None:
         """Set a random generator's state."""
-        self.put(shared, value)
+        self.store_value(shared, value)
 
-    def jump(self, value: Any, n_jumps: int) -> Any:
-        """Return a generator ``n_jumps`` jumps ahead in the stream; streams a jump apart never overlap.
+    def jump_generator(self, value: Any, n_jumps: int) -> Any:
+        """Return a generator that is ``n_jumps`` jumps ahead.  Streams that are a jump apart do not overlap.
 
         A jump (NumPy's ``jumped``) is 2**127 draws long for PCG64, and 2**128 for MT19937 and Philox.
         """
@@ -370,6 +369,6 @@ def check_jumps(bit_generator: Any) -> None:
     """Raise TypeError if a NumPy bit generator can't jump."""
     if not hasattr(bit_generator, "jumped"):
         raise TypeError(
-            f"random numbers of {type(bit_generator).__name__} can't be moved apart by rank: it has no jumps; "
+            f"random numbers of {type(bit_generator).__name__} can't differ between ranks: it has no method jumped; "
             "use numpy.random.PCG64 (the default), Philox or MT19937"
         )

@@ -1,8 +1,8 @@
-"""Copies of graphs on all ranks, with one copy of each shared variable on a rank.
+"""Copies of graphs on all ranks.  Each rank has one copy of each shared variable, which all its graphs use.
 
-The master gives each shared variable a key when it is first sent, and later pickles contain the key in its place, so
-that functions made later refer to the same copy.  The user's own classes and functions are pickled by name where the
-workers have the same code under it, and by value elsewhere (see `user_code`)::
+The master gives a shared variable a key when it first sends the variable.  Later pickles contain the key instead of the
+variable.  User classes and functions are pickled by name where the workers can import the same code, and by value
+otherwise (see `user_code`)::
 
     master                                            worker
     Mirror.send(values, variables)
@@ -10,7 +10,7 @@ workers have the same code under it, and by value elsewhere (see `user_code`)::
       keys    ------------------------------------->  rank.objects[key] = _StrongReference(object)
     rank.objects[key] = weakref(object)               get_object(rank, key)
 
-The master holds variables weakly: one that the user has dropped is released on all ranks.
+The master holds weak references: a variable that the user has dropped is released on all ranks.
 """
 
 from __future__ import annotations
@@ -33,21 +33,21 @@ import numpy as np
 
 from synkhronos.devices import find_device
 from synkhronos.graphs import GraphLibrary, library_of
-from synkhronos.graphs.user_code import Name, UserCode, find_outdated_modules, is_importable, is_user_module
+from synkhronos.graphs.user_code import QualifiedName, UserCode, find_outdated_modules, is_importable, is_user_module
 from synkhronos.ranks import Command, Rank, Session, SharedArray, WeakKeyDict
 from synkhronos.ranks.pickle_parts import measure_parts, read_parts, write_parts
 
-#: Shared variables that functions use, in any session.
+#: Shared variables that functions of any session use.
 _registered: WeakKeyDict[Any, bool] = WeakKeyDict()
-#: Numbers for the keys of shared variables.  No number is used twice, as an old key may be released late.
-_numbers = itertools.count(1)
+#: Numbers for the keys of shared variables.  None is reused, since an old key may be released late.
+_key_numbers = itertools.count(1)
 #: Largest number of jumps of any rank's stream from the master's, by random generator.  A later session's streams start
-#: after it: workers may have drawn more numbers than the master, and its stream does not show them.
+#: after it, since workers may have drawn more numbers than the master.
 _max_jumps: WeakKeyDict[Any, int] = WeakKeyDict()
 
 
 def register_shareds(shareds: Iterable[Any]) -> None:
-    """Record that a function uses these shared variables: collectives may send them to the workers."""
+    """Record that a function uses these shared variables, so that collectives may send them to the workers."""
     for shared in shareds:
         _registered[shared] = True
 
@@ -68,7 +68,7 @@ class Mirror:
     def __init__(self, session: Session):
         self._session = weakref.ref(session)
         self._keys: WeakKeyDict[Any, tuple[str, int]] = WeakKeyDict()
-        #: The user's modules whose code is sent, because a worker has another version or none.
+        #: User modules whose code is pickled by value, because a worker has another version or none.
         self._modules_by_value: set[str] = set()
 
     @classmethod
@@ -83,12 +83,12 @@ class Mirror:
         return mirror
 
     def _separate_streams(self) -> None:
-        """Move the random generators of new workers apart: the workers are copies of the master."""
+        """Jump with the random generators of new workers, which are copies of the master's, to each rank's stream."""
         session = self._session()
         assert session is not None
         generators = [shared for shared in self._keys if library_of(shared).is_generator(shared)]
         keys = [self._keys.get(shared) for shared in generators]
-        starts = [_choose_start(session, shared) for shared in generators]
+        starts = [_reserve_jumps(session, shared) for shared in generators]
         if generators:
             session.run(JumpStreams(tuple(zip(keys, starts, strict=True))))
 
@@ -97,20 +97,20 @@ class Mirror:
         return self._keys.get(shared)
 
     def send(self, values: Sequence[tuple[Any, Any]], variables: Sequence[Any]) -> None:
-        """Copy values to the workers, and the shared variables in them that the workers don't have.
+        """Copy objects to the workers, with the shared variables in them that the workers don't have.
 
         Parameters
         ----------
         values : list of (key, object)
-            Objects for `Rank.objects` of the workers; may be empty.  Each has a method ``move_to_device``, which the
-            workers call, and an attribute ``code``, which is set to the `UserCode` in the pickle.
+            Objects for the workers' `Rank.objects`; may be empty.  Workers call the method ``move_to_device`` of each.
+            The attribute ``user_code`` of each is set to the `UserCode` in the pickle.
         variables : list of variables
-            All variables in the values.
+            All variables in the objects.
 
         Raises
         ------
         TypeError
-            If a graph can't be pickled, or if a random generator can't jump.  Nothing is sent then.
+            If a graph can't be pickled, or if a random generator can't jump.  Nothing has been sent then.
         """
         session = self._session()
         assert session is not None
@@ -119,14 +119,14 @@ class Mirror:
         keyed = []
         for shared in shareds:
             if self.get_key(shared) is None:
-                keyed.append((("shared", next(_numbers)), shared))
+                keyed.append((("shared", next(_key_numbers)), shared))
         if session.size > 1:
-            starts = [_choose_start(session, shared) for _, shared in keyed]
+            starts = [_reserve_jumps(session, shared) for _, shared in keyed]
             # In topological order: pickle follows references, and would recurse through the depth of the graph.
             nodes = library.sort_nodes(variables) if library is not None else []
             code = self._send_objects(session, nodes, [*keyed, *values], starts)
             for _, value in values:
-                value.code = code
+                value.user_code = code
         for key, shared in keyed:
             self._keys[shared] = key
             session.rank.objects[key] = weakref.ref(shared)
@@ -135,10 +135,10 @@ class Mirror:
     def _send_objects(
         self, session: Session, nodes: list[Any], objects: list[tuple[Any, Any]], starts: list[int]
     ) -> UserCode:
-        """Send objects with their keys, once more if the code of modules has to be sent; return the code in them."""
+        """Send objects with their keys until no worker has outdated modules; return the user code in the objects."""
         outdated: set[str] | None = None
         while outdated is None or outdated:
-            code, pickled = self._pickle_to_shared_memory((nodes, objects, starts))
+            code, pickled = self._pickle_into_shared_memory((nodes, objects, starts))
             try:
                 path = tuple(map(os.path.abspath, sys.path))
                 outdated = session.run(ReceiveObjects(pickled, sys.getrecursionlimit(), path, code.list_digests()))
@@ -151,7 +151,7 @@ class Mirror:
             self._modules_by_value |= outdated
         return code
 
-    def _pickle_to_shared_memory(self, value: Any) -> tuple[UserCode, SharedArray]:
+    def _pickle_into_shared_memory(self, value: Any) -> tuple[UserCode, SharedArray]:
         """Pickle a value into shared memory, with keys in place of shared variables that the workers have.
 
         Returns
@@ -185,7 +185,7 @@ class Mirror:
         return code, SharedArray(segment.key, "u1", (nbytes,))
 
     def _format_advice(self) -> str:
-        """Return advice for an error's message if the code of modules has to be sent; "" otherwise."""
+        """Return advice for an error's message if code of modules is pickled by value; "" otherwise."""
         if not self._modules_by_value:
             return ""
         return (
@@ -197,32 +197,32 @@ class Mirror:
 
 @dataclass(frozen=True, slots=True)
 class ReceiveObjects(Command):
-    """Command that unpickles objects on the workers; the master has them.
+    """Unpickle objects on the workers.
 
     Attributes
     ----------
     pickled : SharedArray
-        Nodes, objects with their keys, and for each shared variable among them the jumps at which streams start.
+        Nodes; pairs of key and object; for each shared variable, the number of jumps before the ranks' streams.
     recursion_limit : int
-        The master's limit: the libraries compile recursively, and users raise it for deep graphs.
+        The master's limit, which users raise to compile deep graphs.
     path : tuple of str
         The master's ``sys.path``.
-    code : tuple of (Name, bytes)
-        Digests in the master of the user's code that the pickle names.
+    code : tuple of (QualifiedName, bytes)
+        The master's digests of the user code that is pickled by name.
     """
 
     pickled: SharedArray
     recursion_limit: int
     path: tuple[str, ...]
-    code: tuple[tuple[Name, bytes], ...]
+    code: tuple[tuple[QualifiedName, bytes], ...]
 
     def run(self, rank: Rank) -> set[str]:
-        """Store the objects, and jump with random generators to this rank's streams.
+        """Store the objects, and let their random generators jump to this rank's streams.
 
         Returns
         -------
         set of str
-            Modules whose code differs on some rank.  If there are any, no rank stores objects.
+            Modules whose code differs on any rank.  If there are any, no rank stores objects.
         """
         if not rank.is_master:
             sys.setrecursionlimit(max(self.recursion_limit, sys.getrecursionlimit()))
@@ -245,7 +245,7 @@ class ReceiveObjects(Command):
             rank.objects[key] = _StrongReference(value)
         for (_, shared), start in zip(values, starts, strict=False):
             if library_of(shared).is_generator(shared):
-                _jump(shared, rank, start)
+                _jump_shared(shared, rank, start)
         for _, value in values[len(starts) :]:
             value.move_to_device()
         return set()
@@ -253,25 +253,25 @@ class ReceiveObjects(Command):
 
 @dataclass(frozen=True, slots=True)
 class JumpStreams(Command):
-    """Command that jumps with random generators of the workers to each rank's streams.
+    """Let the workers' random generators jump to each rank's streams.
 
     Attributes
     ----------
     starts : tuple of (key, int)
-        Keys of the generators, and the number of jumps at which their streams start.
+        Key of each generator, and the number of jumps before the ranks' streams.
     """
 
     starts: tuple[tuple[Any, int], ...]
 
     def run(self, rank: Rank) -> None:
-        """Jump on this rank; the master keeps its streams."""
+        """Jump on this rank.  The master's streams don't change."""
         for key, start in self.starts:
-            _jump(get_object(rank, key), rank, start)
+            _jump_shared(get_object(rank, key), rank, start)
 
 
 @contextlib.contextmanager
 def _pickle_by_value(modules: Iterable[str]) -> Iterator[None]:
-    """Context in which cloudpickle pickles classes and functions of these modules by value."""
+    """Context in which cloudpickle pickles the code of these modules by value."""
     before = cloudpickle.list_registry_pickle_by_value()
     added = [sys.modules[name] for name in modules if name in sys.modules and name not in before]
     try:
@@ -316,7 +316,7 @@ class _MirrorPickler(cloudpickle.Pickler):
             by_name = value.__module__ not in self._modules_by_value and is_importable(value)
             self._code.add(value, by_name)
             return value.__qualname__ if by_name else super().reducer_override(value)
-        # Unpickling an array of a device could start the device's runtime in the wrong process; a NumPy array does not.
+        # Unpickling a device's array could start the device's runtime in the wrong process.
         if (device := find_device(value)).must_move_shared_values:
             return device.to_host(value).__reduce_ex__(pickle.HIGHEST_PROTOCOL)
         return super().reducer_override(value)
@@ -339,7 +339,7 @@ class _MirrorUnpickler(pickle.Unpickler):
 
 @dataclass(frozen=True, slots=True)
 class _StrongReference:
-    """Counterpart on a worker of the master's weak reference: a call returns the object."""
+    """Reference that is called like the master's weak references, but keeps the object alive."""
 
     value: Any
 
@@ -348,13 +348,13 @@ class _StrongReference:
 
 
 def get_object(rank: Rank, key: Any) -> Any:
-    """Return this rank's copy of a mirrored object."""
+    """Return this rank's copy of an object that `Mirror.send` has sent."""
     reference: Callable[[], Any] = rank.objects[key]
     return reference()
 
 
-def _choose_start(session: Session, shared: Any) -> int:
-    """Return the number of jumps after which the ranks' streams of a random generator start; 0 for other variables."""
+def _reserve_jumps(session: Session, shared: Any) -> int:
+    """Reserve streams of a random generator for the workers; return the number of jumps before them, else 0."""
     library = library_of(shared)
     if not library.is_generator(shared):
         return 0
@@ -365,9 +365,9 @@ def _choose_start(session: Session, shared: Any) -> int:
 
 
 def jump_to_rank(library: GraphLibrary, value: Any, rank: Rank, start: int = 0) -> Any:
-    """Return a random generator at a rank's own place in its stream.
+    """Return a random generator that has jumped to a rank's stream.
 
-    The master keeps the given generator: it draws the numbers of the serial program.
+    The master keeps the given generator, so it draws the numbers of a serial program.
 
     Parameters
     ----------
@@ -379,16 +379,16 @@ def jump_to_rank(library: GraphLibrary, value: Any, rank: Rank, start: int = 0) 
         Number of jumps that earlier workers have used.
     """
     n_jumps = (rank.number - rank.root) % rank.size
-    return library.jump(value, start + n_jumps) if n_jumps else value
+    return library.jump_generator(value, start + n_jumps) if n_jumps else value
 
 
-def _jump(shared: Any, rank: Rank, start: int) -> None:
-    """Move a random generator to a rank's own place in its stream; see `jump_to_rank`."""
+def _jump_shared(shared: Any, rank: Rank, start: int) -> None:
+    """Let the random generator of a shared variable jump to a rank's stream; see `jump_to_rank`."""
     library = library_of(shared)
     library.set_generator(shared, jump_to_rank(library, library.copy_generator(shared), rank, start))
 
 
 def reset_jumps(session: Session, generators: Iterable[Any]) -> None:
-    """Record that the user has set the generators: the ranks' streams restart from these states."""
+    """Record that the user has set the generators: the ranks' streams are counted from the new states."""
     for shared in generators:
         _max_jumps[shared] = session.size - 1

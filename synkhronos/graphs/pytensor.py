@@ -1,6 +1,6 @@
 """PyTensor 3.0 or newer, as a `GraphLibrary`.
 
-Overrides cover JAX mode (keys of random generators, lengths as inputs) and Numba (compilation at the first call).
+Overrides are for JAX mode (keys of random generators, lengths as inputs) and Numba (compilation at the first call).
 """
 
 from __future__ import annotations
@@ -21,8 +21,15 @@ from pytensor.link.c.cmodule import KeyData
 from pytensor.link.jax.linker import JAXLinker
 from pytensor.link.numba.linker import NumbaLinker
 
-from synkhronos.graphs.library import AT_FIRST_CALL, AT_ONCE, IN_TURN, GraphLibrary, check_jumps, make_key_files_atomic
-from synkhronos.lowering import random_keys, sums  # noqa: F401 - sums bounds a rewrite
+from synkhronos.graphs.library import (
+    AT_FIRST_CALL,
+    IN_PARALLEL,
+    MASTER_FIRST,
+    GraphLibrary,
+    check_jumps,
+    make_key_files_atomic,
+)
+from synkhronos.lowering import bounded_canonizer, random_keys  # noqa: F401 - the first changes a rewrite
 from synkhronos.lowering.linker import use_length_linker
 
 
@@ -38,7 +45,7 @@ class PyTensor(GraphLibrary):
 
     def is_generator(self, shared: Any) -> bool:
         """Whether the variable holds a NumPy Generator."""
-        return isinstance(self.get(shared), np.random.Generator)
+        return isinstance(self.borrow_value(shared), np.random.Generator)
 
     def check_generator(self, shared: Any, value: Any, jumps: bool) -> None:
         """Raise TypeError if the value is not a Generator, or has to jump and can't."""
@@ -49,11 +56,11 @@ class PyTensor(GraphLibrary):
         random_keys.check_generator(shared.container, value)
 
     def copy_generator(self, shared: Any) -> Any:
-        """Return a copy of a Generator; in JAX mode at the position of the present key."""
-        return random_keys.add_position(shared.container, super().copy_generator(shared))
+        """Return a copy of a Generator; in JAX mode at the position of its key."""
+        return random_keys.move_to_key_position(shared.container, super().copy_generator(shared))
 
     def track_generators(self, function: Any) -> None:
-        """Track the keys of a function in JAX mode, in which PyTensor copies each generator."""
+        """Track the keys in a function of JAX mode, for which PyTensor has copied each generator."""
         if isinstance(function.maker.linker, JAXLinker):
             random_keys.track_function(function)
 
@@ -62,11 +69,11 @@ class PyTensor(GraphLibrary):
         super().set_generator(shared, value)
         random_keys.update_key(shared.container)
 
-    def jump(self, value: Any, n_jumps: int) -> Any:
+    def jump_generator(self, value: Any, n_jumps: int) -> Any:
         """Return a Generator ahead in the stream."""
         return type(value)(value.bit_generator.jumped(n_jumps))
 
-    def get_default(self, wrapped: Any) -> tuple[Any, ...]:
+    def get_default_value(self, wrapped: Any) -> tuple[Any, ...]:
         """Return the default value of `synkhronos.compat`'s ``In``; PyTensor's own has none."""
         return tuple(getattr(wrapped, "default", ()))
 
@@ -79,25 +86,25 @@ class PyTensor(GraphLibrary):
         return isinstance(get_mode(mode).linker, JAXLinker)
 
     def function(self, inputs: Sequence[Any], outputs: Any = None, **kwargs: Any) -> Any:
-        """Compile a function; in JAX mode lengths may follow from integer inputs."""
+        """Compile a function; in JAX mode, lengths may depend on integer inputs."""
         return super().function(inputs, outputs, **{**kwargs, "mode": use_length_linker(kwargs.get("mode"))})
 
     def choose_compile_order(self, mode: Any) -> str:
-        """Return the order: Python's linkers and JAX have no cache on disk, and Numba writes its at the first call."""
+        """Return the order.  Python's linkers and JAX have no cache on disk; Numba writes one at the first call."""
         linker = get_mode(mode).linker
         if isinstance(linker, NumbaLinker):
-            return AT_FIRST_CALL if pytensor.config.numba__cache else AT_ONCE
-        return AT_ONCE if isinstance(linker, JAXLinker | PerformLinker) else IN_TURN
+            return AT_FIRST_CALL if pytensor.config.numba__cache else IN_PARALLEL
+        return IN_PARALLEL if isinstance(linker, JAXLinker | PerformLinker) else MASTER_FIRST
 
     def has_disk_cache(self, function: Any) -> bool:
-        """Whether Numba caches a function: not if an Op of its graph has no cache key, such as a Python callback."""
+        """Whether Numba caches a function.  It does not if an Op, such as a Python callback, has no cache key."""
         return function.vm.jit_fn.stats.cache_path is not None
 
     def compile_now(self, function: Any) -> None:
         """Call Numba's function on copies of the values, and discard the results."""
         function.vm.jit_fn(*[copy.deepcopy(storage[0]) for storage in function.vm.inputs])
 
-    def get_fixed_shape(self, variable: Any) -> tuple[int | None, ...]:
+    def get_static_shape(self, variable: Any) -> tuple[int | None, ...]:
         """Return the static shape of a variable's type."""
         return tuple(variable.type.shape)
 

@@ -1,6 +1,6 @@
 """Theano 1.0.5, as a `GraphLibrary`.
 
-Overrides cover the random states of Theano's two generators (NumPy's RandomState, MRG31k3p) and inputs on GPUs.
+Overrides are for Theano's two random generators (NumPy's RandomState, MRG31k3p) and for inputs on GPUs.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from synkhronos.graphs.library import GraphLibrary, make_key_files_atomic
 _M1, _M2 = 2**31 - 1, 2**31 - 21069
 _A1 = ((0, 2**22, 2**7 + 1), (1, 0, 0), (0, 1, 0))
 _A2 = ((2**15, 0, 2**15 + 1), (1, 0, 0), (0, 1, 0))
-#: Steps between the streams of two ranks.  In Theano the streams of two random variables are 2**134 steps apart, those
-#: within one variable 2**72; the period is about 2**185.
+#: Number of steps between the streams of two ranks.  In Theano, streams of two random variables are 2**134 steps apart,
+#: streams of one variable 2**72.  The period is about 2**185.
 _MRG_JUMP = 2**166
 
 
@@ -42,25 +42,25 @@ class Theano(GraphLibrary):
 
     def is_generator(self, shared: Any) -> bool:
         """Whether the variable holds a RandomState, or the state of an MRG stream."""
-        return isinstance(self.get(shared), np.random.RandomState) or _is_mrg_state(shared)
+        return isinstance(self.borrow_value(shared), np.random.RandomState) or _is_mrg_state(shared)
 
     def check_generator(self, shared: Any, value: Any, jumps: bool) -> None:
-        """Raise an error if the value is not a RandomState, or not the state of as many MRG streams."""
-        present = self.get(shared)
-        if isinstance(present, np.random.RandomState):
+        """Raise an error unless the value is a RandomState, or the state of the same number of MRG streams."""
+        current = self.borrow_value(shared)
+        if isinstance(current, np.random.RandomState):
             if not isinstance(value, np.random.RandomState):
                 raise TypeError(f"expected a numpy.random.RandomState, got {value!r}")
             return
         given = as_numbers(value, "the state")
         if given.dtype.kind not in "iu":
             raise TypeError(f"expected the state of MRG streams, integers, got an array of {given.dtype}")
-        if given.shape != present.shape:
-            raise ValueError(f"expected the state of MRG streams of shape {present.shape}, got {given.shape}")
-        check_cast(given, present.dtype, "the state")
+        if given.shape != current.shape:
+            raise ValueError(f"expected the state of MRG streams of shape {current.shape}, got {given.shape}")
+        check_cast(given, current.dtype, "the state")
 
     def copy_generator(self, shared: Any) -> Any:
         """Return a copy of a RandomState, or the states of MRG streams as an array."""
-        state = self.get(shared)
+        state = self.borrow_value(shared)
         return super().copy_generator(shared) if isinstance(state, np.random.RandomState) else np.array(state)
 
     def set_generator(self, shared: Any, value: Any) -> None:
@@ -68,20 +68,20 @@ class Theano(GraphLibrary):
         is_state = isinstance(value, np.random.RandomState)
         super().set_generator(shared, value if is_state else np.array(value, shared.type.dtype))
 
-    def jump(self, value: Any, n_jumps: int) -> Any:
-        """Return a RandomState, or MRG states, ahead in the stream."""
+    def jump_generator(self, value: Any, n_jumps: int) -> Any:
+        """Return a RandomState or MRG states ahead in the stream."""
         if not isinstance(value, np.random.RandomState):
             return _jump_mrg(np.asarray(value), n_jumps)
         source = np.random.MT19937()
         source.state = cast(Any, value.get_state(legacy=False))
         return np.random.RandomState(source.jumped(n_jumps))
 
-    def get_default(self, wrapped: Any) -> tuple[Any, ...]:
-        """Return the default value of an ``In`` in a tuple; an empty tuple if it has none."""
+    def get_default_value(self, wrapped: Any) -> tuple[Any, ...]:
+        """Return a tuple with the default value of an ``In``; an empty tuple if there is none."""
         return (wrapped.value,) if isinstance(wrapped, In) and wrapped.value is not None else ()
 
     def function(self, inputs: Sequence[Any], outputs: Any = None, **kwargs: Any) -> Callable[..., Any]:
-        """Compile a function; on a GPU, its inputs are arrays of the GPU where Theano uses them there."""
+        """Compile a function; inputs that Theano uses on a GPU are arrays of the GPU."""
         inputs, replaced = self._replace_inputs(inputs)
         if replaced:
             kwargs["givens"] = [*replaced, *kwargs.get("givens", [])]
@@ -90,49 +90,49 @@ class Theano(GraphLibrary):
         try:
             return super().function(inputs, outputs, **kwargs)
         finally:
-            # A rewrite that an interrupt or an error ends does not remove its observer, a list to which Theano would
-            # append every variable made from then on.
+            # A rewrite that fails does not remove its observer, a list to which Theano would append all new variables.
             del observers[count:]
 
     def _replace_inputs(self, inputs: Sequence[Any]) -> tuple[list[Any], list[tuple[Any, Any]]]:
-        """Replace inputs by variables of a device's own type, where a device has one.
+        """Replace inputs by variables of a device's type, where a device has one for them.
 
         Returns
         -------
         inputs : list of variable or In
         replaced : list of tuple
-            Pairs for ``givens``: each original variable, and its value in host memory.
+            Pairs for ``givens``: the original variable, and its replacement transferred to host memory.
         """
         placed, replaced = [], []
         for value in inputs:
-            entry = self.describe_input(value)
-            variables = (device.make_input_variable(entry.variable) for device in list_devices())
+            spec = self.make_input_spec(value)
+            variables = (device.make_input_variable(spec.variable) for device in list_devices())
             variable = next((variable for variable in variables if variable is not None), None)
             if variable is None:
                 placed.append(value)
                 continue
-            default = entry.default[0] if entry.default else None
+            default = spec.default[0] if spec.default else None
             placed.append(
                 In(
                     variable,
-                    name=entry.name,
+                    name=spec.name,
                     value=default,
-                    mutable=entry.mutable,
-                    allow_downcast=entry.allow_downcast,
+                    mutable=spec.mutable,
+                    allow_downcast=spec.allow_downcast,
                 )
             )
-            replaced.append((entry.variable, variable.transfer("cpu")))
+            replaced.append((spec.variable, variable.transfer("cpu")))
         return placed, replaced
 
-    def put(self, shared: Any, value: Any) -> None:
-        """Put an array into a container, as the class that Theano expects there."""
-        super().put(shared, find_device(value).to_shared_value(value))
+    def store_value(self, shared: Any, value: Any) -> None:
+        """Set a shared variable's value, as an array of the class that Theano expects."""
+        super().store_value(shared, find_device(value).to_shared_value(value))
 
     def clone(self, outputs: Sequence[Any], replace: dict[Any, Any]) -> list[Any]:
         """Return copies of the outputs' graphs with variables replaced."""
-        # The replacement of a variable on a GPU has to be on the GPU too.
+        # A variable on a GPU needs a replacement on the GPU.
         converted = {
-            v: new if isinstance(new.type, type(v.type)) else self.convert(v, new) for v, new in replace.items()
+            v: new if isinstance(new.type, type(v.type)) else self.convert_to_type_of(v, new)
+            for v, new in replace.items()
         }
         return list(theano.clone(list(outputs), converted, strict=False))
 

@@ -1,13 +1,12 @@
 """Detection of user code that differs between the master and the workers.
 
-A pickle refers to a class or function by the name under which it can be imported.  A worker imports the code that
-existed at the fork: an old version of a class that was edited since, as by a notebook's cell that ran again or a module
-that was reloaded, or none.  Each name is therefore sent with a digest, and a module whose digest differs on a worker is
-sent by value.
+A pickle contains the name of a class or function, which the worker imports.  A worker has the code of the time of the
+fork: an old version of code that was edited since, as by running a notebook's cell again or reloading a module, or no
+version at all.  So each name is sent with a digest, and a module whose digest differs on a worker is sent by value.
 
     master: UserCode.list_digests() --names, digests--> workers: find_outdated_modules() --modules--> send their code
 
-Only code that users edit is considered, not the standard library or ``site-packages``.
+The standard library and ``site-packages`` are not compared, since users don't edit them.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ import numpy as np
 
 _MISSING = object()
 _PACKAGE = Path(__file__).resolve().parent.parent
-#: Class attributes that Python itself writes.
+#: Class attributes that Python sets.
 _GENERATED = {
     "__abstractmethods__",
     "__dict__",
@@ -40,19 +39,19 @@ _GENERATED = {
 }
 
 #: Module and qualified name of a class or function.
-Name = tuple[str, str]
+QualifiedName = tuple[str, str]
 
 
 class UserCode:
-    """The user's classes and functions in a pickle.
+    """The user's classes and functions in a pickle, and their digests.
 
     Call `add` for each while pickling, then `update_digests`.
     """
 
     def __init__(self) -> None:
-        self._by_name: dict[Name, Any] = {}
+        self._by_name: dict[QualifiedName, Any] = {}
         self._by_value: list[Any] = []
-        #: Namespace, name and value of every name that the code uses, as of the last `update_digests`.
+        #: Namespace, name and value of each name that the code used at the last `update_digests`.
         self._bindings: list[tuple[Mapping[str, Any], str, Any]] = []
         self._digests: list[bytes] = []
 
@@ -64,21 +63,21 @@ class UserCode:
             self._by_value.append(value)
 
     def update_digests(self) -> None:
-        """Compute the digests of the present code."""
+        """Compute the digests of the current code."""
         values = [*self._by_name.values(), *self._by_value]
         self._digests = [compute_digest(value) for value in values]
         self._bindings = [binding for value in values for binding in _iter_bindings(value, set())]
 
-    def list_digests(self) -> tuple[tuple[Name, bytes], ...]:
+    def list_digests(self) -> tuple[tuple[QualifiedName, bytes], ...]:
         """Return the digest of each class and function that was pickled by name.
 
-        A digest covers all of the user's code that it uses.
+        A digest covers all user code that the class or function uses.
         """
         return tuple(zip(self._by_name, self._digests, strict=False))
 
     def has_changed(self) -> bool:
-        """Whether any code has changed since the last `update_digests`, which this calls if it may have."""
-        # Every call of a function asks; comparing identities takes a microsecond, digests much longer.
+        """Whether any code has changed since the last update of the digests; rebound names update them."""
+        # Each call of a function calls this.  Comparing identities takes a microsecond, digests take much longer.
         if all(names.get(name, _MISSING) is value for names, name, value in self._bindings):
             return False
         before = self._digests
@@ -86,8 +85,8 @@ class UserCode:
         return self._digests != before
 
 
-def find_outdated_modules(digests: Iterable[tuple[Name, bytes]]) -> tuple[str, ...]:
-    """Return the modules whose code is missing in this process or does not have these digests."""
+def find_outdated_modules(digests: Iterable[tuple[QualifiedName, bytes]]) -> tuple[str, ...]:
+    """Return the modules whose code is missing in this process, or has other digests."""
     modules = set()
     for (module, qualname), expected in digests:
         try:
@@ -112,34 +111,34 @@ def is_importable(value: Any) -> bool:
 
 @functools.cache
 def is_user_module(module: str | None) -> bool:
-    """Whether a module is the user's own: one that may be edited while the program runs."""
+    """Whether a module is the user's, so that it may be edited while the program runs."""
     if module in ("__main__", "__mp_main__"):
         return True
     if module is None or module.partition(".")[0] in sys.stdlib_module_names:
         return False
     file = getattr(sys.modules.get(module), "__file__", None)
-    if file is None:  # a module object that the program made itself
+    if file is None:  # the program has created the module object
         return module in sys.modules
     path = Path(file).resolve()
     if {"site-packages", "dist-packages"} & set(path.parts) or path.is_relative_to(_PACKAGE):
         return False
-    # Packages may be installed elsewhere (`pip install --target`), and the graph library as a folder of sources.
+    # Packages may be installed elsewhere (`pip install --target`), and the graph library may be a source folder.
     package = module.split(".")
     folder = path.parents[len(package) - (path.name != "__init__.py")]
     return package[0] not in ("pytensor", "theano") and not any(folder.glob("*.dist-info"))
 
 
 def compute_digest(value: Any) -> bytes:
-    """Return a digest of a user's class or function and of all of the user's code that it uses."""
+    """Return a digest of a user's class or function, including all user code that it uses."""
     hasher = hashlib.sha256()
     _hash_value(value, hasher.update, set())
     return hasher.digest()
 
 
 def _hash_value(value: Any, update: Callable[[bytes], None], seen: set[int]) -> None:
-    """Feed a value to a hash: code with all that it uses, numbers, strings, arrays.
+    """Update a hash by a value: a number, string, array, or code with all user code that it uses.
 
-    Other objects, such as caches and connections, have a state that is not code, and are left out.
+    Other objects, such as caches and connections, are ignored, since their state is not code.
     """
     if isinstance(value, type | types.FunctionType):
         update(f"{value.__module__}.{value.__qualname__}".encode())
@@ -155,7 +154,7 @@ def _hash_value(value: Any, update: Callable[[bytes], None], seen: set[int]) -> 
             parts = [value.__bases__]
         for part in parts:
             _hash_value(part, update, seen)
-        for _, name, used in _iter_names(value):
+        for _, name, used in _iter_used_names(value):
             update(name.encode())
             _hash_value(used, update, seen)
     elif isinstance(value, staticmethod | classmethod):
@@ -187,20 +186,20 @@ def _hash_code(code: types.CodeType, update: Callable[[bytes], None]) -> None:
             update(repr(constant).encode())
 
 
-def _iter_names(value: Any) -> Iterator[tuple[Mapping[str, Any], str, Any]]:
-    """Yield namespace, name and value of each name that the code of a class or function uses directly."""
+def _iter_used_names(value: Any) -> Iterator[tuple[Mapping[str, Any], str, Any]]:
+    """Yield (namespace, name, value) of each name that the code of a class or function uses directly."""
     if isinstance(value, type):
         names = vars(value)
         yield from ((names, name, names[name]) for name in sorted(names) if name not in _GENERATED)
         return
     names = value.__globals__
     used = {name for code in _iter_code(value.__code__) for name in _iter_globals(code, "LOAD_GLOBAL")}
-    # Globals that the module's own code rebinds, such as counters, may differ between ranks.
-    yield from ((names, name, names[name]) for name in sorted(used - _find_rebound(names)) if name in names)
+    # Values of globals that the module's code rebinds, such as counters, may differ between ranks.
+    yield from ((names, name, names[name]) for name in sorted(used - _find_rebound_globals(names)) if name in names)
 
 
-def _find_rebound(names: Mapping[str, Any]) -> set[str]:
-    """Return the globals of a module that its own functions and methods rebind."""
+def _find_rebound_globals(names: Mapping[str, Any]) -> set[str]:
+    """Return the names of a module's globals that its functions and methods rebind."""
     functions = [value for value in names.values() if isinstance(value, types.FunctionType)]
     for value in names.values():
         if isinstance(value, type) and value.__module__ == names.get("__name__"):
@@ -223,13 +222,13 @@ def _iter_code(code: types.CodeType) -> Iterator[types.CodeType]:
 
 
 def _iter_globals(code: types.CodeType, instruction: str) -> Iterator[str]:
-    """Yield the names of the globals that the instructions of this name load or store."""
+    """Yield the names of the globals that instructions of this kind load or store."""
     if dis.opmap[instruction] in code.co_code[::2]:  # a quick check before the slow disassembly
         yield from (step.argval for step in dis.get_instructions(code) if step.opname == instruction)
 
 
 def _iter_bindings(value: Any, seen: set[int]) -> Iterator[tuple[Mapping[str, Any], str, Any]]:
-    """Yield namespace, name and value of each name that a class or function, and user code that it uses, uses."""
+    """Yield (namespace, name, value) of each name that a class or function uses, directly or through user code."""
     if isinstance(value, staticmethod | classmethod):
         value = value.__func__
     if isinstance(value, property):
@@ -238,7 +237,7 @@ def _iter_bindings(value: Any, seen: set[int]) -> Iterator[tuple[Mapping[str, An
     if not isinstance(value, type | types.FunctionType) or not is_user_module(value.__module__) or id(value) in seen:
         return
     seen.add(id(value))
-    for names, name, used in _iter_names(value):
+    for names, name, used in _iter_used_names(value):
         yield names, name, used
         yield from _iter_bindings(used, seen)
     for base in getattr(value, "__bases__", ()):

@@ -55,7 +55,7 @@ def _as_dict(updates: Any) -> dict[Any, Any]:
 
 def _copy_value(shared: Any) -> Any:
     """Return a snapshot of a variable's value; on a GPU it may not be computed yet."""
-    value = library_of(shared).get(shared)
+    value = library_of(shared).borrow_value(shared)
     return get_array_device(value).snapshot(value)
 
 

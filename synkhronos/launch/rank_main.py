@@ -110,7 +110,7 @@ def build_instance(worker: Worker, settings: Settings, rule: Rule) -> tuple[int,
     for shared in groups.generators:  # the class may seed all ranks equally, but their random numbers have to differ
         library = library_of(shared)
         generator = library.copy_generator(shared)
-        library.set_generator(shared, library.jump(generator, worker.number) if worker.number else generator)
+        library.set_generator(shared, library.jump_generator(generator, worker.number) if worker.number else generator)
     worker.get_storage(STORAGE).update(model=model, groups=groups, average=average)
     exchanged = Vector(groups.params)
     return exchanged.size, exchanged.dtype.name

@@ -1,16 +1,16 @@
-"""Ops of attention, which JAX mode compiles to JAX's function and so to cuDNN's fused kernel.
+"""Ops of attention, which JAX mode compiles to ``jax.nn.dot_product_attention`` and so to cuDNN's fused kernel.
 
-The forward pass written out in a graph could be recognised, but PyTensor differentiates a graph before it is compiled:
-then the backward pass, too, is written out, and reads the matrix of weights that a fused kernel never stores.  The Op
-is therefore built by the user, and has a gradient that is again one Op.  In every mode but JAX mode, and for float64,
-both are replaced by the graph that they stand for.
+PyTensor differentiates a graph before it is compiled.  A forward pass that consists of products and softmax would get a
+backward pass that reads the matrix of attention weights, which a fused kernel does not store.  So attention is one Op,
+and its gradient another.  In all modes but JAX mode, and for float64, a rewrite decomposes both into products and
+softmax.
 
 .. code-block:: text
 
    extensions.attention ──▶ Attention ──────────── other modes ──▶ products, softmax
           │ gradient              └── JAX mode ──▶ jax.nn.dot_product_attention ──▶ cuDNN, or products and softmax
           ▼
-   AttentionGradient: likewise; XLA merges its forward pass with that of Attention
+   AttentionGradient: the same two ways; XLA merges its forward pass with that of Attention
 """
 
 from __future__ import annotations
@@ -26,57 +26,57 @@ from pytensor.graph.basic import Apply
 from pytensor.graph.op import Op
 from pytensor.graph.rewriting.basic import in2out, node_rewriter
 
-from synkhronos.lowering.linker import WRITE_OUT
+from synkhronos.lowering.linker import DECOMPOSE_ATTENTION
 from synkhronos.lowering.numpy_op import register_lowering
 
 __all__ = ["Attention", "AttentionGradient"]
 
 
 class _AttentionOp(Op):
-    """Base class of the Ops.
+    """Base class of `Attention` and `AttentionGradient`.
 
     Parameters
     ----------
     scale : float or None
-        Factor of the products; None for ``1 / sqrt(width)``.
+        Factor of the scores; None for ``1 / sqrt(width)``.
     is_causal : bool
     """
 
     __props__ = ("scale", "is_causal")
-    #: In products of bfloat16, all factors are rounded; see `synkhronos.lowering.precision`.
-    multiplies = True
+    #: Inputs are rounded for products in bfloat16; see `synkhronos.lowering.precision`.
+    is_product = True
 
     def __init__(self, scale: float | None, is_causal: bool):
         self.scale, self.is_causal = scale, is_causal
 
-    def write_out(self, *inputs: Any) -> list[Any]:
-        """Return the outputs as a graph of products and softmax."""
+    def decompose(self, *inputs: Any) -> list[Any]:
+        """Return the outputs, computed by products and softmax."""
         raise NotImplementedError
 
     def perform(self, node: Any, inputs: Any, output_storage: Any, params: Any = None) -> None:
-        """Compute by the written-out graph, in modes without rewrites and for constants."""
+        """Compute by the decomposition, in modes without rewrites and for constants."""
         copies = [variable.type() for variable in node.inputs]
-        outputs = pytensor.function(copies, self.write_out(*copies), on_unused_input="ignore")(*inputs)
+        outputs = pytensor.function(copies, self.decompose(*copies), on_unused_input="ignore")(*inputs)
         for storage, output in zip(output_storage, outputs, strict=True):
             storage[0] = output
 
     def pullback(self, inputs: Any, outputs: Any, cotangents: Any) -> list[Any]:
-        """Return the gradients of the written-out graph."""
-        copies = [variable.copy() for variable in inputs]  # two inputs may be one variable
+        """Return the gradients of the decomposition."""
+        copies = [variable.copy() for variable in inputs]  # one variable may be two inputs
         wanted = [copy for copy in copies if copy.dtype != "bool"]
-        known = dict(zip(self.write_out(*copies), cotangents, strict=True))
+        known = dict(zip(self.decompose(*copies), cotangents, strict=True))
         known = {output: cotangent for output, cotangent in known.items() if hasattr(cotangent.type, "dtype")}
         found = dict(zip(wanted, pytensor.grad(None, wanted, known_grads=known), strict=True))
-        # PyTensor's gradient of a cast from float16 is not float16.
+        # PyTensor's gradient of a cast from float16 has another dtype.
         return [found[copy].astype(copy.dtype) if copy in found else disconnected_type() for copy in copies]
 
     def connection_pattern(self, node: Any) -> list[list[bool]]:
-        """Return the derivatives that exist: with respect to all inputs but the mask."""
+        """Return the inputs with a derivative: all but the mask."""
         return [[variable.dtype != "bool"] * len(node.outputs) for variable in node.inputs]
 
 
 class Attention(_AttentionOp):
-    """Attention to keys by queries.  Inputs: query, key, value and optionally a mask."""
+    """Scaled dot-product attention.  Inputs: query, key, value and optionally a mask."""
 
     def make_node(self, *inputs: Any) -> Apply:
         """Return a node for these inputs."""
@@ -86,8 +86,8 @@ class Attention(_AttentionOp):
         """Return the shape of the query."""
         return [arguments[-1][0]]
 
-    def write_out(self, query: Any, key: Any, value: Any, *masks: Any) -> list[Any]:
-        """Return the output as a graph of products and softmax."""
+    def decompose(self, query: Any, key: Any, value: Any, *masks: Any) -> list[Any]:
+        """Return the output, computed by products and softmax."""
         dtype = "float64" if query.dtype == "float64" else "float32"
         by_head = [tensor.astype(dtype).transpose(0, 2, 1, 3) for tensor in (query, key, value)]
         scale = query.shape[-1] ** -0.5 if self.scale is None else self.scale
@@ -98,7 +98,7 @@ class Attention(_AttentionOp):
         return [attended.transpose(0, 2, 1, 3).astype(query.dtype)]
 
     def pullback(self, inputs: Any, outputs: Any, cotangents: Any) -> list[Any]:
-        """Return the gradients: one Op."""
+        """Return the gradients: outputs of `AttentionGradient`."""
         gradients = AttentionGradient(self.scale, self.is_causal)(*inputs, *cotangents)
         return [*gradients, *[disconnected_type() for _ in inputs[3:]]]
 
@@ -106,7 +106,7 @@ class Attention(_AttentionOp):
 class AttentionGradient(_AttentionOp):
     """Gradient of `Attention` with respect to query, key and value.
 
-    Inputs: those of `Attention`, and the gradient with respect to its output.
+    Inputs: the inputs of `Attention`, and the gradient with respect to its output.
     """
 
     def make_node(self, *inputs: Any) -> Apply:
@@ -117,8 +117,8 @@ class AttentionGradient(_AttentionOp):
         """Return the shapes of query, key and value."""
         return list(arguments[-1][:3])
 
-    def write_out(self, *inputs: Any) -> list[Any]:
-        """Return the gradients of the written-out attention."""
+    def decompose(self, *inputs: Any) -> list[Any]:
+        """Return the gradients of the decomposition of attention."""
         forward = Attention(self.scale, self.is_causal)
         return _AttentionOp.pullback(forward, inputs[:-1], [], inputs[-1:])[:3]
 
@@ -128,31 +128,35 @@ def _make_causal_mask(length: Any, key_length: Any) -> Any:
 
 
 @node_rewriter([_AttentionOp])
-def _write_out(fgraph: Any, node: Any) -> list[Any]:
-    return node.op.write_out(*node.inputs)
+def _decompose(fgraph: Any, node: Any) -> list[Any]:
+    return node.op.decompose(*node.inputs)
 
 
 @node_rewriter([_AttentionOp])
-def _write_out_float64(fgraph: Any, node: Any) -> list[Any] | bool:
-    """Write out attention in float64, whose softmax JAX would compute in float32."""
-    return node.op.write_out(*node.inputs) if node.inputs[0].dtype == "float64" else False
+def _decompose_float64(fgraph: Any, node: Any) -> list[Any] | bool:
+    """Decompose attention in float64, whose softmax JAX would compute in float32."""
+    return node.op.decompose(*node.inputs) if node.inputs[0].dtype == "float64" else False
 
 
 # Before shapes are inferred and the graph is canonicalized, at 0.1 and 1.
-optdb.register(WRITE_OUT, in2out(_write_out, name=WRITE_OUT), "fast_run", "fast_compile", position=0.02)
-optdb.register("write_out_float64", in2out(_write_out_float64, name="write_out_float64"), "jax", position=0.02)
+optdb.register(
+    DECOMPOSE_ATTENTION, in2out(_decompose, name=DECOMPOSE_ATTENTION), "fast_run", "fast_compile", position=0.02
+)
+optdb.register(
+    "decompose_attention_float64", in2out(_decompose_float64, name="decompose_attention_float64"), "jax", position=0.02
+)
 
 
 # -- JAX ---------------------------------------------------------------------------------------------------------------
 
 
 @register_lowering(Attention)
-def _lower(op: Attention, *inputs: Any) -> Any:
+def _lower_attention(op: Attention, *inputs: Any) -> Any:
     return _differentiate(op, *inputs)[0]
 
 
 @register_lowering(AttentionGradient)
-def _lower_gradient(op: AttentionGradient, *inputs: Any) -> Any:
+def _lower_attention_gradient(op: AttentionGradient, *inputs: Any) -> Any:
     attended, pull_back = _differentiate(op, *inputs[:-1])
     return pull_back(inputs[-1].astype(attended.dtype))
 
@@ -160,7 +164,7 @@ def _lower_gradient(op: AttentionGradient, *inputs: Any) -> Any:
 def _differentiate(op: Any, query: Any, key: Any, value: Any, *masks: Any) -> Any:
     """Return attention and its pullback.
 
-    Both Ops call this function, so that the forward passes of the two are equal and XLA computes one of them.
+    Both Ops call this function, so that their forward passes are equal and XLA computes only one.
     """
     import jax
     import jax.numpy as jnp
@@ -169,12 +173,12 @@ def _differentiate(op: Any, query: Any, key: Any, value: Any, *masks: Any) -> An
     options: dict[str, Any] = {"scale": op.scale, "is_causal": op.is_causal}
     if masks:
         mask = jnp.broadcast_to(masks[0], (*masks[0].shape[:2], *lengths))
-        # cuDNN would exclude the future by another number than what the mask excludes.
+        # One combined mask, since cuDNN masks causally by another number than by the mask.
         options |= {"mask": mask & jnp.tril(jnp.ones(lengths, bool)) if op.is_causal else mask, "is_causal": False}
     capability = getattr(jax.local_devices()[0], "compute_capability", None)  # CPUs have none
-    if _takes_cudnn(query, lengths, bool(masks), capability):
+    if _is_cudnn_supported(query, lengths, bool(masks), capability):
         options["implementation"] = "cudnn"
-    # On a CPU, XLA refuses the products of float16 that JAX asks for.
+    # On a CPU, XLA does not support the products of float16 that JAX requests.
     dtype = query.dtype if capability else jnp.promote_types(query.dtype, jnp.float32)
 
     def attend(*tensors: Any) -> Any:
@@ -183,8 +187,8 @@ def _differentiate(op: Any, query: Any, key: Any, value: Any, *masks: Any) -> An
     return jax.vjp(attend, query, key, value)
 
 
-def _takes_cudnn(query: Any, lengths: tuple[int, int], has_mask: bool, capability: str | None) -> bool:
-    """Whether cuDNN's fused kernel supports these factors on a device of this compute capability."""
+def _is_cudnn_supported(query: Any, lengths: tuple[int, int], has_mask: bool, capability: str | None) -> bool:
+    """Whether cuDNN's fused kernel supports these inputs on a device of this compute capability."""
     width = query.shape[3]
     if query.dtype.itemsize != 2 or width % 8 or width > 128 or (has_mask and any(n % 2 for n in lengths)):
         return False

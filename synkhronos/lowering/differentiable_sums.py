@@ -1,7 +1,6 @@
-"""Sums of functions as functions of JAX arrays, with JAX's derivative.
+"""Sums of functions, as functions of JAX arrays that JAX can differentiate.
 
-Value and gradients are computed at once, before the derivative is asked for, so that they need one all-reduce, or one
-call of Python.
+Value and gradients are computed together in the forward pass, so that they need one all-reduce, or one call of Python.
 """
 
 from __future__ import annotations
@@ -11,41 +10,41 @@ from typing import Any
 
 import numpy as np
 
-#: Takes parameters; returns a scalar, or its value and gradients.
-Sum = Callable[..., Any]
+#: Function of parameters that returns a scalar, or a scalar and its gradients.
+SumFunction = Callable[..., Any]
 
 
-def join_sums(
-    functions: Sequence[Sum],
-    counts: Sequence[int],
-    floats: Sequence[Sequence[int]],
+def fuse_sums(
+    functions: Sequence[SumFunction],
+    n_params: Sequence[int],
+    differentiable: Sequence[Sequence[int]],
     all_reduce: Callable[[Any], Any],
 ) -> Callable[..., Any]:
-    """Return a function that computes several sums on each rank and reduces all of them at once.
+    """Return a function that computes several sums on each rank, and reduces them by one all-reduce.
 
     Parameters
     ----------
     functions : list of callable
-        Each takes parameters and returns this rank's part of a sum.
-    counts : list of int
-        Number of parameters of each.
-    floats : list of list of int
-        Positions of the parameters that each can be differentiated by.
+        Each takes parameters, and returns this rank's share of a sum.
+    n_params : list of int
+        Number of parameters of each function.
+    differentiable : list of list of int
+        Positions of the differentiable parameters of each function.
     all_reduce : callable
-        Takes a vector; returns its sum over the ranks.
+        Takes a vector, and returns its sum over the ranks.
 
     Returns
     -------
     callable
-        Takes the parameters of all functions, one after the other; returns the sum, or a tuple of sums.
+        Takes the parameters of all functions, in order, and returns the sum, or a tuple of sums.
     """
     import jax
     import jax.numpy as jnp
 
-    starts = np.cumsum([0, *counts])
+    starts = np.cumsum([0, *n_params])
 
     def split(params: Sequence[Any]) -> list[Sequence[Any]]:
-        return [params[start : start + count] for start, count in zip(starts, counts, strict=False)]
+        return [params[start : start + count] for start, count in zip(starts, n_params, strict=False)]
 
     def reduce_all(values: Sequence[Any]) -> list[Any]:
         dtype = jnp.result_type(*values)
@@ -58,15 +57,15 @@ def join_sums(
 
     @jax.custom_vjp
     def compute(*params: Any) -> Any:
-        return to_result(reduce_all([f(*own) for f, own in zip(functions, split(params), strict=True)]))
+        return to_result(reduce_all([f(*own_params) for f, own_params in zip(functions, split(params), strict=True)]))
 
     def forward(*params: Any) -> tuple[Any, Any]:
         values: list[Any] = []
         gradients: list[Any] = []
-        for f, own, positions in zip(functions, split(params), floats, strict=True):
-            value, own_gradients = f(*own), ()
+        for f, own_params, positions in zip(functions, split(params), differentiable, strict=True):
+            value, own_gradients = f(*own_params), ()
             if positions:
-                value, own_gradients = jax.value_and_grad(f, argnums=tuple(positions))(*own)
+                value, own_gradients = jax.value_and_grad(f, argnums=tuple(positions))(*own_params)
             values.append(value)
             gradients.extend(own_gradients)
         reduced = reduce_all([*values, *gradients])
@@ -76,9 +75,10 @@ def join_sums(
         gradients, params = iter(residuals[0]), residuals[1]
         cotangents = (cotangents,) if len(functions) == 1 else cotangents
         result: list[Any] = []
-        for own, positions, cotangent in zip(split(params), floats, cotangents, strict=True):
+        for own_params, positions, cotangent in zip(split(params), differentiable, cotangents, strict=True):
             result += [
-                cotangent * next(gradients) if i in positions else _make_zero_cotangent(p) for i, p in enumerate(own)
+                cotangent * next(gradients) if i in positions else _make_zero_cotangent(p)
+                for i, p in enumerate(own_params)
             ]
         return tuple(result)
 
@@ -86,18 +86,20 @@ def join_sums(
     return lambda *params: compute(*map(jnp.asarray, params))
 
 
-def call_python(value: Sum, value_and_gradients: Sum, dtype: str, floats: Sequence[int]) -> Callable[..., Any]:
-    """Return a function of JAX arrays that computes a sum by functions of NumPy arrays.
+def call_python(
+    value: SumFunction, value_and_gradients: SumFunction, dtype: str, differentiable: Sequence[int]
+) -> Callable[..., Any]:
+    """Return a function of JAX arrays that calls functions of NumPy arrays to compute a sum.
 
     Parameters
     ----------
     value : callable
-        Takes a list of arrays; returns the sum.
+        Takes a list of arrays, and returns the sum.
     value_and_gradients : callable
-        Takes a list of arrays; returns a list of the sum and its gradients.
+        Takes a list of arrays, and returns a list of the sum and its gradients.
     dtype : str
         Dtype of the sum.
-    floats : list of int
+    differentiable : list of int
         Positions of the parameters with a gradient.
     """
     import jax
@@ -105,7 +107,7 @@ def call_python(value: Sum, value_and_gradients: Sum, dtype: str, floats: Sequen
 
     total = jax.ShapeDtypeStruct((), dtype)
 
-    # Within callbacks, JAX computes on the CPU: a GPU would compute nothing else until the callback has returned.
+    # NumPy arrays, so that callbacks compute on the CPU: a GPU is blocked until the callback has returned.
     def to_host(params: Sequence[Any]) -> list[np.ndarray]:
         return [np.asarray(param) for param in params]
 
@@ -114,7 +116,7 @@ def call_python(value: Sum, value_and_gradients: Sum, dtype: str, floats: Sequen
         return jax.pure_callback(lambda *p: value(to_host(p)), total, *params, vmap_method="sequential")
 
     def forward(*params: Any) -> tuple[Any, Any]:
-        likes = [total, *(jax.ShapeDtypeStruct(params[i].shape, params[i].dtype) for i in floats)]
+        likes = [total, *(jax.ShapeDtypeStruct(params[i].shape, params[i].dtype) for i in differentiable)]
         result, *gradients = jax.pure_callback(
             lambda *p: value_and_gradients(to_host(p)), likes, *params, vmap_method="sequential"
         )
@@ -122,7 +124,7 @@ def call_python(value: Sum, value_and_gradients: Sum, dtype: str, floats: Sequen
 
     def backward(residuals: Any, cotangent: Any) -> tuple[Any, ...]:
         gradients, params = residuals
-        by_position = dict(zip(floats, gradients, strict=True))
+        by_position = dict(zip(differentiable, gradients, strict=True))
         return tuple(
             cotangent * by_position[i] if i in by_position else _make_zero_cotangent(p) for i, p in enumerate(params)
         )
@@ -132,7 +134,7 @@ def call_python(value: Sum, value_and_gradients: Sum, dtype: str, floats: Sequen
 
 
 def _make_zero_cotangent(param: Any) -> Any:
-    """Return the cotangent of a parameter that is not differentiated."""
+    """Return the zero cotangent of a parameter that is not differentiable."""
     import jax
 
     return np.zeros(np.shape(param), jax.dtypes.float0)

@@ -1,7 +1,7 @@
 """Compiled PyTensor functions as functions of JAX arrays, for XLA to trace.
 
-PyTensor's compiled function is used for its graph and its storages.  An engine calls the JAX function itself: it may
-fuse several of them with an all-reduce into one program, and donates the arrays that are updated.
+PyTensor's compiled function provides the graph and the storages.  An engine calls the JAX function itself, to fuse it
+with other functions and an all-reduce into one program, and to donate the arrays that are updated.
 """
 
 from __future__ import annotations
@@ -28,26 +28,26 @@ class JaxFunction:
     function : Function
         The compiled function.
     n_inputs : int
-        Number of its inputs that are passed in a call; all further inputs are shared variables.
+        Number of inputs that are passed in a call; the remaining inputs are shared variables.
     device : Device
-        Owner of the arrays.
+        Device that owns the arrays.
 
     Attributes
     ----------
     storages : list of list
-        Storages of the shared variables, each a list of one.  Functions that share a variable have the same list.
+        Storages of the shared variables, each a list with one item.  Functions that share a variable share the list.
     cells : list of list
-        Storage for each result: a list of its own for an output, one of `storages` for an update.
+        Storage of each result: a new list for an output, an item of `storages` for an update.
     n_outputs : int
-        Number of outputs; the results after them are updates.
+        Number of outputs.  The remaining results are updates.
     types : list
         PyTensor's types of the outputs.
     donated : list of list
         The items of `storages` whose arrays a launch may overwrite.
     length_graph : StaticLengthGraph or None
-        Computes the lengths that follow from the values of inputs.
+        Computes the lengths that depend on the values of inputs.
     run : callable
-        Takes the inputs, the values in `storages` and the lengths; returns a value for each of `cells`.
+        Takes the inputs, the values in `storages` and the lengths, and returns a value for each of `cells`.
     """
 
     def __init__(self, function: Any, n_inputs: int, device: Device):
@@ -75,15 +75,15 @@ class JaxFunction:
             if self.length_graph is None
             else _convert_graph(self.length_graph.graph, {})
         )
-        self.run = _pass_keys_only(run, generators, new_generators)
+        self.run = _use_keys(run, generators, new_generators)
 
     def compute_lengths(self, inputs: Sequence[Any]) -> tuple[int, ...]:
-        """Return the lengths that `run` takes, for the values of the inputs."""
+        """Return the lengths for given values of the inputs: arguments of `run`."""
         values = [*inputs, *[storage[0] for storage in self.storages]]
         return () if self.length_graph is None else self.length_graph.compute_lengths(values)
 
-    def explain(self) -> None:
-        """Raise the current exception again, with PyTensor's description of where in the graph it arose."""
+    def raise_with_graph_context(self) -> None:
+        """Raise the current exception again, with PyTensor's description of the node that raised it."""
         from pytensor.link.utils import raise_with_op
 
         node = next((output.owner for output in self._graph.outputs if output.owner is not None), None)
@@ -91,18 +91,18 @@ class JaxFunction:
             raise_with_op(self._graph, node, self._thunk)
 
 
-def _pass_keys_only(
+def _use_keys(
     run: Callable[..., Any], generators: dict[int, dict[str, Any]], new_generators: set[int]
 ) -> Callable[..., Any]:
-    """Wrap a function that takes and returns dicts of random generators by one that takes and returns their keys.
+    """Wrap a function whose random generators are dicts, so that it takes and returns the dicts' keys for JAX only.
 
-    The other five numbers of PyTensor's dict are not used, and would be copied at each launch.
+    The other five items of a dict are not used, but would be copied at each launch.
 
     Parameters
     ----------
     run : callable
     generators : dict of int to dict
-        The dicts by their positions among the arguments.
+        The dicts, by position among the arguments.
     new_generators : set of int
         Positions of updated dicts among the results.
     """
@@ -115,10 +115,10 @@ def _pass_keys_only(
 
 
 def _convert_graph(graph: Any, storage_map: Any) -> Callable[..., Any]:
-    """Convert a graph to a function of JAX arrays in which every value has its variable's dtype.
+    """Convert a graph to a function of JAX arrays in which each value has its variable's dtype.
 
-    PyTensor's own conversion follows JAX's type promotion, by which a float32 divided by a length is a float64, and so
-    are all values computed from it, such as the gradient of a mean.
+    PyTensor's conversion follows JAX's type promotion, by which a float32 divided by a length is a float64.  Then all
+    values computed from it, such as the gradient of a mean, are float64, too.
     """
     from pytensor.link.jax.dispatch import jax_funcify, jax_typify
     from pytensor.link.utils import fgraph_to_python

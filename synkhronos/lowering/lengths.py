@@ -1,10 +1,10 @@
-"""Lengths that follow from a function's integer inputs, as static arguments of its JAX function.
+"""Lengths that depend on a function's integer inputs, as static arguments of its JAX function.
 
-XLA compiles for fixed shapes.  The rows ``x[i * b:(i + 1) * b]`` have a length that depends on the value of ``i``, as
-do an array of ``n`` zeros or ``k`` steps of a loop.  Some expressions that decide lengths depend only on the inputs'
-shapes and on scalar integer inputs.  They are cut out of the graph: Python computes them before each call, and XLA gets
-them as constants.  It compiles once for each set of lengths, which is once for all ``i`` but the last.  The start of a
-slice remains a traced value.
+XLA compiles for fixed shapes, but the length of ``x[i * b:(i + 1) * b]`` depends on the value of ``i``.  So do the
+lengths of arrays of ``n`` zeros and of loops of ``n`` steps.  Expressions of lengths that depend only on the inputs'
+shapes and on scalar integer inputs are extracted from the graph: Python computes them before each call, and passes them
+to XLA as constants.  XLA compiles once for each set of lengths, so once for all ``i`` but the last.  The start of a
+slice remains traced.
 
     graph(i, x) --extract_lengths--> StaticLengthGraph:  n = lengths(i, x)  in Python, before the call
                                                          graph(i, x, n)     by XLA, with n as a constant
@@ -76,14 +76,14 @@ _INDEXING = (Subtensor, AdvancedSubtensor, IncSubtensor, AdvancedIncSubtensor)
 
 
 class FixedLengthSubtensor(Op):
-    """Indexing, or an update by index, with the lengths of some of its slices as further inputs.
+    """Indexing, or an update by index, with the lengths of some slices as additional inputs.
 
     Parameters
     ----------
     op : Op
         PyTensor's Op: ``Subtensor``, ``AdvancedSubtensor``, ``IncSubtensor`` or ``AdvancedIncSubtensor``.
     positions : tuple of int
-        Positions of these slices among the indices.  The node's last inputs are their lengths.
+        Positions of these slices among the indices.  Their lengths are the last inputs of the node.
     """
 
     __props__ = ("op", "positions")
@@ -97,7 +97,7 @@ class FixedLengthSubtensor(Op):
 
 
 class _SliceLength(NamedTuple):
-    """Length of a slice of an axis: each field is a variable, a number, or None for an omitted bound."""
+    """The length of a slice, as an expression.  Each field is a variable, a number, or None for an omitted bound."""
 
     start: Any
     stop: Any
@@ -106,17 +106,16 @@ class _SliceLength(NamedTuple):
 
 
 class StaticLengthGraph:
-    """A graph with lengths as additional inputs, and the steps by which Python computes these lengths.
+    """A graph with lengths as additional inputs, and a list of steps in which Python computes these lengths.
 
-    Steps read and write numbered slots with one value each.  A step computes one slot, or a range of slots, from
-    others.
+    A slot contains one value.  A step computes the value of one slot, or of several consecutive ones, from other slots.
 
     Parameters
     ----------
     graph : FunctionGraph
         The graph for JAX.  Its last inputs are the lengths.
     inputs : sequence of variable
-        Inputs of the original graph, which `graph` has first.
+        Inputs of the original graph: the first inputs of `graph`.
     lengths : sequence of variable or _SliceLength
         The lengths, as expressions in `inputs`.
 
@@ -125,22 +124,22 @@ class StaticLengthGraph:
     n_lengths : int
         Number of lengths.
     deciding_inputs : list of int
-        Positions of the scalar inputs whose values decide lengths.
+        Positions of the scalar inputs whose values determine lengths.
     """
 
     def __init__(self, graph: FunctionGraph, inputs: Sequence[Any], lengths: Sequence[Any]):
         self.graph, self.n_lengths = graph, len(lengths)
         self.deciding_inputs: list[int] = []
         self._input_positions = {variable: position for position, variable in enumerate(inputs)}
-        #: Contents of the slots when a call begins: constants.  Slot 0 is for the values of the inputs.
-        self._initial: list[Any] = [None]
-        #: Function, slots of its arguments, and slot or range of slots for its result.
+        #: Values of the slots at the start of a call.  Slot 0 is for the sequence of all inputs' values.
+        self._initial_slots: list[Any] = [None]
+        #: Function, slots of its arguments, slot or slots of its result.
         self._steps: list[tuple[Callable[..., Any], list[int], int | slice]] = []
         slots: dict[Any, int] = {}
         terms = chain.from_iterable(x if isinstance(x, _SliceLength) else (x,) for x in lengths)
         for node in io_toposort(list(inputs), [term for term in terms if hasattr(term, "type")]):
             self._add_node(node, slots)
-        self._length_slots = [self._find_slot(length, slots) for length in lengths]
+        self._length_slots = [self._get_slot(length, slots) for length in lengths]
 
     def _add_node(self, node: Any, slots: dict[Any, int]) -> None:
         """Add the steps of a node; ``slots`` maps the variables of its graph to their slots."""
@@ -148,25 +147,25 @@ class StaticLengthGraph:
         if isinstance(op, Shape | Shape_i):
             slots[node.outputs[0]] = self._add_step(_make_shape_getter(self._input_positions[node.inputs[0]], op), [0])
         elif isinstance(op, TensorFromScalar | ScalarFromTensor | CheckAndRaise):
-            slots[node.outputs[0]] = self._find_slot(node.inputs[0], slots)
+            slots[node.outputs[0]] = self._get_slot(node.inputs[0], slots)
         elif isinstance(op, Composite):
-            # Composite's own `impl` takes ten times as long.
+            # The method `impl` of Composite takes ten times as long.
             inner = op.fgraph
-            operands = [self._find_slot(variable, slots) for variable in node.inputs]
+            operands = [self._get_slot(variable, slots) for variable in node.inputs]
             inner_slots = dict(zip(inner.inputs, operands, strict=True))
             for inner_node in inner.toposort():
                 self._add_node(inner_node, inner_slots)
-            results = [self._find_slot(variable, inner_slots) for variable in inner.outputs]
+            results = [self._get_slot(variable, inner_slots) for variable in inner.outputs]
             slots |= dict(zip(node.outputs, results, strict=True))
         else:
-            sources = [self._find_slot(variable, slots) for variable in node.inputs]
+            sources = [self._get_slot(variable, slots) for variable in node.inputs]
             first = self._add_step(_make_host_function(node), sources, len(node.outputs))
             slots |= {variable: first + i for i, variable in enumerate(node.outputs)}
 
-    def _find_slot(self, value: Any, slots: dict[Any, int]) -> int:
-        """Return the slot of a variable, a slice's length or a plain number, after adding it if it is new."""
+    def _get_slot(self, value: Any, slots: dict[Any, int]) -> int:
+        """Return the slot of a variable, a slice's length or a number.  A new slot is added if necessary."""
         if isinstance(value, _SliceLength):
-            return self._add_step(_compute_slice_length, [self._find_slot(part, slots) for part in value])
+            return self._add_step(_compute_slice_length, [self._get_slot(part, slots) for part in value])
         if value in slots:
             return slots[value]
         if value in self._input_positions:
@@ -174,26 +173,26 @@ class StaticLengthGraph:
             self.deciding_inputs.append(position)
             slots[value] = self._add_step(lambda values: np.asarray(values[position]).item(), [0])
             return slots[value]
-        self._initial.append(_to_python_number(value.data) if isinstance(value, Constant) else value)
-        return len(self._initial) - 1
+        self._initial_slots.append(_to_python_number(value.data) if isinstance(value, Constant) else value)
+        return len(self._initial_slots) - 1
 
     def _add_step(self, compute: Callable[..., Any], sources: list[int], n_results: int = 1) -> int:
         """Add a step and return the slot of its first result."""
-        first = len(self._initial)
-        self._initial += [None] * n_results
+        first = len(self._initial_slots)
+        self._initial_slots += [None] * n_results
         self._steps.append((compute, sources, first if n_results == 1 else slice(first, first + n_results)))
         return first
 
     def compute_lengths(self, values: Sequence[Any]) -> tuple[int, ...]:
-        """Return the lengths for the values of all inputs of the original graph."""
-        slots = [values, *self._initial[1:]]
+        """Return the lengths for given values of all inputs of the original graph."""
+        slots = [values, *self._initial_slots[1:]]
         for compute, sources, destination in self._steps:
             slots[destination] = compute(*[slots[source] for source in sources])
         return tuple([int(slots[slot]) for slot in self._length_slots])
 
 
 def extract_lengths(graph: FunctionGraph) -> StaticLengthGraph | None:
-    """Cut the lengths that depend on the values of inputs out of a graph.
+    """Replace the lengths in a graph that depend on the values of inputs by additional inputs.
 
     Parameters
     ----------
@@ -203,22 +202,22 @@ def extract_lengths(graph: FunctionGraph) -> StaticLengthGraph | None:
     Returns
     -------
     StaticLengthGraph or None
-        None if the value of no input decides a length.
+        None if no length depends on the value of an input.
     """
     if not any(map(_is_integer_scalar, graph.inputs)):
         return None
     known_variables = KnownVariables(graph)
-    cuts: dict[Any, None] = {}
+    extracted: dict[Any, None] = {}
     sliced: list[tuple[Any, dict[int, _SliceLength]]] = []
     for node in graph.toposort():
         if not isinstance(node.op, _INDEXING):
             for source in select_shape_inputs(node):
-                cuts.update(dict.fromkeys(_find_varying_scalars(source, known_variables)))
+                extracted.update(dict.fromkeys(_find_varying_scalars(source, known_variables)))
         elif slices := dict(_find_varying_slices(node, known_variables)):
             sliced.append((node, slices))
-    if not cuts and not sliced:
+    if not extracted and not sliced:
         return None
-    # The clone has no features: they would undo or forbid these replacements.
+    # Features are not cloned: they would undo or reject these replacements.
     copy, copies = graph.clone_get_equiv(check_integrity=False, attach_feature=False)
     length_expressions: list[Any] = []
     for node, slices in sliced:
@@ -230,7 +229,7 @@ def extract_lengths(graph: FunctionGraph) -> StaticLengthGraph | None:
             copy.add_input(length_input)
         copy.replace(copied.outputs[0], fixed.outputs[0], import_missing=True)
         length_expressions += slices.values()
-    for variable in cuts:
+    for variable in extracted:
         length_input = variable.type()
         copy.add_input(length_input)
         copy.replace(copies[variable], length_input)
@@ -238,15 +237,14 @@ def extract_lengths(graph: FunctionGraph) -> StaticLengthGraph | None:
     return StaticLengthGraph(copy, graph.inputs, length_expressions)
 
 
-# -- which variables are known -----------------------------------------------------------------------------------------
+# -- known variables ---------------------------------------------------------------------------------------------------
 
 
 class KnownVariables:
     """Classification of a graph's variables by the time at which their values are known.
 
-    Known before a call are all values that follow from scalar integer inputs and from the inputs' shapes; only the
-    former vary with the values of inputs.  While JAX traces the graph, the values that follow from the shapes of other
-    variables are known, too.
+    Values that depend only on scalar integer inputs and on the inputs' shapes are known before a call.  Values that
+    depend only on these and on the shapes of other variables are known while JAX traces the graph.
 
     Parameters
     ----------
@@ -255,27 +253,29 @@ class KnownVariables:
 
     def __init__(self, graph: FunctionGraph):
         self._inputs = list(graph.inputs)
-        #: Variables that are known before a call, and whether they depend on the value of an input.
-        self._varies: dict[Any, bool] = {variable: True for variable in self._inputs if _is_integer_scalar(variable)}
-        #: Variables that are known only while JAX traces the graph.
-        self._traced: set[Any] = set()
+        #: Whether a value depends on the value of an input, for each variable that is known before a call.
+        self._varies_with_inputs: dict[Any, bool] = {
+            variable: True for variable in self._inputs if _is_integer_scalar(variable)
+        }
+        #: Variables that are not known before JAX traces the graph.
+        self._known_in_trace: set[Any] = set()
         for node in graph.toposort():
             self._classify(node)
 
     def is_known_before_call(self, variable: Any) -> bool:
         """Whether the value is known before a call."""
-        return not hasattr(variable, "type") or isinstance(variable, Constant) or variable in self._varies
+        return not hasattr(variable, "type") or isinstance(variable, Constant) or variable in self._varies_with_inputs
 
     def is_varying(self, variable: Any) -> bool:
         """Whether the value is known before a call, and depends on the value of an input."""
-        return self.is_known_before_call(variable) and self._varies.get(variable, False)
+        return self.is_known_before_call(variable) and self._varies_with_inputs.get(variable, False)
 
     def is_known_in_trace(self, variable: Any) -> bool:
-        """Whether the value is known while JAX traces the graph; those known before the call are constants there."""
-        return self.is_known_before_call(variable) or variable in self._traced
+        """Whether the value is known while JAX traces the graph, such as a value that is known before a call."""
+        return self.is_known_before_call(variable) or variable in self._known_in_trace
 
     def express_length(self, variable: Any, axis: int) -> Any:
-        """Return the length of an axis as an int, or as an expression in the graph's inputs."""
+        """Return the length of an axis: an int, or an expression in the graph's inputs."""
         fixed = variable.type.shape[axis]
         if fixed is not None:
             return fixed
@@ -291,16 +291,16 @@ class KnownVariables:
     def _classify(self, node: Any) -> None:
         if isinstance(node.op, Shape | Shape_i):
             if node.inputs[0] in self._inputs:
-                self._varies[node.outputs[0]] = False
+                self._varies_with_inputs[node.outputs[0]] = False
             else:
-                self._traced.add(node.outputs[0])
+                self._known_in_trace.add(node.outputs[0])
         elif all(map(_is_small, node.outputs)) and isinstance(node.op, _LENGTH_OPS):
             if all(map(self.is_known_before_call, node.inputs)):
-                self._varies.update(dict.fromkeys(node.outputs, any(map(self.is_varying, node.inputs))))
+                self._varies_with_inputs.update(dict.fromkeys(node.outputs, any(map(self.is_varying, node.inputs))))
             elif all(map(self.is_known_in_trace, node.inputs)):
-                self._traced.update(node.outputs)
+                self._known_in_trace.update(node.outputs)
         elif type(node.op).__name__ == "JAXShapeTuple" and all(map(self.is_known_in_trace, node.inputs)):
-            self._traced.update(node.outputs)
+            self._known_in_trace.update(node.outputs)
 
 
 def _is_array(variable: Any) -> bool:
@@ -316,11 +316,11 @@ def _is_integer_scalar(variable: Any) -> bool:
     return getattr(variable.type, "ndim", None) == 0 and (dtype == "bool" or "int" in dtype)
 
 
-# -- which variables have to be known ----------------------------------------------------------------------------------
+# -- variables that have to be known -----------------------------------------------------------------------------------
 
 
 def select_shape_inputs(node: Any) -> Sequence[Any]:
-    """Return the inputs of a node whose values decide its outputs' shapes."""
+    """Return the inputs of a node whose values determine its outputs' shapes."""
     op = node.op
     if isinstance(op, ARange | AllocEmpty | Eye):
         return node.inputs
@@ -336,7 +336,7 @@ def select_shape_inputs(node: Any) -> Sequence[Any]:
 
 
 def _find_varying_scalars(variable: Any, known_variables: KnownVariables) -> Iterator[Any]:
-    """Yield the scalars above a length or shape that are known before a call and vary with the values of inputs."""
+    """Yield the scalars that determine a length or shape, and that are known before a call and vary with inputs."""
     if known_variables.is_varying(variable) and getattr(variable.type, "ndim", 0) == 0:
         yield variable
         return
@@ -347,7 +347,7 @@ def _find_varying_scalars(variable: Any, known_variables: KnownVariables) -> Ite
 
 
 def _find_varying_slices(node: Any, known_variables: KnownVariables) -> Iterator[tuple[int, _SliceLength]]:
-    """Yield the position among the indices, and the length, of each slice whose length varies with inputs' values."""
+    """Yield (position among the indices, length) of each slice whose length varies with the values of inputs."""
     x = node.inputs[0]
     if known_variables.is_known_before_call(x):
         return  # a shape, for example: Python computes this node
@@ -359,18 +359,18 @@ def _find_varying_slices(node: Any, known_variables: KnownVariables) -> Iterator
                 length = known_variables.express_length(x, axis)
                 if known_variables.is_known_before_call(length):
                     yield position, _SliceLength(*bounds, length)
-        # A boolean mask indexes as many axes as it has.
-        kind: Any = None if isinstance(index, slice) else index.type
-        axis += kind.ndim if getattr(kind, "dtype", "") == "bool" else 1
+        # A boolean mask indexes one axis for each of its own.
+        index_type: Any = None if isinstance(index, slice) else index.type
+        axis += index_type.ndim if getattr(index_type, "dtype", "") == "bool" else 1
 
 
 def split_indexing(op: Op, inputs: Sequence[Any]) -> tuple[Sequence[Any], tuple[Any, ...]]:
-    """Split the inputs of an indexing Op, or their values, into operands and indices.
+    """Split the inputs of an indexing Op, or the inputs' values, into operands and indices.
 
     Returns
     -------
     operands : sequence
-        The array, and for an update the new values.
+        The array; for an update also the new values.
     indices : tuple
         Slices and integers or arrays, as in ``x[indices]``.
     """
@@ -379,7 +379,7 @@ def split_indexing(op: Op, inputs: Sequence[Any]) -> tuple[Sequence[Any], tuple[
     return inputs[:n_operands], indices_from_subtensor(inputs[n_operands:], getattr(op, "idx_list", None))
 
 
-# -- functions that Python calls ---------------------------------------------------------------------------------------
+# -- computation in Python ---------------------------------------------------------------------------------------------
 
 
 def _to_python_number(value: Any) -> Any:
@@ -388,7 +388,7 @@ def _to_python_number(value: Any) -> Any:
 
 
 def _make_shape_getter(position: int, op: Shape | Shape_i) -> Callable[..., Any]:
-    """Return a function of all inputs' values that returns one input's shape, or one length of it."""
+    """Return a function that maps the values of all inputs to the shape, or one length, of one input."""
     if isinstance(op, Shape):
         return lambda values: np.array(np.shape(values[position]))
     axis = op.i

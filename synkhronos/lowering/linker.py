@@ -1,7 +1,7 @@
-"""PyTensor's JAX linker, extended by lengths that follow from the values of integer inputs.
+"""PyTensor's JAX linker, extended by lengths that depend on the values of integer inputs.
 
-`lengths.extract_lengths` finds the lengths; they are static arguments of the compiled function.  `shapes` keeps other
-lengths as numbers while JAX traces.
+`lengths.extract_lengths` makes them static arguments of the compiled function.  Other lengths remain numbers while JAX
+traces (`shapes`).
 """
 
 from __future__ import annotations
@@ -15,24 +15,23 @@ import synkhronos.lowering.slices  # noqa: F401 - registers a rewrite
 from synkhronos.lowering.lengths import extract_lengths
 from synkhronos.lowering.shapes import register_lowerings
 
-__all__ = ["WRITE_OUT", "LengthLinker", "to_strong_array", "use_length_linker"]
+__all__ = ["DECOMPOSE_ATTENTION", "LengthLinker", "to_strong_array", "use_length_linker"]
 
-#: Name of the rewrite that replaces an Op with a lowering of its own to JAX by the graph that it stands for.
-WRITE_OUT = "write_out_attention"
+#: Name of the rewrite that decomposes the Ops of attention, for all modes but JAX mode.
+DECOMPOSE_ATTENTION = "decompose_attention"
 
 
 class LengthLinker(JAXLinker):
-    """JAX linker whose functions may have lengths that follow from integer inputs.
+    """JAX linker whose functions may have lengths that depend on integer inputs.
 
     A compiled function has the attribute ``length_graph``, a `StaticLengthGraph` or None.
     """
 
-    # XLA fuses by itself.  PyTensor would fuse a length with the data that are divided by it, so that it could not be
-    # cut out.
-    incompatible_rewrites = (*JAXLinker.incompatible_rewrites, "fusion", WRITE_OUT)
+    # XLA fuses as well.  PyTensor would fuse a length with data that are divided by it; then it can't be extracted.
+    incompatible_rewrites = (*JAXLinker.incompatible_rewrites, "fusion", DECOMPOSE_ATTENTION)
 
     def fgraph_convert(self, fgraph: Any, input_storage: Any, storage_map: Any, **kwargs: Any) -> Any:
-        """Convert the graph, or its `StaticLengthGraph` if inputs' values decide lengths, to a JAX function."""
+        """Convert the graph, or its `StaticLengthGraph` if it has one, to a JAX function."""
         from pytensor.link.jax.dispatch import jax_funcify
 
         register_lowerings()
@@ -65,10 +64,10 @@ class LengthLinker(JAXLinker):
 
 
 def to_strong_array(value: Any, dtype: str | None) -> Any:
-    """Convert a Python number, or an array with a weak dtype, to an array with a strong one.
+    """Convert a Python number, or an array with a weak dtype, to an array with a strong dtype.
 
-    Lengths are Python integers within a graph, and JAX calls the dtype of an array that was computed from numbers alone
-    "weak".  An update by such a value would change the variable's type, so that JAX would compile the function again.
+    Lengths are Python integers within a graph.  The dtype of an array that was computed from numbers alone is "weak" in
+    JAX.  An update by such a value would change the variable's type, and JAX would compile the function again.
 
     Parameters
     ----------

@@ -1,11 +1,10 @@
 """Base class of Ops computed by NumPy or XLA, and their registration with JAX and Numba.
 
-Each Op is defined once.  Its ``perform`` uses NumPy, for all modes on the CPU; Numba calls it in object mode.  For JAX
+The method ``perform`` of an Op computes with NumPy, in all modes on the CPU; Numba calls it in object mode.  For JAX
 mode, `register_lowering` adds a function of JAX arrays.
 
-JAX may only be imported in the ranks, after the fork, and importing Numba takes a second.  The Ops are therefore
-registered with PyTensor's dispatchers when the first function is compiled for one of them, by a rewrite that changes
-nothing.
+JAX may only be imported in the ranks, after the fork, and importing Numba takes a second.  So the Ops are registered
+with PyTensor's dispatcher for JAX or Numba when the first graph is compiled for it, by a rewrite that changes nothing.
 """
 
 from __future__ import annotations
@@ -24,27 +23,27 @@ from synkhronos.lowering import shapes
 __all__ = ["NumpyOp", "call_in_order", "register_lowering"]
 
 _lowerings: dict[type[Op], Callable[..., Any]] = {}
-#: Registrations that have run in this process.
+#: Functions of `_Registration` that have been called in this process.
 _registered: set[Callable[[], None]] = set()
 
 
 class NumpyOp(Op):
-    """An Op computed by NumPy or by XLA.
+    """An Op that NumPy or XLA computes.
 
     Subclasses define `compute` and `output_shape`.
     """
 
-    #: Computes the output from the inputs' values.
+    #: Function that maps the inputs' values to the output.
     compute: Callable[..., np.ndarray]
-    #: Returns the output's shape for those of the inputs: numbers, or variables of them.
+    #: Function that maps the inputs' shapes to the output's shape.  Lengths are numbers or variables.
     output_shape: Callable[..., tuple[Any, ...]]
 
     def perform(self, node: Any, inputs: Any, output_storage: Any, params: Any = None) -> None:
-        """Compute with NumPy; the output is contiguous, as Numba expects."""
+        """Compute with NumPy.  The output is contiguous, as Numba requires."""
         output = self.compute(*inputs)
         output_storage[0][0] = np.ascontiguousarray(output, dtype=node.outputs[0].type.dtype)
 
-    # PyTensor 3.0 passes a graph before the node, later versions do not.
+    # PyTensor 3.0 also passes a graph, before the node.
     def infer_shape(self, *args: Any) -> Any:
         """Return the output's shape."""
         node, shapes = args[-2:]
@@ -52,7 +51,7 @@ class NumpyOp(Op):
 
 
 def register_lowering(op: type[Op]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Register a function that computes an Op with JAX: it takes the Op and its inputs, and returns its output.
+    """Register the function that computes an Op with JAX: it takes the Op and its inputs, and returns the output.
 
     Examples
     --------
@@ -73,7 +72,7 @@ def register_lowering(op: type[Op]) -> Callable[[Callable[..., Any]], Callable[.
 
 
 def call_in_order(function: Callable[..., np.ndarray], array: Any, *others: Any) -> Any:
-    """Call a function of NumPy arrays from a program of XLA; JAX, which traces it, keeps the order of such calls.
+    """Call a function of NumPy arrays from an XLA program.  JAX preserves the order of such calls.
 
     The result has the shape and dtype of ``array``.
     """
@@ -111,7 +110,7 @@ def _register_jax(op_class: type[Op], lowering: Callable[..., Any]) -> None:
 def _register_with_numba() -> None:
     from pytensor.link.numba.dispatch.basic import generate_fallback_impl, numba_funcify
 
-    # A network has the same Op in many layers: Numba compiles the call of Python once for each Op, not for each node.
+    # By Op and types, so that Numba compiles the call once for all layers of a network.
     functions: dict[Any, Any] = {}
 
     @numba_funcify.register(NumpyOp)
@@ -120,9 +119,9 @@ def _register_with_numba() -> None:
         key = (op, len(node.inputs), *types)
         if key not in functions:
             with warnings.catch_warnings():
-                # Calling Python is intended: these Ops spend their time in BLAS.
+                # Object mode is intended: these Ops spend their time in BLAS.
                 warnings.filterwarnings("ignore", "Numba will use object mode")
-                # A node with inputs of its own: the graph's node would keep the graph alive.
+                # A new node with new inputs, since the graph's node would keep the graph alive.
                 detached_node = op.make_node(*(v.type() for v in node.inputs))
                 functions[key] = generate_fallback_impl(op, detached_node, **kwargs)
         return functions[key]
@@ -136,13 +135,13 @@ class _Registration(GraphRewriter):
         self._register = register
 
     def apply(self, fgraph: Any) -> None:
-        """Register the Ops, once; leave the graph unchanged."""
+        """Register the Ops, once in each process.  The graph is not changed."""
         if self._register not in _registered:
             self._register()
             _registered.add(self._register)
 
     def add_requirements(self, fgraph: Any) -> None:
-        """Require no features of a graph."""
+        """Add no requirements to a graph."""
 
 
 optdb.register("synkhronos_lowerings_jax", _Registration(_register_with_jax), "jax", position=0.01)

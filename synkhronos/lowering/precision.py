@@ -1,14 +1,14 @@
 """Products in bfloat16, if JAX's setting ``jax_default_matmul_precision`` requests them.
 
-By default XLA multiplies float32 in TF32 on a GPU.  JAX follows the setting's value ``"bfloat16"`` on TPUs alone; here
-it also applies to GPUs.  Two decisions are made for each node of a graph:
+By default XLA multiplies float32 in TF32 on a GPU.  JAX applies the setting ``"bfloat16"`` on TPUs only; here it also
+applies to GPUs:
 
-- A node that multiplies gets its factors in bfloat16 and accumulates in float32.
-- An elementwise node whose output is such a factor rounds it where it is computed, so that XLA writes it to memory
-  once, in bfloat16.  Convolutional networks are limited by memory bandwidth.
+- A product gets its factors in bfloat16, and accumulates in float32.
+- An elementwise node whose output is such a factor rounds its output, so that XLA writes it to memory once, in
+  bfloat16.  This matters because convolutional networks are limited by memory bandwidth.
 
-An Op of our own declares its part by attributes: ``multiplies``, ``elementwise`` (one kernel writes its output) and
-``rounded`` (positions of inputs that it reads in bfloat16 without multiplying).
+Ops of this library have attributes for this: ``is_product``, ``is_elementwise`` (one kernel writes its output) and
+``bfloat16_inputs`` (positions of inputs that it reads in bfloat16 without multiplying).
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from typing import Any
 
 __all__ = ["COMPILER_OPTIONS", "computes_in_bfloat16", "round_to_bfloat16"]
 
-#: Compiler options for graphs with rounded values: otherwise XLA would use the number from before the rounding wherever
-#: it is available, and write both to memory.
+#: Compiler options for graphs with rounded values.  Otherwise XLA would use the unrounded number where it is available,
+#: and write both to memory.
 COMPILER_OPTIONS = {"xla_allow_excess_precision": False}
 
 
 def computes_in_bfloat16() -> bool:
-    """Whether JAX's setting asks for products in bfloat16."""
+    """Whether JAX's setting requests products in bfloat16."""
     import jax
 
     return bool(jax.config.jax_default_matmul_precision == "bfloat16")
@@ -33,17 +33,17 @@ def computes_in_bfloat16() -> bool:
 def round_to_bfloat16(run: Callable[..., Any], node: Any, graph: Any) -> Callable[..., Any]:
     """Wrap the JAX function of a node so that it rounds factors of products to bfloat16.
 
-    Products of matrices are float32; convolutions are rounded to bfloat16.  Both accumulate in float32.  Outputs may
-    therefore have another dtype than in the graph.  Outputs of the graph are not rounded, so that new values of
-    parameters keep full precision.
+    Products accumulate in float32.  Products of matrices are float32 and convolutions bfloat16, so outputs may have
+    another dtype than in the graph.  Outputs of the graph are not rounded, so new values of parameters keep full
+    precision.
 
     Parameters
     ----------
     run : callable
-        JAX function of the node's Op in full precision.
+        JAX function of the node's Op, in full precision.
     node : Apply
     graph : FunctionGraph
-        Graph of the node.
+        The node's graph.
     """
     if _is_product(node.op):
         return _multiply_in_bfloat16(run, node)
@@ -67,23 +67,23 @@ def _is_product(op: Any) -> bool:
     from pytensor.tensor.math import Dot
 
     core = op.core_op if isinstance(op, Blockwise) else op
-    return isinstance(core, Dot | BatchedDot) or getattr(op, "multiplies", False)
+    return isinstance(core, Dot | BatchedDot) or getattr(op, "is_product", False)
 
 
 def _is_elementwise(op: Any) -> bool:
     """Whether one elementwise kernel writes an Op's output."""
     from pytensor.tensor.elemwise import Elemwise
 
-    return isinstance(op, Elemwise) or getattr(op, "elementwise", False)
+    return isinstance(op, Elemwise) or getattr(op, "is_elementwise", False)
 
 
 def _list_rounded_positions(op: Any) -> Sequence[int]:
     """Return the positions of an Op's inputs that may be rounded to bfloat16."""
-    return (0, 1) if _is_product(op) else getattr(op, "rounded", ())
+    return (0, 1) if _is_product(op) else getattr(op, "bfloat16_inputs", ())
 
 
 def _is_rounded(variable: Any, graph: Any) -> bool:
-    """Whether a variable is rounded where it is computed: a float32 output of an elementwise node that is a factor."""
+    """Whether an elementwise node rounds a variable, its output: a float32 that is a factor of a product."""
     if getattr(variable.type, "dtype", None) != "float32" or variable in graph.outputs:
         return False
     if variable.owner is None or not _is_elementwise(variable.owner.op):
@@ -92,14 +92,14 @@ def _is_rounded(variable: Any, graph: Any) -> bool:
 
 
 def _pass_in_bfloat16(run: Callable[..., Any], positions: Sequence[int]) -> Callable[..., Any]:
-    """Wrap an Op's function to pass some inputs in bfloat16; their values have been rounded before."""
+    """Wrap an Op's function so that it gets some inputs, whose values are already rounded, in bfloat16."""
     import jax.numpy as jnp
 
     return lambda *inputs: run(*[x.astype(jnp.bfloat16) if i in positions else x for i, x in enumerate(inputs)])
 
 
 def _multiply_in_bfloat16(run: Callable[..., Any], node: Any) -> Callable[..., Any]:
-    """Wrap the function of a product to round its factors to bfloat16."""
+    """Wrap the function of a product so that it rounds the factors to bfloat16."""
     import jax.numpy as jnp
     from pytensor.tensor.blas import BatchedDot
     from pytensor.tensor.blockwise import Blockwise
@@ -121,7 +121,7 @@ def _multiply_in_bfloat16(run: Callable[..., Any], node: Any) -> Callable[..., A
 
 
 def _round(x: Any) -> Any:
-    """Round an array to bfloat16 and keep its dtype."""
+    """Return an array with values rounded to bfloat16, in its own dtype."""
     import jax.numpy as jnp
 
     return x.astype(jnp.bfloat16).astype(x.dtype)

@@ -1,7 +1,7 @@
-"""Addition of many rows into few places on a GPU, such as the gradient of effects that many rows have in common.
+"""Scatter-addition of many rows into few on a GPU, such as the gradient of group effects.
 
-A GPU adds with atomic instructions, and those on one place wait for each other.  Rows are therefore added into several
-copies of the places, and the copies are summed at the end.
+A GPU adds by atomic instructions, which wait for each other if they have the same target.  So rows are added into
+several copies of the result, and the copies are summed at the end.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from synkhronos.devices import JAX
 _MAX_COPIES = 1024
 #: Maximal number of elements of all copies: 8 MB of float64, which fit into a GPU's cache.
 _MAX_ELEMENTS = 1 << 20
-#: Rows per place and copy, which make the summation of the copies a small part of the work.
+#: Minimal number of rows added into one row of a copy, so that the sum of the copies is a small part of the work.
 _ROWS_PER_COPY = 256
 
 
 def add_in_copies(run: Callable[..., Any], node: Any) -> Callable[..., Any]:
-    """Wrap the JAX function of a node that adds rows by one index vector; return ``run`` of any other node."""
+    """Wrap the JAX function of a node that adds rows by one index vector.  Return ``run`` for any other node."""
     from pytensor.tensor import subtensor
 
     op = node.op
-    # Before 3.0 PyTensor has a separate Op for a single index vector.
+    # PyTensor before 3.0 has a separate Op for a single index vector.
     op_classes = (
         subtensor.AdvancedIncSubtensor,
         getattr(subtensor, "AdvancedIncSubtensor1", subtensor.AdvancedIncSubtensor),
@@ -38,27 +38,27 @@ def add_in_copies(run: Callable[..., Any], node: Any) -> Callable[..., Any]:
         return run
 
     def add(x: Any, y: Any, index: Any) -> Any:
-        n_copies = choose_copies(np.shape(x), np.shape(y), np.shape(index)) if JAX.is_on_gpu else 1
+        n_copies = choose_n_copies(np.shape(x), np.shape(y), np.shape(index)) if JAX.is_on_gpu else 1
         return add_rows(x, y, index, n_copies) if n_copies > 1 else run(x, y, index)
 
     return add
 
 
-def choose_copies(x: tuple[int, ...], y: tuple[int, ...], index: tuple[int, ...]) -> int:
-    """Return the number of copies for adding rows of shape ``y`` into places of shape ``x``; 1 or less for none."""
+def choose_n_copies(x: tuple[int, ...], y: tuple[int, ...], index: tuple[int, ...]) -> int:
+    """Return the number of copies for adding rows of shape ``y`` into an array of shape ``x``; 1 or less for none."""
     if not math.prod(x) or not x or y != (*index, *x[1:]):
         return 1
     return min(_MAX_COPIES, _MAX_ELEMENTS // math.prod(x), index[0] // (_ROWS_PER_COPY * x[0]))
 
 
 def add_rows(x: Any, y: Any, index: Any, n_copies: int) -> Any:
-    """Return ``x.at[index].add(y)``, computed in ``n_copies`` copies; consecutive rows go into different copies."""
+    """Return ``x.at[index].add(y)``, computed in ``n_copies`` copies.  Consecutive rows use different copies."""
     import jax.numpy as jnp
 
-    places = x.shape[0]
-    index = jnp.where(index < 0, index + places, index.astype(int))
-    place = index + places * (jnp.arange(index.shape[0]) % n_copies)
+    n_rows = x.shape[0]
+    index = jnp.where(index < 0, index + n_rows, index.astype(int))
+    target = index + n_rows * (jnp.arange(index.shape[0]) % n_copies)
     # Rows with an index out of bounds are dropped, as without copies.
-    place = jnp.where((index >= 0) & (index < places), place, places * n_copies)
-    sums = jnp.zeros((places * n_copies, *x.shape[1:]), y.dtype).at[place].add(y, mode="drop")
+    target = jnp.where((index >= 0) & (index < n_rows), target, n_rows * n_copies)
+    sums = jnp.zeros((n_rows * n_copies, *x.shape[1:]), y.dtype).at[target].add(y, mode="drop")
     return x + sums.reshape(n_copies, *x.shape).sum(axis=0)

@@ -1,15 +1,15 @@
 """Lowerings to JAX that keep lengths as numbers while a function is traced.
 
-XLA compiles for fixed shapes, so that each array's shape is a tuple of numbers while a function is traced.  PyTensor's
-lowerings nevertheless compute with them in JAX.  The results are traced values, which neither a reshape nor a slice
-accepts; programs written for Theano reshape to computed shapes all the time.  The lowerings here compute Ops on
-integers that are known during tracing with NumPy, and leave all others to PyTensor's lowerings:
+XLA compiles for fixed shapes, so shapes are tuples of numbers while a function is traced.  PyTensor's lowerings compute
+with these numbers in JAX.  The results are traced values, which neither a reshape nor a slice accepts, but programs
+written for Theano often reshape to computed shapes.  The lowerings here compute integers that are known during tracing
+with NumPy, and call PyTensor's lowerings for all others:
 
     lowering of an Op on integers:    all inputs known?   yes: NumPy       no: PyTensor's lowering
     lowering of an Op with a shape:   shape known?        yes: compute     no: NotImplementedError with `HINT`
     lowering of indexing by slices:   bounds known?       yes: PyTensor's  no: constant or given length, traced start
 
-`lengths` makes lengths that depend on the values of a function's inputs static arguments.
+Lengths that depend on the values of a function's inputs become static arguments in `lengths`.
 """
 
 from __future__ import annotations
@@ -58,11 +58,11 @@ from synkhronos.lowering.lengths import (
     split_indexing,
     to_python_function,
 )
-from synkhronos.lowering.polynomial import Polynomial, expand, find_constant_length
+from synkhronos.lowering.polynomial import Polynomial, find_constant_length, to_polynomial
 
 __all__ = ["register_lowerings"]
 
-#: Arrays with more elements are data, and never a shape.
+#: Maximal number of elements of a shape; larger arrays are data.
 _MAX_SHAPE_SIZE = 64
 
 #: Advice at the end of an error's message.
@@ -71,12 +71,13 @@ HINT = (
     "length as such an input; take rows by x[start + arange(length)]; or use another mode for this function"
 )
 
-Compute = Callable[..., Any]
+#: A function of arrays.
+ArrayFunction = Callable[..., Any]
 
 
 @cache
 def register_lowerings() -> None:
-    """Register the lowerings with PyTensor, once in a process."""
+    """Register the lowerings with PyTensor, once in each process."""
     from pytensor.link.jax.dispatch import jax_funcify
 
     for base in (Subtensor, AdvancedSubtensor, IncSubtensor, AdvancedIncSubtensor):
@@ -106,10 +107,12 @@ def register_lowerings() -> None:
         jax_funcify.register(op)(_allow_computed_size(jax_funcify.dispatch(op)))
 
 
-def _prefer_numpy(lowering: Callable[..., Any], to_numpy: Callable[[Any, Any], Compute | None]) -> Callable[..., Any]:
+def _prefer_numpy(
+    lowering: Callable[..., Any], to_numpy: Callable[[Any, Any], ArrayFunction | None]
+) -> Callable[..., Any]:
     """Wrap a lowering: compute with NumPy if all inputs are known and the outputs may be shapes."""
 
-    def funcify(op: Any, node: Any = None, **kwargs: Any) -> Compute:
+    def funcify(op: Any, node: Any = None, **kwargs: Any) -> ArrayFunction:
         traced = lowering(op, node=node, **kwargs)
         if node is None or not _may_be_shapes(node.outputs):
             return traced
@@ -138,7 +141,7 @@ def _may_be_shapes(variables: Sequence[Any]) -> bool:
 
 
 def _is_known(value: Any) -> bool:
-    """Whether a value consists of a few integers that are not traced."""
+    """Whether a value consists of few integers, none of them traced."""
     import jax
 
     if isinstance(value, tuple | list):
@@ -153,7 +156,7 @@ def _is_known(value: Any) -> bool:
 def _to_result(value: Any, variable: Any) -> Any:
     """Convert a NumPy result to the variable's dtype, and an integer scalar to a Python number."""
     array = np.asarray(value, variable.type.dtype)
-    # A Python float would adopt the dtype of arrays that it is combined with.
+    # A Python float would be cast to the dtype of the arrays that it is combined with.
     return array if array.dtype.kind == "f" else _to_number(array)
 
 
@@ -166,20 +169,20 @@ def _to_number(value: Any) -> Any:
 # -- Ops on integers, as NumPy functions ----------------------------------------------------------------------------
 
 
-def _elemwise_to_numpy(op: Any, node: Any) -> Compute:
+def _elemwise_to_numpy(op: Any, node: Any) -> ArrayFunction:
     if not any(v.type.ndim for v in node.inputs):
         # A fused expression of lengths may have more operands than a NumPy ufunc accepts.
         return to_python_function(op.scalar_op)
     return np.vectorize(to_python_function(op.scalar_op), otypes=[v.type.dtype for v in node.outputs])
 
 
-def _scalar_to_numpy(op: Any, node: Any) -> Compute | None:
+def _scalar_to_numpy(op: Any, node: Any) -> ArrayFunction | None:
     # Elemwise requests its scalar Op's lowering with its own node.
     return to_python_function(op) if node.op is op else None
 
 
-def _reduction_to_numpy(op: Any, node: Any) -> Compute | None:
-    functions: dict[type, Compute] = {
+def _reduction_to_numpy(op: Any, node: Any) -> ArrayFunction | None:
+    functions: dict[type, ArrayFunction] = {
         Add: np.sum,
         Mul: np.prod,
         ScalarMaximum: np.max,
@@ -190,36 +193,36 @@ def _reduction_to_numpy(op: Any, node: Any) -> Compute | None:
     return functions.get(type(op.scalar_op))
 
 
-def _make_vector_to_numpy(op: Any, node: Any) -> Compute:
+def _make_vector_to_numpy(op: Any, node: Any) -> ArrayFunction:
     return lambda *x: np.array(x, op.dtype)
 
 
-def _conversion_to_numpy(op: Any, node: Any) -> Compute:
+def _conversion_to_numpy(op: Any, node: Any) -> ArrayFunction:
     return lambda x: x
 
 
-def _dimshuffle_to_numpy(op: Any, node: Any) -> Compute:
+def _dimshuffle_to_numpy(op: Any, node: Any) -> ArrayFunction:
     return lambda x: np.reshape(x, (-1,) if node.outputs[0].type.ndim else ())
 
 
-def _subtensor_to_numpy(op: Any, node: Any) -> Compute:
+def _subtensor_to_numpy(op: Any, node: Any) -> ArrayFunction:
     return lambda *inputs: np.asarray(inputs[0])[split_indexing(op, inputs)[1]]
 
 
-def _join_to_numpy(op: Any, node: Any) -> Compute:
-    # The axis is the first input, or in newer PyTensor an attribute.  A shape has one axis, so it is not needed.
+def _join_to_numpy(op: Any, node: Any) -> ArrayFunction:
+    # The first input is the axis; in newer PyTensor it is an attribute.  A shape has only one.
     first = 0 if hasattr(op, "axis") else 1
     return lambda *x: np.concatenate([np.atleast_1d(part) for part in x[first:]])
 
 
-# -- Ops whose inputs decide shapes ------------------------------------------------------------------------------------
+# -- Ops whose inputs determine shapes ---------------------------------------------------------------------------------
 
 
 def _require_known_shape(lowering: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap a lowering: require that the inputs that decide shapes are known, and pass them as numbers."""
+    """Wrap a lowering: require that inputs which determine shapes are known, and pass them as numbers."""
 
-    def funcify(op: Any, node: Any = None, **kwargs: Any) -> Compute:
-        compute: Compute = lowering(op, node=node, **kwargs)
+    def funcify(op: Any, node: Any = None, **kwargs: Any) -> ArrayFunction:
+        compute: ArrayFunction = lowering(op, node=node, **kwargs)
         deciding = [i for i, variable in enumerate(node.inputs) if variable in select_shape_inputs(node)]
 
         def run(*inputs: Any) -> Any:
@@ -232,7 +235,7 @@ def _require_known_shape(lowering: Callable[..., Any]) -> Callable[..., Any]:
     return funcify
 
 
-def _lower_reshape(op: Any, node: Any = None, **kwargs: Any) -> Compute:
+def _lower_reshape(op: Any, node: Any = None, **kwargs: Any) -> ArrayFunction:
     """Lower Reshape to any shape that is known during tracing."""
     import jax.numpy as jnp
 
@@ -243,7 +246,7 @@ def _lower_reshape(op: Any, node: Any = None, **kwargs: Any) -> Compute:
     return reshape
 
 
-def _lower_arange(op: Any, node: Any = None, **kwargs: Any) -> Compute:
+def _lower_arange(op: Any, node: Any = None, **kwargs: Any) -> ArrayFunction:
     """Lower ARange to any length that is known during tracing."""
     import jax.numpy as jnp
 
@@ -255,7 +258,7 @@ def _lower_arange(op: Any, node: Any = None, **kwargs: Any) -> Compute:
     return arange
 
 
-def _lower_split(op: Any, node: Any = None, **kwargs: Any) -> Compute:
+def _lower_split(op: Any, node: Any = None, **kwargs: Any) -> ArrayFunction:
     """Lower Split to chunks of any lengths that are known during tracing."""
     import jax.numpy as jnp
 
@@ -272,9 +275,9 @@ def _lower_split(op: Any, node: Any = None, **kwargs: Any) -> Compute:
 def _allow_computed_size(lowering: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap a RandomVariable's lowering: allow any size that is known during tracing."""
 
-    def funcify(op: Any, node: Any = None, **kwargs: Any) -> Compute:
+    def funcify(op: Any, node: Any = None, **kwargs: Any) -> ArrayFunction:
         rng, size, *parameters = node.inputs
-        # PyTensor's lowering rejects some sizes by the Op that computes them, so it gets a size without an owner.
+        # PyTensor's lowering rejects some sizes because of their Op, so it gets a size without an owner.
         free = size if isinstance(size, Constant) else size.type()
         draw = lowering(op, node=Apply(op, [rng, free, *parameters], [o.type() for o in node.outputs]), **kwargs)
 
@@ -290,10 +293,10 @@ def _allow_computed_size(lowering: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _require_known(value: Any, variable: Any) -> None:
-    """Raise NotImplementedError if a value that decides a shape is traced."""
+    """Raise NotImplementedError if a value that determines a shape is traced."""
     if not _is_known(value):
         raise NotImplementedError(
-            "XLA compiles for fixed shapes, and this one depends on what arrays hold: "
+            "XLA compiles for fixed shapes, but this shape depends on the values of arrays: "
             f"{debugprint(variable, file='str', depth=4).strip()}\n{HINT}"
         )
 
@@ -304,11 +307,11 @@ def _require_known(value: Any, variable: Any) -> None:
 def _allow_traced_bounds(lowering: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap an indexing lowering: allow slices with traced bounds whose difference is constant."""
 
-    def funcify(op: Any, node: Any = None, **kwargs: Any) -> Compute:
+    def funcify(op: Any, node: Any = None, **kwargs: Any) -> ArrayFunction:
         default = lowering(op, node=node, **kwargs)
         if node is None:
             return default
-        variables, polynomials = split_indexing(op, node.inputs)[1], dict(_sequences)
+        variables, polynomials = split_indexing(op, node.inputs)[1], dict(_sequence_polynomials)
 
         def run(*inputs: Any) -> Any:
             operands, indices = split_indexing(op, inputs)
@@ -327,7 +330,7 @@ def _allow_traced_bounds(lowering: Callable[..., Any]) -> Callable[..., Any]:
     return funcify
 
 
-def _lower_fixed_length(op: FixedLengthSubtensor, node: Any = None, **kwargs: Any) -> Compute:
+def _lower_fixed_length(op: FixedLengthSubtensor, node: Any = None, **kwargs: Any) -> ArrayFunction:
     """Lower indexing by slices whose lengths are inputs."""
     n = len(op.positions)
 
@@ -341,14 +344,14 @@ def _lower_fixed_length(op: FixedLengthSubtensor, node: Any = None, **kwargs: An
 def _index_with_lengths(
     op: Any, operands: Sequence[Any], indices: Sequence[Any], positions: Sequence[int], lengths: Any, is_exact: bool
 ) -> Any:
-    """Index an array, or update it by index, with the lengths of some slices given.
+    """Index an array, or update it by index, with given lengths of some slices.
 
     Parameters
     ----------
     op : Op
         PyTensor's indexing Op.
     operands : sequence of array
-        The array, and for an update the new values.
+        The array; for an update also the new values.
     indices : sequence
         Indices; the bounds of slices at `positions` may be traced.
     positions : sequence of int
@@ -356,33 +359,33 @@ def _index_with_lengths(
     lengths : sequence of int
         Length of each of these slices.
     is_exact : bool
-        Whether the lengths are those of NumPy.  Otherwise the result is filled with `_get_invalid_number` if they are
-        not, for example where a slice extends beyond the end: its shape can't change.
+        Whether the slices certainly have these lengths.  Otherwise the result is filled with `_get_invalid_value` if a
+        slice has another length, for example where it extends beyond the end, since its shape can't change.
     """
     import jax.numpy as jnp
 
-    cuts = []
+    slices = []
     for position, length in zip(positions, lengths, strict=True):
         before = indices[:position]
-        # A boolean mask indexes as many axes as it has.
+        # A boolean mask indexes one axis for each of its own.
         axis = sum(np.ndim(i) if str(getattr(i, "dtype", "")) == "bool" else 1 for i in before)
-        cuts.append((axis, indices[position], int(length)))
+        slices.append((axis, indices[position], int(length)))
     rest = tuple(slice(None) if i in positions else index for i, index in enumerate(indices))
 
-    def apply_cuts(x: Any, cuts: Sequence[Any]) -> Any:
-        if not cuts:
+    def index_slices(x: Any, slices: Sequence[Any]) -> Any:
+        if not slices:
             if len(operands) == 1:
                 return x[rest]
             return x.at[rest].set(operands[1]) if op.set_instead_of_inc else x.at[rest].add(operands[1])
-        (axis, index, length), *others = cuts
-        places, matches_length = _find_elements(index, x.shape[axis], length)
-        chunk = _take(x, places, length, axis)
-        result = apply_cuts(chunk, others)
+        (axis, index, length), *others = slices
+        elements, matches_length = _find_elements(index, x.shape[axis], length)
+        chunk = _take_elements(x, elements, length, axis)
+        result = index_slices(chunk, others)
         if len(operands) == 2:
-            result = _put(x, result, places, axis)
-        return result if is_exact else jnp.where(matches_length, result, _get_invalid_number(result.dtype))
+            result = _put_elements(x, result, elements, axis)
+        return result if is_exact else jnp.where(matches_length, result, _get_invalid_value(result.dtype))
 
-    return apply_cuts(jnp.asarray(operands[0]), cuts)
+    return index_slices(jnp.asarray(operands[0]), slices)
 
 
 def _find_elements(index: slice, axis_length: int, length: int) -> tuple[Any, Any]:
@@ -390,10 +393,10 @@ def _find_elements(index: slice, axis_length: int, length: int) -> tuple[Any, An
 
     Returns
     -------
-    places : traced integer or traced vector
-        Position of the first element if the step is 1, else the positions of all.
+    elements : traced integer or traced vector
+        Position of the first element if the step is 1, else positions of all elements.
     matches_length : traced bool
-        Whether NumPy's slice has this length.
+        Whether the slice has this length.
     """
     import jax.numpy as jnp
 
@@ -404,36 +407,36 @@ def _find_elements(index: slice, axis_length: int, length: int) -> tuple[Any, An
     def bound(value: Any) -> Any:
         return jnp.clip(jnp.where(value < 0, value + axis_length, value), lowest, last)
 
-    # Bounds may be unsigned, or of few bits.
+    # Bounds may be unsigned, or have few bits.
     start = jnp.where(step > 0, 0, axis_length - 1) if index.start is None else bound(jnp.asarray(index.start, int))
     stop = jnp.where(step > 0, axis_length, -1) if index.stop is None else bound(jnp.asarray(index.stop, int))
     matches_length = jnp.maximum(-((start - stop) // step), 0) == length
-    return (start if _is_one(step) else start + step * jnp.arange(length)), matches_length
+    return (start if _is_unit_step(step) else start + step * jnp.arange(length)), matches_length
 
 
-def _is_one(step: Any) -> bool:
+def _is_unit_step(step: Any) -> bool:
     return _is_known(step) and int(step) == 1
 
 
-def _take(x: Any, places: Any, length: int, axis: int) -> Any:
+def _take_elements(x: Any, elements: Any, length: int, axis: int) -> Any:
     import jax.numpy as jnp
     from jax import lax
 
-    if np.ndim(places):
-        return jnp.take(x, places, axis=axis, mode="clip")
-    return lax.dynamic_slice_in_dim(x, places, length, axis)
+    if np.ndim(elements):
+        return jnp.take(x, elements, axis=axis, mode="clip")
+    return lax.dynamic_slice_in_dim(x, elements, length, axis)
 
 
-def _put(x: Any, chunk: Any, places: Any, axis: int) -> Any:
+def _put_elements(x: Any, chunk: Any, elements: Any, axis: int) -> Any:
     from jax import lax
 
-    if np.ndim(places):
-        return x.at[(slice(None),) * axis + (places,)].set(chunk)
-    return lax.dynamic_update_slice_in_dim(x, chunk, places, axis)
+    if np.ndim(elements):
+        return x.at[(slice(None),) * axis + (elements,)].set(chunk)
+    return lax.dynamic_update_slice_in_dim(x, chunk, elements, axis)
 
 
-def _get_invalid_number(dtype: Any) -> Any:
-    """Return the value that marks an invalid element: NaN, the least integer, or False."""
+def _get_invalid_value(dtype: Any) -> Any:
+    """Return the value of invalid elements: NaN, the least integer, or False."""
     kind = np.dtype(dtype).kind
     return np.nan if kind in "fcV" else False if kind == "b" else np.iinfo(dtype).min
 
@@ -452,34 +455,34 @@ def _require_constant_length(index: slice, polynomials: Mapping[Any, Polynomial]
         f"{k}: {debugprint(v, file='str', depth=4).strip()}" for k, v in bounds.items() if v is not None
     ]
     raise NotImplementedError(
-        "XLA compiles for fixed shapes, and the length of a slice depends on what arrays hold.\n"
+        "XLA compiles for fixed shapes, but the length of a slice depends on the values of arrays.\n"
         + "\n".join([*described_bounds, HINT])
     )
 
 
-#: Polynomials of the integer sequences' elements, inside the loops that are being lowered.
-_sequences: dict[Any, Polynomial] = {}
+#: Polynomials of the elements of integer sequences, for the loops that are being lowered.
+_sequence_polynomials: dict[Any, Polynomial] = {}
 
 
 def _expand_sequences(lowering: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap Scan's lowering: express elements of integer sequences in the variables outside the loop.
+    """Wrap Scan's lowering: express elements of integer sequences by variables outside the loop.
 
-    PyTensor moves the computation of slices' bounds out of loops, and passes the bounds as sequences.
+    PyTensor computes bounds of slices outside the loop, and passes them to it as sequences.
     """
 
-    def funcify(op: Any, node: Any = None, **kwargs: Any) -> Compute:
+    def funcify(op: Any, node: Any = None, **kwargs: Any) -> ArrayFunction:
         outer_sequences, inner_sequences = op.outer_seqs(node.inputs), op.inner_seqs(op.fgraph.inputs)
-        saved = dict(_sequences)
-        _sequences.update(
-            (inner, expand(outer, saved))
+        saved = dict(_sequence_polynomials)
+        _sequence_polynomials.update(
+            (inner, to_polynomial(outer, saved))
             for outer, inner in zip(outer_sequences, inner_sequences, strict=True)
             if "int" in getattr(outer.type, "dtype", "")
         )
         try:
-            compute: Compute = lowering(op, node=node, **kwargs)
+            compute: ArrayFunction = lowering(op, node=node, **kwargs)
         finally:
-            _sequences.clear()
-            _sequences.update(saved)
+            _sequence_polynomials.clear()
+            _sequence_polynomials.update(saved)
         return compute
 
     return funcify

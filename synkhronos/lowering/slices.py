@@ -1,8 +1,8 @@
 """Static lengths of slices whose bounds are data and differ by a constant, in JAX mode.
 
-The length that PyTensor infers for ``x[i:i + 28]`` allows for the end of ``x``, where fewer than 28 rows are left.  If
-``i`` is data, as in a random crop, XLA can't compile an array of that length; the lowering in `shapes` returns 28 rows,
-or NaN.  A rewrite therefore specifies the length 28, so that no shape inferred from it depends on data.
+PyTensor infers a length for ``x[i:i + 28]`` that is less than 28 near the end of ``x``.  If ``i`` is data, as in a
+random crop, XLA can't compile an array of that length; the lowering in `shapes` returns 28 rows, or NaN.  So a rewrite
+specifies the length 28, and no shape that is inferred from it depends on data.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class SliceLengthRewriter(GraphRewriter):
 
 
 def _find_lengths(node: Any, known_variables: Any) -> list[int | None]:
-    """Return for each axis of a node's output the constant length of a slice by data, or None."""
+    """Return the length of each axis of a node's output, if it is a slice by data with constant length; else None."""
     lengths: list[int | None] = []
     for index in split_indexing(node.op, node.inputs)[1]:
         if not isinstance(index, slice):

@@ -48,7 +48,7 @@ class Vector:
         self.size = int(ends[-1])
 
     def _values(self) -> list[Any]:
-        return [library_of(shared).get(shared) for shared in self.shareds]
+        return [library_of(shared).borrow_value(shared) for shared in self.shareds]
 
     @property
     def device(self) -> Device:
@@ -81,7 +81,7 @@ class Vector:
         moves = device.must_move_shared_values and all(isinstance(value, np.ndarray) for value in values)
         if device is not HOST and (moves or device is _common_device(values)):
             for shared, piece in zip(self.shareds, device.split(vector, self.shapes, self._dtypes), strict=True):
-                library_of(shared).put(shared, piece)
+                library_of(shared).store_value(shared, piece)
             return
         vector = device.to_host(vector)
         for shared, value, (start, stop), shape in zip(self.shareds, values, self._bounds, self.shapes, strict=True):
@@ -91,9 +91,9 @@ class Vector:
                 array = HOST.as_writable(value, is_referenced=False)
                 array[...] = piece
                 if array is not value:
-                    library.put(shared, array)
+                    library.store_value(shared, array)
             else:
-                library.put(shared, device.from_host(piece.astype(value.dtype)))
+                library.store_value(shared, device.from_host(piece.astype(value.dtype)))
 
     def view_memory(self) -> list[np.ndarray] | None:
         """Return flat, writable views of the variables' memory; None if one has another dtype or no such memory."""

@@ -1,8 +1,8 @@
 """Programs that run on every rank, each at its own pace.
 
-``run`` sends a Python function of the user to all ranks.  There it gets a `Worker`, the rank's view of the task, and
-local counterparts of its arguments: a `LocalFunction` for a `Function`, `LocalRows` for `Data`, and the rank's own copy
-of a shared variable.
+``run`` sends a Python function of the user, the program, to all ranks.  On each rank it is called with a `Worker`, the
+rank's view of the task, and with local counterparts of its arguments: a `LocalFunction` for a `Function`, `LocalRows`
+for `Data`, and the rank's own copy of a shared variable.
 """
 
 from synkhronos.ranks.rank_task import Lock

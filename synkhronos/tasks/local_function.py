@@ -22,28 +22,28 @@ from synkhronos.ranks.rank_task import RankTask, Span, find_span
 class LocalRows:
     """Rows of an array in shared memory: the counterpart of a `synkhronos.Data` object in a program.
 
-    ``rows[selection]`` selects some of them, in the given order; ``selection`` may have any form of a call's ``batch``.
-    Rows are copied when a function is called with them, or when NumPy reads them.
+    ``rows[selection]`` selects rows, in the given order; ``selection`` has the form of a call's ``batch``.  Rows are
+    copied when a function is called with them, or when NumPy reads them.
 
     Attributes
     ----------
-    here : range
+    local_rows : range
         Rows of the complete array that are on this rank's host: all rows, except for `synkhronos.data_parts` on several
         hosts.
     """
 
-    def __init__(self, rank: Rank, location: SharedArray):
+    def __init__(self, rank: Rank, description: SharedArray):
         self._rank = rank
-        self._location = location
+        self._description = description
         self._selected: Selection | None = None
-        self._array = location.view(rank.segments)
-        rows = location.find_local_rows(rank.size, rank.control.local_ranks)
+        self._array = description.view(rank.segments)
+        rows = description.find_local_rows(rank.size, rank.control.local_ranks)
         self.local_rows = range(*self._array.shape[:1] or (0,)) if rows is None else rows
         self._is_partial = self.ndim > 0 and len(self.local_rows) < len(self._array)
 
     @property
     def array(self) -> np.ndarray:
-        """NumPy array of all rows: the shared memory, which all ranks may read and write."""
+        """NumPy array of all rows, a view of the shared memory, which all ranks may read and write."""
         self._check_local(None)
         return self._array
 
@@ -73,14 +73,14 @@ class LocalRows:
         elif selected is not None:
             rows = np.asarray(selected)[np.asarray(rows)]
         self._check_local(rows)
-        # Without __init__: a training step selects rows of each array, and the view of the memory is the same.
+        # Without __init__, which would map the memory again: a training step selects rows of each array.
         result = LocalRows.__new__(LocalRows)
         result.__dict__.update(self.__dict__)
         result._selected = rows
         return result
 
     def _check_local(self, rows: Selection | None) -> None:
-        """Raise IndexError if some of the rows, None for all, are not on this rank's host."""
+        """Raise IndexError if any of the rows is not on this rank's host.  None stands for all rows."""
         if self._is_partial:
             local = self.local_rows
             rows = range(len(self._array)) if rows is None else rows
@@ -93,16 +93,16 @@ class LocalRows:
 
     def to_device(self, device: Device) -> Any:
         """Return a copy of the rows as an array on a device."""
-        return device.load(self._rank, self._location, self._get_selection())
+        return device.load(self._rank, self._description, self._get_selection())
 
     def _get_selection(self) -> Selection | None:
-        """Return the selected rows, None for all; raise IndexError if some are not on this rank's host."""
+        """Return the selected rows, None for all; raise IndexError if any of them is not on this rank's host."""
         if self._selected is None:
             self._check_local(None)
         return self._selected
 
     def write(self, value: Any) -> None:
-        """Set the rows, which have to be contiguous, to the values of an array.
+        """Set the rows to the values of an array.  The rows have to be contiguous.
 
         Parameters
         ----------
@@ -129,21 +129,21 @@ class LocalRows:
 
 @find_span.register
 def _(rows: LocalRows) -> Span:
-    selected, location = rows._selected, rows._location
-    if rows._rank.segments[location.key].is_file:
+    selected, description = rows._selected, rows._description
+    if rows._rank.segments[description.key].is_file:
         raise ValueError("rows: expected rows in memory that ranks write, got rows of a file")
     if selected is None:
-        return location.key, location.offset, rows._array.nbytes
+        return description.key, description.offset, rows._array.nbytes
     if not isinstance(selected, range) or selected.step != 1:
         raise ValueError("rows: expected contiguous rows, such as rows[3:5]")
     row_nbytes = rows._array[0].nbytes if len(rows._array) else 0
-    return location.key, location.offset + selected.start * row_nbytes, len(selected) * row_nbytes
+    return description.key, description.offset + selected.start * row_nbytes, len(selected) * row_nbytes
 
 
 class LocalFunction:
     """A compiled function on one rank: the counterpart of a `synkhronos.Function` in a program.
 
-    Its updates change this rank's own shared variables.  Nothing is scattered or reduced.
+    It updates this rank's copies of shared variables.  Nothing is scattered or reduced.
     """
 
     def __init__(self, rank: Rank, task: RankTask, computation: Computation):
@@ -163,28 +163,28 @@ class LocalFunction:
         Returns
         -------
         ndarray, or list of ndarray
-            The output if there is one, else a list.
+            The output if there is exactly one, else a list.
         """
         values = self.read(self.launch(*inputs))
         return values[0] if len(values) == 1 else values
 
     def launch(self, *inputs: Any) -> list[Any]:
-        """Start a run on this rank and return the outputs, which may not be computed yet; pass them to `read`."""
+        """Launch the function on this rank and return pending outputs; `read` waits for them."""
         self._task.progress()
-        return self._run(self._computation.compile(DEFAULT_VARIANT).runner, inputs)
+        return self._launch(self._computation.compile(DEFAULT_VARIANT).runner, inputs)
 
     def launch_many(self, times: int, *inputs: Any) -> list[Any] | None:
-        """Start many runs in one launch, each on one of ``times`` equal blocks of the inputs' rows.
+        """Run the function ``times`` times in one launch, each time on another of equal blocks of the inputs' rows.
 
         Returns
         -------
         list, or None
-            The values of the first output in all runs, then those of the second, and so on; pass them to `read`.  None
-            if the function is not compiled by XLA, or if an output is no scalar.
+            Pending values of the first output in all runs, then of the second, and so on; `read` waits for them.  None
+            if the function is not compiled by XLA, or if an output is not a scalar.
         """
         self._task.progress()
         repeated = self._computation.compile(DEFAULT_VARIANT).runner.repeat(times)
-        return None if repeated is None else self._run(repeated, inputs)
+        return None if repeated is None else self._launch(repeated, inputs)
 
     @property
     def max_repeats(self) -> int:
@@ -195,20 +195,20 @@ class LocalFunction:
         """Wait for outputs of `launch` or `launch_many` and return them as NumPy arrays."""
         return [np.asarray(value) for value in self._computation.engine.fetch(values)]
 
-    def _run(self, runner: Runner, inputs: Sequence[Any]) -> list[Any]:
+    def _launch(self, runner: Runner, inputs: Sequence[Any]) -> list[Any]:
         computation = self._computation
         if len(inputs) != len(computation.inputs):
             raise TypeError(f"{computation.name} takes {len(computation.inputs)} inputs, got {len(inputs)}")
         devices, values = computation.choose_input_devices(runner), []
-        for position, (entry, device, value) in enumerate(zip(computation.inputs, devices, inputs, strict=True)):
-            input_type = entry.variable.type
+        for position, (spec, device, value) in enumerate(zip(computation.inputs, devices, inputs, strict=True)):
+            input_type = spec.variable.type
             if isinstance(value, LocalRows) and (value.dtype, value.ndim) == (input_type.dtype, input_type.ndim):
                 loaded = device.stage_input(
-                    self._rank, computation.buffers, position, value._location, value._get_selection(), entry.mutable
+                    self._rank, computation.buffers, position, value._description, value._get_selection(), spec.mutable
                 )
             else:
                 value = np.asarray(value) if isinstance(value, LocalRows) else value
-                loaded = computation.library.filter(input_type, value, entry.strict, entry.allow_downcast)
+                loaded = computation.library.filter(input_type, value, spec.strict, spec.allow_downcast)
                 loaded = loaded if device is HOST else device.from_host(loaded)
             values.append(loaded)
         return runner(*values)

@@ -1,7 +1,7 @@
 """The command that runs a user's program on every rank.
 
-The program and its arguments are pickled once.  Functions, Data objects and shared variables among them are pickled as
-references, which each rank replaces by its local counterpart.
+The program and its arguments are pickled once.  Functions, Data objects and shared variables are pickled as references,
+which each rank replaces by local counterparts.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import cloudpickle
 import numpy as np
 
 from synkhronos import ranks
-from synkhronos.collectives.arguments import get_mirror_keys
+from synkhronos.collectives.arguments import distribute_variables
 from synkhronos.data import Data
 from synkhronos.data.shared import check_session, is_published, to_shared_array
 from synkhronos.devices import HOST
@@ -32,7 +32,7 @@ from synkhronos.ranks.task_memory import TaskMemory
 from synkhronos.tasks.local_function import LocalFunction, LocalRows
 from synkhronos.tasks.worker import Worker
 
-#: Number of locks in addition to one for each rank.
+#: Number of locks, in addition to one for each rank.
 _EXTRA_LOCKS = 8
 
 
@@ -43,11 +43,10 @@ def run(program: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any]:
     ----------
     program : callable
         Function that each rank calls as ``program(worker, *args, **kwargs)`` with its `Worker`.  The other ranks have
-        to find it by name: use a function of a module, or one that the script defines before `fork`.
+        to find it by name: a function of a module, or one that the script defines before `fork`.
     *args, **kwargs
-        Arguments of the program, which have to be picklable.  Instead of a `Function` a rank gets a `LocalFunction`,
-        which computes on that rank alone; instead of a `Data` object `LocalRows`; instead of a shared variable its own
-        copy.
+        Picklable arguments of the program.  A rank gets a `LocalFunction`, which computes on this rank alone, in place
+        of a `Function`; `LocalRows` in place of a `Data` object; its own copy of a shared variable.
 
     Returns
     -------
@@ -57,17 +56,16 @@ def run(program: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any]:
     Raises
     ------
     TypeError
-        If the program or an argument can't be pickled.  Nothing has run then.
+        If the program or an argument can't be pickled.  Then the program has not started.
     WorkerError
-        If the program has raised on another rank, or that rank has died.
+        If the program raises an exception on another rank, or if a worker dies.
     BaseException
-        Any exception that the program has raised on this rank.
+        Any exception that the program raises on this rank.
 
     Notes
     -----
-    If one rank fails, the program ends on all ranks.  The other ranks stop at their next call of a compiled function,
-    wait, or call of `Worker.progress`.  With ``fork(timeout=...)`` a rank may take that many seconds from one such call
-    to the next.
+    If one rank fails, the program ends on all ranks: the others stop at their next wait, call of a compiled function
+    or call of `Worker.progress`.  ``fork(timeout=...)`` limits the seconds between two of these.
 
     Examples
     --------
@@ -114,7 +112,7 @@ class RunProgram(_RunProgramFields, Command):
     functions : tuple
         Keys of the functions among the arguments.
     arrays : tuple of SharedArray
-        Data objects among the arguments whose rows are sent to other hosts.
+        Data objects among the arguments whose rows the command sends to other hosts.
     """
 
     __slots__ = ()
@@ -122,7 +120,7 @@ class RunProgram(_RunProgramFields, Command):
     def run(self, rank: Rank) -> list[Any]:
         """Run the program on this rank; return all ranks' results in the master, an empty list in workers."""
         task = RankTask(rank, self.task_memory)
-        self._compile(rank)
+        self._compile_functions(rank)
         unpickler = _ProgramUnpickler(io.BytesIO(self.payload))
         unpickler.rank, unpickler.task = rank, task
         try:
@@ -150,8 +148,8 @@ class RunProgram(_RunProgramFields, Command):
         HOST.get_communicator(rank).gather(np.frombuffer(payload, np.uint8), rank.root, layouts, out)
         return [] if out is None else [pickle.loads(pickled.data) for pickled in out]
 
-    def _compile(self, rank: Rank) -> None:
-        """Compile the functions among the arguments: on the master first, which fills the compiler's cache."""
+    def _compile_functions(self, rank: Rank) -> None:
+        """Compile the functions among the arguments: first on the master, which writes the compiler's cache."""
         if not self.functions:
             return
         if rank.is_master:
@@ -165,7 +163,7 @@ class RunProgram(_RunProgramFields, Command):
 
 
 def _pickle_program(session: Session, value: Any, functions: list[Any], arrays: list[SharedArray]) -> bytes:
-    """Pickle the program and its arguments; append to the lists the functions and Data objects among them."""
+    """Pickle the program and its arguments, and append the functions and Data objects among them to the lists."""
     stream = io.BytesIO()
     pickler_class = _ProgramPickler if session.workers.are_forks else _ValuePickler
     pickler = pickler_class(stream, pickle.HIGHEST_PROTOCOL)
@@ -181,7 +179,7 @@ def _pickle_program(session: Session, value: Any, functions: list[Any], arrays: 
 
 
 class _ProgramPickler(pickle.Pickler):
-    """A pickler that replaces functions, Data objects and shared variables by references."""
+    """Pickler that replaces functions, Data objects and shared variables by references."""
 
     session: Session
     functions: list[Any]
@@ -196,23 +194,23 @@ class _ProgramPickler(pickle.Pickler):
             return "function", dispatcher.key
         if isinstance(value, Data):
             check_session(value, self.session, "an argument")
-            location = to_shared_array(value)
+            description = to_shared_array(value)
             if is_published(value):
-                self.arrays.append(location)
-            return "data", location
+                self.arrays.append(description)
+            return "data", description
         if getattr(value, "container", None) is not None and any(
             lib.is_shared(value) for lib in list_loaded_libraries()
         ):
-            return "shared", get_mirror_keys(self.session, [value])[0]
+            return "shared", distribute_variables(self.session, [value])[0]
         return None
 
 
 class _ValuePickler(cloudpickle.Pickler, _ProgramPickler):
-    """Pickler for spawned workers: functions and classes that the script defines are pickled by value."""
+    """Pickler for spawned workers, which also pickles functions and classes of the script by value."""
 
 
 class _ProgramUnpickler(pickle.Unpickler):
-    """An unpickler that replaces references by this rank's local counterparts."""
+    """Unpickler that replaces references by this rank's local counterparts."""
 
     rank: Rank
     task: RankTask

@@ -1,19 +1,19 @@
-"""A rank's view of a task: what a program can do together with other ranks.
+"""A rank's view of a task, by which a program communicates with other ranks.
 
-All ranks together synchronise through steps of the session (`RankTask.barrier`).  Some of them, a `Group`, synchronise
-by messages between two ranks.
+All ranks together synchronise at steps of the command (`RankTask.barrier`).  The members of a `Group` synchronise by
+messages between two ranks.
 
 A message is a pickled head, ``(content, kind)``, and for some kinds a body in chunks:
 
-=========  ========================  =====================================================
+=========  ========================  =======================================================
 kind       content of the head       body
-=========  ========================  =====================================================
+=========  ========================  =======================================================
 None       the value                 none
 "pickle"   number of bytes           the pickled value
 "array"    shape and dtype           the bytes of the array
 "gpu"      layout and connection     the array, over NCCL
-"barrier"  its description, value    none: a member of a group has arrived at this barrier
-=========  ========================  =====================================================
+"barrier"  its description, value    none; the sender has arrived at this barrier of a group
+=========  ========================  =======================================================
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ import numpy as np
 
 from synkhronos.casts import check_dense
 from synkhronos.checks import check_index, check_integer
-from synkhronos.collectives.arguments import check_op_dtype, parse_op
+from synkhronos.collectives.arguments import check_op_dtype, check_op_name
 from synkhronos.data.rows import get_share
 from synkhronos.devices import HOST, Device, get_array_device
 from synkhronos.devices.host_communicator import reduce_share
@@ -34,7 +34,7 @@ from synkhronos.devices.reductions import REDUCTIONS
 from synkhronos.ranks.rank import Rank
 from synkhronos.ranks.rank_task import Lock, RankTask
 
-#: Number of bytes up to which an array is pickled; the bytes of a larger one are sent as a body.
+#: Size in bytes up to which an array is pickled.  A larger array is sent as a body.
 _SMALL_NBYTES = 2048
 
 
@@ -50,12 +50,12 @@ class Worker:
     is_master : bool
         Whether this is the process that called `synkhronos.run`.
     send_buffer : int
-        Number of bytes of messages to one rank for which `send` does not wait: 131,072 for up to 11 ranks.  For more,
-        all pairs of ranks share 16 MiB; each has at least 8,192 bytes.
+        Size in bytes of the buffer for messages to one rank: 131,072 for up to 11 ranks.  With more ranks, 16 MiB are
+        divided among all pairs, with at least 8,192 bytes for each.
 
     Notes
     -----
-    All methods that wait for other ranks raise if one of these fails, or if all ranks wait for each other.
+    All methods that wait for other ranks raise an error if one of these fails, or if all ranks wait for each other.
 
     Examples
     --------
@@ -80,30 +80,30 @@ class Worker:
     def progress(self) -> None:
         """Report that this rank makes progress; end the program if another rank has failed.
 
-        Calls of compiled functions and of methods that wait do so too.  A program that computes for long without these
-        should call it from time to time.  The time limit ``fork(timeout=...)`` starts again with each call.
+        Calls of compiled functions, and of methods that wait, do the same.  A program that computes without these for
+        long should call `progress` periodically.  The time limit ``fork(timeout=...)`` restarts at each call.
         """
         self._task.progress()
 
     def stop(self) -> None:
-        """Request all ranks to stop.  Sets `stopping` on each of them; the program has to check it."""
+        """Request all ranks to stop: set `stopping`, which the program has to check, on each of them."""
         self._task.stop()
 
     @property
     def stopping(self) -> bool:
-        """Whether a rank has called `stop`."""
+        """Whether any rank has called `stop`."""
         self._task.progress()
         return self._task.is_stopped
 
     @property
     def wait_seconds(self) -> float:
-        """Number of seconds for which this rank has waited for others in this program."""
+        """Total number of seconds for which this rank has waited for other ranks in this program."""
         return self._task.wait_seconds
 
     # -- all ranks together ----------------------------------------------------------------------------------
 
     def barrier(self, name: str) -> None:
-        """Wait until all ranks have arrived at the barrier of this name.
+        """Wait until all ranks have arrived at the barrier with this name.
 
         Parameters
         ----------
@@ -118,11 +118,11 @@ class Worker:
         self._task.barrier(f"barrier {name!r}")
 
     def all_gather(self, value: Any) -> list[Any]:
-        """All-gather a picklable value: return the values of all ranks, in rank order."""
+        """Return the values of all ranks, in rank order.  Each rank passes a picklable value."""
         return self._task.all_gather("all_gather()", value)
 
     def broadcast(self, value: Any, root: int = 0) -> Any:
-        """Broadcast one rank's value: return it on all ranks, for a common decision such as an early stop."""
+        """Return the value of rank ``root`` on all ranks, such as a common decision to stop."""
         root = check_index(root, "root", self.size)
         values = self._task.all_gather("broadcast()", value if self.number == root else None)
         return values[root]
@@ -148,7 +148,7 @@ class Worker:
             If shape, dtype or op differ between ranks.
         """
         check_dense(array, "array")
-        device = _find_device(self._rank, array, parse_op(op))
+        device = _choose_transport(self._rank, array, check_op_name(op))
         value = array
         if device is HOST:
             on_host = get_array_device(array).to_host(array)
@@ -173,24 +173,24 @@ class Worker:
     # -- some ranks ------------------------------------------------------------------------------------------
 
     def group(self, ranks: Sequence[int]) -> Group:
-        """Return a `Group` of some ranks; each of them has to create it, with the same ranks.
+        """Return a `Group` of some ranks.  Each member has to create it, with the same ranks in the same order.
 
         Parameters
         ----------
         ranks : sequence of int
-            Members, this rank among them.
+            Members, including this rank.
         """
         return Group(self, self._task, ranks)
 
     def send(self, value: Any, dest: int) -> None:
-        """Send a picklable value, or an array, to another rank; values arrive in the order in which they were sent.
+        """Send a picklable value, or an array, to another rank.  Messages between two ranks are delivered in order.
 
-        The call returns at once if the messages that the other rank has not received, including this one, take no more
-        than `send_buffer` bytes.  Otherwise it waits until the other rank has received enough of them.  A message takes
-        at most 200 bytes more than its pickle.
+        The call returns at once if all messages that the other rank has not received fit into `send_buffer` bytes.
+        Otherwise it waits until the other rank has received enough of them.  A message takes at most 200 bytes more
+        than its pickle.
 
-        An array on a GPU that is larger than `send_buffer` is sent from GPU to GPU over NCCL; the call waits until the
-        other rank receives it.
+        An array on a GPU that is larger than `send_buffer` is sent from GPU to GPU by NCCL.  Then the call waits until
+        the other rank receives it.
 
         Parameters
         ----------
@@ -204,7 +204,7 @@ class Worker:
             If all ranks wait for each other.
         """
         self._check_peer(dest, "dest")
-        device = _find_device(self._rank, value)
+        device = _choose_transport(self._rank, value)
         if device is not HOST and value.size * value.dtype.itemsize > self.send_buffer:
             pair = device.get_group(self._rank, (self.number, dest))
             if pair is not None:
@@ -218,7 +218,7 @@ class Worker:
             self._task.send(dest, body[start : start + self._task.max_chunk], "a message")
 
     def receive(self, source: int) -> Any:
-        """Wait for the next value from another rank and return it.
+        """Wait for the next value that another rank sends to this one, and return it.
 
         Parameters
         ----------
@@ -243,7 +243,7 @@ class Worker:
         return pickle.loads(body.data) if kind == "pickle" else body
 
     def _send_between_gpus(self, pair: Any, array: Any, dest: int) -> None:
-        """Send an array over NCCL, after the other rank has received the head of the message.
+        """Send an array by NCCL, after the other rank has received the head of the message.
 
         NCCL's send blocks until the receiver has called its counterpart.
         """
@@ -284,13 +284,13 @@ class Worker:
         Parameters
         ----------
         number : int
-            Number of the lock, from 0 to ``size + 7``.  On several hosts lock 1 + r, with the valid copy of the rows
-            that are used under it, is on the host of rank r; the other locks are on the first host.
+            Number of the lock, from 0 to ``size + 7``.  With several hosts, lock 1 + r belongs to the host of rank r,
+            and so does the valid copy of the rows that it guards.  The other locks belong to the first host.
 
         Returns
         -------
         Lock
-            Its `read` and `write` copy rows from and to the lock's host, if this is another one:
+            Its methods `read` and `write` copy rows from and to the lock's host, if that is another host:
 
             .. code-block:: python
 
@@ -302,7 +302,7 @@ class Worker:
         return self._task.get_lock(check_integer(number, "number"))
 
     def get_storage(self, name: str) -> dict[Any, Any]:
-        """Return a dict under a name, which later programs on this rank get too; it exists until `close`.
+        """Return the dict with a name, in which programs on this rank store objects for later programs until `close`.
 
         Parameters
         ----------
@@ -321,12 +321,12 @@ class Worker:
         count : int
             Number of rows on all ranks together.
         epoch, seed : int
-            Seed of the order of all rows, which does not depend on the number of ranks.
+            Seed of the shuffle.  The order of all rows does not depend on the number of ranks.
 
         Returns
         -------
         ndarray of int64
-            Indexes of rows; each row is in the share of one rank.
+            Indexes of rows.  Each row belongs to the share of exactly one rank.
         """
         order = np.random.default_rng((seed, epoch)).permutation(count)
         return order[get_share(count, self.size, self.number)]
@@ -335,19 +335,18 @@ class Worker:
 class Group:
     """A subset of the ranks that synchronise and reduce among themselves; made by `Worker.group`.
 
-    Arrays on GPUs are reduced by NCCL, which connects the members at the first use: that takes a second or two.  Other
-    arrays pass through host memory.
+    NCCL reduces arrays on GPUs.  It connects the members at the first use, which takes a second or two.  Other arrays
+    are transferred through host memory.
 
-    The calls of a group are messages between its members, and messages between two ranks are delivered in order.  A
-    member therefore has to receive all messages that another has sent with `Worker.send` before both call a method of
-    the group.
+    A group communicates by messages between its members, which are delivered in order.  So before two members call a
+    method of the group, each has to receive all messages that the other has sent by `Worker.send`.
 
     Attributes
     ----------
     ranks : tuple of int
         Members, in the order of the group.
     number, size : int
-        Position of this rank among the members, and their number.
+        Position of this rank among the members, and number of members.
     """
 
     def __init__(self, worker: Worker, task: RankTask, ranks: Sequence[int]):
@@ -362,17 +361,17 @@ class Group:
         self._others = [r for r in members if r != worker.number]
 
     def barrier(self, name: str) -> None:
-        """Wait until all members have arrived at the barrier of this name."""
+        """Wait until all members have arrived at the barrier with this name."""
         self._gather_at_barrier(f"barrier {name!r}", None)
 
     def all_gather(self, value: Any) -> list[Any]:
-        """All-gather a small picklable value: return the values of all members, in the order of the group."""
+        """Return the values of all members, in the order of the group.  Each passes a small picklable value."""
         return self._gather_at_barrier("all_gather()", value)
 
     def all_reduce(self, array: Any, op: str = "avg") -> Any:
-        """Return the reduction of all members' arrays, the same on each of them; see `Worker.all_reduce`."""
+        """Return the reduction of all members' arrays on each member; see `Worker.all_reduce`."""
         check_dense(array, "array")
-        device = _find_device(self._rank, array, parse_op(op))
+        device = _choose_transport(self._rank, array, check_op_name(op))
         communicator = device.get_group(self._rank, self.ranks)
         result = np.array(array, order="C") if communicator is None else _copy_array(device, array)
         reduction = _describe_reduction(result, op, HOST if communicator is None else device)
@@ -389,11 +388,11 @@ class Group:
         flat = result.reshape(-1)
         block = self.size * max(1, self._task.max_chunk // flat.dtype.itemsize)  # a chunk for each member
         for start in range(0, flat.size, block):
-            self._reduce(flat[start : start + block], op)
+            self._reduce_in_place(flat[start : start + block], op)
         return result
 
-    def _reduce(self, flat: np.ndarray, op: str) -> None:
-        """Reduce elements in place: each member reduces its share of them and sends it to the others."""
+    def _reduce_in_place(self, flat: np.ndarray, op: str) -> None:
+        """Reduce an array in place: each member reduces its share of the elements, and sends it to the others."""
         bounds = [flat.size * i // self.size for i in range(self.size + 1)]
         low, high = bounds[self.number], bounds[self.number + 1]
         for i, r in enumerate(self.ranks):
@@ -432,19 +431,19 @@ class Group:
                 content, kind = pickle.loads(self._task.receive(r, description))
             by_member.append(content if kind == "barrier" else ("send()", None))
         if any(other != description for other, _ in by_member):
-            # Not `Rank.raise_collectively`: the master may be outside of the group.
+            # Not `Rank.raise_collectively`, since the master may not be a member.
             positions = (f"rank {r} is at {other}" for r, (other, _) in zip(self.ranks, by_member, strict=True))
             raise RuntimeError(f"the ranks wait for each other in different places: {', '.join(positions)}")
         return [member_value for _, member_value in by_member]
 
 
 def get_rank(worker: Worker) -> Rank:
-    """Return the rank on which a program runs, for other packages of the library."""
+    """Return the `Rank` of a worker, for other packages of the library."""
     return worker._rank
 
 
-def _find_device(rank: Rank, value: Any, op: str = "sum") -> Device:
-    """Return the device that can transfer and reduce an array directly: the rank's GPU, or else the host."""
+def _choose_transport(rank: Rank, value: Any, op: str = "sum") -> Device:
+    """Return the device whose communicator transfers and reduces an array: the rank's GPU if it can, else the host."""
     device: Device = rank.device
     if device is HOST or not device.owns(value) or not device.can_communicate(value.dtype):
         return HOST
@@ -452,7 +451,7 @@ def _find_device(rank: Rank, value: Any, op: str = "sum") -> Device:
 
 
 def _describe_reduction(array: Any, op: str, device: Device) -> tuple[Any, ...]:
-    """Return shape, dtype, op and device, which have to be the same on all ranks.
+    """Return shape, dtype, op and device, which have to be equal on all ranks.
 
     Raises
     ------
@@ -477,7 +476,7 @@ def _as_bytes(array: np.ndarray) -> memoryview:
 
 
 def _pack_message(value: Any, max_chunk: int) -> tuple[bytes, memoryview]:
-    """Return the head of a message and its body."""
+    """Return the head and the body of a message."""
     if type(value) is np.ndarray and value.dtype.kind in "biufc" and value.nbytes > _SMALL_NBYTES:
         head = pickle.dumps(((value.shape, value.dtype), "array"), pickle.HIGHEST_PROTOCOL)
         return head, _as_bytes(np.ascontiguousarray(value).reshape(-1))

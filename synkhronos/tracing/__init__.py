@@ -2,12 +2,12 @@
 
 ::
 
-    timeline("run.json")          every rank: SpanRecorder.install(), which replaces the methods in TRACED by timed ones
-    ...                           each timed call appends one span (name, category, start, end, thread)
-    stop, or the ranks' end       every rank: remove(); the master gathers the spans and writes the file
-    python -m synkhronos show     report: where each rank's time went, and the critical path of the calls
+    timeline("run.json")          each rank: SpanRecorder.install() wraps the methods in TRACED
+    calls                         each call of a wrapped method appends a span
+    stop(), or close()            each rank: SpanRecorder.uninstall(); the master gathers the spans and writes the file
+    python -m synkhronos show     report: each rank's time by activity, and the critical path of the calls
 
-Without an open timeline nothing is recorded, at no cost.
+Without a timeline there is no cost.
 """
 
 from synkhronos.tracing.timeline import Timeline, timeline

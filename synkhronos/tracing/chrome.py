@@ -1,7 +1,7 @@
-"""Chrome's trace format, which https://ui.perfetto.dev and ``chrome://tracing`` show.
+"""Chrome's trace format, which https://ui.perfetto.dev and ``chrome://tracing`` display.
 
-The format: https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU.  A rank is a process of
-the trace; its threads are the rank's threads, followed by those of XLA.
+The format: https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU.  Each rank is a process of
+the trace, with the rank's threads and then XLA's threads.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class RankSpans:
     host : str
     main_thread : int
     offset : int
-        Nanoseconds to add to the rank's clock for the master's.
+        Nanoseconds by which the master's clock is ahead of the rank's.
     spans : list of Span
     compute : list of Operation
         XLA's operations.
@@ -41,7 +41,7 @@ class RankSpans:
 
 
 def write_trace(path: str, ranks: Sequence[RankSpans]) -> None:
-    """Write a trace of all ranks into a file, compressed if its name ends in ``.gz``."""
+    """Write a trace of all ranks to a file, which is compressed if its name ends in ``.gz``."""
     with _open(path, "wt") as file:
         file.write('{"displayTimeUnit": "ms", "traceEvents": [\n')
         for i, event in enumerate(_make_events(ranks)):
@@ -55,7 +55,7 @@ def read_trace(path: str) -> list[dict[str, Any]]:
     Raises
     ------
     ValueError
-        If the file is no such trace.
+        If the file is not a trace.
     """
     with _open(path, "rt") as file:
         try:

@@ -1,7 +1,7 @@
-"""The spans that one rank records, and the methods that record them.
+"""The spans that a rank records, and the methods whose calls are spans.
 
-A span is a tuple of its name, its category, its start and end in nanoseconds of the monotonic clock, and its thread.
-All processes of a machine read the same monotonic clock.
+A span is a tuple of name, category, start and end in nanoseconds of the monotonic clock, and thread.  All processes of
+a machine read the same monotonic clock.
 """
 
 from __future__ import annotations
@@ -27,35 +27,35 @@ from synkhronos.ranks.session import Session
 Span = tuple[str, str, int, int, int]
 
 WAIT = "wait"
-#: Names of spans that the report looks for.
+#: Names of spans that `timeline_report` uses.
 CALL, IDLE, JOIN = "call", "wait for a command", "wait for the ranks"
 
-#: A method's arguments to the name of its span.
-Naming = Callable[..., str]
+#: Function that maps a method's arguments to the name of a span.
+SpanNamer = Callable[..., str]
 
 
 class TracedMethod(NamedTuple):
-    """A method that records a span at each call, in its class and in all subclasses that override it."""
+    """A method whose calls are spans, in its class and in all subclasses that override it."""
 
     owner: type
     method: str
     category: str
-    name: str | Naming
+    name: str | SpanNamer
 
 
 def _name_command(command: Command, rank: Rank) -> str:
-    """Return the name of the command's span: the function's, if it calls one."""
+    """Return the name of a command's span: the function's name if the command is a call."""
     if isinstance(command, Call):
         computation: Computation = get_object(rank, command.computation_key)
         return f"run {computation.name}"
     return f"run {type(command).__name__}"
 
 
-def _name_wait(control: Control, me: int, ready: Any, reason: int, *_: Any) -> str:
+def _name_wait(control: Control, rank: int, is_ready: Any, reason: int, *_: Any) -> str:
     return {AWAITS_COMMAND: IDLE, AWAITS_COMPLETION: JOIN}.get(reason, "wait for a peer")
 
 
-#: Layers above add methods of their own.
+#: The traced methods.  Packages of higher layers append to this list.
 TRACED = [
     TracedMethod(Session, "_run", "call", CALL),
     TracedMethod(Session, "_post", "post", "post"),
@@ -74,7 +74,7 @@ TRACED = [
 
 
 def _find_overrides(owner: type, method: str) -> Iterator[type]:
-    """Yield the classes that define a method: the owner, if it does, and its subclasses."""
+    """Yield the classes among ``owner`` and its subclasses that define a method."""
     if method in vars(owner):
         yield owner
     subclasses: list[type] = owner.__subclasses__()
@@ -82,8 +82,8 @@ def _find_overrides(owner: type, method: str) -> Iterator[type]:
         yield from _find_overrides(subclass, method)
 
 
-def _time_calls(function: Callable[..., Any], category: str, name: str | Naming, spans: deque[Span]) -> Any:
-    """Return a function that records a span at each call."""
+def _time_calls(function: Callable[..., Any], category: str, name: str | SpanNamer, spans: deque[Span]) -> Any:
+    """Wrap a function so that it records a span at each call."""
     clock, thread = time.monotonic_ns, threading.get_ident
 
     @functools.wraps(function)
@@ -99,12 +99,12 @@ def _time_calls(function: Callable[..., Any], category: str, name: str | Naming,
 
 
 class SpanRecorder:
-    """The spans of one rank.
+    """Records the spans of one rank.
 
     Attributes
     ----------
     spans : deque of Span
-        The newest spans, in the order of their ends.
+        The latest spans, in the order of their ends.
     """
 
     def __init__(self) -> None:
@@ -112,7 +112,7 @@ class SpanRecorder:
         self._originals: list[tuple[type, str, Any]] = []
 
     def install(self, max_spans: int) -> None:
-        """Replace the methods of `TRACED` by timed ones."""
+        """Replace the methods in `TRACED` by wrappers that record spans."""
         self.spans = deque(maxlen=max_spans)
         for owner, method, category, name in TRACED:
             for cls in set(_find_overrides(owner, method)):
@@ -122,8 +122,8 @@ class SpanRecorder:
                 self._originals.append((cls, method, original))
                 setattr(cls, method, _time_calls(original, category, name, self.spans))
 
-    def remove(self) -> None:
-        """Put the original methods back."""
+    def uninstall(self) -> None:
+        """Restore the original methods."""
         while self._originals:
             owner, method, original = self._originals.pop()
             setattr(owner, method, original)

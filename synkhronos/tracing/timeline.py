@@ -19,7 +19,7 @@ from synkhronos.ranks.session import Session
 from synkhronos.tracing.chrome import RankSpans, write_trace
 from synkhronos.tracing.spans import Span, SpanRecorder
 
-#: Readings of two clocks from which the offset between hosts is estimated.
+#: Number of readings of two hosts' clocks, from which the clock offset is estimated.
 _CLOCK_READINGS = 15
 _MAX_SPANS = 250_000
 
@@ -30,16 +30,16 @@ class _StartFields(NamedTuple):
 
 
 class StartRecording(_StartFields, Command):
-    """Start to record on every rank."""
+    """Start recording on every rank."""
 
     __slots__ = ()
 
     def run(self, rank: Rank) -> None:
-        """Install the timed methods, and start XLA's profiler if it is asked for."""
+        """Start the recorder and, if requested, XLA's profiler."""
         recorder = rank.registry.get(SpanRecorder)
         if self.compute:
             rank.registry.get(XlaProfile).start()
-        rank.barrier()  # no rank records the start of another
+        rank.barrier()  # so that no rank records another's start
         recorder.install(self.max_spans)
 
 
@@ -48,19 +48,19 @@ class _StopFields(NamedTuple):
 
 
 class StopRecording(_StopFields, Command):
-    """Stop to record on every rank, and gather the spans in the master."""
+    """Stop recording on every rank, and gather the spans in the master."""
 
     __slots__ = ()
 
     def run(self, rank: Rank) -> list[RankSpans] | None:
         """Return every rank's spans in the master, in rank order; None in workers."""
         recorder = rank.registry.get(SpanRecorder)
-        recorder.remove()
+        recorder.uninstall()
         spans = list(recorder.spans)
         recorder.spans.clear()
         offset = _estimate_clock_offset(rank)
         compute = rank.registry.get(XlaProfile).stop() if self.compute else []
-        return _gather(rank, _to_rank_spans(rank, spans, offset, compute))
+        return _gather_spans(rank, _to_rank_spans(rank, spans, offset, compute))
 
 
 def _to_rank_spans(rank: Rank, spans: Sequence[Span], offset: int = 0, compute: Sequence[Operation] = ()) -> RankSpans:
@@ -69,7 +69,7 @@ def _to_rank_spans(rank: Rank, spans: Sequence[Span], offset: int = 0, compute: 
 
 
 def _estimate_clock_offset(rank: Rank) -> int:
-    """Return the nanoseconds to add to this rank's clock for the master's; 0 on one machine, which has one clock."""
+    """Return the nanoseconds by which the master's clock is ahead of this rank's; 0 on a single machine."""
     if not rank.spans_hosts:
         return 0
     offsets = []
@@ -80,8 +80,8 @@ def _estimate_clock_offset(rank: Rank) -> int:
     return int(statistics.median(offsets))
 
 
-def _gather(rank: Rank, spans: RankSpans) -> list[RankSpans] | None:
-    """Gather a value of any size in the master."""
+def _gather_spans(rank: Rank, spans: RankSpans) -> list[RankSpans] | None:
+    """Gather the ranks' spans in the master, compressed and in chunks."""
     payload = zlib.compress(pickle.dumps(spans, pickle.HIGHEST_PROTOCOL), 1)
     max_nbytes = max(rank.all_gather(len(payload)))
     payloads: list[list[bytes]] = [[] for _ in range(rank.size)]
@@ -94,7 +94,7 @@ def _gather(rank: Rank, spans: RankSpans) -> list[RankSpans] | None:
 
 
 class _Recording(PendingOperation):
-    """A recording in progress: an end of the ranks writes its file."""
+    """A recording in progress.  As a pending operation, it writes its file when the session ends."""
 
     def __init__(self, path: str, compute: bool, session: Session):
         self._path, self._compute = path, compute
@@ -102,22 +102,22 @@ class _Recording(PendingOperation):
         self.session: Session | None = session
 
     def finish(self) -> None:
-        """Stop to record, and write the file, while this thread holds the session's lock."""
+        """Stop recording, and write the file.  The caller holds the call lock."""
         session, self.session = self.session, None
         if session is not None:
             write_trace(self._path, session.run(StopRecording(self._compute)))
 
     def end(self) -> None:
-        """Write the master's spans if the ranks end otherwise: the last ones show in which call a worker died."""
+        """Write the master's spans after a failure of the session.  The last spans show in which call a worker died."""
         session, self.session = self.session, None
         if session is not None:
             recorder = session.rank.registry.get(SpanRecorder)
-            recorder.remove()
+            recorder.uninstall()
             write_trace(self._path, [_to_rank_spans(session.rank, recorder.spans)])
 
 
 class Timeline:
-    """A recording, as `timeline` starts it.
+    """A recording, started by `timeline`.
 
     Attributes
     ----------
@@ -130,13 +130,13 @@ class Timeline:
         session = ranks.get_session()
         if any(isinstance(pending, _Recording) and pending.session is not None for pending in session.rank.pending):
             raise RuntimeError("timeline: another one is being recorded; stop() it first")
-        with open(self.path, "a"):  # a path that can't be written is reported before the run, not after it
+        with open(self.path, "a"):  # report a path that can't be written before the run
             pass
         with session.call_lock:
             session.wait_until_idle()
             session.run(StartRecording(max_spans, compute))
             self._recording = _Recording(self.path, compute, session)
-            session.rank.pending.append(self._recording)  # an orderly end of the ranks calls finish()
+            session.rank.pending.append(self._recording)  # `synkhronos.close` calls finish()
 
     def __enter__(self) -> Timeline:
         return self
@@ -145,7 +145,7 @@ class Timeline:
         self.stop()
 
     def stop(self) -> None:
-        """Stop to record, and write the file.  It does nothing if the ranks have ended, or after the first call.
+        """Stop recording, and write the file.  Do nothing after the first call, or if the session has ended.
 
         Raises
         ------
@@ -162,30 +162,29 @@ class Timeline:
 
 
 def timeline(path: str | os.PathLike[str], compute: bool = False, max_spans: int = _MAX_SPANS) -> Timeline:
-    """Record what each rank does and when, and write it in Chrome's trace format.
+    """Record the activities of each rank, and write them to a file in Chrome's trace format.
 
-    Open the file at https://ui.perfetto.dev, or let ``python -m synkhronos show FILE`` say where the time went.  The
-    clocks of several hosts are aligned.  Without a timeline nothing is recorded, at no cost; a recorded span costs a
-    rank about a microsecond.
+    Open the file at https://ui.perfetto.dev, or print a report by ``python -m synkhronos show FILE``.  The clocks of
+    several hosts are aligned.  A span costs a rank about a microsecond.  Without a timeline there is no cost.
 
     Parameters
     ----------
     path : path
         File to write; compressed if its name ends in ``.gz``.
     compute : bool
-        Record XLA's operations too, with JAX's profiler.  It slows the run down.
+        Whether XLA's operations are recorded, too, by JAX's profiler, which slows the run down.
     max_spans : int
-        Number of spans that a rank keeps: the newest, of about 150 bytes each.
+        Maximal number of spans of a rank, about 150 bytes each.  The latest are kept.
 
     Returns
     -------
     Timeline
-        ``stop()`` ends the recording and writes the file; so does the end of a ``with`` block, and `synkhronos.close`.
+        ``stop()`` ends the recording and writes the file, as do the end of a ``with`` block and `synkhronos.close`.
 
     Raises
     ------
     RuntimeError
-        If no ranks are running, or another timeline is being recorded.
+        If no ranks are running, or if another timeline is being recorded.
     OSError
         If the file can't be written.
 

@@ -1,8 +1,8 @@
-"""Where the time of a recorded run went: each rank's shares, and the critical path of its calls.
+"""Report on a recorded run: each rank's time by activity, and the critical path of its calls.
 
 The critical path is found backwards, from the end of the last call.  It follows the work of a rank.  Where the rank
-waited, the path continues on the peer whose work ended last before the end of the wait.  Work on the path delays the
-run; other work does not.
+waited, the path continues on the peer whose work ended last before the end of the wait.  Only work on the critical path
+determines the duration of the run.
 """
 
 from __future__ import annotations
@@ -17,10 +17,11 @@ from typing import Any, NamedTuple
 from synkhronos.tracing.chrome import read_trace
 from synkhronos.tracing.spans import CALL, IDLE, WAIT
 
-#: Name of the master's time between its calls.
+#: Name of the master's activity between its calls.
 SCRIPT = "the script itself"
-#: Colours of the categories in a picture.
-_LIBRARY = "#9aa5b1"
+#: Colour of activities without a colour in `_COLOURS`.
+_OTHER_COLOUR = "#9aa5b1"
+#: Colours of the categories.
 _COLOURS = {
     "post": "#b48ead",
     "step": "#81a1c1",
@@ -32,15 +33,16 @@ _COLOURS = {
     "load": "#a3be8c",
     "compute": "#2e4a6b",
 }
-_DARK = {"launch", "exchange", "compute"}
-#: Number of lines of a table.
+#: Categories with a white label.
+_DARK_CATEGORIES = {"launch", "exchange", "compute"}
+#: Maximal number of lines of a table.
 _MAX_LINES = 12
-#: Spans that a picture shows of a rank at most.
-_MAX_DRAWN = 4000
+#: Maximal number of activities in a row of the picture.
+_MAX_DRAWN_ACTIVITIES = 4000
 
 
 class Activity(NamedTuple):
-    """An interval in which a rank did one thing: a part of a span without inner spans.  Times are in microseconds."""
+    """An interval in which a rank was in one span and in no inner span.  Times are in microseconds."""
 
     start: float
     end: float
@@ -56,8 +58,8 @@ class RankTimeline:
     ----------
     name : str
         The rank and its host.
-    segments : list of Activity
-        Activities of the main thread, without overlaps, in order.
+    activities : list of Activity
+        Activities of the main thread, in order and without overlap.
     compute : list of Activity
         XLA's operations, of all threads.
     calls : list of Activity
@@ -65,13 +67,13 @@ class RankTimeline:
     """
 
     name: str = ""
-    segments: list[Activity] = field(default_factory=list)
+    activities: list[Activity] = field(default_factory=list)
     compute: list[Activity] = field(default_factory=list)
     calls: list[Activity] = field(default_factory=list)
 
 
-class PathStep(NamedTuple):
-    """A part of the critical path, in microseconds."""
+class PathActivity(NamedTuple):
+    """An activity on the critical path.  Times are in microseconds."""
 
     rank: int
     name: str
@@ -85,7 +87,7 @@ def read_timelines(path: str) -> dict[int, RankTimeline]:
     Raises
     ------
     ValueError
-        If the file is no trace of `synkhronos.timeline`.
+        If the file is not a trace of `synkhronos.timeline`.
     """
     spans: dict[int, list[Activity]] = defaultdict(list)
     ranks: dict[int, RankTimeline] = defaultdict(RankTimeline)
@@ -100,7 +102,7 @@ def read_timelines(path: str) -> dict[int, RankTimeline]:
         elif event["tid"] == 0:
             spans[event["pid"]].append(span)
     for rank, timeline in ranks.items():
-        timeline.segments = split_nested(spans[rank])
+        timeline.activities = split_nested(spans[rank])
         timeline.calls = sorted(span for span in spans[rank] if span.name == CALL)
     if not any(timeline.calls for timeline in ranks.values()):
         raise ValueError(f"{path} has no call of a function, a collective or a task")
@@ -108,8 +110,8 @@ def read_timelines(path: str) -> dict[int, RankTimeline]:
 
 
 def split_nested(spans: Iterable[Activity]) -> list[Activity]:
-    """Return the segments of nested spans: each moment belongs to the innermost span that contains it."""
-    segments: list[Activity] = []
+    """Return the activities in nested spans.  Each moment belongs to the innermost span that contains it."""
+    activities: list[Activity] = []
     open_spans: list[Activity] = []
     position = 0.0
 
@@ -118,38 +120,38 @@ def split_nested(spans: Iterable[Activity]) -> list[Activity]:
         while open_spans and open_spans[-1].end <= until:
             inner = open_spans.pop()
             if inner.end > position:
-                segments.append(inner._replace(start=position))
+                activities.append(inner._replace(start=position))
                 position = inner.end
         if open_spans and until > position:
-            segments.append(open_spans[-1]._replace(start=position, end=until))
+            activities.append(open_spans[-1]._replace(start=position, end=until))
         position = max(position, until)
 
     for span in sorted(spans, key=lambda span: (span.start, -span.end)):
         advance(span.start)
         open_spans.append(span)
     advance(float("inf"))
-    return segments
+    return activities
 
 
-def sum_by_name(segments: Iterable[Activity]) -> dict[str, float]:
-    """Return the time of each name, the longest first, in microseconds."""
+def sum_by_name(activities: Iterable[Activity]) -> dict[str, float]:
+    """Return the total time of each name in microseconds, the longest first."""
     totals: dict[str, float] = defaultdict(float)
-    for segment in segments:
-        totals[segment.name] += segment.end - segment.start
+    for activity in activities:
+        totals[activity.name] += activity.end - activity.start
     return dict(sorted(totals.items(), key=lambda item: -item[1]))
 
 
-def find_critical_path(ranks: dict[int, RankTimeline]) -> list[PathStep]:
+def find_critical_path(ranks: dict[int, RankTimeline]) -> list[PathActivity]:
     """Return the critical path from the start of the first call to the end of the last, in order."""
     master = next(rank for rank, timeline in ranks.items() if timeline.calls)
-    work = {rank: [s for s in timeline.segments if s.category != WAIT] for rank, timeline in ranks.items()}
-    ends = {rank: [s.end for s in segments] for rank, segments in work.items()}
-    starts = {rank: [s.start for s in timeline.segments] for rank, timeline in ranks.items()}
+    work = {rank: [s for s in timeline.activities if s.category != WAIT] for rank, timeline in ranks.items()}
+    ends = {rank: [s.end for s in activities] for rank, activities in work.items()}
+    starts = {rank: [s.start for s in timeline.activities] for rank, timeline in ranks.items()}
     start_of_run, time = ranks[master].calls[0].start, ranks[master].calls[-1].end
     rank, path = master, []
 
     def find_last_work(worker: int) -> float:
-        """Return the end of the last work of a rank before ``time``; ``time`` if it works then."""
+        """Return the end of a rank's last work before ``time``; ``time`` itself if the rank works then."""
         i = bisect.bisect_left(ends[worker], time)
         if i < len(work[worker]) and work[worker][i].start < time:
             return time
@@ -157,25 +159,25 @@ def find_critical_path(ranks: dict[int, RankTimeline]) -> list[PathStep]:
 
     while time > start_of_run:
         i = bisect.bisect_left(starts[rank], time) - 1
-        segment = ranks[rank].segments[i] if i >= 0 else None
-        if segment is None or segment.end < time:  # between two spans
+        activity = ranks[rank].activities[i] if i >= 0 else None
+        if activity is None or activity.end < time:  # between two spans
             name = SCRIPT if rank == master else "other"
-            start = max(start_of_run, segment.end if segment is not None else start_of_run)
-            path.append(PathStep(rank, name, start, time))
+            start = max(start_of_run, activity.end if activity is not None else start_of_run)
+            path.append(PathActivity(rank, name, start, time))
             time = start
-        elif segment.category != WAIT:
-            start = max(start_of_run, segment.start)
-            path.append(PathStep(rank, segment.name, start, time))
+        elif activity.category != WAIT:
+            start = max(start_of_run, activity.start)
+            path.append(PathActivity(rank, activity.name, start, time))
             time = start
         else:
-            # A worker that waits for a command waits for the master; all other waits end with the last peer's work.
-            peers = [master] if segment.name == IDLE else [peer for peer in ranks if peer != rank]
+            # A wait for a command ends with the master's work, any other wait with the last peer's work.
+            peers = [master] if activity.name == IDLE else [peer for peer in ranks if peer != rank]
             last_peer = max(peers, key=find_last_work, default=rank)
-            work_end = max(find_last_work(last_peer), segment.start, start_of_run)
+            work_end = max(find_last_work(last_peer), activity.start, start_of_run)
             if work_end < time:
-                path.append(PathStep(rank, "wake up", work_end, time))
+                path.append(PathActivity(rank, "wake up", work_end, time))
                 time = work_end
-            if time > segment.start:
+            if time > activity.start:
                 rank = last_peer
     return path[::-1]
 
@@ -185,7 +187,7 @@ def _get_calls(ranks: dict[int, RankTimeline]) -> list[Activity]:
     return next(timeline.calls for timeline in ranks.values() if timeline.calls)
 
 
-def format_report(path: str, ranks: dict[int, RankTimeline], critical_path: Sequence[PathStep]) -> str:
+def format_report(path: str, ranks: dict[int, RankTimeline], critical_path: Sequence[PathActivity]) -> str:
     """Return the tables that ``python -m synkhronos show`` prints."""
     calls = _get_calls(ranks)
     start, end = calls[0].start, calls[-1].end
@@ -194,7 +196,7 @@ def format_report(path: str, ranks: dict[int, RankTimeline], critical_path: Sequ
     totals: dict[str, float] = defaultdict(float)
     shares: dict[int, dict[str, float]] = {}
     for rank, timeline in ranks.items():
-        clipped = [s._replace(start=max(s.start, start), end=min(s.end, end)) for s in timeline.segments]
+        clipped = [s._replace(start=max(s.start, start), end=min(s.end, end)) for s in timeline.activities]
         shares[rank] = sum_by_name(s for s in clipped if s.end > s.start)
         unnamed = total - sum(shares[rank].values())
         shares[rank][SCRIPT if timeline.calls else "other"] = max(unnamed, 0.0)
@@ -218,12 +220,12 @@ def format_report(path: str, ranks: dict[int, RankTimeline], critical_path: Sequ
     return "\n".join(lines) + "\n"
 
 
-def _measure_union(segments: Sequence[Activity]) -> float:
-    """Return the length of the union of some segments."""
+def _measure_union(activities: Sequence[Activity]) -> float:
+    """Return the total length of the union of activities."""
     length, position = 0.0, float("-inf")
-    for segment in sorted(segments):
-        length += max(0.0, segment.end - max(segment.start, position))
-        position = max(position, segment.end)
+    for activity in sorted(activities):
+        length += max(0.0, activity.end - max(activity.start, position))
+        position = max(position, activity.end)
     return length
 
 
@@ -235,9 +237,9 @@ def _format_time(microseconds: float) -> str:
 
 
 def draw_timelines(
-    ranks: dict[int, RankTimeline], critical_path: Sequence[PathStep], picture: str | Path, n_calls: int = 4
+    ranks: dict[int, RankTimeline], critical_path: Sequence[PathActivity], picture: str | Path, n_calls: int = 4
 ) -> None:
-    """Draw the ranks during some calls from the middle of the run, with the critical path below."""
+    """Draw the activities of the ranks during some calls from the middle of the run, and the critical path."""
     try:
         import matplotlib
     except ImportError:
@@ -252,16 +254,16 @@ def draw_timelines(
     scale, unit = (1e-3, "ms") if end - start > 2e3 else (1.0, "us")
     rows: list[tuple[str, list[Activity]]] = []
     for rank, timeline in ranks.items():
-        rows.append((f"rank {rank}", timeline.segments))
+        rows.append((f"rank {rank}", timeline.activities))
         if timeline.compute:
             rows.append((f"rank {rank}, XLA", timeline.compute))
-    categories = {s.name: s.category for timeline in ranks.values() for s in timeline.segments}
+    categories = {s.name: s.category for timeline in ranks.values() for s in timeline.activities}
     path = [Activity(s.start, s.end, s.name, categories.get(s.name, "call")) for s in critical_path]
     rows.append(("critical path", path))
     figure, axis = pyplot.subplots(figsize=(11, 1.2 + 0.55 * len(rows)), layout="constrained")
     drawn_categories: set[str] = set()
-    for y, (_, segments) in enumerate(rows):
-        drawn_categories |= _draw_row(axis, y, segments, start, end, scale)
+    for y, (_, activities) in enumerate(rows):
+        drawn_categories |= _draw_row(axis, y, activities, start, end, scale)
     axis.set_yticks(range(len(rows)), [name for name, _ in rows])
     axis.invert_yaxis()
     axis.set_xlim(0, (end - start) * scale)
@@ -270,19 +272,19 @@ def draw_timelines(
         axis.spines[side].set_visible(False)
     axis.tick_params(left=False)
     handles = [Patch(color=colour, label=name) for name, colour in _COLOURS.items() if name in drawn_categories]
-    handles.append(Patch(color=_LIBRARY, label="the library"))
+    handles.append(Patch(color=_OTHER_COLOUR, label="the library"))
     figure.legend(handles=handles, loc="outside upper left", ncols=len(handles), frameon=False, fontsize="small")
     figure.savefig(picture, dpi=120)
     pyplot.close(figure)
 
 
-def _draw_row(axis: Any, y: int, segments: Sequence[Activity], start: float, end: float, scale: float) -> set[str]:
-    """Draw the segments between ``start`` and ``end`` as bars at height ``y``; return their categories."""
-    visible = [s for s in segments if s.end > start and s.start < end][:_MAX_DRAWN]
+def _draw_row(axis: Any, y: int, activities: Sequence[Activity], start: float, end: float, scale: float) -> set[str]:
+    """Draw the activities between ``start`` and ``end`` as bars at height ``y``, and return their categories."""
+    visible = [s for s in activities if s.end > start and s.start < end][:_MAX_DRAWN_ACTIVITIES]
     bars = [((max(s.start, start) - start) * scale, (min(s.end, end) - max(s.start, start)) * scale) for s in visible]
-    axis.broken_barh(bars, (y - 0.38, 0.76), color=[_COLOURS.get(s.category, _LIBRARY) for s in visible])
-    for (left, length), segment in zip(bars, visible, strict=True):
-        if length > 0.012 * len(segment.name) * (end - start) * scale and segment.category != WAIT:
-            colour = "white" if segment.category in _DARK else "black"
-            axis.text(left + length / 2, y, segment.name, ha="center", va="center", fontsize=8, color=colour)
+    axis.broken_barh(bars, (y - 0.38, 0.76), color=[_COLOURS.get(s.category, _OTHER_COLOUR) for s in visible])
+    for (left, length), activity in zip(bars, visible, strict=True):
+        if length > 0.012 * len(activity.name) * (end - start) * scale and activity.category != WAIT:
+            colour = "white" if activity.category in _DARK_CATEGORIES else "black"
+            axis.text(left + length / 2, y, activity.name, ha="center", va="center", fontsize=8, color=colour)
     return {s.category for s in visible}

@@ -253,11 +253,11 @@ def resize_states(saved: list[dict[str, Any]], training: RankTraining, size: int
 
 def get_value(shared: Any) -> np.ndarray:
     """Return the value of a shared variable as an array in host memory."""
-    value = library_of(shared).get(shared)
+    value = library_of(shared).borrow_value(shared)
     return get_array_device(value).to_host(value)
 
 
 def put_value(shared: Any, array: np.ndarray) -> None:
     """Copy an array in host memory into a shared variable, on the variable's device."""
     library = library_of(shared)
-    library.put(shared, get_array_device(library.get(shared)).from_host(array))
+    library.store_value(shared, get_array_device(library.borrow_value(shared)).from_host(array))

@@ -77,7 +77,7 @@ class ShardedStep(_ShardedStepFields, Command):
             return
         shared = get_object(rank, key)
         library = library_of(shared)
-        library.put(shared, get_array_device(library.get(shared)).from_host(np.asarray(rank.number)))
+        library.store_value(shared, get_array_device(library.borrow_value(shared)).from_host(np.asarray(rank.number)))
         numbered.add(key)
 
     def _copies(self, rank: Rank) -> tuple[VariableCopy, VariableCopy]:
@@ -86,7 +86,7 @@ class ShardedStep(_ShardedStepFields, Command):
         for copy in (matrix, row):
             copy.check_equal_shapes("shard_optimizer")
         if matrix.device is not row.device:
-            matrix.refuse("shard_optimizer: the gradient and its reduction are on different devices")
+            matrix.raise_on_all_ranks("shard_optimizer: the gradient and its reduction are on different devices")
         return matrix, row
 
     def _reduce_scatter(self, rank: Rank) -> None:

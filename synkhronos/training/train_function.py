@@ -26,7 +26,7 @@ import synkhronos as synk
 from synkhronos import ranks
 from synkhronos.casts import check_cast
 from synkhronos.checks import check_list
-from synkhronos.collectives.arguments import get_mirror_keys
+from synkhronos.collectives.arguments import distribute_variables
 from synkhronos.collectives.calls import get_all_reduce_command
 from synkhronos.collectives.commands import GetShapes
 from synkhronos.function import get_dispatcher
@@ -402,7 +402,7 @@ class TrainFunction:
                 reduce = get_all_reduce_command(session, self.grad_shared, "avg", nccl=True)
                 command = Step(gradient, reduce, calls[0], self._exchange, self._tail, times)
             else:
-                keys = get_mirror_keys(session, [self.grad_shared, sharding.row, sharding.rank])
+                keys = distribute_variables(session, [self.grad_shared, sharding.row, sharding.rank])
                 command = ShardedStep(gradient, calls[0], calls[1], keys, sharding.reads_whole_gradient)
             returned = session.run(command)
             if returned is None:
@@ -430,7 +430,7 @@ class TrainFunction:
         chosen = gradient.batch_s or (slice(None),) * n_ranks
         lengths = [0] * n_ranks
         if any(isinstance(selection, slice) for selection in chosen):  # only the ranks know the lengths of their data
-            layouts = session.run(GetShapes(get_mirror_keys(session, self._graph.sliceable)))
+            layouts = session.run(GetShapes(distribute_variables(session, self._graph.sliceable)))
             lengths = [min(shape[0] for shape, _ in shapes) for shapes in zip(*layouts, strict=True)]
         counts = [
             len(range(length)[selection]) if isinstance(selection, slice) else selection.shape[0]
@@ -598,9 +598,9 @@ def append_averages(graph: TrainingGraph) -> tuple[RuleUpdates, int]:
         parts.append(rows * tensor.cast(u.expression, dtype).reshape((end - start,)))
         # Adding zeros gives the variable's own type, in which a length of 1 need not be a static (broadcastable) one.
         new = (vector[start:end] / vector[-1]).reshape(shape) + tensor.zeros_like(u.shared)
-        new_values[u.shared] = library.convert(u.shared, tensor.cast(new, u.shared.dtype))
+        new_values[u.shared] = library.convert_to_type_of(u.shared, tensor.cast(new, u.shared.dtype))
     parts.append(rows.reshape((1,)))
-    first = library.convert(gradients, tensor.cast(vector[:size], gradients.dtype))
+    first = library.convert_to_type_of(gradients, tensor.cast(vector[:size], gradients.dtype))
     values = library.clone(list(rule.param_updates.values()), {gradients: first, **new_values})
     updates = OrderedDict(zip(rule.param_updates, values, strict=True))
     updates.update(new_values)

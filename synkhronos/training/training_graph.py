@@ -295,14 +295,17 @@ def apply_own_gradient(rule: RuleUpdates) -> dict[Any, Any]:
     expression = rule.grad_updates[rule.grad_shared]
     library = library_of(expression)
     new_values = library.clone(list(rule.param_updates.values()), {rule.grad_shared: expression})
-    return {shared: library.convert(shared, new) for shared, new in zip(rule.param_updates, new_values, strict=True)}
+    return {
+        shared: library.convert_to_type_of(shared, new)
+        for shared, new in zip(rule.param_updates, new_values, strict=True)
+    }
 
 
 def replace_params(expressions: Sequence[Any], params: Sequence[Any], averages: Any) -> list[Any]:
     """Return expressions that read moving averages instead of parameters."""
     library = library_of(*params)
     replacements = {
-        p: library.convert(p, library.tensor.cast(average, p.dtype))
+        p: library.convert_to_type_of(p, library.tensor.cast(average, p.dtype))
         for p, average in zip(params, averages, strict=True)
     }
     return list(library.clone(list(expressions), replacements))

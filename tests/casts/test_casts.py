@@ -72,10 +72,10 @@ def test_cast_is_refused_iff_a_value_changes(own, dtype, data):
     )
 
 
-@given(st.integers(0, 3 * casts._BLOCK - 1), st.booleans())
+@given(st.integers(0, 3 * casts._BLOCK_SIZE - 1), st.booleans())
 @limit_examples(10)
 def test_cast_error_names_the_changed_number(position, transposed):
-    array = np.ones(3 * casts._BLOCK).reshape(-1, 6)
+    array = np.ones(3 * casts._BLOCK_SIZE).reshape(-1, 6)
     array = array.T if transposed else array
     index = tuple(map(int, np.unravel_index(position, array.shape)))
     array[index] = 0.5

@@ -727,7 +727,7 @@ def test_all_gather_refuses_mismatched_shapes(n):
     set_values(fine, [np.ones(2)] * n)
     with pytest.raises(ValueError) as caught:
         synk.all_gather([fine, s])
-    assert str(caught.value) == f"all_gather: 's0' can't be joined along axis 0: {describe_shapes(values)}"
+    assert str(caught.value) == f"all_gather: 's0' can't be concatenated along axis 0: {describe_shapes(values)}"
     assert_values(s, values)
     assert_values(fine, [np.ones(2)] * n)
 

@@ -9,7 +9,7 @@ from messages import raises
 
 import synkhronos as synk
 from synkhronos import ranks
-from synkhronos.collectives.arguments import check_variables, get_mirror_keys
+from synkhronos.collectives.arguments import check_variables, distribute_variables
 from synkhronos.collectives.commands import gather_layouts
 from synkhronos.devices import HOST
 from synkhronos.ranks import Command
@@ -31,7 +31,7 @@ class Rotate(Command):
         for copy in copies:
             out = [np.empty(*layout) for layout in copy.layouts]
             HOST.get_communicator(rank).all_gather(copy.get_contiguous(HOST), copy.layouts, out)
-            copy.replace(copy.device.from_host(out[rank.number - 1]))
+            copy.set_value(copy.device.from_host(out[rank.number - 1]))
 
 
 def rotate(shared_vars):
@@ -39,7 +39,7 @@ def rotate(shared_vars):
     with session.call_lock:
         session.wait_until_idle()
         variables, _ = check_variables(session, shared_vars)
-        session.run(Rotate(get_mirror_keys(session, variables)))
+        session.run(Rotate(distribute_variables(session, variables)))
 
 
 # collective ends

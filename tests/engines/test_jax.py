@@ -376,7 +376,7 @@ def launch_and_wait(launch, shareds, combine):
     """Launch, wait, and return the outputs."""
     with defer_signals(), launch.ffi_reduction.bind(combine):
         (total,) = launch(JAX.from_host(np.arange(3.0)))
-        JAX.wait([library_of(s).get(s) for s in shareds])
+        JAX.wait([library_of(s).borrow_value(s) for s in shareds])
     return [float(JAX.fetch([total])[0]), *(np.asarray(s.get_value()).tolist() for s in shareds)]
 
 
@@ -432,7 +432,7 @@ def test_fused_launch_advances_to_the_next_rows(pair, counts):
             w, n = w - g, n + 1
         with defer_signals(), launch.ffi_reduction.bind(Doubling(calls, counts), 4):
             totals = launch(JAX.from_host(rows))
-            JAX.wait([library_of(s).get(s) for s in shareds])
+            JAX.wait([library_of(s).borrow_value(s) for s in shareds])
         assert [float(total) for total in JAX.fetch(totals)] == [3.0, 12.0, 21.0, 30.0]
         for shared_, expected in zip(shareds[not counts :], [g, w, n][not counts :], strict=True):
             np.testing.assert_array_equal(shared_.get_value(), expected)
@@ -481,7 +481,7 @@ def test_repeated_launch_all_reduces_constants_each_time(fork):
     launch, calls = runs[0].fuse(TracedReduction(g.container.storage), runs[1], n_repeats=4), []
     with defer_signals(), launch.ffi_reduction.bind(Doubling(calls), 4):
         totals = launch()
-        JAX.wait([library_of(w).get(w)])
+        JAX.wait([library_of(w).borrow_value(w)])
     assert [float(total) for total in JAX.fetch(totals)] == [3.0, -3.0, -9.0, -15.0]
     np.testing.assert_array_equal(w.get_value(), [1.0, -7.0, -15.0])
     assert calls == [3] * 4
@@ -514,7 +514,7 @@ def test_fused_all_reduce_accepts_chunks_and_another_dtype(fork, monkeypatch, ta
     standing_in = Doubling()
     with defer_signals(), launch.ffi_reduction.bind(standing_in, times):
         launch(JAX.from_host(rows))
-        JAX.wait([library_of(w).get(w)])
+        JAX.wait([library_of(w).borrow_value(w)])
     expected, scale = np.ones(sum(SIZES) - 1), 2 if dtype is None else 1
     for row in rows:
         combined = scale * np.append(row[:-1] * expected, row[-1])
@@ -591,7 +591,7 @@ def test_shared_variables_keep_their_memory_between_launches(fork):
     held = [*ws, *train.optimizer_state, train.grad_shared]
 
     def addresses():
-        return [library_of(variable).get(variable).unsafe_buffer_pointer() for variable in held]
+        return [library_of(variable).borrow_value(variable).unsafe_buffer_pointer() for variable in held]
 
     for _ in range(2):
         train(np.ones((5, 64)), [])
@@ -744,7 +744,7 @@ def test_ffi_reduction_is_bound_to_its_reducer(fuse_pair, pair):
         with other.ffi_reduction.bind(Doubling(other_calls), 2):
             other(JAX.from_host(np.arange(6.0)))
         launch(JAX.from_host(np.arange(3.0)))
-        JAX.wait([library_of(s).get(s) for s in shareds])
+        JAX.wait([library_of(s).borrow_value(s) for s in shareds])
     assert len(other_calls) == 2 and len(calls) == 1
     g, w = np.zeros(3), np.ones(3)
     for row in (np.arange(3.0), np.arange(3.0, 6.0), np.arange(3.0)):
@@ -864,11 +864,11 @@ def test_references_to_a_containers_array_are_detected(fork):
     f = synk.function([], updates=[(w, w + 1)])
     f()
     library = library_of(w)
-    assert not library.is_referenced(w)
+    assert not library.has_other_references(w)
     held = w.get_value(borrow=True)
-    assert JAX.owns(held) and library.is_referenced(w)
+    assert JAX.owns(held) and library.has_other_references(w)
     del held
-    assert not library.is_referenced(w)
+    assert not library.has_other_references(w)
 
 
 def test_get_value_survives_updates_and_collectives(fork):
@@ -1227,7 +1227,7 @@ def test_random_streams_of_own_functions_are_seeded_and_saved():
     found = group_variables(model)
     assert found.generators == [model.rng]
     library = library_of(model.rng)
-    library.set_generator(model.rng, library.jump(library.copy_generator(model.rng), 1))
+    library.set_generator(model.rng, library.jump_generator(library.copy_generator(model.rng), 1))
     first, again = model.train(), model.again()
     assert not np.intersect1d(plain.train(), [first, again]).size
     saved = library.copy_generator(model.rng)

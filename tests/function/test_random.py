@@ -286,7 +286,9 @@ if NAME == "pytensor":
         draws, updates = stream("SFC64")
         f = synk.function([], (draws, "gather"), updates=updates)
         for start in (synk.distribute, f):
-            with pytest.raises(TypeError, match="SFC64 can't be moved apart by rank: it has no jumps; use .*PCG64"):
+            with pytest.raises(
+                TypeError, match="SFC64 can't differ between ranks: it has no method jumped; use .*PCG64"
+            ):
                 start()
         np.testing.assert_array_equal(synk.function([], (T.ones(1), "gather"))(), [1, 1])
 

@@ -84,11 +84,11 @@ def test_library_is_pickled_by_its_name():
 
 def test_references_to_a_containers_value_are_detected():
     variable = shared(np.zeros(3))
-    assert not LIBRARY.is_referenced(variable)
-    mine = LIBRARY.get(variable)
-    assert LIBRARY.is_referenced(variable)
+    assert not LIBRARY.has_other_references(variable)
+    mine = LIBRARY.borrow_value(variable)
+    assert LIBRARY.has_other_references(variable)
     del mine
-    assert not LIBRARY.is_referenced(variable)
+    assert not LIBRARY.has_other_references(variable)
 
 
 # -- graphs ----------------------------------------------------------------------------------------------------
@@ -222,35 +222,35 @@ def test_clone_replaces_variables():
 def test_container_array_is_read_and_written():
     value = np.arange(3.0)
     s = shared(value, "s")
-    held = LIBRARY.get(s)
+    held = LIBRARY.borrow_value(s)
     held[0] = 7
     np.testing.assert_array_equal(s.get_value(), [7, 1, 2])
-    LIBRARY.put(s, value)
-    assert LIBRARY.get(s) is value
+    LIBRARY.store_value(s, value)
+    assert LIBRARY.borrow_value(s) is value
 
 
 def test_container_refuses_values_of_another_type():
     s = shared(np.arange(3.0), "s")
     with pytest.raises(TypeError):
-        LIBRARY.put(s, np.zeros((2, 2)))
+        LIBRARY.store_value(s, np.zeros((2, 2)))
 
 
 def test_static_lengths_are_read_from_a_type():
-    assert LIBRARY.get_fixed_shape(T.matrix()) == (None, None)
-    assert LIBRARY.get_fixed_shape(T.row()) == (1, None)
-    assert LIBRARY.get_fixed_shape(T.scalar()) == ()
+    assert LIBRARY.get_static_shape(T.matrix()) == (None, None)
+    assert LIBRARY.get_static_shape(T.row()) == (1, None)
+    assert LIBRARY.get_static_shape(T.scalar()) == ()
     s = shared(np.zeros((2, 3)))
     assert LIBRARY.can_hold(s, (5, 0)) and not LIBRARY.can_hold(s, (5,))
 
 
 def test_inputs_are_cast_like_the_library():
-    entry = LIBRARY.describe_input(T.fvector("x"))
+    entry = LIBRARY.make_input_spec(T.fvector("x"))
     assert entry.name == "x" and not entry.mutable
     filtered = LIBRARY.filter(entry.variable.type, [1, 2])
     assert filtered.dtype == "float32"
     with pytest.raises(TypeError):
         LIBRARY.filter(entry.variable.type, np.zeros(2))
-    generous = LIBRARY.describe_input(LIBRARY.package.In(T.fvector("x"), name="z", mutable=True, allow_downcast=True))
+    generous = LIBRARY.make_input_spec(LIBRARY.package.In(T.fvector("x"), name="z", mutable=True, allow_downcast=True))
     assert generous.name == "z" and generous.mutable
     assert (
         LIBRARY.filter(generous.variable.type, np.zeros(2), allow_downcast=generous.allow_downcast).dtype == "float32"
@@ -288,7 +288,7 @@ class Describe(Command):
 
     def run(self, rank):
         shareds = [get_object(rank, key) for key in self.keys]
-        return rank.all_gather([(shared.name, library_of(shared).get(shared).tolist()) for shared in shareds])
+        return rank.all_gather([(shared.name, library_of(shared).borrow_value(shared).tolist()) for shared in shareds])
 
 
 def mirror():

@@ -213,7 +213,7 @@ def started(press):
     codes = {
         mpi_link.MpiLink.start_agents.__code__,
         mpi_link.MpiLink.__init__.__code__,
-        processes._start_hosts.__wrapped__.__code__,
+        processes._start_agents.__wrapped__.__code__,
     }
     before, count = sys.gettrace(), 0
 
@@ -228,7 +228,7 @@ def started(press):
 
     sys.settrace(trace)
     try:
-        with processes._start_hosts([Host("a", 1), Host("b", 1)], False) as hosts:
+        with processes._start_agents([Host("a", 1), Host("b", 1)], False) as hosts:
             sys.settrace(before)
         hosts.kill()
     finally:

@@ -135,7 +135,7 @@ def test_sparse_inputs_can_be_built_from_parts(fork):
 def test_function_refuses_unknown_modes(fork):
     fork(2)
     x = T.dvector("x")
-    with pytest.raises(ValueError, match=f"^mode: {NAME} has none that is called 'NOPE'"):
+    with pytest.raises(ValueError, match=f"^mode: {NAME} has no mode 'NOPE'"):
         synk.function([x], x.sum(), mode="NOPE")
     with pytest.raises(TypeError, match=f"^mode: expected a mode of {NAME}, or the name of one, got 3"):
         synk.function([x], x.sum(), mode=3)

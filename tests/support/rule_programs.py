@@ -29,7 +29,9 @@ def local_step(kind, x, v, g, eta):
 def prepare(w, v, shared, on_device):
     if on_device:  # as functions in JAX mode do
         for variable in (*w, *v):
-            library_of(variable).put(variable, JAX.from_host(np.asarray(library_of(variable).get(variable))))
+            library_of(variable).store_value(
+                variable, JAX.from_host(np.asarray(library_of(variable).borrow_value(variable)))
+            )
     return State(w, v, shared)
 
 
@@ -120,7 +122,7 @@ def vector_there_and_back(worker, w, on_device):
     state = prepare(w, [], {}, on_device)
     before = np.asarray(state.vector)
     state.vector = 2 * state.vector
-    return before, [np.asarray(library_of(one).get(one)) for one in w], type(state.vector).__module__
+    return before, [np.asarray(library_of(one).borrow_value(one)) for one in w], type(state.vector).__module__
 
 
 def precise(worker, w, vectors, precision):

@@ -17,7 +17,7 @@ from synkhronos import __main__ as command_line
 from synkhronos.ranks import Session
 from synkhronos.ranks.control import Control
 from synkhronos.tracing import timeline_report
-from synkhronos.tracing.timeline_report import Activity, PathStep, RankTimeline, find_critical_path, split_nested
+from synkhronos.tracing.timeline_report import Activity, PathActivity, RankTimeline, find_critical_path, split_nested
 
 
 @pytest.fixture
@@ -51,7 +51,7 @@ def test_timeline_records_every_rank(step, tmp_path):
     # A rank's spans are nested, as Perfetto draws one within another.
     ranks = timeline_report.read_timelines(str(path))
     for mine in ranks.values():
-        assert all(a.end <= b.start for a, b in zip(mine.segments, mine.segments[1:], strict=False))
+        assert all(a.end <= b.start for a, b in zip(mine.activities, mine.activities[1:], strict=False))
 
 
 def test_timeline_leaves_nothing(step, tmp_path):
@@ -121,8 +121,8 @@ def test_timeline_records_xla_computations(fork, tmp_path):
         float(f(np.ones((8, 30))))
     ranks = timeline_report.read_timelines(str(tmp_path / "run.json"))
     for mine in ranks.values():
-        launches = [s for s in mine.segments if s.name == "launch"]
-        begin, end = launches[0].start, max(s.end for s in mine.segments)
+        launches = [s for s in mine.activities if s.name == "launch"]
+        begin, end = launches[0].start, max(s.end for s in mine.activities)
         assert mine.compute
         # The two clocks agree: XLA computes between the start of its launch and the read of the result.
         assert all(begin <= s.start and s.end <= end for s in mine.compute)
@@ -181,9 +181,9 @@ def test_critical_path_goes_through_the_slowest_rank():
         [(0, 1, "wait for a command", "wait"), (1, 8, "launch", "launch"), (8, 9, "wait for a command", "wait")],
     )
     assert find_critical_path(ranks) == [
-        PathStep(0, "post", 0, 1),
-        PathStep(1, "launch", 1, 8),
-        PathStep(0, "wake up", 8, 9),
+        PathActivity(0, "post", 0, 1),
+        PathActivity(1, "launch", 1, 8),
+        PathActivity(0, "wake up", 8, 9),
     ]
 
 
@@ -192,7 +192,7 @@ def test_critical_path_changes_ranks_at_a_barrier():
         [(0, 6, "launch", "launch"), (6, 7, "all_reduce", "exchange"), (7, 12, "wait for the ranks", "wait")],
         [(0, 2, "launch", "launch"), (2, 6, "wait for a peer", "wait"), (6, 12, "all_reduce", "exchange")],
     )
-    assert find_critical_path(ranks) == [PathStep(0, "launch", 0, 6), PathStep(1, "all_reduce", 6, 12)]
+    assert find_critical_path(ranks) == [PathActivity(0, "launch", 0, 6), PathActivity(1, "all_reduce", 6, 12)]
 
 
 def test_critical_path_covers_the_run(step, tmp_path):

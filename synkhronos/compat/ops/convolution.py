@@ -79,7 +79,7 @@ class _ConvolutionOp(NumpyOp):
 
     __props__ = ("n", "padding", "stride", "dilation", "flip", "groups")
     #: The Op sums products of its first two inputs; read by `synkhronos.lowering.precision`.
-    multiplies = True
+    is_product = True
 
     def __init__(
         self,

@@ -26,9 +26,9 @@ class _BatchNorm(NumpyOp):
     """Base class of batch normalisation and its gradient."""
 
     #: The first output is written by an elementwise kernel; read by `synkhronos.lowering.precision`.
-    elementwise = True
+    is_elementwise = True
     #: Positions of inputs that may be rounded; read by the same module.
-    rounded: tuple[int, ...]
+    bfloat16_inputs: tuple[int, ...]
     axes: tuple[int, ...]
 
     def statistics_shape(self, shape: Sequence[Any]) -> tuple[Any, ...]:
@@ -74,7 +74,7 @@ class BatchNormTrain(_BatchNorm):
     """
 
     __props__ = ("axes", "epsilon")
-    rounded = (0,)
+    bfloat16_inputs = (0,)
 
     def __init__(self, axes: Sequence[int], epsilon: float):
         self.axes = tuple(sorted(int(a) for a in axes))
@@ -151,7 +151,7 @@ class BatchNormTrainGrad(_BatchNorm):
     """
 
     __props__ = ("axes",)
-    rounded = (0, 1)
+    bfloat16_inputs = (0, 1)
 
     def __init__(self, axes: Sequence[int]):
         self.axes = tuple(sorted(int(a) for a in axes))

@@ -127,7 +127,7 @@ class Pool(_PoolingOp):
     """
 
     @property
-    def rounded(self) -> tuple[int, ...]:
+    def bfloat16_inputs(self) -> tuple[int, ...]:
         """Positions of inputs that may be rounded; read by `synkhronos.lowering.precision`."""
         return (0,) if self.mode == "max" else ()
 
@@ -197,7 +197,7 @@ class MaxPoolGrad(_PoolingOp):
     """The gradient of the maximum, which goes to all elements of a window that equal the maximum."""
 
     #: Positions of inputs that may be rounded; read by `synkhronos.lowering.precision`.
-    rounded = (0, 2)
+    bfloat16_inputs = (0, 2)
 
     def make_node(self, x: Any, y: Any, g: Any) -> Apply:
         """Return the node of the array, the maxima, and their gradient."""

@@ -156,7 +156,7 @@ class JaxDevice(CudaDevice):
         return function(left, right)
 
     def concatenate(self, arrays: Sequence[Any]) -> Any:
-        """Return arrays joined along axis 0."""
+        """Return arrays concatenated along axis 0."""
         return self._numpy.concatenate(list(arrays))
 
     def flatten(self, values: Sequence[Any], dtype: np.dtype) -> Any:

@@ -17,7 +17,7 @@ from synkhronos.devices.jax.ffi import FfiReduction
 from synkhronos.devices.jax.scalar_log import LOG_CAPACITY, ScalarLog
 from synkhronos.engines.engine import Runner
 from synkhronos.engines.xla.trace import TracedReduction, trace_functions, trace_loop, trace_with_lengths
-from synkhronos.graphs.library import is_referenced
+from synkhronos.graphs.library import has_other_references
 from synkhronos.lowering.jax_function import JaxFunction
 from synkhronos.lowering.precision import COMPILER_OPTIONS, computes_in_bfloat16
 from synkhronos.ranks.interrupts import defer_signals
@@ -198,7 +198,7 @@ class Executable(Runner):
             if type(storage[0]) is np.ndarray:
                 storage[0] = JAX.from_host(storage[0])
         for storage in self._donated:
-            if is_referenced(storage):
+            if has_other_references(storage):
                 with defer_signals():  # as in ScalarLog.__init__
                     storage[0] = self._copy(storage[0])
         if self._log is not None and (self._is_interrupted or not self._log.has_capacity(self.n_repeats)):

@@ -99,7 +99,7 @@ def trace_functions(
             else:
                 results = function.run(*operands)
         except Exception:
-            function.explain()
+            function.raise_with_graph_context()
             raise
         outputs += results[: function.n_outputs]
         for cell, result in zip(function.cells[function.n_outputs :], results[function.n_outputs :], strict=True):

@@ -29,7 +29,7 @@ from unittest import mock
 import numpy as np
 
 from synkhronos import ranks
-from synkhronos.collectives.arguments import get_mirror_keys
+from synkhronos.collectives.arguments import distribute_variables
 from synkhronos.engines.xla.rank_program import RankProgram, get_settings, map_sequentially
 from synkhronos.extensions.pymc.xla_sums import LocalGraph, register_conversions, replace_sums
 from synkhronos.extensions.rows_sum import RowsSum
@@ -103,7 +103,7 @@ def _sample_on_ranks(name: str, arguments: dict[str, Any]) -> tuple[Any, Any, Mo
     def make_graph(rows: RowsSum) -> LocalGraph:
         rows.scatter_rows()
         inputs, total, shareds = rows.make_local_graph()
-        return LocalGraph(inputs, total, rows.floats, get_mirror_keys(session, shareds))
+        return LocalGraph(inputs, total, rows.floats, distribute_variables(session, shareds))
 
     (logp,) = sys.modules[_MODULE]._replace_shared_variables([model.logp()])
     potential = replace_sums(_SIGNS[name] * logp, make_graph)

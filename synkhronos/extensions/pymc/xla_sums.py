@@ -18,7 +18,7 @@ from synkhronos.engines.xla.rank_program import RankProgram
 from synkhronos.extensions.rows_sum import RowsSum, SumOverRows, replace_variables
 from synkhronos.graphs import library_of
 from synkhronos.graphs.mirror import get_object
-from synkhronos.lowering.differentiable_sums import call_python, join_sums
+from synkhronos.lowering.differentiable_sums import call_python, fuse_sums
 
 __all__ = ["LocalGraph", "RankSums", "register_conversions", "replace_sums"]
 
@@ -111,7 +111,7 @@ def _convert_rank_sums(op: RankSums, **_: Any) -> Callable[..., Any]:
         compile_function = library_of(graph.total).function
         functions.append(program.compile_local(compile_function, graph.inputs, graph.total, rows))
     counts = [len(graph.inputs) - len(graph.keys) for graph in op.graphs]
-    return join_sums(functions, counts, [graph.floats for graph in op.graphs], program.all_reduce)
+    return fuse_sums(functions, counts, [graph.floats for graph in op.graphs], program.all_reduce)
 
 
 def _convert_sum_over_rows(op: SumOverRows, **_: Any) -> Callable[..., Any]:

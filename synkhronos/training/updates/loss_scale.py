@@ -65,7 +65,7 @@ def skip_overflows(updates: RuleUpdates, scale: Any) -> RuleUpdates:
     is_finite = tensor.all(tensor.lt(abs(vector), np.asarray(np.inf, vector.dtype)))  # False for NaN
     new_values: OrderedDict[Any, Any] = OrderedDict()
     for shared, new in updates.param_updates.items():
-        new_values[shared] = library.convert(shared, tensor.switch(is_finite, new, shared))
+        new_values[shared] = library.convert_to_type_of(shared, tensor.switch(is_finite, new, shared))
     is_due = tensor.ge(count + one, np.asarray(_GROWTH_STEPS, "float32"))
     grown = tensor.switch(is_due, tensor.minimum(two * scale, np.asarray(_MAX_SCALE, "float32")), scale)
     new_values[scale] = tensor.switch(is_finite, grown, tensor.maximum(scale / two, one))

@@ -75,7 +75,7 @@ def master_weights(rule: Any) -> Any:
         for m, p in pairs.items():
             last_values[m].set_value(p.get_value())
         old_values = {
-            m: library.convert(m, tensor.switch(tensor.eq(p, last_values[m]), m, tensor.cast(p, m.dtype)))
+            m: library.convert_to_type_of(m, tensor.switch(tensor.eq(p, last_values[m]), m, tensor.cast(p, m.dtype)))
             for m, p in pairs.items()
         }
         clones = library.clone(list(updates.param_updates.values()), old_values)
@@ -83,10 +83,10 @@ def master_weights(rule: Any) -> Any:
         for shared, new in zip(updates.param_updates, clones, strict=True):
             if shared in pairs:
                 param = pairs[shared]
-                rounded = library.convert(param, tensor.cast(new, "float16"))
+                rounded = library.convert_to_type_of(param, tensor.cast(new, "float16"))
                 new_values[param] = new_values[last_values[shared]] = rounded
                 shared.name = f"{shared.name or 'param'}_master"
-            new_values[shared] = library.convert(shared, new)
+            new_values[shared] = library.convert_to_type_of(shared, new)
         return updates._replace(param_updates=new_values)
 
     rule_of_masters.__name__ = f"master_weights({getattr(rule, '__name__', type(rule).__name__)})"

@@ -190,7 +190,7 @@ class Shards:
             columns.append(self._to_rows(vector[start : start + size], size, length, divided))
             start += size
         columns.append(self._repeat_rows(vector[start:] if self._n_tail else self._tensor.zeros((1,), vector.dtype)))
-        return self._library.convert(self.grad_shared, self._tensor.concatenate(columns, axis=1))
+        return self._library.convert_to_type_of(self.grad_shared, self._tensor.concatenate(columns, axis=1))
 
     def _to_rows(self, flat: Any, size: int, length: int, divided: bool) -> Any:
         """Return a matrix whose rows are the ranks' parts of a vector."""
@@ -261,7 +261,7 @@ class Shards:
             new = self._get_value(values, updates[p])
             with self._explain_errors(p):
                 if not self._is_divided[i]:
-                    self.local_updates[p] = self._library.convert(p, new.whole)
+                    self.local_updates[p] = self._library.convert_to_type_of(p, new.whole)
                     row.append(self.row[self._columns[i] : self._columns[i + 1]])
                     continue
                 row.append(self._tensor.cast(self._get_part(i, new), self.row.dtype))
@@ -269,9 +269,9 @@ class Shards:
                 if any(n == 1 and not b for n, b in zip(self._shapes[i], p.type.broadcastable, strict=True)):
                     # An axis of length 1 is broadcastable here, but not in the parameter's type.
                     whole = self._tensor.set_subtensor(p[:], whole)
-                self.whole_updates[p] = self._library.convert(p, whole)
+                self.whole_updates[p] = self._library.convert_to_type_of(p, whole)
         row.append(self.row[self._columns[-1] :])
-        self.local_updates[self.row] = self._library.convert(self.row, self._tensor.concatenate(row))
+        self.local_updates[self.row] = self._library.convert_to_type_of(self.row, self._tensor.concatenate(row))
         for s, new in updates.items():
             if any(s is p for p in self._params):
                 continue
@@ -279,9 +279,11 @@ class Shards:
             with self._explain_errors(s):
                 if s in self._parts:
                     i, part = self._parts[s]
-                    self.local_updates[part.shared] = self._library.convert(part.shared, self._get_part(i, value))
+                    self.local_updates[part.shared] = self._library.convert_to_type_of(
+                        part.shared, self._get_part(i, value)
+                    )
                 else:
-                    self.local_updates[s] = self._library.convert(s, value.whole)
+                    self.local_updates[s] = self._library.convert_to_type_of(s, value.whole)
 
     @contextmanager
     def _explain_errors(self, shared: Any) -> Iterator[None]:

@@ -437,7 +437,7 @@ def _replace_gradient(updates: RuleUpdates, params: list[Any], grads: list[Any])
     # Zeros, because a vector of one element would be broadcastable.
     new = tensor.concatenate(parts) if len(parts) > 1 else parts[0]
     new = new + tensor.zeros_like(vector) if shape_of(vector) == (1,) else new
-    new_values = library.clone(list(updates.param_updates.values()), {vector: library.convert(vector, new)})
+    new_values = library.clone(list(updates.param_updates.values()), {vector: library.convert_to_type_of(vector, new)})
     return updates._replace(param_updates=OrderedDict(zip(updates.param_updates, new_values, strict=True)))
 
 
@@ -447,7 +447,7 @@ def _transform_step(updates: RuleUpdates, params: list[Any], transforms: Sequenc
     library = library_of(*params)
     new_values = OrderedDict(updates.param_updates)
     for p, step in zip(params, steps, strict=True):
-        new_values[p] = library.convert(p, p - library.tensor.cast(step, p.dtype))
+        new_values[p] = library.convert_to_type_of(p, p - library.tensor.cast(step, p.dtype))
     return updates._replace(param_updates=new_values)
 
 

@@ -31,7 +31,7 @@ from pytensor.compile import (
 from pytensor.compile.builders import OpFromGraph
 
 from synkhronos.compat.functions import In, install, use_compat_linker, wrap_function
-from synkhronos.lowering import sums
+from synkhronos.lowering import bounded_canonizer
 
 install()
 

@@ -1,9 +1,8 @@
-"""A bound for PyTensor's canonical sums and products, in all functions that are compiled in this process.
+"""A bound on the size of PyTensor's canonical sums and products, in all functions compiled in this process.
 
 PyTensor's canonical form of a sum of sums is one sum of all terms.  A variable that occurs twice is expanded twice, so
-that sums of sums of the same variables double, or worse, with each level.  The lengths that PyTensor infers for stacked
-concatenations are such sums: six levels of four branches have 4096 terms.  Here a sum is expanded only if that makes
-the graph smaller, as in Theano.
+the number of terms at least doubles with each level.  The lengths that PyTensor infers for stacked concatenations are
+such sums: six levels of four branches have 4096 terms.  Here a sum is only expanded if the graph becomes smaller.
 """
 
 from __future__ import annotations
@@ -13,17 +12,17 @@ from typing import Any
 
 from pytensor.tensor.rewriting.math import AlgebraicCanonizer, local_add_canonizer, local_mul_canonizer
 
-#: Sums of at most this many terms are always expanded, as without this module.
+#: Maximal number of terms of a sum that is always expanded.
 MIN_TERMS = 8
 
 
 class _BoundedExpansion:
-    """Bounded replacement for a canonizer's ``get_num_denum``.
+    """A canonizer's method ``get_num_denum`` with a bound on the number of terms.
 
     Parameters
     ----------
     canonizer : AlgebraicCanonizer
-        Expands without a bound.
+        The canonizer without a bound.
     """
 
     def __init__(self, canonizer: AlgebraicCanonizer):
@@ -33,7 +32,7 @@ class _BoundedExpansion:
     def get_num_denum(self, variable: Any) -> tuple[list[Any], list[Any]]:
         """Return the positive and the negative terms of a sum, or the factors and divisors of a product.
 
-        The result is the variable itself if the terms are more than the inputs of the operations that they replace: the
+        The variable itself is returned if there are more terms than inputs of the nodes that they replace, so that the
         graph would grow.
         """
         counts: dict[Any, int] = {}
@@ -43,7 +42,7 @@ class _BoundedExpansion:
         return self._canonizer.get_num_denum(variable)
 
     def _count(self, variable: Any, counts: dict[Any, int]) -> int:
-        """Return the number of terms of a variable; ``counts`` collects the numbers of the nodes above it."""
+        """Return the number of terms of a variable; ``counts`` collects the numbers of the nodes in its expression."""
         node = variable.owner
         if node is None or node.op not in self._operations:
             return 1
