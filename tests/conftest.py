@@ -90,6 +90,23 @@ import synkhronos as synk
 from synkhronos import ranks
 from synkhronos.devices import JAX
 
+if package.__name__ == "pytensor":
+    from pytensor.link.c.op import ExternalCOp as COp
+else:
+    from theano.gof.op import COp
+
+
+def load_c_code_once(op, files, load=COp.load_c_code, loaded={}):  # noqa: B006 - a cache
+    """Copy an Op's C code from the first Op of its class: each new DimShuffle would read and parse a file."""
+    key = type(op), tuple(files)
+    if key not in loaded:
+        load(op, files)
+        loaded[key] = op.func_codes, op.code_sections
+    op.func_codes, op.code_sections = list(loaded[key][0]), dict(loaded[key][1])
+
+
+COp.load_c_code = load_c_code_once
+
 # Shells ignore SIGINT in background jobs, and programs inherit that.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
@@ -128,6 +145,12 @@ settings.register_profile(
     max_examples=40 if DEVICE == "host" else 6,
 )
 settings.load_profile("synkhronos")
+
+
+def pytest_collection_finish():
+    """Exempt modules and tests from garbage collection, of which each full one would visit all of them."""
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_runtest_setup(item):
