@@ -24,7 +24,7 @@ from benchmarks._training import join_group, run_processes
 
 
 def network(settings: dict[str, Any]) -> Any:
-    """Return the network that the settings name, or torchvision's ResNet of the size that they say."""
+    """Return the network named in the settings, or torchvision's ResNet of their size."""
     if "network" in settings:
         from benchmarks._torch_networks import make
 
@@ -93,7 +93,7 @@ class Side:
         return (pixels.to(self._torch.float32) - 127.5) / 64
 
     def batch(self, where: str) -> tuple[Any, Any]:
-        """Return a batch on the GPU: the one that is kept there, or the next from the host."""
+        """Return a batch on the GPU: the cached one, or the next one from the host."""
         if where == "gpu":
             return self._kept
         images, labels = self._host[self._turn % len(self._host)]
@@ -102,7 +102,7 @@ class Side:
         return self._scaled(images), labels
 
     def step(self, where: str) -> Any:
-        """Take a training step; return the loss, which is not waited for."""
+        """Start a training step; return the loss without waiting for it."""
         images, labels = self.batch(where)
         bfloat16 = self._settings["precision"] == "bfloat16"
         with self._torch.autocast(self._device.type, self._torch.bfloat16) if bfloat16 else nullcontext():

@@ -1,4 +1,4 @@
-"""Another side of `benchmarks.all_reduce` and of `benchmarks.hosts`: PyTorch's gloo.
+"""PyTorch's Gloo, for comparison in `benchmarks.all_reduce` and `benchmarks.hosts`.
 
 Run as a script of its own, since PyTorch has to be imported after its processes are forked, and never beside the graph
 library.  It starts as many processes as it is told, or is started as many times by MPICH's mpirun, with the name of a

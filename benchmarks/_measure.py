@@ -169,7 +169,7 @@ def ranks(count: int) -> Iterator[int]:
 
 
 def gpus(asked: int | None) -> int:
-    """Return the number of GPUs to use: as many as asked for, or all.  Without any, say so and end."""
+    """Return the number of GPUs to use, by default all; without GPUs, print a line and exit."""
     there = synk.get_n_gpu()
     if not there:
         print("This benchmark needs GPUs, and there are none: left out.")

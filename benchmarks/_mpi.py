@@ -1,4 +1,4 @@
-"""Another side of `benchmarks.all_reduce` and of `benchmarks.hosts`: mpi4py, under mpiexec.
+"""mpi4py under mpiexec, for comparison in `benchmarks.all_reduce` and `benchmarks.hosts`.
 
 Each process is one rank.  The first reads from standard input one line for each measurement, the number of float32, and
 answers with the seconds that an allreduce in place of so many took; for a negative number, the seconds in which so many

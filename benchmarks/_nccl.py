@@ -1,4 +1,4 @@
-"""The other side of `benchmarks.gpu_all_reduce` and `benchmarks.collectives`: NCCL, and nothing else.
+"""NCCL alone, for comparison in `benchmarks.gpu_all_reduce` and `benchmarks.collectives`.
 
 Run as a script of its own: it starts a process for each GPU, and reads from standard input one line for each
 measurement, a collective's name and the number of float32 on each GPU; it answers each with the seconds of one in the

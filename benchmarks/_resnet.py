@@ -44,7 +44,7 @@ class Network(NamedTuple):
 
 
 def network(settings: dict[str, Any]) -> Network:
-    """Return the zoo's network that the settings name, or a ResNet of the size that they say."""
+    """Return the zoo's network named in the settings, or a ResNet of their size."""
     if "network" not in settings:
         from network import build
 
@@ -58,7 +58,7 @@ def network(settings: dict[str, Any]) -> Network:
 
 
 def batches_of(rng: np.random.Generator, rows: int, size: int) -> Iterator[np.ndarray]:
-    """Yield batches of shuffled rows without end."""
+    """Yield an endless sequence of batches of shuffled rows."""
     while True:
         order = rng.permutation(rows)
         for start in range(0, rows - size + 1, size):
@@ -127,7 +127,7 @@ class Side:
         return lambda: step(batch_s=next(batches))
 
     def files(self) -> Callable[[], Any]:
-        """Return a step on rows that loaders read from files meanwhile, and crop."""
+        """Return a step on rows that loaders read from files during the steps, and crop."""
         n, each, size = (self._settings[name] for name in ("n", "batch_size", "size"))
         count = n * self._settings["images"]
         folder = Path(self._folder.name)

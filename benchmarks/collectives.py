@@ -39,7 +39,7 @@ OF_NCCL = {name: name for name in ("broadcast", "gather", "all_gather", "reduce"
 
 
 class Ranks:
-    """A shared variable on all ranks, and what each collective does with it."""
+    """A shared variable on all ranks, and the calls of each collective on it."""
 
     def __init__(self, count: int):
         library, _ = graph_library()
@@ -98,7 +98,7 @@ class Ranks:
 
 
 def in_program(worker: Worker, name: str, shared: Any, calls: int) -> list[float]:
-    """Send a shared variable's value, or combine it; return the seconds of each time but the first."""
+    """Send or reduce a shared variable's value; return the seconds of each call except the first."""
     array, last = library_of(shared).borrow_value(shared), worker.size - 1
     group = worker.group(range(worker.size))
 

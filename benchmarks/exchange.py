@@ -32,7 +32,7 @@ STEP = 0.01
 
 
 def times_of_exchanges(worker: Any, rule: rules.Rule, params: list[Any], shared: Any, rounds: int) -> Any:
-    """Time exchanges with the centre, and the same by NumPy alone; in turn."""
+    """Measure exchanges with the centre, and the same computation in NumPy, in turn."""
     state = rules.State(params, [], shared)
     rule.setup(worker, state)
     x, centre, d = np.ones(SIZE, np.float32), np.ones(SIZE, np.float32), np.empty(BLOCK, np.float32)
@@ -66,7 +66,7 @@ def one_exchange(worker: Any, rule: rules.Rule, params: list[Any], shared: Any, 
 
 
 def rows_a_second(worker: Any, rule: rules.Rule | None, params: list[Any], shared: Any, steps: int, slow: int) -> float:
-    """Take steps that are sleeps, by a rule or alone; return the steps a second from the first to the last of all."""
+    """Take steps that only sleep, with a rule or without; return the steps per second of all ranks."""
     state = rules.State(params, [], shared)
     pause = STEP * (3 if worker.number == slow else 1)
     if rule is None:
@@ -98,7 +98,7 @@ def rows_a_second(worker: Any, rule: rules.Rule | None, params: list[Any], share
 
 
 def exchange_of_102_mb(rounds: int) -> None:
-    """Print how long an exchange takes."""
+    """Print the time of an exchange."""
     library, _ = graph_library()
     heading("An exchange of 102 MB with the centre, one rank")
     with ranks(1):
@@ -138,7 +138,7 @@ def one_slow_rank(steps: int) -> None:
 
 
 def cost_at_ten_steps(batch: int) -> None:
-    """Print how much of the time exchanges take."""
+    """Print the share of the time that exchanges take."""
     _, tensor = graph_library()
     heading(f"MNIST's network 784-800-800-10, batch {batch} a rank, 2 ranks, an exchange after each 10 steps")
     rng = np.random.default_rng(0)

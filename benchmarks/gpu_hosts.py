@@ -1,4 +1,4 @@
-"""Do GPUs of one machine work as two hosts, and how fast?
+"""Correctness and speed of the GPUs of one machine used as two hosts.
 
 ``mpirun`` starts two agents on this machine, each with GPUs of its own (one, or ``--gpus 2``), and NCCL is told that
 they are on two hosts (NCCL_HOSTID): once it may not use what only one host has (P2P and shared memory off), once it
@@ -81,12 +81,12 @@ def variables(way: str, options: argparse.Namespace) -> dict[str, str]:
 
 
 def program(name: str, options: argparse.Namespace, environment: dict[str, str]) -> str:
-    """Run one of tests/support/gpus/programs.py, and return what it printed."""
+    """Run a program of tests/support/gpus/programs.py, and return its output."""
     return run_alone([sys.executable, str(GPUS / "programs.py"), name], options.limit, **environment)
 
 
 def train(options: argparse.Namespace, environment: dict[str, str]) -> tuple[str, str]:
-    """Train a small network; return the printed result, and the part that has to be equal on all sides."""
+    """Train a small network; return the printed result, and the part that must be equal on all sides."""
     digest = program("train", options, environment).split()[-1]
     return digest, digest
 

@@ -26,7 +26,7 @@ RESNET = ["--batch-size", "32", "--images", "320", "--epochs", "2", "--validatio
 
 
 def images_a_second(python: list[str], script: str, arguments: list[str], limit: float) -> float:
-    """Train with a script, and return how many images a second it trained with."""
+    """Train with a script, and return the images per second."""
     with tempfile.TemporaryDirectory() as folder:
         result = Path(folder, "run.json")
         run_alone([*python, str(DEMOS / script), *arguments, "--quiet", "--result", str(result)], limit)
