@@ -276,9 +276,9 @@ class RankCall:
 
     def get_outputs(self) -> RankOutputs:
         """Return the outputs with their weight and specification."""
-        spec, times = self.compiled.spec, self.runner.n_repeats
-        if times > 1:
-            return RankOutputs(self.n_rows // times, self.values, spec.repeat(times))
+        spec, n_repeats = self.compiled.spec, self.runner.n_repeats
+        if n_repeats > 1:
+            return RankOutputs(self.n_rows // n_repeats, self.values, spec.repeat(n_repeats))
         return RankOutputs(
             self.n_rows, self.values, spec, self._compute_zero_rows if self._call.n_rows is None else list
         )

@@ -66,10 +66,12 @@ class OutputSpec(NamedTuple):
             return cls(ops, has_reductions, None)
         return cls(ops, has_reductions, tuple([None if kind is None else np.dtype(kind.dtype) for kind in reduced]))
 
-    def repeat(self, times: int) -> OutputSpec:
-        """Return the specification of a launch that computes each output ``times`` times in a row."""
-        dtypes = None if self.scalar_dtypes is None else tuple([d for d in self.scalar_dtypes for _ in range(times)])
-        return OutputSpec([op for op in self.ops for _ in range(times)], self.has_reductions, dtypes)
+    def repeat(self, n_repeats: int) -> OutputSpec:
+        """Return the specification of a launch that computes each output ``n_repeats`` times in a row."""
+        dtypes = (
+            None if self.scalar_dtypes is None else tuple([d for d in self.scalar_dtypes for _ in range(n_repeats)])
+        )
+        return OutputSpec([op for op in self.ops for _ in range(n_repeats)], self.has_reductions, dtypes)
 
 
 class RankOutputs(NamedTuple):

@@ -173,8 +173,8 @@ class LocalFunction:
         self._task.progress()
         return self._launch(self._computation.compile(DEFAULT_VARIANT).runner, inputs)
 
-    def launch_many(self, times: int, *inputs: Any) -> list[Any] | None:
-        """Run the function ``times`` times in one launch, each time on another of equal blocks of the inputs' rows.
+    def launch_many(self, n_repeats: int, *inputs: Any) -> list[Any] | None:
+        """Run the function ``n_repeats`` times in one launch, each time on another of equal blocks of the inputs' rows.
 
         Returns
         -------
@@ -183,12 +183,12 @@ class LocalFunction:
             if the function is not compiled by XLA, or if an output is not a scalar.
         """
         self._task.progress()
-        repeated = self._computation.compile(DEFAULT_VARIANT).runner.repeat(times)
+        repeated = self._computation.compile(DEFAULT_VARIANT).runner.repeat(n_repeats)
         return None if repeated is None else self._launch(repeated, inputs)
 
     @property
     def max_repeats(self) -> int:
-        """Maximal ``times`` of `launch_many`."""
+        """Maximal ``n_repeats`` of `launch_many`."""
         return self._computation.engine.max_repeats()
 
     def read(self, values: Sequence[Any]) -> list[np.ndarray]:

@@ -28,7 +28,7 @@ class _StepFields(NamedTuple):
     update: Call
     wire_dtype: str | None
     tail: int = 1
-    times: int = 1
+    n_steps: int = 1
 
 
 class Step(_StepFields, Command):
@@ -48,7 +48,7 @@ class Step(_StepFields, Command):
         Dtype in which a fused launch sends the gradients; None for their own.
     tail : int
         Number of items at the vector's end that are sent in their own dtype in any case: they are not gradients.
-    times : int
+    n_steps : int
         Number of steps in one launch.  The rows of each rank are ordered by steps.
     """
 
@@ -60,12 +60,12 @@ class Step(_StepFields, Command):
 
         It is that of the update: a gradient alone changes no parameter.
         """
-        return self.update.effect if self.times == 1 else "Steps were taken"
+        return self.update.effect if self.n_steps == 1 else "Steps were taken"
 
     @property
     def partial_effect(self) -> str | None:
         """Effect in the message of an error in the middle of a launch of several steps; None for a single step."""
-        if self.times == 1:
+        if self.n_steps == 1:
             return None
         return "Some steps may have been taken, on some ranks more than on others: broadcast() makes them equal again."
 
@@ -75,11 +75,11 @@ class Step(_StepFields, Command):
         Returns
         -------
         (outputs of gradient, outputs of update) or None
-            None if ``times`` is above 1 and some rank cannot fuse the steps into one launch: then none has been taken.
+            None, without a step, if ``n_steps`` is above 1 and a rank cannot fuse the steps into one launch.
         """
         gradient, update = self.gradient.bind(rank), self.update.bind(rank)
         fused = self._fuse(rank, gradient, update)
-        if self.times > 1 and not all(rank.all_gather_cached(fused is not None)):
+        if self.n_steps > 1 and not all(rank.all_gather_cached(fused is not None)):
             return None
         if fused is not None:
             gradient.runner = fused  # computes the gradient, the all-reduce and the update in one launch
@@ -117,4 +117,4 @@ class Step(_StepFields, Command):
             return None
         if self.gradient.needs_compile and gradient.computation.compile_order == AT_FIRST_CALL:
             return None  # the master makes this call first, alone: in a fused launch it would wait for the others
-        return engine.fuse_step(rank, gradient.runner, self, update.runner, self.times)
+        return engine.fuse_step(rank, gradient.runner, self, update.runner, self.n_steps)

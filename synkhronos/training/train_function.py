@@ -367,7 +367,7 @@ class TrainFunction:
         nbytes = row * longest
         return 1 if nbytes >= _LONG_STEP_NBYTES else max(1, min(max_repeats, _MAX_LAUNCH_NBYTES // max(1, nbytes)))
 
-    def _run_steps(self, arrays: list[Any], batch: Any, batch_s: Any, num_slices: int, times: int = 1) -> Any:
+    def _run_steps(self, arrays: list[Any], batch: Any, batch_s: Any, num_slices: int, n_steps: int = 1) -> Any:
         """Take a step, or several in one launch.
 
         Parameters
@@ -377,7 +377,7 @@ class TrainFunction:
         batch, batch_s
             Selection of rows.  With several steps, the rows of each rank are ordered by steps.
         num_slices : int
-        times : int
+        n_steps : int
             Number of steps, with equally many of the rows each.
 
         Returns
@@ -400,7 +400,7 @@ class TrainFunction:
             command: Step | ShardedStep
             if sharding is None:
                 reduce = get_all_reduce_command(session, self.grad_shared, "avg", nccl=True)
-                command = Step(gradient, reduce, calls[0], self._exchange, self._tail, times)
+                command = Step(gradient, reduce, calls[0], self._exchange, self._tail, n_steps)
             else:
                 keys = distribute_variables(session, [self.grad_shared, sharding.row, sharding.rank])
                 command = ShardedStep(gradient, calls[0], calls[1], keys, sharding.reads_whole_gradient)
@@ -411,8 +411,8 @@ class TrainFunction:
             for update, call in zip(updates, calls, strict=True):
                 update.read_result(session, call, updated)
             outputs = dispatcher.read_result(session, gradient, loss)
-        weights = outputs[times:] or [None] * times
-        return list(zip(outputs[:times], weights, strict=True))
+        weights = outputs[n_steps:] or [None] * n_steps
+        return list(zip(outputs[:n_steps], weights, strict=True))
 
     def _has_rank_without_rows(self, session: ranks.Session, gradient: Call, batch: Any) -> bool:
         """Whether some rank has no rows to compute.
