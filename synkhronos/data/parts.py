@@ -47,6 +47,8 @@ class PartsData(ReadOnlyData):
             self._source = "data_parts" if name is None else name
             self._map_segment(session.rank.segments[key], shape)
         self.local_rows = _get_joint_share(length, session.size, session.rank.control.local_ranks)
+        if session.rank.spans_hosts:  # after a worker's death the other hosts' rows are lost
+            session.add_replacement_callback(self, PartsData._release)
 
     @property
     def data(self) -> np.ndarray:

@@ -328,11 +328,10 @@ class Agent:
                         with contextlib.suppress(OSError):
                             os.kill(os.getppid(), signal.SIGKILL)  # mpirun's daemon, which would wait for ever
                     self._exit_alone(9)
-                name, first = (
-                    describe_host(self._names[host], self._ranks_by_host[host]),
-                    self._ranks_by_host[host].start,
-                )
-                self._report_remote_failure(f"no message from {name} has arrived for {timeout:g} seconds", first)
+                ranks, name = self._ranks_by_host[host], self._names[host]
+                death = Death(ranks.start, name, 0, f"has sent no message for {timeout:g} seconds")
+                text = f"no message from {describe_host(name, ranks)} has arrived for {timeout:g} seconds"
+                self._report_remote_failure(text, ranks.start, death)
         dead = self._workers.collect_exited()
         if dead is not None:
             number, pid, code = dead

@@ -17,7 +17,7 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import IO, Any, NoReturn
 
 import numpy as np
@@ -30,9 +30,9 @@ from synkhronos.ranks import Command, RowAccess, SharedArray
 from synkhronos.ranks.child_process import JOB_SIGNALS, ignore_job_signals
 from synkhronos.ranks.command import find_row_accesses
 from synkhronos.ranks.control import MAILBOX_NBYTES, Control
-from synkhronos.ranks.errors import Death, RemoteFailure, describe_exit
+from synkhronos.ranks.errors import FAILED_START_PREFIX, Death, RemoteFailure, StartError, describe_exit
 from synkhronos.ranks.interrupts import defer_signals
-from synkhronos.ranks.link import Link
+from synkhronos.ranks.link import Link, LocalLink
 from synkhronos.ranks.memory import Release
 from synkhronos.ranks.segments import SegmentTable, is_closed
 
@@ -93,6 +93,9 @@ class MpiLink(Link):
         self._mpirun: Any = None
         self._control: Control | None = None
         self._layout: PipeLayout | None = None
+        self._on_gpus = False
+        #: Bytes that earlier links of the session have sent.
+        self._n_bytes_before = 0
 
     def start_agents(self) -> None:
         """Start an agent on each host, by ``mpirun``.
@@ -173,6 +176,7 @@ class MpiLink(Link):
             If a host has fewer GPUs than ranks.
         """
         defaults = self._gpus if on_gpus else self._cores
+        self._on_gpus = on_gpus
         counts = [count or n_ranks or n for count, n in zip(self._n_ranks, defaults, strict=True)]
         for name, n, n_gpus in zip(self.names, counts, self._gpus, strict=True):
             if on_gpus and not 1 <= n <= n_gpus:
@@ -285,7 +289,7 @@ class MpiLink(Link):
     @property
     def bytes_sent(self) -> int:
         """Number of bytes of shared memory that were sent to other hosts."""
-        return 0 if self._control is None else self._control.words[Control.BYTES_SENT]
+        return self._n_bytes_before + (0 if self._control is None else self._control.words[Control.BYTES_SENT])
 
     def get_host_name(self, rank: int) -> str:
         """Return the name of a rank's host."""
@@ -298,7 +302,11 @@ class MpiLink(Link):
         length = self._control.words[Control.FAILURE_NBYTES]
         if length:
             text, rank, death = json.loads(bytes(self._layout.failure_message[:length]))
-            return RemoteFailure(text, rank, death and Death(*death))
+            if death is not None:
+                death = Death(*death)
+                if not death.pid:  # of a host
+                    death = death._replace(lost_ranks=self.ranks_by_host[find_host(self.ranks_by_host, rank)])
+            return RemoteFailure(text, rank, death)
         assert self._channel is not None
         if self._mpirun.poll() is None and not is_closed(self._channel):
             return None
@@ -310,12 +318,17 @@ class MpiLink(Link):
         code = self._mpirun.poll()
         if code is not None and code < 0:
             process_name = "the agent of this host" if self._hosts is None else "mpirun, which connects the hosts,"
-            return RemoteFailure(f"{process_name} (process {self._mpirun.pid}) {describe_exit(code)}", 0)
+            text = f"{process_name} (process {self._mpirun.pid}) {describe_exit(code)}"
+            return RemoteFailure(text, 0, Death(0, "", 0, f"ended: {text}"))
         lost_hosts = mpirun.find_lost_hosts(" ".join(list(self._last_lines)), self._aliases)
         names = [describe_host(self.names[i], self.ranks_by_host[i]) for i in lost_hosts]
         description = names[0] if len(names) == 1 else f"one of {', '.join(names)}"
-        text = f"{description} was lost: the host, or the agent there, has ended"
-        return RemoteFailure(text, self.ranks_by_host[lost_hosts[0]].start)
+        cause = "was lost: the host, or the agent there, has ended"
+        text, ranks = f"{description} {cause}", self.ranks_by_host[lost_hosts[0]]
+        death = Death(ranks.start, self.names[lost_hosts[0]], 0, cause, ranks)
+        if len(names) > 1 or lost_hosts == [0]:  # the host is unknown, or this one, which lives
+            death = Death(ranks.start, "", 0, f"ended: {text}")
+        return RemoteFailure(text, ranks.start, death)
 
     def end(self, kill: bool, seconds: float, should_kill: Callable[[], bool]) -> None:
         """End the other hosts' workers and all agents."""
@@ -348,7 +361,54 @@ class MpiLink(Link):
             output_seconds = _OUTPUT_SECONDS
         for reader in self._readers:
             reader.join(output_seconds)
+        self._n_bytes_before = self.bytes_sent
         self._control = self._layout = None
+
+    @property
+    def can_renew(self) -> bool:
+        """Whether this process starts the agents; it can't if ``mpirun`` has started the script on every host."""
+        return self._hosts is not None
+
+    def renew(self, without: Collection[int]) -> Link:
+        """Return a link to the hosts that have ranks left, whose agents have been started."""
+        counts = [len(set(ranks).difference(without)) for ranks in self.ranks_by_host]
+        hosts = [Host(name, count) for name, count in zip(self.names, counts, strict=True) if count]
+        if len(hosts) == 1:
+            return LocalLink(counts[0])
+        try:
+            link = self._connect_again(hosts)
+        except RuntimeError as error:
+            raise StartError(str(error), self._find_unreachable(hosts, without, error)) from error
+        link._n_bytes_before = self.bytes_sent
+        return link
+
+    def _connect_again(self, hosts: Sequence[Host]) -> MpiLink:
+        """Return a link to some hosts, whose agents have been started."""
+        link = MpiLink(hosts, self._timeout, self._output)
+        try:
+            link.start_agents()
+            link.assign_ranks(None, self._on_gpus)
+        except BaseException:
+            link.kill()
+            raise
+        return link
+
+    def _find_unreachable(self, hosts: Sequence[Host], without: Collection[int], error: RuntimeError) -> Death:
+        """Return the failed start of the hosts that this one can't connect; without their ranks it may succeed."""
+        lost_hosts = list(hosts[1:])
+        if len(lost_hosts) > 1:
+            lost_hosts = []
+            for host in hosts[1:]:
+                try:
+                    self._connect_again([hosts[0], host]).kill()
+                except RuntimeError:
+                    lost_hosts.append(host)
+        ranks_by_name = dict(zip(self.names, self.ranks_by_host, strict=True))
+        lost_ranks = [rank for host in lost_hosts for rank in ranks_by_name[host.name]]
+        cause = f"{FAILED_START_PREFIX}: {error}"
+        if not lost_hosts:  # all could be reached one by one
+            return Death(0, "", 0, cause, sorted(without))
+        return Death(lost_ranks[0], lost_hosts[0].name, 0, cause, sorted({*without, *lost_ranks}))
 
     def _forward_output(self, stream: IO[str], name: str) -> None:
         """Forward the hosts' output to a standard stream of this process, and store its last lines for messages."""

@@ -42,12 +42,17 @@ class FailureReport:
 
     @property
     def rank_name(self) -> str:
-        """Name of the rank, with its host if there are several, such as "rank 1 on host b"."""
-        return f"rank {self.rank}" + (f" on host {self.host}" if self.host else "")
+        """Name of the rank, followed by that of its host if there are several hosts."""
+        return describe_rank(self.rank, self.host)
 
     def summary(self) -> str:
         """Return a line with the rank, the exception's class and the first line of its message."""
         return f"{self.rank_name}: {self.kind}: {(self.message.splitlines() or [''])[0]}"
+
+
+def describe_rank(rank: int, host: str) -> str:
+    """Return the name of a rank, followed by that of its host if there are several hosts."""
+    return f"rank {rank}" + (f" on host {host}" if host else "")
 
 
 def shorten(text: str, limit: int) -> str:
@@ -100,32 +105,35 @@ FAILED_START_PREFIX = "could not start"
 
 
 class Death(NamedTuple):
-    """Exit of a worker, or its failure to start, that ended a session.
+    """Exit of a worker, its failure to start, or loss of a machine, that ended a session.
 
     Attributes
     ----------
     rank : int
+        The worker's rank, or the first rank of a lost machine.
     host : str
         Name of the rank's machine; "" if there is only one.
     pid : int
-        Process id; 0 if the worker could not start.
+        Process id of a worker that has exited, else 0.
     cause : str
         Verb phrase, such as "was killed by SIGKILL".
+    lost_ranks : sequence of int
+        All ranks of lost machines, which can't start again.
     """
 
     rank: int
     host: str
     pid: int
     cause: str
+    lost_ranks: Sequence[int] = ()
 
     def describe(self) -> str:
         """Return a clause for messages, such as "rank 1 on host b (process 12) was killed by SIGKILL"."""
-        place = f" on host {self.host}" if self.host else ""
-        return f"rank {self.rank}{place} (process {self.pid}) {self.cause}"
+        return f"{describe_rank(self.rank, self.host)} (process {self.pid}) {self.cause}"
 
 
 class RemoteFailure(NamedTuple):
-    """Loss of another machine, or death of a worker there, that ends a session.
+    """RemoteFailure of another machine, or death of a worker there, that ends a session.
 
     Attributes
     ----------
@@ -134,12 +142,26 @@ class RemoteFailure(NamedTuple):
     rank : int
         Rank of the worker, or first rank of the machine.
     death : Death or None
-        The worker's death; None if a machine was lost.
+        None if new workers would fail in the same way.
     """
 
     text: str
     rank: int
     death: Death | None = None
+
+
+class StartError(RuntimeError):
+    """The machines of a session can't be connected again.
+
+    Attributes
+    ----------
+    death : Death
+        The ranks that can't start.
+    """
+
+    def __init__(self, message: str, death: Death):
+        super().__init__(message)
+        self.death = death
 
 
 class Cancelled(Exception):

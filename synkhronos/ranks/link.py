@@ -12,7 +12,7 @@ from __future__ import annotations
 import io
 import socket
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
 from synkhronos.ranks.command import Command
 from synkhronos.ranks.control import Control
@@ -110,6 +110,26 @@ class Link(ABC):
 
     @property
     @abstractmethod
+    def can_renew(self) -> bool:
+        """Whether `renew` is possible."""
+
+    @abstractmethod
+    def renew(self, without: Collection[int]) -> Link:
+        """Return a link to the same machines for new workers, after the end of this one.
+
+        Parameters
+        ----------
+        without : collection of int
+            Ranks to leave out.
+
+        Raises
+        ------
+        StartError
+            If a machine can't be reached.
+        """
+
+    @property
+    @abstractmethod
     def bytes_sent(self) -> int:
         """Number of bytes of shared memory that were sent to other machines."""
 
@@ -124,6 +144,7 @@ class LocalLink(Link):
     """
 
     needs_control_file = False
+    can_renew = True
     control_nbytes = plan_nbytes = bytes_sent = 0
 
     def __init__(self, size: int) -> None:
@@ -145,3 +166,7 @@ class LocalLink(Link):
 
     def end(self, kill: bool, seconds: float, should_kill: Callable[[], bool]) -> None:
         """Do nothing: `Workers` ends this machine's workers."""
+
+    def renew(self, without: Collection[int]) -> LocalLink:
+        """Return a link for the ranks that are left."""
+        return LocalLink(len(self.local_ranks) - len(without))

@@ -147,6 +147,7 @@ class Rank:
         """Continue as the master of new workers, with new counters; segments and mirrored objects stay."""
         self.number = self.root = number
         self.control, self.size, self.check_peers = control, control.size, check_peers
+        self.spans_hosts = len(control.local_ranks) < control.size
         self.registry.clear()
         self._pickles.clear()
 

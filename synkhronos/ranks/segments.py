@@ -278,6 +278,8 @@ class SegmentTable:
         """
         for key in sorted(self._segments):
             segment = self._segments[key]
+            if segment.backed_bytes and len(segment.backed_bytes) < segment.nbytes:
+                continue  # other hosts' part of it is lost with their ranks
             if segment.is_file:
                 file = io.FileIO(segment.path)
                 is_same_file = _identify(file.fileno()) == segment.identity

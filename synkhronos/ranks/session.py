@@ -41,7 +41,7 @@ import pickle
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
 
@@ -60,6 +60,7 @@ from synkhronos.ranks.errors import (
     Cancelled,
     Death,
     FailureReport,
+    StartError,
     WorkerError,
     describe_effect,
     describe_exit,
@@ -601,8 +602,8 @@ class Session:
 
     @property
     def can_replace_workers(self) -> bool:
-        """Whether `replace_workers` is possible: all workers are on this machine."""
-        return isinstance(self.link, LocalLink)
+        """Whether `replace_workers` is possible: not if ``mpirun`` has started this script on all hosts."""
+        return self.link.can_renew
 
     @contextlib.contextmanager
     def keep_memory(self) -> Iterator[None]:
@@ -621,7 +622,7 @@ class Session:
                     _call_all(self._close_callbacks)
                     self._free_memory()
 
-    def replace_workers(self, spawn: bool = False, without: int | None = None) -> None:
+    def replace_workers(self, spawn: bool = False, without: Collection[int] = ()) -> bool:
         """Start new workers after a death within `keep_memory`.
 
         They are copies of this process as it is now: they inherit its segments, and its mirrored objects with their
@@ -630,9 +631,15 @@ class Session:
         Parameters
         ----------
         spawn : bool
-            Start them as new processes instead.  They get the segments, and mirrored objects when these are used next.
-        without : int, optional
-            Rank to leave out, with its device; ranks above it move down by one.
+            Start them as new processes instead, as on several hosts.  They get the segments, and mirrored objects when
+            these are used next.
+        without : collection of int
+            Ranks to leave out, with their devices; ranks above them move down.
+
+        Returns
+        -------
+        bool
+            Whether they are new processes.
 
         Raises
         ------
@@ -641,15 +648,22 @@ class Session:
         WorkerError
             If a new worker dies.
         Exception
-            If a new worker can't start: `death` then names its rank, and another call is possible.
+            If a new worker or a host can't start: `death` then names its rank, and another call is possible.
         """
         if not self.has_kept_memory:
             raise RuntimeError("replace_workers: no worker has died within keep_memory()")
         try:
+            link = self.link.renew(without)
+        except StartError as error:
+            self._dead_rank, self.death = error.death.rank, error.death
+            raise
+        spawn = spawn or link.needs_control_file
+        try:
             with defer_signals():  # an interrupt in between would leave the session half open
+                self.link = link
+                for number in sorted(without, reverse=True):
+                    self._remove_rank(number)
                 # The counters and semaphores of the old workers are in an undefined state.
-                if without is not None:
-                    self._remove_rank(without)
                 self._create_control(self._control.spin, spawn)
                 self.rank.restart(self.rank.root, self._control, self._check_peers)
                 self.rank.has_peer_died = self._has_peer_died
@@ -674,13 +688,14 @@ class Session:
             if isinstance(error, Exception) and self.close_reason is None:
                 self._close_after_failed_start(error)
             self.close(kill=True)
+            link.end(True, 0.0, lambda: True)  # an interrupt may have come before the session was open
             raise
+        return spawn
 
     def _remove_rank(self, number: int) -> None:
         """Reduce the session by a worker's rank, before new workers are started."""
         assert number != self.rank.root
         self.size -= 1
-        self.link = LocalLink(self.size)
         self.rank.root -= number < self.rank.root
         self.workers.root = self.rank.root
         if self._first_command is not None:

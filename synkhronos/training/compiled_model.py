@@ -79,14 +79,15 @@ class CompiledModel:
         """Moving averages of the parameters, gathered on all ranks; None without the option `ema`."""
         return None if self.joint_step is None else self.joint_step.ema
 
-    def make_death_recovery(self, max_deaths: int, has_loader: bool) -> DeathRecovery:
+    def make_death_recovery(self, max_deaths: int, has_loader: bool, has_parts: bool) -> DeathRecovery:
         """Make the handler of deaths for ``on_death="continue"``."""
         ranks_differ = bool(self.state.groups.generators) or any(
             update.differs and update.op != "mean" for update in self.graph.extra_updates
         )
         step = self.rank_step if self.joint_step is None else self.joint_step.gradient
         assert step is not None
-        return DeathRecovery(self.state, get_dispatcher(step).computation.device, ranks_differ, max_deaths, has_loader)
+        device = get_dispatcher(step).computation.device
+        return DeathRecovery(self.state, device, ranks_differ, max_deaths, has_loader, has_parts)
 
 
 def _compile_rank_step(graph: TrainingGraph) -> synk.Function:

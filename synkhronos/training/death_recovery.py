@@ -22,7 +22,7 @@ import contextlib
 import logging
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from copy import deepcopy
 from dataclasses import asdict, dataclass
 from typing import Any, TypeVar
@@ -33,7 +33,7 @@ from synkhronos import ranks
 from synkhronos.devices import HOST, Device, is_fork_unsafe
 from synkhronos.function import distribute
 from synkhronos.ranks import WorkerError
-from synkhronos.ranks.errors import Death
+from synkhronos.ranks.errors import FAILED_START_PREFIX, Death, describe_rank
 from synkhronos.rules.state import Vector
 from synkhronos.tasks import Worker, run
 from synkhronos.training import rank_state
@@ -136,6 +136,8 @@ class DeathRecovery(DeathHandler):
         Number of deaths after which a further one ends the training.
     has_loader : bool
         Whether rows come from a `Loader`.
+    has_parts : bool
+        Whether rows come from `data_parts`.
 
     Attributes
     ----------
@@ -150,17 +152,30 @@ class DeathRecovery(DeathHandler):
     steps_ahead: int
     max_repeats = 1
 
-    def __init__(self, state: TrainerState, device: Device, ranks_differ: bool, max_deaths: int, has_loader: bool):
+    def __init__(
+        self,
+        state: TrainerState,
+        device: Device,
+        ranks_differ: bool,
+        max_deaths: int,
+        has_loader: bool,
+        has_parts: bool,
+    ):
         self._session = ranks.get_session()
         if not self._session.can_replace_workers:
             raise ValueError(
-                "on_death: 'continue' needs ranks on one machine; use 'stop', and resume from a checkpoint, or the "
-                "launcher's on_death"
+                "on_death: 'continue' can't start ranks again where mpirun or srun has started this script on all "
+                "hosts: start it once, with fork(hosts=...) or SYNKHRONOS_HOSTS, or use the launcher's on_death"
             )
-        if has_loader and (device is not HOST or is_fork_unsafe()):
+        if has_loader and (device is not HOST or is_fork_unsafe() or self._session.rank.spans_hosts):
             raise ValueError(
-                "on_death: 'continue' needs Data or arrays instead of a Loader where JAX has started: a loader's "
-                "processes would keep the memory of the workers that died"
+                "on_death: 'continue' needs Data or arrays instead of a Loader where JAX has started, and on several "
+                "hosts: a loader's processes would keep the memory of the workers that died"
+            )
+        if has_parts and self._session.rank.spans_hosts:
+            raise ValueError(
+                "on_death: 'continue' needs Data or arrays instead of data_parts on several hosts: the rows that a "
+                "host has loaded are lost with its ranks; data_file has all rows on each host"
             )
         self._state, self._ranks_differ, self._max_deaths = state, ranks_differ, max_deaths
         self._n_deaths = self._n_repeated = 0
@@ -249,7 +264,7 @@ class DeathRecovery(DeathHandler):
         while session.has_kept_memory and self._has_copy:
             death = session.death
             assert death is not None
-            who = f"rank {death.rank}" + (f" on host {death.host}" if death.host else "")
+            who = describe_rank(death.rank, death.host)
             self._n_deaths += 1
             self._n_repeated += 1
             if self._n_deaths > self._max_deaths:
@@ -263,7 +278,7 @@ class DeathRecovery(DeathHandler):
                     f"{who} {death.cause}; on_death='continue' goes on after {limit}, and this is one more", death.rank
                 ) from error
             deaths.append(death)
-            left_out = self._choose_rank_to_leave_out(death)
+            left_out = self._choose_ranks_to_leave_out(death)
             try:
                 self._restore(left_out)
             except Exception as failure:
@@ -278,43 +293,45 @@ class DeathRecovery(DeathHandler):
             return
         raise error
 
-    def _choose_rank_to_leave_out(self, death: Death) -> int | None:
-        """Return the rank of a death if it has to be left out; None if it may start again.
+    def _choose_ranks_to_leave_out(self, death: Death) -> Sequence[int]:
+        """Return the ranks whose device or host can't be used any more; all others start again.
 
         Raises
         ------
         WorkerError
-            If the training cannot continue without this rank.
+            If the training cannot continue without these ranks.
         """
-        is_failed_start = not death.pid
+        is_failed_start = death.cause.startswith(FAILED_START_PREFIX)
         if not is_failed_start or death.rank != self._failed_rank:
             self._n_failed_starts, self._failed_rank = 0, death.rank
         self._n_failed_starts += is_failed_start
-        if self._n_failed_starts < MAX_FAILED_STARTS:
-            return None
-        failure = f"on_death='continue': rank {death.rank} {death.cause}"
-        if death.rank == self._session.rank.root:
+        if self._n_failed_starts < MAX_FAILED_STARTS and not death.lost_ranks:
+            return ()
+        who = describe_rank(death.rank, death.host)
+        failure = f"on_death='continue': {who} {death.cause}"
+        left_out = death.lost_ranks or (death.rank,)
+        if self._session.rank.root in left_out:
             raise WorkerError(f"{failure}; no device is left for the master", death.rank)
         if self._sharded_optimizer is not None:
             reason = "with shard_optimizer=True the training needs all ranks: resume from a checkpoint"
             raise WorkerError(f"{failure}; {reason}", death.rank)
-        _log.warning("rank %d %s; its device is left out", death.rank, death.cause)
+        _log.warning("%s %s; the training goes on without ranks %s", who, death.cause, list(left_out))
         self._n_failed_starts = self._n_repeated = 0
-        return death.rank
+        return left_out
 
-    def _restore(self, left_out: int | None) -> None:
-        """Start new workers, without rank ``left_out`` unless it is None, and restore the copy."""
-        state, training, is_fresh = self._state, self._state.training, is_fork_unsafe()
+    def _restore(self, left_out: Sequence[int]) -> None:
+        """Start new workers, without the ranks ``left_out``, and restore the copy."""
+        state, training = self._state, self._state.training
         if training.is_joint and not self._ranks_differ:
             _write_variables(training.groups, self._variables)
-            self._session.replace_workers(is_fresh, left_out)
+            self._session.replace_workers(is_fork_unsafe(), left_out)
             state.set_sharded_optimizer(self._sharded_optimizer)
             return
-        size, by_rank = self._session.size - (left_out is not None), _states[training.name]
+        size, by_rank = self._session.size - len(left_out), _states[training.name]
         if not training.is_joint and len(by_rank) != size:
             saved = [{**own, "shared": self._rule_memory} for own in by_rank]
             _states[training.name] = rank_state.resize_states(saved, training, size)
-        self._session.replace_workers(is_fresh, left_out)
+        is_fresh = self._session.replace_workers(is_fork_unsafe(), left_out)
         if is_fresh:
             distribute()  # functions move their variables to the device, where a task would leave them on the host
         if self._n_ranks != size:

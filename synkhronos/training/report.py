@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from synkhronos.ranks.errors import describe_rank
 from synkhronos.training.meter import RankTotals, compute_rows_per_second
 
 
@@ -76,7 +77,7 @@ class Report:
         return (
             f"epoch {self.epoch:g}: loss {self.loss:.4g}{valid}; batch {self.batch}, "
             f"learning rate {self.learning_rate:.3g}, {self.rows_per_second:,.0f} rows/s ({shares})"
-            + "".join(f"; rank {death['rank']} {death['cause']}" for death in self.deaths)
+            + "".join(f"; {describe_rank(death['rank'], death['host'])} {death['cause']}" for death in self.deaths)
         )
 
 

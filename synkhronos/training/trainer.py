@@ -20,6 +20,7 @@ from synkhronos import ranks
 from synkhronos.casts import as_numbers, check_cast
 from synkhronos.checks import check_at_least, check_flag, check_number, describe
 from synkhronos.data import Data
+from synkhronos.data.parts import PartsData
 from synkhronos.graphs import library_of
 from synkhronos.loading import Loader
 from synkhronos.loading.loader import cast_rows
@@ -184,11 +185,12 @@ class Trainer:
         it copies about every second, or at each report if the loss has a weight.  After a death all ranks return to the
         copy, so each row is used exactly once.  ``report.deaths`` describes the deaths.
 
-        If a new worker fails to start twice in a row, its device is left out: the training continues with fewer ranks,
-        as after a resumption on fewer ranks.  With a sharded optimizer the training ends instead.
+        If a new worker fails to start twice in a row, its device is left out, and so is a host that is lost: the
+        training continues with fewer ranks, as after a resumption on fewer ranks.  With a sharded optimizer it ends
+        instead.
 
         New workers are forks of the master, so nothing is compiled again.  Once JAX or CUDA has started they are new
-        processes, which compile again, and rows may not come from a `Loader`.  All ranks have to be on one machine.
+        processes, which compile again, and rows may not come from a `Loader`; so it is on several hosts, too.
         Variables that the trainer does not use get the master's values on all ranks.  The death of the master ends the
         training, as does a death while your code between two reports calls the ranks.
         """
@@ -220,7 +222,10 @@ class Trainer:
             raise ValueError(f"on_death: expected 'stop' or 'continue', got {on_death!r}")
         max_deaths, death_handler = check_at_least(max_deaths, "max_deaths", 1), DeathHandler()
         if on_death == "continue":
-            death_handler = self._model.make_death_recovery(max_deaths, loader is not None or isinstance(valid, Loader))
+            arrays = [*data, *(valid_data[0] if isinstance(valid_data, tuple) else ())]
+            has_parts = any(isinstance(array, PartsData) for array in arrays)
+            has_loader = loader is not None or isinstance(valid, Loader)
+            death_handler = self._model.make_death_recovery(max_deaths, has_loader, has_parts)
         loop = TrainerLoop(
             model=self._model,
             data=EpochData(data, count, batch_size, seed, loader),

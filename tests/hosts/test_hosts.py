@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from types import SimpleNamespace
+from unittest import mock
 
 import hosts as made
 import numpy as np
@@ -25,11 +26,13 @@ from synkhronos.hosts import mpi_link, mpirun
 from synkhronos.hosts.agent import Agent
 from synkhronos.hosts.host_list import Host, parse_hosts
 from synkhronos.hosts.messenger import CHANNEL_UPDATE
+from synkhronos.hosts.mpi_link import MpiLink
 from synkhronos.hosts.mpirun import _check_names, find_lost_hosts
 from synkhronos.hosts.page_table import PAGE_NBYTES, PageTable, SegmentAccess, find_pages, read_pages, write_pages
-from synkhronos.hosts.pipes import FRAME_NBYTES, N_FRAMES, PipeLayout
+from synkhronos.hosts.pipes import FAILURE_NBYTES, FRAME_NBYTES, N_FRAMES, PipeLayout
 from synkhronos.hosts.task_agent import TaskAgent
 from synkhronos.ranks.control import Control
+from synkhronos.ranks.errors import Death
 
 pytestmark = pytest.mark.timeout(300)  # programs that compile on all ranks
 #: Hosts of programs.  Most use the last, one after another, as `run` reuses the ranks while the hosts are the same.
@@ -164,6 +167,25 @@ def test_fork_on_hosts_needs_mpirun(monkeypatch):
             synk.fork(hosts=["a", "b"], use_gpu=False)
     assert synk.fork(2, use_gpu=False) == 2
     synk.close()
+
+
+def test_silent_host_is_lost_with_all_its_ranks():
+    link = MpiLink([Host("a", 2), Host("b", 1024)], 1.0)
+    link.ranks_by_host = [range(2), range(2, 1026)]
+    words, layout = [0] * 64, SimpleNamespace(failure_message=memoryview(bytearray(FAILURE_NBYTES)))
+    link._control, link._layout = SimpleNamespace(words=words, ring_all=lambda: None), layout
+    agent = Agent.__new__(Agent)
+    agent._control, agent._layout, agent._config = link._control, layout, {"master": 0}
+    with mock.patch.object(os, "kill") as kill:
+        agent._report_remote_failure("host b is silent", 2, Death(2, "b", 0, "has not been heard of for 1 seconds"))
+    assert kill.called and link.find_remote_failure().death.lost_ranks == range(2, 1026)
+    words[Control.FAILURE_NBYTES] = 0
+    with mock.patch.object(os, "kill"):
+        agent._report_remote_failure("rank 3 has exited", 3, Death(3, "b", 77, "was killed by SIGKILL"))
+    assert (
+        link.find_remote_failure().death[:4] == (3, "b", 77, "was killed by SIGKILL")
+        and not link.find_remote_failure().death.lost_ranks
+    )
 
 
 def test_fork_on_one_host_needs_no_mpirun(monkeypatch):

@@ -224,7 +224,7 @@ def break_devices(monkeypatch, is_broken):
 
     def replace_workers(session, *args):
         is_recovery[0] = True  # new workers are forks
-        replace(session, *args)
+        return replace(session, *args)
 
     def fail_or_bind(command, rank):
         if is_recovery[0] and not rank.is_master and is_broken(rank.number, rank.size):
@@ -275,7 +275,7 @@ def test_on_death_keeps_the_device_of_a_worker_that_is_killed_at_its_start(monke
 
     def count_attempts(session, *args, replace=ranks.Session.replace_workers):
         attempts.append(1)
-        replace(session, *args)
+        return replace(session, *args)
 
     def kill_at_the_first_two(number, size):
         if number == 1 and len(attempts) < 3:
@@ -458,5 +458,5 @@ def test_on_death_refuses_irreplaceable_ranks(monkeypatch):
     fork_ranks(1)
     model = Model("BSP")
     monkeypatch.setattr(ranks.Session, "can_replace_workers", False)
-    with pytest.raises(ValueError, match="^on_death: 'continue' needs ranks on one machine"):
+    with pytest.raises(ValueError, match="^on_death: 'continue' can't start ranks again where mpirun or srun"):
         model.epochs(on_death="continue")

@@ -9,8 +9,12 @@ import contextlib
 import hashlib
 import json
 import os
+import random
+import signal
 import sys
-from functools import cache
+import threading
+from dataclasses import dataclass
+from functools import cache, partialmethod
 from typing import Any
 from unittest import mock
 
@@ -22,7 +26,9 @@ import synkhronos as synk
 from synkhronos import ranks
 from synkhronos.data.rows import get_share
 from synkhronos.data.shared import create_unpublished
+from synkhronos.hosts import mpirun
 from synkhronos.training import make_train_function, updates
+from synkhronos.training.death_recovery import DeathRecovery
 
 HOSTS = os.environ.get("HOSTS", "").split(",")  # Open MPI's mpirun does not pass it on to ranks on other hosts
 
@@ -519,6 +525,168 @@ def apart() -> None:
             *_, rest = again.epochs(5, 16, valid=(X, Y), checkpoint=Checkpoint(folder), resume="latest")
             assert again.used().tolist() == [16.0] * len(X), name
             assert rest.validation["mse"] < last.validation["mse"], (name, last, rest)
+    print("right")
+
+
+@dataclass(frozen=True)
+class KillAndRun(ranks.Command):
+    """Command at which a rank's process is killed, or the agent of its host.
+
+    Attributes
+    ----------
+    command : Command
+        The command that all ranks run.
+    rank : int
+    seconds : float
+        Time of the kill, after the command's start.
+    kills_agent : bool
+    """
+
+    command: ranks.Command
+    rank: int
+    seconds: float
+    kills_agent: bool = False
+
+    @property
+    def task_memory(self) -> Any:
+        """Memory of the task, for the agents."""
+        return self.command.task_memory
+
+    def run(self, rank: ranks.Rank) -> Any:
+        """Run the command."""
+        if rank.number == self.rank and self.kills_agent:
+            os.kill(os.getppid(), signal.SIGKILL)
+        elif rank.number == self.rank:
+            threading.Timer(self.seconds, os.kill, (os.getpid(), signal.SIGKILL)).start()
+        return self.command.run(rank)
+
+
+class Killer:
+    """Kills workers, or agents, at some commands of trainings that survive it, while it is in use.
+
+    Attributes
+    ----------
+    moments : dict of int to (rank, seconds) or (rank, seconds, bool)
+        Further arguments of `KillAndRun`, by the command's number since the first copy of the ranks' state.
+    count : int
+        Number of commands since then.
+    """
+
+    def __init__(self) -> None:
+        from hosts import programs  # the others find the command by its name
+
+        self.command, self.post, self.copy = programs.KillAndRun, ranks.Session._post, DeathRecovery._copy_state
+        self.moments: dict[int, Any] = {}
+        self.count, self.is_armed = 0, False
+
+    def __enter__(self) -> Killer:
+        self.patches = contextlib.ExitStack()
+        for owner, name, function in (
+            (ranks.Session, "_post", self.send),
+            (DeathRecovery, "_copy_state", self.copy_and_arm),
+        ):
+            self.patches.enter_context(mock.patch.object(owner, name, partialmethod(_call, function)))
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.patches.close()
+
+    def copy_and_arm(self, recovery: DeathRecovery) -> None:
+        """Copy the ranks' state: without a copy a death ends the training."""
+        self.copy(recovery)
+        self.is_armed = True
+
+    def send(self, session: ranks.Session, number: int, command: ranks.Command) -> None:
+        """Post a command."""
+        if self.is_armed and session._n_keepers:
+            self.count += 1
+            if self.count in self.moments and session.size > self.moments[self.count][0]:
+                command = self.command(command, *self.moments[self.count])
+        self.post(session, number, command)
+
+
+def _call(owner: Any, function: Any, *args: Any) -> Any:
+    """Call a function in a method's place."""
+    return function(owner, *args)
+
+
+def survive(name: str, seed: str) -> None:
+    """Train without deaths, and with some at random commands; compare rows, and a synchronous rule's numbers."""
+    from trainer_model import SYNCHRONOUS, Model, X, Y
+
+    n, source = fork(), random.Random(seed)
+
+    def train(kills_mpirun: bool) -> tuple[Any, list[Any]]:
+        model, reports = Model(name), []
+        for report in model.epochs(5, 2, valid=(X, Y), on_death="continue"):
+            reports.append(report)
+            if kills_mpirun and len(reports) == 1:
+                os.kill(ranks.get_session().link._mpirun.pid, signal.SIGKILL)
+        assert model.used().tolist() == [2.0] * len(X), (name, model.used())
+        return model.values(), reports
+
+    with Killer() as killer:
+        expected, expected_reports = train(False)
+        moments = source.sample(range(1, killer.count // 2), 2)
+        killer.count, killer.is_armed = 0, False
+        killer.moments = {k: (rank, source.random() / 100) for k, rank in zip(moments, (1, n - 1), strict=True)}
+        values, reports = train(name == "LocalSGD")
+    deaths = [death for report in reports for death in report.deaths]
+    assert deaths and all("SIGKILL" in death["cause"] for death in deaths), deaths
+    assert name != "LocalSGD" or any("mpirun, which connects the hosts" in death["cause"] for death in deaths), deaths
+    assert ranks.get_session().size == n and [r.seen for r in reports] == [r.seen for r in expected_reports]
+    if name in SYNCHRONOUS:
+        np.testing.assert_array_equal(values, expected)
+        assert [(r.loss, r.validation) for r in reports] == [(r.loss, r.validation) for r in expected_reports]
+    print("right")
+
+
+def survive_host(name: str, fault: str) -> None:
+    """Train on through the loss of the last host; compare with a training resumed on the ranks that are left.
+
+    The fault is that its "agent" is killed, or the whole "host", of which ``mpirun`` does not say which it was.
+    """
+    import tempfile
+
+    import pytest
+    from trainer_model import SYNCHRONOUS, Model, X, Y
+
+    from hosts import simulated
+    from synkhronos.training import Checkpoint
+
+    n = fork()
+    rows = synk.data_parts(lambda start, stop: Y[start:stop], len(Y))
+    with pytest.raises(ValueError, match="instead of data_parts on several hosts"):
+        Model(name).trainer.epochs(X, [rows, np.arange(len(Y))], 5, 1, on_death="continue")
+    host, count = HOSTS[-1].split(":")
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as folder, Killer() as killer, contextlib.ExitStack() as stack:
+        model, reports = Model(name), []
+        for report in model.epochs(5, 3, valid=(X, Y), on_death="continue", checkpoint=Checkpoint(folder, keep=9)):
+            reports.append(report)
+            if len(reports) == 1 and fault == "agent":
+                killer.moments[killer.count + 2] = n - 1, 0.0, True
+            elif len(reports) == 1:
+                stack.enter_context(mock.patch.object(mpirun, "find_lost_hosts", return_value=[1, 2]))
+                assert simulated.ask({"op": "kill", "host": host}) == 0
+        left, deaths = ranks.get_session().size, reports[1].deaths
+        assert left == n - int(count) and [r.seen for r in reports] == [60, 120, 180], (left, deaths)
+        assert len(deaths) == (1 if fault == "agent" else 2) and (deaths[-1]["rank"], deaths[-1]["host"]) == (
+            left,
+            host,
+        )
+        assert ("was lost" if fault == "agent" else "could not start: the hosts") in deaths[-1]["cause"], deaths
+        assert f"rank {left} on host {host} " in str(reports[1])
+        with pytest.raises(ValueError, match="memory was freed"):
+            synk.function([model.y], model.y.sum())(rows)
+        synk.close()
+        fork.cache_clear()
+        synk.fork(left, use_gpu=False)
+        resumed, checkpoint = Model(name), Checkpoint(folder, keep=9)
+        rest = list(resumed.epochs(5, 3, valid=(X, Y), resume=checkpoint.path(len(X))))
+    if name in SYNCHRONOUS:
+        np.testing.assert_array_equal(resumed.values(), model.values())
+        assert [(r.loss, r.validation) for r in rest] == [(r.loss, r.validation) for r in reports[1:]]
+    synk.close()
     print("right")
 
 
