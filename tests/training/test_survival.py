@@ -424,7 +424,7 @@ def test_on_death_refuses_loaders_in_jax_mode(monkeypatch):
     model = Model("BSP")
     iterator = model.epochs(on_death="continue")
     next(iterator)
-    arguments = model.trainer._model.state, False, 1, True
+    arguments = model.trainer._model.state, False, 1, True, False
     with pytest.raises(ValueError, match="^on_death: .* instead of a Loader where JAX has started"):
         death_recovery.DeathRecovery(arguments[0], JAX, *arguments[1:])
     monkeypatch.setattr(death_recovery, "is_fork_unsafe", lambda: True)
