@@ -173,7 +173,7 @@ def test_silent_host_is_lost_with_all_its_ranks():
     link = MpiLink([Host("a", 2), Host("b", 1024)], 1.0)
     link.ranks_by_host = [range(2), range(2, 1026)]
     words, layout = [0] * 64, SimpleNamespace(failure_message=memoryview(bytearray(FAILURE_NBYTES)))
-    link._control, link._layout = SimpleNamespace(words=words, ring_all=lambda: None), layout
+    link._control, link._layout = mock.Mock(words=words), layout
     agent = Agent.__new__(Agent)
     agent._control, agent._layout, agent._config = link._control, layout, {"master": 0}
     with mock.patch.object(os, "kill") as kill:
