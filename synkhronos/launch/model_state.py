@@ -147,6 +147,16 @@ class ModelState:
         """Restore variables, rule state and random generators from a checkpoint, which rank 0 reads for all ranks."""
         rank_state.restore_state(self.worker, self._training, path, 0)
 
+    def get_random_states(self) -> tuple[list[Any], dict[str, Any]]:
+        """Return the states of this rank's random streams, and of its global generators."""
+        return [rank_state.get_stream_state(shared) for shared in self.groups.generators], get_generators()
+
+    def set_random_states(self, streams: list[Any], generators: dict[str, Any]) -> None:
+        """Set the random streams and the global generators to states that `get_random_states` has returned."""
+        for shared, state in zip(self.groups.generators, streams, strict=True):
+            rank_state.set_stream_state(shared, state)
+        set_generators(generators)
+
     def set_reported_params(self) -> None:
         """Set the parameters to those that the rule reports."""
         rank_state.set_reported_params(self.worker, STORAGE, self.rule)
