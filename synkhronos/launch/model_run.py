@@ -225,7 +225,7 @@ class ModelRun(EpochLoop):
             Whether a signal has ended the validation, which then has no results.
         """
         recorder = self.recorder
-        random_states = self.state.get_random_states()
+        generator_states = self.state.get_generator_states()
         batch, has_stopped, is_ended = 0, False, False
         per_batch = contract.get_n_sub_batches(self.model)
         while batch < int(self.model.data.n_batch_val) and not has_stopped and not is_ended:
@@ -243,7 +243,7 @@ class ModelRun(EpochLoop):
         by_rank = self.worker.all_gather((*recorder.take_validation_sums(), has_stopped, is_ended))
         self.loop.has_ended = any(ended for *_, ended in by_rank)
         if self.loop.has_ended:
-            self.state.set_random_states(*random_states)  # a resumed run repeats the validation
+            self.state.set_generator_states(*generator_states)  # a resumed run repeats the validation
             return True
         sums: dict[str, float] = {}
         total = sum(rows for rows, *_ in by_rank)

@@ -147,15 +147,15 @@ class ModelState:
         """Restore variables, rule state and random generators from a checkpoint, which rank 0 reads for all ranks."""
         rank_state.restore_state(self.worker, self._training, path, 0)
 
-    def get_random_states(self) -> tuple[list[Any], dict[str, Any]]:
-        """Return the states of this rank's random streams, and of its global generators."""
-        return [rank_state.get_stream_state(shared) for shared in self.groups.generators], get_generators()
+    def get_generator_states(self) -> tuple[list[Any], dict[str, Any]]:
+        """Return the states of this rank's random generators, and of its global ones."""
+        return generator_state.collect_states(self.worker, self.groups.generators), get_global_generator_states()
 
-    def set_random_states(self, streams: list[Any], generators: dict[str, Any]) -> None:
-        """Set the random streams and the global generators to states that `get_random_states` has returned."""
-        for shared, state in zip(self.groups.generators, streams, strict=True):
-            rank_state.set_stream_state(shared, state)
-        set_generators(generators)
+    def set_generator_states(self, states: list[Any], global_states: dict[str, Any]) -> None:
+        """Set this rank's random generators to states from `get_generator_states`."""
+        for shared, state in zip(self.groups.generators, states, strict=True):
+            generator_state.set_state(shared, state)
+        set_global_generator_states(global_states)
 
     def set_reported_params(self) -> None:
         """Set the parameters to those that the rule reports."""
