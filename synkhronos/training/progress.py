@@ -176,8 +176,8 @@ class TrainerState:
         if meta["row"] and meta["parts"] != data.describe_parts():
             raise CheckpointError(
                 f"{path} was written within an epoch over data_parts, of {_format_parts(meta['parts'])}, got "
-                f"{_format_parts(data.describe_parts())}: the order of rows would be another; a checkpoint of "
-                "an epoch's end will do"
+                f"{_format_parts(data.describe_parts())}: the order of rows would be another; use a "
+                "checkpoint from the end of an epoch"
             )
         n_outcomes = 1 if self.training.is_joint else ranks.get_session().size
         progress = Progress(

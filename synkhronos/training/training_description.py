@@ -110,7 +110,7 @@ def check_description(path: Any, meta: Mapping[str, Any], now: Mapping[str, Any]
     if meta["asynchronous"] != now["asynchronous"]:
         raise CheckpointError(
             f"{path} is of {now['rule']} with asynchronous={meta['asynchronous']}, got asynchronous="
-            f"{now['asynchronous']}: ranks that exchange one by one keep other things than those that do together"
+            f"{now['asynchronous']}: asynchronous and synchronous ranks store different state"
         )
     _check_options(path, now["rule"], meta["rule_options"], now["rule_options"])
     if meta["update_rule"] != now["update_rule"]:
