@@ -308,8 +308,19 @@ def marginalized_categories():
         pm.Potential(name, terms)
 
 
+def marginalized_twice():
+    mu, effect, w = pm.Normal("mu", shape=3), pm.Normal("effect", shape=2), pm.Dirichlet("w", np.ones(2))
+
+    def marginalize_inner(k):
+        terms = pm.logp(pm.Normal.dist(mu[k] + effect[:, None]), X[:, 0])
+        return pt.logsumexp(pt.alloc(terms, terms.shape[0], N) + pt.log(w)[:, None], axis=0)
+
+    pm.Potential("y", marginalize(marginalize_inner))
+
+
 MODELS = [
     marginalized_categories,
+    marginalized_twice,
     several_groupings_of_data,
     counts_with_offset,
     survival,

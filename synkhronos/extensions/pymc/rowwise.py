@@ -329,6 +329,8 @@ def _restrict_blockwise(search: RowSearch, node: Any, axis: int) -> Any:
         return node.op(*[search.restrict_or_broadcast(variable, axis) for variable in node.inputs], return_list=True)
     if isinstance(node.op.core_op, AdvancedSubtensor):
         return search.restrict(_index_all_batches(node, n_batch), axis)
+    if isinstance(node.op.core_op, Alloc):
+        return search.restrict(_allocate_all_batches(node, n_batch), axis)
     if not isinstance(node.op.core_op, Dot):
         raise _make_error(node)
     # A product of matrices: rows of the first operand, or columns of the second.
@@ -355,6 +357,16 @@ def _index_all_batches(node: Any, n_batch: int) -> Any:
     batched = [i for i in batches if not values.type.broadcastable[i]]
     picks = [pt.arange(values.shape[i]).dimshuffle(*["x"] * i, 0, *["x"] * (n_batch + width - i - 1)) for i in batched]
     return values.dimshuffle(*batched, *range(n_batch, values.type.ndim))[(*picks, *arrays)]
+
+
+def _allocate_all_batches(node: Any, n_batch: int) -> Any:
+    """Return an allocation of each batch, which all have the same shape, as one allocation of all batches."""
+    value, *_ = node.inputs
+    shape = node.outputs[0].type.shape
+    if None in shape:
+        raise _make_error(node)
+    gap = ["x"] * (len(shape) - value.type.ndim)
+    return pt.alloc(value.dimshuffle(*range(n_batch), *gap, *range(n_batch, value.type.ndim)), *shape)
 
 
 def _restrict_take(search: RowSearch, node: Any, axis: int) -> Any:
