@@ -27,13 +27,13 @@ from typing import Any
 
 import numpy as np
 
-import synkhronos as synk
 from synkhronos import ranks
 from synkhronos.collectives.arguments import distribute_variables
 from synkhronos.data.rows import get_share
 from synkhronos.devices import HOST
 from synkhronos.graphs import library_of
 from synkhronos.graphs.mirror import get_object
+from synkhronos.processes import close, fork
 from synkhronos.ranks import Command, Rank, Session
 
 __all__ = ["can_start_ranks", "find_chain", "measure_rate", "set_chain", "set_inherited_rows", "start_ranks"]
@@ -96,8 +96,8 @@ def start_ranks(max_ranks: int | None = None) -> bool:
     number, num_parallel = chain
     share = get_share(len(inherited.rank.control.local_ranks), num_parallel, number % num_parallel)
     size = max(1, share.stop - share.start)
-    synk.fork(min(size, max_ranks or size), use_gpu=False, timeout=inherited.timeout, hosts=[])
-    Finalize(None, synk.close, exitpriority=0)  # a process of multiprocessing does not run the functions of atexit
+    fork(min(size, max_ranks or size), use_gpu=False, timeout=inherited.timeout, hosts=[])
+    Finalize(None, close, exitpriority=0)  # a process of multiprocessing does not run the functions of atexit
     return True
 
 

@@ -46,13 +46,14 @@ from pytensor.tensor.elemwise import CAReduce, DimShuffle, Elemwise
 from pytensor.tensor.rewriting.basic import register_canonicalize
 from pytensor.tensor.type import float_dtypes
 
-import synkhronos as synk
 from synkhronos import ranks
 from synkhronos.checks import describe
+from synkhronos.collectives.calls import scatter
+from synkhronos.data import Data
 from synkhronos.data.read_only import ReadOnlyData
 from synkhronos.devices import HOST
 from synkhronos.extensions.chains import find_chain, set_inherited_rows, start_ranks
-from synkhronos.function import get_dispatcher
+from synkhronos.function import Function, function, get_dispatcher
 from synkhronos.graphs import library_of
 
 if TYPE_CHECKING:
@@ -139,7 +140,7 @@ def sum_over_rows(terms: Any, rows: Mapping[Any, Any], name: str | None = None) 
     return SumOverRows(rows_sum)(*rows_sum.params)
 
 
-class WorkerExitInterrupt(synk.WorkerError, KeyboardInterrupt):
+class WorkerExitInterrupt(ranks.WorkerError, KeyboardInterrupt):
     """A worker exited during sampling.
 
     As a KeyboardInterrupt it has PyMC's samplers stop and return the draws so far.
@@ -215,25 +216,25 @@ class RowsSum:
         return list(grad(_remove_checks(self.total), wrt, disconnected_inputs="ignore"))
 
     @cached_property
-    def _value_function(self) -> synk.Function:
+    def _value_function(self) -> Function:
         return self._compile("value", self._inputs, [self.total])
 
     @cached_property
-    def _gradient_function(self) -> synk.Function:
+    def _gradient_function(self) -> Function:
         return self._compile("gradient", self._inputs, [self.total, *self._gradients])
 
     @cached_property
-    def _product_function(self) -> synk.Function:
+    def _product_function(self) -> Function:
         directions = [self._inputs[i].type(f"direction_{i}") for i in self.floats]
         wrt = [self._inputs[i] for i in self.floats]
         along = pt.add(0, *[pt.sum(g * v) for g, v in zip(self._gradients, directions, strict=True)])
         products = grad(along, wrt, disconnected_inputs="ignore")
         return self._compile("product", [*self._inputs, *directions], list(products))
 
-    def _compile(self, quantity: str, inputs: Sequence[Any], outputs: Sequence[Any]) -> synk.Function:
+    def _compile(self, quantity: str, inputs: Sequence[Any], outputs: Sequence[Any]) -> Function:
         # One output, and so one reduction.
         joined = outputs[0] if len(outputs) == 1 else pt.concatenate([output.ravel() for output in outputs])
-        return synk.function(
+        return function(
             [],
             (joined, "sum"),
             bcast_inputs=list(inputs),
@@ -286,7 +287,7 @@ class RowsSum:
                 return self._evaluate_here(params, gradient)
             try:
                 return self.chain_servers.evaluate(self, params, gradient)
-            except synk.WorkerError as error:
+            except ranks.WorkerError as error:
                 raise _stop_sampler(error, self.chain_servers) from error
 
     def _evaluate_here(self, params: Sequence[np.ndarray], gradient: bool) -> list[np.ndarray]:
@@ -306,14 +307,14 @@ class RowsSum:
             return [result.copy() for result in self._last_results]
 
     def _call(
-        self, function: synk.Function, arguments: Sequence[np.ndarray], templates: Sequence[np.ndarray]
+        self, function: Function, arguments: Sequence[np.ndarray], templates: Sequence[np.ndarray]
     ) -> list[np.ndarray]:
         """Call a function on the ranks, and split its result into arrays of the shapes and dtypes of `templates`."""
         if not len(self._scattered[0]):
             return [np.zeros_like(template) for template in templates]
         try:
             joined = np.ravel(get_dispatcher(function).call(*arguments, num_slices=self._num_slices)[0])
-        except synk.WorkerError as error:
+        except ranks.WorkerError as error:
             session = None if self._session is None else self._session()
             # A chain's process reports the error to PyMC, which ends the other chains.
             if not self.interrupts_on_exit or session is not None and session.close_reason is None or find_chain():
@@ -349,7 +350,7 @@ class RowsSum:
             if has_inherited and session.workers.are_forks:
                 set_inherited_rows(session, self._shareds, self)
             else:
-                synk.scatter(self._shareds, arrays)
+                scatter(self._shareds, arrays)
             if session.rank.device is HOST:  # GPUs are fastest on all rows at once
                 nbytes = sum(np.dtype(values.dtype).itemsize * math.prod(values.shape) for values in arrays)
                 self._num_slices = min(max(1, nbytes // (session.rank.size * _SLICE_BYTES)), num_rows)
@@ -375,7 +376,7 @@ class RowsSum:
             return ranks.get_session()
 
 
-def _stop_sampler(error: synk.WorkerError, source: Any) -> WorkerExitInterrupt:
+def _stop_sampler(error: ranks.WorkerError, source: Any) -> WorkerExitInterrupt:
     """Warn, stop a sampler whose thread this is, and return the interrupt for PyMC's samplers.
 
     `source` are the ranks or servers that have failed: they interrupt the main thread once, as a second interrupt would
@@ -594,7 +595,7 @@ def _check_rows(rows: Any) -> tuple[list[Any], list[Any]]:
 
 
 def _check_source(variable: Any, value: Any) -> Any:
-    if isinstance(value, SharedVariable | synk.Data):
+    if isinstance(value, SharedVariable | Data):
         kind = value.type if isinstance(value, SharedVariable) else value
         if (kind.dtype, kind.ndim) != (variable.dtype, variable.ndim):
             raise TypeError(

@@ -5,8 +5,7 @@ from __future__ import annotations
 import itertools
 from typing import Any
 
-import synkhronos as synk
-from synkhronos.function import get_dispatcher
+from synkhronos.function import Function, function, get_dispatcher
 from synkhronos.rules import BSP, Rule
 from synkhronos.training.death_recovery import DeathRecovery
 from synkhronos.training.metrics import Metric
@@ -57,7 +56,7 @@ class CompiledModel:
         groups = VariableGroups.from_graph(graph, graph.params, rule)
         self.validation = _compile_validation(graph, metrics) if metrics else None
         self.joint_step: TrainFunction | None = None
-        self.rank_step: synk.Function | None = None
+        self.rank_step: Function | None = None
         if isinstance(rule, BSP) and rule.average == "gradient":
             self.joint_step = TrainFunction(graph, rule.precision)
             self.optimizer = self.joint_step.optimizer_state
@@ -90,10 +89,10 @@ class CompiledModel:
         return DeathRecovery(self.state, device, ranks_differ, max_deaths, has_loader, has_parts)
 
 
-def _compile_rank_step(graph: TrainingGraph) -> synk.Function:
+def _compile_rank_step(graph: TrainingGraph) -> Function:
     """Compile the rank step: gradient and update in one function, without an all-reduce."""
     updates = [*apply_own_gradient(graph.rule).items(), *((u.shared, u.expression) for u in graph.extra_updates)]
-    return synk.function(
+    return function(
         [*graph.x, *graph.y],
         graph.outputs,
         updates=[(shared, new, None) for shared, new in updates],
@@ -101,10 +100,10 @@ def _compile_rank_step(graph: TrainingGraph) -> synk.Function:
     )
 
 
-def _compile_validation(graph: TrainingGraph, metrics: dict[str, Metric]) -> synk.Function:
+def _compile_validation(graph: TrainingGraph, metrics: dict[str, Metric]) -> Function:
     """Compile the metrics; with ``validate_ema``, of the moving averages instead of the parameters."""
     outputs = [output for metric in metrics.values() for output in metric.outputs]
     if graph.options.validate_ema:
         new_values = replace_params([expression for expression, _ in outputs], graph.params, graph.ema)
         outputs = [(new, op) for new, (_, op) in zip(new_values, outputs, strict=True)]
-    return synk.function([*graph.x, *graph.y], outputs, name="validation")
+    return function([*graph.x, *graph.y], outputs, name="validation")

@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 
-import synkhronos as synk
 from synkhronos import ranks
 from synkhronos.data import Data
+from synkhronos.data import data as make_data
 from synkhronos.data.parts import PartsData, iterate_shuffled_batches
 from synkhronos.loading import Loader
 from synkhronos.loading.loader import Feed, open_feed
@@ -122,7 +122,7 @@ class EpochData:
     def allocate_order(self) -> None:
         """Allocate the shared array with the order of rows."""
         if self.loader is None:
-            self.order = synk.data(shape=(self.n_epoch_rows,), dtype="int64")
+            self.order = make_data(shape=(self.n_epoch_rows,), dtype="int64")
         self._ordered_epoch = -1
 
     def make_source(self, epoch: int, start: int, is_joint: bool) -> Source:

@@ -25,8 +25,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-import synkhronos as synk
 from synkhronos import ranks
+from synkhronos.collectives.calls import broadcast
 from synkhronos.loading.loader import Feed
 from synkhronos.rules import Rule, State
 from synkhronos.tasks import LocalFunction, LocalRows, Worker
@@ -299,7 +299,7 @@ class JointLoop(_SourceLoop):
     def set_rate(self, rate: float) -> None:
         """Set the learning rate's variable on all ranks."""
         value = np.asarray(rate, self._learning_rate.type.dtype)
-        self._death_handler.run(lambda: synk.broadcast(self._learning_rate, value))
+        self._death_handler.run(lambda: broadcast(self._learning_rate, value))
 
     def launch(self, rows: list[Any]) -> list[tuple[Any, Any]]:
         """Take one step per batch, in one launch if possible."""

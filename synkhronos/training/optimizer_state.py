@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
-import synkhronos as synk
 from synkhronos import ranks
+from synkhronos.collectives.calls import broadcast, gather, scatter
 from synkhronos.graphs.mirror import Mirror
 from synkhronos.training.updates.flat_gradient import shape_of
 from synkhronos.training.updates.shards import StatePart, get_bounds
@@ -92,7 +92,7 @@ class OptimizerState:
             if shared in self._parts:
                 self._divide(self._parts[shared], value)
             else:
-                synk.broadcast(shared, value)
+                broadcast(shared, value)
 
     def get_vector(self, shareds: Sequence[Any]) -> np.ndarray:
         """Return the concatenated values of variables, in the widest of their dtypes."""
@@ -117,18 +117,18 @@ class OptimizerState:
                 value = self._gather(self._parts[shared])
                 shared.set_value(value)
                 if Mirror.get(ranks.get_session()).get_key(shared) is not None:
-                    synk.broadcast(shared, value)
+                    broadcast(shared, value)
 
     def _gather(self, part: StatePart) -> np.ndarray:
         """Return the whole value of a divided variable."""
         self.divide_initial_values()
-        return join_parts(synk.gather(part.shared, nd_up=1), part.shape)
+        return join_parts(gather(part.shared, nd_up=1), part.shape)
 
     def _divide(self, part: StatePart, value: np.ndarray) -> None:
         assert self._size is not None
         flat = value.reshape(-1)
         parts = [flat[start:stop] for start, stop in get_bounds(flat.size, self._size)]
-        synk.scatter(part.shared, np.concatenate(parts))
+        scatter(part.shared, np.concatenate(parts))
 
 
 def join_parts(parts: Sequence[np.ndarray], shape: tuple[int, ...]) -> np.ndarray:

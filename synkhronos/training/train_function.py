@@ -22,14 +22,13 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-import synkhronos as synk
 from synkhronos import ranks
 from synkhronos.casts import check_cast
 from synkhronos.checks import check_list
 from synkhronos.collectives.arguments import distribute_variables
 from synkhronos.collectives.calls import get_all_reduce_command
 from synkhronos.collectives.commands import GetShapes
-from synkhronos.function import get_dispatcher
+from synkhronos.function import function, get_dispatcher
 from synkhronos.function.call import Call
 from synkhronos.graphs import library_of
 from synkhronos.training.batches import StepRows, assign_rows, collect_sliceable_rows, group_steps
@@ -87,7 +86,7 @@ class TrainFunction:
             rule = RuleUpdates(shards.grad_updates, shards.local_updates, shards.grad_shared)
         grad_shared = rule.grad_shared
         inputs = [*graph.x, *graph.y]
-        self.gradient = synk.function(
+        self.gradient = function(
             [] if graph.sliceable else inputs,
             graph.outputs[0] if graph.weight is None else graph.outputs,
             # Slices may have different numbers of rows.  Each gradient is multiplied by its rows, so that they add up.
@@ -103,12 +102,12 @@ class TrainFunction:
             sliceable_shareds=graph.sliceable,
             name="train_gradient",
         )
-        self.update = synk.function([], updates=rule.param_updates, name="train_update")
+        self.update = function([], updates=rule.param_updates, name="train_update")
         self._updates = [self.update]
         if shards is not None:
-            self._updates.append(synk.function([], updates=shards.whole_updates, name="train_gather"))
+            self._updates.append(function([], updates=shards.whole_updates, name="train_gather"))
         zeros = library_of(grad_shared).tensor.zeros_like(grad_shared)
-        self._clear = synk.function([], updates=[(grad_shared, zeros)], name="train_clear")
+        self._clear = function([], updates=[(grad_shared, zeros)], name="train_clear")
         # Assigned after the functions: deepcopy copies attributes in order, and functions have to copy the variables.
         self.grad_shared = grad_shared
         parts, size = ({}, None) if shards is None else (shards.parts, shards.size)

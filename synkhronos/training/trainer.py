@@ -15,11 +15,11 @@ from typing import Any
 
 import numpy as np
 
-import synkhronos as synk
 from synkhronos import ranks
 from synkhronos.casts import as_numbers, check_cast
 from synkhronos.checks import check_at_least, check_flag, check_number, describe
 from synkhronos.data import Data
+from synkhronos.data import data as make_data
 from synkhronos.data.parts import PartsData
 from synkhronos.graphs import library_of
 from synkhronos.loading import Loader
@@ -330,7 +330,7 @@ class Trainer:
             if not isinstance(array, Data):
                 array = as_numbers(array, f"{name}: {describe(variable)}")
                 check_cast(array, variable.type.dtype, f"{name}: {describe(variable)}")
-                array = synk.data(array, var=variable, force_cast=True)
+                array = make_data(array, var=variable, force_cast=True)
             data.append(array)
         lengths = {len(array) for array in data}
         if len(lengths) != 1 or not min(lengths):

@@ -18,10 +18,10 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
-import synkhronos as synk
 from synkhronos import ranks
 from synkhronos.checks import describe
 from synkhronos.data import Data
+from synkhronos.data import data as make_data
 from synkhronos.data.parts import iterate_ordered_batches
 from synkhronos.loading import Loader, LoadError
 from synkhronos.loading.loader import Feed, record_position
@@ -86,7 +86,7 @@ class TrainerLoop(EpochLoop):
         model, checkpoint, state = self.model, self.checkpoint, self.model.state
         self.session = ranks.get_session()
         state.start_session(self.session, model)
-        self.batches_taken = synk.data(shape=(self.session.size + 1,), dtype="int64")
+        self.batches_taken = make_data(shape=(self.session.size + 1,), dtype="int64")
         self.data.allocate_order()
         if resume == "latest":
             assert checkpoint is not None
@@ -226,7 +226,7 @@ class TrainerLoop(EpochLoop):
         """Run a `RankLoop` on every rank; return the position reached and the totals of each."""
         model, state = self.model, self.model.state
         if len(self.batches_taken) != ranks.get_session().size + 1:  # a rank was left out
-            self.batches_taken = synk.data(shape=(ranks.get_session().size + 1,), dtype="int64")
+            self.batches_taken = make_data(shape=(ranks.get_session().size + 1,), dtype="int64")
         self.batches_taken[...] = 0
         variables = state.groups.params, state.groups.optimizer, state.groups.n_averages
         ended: list[tuple[int, RankTotals]] = run(

@@ -22,8 +22,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-import synkhronos as synk
 from synkhronos.checks import check_list
+from synkhronos.data import Data
 from synkhronos.function.rank_mean import RankMeanOp
 from synkhronos.graphs import library_of
 from synkhronos.graphs.dependence import Dependence
@@ -34,7 +34,7 @@ from synkhronos.training.updates.moving_average import add_average
 from synkhronos.training.updates.transformations import UpdateRule
 
 #: Argument for data: an array or Data object for one variable, a list of them for a list of variables.
-Rows = npt.ArrayLike | synk.Data | Sequence[npt.ArrayLike | synk.Data]
+Rows = npt.ArrayLike | Data | Sequence[npt.ArrayLike | Data]
 
 #: Argument for extra updates: shared variables and their new values, each with or without an op.
 Updates = Mapping[Any, Any] | Sequence[tuple[Any, Any] | tuple[Any, Any, str | None]]

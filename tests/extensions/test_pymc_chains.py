@@ -23,6 +23,7 @@ from pymc.sampling import mcmc  # noqa: E402
 
 import synkhronos as synk  # noqa: E402
 from synkhronos.extensions import chains as chains_module  # noqa: E402
+from synkhronos.extensions import rows_sum  # noqa: E402
 from synkhronos.extensions.pymc import chain_servers, data_parallel  # noqa: E402
 
 pytestmark = [
@@ -59,7 +60,7 @@ def started(monkeypatch):
     """Give a function that returns the worker process IDs of each chain so far."""
     read, write = os.pipe()
     os.set_blocking(read, False)
-    start_ranks = chains_module.synk.fork
+    start_ranks = chains_module.fork
 
     def start(*args, **kwargs):
         start_ranks(*args, **kwargs)
@@ -77,7 +78,7 @@ def started(monkeypatch):
         return found
 
     # The tests start the master's ranks by another function.
-    monkeypatch.setattr(chains_module, "synk", type("Patched", (), {"fork": staticmethod(start), "close": synk.close}))
+    monkeypatch.setattr(chains_module, "fork", start)
     yield get
     os.close(read)
     os.close(write)
@@ -126,7 +127,7 @@ def test_concurrent_chains_inherit_the_rows(fork, monkeypatch):
     def scatter(*args):
         raise AssertionError("the rows were copied")
 
-    monkeypatch.setattr(synk, "scatter", scatter)
+    monkeypatch.setattr(rows_sum, "scatter", scatter)
     ours = sample(parallel, chains=2, cores=2)
     np.testing.assert_allclose(
         ours.posterior["b"].values, sample(build(), chains=2, cores=1).posterior["b"].values, rtol=1e-6

@@ -77,10 +77,8 @@ def test_imports_go_to_lower_layers(package):
         if get_package_name(path) != package:
             continue
         for other in list_imported_packages(path):
-            if not other:
-                # Public functions, for packages that use them as programs do.
-                assert LAYER[package] > LAYER["tasks"], f"{path} imports the package itself"
-            elif other != package:
+            assert other, f"{path} imports the whole package: import from the package that defines the name"
+            if other != package:
                 assert LAYER[other] < LAYER[package], f"{path} imports {other}, which is not below {package}"
 
 
@@ -170,8 +168,8 @@ def find_cycles(imports):
 
 
 def test_imports_have_no_cycle():
-    """Imports within functions and those for type checkers count."""
-    paths = {get_module_name(path): path for path in FILES if get_package_name(path) not in ENTRY_POINTS}
+    """Imports within functions and those for type checkers count, and those of entry points."""
+    paths = {get_module_name(path): path for path in FILES}
     imports = {module: set() for module in paths}
     for module, path in paths.items():
         for name in list_imported_modules(path):

@@ -12,13 +12,13 @@ import traceback
 from collections.abc import Iterator
 from dataclasses import replace
 
-import synkhronos
 from synkhronos.compat.platoon.channel import controller_link
 from synkhronos.compat.platoon.channel.sockets import POLL
 from synkhronos.compat.platoon.channel.worker_group import Failure, WorkersPlan
 from synkhronos.compat.platoon.controller_process import Hosts, run_file, start_controller
 from synkhronos.compat.platoon.util import EndOfBatches
 from synkhronos.compat.startup import import_theano_before_fork
+from synkhronos.processes import close, fork
 from synkhronos.ranks import WorkerError
 from synkhronos.ranks.child_process import exit_with_parent
 from synkhronos.ranks.errors import Cancelled, describe_exit
@@ -39,7 +39,7 @@ def main() -> None:
     if on_gpu and not hosts:
         os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(_to_visible_device(device) for device in plan.devices)
     import_theano_before_fork(on_gpu)
-    synkhronos.fork(None if hosts else len(plan.devices), use_gpu=on_gpu, hosts=hosts)
+    fork(None if hosts else len(plan.devices), use_gpu=on_gpu, hosts=hosts)
     try:
         with _watch_other_hosts() if hosts else contextlib.nullcontext():
             run(run_script, plan)
@@ -57,7 +57,7 @@ def main() -> None:
         _report(0, str(error))
         raise
     finally:
-        synkhronos.close()
+        close()
 
 
 @contextlib.contextmanager
