@@ -78,7 +78,8 @@ def sample(options: argparse.Namespace) -> dict[str, Any]:
         wall = perf_counter() - start
     posterior = drawn["posterior"]
     statistics = {
-        name: np.concatenate([np.ravel(each[variable].values) for variable in each.data_vars]).tolist()
+        # nutpie's draws have transformed variables as well.
+        name: np.concatenate([np.ravel(each[variable.name].values) for variable in model.free_RVs]).tolist()
         for name, each in {
             "ess": pm.ess(drawn),
             "r_hat": pm.rhat(drawn),
