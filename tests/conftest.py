@@ -119,6 +119,7 @@ if DEVICE != "host":
             "faults",
             "footprint",
             "hosts_faults",
+            "hosts_survival",
             "interrupts",
             "binding",
             "launch",
