@@ -152,7 +152,7 @@ def test_synkhronos_rules_honour_the_class_attributes(tmp_path, monkeypatch):
     from synkhronos.launch import handle
 
     asked = []
-    monkeypatch.setattr(handle, "resolve", lambda sources, beside: asked.append(sources[0]) or 1 / 0)
+    monkeypatch.setattr(handle, "resolve", lambda sources, source_path: asked.append(sources[0]) or 1 / 0)
     for made, options in (
         (BSP, {"rule": "BSP", "rule_options": {"average": "gradient"}}),
         (type("BSP", (BSP,), {"sync_type": "avg"}), {"rule": "BSP", "rule_options": {"average": "params"}}),
