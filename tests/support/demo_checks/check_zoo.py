@@ -111,7 +111,7 @@ def train(session, folder, *sets, **environment):
 @pytest.mark.parametrize("session", SESSIONS, ids=lambda path: path.stem)
 def test_zoo_networks_have_sessions(session, tmp_path):
     found = settings.resolve(
-        [{"devices": "cpu", "folder": str(tmp_path)}, settings.read_session(session)], beside=session
+        [{"devices": "cpu", "folder": str(tmp_path)}, settings.read_session(session)], source_path=session
     )
     assert found.modelclass in NETWORKS
     assert found.modelfile == NETWORKS[found.modelclass][0] and Path(found.root) == DEMOS / "zoo"
@@ -152,7 +152,7 @@ def test_zoo_refuses_wrong_settings():
 
 def test_lstm_fulfils_the_contract(capsys, monkeypatch):
     monkeypatch.setattr(sys, "path", list(sys.path))
-    assert check.check(f"{DEMOS / 'zoo' / 'imdb.py'}:LSTM", {"config": NETWORKS["LSTM"][2]}) == 0, (
+    assert check.check_class(f"{DEMOS / 'zoo' / 'imdb.py'}:LSTM", {"config": NETWORKS["LSTM"][2]}) == 0, (
         capsys.readouterr().out
     )
 
