@@ -143,6 +143,15 @@ def test_data_parallel_logp_and_dlogp_equal_the_models(two, likelihood):
         assert N not in param.type.shape and param.name != "eta"
 
 
+def test_gradient_far_from_the_data_is_as_exact_as_pymcs(two):
+    model = hierarchical("negative binomial")
+    ours, theirs = (one.compile_dlogp(**HERE) for one in (data_parallel(model), model))
+    rng = np.random.default_rng(7)
+    for _ in range(4):
+        point = {name: value + 10 * rng.normal(size=np.shape(value)) for name, value in model.initial_point().items()}
+        np.testing.assert_allclose(ours(point), theirs(point), rtol=1e-9)
+
+
 @pytest.mark.parametrize("mode", ["CVM", "NUMBA"])
 def test_data_parallel_compiles_like_pymc(two, mode):
     with pm.Model() as model:
