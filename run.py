@@ -287,7 +287,7 @@ class Job:
     ----------
     environment : Environment
     part : str
-        What of its tests run, in a word or as the user gave it; "" for most of them.
+        Selection of its tests, in a word or as the user gave it; "" for most of them.
     arguments : sequence of str
         For pytest.
     device : str

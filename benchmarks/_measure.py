@@ -57,7 +57,7 @@ def interleaved(
     ----------
     sides : dict of str to callable
     rounds : int
-        How often each side has its turn; which side begins changes from round to round.
+        Number of turns of each side; the side that begins changes from round to round.
     calls : int
         Timed calls in each turn.
     warm : int

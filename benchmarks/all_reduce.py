@@ -35,7 +35,7 @@ class Others:
     Parameters
     ----------
     command : list of str
-        What starts them.
+        Command line that starts them.
     """
 
     def __init__(self, command: list[str]):

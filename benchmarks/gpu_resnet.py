@@ -42,9 +42,9 @@ def call(module: str, python: str, settings: dict[str, Any], environment: dict[s
     module : str
         Its module in this package.
     python : str
-        Which Python runs it.
+        Path of the Python that runs it.
     settings : dict
-        What it is told.
+        Settings of the side.
     environment : dict
         Variables beside those of this process.
     limit : float

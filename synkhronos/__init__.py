@@ -35,6 +35,7 @@ from synkhronos.gpus import get_n_gpu
 from synkhronos.processes import bytes_sent, close, fork
 from synkhronos.ranks import WorkerError
 from synkhronos.rules import Rule as _Rule
+from synkhronos.rules.rule import register_launcher as _register_launcher
 from synkhronos.tasks import Worker, run
 from synkhronos.tracing import Timeline, timeline
 
@@ -80,4 +81,5 @@ def _launch(rule: _Rule, *arguments: _Any, **settings: _Any) -> _Any:
     return LaunchedRun(rule, *arguments, **settings)
 
 
-_Rule.launcher = _launch
+# Rules are in a lower layer than the launcher, and cannot import it.
+_register_launcher(_launch)

@@ -59,7 +59,7 @@ class Digits(NamedTuple):
     Attributes
     ----------
     train, valid, test : Part
-        What to learn from, what to watch while learning, and what to judge the result by.
+        Digits for training, for validation during the training, and for the test of the result.
     """
 
     train: Part
@@ -90,7 +90,7 @@ def load_idx(directory: Path) -> Digits:
     Parameters
     ----------
     directory : Path
-        Where the four files lie, compressed or not: ``train-images-idx3-ubyte``,
+        Folder of the four files, compressed or not: ``train-images-idx3-ubyte``,
         ``train-labels-idx1-ubyte``, ``t10k-images-idx3-ubyte`` and ``t10k-labels-idx1-ubyte``,
         with ``.gz`` behind the name when compressed.
 
@@ -123,7 +123,7 @@ def download(directory: Path) -> None:
     Parameters
     ----------
     directory : Path
-        Where to put them.
+        Folder in which the files are stored.
 
     Raises
     ------

@@ -278,7 +278,7 @@ def fit(
     run : Run
         Receives the results.
     start : float
-        When the run began, by `perf_counter`.
+        Time at which the run began, by `perf_counter`.
     train : callable
         Called as ``train(images, labels, batch=rows)``; makes one step and returns the loss.
     evaluate : callable

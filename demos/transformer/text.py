@@ -43,7 +43,7 @@ def load_text(path: Path | None, length: int, characters: int | None = None) -> 
     length : int
         Characters of a window.
     characters : int, optional
-        How much of the text to use, from its beginning.
+        Number of characters to use, from the text's beginning; None for all.
     """
     text = read_text(path)[:characters]
     alphabet = "".join(sorted(set(text)))

@@ -26,12 +26,12 @@ class Classifier(ZooModel):
     Attributes
     ----------
     classes, side : int
-        How many classes there are, and height and width of the image that the network takes.
+        Number of classes; height and width of the image that the network takes.
     stored : int
         Height and width of the images in the data, at least `side`: that is cropped out of it, at a place and mirrored
         by chance; for validation, in the middle.
     pad : int
-        How many pixels are reflected at each border before that.
+        Number of pixels that are reflected at each border before that.
     decay : float
         Factor of half the sum of squared weights in the loss.
     """

@@ -45,7 +45,7 @@ class GAN(ZooModel):
     critic_steps : int
         Steps of the critic for each of the generator.
     noise, width : int
-        How many numbers the generator begins with; and filters of the layers next to the images.
+        Number of random numbers from which the generator makes an image; filters of the layers next to the images.
     """
 
     batch_size, n_epochs = 64, 50

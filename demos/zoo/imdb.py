@@ -39,8 +39,8 @@ class LSTM(ZooModel):
     Attributes
     ----------
     words, length, width : int
-        How many words there are, of which 0 is none and 1 an unknown one; how many a text has at most; and the size of
-        word vectors and of the layer.
+        Number of words, of which 0 is none and 1 an unknown one; maximal number of words in a text; size of word
+        vectors and of the layer.
     """
 
     batch_size, n_epochs, rate = 16, 100, 1.0

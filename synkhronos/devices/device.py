@@ -32,7 +32,7 @@ class DeviceMemory(ABC):
 
     @abstractmethod
     def owns(self, value: Any) -> bool:
-        """Whether a value is an array of this kind."""
+        """Whether a value is an array of this kind; the host's device also owns values that NumPy can read."""
 
     @abstractmethod
     def to_host(self, value: Any) -> np.ndarray:
@@ -77,6 +77,8 @@ class DeviceMemory(ABC):
     ) -> Any:
         """Return rows of an array in shared memory (None: all) as an input of the next launch.
 
+        The result may be a buffer, which the next call with the same ``key`` overwrites.
+
         Parameters
         ----------
         rank : Rank
@@ -91,7 +93,10 @@ class DeviceMemory(ABC):
         return self.load(rank, location, rows)
 
     def stage_indexes(self, rank: Rank, buffers: dict[Any, Any], key: Any, values: np.ndarray) -> Any:
-        """Return a vector of indexes as an input of the next launch."""
+        """Return a vector of indexes as an input of the next launch.
+
+        The result may be a buffer, which the next call with the same ``key`` overwrites.
+        """
         return self.from_host(values)
 
 
@@ -202,12 +207,19 @@ class Device(DeviceArithmetic, DeviceCollectives):
 
     # -- ranks -----------------------------------------------------------------------------------------------
 
-    def assign_gpus(self, size: int, root: int) -> list[str]:
-        """Return each rank's GPU, as ``CUDA_VISIBLE_DEVICES`` names it; empty strings for a device without GPUs.
+    def assign_gpus(self, n_local_ranks: int, local_master: int) -> list[str]:
+        """Return the GPU of each rank of this host, as ``CUDA_VISIBLE_DEVICES`` names it; "" without GPUs.
 
-        Called in the master, before ranks are bound.
+        Called before ranks are bound: in the master for its host, and on every rank of the other hosts.
+
+        Parameters
+        ----------
+        n_local_ranks : int
+            Number of ranks of this host.
+        local_master : int
+            Index of the master among them; 0 on other hosts.
         """
-        return [""] * size
+        return [""] * n_local_ranks
 
     def bind(self, rank: Rank, gpu: str) -> None:  # noqa: B027 - most need no binding
         """Bind this process to a GPU; called once on every rank, after the fork."""

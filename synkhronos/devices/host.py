@@ -22,7 +22,7 @@ class HostDevice(Device):
     has_arithmetic = True
 
     def owns(self, value: Any) -> bool:
-        """Whether NumPy can read a value."""
+        """Whether a value is a NumPy array or scalar, or has ``__array__``, by which NumPy can read it."""
         return isinstance(value, np.ndarray | np.generic) or hasattr(value, "__array__")
 
     def to_host(self, value: Any) -> np.ndarray:
@@ -42,7 +42,7 @@ class HostDevice(Device):
         return np.empty(shape, dtype)
 
     def fetch(self, values: Sequence[Any]) -> list[Any]:
-        """Return the values."""
+        """Return the values unchanged, since arrays in host memory are fetched already."""
         return list(values)
 
     def reduce_pair(self, op: Reduction, left: Any, right: Any) -> Any:
@@ -71,7 +71,11 @@ class HostDevice(Device):
     def stage_input(
         self, rank: Rank, buffers: dict[Any, Any], key: Any, location: SharedArray, rows: Selection | None, copy: bool
     ) -> Any:
-        """Return rows of an array in shared memory (None: all): a view if they are evenly spaced."""
+        """Return rows of an array in shared memory (None: all) as an input of the next launch.
+
+        All rows, and evenly spaced ones, are a view of the shared memory, or a new array if ``copy``.  Rows by index
+        are a buffer, which the next call with the same ``key`` overwrites.
+        """
         array = location.view(rank.segments)
         if rows is None:
             return array.copy() if copy else array
@@ -88,7 +92,7 @@ class HostDevice(Device):
         return take_rows(array, rows, buffer[:size].reshape(shape))
 
     def stage_indexes(self, rank: Rank, buffers: dict[Any, Any], key: Any, values: np.ndarray) -> Any:
-        """Return the vector."""
+        """Return the vector of indexes itself, as functions take NumPy arrays."""
         return values
 
 

@@ -106,7 +106,8 @@ class ReducibleOutputs(Protocol):
     def freeze(self, rank: Rank) -> Self:
         """Return a copy that can be reduced after shared variables have changed.
 
-        If the master has no rows, it computes the outputs of zero rows now.
+        If the master has no rows, it computes the outputs of zero rows now; an error of this computation is raised by
+        `reduce`, if it needs the outputs.  Workers drop the values of outputs that are not reduced.
         """
 
 

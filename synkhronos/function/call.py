@@ -6,8 +6,8 @@ the ranks, or stores them until they are read.
 The first call of a variant compiles it.  The order of the ranks depends on the compiler
 (`GraphLibrary.choose_compile_order`)::
 
-    MASTER_FIRST         the master compiles   |barrier|  the workers compile, from the cache on disk
-    IN_PARALLEL         all ranks compile
+    MASTER_FIRST    the master compiles  |barrier|  the workers compile, from the cache on disk
+    IN_PARALLEL     all ranks compile
     AT_FIRST_CALL   all ranks rewrite the graph; the master computes  |barrier|  the workers compute, from the cache
 """
 
@@ -53,7 +53,7 @@ class ScatteredInput(NamedTuple):
     array : SharedArray
     rows : range or SharedArray of int64
         Selected rows of all ranks together.
-    offset : int
+    first_row : int
         Row number of the array's first row in the numbering of ``rows``: above 0 only for a minibatch.
     is_mutable : bool
         As in `BroadcastInput`.
@@ -61,7 +61,7 @@ class ScatteredInput(NamedTuple):
 
     array: SharedArray
     rows: range | SharedArray
-    offset: int
+    first_row: int
     is_mutable: bool
 
     def get_row_access(self, size: int, ranks: range) -> RowAccess:
@@ -69,7 +69,7 @@ class ScatteredInput(NamedTuple):
         first, last = (get_share(self._n_rows, size, r) for r in (ranks[0], ranks[-1]))
         rows = self.rows
         share = rows[first.start : last.stop] if isinstance(rows, range) else rows.slice_items(first.start, last.stop)
-        return RowAccess(self.array, share, self.offset)
+        return RowAccess(self.array, share, self.first_row)
 
     @property
     def _n_rows(self) -> int:
@@ -79,11 +79,11 @@ class ScatteredInput(NamedTuple):
         """Return the array's rows that this rank computes."""
         rows: Selection = self.rows if isinstance(self.rows, range) else self.rows.view(rank.segments)
         share = rows[get_share(len(rows), rank.size, rank.number)]
-        if not self.offset:
+        if not self.first_row:
             return share
         if isinstance(share, range):
-            return range(share.start - self.offset, share.stop - self.offset, share.step)
-        return share - self.offset
+            return range(share.start - self.first_row, share.stop - self.first_row, share.step)
+        return share - self.first_row
 
 
 class _CallFields(NamedTuple):
@@ -256,9 +256,9 @@ class RankCall:
         shares: dict[Any, Selection] = {}
         for call_input in call.inputs:
             if isinstance(call_input, ScatteredInput):
-                share = shares.get((call_input.rows, call_input.offset))
+                share = shares.get((call_input.rows, call_input.first_row))
                 if share is None:
-                    share = shares[call_input.rows, call_input.offset] = call_input.select_share(rank)
+                    share = shares[call_input.rows, call_input.first_row] = call_input.select_share(rank)
                 self._shares.append(share)
             else:
                 self._shares.append(None)

@@ -185,7 +185,7 @@ class Computation:
                 ) from error
 
     def reset_if_engine_changed(self) -> None:
-        """Drop compiled variants and buffers if they belong to another engine or device, as of an earlier session."""
+        """Drop compiled variants and buffers of another engine or device, which an earlier session may have used."""
         engine = choose_engine(self.library, self.kwargs.get("mode"))
         if "device" in self.__dict__ and (self.engine, self.device) != (engine, engine.device):
             for name in _ENGINE_ATTRIBUTES:
@@ -194,7 +194,7 @@ class Computation:
             self.buffers.clear()
 
     def move_to_device(self) -> None:
-        """Move the values of the shared variables to the device."""
+        """Move the values of the computation's shared variables to the device, if the device requires it."""
         if not self.device.must_move_shared_values:
             return
         library = self.library

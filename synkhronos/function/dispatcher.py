@@ -22,7 +22,7 @@ from synkhronos import ranks
 from synkhronos.checks import check_at_least, check_integer
 from synkhronos.function.call import Call
 from synkhronos.function.computation import DEFAULT_VARIANT, Computation, Variant
-from synkhronos.function.inputs import CallInputs, has_only_slices
+from synkhronos.function.inputs import CallInputs, has_only_contiguous_slices
 from synkhronos.graphs.mirror import Mirror
 from synkhronos.ranks import Session, WeakKeyDict
 
@@ -135,7 +135,7 @@ class Dispatcher:
                         "the update would replace all rows by values of the selected rows; update another variable, or "
                         "leave this one out of sliceable_shareds"
                     )
-            is_contiguous = batch_s is None or has_only_slices(batch_s)
+            is_contiguous = batch_s is None or has_only_contiguous_slices(batch_s)
             row_inputs = "slice" if is_contiguous and not computation.engine.fixed_lengths else "index"
         return Variant(row_inputs, bool(num_slices > 1), self._parse_output_subset(output_subset))
 

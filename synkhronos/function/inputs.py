@@ -91,7 +91,7 @@ class CallInputs:
         if not computation.inputs and not args and not named and batch is None:
             return (), None
         values = self.bind_arguments(args, named)
-        checked = [self._check_input(i, value, session) for i, value in enumerate(values)]
+        checked = [self._to_checked_input(i, value, session) for i, value in enumerate(values)]
         if n == 0:
             if batch is not None:
                 raise ValueError(f"batch: {self.computation.name} has no scattered inputs")
@@ -116,12 +116,12 @@ class CallInputs:
                     selected = rows
                 else:
                     selected = index = self._buffers.write("batch", rows) if index is None else index
-                offset = first_row if value.minibatch else 0
-                located.append(ScatteredInput(to_shared_array(value), selected, offset, is_mutable))
+                array_start = first_row if value.minibatch else 0
+                located.append(ScatteredInput(to_shared_array(value), selected, array_start, is_mutable))
         return tuple(located), len(rows)
 
-    def _check_input(self, position: int, value: Any, session: Session) -> Data | np.ndarray:
-        """Return an input's value after checks: a Data object, or an array of the input's dtype."""
+    def _to_checked_input(self, position: int, value: Any, session: Session) -> Data | np.ndarray:
+        """Check an input's value, and convert it to an array of the input's dtype if it is not a Data object."""
         spec, name = self.computation.inputs[position], self._names[position]
         variable_type = spec.variable.type
         if isinstance(value, Data):
@@ -189,14 +189,14 @@ class CallInputs:
         tuple of (slice or SharedArray)
             One selection for each rank.
         """
-        by_rank = split_by_rank(batch_s, session.size)
+        by_rank = parse_selections_by_rank(batch_s, session.size)
         shared: list[Any] = []
         for r, selection in enumerate([batch_s] if by_rank is None else by_rank):
             if isinstance(selection, slice):
                 select_rows(selection, 0, "batch_s")  # checks that the bounds are integers
                 shared.append(selection)
             else:
-                shared.append(self._buffers.write(("batch_s", r), check_indexes(selection, "batch_s")))
+                shared.append(self._buffers.write(("batch_s", r), to_index_array(selection, "batch_s")))
         return tuple(shared * session.size if by_rank is None else shared)
 
 
@@ -212,13 +212,13 @@ def _shorten(value: Any) -> str:
     return text if len(text) <= 80 else text[:77] + "..."
 
 
-def has_only_slices(batch_s: Any) -> bool:
-    """Whether ``batch_s`` consists of slices with step 1."""
+def has_only_contiguous_slices(batch_s: Any) -> bool:
+    """Whether ``batch_s`` is a slice with step 1, or consists of such slices."""
     selections = batch_s if isinstance(batch_s, list | tuple) else [batch_s]
     return len(selections) > 0 and all(isinstance(item, slice) and item.step in (None, 1) for item in selections)
 
 
-def split_by_rank(batch_s: Any, size: int, name: str = "batch_s") -> list[Any] | None:
+def parse_selections_by_rank(batch_s: Any, size: int, name: str = "batch_s") -> list[Any] | None:
     """Return a list with one selection for each rank; None if ``batch_s`` is one selection for all ranks.
 
     Parameters
@@ -243,12 +243,12 @@ def split_by_rank(batch_s: Any, size: int, name: str = "batch_s") -> list[Any] |
             raise ValueError(f"{name}: expected one selection of rows for each of {size} ranks, got {len(batch_s)}")
         return list(batch_s)
     if isinstance(batch_s, np.ndarray) and batch_s.ndim == 2:
-        return split_by_rank(list(batch_s), size, name)
+        return parse_selections_by_rank(list(batch_s), size, name)
     return None
 
 
-def check_indexes(selection: Any, name: str) -> np.ndarray:
-    """Return a list of indexes as an array of int64; each rank checks their range itself.
+def to_index_array(selection: Any, name: str) -> np.ndarray:
+    """Convert a list of indexes to an array of int64; each rank checks their range itself.
 
     Raises
     ------

@@ -2,8 +2,8 @@
 
 A compiled function calls `average_over_ranks` where its graph has a `RankMeanOp` (`synkhronos.extensions.rank_mean`)::
 
-    rank 0   rows --> mean of its rows --+                                    +--> next operation
-    rank 1   rows --> mean of its rows --+--> mean over ranks, by their rows --+--> next operation
+    rank 0   rows --> mean of its rows ----------------+                                     +--> next operation
+    rank 1   rows --> mean of its rows ----------------+--> mean over ranks, by their rows --+--> next operation
     rank 2   no rows: `RankMeans.contribute_no_rows` --+
 
 All ranks run the same function, so they compute the same means in the same order.  XLA calls `average_over_ranks` from
@@ -43,7 +43,15 @@ class RankMeans:
         self._error: BaseException | None = None
 
     def run_launch(self, run: Callable[[], list[Any]]) -> list[Any]:
-        """Call ``run``, which launches the compiled function and waits for it, and return its result."""
+        """Call ``run``, which launches the compiled function and waits for it, and return its result.
+
+        Raises
+        ------
+        RuntimeError
+            If the launch has computed another number of means than the function has.
+        Exception
+            The error of ``run``, or the error of a mean within the launch, for which XLA raises one of its own.
+        """
         RankMeans.current = self
         try:
             results = run()
@@ -78,11 +86,11 @@ class RankMeans:
     @contextlib.contextmanager
     def forbid(cls) -> Iterator[None]:
         """Context in which means over ranks raise RuntimeError, because ranks call functions at their own pace."""
-        cls.is_forbidden = True
+        was_forbidden, cls.is_forbidden = cls.is_forbidden, True
         try:
             yield
         finally:
-            cls.is_forbidden = False
+            cls.is_forbidden = was_forbidden
 
 
 def average_over_ranks(values: np.ndarray, weight: Any) -> np.ndarray:

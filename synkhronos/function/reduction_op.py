@@ -116,7 +116,7 @@ class Accumulator:
         if reduction.ufunc is None:
             self._arrays.append(value if value.ndim else value.reshape((1,)))
             return
-        weighted = self._multiply_by_weight(reduction, value, n_rows) if reduction.is_mean else value
+        weighted = self._to_summand(reduction, value, n_rows) if reduction.is_mean else value
         if self._value is None:
             # A copy, since later values are added in place.
             self._value = np.array(weighted) if weighted is value and self._device is HOST else weighted
@@ -125,7 +125,8 @@ class Accumulator:
         else:
             self._value = self._device.reduce_pair(reduction, self._value, weighted)
 
-    def _multiply_by_weight(self, reduction: Reduction, value: Any, n_rows: int) -> Any:
+    def _to_summand(self, reduction: Reduction, value: Any, n_rows: int) -> Any:
+        """Convert a value to its term in the sum of a mean: multiplied by its rows, if these are the weights."""
         self._dtype = value.dtype
         if value.dtype == np.float16:  # its range is too small for a sum over rows
             value = value.astype(np.float32)

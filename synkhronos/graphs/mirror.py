@@ -47,7 +47,7 @@ _max_jumps: WeakKeyDict[Any, int] = WeakKeyDict()
 
 
 def register_shareds(shareds: Iterable[Any]) -> None:
-    """Record that a function uses these shared variables, so that collectives may send them to the workers."""
+    """Register shared variables of a function, so that collectives accept them and may send them to the workers."""
     for shared in shareds:
         _registered[shared] = True
 
@@ -83,7 +83,10 @@ class Mirror:
         return mirror
 
     def _separate_streams(self) -> None:
-        """Jump with the random generators of new workers, which are copies of the master's, to each rank's stream."""
+        """Move the random generators of new workers to streams of their own.
+
+        The generators are copies of the master's, and would draw the same numbers.
+        """
         session = self._session()
         assert session is not None
         generators = [shared for shared in self._keys if library_of(shared).is_generator(shared)]
@@ -348,13 +351,27 @@ class _StrongReference:
 
 
 def get_object(rank: Rank, key: Any) -> Any:
-    """Return this rank's copy of an object that `Mirror.send` has sent."""
+    """Return this rank's copy of an object that `Mirror.send` has sent: in the master, the object itself.
+
+    Raises
+    ------
+    KeyError
+    If the object was not sent, or has been released.
+    """
     reference: Callable[[], Any] = rank.objects[key]
     return reference()
 
 
 def _reserve_jumps(session: Session, shared: Any) -> int:
-    """Reserve streams of a random generator for the workers; return the number of jumps before them, else 0."""
+    """Reserve one stream of a random generator for each worker; return the number of jumps to the first, less 1.
+
+    For a shared variable that is no random generator, return 0 and reserve nothing.
+
+    Raises
+    ------
+    TypeError, ValueError
+        If the generator can't jump.
+    """
     library = library_of(shared)
     if not library.is_generator(shared):
         return 0
@@ -388,7 +405,7 @@ def _jump_shared(shared: Any, rank: Rank, start: int) -> None:
     library.set_generator(shared, jump_to_rank(library, library.copy_generator(shared), rank, start))
 
 
-def reset_jumps(session: Session, generators: Iterable[Any]) -> None:
-    """Record that the user has set the generators: the ranks' streams are counted from the new states."""
+def restart_streams(session: Session, generators: Iterable[Any]) -> None:
+    """Record that the user has set the generators' states: only this session's workers have streams from them."""
     for shared in generators:
         _max_jumps[shared] = session.size - 1

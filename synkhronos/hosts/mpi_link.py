@@ -422,16 +422,16 @@ class MpiLink(Link):
 
 def _to_segment_access(access: RowAccess) -> SegmentAccess:
     """Return the access as bytes of a segment."""
-    array, rows, base = access
+    array, rows, first_row = access
     itemsize = np.dtype(array.dtype).itemsize
     if rows is None or not array.shape:
         return SegmentAccess(array.key, array.offset, 1, (0, int(np.prod(array.shape)) * itemsize, 1), None)
     row_nbytes = int(np.prod(array.shape[1:])) * itemsize
     if isinstance(rows, range):
         return SegmentAccess(
-            array.key, array.offset, row_nbytes, (rows.start - base, rows.stop - base, rows.step), None
+            array.key, array.offset, row_nbytes, (rows.start - first_row, rows.stop - first_row, rows.step), None
         )
-    return SegmentAccess(array.key, array.offset, row_nbytes, None, (rows.key, rows.offset, rows.shape[0], base))
+    return SegmentAccess(array.key, array.offset, row_nbytes, None, (rows.key, rows.offset, rows.shape[0], first_row))
 
 
 def _check_rows(access: RowAccess, local_rows: range, segments: SegmentTable, description: str) -> None:
@@ -440,10 +440,10 @@ def _check_rows(access: RowAccess, local_rows: range, segments: SegmentTable, de
     index = np.array([*rows[:1], *rows[-1:]]) if isinstance(rows, range) else rows.view(segments)
     if not index.size:
         return
-    first_row, last_row = int(index.min()) - access.base, int(index.max()) - access.base
-    if first_row < local_rows.start or last_row >= local_rows.stop:
+    low, high = int(index.min()) - access.first_row, int(index.max()) - access.first_row
+    if low < local_rows.start or high >= local_rows.stop:
         raise IndexError(
-            f"{description} needs rows from {first_row:,} to {last_row:,} of data that data_parts has loaded, and has "
+            f"{description} needs rows from {low:,} to {high:,} of data that data_parts has loaded, and has "
             f"those from {local_rows.start:,} to {local_rows.stop - 1:,}: rows that a host has loaded are not sent to "
             "others; PartsData.batches() yields batches of rows that each rank's host has"
         )

@@ -31,8 +31,8 @@ class SegmentAccess(NamedTuple):
     row_nbytes : int
     rows : (start, stop, step) or None
         Range of rows; None if there are indexes.
-    indexes : (key, offset, count, base) or None
-        Location of ``count`` row indexes, of dtype int64, in another segment.  ``base`` is subtracted from each.
+    indexes : (key, offset, count, first_row) or None
+        Location of ``count`` row indexes, of dtype int64, in another segment.  ``first_row`` is subtracted from each.
     """
 
     key: int
@@ -138,9 +138,9 @@ def find_pages(accesses: Iterable[SegmentAccess], memory: dict[int, np.ndarray])
     pages_by_segment: dict[int, list[np.ndarray]] = {}
     for access in accesses:
         if access.indexes is not None:
-            key, start, count, base = access.indexes
+            key, start, count, first_row = access.indexes
             pages_by_segment.setdefault(key, []).append(_find_page_range(start, start + 8 * count))
-            index = memory[key][start : start + 8 * count].view(np.int64) - base
+            index = memory[key][start : start + 8 * count].view(np.int64) - first_row
             pages_by_segment.setdefault(access.key, []).append(_find_row_pages(access, index))
         elif access.rows is not None:
             rows = range(*access.rows)

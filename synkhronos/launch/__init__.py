@@ -9,7 +9,7 @@
     supervisor       copies the output of the ranks, records the exit status
         │ starts
     master           rank 0: forks the other ranks
-        │ rank_main.start_rank, build_instance, train_instance
+        │ rank_main.prepare_rank, build_instance, train_instance
     rank 0 ... n-1   each trains an instance of the user's class
 
 ``import synkhronos`` does not import this package.

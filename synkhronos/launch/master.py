@@ -106,7 +106,7 @@ def _run(settings: Settings, plan: dict[str, Any]) -> int:
     )
     fork_bound(len(settings.devices), settings.on_gpu, masks, settings.hosts, host_output)
     processes = run(
-        rank_main.start_rank, plan["consoles"], masks, list(settings.devices), get_session().link.ranks_by_host
+        rank_main.prepare_rank, plan["consoles"], masks, list(settings.devices), get_session().link.ranks_by_host
     )
     (Path(settings.folder) / PROCESSES).write_text(json.dumps(processes))
     rule = settings.make_rule()

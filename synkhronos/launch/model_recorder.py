@@ -3,7 +3,7 @@
 It is an argument of ``train_iter``, ``val_iter`` and ``print_info``.  The class reports costs and times, and the run
 counts the steps::
 
-    train_iter: start(), end("calc"), train_error(...)  --+
+    train_iter: start(), end("calc"), train_error(...)   --+
     run:        begin_epoch(), count_iteration()         --+--> Meter --> write_rank(): a line, printed and recorded
     val_iter:   val_error(...)                           ----> take_validation_sums(): the epoch's report of all ranks
 

@@ -39,11 +39,11 @@ class ModelRun(EpochLoop):
     Parameters
     ----------
     state : ModelState
-    path : str or None
-        Checkpoint or copy to resume from.
-    copies : str or None
+    checkpoint_path : str or None
+        Checkpoint or copy to resume from; None to train from the beginning.
+    copies_folder : str or None
         Folder of copies in memory, for ``on_death = "continue"``.
-    flag : LocalRows
+    stop_flag : LocalRows
         Flag of `synkhronos.training.stop.StopPoll`.
 
     Attributes
@@ -60,7 +60,7 @@ class ModelRun(EpochLoop):
         Whether ``val_iter`` has returned ``"stop"`` on some rank.
     """
 
-    def __init__(self, state: ModelState, path: str | None, copies: str | None, flag: LocalRows):
+    def __init__(self, state: ModelState, checkpoint_path: str | None, copies_folder: str | None, stop_flag: LocalRows):
         settings = state.settings
         self.state, self.recorder = state, state.recorder
         self.worker, self.settings, self.model = state.worker, settings, state.model
@@ -69,13 +69,13 @@ class ModelRun(EpochLoop):
         self.checkpoint_every = settings.checkpoint
         own = self.model.vels if isinstance(state.rule, SummedGradients) else state.groups.params
         self.change_check = ChangeCheck(list(self.model.params), own)
-        if path is None:
+        if checkpoint_path is None:
             state.rule.setup(state.worker, state.rule_state)
         else:
-            state.resume(path)
+            state.resume(checkpoint_path)
         self.n_reports = state.epochs
-        self.copies = None if copies is None else RankCopies(copies, state)
-        self.loop = ModelLoop(state, self.change_check, self.copies, flag)
+        self.copies = None if copies_folder is None else RankCopies(copies_folder, state)
+        self.loop = ModelLoop(state, self.change_check, self.copies, stop_flag)
         self.totals: list[RankTotals] = []
         self.class_stops = False
         #: Recorder of reports, on rank 0.

@@ -2,7 +2,7 @@
 
 Each rank stores its instance of the model class between `build_instance` and `train_instance`::
 
-    start_rank()      redirect output, print device and cores
+    prepare_rank()    redirect output, print device and cores
     build_instance()  make and check the instance, compile its functions, make parameters equal on all ranks
     train_instance()  train the instance: a ModelRun loops over epochs, its ModelLoop over batches
 """
@@ -35,7 +35,7 @@ _EXCHANGES = {
 }
 
 
-def start_rank(
+def prepare_rank(
     worker: Worker, consoles: list[int], masks: list[list[int]], devices: list[str], by_host: list[range]
 ) -> int:
     """Redirect this rank's output to its own pipe, print its device and cores, and return its process ID.
@@ -121,9 +121,9 @@ def train_instance(
     settings: Settings,
     rule: Rule,
     shared: dict[str, LocalRows],
-    path: str | None,
-    copies: str | None,
-    flag: LocalRows,
+    checkpoint_path: str | None,
+    copies_folder: str | None,
+    stop_flag: LocalRows,
 ) -> bool:
     """Train the instance from `build_instance`, and call its ``cleanup``.
 
@@ -132,8 +132,12 @@ def train_instance(
     worker, settings, rule
     shared : dict of str to LocalRows
         Shared memory of the rule.
-    path, copies, flag
-        As in `ModelRun`.
+    checkpoint_path : str or None
+        Checkpoint or copy to resume from; None to train from the beginning.
+    copies_folder : str or None
+        Folder of copies in memory, for ``on_death = "continue"``.
+    stop_flag : LocalRows
+        Flag of `synkhronos.training.stop.StopPoll`.
 
     Returns
     -------
@@ -150,6 +154,6 @@ def train_instance(
     recorder = ModelRecorder(worker.number, lines, settings.every, contract.get_batch_size(model), folder)
     state = ModelState(worker, settings, rule, model, stored["groups"], shared, recorder)
     try:
-        return ModelRun(state, path, copies, flag).train_all_epochs()
+        return ModelRun(state, checkpoint_path, copies_folder, stop_flag).train_all_epochs()
     finally:
         model.cleanup()

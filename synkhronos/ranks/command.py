@@ -20,13 +20,13 @@ class RowAccess(NamedTuple):
     array : SharedArray
     rows : range, SharedArray of int64, or None
         Indexes of the rows; None for the whole array.
-    base : int
-        Number that is subtracted from each index: the index of the array's first row.
+    first_row : int
+        Index of the array's first row; it is subtracted from each index.
     """
 
     array: SharedArray
     rows: range | SharedArray | None = None
-    base: int = 0
+    first_row: int = 0
 
 
 class Command(ABC):
@@ -38,7 +38,7 @@ class Command(ABC):
     ----------
     effect : str or None
         Effect of the command as a sentence for error messages ("The function's updates were applied").  A command with
-        an effect calls `Rank.commit` after it has applied it; the error of a failed command names the ranks that did.
+        an effect calls `Rank.commit` after it has applied it.  The error of a failed command names the ranks that have.
     partial_effect : str or None
         Sentence for error messages if some ranks may have applied only a part of the effect.
     task_memory : TaskMemory or None

@@ -133,7 +133,7 @@ class Death(NamedTuple):
 
 
 class RemoteFailure(NamedTuple):
-    """RemoteFailure of another machine, or death of a worker there, that ends a session.
+    """Failure of another machine, or death of a worker on it, that ends the session.
 
     Attributes
     ----------

@@ -110,7 +110,17 @@ class MemoryTable:
             return create_unlinked_file(nbytes)
 
     def add_file(self, file: io.FileIO, nbytes: int, in_command: bool = False) -> Segment:
-        """Make a file a segment, which every rank has under the same key from the next command on."""
+        """Register a file as a segment, which every rank has under the same key from the next command on.
+
+        Parameters
+        ----------
+        file : FileIO
+            Open file of shared memory, from `create_file`; the table closes it.
+        nbytes : int
+            Size of the segment.
+        in_command : bool
+            Whether a command is running in this process.
+        """
         return self._add(Segment(self.last_key + 1, file.fileno(), nbytes), file, in_command)
 
     def map_user_file(self, path: str) -> Segment:

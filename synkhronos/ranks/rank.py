@@ -1,7 +1,7 @@
 """A rank's view of the other ranks.
 
 Ranks synchronise at *steps*: each rank counts the steps of a command, and a barrier returns when every counter has
-reached the step.  Small values are exchanged at a step through one slot of shared memory a rank.
+reached the step.  Small values are exchanged at a step through shared memory, which has one slot per rank.
 """
 
 from __future__ import annotations
@@ -110,8 +110,8 @@ class Rank:
         Called at the end of the current command.
     has_peer_died : callable
         Returns True once a peer process has exited.  Only the master's rank is informed.
-    device : Device
-        What this rank computes with; set by `synkhronos.devices`.
+    device : Device or None
+        Device whose arrays this rank computes with, set by the first command after `fork`; None before it.
     """
 
     def __init__(
@@ -160,7 +160,11 @@ class Rank:
         self.objects = {key: value for key, value in master.objects.items() if isinstance(value, weakref.ref)}
 
     def begin_command(self, number: int) -> None:
-        """Start counting the steps of a new command."""
+        """Start counting the steps of a new command.
+
+        If the last command failed, its pending operations are cancelled first.  This may wait until the other ranks,
+        or their agents, have decided the last step that all ranks reached.
+        """
         self.cancel_failed()
         self.command_number = number
         self._commits = True

@@ -11,15 +11,15 @@ There is at most one session in a process::
 
 A command is posted by one word in shared memory, `Control.POSTED`, and finished by one word for each rank, `done`::
 
-    master (`run`)                                             worker r (`worker_process._serve`)
-    ──────────────                                             ──────────────────────────
-    wait until no rank is busy, release garbage (`send_releases`)      sleep until POSTED is a new number
-    write segments and the pickled command; POSTED = number ─> map the segments, unpickle the command
-    command.run(rank)     <──── barriers, slots ────>          command.run(rank)
-      │ exception: FAILED = number, wake all ranks               │ exception: report, FAILED = number, wake all ranks
-      │ FAILED by another rank: Cancelled at the next wait       │ FAILED by another rank: Cancelled at the next wait
-    done[root] = number                                        done[r] = number; the last one wakes the master
-    wait until every rank has finished (`_wait_until_done`)      <─────────────┘
+    master (`Session.run`)                                      worker r (`worker_process._serve`)
+    ──────────────────────                                      ──────────────────────────────────
+    wait until all ranks are idle, `send_releases`              sleep until POSTED is a new number
+    write segments and the pickled command; POSTED = number ──> map the segments, unpickle the command
+    command.run(rank)         <──── barriers, slots ────>       command.run(rank)
+      │ exception: FAILED = number, wake all ranks                │ exception: report, FAILED = number, wake all ranks
+      │ FAILED by another rank: Cancelled at the next wait        │ FAILED by another rank: Cancelled at the next wait
+    done[root] = number                                         done[r] = number; the last one wakes the master
+    wait until every rank has finished (`_wait_until_done`) <───┘
     no rank failed: return the master's result
     a rank failed:  cancel pending operations, raise the master's error, or a WorkerError made of the reports
 

@@ -62,8 +62,8 @@ class Rule:
     exclude: Callable[[Any], bool] | None = None
     precision: str | None = None
     _run: Any = None
-    #: Function that `init` calls.  The root of the package sets it, as rules are in a lower layer than the launcher.
-    launcher: ClassVar[Callable[..., Any]]
+    #: Set by `register_launcher`.
+    _launch: ClassVar[Callable[..., Any]]
 
     def __init__(
         self,
@@ -191,7 +191,7 @@ class Rule:
         """
         if self._run is not None:
             raise RuntimeError("init() was called already: call wait(), or make another rule")
-        self._run = type(self).launcher(self, devices, modelfile, modelclass, **settings)
+        self._run = type(self)._launch(self, devices, modelfile, modelclass, **settings)
 
     def wait(self) -> Any:
         """Wait for the end of the run that `init` has started, and return its folder.
@@ -377,3 +377,16 @@ def check_momentum(value: Any) -> float:
 def check_period(value: Any, name: str) -> int:
     """Check that a value is a number of steps, at least 1, and return it; raise TypeError or ValueError."""
     return check_at_least(value, name, 1, "a number of steps")
+
+
+def register_launcher(launch: Callable[..., Any]) -> None:
+    """Register the function that `Rule.init` calls to start a run.
+
+    ``synkhronos/__init__.py`` registers it, because rules are in a lower layer than the launcher and cannot import it.
+
+    Parameters
+    ----------
+    launch : callable
+        Takes the rule and the arguments of `Rule.init`; returns the run.
+    """
+    Rule._launch = launch

@@ -18,7 +18,7 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from synkhronos.data.rows import select_rows
-from synkhronos.function.inputs import check_indexes, split_by_rank
+from synkhronos.function.inputs import parse_selections_by_rank, to_index_array
 
 #: Rows of one step: an array of indexes per rank; None for a step that cannot share a launch.
 StepRows: TypeAlias = list[np.ndarray] | None
@@ -91,9 +91,9 @@ def collect_sliceable_rows(batches_s: Sequence[Any], size: int) -> list[StepRows
     steps: list[StepRows] = []
     for i, batch_s in enumerate(batches_s):
         name = f"batches_s[{i}]"
-        by_rank = split_by_rank(batch_s, size, name) or [batch_s] * size
+        by_rank = parse_selections_by_rank(batch_s, size, name) or [batch_s] * size
         rows = [
-            None if selection is None or isinstance(selection, slice) else check_indexes(selection, name)
+            None if selection is None or isinstance(selection, slice) else to_index_array(selection, name)
             for selection in by_rank
         ]
         known = [selection for selection in rows if selection is not None and len(selection)]

@@ -78,11 +78,12 @@ class Step(_StepFields, Command):
             None, without a step, if ``n_steps`` is above 1 and a rank cannot fuse the steps into one launch.
         """
         gradient, update = self.gradient.bind(rank), self.update.bind(rank)
-        fused = self._fuse(rank, gradient, update)
-        if self.n_steps > 1 and not all(rank.all_gather_cached(fused is not None)):
+        fused_step = self._fuse(rank, gradient, update)
+        if self.n_steps > 1 and not all(rank.all_gather_cached(fused_step is not None)):
             return None
-        if fused is not None:
-            gradient.runner = fused  # computes the gradient, the all-reduce and the update in one launch
+        if fused_step is not None:
+            # This call's own object now launches gradient, all-reduce and update.  A copy would cost time at each step.
+            gradient.runner = fused_step
             return self.gradient.execute(rank, gradient), []
         is_second = rank.number == (rank.root + 1) % rank.size
         if self.update.needs_compile and is_second and update.computation.compile_order == AT_FIRST_CALL:

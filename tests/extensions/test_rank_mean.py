@@ -7,6 +7,7 @@ from library import XLA
 import synkhronos as synk
 from synkhronos import rules
 from synkhronos.extensions.rank_mean import rank_mean
+from synkhronos.function.rank_mean import RankMeans, average_over_ranks
 from synkhronos.training import make_train_function, make_train_function_serial, make_trainer
 from synkhronos.training.updates import adam
 
@@ -134,3 +135,13 @@ def test_rank_mean_error_of_one_rank_ends_the_call(n_ranks):
             f(rows)
     train = Network().train_by(make_train_function)
     assert np.isfinite(train(X, Y))
+
+
+def test_rank_mean_forbidden_twice_stays_forbidden():
+    values = np.ones(2)
+    with RankMeans.forbid():
+        with RankMeans.forbid():
+            pass
+        with pytest.raises(RuntimeError, match="at their own pace"):
+            average_over_ranks(values, 1)
+    np.testing.assert_array_equal(average_over_ranks(values, 1), values)

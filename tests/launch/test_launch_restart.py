@@ -145,13 +145,13 @@ BROKEN_DEVICES = """
 import json, os, sys
 if "synkhronos.launch.master" in sys.orig_argv:
     from synkhronos.launch import rank_main
-    start_rank = rank_main.start_rank
+    prepare_rank = rank_main.prepare_rank
     recovers = json.loads(sys.orig_argv[-1])["recovers"]
     def start_or_fail(worker, consoles, masks, devices, by_host):
         if recovers and worker.size > int(os.environ["WORKING"]) and worker.number == int(os.environ["GONE"]):
             raise OSError(f"{devices[worker.number]} has fallen off the bus")
-        return start_rank(worker, consoles, masks, devices, by_host)
-    rank_main.start_rank = start_or_fail
+        return prepare_rank(worker, consoles, masks, devices, by_host)
+    rank_main.prepare_rank = start_or_fail
 """
 
 

@@ -36,6 +36,11 @@ def test_lint_names_accepts_a_clean_file():
         ("Return the weight", "Measure. Returns the same", ("vague docstring", 5, "Returns the same")),
         ("A message", "Say how a message is sent", ("vague docstring", 2, "Say how")),
         ("A message", "What is sent", ("clause for a noun", 2, "What is sent and its attachments.")),
+        (
+            "attachments.",
+            "attachments.\n\n    Attributes\n    ----------\n    sender : str\n        Who has sent it.\n    ",
+            ("clause for a noun", 2, "Who has sent it."),
+        ),
         ("    def _send", "    #: Of which kind.\n    def _send", ("clause for a noun", 8, "Of which kind.")),
         ("the weight in", "this class' weight in", ("clumsy phrase", 6, "class' ")),
         ("the weight in", "the weight as of `_send` in", ("clumsy phrase", 6, "as of `")),

@@ -26,6 +26,8 @@ VAGUE = re.compile(
 )
 #: First words of a docstring, or of a comment on a variable, that stand for a noun.
 CLAUSE = re.compile(r"(?:(?:of|by|in|under|to|from|with) )?(?:what|which|how|whose)\b", re.ASCII | re.IGNORECASE)
+#: First words of the description in a section of a docstring that stand for a noun.
+CLAUSE_IN_SECTION = re.compile(rf"{CLAUSE.pattern}|(?:those|that|who|where)\b", re.ASCII | re.IGNORECASE)
 COMMENT = re.compile(r"^\s*#: (.*)", re.MULTILINE)
 #: Prepositions and pronouns, which name nothing by themselves; `all` and `any` are methods of arrays.
 BARE = frozenset(
@@ -40,6 +42,12 @@ SHORTEST = 3
 #: The section of a docstring that lists parameters, which start in its first column.
 PARAMETERS = re.compile(r"^Parameters\n-+\n(.*?)(?=^\w[\w ]*\n---|\Z)", re.DOTALL | re.MULTILINE)
 LISTED = re.compile(r"^(\S.*?)(?: : |$)", re.MULTILINE)
+#: The sections of a docstring that have a list of names or types with indented descriptions.
+SECTIONS = re.compile(
+    r"^(?:Parameters|Attributes|Returns|Yields|Raises)\n-+\n(.*?)(?=^\w[\w ]*\n---|\Z)", re.DOTALL | re.MULTILINE
+)
+#: The first line of each description.
+DESCRIBED = re.compile(r"^\S.*\n[ ]+(\S.*)", re.MULTILINE)
 PACKAGE = "synkhronos/"
 #: Installed wherever mypy runs.
 REQUIRED = {"numpy", "synkhronos"}
@@ -92,6 +100,12 @@ def find_unknown_parameters(function: ast.FunctionDef) -> Iterator[str]:
             yield from (name for name in re.findall(r"\w+", names) if name.isidentifier() and name not in known)
 
 
+def find_clauses_in_sections(docstring: str) -> Iterator[str]:
+    """Yield the first lines of descriptions of parameters, attributes and results that are no noun phrases."""
+    for section in SECTIONS.findall(docstring):
+        yield from filter(CLAUSE_IN_SECTION.match, DESCRIBED.findall(section))
+
+
 def findings(sources: Mapping[str, str]) -> Iterator[Finding]:
     """Yield the findings of names and docstrings.
 
@@ -114,6 +128,8 @@ def findings(sources: Mapping[str, str]) -> Iterator[Finding]:
                 first = (ast.get_docstring(node) or "").partition("\n")[0]
                 if CLAUSE.match(first):
                     yield Finding("clause for a noun", path, getattr(node, "lineno", 1), first)
+                for described in find_clauses_in_sections(ast.get_docstring(node) or ""):
+                    yield Finding("clause for a noun", path, getattr(node, "lineno", 1), described)
             if isinstance(node, ast.FunctionDef):
                 for name in find_unknown_parameters(node):
                     yield Finding("unknown parameter documented", path, node.lineno, f"{node.name}: {name}")

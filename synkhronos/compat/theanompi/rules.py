@@ -12,7 +12,7 @@ class BSP(rules.BSP):
     Attributes
     ----------
     sync_type : {"cdd", "avg", "swap"}
-        What ranks exchange after each step: gradients, or parameters; with ``"swap"`` pairs swap parameters.
+        Values that ranks exchange after each step: gradients, or parameters; with ``"swap"`` pairs swap parameters.
     exch_strategy : str
         ``"nccl32"`` or ``"ar"``; ``"nccl16"`` exchanges in float16.
     """

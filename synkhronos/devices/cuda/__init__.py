@@ -16,24 +16,24 @@ from importlib.util import find_spec
 GPU_REQUIREMENTS: dict[tuple[str, ...], str] = {("nccl.core",): "nccl4py", ("cuda.core",): "cuda-core"}
 
 
-def assign_gpus(size: int, root: int, started_gpu: str | None) -> list[str]:
-    """Return each rank's GPU, as ``CUDA_VISIBLE_DEVICES`` names it.
+def assign_gpus(n_local_ranks: int, local_master: int, started_gpu: str | None) -> list[str]:
+    """Return the GPU of each rank of this host, as ``CUDA_VISIBLE_DEVICES`` names it.
 
     Parameters
     ----------
-    size : int
-        Number of ranks.
-    root : int
-        The master's rank.
+    n_local_ranks : int
+        Number of ranks of this host.
+    local_master : int
+        Index of the master among them; 0 on other hosts.
     started_gpu : str or None
-        GPU on which the master has started CUDA already, which it can't change; None if it has not.
+        GPU on which this process has started CUDA already, which it can't change; None if it has not.
     """
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    names = [str(i) for i in range(size)] if visible is None else [name.strip() for name in visible.split(",")]
+    names = [str(i) for i in range(n_local_ranks)] if visible is None else [name.strip() for name in visible.split(",")]
     if started_gpu is not None and started_gpu in names:
         names.remove(started_gpu)
-        names.insert(root, started_gpu)
-    return names[:size]
+        names.insert(local_master, started_gpu)
+    return names[:n_local_ranks]
 
 
 @contextlib.contextmanager

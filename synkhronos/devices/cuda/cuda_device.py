@@ -56,9 +56,9 @@ class CudaDevice(Device, GpuArrays):
         """Return the names of the packages that are needed to compute on GPUs and not installed."""
         return cuda.find_missing_packages({**self.requirements, **cuda.GPU_REQUIREMENTS})
 
-    def assign_gpus(self, size: int, root: int) -> list[str]:
-        """Return each rank's GPU, as ``CUDA_VISIBLE_DEVICES`` names it; called in the master."""
-        return cuda.assign_gpus(size, root, self._gpu)
+    def assign_gpus(self, n_local_ranks: int, local_master: int) -> list[str]:
+        """Return the GPU of each rank of this host, as ``CUDA_VISIBLE_DEVICES`` names it."""
+        return cuda.assign_gpus(n_local_ranks, local_master, self._gpu)
 
     def bind(self, rank: Rank, gpu: str) -> None:
         """Start the library on one GPU, and hide all others from this process."""

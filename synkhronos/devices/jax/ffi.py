@@ -282,8 +282,9 @@ class FfiReduction:
         Whether an error ends the launch.  If not, the launch continues with undefined reductions that are marked as
         invalid, so that the program can return the old values of donated arrays.
     nccl_calls : {"python", "native", "graph"}
-        How XLA calls NCCL: "python" by a reducer in Python, "native" by handlers in C++, "graph" by handlers in C++
-        that XLA may record in a CUDA graph.  The latter two need `bind_native`, and an error never ends the launch.
+        Code by which XLA calls NCCL: "python" for a reducer in Python, "native" for handlers in C++, "graph" for
+        handlers in C++ that XLA may record in a CUDA graph.  The latter two need `bind_native`, and an error never
+        ends the launch.
     op : str
         Reduction, for handlers in C++.
 

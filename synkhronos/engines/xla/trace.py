@@ -36,7 +36,7 @@ class TracedReduction(NamedTuple):
     tail : int
         Number of items at the vector's end that are always sent in their own dtype.
     nccl_calls : {"python", "native", "graph"}
-        How XLA calls NCCL, as in `FfiReduction`.
+        Code by which XLA calls NCCL, as in `FfiReduction`.
     op : str
         Name of the reduction.
     """

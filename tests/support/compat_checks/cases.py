@@ -25,7 +25,7 @@ class Case:
         Whether gradients of gradients are compared too.
     grads : bool
     of : int, optional
-        Of how many outputs the gradients are taken; of all by default.
+        Number of the first outputs whose gradients are taken; all by default.
     """
 
     name: str

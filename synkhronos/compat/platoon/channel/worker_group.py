@@ -1,6 +1,6 @@
 """The worker processes of an experiment, from the side of their controller.
 
-A failure is reported by the worker itself, with the reason, or if it was killed by worker 0, the master of the ranks.
+A worker reports its own failure, with the reason.  If the worker was killed, worker 0, the ranks' master, reports it.
 A report about a peer's end may arrive before that peer's own report.  The group therefore waits until all processes
 have ended, and reads the rest of their messages, before it determines the first failure.
 """
