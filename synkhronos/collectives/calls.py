@@ -247,7 +247,7 @@ def reduce(shared_vars: Any, op: str = "avg", in_place: bool = True, nccl: bool 
     ----------
     shared_vars : shared variable, or list of them
     op : str
-        "avg", "sum", "prod", "min" or "max", applied elementwise and in rank order.
+        Elementwise op such as "avg" or "sum" (see :ref:`ops`), applied in rank order.
     in_place : bool
         Whether the master's variable is set to the result.  If not, the result is returned and no variable changes.
     nccl : bool
@@ -292,7 +292,7 @@ def all_reduce(shared_vars: Any, op: str = "avg", nccl: bool = True) -> None:
     ----------
     shared_vars : shared variable, or list of them
     op : str
-        "avg", "sum", "prod", "min" or "max", applied elementwise and in rank order: every rank gets the same bits.
+        Elementwise op such as "avg" or "sum" (see :ref:`ops`), applied in rank order: every rank gets the same bits.
     nccl : bool
         Whether arrays on GPUs are transferred by NCCL rather than through host memory.
 
@@ -350,7 +350,7 @@ def reduce_scatter(shared_vars: Any, op: str = "avg", nccl: bool = True) -> None
     shared_vars : shared variable, or list of them
         Variables of at least one dimension.
     op : str
-        "avg", "sum", "prod", "min" or "max", applied elementwise and in rank order.
+        Elementwise op such as "avg" or "sum" (see :ref:`ops`), applied in rank order.
     nccl : bool
         Whether arrays on GPUs are transferred by NCCL rather than through host memory.
 

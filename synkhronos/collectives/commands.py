@@ -22,10 +22,7 @@ from synkhronos.data.rows import get_share
 from synkhronos.devices import HOST, ArrayLayout, Communicator, Device, get_array_device, get_device
 from synkhronos.graphs import GraphLibrary, library_of
 from synkhronos.graphs.mirror import get_object, jump_to_rank
-from synkhronos.ranks import Command, Rank, RowAccess, SharedArray
-
-#: Maximal number of plans in each of a rank's caches.
-_MAX_PLANS = 64
+from synkhronos.ranks import BoundedCache, Command, Rank, RowAccess, SharedArray
 
 
 class _Transfer(NamedTuple):
@@ -36,7 +33,7 @@ class _Transfer(NamedTuple):
     transport: Device
 
 
-class _TransferPlans(dict[Any, list[_Transfer]]):
+class _TransferPlans(BoundedCache[Any, list[_Transfer]]):
     """A rank's plans of transfers, by the layouts of all ranks."""
 
 
@@ -74,8 +71,6 @@ def gather_layouts(rank: Rank, keys: Sequence[Any], nccl: bool = False, is_chang
     plans = rank.registry.get(_TransferPlans)
     transfers = plans.get((by_rank, nccl))
     if transfers is None:
-        if len(plans) >= _MAX_PLANS:
-            plans.clear()
         transfers = plans[by_rank, nccl] = _plan_transfers(by_rank, nccl)
     copies = [VariableCopy(rank, shared, transfer) for shared, transfer in zip(shareds, transfers, strict=True)]
     if any(transfer.transport is rank.device for transfer in transfers):
@@ -364,8 +359,6 @@ class AllReduceValues(Command):
         variables = gather_layouts(rank, self.keys, self.nccl, is_changed)
         for variable in variables:
             variable.check_equal_shapes("all_reduce")
-        if len(plans) >= _MAX_PLANS:
-            plans.clear()
         plan = plans[self] = AllReducePlan.from_copies(rank, self.keys, variables)
         return plan
 
@@ -436,7 +429,7 @@ class AllReducePlan(NamedTuple):
             communicator.notify_started()
 
 
-class _AllReducePlans(dict[AllReduceValues, AllReducePlan]):
+class _AllReducePlans(BoundedCache[AllReduceValues, AllReducePlan]):
     """A rank's plans of repeated all-reduces, by command."""
 
 

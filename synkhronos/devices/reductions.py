@@ -1,15 +1,6 @@
 """The table of reductions, by the names that users pass as ``op``.
 
-========  =============================================================
-op        reduction of values v_i, each computed from w_i rows
-========  =============================================================
-avg       (v_1 + ... + v_k) / k
-mean      (w_1 v_1 + ... + w_k v_k) / (w_1 + ... + w_k)
-sum       v_1 + ... + v_k
-prod      v_1 * ... * v_k
-min, max  elementwise
-gather    concatenated along axis 0 (scalars become a vector)
-========  =============================================================
+A row is all that defines an op: functions, updates, collectives, programs, metrics and error messages read the table.
 """
 
 from __future__ import annotations
@@ -47,6 +38,11 @@ class Reduction:
     needs_row_counts: bool = False
     unsupported_kinds: str = ""
 
+    @property
+    def can_reduce_metrics(self) -> bool:
+        """Whether it reduces metrics over batches of different lengths: elementwise, and no mean with equal weights."""
+        return self.ufunc is not None and (self.needs_row_counts or not self.is_mean)
+
     def can_reduce(self, dtype: np.dtype) -> bool:
         """Whether values of a dtype are reduced to the same dtype."""
         return dtype.kind not in self.unsupported_kinds
@@ -61,7 +57,9 @@ class Reduction:
 
 _ADD = "res = a + b"
 REDUCTIONS = {
+    # (v_1 + ... + v_k) / k
     "avg": Reduction(np.add, 4, _ADD, is_mean=True, unsupported_kinds="biu"),
+    # (w_1 v_1 + ... + w_k v_k) / (w_1 + ... + w_k), where v_i is computed from w_i rows
     "mean": Reduction(np.add, None, _ADD, is_mean=True, needs_row_counts=True, unsupported_kinds="biu"),
     # NumPy's sum of booleans is a logical or, where users expect a count.
     "sum": Reduction(np.add, 0, _ADD, unsupported_kinds="b"),
@@ -69,12 +67,22 @@ REDUCTIONS = {
     # The comparison with itself propagates a NaN.
     "min": Reduction(np.minimum, 3, "res = (a <= b || a != a) ? a : b"),
     "max": Reduction(np.maximum, 2, "res = (a >= b || a != a) ? a : b"),
+    # Concatenated along axis 0; scalars become a vector.
     "gather": Reduction(None),
 }
 
 
-def list_collective_ops() -> tuple[str, ...]:
-    """Return the names of the reductions that collectives accept, which need no row counts."""
-    return tuple(
-        name for name, reduction in REDUCTIONS.items() if reduction.ufunc is not None and not reduction.needs_row_counts
-    )
+def list_ops(dtype: np.dtype | None = None) -> tuple[str, ...]:
+    """Return the names of the reductions; of those that are defined for a dtype, if one is given."""
+    return tuple(name for name, reduction in REDUCTIONS.items() if dtype is None or reduction.can_reduce(dtype))
+
+
+def list_collective_ops(dtype: np.dtype | None = None) -> tuple[str, ...]:
+    """Return the names from `list_ops` that collectives accept: elementwise reductions that need no row counts."""
+    rows = [(name, REDUCTIONS[name]) for name in list_ops(dtype)]
+    return tuple(name for name, reduction in rows if reduction.ufunc is not None and not reduction.needs_row_counts)
+
+
+def list_metric_ops() -> tuple[str, ...]:
+    """Return the names of the reductions that metrics of trainers accept."""
+    return tuple(name for name, reduction in REDUCTIONS.items() if reduction.can_reduce_metrics)

@@ -30,7 +30,7 @@ import warnings
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import numpy as np
 import pytensor
@@ -56,9 +56,6 @@ from synkhronos.devices import HOST
 from synkhronos.extensions.chains import find_chain, set_inherited_rows, start_ranks
 from synkhronos.function import Function, function, get_dispatcher
 from synkhronos.graphs import library_of
-
-if TYPE_CHECKING:
-    from synkhronos.extensions.pymc.chain_servers import ChainServers
 
 __all__ = ["sum_over_rows"]
 
@@ -148,6 +145,19 @@ class WorkerExitInterrupt(ranks.WorkerError, KeyboardInterrupt):
     """
 
 
+class RemoteEvaluator(Protocol):
+    """Evaluates sums in other processes, for threads of a sampler that run side by side."""
+
+    def evaluate(self, rows_sum: RowsSum, params: Sequence[np.ndarray], gradient: bool) -> list[np.ndarray]:
+        """Return the value and, if asked for, the gradients at a point.
+
+        Raises
+        ------
+        WorkerError
+            If a process has exited.
+        """
+
+
 class RowsSum:
     """State that the Ops of one sum share: its terms, its rows, and the results at the last point.
 
@@ -163,8 +173,8 @@ class RowsSum:
         Maximal number of ranks of a chain with a process of its own; None for its share.
     inherited_rows : list of ndarray
         In such a process, the values of the rows when its ranks were started.
-    chain_servers : ChainServers or None
-        Processes that evaluate for a sampler's threads, while these run side by side.
+    remote_evaluator : RemoteEvaluator or None
+        Evaluates for threads that a sampler started, in other processes.
     """
 
     def __init__(self, terms: Any, rows: Mapping[Any, Any], name: str | None):
@@ -183,7 +193,7 @@ class RowsSum:
         self.interrupts_on_exit = False
         self.max_chain_ranks: int | None = None
         self.inherited_rows: list[Any] = []
-        self.chain_servers: ChainServers | None = None
+        self.remote_evaluator: RemoteEvaluator | None = None
         self._lock = threading.RLock()
         self._scattered: list[Any] = []
         self._samples: list[Any] = []
@@ -286,12 +296,12 @@ class RowsSum:
     def evaluate(self, params: Sequence[np.ndarray], gradient: bool) -> list[np.ndarray]:
         """Return value and, if asked for, gradients at a point; from the cache if it is the last one."""
         with _warn_unseen_errors():
-            if self.chain_servers is None or not _is_foreign_thread():
+            if self.remote_evaluator is None or not _is_foreign_thread():
                 return self._evaluate_here(params, gradient)
             try:
-                return self.chain_servers.evaluate(self, params, gradient)
+                return self.remote_evaluator.evaluate(self, params, gradient)
             except ranks.WorkerError as error:
-                raise _stop_sampler(error, self.chain_servers) from error
+                raise _stop_sampler(error, self.remote_evaluator) from error
 
     def _evaluate_here(self, params: Sequence[np.ndarray], gradient: bool) -> list[np.ndarray]:
         with self._lock:

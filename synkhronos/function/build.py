@@ -12,6 +12,7 @@ import numpy as np
 
 from synkhronos.checks import check_distinct, check_name, describe
 from synkhronos.devices import Device
+from synkhronos.devices.reductions import list_ops
 from synkhronos.function.computation import Computation
 from synkhronos.function.reduction_op import ReductionOp
 from synkhronos.graphs import GraphLibrary, is_variable, library_of, list_loaded_libraries
@@ -275,13 +276,17 @@ def _parse_input(library: GraphLibrary, value: Any, name: str, downcast: bool | 
 def _parse_output_op(library: GraphLibrary, output: Any, op: Any, position: int) -> ReductionOp:
     parsed = ReductionOp.parse(op, f"outputs: the op of output {position}")
     variable = library.get_output_variable(output)
-    if parsed.name is not None and not library.is_array(variable):
+    if parsed.name is None:
+        return parsed
+    if not library.is_array(variable):
         raise TypeError(f"outputs: output {position} of type {variable.type} can't be reduced; use op None")
-    if parsed.name is not None and not parsed.reduction.can_reduce(np.dtype(variable.type.dtype)):
-        alternatives = "'max' (any), 'min' (all)" if variable.type.dtype == "bool" else "'sum', 'prod', 'min', 'max'"
+    dtype = np.dtype(variable.type.dtype)
+    if not parsed.reduction.can_reduce(dtype):
+        is_bool = dtype.kind == "b"
+        alternatives = "'max' (any), 'min' (all), 'gather'" if is_bool else ", ".join(map(repr, list_ops(dtype)))
         raise ValueError(
-            f"outputs: op {parsed.full_name!r} of output {position} is not defined for dtype {variable.type.dtype}; "
-            f"choose {alternatives}, 'gather' or None, or cast the output"
+            f"outputs: op {parsed.full_name!r} of output {position} is not defined for dtype {dtype}; "
+            f"choose {alternatives} or None, or cast the output"
         )
     return parsed
 

@@ -239,9 +239,9 @@ def function(
     inputs : list of variables
         Inputs whose rows are divided among the ranks, along axis 0.
     outputs : variable, (variable, op), or a list of these, optional
-        Each output is reduced over ranks by its op: "avg" (the default: ranks have equal weights), "mean" (the weight
-        of a rank is its number of rows), "sum", "prod", "min", "max", "gather" (concatenated along axis 0), or None
-        (the master's own value).  With the prefix ``"c_"`` values on GPUs, too, are reduced in host memory.
+        Each output is reduced over ranks by its op, one of :ref:`ops`: "avg" (the default: ranks have equal weights),
+        "mean" (the weight of a rank is its number of rows), "sum" and others, or None (the master's own value).  With
+        the prefix ``"c_"`` values on GPUs, too, are reduced in host memory.
     bcast_inputs : list of variables, optional
         Inputs of which every rank reads all rows.
     updates : dict, or list of (shared, expression) or (shared, expression, op), optional

@@ -3,6 +3,7 @@
 This package knows nothing of graphs or of the meaning of arrays, and stores the device of a rank only for others.
 """
 
+from synkhronos.ranks.bounded_cache import BoundedCache
 from synkhronos.ranks.command import Command, RowAccess
 from synkhronos.ranks.errors import Cancelled, Death, WorkerError
 from synkhronos.ranks.rank import MAX_SLOT_NBYTES, PendingOperation, Rank
@@ -21,6 +22,7 @@ from synkhronos.ranks.weak_key_dict import WeakKeyDict
 
 __all__ = [
     "MAX_SLOT_NBYTES",
+    "BoundedCache",
     "Cancelled",
     "Command",
     "Death",

@@ -16,6 +16,7 @@ from collections.abc import Callable, Hashable, Iterator
 from typing import Any, NoReturn, TypeVar
 
 from synkhronos.ranks.agreement import STEP_BITS, last_common_step, record_common_step
+from synkhronos.ranks.bounded_cache import BoundedCache
 from synkhronos.ranks.control import AWAITS_STEP, POLL_SECONDS, SLOT_NBYTES, Control
 from synkhronos.ranks.errors import Cancelled
 from synkhronos.ranks.interrupts import defer_signals
@@ -137,7 +138,7 @@ class Rank:
         self.device: Any = None
         self.command_number = 0
         self._step = 0
-        self._pickles: dict[Any, tuple[bytes, bytes]] = {}
+        self._pickles: BoundedCache[Any, tuple[bytes, bytes]] = BoundedCache(_MAX_CACHED_PICKLES)
         self._commits = True
         self.on_finish: list[Callable[[], None]] = []
         self.pending: list[PendingOperation] = []
@@ -296,13 +297,10 @@ class Rank:
         return self._pickle_cached(value)[1]
 
     def _pickle_cached(self, value: Hashable) -> tuple[bytes, bytes]:
-        pickles = self._pickles
-        cached = pickles.get(value)
+        cached = self._pickles.get(value)
         if cached is None:
-            if len(pickles) >= _MAX_CACHED_PICKLES:
-                pickles.clear()
             payload = pickle.dumps(value, pickle.HIGHEST_PROTOCOL)
-            cached = pickles[value] = payload, hashlib.blake2b(payload, digest_size=16).digest()
+            cached = self._pickles[value] = payload, hashlib.blake2b(payload, digest_size=16).digest()
         return cached
 
     def all_equal(self, digest: bytes) -> bool:

@@ -46,6 +46,7 @@ from dataclasses import replace
 from typing import Any, TypeVar
 
 from synkhronos.ranks import worker_process
+from synkhronos.ranks.bounded_cache import BoundedCache
 from synkhronos.ranks.command import Command
 from synkhronos.ranks.control import (
     AWAITS_COMMAND,
@@ -155,7 +156,7 @@ class Session:
         self._is_running = False
         #: Whether all ranks are known to have finished the last command.
         self._is_idle = True
-        self._pickled: dict[Any, bytes] = {}
+        self._pickled: BoundedCache[Any, bytes] = BoundedCache(worker_process.MAX_CACHED_COMMANDS)
         self.registry = Registry()
         self._close_callbacks: WeakKeyDict[Any, Callable[[Any], None]] = WeakKeyDict()
         self._replacement_callbacks: WeakKeyDict[Any, Callable[[Any], None]] = WeakKeyDict()
@@ -358,8 +359,6 @@ class Session:
         if message is None:
             message = pickle.dumps(command, pickle.HIGHEST_PROTOCOL)
             if len(message) <= worker_process.MAX_CACHED_NBYTES:
-                if len(self._pickled) >= worker_process.MAX_CACHED_COMMANDS:
-                    self._pickled.clear()
                 self._pickled[key] = message
         return message
 

@@ -18,6 +18,7 @@ from functools import partial
 from types import FrameType
 from typing import Any, NoReturn
 
+from synkhronos.ranks.bounded_cache import BoundedCache
 from synkhronos.ranks.child_process import JOB_SIGNALS, exit_with_parent, spawn
 from synkhronos.ranks.command import Command
 from synkhronos.ranks.control import AWAITS_COMMAND, AWAITS_COMPLETION, SLOT_NBYTES, Control
@@ -147,7 +148,7 @@ def _serve(rank: Rank, channel: socket.socket, newest_key: int) -> None:
     """Run commands; ``newest_key`` is the key of the newest segment that this rank has."""
     control, words = rank.control, rank.control.words
     posted, number = Control.POSTED, 0
-    cache: dict[bytes, Command] = {}
+    cache: BoundedCache[bytes, Command] = BoundedCache(MAX_CACHED_COMMANDS)
     receiver = SegmentReceiver(channel)
     while True:
         command: Command | None = None
@@ -166,8 +167,6 @@ def _serve(rank: Rank, channel: socket.socket, newest_key: int) -> None:
             if command is None:
                 command = pickle.loads(message)
                 if len(message) <= MAX_CACHED_NBYTES:
-                    if len(cache) >= MAX_CACHED_COMMANDS:
-                        cache.clear()
                     cache[message] = command
             try:
                 command.run(rank)

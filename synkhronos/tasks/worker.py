@@ -134,7 +134,8 @@ class Worker:
         ----------
         array : ndarray, or array on a GPU
             Array of the same shape and dtype on all ranks.  Arrays on GPUs are reduced by NCCL, others in host memory.
-        op : {"avg", "sum", "prod", "min", "max"}
+        op : str
+            Elementwise op such as "avg" or "sum" (see :ref:`ops`).
         overwrite : bool
             Whether the result may use the memory of the argument.
 

@@ -13,11 +13,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from synkhronos.devices.reductions import list_metric_ops
 from synkhronos.function.reduction_op import Accumulator, ReductionOp
 from synkhronos.graphs import is_variable, library_of
 from synkhronos.training.training_graph import warn_of_denominators, weighted_outputs
-
-_OPS = ("mean", "sum", "prod", "min", "max")
 
 
 class Metric(NamedTuple):
@@ -26,8 +25,8 @@ class Metric(NamedTuple):
     Attributes
     ----------
     expression : scalar variable
-    op : {"mean", "sum", "prod", "min", "max"}
-        Reduction of the values.
+    op : str
+        Reduction of the values: one of `list_metric_ops`.
     weight : scalar variable, optional
         Number of items that the expression is a mean over; None for the rows.
     """
@@ -93,8 +92,8 @@ def _parse_metric(name: str, entry: Any) -> Metric:
     if not 1 <= len(parts) <= 3:
         raise TypeError(f"{expected}, got {entry!r}")
     metric = Metric(*parts)
-    if metric.op not in _OPS:
-        raise ValueError(f"{expected} with an op of {', '.join(_OPS)}, got {metric.op!r}")
+    if metric.op not in list_metric_ops():
+        raise ValueError(f"{expected} with an op of {', '.join(list_metric_ops())}, got {metric.op!r}")
     if metric.weight is not None and metric.op != "mean":
         raise ValueError(f"{expected}; an op {metric.op!r} has no weight")
     variables = [metric.expression] if metric.weight is None else [metric.expression, metric.weight]

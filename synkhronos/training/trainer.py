@@ -378,8 +378,8 @@ def make_trainer(
     validate : dict of str to metric, or list of metrics, or metric, optional
         Values to compute on validation data.  `patience` and `schedules.plateau` use the first.  A metric is a scalar
         variable that is a mean over rows; or ``(variable, op)``, whose values are reduced over batches and ranks by the
-        op "mean" (weighted by rows), "sum", "prod", "min" or "max"; or ``(variable, "mean", weight)``, whose weight is
-        a scalar variable, such as the sum of a mask.
+        op, such as "mean" (weighted by rows), "sum" or "max" (see :ref:`ops`); or ``(variable, "mean", weight)``, whose
+        weight is a scalar variable, such as the sum of a mask.
     extra_updates : dict, or list of (shared variable, expression) or (shared variable, expression, op), optional
         As for `synkhronos.training.make_train_function`.  Those with the op "mean" are exchanged with the
         parameters: averaging rules weight them by the number of rows of each rank since the last exchange, other rules

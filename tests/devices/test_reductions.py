@@ -6,7 +6,10 @@ from library import ARRAYS, DEVICE, shared, tensor
 
 import synkhronos as synk
 from synkhronos.devices import HOST, JAX, PYGPU
-from synkhronos.devices.reductions import REDUCTIONS, Reduction
+from synkhronos.devices.reductions import REDUCTIONS, Reduction, list_metric_ops
+from synkhronos.function.reduction_op import Accumulator, ReductionOp
+from synkhronos.training import make_trainer
+from synkhronos.training.updates import sgd
 
 # row begins
 ROW = {"logaddexp": Reduction(np.logaddexp, unsupported_kinds="biu")}
@@ -66,6 +69,33 @@ def test_own_reduction_is_an_op_of_collectives(row, fork, size):
     np.testing.assert_allclose(synk.reduce(s, "logaddexp", in_place=False), expected, rtol=1e-12)
     synk.all_reduce(s, "logaddexp")
     np.testing.assert_allclose(synk.gather(s), [expected] * n, rtol=1e-12)
+
+
+@on_host
+def test_own_reduction_is_an_op_of_metrics(row, fork):
+    fork(2)
+    x, w = tensor.dmatrix("x"), shared(np.zeros(3), "w")
+    validate = {"log": (tensor.log(tensor.exp(x).sum()), "logaddexp")}
+    trainer = make_trainer(tensor.dot(x, w).mean(), [w], x, [], sgd, learning_rate=0.1, validate=validate)
+    (report,) = trainer.epochs(X, [], batch_size=2, epochs=1, valid=(X, []))
+    np.testing.assert_allclose(report.validation["log"], np.logaddexp.reduce(X, axis=None), rtol=1e-12)
+
+
+def reduce_batches(op, batches):
+    total = Accumulator(op)
+    for batch in batches:
+        part = Accumulator(op)
+        for value in batch:
+            part.add(np.float64(value), 1)
+        total.add(part.result(), len(batch))
+    return total.result()
+
+
+@pytest.mark.parametrize("name", [*REDUCTIONS, *ROW])
+def test_ops_of_metrics_do_not_depend_on_the_batches(row, name):
+    op = ReductionOp(name)
+    whole, batched = (reduce_batches(op, batches) for batches in ([[1, 2, 4, 8, 16]], [[1, 2], [4, 8], [16]]))
+    assert (name in list_metric_ops()) == (np.ndim(whole) == 0 and np.isclose(whole, batched))
 
 
 @on_host

@@ -24,7 +24,7 @@ else:
 class Do(Op):
     """Op that returns its argument after some ranks have run an action."""
 
-    __props__ = ("deed", "who")
+    __props__ = ("action", "who")
 
     def __init__(self, action, who=(1,)):
         self.action, self.who = action, who

@@ -1,9 +1,12 @@
 """`raises` in tests/support/messages.py compares errors with tests/messages.txt."""
 
 import messages
+import numpy as np
 import pytest
 from messages import check_golden, normalise, raises, read_golden, write_golden
 from paths import ROOT
+
+from synkhronos.devices.reductions import REDUCTIONS, Reduction, list_collective_ops, list_ops
 
 pytestmark = pytest.mark.any_library
 FILE = "tests/project/test_messages_file.py"
@@ -64,6 +67,26 @@ def test_normalise_replaces_volatile_parts(tmp_path):
     assert (
         normalise(error) == "RuntimeError: rank 1 (process N), <f at 0xN>, TMP/a.npy, ROOT/b, synk_function_N\\na note"
     )
+
+
+@pytest.mark.parametrize("unsupported_kinds", ["", "b", "biu"])
+def test_new_reduction_changes_no_message(monkeypatch, unsupported_kinds):
+    def collect_messages():
+        *others, last = map(repr, list_collective_ops(np.dtype(int)))
+        return [
+            f"expected an op ({', '.join(map(repr, list_ops()))}, or None)",
+            f"expected one of {list_collective_ops()}",
+            f"choose {', '.join(map(repr, list_ops(np.dtype(int))))} or None",
+            f"choose {', '.join(others)} or {last}",
+        ]
+
+    old = collect_messages()
+    normalised = [normalise(ValueError(message)) for message in old]
+    assert normalised[0] == "ValueError: expected an op (OPS, or None)"
+    assert normalise(ValueError("choose 'sum' or 'max'")) == "ValueError: choose 'sum' or 'max'"
+    monkeypatch.setitem(REDUCTIONS, "new", Reduction(np.hypot, unsupported_kinds=unsupported_kinds))
+    assert collect_messages() != old
+    assert [normalise(ValueError(message)) for message in collect_messages()] == normalised
 
 
 def test_messages_sections_name_test_files():

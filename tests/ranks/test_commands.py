@@ -11,9 +11,10 @@ from rank_commands import CollectRecords, CountSegments, Exchange, Number, Recor
 from system import LIMIT
 
 from synkhronos import ranks
-from synkhronos.ranks import Command
+from synkhronos.ranks import BoundedCache, Command
 from synkhronos.ranks.control import MAILBOX_NBYTES, SLOT_NBYTES
 from synkhronos.ranks.rank import _MAX_CACHED_PICKLES
+from synkhronos.ranks.worker_process import MAX_CACHED_COMMANDS
 
 pytestmark = pytest.mark.any_library
 
@@ -52,6 +53,24 @@ def test_all_gather_accepts_values_of_any_length(session):
 def test_command_may_mix_steps(session):
     for _ in range(5):
         session.run(MixedSteps())
+
+
+def test_bounded_cache_is_emptied_when_it_is_full():
+    cache = BoundedCache(3)
+    contents = []
+    for i in range(7):
+        cache[i] = -i
+        contents.append(list(cache))
+    assert contents == [[0], [0, 1], [0, 1, 2], [3], [3, 4], [3, 4, 5], [6]]
+    assert cache.get(6) == -6 and cache.get(5) is None
+
+
+def test_cache_of_commands_is_bounded(two):
+    lengths = []
+    for i in range(2 * MAX_CACHED_COMMANDS):
+        assert two.run(Long(bytes(i))) == (i, [i, i])
+        lengths.append(len(two._pickled))
+    assert max(lengths) == MAX_CACHED_COMMANDS
 
 
 def test_cache_of_pickled_values_is_bounded(two):

@@ -116,12 +116,12 @@ def _serve_chains(sums: Sequence[Any], count: int) -> Iterator[None]:
     """Context in which threads of a sampler evaluate these sums on servers."""
     servers = ChainServers(count)
     for rows_sum in sums:
-        rows_sum.chain_servers = servers
+        rows_sum.remote_evaluator = servers
     try:
         yield
     finally:
         for rows_sum in sums:
-            rows_sum.chain_servers = None
+            rows_sum.remote_evaluator = None
         servers.close()
 
 
