@@ -663,6 +663,9 @@ class Session:
                 self.link = link
                 for number in sorted(without, reverse=True):
                     self._remove_rank(number)
+                # For an error below: the old death names ranks that have just been removed.
+                self.death = Death(self.rank.root, "", 0, f"{FAILED_START_PREFIX}: no control memory could be created")
+                self._dead_rank = self.rank.root
                 # The counters and semaphores of the old workers are in an undefined state.
                 self._create_control(self._control.spin, spawn)
                 self.rank.restart(self.rank.root, self._control, self._check_peers)

@@ -3,6 +3,7 @@
 import os
 import signal
 import warnings
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -173,6 +174,23 @@ def test_interrupted_replacement_closes_the_ranks(session):
         ranks.get_session()
     with pytest.raises(RuntimeError, match="memory was freed"):
         data[0]
+
+
+def test_ranks_are_left_out_once_if_the_control_memory_cannot_be_created(session, monkeypatch):
+    x = T.dmatrix("x")
+    f = synk.function([x], (x.sum(), "sum"))
+    data = synk.data(np.ones((6, 3)))
+    f(data)
+    with session.keep_memory():
+        kill_and_replace(session, lambda: f(data))
+        session.death = session.death._replace(lost_ranks=(1,))
+        with monkeypatch.context() as patched, pytest.raises(MemoryError, match="is full"):
+            patched.setattr(ranks.Session, "_create_control", mock.Mock(side_effect=MemoryError("/dev/shm is full")))
+            session.replace_workers(without=(1,))
+        assert session.size == 2 and session.has_kept_memory
+        assert session.death == (0, "", 0, "could not start: no control memory could be created", ())
+        session.replace_workers()
+        assert session.size == 2 and session.death is None and float(read(f(data))) == 18.0
 
 
 def test_after_the_context_a_death_frees_all(session):
