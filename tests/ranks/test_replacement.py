@@ -85,6 +85,18 @@ def test_fresh_workers_have_the_memory_of_the_old_ones(session, tmp_path):
         assert float(read(f(synk.data(np.ones(4))))) == 4.0
 
 
+def test_master_alone_closes_the_files_of_its_memory(session):
+    data, x = [synk.data(np.full(3, float(i))) for i in range(5)], T.dvector("x")
+    f = synk.function([x], (x.sum(), "sum"))
+    f(data[0])
+    with session.keep_memory():
+        kill_and_replace(session, lambda: f(data[0]))
+        files = len(os.listdir("/proc/self/fd"))
+        session.replace_workers(spawn=True, without=(1, 2))
+        assert len(os.listdir("/proc/self/fd")) <= files
+        assert session.size == 1 and float(read(f(data[4]))) == 12.0
+
+
 def test_fresh_workers_refuse_a_file_that_has_been_replaced(session, tmp_path):
     np.save(tmp_path / "rows.npy", np.arange(6.0))
     file, x = synk.data_file(tmp_path / "rows.npy"), T.dvector("x")
