@@ -4,6 +4,7 @@ import os
 import random
 import signal
 import sys
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -14,7 +15,7 @@ import synkhronos as synk
 from synkhronos import processes, ranks
 from synkhronos.devices import HOST, JAX
 from synkhronos.loading import Loader
-from synkhronos.training import Checkpoint, Recorder, death_recovery, make_trainer, recorder
+from synkhronos.training import Checkpoint, Recorder, death_recovery, make_trainer, recorder, trainer_loop
 from synkhronos.training.death_recovery import MAX_REPEATED_DEATHS, DeathRecovery
 from synkhronos.training.updates import adam, momentum
 
@@ -317,6 +318,32 @@ def test_on_death_leaves_out_a_device_and_uses_each_row_once(name, source, monke
     assert ranks.get_session().size == 2 and [report.seen for report in reports] == [60, 120, 180, 240]
     used = model.used()
     assert max(used) == 4 and (name != "BSP" or min(used) == 4)  # under EASGD the counts of the lost rank are missing
+
+
+@pytest.mark.any_library
+def test_stopped_validation_restores_generators_of_the_ranks_that_are_left(monkeypatch):
+    """The number of ranks falls from 3 to 2 within a validation, which a signal stops."""
+    sizes, restored = iter([3, 2]), []
+
+    def run_as_ranks(task, generators, *states):
+        if states:
+            restored.extend(states)
+        return [] if states else [["state"]] * next(sizes)
+
+    def run_twice(operation):
+        operation()
+        restored.clear()
+        return operation()
+
+    monkeypatch.setattr(trainer_loop, "run", run_as_ranks)
+    groups = SimpleNamespace(generators=["generator"])
+    loop = SimpleNamespace(
+        model=SimpleNamespace(state=SimpleNamespace(training=SimpleNamespace(groups=groups))),
+        checkpoint=True,
+        death_handler=SimpleNamespace(run=lambda operation: operation(), run_update=run_twice),
+        _validate=lambda report: True,
+    )
+    assert trainer_loop.TrainerLoop.validate(loop, None) and restored == [[["state"]] * 2]
 
 
 @pytest.mark.any_library
