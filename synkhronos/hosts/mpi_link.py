@@ -374,7 +374,7 @@ class MpiLink(Link):
         counts = [len(set(ranks).difference(without)) for ranks in self.ranks_by_host]
         hosts = [Host(name, count) for name, count in zip(self.names, counts, strict=True) if count]
         if len(hosts) == 1:
-            return LocalLink(counts[0])
+            return LocalLink(counts[0], self.bytes_sent)
         try:
             link = self._connect_again(hosts)
         except RuntimeError as error:

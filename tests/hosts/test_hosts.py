@@ -188,6 +188,12 @@ def test_silent_host_is_lost_with_all_its_ranks():
     )
 
 
+def test_link_to_the_host_that_is_left_counts_the_bytes_sent_before():
+    link = MpiLink([Host("a", 2), Host("b", 2)], 1.0)
+    link.ranks_by_host, link._n_bytes_before = [range(2), range(2, 4)], 123
+    assert link.renew((2, 3)).bytes_sent == 123 and link.renew((2, 3)).renew((1,)).bytes_sent == 123
+
+
 def test_fork_on_one_host_needs_no_mpirun(monkeypatch):
     with monkeypatch.context() as patched:
         patched.setattr(sys, "executable", "/nowhere/python")
