@@ -125,7 +125,9 @@ class Link(ABC):
         Raises
         ------
         StartError
-            If a machine can't be reached.
+            If a machine can't be reached, or has fewer GPUs than ranks now.
+        OSError, RuntimeError
+            If this machine can't start or connect the others.
         """
 
     @property

@@ -654,8 +654,10 @@ class Session:
             raise RuntimeError("replace_workers: no worker has died within keep_memory()")
         try:
             link = self.link.renew(without)
-        except StartError as error:
-            self._dead_rank, self.death = error.death.rank, error.death
+        except Exception as error:
+            cause = f"{FAILED_START_PREFIX}: {type(error).__name__}: {error}"
+            self.death = error.death if isinstance(error, StartError) else Death(self.rank.root, "", 0, cause)
+            self._dead_rank = self.death.rank
             raise
         spawn = spawn or link.needs_control_file
         try:

@@ -205,6 +205,21 @@ def test_ranks_are_left_out_once_if_the_control_memory_cannot_be_created(session
         assert session.size == 2 and session.death is None and float(read(f(data))) == 18.0
 
 
+def test_error_of_a_new_link_is_the_next_death(session, monkeypatch):
+    x = T.dmatrix("x")
+    f = synk.function([x], (x.sum(), "sum"))
+    data = synk.data(np.ones((6, 3)))
+    f(data)
+    with session.keep_memory():
+        kill_and_replace(session, lambda: f(data))
+        with monkeypatch.context() as patched, pytest.raises(OSError, match="too many files"):
+            patched.setattr(session.link, "renew", mock.Mock(side_effect=OSError("too many files")))
+            session.replace_workers(without=(1,))
+        assert session.size == 3 and session.death == (0, "", 0, "could not start: OSError: too many files", ())
+        session.replace_workers()
+        assert session.size == 3 and float(read(f(data))) == 18.0
+
+
 def test_after_the_context_a_death_frees_all(session):
     x = T.dmatrix("x")
     f = synk.function([x], (x.sum(), "sum"))
