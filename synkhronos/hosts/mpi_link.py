@@ -382,11 +382,14 @@ class MpiLink(Link):
             if not lost_ranks:  # all could be reached one by one
                 raise
             raise self._make_start_error(lost_ranks, str(error)) from error
-        lost_ranks = self._find_ranks_without_gpu(link, without) if self._on_gpus else []
-        if lost_ranks:
+        try:
+            lost_ranks = self._find_ranks_without_gpu(link, without) if self._on_gpus else []
+            if lost_ranks:
+                raise self._make_start_error(lost_ranks, "its GPU is missing")
+            link.assign_ranks(None, self._on_gpus)
+        except BaseException:
             link.kill()
-            raise self._make_start_error(lost_ranks, "its GPU is missing")
-        link.assign_ranks(None, self._on_gpus)
+            raise
         link._n_bytes_before = self.bytes_sent
         return link
 

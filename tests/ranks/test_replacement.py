@@ -220,6 +220,21 @@ def test_error_of_a_new_link_is_the_next_death(session, monkeypatch):
         assert session.size == 3 and float(read(f(data))) == 18.0
 
 
+def test_interrupt_after_the_new_link_ends_its_agents(session, monkeypatch):
+    x = T.dmatrix("x")
+    f = synk.function([x], (x.sum(), "sum"))
+    data = synk.data(np.ones((6, 3)))
+    f(data)
+    link = mock.Mock(end=mock.Mock())
+    type(link).needs_control_file = mock.PropertyMock(side_effect=KeyboardInterrupt)  # read before the deferral
+    with session.keep_memory():
+        kill_and_replace(session, lambda: f(data))
+        monkeypatch.setattr(session.link, "renew", lambda without: link)
+        with pytest.raises(KeyboardInterrupt):
+            session.replace_workers()
+    link.end.assert_called_once()
+
+
 def test_after_the_context_a_death_frees_all(session):
     x = T.dmatrix("x")
     f = synk.function([x], (x.sum(), "sum"))
