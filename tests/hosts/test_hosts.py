@@ -232,6 +232,20 @@ def test_renewed_link_names_ranks_that_cannot_start(old_link, found, without, ho
     assert sum(map(len, renewed.ranks_by_host)) == 6 - len({*without, *lost_ranks})
 
 
+def test_rank_left_out_on_another_host_leaves_out_its_gpu(monkeypatch):
+    bound = []
+    device = SimpleNamespace(
+        assign_gpus=lambda size, root: ["x", "y", "z"][:size], bind=lambda rank, gpu: bound.append((rank.number, gpu))
+    )
+    monkeypatch.setattr(processes, "get_device", lambda name: device)
+    monkeypatch.setattr(processes, "_keep_freed_memory", lambda: None)
+    command = processes._Bind("jax", ["0", "1"], (b"", b""), gpu_numbers=(0, 1, 0, 1, 2)).without_rank(2)
+    for number, local_ranks in enumerate([range(2), range(2), range(2, 4), range(2, 4)]):
+        control = SimpleNamespace(local_ranks=local_ranks)
+        command.run(SimpleNamespace(number=number, root=0, is_master=True, control=control))
+    assert bound == [(0, "0"), (1, "1"), (2, "y"), (3, "z")]
+
+
 def test_fork_on_one_host_needs_no_mpirun(monkeypatch):
     with monkeypatch.context() as patched:
         patched.setattr(sys, "executable", "/nowhere/python")
