@@ -65,8 +65,8 @@ def check_index(value: Any, name: str, size: int, error: type[Exception] = Index
 
 
 def is_number(value: Any) -> bool:
-    """Whether the value is a real number rather than a boolean, complex number, array or string."""
-    return type(value) in (int, float) or (  # fast path: a training step calls this
+    """Whether the value is a real number: no boolean, complex number, array, string, or integer beyond 64 bits."""
+    return type(value) is float or (  # fast path: a training step calls this
         isinstance(value, int | float | np.number | np.ndarray)
         and not isinstance(value, bool)
         and np.ndim(value) == 0

@@ -58,17 +58,21 @@ class _Bind(Command):
         Seeds of NumPy's and Python's global generators.
     cores : tuple of tuple of int
         Cores of each rank; empty if ranks are not bound to cores.
+    gpu_numbers : tuple of int
+        Number of each rank's GPU among those of its host, for the ranks of all hosts; empty if there is one host.
     """
 
     device_name: str
     gpus: list[str]
     seeds: tuple[bytes, ...]
     cores: tuple[tuple[int, ...], ...] = ()
+    gpu_numbers: tuple[int, ...] = ()
 
     def without_rank(self, number: int) -> _Bind:
         """Return a copy of the command without the GPU and cores of one rank."""
         gpus = self.gpus[:number] + self.gpus[number + 1 :]
-        return replace(self, gpus=gpus, cores=self.cores[:number] + self.cores[number + 1 :])
+        numbers = self.gpu_numbers[:number] + self.gpu_numbers[number + 1 :]
+        return replace(self, gpus=gpus, cores=self.cores[:number] + self.cores[number + 1 :], gpu_numbers=numbers)
 
     def run(self, rank: Rank) -> None:
         if rank.number < len(self.cores):  # before any library starts threads
@@ -85,8 +89,11 @@ class _Bind(Command):
         if device is HOST:
             force_cpu()
         local_ranks = rank.control.local_ranks
-        gpus = self.gpus if rank.root in local_ranks else device.assign_gpus(len(local_ranks), 0)
-        device.bind(rank, gpus[rank.number - local_ranks.start])
+        index, gpus = rank.number - local_ranks.start, self.gpus
+        if rank.root not in local_ranks:
+            index = self.gpu_numbers[rank.number]
+            gpus = device.assign_gpus(index + 1, 0)
+        device.bind(rank, gpus[index])
 
 
 def _keep_freed_memory() -> None:
@@ -272,7 +279,10 @@ def _fork(
     # Imports modules before the fork, so that workers inherit them.
     list_loaded_libraries()
     engines.list_engines()
-    bind_command = _Bind(device.name, device.assign_gpus(n_local, master_rank), seeds, cores)
+    gpu_numbers = (
+        () if link is None else tuple(i for ranks_there in link.ranks_by_host for i in range(len(ranks_there)))
+    )
+    bind_command = _Bind(device.name, device.assign_gpus(n_local, master_rank), seeds, cores, gpu_numbers)
     ranks.fork(size, master_rank, profile_workers, timeout, bind_command, is_fork_unsafe(), link)
     return size
 

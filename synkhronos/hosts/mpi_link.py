@@ -374,11 +374,22 @@ class MpiLink(Link):
         counts = [len(set(ranks).difference(without)) for ranks in self.ranks_by_host]
         hosts = [Host(name, count) for name, count in zip(self.names, counts, strict=True) if count]
         if len(hosts) == 1:
-            return LocalLink(counts[0])
+            return LocalLink(counts[0], self.bytes_sent)
         try:
             link = self._connect_again(hosts)
-        except RuntimeError as error:
-            raise StartError(str(error), self._find_unreachable(hosts, without, error)) from error
+        except (RuntimeError, TimeoutError, ConnectionError) as error:
+            lost_ranks = self._find_unreachable_ranks(hosts)
+            if not lost_ranks:  # all could be reached one by one
+                raise
+            raise self._make_start_error(lost_ranks, str(error)) from error
+        try:
+            lost_ranks = self._find_ranks_without_gpu(link, without) if self._on_gpus else []
+            if lost_ranks:
+                raise self._make_start_error(lost_ranks, "its GPU is missing")
+            link.assign_ranks(None, self._on_gpus)
+        except BaseException:
+            link.kill()
+            raise
         link._n_bytes_before = self.bytes_sent
         return link
 
@@ -387,28 +398,36 @@ class MpiLink(Link):
         link = MpiLink(hosts, self._timeout, self._output)
         try:
             link.start_agents()
-            link.assign_ranks(None, self._on_gpus)
         except BaseException:
             link.kill()
             raise
         return link
 
-    def _find_unreachable(self, hosts: Sequence[Host], without: Collection[int], error: RuntimeError) -> Death:
-        """Return the failed start of the hosts that this one can't connect; without their ranks it may succeed."""
+    def _find_unreachable_ranks(self, hosts: Sequence[Host]) -> list[int]:
+        """Return the ranks of the hosts that the first one can't connect."""
         lost_hosts = list(hosts[1:])
         if len(lost_hosts) > 1:
             lost_hosts = []
             for host in hosts[1:]:
                 try:
                     self._connect_again([hosts[0], host]).kill()
-                except RuntimeError:
+                except (RuntimeError, TimeoutError, ConnectionError):
                     lost_hosts.append(host)
         ranks_by_name = dict(zip(self.names, self.ranks_by_host, strict=True))
-        lost_ranks = [rank for host in lost_hosts for rank in ranks_by_name[host.name]]
-        cause = f"{FAILED_START_PREFIX}: {error}"
-        if not lost_hosts:  # all could be reached one by one
-            return Death(0, "", 0, cause, sorted(without))
-        return Death(lost_ranks[0], lost_hosts[0].name, 0, cause, sorted({*without, *lost_ranks}))
+        return [rank for host in lost_hosts for rank in ranks_by_name[host.name]]
+
+    def _find_ranks_without_gpu(self, link: MpiLink, without: Collection[int]) -> list[int]:
+        """Return the last ranks of each host that has fewer GPUs than ranks now."""
+        ranks_by_name = dict(zip(self.names, self.ranks_by_host, strict=True))
+        lost_ranks: list[int] = []
+        for name, n_gpus in zip(link.names, link._gpus, strict=True):
+            lost_ranks += [rank for rank in ranks_by_name[name] if rank not in without][n_gpus:]
+        return lost_ranks
+
+    def _make_start_error(self, lost_ranks: Sequence[int], cause: str) -> StartError:
+        """Return the error of ranks that can't start; without them a start may succeed."""
+        host = self.get_host_name(lost_ranks[0])
+        return StartError(cause, Death(lost_ranks[0], host, 0, f"{FAILED_START_PREFIX}: {cause}", lost_ranks))
 
     def _forward_output(self, stream: IO[str], name: str) -> None:
         """Forward the hosts' output to a standard stream of this process, and store its last lines for messages."""

@@ -125,7 +125,9 @@ class Link(ABC):
         Raises
         ------
         StartError
-            If a machine can't be reached.
+            If a machine can't be reached, or has fewer GPUs than ranks now.
+        OSError, RuntimeError
+            If this machine can't start or connect the others.
         """
 
     @property
@@ -141,14 +143,16 @@ class LocalLink(Link):
     ----------
     size : int
         Number of ranks.
+    bytes_sent : int
+        Number of bytes that earlier links of the session have sent to other machines.
     """
 
     needs_control_file = False
     can_renew = True
     control_nbytes = plan_nbytes = bytes_sent = 0
 
-    def __init__(self, size: int) -> None:
-        self.ranks_by_host = [range(size)]
+    def __init__(self, size: int, bytes_sent: int = 0) -> None:
+        self.ranks_by_host, self.bytes_sent = [range(size)], bytes_sent
 
     def start_workers(self, control: Control, file: io.FileIO | None, root: int, profile: bool) -> None:
         """Do nothing: `Workers` starts this machine's workers."""
@@ -169,4 +173,4 @@ class LocalLink(Link):
 
     def renew(self, without: Collection[int]) -> LocalLink:
         """Return a link for the ranks that are left."""
-        return LocalLink(len(self.local_ranks) - len(without))
+        return LocalLink(len(self.local_ranks) - len(without), self.bytes_sent)

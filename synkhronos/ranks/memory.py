@@ -149,14 +149,18 @@ class MemoryTable:
         with defer_signals():  # a worker would wait forever for a key that is never sent
             self.last_key += 1
             self._rank.segments.add(segment)
-            if self._channels:
-                self._unsent_segments.append((segment, file, set(self._channels)))
-            else:
-                file.close()
-                self.last_sent_key = segment.key
+            self._queue_segment(segment, file)
         if len(self._unsent_segments) > _MAX_UNSENT and not in_command:
             self.send_releases(force=True)
         return segment
+
+    def _queue_segment(self, segment: Segment, file: io.FileIO) -> None:
+        """Have a segment sent before the next command; without workers, close its file."""
+        if self._channels:
+            self._unsent_segments.append((segment, file, set(self._channels)))
+        else:
+            file.close()
+            self.last_sent_key = segment.key
 
     def send_segments(self) -> None:
         """Send the workers the segments that they do not have yet."""
@@ -208,7 +212,7 @@ class MemoryTable:
     def resend_segments(self) -> None:
         """Send all segments to new workers that were started as new processes."""
         for segment, file in self._rank.segments.replace_files():
-            self._unsent_segments.append((segment, file, set(self._channels)))
+            self._queue_segment(segment, file)
             if len(self._unsent_segments) > _MAX_UNSENT:
                 self.send_releases(force=True)
         self.send_releases(force=True)

@@ -651,17 +651,23 @@ class Session:
         """
         if not self.has_kept_memory:
             raise RuntimeError("replace_workers: no worker has died within keep_memory()")
+        link: Link | None = None
         try:
-            link = self.link.renew(without)
-        except StartError as error:
-            self._dead_rank, self.death = error.death.rank, error.death
-            raise
-        spawn = spawn or link.needs_control_file
-        try:
+            try:
+                link = self.link.renew(without)
+            except Exception as error:
+                cause = f"{FAILED_START_PREFIX}: {type(error).__name__}: {error}"
+                self.death = error.death if isinstance(error, StartError) else Death(self.rank.root, "", 0, cause)
+                self._dead_rank = self.death.rank
+                raise
+            spawn = spawn or link.needs_control_file
             with defer_signals():  # an interrupt in between would leave the session half open
                 self.link = link
                 for number in sorted(without, reverse=True):
                     self._remove_rank(number)
+                # For an error below: the old death names ranks that have just been removed.
+                self.death = Death(self.rank.root, "", 0, f"{FAILED_START_PREFIX}: no control memory could be created")
+                self._dead_rank = self.rank.root
                 # The counters and semaphores of the old workers are in an undefined state.
                 self._create_control(self._control.spin, spawn)
                 self.rank.restart(self.rank.root, self._control, self._check_peers)
@@ -687,7 +693,8 @@ class Session:
             if isinstance(error, Exception) and self.close_reason is None:
                 self._close_after_failed_start(error)
             self.close(kill=True)
-            link.end(True, 0.0, lambda: True)  # an interrupt may have come before the session was open
+            if link is not None:  # an interrupt may have come before the session was open
+                link.end(True, 0.0, lambda: True)
             raise
         return spawn
 

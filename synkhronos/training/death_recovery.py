@@ -261,6 +261,7 @@ class DeathRecovery(DeathHandler):
     def _recover(self, error: Exception, began: float) -> None:
         """Replace the workers and restore the copy; raise the error if no worker has died, or too many have."""
         session, deaths = self._session, []
+        left_out: Sequence[int] = ()
         while session.has_kept_memory and self._has_copy:
             death = session.death
             assert death is not None
@@ -278,11 +279,13 @@ class DeathRecovery(DeathHandler):
                     f"{who} {death.cause}; on_death='continue' goes on after {limit}, and this is one more", death.rank
                 ) from error
             deaths.append(death)
-            left_out = self._choose_ranks_to_leave_out(death)
+            left_out, size = self._choose_ranks_to_leave_out(death, left_out), session.size
             try:
                 self._restore(left_out)
             except Exception as failure:
                 error = failure
+                if session.size < size:  # they have been removed, and `death` has the new numbers
+                    left_out = ()
                 continue
             seconds = time.perf_counter() - began
             for survived in deaths:
@@ -293,8 +296,14 @@ class DeathRecovery(DeathHandler):
             return
         raise error
 
-    def _choose_ranks_to_leave_out(self, death: Death) -> Sequence[int]:
+    def _choose_ranks_to_leave_out(self, death: Death, pending: Sequence[int]) -> Sequence[int]:
         """Return the ranks whose device or host can't be used any more; all others start again.
+
+        Parameters
+        ----------
+        death : Death
+        pending : sequence of int
+            Ranks that were chosen before, and have not been removed, as a host could not be reached.
 
         Raises
         ------
@@ -305,17 +314,18 @@ class DeathRecovery(DeathHandler):
         if not is_failed_start or death.rank != self._failed_rank:
             self._n_failed_starts, self._failed_rank = 0, death.rank
         self._n_failed_starts += is_failed_start
-        if self._n_failed_starts < MAX_FAILED_STARTS and not death.lost_ranks:
-            return ()
+        is_lost = bool(death.lost_ranks) and not is_failed_start
+        if self._n_failed_starts < MAX_FAILED_STARTS and not is_lost:
+            return pending
         who = describe_rank(death.rank, death.host)
         failure = f"on_death='continue': {who} {death.cause}"
-        left_out = death.lost_ranks or (death.rank,)
+        left_out = sorted({*pending, *(death.lost_ranks or (death.rank,))})
         if self._session.rank.root in left_out:
             raise WorkerError(f"{failure}; no device is left for the master", death.rank)
         if self._sharded_optimizer is not None:
             reason = "with shard_optimizer=True the training needs all ranks: resume from a checkpoint"
             raise WorkerError(f"{failure}; {reason}", death.rank)
-        _log.warning("%s %s; the training goes on without ranks %s", who, death.cause, list(left_out))
+        _log.warning("%s %s; the training goes on without ranks %s", who, death.cause, left_out)
         self._n_failed_starts = self._n_repeated = 0
         return left_out
 

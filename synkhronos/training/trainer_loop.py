@@ -274,13 +274,17 @@ class TrainerLoop(EpochLoop):
 
     def validate(self, report: Report) -> bool:
         """Compute the metrics over all validation rows; return True if a signal stopped the validation."""
-        death_handler = self.death_handler
         generators = self.model.state.training.groups.generators if self.checkpoint is not None else []
-        states = death_handler.run(lambda: run(generator_state.collect_states, generators)) if generators else []
-        is_stopped = death_handler.run_update(lambda: self._validate(report))  # the metrics may draw random numbers
-        if is_stopped and generators:  # a resumed training repeats the validation
-            death_handler.run_update(lambda: run(generator_state.restore_states, generators, states))
-        return is_stopped
+
+        def validate_or_undo() -> bool:
+            # Repeated as a whole after a death: there may be fewer ranks then.
+            states = run(generator_state.collect_states, generators) if generators else []
+            is_stopped = self._validate(report)  # the metrics may draw random numbers
+            if is_stopped and generators:  # a resumed training repeats the validation
+                run(generator_state.restore_states, generators, states)
+            return is_stopped
+
+        return self.death_handler.run_update(validate_or_undo)
 
     def _validate(self, report: Report) -> bool:
         model, valid = self.model, self.valid

@@ -12,6 +12,7 @@ from library import tensor as T
 from messages import raises
 
 import synkhronos as synk
+from synkhronos.checks import check_number
 
 
 class World:
@@ -449,6 +450,14 @@ pytestmark = pytest.mark.filterwarnings("ignore:Creating an ndarray from ragged"
 )
 def test_wrong_argument_is_named_and_changes_nothing(world, call, error, message):
     refuses(world, call, error, message)
+
+
+@pytest.mark.any_library
+@pytest.mark.parametrize("value", [2**64, 10**400, -(2**63) - 1, True, 1j, "1", np.ones(1)])
+def test_check_number_refuses_other_values(value):
+    with pytest.raises(TypeError, match="^rate: expected a number, got "):
+        check_number(value, "rate")
+    assert check_number(2**63, "rate") == 2.0**63 and check_number(np.float32(0.5), "rate") == 0.5
 
 
 @pytest.mark.parametrize("collective", COLLECTIVES)

@@ -32,7 +32,7 @@ from synkhronos.hosts.page_table import PAGE_NBYTES, PageTable, SegmentAccess, f
 from synkhronos.hosts.pipes import FAILURE_NBYTES, FRAME_NBYTES, N_FRAMES, PipeLayout
 from synkhronos.hosts.task_agent import TaskAgent
 from synkhronos.ranks.control import Control
-from synkhronos.ranks.errors import Death
+from synkhronos.ranks.errors import Death, StartError
 
 pytestmark = pytest.mark.timeout(300)  # programs that compile on all ranks
 #: Hosts of programs.  Most use the last, one after another, as `run` reuses the ranks while the hosts are the same.
@@ -186,6 +186,64 @@ def test_silent_host_is_lost_with_all_its_ranks():
         link.find_remote_failure().death[:4] == (3, "b", 77, "was killed by SIGKILL")
         and not link.find_remote_failure().death.lost_ranks
     )
+
+
+def test_link_to_the_host_that_is_left_counts_the_bytes_sent_before():
+    link = MpiLink([Host("a", 2), Host("b", 2)], 1.0)
+    link.ranks_by_host, link._n_bytes_before = [range(2), range(2, 4)], 123
+    assert link.renew((2, 3)).bytes_sent == 123 and link.renew((2, 3)).renew((1,)).bytes_sent == 123
+
+
+@pytest.fixture
+def old_link(monkeypatch):
+    """Link of hosts a, b and c with two ranks each on GPUs; the GPUs of ``found`` are there when it is renewed."""
+    link, found = MpiLink([Host(name, 2) for name in "abc"], 1.0), {"a": 2, "b": 2, "c": 2}
+    link._gpus, link._cores, link._n_ranks = [2] * 3, [2] * 3, [2] * 3
+    link.assign_ranks(None, True)
+
+    def start_agents(link):
+        if not all(found[name] is not None for name in link.names):
+            raise RuntimeError("the hosts could not be reached")
+        link._n_ranks = [host.n_ranks for host in link._hosts]
+        link._gpus = link._cores = [found[name] for name in link.names]
+
+    monkeypatch.setattr(MpiLink, "start_agents", start_agents)
+    return link, found
+
+
+@pytest.mark.parametrize(
+    ("found", "without", "host", "lost_ranks"),
+    [
+        ({"b": 1}, (), "b", [3]),
+        ({"b": 0, "c": 1}, (), "b", [2, 3, 5]),
+        ({"c": 0}, (4,), "c", [5]),
+        ({"c": None}, (), "c", [4, 5]),
+        ({"b": None}, (4, 5), "b", [2, 3]),
+    ],
+)
+def test_renewed_link_names_ranks_that_cannot_start(old_link, found, without, host, lost_ranks):
+    link, now = old_link
+    now.update(found)
+    with pytest.raises(StartError) as caught:
+        link.renew(without)
+    death = caught.value.death
+    assert (death.rank, death.host, death.lost_ranks) == (lost_ranks[0], host, lost_ranks)
+    renewed = link.renew({*without, *lost_ranks})
+    assert sum(map(len, renewed.ranks_by_host)) == 6 - len({*without, *lost_ranks})
+
+
+def test_rank_left_out_on_another_host_leaves_out_its_gpu(monkeypatch):
+    bound = []
+    device = SimpleNamespace(
+        assign_gpus=lambda size, root: ["x", "y", "z"][:size], bind=lambda rank, gpu: bound.append((rank.number, gpu))
+    )
+    monkeypatch.setattr(processes, "get_device", lambda name: device)
+    monkeypatch.setattr(processes, "_keep_freed_memory", lambda: None)
+    command = processes._Bind("jax", ["0", "1"], (b"", b""), gpu_numbers=(0, 1, 0, 1, 2)).without_rank(2)
+    for number, local_ranks in enumerate([range(2), range(2), range(2, 4), range(2, 4)]):
+        control = SimpleNamespace(local_ranks=local_ranks)
+        command.run(SimpleNamespace(number=number, root=0, is_master=True, control=control))
+    assert bound == [(0, "0"), (1, "1"), (2, "y"), (3, "z")]
 
 
 def test_fork_on_one_host_needs_no_mpirun(monkeypatch):

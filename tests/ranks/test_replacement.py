@@ -3,6 +3,7 @@
 import os
 import signal
 import warnings
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -82,6 +83,18 @@ def test_fresh_workers_have_the_memory_of_the_old_ones(session, tmp_path):
         view[0] = 100.0
         assert [float(read(f(data))) for data in (many[5], many[69], file, parts)] == [110.0, 207.0, 15.0, 10.0]
         assert float(read(f(synk.data(np.ones(4))))) == 4.0
+
+
+def test_master_alone_closes_the_files_of_its_memory(session):
+    data, x = [synk.data(np.full(3, float(i))) for i in range(5)], T.dvector("x")
+    f = synk.function([x], (x.sum(), "sum"))
+    f(data[0])
+    with session.keep_memory():
+        kill_and_replace(session, lambda: f(data[0]))
+        files = len(os.listdir("/proc/self/fd"))
+        session.replace_workers(spawn=True, without=(1, 2))
+        assert len(os.listdir("/proc/self/fd")) <= files
+        assert session.size == 1 and float(read(f(data[4]))) == 12.0
 
 
 def test_fresh_workers_refuse_a_file_that_has_been_replaced(session, tmp_path):
@@ -173,6 +186,53 @@ def test_interrupted_replacement_closes_the_ranks(session):
         ranks.get_session()
     with pytest.raises(RuntimeError, match="memory was freed"):
         data[0]
+
+
+def test_ranks_are_left_out_once_if_the_control_memory_cannot_be_created(session, monkeypatch):
+    x = T.dmatrix("x")
+    f = synk.function([x], (x.sum(), "sum"))
+    data = synk.data(np.ones((6, 3)))
+    f(data)
+    with session.keep_memory():
+        kill_and_replace(session, lambda: f(data))
+        session.death = session.death._replace(lost_ranks=(1,))
+        with monkeypatch.context() as patched, pytest.raises(MemoryError, match="is full"):
+            patched.setattr(ranks.Session, "_create_control", mock.Mock(side_effect=MemoryError("/dev/shm is full")))
+            session.replace_workers(without=(1,))
+        assert session.size == 2 and session.has_kept_memory
+        assert session.death == (0, "", 0, "could not start: no control memory could be created", ())
+        session.replace_workers()
+        assert session.size == 2 and session.death is None and float(read(f(data))) == 18.0
+
+
+def test_error_of_a_new_link_is_the_next_death(session, monkeypatch):
+    x = T.dmatrix("x")
+    f = synk.function([x], (x.sum(), "sum"))
+    data = synk.data(np.ones((6, 3)))
+    f(data)
+    with session.keep_memory():
+        kill_and_replace(session, lambda: f(data))
+        with monkeypatch.context() as patched, pytest.raises(OSError, match="too many files"):
+            patched.setattr(session.link, "renew", mock.Mock(side_effect=OSError("too many files")))
+            session.replace_workers(without=(1,))
+        assert session.size == 3 and session.death == (0, "", 0, "could not start: OSError: too many files", ())
+        session.replace_workers()
+        assert session.size == 3 and float(read(f(data))) == 18.0
+
+
+def test_interrupt_after_the_new_link_ends_its_agents(session, monkeypatch):
+    x = T.dmatrix("x")
+    f = synk.function([x], (x.sum(), "sum"))
+    data = synk.data(np.ones((6, 3)))
+    f(data)
+    link = mock.Mock(end=mock.Mock())
+    type(link).needs_control_file = mock.PropertyMock(side_effect=KeyboardInterrupt)  # read before the deferral
+    with session.keep_memory():
+        kill_and_replace(session, lambda: f(data))
+        monkeypatch.setattr(session.link, "renew", lambda without: link)
+        with pytest.raises(KeyboardInterrupt):
+            session.replace_workers()
+    link.end.assert_called_once()
 
 
 def test_after_the_context_a_death_frees_all(session):

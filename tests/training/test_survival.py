@@ -4,6 +4,7 @@ import os
 import random
 import signal
 import sys
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -14,7 +15,8 @@ import synkhronos as synk
 from synkhronos import processes, ranks
 from synkhronos.devices import HOST, JAX
 from synkhronos.loading import Loader
-from synkhronos.training import Checkpoint, Recorder, death_recovery, make_trainer, recorder
+from synkhronos.ranks.errors import FAILED_START_PREFIX, Death
+from synkhronos.training import Checkpoint, Recorder, death_recovery, make_trainer, recorder, trainer_loop
 from synkhronos.training.death_recovery import MAX_REPEATED_DEATHS, DeathRecovery
 from synkhronos.training.updates import adam, momentum
 
@@ -317,6 +319,61 @@ def test_on_death_leaves_out_a_device_and_uses_each_row_once(name, source, monke
     assert ranks.get_session().size == 2 and [report.seen for report in reports] == [60, 120, 180, 240]
     used = model.used()
     assert max(used) == 4 and (name != "BSP" or min(used) == 4)  # under EASGD the counts of the lost rank are missing
+
+
+@pytest.mark.any_library
+def test_host_gets_two_tries_and_the_ranks_of_a_lost_one_none(monkeypatch):
+    """Ranks 4 and 5 are lost with their host; then the host of ranks 2 and 3 can't be reached, at first once."""
+    fork_ranks(1)
+    recovery, tried = Model("BSP").trainer._model.make_death_recovery(100, False, False), []
+    lost = Death(4, "c", 0, "was lost", (4, 5))
+    unreachable = Death(2, "b", 0, f"{FAILED_START_PREFIX}: could not be reached", (2, 3))
+    session = SimpleNamespace(size=6, rank=SimpleNamespace(root=0), has_kept_memory=True, death=lost)
+    deaths = [unreachable, None]
+
+    def restore(left_out):
+        tried.append(list(left_out))
+        session.death = deaths.pop(0)
+        if session.death is not None:
+            raise RuntimeError
+        session.size -= len(left_out)
+
+    monkeypatch.setattr(recovery, "_session", session)
+    monkeypatch.setattr(recovery, "_has_copy", True)
+    monkeypatch.setattr(recovery, "_restore", restore)
+    recovery._recover(RuntimeError(), 0.0)
+    assert tried == [[4, 5], [4, 5]] and session.size == 4
+    tried.clear()
+    session.size, session.death, deaths[:] = 6, lost, [unreachable, unreachable, None]
+    recovery._n_failed_starts = recovery._n_repeated = 0
+    recovery._recover(RuntimeError(), 0.0)
+    assert tried == [[4, 5], [4, 5], [2, 3, 4, 5]] and session.size == 2
+
+
+@pytest.mark.any_library
+def test_stopped_validation_restores_generators_of_the_ranks_that_are_left(monkeypatch):
+    """The number of ranks falls from 3 to 2 within a validation, which a signal stops."""
+    sizes, restored = iter([3, 2]), []
+
+    def run_as_ranks(task, generators, *states):
+        if states:
+            restored.extend(states)
+        return [] if states else [["state"]] * next(sizes)
+
+    def run_twice(operation):
+        operation()
+        restored.clear()
+        return operation()
+
+    monkeypatch.setattr(trainer_loop, "run", run_as_ranks)
+    groups = SimpleNamespace(generators=["generator"])
+    loop = SimpleNamespace(
+        model=SimpleNamespace(state=SimpleNamespace(training=SimpleNamespace(groups=groups))),
+        checkpoint=True,
+        death_handler=SimpleNamespace(run=lambda operation: operation(), run_update=run_twice),
+        _validate=lambda report: True,
+    )
+    assert trainer_loop.TrainerLoop.validate(loop, None) and restored == [[["state"]] * 2]
 
 
 @pytest.mark.any_library

@@ -670,7 +670,7 @@ def survive_host(name: str, fault: str) -> None:
                 assert simulated.ask({"op": "kill", "host": host}) == 0
         left, deaths = ranks.get_session().size, reports[1].deaths
         assert left == n - int(count) and [r.seen for r in reports] == [60, 120, 180], (left, deaths)
-        assert len(deaths) == (1 if fault == "agent" else 2) and (deaths[-1]["rank"], deaths[-1]["host"]) == (
+        assert len(deaths) == (1 if fault == "agent" else 3) and (deaths[-1]["rank"], deaths[-1]["host"]) == (
             left,
             host,
         )
