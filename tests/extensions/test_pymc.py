@@ -109,8 +109,8 @@ def points(model, count=2):
 def check_equal(parallel, model, **compile_kwargs):
     """Compare densities and gradients at some points."""
     kwargs = {**HERE, **compile_kwargs}
-    for what in ("compile_logp", "compile_dlogp"):
-        ours, theirs = getattr(parallel, what)(**kwargs), getattr(model, what)(**HERE)
+    for method in ("compile_logp", "compile_dlogp"):
+        ours, theirs = getattr(parallel, method)(**kwargs), getattr(model, method)(**HERE)
         for point in points(model):
             expected = theirs(point)
             assert np.all(np.isfinite(expected))
@@ -474,19 +474,19 @@ def test_data_parallel_builds_a_model_of_bambi():
     assert one.backend.model is model
 
 
-@pytest.mark.parametrize("what", ["nothing", "no observed", "no model"])
-def test_data_parallel_refuses_wrong_arguments(what):
+@pytest.mark.parametrize("case", ["nothing", "no observed", "no model"])
+def test_data_parallel_refuses_wrong_arguments(case):
     with pm.Model() as model:
         b = pm.Normal("b")
-        if what == "nothing":
+        if case == "nothing":
             pm.Normal("y", b, 1, observed=0.5)
     error, message = {
         "nothing": (ValueError, r"model: none of its variables can be split by rows: y: it has shape \(\)"),
         "no observed": (ValueError, "model: it has no observed variables, nor potentials that are computed from data"),
         "no model": (TypeError, "model: expected a pymc.Model, got 'y'"),
-    }[what]
+    }[case]
     with pytest.raises(error, match=message):
-        data_parallel("y" if what == "no model" else model)
+        data_parallel("y" if case == "no model" else model)
 
 
 def test_set_data_reaches_the_ranks(two):
@@ -645,13 +645,13 @@ def test_logp_of_some_variables_equals_pymcs(two):
 class After:
     """Callback of `pm.sample` that runs an action after some draws."""
 
-    def __init__(self, draws, what):
-        self.draws, self.what = draws, what
+    def __init__(self, draws, callback):
+        self.draws, self.callback = draws, callback
 
     def __call__(self, trace, draw):
         self.draws -= 1
         if self.draws == 0:
-            self.what()
+            self.callback()
 
 
 def small():

@@ -226,7 +226,7 @@ def test_queue_gives_each_batch_to_one_reader(queue):
         arrays = [(rng.random(shape) * 100).astype("int64").astype(rng.choice(dtypes)) for shape in shapes]
         sent.append([np.array(i), *arrays])
     received = [[] for _ in range(3)]
-    readers = [threading.Thread(target=queue.read, args=(each, 2e-3)) for each in received]
+    readers = [threading.Thread(target=queue.read, args=(batches, 2e-3)) for batches in received]
     for reader in readers:
         reader.start()
     for batch in sent:

@@ -193,7 +193,7 @@ def _limit(number: int, frame: Any) -> None:
     raise TimeLimit
 
 
-def at_every_moment(what: str, first: int = 0, step: int = 1, limit: bool = False) -> None:
+def at_every_moment(operation: str, first: int = 0, step: int = 1, limit: bool = False) -> None:
     """Interrupt an action once at each moment at which Python handles signals; check all ranks after each interrupt.
 
     With ``limit`` a time limit expires instead, which raises another exception from another signal.
@@ -227,20 +227,20 @@ def at_every_moment(what: str, first: int = 0, step: int = 1, limit: bool = Fals
         "collective again": lambda: synk.all_reduce(made["work"].big, "sum"),
     }
     for k in range(first, 1_000_000, step):
-        if what == "fork":
+        if operation == "fork":
             made.clear()
             synk.close()
         else:
             forked()
         error = None
         press = Press(k, signal.SIGALRM if limit else signal.SIGINT)
-        if what.endswith("again"):  # first in the master's part, then at each later moment
-            probes.PLANS["perform" if what.startswith("call") else "chunk"] = 0, "interrupt"
+        if operation.endswith("again"):  # first in the master's part, then at each later moment
+            probes.PLANS["perform" if operation.startswith("call") else "chunk"] = 0, "interrupt"
             probes.INTERRUPTED = press.begin
         else:
             press.begin()
         try:
-            actions[what]()
+            actions[operation]()
         except BaseException as caught:
             error = repr(caught)
         finally:
@@ -252,7 +252,7 @@ def at_every_moment(what: str, first: int = 0, step: int = 1, limit: bool = Fals
             lost.append(press.place)
         elif error != ("TimeLimit()" if limit else "KeyboardInterrupt()"):
             wrong.append((error, press.place))
-        if what == "fork" and _current() is not None:
+        if operation == "fork" and _current() is not None:
             wrong.append(("ranks run after a fork that was interrupted", press.place))
         forked()
         if not _others_may_call():
@@ -355,8 +355,8 @@ def at_random(seed: int, times: int) -> None:
 
 def signalled(name: str, how: str) -> None:
     """Receive a signal, as all processes of this program do, in a loop of collectives; the handler sets a flag."""
-    number, came = signal.Signals[name], []
-    handler: Any = signal.SIG_IGN if how == "ignored" else lambda *_: came.append(1)
+    number, received = signal.Signals[name], []
+    handler: Any = signal.SIG_IGN if how == "ignored" else lambda *_: received.append(1)
     if how in ("handled", "ignored"):
         signal.signal(number, handler)
     before = start()
@@ -369,7 +369,7 @@ def signalled(name: str, how: str) -> None:
     hold("python")
     for _ in range(5):
         work.call()
-    tell("handled", count=len(came))
+    tell("handled", count=len(received))
     tell("works", right=make_expected(N), **attempt(work.check))
     synk.close()
     vars(work).clear()

@@ -153,24 +153,24 @@ def reach(point: str) -> None:
 
 
 def _act(action: str, point: str) -> None:
-    kind, _, what = action.partition(":")
+    kind, _, argument = action.partition(":")
     if kind == "interrupt":
         INTERRUPTED()
         raise KeyboardInterrupt
     tell("inside", point=point)
     if kind == "raise":
-        raise getattr(builtins, what)(f"{point} on {RANK}")
+        raise getattr(builtins, argument)(f"{point} on {RANK}")
     if kind == "raise-silent":
         raise Silent
     if kind == "raise-long":
         raise ValueError("\N{SNOWMAN}" * 1_000_000)
     if kind == "kill":
-        os.kill(os.getpid(), signal.Signals[what])
+        os.kill(os.getpid(), signal.Signals[argument])
         time.sleep(60)
     elif kind == "_exit":
-        os._exit(int(what))
+        os._exit(int(argument))
     elif kind == "exit":
-        sys.exit(int(what))
+        sys.exit(int(argument))
     elif kind == "memory":
         resource.setrlimit(resource.RLIMIT_AS, (_address_space() + (64 << 20), resource.RLIM_INFINITY))
         try:
@@ -178,7 +178,7 @@ def _act(action: str, point: str) -> None:
         finally:
             resource.setrlimit(resource.RLIMIT_AS, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
     elif kind == "hold":
-        hold(what)
+        hold(argument)
     else:
         raise AssertionError(action)
 

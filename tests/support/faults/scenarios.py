@@ -236,13 +236,13 @@ def never_returns(timeout: float) -> None:
     after(before, work)
 
 
-def no_room() -> None:
+def full_shared_memory() -> None:
     """Use the library with /dev/shm full: it has 8 MB, which the program fills."""
     before = start()
     synk.fork(N, use_gpu=False)
     know()
     work = Work()
-    kept = synk.data(np.arange(1000.0))
+    data = synk.data(np.arange(1000.0))
     hog = []
     while True:
         try:
@@ -253,26 +253,26 @@ def no_room() -> None:
         while True:
             hog.append(synk.data(shape=1, dtype="float64"))
     tell("data", **attempt(lambda: synk.data(np.ones(100_000))))
-    tell("grow", **attempt(functools.partial(kept.set_length, 100_000)))
-    tell("kept", right=bool((np.asarray(kept) == np.arange(1000.0)).all()))
+    tell("grow", **attempt(functools.partial(data.set_length, 100_000)))
+    tell("kept", right=bool((np.asarray(data) == np.arange(1000.0)).all()))
     tell("call", **attempt(lambda: work.f(np.ones(100_000))))
     tell("distribute", **attempt(synk.distribute))
     tell("collective", **attempt(lambda: synk.broadcast(work.big, np.ones(300_000))))
     other = attempt(lambda: [synk.close(), synk.fork(N, use_gpu=False)][1])
     tell("fork", **other)
     hog.clear()
-    del kept
+    del data
     work = Work()
     tell("works", right=make_expected(N), **attempt(work.check))
     synk.close()
     tell("closed", before=before, after=footprint())
 
 
-def few_files(who: str, spare: int) -> None:
+def few_file_descriptors(where: str, spare: int) -> None:
     """Run out of file descriptors: in the master at fork or when it makes segments, or in a worker."""
     before = start()
     usual = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if who == "fork":
+    if where == "fork":
         few = _limit(spare), usual[1]
         resource.setrlimit(resource.RLIMIT_NOFILE, few)
         tell("outcome", **attempt(lambda: synk.fork(8, use_gpu=False)))
@@ -282,7 +282,7 @@ def few_files(who: str, spare: int) -> None:
     else:
         synk.fork(N, use_gpu=False)
         know()
-        if who == "master":
+        if where == "master":
             few = _limit(spare), usual[1]
             resource.setrlimit(resource.RLIMIT_NOFILE, few)
             made = [synk.data(np.full(10, i)) for i in range(60)]
@@ -313,13 +313,13 @@ def _limit(spare: int) -> int:
 class Limit(Command):
     """Limit the open files of a rank."""
 
-    def __init__(self, who: int, files: int):
-        self.who, self.files = who, files
+    def __init__(self, limited_rank: int, n_files: int):
+        self.limited_rank, self.n_files = limited_rank, n_files
 
     def run(self, rank: ranks.Rank) -> None:
-        if rank.number == self.who:
-            files = self.files or _limit(0)
-            resource.setrlimit(resource.RLIMIT_NOFILE, (files, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
+        if rank.number == self.limited_rank:
+            n_files = self.n_files or _limit(0)
+            resource.setrlimit(resource.RLIMIT_NOFILE, (n_files, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
 
 
 def unmappable() -> None:
@@ -342,11 +342,11 @@ def unmappable() -> None:
 class LimitSpace(Command):
     """Limit the address space of a rank to `spare` more bytes."""
 
-    def __init__(self, who: int, spare: int):
-        self.who, self.spare = who, spare
+    def __init__(self, limited_rank: int, spare: int):
+        self.limited_rank, self.spare = limited_rank, spare
 
     def run(self, rank: ranks.Rank) -> None:
-        if rank.number == self.who:
+        if rank.number == self.limited_rank:
             limit = resource.RLIM_INFINITY if self.spare < 0 else probes._address_space() + self.spare
             resource.setrlimit(resource.RLIMIT_AS, (limit, resource.RLIM_INFINITY))
 
@@ -371,7 +371,7 @@ def unpicklable() -> None:
     after(before, work)
 
 
-def announced_to_the_dead() -> None:
+def segment_after_death() -> None:
     """Create a segment after a worker has died, before its death is detected."""
     before = start()
     synk.fork(N, use_gpu=False)
@@ -422,7 +422,7 @@ def first_command() -> None:
     tell("closed", before=before, after=footprint())
 
 
-def deaf_and_mute() -> None:
+def closed_standard_files() -> None:
     """Run calls with closed standard input, output and error."""
     before = start()
     synk.fork(N, use_gpu=False)
@@ -444,7 +444,7 @@ class Print(Command):
             print(self.text, end="")
 
 
-def printing_into_nothing() -> None:
+def print_without_reader() -> None:
     """Print in a worker when the reader of the pipe has gone, as in ``python script.py | head -1``."""
     before = start()
     synk.fork(N, use_gpu=False)
