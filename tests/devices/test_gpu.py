@@ -424,22 +424,22 @@ def test_collectives_mix_host_and_gpu_variables(fork):
     fork(2)
     x = T.dvector("x")
     on_host = {"target": "cpu"} if NAME == "theano" else {}
-    here, there = shared(np.zeros(2), "here", **on_host), shared(np.zeros(2), "there")
-    f = synk.function([x], updates=[(here, here + x.sum())], mode=INTERPRETED)
-    g = synk.function([x], updates=[(there, there + x.sum())])
+    host_variable, gpu_variable = shared(np.zeros(2), "here", **on_host), shared(np.zeros(2), "there")
+    f = synk.function([x], updates=[(host_variable, host_variable + x.sum())], mode=INTERPRETED)
+    g = synk.function([x], updates=[(gpu_variable, gpu_variable + x.sum())])
     value = np.array([1.0, 2.0])
     f(value), g(value)
-    assert isinstance(here.container.storage[0], np.ndarray) and ARRAYS.owns(there.container.storage[0])
-    for gathered in synk.gather([here, there]):
+    assert isinstance(host_variable.container.storage[0], np.ndarray) and ARRAYS.owns(gpu_variable.container.storage[0])
+    for gathered in synk.gather([host_variable, gpu_variable]):
         np.testing.assert_array_equal(gathered, [[1, 1], [2, 2]])
-    synk.all_reduce([there, here], "sum")
+    synk.all_reduce([gpu_variable, host_variable], "sum")
     f(value), g(value)
-    for gathered in synk.gather([here, there], nd_up=0):
+    for gathered in synk.gather([host_variable, gpu_variable], nd_up=0):
         np.testing.assert_array_equal(gathered, [4, 4, 5, 5])
-    there.set_value(np.full(2, 9.0))  # on the host, in the master alone
-    synk.broadcast([here, there])
-    np.testing.assert_array_equal(synk.get_value(1, there), [9, 9])
-    np.testing.assert_array_equal(synk.get_value(1, here), [4, 4])
+    gpu_variable.set_value(np.full(2, 9.0))  # on the host, in the master alone
+    synk.broadcast([host_variable, gpu_variable])
+    np.testing.assert_array_equal(synk.get_value(1, gpu_variable), [9, 9])
+    np.testing.assert_array_equal(synk.get_value(1, host_variable), [4, 4])
 
 
 def test_collectives_wait_for_preceding_updates(fork):

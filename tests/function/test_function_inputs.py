@@ -161,9 +161,9 @@ def test_identity_outputs_do_not_alias(fork, n):
     first = f(d, batch=[0, 1, 2, 3])
     copies = [result.copy() for result in first]
     second = f(d, batch=[8, 7, 6, 5])
-    for one, copy, two in zip(first, copies, second, strict=True):
-        np.testing.assert_array_equal(one, copy)
-        assert not np.shares_memory(one, two) and not np.shares_memory(one, d.data)
+    for first_result, copy, second_result in zip(first, copies, second, strict=True):
+        np.testing.assert_array_equal(first_result, copy)
+        assert not np.shares_memory(first_result, second_result) and not np.shares_memory(first_result, d.data)
 
 
 @pytest.mark.parametrize("batch", [None, [3, 1, 2]])

@@ -504,8 +504,8 @@ def test_agent_reports_missing_memory(monkeypatch):
 def test_find_pages_of_a_range_lists_no_row_numbers():
     rows = 1 << 40
     memory = {1: np.broadcast_to(np.uint8(0), rows)}
-    for each in ((rows - 2 * PAGE_NBYTES, rows, 1), (rows - 1, rows - 2 * PAGE_NBYTES - 1, -1)):
-        assert find_pages([SegmentAccess(1, 0, 1, each, None)], memory)[1].tolist() == [
+    for span in ((rows - 2 * PAGE_NBYTES, rows, 1), (rows - 1, rows - 2 * PAGE_NBYTES - 1, -1)):
+        assert find_pages([SegmentAccess(1, 0, 1, span, None)], memory)[1].tolist() == [
             rows // PAGE_NBYTES - 2,
             rows // PAGE_NBYTES - 1,
         ]

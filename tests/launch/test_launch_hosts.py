@@ -49,8 +49,8 @@ def wait_for_end(process, status):
 def test_launch_on_hosts_equals_one_host(tmp_path, hosts):
     output, _ = wait_for_end(start_run(hosts, tmp_path / "hosts", every=4), 0)
     train(tmp_path / "one", "MLP", "--devices=cpu", "--ranks=4", epochs=2, every=4)
-    one, other = (np.load(tmp_path / name / "params.npz") for name in ("one", "hosts"))
-    assert all(np.array_equal(one[name], other[name]) for name in one)
+    expected, actual = (np.load(tmp_path / name / "params.npz") for name in ("one", "hosts"))
+    assert all(np.array_equal(expected[name], actual[name]) for name in expected)
     for rank in range(4):
         log = (tmp_path / "hosts" / f"rank-{rank}.log").read_text().splitlines()
         own = [line for line in log if not line.startswith("WARNING (theano.")]
@@ -91,8 +91,8 @@ def test_resume_on_hosts_needs_no_shared_folder(tmp_path, rule):
     assert [line["epoch"] for line in lines(tmp_path / "run", "reports")] == [1, 2, 3]
     if rule == "BSP":  # under the other rule the order of exchanges is random
         train(tmp_path / "one", "MLP", "--devices=cpu", "--ranks=3", epochs=3, rule=f"'{rule}'")
-        one, other = (np.load(tmp_path / name / "params.npz") for name in ("one", "run"))
-        assert all(np.array_equal(one[name], other[name]) for name in one)
+        expected, actual = (np.load(tmp_path / name / "params.npz") for name in ("one", "run"))
+        assert all(np.array_equal(expected[name], actual[name]) for name in expected)
 
 
 @pytest.mark.hosts
@@ -131,8 +131,8 @@ def test_on_death_continue_works_on_two_hosts(tmp_path, has_lost_host):
     _, errors = wait_for_end(run, 0)
     assert "death 1 of at most 100: from the copy " in errors
     train(tmp_path / "one", "MLP", "--devices=cpu", "--ranks=2", epochs=2)
-    one, other = (np.load(tmp_path / name / "params.npz") for name in ("one", "run"))
-    assert all(np.array_equal(one[name], other[name]) for name in one)
+    expected, actual = (np.load(tmp_path / name / "params.npz") for name in ("one", "run"))
+    assert all(np.array_equal(expected[name], actual[name]) for name in expected)
     (death,) = json.loads((tmp_path / "run" / "deaths.json").read_text())
     assert lines(tmp_path / "run", "reports")[1]["deaths"] == [death]
     assert death["rank"] == 1 and (has_lost_host or death["host"] == "b")

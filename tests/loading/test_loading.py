@@ -118,8 +118,8 @@ def test_loader_accepts_the_users_augmentation(load):
 
 
 def test_augmentation_draws_differ_from_the_order():
-    one, other = np.random.default_rng((3, 1)), loading.augment.make_generator(3, 1, 0)
-    assert one.integers(1 << 60) != other.integers(1 << 60)
+    order_generator, augment_generator = np.random.default_rng((3, 1)), loading.augment.make_generator(3, 1, 0)
+    assert order_generator.integers(1 << 60) != augment_generator.integers(1 << 60)
 
 
 def test_loader_without_shuffle_keeps_order(load):

@@ -908,7 +908,7 @@ class Soak:
         shapes = [[value.shape for value in v.values] for v in picked]
         if any(v.ndim == 0 for v in picked):
             return Step("", lambda: synk.get_shapes(shareds), shapes)
-        lengths = [[shape[0] for shape in each] for each in shapes]
+        lengths = [[shape[0] for shape in variable_shapes] for variable_shapes in shapes]
         if single:
             return Step("", lambda: synk.get_lengths(shareds[0]), lengths[0])
         return Step("", lambda: synk.get_lengths(shareds), lengths)
@@ -998,7 +998,7 @@ class Soak:
             ]
             choices += ["kill idle", "stop", "stop outside", "stop at a barrier"]
         kind = str(rng.choice(choices))
-        one = int(rng.choice(workers)) if workers else self.root
+        target_rank = int(rng.choice(workers)) if workers else self.root
         k = int(rng.integers(1, 6))
         death = int(rng.choice(list(DEATHS)))
         if kind == "raise here":
@@ -1010,7 +1010,7 @@ class Soak:
                 return Faults(kind, orders=[(self.root, INTERRUPT)])
             return Faults(kind, sabotage=((self.root, k, INTERRUPT),))
         if kind == "raise":
-            return Faults(kind, orders=[(one, RAISE)])
+            return Faults(kind, orders=[(target_rank, RAISE)])
         if kind == "raise several":
             failing_ranks = rng.permutation(n)[: rng.integers(2, n + 1)].tolist()
             return Faults(kind, orders=[(r, RAISE) for r in failing_ranks])
@@ -1019,18 +1019,18 @@ class Soak:
                 kind, sabotage=tuple((int(r), k, RAISE) for r in rng.permutation(n)[: rng.integers(1, n + 1)])
             )
         if kind == "kill":
-            return Faults(kind, orders=[(one, death)])
+            return Faults(kind, orders=[(target_rank, death)])
         if kind == "kill at a barrier":
-            return Faults(kind, sabotage=((one, k, death),))
+            return Faults(kind, sabotage=((target_rank, k, death),))
         if kind == "kill outside":
-            return Faults(kind, outside=[(float(rng.exponential(0.003)), one, signal.SIGKILL)])
+            return Faults(kind, outside=[(float(rng.exponential(0.003)), target_rank, signal.SIGKILL)])
         if kind == "kill idle":
-            return Faults(kind, outside=[(0.0, one, int(rng.choice([signal.SIGKILL, signal.SIGSEGV])))])
+            return Faults(kind, outside=[(0.0, target_rank, int(rng.choice([signal.SIGKILL, signal.SIGSEGV])))])
         if kind == "stop":
-            return Faults(kind, orders=[(one, STOP)])
+            return Faults(kind, orders=[(target_rank, STOP)])
         if kind == "stop at a barrier":
-            return Faults(kind, sabotage=((one, k, STOP),))
-        return Faults(kind, outside=[(float(rng.exponential(0.003)), one, signal.SIGSTOP)])
+            return Faults(kind, sabotage=((target_rank, k, STOP),))
+        return Faults(kind, outside=[(float(rng.exponential(0.003)), target_rank, signal.SIGSTOP)])
 
     def take_step(self) -> None:
         """Draw a step and a fault, run the step, and check its outcome."""
@@ -1265,7 +1265,7 @@ class Soak:
     @staticmethod
     def _expect_one_of(actual: np.ndarray, candidates: list[np.ndarray], description: str) -> None:
         """Check that each element equals that of one of the candidates, such as the old or the new array."""
-        agree = [find_close(actual, each) for each in candidates if each.shape == actual.shape]
+        agree = [find_close(actual, candidate) for candidate in candidates if candidate.shape == actual.shape]
         text = "\nor\n".join(map(str, candidates))
         expect(agree and functools.reduce(np.logical_or, agree).all(), f"{description}:\n{actual}\nshould be\n{text}")
 

@@ -114,7 +114,7 @@ def test_send_blocks_only_beyond_the_buffer(fork):
         for (source, to), n in drawn:
             steps[source].append(("send", to, n))
             steps[to].append(("receive", source, 0))
-        of_ranks = [draw.draw(st.permutations(each)) for each in steps]
+        of_ranks = [draw.draw(st.permutations(rank_steps)) for rank_steps in steps]
         expected = []
         for r in range(3):
             sizes_of = {q: [n for kind, to, n in of_ranks[q] if (kind, to) == ("send", r)] for q in range(3)}
