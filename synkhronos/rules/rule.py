@@ -32,7 +32,7 @@ class Rule:
             period = 5
 
             def exchange(self, worker, state):
-                state.vector = 0.5 * (state.vector + worker.all_reduce(state.vector))
+                state.vector = 0.5 * (state.vector + worker.all_reduce(state.vector, "avg"))
 
     Parameters
     ----------

@@ -488,14 +488,14 @@ def test_platoon_worker_of_another_host_may_exit_early(tmp_path):
 @pytest.mark.faults
 @pytest.mark.any_library
 @pytest.mark.parametrize(
-    ("number", "who", "status"),
+    ("number", "target", "status"),
     [
         (signal.SIGINT, "launcher", 3),
         (signal.SIGKILL, "launcher", -signal.SIGKILL),
         (signal.SIGKILL, "controller of b", 1),
     ],
 )
-def test_platoon_kill_on_hosts_leaves_nothing(tmp_path, number, who, status):
+def test_platoon_kill_on_hosts_leaves_nothing(tmp_path, number, target, status):
     process = start_on_hosts(tmp_path, "fails", "-w=ask", before=("-c", HOST, sys.executable, "-m", "synkhronos"))
     mark = tmp_path.name.encode()
     try:
@@ -513,7 +513,7 @@ def test_platoon_kill_on_hosts_leaves_nothing(tmp_path, number, who, status):
             if "controller_process.main()" in line:  # and so the processes that it has forked, later
                 host = "a" if space == running[found["launcher"]][0] else "b"
                 found.setdefault(f"controller of {host}", pid)
-        os.kill(found[who], number)
+        os.kill(found[target], number)
         lines = iter(process.stdout.readline, "")
         assert f"{status:d}\n" in lines
         while left := [process for pid, process in list_marked_processes(mark).items() if pid not in before]:

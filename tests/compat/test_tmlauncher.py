@@ -110,8 +110,8 @@ def test_tmlauncher_accepts_theano_mpis_options():
         "modelfile": "models.mlp", "modelclass": "MLP", "rule": "BSP", "ranks": 2, "bind": "True",
         "rule_options": {"average": "params", "precision": "float16"},
     }  # fmt: skip
-    same = "--modelfile=models.mlp -class=MLP --rule=BSP --size=2 --config=a.cfg -bind".split()
-    found, config = tmlauncher.parse_options(same)
+    words = "--modelfile=models.mlp -class=MLP --rule=BSP --size=2 --config=a.cfg -bind".split()
+    found, config = tmlauncher.parse_options(words)
     assert config == "a.cfg" and found == {
         "MODELFILE": "models.mlp", "MODELCLASS": "MLP", "RULE": "BSP", "SIZE": "2", "BIND": "True",
     }  # fmt: skip

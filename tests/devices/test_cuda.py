@@ -181,8 +181,8 @@ def connected(monkeypatch):
         made.append(communicator)
         return communicator, gpu
 
-    for room in ("nccl", "connection"):
-        monkeypatch.setattr(f"synkhronos.devices.cuda.{room}.check_result", lambda results: None)
+    for module in ("nccl", "connection"):
+        monkeypatch.setattr(f"synkhronos.devices.cuda.{module}.check_result", lambda results: None)
     yield connect
     for communicator in made:
         communicator._watchdog.end()
@@ -730,8 +730,8 @@ def test_vectors_in_transfer_are_not_moved(staging):
     places = [pinned.store(vector) for vector in vectors]
     assert len(staging.driver.locked) == 2  # the third did not fit
     for place, vector in zip(places, vectors, strict=True):
-        there = (ctypes.c_int64 * vector.size).from_address(place)
-        np.testing.assert_array_equal(np.ctypeslib.as_array(there), vector)
+        stored = (ctypes.c_int64 * vector.size).from_address(place)
+        np.testing.assert_array_equal(np.ctypeslib.as_array(stored), vector)
     pinned.used = 0  # all ranks have arrived
     pinned.store(vectors[0])
     assert len(staging.driver.locked) == 1

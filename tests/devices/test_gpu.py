@@ -17,7 +17,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from library import ARRAYS, DEVICE, INTERPRETED, NAME, function, read, shared
+from library import ARRAYS, DEVICE, INTERPRETED, NAME, function, read_results, shared
 from library import tensor as T
 
 import synkhronos as synk
@@ -323,7 +323,7 @@ def make_filled_variable(dtype, shape=(3, 5)):
     """Return a variable with different values on two ranks, and the two values."""
     values = [np.asarray(RNG.integers(0, 5, shape)).astype(dtype) for _ in range(2)]
     w = shared(values[0], "w")
-    read(synk.function([], (w.sum(), None))())
+    read_results(synk.function([], (w.sum(), None))())
     for rank, value in enumerate(values):
         synk.set_value(rank, w, value)
     return w, values
@@ -424,22 +424,22 @@ def test_collectives_mix_host_and_gpu_variables(fork):
     fork(2)
     x = T.dvector("x")
     on_host = {"target": "cpu"} if NAME == "theano" else {}
-    here, there = shared(np.zeros(2), "here", **on_host), shared(np.zeros(2), "there")
-    f = synk.function([x], updates=[(here, here + x.sum())], mode=INTERPRETED)
-    g = synk.function([x], updates=[(there, there + x.sum())])
+    host_variable, gpu_variable = shared(np.zeros(2), "here", **on_host), shared(np.zeros(2), "there")
+    f = synk.function([x], updates=[(host_variable, host_variable + x.sum())], mode=INTERPRETED)
+    g = synk.function([x], updates=[(gpu_variable, gpu_variable + x.sum())])
     value = np.array([1.0, 2.0])
     f(value), g(value)
-    assert isinstance(here.container.storage[0], np.ndarray) and ARRAYS.owns(there.container.storage[0])
-    for gathered in synk.gather([here, there]):
+    assert isinstance(host_variable.container.storage[0], np.ndarray) and ARRAYS.owns(gpu_variable.container.storage[0])
+    for gathered in synk.gather([host_variable, gpu_variable]):
         np.testing.assert_array_equal(gathered, [[1, 1], [2, 2]])
-    synk.all_reduce([there, here], "sum")
+    synk.all_reduce([gpu_variable, host_variable], "sum")
     f(value), g(value)
-    for gathered in synk.gather([here, there], nd_up=0):
+    for gathered in synk.gather([host_variable, gpu_variable], nd_up=0):
         np.testing.assert_array_equal(gathered, [4, 4, 5, 5])
-    there.set_value(np.full(2, 9.0))  # on the host, in the master alone
-    synk.broadcast([here, there])
-    np.testing.assert_array_equal(synk.get_value(1, there), [9, 9])
-    np.testing.assert_array_equal(synk.get_value(1, here), [4, 4])
+    gpu_variable.set_value(np.full(2, 9.0))  # on the host, in the master alone
+    synk.broadcast([host_variable, gpu_variable])
+    np.testing.assert_array_equal(synk.get_value(1, gpu_variable), [9, 9])
+    np.testing.assert_array_equal(synk.get_value(1, host_variable), [4, 4])
 
 
 def test_collectives_wait_for_preceding_updates(fork):
@@ -480,14 +480,14 @@ def test_get_value_is_fresh_after_a_collective(fork):
 class SkipAllReduce(Command):
     """Command of an all_reduce that one rank never starts."""
 
-    def __init__(self, action, culprit):
-        self.action, self.culprit = action, culprit
+    def __init__(self, action, failing_rank):
+        self.action, self.failing_rank = action, failing_rank
 
     def run(self, rank):
         communicator = ARRAYS.get_communicator(rank)
         communicator.connect(rank.all_gather(communicator.generation))
         array = ARRAYS.from_host(np.ones(1 << 20, "float32"))
-        if rank.number == self.culprit:
+        if rank.number == self.failing_rank:
             time.sleep(0.1)  # the other ranks have started it
             DEEDS[self.action]()
         communicator.all_reduce(array, "sum")
@@ -500,7 +500,7 @@ class ExitWithPending(SkipAllReduce):
         communicator = ARRAYS.get_communicator(rank)
         communicator.connect(rank.all_gather(communicator.generation))
         array = ARRAYS.from_host(np.ones(1 << 20, "float32"))
-        if rank.number == self.culprit:
+        if rank.number == self.failing_rank:
             threading.Timer(0.5, DEEDS[self.action]).start()
             return None
         communicator.all_reduce(array, "sum")
@@ -520,8 +520,8 @@ class FailInBlocking(SkipAllReduce):
     def run(self, rank):
         communicator, layout = ARRAYS.get_communicator(rank), ((1 << 20,), np.dtype(np.float32))
         communicator.connect(rank.all_gather(communicator.generation))
-        array, room = ARRAYS.from_host(np.ones(*layout)), ARRAYS.empty(*layout)
-        if rank.number == self.culprit:
+        array, output = ARRAYS.from_host(np.ones(*layout)), ARRAYS.empty(*layout)
+        if rank.number == self.failing_rank:
             time.sleep(0.1)  # the other rank has started it
             while self.action == "wait":
                 rank.check_cancelled()
@@ -530,14 +530,16 @@ class FailInBlocking(SkipAllReduce):
         elif self.action == "wait":
             threading.Timer(0.5, signal.pthread_kill, (threading.main_thread().ident, signal.SIGINT)).start()
         if self.collective in ("broadcast", "sent"):
-            communicator.broadcast(array, self.culprit if self.collective == "broadcast" else 1 - self.culprit)
+            communicator.broadcast(
+                array, self.failing_rank if self.collective == "broadcast" else 1 - self.failing_rank
+            )
         elif self.collective == "given":
-            out = room if rank.number == self.culprit else None
-            communicator.reduce(array, "sum", self.culprit, out, layout, range(rank.size))
+            out = output if rank.number == self.failing_rank else None
+            communicator.reduce(array, "sum", self.failing_rank, out, layout, range(rank.size))
         elif self.collective == "reduce":
-            communicator.reduce(array, "sum", rank.root, room if rank.is_master else None, layout, range(rank.size))
+            communicator.reduce(array, "sum", rank.root, output if rank.is_master else None, layout, range(rank.size))
         else:
-            communicator.all_gather(array, [layout] * rank.size, [ARRAYS.slice_items(room, 0, layout[0])] * rank.size)
+            communicator.all_gather(array, [layout] * rank.size, [ARRAYS.slice_items(output, 0, layout[0])] * rank.size)
 
 
 #: Seconds in which a process ends that has used a GPU: one or two, or more on a busy processor.
@@ -624,14 +626,14 @@ def test_collectives_reuse_gpu_memory_safely(fork):
     assert np.asarray(held).shape == (3, 5)
 
 
-@pytest.mark.parametrize("culprit", [0, 1])
-def test_collectives_reconnect_after_an_exception(fork, culprit):
+@pytest.mark.parametrize("failing_rank", [0, 1])
+def test_collectives_reconnect_after_an_exception(fork, failing_rank):
     fork(2)
     check_works()
     for _ in range(2):
         start = time.monotonic()
         with pytest.raises((synk.WorkerError, ArithmeticError), match="the sum is odd"):
-            ranks.get_session().run(SkipAllReduce("raise", culprit))
+            ranks.get_session().run(SkipAllReduce("raise", failing_rank))
         assert time.monotonic() - start < 2
         check_works()
 
@@ -785,14 +787,14 @@ def test_send_deadlock_is_detected(fork):
     assert synk.run(send_around, 100_000, "float32") == [[]] * 2
 
 
-def fail_in_group_or_pair(worker, action, place, culprit):
+def fail_in_group_or_pair(worker, action, place, failing_rank):
     """Use a group and a pair of ranks twice; the second time, one rank fails instead of calling NCCL."""
     group, array = worker.group([0, 1]), ARRAYS.from_host(np.ones(1 << 20, "float32"))
 
     def communicate(where):
         if where == "group":
             group.all_reduce(array, "sum")
-        elif (where == "send") == (worker.number == culprit):
+        elif (where == "send") == (worker.number == failing_rank):
             worker.send(array, 1 - worker.number)
         else:
             worker.receive(1 - worker.number)
@@ -805,7 +807,7 @@ def fail_in_group_or_pair(worker, action, place, culprit):
 
     for where in ("group", "send", "receive"):
         communicate(where)
-    if worker.number == culprit:
+    if worker.number == failing_rank:
         over_nccl = ARRAYS.get_group(worker._rank, (0, 1))
         over_nccl.all_reduce = over_nccl.send = over_nccl.receive = leave
     elif action == "wait":
@@ -813,7 +815,7 @@ def fail_in_group_or_pair(worker, action, place, culprit):
     try:
         communicate(place)
     finally:
-        if worker.number == culprit:
+        if worker.number == failing_rank:
             del over_nccl.all_reduce, over_nccl.send, over_nccl.receive
 
 
@@ -826,14 +828,14 @@ def check_groups_work():
 PLACES = ["group", "send", "receive"]
 
 
-@pytest.mark.parametrize("culprit", [0, 1])
+@pytest.mark.parametrize("failing_rank", [0, 1])
 @pytest.mark.parametrize("place", PLACES)
-def test_groups_reconnect_after_an_exception(fork, place, culprit):
+def test_groups_reconnect_after_an_exception(fork, place, failing_rank):
     fork(2)
     check_groups_work()
     start = time.monotonic()
     with pytest.raises((synk.WorkerError, ArithmeticError), match="the sum is odd"):
-        synk.run(fail_in_group_or_pair, "raise", place, culprit)
+        synk.run(fail_in_group_or_pair, "raise", place, failing_rank)
     assert time.monotonic() - start < DEATH
     check_groups_work()
 
@@ -885,9 +887,9 @@ def test_group_notices_failures_of_other_ranks(fork, action):
         assert synk.run(all_reduce_in_groups, [0, 1], "float32") == [[]] * 3
 
 
-def abort_pair(worker, who):
+def abort_pair(worker, aborting_rank):
     """Abort the pair's connection on one rank; then rank 0 sends."""
-    if worker.number == who:
+    if worker.number == aborting_rank:
         ARRAYS.get_group(worker._rank, (0, 1))._connection.abort()
     array = ARRAYS.from_host(np.ones(1 << 20, "float32"))
     if worker.number == 0:
@@ -911,11 +913,11 @@ def test_pair_reconnects_after_one_rank_failed(fork):
 class Sabotage(Command):
     """Command after which the next launch on one rank runs an action."""
 
-    def __init__(self, action, culprit):
-        self.action, self.culprit = action, culprit
+    def __init__(self, action, failing_rank):
+        self.action, self.failing_rank = action, failing_rank
 
     def run(self, rank):
-        if rank.number != self.culprit:
+        if rank.number != self.failing_rank:
             return
         launch = Executable._launch
 
@@ -1007,8 +1009,8 @@ def test_gradients_are_reduced_in_chunks_and_in_bfloat16(fork, set_chunk_size, e
 
 
 @of_jax
-@pytest.mark.parametrize("culprit", [0, 1])
-def test_failed_chunked_step_updates_nothing(fork, set_chunk_size, culprit):
+@pytest.mark.parametrize("failing_rank", [0, 1])
+def test_failed_chunked_step_updates_nothing(fork, set_chunk_size, failing_rank):
     fork(2)
     set_chunk_size(4)
     step, w, alone = make_training_steps()
@@ -1016,7 +1018,7 @@ def test_failed_chunked_step_updates_nothing(fork, set_chunk_size, culprit):
     np.testing.assert_allclose(synk.gather(w), [alone.get_value()] * 2)
     for _ in range(2):
         before = np.asarray(w.get_value()).copy()
-        ranks.get_session().run(Sabotage("raise", culprit))
+        ranks.get_session().run(Sabotage("raise", failing_rank))
         with pytest.raises((synk.WorkerError, ArithmeticError), match="the sum is odd"):
             step()
         np.testing.assert_array_equal(synk.gather(w), [before] * 2)
@@ -1027,14 +1029,14 @@ def test_failed_chunked_step_updates_nothing(fork, set_chunk_size, culprit):
 
 @of_jax
 @pytest.mark.parametrize("times", [1, 10, 200])  # the launches of 200 exceed the capacity of a stream
-@pytest.mark.parametrize("culprit", [0, 1])
-def test_failed_training_step_updates_nothing(fork, culprit, times):
+@pytest.mark.parametrize("failing_rank", [0, 1])
+def test_failed_training_step_updates_nothing(fork, failing_rank, times):
     fork(2)
     step, w, alone = make_training_steps(times)
     step()
     for _ in range(2):
         before = np.asarray(w.get_value()).copy()
-        ranks.get_session().run(Sabotage("raise", culprit))
+        ranks.get_session().run(Sabotage("raise", failing_rank))
         start = time.monotonic()
         with pytest.raises((synk.WorkerError, ArithmeticError), match="the sum is odd"):
             step()
@@ -1049,11 +1051,11 @@ def test_failed_training_step_updates_nothing(fork, culprit, times):
 class FailNthAllReduce(Command):
     """Command after which the n-th all-reduce fails on one rank."""
 
-    def __init__(self, count, culprit):
-        self.count, self.culprit = count, culprit
+    def __init__(self, count, failing_rank):
+        self.count, self.failing_rank = count, failing_rank
 
     def run(self, rank):
-        if rank.number != self.culprit:
+        if rank.number != self.failing_rank:
             return
         if JAX.nccl_calls != "python":
             self.replace_nccl(rank)
@@ -1092,8 +1094,8 @@ FALTERING = []
 
 
 @of_jax
-@pytest.mark.parametrize("culprit", [0, 1])
-def test_failed_steps_report_how_many_were_taken(fork, culprit):
+@pytest.mark.parametrize("failing_rank", [0, 1])
+def test_failed_steps_report_how_many_were_taken(fork, failing_rank):
     fork(2)
     if JAX.nccl_calls == "graph":
         pytest.skip("NCCL is not called where a CUDA graph is replayed")
@@ -1101,7 +1103,7 @@ def test_failed_steps_report_how_many_were_taken(fork, culprit):
     step()
     for count in (1, 50):
         before = np.asarray(w.get_value()).copy()
-        ranks.get_session().run(FailNthAllReduce(count, culprit))
+        ranks.get_session().run(FailNthAllReduce(count, failing_rank))
         start = time.monotonic()
         with pytest.raises(
             (synk.WorkerError, ArithmeticError, RuntimeError), match="the sum is odd|ncclResult_t 3"
@@ -1225,7 +1227,7 @@ def test_memory_stays_flat_over_a_thousand_calls(fork):
                 float(result)
                 synk.gather(w)
                 synk.broadcast(w, nccl=False)
-        read(result)
+        read_results(result)
 
     calls(600)  # results of unread calls are dropped some hundreds at a time
     before = ranks.get_session().run(GetMemoryInUse())

@@ -22,7 +22,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from faults.harness import code_run_by
-from library import DEVICE, INTERPRETED, XLA, read, shared
+from library import DEVICE, INTERPRETED, XLA, read_results, shared
 from library import tensor as T
 from system import LIMIT, lives
 
@@ -288,7 +288,7 @@ def test_irreducible_result_raises_when_read_others_do_not(fork):
     assert good == 6
     for _ in range(2):
         with pytest.raises(ValueError, match="'sum' needs the same shape on all ranks"):
-            read(bad)
+            read_results(bad)
     assert g(VALUE) == 6
 
 
@@ -327,7 +327,7 @@ def test_get_value_borrow_survives_donated_updates(fork, look):
     held = look(w.get_value(borrow=True))
     for _ in range(3):
         f()
-        read(synk.function([], (w.sum(), "sum"))())
+        read_results(synk.function([], (w.sum(), "sum"))())
     np.testing.assert_array_equal(held, np.arange(1000.0) + 1)
     np.testing.assert_array_equal(w.get_value(), np.arange(1000.0) + 4)
     np.testing.assert_array_equal(synk.get_value(1, w), np.arange(1000.0) + 4)
@@ -1176,8 +1176,8 @@ def test_interrupt_in_a_launch_keeps_values(fork):
     assert values == sorted(values) and values[0] == 0 and f()[0] == count
 
 
-@pytest.mark.parametrize("noted", [False, True])
-def test_interrupt_after_a_launch_keeps_results_aligned(fork, monkeypatch, noted):
+@pytest.mark.parametrize("entry_added", [False, True])
+def test_interrupt_after_a_launch_keeps_results_aligned(fork, monkeypatch, entry_added):
     # The launch has written its number, which is unread; the next launch's number could be confused with it.
     fork(2)
     w = shared(np.zeros(3), "w")
@@ -1186,7 +1186,7 @@ def test_interrupt_after_a_launch_keeps_results_aligned(fork, monkeypatch, noted
 
     def interrupted(log, times):
         if not raised:
-            raised.append(entries(log, times) if noted else 1)
+            raised.append(entries(log, times) if entry_added else 1)
             raise Alarm
         return entries(log, times)
 

@@ -20,8 +20,8 @@ REVERSED = np.arange(N)[::-1].copy()
 x, y, group, kind = pt.constant(X), pt.constant(Y), pt.constant(GROUP), pt.constant(KIND)
 SPARSE = csr_matrix(np.where(X > -0.5, X, 0))
 held = pytensor.shared(X, "held")
-a, w, m, each = pt.dscalar("a"), pt.dvector("w"), pt.dmatrix("m"), pt.dvector("each")
-VALUES = {a: 0.7, w: RNG.normal(size=3), m: RNG.normal(size=(4, 3)), each: RNG.normal(size=N)}
+a, w, m, offsets = pt.dscalar("a"), pt.dvector("w"), pt.dmatrix("m"), pt.dvector("offsets")
+VALUES = {a: 0.7, w: RNG.normal(size=3), m: RNG.normal(size=(4, 3)), offsets: RNG.normal(size=N)}
 
 
 def add_inner_graph(op_input):
@@ -81,9 +81,9 @@ GOOD = {
 }
 
 
-@pytest.mark.parametrize("what", GOOD)
-def test_make_rowwise_of_some_rows_equals_the_whole(what):
-    terms = GOOD[what]
+@pytest.mark.parametrize("case", GOOD)
+def test_make_rowwise_of_some_rows_equals_the_whole(case):
+    terms = GOOD[case]
     made, rows = make_rowwise(terms, N)
     inputs = list(VALUES)
     whole = pytensor.function(inputs, terms, on_unused_input="ignore")(*VALUES.values())
@@ -137,7 +137,7 @@ BAD = {
     "rows that are set": (pt.set_subtensor((y * a)[:2], 0.0), N, "mixes rows"),
     "rows picked from what may change": (pt.exp(held * a)[REVERSED], N, "needs all rows at once"),
     "rows of a sum over rows": (pt.cumsum(y * a)[REVERSED], N, "needs all rows at once"),
-    "a parameter for each row": (y * each, N, "'each' has an element for each row"),
+    "a parameter for each row": (y * offsets, N, "'offsets' has an element for each row"),
     "another length": (y * a, N - 1, "has shape (9,), but there are 8 rows"),
     "flattened": ((x * w).flatten(), 3 * N, "may mix rows"),
     "a mask over all axes": ((x * w)[pt.constant(X > 0)], int((X > 0).sum()), "mixes rows"),
@@ -149,9 +149,9 @@ BAD = {
 }
 
 
-@pytest.mark.parametrize("what", BAD)
-def test_make_rowwise_refuses_graphs_that_mix_rows(what):
-    terms, length, message = BAD[what]
+@pytest.mark.parametrize("case", BAD)
+def test_make_rowwise_refuses_graphs_that_mix_rows(case):
+    terms, length, message = BAD[case]
     with pytest.raises(NotRowwiseError, match=re.escape(message)):
         make_rowwise(terms, length)
 

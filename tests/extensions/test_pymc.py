@@ -109,8 +109,8 @@ def points(model, count=2):
 def check_equal(parallel, model, **compile_kwargs):
     """Compare densities and gradients at some points."""
     kwargs = {**HERE, **compile_kwargs}
-    for what in ("compile_logp", "compile_dlogp"):
-        ours, theirs = getattr(parallel, what)(**kwargs), getattr(model, what)(**HERE)
+    for method in ("compile_logp", "compile_dlogp"):
+        ours, theirs = getattr(parallel, method)(**kwargs), getattr(model, method)(**HERE)
         for point in points(model):
             expected = theirs(point)
             assert np.all(np.isfinite(expected))
@@ -403,7 +403,7 @@ def test_gradient_out_of_bounds_equals_pymcs(two):
         s = pm.Flat("s")
         pm.Normal("y", X[:, 1], s * X[:, 2] ** 2, observed=X[:, 0])
     for value in (-1.0, 1.0):
-        ours, theirs = (one.compile_dlogp(**HERE)({"s": value}) for one in (data_parallel(model), model))
+        ours, theirs = (variant.compile_dlogp(**HERE)({"s": value}) for variant in (data_parallel(model), model))
         assert np.all(theirs != 0)
         np.testing.assert_allclose(ours, theirs)
 
@@ -420,7 +420,7 @@ def test_data_parallel_names_unsplittable_terms(two):
         pm.Potential("prior", -(b**2))
     with pytest.warns(UserWarning) as caught:
         parallel = data_parallel(model)
-    messages = [str(one.message) for one in caught if "not split" in str(one.message)]
+    messages = [str(warning.message) for warning in caught if "not split" in str(warning.message)]
     assert len(messages) == 4
     assert re.search("walk is not split by rows, and is computed by this process alone: .* rows", messages[0])
     assert "latent is not" in messages[1] and "'effect' has an element for each row, but is not data" in messages[1]
@@ -476,26 +476,26 @@ def test_data_parallel_builds_a_model_of_bambi():
             self.built, self.backend = True, types.SimpleNamespace(model=small())
 
     Model.__module__ = "bambi.models"
-    one = Model()
-    assert names(data_parallel(one).split_RVs) == ["y"]
-    model = one.backend.model
-    data_parallel(one)
-    assert one.backend.model is model
+    bambi_model = Model()
+    assert names(data_parallel(bambi_model).split_RVs) == ["y"]
+    model = bambi_model.backend.model
+    data_parallel(bambi_model)
+    assert bambi_model.backend.model is model
 
 
-@pytest.mark.parametrize("what", ["nothing", "no observed", "no model"])
-def test_data_parallel_refuses_wrong_arguments(what):
+@pytest.mark.parametrize("case", ["nothing", "no observed", "no model"])
+def test_data_parallel_refuses_wrong_arguments(case):
     with pm.Model() as model:
         b = pm.Normal("b")
-        if what == "nothing":
+        if case == "nothing":
             pm.Normal("y", b, 1, observed=0.5)
     error, message = {
         "nothing": (ValueError, r"model: none of its variables can be split by rows: y: it has shape \(\)"),
         "no observed": (ValueError, "model: it has no observed variables, nor potentials that are computed from data"),
         "no model": (TypeError, "model: expected a pymc.Model, got 'y'"),
-    }[what]
+    }[case]
     with pytest.raises(error, match=message):
-        data_parallel("y" if what == "no model" else model)
+        data_parallel("y" if case == "no model" else model)
 
 
 def test_set_data_reaches_the_ranks(two):
@@ -565,7 +565,7 @@ def test_sample_finds_the_posterior(two):
         b = pm.Normal("b", shape=2)
         s = pm.HalfNormal("s")
         pm.Normal("y", X[:, :2] @ b, s, observed=X[:, :2] @ [1.0, -1.0] + X[:, 2])
-    posteriors = [sample(one, draws=150, tune=150, chains=2).posterior for one in (data_parallel(model), model)]
+    posteriors = [sample(variant, draws=150, tune=150, chains=2).posterior for variant in (data_parallel(model), model)]
     for name in ("b", "s"):
         ours, theirs = (posterior[name].values.reshape(2, 150, -1) for posterior in posteriors)
         sd = theirs.std(axis=(0, 1))
@@ -583,8 +583,8 @@ def test_find_map_and_advi_equal_one_process(two):
     model = small()
     parallel = data_parallel(model)
     found, losses = [], []
-    for one in (parallel, model):
-        with one:
+    for variant in (parallel, model):
+        with variant:
             found.append(pm.find_MAP(progressbar=False))
             losses.append(pm.fit(20, random_seed=6, progressbar=False, compile_kwargs=dict(HERE)).hist)
     np.testing.assert_allclose(found[0]["b"], found[1]["b"], rtol=1e-5)
@@ -595,10 +595,10 @@ def test_sample_works_with_steps_without_gradients(two):
     model = hierarchical()
     parallel = data_parallel(model)
     draws = []
-    for one in (parallel, model):
-        with one:
+    for variant in (parallel, model):
+        with variant:
             step = pm.Metropolis(compile_kwargs=dict(HERE))
-        draws.append(sample(one, step=step, draws=10, tune=0).posterior["b"].values)
+        draws.append(sample(variant, step=step, draws=10, tune=0).posterior["b"].values)
     np.testing.assert_allclose(*draws)
 
 
@@ -609,8 +609,8 @@ def test_functions_other_than_logp_run_in_the_master(two):
     np.testing.assert_array_equal(drawn.observed_data["y"], X[:, 0])
     results = []
     synk.close()  # no ranks are needed
-    for one in (parallel, model):
-        with one:
+    for variant in (parallel, model):
+        with variant:
             # A copy each time: PyMC 5 adds to it.
             drawn_again = pm.sample_posterior_predictive(
                 drawn, random_seed=1, progressbar=False, compile_kwargs=dict(HERE)
@@ -639,7 +639,7 @@ def test_logp_of_some_variables_equals_pymcs(two):
         for total in (True, False):
             if not chosen and total:
                 continue
-            ours, theirs = (one.compile_logp(some, sum=total, **HERE)(point) for one in (parallel, model))
+            ours, theirs = (variant.compile_logp(some, sum=total, **HERE)(point) for variant in (parallel, model))
             for a, b in (
                 zip(np.atleast_1d(ours), np.atleast_1d(theirs), strict=True)
                 if total
@@ -654,13 +654,13 @@ def test_logp_of_some_variables_equals_pymcs(two):
 class After:
     """Callback of `pm.sample` that runs an action after some draws."""
 
-    def __init__(self, draws, what):
-        self.draws, self.what = draws, what
+    def __init__(self, draws, callback):
+        self.draws, self.callback = draws, callback
 
     def __call__(self, trace, draw):
         self.draws -= 1
         if self.draws == 0:
-            self.what()
+            self.callback()
 
 
 def small():
@@ -732,9 +732,9 @@ def test_death_interrupts_waiting_sampler_threads(fork):
     # Only then is the sampler notified, while it is being stopped.
     assert interrupted < seen[0][0] and isinstance(seen[0][1], KeyboardInterrupt)
     assert isinstance(seen[1][1], RuntimeError) and "fork" in str(seen[1][1])
-    messages = [str(one.message) for one in caught]
-    assert any("stopped early, with the results so far: rank 1" in one for one in messages)
-    assert any("no density: rank 1" in one and "Call synkhronos.fork" in one for one in messages)
+    messages = [str(warning.message) for warning in caught]
+    assert any("stopped early, with the results so far: rank 1" in message for message in messages)
+    assert any("no density: rank 1" in message and "Call synkhronos.fork" in message for message in messages)
 
 
 @pytest.mark.skipif(not XLA, reason="needs PyTensor's JAX mode")
@@ -758,11 +758,11 @@ def test_nutpie_sampler_equals_one_process(two, cores):
     model = small()
     drawn = [
         nutpie.sample(
-            nutpie.compile_pymc_model(one), draws=20, tune=50, chains=2, cores=cores, seed=1, progress_bar=False
+            nutpie.compile_pymc_model(variant), draws=20, tune=50, chains=2, cores=cores, seed=1, progress_bar=False
         )
-        for one in (data_parallel(model), model)
+        for variant in (data_parallel(model), model)
     ]
-    np.testing.assert_allclose(*[one.posterior["b"].values[:, 0] for one in drawn], rtol=1e-3)
+    np.testing.assert_allclose(*[result.posterior["b"].values[:, 0] for result in drawn], rtol=1e-3)
 
 
 @NUTPIE
@@ -771,15 +771,15 @@ def test_nutpie_called_by_pymc_equals_one_process(two):
     """Each chain has ranks of its own."""
     drawn = []
     model = small()
-    for one in (data_parallel(model), model):
-        with one:
+    for variant in (data_parallel(model), model):
+        with variant:
             drawn.append(
                 pm.sample(
                     20, tune=50, chains=2, cores=2, random_seed=1, nuts_sampler="nutpie", progressbar=False,
                     compute_convergence_checks=False,
                 )
             )  # fmt: skip
-    np.testing.assert_allclose(*[one.posterior["b"].values[:, 0] for one in drawn], rtol=1e-3)
+    np.testing.assert_allclose(*[result.posterior["b"].values[:, 0] for result in drawn], rtol=1e-3)
 
 
 @NUTPIE

@@ -152,10 +152,10 @@ def test_population_chains_have_their_own_ranks(fork, started):
     fork(4)
     model = build()
     drawn = []
-    for one, cores in [(data_parallel(model), 2), (model, 1)]:
-        with one:
+    for variant, cores in [(data_parallel(model), 2), (model, 1)]:
+        with variant:
             step = pm.DEMetropolis(compile_kwargs={"mode": INTERPRETED})
-        drawn.append(sample(one, step=step, chains=3, cores=cores).posterior["b"].values)
+        drawn.append(sample(variant, step=step, chains=3, cores=cores).posterior["b"].values)
     np.testing.assert_allclose(*drawn, rtol=1e-9)
     assert sorted(map(len, started())) == [1, 1, 2]
 
@@ -263,7 +263,7 @@ class Threads:
 
         def evaluate(number):
             try:
-                found.put([each.value_and_gradients([np.full(3, 0.1 * number)]) for each in self.sums])
+                found.put([rows_sum.value_and_gradients([np.full(3, 0.1 * number)]) for rows_sum in self.sums])
             except BaseException as error:
                 found.put(error)
 
@@ -281,10 +281,10 @@ def test_threads_of_a_sampler_have_their_share_of_the_ranks(fork, started, monke
     expected = [sums[0].value_and_gradients([np.full(3, 0.1 * number)]) for number in range(2)]
     Threads(sums, monkeypatch)
     arguments = {"sampler": "nutpie", "model": parallel, "chains": 2, "cores": 2}
-    found = sorted(mcmc._sample_external_nuts(**arguments), key=lambda each: -each[0][0])
-    for (ours,), theirs in zip(found, sorted(expected, key=lambda each: -each[0]), strict=True):
-        for one, other in zip(ours, theirs, strict=True):
-            np.testing.assert_allclose(one, other, rtol=1e-9)
+    found = sorted(mcmc._sample_external_nuts(**arguments), key=lambda chain: -chain[0][0])
+    for (ours,), theirs in zip(found, sorted(expected, key=lambda chain: -chain[0]), strict=True):
+        for actual, desired in zip(ours, theirs, strict=True):
+            np.testing.assert_allclose(actual, desired, rtol=1e-9)
     assert sorted(map(len, started())) == [2, 3]
     assert all(has_exited(pid) for group in started() for pid in group)
 

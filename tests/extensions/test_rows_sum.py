@@ -61,11 +61,11 @@ def calls(monkeypatch):
     names = []
     original = Dispatcher.call
 
-    def noted(self, *args, **kwargs):
+    def record_call(self, *args, **kwargs):
         names.append(self.computation.name.rsplit("_", 1)[1])
         return original(self, *args, **kwargs)
 
-    monkeypatch.setattr(Dispatcher, "call", noted)
+    monkeypatch.setattr(Dispatcher, "call", record_call)
     return names
 
 

@@ -7,7 +7,7 @@ import pytest
 from function_cases import RNG, CountFunctions, X, assert_close, select_rows
 from hypothesis import example, given
 from hypothesis import strategies as st
-from library import INTERPRETED, NAME, XLA, function, is_array, limit_examples, package, read, shared
+from library import INTERPRETED, NAME, XLA, function, is_array, limit_examples, package, read_results, shared
 from library import tensor as T
 from messages import raises
 
@@ -58,12 +58,12 @@ def calls(draw, most=60):
 
 def average_slices(plain, rows, n, slices, *args):
     """Return the average over ranks of the averages over slices."""
-    each = []
+    averages = []
     for part in split_rows(rows, n):
-        each.append(
+        averages.append(
             np.mean([plain(*(a[piece] for a in args)) for piece in split_rows(part, min(slices, len(part)))], axis=0)
         )
-    return np.mean(each, axis=0) if each else plain(*(a[rows] for a in args))
+    return np.mean(averages, axis=0) if averages else plain(*(a[rows] for a in args))
 
 
 class Many:
@@ -184,7 +184,7 @@ def test_elementwise_ops_refuse_shapes_that_differ_between_ranks(fork):
     f = synk.function([x], [(x, "sum")])
     assert f(np.ones((6, 2)))[0].shape == (2, 2)
     with raises(ValueError, "sum"):
-        read(f(np.ones((7, 2))))
+        read_results(f(np.ones((7, 2))))
     assert f(np.ones((6, 2)))[0].shape == (2, 2)
 
 
@@ -193,7 +193,7 @@ def test_gather_refuses_mismatched_shapes(fork):
     x = T.dvector("x")
     f = synk.function([x], (T.zeros((2, x.shape[0])), "gather"))
     with raises(ValueError, "gather"):
-        read(f(np.ones(3)))
+        read_results(f(np.ones(3)))
     assert f(np.ones(4)).shape == (4, 2)
 
 

@@ -119,8 +119,8 @@ def test_workers_drop_collected_functions(fork):
 class Unpicklable(FailOnWorkers):
     """Op with a lock, which cannot be pickled."""
 
-    def __init__(self, what):
-        super().__init__(what)
+    def __init__(self, action):
+        super().__init__(action)
         self.lock = threading.Lock()
 
 

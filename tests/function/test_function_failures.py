@@ -25,12 +25,12 @@ def test_error_of_a_worker_names_its_rank(fork):
     f = synk.function([x, i], (x[i], "gather"), mode=INTERPRETED)  # XLA clamps the index
     value = np.arange(6.0)
     good = np.array([0, 1, 0, 1, 0, 1])
-    for culprit in (1, 2):
+    for failing_rank in (1, 2):
         bad = good.copy()
-        bad[2 * culprit] = 2  # each rank has two rows
-        with pytest.raises(synk.WorkerError, match=f"rank {culprit} raised IndexError") as caught:
+        bad[2 * failing_rank] = 2  # each rank has two rows
+        with pytest.raises(synk.WorkerError, match=f"rank {failing_rank} raised IndexError") as caught:
             f(value, bad)
-        assert caught.value.rank == culprit
+        assert caught.value.rank == failing_rank
         assert "Traceback" in caught.value.worker_traceback and "IndexError" in caught.value.worker_traceback
         np.testing.assert_array_equal(f(value, good), value)  # the ranks stay usable
 

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 from function_cases import X, Y, select_rows
-from library import package, same, shared
+from library import assert_same, package, shared
 from library import tensor as T
 from messages import raises
 
@@ -33,18 +33,18 @@ def test_function_accepts_data_arrays_and_lists_together(fork, difference):
     fork(2)
     f = difference()
     expected = X * Y[:, None] + 2
-    same(f(synk.data(X), Y, 2), expected)
-    same(f(X, synk.data(Y), synk.data(2.0)), expected)
-    same(f(X.tolist(), Y.tolist(), 2.0), expected)
-    same(f(X.astype("float32"), Y, 2), X.astype("float32") * Y[:, None] + 2)
+    assert_same(f(synk.data(X), Y, 2), expected)
+    assert_same(f(X, synk.data(Y), synk.data(2.0)), expected)
+    assert_same(f(X.tolist(), Y.tolist(), 2.0), expected)
+    assert_same(f(X.astype("float32"), Y, 2), X.astype("float32") * Y[:, None] + 2)
 
 
 def test_function_accepts_inputs_by_name(fork, difference):
     fork(2)
     f = difference()
     expected = X * Y[:, None] + 2
-    same(f(b=2, x=X, y=Y), expected)
-    same(f(X, b=2, y=synk.data(Y)), expected)
+    assert_same(f(b=2, x=X, y=Y), expected)
+    assert_same(f(X, b=2, y=synk.data(Y)), expected)
     with raises(TypeError, "z"):
         f(X, Y, z=1)
     with raises(TypeError, "x"):
@@ -76,13 +76,15 @@ def test_minibatch_row_0_is_the_lowest_index(fork, difference, batch):
 @pytest.mark.parametrize(
     "batch", [[7, 4, 4, 6], [8, 0, 3], range(7, 2, -2), np.array([5, 1]), np.arange(9) % 2 == 0, np.arange(9) > 9, []]
 )
-@pytest.mark.parametrize("room", [0, 2])
-def test_minibatch_rows_follow_the_index_list(fork, difference, batch, room):
+@pytest.mark.parametrize("n_spare_rows", [0, 2])
+def test_minibatch_rows_follow_the_index_list(fork, difference, batch, n_spare_rows):
     # As in training from files: the order is shuffled, and the next rows are read into a minibatch.
     fork(2)
     f = difference()
     rows = select_rows(batch, 9)
-    mini_x, mini_y = (synk.data(np.concatenate([value[rows], value[:room]]), minibatch=True) for value in (X, Y))
+    mini_x, mini_y = (
+        synk.data(np.concatenate([value[rows], value[:n_spare_rows]]), minibatch=True) for value in (X, Y)
+    )
     whole_x, whole_y = synk.data(X), synk.data(Y)
     for x, y in ((mini_x, Y), (mini_x, whole_y), (whole_x, mini_y), (mini_x, mini_y)):
         np.testing.assert_array_equal(f(x, y, 0, batch=batch), X[rows] * Y[rows, None])
@@ -159,9 +161,9 @@ def test_identity_outputs_do_not_alias(fork, n):
     first = f(d, batch=[0, 1, 2, 3])
     copies = [result.copy() for result in first]
     second = f(d, batch=[8, 7, 6, 5])
-    for one, copy, two in zip(first, copies, second, strict=True):
-        np.testing.assert_array_equal(one, copy)
-        assert not np.shares_memory(one, two) and not np.shares_memory(one, d.data)
+    for first_result, copy, second_result in zip(first, copies, second, strict=True):
+        np.testing.assert_array_equal(first_result, copy)
+        assert not np.shares_memory(first_result, second_result) and not np.shares_memory(first_result, d.data)
 
 
 @pytest.mark.parametrize("batch", [None, [3, 1, 2]])
@@ -262,7 +264,7 @@ def test_build_inputs_makes_data_for_the_inputs(fork, difference):
     assert (x.name, y.name, b.name) == ("x", "y", "b")
     assert (x.minibatch, y.minibatch, b.minibatch) == (False, True, False)
     assert x.alloc_size >= 1.5 * X.size
-    same(f(x, y, b), X * Y[:, None] + 2)
+    assert_same(f(x, y, b), X * Y[:, None] + 2)
     with raises(TypeError, "value"):
         synk.function([T.fvector("z")]).build_inputs(Y)
     forced = synk.function([T.fvector("z")]).build_inputs(Y, force_cast=True)

@@ -96,9 +96,9 @@ def choices(draw, lengths):
         return st.lists(st.integers(-length, length - 1), max_size=6)
 
     shortest = min(lengths)
-    one = spans(shortest) | indexes(shortest) | indexes(shortest).map(lambda i: np.array(i, "int64"))
-    each = st.tuples(*(spans(length) | indexes(length) for length in lengths)).map(list)
-    return draw(st.none() | one | each)
+    selection = spans(shortest) | indexes(shortest) | indexes(shortest).map(lambda i: np.array(i, "int64"))
+    selections = st.tuples(*(spans(length) | indexes(length) for length in lengths)).map(list)
+    return draw(st.none() | selection | selections)
 
 
 @pytest.mark.parametrize("n", [1, 3])
@@ -120,7 +120,9 @@ def test_batch_s_selects_rows_of_each_rank(fork, n):
         per_rank = [choice] * n
         if isinstance(choice, list) and choice and isinstance(choice[0], slice | list):
             per_rank = choice
-        rows = np.concatenate([part[select_rows(one, len(part))] for part, one in zip(split, per_rank, strict=True)])
+        rows = np.concatenate(
+            [part[select_rows(selection, len(part))] for part, selection in zip(split, per_rank, strict=True)]
+        )
         results = f(batch_s=choice, num_slices=slices)
         assert_close(results[0], value[rows].sum(axis=0))
         assert_close(results[1], value[rows] * numbers[rows, None])

@@ -32,16 +32,16 @@ def test_rank_without_rows_is_skipped(fork, slices):
 def test_master_without_rows_has_no_own_value(fork, master):
     fork(2, master_rank=master)
     x = T.dvector("x")
-    one = np.array([3.0])
+    row = np.array([3.0])
     own = np.asarray(6.0) if master == 0 else None
     for outputs in (
         [((x * 2).sum(), None)],
         [((x * 2).sum(), None), (x, "sum")],
         [((x * 2).sum(), None), (x.sum(), "sum")],
     ):
-        results = synk.function([x], outputs, on_unused_input="ignore")(one)
+        results = synk.function([x], outputs, on_unused_input="ignore")(row)
         assert results[0] == own and len(results) == len(outputs)
-    assert synk.function([x], ((x * 2).sum(), None))(one) == own
+    assert synk.function([x], ((x * 2).sum(), None))(row) == own
 
 
 @pytest.mark.parametrize("slices", [1, 2])

@@ -8,7 +8,7 @@ import time
 
 import numpy as np
 import pytest
-from library import INTERPRETED, NAME, read, shared, tensor
+from library import INTERPRETED, NAME, read_results, shared, tensor
 from messages import raises
 
 import synkhronos as synk
@@ -24,16 +24,16 @@ else:
 class Do(Op):
     """Op that returns its argument after some ranks have run an action."""
 
-    __props__ = ("action", "who")
+    __props__ = ("action", "failing_ranks")
 
-    def __init__(self, action, who=(1,)):
-        self.action, self.who = action, who
+    def __init__(self, action, failing_ranks=(1,)):
+        self.action, self.failing_ranks = action, failing_ranks
 
     def make_node(self, x):
         return Apply(self, [x], [x.type()])
 
     def perform(self, node, inputs, outputs, *_):
-        if int(inputs[0][0]) in self.who:  # each row has the number of its rank
+        if int(inputs[0][0]) in self.failing_ranks:  # each row has the number of its rank
             DEEDS[self.action]()
         outputs[0][0] = inputs[0].copy()
 
@@ -70,7 +70,7 @@ DEEDS = {
 }  # fmt: skip
 
 
-def do(action, who=(1,), n=3, updates=False, **kwargs):
+def do(action, failing_ranks=(1,), n=3, updates=False, **kwargs):
     """Fork, and run an action on some ranks during a call.
 
     Without ``updates`` the message does not depend on which ranks have applied them.
@@ -80,7 +80,7 @@ def do(action, who=(1,), n=3, updates=False, **kwargs):
     CALLED_AGAIN[:] = [w]
     f = synk.function(
         [x],
-        ((Do(action, who)(x) + w).sum(), "sum"),
+        ((Do(action, failing_ranks)(x) + w).sum(), "sum"),
         updates=[(w, w + 1)] if updates else [],
         name="f",
         mode=INTERPRETED,
@@ -205,7 +205,7 @@ def call_in_forked_copy(action):
 
 def two_shapes():
     x = tensor.dmatrix("x")
-    read(synk.function([x], (x.sum(axis=1), "sum"), name="f")(np.ones((3, 2))))
+    read_results(synk.function([x], (x.sum(axis=1), "sum"), name="f")(np.ones((3, 2))))
 
 
 #: name: (function that provokes the error, exception, argument)

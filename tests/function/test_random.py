@@ -84,11 +84,11 @@ def test_random_streams_repeat_from_a_seed(fork, kind):
 @pytest.mark.parametrize("kind", KINDS)
 def test_random_numbers_have_the_right_distribution(fork, kind):
     fork(3)
-    each = draw_on_ranks(kind, calls=200).swapaxes(0, 1).reshape(3, -1)
-    assert np.all(np.abs(each.mean(axis=1)) < 5 / np.sqrt(each.shape[1]))
-    assert np.all(np.abs(each.std(axis=1) - 1) < 0.15)
+    draws = draw_on_ranks(kind, calls=200).swapaxes(0, 1).reshape(3, -1)
+    assert np.all(np.abs(draws.mean(axis=1)) < 5 / np.sqrt(draws.shape[1]))
+    assert np.all(np.abs(draws.std(axis=1) - 1) < 0.15)
     # Consecutive streams could be correlated.
-    assert np.all(np.abs(np.corrcoef(each)[np.triu_indices(3, 1)]) < 0.2)
+    assert np.all(np.abs(np.corrcoef(draws)[np.triu_indices(3, 1)]) < 0.2)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -212,9 +212,9 @@ def test_random_state_is_saved_and_restored(fork, kind):
         synk.set_value(r, generator, saved[r])
     np.testing.assert_array_equal([f(), f()], expected)
     # First on one rank, then on new ranks.
-    one = synk.get_value(1, generator)
+    saved_state = synk.get_value(1, generator)
     after = f()
-    synk.set_value(1, generator, one)
+    synk.set_value(1, generator, saved_state)
     np.testing.assert_array_equal(f()[K : 2 * K], after[K : 2 * K])
     synk.close()
     fork(3)

@@ -60,7 +60,7 @@ def test_hosts_compute_the_same_bits_as_one_host(program):
 @pytest.mark.any_library
 def test_trainer_rules_on_two_hosts_equal_one_host():
     pytest.importorskip("safetensors")
-    assert run(SHAPES[-1], "apart") == "right\n"
+    assert run(SHAPES[-1], "train_asynchronously") == "right\n"
 
 
 @pytest.mark.hosts
@@ -90,8 +90,8 @@ def test_locks_on_three_hosts_are_exclusive():
 def test_run_programs_on_two_hosts_equal_one_host():
     for hosts, sums in ((["a:1", "b:2", "c:1"], [2, 4, 2, 4]), (["a:2", "b:1"], [2, 1, 2])):
         line = str([(r, float(total)) for r, total in enumerate(sums)]).replace(")", "").replace("(", "")
-        said = run(hosts, "tasks").replace("np.float64(", "").replace(")", "").replace("(", "").splitlines()
-        assert said == [line] * 4
+        output_lines = run(hosts, "tasks").replace("np.float64(", "").replace(")", "").replace("(", "").splitlines()
+        assert output_lines == [line] * 4
 
 
 @pytest.mark.hosts
@@ -117,14 +117,14 @@ def test_simulated_hosts_end_with_a_killed_parent(tmp_path):
 @pytest.mark.any_library
 def test_data_file_is_mapped_on_each_host(tmp_path):
     # A file missing on one host ends the ranks, so no program follows.
-    assert run(["a:2", "b:1"], "files", tmp_path / "x.npy", "/dev/shm/x.npy") == "told\n"
+    assert run(["a:2", "b:1"], "files", tmp_path / "x.npy", "/dev/shm/x.npy") == "error names the host\n"
 
 
 @pytest.mark.hosts
 @pytest.mark.skipif(not are_simulated(), reason="pretended hosts all have this one's name")
 @pytest.mark.any_library
 def test_script_may_be_started_by_mpirun():
-    done = launch(["a:1", "b:1"], "launched")
+    done = launch(["a:1", "b:1"], "fork_launched")
     assert done.returncode == 0, done.stdout + done.stderr
     ranks, total, again = done.stdout.splitlines()
     assert (ranks, total) == ("ranks 4", "sum 20.0 sent True")
@@ -134,7 +134,7 @@ def test_script_may_be_started_by_mpirun():
 @pytest.mark.hosts
 @pytest.mark.any_library
 def test_fork_refuses_two_processes_on_a_host():
-    done = launch(["a:2", "b:1"], "launched")
+    done = launch(["a:2", "b:1"], "fork_launched")
     assert done.returncode != 0
     assert "processes on" in done.stderr and "--map-by ppr:1:node" in done.stderr
 
@@ -257,14 +257,14 @@ def test_fork_on_one_host_needs_no_mpirun(monkeypatch):
 
 
 def test_fork_refuses_processes_without_mpi(monkeypatch):
-    said = [{"name": "a", "cores": 2, "gpus": 0, "machine": 2, "versions": {"Python": "3.11"}}]
+    reports = [{"name": "a", "cores": 2, "gpus": 0, "machine": 2, "versions": {"Python": "3.11"}}]
     for name in ("PMI_RANK", "OMPI_COMM_WORLD_RANK"):
         monkeypatch.delenv(name, raising=False)
     for name, value in (("SLURM_PROCID", "0"), ("SLURM_STEP_NUM_TASKS", "2"), ("SLURM_STEP_ID", "0")):
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(mpi_link, "_has_started", False)
     monkeypatch.setattr(mpirun, "make_agent_command", lambda address: ["sleep", "60"])
-    monkeypatch.setattr(mpi_link.MpiLink, "_connect", lambda self, listener: said)
+    monkeypatch.setattr(mpi_link.MpiLink, "_connect", lambda self, listener: reports)
     with pytest.raises(RuntimeError, match="2 processes were started, and MPI connects 1 of them.*srun --ntasks-per"):
         synk.fork(use_gpu=False)
 
@@ -280,9 +280,9 @@ def test_leftovers_of_mpirun_do_not_block(monkeypatch):
 
 def test_agent_messages_are_separated_from_mpirun_output(monkeypatch):
     reason = "the first host has to be the machine that calls fork(), and a is not"
-    said = f"Traceback:\n  in _connect\nRuntimeError: {reason}\n[proxy:1@b] main (pmip.c:123): demux engine error"
+    output = f"Traceback:\n  in _connect\nRuntimeError: {reason}\n[proxy:1@b] main (pmip.c:123): demux engine error"
     monkeypatch.setattr(
-        mpirun, "make_mpirun_command", lambda names, address: ["sh", "-c", f"echo '{said}' >&2; exit 7"]
+        mpirun, "make_mpirun_command", lambda names, address: ["sh", "-c", f"echo '{output}' >&2; exit 7"]
     )
     with pytest.raises(RuntimeError, match=f"^the hosts a, b could not be reached: {re.escape(reason)}$"):
         synk.fork(hosts=["a", "b"], use_gpu=False)
@@ -321,9 +321,9 @@ def started(press):
 def test_interrupt_at_any_moment_leaves_no_mpirun(monkeypatch):
     made.end()  # these are children of this process, too
     children = set(list_children(os.getpid()))
-    said = [{"name": name, "cores": 1, "gpus": 0, "machine": 1, "versions": {}} for name in "ab"]
+    reports = [{"name": name, "cores": 1, "gpus": 0, "machine": 1, "versions": {}} for name in "ab"]
     monkeypatch.setattr(mpirun, "make_mpirun_command", lambda names, address: ["sleep", "60"])
-    monkeypatch.setattr(mpi_link.MpiLink, "_connect", lambda self, listener: said)
+    monkeypatch.setattr(mpi_link.MpiLink, "_connect", lambda self, listener: reports)
     for press in range(1, 1 + started(-1)):
         with pytest.raises(KeyboardInterrupt):
             started(press)
@@ -332,11 +332,11 @@ def test_interrupt_at_any_moment_leaves_no_mpirun(monkeypatch):
 
 def test_fork_warns_of_a_process_bound_to_a_core(monkeypatch):
     versions = iter([{"Python": "3.11"}, {"Python": "3.12"}])
-    said = [{"name": name, "cores": 1, "gpus": 0, "machine": 4, "versions": next(versions)} for name in "ab"]
+    reports = [{"name": name, "cores": 1, "gpus": 0, "machine": 4, "versions": next(versions)} for name in "ab"]
     monkeypatch.setattr(processes, "read_mpi_rank_and_size", lambda: (0, 2))
     monkeypatch.setattr(mpi_link, "_has_started", False)
     monkeypatch.setattr(mpirun, "make_agent_command", lambda address: ["sleep", "60"])
-    monkeypatch.setattr(mpi_link.MpiLink, "_connect", lambda self, listener: said)
+    monkeypatch.setattr(mpi_link.MpiLink, "_connect", lambda self, listener: reports)
     with (
         pytest.warns(UserWarning, match="may use 1 of 4 cores") as found,
         pytest.raises(RuntimeError, match="3.12 on b"),
@@ -551,19 +551,19 @@ def test_agent_reports_missing_memory(monkeypatch):
         raise MemoryError(f"{nbytes} bytes of shared memory can't be mapped")
 
     monkeypatch.setattr(agents, "Segment", unmapped)
-    agent, said = object.__new__(Agent), []
+    agent, sent = object.__new__(Agent), []
     agent._names, agent._host, agent._local_ranks, agent._segments = "ab", 1, range(2, 3), {}
-    agent._messenger = SimpleNamespace(send=lambda *message: said.append(message))
+    agent._messenger = SimpleNamespace(send=lambda *message: sent.append(message))
     agent._on_new_segment(0, 1, 4096, None)
-    assert said == [(0, agents.REMOTE_FAILURE, "host b (rank 2): 4096 bytes of shared memory can't be mapped", 2)]
+    assert sent == [(0, agents.REMOTE_FAILURE, "host b (rank 2): 4096 bytes of shared memory can't be mapped", 2)]
     assert agent._segments == {}
 
 
 def test_find_pages_of_a_range_lists_no_row_numbers():
     rows = 1 << 40
     memory = {1: np.broadcast_to(np.uint8(0), rows)}
-    for each in ((rows - 2 * PAGE_NBYTES, rows, 1), (rows - 1, rows - 2 * PAGE_NBYTES - 1, -1)):
-        assert find_pages([SegmentAccess(1, 0, 1, each, None)], memory)[1].tolist() == [
+    for span in ((rows - 2 * PAGE_NBYTES, rows, 1), (rows - 1, rows - 2 * PAGE_NBYTES - 1, -1)):
+        assert find_pages([SegmentAccess(1, 0, 1, span, None)], memory)[1].tolist() == [
             rows // PAGE_NBYTES - 2,
             rows // PAGE_NBYTES - 1,
         ]

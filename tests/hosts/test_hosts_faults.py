@@ -81,14 +81,16 @@ def check_works(tree):
     assert outcome.get("value") is True, outcome
 
 
-def check_error(outcome, moment, limit=PROMPT, error="WorkerError", rank=None, words=()):
+def check_error(outcome, fault_time, limit=PROMPT, error="WorkerError", rank=None, words=()):
     """Check the outcome of a fault and its delay, and print the delay."""
-    print(f"{outcome['ended'] - moment:.2f} s: {outcome.get('error')}: {outcome.get('message', '').splitlines()[:1]}")
+    print(
+        f"{outcome['ended'] - fault_time:.2f} s: {outcome.get('error')}: {outcome.get('message', '').splitlines()[:1]}"
+    )
     assert outcome.get("error") == error, outcome
     for word in words:
         assert word in outcome["message"], outcome
     assert outcome["rank"] == rank, outcome
-    assert outcome["ended"] - moment < limit, outcome
+    assert outcome["ended"] - fault_time < limit, outcome
 
 
 # -- the ranks live on -----------------------------------------------------------------------------------------
@@ -98,18 +100,18 @@ def test_exceptions_and_interrupts_leave_hosts_usable(hosts):
     with hosts as tree:
         fork(hosts, tree)
         for place in PLACES[1:]:
-            moment = time.monotonic()
+            fault_time = time.monotonic()
             move_ranks_to(tree, place, "raise", on=[2])
             words = [f"rank 2 on host {hosts.other} raised KeyError", "a fault", "fault_target.py"]
-            check_error(tree.wait("outcome"), moment, rank=2, words=words)
-        moment = time.monotonic()
+            check_error(tree.wait("outcome"), fault_time, rank=2, words=words)
+        fault_time = time.monotonic()
         move_ranks_to(tree, "computing", "raise", on=[0])
-        check_error(tree.wait("outcome"), moment, error="KeyError")
+        check_error(tree.wait("outcome"), fault_time, error="KeyError")
         for place in PLACES:
             move_ranks_to(tree, place)
-            moment = time.monotonic()
+            fault_time = time.monotonic()
             os.kill(tree.pid, signal.SIGINT)
-            check_error(tree.wait("outcome"), moment, error="KeyboardInterrupt")
+            check_error(tree.wait("outcome"), fault_time, error="KeyboardInterrupt")
             tree.release()
             check_works(tree)
         outcome = tree.do("work")
@@ -131,22 +133,26 @@ KILLED = {
 
 
 @pytest.mark.parametrize(
-    ("who", "place"),
-    [(who, place) for who in KILLED for place in (PLACES if who == "rank" else ["idle", "computing", "exchange"])],
+    ("target", "place"),
+    [
+        (target, place)
+        for target in KILLED
+        for place in (PLACES if target == "rank" else ["idle", "computing", "exchange"])
+    ],
 )
-def test_killed_process_on_a_host_is_named(hosts, who, place):
-    kind, number, rank, words = KILLED[who]
+def test_killed_process_on_a_host_is_named(hosts, target, place):
+    kind, number, rank, words = KILLED[target]
     with hosts as tree:
         pids = fork(hosts, tree)[kind]
         move_ranks_to(tree, place)
-        moment = time.monotonic()
+        fault_time = time.monotonic()
         os.kill(pids if number is None else pids[number], signal.SIGKILL)
         tree.release() if place == "idle" else None
         outcome = tree.wait("outcome")
-        while place == "idle" and outcome.get("value") and time.monotonic() < moment + PROMPT:
+        while place == "idle" and outcome.get("value") and time.monotonic() < fault_time + PROMPT:
             outcome = tree.do("part", place="step", on=[], action="")  # it finished before the loss was noticed
         words = [word.replace("HOST", hosts.other) for word in [*words, "synkhronos.fork()"]]
-        check_error(outcome, moment, rank=rank, words=words)
+        check_error(outcome, fault_time, rank=rank, words=words)
         tree.check_no_leaks()
 
 
@@ -155,9 +161,9 @@ def test_death_of_a_lock_holder_is_named_to_a_remote_waiter(hosts):
         pids = fork(hosts, tree)["ranks"]
         move_ranks_to(tree, "lock", on=[1])
         time.sleep(0.3)  # the others do not check the holder before
-        moment = time.monotonic()
+        fault_time = time.monotonic()
         os.kill(pids[1], signal.SIGKILL)
-        check_error(tree.wait("outcome"), moment, rank=1, words=["rank 1 on host a", "SIGKILL"])
+        check_error(tree.wait("outcome"), fault_time, rank=1, words=["rank 1 on host a", "SIGKILL"])
         tree.check_no_leaks()
 
 
@@ -175,11 +181,11 @@ def test_lost_host_is_named(hosts, fault, place):
         settings = {} if fault == "kill" else {"host_timeout": SILENCE}
         fork(hosts, tree, **settings)
         move_ranks_to(tree, place)
-        moment = tree.inject_fault(fault, hosts.other)
+        fault_time = tree.inject_fault(fault, hosts.other)
         tree.release() if place == "idle" else None
         limit = PROMPT if fault == "kill" else SILENCE + 4  # a busy machine is late as well
         words = [f"host {hosts.other} (rank 2)", "lost" if fault == "kill" else "has arrived for 1 seconds"]
-        check_error(tree.wait("outcome"), moment, limit, rank=2, words=words)
+        check_error(tree.wait("outcome"), fault_time, limit, rank=2, words=words)
         assert tree.do("fork", hosts=2, environment={}, settings={})["value"] == 2
         check_works(tree)
         tree.do("close")
@@ -196,17 +202,17 @@ def test_lost_host_is_named(hosts, fault, place):
 def test_full_memory_on_a_host_is_named(hosts):
     with hosts as tree:
         fork(hosts, tree)
-        full, moment = tree.fill(hosts.other), time.monotonic()
+        full, fault_time = tree.fill(hosts.other), time.monotonic()
         words = [f"host {hosts.other} (rank 2)", "/dev/shm"]
-        check_error(tree.do("share", nbytes=1 << 23), moment, rank=2, words=words)
+        check_error(tree.do("share", nbytes=1 << 23), fault_time, rank=2, words=words)
         full.unlink()
-        full, moment = tree.fill(hosts.other), time.monotonic()
-        check_error(tree.fork(["a:2", f"{hosts.other}:1"]), moment, 10, rank=2, words=words)
+        full, fault_time = tree.fill(hosts.other), time.monotonic()
+        check_error(tree.fork(["a:2", f"{hosts.other}:1"]), fault_time, 10, rank=2, words=words)
         full.unlink()
         tree.check_no_leaks()
         fork(hosts, tree)
-        full, moment = tree.fill("a"), time.monotonic()
-        check_error(tree.do("share", nbytes=1 << 23), moment, error="MemoryError", words=["/dev/shm"])
+        full, fault_time = tree.fill("a"), time.monotonic()
+        check_error(tree.do("share", nbytes=1 << 23), fault_time, error="MemoryError", words=["/dev/shm"])
         check_works(tree)
         tree.do("close")
         full.unlink()
@@ -229,9 +235,11 @@ def test_hosts_with_different_packages_are_refused(hosts, tmp_path, package, fil
     (tmp_path / "other").write_text(content)
     with hosts as tree:
         tree.replace(hosts.other, file, tmp_path / "other")
-        moment = time.monotonic()
+        fault_time = time.monotonic()
         outcome = tree.fork(["a:1", f"{hosts.other}:1"])
-        check_error(outcome, moment, 10, "RuntimeError", words=[word.replace("HOST", hosts.other) for word in words])
+        check_error(
+            outcome, fault_time, 10, "RuntimeError", words=[word.replace("HOST", hosts.other) for word in words]
+        )
         tree.check_no_leaks(but="mpich_shm")  # MPICH leaves a segment if it is killed while it starts
         tree.put_back(hosts.other, file)
         fork(hosts, tree)
@@ -246,8 +254,8 @@ def test_hosts_with_different_packages_are_refused(hosts, tmp_path, package, fil
 def test_wrong_hosts_are_named(hosts, named, words):
     with hosts as tree:
         named = [hosts.other if name == "OTHER" else name for name in named]
-        moment = time.monotonic()
-        check_error(tree.fork(named), moment, 10, "RuntimeError", words=[", ".join(named), *words])
+        fault_time = time.monotonic()
+        check_error(tree.fork(named), fault_time, 10, "RuntimeError", words=[", ".join(named), *words])
         tree.check_no_leaks(but="mpich_shm")  # MPICH leaves a segment if it is killed while it starts
         fork(hosts, tree)
         tree.do("close")
@@ -283,10 +291,10 @@ def test_exit_of_the_master_ends_hosts(hosts):
         fork(hosts, tree)
         tree.order("close_in_handler")
         tree.wait("inside")
-        moment = time.monotonic()
+        fault_time = time.monotonic()
         os.kill(tree.pid, signal.SIGUSR1)
         tree.release()
-        check_error(tree.wait("outcome"), moment, 2 * PROMPT, "RuntimeError", words=["closed"])
+        check_error(tree.wait("outcome"), fault_time, 2 * PROMPT, "RuntimeError", words=["closed"])
         tree.check_no_leaks()
 
 

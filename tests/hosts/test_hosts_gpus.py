@@ -95,8 +95,8 @@ def test_launch_on_hosts_with_gpus_equals_one_host(tmp_path, rule):
     if rule.endswith("'BSP'"):  # under the other rule the order of exchanges is random
         of_one = train(["a:2"], tmp_path / "one", rule)
         assert of_one[0].startswith("2 ranks on cuda0, cuda1; ")
-        one, other = (np.load(tmp_path / folder_name / "params.npz") for folder_name in ("one", "hosts"))
-        assert all(np.array_equal(one[name], other[name]) for name in one)
+        expected, actual = (np.load(tmp_path / folder_name / "params.npz") for folder_name in ("one", "hosts"))
+        assert all(np.array_equal(expected[name], actual[name]) for name in expected)
 
 
 @pytest.mark.hosts

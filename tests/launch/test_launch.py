@@ -30,14 +30,14 @@ def test_launch_trains_a_theano_mpi_class(tmp_path, rule):
     assert [report["epoch"] for report in reports] == [1, 2, 3]
     assert reports[-1]["validation"]["error"] < 0.1 < reports[0]["loss"]
     assert reports[-1]["batch"] == "2 x 10" and reports[-1]["steps"] == 18
-    one, other = read_traces(tmp_path)
-    assert one["own"] != other["own"]  # the initial parameters of each instance
-    assert one["trace"][0][2] == other["trace"][0][2] == one["own"]  # and the parameters that training starts with
-    assert one["random"] != other["random"]
+    first, second = read_traces(tmp_path)
+    assert first["own"] != second["own"]  # the initial parameters of each instance
+    assert first["trace"][0][2] == second["trace"][0][2] == first["own"]  # and the parameters that training starts with
+    assert first["random"] != second["random"]
     for epoch in range(3):  # shards of one order
-        batches = [[step[3] for step in each["trace"] if step[0] == epoch] for each in (one, other)]
+        batches = [[step[3] for step in traces["trace"] if step[0] == epoch] for traces in (first, second)]
         assert len(batches[0]) == len(batches[1]) == 9 and not set(batches[0]) & set(batches[1])
-    agree = [a[2] == b[2] for a, b in zip(one["trace"], other["trace"], strict=True)]
+    agree = [a[2] == b[2] for a, b in zip(first["trace"], second["trace"], strict=True)]
     assert all(agree) if rule == "BSP" else not all(agree)
     assert {line["rows"] for line in lines(folder, "rank-1")} == {40, 10}
     assert [array.shape for array in np.load(folder / "params.npz").values()] == [(5, 8), (8,), (8, 2)]
@@ -85,8 +85,8 @@ def test_launch_runs_the_seed_examples(tmp_path):
     )
     assert done.returncode == 0, done.stderr
     (folder,) = (tmp_path / "runs").iterdir()
-    same = [np.load(each / "params.npz") for each in (tmp_path / "one", folder)]
-    assert all(np.array_equal(same[0][name], same[1][name]) for name in same[0])
+    params = [np.load(run_folder / "params.npz") for run_folder in (tmp_path / "one", folder)]
+    assert all(np.array_equal(params[0][name], params[1][name]) for name in params[0])
 
 
 @pytest.mark.any_library

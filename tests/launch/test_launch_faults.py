@@ -21,8 +21,8 @@ pytestmark = pytest.mark.any_library
 
 def test_first_failure_is_printed_last(tmp_path):
     done = train(tmp_path, "FailsOnOne", status=1)
-    said = done.stderr.rstrip().splitlines()
-    assert said[-1] == "ValueError: the third batch is damaged" and said[0] == "rank 1:"
+    lines = done.stderr.rstrip().splitlines()
+    assert lines[-1] == "ValueError: the third batch is damaged" and lines[0] == "rank 1:"
     assert "mlp_variants.py" in done.stderr and "train_iter" in done.stderr
     assert (tmp_path / "failure.txt").read_text().strip() == done.stderr.strip()
     assert json.loads((tmp_path / "run.json").read_text())["status"] == 1
@@ -95,9 +95,9 @@ def test_full_disk_log_does_not_stop_a_run(tmp_path, capfd):
     run = ShellSupervisor(tmp_path, "echo one; echo two; exit 3")
     (tmp_path / "rank-0.log").symlink_to("/dev/full")
     assert run.run() == 3
-    said = capfd.readouterr()
-    assert said.out == "[rank 0] one\n[rank 0] two\n"
-    assert said.err.count("rank-0.log lacks lines: [Errno 28] No space left on device") == 1
+    captured = capfd.readouterr()
+    assert captured.out == "[rank 0] one\n[rank 0] two\n"
+    assert captured.err.count("rank-0.log lacks lines: [Errno 28] No space left on device") == 1
     assert run.read_record()["status"] == 3
 
 

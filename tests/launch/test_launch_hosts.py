@@ -49,8 +49,8 @@ def wait_for_end(process, status):
 def test_launch_on_hosts_equals_one_host(tmp_path, hosts):
     output, _ = wait_for_end(start_run(hosts, tmp_path / "hosts", every=4), 0)
     train(tmp_path / "one", "MLP", "--devices=cpu", "--ranks=4", epochs=2, every=4)
-    one, other = (np.load(tmp_path / name / "params.npz") for name in ("one", "hosts"))
-    assert all(np.array_equal(one[name], other[name]) for name in one)
+    expected, actual = (np.load(tmp_path / name / "params.npz") for name in ("one", "hosts"))
+    assert all(np.array_equal(expected[name], actual[name]) for name in expected)
     for rank in range(4):
         log = (tmp_path / "hosts" / f"rank-{rank}.log").read_text().splitlines()
         own = [line for line in log if not line.startswith("WARNING (theano.")]
@@ -91,8 +91,8 @@ def test_resume_on_hosts_needs_no_shared_folder(tmp_path, rule):
     assert [line["epoch"] for line in lines(tmp_path / "run", "reports")] == [1, 2, 3]
     if rule == "BSP":  # under the other rule the order of exchanges is random
         train(tmp_path / "one", "MLP", "--devices=cpu", "--ranks=3", epochs=3, rule=f"'{rule}'")
-        one, other = (np.load(tmp_path / name / "params.npz") for name in ("one", "run"))
-        assert all(np.array_equal(one[name], other[name]) for name in one)
+        expected, actual = (np.load(tmp_path / name / "params.npz") for name in ("one", "run"))
+        assert all(np.array_equal(expected[name], actual[name]) for name in expected)
 
 
 @pytest.mark.hosts
@@ -131,8 +131,8 @@ def test_on_death_continue_works_on_two_hosts(tmp_path, has_lost_host):
     _, errors = wait_for_end(run, 0)
     assert "death 1 of at most 100: from the copy " in errors
     train(tmp_path / "one", "MLP", "--devices=cpu", "--ranks=2", epochs=2)
-    one, other = (np.load(tmp_path / name / "params.npz") for name in ("one", "run"))
-    assert all(np.array_equal(one[name], other[name]) for name in one)
+    expected, actual = (np.load(tmp_path / name / "params.npz") for name in ("one", "run"))
+    assert all(np.array_equal(expected[name], actual[name]) for name in expected)
     (death,) = json.loads((tmp_path / "run" / "deaths.json").read_text())
     assert lines(tmp_path / "run", "reports")[1]["deaths"] == [death]
     assert death["rank"] == 1 and (has_lost_host or death["host"] == "b")
@@ -155,12 +155,12 @@ KINDS = {
 @pytest.mark.faults
 @pytest.mark.any_library
 @pytest.mark.skipif(not are_simulated(), reason="no namespaces here, which tell the agents apart")
-@pytest.mark.parametrize("who", [*KINDS, "agent of another host", "Ctrl-C", "all, by a scheduler"])
-def test_kill_of_any_process_on_hosts_leaves_nothing(tmp_path, who):
+@pytest.mark.parametrize("target", [*KINDS, "agent of another host", "Ctrl-C", "all, by a scheduler"])
+def test_kill_of_any_process_on_hosts_leaves_nothing(tmp_path, target):
     # All deaths are detected within a step, except that of the process that forwards lines: with the next record.
-    model = "mlp.py:MLP" if who in ("what passes lines on", "all, by a scheduler") else "mlp_variants.py:Stuck"
+    model = "mlp.py:MLP" if target in ("what passes lines on", "all, by a scheduler") else "mlp_variants.py:Stuck"
     sets = ["--set=every=1", "--set=epochs=100000", "--set", f"model='launch_models/{model}'"]
-    sets += ["--set=checkpoint=1"] if who == "all, by a scheduler" else []
+    sets += ["--set=checkpoint=1"] if target == "all, by a scheduler" else []
     train = ["-m", "synkhronos", "train", "--hosts", "a:1,b:1", "--folder", tmp_path / "run", *sets]
     command, environment = words(["a:1", "b:1"], "-c", HOST, sys.executable, *train)
     mark = f"mark-{tmp_path.name}-{os.getpid()}"
@@ -183,39 +183,39 @@ def test_kill_of_any_process_on_hosts_leaves_nothing(tmp_path, who):
         while not (tmp_path / "run" / "rank-1.jsonl").exists():
             assert host.poll() is None and time.monotonic() < deadline
             time.sleep(0.05)
-        everyone = {pid: what for pid, what in list_marked_processes(mark.encode()).items() if pid not in before}
+        everyone = {pid: process for pid, process in list_marked_processes(mark.encode()).items() if pid not in before}
         found = {kind: [p for p, (_, line) in everyone.items() if re.match(KINDS[kind], line)] for kind in KINDS}
         (first,) = found["rank 0"]
         found["agent"].sort(key=lambda pid: everyone[pid][0] != everyone[first][0])
         found["agent of another host"] = found["agent"][1:]
         found["Ctrl-C"] = found["supervisor"]
-        if who == "all, by a scheduler":
+        if target == "all, by a scheduler":
             for pid in everyone:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGTERM)
         else:
-            os.kill(found[who][0], signal.SIGINT if who == "Ctrl-C" else signal.SIGKILL)
+            os.kill(found[target][0], signal.SIGINT if target == "Ctrl-C" else signal.SIGKILL)
         began = time.monotonic()
         # The status is printed last, after the output of the ranks.  A buffered file cannot be polled.
         timer = threading.Timer(LIMIT, host.kill)
         timer.start()
         status = next(line for line in host.stdout if line.strip().lstrip("-").isdecimal())
         timer.cancel()
-        print(who, status, time.monotonic() - began)
-        if who == "all, by a scheduler":
+        print(target, status, time.monotonic() - began)
+        if target == "all, by a scheduler":
             record = json.loads((tmp_path / "run" / "run.json").read_text())
             assert int(status) == record["status"] == 143
             assert Path(record["checkpoint"], "meta.json").exists()
         else:
             assert int(status) != 0 and time.monotonic() - began < LIMIT
         deadline = time.monotonic() + LIMIT
-        while left := [what for pid, what in list_marked_processes(mark.encode()).items() if pid not in before]:
+        while left := [process for pid, process in list_marked_processes(mark.encode()).items() if pid not in before]:
             assert time.monotonic() < deadline, left
             time.sleep(0.05)
     finally:
         host.kill()
-        said = host.communicate()
-        print(*said)
+        output = host.communicate()
+        print(*output)
 
 
 @pytest.mark.any_library

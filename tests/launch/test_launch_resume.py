@@ -155,8 +155,11 @@ def test_resume_after_a_signal_equals_an_undisturbed_run(tmp_path, signalled_run
     for name in whole:
         np.testing.assert_array_equal(whole[name], parts[name])
     whole, parts = (lines(folder, "reports") for folder in (undisturbed, tmp_path / "parts"))
-    for one, other in zip(whole, parts, strict=True):
-        assert all(one[key] == other[key] for key in ("epoch", "seen", "steps", "loss", "validation", "learning_rate"))
+    for report, resumed_report in zip(whole, parts, strict=True):
+        assert all(
+            report[key] == resumed_report[key]
+            for key in ("epoch", "seen", "steps", "loss", "validation", "learning_rate")
+        )
     assert sum(line["rows"] for line in lines(tmp_path / "parts", "rank-1")) == 3 * 90
 
 

@@ -143,13 +143,13 @@ def list_process_tree(pid):
 
 @pytest.mark.faults
 @pytest.mark.parametrize(
-    ("who", "script"),
+    ("target", "script"),
     [
-        *((who, False) for who in ("supervisor", "rank 0", "rank 1", "Ctrl-C", "SIGTERM")),
-        *((who, True) for who in ("script", "supervisor", "Ctrl-C")),
+        *((target, False) for target in ("supervisor", "rank 0", "rank 1", "Ctrl-C", "SIGTERM")),
+        *((target, True) for target in ("script", "supervisor", "Ctrl-C")),
     ],
 )
-def test_kill_of_any_process_leaves_nothing(tmp_path, who, script):
+def test_kill_of_any_process_leaves_nothing(tmp_path, target, script):
     before = list_shared_names()
     folder = tmp_path / "run"
     model = {"modelfile": "launch_models.mlp_variants", "modelclass": "Stuck"}
@@ -170,16 +170,16 @@ def test_kill_of_any_process_leaves_nothing(tmp_path, who, script):
         everyone = list_process_tree(process.pid)
         assert set(ranks) < set(everyone) and len(everyone) == (4 if script else 3)
         supervisor = list_children(process.pid)[0] if script else process.pid
-        victim = {"script": first, "supervisor": supervisor, "rank 0": ranks[0], "rank 1": ranks[1]}.get(who, first)
-        os.kill(victim, {"Ctrl-C": signal.SIGINT, "SIGTERM": signal.SIGTERM}.get(who, signal.SIGKILL))
+        victim = {"script": first, "supervisor": supervisor, "rank 0": ranks[0], "rank 1": ranks[1]}.get(target, first)
+        os.kill(victim, {"Ctrl-C": signal.SIGINT, "SIGTERM": signal.SIGTERM}.get(target, signal.SIGKILL))
         began = time.monotonic()
         _, errors = process.communicate(timeout=LIMIT)
         assert process.returncode != 0
         assert time.monotonic() - began < LIMIT
-        assert ("Ctrl-C once more" in errors) == (who == "Ctrl-C")
-        if who == "rank 1":
+        assert ("Ctrl-C once more" in errors) == (target == "Ctrl-C")
+        if target == "rank 1":
             assert process.returncode == 1 and "was killed by SIGKILL" in errors
-        if who == "rank 0":
+        if target == "rank 0":
             assert process.returncode == 137 and "rank 0" in errors and "was killed by SIGKILL" in errors
         deadline = time.monotonic() + LIMIT
         while any(lives(pid) for pid in everyone):

@@ -274,8 +274,8 @@ print("-- status", check_class("launch_models/theano_mpi.py:Regression", {{"rule
     for name in ("Regression", "Whole", "EASGD"):
         assert found[name].endswith(": no problem found, on one rank and on two\n-- status 0\n"), found[name]
     assert "Idle: train_iter() changes none of params\n-- status 1" in found["Idle"]
-    same = "with size 2 ranks 0 and 1 have taken the same steps: they train on the same rows"
-    assert f"Alike: {same}" in found["Alike"] and f"AlikeInParts: {same}" in found["AlikeInParts"]
+    message = "with size 2 ranks 0 and 1 have taken the same steps: they train on the same rows"
+    assert f"Alike: {message}" in found["Alike"] and f"AlikeInParts: {message}" in found["AlikeInParts"]
     assert "OneList fails when compile_iter_fns() runs with size 2: ContractError: OneList lacks" in found["OneList"]
     assert found["Called"].endswith("-- status 0\n"), found["Called"]
     calls = [call[0] for call in json.loads((tmp_path / "calls-0.json").read_text())]

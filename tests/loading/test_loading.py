@@ -36,7 +36,7 @@ def crop_row(row, seed, epoch, crop, mirror, mean, size=6):
     return cut[:, :, ::-1] if mirror and random.integers(2) else cut
 
 
-def read(batches):
+def check_and_read_labels(batches):
     """Check the pictures, and return the labels of each batch."""
     labels = []
     for pictures, numbers in batches:
@@ -66,7 +66,10 @@ def test_loader_order_follows_seed_and_epoch(count, batch, processes, size, dept
     try:
         for epoch in range(first, first + 3):
             at = row if epoch == first else 0
-            found = [read(loader.arrays(epoch, batch, seed, at, rank=rank, size=size)) for rank in range(size)]
+            found = [
+                check_and_read_labels(loader.arrays(epoch, batch, seed, at, rank=rank, size=size))
+                for rank in range(size)
+            ]
             turns = [batches[turn] for turn in range(len(found[0])) for batches in found if turn < len(batches)]
             expected = order(count, seed, epoch)[at:].tolist()
             assert turns == [expected[i : i + batch] for i in range(0, len(expected), batch)]
@@ -115,18 +118,18 @@ def test_loader_accepts_the_users_augmentation(load):
 
 
 def test_augmentation_draws_differ_from_the_order():
-    one, other = np.random.default_rng((3, 1)), loading.augment.make_generator(3, 1, 0)
-    assert one.integers(1 << 60) != other.integers(1 << 60)
+    order_generator, augment_generator = np.random.default_rng((3, 1)), loading.augment.make_generator(3, 1, 0)
+    assert order_generator.integers(1 << 60) != augment_generator.integers(1 << 60)
 
 
 def test_loader_without_shuffle_keeps_order(load):
-    assert read(load(Numbers(5), shuffle=False).arrays(3, 2)) == [[0, 1], [2, 3], [4]]
+    assert check_and_read_labels(load(Numbers(5), shuffle=False).arrays(3, 2)) == [[0, 1], [2, 3], [4]]
 
 
 def test_loader_arrays_returns_whole_batches(load):
     loader = load(Numbers(11))
-    assert [len(labels) for labels in read(loader.arrays(0, 4, whole=True))] == [4, 4]
-    turns = [read(loader.arrays(0, 2, whole=True, rank=rank, size=3)) for rank in range(3)]
+    assert [len(labels) for labels in check_and_read_labels(loader.arrays(0, 4, whole=True))] == [4, 4]
+    turns = [check_and_read_labels(loader.arrays(0, 2, whole=True, rank=rank, size=3)) for rank in range(3)]
     assert [len(turn) for turn in turns] == [1, 1, 1]
 
 
@@ -158,7 +161,7 @@ def test_loader_plan_assigns_each_position_to_one_rank(count, unit, size, row, w
 def test_loader_prefetches_the_next_epoch(load):
     loader = load(Numbers(10), processes=2)
     for epoch in range(5):
-        assert sum(read(loader.arrays(epoch, 3)), []) == order(10, 0, epoch).tolist()
+        assert sum(check_and_read_labels(loader.arrays(epoch, 3)), []) == order(10, 0, epoch).tolist()
     assert loader._pool.ring.generation == 1
 
 
@@ -166,11 +169,16 @@ def test_loader_continues_after_a_break_at_the_last_batch(load):
     loader = load(Numbers(10), processes=2)
     for epoch in range(4):  # as a class of the launcher does, which counts its batches
         batches = loader.arrays(epoch, 3, whole=True)
-        assert sum((read([next(batches)])[0] for _ in range(3)), []) == order(10, 0, epoch)[:9].tolist()
+        assert (
+            sum((check_and_read_labels([next(batches)])[0] for _ in range(3)), []) == order(10, 0, epoch)[:9].tolist()
+        )
     for epoch in (4, 5):
         _, numbers = next(loader.arrays(epoch, 3, whole=True))
         assert numbers.tolist() == order(10, 0, epoch)[:3].tolist()
-        assert sum(read(loader.arrays(epoch, 3, row=3, whole=True)), []) == order(10, 0, epoch)[3:9].tolist()
+        assert (
+            sum(check_and_read_labels(loader.arrays(epoch, 3, row=3, whole=True)), [])
+            == order(10, 0, epoch)[3:9].tolist()
+        )
     assert loader._pool.ring.generation == 1
 
 
@@ -180,8 +188,10 @@ def test_loader_resumes_at_a_batch(load):
         if i == 2:
             assert numbers.tolist() == order(20, 0, 1)[8:12].tolist()
             break
-    assert sum(read(loader.arrays(1, 4, row=12)), []) == order(20, 0, 1)[12:].tolist()
-    assert sum(read(loader.arrays(2, 5, seed=9)), []) == order(20, 9, 2).tolist()  # batches of another size, too
+    assert sum(check_and_read_labels(loader.arrays(1, 4, row=12)), []) == order(20, 0, 1)[12:].tolist()
+    assert (
+        sum(check_and_read_labels(loader.arrays(2, 5, seed=9)), []) == order(20, 9, 2).tolist()
+    )  # batches of another size, too
     assert len(loader._pool.pids) == 2
 
 
@@ -190,7 +200,10 @@ def test_loader_discards_rows_of_an_old_plan(load):
     for epoch in range(12):
         for _ in loader.arrays(epoch, 6):
             break  # while the loaders keep reading
-        assert next(iter(read(loader.arrays(epoch, 6, row=epoch)))) == order(40, 0, epoch)[epoch : epoch + 6].tolist()
+        assert (
+            next(iter(check_and_read_labels(loader.arrays(epoch, 6, row=epoch))))
+            == order(40, 0, epoch)[epoch : epoch + 6].tolist()
+        )
 
 
 def test_loader_iterator_ends_when_replaced(load):
@@ -198,10 +211,10 @@ def test_loader_iterator_ends_when_replaced(load):
     first = loader.arrays(0, 4)
     next(first)
     second = loader.arrays(0, 4, row=20)
-    assert read([next(second)]) == [order(40, 0, 0)[20:24].tolist()]
+    assert check_and_read_labels([next(second)]) == [order(40, 0, 0)[20:24].tolist()]
     with pytest.raises(RuntimeError, match="can't continue: another one has started"):
         next(first)
-    assert sum(read(second), []) == order(40, 0, 0)[24:].tolist()  # it has not been disturbed
+    assert sum(check_and_read_labels(second), []) == order(40, 0, 0)[24:].tolist()  # it has not been disturbed
 
 
 @pytest.mark.parametrize("rows", [6, 600])  # rows that are loaded already are not returned
@@ -217,8 +230,8 @@ def test_loader_iterator_ends_when_closed(load, rows):
 def test_loader_accepts_a_rank_without_rows(load):
     loader = load(Numbers(3), processes=2)
     for _ in range(2):
-        assert read(loader.arrays(0, 4, rank=0, size=2)) == [order(3, 0, 0).tolist()]
-        assert read(loader.arrays(0, 4, rank=1, size=2)) == []
+        assert check_and_read_labels(loader.arrays(0, 4, rank=0, size=2)) == [order(3, 0, 0).tolist()]
+        assert check_and_read_labels(loader.arrays(0, 4, rank=1, size=2)) == []
         time.sleep(0.5)  # the loaders have found no rows
 
 
@@ -243,17 +256,20 @@ def test_forked_process_leaves_loaders_to_its_parent(load):
     if not pid:
         code = 1
         with contextlib.suppress(BaseException):
-            code = int(read(loader.arrays(0, 3, row=3)) != [order(12, 0, 0)[i : i + 3].tolist() for i in (3, 6, 9)])
+            code = int(
+                check_and_read_labels(loader.arrays(0, 3, row=3))
+                != [order(12, 0, 0)[i : i + 3].tolist() for i in (3, 6, 9)]
+            )
             loader.close()
         os._exit(code)
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
-    assert sum(read(loader.arrays(0, 3, row=3)), []) == order(12, 0, 0)[3:].tolist()
+    assert sum(check_and_read_labels(loader.arrays(0, 3, row=3)), []) == order(12, 0, 0)[3:].tolist()
     assert loader._pool.ring.generation == 1
 
 
 def test_loader_counts_waiting_time(load):
     loader = load(Slow(6, 0.05))
-    read(loader.arrays(0, 2))
+    check_and_read_labels(loader.arrays(0, 2))
     assert 0.1 < loader.waited < 30
 
 
@@ -308,7 +324,7 @@ def test_loader_skips_unreadable_rows(load, processes, capfd):
     for epoch in range(2):
         wanted = order(16, 0, epoch)
         expected = [[r for r in wanted[i : i + 5].tolist() if r not in (*bad, 7)] for i in range(0, 16, 5)]
-        assert read(loader.arrays(epoch, 5)) == [labels for labels in expected if labels]
+        assert check_and_read_labels(loader.arrays(epoch, 5)) == [labels for labels in expected if labels]
         assert loader.skipped == 5 * (epoch + 1)
     loader.close()
     assert loader.skipped == 10
@@ -331,7 +347,7 @@ def test_loader_names_an_unreadable_row(load, processes, tmp_path):
     assert (caught.value.epoch, caught.value.row) == (0, len(found))
     loader.source.bad = ()
     loader.close()
-    found += sum(read(loader.arrays(0, 3, row=caught.value.row)), [])
+    found += sum(check_and_read_labels(loader.arrays(0, 3, row=caught.value.row)), [])
     assert found == order(20, 0, 0).tolist()
 
 
@@ -347,7 +363,7 @@ def test_loader_continues_after_a_damaged_row(load):
     with pytest.raises(loading.LoadError):
         next(loader.arrays(0, 4))
     pids = list(loader._pool.pids)
-    assert sum(read(loader.arrays(0, 4, row=4)), []) == order(12, 0, 0)[4:].tolist()
+    assert sum(check_and_read_labels(loader.arrays(0, 4, row=4)), []) == order(12, 0, 0)[4:].tolist()
     assert loader._pool.pids == pids  # the loader processes continue
 
 
@@ -528,18 +544,18 @@ def test_damaged_image_is_named(tmp_path, load):
 def test_loader_of_an_iterable_keeps_its_order(load, count):
     loader = load(Endless(count), processes=3)
     for epoch in range(3):
-        assert sum(read(loader.arrays(epoch, 3)), []) == list(range(count))
-    assert sum(read(loader.arrays(0, 3, row=2)), []) == list(range(2, count))
+        assert sum(check_and_read_labels(loader.arrays(epoch, 3)), []) == list(range(count))
+    assert sum(check_and_read_labels(loader.arrays(0, 3, row=2)), []) == list(range(2, count))
     for size in (2, 3):
-        turns = [read(loader.arrays(0, 3, rank=rank, size=size)) for rank in range(size)]
+        turns = [check_and_read_labels(loader.arrays(0, 3, rank=rank, size=size)) for rank in range(size)]
         assert sorted(sum(sum(turns, []), [])) == list(range(count))
-        whole = [read(loader.arrays(0, 3, rank=rank, size=size, whole=True)) for rank in range(size)]
+        whole = [check_and_read_labels(loader.arrays(0, 3, rank=rank, size=size, whole=True)) for rank in range(size)]
         assert all(len(labels) == 3 for epoch in whole for labels in epoch)
         assert len({len(epoch) for epoch in whole}) == 1
 
 
 def test_loader_accepts_a_function_that_returns_an_iterable(load):
-    assert read(load(lambda: iter(Endless(5))).arrays(0, 2)) == [[0, 1], [2, 3], [4]]
+    assert check_and_read_labels(load(lambda: iter(Endless(5))).arrays(0, 2)) == [[0, 1], [2, 3], [4]]
     assert sum(len(x) for (x,) in load(lambda: (np.ones(3) for _ in range(4))).arrays(0, 3)) == 4
 
 

@@ -57,18 +57,18 @@ def load():
 
 
 @pytest.mark.parametrize("which", [0, 1])
-@pytest.mark.parametrize("moment", ["before the first batch", "in the middle", "while the ring is full", "stopped"])
-def test_killed_loader_is_named(load, which, moment):
-    loader = load(Slow(60, 0.0 if moment == "while the ring is full" else 0.02), processes=2)
+@pytest.mark.parametrize("phase", ["before the first batch", "in the middle", "while the ring is full", "stopped"])
+def test_killed_loader_is_named(load, which, phase):
+    loader = load(Slow(60, 0.0 if phase == "while the ring is full" else 0.02), processes=2)
     batches, found = loader.arrays(0, 6), []
-    if moment != "before the first batch":
+    if phase != "before the first batch":
         found += next(batches)[1].tolist()
     else:
         loader._prepare_pool(loader._make_plan(0, 6, 0, 0, False)[0], make_layout(loader, 6), False)
-    if moment == "while the ring is full":
+    if phase == "while the ring is full":
         wait_until(lambda: loader._pool.ring.is_filled(3))
     pid = loader._pool.pids[which]
-    if moment == "stopped":
+    if phase == "stopped":
         os.kill(pid, signal.SIGSTOP)
     os.kill(pid, signal.SIGKILL)
     killed = time.monotonic()

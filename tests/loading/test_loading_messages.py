@@ -19,7 +19,7 @@ from synkhronos.training.updates import sgd
 
 
 @pytest.fixture
-def here(tmp_path, monkeypatch):
+def data_files(tmp_path, monkeypatch):
     """Give a folder with files of many kinds."""
     monkeypatch.chdir(tmp_path)
     Path("notes.txt").write_text("neither fish nor flesh")
@@ -196,8 +196,8 @@ CALLS = {
 }
 
 
-@pytest.mark.parametrize("what", CALLS)
-def test_loader_error_names_the_argument(here, fork, what):
-    error, name, call = CALLS[what]
+@pytest.mark.parametrize("case", CALLS)
+def test_loader_error_names_the_argument(data_files, fork, case):
+    error, name, call = CALLS[case]
     with raises(error, name):
         call()

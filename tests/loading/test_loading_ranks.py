@@ -4,7 +4,7 @@ import os
 
 import numpy as np
 import pytest
-from library import same, shared, tensor
+from library import assert_same, shared, tensor
 from loading_sources import BAD, ROWS, TARGETS, Numbers, OnlyHere, Rows, SlowRows, SomeBad, SomeGood, picture
 from system import list_children, lives
 
@@ -38,7 +38,7 @@ def test_loader_rows_on_ranks_equal_numpy(fork, load, n, processes):
             assert number.dtype == np.int32
         expected = order(23, 3, epoch)
         np.testing.assert_array_equal(np.concatenate(labels), expected)
-        same(np.concatenate(sums), [picture(row).sum() for row in expected])
+        assert_same(np.concatenate(sums), [picture(row).sum() for row in expected])
     assert loader.waited > 0 and loader.skipped == 0
 
 
@@ -87,7 +87,7 @@ def test_trainer_with_loader_equals_arrays(fork, load, rule, n):
     loader = load([ROWS, TARGETS], processes=1 + n % 3)
     valid = load([ROWS, TARGETS], shuffle=False)
     found, others = train(rule, (loader, None), valid=valid)
-    same(found, expected)
+    assert_same(found, expected)
     for report, other_report in zip(reports, others, strict=True):
         assert (report.seen, report.steps, report.batch) == (other_report.seen, other_report.steps, other_report.batch)
         np.testing.assert_allclose(
@@ -142,7 +142,7 @@ def test_trainer_with_loader_resumes_within_an_epoch(fork, load, tmp_path, rule,
     for made, data in ((again, (loader, None)), (expected, arrays)):
         reports = list(made.epochs(*data, 5, 2, seed=3, every=3, resume=stored))
         seen.append((made.params[0].get_value(), reports[-1].seen, sum(r.steps for r in reports)))
-    same(seen[0][0], seen[1][0])
+    assert_same(seen[0][0], seen[1][0])
     assert seen[0][1:] == seen[1][1:] and report.seen == 15 * before and not np.array_equal(seen[0][0], w)
 
 

@@ -54,11 +54,11 @@ def test_death_before_a_segment_is_sent_is_named(fork):
 class FailAtBarrier(Command):
     """Let a rank fail at its third barrier from now."""
 
-    def __init__(self, who):
-        self.who = who
+    def __init__(self, failing_rank):
+        self.failing_rank = failing_rank
 
     def run(self, rank):
-        if rank.number == self.who:
+        if rank.number == self.failing_rank:
             left, real_barrier = [None, None], rank.barrier
 
             def barrier():
@@ -71,15 +71,15 @@ class FailAtBarrier(Command):
             rank.barrier = barrier
 
 
-@pytest.mark.parametrize("who", [0, 1, 2])
-def test_failed_broadcast_keeps_the_old_value(fork, who):
+@pytest.mark.parametrize("failing_rank", [0, 1, 2])
+def test_failed_broadcast_keeps_the_old_value(fork, failing_rank):
     fork(3)
     s = shared(np.zeros(3), "s")
     f = synk.function([], [], updates=[(s, s + 1)])
     f()
     s.set_value(np.full(300_000, 5.0))  # more than twice the scratch memory
-    ranks.get_session().run(FailAtBarrier(who))
-    with pytest.raises(OSError if who == 0 else synk.WorkerError):
+    ranks.get_session().run(FailAtBarrier(failing_rank))
+    with pytest.raises(OSError if failing_rank == 0 else synk.WorkerError):
         synk.broadcast(s)
     assert [synk.get_value(r, s).tolist() for r in (1, 2)] == [[1.0] * 3] * 2
     synk.broadcast(s)
@@ -95,13 +95,13 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize("what", REFUSED)
-def test_refused_collective_sends_nothing(fork, what):
+@pytest.mark.parametrize("case", REFUSED)
+def test_refused_collective_sends_nothing(fork, case):
     fork(2)
     s, i = shared(np.zeros(3), "s"), shared(np.zeros(3, np.int64), "i")
     f = synk.function([], [], updates=[(s, s), (i, i)])
     with pytest.raises((TypeError, ValueError, IndexError)):
-        REFUSED[what](s, i)
+        REFUSED[case](s, i)
     s.set_value(np.full(3, 5.0))  # the initial value
     assert synk.get_value(1, s).tolist() == [5.0] * 3
     f()

@@ -43,8 +43,8 @@ class Blocked(Exception):
 class Memory:
     """Stand-in for a host's control memory."""
 
-    def __init__(self, here, size):
-        self.local_ranks, self.size = here, size
+    def __init__(self, local_ranks, size):
+        self.local_ranks, self.size = local_ranks, size
         self.words, self.arrived, self.done = [0] * (Control.COMMON_STEP + 2), [0] * size, [0] * size
 
     def fence(self):
@@ -95,8 +95,8 @@ class World:
         self.reads_failed_first = agents_read_first == "failed"
         bounds = [sum(counts[:i]) for i in range(len(counts) + 1)]
         self.hosts = [range(*bounds[i : i + 2]) for i in range(len(counts))]
-        self.host_of = [h for h, here in enumerate(self.hosts) for _ in here]
-        self.memories = [Memory(here, self.size) for here in self.hosts]
+        self.host_of = [h for h, local_ranks in enumerate(self.hosts) for _ in local_ranks]
+        self.memories = [Memory(local_ranks, self.size) for local_ranks in self.hosts]
         threads = SimpleNamespace()
         self.ranks = [Rank(r, 0, self.memories[self.host_of[r]], lambda: None, threads) for r in range(self.size)]
         self.watchdogs = [make_watchdog(rank) for rank in self.ranks]
@@ -283,21 +283,21 @@ class World:
 
     def poll_agent(self, h):
         """Take half of an agent's poll: first read one value; then read the other, and send changes."""
-        memory, here = self.memories[h], self.hosts[h]
+        memory, local_ranks = self.memories[h], self.hosts[h]
 
         def failed():
             return memory.words[Control.FAILED]
 
         def step():
-            return min(memory.arrived[here.start : here.stop])
+            return min(memory.arrived[local_ranks.start : local_ranks.stop])
 
         first, second = (failed, step) if self.reads_failed_first else (step, failed)
         if self.seen[h] is None:
-            read = first()
+            first_value = first()
             is_old = self.is_unchanged(h, failed(), step())
             if is_old and not self.early:
                 raise Blocked
-            self.seen[h] = read
+            self.seen[h] = first_value
             self.is_idle = is_old
             return
         self.is_idle = self.is_unchanged(h, failed(), step())

@@ -22,11 +22,11 @@ pytestmark = pytest.mark.any_library
 
 @dataclass(frozen=True)
 class Raise(Command):
-    who: tuple
+    failing_ranks: tuple
     then_barrier: bool = True
 
     def run(self, rank):
-        if rank.number in self.who:
+        if rank.number in self.failing_ranks:
             raise KeyError(f"from {rank.number}")
         if self.then_barrier:
             rank.barrier()
@@ -37,24 +37,24 @@ class Raise(Command):
 class RaiseLate(Command):
     """Raise an error between two barriers."""
 
-    who: int
+    failing_rank: int
 
     def run(self, rank):
         rank.barrier()
         rank.all_gather(rank.number)
-        if rank.number == self.who:
+        if rank.number == self.failing_rank:
             raise OSError("x" * 10 * SLOT_NBYTES)
         rank.barrier()
 
 
 @dataclass(frozen=True)
 class Kill(Command):
-    who: int
+    killed_rank: int
     number: int
     at_barrier: bool
 
     def run(self, rank):
-        if rank.number == self.who:
+        if rank.number == self.killed_rank:
             os.kill(os.getpid(), self.number)
             time.sleep(60)
         if self.at_barrier:
@@ -62,7 +62,7 @@ class Kill(Command):
 
 
 @dataclass(frozen=True)
-class LeaveWith(Command):
+class ExitWith(Command):
     code: int
 
     def run(self, rank):
@@ -73,11 +73,11 @@ class LeaveWith(Command):
 
 @pytest.mark.parametrize("then_barrier", [True, False])
 def test_exception_in_a_command_leaves_ranks_usable(session, then_barrier):
-    for who in range(session.size):
-        with pytest.raises(KeyError if who == session.rank.number else ranks.WorkerError) as caught:
-            session.run(Raise((who,), then_barrier))
-        if who != session.rank.number:
-            assert caught.value.rank == who
+    for failing_rank in range(session.size):
+        with pytest.raises(KeyError if failing_rank == session.rank.number else ranks.WorkerError) as caught:
+            session.run(Raise((failing_rank,), then_barrier))
+        if failing_rank != session.rank.number:
+            assert caught.value.rank == failing_rank
             assert "KeyError" in caught.value.worker_traceback
             assert "Raise" in str(caught.value) or "raise KeyError" in str(caught.value)
         assert session.run(Exchange((10,))) == session.size
@@ -98,9 +98,9 @@ def test_command_names_all_failed_ranks():
 
 
 def test_failure_between_barriers_frees_other_ranks(session):
-    for who in range(session.size):
-        with pytest.raises(OSError if who == session.rank.number else ranks.WorkerError):
-            session.run(RaiseLate(who))
+    for failing_rank in range(session.size):
+        with pytest.raises(OSError if failing_rank == session.rank.number else ranks.WorkerError):
+            session.run(RaiseLate(failing_rank))
     assert session.run(Exchange((10,))) == session.size
 
 
@@ -176,7 +176,7 @@ def test_death_noticed_while_the_master_fails_is_named(two):
 
 def test_exited_worker_is_named_with_its_status(two):
     with pytest.raises(ranks.WorkerError, match="exited with code 7"):
-        two.run(LeaveWith(7))
+        two.run(ExitWith(7))
 
 
 def test_death_of_an_idle_worker_is_noticed_by_the_next_command(two):
@@ -257,20 +257,20 @@ class CallExit(Command):
 
 def test_error_lists_only_the_commands_own_effect(two):
     with pytest.raises(ranks.WorkerError, match="It was noted on no rank"):
-        two.run(RunBoth(RecordRun("one", culprit=1), RecordRun("two")))
+        two.run(RunBoth(RecordRun("one", failing_rank=1), RecordRun("two")))
     first, second = two.run(CollectRecords())
     assert second == ["one", "one finished"]
     started = [note for note in first if "finished" not in note]
     assert started in (["one"], ["one", "two"])  # as soon as it is cancelled
     assert first == [*started, *(f"{note} finished" for note in reversed(started))]
     with pytest.raises(ranks.WorkerError, match=r"It was noted on ranks \[0\], and not on ranks \[1\]"):
-        two.run(RunBoth(RecordRun("one"), RecordRun("two", culprit=1, early=True)))
+        two.run(RunBoth(RecordRun("one"), RecordRun("two", failing_rank=1, early=True)))
     # After a failure, later commands commit as before.
     with pytest.raises(ranks.WorkerError, match=r"It was noted on ranks \[0\], and not on ranks \[1\]"):
-        two.run(RecordRun("three", culprit=1, early=True))
+        two.run(RecordRun("three", failing_rank=1, early=True))
 
 
-class Leave(Command):
+class FailAtBarrier(Command):
     """Command in which rank 0 leaves the barrier by an error; the other ranks report whether all ranks arrived.
 
     With ``all_arrive`` rank 2 arrives before the error, otherwise after it.
@@ -284,29 +284,29 @@ class Leave(Command):
         if rank.number == 2 and not self.all_arrive:
             time.sleep(0.2)
 
-        def leave():
+        def raise_if_due():
             if not self.all_arrive or min(rank.control.arrived) >= step:
-                raise Left
+                raise BarrierError
 
         try:
-            rank.barrier(leave if rank.is_master else None)
+            rank.barrier(raise_if_due if rank.is_master else None)
             if rank.is_master:
-                leave()
+                raise_if_due()
         except Cancelled:
             rank.objects["found"] = rank.was_reached_by_all(step)
             raise
-        except Left:
+        except BarrierError:
             rank.objects["found"] = self.all_arrive
             raise
         rank.objects["found"] = True
         rank.barrier()
 
 
-class Left(Exception):
+class BarrierError(Exception):
     pass
 
 
-class Found(Command):
+class GatherFound(Command):
     def run(self, rank):
         return rank.all_gather(rank.objects["found"])
 
@@ -316,9 +316,9 @@ def test_failed_command_is_agreed_by_all_ranks(all_arrive):
     session = ranks.fork(3, 0, False)
     try:
         for _ in range(3 if not all_arrive else 50):
-            with pytest.raises(Left):
-                session.run(Leave(all_arrive))
-            assert session.run(Found()) == [all_arrive] * 3
+            with pytest.raises(BarrierError):
+                session.run(FailAtBarrier(all_arrive))
+            assert session.run(GatherFound()) == [all_arrive] * 3
     finally:
         ranks.close()
 

@@ -114,11 +114,11 @@ class WaitForWorkers(Command):
 
 
 @pytest.mark.parametrize("by", ["a handler", "another thread"])
-@pytest.mark.parametrize("what", ["a step", "their end", "a command that was interrupted"])
+@pytest.mark.parametrize("awaited", ["a step", "their end", "a command that was interrupted"])
 @pytest.mark.slow
-def test_close_ends_a_waiting_call(two, monkeypatch, what, by):
+def test_close_ends_a_waiting_call(two, monkeypatch, awaited, by):
     monkeypatch.setattr(ranks.session, "GRACE_SECONDS", 0.2)
-    if what == "a command that was interrupted":
+    if awaited == "a command that was interrupted":
         signal.signal(signal.SIGALRM, signal.default_int_handler)
         signal.setitimer(signal.ITIMER_REAL, 0.1)
         with pytest.raises(KeyboardInterrupt):
@@ -131,7 +131,7 @@ def test_close_ends_a_waiting_call(two, monkeypatch, what, by):
     start = time.monotonic()
     with pytest.raises(RuntimeError, match="the ranks were closed: call synkhronos.fork"), two.call_lock:
         two.wait_until_idle()
-        two.run(WaitForWorkers(what == "a step"))
+        two.run(WaitForWorkers(awaited == "a step"))
     assert time.monotonic() - start < LIMIT
     with pytest.raises(ChildProcessError):
         os.waitpid(-1, os.WNOHANG)

@@ -42,35 +42,35 @@ def wait_until_inside(program, place, n):
     return pids
 
 
-def check_footprint(told):
+def check_footprint(event):
     """Check that open files, mappings of shared memory and child processes are the same as before."""
-    before, after = told["before"], told["after"]
-    assert len(after.pop("maps")) == len(before.pop("maps")), told
+    before, after = event["before"], event["after"]
+    assert len(after.pop("maps")) == len(before.pop("maps")), event
     assert after == before
     assert after["children"] == []
 
 
 def check_next_calls(program, survived):
     """Check that the next calls return the right results, and that the program exits by itself without leaks."""
-    told = program.wait("alive" if survived else "dead")
+    event = program.wait("alive" if survived else "dead")
     if not survived:
-        check_footprint(told)
+        check_footprint(event)
     works = program.wait("works")
     assert works.get("value") == works["right"], works
     check_footprint(program.wait("closed"))
     assert program.end() == 0, program.printed()
     program.check_no_leaks()
-    return told
+    return event
 
 
-def check_error(outcome, moment, error="WorkerError", words=(), worker=None):
+def check_error(outcome, fault_time, error="WorkerError", words=(), worker=None):
     """Check the outcome of a fault and its delay."""
     assert outcome.get("error") == error, outcome
     for word in words:
         assert word in outcome["message"], outcome["message"]
     if worker is not None:
         assert outcome["worker"] == worker
-    assert outcome["ended"] - moment < PROMPT
+    assert outcome["ended"] - fault_time < PROMPT
 
 
 # -- signals -------------------------------------------------------------------------------------------------
@@ -84,30 +84,30 @@ def check_error(outcome, moment, error="WorkerError", words=(), worker=None):
 def test_worker_killed_by_a_signal_is_named(name, place):
     with start_held_program(place, [2]) as program:
         pids = wait_until_inside(program, place, 1)
-        moment = program.send_signal(pids[2], signal.Signals[name])
+        fault_time = program.send_signal(pids[2], signal.Signals[name])
         if place == "idle":
             program.release()
         outcome = program.wait("outcome")
-        check_error(outcome, moment, words=["rank 2", str(pids[2]), name, "synkhronos.fork()"], worker=2)
+        check_error(outcome, fault_time, words=["rank 2", str(pids[2]), name, "synkhronos.fork()"], worker=2)
         check_next_calls(program, survived=False)
 
 
 @pytest.mark.any_library
 @pytest.mark.parametrize(
-    ("who", "place"),
+    ("target", "place"),
     [*(("worker", place) for place in PLACES), *((w, p) for w in ("master", "all") for p in ("idle", "collective"))],
 )
-def test_stopped_processes_continue_after_sigcont(place, who):
-    on = {"worker": [2], "master": [0], "all": [0, 1, 2]}[who]
+def test_stopped_processes_continue_after_sigcont(place, target):
+    on = {"worker": [2], "master": [0], "all": [0, 1, 2]}[target]
     with start_held_program(place, on) as program:
         pids = wait_until_inside(program, place, len(on))
-        stopped = [program.pid] if who == "master" else [pids[2]] if who == "worker" else list(pids.values())
-        program.send_signal(None if who == "all" else stopped[0], signal.SIGSTOP)
+        stopped = [program.pid] if target == "master" else [pids[2]] if target == "worker" else list(pids.values())
+        program.send_signal(None if target == "all" else stopped[0], signal.SIGSTOP)
         for pid in stopped:
             wait_for_state(pid, "T")
         program.release()
         assert program.is_silent(0.1)
-        program.send_signal(None if who == "all" else stopped[0], signal.SIGCONT)
+        program.send_signal(None if target == "all" else stopped[0], signal.SIGCONT)
         outcome = program.wait("outcome")
         assert "error" not in outcome, outcome
         check_next_calls(program, survived=True)
@@ -126,20 +126,20 @@ def test_worker_ignores_sigint(place):
 
 @pytest.mark.any_library
 @pytest.mark.parametrize(
-    ("name", "place", "who"),
+    ("name", "place", "target"),
     [
         *(("SIGKILL", place, "master") for place in PLACES),
         *((name, "compiled", "master") for name in DEADLY[1:]),
         *((name, place, "all") for name, place in [("SIGKILL", "idle"), ("SIGTERM", "collective")]),
     ],
 )
-def test_master_death_ends_all_processes(name, place, who):
-    on = [1, 2] if place == "distribute" else [0, 1, 2] if who == "all" else [0]
+def test_master_death_ends_all_processes(name, place, target):
+    on = [1, 2] if place == "distribute" else [0, 1, 2] if target == "all" else [0]
     if place == "compiled":
         on = [0, 1, 2]  # workers in compiled code run no Python code that could notice the death
     with start_held_program(place, on) as program:
         wait_until_inside(program, place, len(on))
-        program.send_signal(program.pid if who == "master" else None, signal.Signals[name])
+        program.send_signal(program.pid if target == "master" else None, signal.Signals[name])
         program.check_no_leaks(limit=1)
         assert program.end() == -signal.Signals[name]
 
@@ -151,9 +151,9 @@ def test_master_death_ends_all_processes(name, place, who):
 def test_busy_master_notices_a_workers_death(place, how):
     with Program("at_a_point", where=place, action=f"hold:{how}", on=[0]) as program:
         pids = wait_until_inside(program, place, 1)
-        moment = program.send_signal(pids[2], signal.SIGKILL)
+        fault_time = program.send_signal(pids[2], signal.SIGKILL)
         outcome = program.wait("outcome")  # the fault's point is not released
-        check_error(outcome, moment, words=["rank 2", str(pids[2]), "SIGKILL"], worker=2)
+        check_error(outcome, fault_time, words=["rank 2", str(pids[2]), "SIGKILL"], worker=2)
         check_next_calls(program, survived=False)
 
 
@@ -173,9 +173,9 @@ def test_death_is_noticed_with_a_replaced_sigchld_handler():
 def test_death_is_reported_if_its_exit_status_was_reaped(reaper):
     with Program("at_a_point", where="call", action="hold:python", on=[2], reaper=reaper) as program:
         pids = wait_until_inside(program, "call", 1)
-        moment = program.send_signal(pids[2], signal.SIGKILL)
+        fault_time = program.send_signal(pids[2], signal.SIGKILL)
         outcome = program.wait("outcome")
-        check_error(outcome, moment, words=["rank 2", str(pids[2]), "ended with an unknown exit status"], worker=2)
+        check_error(outcome, fault_time, words=["rank 2", str(pids[2]), "ended with an unknown exit status"], worker=2)
         check_next_calls(program, survived=False)
 
 
@@ -213,8 +213,8 @@ def test_stopped_worker_ends_with_the_master(place):
 def test_worker_that_dies_during_fork_is_named(name):
     with Program("at_fork", how="worker") as program:
         pid = program.wait("inside")["pids"]["2"]
-        moment = program.send_signal(pid, signal.Signals[name])
-        check_error(program.wait("outcome"), moment, words=["rank 2", str(pid), name], worker=2)
+        fault_time = program.send_signal(pid, signal.Signals[name])
+        check_error(program.wait("outcome"), fault_time, words=["rank 2", str(pid), name], worker=2)
         check_next_calls(program, survived=False)
 
 
@@ -233,13 +233,13 @@ def test_worker_stopped_during_fork_is_waited_for():
 
 
 @pytest.mark.parametrize(
-    ("name", "who", "spawn"),
+    ("name", "target", "spawn"),
     [("SIGKILL", "master", False), ("SIGTERM", "all", False), ("SIGKILL", "master", True)],
 )
-def test_master_death_during_fork_ends_all_processes(name, who, spawn):
+def test_master_death_during_fork_ends_all_processes(name, target, spawn):
     with Program("at_fork", how="master", spawn=spawn) as program:
         program.wait("inside")
-        program.send_signal(program.pid if who == "master" else None, signal.Signals[name])
+        program.send_signal(program.pid if target == "master" else None, signal.Signals[name])
         program.check_no_leaks(limit=1)
 
 
@@ -415,7 +415,7 @@ def test_full_dev_shm_raises_memory_error():
     command = _own_dev_shm()
     if command is None:
         pytest.skip("needs the right to mount")
-    with Program("no_room", *command) as program:
+    with Program("full_shared_memory", *command) as program:
         for event in ("data", "grow"):
             outcome = program.wait(event)
             assert outcome.get("error") == "MemoryError", outcome
@@ -435,7 +435,7 @@ def test_full_dev_shm_raises_memory_error():
 @pytest.mark.any_library
 @pytest.mark.parametrize("spare", [0, 1, 3, 5])
 def test_fork_names_the_limit_of_open_files(spare):
-    with Program("few_files", who="fork", spare=spare) as program:
+    with Program("few_file_descriptors", where="fork", spare=spare) as program:
         outcome = program.wait("outcome")
         assert outcome["error"] == "OSError" and "open files" in outcome["message"], outcome
         check_next_calls(program, survived=False)
@@ -443,8 +443,8 @@ def test_fork_names_the_limit_of_open_files(spare):
 
 @pytest.mark.any_library
 def test_data_need_few_open_files():
-    with Program("few_files", who="master", spare=8) as program:
-        assert program.wait("outcome").get("value") is True, program.told
+    with Program("few_file_descriptors", where="master", spare=8) as program:
+        assert program.wait("outcome").get("value") is True, program.event
         works = program.wait("works")
         assert works.get("value") == works["right"], works
         check_footprint(program.wait("closed"))
@@ -453,8 +453,8 @@ def test_data_need_few_open_files():
 
 @pytest.mark.any_library
 def test_worker_at_the_limit_of_open_files_continues():
-    with Program("few_files", who="worker", spare=0) as program:
-        assert program.wait("outcome").get("value") == 15.0, program.told  # the worker keeps a spare descriptor
+    with Program("few_file_descriptors", where="worker", spare=0) as program:
+        assert program.wait("outcome").get("value") == 15.0, program.event  # the worker keeps a spare descriptor
         works = program.wait("works")
         assert works.get("value") == works["right"], works
         check_footprint(program.wait("closed"))
@@ -466,7 +466,7 @@ def test_worker_at_the_limit_of_address_space_continues():
     with Program("unmappable") as program:
         outcome = program.wait("outcome")
         assert outcome["error"] == "WorkerError" and "can't be mapped" in outcome["message"], outcome
-        assert program.wait("again").get("value") == 15.0, program.told  # the segment is mapped now
+        assert program.wait("again").get("value") == 15.0, program.event  # the segment is mapped now
         works = program.wait("works")
         assert works.get("value") == works["right"], works
         check_footprint(program.wait("closed"))
@@ -478,7 +478,7 @@ def test_worker_at_the_limit_of_address_space_continues():
 
 @pytest.mark.any_library
 def test_segment_creation_reports_an_unnoticed_death():
-    with Program("announced_to_the_dead") as program:
+    with Program("segment_after_death") as program:
         pids = program.wait("ready")["pids"]
         program.send_signal(pids["1"], signal.SIGKILL)
         wait_for_state(pids["1"], "Z")
@@ -493,7 +493,7 @@ def test_segment_creation_reports_an_unnoticed_death():
 def test_ranks_outlive_the_thread_that_forked_them():
     with Program("from_a_thread") as program:
         assert program.wait("fork")["value"] == 3
-        assert program.wait("outcome").get("value") == 15.0, program.told
+        assert program.wait("outcome").get("value") == 15.0, program.event
         works = program.wait("works")
         assert works.get("value") == works["right"], works
         check_footprint(program.wait("closed"))
@@ -521,7 +521,7 @@ def test_failure_in_the_first_command_is_reported():
 
 
 def test_ranks_need_no_standard_streams():
-    with Program("deaf_and_mute", "sh", "-c", '"$@" <&- >&- 2>&-', "sh") as program:
+    with Program("closed_standard_files", "sh", "-c", '"$@" <&- >&- 2>&-', "sh") as program:
         works = program.wait("works")
         assert works.get("value") == works["right"], works
         check_footprint(program.wait("closed"))
@@ -531,7 +531,7 @@ def test_ranks_need_no_standard_streams():
 @pytest.mark.any_library
 def test_broken_stdout_leaves_ranks_usable():
     read, write = os.pipe()
-    with Program("printing_into_nothing", pass_on={"stdout": write}) as program:
+    with Program("print_without_reader", pass_on={"stdout": write}) as program:
         os.close(write)
         program.wait("ready")
         os.close(read)

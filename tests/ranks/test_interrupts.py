@@ -45,10 +45,10 @@ def test_interrupt_is_raised_and_the_next_call_works(where, on, how, times):
         for _ in on:
             program.wait("inside")
         for _ in range(times):
-            moment = program.send_signal(None, signal.SIGINT)
+            signal_time = program.send_signal(None, signal.SIGINT)
         outcome = program.wait("outcome")
         assert outcome.get("error") == "KeyboardInterrupt", outcome
-        assert outcome["ended"] - moment < PROMPT
+        assert outcome["ended"] - signal_time < PROMPT
         program.release()  # a busy worker finishes, and then runs the next call
         check_next_calls(program)
 
@@ -95,12 +95,12 @@ def test_interrupted_program_ends_its_workers(where):
 def test_interrupt_during_fork_leaves_no_worker(where):
     with Program("while_forking", where=where) as program:
         program.wait("inside")
-        moment = program.send_signal(None, signal.SIGINT)
+        signal_time = program.send_signal(None, signal.SIGINT)
         if where != "worker":
             program.release()
         outcome = program.wait("outcome")
         assert outcome.get("error") == "KeyboardInterrupt", outcome
-        assert outcome["ended"] - moment < PROMPT
+        assert outcome["ended"] - signal_time < PROMPT
         outcome = program.wait("dead")
         assert outcome["after"] == outcome["before"]
         check_next_calls(program)
@@ -115,10 +115,10 @@ def test_interrupt_during_close_ends_workers(where):
             program.send_signal(None, signal.SIGINT)
             assert program.wait("first")["error"] == "KeyboardInterrupt"
             program.wait("inside")
-        moment = program.send_signal(None, signal.SIGINT)
+        signal_time = program.send_signal(None, signal.SIGINT)
         outcome = program.wait("outcome")
         assert outcome.get("error") == "KeyboardInterrupt", outcome
-        assert outcome["ended"] - moment < PROMPT / 2  # rather than after the time limit for their exit
+        assert outcome["ended"] - signal_time < PROMPT / 2  # rather than after the time limit for their exit
         outcome = program.wait("dead")
         assert outcome["after"] == outcome["before"]
         check_next_calls(program)
@@ -141,16 +141,16 @@ WITHOUT_LIBRARY = ("collective", "collective again", "data", "fork", "close")
 
 
 @pytest.mark.parametrize(
-    ("what", "limit"),
+    ("operation", "limit"),
     [
-        pytest.param(what, limit, marks=[pytest.mark.any_library] if limit or what in WITHOUT_LIBRARY else [])
+        pytest.param(operation, limit, marks=[pytest.mark.any_library] if limit or operation in WITHOUT_LIBRARY else [])
         for limit, actions in ((False, ACTIONS), (True, LIMITED))
-        for what in actions
+        for operation in actions
     ],
 )
-def test_interrupt_at_any_line_leaves_ranks_usable(what, limit):
-    step = 1 if os.environ.get("FAULTS") == "all" else (LIMITED if limit else ACTIONS)[what]
-    with Program("at_every_moment", what=what, first=step // 2, step=step, limit=limit) as program:
+def test_interrupt_at_any_line_leaves_ranks_usable(operation, limit):
+    step = 1 if os.environ.get("FAULTS") == "all" else (LIMITED if limit else ACTIONS)[operation]
+    with Program("at_every_moment", operation=operation, first=step // 2, step=step, limit=limit) as program:
         outcome = program.wait("outcome", 600)
         assert not outcome["lost"] and not outcome["wrong"], program.printed()
         assert outcome["presses"] > 4  # at least twice as many, depending on how long ranks wait

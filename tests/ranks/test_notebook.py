@@ -146,11 +146,11 @@ def test_notebook_runs_on_after_interrupt_and_restart(notebook):
                 print("ended", time.monotonic())  # for the notebook to show the traceback may take seconds
         """)
         notebook.wait_until_printed(asked, "inside")
-        moment = time.monotonic()
+        signal_time = time.monotonic()
         notebook.manager.interrupt_kernel()
         printed, error = notebook.finish(asked)
         assert error == "KeyboardInterrupt"
-        assert float(printed.split("ended")[1]) - moment < PROMPT
+        assert float(printed.split("ended")[1]) - signal_time < PROMPT
         assert notebook.run("print(float(f(np.arange(6.0))), synk.gather(w).tolist())") == (
             f"15.0 {[[float(calls)] * 2] * 3}",
             None,

@@ -7,7 +7,7 @@ from unittest import mock
 
 import numpy as np
 import pytest
-from library import DEVICE, HOSTS, fork_ranks, read, shared
+from library import DEVICE, HOSTS, fork_ranks, read_results, shared
 from library import tensor as T
 from trainer_model import noise_like_a_row
 
@@ -54,16 +54,16 @@ def test_new_workers_have_data_functions_and_variables(session, spawn):
             before = w.get_value()
             session.replace_workers(spawn)
             if spawn:  # a new process gets the function, and then the variable, in the first call
-                assert session.death is None and float(read(f(data)[0])) == 18.0
+                assert session.death is None and float(read_results(f(data)[0])) == 18.0
                 np.testing.assert_array_equal(synk.gather(w, nd_up=1), [before + 2.0] * 3)
                 continue
             assert session.death is None and len(session.workers.pids) == 2
             np.testing.assert_array_equal(synk.gather(w, nd_up=1), [before] * 3)
-            assert float(read(f(data)[0])) == 18.0
+            assert float(read_results(f(data)[0])) == 18.0
         data.free_memory()
         more = synk.data(np.arange(6.0).reshape(3, 2))
         g = synk.function([x], [(x.sum(), "sum")])
-        assert float(read(g(more)[0])) == 15.0
+        assert float(read_results(g(more)[0])) == 15.0
 
 
 def test_fresh_workers_have_the_memory_of_the_old_ones(session, tmp_path):
@@ -81,8 +81,8 @@ def test_fresh_workers_have_the_memory_of_the_old_ones(session, tmp_path):
         kill_and_replace(session, lambda: f(many[0]))
         session.replace_workers(spawn=True)
         view[0] = 100.0
-        assert [float(read(f(data))) for data in (many[5], many[69], file, parts)] == [110.0, 207.0, 15.0, 10.0]
-        assert float(read(f(synk.data(np.ones(4))))) == 4.0
+        assert [float(read_results(f(data))) for data in (many[5], many[69], file, parts)] == [110.0, 207.0, 15.0, 10.0]
+        assert float(read_results(f(synk.data(np.ones(4))))) == 4.0
 
 
 def test_master_alone_closes_the_files_of_its_memory(session):
@@ -139,11 +139,11 @@ def test_streams_of_new_workers_differ(session, spawn):
         noise = noise_like_a_row()
     f = synk.function([x], (noise + 0 * x.sum(), "gather"))
     data = synk.data(np.ones((6, 3)))
-    drawn = [read(f(data))]
+    drawn = [read_results(f(data))]
     with session.keep_memory():
         kill_and_replace(session, lambda: f(data))
         session.replace_workers(spawn)
-        drawn.append(read(f(data)))
+        drawn.append(read_results(f(data)))
     numbers = np.concatenate(drawn)
     assert len(numbers) == 24 and len(np.unique(numbers)) == 24
 

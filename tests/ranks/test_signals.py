@@ -38,13 +38,13 @@ class Signals(Command):
         )
 
 
-@pytest.mark.parametrize("who", ["master", "workers", "all"])
-def test_command_after_an_interrupt_works(two, who):
+@pytest.mark.parametrize("sleeping_ranks", ["master", "workers", "all"])
+def test_command_after_an_interrupt_works(two, sleeping_ranks):
     signal.signal(signal.SIGALRM, lambda *_: signal.raise_signal(signal.SIGINT))
     start = time.monotonic()
     with pytest.raises(KeyboardInterrupt):
         signal.setitimer(signal.ITIMER_REAL, 0.2)
-        two.run(Sleep(2.5, who))
+        two.run(Sleep(2.5, sleeping_ranks))
     assert time.monotonic() - start < 2.2
     assert two.run(Exchange((3,))) == 2
 

@@ -171,12 +171,12 @@ def test_signal_handler_cannot_make_data_during_a_call(fork, call_at_start):
     x = tensor.dvector("x")
     f = synk.function([x], (Sleep(0.05)(x).sum(), "sum"), mode=INTERPRETED)
     f(np.ones(2))
-    told = []
+    calls = []
 
     def handle(number, frame):
         with pytest.raises(RuntimeError, match="from inside another call"):
             synk.data(np.ones(3))
-        told.append(1)
+        calls.append(1)
 
     before = signal.signal(signal.SIGALRM, handle)
     try:
@@ -184,7 +184,7 @@ def test_signal_handler_cannot_make_data_during_a_call(fork, call_at_start):
         assert float(f(np.ones(4))) == 4
     finally:
         signal.signal(signal.SIGALRM, before)
-    assert told
+    assert calls
 
 
 @pytest.mark.new_ranks

@@ -3,25 +3,12 @@
 import numpy as np
 import pytest
 from library import shared
+from rule_programs import Halfway
 
 import synkhronos as synk
-from synkhronos import rules
 from synkhronos.rules import State
 
 pytestmark = pytest.mark.new_ranks  # workers that have imported the rule
-
-
-# rule begins
-class Halfway(rules.Rule):
-    """Move each rank halfway to the mean of all ranks, every 5 steps."""
-
-    period = 5
-
-    def exchange(self, worker, state):
-        state.vector = 0.5 * (state.vector + self.mean(worker, state))
-
-
-# rule ends
 
 
 def exchange_once(worker, rule, parameter):

@@ -66,7 +66,7 @@ def oracle_arguments(n, kind="sgd"):
     return n, problem(), X0, kind, ETA, STEPS
 
 
-# -- beside the formulas -------------------------------------------------------------------------------------
+# -- trainings equal formulas in NumPy -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("period", [1, 3])
@@ -158,7 +158,7 @@ def test_optimizer_state_is_averaged_or_reset_at_an_exchange(n, state):
     np.testing.assert_allclose(train(rules.LocalSGD(3, state), "momentum")[0][:, -1], x, **CLOSE)
 
 
-# -- one by one ----------------------------------------------------------------------------------------------
+# -- exchanges of asynchronous rules ----------------------------------------------------------------------------------------------
 
 
 def exchange_elastic(n, alpha, vectors, centre):
@@ -237,7 +237,7 @@ def test_downpour_exchanges_equal_a_replay(n, on_device):
     np.testing.assert_array_equal(report, centre)
 
 
-def test_rule_without_pull_keeps_ranks_independent(n):
+def test_base_rule_keeps_ranks_independent(n):
     trace = train(rules.Rule())[0]
     np.testing.assert_array_equal(trace, oracle.run(*oracle_arguments(n), lambda xs: xs, oracle.every(1)))
 
@@ -305,36 +305,38 @@ def test_gosgd_loses_nothing_in_training(n, on_device):
 
 @pytest.mark.parametrize("replace", [False, True])
 def test_swap_exchanges_parameters(n, replace):
-    rule = rules.Swap(1, replace, seed=1)
-    for step in range(20):
-        sources = rule._choose_sources(n, step)
-        if replace:
-            assert len(set(sources)) == n - n // 2
-        else:
-            assert sorted(sources) == list(range(n))
-            assert sum(s != r for r, s in enumerate(sources)) == n // 2 * 2
-    trace, _, _, numbers = train(rule, steps=4)
+    n_steps, all_sources = 20, set()
+    trace, _, _, exchanges = train(rules.Swap(1, replace, seed=1), steps=n_steps)
     x = [X0.copy() for _ in range(n)]
-    for step in range(4):
+    for step in range(n_steps):
+        sources = [exchanges[r][step][0] for r in range(n)]  # the ranks whose parameters ranks have got
+        all_sources.add(tuple(sources))
+        swapped = [r for r in range(n) if sources[r] != r]
+        if replace:  # one rank of each pair
+            assert len(swapped) == n // 2 and not set(swapped) & {sources[r] for r in swapped}
+            assert len({sources[r] for r in swapped}) == n // 2
+        else:
+            assert len(swapped) == n // 2 * 2 and all(sources[sources[r]] == r for r in range(n))
         x = [programs.local_step("sgd", x[r], 0, programs.gradient(problem(), r, step, x[r]), ETA)[0] for r in range(n)]
-        x = [x[source] for source in rule._choose_sources(n, step + 1)]
+        x = [x[source] for source in sources]
         np.testing.assert_allclose(trace[:, step + 1], x, **CLOSE)
+    assert len(all_sources) > 1 or n == 1 or (n == 2 and not replace)  # pairs are chosen at random
 
 
 # -- precision -----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("precision", "bits"), [("float32", 24), ("float16", 11), ("bfloat16", 8)])
-def test_average_has_the_precision_of_16_bits(n, precision, bits):
+def test_average_error_is_within_the_precision(n, precision, bits):
     vectors = np.random.default_rng(6).uniform(1, 2, (n, 50_000)).astype("float32")
-    for mean in synk.run(programs.precise, variables(), vectors, precision):
+    for mean in synk.run(programs.average_vectors, variables(), vectors, precision):
         assert np.abs(mean / vectors.mean(0, dtype="float64") - 1).max() <= 2.5 * 2.0**-bits
         assert mean.dtype == np.float32
 
 
 def test_average_in_float16_does_not_overflow(n):
     vectors = np.full((n, 10), 40_000, "float32")
-    for mean in synk.run(programs.precise, variables(), vectors, "float16"):
+    for mean in synk.run(programs.average_vectors, variables(), vectors, "float16"):
         assert mean.tolist() == [np.float32(np.float16(40_000))] * 10
 
 

@@ -41,6 +41,6 @@ def test_local_sgd_on_stand_in_nccl_launches_steps_at_once():
     printed = run_code(code, timeout=110, JAX_PLATFORMS="cpu")
     # 15 rounds an epoch: three launches of five steps, each followed by an average, and one launch for the report.
     for line, dtype in zip(printed.splitlines(), ("float32", "bfloat16", "float32"), strict=True):
-        launched, _, told = line.partition("] ")
+        launched, _, collectives = line.partition("] ")
         assert launched == str([5] * 9)[:-1]
-        assert told.count(f"combined 30 of {dtype};") >= 9
+        assert collectives.count(f"combined 30 of {dtype};") >= 9

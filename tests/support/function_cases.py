@@ -48,12 +48,12 @@ class CountFunctions(Command):
 
 
 class FailOnWorkers(Op):
-    """Op that copies its input, and fails in the workers in the way that `what` names."""
+    """Op that copies its input, and fails in the workers as `action` says."""
 
-    __props__ = ("what",)
+    __props__ = ("action",)
 
-    def __init__(self, what):
-        self.what = what
+    def __init__(self, action):
+        self.action = action
         self.master = os.getpid()
 
     def make_node(self, x):
@@ -61,12 +61,12 @@ class FailOnWorkers(Op):
 
     def perform(self, node, inputs, outputs):
         if os.getpid() != self.master:
-            if self.what == "raise":
+            if self.action == "raise":
                 raise LookupError("this worker has had enough")
-            if self.what == "raise if 1" and inputs[0][0] == 1:
+            if self.action == "raise if 1" and inputs[0][0] == 1:
                 raise LookupError("this is one")
-            if self.what == "exit":
+            if self.action == "exit":
                 os._exit(3)
-            if self.what.startswith("SIG"):
-                os.kill(os.getpid(), getattr(signal, self.what))
+            if self.action.startswith("SIG"):
+                os.kill(os.getpid(), getattr(signal, self.action))
         outputs[0][0] = inputs[0] + 0

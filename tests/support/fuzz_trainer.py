@@ -81,7 +81,7 @@ class Case:
         y = tensor.dvector("y")
         params = [shared(value.copy(), f"p{i}") for i, value in enumerate(self.first)]
         *weights, bias, scale = params
-        hidden = sum(tensor.dot(each, weight) for each, weight in zip(x, weights, strict=True)) + bias
+        hidden = sum(tensor.dot(x_i, weight) for x_i, weight in zip(x, weights, strict=True)) + bias
         errors = (tensor.tanh(hidden).sum(axis=1) * scale - y) ** 2
         loss, options = errors.mean(), dict(self.options)
         if self.has_weight:

@@ -147,7 +147,7 @@ def reduce_chunks():
     print(launch(program, communicator, reduction, *arguments, shape=(8,)))
     codes.append(3)
     print(launch(program, communicator, reduction, *arguments, shape=(8,)))
-    print(launch(jax.jit(program), communicator, reduction, *(each[:1] for each in arguments), shape=(8,)))
+    print(launch(jax.jit(program), communicator, reduction, *(argument[:1] for argument in arguments), shape=(8,)))
 
 
 def reduce_in_loop():
@@ -167,7 +167,7 @@ def reduce_in_loop():
     program = jax.jit(program)
     for codes[:] in ([], [0, 0, 0, 3]):
         text = launch(program, communicator, reduction, np.ones(3, "float32"), times=10)
-        print(text.rpartition("; ")[0], sum("of 7" in each for each in calls))
+        print(text.rpartition("; ")[0], sum("of 7" in call for call in calls))
 
 
 def read_traits():

@@ -74,14 +74,14 @@ def is_array(value):
     return isinstance(value, np.ndarray | Result) or ARRAYS.owns(value)
 
 
-def read(results):
+def read_results(results):
     """Read the outputs of a call; after a lazy call, outputs that cannot be reduced raise an error here."""
     for result in results if isinstance(results, list) else [results]:
         np.asarray(result)
     return results
 
 
-def same(actual, expected):
+def assert_same(actual, expected):
     """Compare to the last bit, or with a tolerance if two compilers were used."""
     kind = np.asarray(expected).dtype
     if DEVICE != "host" and kind.kind in "fc":
@@ -105,8 +105,8 @@ __all__ = [
     "grad",
     "is_array",
     "package",
-    "read",
-    "same",
+    "read_results",
+    "assert_same",
     "shared",
     "tensor",
 ]

@@ -24,9 +24,9 @@ def main(folder, how):
         signal.signal(signal.SIGTERM, lambda *_: None)
     next(batches)
     workers = [] if how == "alone" else list(ranks.get_session().workers.pids.values())
-    said = {"workers": workers, "loaders": loader._pool.pids}
+    process_ids = {"workers": workers, "loaders": loader._pool.pids}
     with open(f"{folder}/unfinished", "w") as file:
-        json.dump(said, file)
+        json.dump(process_ids, file)
     os.replace(f"{folder}/unfinished", f"{folder}/processes.json")
     if how == "exits":
         sys.exit(3)

@@ -162,13 +162,13 @@ class OnlyHere(Rows):
     """Rows that no loader can read."""
 
     def __init__(self):
-        self.here = os.getpid()
+        self.creator_pid = os.getpid()
 
     def __len__(self):
         return 4
 
     def __getitem__(self, row):
-        if os.getpid() != self.here:
+        if os.getpid() != self.creator_pid:
             raise OSError("damaged")
         return super().__getitem__(row)
 

@@ -34,10 +34,10 @@ class CountSegments(Command):
 @dataclass(frozen=True)
 class Sleep(Command):
     seconds: float
-    who: str
+    sleeping_ranks: str
 
     def run(self, rank):
-        if self.who == "all" or (self.who == "master") == rank.is_master:
+        if self.sleeping_ranks == "all" or (self.sleeping_ranks == "master") == rank.is_master:
             deadline = time.monotonic() + self.seconds
             while time.monotonic() < deadline:
                 time.sleep(0.01)
@@ -46,27 +46,27 @@ class Sleep(Command):
 
 @dataclass(frozen=True)
 class RecordRun(Command):
-    """Command that records its run and its end on each rank, and fails on the rank `culprit`.
+    """Command that records its run and its end on each rank, and fails on the rank `failing_rank`.
 
     With `early` the other ranks commit before the barrier, and so before the failure.
     """
 
-    what: str
-    culprit: int = -1
+    label: str
+    failing_rank: int = -1
     early: bool = False
     effect: str = "It was noted"
 
     def run(self, rank):
         notes = rank.objects.setdefault("notes", [])
-        notes.append(self.what)
-        rank.on_finish.append(lambda: notes.append(f"{self.what} finished"))
-        if self.early and rank.number != self.culprit:
+        notes.append(self.label)
+        rank.on_finish.append(lambda: notes.append(f"{self.label} finished"))
+        if self.early and rank.number != self.failing_rank:
             rank.commit()
         rank.barrier()
-        if rank.number == self.culprit:
+        if rank.number == self.failing_rank:
             raise ArithmeticError("no")
         rank.commit()
-        return self.what, rank.number
+        return self.label, rank.number
 
 
 @dataclass(frozen=True)

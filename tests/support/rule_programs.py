@@ -2,9 +2,10 @@
 
 import numpy as np
 
+from synkhronos import rules
 from synkhronos.devices import JAX
 from synkhronos.graphs import library_of
-from synkhronos.rules import Rule, State
+from synkhronos.rules import State
 from synkhronos.rules.elastic import read_centre
 
 
@@ -60,20 +61,24 @@ def train(worker, rule, w, v, shared, problem, kind, eta, steps, on_device=False
     return np.array(trace), report, own, numbers
 
 
-class Averaged(Rule):
+class Averaged(rules.Rule):
     """Rule without `setup` that moves each rank to the mean."""
 
     def exchange(self, worker, state):
         state.vector = self.mean(worker, state)
 
 
-class Halfway(Rule):
-    """Rule that moves each rank half-way to the mean every 5 steps."""
+# rule begins
+class Halfway(rules.Rule):
+    """Move each rank halfway to the mean of all ranks, every 5 steps."""
 
     period = 5
 
     def exchange(self, worker, state):
-        state.vector = 0.5 * (state.vector + worker.all_reduce(state.vector))
+        state.vector = 0.5 * (state.vector + worker.all_reduce(state.vector, "avg"))
+
+
+# rule ends
 
 
 def count(worker, rule, w, shared, pushes, on_device=False):
@@ -88,14 +93,17 @@ def count(worker, rule, w, shared, pushes, on_device=False):
 
 
 def gossip(worker, rule, w, shared, vectors, sends, on_device=False):
-    """Send by a list of (from, to), in this order; return weight, vector and mailbox after each."""
+    """Send by a list of (source, target), in this order.
+
+    Returns a list of (weight, vector, weight in flight, mailbox) after each send, the report, and the final weight.
+    """
     state = prepare(w, [], shared, on_device)
     rule.setup(worker, state)
     state.vector = vectors[worker.number]
     seen = []
-    for source, to in sends:
+    for source, target in sends:
         if worker.number == source:
-            rule._send(worker, state, to)
+            rule._send(worker, state, target)
         worker.barrier("sent")
         mine = state.shared["weights"][worker.number], state.shared["mail"][worker.number].copy()
         seen.append((state.own["weight"], np.array(state.vector), *mine))
@@ -119,13 +127,19 @@ def elastic_once(worker, rule, w, shared, vectors, centre):
 
 
 def vector_there_and_back(worker, w, on_device):
+    """Double the vector; return its old value, the new values of the variables, and the module of the vector's type."""
     state = prepare(w, [], {}, on_device)
     before = np.asarray(state.vector)
     state.vector = 2 * state.vector
-    return before, [np.asarray(library_of(one).borrow_value(one)) for one in w], type(state.vector).__module__
+    return (
+        before,
+        [np.asarray(library_of(variable).borrow_value(variable)) for variable in w],
+        type(state.vector).__module__,
+    )
 
 
-def precise(worker, w, vectors, precision):
+def average_vectors(worker, w, vectors, precision):
+    """Return the average of ``vectors[rank]`` that is computed in a precision."""
     from synkhronos.rules.rule import average
 
     return np.asarray(average(worker, vectors[worker.number], precision))

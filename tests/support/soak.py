@@ -255,21 +255,23 @@ def expect(condition: Any, *words: Any) -> None:
         raise WrongResult(" ".join(map(str, words)))
 
 
-def expect_equal(actual: Any, expected: Any, what: str) -> None:
+def expect_equal(actual: Any, expected: Any, description: str) -> None:
     """Compare results: arrays, None, or lists of them."""
     if isinstance(expected, list | tuple):
-        expect(isinstance(actual, list | tuple), f"{what}: expected {len(expected)} values, got {actual!r}")
-        expect(len(actual) == len(expected), f"{what}: {len(actual)} values, expected {len(expected)}")
+        expect(isinstance(actual, list | tuple), f"{description}: expected {len(expected)} values, got {actual!r}")
+        expect(len(actual) == len(expected), f"{description}: {len(actual)} values, expected {len(expected)}")
         for i, (a, b) in enumerate(zip(actual, expected, strict=True)):
-            expect_equal(a, b, f"{what}[{i}]")
+            expect_equal(a, b, f"{description}[{i}]")
         return
     if expected is None or not isinstance(expected, np.ndarray):
-        expect(type(actual) is type(expected) and actual == expected, f"{what}: {actual!r}, expected {expected!r}")
+        expect(
+            type(actual) is type(expected) and actual == expected, f"{description}: {actual!r}, expected {expected!r}"
+        )
         return
-    expect(isinstance(actual, np.ndarray), f"{what}: expected an array, got {actual!r}")
-    expect(actual.shape == expected.shape, f"{what}: shape {actual.shape}, expected {expected.shape}")
-    expect(actual.dtype == expected.dtype, f"{what}: {actual.dtype}, expected {expected.dtype}")
-    expect(find_close(actual, expected).all(), f"{what}:\n{actual}\nexpected\n{expected}")
+    expect(isinstance(actual, np.ndarray), f"{description}: expected an array, got {actual!r}")
+    expect(actual.shape == expected.shape, f"{description}: shape {actual.shape}, expected {expected.shape}")
+    expect(actual.dtype == expected.dtype, f"{description}: {actual.dtype}, expected {expected.dtype}")
+    expect(find_close(actual, expected).all(), f"{description}:\n{actual}\nexpected\n{expected}")
 
 
 class Variable:
@@ -345,7 +347,7 @@ class Step:
 
     Attributes
     ----------
-    what : str
+    description : str
     run : callable
         Runs the operation; returns the result.
     expected
@@ -360,7 +362,7 @@ class Step:
         Whether the result is compared.
     """
 
-    what: str
+    description: str
     run: Callable[[], Any]
     expected: Any = None
     new: dict[Variable, list[np.ndarray]] = field(default_factory=dict)
@@ -659,24 +661,24 @@ class Soak:
             step.run = lambda: [None if v is None else np.reshape(v, e.shape) for v, e in
                                 zip(recipe.function(*args, **kwargs), expected, strict=True)]  # fmt: skip
         if faults.get_actions():
-            step.what += f" fault {faults}"
+            step.description += f" fault {faults}"
         return step
 
     def _draw_batch_s(self, rows_by_rank: list[np.ndarray]) -> tuple[Any, list[np.ndarray]]:
         rng, shortest = self.rng, min(map(len, rows_by_rank))
         if rng.random() < 0.3:
-            one: Any = slice(*sorted(rng.integers(0, shortest + 3, 2).tolist()))
-            return one, [rows[one] for rows in rows_by_rank]
+            selection: Any = slice(*sorted(rng.integers(0, shortest + 3, 2).tolist()))
+            return selection, [rows[selection] for rows in rows_by_rank]
         if rng.random() < 0.3 and shortest:
-            one = rng.integers(0, shortest, rng.integers(1, 7)).tolist()
-            return one, [rows[one] for rows in rows_by_rank]
-        each: list[Any] = []
+            selection = rng.integers(0, shortest, rng.integers(1, 7)).tolist()
+            return selection, [rows[selection] for rows in rows_by_rank]
+        selections: list[Any] = []
         for rows in rows_by_rank:
             if rng.random() < 0.5 or not len(rows):
-                each.append(slice(*sorted(rng.integers(0, len(rows) + 1, 2).tolist()), int(rng.integers(1, 3))))
+                selections.append(slice(*sorted(rng.integers(0, len(rows) + 1, 2).tolist()), int(rng.integers(1, 3))))
             else:
-                each.append(rng.integers(-len(rows), len(rows), rng.integers(1, 7)).tolist())
-        return each, [rows[one] for rows, one in zip(rows_by_rank, each, strict=True)]
+                selections.append(rng.integers(-len(rows), len(rows), rng.integers(1, 7)).tolist())
+        return selections, [rows[selection] for rows, selection in zip(rows_by_rank, selections, strict=True)]
 
     def _compute_expected(
         self,
@@ -719,7 +721,7 @@ class Soak:
         state = {v: v.values[r] for v in recipe.variables()}
         rows = None if parts is None else parts[r]
         index = None if chosen is None else chosen[r]
-        lengths = [len(each) for each in (rows, index) if each is not None]
+        lengths = [len(array) for array in (rows, index) if array is not None]
         count = max(1, min(slices, *lengths)) if slices > 1 else 1
         results, weights = [], []
         for piece in range(count):
@@ -736,7 +738,7 @@ class Soak:
             ops = [
                 "sum" if op in ("avg", "mean") and results[0][i].dtype.kind == "i" else op for i, op in enumerate(ops)
             ]
-            combined = [reduce_values(op, [each[i] for each in results], weights) for i, op in enumerate(ops)]
+            combined = [reduce_values(op, [result[i] for result in results], weights) for i, op in enumerate(ops)]
         return combined[: len(recipe.ops)], combined[len(recipe.ops) :]
 
     def collective(self, faults: Faults) -> Step:
@@ -751,7 +753,7 @@ class Soak:
         picked = [pool[i] for i in rng.permutation(len(pool))[:count]]
         single = count == 1 and rng.random() < 0.8
         step = getattr(self, f"_{name}_step")(picked, single)
-        step.what = f"{name} {picked} {step.what} fault {faults}"
+        step.description = f"{name} {picked} {step.description} fault {faults}"
         step.touches = picked if step.refused is None else []
         return step
 
@@ -906,7 +908,7 @@ class Soak:
         shapes = [[value.shape for value in v.values] for v in picked]
         if any(v.ndim == 0 for v in picked):
             return Step("", lambda: synk.get_shapes(shareds), shapes)
-        lengths = [[shape[0] for shape in each] for each in shapes]
+        lengths = [[shape[0] for shape in variable_shapes] for variable_shapes in shapes]
         if single:
             return Step("", lambda: synk.get_lengths(shareds[0]), lengths[0])
         return Step("", lambda: synk.get_lengths(shareds), lengths)
@@ -996,7 +998,7 @@ class Soak:
             ]
             choices += ["kill idle", "stop", "stop outside", "stop at a barrier"]
         kind = str(rng.choice(choices))
-        one = int(rng.choice(workers)) if workers else self.root
+        target_rank = int(rng.choice(workers)) if workers else self.root
         k = int(rng.integers(1, 6))
         death = int(rng.choice(list(DEATHS)))
         if kind == "raise here":
@@ -1008,27 +1010,27 @@ class Soak:
                 return Faults(kind, orders=[(self.root, INTERRUPT)])
             return Faults(kind, sabotage=((self.root, k, INTERRUPT),))
         if kind == "raise":
-            return Faults(kind, orders=[(one, RAISE)])
+            return Faults(kind, orders=[(target_rank, RAISE)])
         if kind == "raise several":
-            who = rng.permutation(n)[: rng.integers(2, n + 1)].tolist()
-            return Faults(kind, orders=[(r, RAISE) for r in who])
+            failing_ranks = rng.permutation(n)[: rng.integers(2, n + 1)].tolist()
+            return Faults(kind, orders=[(r, RAISE) for r in failing_ranks])
         if kind == "raise at a barrier":
             return Faults(
                 kind, sabotage=tuple((int(r), k, RAISE) for r in rng.permutation(n)[: rng.integers(1, n + 1)])
             )
         if kind == "kill":
-            return Faults(kind, orders=[(one, death)])
+            return Faults(kind, orders=[(target_rank, death)])
         if kind == "kill at a barrier":
-            return Faults(kind, sabotage=((one, k, death),))
+            return Faults(kind, sabotage=((target_rank, k, death),))
         if kind == "kill outside":
-            return Faults(kind, outside=[(float(rng.exponential(0.003)), one, signal.SIGKILL)])
+            return Faults(kind, outside=[(float(rng.exponential(0.003)), target_rank, signal.SIGKILL)])
         if kind == "kill idle":
-            return Faults(kind, outside=[(0.0, one, int(rng.choice([signal.SIGKILL, signal.SIGSEGV])))])
+            return Faults(kind, outside=[(0.0, target_rank, int(rng.choice([signal.SIGKILL, signal.SIGSEGV])))])
         if kind == "stop":
-            return Faults(kind, orders=[(one, STOP)])
+            return Faults(kind, orders=[(target_rank, STOP)])
         if kind == "stop at a barrier":
-            return Faults(kind, sabotage=((one, k, STOP),))
-        return Faults(kind, outside=[(float(rng.exponential(0.003)), one, signal.SIGSTOP)])
+            return Faults(kind, sabotage=((target_rank, k, STOP),))
+        return Faults(kind, outside=[(float(rng.exponential(0.003)), target_rank, signal.SIGSTOP)])
 
     def take_step(self) -> None:
         """Draw a step and a fault, run the step, and check its outcome."""
@@ -1052,8 +1054,8 @@ class Soak:
                 step, faults = self.data(faults), Faults()
             else:
                 step, faults = self.functions(faults), Faults()
-            self.doing = step.what
-            self.counts[step.what.split(" ")[0]] += 1
+            self.doing = step.description
+            self.counts[step.description.split(" ")[0]] += 1
             self.faults[faults.kind] += faults.kind != "none"
             self._run_step(step, faults)
         self.watchdog.end()
@@ -1203,7 +1205,7 @@ class Soak:
                 raise WrongResult(f"an error from nowhere: {error!r}") from error
             outcome = "refused"
         elif step.refused is not None:
-            raise WrongResult(f"not refused: {step.what}")
+            raise WrongResult(f"not refused: {step.description}")
         else:
             expect_equal(result, step.expected, "result")
         self.outcomes[outcome] += 1
@@ -1261,11 +1263,11 @@ class Soak:
         self.fork(size, int(self.rng.integers(size)))
 
     @staticmethod
-    def _expect_one_of(actual: np.ndarray, candidates: list[np.ndarray], what: str) -> None:
+    def _expect_one_of(actual: np.ndarray, candidates: list[np.ndarray], description: str) -> None:
         """Check that each element equals that of one of the candidates, such as the old or the new array."""
-        agree = [find_close(actual, each) for each in candidates if each.shape == actual.shape]
+        agree = [find_close(actual, candidate) for candidate in candidates if candidate.shape == actual.shape]
         text = "\nor\n".join(map(str, candidates))
-        expect(agree and functools.reduce(np.logical_or, agree).all(), f"{what}:\n{actual}\nshould be\n{text}")
+        expect(agree and functools.reduce(np.logical_or, agree).all(), f"{description}:\n{actual}\nshould be\n{text}")
 
     def _verify(self, variables: list[Variable], failed: Step | None) -> None:
         """Compare variables on all ranks with the model, and update the model to their values."""
@@ -1289,7 +1291,7 @@ class Soak:
 
     def _check_reported_updates(self, step: Step, error: BaseException) -> None:
         """Check the updates that the error of a call reports as applied."""
-        if not step.what.startswith("call") or not step.new or isinstance(error, KeyboardInterrupt):
+        if not step.description.startswith("call") or not step.new or isinstance(error, KeyboardInterrupt):
             return
         text = "\n".join([str(error), *getattr(error, "__notes__", [])])
         expect("updates were applied on" in text, "nothing says what was applied:", text)

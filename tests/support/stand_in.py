@@ -110,6 +110,6 @@ def install():
 
 def take_collectives():
     """Return descriptions of the master's collectives since the last call."""
-    told = " ".join(_seen)
+    descriptions = " ".join(_seen)
     _seen.clear()
-    return told
+    return descriptions

@@ -6,8 +6,11 @@ import time
 
 import numpy as np
 
+from synkhronos.devices.reductions import list_collective_ops
+
 
 def return_arguments(worker, *args, **kwargs):
+    """Return this rank's number, the number of ranks, whether it is the master, and the arguments."""
     return worker.number, worker.size, worker.is_master, args, kwargs
 
 
@@ -28,9 +31,10 @@ def get_stored(worker, name):
 
 
 def all_reduce_by_each_op(worker, values):
+    """All-reduce ``values[rank]``; return the results by op."""
     worker.barrier("begin")
     array = np.asarray(values[worker.number])
-    return [worker.all_reduce(array, op).tolist() for op in ("sum", "avg", "min", "max")]
+    return {op: worker.all_reduce(array, op).tolist() for op in list_collective_ops()}
 
 
 def convert_rows(worker, rows, number):
@@ -49,31 +53,32 @@ def average_float16(worker, value):
 
 
 def gather_and_broadcast(worker, n):
+    """Return lists of n rank numbers, gathered from all ranks, and a string broadcast by the last rank."""
     return worker.all_gather([worker.number] * n), worker.broadcast(f"rank {worker.number}", root=worker.size - 1)
 
 
 def send_around(worker, n):
     """Send an array and another object to the next rank; return whether the array arrived, and the object."""
-    to, source = (worker.number + 1) % worker.size, (worker.number - 1) % worker.size
+    target, source = (worker.number + 1) % worker.size, (worker.number - 1) % worker.size
     array = np.arange(n, dtype="float32") + worker.number
     if worker.number == 0:  # the send of a large array waits for its receiver
-        worker.send(array, to)
+        worker.send(array, target)
         received = worker.receive(source)
     else:
         received = worker.receive(source)
-        worker.send(array, to)
-    worker.send({"rank": worker.number}, to)
+        worker.send(array, target)
+    worker.send({"rank": worker.number}, target)
     return received.sum() == (np.arange(n, dtype="float32") + source).sum(), worker.receive(source)
 
 
 def send_before_receiving(worker, sizes):
     """Send messages to all other ranks before receiving theirs; return the received lengths and contents."""
-    others = [r for r in range(worker.size) if r != worker.number]
-    for r in others:
+    peers = [r for r in range(worker.size) if r != worker.number]
+    for r in peers:
         for n in sizes:
             worker.send(np.full(n, worker.number, "u1"), r)
     return [
-        [(len(received), set(received.tolist())) for received in map(worker.receive, [r] * len(sizes))] for r in others
+        [(len(received), set(received.tolist())) for received in map(worker.receive, [r] * len(sizes))] for r in peers
     ]
 
 
@@ -91,7 +96,7 @@ def exchange_messages(worker, steps_by_rank):
 
 
 def reduce_in_groups(worker, n):
-    """Reduce and gather among even and among odd ranks; then reduce over all."""
+    """Return the sum, maximum and numbers of the ranks of this parity, and the sum over all ranks."""
     group = worker.group([r for r in range(worker.size) if r % 2 == worker.number % 2])
     group.barrier("begin")
     array = np.full(n, worker.number + 1, "float32")
@@ -182,6 +187,7 @@ def step_on_own_rows(worker, step, w, rows):
 
 
 def launch_many_steps(worker, step, w, rows, times):
+    """Return the losses of `times` steps in one launch, None if unsupported, and the parameters."""
     losses = step.launch_many(times, rows[[i % len(rows) for i in range(times)]])
     return None if losses is None else [float(loss) for loss in step.read(losses)], np.asarray(w.get_value()).tolist()
 
@@ -190,12 +196,12 @@ def get_share_of_rows(worker, count, epoch, seed):
     return worker.rows(count, epoch, seed)
 
 
-def work_until_stop(worker, who):
+def work_until_stop(worker, stopping_rank):
     """Work until a rank calls `stop`; return the number of steps."""
     steps = 0
     while not worker.stopping:
         steps += 1
-        if worker.number == who and steps == 5:
+        if worker.number == stopping_rank and steps == 5:
             worker.stop()
         time.sleep(1e-3)
     return steps
@@ -205,8 +211,8 @@ def arrive_at_different_barriers(worker, names):
     worker.barrier(names[worker.number])
 
 
-def end_before_a_barrier(worker, who):
-    if worker.number != who:
+def end_before_a_barrier(worker, failing_rank):
+    if worker.number != failing_rank:
         worker.barrier("never")
 
 
@@ -238,9 +244,9 @@ def receive_before_a_barrier(worker):
     worker.barrier("late")
 
 
-def fail_on_one_rank(worker, who, how, seconds):
-    """Raise an error on rank `who` while the others work or wait."""
-    if worker.number == who:
+def fail_on_one_rank(worker, failing_rank, how, seconds):
+    """Raise an error on rank `failing_rank` while the others work or wait."""
+    if worker.number == failing_rank:
         time.sleep(seconds)
         raise ValueError("this rank's own")
     if how == "computes":
@@ -249,34 +255,34 @@ def fail_on_one_rank(worker, who, how, seconds):
     elif how == "waits in a barrier":
         worker.barrier("never")
     elif how == "receives":
-        worker.receive(who)
+        worker.receive(failing_rank)
     elif how == "sends":
         while True:
-            worker.send(np.zeros(1 << 20), who)
+            worker.send(np.zeros(1 << 20), failing_rank)
     elif how == "waits for a lock":
         with worker.lock():
-            worker.receive(who)
+            worker.receive(failing_rank)
 
 
-def kill_one_rank(worker, who, how, counter=None):
-    """Kill rank `who` in a lock, in an all-reduce, before a barrier, or while the others compute."""
+def kill_one_rank(worker, killed_rank, how, counter=None):
+    """Kill rank `killed_rank` in a lock, in an all-reduce, before a barrier, or while the others compute."""
     if how == "in the lock":
-        if worker.number != who:
+        if worker.number != killed_rank:
             time.sleep(0.1)
         with worker.lock():
-            if worker.number == who:
+            if worker.number == killed_rank:
                 os.kill(os.getpid(), signal.SIGKILL)
     elif how == "in an exchange":
         for i in range(1000):
-            if worker.number == who and i == 3:
+            if worker.number == killed_rank and i == 3:
                 os.kill(os.getpid(), signal.SIGKILL)
             worker.all_reduce(np.zeros(1 << 20, "float32"))
     elif how == "before a barrier":
-        if worker.number == who:
+        if worker.number == killed_rank:
             os.kill(os.getpid(), signal.SIGKILL)
         worker.barrier("never")
     elif how == "while others compute":
-        if worker.number == who:
+        if worker.number == killed_rank:
             os.kill(os.getpid(), signal.SIGKILL)
         while True:
             worker.progress()

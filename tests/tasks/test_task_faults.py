@@ -30,10 +30,10 @@ def test_mismatched_barriers_are_named(two):
     assert len(synk.run(programs.return_arguments)) == 2
 
 
-@pytest.mark.parametrize("who", [0, 1])
-def test_barrier_that_a_rank_never_reaches_is_named(two, who):
-    with pytest.raises(RuntimeError, match=rf"rank {who} is at the end of the program"):
-        synk.run(programs.end_before_a_barrier, who)
+@pytest.mark.parametrize("failing_rank", [0, 1])
+def test_barrier_that_a_rank_never_reaches_is_named(two, failing_rank):
+    with pytest.raises(RuntimeError, match=rf"rank {failing_rank} is at the end of the program"):
+        synk.run(programs.end_before_a_barrier, failing_rank)
 
 
 def test_deadlock_of_messages_is_detected(fork):
@@ -114,16 +114,16 @@ def test_send_blocks_only_beyond_the_buffer(fork):
         for (source, to), n in drawn:
             steps[source].append(("send", to, n))
             steps[to].append(("receive", source, 0))
-        of_ranks = [draw.draw(st.permutations(each)) for each in steps]
+        of_ranks = [draw.draw(st.permutations(rank_steps)) for rank_steps in steps]
         expected = []
         for r in range(3):
             sizes_of = {q: [n for kind, to, n in of_ranks[q] if (kind, to) == ("send", r)] for q in range(3)}
-            came = Counter()
+            n_received = Counter()
             expected.append([])
             for kind, source, _ in of_ranks[r]:
                 if kind == "receive":
-                    expected[r].append((came[source], sizes_of[source][came[source]]))
-                    came[source] += 1
+                    expected[r].append((n_received[source], sizes_of[source][n_received[source]]))
+                    n_received[source] += 1
         fits, can_end = can_complete(of_ranks, 131_072), can_complete(of_ranks, float("inf"))
         assert can_end or not fits
         try:
@@ -152,15 +152,15 @@ def test_error_of_one_rank_ends_ranks_that_take_free_locks(fork):
 HOWS = ["computes", "waits in a barrier", "receives", "sends", "waits for a lock"]
 
 
-@pytest.mark.parametrize("who", [0, 2])
+@pytest.mark.parametrize("failing_rank", [0, 2])
 @pytest.mark.parametrize("how", HOWS)
-def test_error_of_one_rank_ends_run(fork, who, how):
+def test_error_of_one_rank_ends_run(fork, failing_rank, how):
     fork(3)
     began = time.monotonic()
-    with pytest.raises(ValueError if who == 0 else synk.WorkerError, match="this rank's own") as caught:
-        synk.run(programs.fail_on_one_rank, who, how, 0.1)
+    with pytest.raises(ValueError if failing_rank == 0 else synk.WorkerError, match="this rank's own") as caught:
+        synk.run(programs.fail_on_one_rank, failing_rank, how, 0.1)
     assert time.monotonic() - began < LIMIT
-    if who:
+    if failing_rank:
         assert "raise ValueError" in caught.value.worker_traceback
     assert len(synk.run(programs.return_arguments)) == 3
 

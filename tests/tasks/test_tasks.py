@@ -9,10 +9,11 @@ import pytest
 import task_programs as programs
 from hypothesis import given
 from hypothesis import strategies as st
-from library import XLA, same, shared, tensor
+from library import XLA, assert_same, shared, tensor
 
 import synkhronos as synk
 from synkhronos import ranks
+from synkhronos.devices.reductions import list_collective_ops
 from synkhronos.hosts.task_agent import TaskBridge
 from synkhronos.ranks.rank_task import RankTask, find_span
 from synkhronos.ranks.task_memory import TaskMemory
@@ -25,9 +26,17 @@ def test_run_passes_rank_and_arguments(n_ranks):
 
 def test_task_all_reduce_accepts_all_ops(n_ranks):
     values = np.random.default_rng(0).normal(size=(n_ranks, 300_000))
-    for result in synk.run(programs.all_reduce_by_each_op, values):
-        for got, expected in zip(result, [values.sum(0), values.mean(0), values.min(0), values.max(0)], strict=True):
-            np.testing.assert_allclose(got, expected, rtol=1e-12, atol=1e-12)
+    expected = {
+        "sum": values.sum(0),
+        "avg": values.mean(0),
+        "min": values.min(0),
+        "max": values.max(0),
+        "prod": values.prod(0),
+    }
+    for results in synk.run(programs.all_reduce_by_each_op, values):
+        assert list(results) == list(list_collective_ops())
+        for op, result in results.items():
+            np.testing.assert_allclose(result, expected[op], rtol=1e-12, atol=1e-12, err_msg=op)
 
 
 def test_task_avg_of_float16_does_not_overflow(n_ranks):
@@ -36,9 +45,9 @@ def test_task_avg_of_float16_does_not_overflow(n_ranks):
 
 @pytest.mark.parametrize("n", [1, 30_000])
 def test_task_collectives_accept_any_size(n_ranks, n):
-    for everybody, decided in synk.run(programs.gather_and_broadcast, n):
-        assert everybody == [[r] * n for r in range(n_ranks)]
-        assert decided == f"rank {n_ranks - 1}"
+    for gathered, broadcast in synk.run(programs.gather_and_broadcast, n):
+        assert gathered == [[r] * n for r in range(n_ranks)]
+        assert broadcast == f"rank {n_ranks - 1}"
 
 
 @pytest.mark.parametrize("n", [5, 1_000_000])
@@ -52,8 +61,8 @@ def test_send_and_receive_keep_order(n_ranks, n):
 @pytest.mark.parametrize("sizes", [[0] * 600, [1000, 60_000, 0, 2049, 60_000, 1000], [131_072 - 200]], ids=len)
 def test_send_within_the_buffer_does_not_block(n_ranks, sizes):
     assert sum(sizes) + 200 * len(sizes) <= 131_072
-    for r, came in enumerate(synk.run(programs.send_before_receiving, sizes)):
-        assert came == [[(n, {q} if n else set()) for n in sizes] for q in range(n_ranks) if q != r]
+    for r, received in enumerate(synk.run(programs.send_before_receiving, sizes)):
+        assert received == [[(n, {q} if n else set()) for n in sizes] for q in range(n_ranks) if q != r]
 
 
 @pytest.mark.parametrize(("size", "capacity"), [(1, 131_072), (11, 131_072), (16, 65_536), (45, 8192), (1000, 8192)])
@@ -63,37 +72,42 @@ def test_send_buffers_are_bounded(size, capacity):
     assert memory.capacity * size**2 <= max(1 << 24, 8192 * size**2)
 
 
-@given(st.lists(st.tuples(st.sampled_from(["send", "receive", "to", "back"]), st.integers(0, 60_000)), max_size=30))
+@given(
+    st.lists(
+        st.tuples(st.sampled_from(["send", "receive", "poll first host", "poll second host"]), st.integers(0, 60_000)),
+        max_size=30,
+    )
+)
 def test_send_bytes_between_hosts(steps):
     """Chunks that rank 0 of a host sends reach rank 1 of another whole and in order, whenever the agents poll."""
     memory = TaskMemory(0, 2, 2)
     segments = [SimpleNamespace(buffer=bytearray(memory.nbytes)) for _ in range(2)]
     agents = [TaskBridge(memory, segment, range(r, r + 1)) for r, segment in enumerate(segments)]
     control = SimpleNamespace(fence=lambda: None, wake=lambda peer, reason: None)
-    of_ranks = [SimpleNamespace(number=r, segments={0: segments[r]}, control=control) for r in range(2)]
-    sender, receiver = (RankTask(rank, memory) for rank in of_ranks)
-    under_way = deque()
-    for number, (what, n) in enumerate(steps * 5):  # more than the ring buffer
-        if what == "send" and sender._sent[1] - sender._received[1] + 8 + n <= memory.capacity:
-            under_way.append(bytes([number]) * n)
-            sender.send(1, under_way[-1], "a part")
-        elif what == "receive" and receiver._sent[1] > receiver._received[1]:
-            assert receiver.receive(0, "a part") == under_way.popleft()
-        elif what == "to":
-            for news in agents[0].poll_channels():
-                assert agents[1].update_channel(*news) == 1
-        elif what == "back":
-            for news in agents[1].poll_channels():
-                assert agents[0].update_channel(*news) == 0
+    stand_ins = [SimpleNamespace(number=r, segments={0: segments[r]}, control=control) for r in range(2)]
+    sender, receiver = (RankTask(rank, memory) for rank in stand_ins)
+    in_flight = deque()
+    for number, (kind, n) in enumerate(steps * 5):  # more than the ring buffer
+        if kind == "send" and sender._sent[1] - sender._received[1] + 8 + n <= memory.capacity:
+            in_flight.append(bytes([number]) * n)
+            sender.send(1, in_flight[-1], "a part")
+        elif kind == "receive" and receiver._sent[1] > receiver._received[1]:
+            assert receiver.receive(0, "a part") == in_flight.popleft()
+        elif kind == "poll first host":
+            for update in agents[0].poll_channels():
+                assert agents[1].update_channel(*update) == 1
+        elif kind == "poll second host":
+            for update in agents[1].poll_channels():
+                assert agents[0].update_channel(*update) == 0
 
 
 @pytest.mark.parametrize("n", [1, 100_003])
 def test_task_groups_communicate_among_their_members(n_ranks, n):
-    for r, (total, largest, shown, of_all) in enumerate(synk.run(programs.reduce_in_groups, n)):
+    for r, (total, largest, numbers, total_of_all) in enumerate(synk.run(programs.reduce_in_groups, n)):
         members = [m for m in range(n_ranks) if m % 2 == r % 2]
         assert total == sum(m + 1 for m in members)
-        assert (largest, shown) == (max(members) + 1, members)
-        assert of_all == n_ranks * (n_ranks + 1) / 2
+        assert (largest, numbers) == (max(members) + 1, members)
+        assert total_of_all == n_ranks * (n_ranks + 1) / 2
 
 
 def programs_of_groups(size):
@@ -107,20 +121,20 @@ def programs_of_groups(size):
 def compute_values(step):
     """Return the result of a step on each rank."""
     number, kind, members, n = step
-    of_rank = {r: np.arange(n) + 10.0 * number + r for r in members}
+    values = {r: np.arange(n) + 10.0 * number + r for r in members}
     if kind == "send" and len(members) > 1:
-        return {members[1]: of_rank[members[0]].tolist()}
+        return {members[1]: values[members[0]].tolist()}
     if kind == "exchange":
         return dict.fromkeys(members, [(number, r) for r in members])
-    return dict.fromkeys(members, sum(of_rank.values()).tolist()) if kind == "sum" else {}
+    return dict.fromkeys(members, sum(values.values()).tolist()) if kind == "sum" else {}
 
 
 @given(st.data())
 def test_overlapping_task_groups_equal_numpy(n_ranks, draw):
     steps = draw.draw(programs_of_groups(n_ranks))
-    came = synk.run(programs.take_group_steps, [[step for step in steps if r in step[2]] for r in range(n_ranks)])
+    results = synk.run(programs.take_group_steps, [[step for step in steps if r in step[2]] for r in range(n_ranks)])
     for r in range(n_ranks):
-        assert came[r] == {step[0]: compute_values(step)[r] for step in steps if r in compute_values(step)}
+        assert results[r] == {step[0]: compute_values(step)[r] for step in steps if r in compute_values(step)}
 
 
 def test_send_keeps_large_masked_arrays(n_ranks):
@@ -158,7 +172,7 @@ def test_lock_loses_no_update(n_ranks):
     counter = synk.data(np.zeros(100))
     turns = synk.run(programs.add_ones, counter, 2000)
     assert np.asarray(counter).tolist() == [2000.0 * n_ranks] * 100
-    assert sorted(turn for each in turns for turn in each) == list(range(2000 * n_ranks))
+    assert sorted(turn for rank_turns in turns for turn in rank_turns) == list(range(2000 * n_ranks))
 
 
 @pytest.mark.parametrize("seconds", [0, 0.1])
@@ -171,8 +185,8 @@ def test_functions_in_run_compute_locally(n_ranks):
     step = synk.function([x], x.sum(), updates=[(w, w + x[0])])
     rows = np.arange(3.0 * n_ranks).reshape(n_ranks, 3)
     for r, (losses, value) in enumerate(synk.run(programs.step_on_own_rows, step, w, synk.data(rows))):
-        same(losses, [rows[r].sum()] * (r + 1))
-        same(value, (r + 1) * rows[r])
+        assert_same(losses, [rows[r].sum()] * (r + 1))
+        assert_same(value, (r + 1) * rows[r])
 
 
 def test_run_takes_many_steps_per_launch(n_ranks):
@@ -183,12 +197,12 @@ def test_run_takes_many_steps_per_launch(n_ranks):
         if not XLA:
             assert losses is None
             continue
-        expected, at = [], np.zeros(3)
+        expected, position = [], np.zeros(3)
         for i in range(5):
-            expected.append((rows[i % 2] * at).sum())
-            at = at + rows[i % 2]
-        same(losses, expected)
-        same(value, at)
+            expected.append((rows[i % 2] * position).sum())
+            position = position + rows[i % 2]
+        assert_same(losses, expected)
+        assert_same(value, position)
 
 
 @pytest.mark.parametrize("count", [0, 1, 10, 101])

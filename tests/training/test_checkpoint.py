@@ -89,8 +89,8 @@ def save_and_die(folder, at, seen, keep=1):
     pid = os.fork()
     if pid:
         os.close(writing)
-        with open(reading, "rb") as told:
-            calls = len(told.read())
+        with open(reading, "rb") as pipe:
+            calls = len(pipe.read())
         return calls, os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
     tell, end = os.write, os._exit
     count = 0
@@ -304,17 +304,17 @@ def test_checkpoint_load_refuses_damaged_files(tmp_path_factory, sound, damages)
     path = tmp_path_factory.getbasetemp() / "damaged" / sound.name
     shutil.rmtree(path, ignore_errors=True)
     shutil.copytree(sound, path)
-    for name, (how, where, what) in damages:
+    for name, (how, where, argument) in damages:
         if not (path / name).exists():
             continue
         content = bytearray((path / name).read_bytes())
         place = where % (len(content) + 1) if isinstance(where, int) else 0
         if how == "flip" and place < len(content):
-            content[place] ^= what
+            content[place] ^= argument
         elif how == "truncate":
             del content[place:]
         elif how == "insert":
-            content[place:place] = what
+            content[place:place] = argument
         elif how == "replace" and (path / where).exists():
             content = (path / where).read_bytes()
         elif how == "delete":
@@ -335,14 +335,14 @@ def process(function):
     if not pid:
         try:
             os.close(reading)
-            with open(writing, "w") as told:
-                function(told)
+            with open(writing, "w") as pipe:
+                function(pipe)
         finally:
             os._exit(0)
     os.close(writing)
     try:
-        with open(reading) as told:
-            yield pid, told
+        with open(reading) as pipe:
+            yield pid, pipe
     finally:
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
@@ -358,14 +358,14 @@ def until(condition):
 def write_many(folder, number):
     """Return a function that writes checkpoints as a training does, and reports which are refused."""
 
-    def run(told):
+    def run(pipe):
         checkpoint = Checkpoint(folder, keep=50)
         for seen in range(1, 21):
             try:
                 checkpoint.save(seen, {"w": np.full(20000, float(number))}, {"number": number})
             except CheckpointError as error:
-                told.write(f"{error}\n")
-        told.flush()
+                pipe.write(f"{error}\n")
+        pipe.flush()
         signal.pause()  # this process has the lock until it is killed
 
     return run
@@ -373,7 +373,10 @@ def write_many(folder, number):
 
 def test_checkpoint_folder_lock_excludes_a_second_process(tmp_path):
     """One writer is refused, with the other's process ID and host; no checkpoint mixes both."""
-    with process(write_many(tmp_path, 1)) as (one, said), process(write_many(tmp_path, 2)) as (other, said_2):
+    with (
+        process(write_many(tmp_path, 1)) as (first_pid, first_pipe),
+        process(write_many(tmp_path, 2)) as (other, second_pipe),
+    ):
         reader = Checkpoint(tmp_path)
 
         def has_all():  # readers need no lock
@@ -384,10 +387,10 @@ def test_checkpoint_folder_lock_excludes_a_second_process(tmp_path):
         until(has_all)
         stored = [reader.load(path) for path in reader.paths()]
         writer = int(stored[0].meta["number"])
-        pid, told = (one, said_2) if writer == 1 else (other, said)
-        for each in stored:
-            assert each.meta["number"] == writer and set(each.arrays["w"]) == {float(writer)}
-        refusals = [told.readline() for _ in range(20)]
+        pid, pipe = (first_pid, second_pipe) if writer == 1 else (other, first_pipe)
+        for checkpoint in stored:
+            assert checkpoint.meta["number"] == writer and set(checkpoint.arrays["w"]) == {float(writer)}
+        refusals = [pipe.readline() for _ in range(20)]
         words = f"{tmp_path} is the folder of a training that process {pid} on host {platform.node()} is running"
         assert all(words in line for line in refusals), refusals
     with process(write_many(tmp_path, 3)):  # the writer's death has released the lock
@@ -395,17 +398,17 @@ def test_checkpoint_folder_lock_excludes_a_second_process(tmp_path):
 
 
 def test_checkpoint_folder_lock_ends_with_a_killed_writer(tmp_path):
-    def run(told):
+    def run(pipe):
         checkpoint = Checkpoint(tmp_path)
         checkpoint.save(1, {"w": np.ones(10)}, {})
         (tmp_path / "unfinished-1234").mkdir()
         (tmp_path / "unfinished-1234" / "state.safetensors").touch()
-        told.write("saved\n")
-        told.flush()
+        pipe.write("saved\n")
+        pipe.flush()
         signal.pause()
 
-    with process(run) as (pid, told):
-        assert told.readline() == "saved\n"
+    with process(run) as (pid, pipe):
+        assert pipe.readline() == "saved\n"
         with pytest.raises(CheckpointError, match=f"process {pid} on host {platform.node()} is running"):
             Checkpoint(tmp_path).lock()
         assert "unfinished-1234" in entries(tmp_path)
@@ -434,16 +437,16 @@ def test_checkpoint_folder_lock_is_not_inherited(tmp_path):
     checkpoint = Checkpoint(tmp_path)
     checkpoint.save(1, ARRAYS, {})
 
-    def run(told):
+    def run(pipe):
         try:
             checkpoint.save(2, ARRAYS, {})
         except CheckpointError as error:
-            told.write(f"{error}\n")
-        told.flush()
+            pipe.write(f"{error}\n")
+        pipe.flush()
         signal.pause()
 
-    with process(run) as (_, told):
-        assert f"process {os.getpid()} on host" in told.readline()
+    with process(run) as (_, pipe):
+        assert f"process {os.getpid()} on host" in pipe.readline()
         checkpoint.unlock()
         Checkpoint(tmp_path).lock()  # though the other process is alive
 

@@ -73,10 +73,10 @@ def test_ranks_results_equal_one_process(n_ranks, rule, shards):
     assert found.keys() == expected.keys()
     for name, value in expected.items():
         np.testing.assert_allclose(found[name], value, rtol=2e-3, atol=1e-4, err_msg=name)
-    for one, other in zip(params, like, strict=True):
-        assert one.get_value().dtype == np.float16
-        np.testing.assert_array_equal(one.get_value(), found[f"{one.name}_master"].astype("float16"))
-        np.testing.assert_allclose(one.get_value(), other.get_value(), rtol=2e-3, atol=1e-3)
+    for param, serial_param in zip(params, like, strict=True):
+        assert param.get_value().dtype == np.float16
+        np.testing.assert_array_equal(param.get_value(), found[f"{param.name}_master"].astype("float16"))
+        np.testing.assert_allclose(param.get_value(), serial_param.get_value(), rtol=2e-3, atol=1e-3)
 
 
 def test_checkpoints_hold_the_copies(n_ranks, tmp_path):
@@ -87,8 +87,8 @@ def test_checkpoints_hold_the_copies(n_ranks, tmp_path):
 
     expected = run(tmp_path / "whole", 3)
     run(tmp_path / "parts", 1)
-    for one, other in zip(run(tmp_path / "parts", 3, "latest"), expected, strict=True):
-        np.testing.assert_array_equal(one, other)
+    for value, expected_value in zip(run(tmp_path / "parts", 3, "latest"), expected, strict=True):
+        np.testing.assert_array_equal(value, expected_value)
 
 
 def test_master_weights_learning_rate_is_not_rounded_to_float16(n_ranks):

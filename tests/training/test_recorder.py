@@ -196,9 +196,9 @@ def test_schedules_can_be_combined():
     assert schedule(3) == pytest.approx(0.2)
     other = schedules.warmup(schedules.scaled(schedules.plateau(0.1, 0.5, 2), 4), epochs=2, start=0.5)
     set_state(other, get_state(schedule))
-    for each in (schedule, other):
-        each.observe(5.0)
-        each.observe(5.0)
+    for restored in (schedule, other):
+        restored.observe(5.0)
+        restored.observe(5.0)
     assert other(3) == schedule(3) == pytest.approx(0.1)
     reset_best(other)
     assert get_state(other) == {"made": ["plateau", 0.1], "rate": pytest.approx(0.025), "since": 0}

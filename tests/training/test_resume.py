@@ -141,9 +141,9 @@ def test_resume_refuses_incomplete_checkpoints(fork, tmp_path, rule):
     stored = Checkpoint(tmp_path).load(path)
     broken, again = Checkpoint(tmp_path / "broken"), trainer(rule=made.rule, extra=["ema"], counts=["steps"])
 
-    def refused(arrays, meta, what):
+    def refused(arrays, meta, words):
         resumed = broken.save(1, arrays, meta)
-        with pytest.raises(CheckpointError, match=f"rows-000000000001.*{what}"):
+        with pytest.raises(CheckpointError, match=f"rows-000000000001.*{words}"):
             resume(resumed, again)
         assert np.all(np.asarray(synk.gather(again.params[0], nd_up=1)) == 0)
 

@@ -164,15 +164,15 @@ def test_signal_after_a_report_leaves_no_stale_checkpoint(fork, tmp_path, at_onc
 
 def test_signal_handler_of_the_user_is_kept(fork, tmp_path, at_once):
     fork(2)
-    came = []
-    before = signal.signal(signal.SIGUSR1, lambda *_: came.append(requested()))
+    requests = []
+    before = signal.signal(signal.SIGUSR1, lambda *_: requests.append(requested()))
     requested = stop.get_requested_stop
     try:
         model = Model("LocalSGD", rate=SignalAt(0.3, signal.SIGUSR1))
         (report,) = model.epochs(5, 1, checkpoint=Checkpoint(tmp_path))
     finally:
         signal.signal(signal.SIGUSR1, before)
-    assert report.seen == ROWS and came == [0]
+    assert report.seen == ROWS and requests == [0]
 
 
 def test_signals_are_not_handled_without_checkpoints(fork):

@@ -312,8 +312,8 @@ def test_train_running_averages_equal_one_process(n_ranks, num_slices):
         expected, expected_alone = 0.5 * (expected + of_ranks), 0.5 * (expected_alone + X.mean(axis=0))
         np.testing.assert_allclose(synk.gather(averages[0]), [expected_alone] * n_ranks, rtol=1e-9)
         np.testing.assert_allclose(synk.gather(owns[0]), expected, rtol=1e-9)
-        for each in (averages[1], owns[1]):
-            np.testing.assert_allclose(each.get_value(), expected_alone, rtol=1e-9)
+        for average in (averages[1], owns[1]):
+            np.testing.assert_allclose(average.get_value(), expected_alone, rtol=1e-9)
         assert synk.gather(counts[0]).tolist() == [i + 1] * n_ranks and counts[1].get_value() == i + 1
 
 

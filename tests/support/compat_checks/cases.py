@@ -229,12 +229,12 @@ def pool_cases():
     yield Case(name, ties, inputs_for(name, (1, 2, 4, 5)))
     name = "max_pool_2d_same_size"
 
-    def same(x):
+    def pool_same_size(x):
         from theano.tensor.signal import pool
 
         return pool.max_pool_2d_same_size(x, (2, 2))
 
-    yield Case(name, same, distinct(name, (1, 2, 4, 6)), grads=False)
+    yield Case(name, pool_same_size, distinct(name, (1, 2, 4, 6)), grads=False)
 
 
 # -- normalisation ---------------------------------------------------------------------------------------------------

@@ -200,15 +200,15 @@ def test_losses_return_the_likeliest_class():
     import theano.tensor as T
 
     x, b, y = T.dmatrix("x"), T.dvector("b"), T.ivector("y")
-    of_both = T.nnet.crossentropy_softmax_argmax_1hot_with_bias(x, b, y)
-    of_all = T.nnet.crossentropy_softmax_max_and_argmax_1hot_with_bias(x, b, y)
-    f = theano.function([x, b, y], [*of_both, *of_all], mode="FAST_COMPILE")
+    with_argmax = T.nnet.crossentropy_softmax_argmax_1hot_with_bias(x, b, y)
+    with_maximum = T.nnet.crossentropy_softmax_max_and_argmax_1hot_with_bias(x, b, y)
+    f = theano.function([x, b, y], [*with_argmax, *with_maximum], mode="FAST_COMPILE")
     # As Theano 1.0.5 computed them.
     p = [[0.1, 0.9], [0.5, 0.5]]
     expected = [[np.log(10), np.log(2)], p, [1, 0], [np.log(10), np.log(2)], p, [0.9, 0.5], [1, 0]]
     for result, value in zip(f([[0, 0], [np.log(9), 0]], [0, np.log(9)], [0, 1]), expected, strict=True):
         np.testing.assert_allclose(result, value)
-    assert of_both[2].dtype == "int32"
+    assert with_argmax[2].dtype == "int32"
 
 
 def test_graphs_are_pickled():
@@ -387,8 +387,8 @@ def test_programs_that_import_theanos_gpu_code_run():
     theano.gpuarray.use("cuda0", preallocate=0.5)
     print(theano.config.mode)
     """
-    said, *modes = run(code).splitlines()
-    assert said.startswith("theano.gpuarray.GpuArrayType is not provided by synkhronos.compat")
+    warning, *modes = run(code).splitlines()
+    assert warning.startswith("theano.gpuarray.GpuArrayType is not provided by synkhronos.compat")
     assert modes == ["False", "JAX"]
 
 
@@ -711,13 +711,13 @@ def test_theano_script_runs_unchanged(tmp_path):
     assert start("script.py", "--epochs", "3", "-m").stdout.strip() == expected
     assert start("--theano", "pytensor", "script.py", "--epochs", "3", "-m").stdout.strip() == expected
     assert start("-m", "script", "--epochs", "3", "-m").stdout.strip() == expected
-    for nothing, said in (
+    for nothing, message in (
         ("tran", "'tran' is neither a command nor a program"),
         ("", "expected a command or a program"),
     ):
         done = start(*nothing.split())
         assert done.returncode == 2
-        assert said in done.stderr and "python -m synkhronos train SESSION\n" in done.stderr
+        assert message in done.stderr and "python -m synkhronos train SESSION\n" in done.stderr
     assert "usage: python -m synkhronos" in start("--help").stdout
     assert start("--theano", "jax", "script.py").returncode == 2
 

@@ -198,7 +198,7 @@ class Queue:
         self.address = f"synkhronos-test-{os.getpid()}-{random.random()}"
         self.sender = batch_queue.BatchSender(self.address, limit, lambda: self.is_over)
 
-    def read(self, received, pause=0.0):
+    def read_batches(self, received, pause=0.0):
         connection = sockets.connect(self.address, lambda: None, LIMIT)
         while True:
             connection.send_bytes(b"")
@@ -226,7 +226,7 @@ def test_queue_gives_each_batch_to_one_reader(queue):
         arrays = [(rng.random(shape) * 100).astype("int64").astype(rng.choice(dtypes)) for shape in shapes]
         sent.append([np.array(i), *arrays])
     received = [[] for _ in range(3)]
-    readers = [threading.Thread(target=queue.read, args=(each, 2e-3)) for each in received]
+    readers = [threading.Thread(target=queue.read_batches, args=(batches, 2e-3)) for batches in received]
     for reader in readers:
         reader.start()
     for batch in sent:
@@ -258,7 +258,7 @@ def test_mini_batch_queue_is_bounded(queue):
     wait_until(lambda: len(sent) == 3)
     time.sleep(0.1)
     assert len(sent) == 3
-    queue.read(received)
+    queue.read_batches(received)
     sender.join(LIMIT)
     assert [int(batch[0]) for batch in received] == list(range(8))
     with pytest.raises(PlatoonError, match="the sender is closed"):
@@ -282,7 +282,7 @@ def test_mini_batch_queue_sends_copies(queue):
     with pytest.raises(TypeError, match="^arrays: expected an array, got a masked one"):
         queue.sender.send([np.ma.masked_array(array, array > 0)])
     queue.sender.close()
-    queue.read(received)
+    queue.read_batches(received)
     np.testing.assert_array_equal(received[0][0], np.ones(3))
 
 

@@ -65,7 +65,7 @@ class Program:
         self._read, events = os.pipe()
         release, self._release = os.pipe()
         self._text = b""
-        self.told: list[dict[str, Any]] = []
+        self.events: list[dict[str, Any]] = []
         self.output = tempfile.TemporaryFile("w+")
         self._names = list_shared_names()
         asked = [scenario, json.dumps(arguments)]
@@ -117,23 +117,23 @@ class Program:
         while b"\n" not in self._text:
             left = deadline - time.monotonic()
             if left <= 0 or not select.select([self._read], [], [], left)[0]:
-                raise AssertionError(f"silent for {limit} s after {self.told}\n{self.printed()}")
+                raise AssertionError(f"silent for {limit} s after {self.events}\n{self.printed()}")
             more = os.read(self._read, 1 << 16)
             if not more:
                 return None
             self._text += more
         line, self._text = self._text.split(b"\n", 1)
-        self.told.append(json.loads(line))
-        return self.told[-1]
+        self.events.append(json.loads(line))
+        return self.events[-1]
 
     def wait(self, event: str, limit: float = LIMIT) -> dict[str, Any]:
         """Return the next event of this name."""
         deadline = time.monotonic() + limit
         while True:
-            told = self.next(deadline - time.monotonic())
-            assert told is not None, f"it ended before {event!r}, after {self.told}\n{self.printed()}"
-            if told["event"] == event:
-                return told
+            message = self.next(deadline - time.monotonic())
+            assert message is not None, f"it ended before {event!r}, after {self.events}\n{self.printed()}"
+            if message["event"] == event:
+                return message
 
     def is_silent(self, seconds: float) -> bool:
         """Return whether the program reports no event for this time."""
@@ -141,18 +141,18 @@ class Program:
 
     def fault(self) -> float:
         """Return the time at which the last rank reached the point of the fault."""
-        return max(told["time"] for told in self.told if told["event"] == "inside")
+        return max(message["time"] for message in self.events if message["event"] == "inside")
 
     # -- faults ----------------------------------------------------------------------------------------------
 
     def send_signal(self, pid: int | None, number: int) -> float:
         """Send a signal to a process, or with None to all of them, as a terminal does; return the time."""
-        moment = time.monotonic()
+        send_time = time.monotonic()
         if pid is None:
             os.killpg(self.pid, number)
         else:
             os.kill(pid, number)
-        return moment
+        return send_time
 
     # -- the end ---------------------------------------------------------------------------------------------
 
@@ -161,7 +161,7 @@ class Program:
         try:
             return self.process.wait(limit)
         except subprocess.TimeoutExpired:
-            raise AssertionError(f"still there after {limit} s; told {self.told}\n{self.printed()}") from None
+            raise AssertionError(f"still there after {limit} s; events {self.events}\n{self.printed()}") from None
 
     def check_no_leaks(self, limit: float = 1) -> None:
         """Check that all processes have exited and that no name is left in /dev/shm."""
@@ -186,10 +186,12 @@ class Template:
     _only: Template | None = None
 
     def __init__(self) -> None:
-        self.channel, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self.channel, template_channel = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         nothing = {"stdin": subprocess.DEVNULL, "stdout": subprocess.DEVNULL}
-        with theirs:
-            self.process = _start([*_SCENARIOS, "template"], theirs.fileno(), theirs.fileno(), **nothing)
+        with template_channel:
+            self.process = _start(
+                [*_SCENARIOS, "template"], template_channel.fileno(), template_channel.fileno(), **nothing
+            )
 
     @classmethod
     def only(cls) -> Template:
@@ -230,9 +232,9 @@ class Copy:
 def _received(channel: socket.socket, limit: float) -> bytes:
     if not select.select([channel], [], [], limit)[0]:
         raise subprocess.TimeoutExpired("a template's copy", limit)
-    told = channel.recv(64)
-    assert told, "the template has ended"
-    return told
+    message = channel.recv(64)
+    assert message, "the template has ended"
+    return message
 
 
 def code_run_by(call: Callable[[], object]) -> list[str]:

@@ -17,7 +17,7 @@ from system import list_children
 
 import synkhronos as synk
 from faults import probes
-from faults.probes import Work, attempt, footprint, hold, know, make_expected, plant, start, tell
+from faults.probes import Work, attempt, block, footprint, gather_pids, make_expected, plant, report_event, start
 from synkhronos import ranks
 from synkhronos.ranks import worker_process, workers
 
@@ -29,7 +29,7 @@ def at_a_place(where: str, on: Any, how: str = "python", unhandled: bool = False
     probes.instrument()
     before = start()
     synk.fork(N, use_gpu=False)
-    know()
+    gather_pids()
     work = Work()
     if where in ("call", "collective"):
         assert work.call() == 15.0
@@ -41,12 +41,12 @@ def at_a_place(where: str, on: Any, how: str = "python", unhandled: bool = False
     call = calls.get(where, synk.distribute if where == "pickle" else work.call)
     if unhandled:
         call()
-    tell("outcome", **attempt(call))
-    hold("python")  # until the harness sends no more signals
-    tell("works", right=make_expected(N), **attempt(work.check))
+    report_event("outcome", **attempt(call))
+    block("python")  # until the harness sends no more signals
+    report_event("works", right=make_expected(N), **attempt(work.check))
     synk.close()
     vars(work).clear()
-    tell("closed", before=before, after=footprint())
+    report_event("closed", before=before, after=footprint())
 
 
 def _interrupt_the_library(number: int, frame: Any) -> None:
@@ -69,30 +69,30 @@ def while_forking(where: str) -> None:
         if pid:
             forked.append(pid)
             if len(forked) == 2 and where == "master":
-                tell("inside")
-                hold("python")
+                report_event("inside")
+                block("python")
         elif len(forked) == 1 and where == "child":  # it still has the master's handlers
-            tell("inside")
-            hold("python")
+            report_event("inside")
+            block("python")
         return pid
 
     def leave(*arguments: Any) -> None:
         real_leave(*arguments)
         if len(forked) == 1 and where == "worker":
-            tell("inside")
-            hold("python")
+            report_event("inside")
+            block("python")
 
     os.fork, worker_process._detach_from_master = fork, leave
     outcome = attempt(lambda: synk.fork(4, use_gpu=False))
     os.fork, worker_process._detach_from_master = real_fork, real_leave
-    tell("outcome", **outcome)
-    tell("dead", before=before, after=footprint())
+    report_event("outcome", **outcome)
+    report_event("dead", before=before, after=footprint())
     synk.fork(N, use_gpu=False)
     work = Work()
-    tell("works", right=make_expected(N), **attempt(work.check))
+    report_event("works", right=make_expected(N), **attempt(work.check))
     synk.close()
     vars(work).clear()
-    tell("closed", before=before, after=footprint())
+    report_event("closed", before=before, after=footprint())
 
 
 def while_closing(where: str) -> None:
@@ -101,7 +101,7 @@ def while_closing(where: str) -> None:
     before = start()
     exit_code = workers._get_exit_code
     synk.fork(N, use_gpu=False)
-    know()
+    gather_pids()
     work = Work()
     assert work.call() == 15.0
     if where == "waiting":
@@ -109,32 +109,32 @@ def while_closing(where: str) -> None:
 
         def not_yet(pid: int) -> int | None:
             if not looks:
-                tell("inside")
+                report_event("inside")
             looks.append(pid)
             return None
 
         workers._get_exit_code = not_yet
     else:
         plant("perform", "hold:compiled", (2,))
-        tell("first", **attempt(work.call))
+        report_event("first", **attempt(work.call))
         join = ranks.Session._wait_until_done
 
         def joined(self: ranks.Session, limit: float | None = None) -> None:
             if limit is not None:
-                tell("inside")  # in the library, not before it
+                report_event("inside")  # in the library, not before it
             join(self, limit)
 
         ranks.Session._wait_until_done = joined  # type: ignore[method-assign]
-    tell("outcome", **attempt(synk.close))
+    report_event("outcome", **attempt(synk.close))
     workers._get_exit_code = exit_code
     vars(work).clear()
-    tell("dead", before=before, after=footprint())
+    report_event("dead", before=before, after=footprint())
     synk.fork(N, use_gpu=False)
     work = Work()
-    tell("works", right=make_expected(N), **attempt(work.check))
+    report_event("works", right=make_expected(N), **attempt(work.check))
     synk.close()
     vars(work).clear()
-    tell("closed", before=before, after=footprint())
+    report_event("closed", before=before, after=footprint())
 
 
 class Press:
@@ -193,7 +193,7 @@ def _limit(number: int, frame: Any) -> None:
     raise TimeLimit
 
 
-def at_every_moment(what: str, first: int = 0, step: int = 1, limit: bool = False) -> None:
+def at_every_moment(operation: str, first: int = 0, step: int = 1, limit: bool = False) -> None:
     """Interrupt an action once at each moment at which Python handles signals; check all ranks after each interrupt.
 
     With ``limit`` a time limit expires instead, which raises another exception from another signal.
@@ -227,20 +227,20 @@ def at_every_moment(what: str, first: int = 0, step: int = 1, limit: bool = Fals
         "collective again": lambda: synk.all_reduce(made["work"].big, "sum"),
     }
     for k in range(first, 1_000_000, step):
-        if what == "fork":
+        if operation == "fork":
             made.clear()
             synk.close()
         else:
             forked()
         error = None
         press = Press(k, signal.SIGALRM if limit else signal.SIGINT)
-        if what.endswith("again"):  # first in the master's part, then at each later moment
-            probes.PLANS["perform" if what.startswith("call") else "chunk"] = 0, "interrupt"
+        if operation.endswith("again"):  # first in the master's part, then at each later moment
+            probes.PLANS["perform" if operation.startswith("call") else "chunk"] = 0, "interrupt"
             probes.INTERRUPTED = press.begin
         else:
             press.begin()
         try:
-            actions[what]()
+            actions[operation]()
         except BaseException as caught:
             error = repr(caught)
         finally:
@@ -252,7 +252,7 @@ def at_every_moment(what: str, first: int = 0, step: int = 1, limit: bool = Fals
             lost.append(press.place)
         elif error != ("TimeLimit()" if limit else "KeyboardInterrupt()"):
             wrong.append((error, press.place))
-        if what == "fork" and _current() is not None:
+        if operation == "fork" and _current() is not None:
             wrong.append(("ranks run after a fork that was interrupted", press.place))
         forked()
         if not _others_may_call():
@@ -267,8 +267,8 @@ def at_every_moment(what: str, first: int = 0, step: int = 1, limit: bool = Fals
     synk.close()
     print("lost:", *lost, sep="\n")
     print("wrong:", *wrong, sep="\n")
-    tell("outcome", presses=presses, lost=len(lost), wrong=len(wrong))
-    tell("closed", before=before, after=footprint())
+    report_event("outcome", presses=presses, lost=len(lost), wrong=len(wrong))
+    report_event("closed", before=before, after=footprint())
 
 
 def _others_may_call() -> bool:
@@ -344,19 +344,19 @@ def at_random(seed: int, times: int) -> None:
 
         value = guarded(call, usual * 3)  # calls with new arrays take longer
         wrong += value is not None and value[0] != value[1]
-    tell("outcome", interrupted=interrupted, wrong=int(wrong))
-    tell("works", right=make_expected(2), **attempt(work.check))
+    report_event("outcome", interrupted=interrupted, wrong=int(wrong))
+    report_event("works", right=make_expected(2), **attempt(work.check))
     ranks.get_session().send_releases()
     kept.clear()
     synk.close()
     vars(work).clear()
-    tell("closed", before=before, after=footprint())
+    report_event("closed", before=before, after=footprint())
 
 
 def signalled(name: str, how: str) -> None:
     """Receive a signal, as all processes of this program do, in a loop of collectives; the handler sets a flag."""
-    number, came = signal.Signals[name], []
-    handler: Any = signal.SIG_IGN if how == "ignored" else lambda *_: came.append(1)
+    number, received = signal.Signals[name], []
+    handler: Any = signal.SIG_IGN if how == "ignored" else lambda *_: received.append(1)
     if how in ("handled", "ignored"):
         signal.signal(number, handler)
     before = start()
@@ -365,12 +365,12 @@ def signalled(name: str, how: str) -> None:
         signal.signal(number, handler)
     work = Work()
     work.check()
-    tell("ready")
-    hold("python")
+    report_event("ready")
+    block("python")
     for _ in range(5):
         work.call()
-    tell("handled", count=len(came))
-    tell("works", right=make_expected(N), **attempt(work.check))
+    report_event("handled", count=len(received))
+    report_event("works", right=make_expected(N), **attempt(work.check))
     synk.close()
     vars(work).clear()
-    tell("closed", before=before, after=footprint())
+    report_event("closed", before=before, after=footprint())

@@ -39,7 +39,7 @@ else:
 _EVENTS = int(os.environ.get("FAULTS_EVENTS", -1))
 _RELEASE = int(os.environ.get("FAULTS_RELEASE", -1))
 
-#: This process's rank, once `know` has run.
+#: This process's rank, once `gather_pids` has run.
 RANK: int | None = None
 #: Planned actions by point: the number of passes before it, and the action.
 PLANS: dict[str, tuple[int, str]] = {}
@@ -50,14 +50,14 @@ INTERRUPTED: Any = None
 # -- events --------------------------------------------------------------------------------------------------
 
 
-def tell(event: str, **data: Any) -> None:
+def report_event(event: str, **data: Any) -> None:
     """Report an event to the harness, in one atomic write."""
     line = json.dumps({"event": event, "time": time.monotonic(), "pid": os.getpid(), "rank": RANK, **data})
     assert len(line) < select.PIPE_BUF, line
     os.write(_EVENTS, line.encode() + b"\n")
 
 
-def tell_to(events: int, release: int) -> None:
+def set_event_pipes(events: int, release: int) -> None:
     """Set the pipes of the events and of the release, for this process and for those that it starts."""
     global _EVENTS, _RELEASE
     for name, fd in (("FAULTS_EVENTS", events), ("FAULTS_RELEASE", release)):
@@ -153,24 +153,24 @@ def reach(point: str) -> None:
 
 
 def _act(action: str, point: str) -> None:
-    kind, _, what = action.partition(":")
+    kind, _, argument = action.partition(":")
     if kind == "interrupt":
         INTERRUPTED()
         raise KeyboardInterrupt
-    tell("inside", point=point)
+    report_event("inside", point=point)
     if kind == "raise":
-        raise getattr(builtins, what)(f"{point} on {RANK}")
+        raise getattr(builtins, argument)(f"{point} on {RANK}")
     if kind == "raise-silent":
         raise Silent
     if kind == "raise-long":
         raise ValueError("\N{SNOWMAN}" * 1_000_000)
     if kind == "kill":
-        os.kill(os.getpid(), signal.Signals[what])
+        os.kill(os.getpid(), signal.Signals[argument])
         time.sleep(60)
     elif kind == "_exit":
-        os._exit(int(what))
+        os._exit(int(argument))
     elif kind == "exit":
-        sys.exit(int(what))
+        sys.exit(int(argument))
     elif kind == "memory":
         resource.setrlimit(resource.RLIMIT_AS, (_address_space() + (64 << 20), resource.RLIM_INFINITY))
         try:
@@ -178,7 +178,7 @@ def _act(action: str, point: str) -> None:
         finally:
             resource.setrlimit(resource.RLIMIT_AS, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
     elif kind == "hold":
-        hold(what)
+        block(argument)
     else:
         raise AssertionError(action)
 
@@ -199,7 +199,7 @@ class _Poll(ctypes.Structure):
     _fields_ = [("fd", ctypes.c_int), ("events", ctypes.c_short), ("revents", ctypes.c_short)]
 
 
-def hold(how: str) -> None:
+def block(how: str) -> None:
     """Block until the harness releases this process: in Python, or in C as compiled code does, without running Python.
 
     Or sleep for a minute in one system call.
@@ -219,7 +219,7 @@ def hold(how: str) -> None:
 
 
 @dataclass(frozen=True)
-class Know(Command):
+class GatherPids(Command):
     """Tell each process its rank."""
 
     def run(self, rank: ranks.Rank) -> Any:
@@ -243,9 +243,9 @@ class Plant(Command):
             PLANS[self.point] = self.skip, self.action
 
 
-def know() -> dict[int, int]:
+def gather_pids() -> dict[int, int]:
     """Return each rank's process ID."""
-    return dict(enumerate(ranks.get_session().run(Know())))
+    return dict(enumerate(ranks.get_session().run(GatherPids())))
 
 
 def plant(point: str, action: str, on: Any, skip: int = 0) -> None:

@@ -25,7 +25,19 @@ from system import list_children
 
 import synkhronos as synk
 from faults import probes
-from faults.probes import Arguments, Work, attempt, footprint, hold, know, make_expected, plant, reach, start, tell
+from faults.probes import (
+    Arguments,
+    Work,
+    attempt,
+    block,
+    footprint,
+    gather_pids,
+    make_expected,
+    plant,
+    reach,
+    report_event,
+    start,
+)
 from synkhronos import processes, ranks
 from synkhronos.ranks import Command, worker_process
 
@@ -98,7 +110,7 @@ def at_a_point(
         signal.signal(signal.SIGCHLD, _reap)
     before = start()
     synk.fork(N, use_gpu=False)
-    pids = know()
+    pids = gather_pids()
     work = Work()
     if where not in ("distribute", "build"):
         assert work.call() == 15.0
@@ -107,12 +119,12 @@ def at_a_point(
     if where == "build":
         synk.distribute()
     if where == "idle":
-        tell("ready", pids=pids)
-        hold("python")
+        report_event("ready", pids=pids)
+        block("python")
     else:
         plant(point or POINTS[where], action, on, skip)
-        tell("ready", pids=pids)
-    tell("outcome", **attempt(_operation(where, work, name)))
+        report_event("ready", pids=pids)
+    report_event("outcome", **attempt(_operation(where, work, name)))
     after(before, work)
 
 
@@ -121,18 +133,20 @@ def after(before: dict[str, Any], work: Work | None) -> None:
     if _closed():
         if work is not None:
             vars(work).clear()  # a function has references to its ranks, and thereby to their memory
-        tell("dead", before=before, after=footprint())
+        report_event("dead", before=before, after=footprint())
         synk.fork(N, use_gpu=False)
-        know()
+        gather_pids()
         work = Work()
     else:
         assert work is not None
         plant("none", "none", ())
-        tell("alive", w=[float(w[0]) for w in synk.gather(work.w)] if work.f._dispatcher.session is not None else None)
-    tell("works", right=make_expected(N), **attempt(work.check))
+        report_event(
+            "alive", w=[float(w[0]) for w in synk.gather(work.w)] if work.f._dispatcher.session is not None else None
+        )
+    report_event("works", right=make_expected(N), **attempt(work.check))
     synk.close()
     vars(work).clear()  # a compiled function that has failed keeps its inputs, until it is called again
-    tell("closed", before=before, after=footprint())
+    report_event("closed", before=before, after=footprint())
 
 
 def _closed() -> bool:
@@ -161,27 +175,27 @@ def at_fork(how: str, on: int = 2, spawn: bool = False) -> None:
         if pid:
             forked.append(pid)
             if len(forked) == 2 and how == "master":
-                tell("inside", pids={0: os.getpid()})
-                hold("python")
+                report_event("inside", pids={0: os.getpid()})
+                block("python")
         elif len(forked) == 1 and how == "child":
-            tell("inside", pids={2: os.getpid()})
-            hold("python")
+            report_event("inside", pids={2: os.getpid()})
+            block("python")
         return pid
 
     def leave(*arguments: Any) -> None:
         number = len(forked) + 1
         real_leave(*arguments)
         if number == on and how == "worker":
-            tell("inside", pids={on: os.getpid()})
-            hold("python")
+            report_event("inside", pids={on: os.getpid()})
+            block("python")
 
     def spawn_worker(*arguments: Any) -> int:
         if len(forked) == 2 and how == "raise":
             raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))
         forked.append(real_start(*arguments))
         if len(forked) == 3 and how == "master":
-            tell("inside", pids={0: os.getpid()})
-            hold("python")
+            report_event("inside", pids={0: os.getpid()})
+            block("python")
         return forked[-1]
 
     os.fork, worker_process._detach_from_master, worker_process.spawn_worker = fork, leave, spawn_worker
@@ -190,13 +204,13 @@ def at_fork(how: str, on: int = 2, spawn: bool = False) -> None:
     outcome = attempt(lambda: synk.fork(4, use_gpu=False))
     os.fork, worker_process._detach_from_master, worker_process.spawn_worker = real_fork, real_leave, real_start
     resource.setrlimit(resource.RLIMIT_NPROC, usual)
-    tell("outcome", **outcome)
-    tell("dead", before=before, after=footprint())
+    report_event("outcome", **outcome)
+    report_event("dead", before=before, after=footprint())
     if "error" in outcome:
         synk.fork(N, use_gpu=False)
-        tell("works", right=make_expected(N), **attempt(Work().check))
+        report_event("works", right=make_expected(N), **attempt(Work().check))
     synk.close()
-    tell("closed", before=before, after=footprint())
+    report_event("closed", before=before, after=footprint())
 
 
 def _need_fresh_processes() -> None:
@@ -224,7 +238,7 @@ def never_returns(timeout: float) -> None:
     synk.fork(N, use_gpu=False, timeout=timeout)
     session = ranks.get_session()
     session.timeout = None  # compilation may take longer
-    know()
+    gather_pids()
     work = Work()
     assert work.call() == 15.0
     session.timeout = timeout
@@ -232,17 +246,17 @@ def never_returns(timeout: float) -> None:
     plant("perform", "hold:compiled", (1,))
     began = time.monotonic()
     outcome = attempt(work.call)
-    tell("outcome", began=began, **outcome)
+    report_event("outcome", began=began, **outcome)
     after(before, work)
 
 
-def no_room() -> None:
+def full_shared_memory() -> None:
     """Use the library with /dev/shm full: it has 8 MB, which the program fills."""
     before = start()
     synk.fork(N, use_gpu=False)
-    know()
+    gather_pids()
     work = Work()
-    kept = synk.data(np.arange(1000.0))
+    data = synk.data(np.arange(1000.0))
     hog = []
     while True:
         try:
@@ -252,54 +266,54 @@ def no_room() -> None:
     with contextlib.suppress(MemoryError):  # fill it to the last page
         while True:
             hog.append(synk.data(shape=1, dtype="float64"))
-    tell("data", **attempt(lambda: synk.data(np.ones(100_000))))
-    tell("grow", **attempt(functools.partial(kept.set_length, 100_000)))
-    tell("kept", right=bool((np.asarray(kept) == np.arange(1000.0)).all()))
-    tell("call", **attempt(lambda: work.f(np.ones(100_000))))
-    tell("distribute", **attempt(synk.distribute))
-    tell("collective", **attempt(lambda: synk.broadcast(work.big, np.ones(300_000))))
+    report_event("data", **attempt(lambda: synk.data(np.ones(100_000))))
+    report_event("grow", **attempt(functools.partial(data.set_length, 100_000)))
+    report_event("kept", right=bool((np.asarray(data) == np.arange(1000.0)).all()))
+    report_event("call", **attempt(lambda: work.f(np.ones(100_000))))
+    report_event("distribute", **attempt(synk.distribute))
+    report_event("collective", **attempt(lambda: synk.broadcast(work.big, np.ones(300_000))))
     other = attempt(lambda: [synk.close(), synk.fork(N, use_gpu=False)][1])
-    tell("fork", **other)
+    report_event("fork", **other)
     hog.clear()
-    del kept
+    del data
     work = Work()
-    tell("works", right=make_expected(N), **attempt(work.check))
+    report_event("works", right=make_expected(N), **attempt(work.check))
     synk.close()
-    tell("closed", before=before, after=footprint())
+    report_event("closed", before=before, after=footprint())
 
 
-def few_files(who: str, spare: int) -> None:
+def few_file_descriptors(where: str, spare: int) -> None:
     """Run out of file descriptors: in the master at fork or when it makes segments, or in a worker."""
     before = start()
     usual = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if who == "fork":
+    if where == "fork":
         few = _limit(spare), usual[1]
         resource.setrlimit(resource.RLIMIT_NOFILE, few)
-        tell("outcome", **attempt(lambda: synk.fork(8, use_gpu=False)))
+        report_event("outcome", **attempt(lambda: synk.fork(8, use_gpu=False)))
         resource.setrlimit(resource.RLIMIT_NOFILE, usual)
-        tell("dead", before=before, after=footprint())
+        report_event("dead", before=before, after=footprint())
         synk.fork(N, use_gpu=False)
     else:
         synk.fork(N, use_gpu=False)
-        know()
-        if who == "master":
+        gather_pids()
+        if where == "master":
             few = _limit(spare), usual[1]
             resource.setrlimit(resource.RLIMIT_NOFILE, few)
             made = [synk.data(np.full(10, i)) for i in range(60)]
-            tell("outcome", value=all(int(d[0]) == i for i, d in enumerate(made)), ended=time.monotonic())
+            report_event("outcome", value=all(int(d[0]) == i for i, d in enumerate(made)), ended=time.monotonic())
             resource.setrlimit(resource.RLIMIT_NOFILE, usual)
         else:
             work = Work()
             assert work.call() == 15.0
             ranks.get_session().run(Limit(2, 0))
             unsent = synk.data(np.arange(6.0))
-            tell("outcome", **attempt(lambda: float(work.f(unsent)[0])))
+            report_event("outcome", **attempt(lambda: float(work.f(unsent)[0])))
             ranks.get_session().run(Limit(2, usual[0]))
             del unsent
             vars(work).clear()
-    tell("works", right=make_expected(N), **attempt(Work().check))
+    report_event("works", right=make_expected(N), **attempt(Work().check))
     synk.close()
-    tell("closed", before=before, after=footprint())
+    report_event("closed", before=before, after=footprint())
 
 
 def _limit(spare: int) -> int:
@@ -313,40 +327,40 @@ def _limit(spare: int) -> int:
 class Limit(Command):
     """Limit the open files of a rank."""
 
-    def __init__(self, who: int, files: int):
-        self.who, self.files = who, files
+    def __init__(self, limited_rank: int, n_files: int):
+        self.limited_rank, self.n_files = limited_rank, n_files
 
     def run(self, rank: ranks.Rank) -> None:
-        if rank.number == self.who:
-            files = self.files or _limit(0)
-            resource.setrlimit(resource.RLIMIT_NOFILE, (files, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
+        if rank.number == self.limited_rank:
+            n_files = self.n_files or _limit(0)
+            resource.setrlimit(resource.RLIMIT_NOFILE, (n_files, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
 
 
 def unmappable() -> None:
     """Create a segment larger than the free address space of a worker."""
     before = start()
     synk.fork(N, use_gpu=False)
-    know()
+    gather_pids()
     work = Work()
     synk.distribute()
     ranks.get_session().run(LimitSpace(2, 32 << 20))
     rows = np.ones(12_000_000)
-    tell("outcome", **attempt(lambda: work.f(rows)))
+    report_event("outcome", **attempt(lambda: work.f(rows)))
     ranks.get_session().run(LimitSpace(2, -1))
-    tell("again", **attempt(work.call))
-    tell("works", right=make_expected(N), **attempt(work.check))
+    report_event("again", **attempt(work.call))
+    report_event("works", right=make_expected(N), **attempt(work.check))
     synk.close()
-    tell("closed", before=before, after=footprint())
+    report_event("closed", before=before, after=footprint())
 
 
 class LimitSpace(Command):
     """Limit the address space of a rank to `spare` more bytes."""
 
-    def __init__(self, who: int, spare: int):
-        self.who, self.spare = who, spare
+    def __init__(self, limited_rank: int, spare: int):
+        self.limited_rank, self.spare = limited_rank, spare
 
     def run(self, rank: ranks.Rank) -> None:
-        if rank.number == self.who:
+        if rank.number == self.limited_rank:
             limit = resource.RLIM_INFINITY if self.spare < 0 else probes._address_space() + self.spare
             resource.setrlimit(resource.RLIMIT_AS, (limit, resource.RLIM_INFINITY))
 
@@ -355,7 +369,7 @@ def unpicklable() -> None:
     """Distribute a graph that can't be pickled."""
     before = start()
     synk.fork(N, use_gpu=False)
-    know()
+    gather_pids()
     work = Work()
     assert work.call() == 15.0
 
@@ -365,23 +379,23 @@ def unpicklable() -> None:
 
     x = probes.tensor.dvector("x")
     g = synk.function([x], (Locked()(x).sum(), "sum"), name="g")
-    tell("outcome", **attempt(synk.distribute))
-    tell("again", **attempt(functools.partial(g, np.ones(3))))
+    report_event("outcome", **attempt(synk.distribute))
+    report_event("again", **attempt(functools.partial(g, np.ones(3))))
     del g
     after(before, work)
 
 
-def announced_to_the_dead() -> None:
+def segment_after_death() -> None:
     """Create a segment after a worker has died, before its death is detected."""
     before = start()
     synk.fork(N, use_gpu=False)
-    pids = know()
+    pids = gather_pids()
     work = Work()
     assert work.call() == 15.0
-    tell("ready", pids=pids)
-    hold("python")
+    report_event("ready", pids=pids)
+    block("python")
     kept = synk.data(np.arange(6.0))
-    tell("outcome", **attempt(functools.partial(work.f, kept)))
+    report_event("outcome", **attempt(functools.partial(work.f, kept)))
     del kept
     after(before, work)
 
@@ -397,17 +411,17 @@ def from_a_thread(busy: bool = False) -> None:
         thread.join(20)
         return results.pop()
 
-    tell("fork", **in_a_thread(lambda: synk.fork(N, use_gpu=False)))
-    pids = know()
+    report_event("fork", **in_a_thread(lambda: synk.fork(N, use_gpu=False)))
+    pids = gather_pids()
     work = Work()
     assert work.call() == 15.0
-    tell("outcome", **in_a_thread(work.call))
-    tell("ready", pids=pids)
+    report_event("outcome", **in_a_thread(work.call))
+    report_event("ready", pids=pids)
     if busy:
         plant("perform", "hold:python", (1, 2))
-    tell("works", right=make_expected(N), **attempt(work.check))
+    report_event("works", right=make_expected(N), **attempt(work.check))
     in_a_thread(synk.close)
-    tell("closed", before=before, after=footprint())
+    report_event("closed", before=before, after=footprint())
 
 
 def first_command() -> None:
@@ -415,22 +429,22 @@ def first_command() -> None:
     before = start()
     probes.PLANS["arguments"] = 0, "raise:ValueError"
     session = ranks.fork(N, 0, False)
-    tell("outcome", **attempt(lambda: session.run(Arguments())))
-    tell("works", right="done", **attempt(lambda: session.run(Arguments())))
+    report_event("outcome", **attempt(lambda: session.run(Arguments())))
+    report_event("works", right="done", **attempt(lambda: session.run(Arguments())))
     del session
     synk.close()
-    tell("closed", before=before, after=footprint())
+    report_event("closed", before=before, after=footprint())
 
 
-def deaf_and_mute() -> None:
+def closed_standard_files() -> None:
     """Run calls with closed standard input, output and error."""
     before = start()
     synk.fork(N, use_gpu=False)
-    know()
+    gather_pids()
     work = Work()
-    tell("works", right=make_expected(N), **attempt(work.check))
+    report_event("works", right=make_expected(N), **attempt(work.check))
     synk.close()
-    tell("closed", before=before, after=footprint())
+    report_event("closed", before=before, after=footprint())
 
 
 class Print(Command):
@@ -444,17 +458,17 @@ class Print(Command):
             print(self.text, end="")
 
 
-def printing_into_nothing() -> None:
+def print_without_reader() -> None:
     """Print in a worker when the reader of the pipe has gone, as in ``python script.py | head -1``."""
     before = start()
     synk.fork(N, use_gpu=False)
-    know()
+    gather_pids()
     work = Work()
-    tell("ready")
-    hold("python")
+    report_event("ready")
+    block("python")
     # Buffered output is lost silently when the command ends; an immediate write is an error.
-    tell("buffered", **attempt(lambda: ranks.get_session().run(Print("x"))))
-    tell("outcome", **attempt(lambda: ranks.get_session().run(Print("x" * 100_000))))
+    report_event("buffered", **attempt(lambda: ranks.get_session().run(Print("x"))))
+    report_event("outcome", **attempt(lambda: ranks.get_session().run(Print("x" * 100_000))))
     after(before, work)
     sys.stdout = None  # otherwise the flush of its buffer fails at exit
 
@@ -497,7 +511,7 @@ def _copied() -> list[str]:
             os.dup2(output, 1)
             os.dup2(output, 2)
             os.close(output)
-            probes.tell_to(events, release)
+            probes.set_event_pipes(events, release)
             return json.loads(message)
         for fd in files:
             os.close(fd)

@@ -26,25 +26,25 @@ from synkhronos.ranks import Command, SharedArray
 class InCollective(Command):
     """Command of an all_reduce that one rank never starts."""
 
-    def __init__(self, deed, culprit, meets):
-        self.deed, self.culprit, self.meets = deed, culprit, meets
+    def __init__(self, action, failing_rank, waits_started):
+        self.action, self.failing_rank, self.waits_started = action, failing_rank, waits_started
 
     def run(self, rank):
         device = rank.device
         communicator = device.get_communicator(rank)
         communicator.connect(rank.all_gather(communicator.generation))
         array = device.from_host(np.ones(1000, "float32"))
-        if rank.number == self.culprit and self.deed != "late":
+        if rank.number == self.failing_rank and self.action != "late":
             time.sleep(0.2)  # the other ranks have started it
-            if self.deed == "kill":
+            if self.action == "kill":
                 os.kill(os.getpid(), signal.SIGKILL)
             raise ArithmeticError("the sum is odd")
         communicator.all_reduce(array, "sum")
-        if self.meets:
+        if self.waits_started:
             communicator.wait_started()
         else:
             communicator.notify_started()
-        if rank.number == self.culprit:
+        if rank.number == self.failing_rank:
             raise ArithmeticError("the sum is odd")
 
 

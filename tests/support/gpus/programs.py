@@ -98,12 +98,12 @@ def faults():
     n = fork()
     s = pytensor.shared(np.ones(5, "float32"), "s")
     synk.function([], (s.sum(), None))()
-    for culprit in range(n):
-        for deed in ("raise", "late"):
-            for meets in (True, False):
+    for failing_rank in range(n):
+        for action in ("raise", "late"):
+            for waits_started in (True, False):
                 begin = time.monotonic()
                 try:
-                    ranks.get_session().run(InCollective(deed, culprit, meets))
+                    ranks.get_session().run(InCollective(action, failing_rank, waits_started))
                     print("nothing was raised")
                 except (ArithmeticError, synk.WorkerError) as error:
                     assert "the sum is odd" in str(error), error
@@ -111,7 +111,7 @@ def faults():
                 synk.all_reduce(s, "sum")
                 assert synk.get_value(n - 1, s)[0] == n
                 s.set_value(np.ones(5, "float32"))
-                assert time.monotonic() - begin < 10, (culprit, deed, meets)
+                assert time.monotonic() - begin < 10, (failing_rank, action, waits_started)
     begin = time.monotonic()
     try:
         ranks.get_session().run(InCollective("kill", n - 1, True))

@@ -83,17 +83,17 @@ class HostProgram:
     def run(self, *program: object) -> str:
         """Run a program; return its output."""
         assert self._process.stdin is not None and self._process.stdout is not None
-        said: list[str] = []
+        lines: list[str] = []
         try:
             print(json.dumps([str(word) for word in program]), file=self._process.stdin)
             for line in iter(self._process.stdout.readline, "ended\n"):
-                said.append(line)
+                lines.append(line)
                 assert line, self._read()
         except BaseException:  # including a test's time limit
             self.failed = True
             self._process.kill()
             raise
-        return "".join(said)
+        return "".join(lines)
 
     def end(self) -> None:
         """End the process, and check its exit status unless a program has failed."""

@@ -73,7 +73,7 @@ def train() -> None:
     print(digest(*(w.get_value() for w in weights), *losses))
 
 
-def show(s: Any, values: list[np.ndarray]) -> None:
+def set_values(s: Any, values: list[np.ndarray]) -> None:
     """Set a different value on each rank."""
     for r, value in enumerate(values):
         synk.set_value(r, s, value)
@@ -92,20 +92,20 @@ def collectives() -> None:
             synk.function([], [], updates=[(s, s)])
             synk.distribute()
             for op in ("sum", "avg", "max") if dtype != "int64" else ("sum", "min"):
-                show(s, values)
+                set_values(s, values)
                 synk.all_reduce(s, op)
                 results = synk.gather(s, nd_up=1)
                 assert all(np.array_equal(result, results[0]) for result in results)
                 print(dtype, size, op, digest(results[0]))
-            show(s, values)
+            set_values(s, values)
             got = synk.gather(s, nd_up=1)
             assert all(np.array_equal(got[r], values[r]) for r in range(n))
             synk.reduce(s, "prod")
             print("reduce", digest(s.get_value()))
-            show(s, values)
+            set_values(s, values)
             synk.reduce_scatter(s, "sum")
             print("reduce_scatter", synk.get_lengths(s), digest(synk.gather(s, nd_up=0)))
-            show(s, values)
+            set_values(s, values)
             synk.broadcast(s)
             results = synk.gather(s, nd_up=1)
             assert all(np.array_equal(result, values[0]) for result in results)
@@ -169,7 +169,7 @@ def files(path: str, other: str) -> None:
         f(synk.data_file(other))
     except synk.WorkerError as error:
         assert "host b" in str(error) and "No such file" in str(error), error
-        print("told")
+        print("error names the host")
 
 
 def triples(start: int, stop: int) -> np.ndarray:
@@ -177,7 +177,7 @@ def triples(start: int, stop: int) -> np.ndarray:
     return np.arange(3.0 * start, 3.0 * stop).reshape(-1, 3)
 
 
-def refused(error: type[Exception], words: str, call: Any) -> None:
+def check_error(error: type[Exception], words: str, call: Any) -> None:
     """Check that a call raises an error with these words."""
     try:
         call()
@@ -190,7 +190,7 @@ def refused(error: type[Exception], words: str, call: Any) -> None:
 def parts() -> None:
     """Load rows on each host, compute on them, and index rows of other hosts."""
     n = fork()
-    here, is_alone = int(HOSTS[0].partition(":")[2]), len(HOSTS) == 1
+    n_local_ranks, is_alone = int(HOSTS[0].partition(":")[2]), len(HOSTS) == 1
     x = tensor.dmatrix("x")
     f = synk.function([x], [(x * 2, "gather"), (x.sum(), "sum")])
     s = shared(np.zeros((1, 3)), "s")
@@ -202,7 +202,7 @@ def parts() -> None:
         before = synk.bytes_sent()
         double, total = f(data)
         np.testing.assert_array_equal(double, 2 * whole)
-        assert total == whole.sum() and (data.local_rows == range(length)) == (is_alone or length <= here)
+        assert total == whole.sum() and (data.local_rows == range(length)) == (is_alone or length <= n_local_ranks)
         np.testing.assert_array_equal(data[data.local_rows.start : data.local_rows.stop], whole[: len(data.local_rows)])
         if length >= n:
             seen = []
@@ -220,10 +220,10 @@ def parts() -> None:
     else:
         held = f"has those from 0 to {data.local_rows.stop - 1}"
         for batch in (last, slice(600, 1000), slice(1000, 600, -1)):
-            refused(IndexError, held, lambda batch=batch: f(data, batch=batch))
-        refused(IndexError, held, lambda: synk.broadcast(s, data))
-        refused(IndexError, "this host has rows 0 to", lambda: data[-1])
-        refused(IndexError, "others have the rest", lambda: np.asarray(data))
+            check_error(IndexError, held, lambda batch=batch: f(data, batch=batch))
+        check_error(IndexError, held, lambda: synk.broadcast(s, data))
+        check_error(IndexError, "this host has rows 0 to", lambda: data[-1])
+        check_error(IndexError, "others have the rest", lambda: np.asarray(data))
 
         def load(start: int, stop: int) -> np.ndarray:
             if stop == 1001:
@@ -232,20 +232,20 @@ def parts() -> None:
 
         start = 1001 - 1001 // n
         words = f"rank {n - 1} on host b raised RuntimeError: load({start}, 1001), for rank {n - 1}: OSError: the disk"
-        refused(synk.WorkerError, words, lambda: synk.data_parts(load, 1001))
+        check_error(synk.WorkerError, words, lambda: synk.data_parts(load, 1001))
     np.testing.assert_array_equal(f(data)[0], 2 * whole)
     print("right")
 
 
-def own_rows(worker: synk.Worker, rows: Any, f: Any) -> Any:
+def use_local_rows(worker: synk.Worker, rows: Any, f: Any) -> Any:
     """Compute on rows of this host, and request others."""
-    here, said = rows.local_rows, []
-    for call in (lambda: rows[[here.start, here.stop % len(rows)]], lambda: rows.array, lambda: f(rows)):
+    local_rows, errors = rows.local_rows, []
+    for call in (lambda: rows[[local_rows.start, local_rows.stop % len(rows)]], lambda: rows.array, lambda: f(rows)):
         try:
             call()
         except IndexError as error:
-            said.append(str(error))
-    return here, f(rows[here.start : here.stop][1:]), said
+            errors.append(str(error))
+    return local_rows, f(rows[local_rows.start : local_rows.stop][1:]), errors
 
 
 def parts_tasks() -> None:
@@ -258,17 +258,17 @@ def parts_tasks() -> None:
     data, whole = synk.data_parts(lambda start, stop: triples(start, stop), 101), triples(0, 101)
     f(synk.data(whole))
     before = synk.bytes_sent()
-    results = synk.run(programs.own_rows, data, f)
+    results = synk.run(programs.use_local_rows, data, f)
     assert synk.bytes_sent() - before < 4096
     for ranks_of_host in ranks.get_session().link.ranks_by_host:
         for r in ranks_of_host:
-            here, total, said = results[r]
-            assert float(total) == whole[here.start + 1 : here.stop].sum()
+            local_rows, total, errors = results[r]
+            assert float(total) == whole[local_rows.start + 1 : local_rows.stop].sum()
             if len(HOSTS) == 1:
-                assert here == range(101) and not said
+                assert local_rows == range(101) and not errors
             else:
-                words = f"rank {r}'s host has {here.start} to {here.stop - 1} (rows.local_rows)"
-                assert len(said) == 3 and all(words in each for each in said), said
+                words = f"rank {r}'s host has {local_rows.start} to {local_rows.stop - 1} (rows.local_rows)"
+                assert len(errors) == 3 and all(words in error for error in errors), errors
     assert sum(len(results[of_host[0]][0]) for of_host in ranks.get_session().link.ranks_by_host) == 101
     print("right", n)
 
@@ -295,7 +295,7 @@ def parts_trainer(counts: str) -> None:
             for of_host in by_host
         ]
         arrays = [X, Y, np.arange(length)]
-        x, *y = [synk.data_parts(lambda start, stop, each=each: each[start:stop], length) for each in arrays]
+        x, *y = [synk.data_parts(lambda start, stop, array=array: array[start:stop], length) for array in arrays]
         for name in ALL if sizes[0] == sizes[1] else ["BSP", "EASGD"]:
             with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
                 model = Model(name)
@@ -315,9 +315,9 @@ def parts_trainer(counts: str) -> None:
                 within = Checkpoint(folder).paths()[2]
                 rest = list(again.trainer.epochs(x, y, 3, 2, valid=(x, y), resume=within))
                 assert np.array_equal(again.values(), model.values()), name
-                said = [(r.loss, r.validation["mse"]) for r in [*reports, *rest]]
-                print(name, digest(model.values(), said))
-                refused(
+                numbers = [(r.loss, r.validation["mse"]) for r in [*reports, *rest]]
+                print(name, digest(model.values(), numbers))
+                check_error(
                     CheckpointError,
                     f"within an epoch over data_parts, of {sizes} ranks on the hosts and 3 rows",
                     lambda again=again, within=within: list(again.trainer.epochs(x, y, 2, 2, resume=within)),
@@ -335,7 +335,7 @@ def parts_memory() -> None:
     data.free_memory()
 
 
-def talk(worker: synk.Worker) -> Any:
+def communicate(worker: synk.Worker) -> Any:
     """Exchange numbers in pairs, in groups and among all ranks."""
     n, me = worker.size, worker.number
     for k in range(20):
@@ -366,12 +366,12 @@ def talk(worker: synk.Worker) -> Any:
     return me, sums[0]
 
 
-def back(worker: synk.Worker, value: Any) -> Any:
+def return_value(worker: synk.Worker, value: Any) -> Any:
     """Return the argument."""
     return value
 
 
-def often(worker: synk.Worker) -> bool:
+def all_reduce_often(worker: synk.Worker) -> bool:
     """All-reduce small arrays, more often than a pipe has frames."""
     return all(worker.all_reduce(np.full(3, k), "sum")[0] == worker.size * k for k in range(100))
 
@@ -382,20 +382,20 @@ def tasks() -> None:
     from hosts import programs  # other ranks import it by its name
 
     large = np.arange(300_000)  # longer than the mailbox
-    assert all(np.array_equal(each, large) for each in synk.run(programs.back, large))
+    assert all(np.array_equal(received, large) for received in synk.run(programs.return_value, large))
     for nbytes in range(261_500, 262_200, 50):  # about the size of the mailbox
-        assert synk.run(programs.back, b"x" * nbytes) == [b"x" * nbytes] * n
-    assert all(synk.run(programs.often))
+        assert synk.run(programs.return_value, b"x" * nbytes) == [b"x" * nbytes] * n
+    assert all(synk.run(programs.all_reduce_often))
     for _ in range(3):
-        print(synk.run(programs.talk))
+        print(synk.run(programs.communicate))
     counter = synk.data(np.zeros(100))
     turns = synk.run(task_programs.add_ones, counter, 50)
     assert np.asarray(counter).tolist() == [50.0 * n] * 100
-    assert sorted(turn for each in turns for turn in each) == list(range(50 * n))
-    print(synk.run(programs.talk))
+    assert sorted(turn for rank_turns in turns for turn in rank_turns) == list(range(50 * n))
+    print(synk.run(programs.communicate))
 
 
-def by_chance(worker: synk.Worker, rows: Any, seed: int, who: int, times: int) -> list[float]:
+def add_at_random(worker: synk.Worker, rows: Any, seed: int, failing_rank: int, times: int) -> list[float]:
     """Add 1 to a row under its lock, many times; one rank may fail in between.  Return the rows' values."""
     rng = np.random.default_rng((seed, worker.number))
     for i in range(times):
@@ -403,7 +403,7 @@ def by_chance(worker: synk.Worker, rows: Any, seed: int, who: int, times: int) -
         with worker.lock(k) as lock:
             lock.read(rows[k : k + 1])
             assert rows.array[k].min() == rows.array[k].max(), "others have written meanwhile"
-            if worker.number == who and i == times // 2:
+            if worker.number == failing_rank and i == times // 2:
                 raise KeyError("a fault")
             rows.array[k] += 1
             lock.write(rows[k : k + 1])
@@ -416,7 +416,7 @@ def by_chance(worker: synk.Worker, rows: Any, seed: int, who: int, times: int) -
     return values
 
 
-def last(worker: synk.Worker, rows: Any) -> float:
+def get_last_item(worker: synk.Worker, rows: Any) -> float:
     """Return the last item of this rank's rows."""
     return float(rows.array[-1, -1])
 
@@ -427,17 +427,17 @@ def locks() -> None:
     from hosts import programs
 
     before = synk.bytes_sent()
-    for who in range(n + 3):  # from n on no rank fails
-        rows = create_unpublished((n + 3, 1000 if who % 2 else 1_500_000), "float32")
+    for failing_rank in range(n + 3):  # from n on no rank fails
+        rows = create_unpublished((n + 3, 1000 if failing_rank % 2 else 1_500_000), "float32")
         rows[...] = 5
-        assert synk.run(programs.last, rows) == [5.0] + [0.0] * (n - 1)
+        assert synk.run(programs.get_last_item, rows) == [5.0] + [0.0] * (n - 1)
         rows[...] = 0
         try:
-            results = synk.run(programs.by_chance, rows, who, who, 10)
+            results = synk.run(programs.add_at_random, rows, failing_rank, failing_rank, 10)
         except (KeyError, synk.WorkerError) as error:
-            assert who < n and "a fault" in str(error), error
+            assert failing_rank < n and "a fault" in str(error), error
         else:
-            assert who >= n
+            assert failing_rank >= n
             assert all(result == results[0] for result in results) and sum(results[0]) == 10 * n, results
     assert synk.bytes_sent() - before > 6_000_000  # at least one row of the first host
     print("right")
@@ -501,7 +501,7 @@ def options() -> None:
         print(rule.__name__, digest(model.values(), losses, again.values(), rest, *averages))
 
 
-def apart() -> None:
+def train_asynchronously() -> None:
     """Train under each asynchronous rule, and resume from a checkpoint."""
     import tempfile
 
@@ -690,7 +690,7 @@ def survive_host(name: str, fault: str) -> None:
     print("right")
 
 
-def launched() -> None:
+def fork_launched() -> None:
     """Fork where ``mpirun`` has started this program on all hosts."""
     print("ranks", synk.fork(2, use_gpu=False))
     x = tensor.dmatrix("x")

@@ -115,9 +115,9 @@ class Tree:
                 continue
             self._text += os.read(self._events, 1 << 16)
         line, self._text = self._text.split(b"\n", 1)
-        told: dict[str, Any] = json.loads(line)
-        assert told["event"] == event, f"{told}\n{self.printed()}"
-        return told
+        message: dict[str, Any] = json.loads(line)
+        assert message["event"] == event, f"{message}\n{self.printed()}"
+        return message
 
     def fork(self, hosts: list[str], environment: dict[str, str] | None = None, **settings: Any) -> dict[str, Any]:
         """Order a fork; return its outcome."""

@@ -117,13 +117,13 @@ class Huge(Optioned):
     def load(self):
         (x, y), valid = super().load()
         x[0], y[0] = [1e18, 0, 0], -1e18
-        return [x.astype("float32"), y.astype("float32")], [each.astype("float32") for each in valid]
+        return [x.astype("float32"), y.astype("float32")], [array.astype("float32") for array in valid]
 
     def updates(self, loss, params, learning_rate):
         return {p: p - learning_rate * g for p, g in zip(params, loss, strict=True)}
 
     def cleanup(self):
-        state = {each.variable.name: each.variable.get_value() for each in self._apply_fn.maker.inputs}
+        state = {entry.variable.name: entry.variable.get_value() for entry in self._apply_fn.maker.inputs}
         values = [state[name].tolist() for name in ("loss_scale", "loss_scale_steps", "w", "w_ema")]
         print(f"state {values}\n", end="")
 

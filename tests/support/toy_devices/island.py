@@ -32,10 +32,10 @@ class IslandArray:
         return MEMORY[self.address]
 
     def _launch(self, function, *operands):
-        if any(isinstance(each, np.ndarray) and each.ndim for each in operands):
+        if any(isinstance(operand, np.ndarray) and operand.ndim for operand in operands):
             raise TypeError("an array of the host has to be copied to the island first")
         counts["launches"] += 1
-        operands = [each.items() if isinstance(each, IslandArray) else each for each in operands]
+        operands = [operand.items() if isinstance(operand, IslandArray) else operand for operand in operands]
         return IslandArray(np.array(function(self.items(), *operands)))
 
     def __add__(self, other):
@@ -89,7 +89,7 @@ class Island(Device):
 
     def concatenate(self, arrays):
         counts["launches"] += 1
-        return IslandArray(np.concatenate([each.items() for each in arrays]))
+        return IslandArray(np.concatenate([array.items() for array in arrays]))
 
     # -- collectives: without these, arrays would be combined through the host ------------------------------
 
@@ -131,7 +131,7 @@ class Bridge(Communicator):
         """Return all ranks' items."""
         assert self.generation, "not connected"
         counts["collectives"] += 1
-        return [pickle.loads(each) for each in self._rank.all_gather_bytes(pickle.dumps(array.items()))]
+        return [pickle.loads(message) for message in self._rank.all_gather_bytes(pickle.dumps(array.items()))]
 
     def all_reduce(self, array, op):
         array.items()[...] = _combine(op, self._send(array))

@@ -60,11 +60,11 @@ class Combining(HostCommunicator):
 
     def gather(self, array, root, layouts, out):
         Combining.count += 1
-        super().gather(inside(array), root, layouts, out and [inside(each) for each in out])
+        super().gather(inside(array), root, layouts, out and [inside(part) for part in out])
 
     def all_gather(self, array, layouts, out):
         Combining.count += 1
-        super().all_gather(inside(array), layouts, [inside(each) for each in out])
+        super().all_gather(inside(array), layouts, [inside(part) for part in out])
 
 
 def inside(array):

@@ -27,7 +27,7 @@ class Launch(Runner):
         Launch.count += 1
         results = []
         for k in range(self.n_repeats):
-            results.append(super().__call__(*(np.split(each, self.n_repeats)[k] for each in inputs)))
+            results.append(super().__call__(*(np.split(array, self.n_repeats)[k] for array in inputs)))
             for function in self.behind:
                 function()
         return [Handle(value) for output in zip(*results, strict=True) for value in output]

@@ -73,10 +73,10 @@ def _receive(connection):
         content = bytearray(n)
         rest = memoryview(content)
         while rest:
-            came = connection.recv_into(rest)
-            if not came:
+            n_received = connection.recv_into(rest)
+            if not n_received:
                 raise ConnectionError
-            rest = rest[came:]
+            rest = rest[n_received:]
         return content
 
     return pickle.loads(exactly(_HEAD.unpack(exactly(_HEAD.size))[0]))
