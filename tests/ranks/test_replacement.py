@@ -94,7 +94,7 @@ def test_master_alone_closes_the_files_of_its_memory(session):
         files = len(os.listdir("/proc/self/fd"))
         session.replace_workers(spawn=True, without=(1, 2))
         assert len(os.listdir("/proc/self/fd")) <= files
-        assert session.size == 1 and float(read(f(data[4]))) == 12.0
+        assert session.size == 1 and float(read_results(f(data[4]))) == 12.0
 
 
 def test_fresh_workers_refuse_a_file_that_has_been_replaced(session, tmp_path):
@@ -202,7 +202,7 @@ def test_ranks_are_left_out_once_if_the_control_memory_cannot_be_created(session
         assert session.size == 2 and session.has_kept_memory
         assert session.death == (0, "", 0, "could not start: no control memory could be created", ())
         session.replace_workers()
-        assert session.size == 2 and session.death is None and float(read(f(data))) == 18.0
+        assert session.size == 2 and session.death is None and float(read_results(f(data))) == 18.0
 
 
 def test_error_of_a_new_link_is_the_next_death(session, monkeypatch):
@@ -217,7 +217,7 @@ def test_error_of_a_new_link_is_the_next_death(session, monkeypatch):
             session.replace_workers(without=(1,))
         assert session.size == 3 and session.death == (0, "", 0, "could not start: OSError: too many files", ())
         session.replace_workers()
-        assert session.size == 3 and float(read(f(data))) == 18.0
+        assert session.size == 3 and float(read_results(f(data))) == 18.0
 
 
 def test_interrupt_after_the_new_link_ends_its_agents(session, monkeypatch):
