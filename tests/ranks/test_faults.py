@@ -444,7 +444,7 @@ def test_fork_names_the_limit_of_open_files(spare):
 @pytest.mark.any_library
 def test_data_need_few_open_files():
     with Program("few_file_descriptors", where="master", spare=8) as program:
-        assert program.wait("outcome").get("value") is True, program.event
+        assert program.wait("outcome").get("value") is True, program.events
         works = program.wait("works")
         assert works.get("value") == works["right"], works
         check_footprint(program.wait("closed"))
@@ -454,7 +454,7 @@ def test_data_need_few_open_files():
 @pytest.mark.any_library
 def test_worker_at_the_limit_of_open_files_continues():
     with Program("few_file_descriptors", where="worker", spare=0) as program:
-        assert program.wait("outcome").get("value") == 15.0, program.event  # the worker keeps a spare descriptor
+        assert program.wait("outcome").get("value") == 15.0, program.events  # the worker keeps a spare descriptor
         works = program.wait("works")
         assert works.get("value") == works["right"], works
         check_footprint(program.wait("closed"))
@@ -466,7 +466,7 @@ def test_worker_at_the_limit_of_address_space_continues():
     with Program("unmappable") as program:
         outcome = program.wait("outcome")
         assert outcome["error"] == "WorkerError" and "can't be mapped" in outcome["message"], outcome
-        assert program.wait("again").get("value") == 15.0, program.event  # the segment is mapped now
+        assert program.wait("again").get("value") == 15.0, program.events  # the segment is mapped now
         works = program.wait("works")
         assert works.get("value") == works["right"], works
         check_footprint(program.wait("closed"))
@@ -493,7 +493,7 @@ def test_segment_creation_reports_an_unnoticed_death():
 def test_ranks_outlive_the_thread_that_forked_them():
     with Program("from_a_thread") as program:
         assert program.wait("fork")["value"] == 3
-        assert program.wait("outcome").get("value") == 15.0, program.event
+        assert program.wait("outcome").get("value") == 15.0, program.events
         works = program.wait("works")
         assert works.get("value") == works["right"], works
         check_footprint(program.wait("closed"))
