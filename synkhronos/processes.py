@@ -22,6 +22,7 @@ import numpy as np
 from synkhronos import engines, ranks
 from synkhronos.checks import check_flag, check_index, check_integer, check_number
 from synkhronos.devices import HOST, choose_device, force_cpu, get_device, is_fork_unsafe
+from synkhronos.gpus import get_n_gpu
 from synkhronos.graphs import list_loaded_libraries
 from synkhronos.hosts import (
     MAX_RANKS_PER_HOST,
@@ -91,7 +92,11 @@ class _Bind(Command):
         local_ranks = rank.control.local_ranks
         index, gpus = rank.number - local_ranks.start, self.gpus
         if rank.root not in local_ranks:
-            index = self.gpu_numbers[rank.number]
+            numbers = self.gpu_numbers[local_ranks.start : local_ranks.stop]
+            if (
+                device is HOST or max(numbers) < get_n_gpu()
+            ):  # else CUDA has numbered the GPUs anew, without a broken one
+                index = numbers[index]
             gpus = device.assign_gpus(index + 1, 0)
         device.bind(rank, gpus[index])
 

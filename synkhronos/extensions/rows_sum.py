@@ -225,7 +225,8 @@ class RowsSum:
         # As in PyMC, checks of parameters are no part of the gradient, where they keep PyTensor from merging terms.
         wrt = [self._inputs[i] for i in self.floats]
         # PyMC rewrites a density in the same way before its gradient, which would be less exact otherwise.
-        total = rewrite_graph(_remove_checks(self.total), include=("canonicalize", "stabilize"))
+        # Rewrites change a graph in place, and the value is compiled from this one.
+        total = rewrite_graph(clone_replace(_remove_checks(self.total)), include=("canonicalize", "stabilize"))
         return list(grad(total, wrt, disconnected_inputs="ignore"))
 
     @cached_property

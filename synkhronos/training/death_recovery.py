@@ -48,6 +48,8 @@ T = TypeVar("T")
 MAX_REPEATED_DEATHS = 3
 #: Number of failed starts of a rank in a row after which the rank is left out.
 MAX_FAILED_STARTS = 2
+#: Number of seconds before a host that could not be reached gets its second try.
+_RETRY_SECONDS = 1.0
 #: Approximate number of seconds between two copies, where ranks take their own steps.
 _INTERVAL = 1.0
 #: Copies: the states of all ranks by the trainer's name.  Forked workers inherit them.
@@ -267,7 +269,8 @@ class DeathRecovery(DeathHandler):
             assert death is not None
             who = describe_rank(death.rank, death.host)
             self._n_deaths += 1
-            self._n_repeated += 1
+            # A device or host gets a second try, which is not a fault of the operation.
+            self._n_repeated += not (_is_failed_start(death) and death.rank == self._failed_rank)
             if self._n_deaths > self._max_deaths:
                 limit = f"max_deaths={self._max_deaths} of them"
             elif self._n_repeated > MAX_REPEATED_DEATHS:
@@ -279,7 +282,9 @@ class DeathRecovery(DeathHandler):
                     f"{who} {death.cause}; on_death='continue' goes on after {limit}, and this is one more", death.rank
                 ) from error
             deaths.append(death)
-            left_out, size = self._choose_ranks_to_leave_out(death, left_out), session.size
+            left_out, size = self._choose_ranks_to_leave_out(death, left_out, error), session.size
+            if death.lost_ranks and not left_out:  # a host that could not be reached
+                time.sleep(_RETRY_SECONDS)
             try:
                 self._restore(left_out)
             except Exception as failure:
@@ -296,7 +301,7 @@ class DeathRecovery(DeathHandler):
             return
         raise error
 
-    def _choose_ranks_to_leave_out(self, death: Death, pending: Sequence[int]) -> Sequence[int]:
+    def _choose_ranks_to_leave_out(self, death: Death, pending: Sequence[int], cause: Exception) -> Sequence[int]:
         """Return the ranks whose device or host can't be used any more; all others start again.
 
         Parameters
@@ -304,13 +309,15 @@ class DeathRecovery(DeathHandler):
         death : Death
         pending : sequence of int
             Ranks that were chosen before, and have not been removed, as a host could not be reached.
+        cause : Exception
+            Error that the death has caused.
 
         Raises
         ------
         WorkerError
             If the training cannot continue without these ranks.
         """
-        is_failed_start = death.cause.startswith(FAILED_START_PREFIX)
+        is_failed_start = _is_failed_start(death)
         if not is_failed_start or death.rank != self._failed_rank:
             self._n_failed_starts, self._failed_rank = 0, death.rank
         self._n_failed_starts += is_failed_start
@@ -321,10 +328,10 @@ class DeathRecovery(DeathHandler):
         failure = f"on_death='continue': {who} {death.cause}"
         left_out = sorted({*pending, *(death.lost_ranks or (death.rank,))})
         if self._session.rank.root in left_out:
-            raise WorkerError(f"{failure}; no device is left for the master", death.rank)
+            raise WorkerError(f"{failure}; no device is left for the master", death.rank) from cause
         if self._sharded_optimizer is not None:
             reason = "with shard_optimizer=True the training needs all ranks: resume from a checkpoint"
-            raise WorkerError(f"{failure}; {reason}", death.rank)
+            raise WorkerError(f"{failure}; {reason}", death.rank) from cause
         _log.warning("%s %s; the training goes on without ranks %s", who, death.cause, left_out)
         self._n_failed_starts = self._n_repeated = 0
         return left_out
@@ -354,6 +361,10 @@ class DeathRecovery(DeathHandler):
         state.set_sharded_optimizer(self._sharded_optimizer)
         if not training.is_joint and self._has_trained:
             run(rank_state.set_reported_params, training.name, training.rule)
+
+
+def _is_failed_start(death: Death) -> bool:
+    return death.cause.startswith(FAILED_START_PREFIX)
 
 
 def _list_vectors(groups: VariableGroups) -> list[tuple[str, list[Any]]]:

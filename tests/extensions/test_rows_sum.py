@@ -181,6 +181,13 @@ def test_rows_sum_value_beside_gradients_has_derivatives(two):
     np.testing.assert_allclose(f(0.5), [first, second, second**2 + first * third])
 
 
+def test_rows_sum_gradient_leaves_the_graph_of_the_value_as_it_was(two):
+    a = pt.dscalar("a")
+    rows = sum_over_rows((pt.log(pt.exp(a)) * y + 0) ** 2, {y: Y}).owner.op.rows
+    graph = pytensor.dprint(rows.total, file="str")
+    assert rows._gradients and pytensor.dprint(rows.total, file="str") == graph
+
+
 def test_rows_sum_value_computes_no_gradient(two, calls):
     a = pt.dscalar("a")
     value = function([a], sum_over_rows((y - a) ** 2, {y: Y}))

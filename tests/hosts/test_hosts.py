@@ -240,10 +240,16 @@ def test_rank_left_out_on_another_host_leaves_out_its_gpu(monkeypatch):
     monkeypatch.setattr(processes, "get_device", lambda name: device)
     monkeypatch.setattr(processes, "_keep_freed_memory", lambda: None)
     command = processes._Bind("jax", ["0", "1"], (b"", b""), gpu_numbers=(0, 1, 0, 1, 2)).without_rank(2)
-    for number, local_ranks in enumerate([range(2), range(2), range(2, 4), range(2, 4)]):
-        control = SimpleNamespace(local_ranks=local_ranks)
-        command.run(SimpleNamespace(number=number, root=0, is_master=True, control=control))
-    assert bound == [(0, "0"), (1, "1"), (2, "y"), (3, "z")]
+    for n_gpus, gpus in (
+        (3, ["0", "1", "y", "z"]),
+        (2, ["0", "1", "x", "y"]),
+    ):  # 2: the broken one is not visible any more
+        monkeypatch.setattr(processes, "get_n_gpu", lambda n_gpus=n_gpus: n_gpus)
+        for number, local_ranks in enumerate([range(2), range(2), range(2, 4), range(2, 4)]):
+            control = SimpleNamespace(local_ranks=local_ranks)
+            command.run(SimpleNamespace(number=number, root=0, is_master=True, control=control))
+        assert bound == list(enumerate(gpus))
+        bound.clear()
 
 
 def test_fork_on_one_host_needs_no_mpirun(monkeypatch):
