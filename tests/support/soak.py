@@ -126,7 +126,7 @@ class InjectAtBarrier(Command):
         for number, k, action in self.orders:
             if number == rank.number:
                 left = iter(range(k - 1, -1, -1))
-                for name in ("barrier", "gather"):
+                for name in ("barrier", "gather_bytes"):
                     setattr(rank, name, functools.partial(_count_down, left, action, getattr(rank, name)))
 
 
@@ -141,7 +141,7 @@ class RemoveInjections(Command):
     """Command that removes the actions of `InjectAtBarrier`."""
 
     def run(self, rank):
-        for name in ("barrier", "gather"):
+        for name in ("barrier", "gather_bytes"):
             rank.__dict__.pop(name, None)
 
 
