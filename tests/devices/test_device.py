@@ -141,7 +141,7 @@ def test_error_leaves_variables_on_a_toy_device(toy, fork):
     fork(2)
     x, s = tensor.dmatrix("x"), shared(np.zeros(3), "s")
     f = synk.function([x], updates=[(s, s + tensor.dot(x, s))], mode="FAST_COMPILE")
-    with pytest.raises(ValueError):
+    with pytest.raises((ValueError, synk.WorkerError)):  # whichever rank raises first
         f(np.ones((4, 2)))
     assert toy.owns(get_array(s))
     np.testing.assert_array_equal(gather_on_device(s), np.zeros((2, 3)))
