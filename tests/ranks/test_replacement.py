@@ -41,6 +41,12 @@ def kill_and_replace(session, call, rank=1):
         call()
 
 
+def make_sum():
+    """Return a function that sums its rows, and rows for it."""
+    x = T.dmatrix("x")
+    return synk.function([x], (x.sum(), "sum")), synk.data(np.ones((6, 3)))
+
+
 @pytest.mark.parametrize("spawn", [False, True])
 def test_new_workers_have_data_functions_and_variables(session, spawn):
     x, w = T.dmatrix("x"), shared(np.zeros(3), "w")
@@ -111,9 +117,7 @@ def test_fresh_workers_refuse_a_file_that_has_been_replaced(session, tmp_path):
 
 
 def test_compiled_functions_are_inherited(session):
-    x = T.dmatrix("x")
-    f = synk.function([x], (x.sum(), "sum"))
-    data = synk.data(np.ones((6, 3)))
+    f, data = make_sum()
     f(data)
     with session.keep_memory():
         kill_and_replace(session, lambda: f(data))
@@ -149,9 +153,7 @@ def test_streams_of_new_workers_differ(session, spawn):
 
 
 def test_settings_reach_new_workers(session):
-    x = T.dmatrix("x")
-    f = synk.function([x], (x.sum(), "sum"))
-    data = synk.data(np.ones((6, 3)))
+    f, data = make_sum()
     f(data)
     with session.keep_memory():
         kill_and_replace(session, lambda: f(data))
@@ -167,9 +169,7 @@ class GetNumpyErrors(ranks.Command):
 
 
 def test_interrupted_replacement_closes_the_ranks(session):
-    x = T.dmatrix("x")
-    f = synk.function([x], (x.sum(), "sum"))
-    data = synk.data(np.ones((6, 3)))
+    f, data = make_sum()
 
     class Interrupted:
         def renew(self):
@@ -189,9 +189,7 @@ def test_interrupted_replacement_closes_the_ranks(session):
 
 
 def test_ranks_are_left_out_once_if_the_control_memory_cannot_be_created(session, monkeypatch):
-    x = T.dmatrix("x")
-    f = synk.function([x], (x.sum(), "sum"))
-    data = synk.data(np.ones((6, 3)))
+    f, data = make_sum()
     f(data)
     with session.keep_memory():
         kill_and_replace(session, lambda: f(data))
@@ -206,9 +204,7 @@ def test_ranks_are_left_out_once_if_the_control_memory_cannot_be_created(session
 
 
 def test_error_of_a_new_link_is_the_next_death(session, monkeypatch):
-    x = T.dmatrix("x")
-    f = synk.function([x], (x.sum(), "sum"))
-    data = synk.data(np.ones((6, 3)))
+    f, data = make_sum()
     f(data)
     with session.keep_memory():
         kill_and_replace(session, lambda: f(data))
@@ -221,9 +217,7 @@ def test_error_of_a_new_link_is_the_next_death(session, monkeypatch):
 
 
 def test_interrupt_after_the_new_link_ends_its_agents(session, monkeypatch):
-    x = T.dmatrix("x")
-    f = synk.function([x], (x.sum(), "sum"))
-    data = synk.data(np.ones((6, 3)))
+    f, data = make_sum()
     f(data)
     link = mock.Mock(end=mock.Mock())
     type(link).needs_control_file = mock.PropertyMock(side_effect=KeyboardInterrupt)  # read before the deferral
@@ -236,9 +230,7 @@ def test_interrupt_after_the_new_link_ends_its_agents(session, monkeypatch):
 
 
 def test_after_the_context_a_death_frees_all(session):
-    x = T.dmatrix("x")
-    f = synk.function([x], (x.sum(), "sum"))
-    data = synk.data(np.ones((6, 3)))
+    f, data = make_sum()
     with session.keep_memory():
         kill_and_replace(session, lambda: f(data))
     with pytest.raises(RuntimeError, match="no worker has died within"):
@@ -249,9 +241,7 @@ def test_after_the_context_a_death_frees_all(session):
 
 
 def test_death_outside_the_replacement_context_frees_all(session):
-    x = T.dmatrix("x")
-    f = synk.function([x], (x.sum(), "sum"))
-    data = synk.data(np.ones((6, 3)))
+    f, data = make_sum()
     with session.keep_memory():
         f(data)
     kill_and_replace(session, lambda: f(data))
