@@ -354,10 +354,8 @@ class Supervisor:
             return False
         copy = next((str(path) for path in reversed(list_checkpoints(self._copies.path))), self._checkpoint)
         self._n_repeated = 1 if copy != self._checkpoint else self._n_repeated + 1
-        self._n_deaths, self._n_logged_deaths = (
-            self._n_deaths + 1,
-            len(deaths),
-        )  # the master may die after it has noted one
+        self._n_deaths += 1
+        self._n_logged_deaths = len(deaths)  # perhaps two more: the master may die after it has recorded a death
         limit = ""
         if self._n_deaths > self.settings.max_deaths:
             limit = f"max_deaths = {self.settings.max_deaths} of them"

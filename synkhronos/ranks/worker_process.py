@@ -150,9 +150,13 @@ def _serve(rank: Rank, channel: socket.socket, newest_key: int) -> None:
     posted, number = Control.POSTED, 0
     cache: BoundedCache[bytes, Command] = BoundedCache(MAX_CACHED_COMMANDS)
     receiver = SegmentReceiver(channel)
+
+    def has_next_command() -> bool:
+        return words[posted] > number
+
     while True:
         command: Command | None = None
-        control.wait(rank.number, lambda: words[posted] > number, AWAITS_COMMAND, rank.check_peers, IDLE_POLL_SECONDS)  # noqa: B023
+        control.wait(rank.number, has_next_command, AWAITS_COMMAND, rank.check_peers, IDLE_POLL_SECONDS)
         number = words[posted]
         rank.begin_command(number)
         try:

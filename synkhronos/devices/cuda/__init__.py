@@ -17,14 +17,12 @@ GPU_REQUIREMENTS: dict[tuple[str, ...], str] = {("nccl.core",): "nccl4py", ("cud
 
 
 def assign_gpus(n_local_ranks: int, local_master: int, started_gpu: str | None) -> list[str]:
-    """Return the GPU of each rank of this host, as ``CUDA_VISIBLE_DEVICES`` names it.
+    """Return the GPU of each rank of this host, as `Device.assign_gpus` does.
 
     Parameters
     ----------
-    n_local_ranks : int
-        Number of ranks of this host.
-    local_master : int
-        Index of the master among them; 0 on other hosts.
+    n_local_ranks, local_master : int
+        As in `Device.assign_gpus`.
     started_gpu : str or None
         GPU on which this process has started CUDA already, which it can't change; None if it has not.
     """

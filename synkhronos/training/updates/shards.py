@@ -92,6 +92,11 @@ class _ShardedValue:
     is_unchanged: bool = False
     _whole: Any = None
 
+    @classmethod
+    def from_whole(cls, variable: Any, whole: Any, is_unchanged: bool = False) -> _ShardedValue:
+        """Make the value of a variable whose whole value is known."""
+        return cls(variable, lambda: whole, is_unchanged=is_unchanged)
+
     @property
     def whole(self) -> Any:
         if self._whole is None:
@@ -313,7 +318,7 @@ class Shards:
             return _ShardedValue(variable, refuse, part.shared, i)
         if variable is self._vector:
             return self._make_vector_value()
-        return _ShardedValue(variable, lambda: variable, is_unchanged=True)
+        return _ShardedValue.from_whole(variable, variable, is_unchanged=True)
 
     def _make_vector_value(self) -> _ShardedValue:
         """Make the value of the rule's vector of reduced gradients."""
@@ -321,13 +326,13 @@ class Shards:
         for i, shape in enumerate(self._shapes):
             columns = self.row[self._columns[i] : self._columns[i + 1]]
             if self._is_divided[i]:
-                piece = _ShardedValue(columns, lambda i=i: self._join_rows(i), columns, i)  # type: ignore[misc]
+                piece = _ShardedValue(columns, partial(self._join_rows, i), columns, i)
             else:
-                piece = _ShardedValue(columns, lambda columns=columns: columns)  # type: ignore[misc]
+                piece = _ShardedValue.from_whole(columns, columns)
             pieces.append((_size_of(shape), piece))
         if self._n_tail:
             tail = self.row[self._columns[-1] :]
-            pieces.append((self._n_tail, _ShardedValue(tail, lambda: tail)))
+            pieces.append((self._n_tail, _ShardedValue.from_whole(tail, tail)))
         return self._join(self._vector, pieces)
 
     def _join(self, variable: Any, pieces: list[tuple[int, _ShardedValue]]) -> _ShardedValue:
@@ -350,7 +355,7 @@ class Shards:
             width = length if piece.param_index is None else self._lengths[piece.param_index]
             part, whole = row[column : column + width], partial(_slice_whole, vector, start, start + length)
             if piece.is_replicated:
-                new.append((length, _ShardedValue(part, lambda part=part: part)))  # type: ignore[misc]
+                new.append((length, _ShardedValue.from_whole(part, part)))
             else:
                 new.append((length, _ShardedValue(part, whole, part, piece.param_index)))
             start, column = start + length, column + width
@@ -363,7 +368,7 @@ class Shards:
             inputs = [self._get_value(values, v) for v in node.inputs]
             if all(value.is_unchanged for value in inputs):
                 for out in node.outputs:
-                    values[out] = _ShardedValue(out, lambda out=out: out, is_unchanged=True)  # type: ignore[misc]
+                    values[out] = _ShardedValue.from_whole(out, out, is_unchanged=True)
                 continue
             for i, out in enumerate(node.outputs):
                 try:
@@ -410,7 +415,7 @@ class Shards:
                 return _ShardedValue(out, make_whole, node.op(*parts), i)
             # Some operand is broadcast along an axis: compute the whole if possible, and take this rank's elements.
             whole = make_whole()
-            return _ShardedValue(out, lambda: whole)
+            return _ShardedValue.from_whole(out, whole)
         vectors = [value for value in arrays if value.pieces]
         if len(vectors) == 1 and len(arrays) == 1:
             (vector,) = vectors
@@ -435,7 +440,7 @@ class Shards:
         """Make the value of an elementwise operation on a piece of a vector, and scalars."""
         if piece.param_index is None:
             new = node.op(*[value.whole if value is piece else _as_number(value) for value in inputs])
-            return _ShardedValue(new, lambda: new)
+            return _ShardedValue.from_whole(new, new)
         part = node.op(*[piece.part if value is piece else _as_number(value) for value in inputs])
         return _ShardedValue(
             part,
@@ -465,7 +470,7 @@ class Shards:
         for j, (_, piece) in enumerate(vector.pieces):
             if ends[j] <= start and stop <= ends[j + 1] and piece.is_replicated:
                 new = piece.whole[start - ends[j] : stop - ends[j]] if out.ndim else piece.whole[start - ends[j]]
-                return _ShardedValue(out, lambda new=new: new)  # type: ignore[misc]
+                return _ShardedValue.from_whole(out, new)
         return None
 
     def _count_elements(self, value: _ShardedValue) -> int | None:
