@@ -54,7 +54,7 @@ def main(arguments: list[str]) -> None:
         Arguments of the command line, without the program's name.
     """
     if arguments[:1] == ["show"]:
-        from synkhronos.training import show
+        from synkhronos.training.monitoring import show_command as show
 
         show.main(arguments[1:])
         return

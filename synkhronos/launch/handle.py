@@ -29,7 +29,7 @@ from synkhronos.launch.settings import (
 )
 from synkhronos.launch.supervisor import make_python_path, open_standard_streams, prepare
 from synkhronos.rules import Rule
-from synkhronos.training.stop import STOP_SIGNALS
+from synkhronos.training.loops.stop_signals import STOP_SIGNALS
 
 
 def _read_exchange(rule: Rule) -> Iterator[dict[str, Any]]:

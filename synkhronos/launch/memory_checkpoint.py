@@ -24,8 +24,8 @@ from pathlib import Path
 from typing import Any
 
 from synkhronos.launch.model_state import ModelState
-from synkhronos.training.checkpoint import Checkpoint
-from synkhronos.training.step_interval import adapt_steps
+from synkhronos.training.checkpoints.checkpoint import Checkpoint
+from synkhronos.training.loops.batch_loop import choose_interval_steps
 
 #: Parent folder of the copies, and prefix of their folders' names.
 _SHM, _PREFIX = Path("/dev/shm"), "synkhronos-copy-"
@@ -115,7 +115,7 @@ class RankCopies:
             self._checkpoint = Checkpoint(self._folder, keep=1)
         if metrics is None:
             state.recorder.write()  # after a death, the next line starts from the copy
-            state.set_reported_params()
+            state.use_consensus_params()
         try:
             state.save(metrics, self._checkpoint)
         except OSError as error:
@@ -129,7 +129,7 @@ class RankCopies:
         """Schedule the next copy, after one at batch ``batch`` that began at time ``began``.  A collective."""
         now = time.monotonic()
         interval = max(_INTERVAL, _RATIO * (now - began))
-        steps = adapt_steps(self._every, began - self._ended_at, interval)
+        steps = choose_interval_steps(self._every, began - self._ended_at, interval)
         self._every = self._state.worker.broadcast(steps)
         self.set_due(batch)
         self._ended_at = time.monotonic()

@@ -24,8 +24,8 @@ from typing import Any
 import numpy as np
 
 from synkhronos.launch.output import RemoteRecords
-from synkhronos.training.meter import Meter, RankTotals
-from synkhronos.training.recorder import Recorder
+from synkhronos.training.monitoring.meter import Meter, RankTotals
+from synkhronos.training.monitoring.recorder import Recorder
 
 #: Names of activities in this library's records, by Theano-MPI's names.
 _ACTIVITIES = {"calc": "compute", "comm": "exchange", "sync": "wait", "wait": "load", "load": "load"}

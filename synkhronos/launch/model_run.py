@@ -20,12 +20,12 @@ from synkhronos.launch.model_loop import ModelLoop
 from synkhronos.launch.model_state import ModelState, get_global_generator_states
 from synkhronos.rules import BSP, Swap
 from synkhronos.tasks import LocalRows
-from synkhronos.training.early_stop import EarlyStop
-from synkhronos.training.epoch_loop import EpochLoop
-from synkhronos.training.meter import RankTotals
-from synkhronos.training.nonfinite import describe_nonfinite
-from synkhronos.training.recorder import Recorder
-from synkhronos.training.report import Report, make_report
+from synkhronos.training.loops.epoch_loop import EpochLoop
+from synkhronos.training.monitoring.early_stopping import EarlyStopping
+from synkhronos.training.monitoring.meter import RankTotals
+from synkhronos.training.monitoring.nonfinite import describe_nonfinite
+from synkhronos.training.monitoring.recorder import Recorder
+from synkhronos.training.monitoring.report import Report, make_report
 
 #: Number of epochs over which the learning rate rises to its value times the number of ranks, as in Theano-MPI.
 _WARMUP_EPOCHS = 5
@@ -44,7 +44,7 @@ class ModelRun(EpochLoop):
     copies_folder : str or None
         Folder of copies in memory, for ``on_death = "continue"``.
     stop_flag : LocalRows
-        Flag of `synkhronos.training.stop.StopPoll`.
+        Flag of `synkhronos.training.loops.stop_signals.StopPoll`.
 
     Attributes
     ----------
@@ -86,9 +86,9 @@ class ModelRun(EpochLoop):
         self._ended_at = 0.0
 
     @property
-    def early_stop(self) -> EarlyStop:
+    def early_stopping(self) -> EarlyStopping:
         """Best value of the metric so far."""
-        return self.state.early_stop
+        return self.state.early_stopping
 
     def train_all_epochs(self) -> bool:
         """Train all epochs and write the parameters; return True if a signal stopped the training earlier."""
@@ -105,13 +105,13 @@ class ModelRun(EpochLoop):
             if self.class_stops and is_master:
                 sys.stdout.write(f"val_iter() has returned 'stop': the run ends after epoch {self.n_reports}\n")
             if self.is_patience_exhausted() and is_master:
-                best = self.early_stop
+                best = self.early_stopping
                 worse = f"{best.metric}: no better for {best.n_reports_since_best} epochs"
                 sys.stdout.write(f"{worse}; the run ends after {self.n_reports}\n")
         if self.loop.has_ended:
             return True
         if self.n_reports == n_before:  # the run had ended between its last checkpoint and the following lines
-            self.state.set_reported_params()
+            self.state.use_consensus_params()
         self._save_params("params.npz")
         if self.settings.keep_best:
             self._save_best()
@@ -161,7 +161,7 @@ class ModelRun(EpochLoop):
                 f"keep_best, patience: {self.settings.modelclass} lacks:\n  metric {name!r}, got {names}"
             )
         self.metric = name, mode
-        self.early_stop.set_metric(f"{name} {mode}")
+        self.early_stopping.set_metric(f"{name} {mode}")
         return super().observe(report)
 
     def train(self) -> bool:
@@ -193,7 +193,7 @@ class ModelRun(EpochLoop):
             self.change_check.check_change(self.recorder.learning_rate, epoch_ended=True)
             if self.state.rule.asynchronous:
                 self.change_check.compare(self.worker)
-        self.state.set_reported_params()
+        self.state.use_consensus_params()
         return self.loop.has_ended
 
     def make_report(self) -> Report:
@@ -217,7 +217,7 @@ class ModelRun(EpochLoop):
         return report
 
     def validate(self, report: Report) -> bool:
-        """Validate the parameters that the rule reports.
+        """Validate the rule's consensus parameters.
 
         Returns
         -------
@@ -321,7 +321,7 @@ class ModelRun(EpochLoop):
         best = self.worker.broadcast(self.state.open_checkpoints().best() if self.worker.number == 0 else None)
         if best is not None:
             self.state.restore(str(best))
-            self.state.set_reported_params()
+            self.state.use_consensus_params()
             self._save_params("best.npz")
 
 

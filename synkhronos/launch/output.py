@@ -30,7 +30,7 @@ from typing import Any
 
 from synkhronos.ranks.child_process import JOB_SIGNALS
 from synkhronos.ranks.errors import describe_exit
-from synkhronos.training.recorder import RANK_FILE, format_line
+from synkhronos.training.monitoring.recorder import RANK_FILE, format_record
 
 #: Maximal number of characters of a line; longer lines are split, which limits memory.
 _MAX_LINE = 1 << 20
@@ -85,7 +85,7 @@ class RemoteRecords:
         """
         if _pump is not None and _pump.poll() is not None:
             raise RuntimeError(f"the process that passes on rank {rank}'s output {describe_exit(_pump.returncode)}")
-        os.write(_standard_output, f"{_MARK}{RANK_FILE.format(rank)}{_MARK}{format_line(record)}\n".encode())
+        os.write(_standard_output, f"{_MARK}{RANK_FILE.format(rank)}{_MARK}{format_record(record)}\n".encode())
 
 
 def split_name(line: str) -> tuple[str, str]:

@@ -24,9 +24,9 @@ from synkhronos.launch.model_run import ModelRun
 from synkhronos.launch.model_state import STORAGE, ModelState
 from synkhronos.launch.settings import Settings
 from synkhronos.rules import Rule
-from synkhronos.rules.state import Vector
+from synkhronos.rules.state import FlatVariables
 from synkhronos.tasks import LocalRows, Worker
-from synkhronos.training.recorder import Recorder
+from synkhronos.training.monitoring.recorder import Recorder
 
 #: Descriptions of the exchange under BSP, by the values that ranks exchange.
 _EXCHANGES = {
@@ -99,7 +99,7 @@ def build_instance(worker: Worker, settings: Settings, rule: Rule) -> tuple[int,
         if not callable(getattr(model, "scale_lr", None)):
             raise contract.ContractError(f"{settings.modelclass} lacks:\n  method scale_lr(size), for scale_lr = true")
         model.scale_lr(worker.size)
-    vector = Vector(list(model.params))
+    vector = FlatVariables(list(model.params))
     shapes = [list(shape) for shape in vector.shapes]
     all_shapes = worker.all_gather(shapes)
     for r, other in enumerate(all_shapes):
@@ -112,7 +112,7 @@ def build_instance(worker: Worker, settings: Settings, rule: Rule) -> tuple[int,
         generator = library.copy_generator(shared)
         library.set_generator(shared, library.jump_generator(generator, worker.number) if worker.number else generator)
     worker.get_storage(STORAGE).update(model=model, groups=groups, average=average)
-    exchanged = Vector(groups.params)
+    exchanged = FlatVariables(groups.params)
     return exchanged.size, exchanged.dtype.name
 
 
@@ -137,7 +137,7 @@ def train_instance(
     copies_folder : str or None
         Folder of copies in memory, for ``on_death = "continue"``.
     stop_flag : LocalRows
-        Flag of `synkhronos.training.stop.StopPoll`.
+        Flag of `synkhronos.training.loops.stop_signals.StopPoll`.
 
     Returns
     -------

@@ -30,8 +30,8 @@ from synkhronos.hosts import MAX_RANKS_PER_HOST, Host, parse_hosts, read_mpi_ran
 from synkhronos.launch import key_value
 from synkhronos.launch.model import check_model_options
 from synkhronos.ranks import count_available_cores
-from synkhronos.training.checkpoint import list_checkpoints
-from synkhronos.training.early_stop import as_metric
+from synkhronos.training.checkpoints.checkpoint import list_checkpoints
+from synkhronos.training.monitoring.early_stopping import parse_monitored_metric
 
 #: Prefix of environment variables that are settings.
 PREFIX = "SYNKHRONOS_"
@@ -495,7 +495,7 @@ def _check_metric(value: Any) -> list[str] | None:
     if value is None:
         return None
     try:
-        name, mode = as_metric(value, "keep_best")
+        name, mode = parse_monitored_metric(value, "keep_best")
     except TypeError as error:
         raise SettingsError(str(error)) from None
     if name not in _METRICS:
