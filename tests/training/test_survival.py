@@ -429,7 +429,7 @@ def test_on_death_in_the_same_step_ends_training(monkeypatch):
     run = ranks.Session.run
 
     def kill_and_run(session, command):
-        if type(command).__name__ == "Step":
+        if type(command).__name__ == "StepCommand":
             os.kill(session.workers.pids[1], signal.SIGKILL)
         return run(session, command)
 
