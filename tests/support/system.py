@@ -86,7 +86,7 @@ def run_code(code: str, timeout: float, **environment: str) -> str:
     """Run code in a new process, with tests/support on its path; return its output."""
     done = subprocess.run(
         [sys.executable, "-c", textwrap.dedent(code)],
-        env={**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{SUPPORT}", **environment},
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(SUPPORT), *sys.path]), **environment},
         capture_output=True,
         text=True,
         timeout=timeout,
