@@ -43,7 +43,7 @@ _ROLES = {
 
 
 def describe_training(
-    kind: str, rule: Rule, groups: VariablesByRole, update_rule: tuple[str, dict[str, Any]] | None
+    kind: str, rule: Rule, variables: VariablesByRole, update_rule: tuple[str, dict[str, Any]] | None
 ) -> dict[str, Any]:
     """Describe the model, the rules and their options, for a checkpoint's ``meta``.
 
@@ -53,7 +53,7 @@ def describe_training(
         The program that trains, such as ``"trainer"``.
     rule : Rule
         The exchange rule.
-    groups : VariablesByRole
+    variables : VariablesByRole
     update_rule : (str, dict), optional
         Name and options of the update rule; None if they are unknown.
 
@@ -71,9 +71,9 @@ def describe_training(
         "update_rule": name,
         "update_rule_options": _to_json_options(options),
         "variables": {
-            role: [_describe_variable(s, role) for s in shareds] for role, shareds in groups.group_by_role().items()
+            role: [_describe_variable(s, role) for s in shareds] for role, shareds in variables.group_by_role().items()
         },
-        "generators": [_describe_generator(shared) for shared in groups.generators],
+        "generators": [_describe_generator(shared) for shared in variables.generators],
     }
 
 

@@ -182,6 +182,7 @@ class Meter:
         As in `RankTotals`, without unread losses.
     step : int
         Number of steps that the rank has taken since the training began.
+    rank : int
     """
 
     def __init__(
@@ -193,7 +194,7 @@ class Meter:
         step: int = 0,
         get_wait_seconds: Callable[[], float] = float,
     ):
-        self._rank, self._read, self._get_wait_seconds, self.step = rank, read, get_wait_seconds, step
+        self.rank, self._read, self._get_wait_seconds, self.step = rank, read, get_wait_seconds, step
         self._launch_kinds = set() if launch_kinds is None else launch_kinds
         self.seconds = dict.fromkeys(("compute", "exchange", "wait", "load"), 0.0)
         self._lines = [_LineTotals(recorder) for recorder in recorders]
@@ -294,7 +295,7 @@ class Meter:
                 **{name: value - line.seconds.get(name, 0.0) for name, value in self.seconds.items()},
             }
             line.begin(self)
-            line.recorder.write_rank(self._rank, record)
+            line.recorder.write_rank(self.rank, record)
 
 
 def compute_rows_per_second(rows: int, seconds: float, first_launches: tuple[int, float]) -> float:

@@ -53,6 +53,8 @@ class LaunchLoop(BatchLoop):
         self, plan: IntervalPlan, source: RowSource, meter: Meter, rows: int, is_master: bool, rate: float = math.nan
     ):
         self.plan, self.source, self.meter, self.rows_per_step, self.rate = plan, source, meter, rows, rate
+        if plan.earlier_totals:
+            meter.begin_interval(plan.earlier_totals[meter.rank])
         #: Position up to which rows have been trained on.
         self.end = plan.start
         #: Ranges of positions whose rows unfinished steps may still read.
