@@ -59,7 +59,7 @@ class Downpour(Rule):
     def count_steps_left(self, state: State) -> int:
         """Return the number of steps until the next exchange.
 
-        It depends on ``state.step`` and not on ``state.since``, so an interrupted exchange does not shift later ones.
+        It depends on ``state.step``, so that an interrupted exchange does not shift later ones.
         """
         period = math.gcd(self.push, self.fetch)
         return period - state.step % period

@@ -186,16 +186,9 @@ def read_centre(worker: Worker, state: State) -> Any:
 def exchange_blocks(
     blocks: Iterable[tuple[np.ndarray, slice]], centre: np.ndarray, alpha: float, scratch: np.ndarray
 ) -> None:
-    """Move a vector and the centre towards each other, block by block, in place.
+    """Move a vector and the centre towards each other, in place, by blocks from `FlatVariables.iterate_blocks`.
 
-    Parameters
-    ----------
-    blocks : iterable of (ndarray, slice)
-        Blocks of the vector and their ranges, from `FlatVariables.iterate_blocks`.
-    centre : ndarray
-    alpha : float
-    scratch : ndarray
-        Array of at least the size of a block, for intermediate results.
+    ``scratch`` has at least the size of a block.
     """
     for x, bounds in blocks:
         c, d = centre[bounds], scratch[: x.size]

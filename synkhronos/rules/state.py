@@ -154,7 +154,7 @@ class State:
     ----------
     step : int
         Number of steps of this rank.
-    since : int
+    steps_since_exchange : int
         Number of steps since the last exchange.
     learning_rate : float
         Learning rate of the last step.
@@ -184,7 +184,7 @@ class State:
         self.optimizer = FlatVariables([s for s in optimizer if np.dtype(s.type.dtype).kind == "f"])
         self.rows = dict(shared or {})
         self.shared = {name: rows.array for name, rows in self.rows.items()}
-        self.step = self.since = 0
+        self.step = self.steps_since_exchange = 0
         self.learning_rate = 1.0
         self.count_items: Callable[[], float] | None = None
         self.own: dict[str, Any] = {}

@@ -140,13 +140,13 @@ def test_trainer_continues_after_an_error(fork):
 def come_to_different_steps(worker, name):
     storage = worker.get_storage(name)
     storage["state"].step += worker.number
-    storage["state"].since = worker.number
+    storage["state"].steps_since_exchange = worker.number
     del storage["own"]
 
 
 def where(worker, name):
     state = worker.get_storage(name)["state"]
-    return state.step, state.since
+    return state.step, state.steps_since_exchange
 
 
 @pytest.mark.skipif(XLA, reason="the trainer's own bookkeeping, and XLA takes seconds to compile")

@@ -47,20 +47,9 @@ def describe_training(
 ) -> dict[str, Any]:
     """Describe the model, the rules and their options, for a checkpoint's ``meta``.
 
-    Parameters
-    ----------
-    kind : str
-        The program that trains, such as ``"trainer"``.
-    rule : Rule
-        The exchange rule.
-    variables : VariablesByRole
-    update_rule : (str, dict), optional
-        Name and options of the update rule; None if they are unknown.
-
-    Returns
-    -------
-    dict
-        A training can resume from a checkpoint if both descriptions are equal, except for `CHANGEABLE` options.
+    ``kind`` is the program that trains, such as ``"trainer"``; ``update_rule`` is the name and the options, or None if
+    they are unknown.  A training can resume from a checkpoint if both descriptions are equal, except for `CHANGEABLE`
+    options.
     """
     name, options = update_rule or (None, {})
     return {
@@ -71,25 +60,16 @@ def describe_training(
         "update_rule": name,
         "update_rule_options": _to_json_options(options),
         "variables": {
-            role: [_describe_variable(s, role) for s in shareds] for role, shareds in variables.group_by_role().items()
+            role: [_describe_variable(s, role) for s in shareds] for role, shareds in variables.as_dict().items()
         },
         "generators": [_describe_generator(shared) for shared in variables.generators],
     }
 
 
 def check_same_training(path: Any, meta: Mapping[str, Any], now: Mapping[str, Any], types: Mapping[str, Any]) -> None:
-    """Check that a checkpoint is of the same training.
+    """Check that a checkpoint is of the same training: its ``meta`` is compared with ``now``, from `describe_training`.
 
-    Parameters
-    ----------
-    path : str or Path
-        The checkpoint, for errors.
-    meta : dict
-        Its ``meta``.
-    now : dict
-        Result of `describe_training`.
-    types : dict of str to type
-        Types of the caller's own entries of ``meta``.
+    ``types`` are those of the caller's own entries of ``meta``.
 
     Raises
     ------

@@ -72,7 +72,7 @@ def collect_state(worker: Worker, spec: RankStateSpec) -> dict[str, Any]:
         **variables.read_values(None if state is None else stored["own"]),
         "own": {} if state is None else {key: np.array(value) for key, value in state.own.items()},
         "step": 0 if state is None else state.step,
-        "since": 0 if state is None else state.since,
+        "since": 0 if state is None else state.steps_since_exchange,
     }
 
 
@@ -147,7 +147,6 @@ def write_states(
     meta : dict
         Further entries of the checkpoint's ``meta``.
     metrics : dict of str to float
-        Metrics of the last report.
     """
     arrays = _pack_states(by_rank) | {f"shared.{name}": np.array(array) for name, array in memory.items()}
     own = {"ranks": len(by_rank), "alike": is_joint, "streams": [state["streams"] for state in by_rank]}
@@ -201,7 +200,7 @@ def set_state(worker: Worker, spec: RankStateSpec, saved: dict[str, Any]) -> Non
         return
     stored = worker.get_storage(spec.name)
     state = stored["state"] = spec.make_state()
-    state.step, state.since = saved["step"], saved["since"]
+    state.step, state.steps_since_exchange = saved["step"], saved["since"]
     state.own = {key: value if np.ndim(value) else np.asarray(value).item() for key, value in saved["own"].items()}
     stored["own"] = saved["params"]
 
@@ -218,17 +217,8 @@ def _assign_states(stored: CheckpointContent, spec: RankStateSpec, size: int) ->
 def resize_states(saved: list[dict[str, Any]], spec: RankStateSpec, size: int) -> list[dict[str, Any]]:
     """Convert the states of ranks to ``size`` ranks.
 
-    Parameters
-    ----------
-    saved : list of dict
-        Results of `collect_state`, each with the rule's memory under ``shared``.
-    spec : RankStateSpec
-    size : int
-
-    Returns
-    -------
-    list of dict
-        States without ``shared``.  ``streams`` is None for ranks that ``saved`` does not have.
+    ``saved`` has results of `collect_state`, each with the rule's memory under ``shared``.  The new states have no
+    ``shared``, and their ``streams`` are None for ranks that ``saved`` does not have.
     """
     if spec.is_joint:
         by_rank = saved[:1] * size

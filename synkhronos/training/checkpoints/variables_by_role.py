@@ -63,7 +63,7 @@ class VariablesByRole:
         generators = [s for s in library.find_shareds(variables) if library.is_generator(s)]
         return cls([*exchanged, *averages], optimizer, excluded, others, generators, len(averages))
 
-    def group_by_role(self) -> dict[str, list[Any]]:
+    def as_dict(self) -> dict[str, list[Any]]:
         """Return the variables of each role; generators have no role."""
         n_params = len(self.params) - self.n_averages
         return {

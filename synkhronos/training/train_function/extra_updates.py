@@ -53,14 +53,7 @@ class ExtraUpdate(NamedTuple):
 def parse_extra_updates(updates: UpdatesArgument | None, rule: RuleUpdates, sources: list[Any]) -> list[ExtraUpdate]:
     """Check extra updates, and choose the ops that are not given.
 
-    Parameters
-    ----------
-    updates : dict or list of tuples, optional
-        The argument `extra_updates`.
-    rule : RuleUpdates
-        Its variables may have no extra update.
-    sources : list of variable
-        Inputs, whose rows differ between ranks.
+    ``sources`` are the inputs, whose rows differ between ranks.
     """
     if updates is None:
         return []

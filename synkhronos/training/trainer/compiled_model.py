@@ -29,15 +29,6 @@ class CompiledModel:
 
     A *joint step* is one command of all ranks, which exchanges gradients.  A *local step* is taken by one rank alone.
 
-    Parameters
-    ----------
-    graph : TrainingGraph
-    rule : Rule
-    learning_rate : shared variable
-    schedule : Schedule
-    metrics : dict of str to Metric
-        Metrics of the validation.
-
     Attributes
     ----------
     joint_step : TrainFunction or None
@@ -48,7 +39,6 @@ class CompiledModel:
         Computes the metrics, if there are any.
     optimizer : list of shared variables
         Variables of the update rule.
-    state : TrainerState
     launch_kinds : set
         Kinds of joint launches so far; see `Meter`.
     """

@@ -285,13 +285,7 @@ class DeathRecovery(DeathHandler):
     def _choose_ranks_to_leave_out(self, death: Death, pending: Sequence[int], cause: Exception) -> Sequence[int]:
         """Return the ranks whose device or host can't be used any more; all others start again.
 
-        Parameters
-        ----------
-        death : Death
-        pending : sequence of int
-            Ranks that were chosen before, and have not been removed, as a host could not be reached.
-        cause : Exception
-            Error that the death has caused.
+        Those in ``pending`` were chosen before, and have not been removed, as a host could not be reached.
 
         Raises
         ------

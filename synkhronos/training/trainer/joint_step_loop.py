@@ -18,15 +18,7 @@ from synkhronos.training.trainer.launch_loop import LaunchBatches, LaunchLoop, m
 
 
 class JointStepLoop(LaunchLoop):
-    """Loop of the master whose steps are commands of all ranks.
-
-    Parameters
-    ----------
-    plan : IntervalPlan
-    source : RowSource
-    model : CompiledModel
-    death_handler : DeathHandler
-    """
+    """Loop of the master whose steps are commands of all ranks."""
 
     def __init__(self, plan: IntervalPlan, source: RowSource, model: CompiledModel, death_handler: DeathHandler):
         state, graph = model.state, model.graph

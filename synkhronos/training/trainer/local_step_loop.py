@@ -160,7 +160,7 @@ class LocalStepLoop(LaunchLoop):
         if not self.exchanger.count_steps(steps):
             return
         # Launched steps are finished if the exchange waits for them: other ranks may need the memory of their rows.
-        if isinstance(self.source, Feed) or self.rule.asynchronous and self.state.since > 1:
+        if isinstance(self.source, Feed) or self.rule.asynchronous and self.state.steps_since_exchange > 1:
             self.finish_steps()
         self.state.learning_rate = self.rate
         self.exchanger.exchange()
@@ -191,7 +191,7 @@ def take_local_steps(
     storage, rule = worker.get_storage(spec.name), spec.rule
     state: State | None = storage.get("state")
     restore_own_params(worker, spec.name)  # after an interrupt there are none: the present ones are this rank's own
-    by_rank = worker.all_gather(None if state is None else (state.step, state.since))
+    by_rank = worker.all_gather(None if state is None else (state.step, state.steps_since_exchange))
     counts = [pair for pair in by_rank if pair is not None]
     if state is None or len(counts) < len(by_rank) or not rule.asynchronous and len(set(by_rank)) > 1:
         # At the first interval, or after an interrupt that stopped ranks at different steps: all ranks start anew.

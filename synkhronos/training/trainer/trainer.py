@@ -402,11 +402,6 @@ def make_trainer(
     -------
     Trainer
 
-    Raises
-    ------
-    TypeError, ValueError
-        If an argument is wrong; the message names it.
-
     Warns
     -----
     UserWarning

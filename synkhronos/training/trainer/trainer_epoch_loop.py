@@ -103,7 +103,7 @@ class TrainerEpochLoop(EpochLoop):
                 f"these, got {self.data.n_epoch_rows:,} and {self.data.seed}"
             )
         elif checkpoint is not None:
-            checkpoint.check_no_later(self.progress.seen)
+            checkpoint.check_no_newer(self.progress.seen)
         metric = "loss" if self.valid is None else f"validation {self.first_metric}"
         if self.metric != (self.first_metric, "min"):
             metric += f", {' '.join(self.metric)}"
@@ -281,10 +281,10 @@ class TrainerEpochLoop(EpochLoop):
                 break
             data = valid.data if isinstance(valid, Loader) else valid[0]  # a loader has data only after its first batch
             values = model.validation(*data, batch=rows)
-            totals.add(values, rows.stop - rows.start if isinstance(rows, slice) else len(rows))
+            totals.update(values, rows.stop - rows.start if isinstance(rows, slice) else len(rows))
         if not totals.rows:
             raise LoadError("none of the rows of the validation data could be read")
-        report.validation = totals.results()
+        report.validation = totals.compute()
         return self.is_signalled()
 
     def finish_interval(self, report: Report) -> None:
@@ -307,7 +307,7 @@ class TrainerEpochLoop(EpochLoop):
         progress.rows_before += self.data.n_epoch_rows if is_epoch_over else 0
         report.deaths = self.death_handler.take_deaths()
         for recorder in self.recorders:
-            recorder.write(report.record())
+            recorder.write(report.to_record())
 
     def _explain_nonfinite(self, report: Report) -> str:
         """Name a likely cause of a NaN or infinite loss: a row of the data, or else the learning rate."""

@@ -100,13 +100,8 @@ class FlatGradient:
 def split_vector(vector: Any, params: Sequence[Any], may_be_zero: bool = True) -> Iterator[Any]:
     """Yield the reduced gradient of each parameter, in the vector's dtype.
 
-    Parameters
-    ----------
-    vector : shared variable
-        Gradients; or their products with weights, followed by the sum of the weights.
-    params : list of shared variables
-    may_be_zero : bool
-        Whether the sum of the weights may be 0, in which case the gradients are 0.
+    The vector has gradients; or their products with weights, followed by the sum of the weights.  If this sum
+    ``may_be_zero``, the gradients are 0 where it is.
     """
     sizes = [int(np.prod(shape_of(p))) for p in params]
     is_weighted = shape_of(vector)[0] > sum(sizes)

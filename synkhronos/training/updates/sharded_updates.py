@@ -483,7 +483,7 @@ class ShardedUpdates:
         return 1 if all(value.variable.type.broadcastable) else None
 
 
-def get_bounds(size: int, n_parts: int) -> list[tuple[int, int]]:
+def get_part_bounds(size: int, n_parts: int) -> list[tuple[int, int]]:
     """Return the start and stop of each part of an array; parts have equal lengths, and the last ones overlap."""
     length = _compute_part_length(size, n_parts)
     starts = [min(r * length, size - length) for r in range(n_parts)]

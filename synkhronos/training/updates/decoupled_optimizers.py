@@ -13,7 +13,8 @@ from typing import Any
 import numpy as np
 
 from synkhronos.training.updates.flat_gradient import shape_of
-from synkhronos.training.updates.update_rule import Context, NewValues, one_minus_power, rule
+from synkhronos.training.updates.optimizers import one_minus_power
+from synkhronos.training.updates.update_rule import Context, NewValues, rule
 
 Mask = Callable[[Any], bool] | None
 
