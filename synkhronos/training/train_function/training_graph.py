@@ -161,7 +161,7 @@ class TrainingGraph:
         batch_s: Any,
         names: tuple[str, str] = ("batch", "batch_s"),
     ) -> list[Any]:
-        """Check the data of a call; return an array or Data object per variable, none if shared variables have the data.
+        """Check the data of a call; return an array or Data object per variable; none if they are in shared variables.
 
         ``names`` are those of ``batch`` and ``batch_s`` in errors.
 
