@@ -54,9 +54,9 @@ def main(arguments: list[str]) -> None:
         Arguments of the command line, without the program's name.
     """
     if arguments[:1] == ["show"]:
-        from synkhronos.training.monitoring import show_command as show
+        from synkhronos.training.monitoring import show_command
 
-        show.main(arguments[1:])
+        show_command.main(arguments[1:])
         return
     if arguments[:1] == ["platoon"]:
         from synkhronos.compat.platoon import launcher

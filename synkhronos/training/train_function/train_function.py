@@ -123,7 +123,7 @@ class TrainFunction:
         self._exchange = exchange
 
     @property
-    def _sharded_state(self) -> OptimizerState | None:
+    def sharded_state(self) -> OptimizerState | None:
         """The optimizer's state, if it is sharded."""
         return None if self._sharding is None else self._optimizer
 

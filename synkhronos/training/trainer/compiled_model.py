@@ -62,7 +62,7 @@ class CompiledModel:
         if graph.options.ema is not None:
             rule_options["ema"] = graph.options.ema
         is_joint = self.joint_step is not None
-        sharded = None if self.joint_step is None else self.joint_step._sharded_state
+        sharded = None if self.joint_step is None else self.joint_step.sharded_state
         name = f"trainer {next(_names)}"
         spec = RankStateSpec(name, variables, rule, {}, is_joint=is_joint)
         self.state = TrainerState(spec, (update_rule, rule_options), sharded)
