@@ -10,7 +10,7 @@ import numpy as np
 from synkhronos.checks import check_flag
 from synkhronos.devices import HOST, get_array_device
 from synkhronos.rules.rule import Rule, check_fraction, check_momentum
-from synkhronos.rules.state import BLOCK, State
+from synkhronos.rules.state import BLOCK_NBYTES, State
 from synkhronos.tasks import Worker
 
 #: Number of the lock of the centre.
@@ -104,7 +104,10 @@ class EASGD(Rule):
             state.rows["centre"].write(centre + distance)
         else:
             exchange_blocks(
-                state.params.iterate_blocks(runs), state.shared["centre"], alpha, state.get_scratch("distance", BLOCK)
+                state.params.iterate_blocks(runs),
+                state.shared["centre"],
+                alpha,
+                state.get_scratch("distance", BLOCK_NBYTES),
             )
         if vector is not None:
             state.vector = vector

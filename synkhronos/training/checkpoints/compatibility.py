@@ -12,7 +12,7 @@ from synkhronos.graphs import library_of
 from synkhronos.rules import Rule
 from synkhronos.training.checkpoints.checkpoint import CheckpointError, check_entry_types
 from synkhronos.training.checkpoints.variables_by_role import VariablesByRole
-from synkhronos.training.updates.flat_gradient import shape_of
+from synkhronos.training.updates.flat_gradient import get_shape
 
 #: Options that may change when a training is resumed: learning rates, and periods of exchanges.
 CHANGEABLE = frozenset({"learning_rate", "lr", "period", "push", "fetch", "start", "probability"})
@@ -129,7 +129,7 @@ def _describe_variable(shared: Any, role: str) -> list[Any]:
 
     For ``others`` the shape is replaced by the number of dimensions: an extra update may change the shape.
     """
-    shape = list(shape_of(shared))
+    shape = list(get_shape(shared))
     return [shared.name or "", f"{len(shape)}-d" if role == "others" else shape, str(shared.type.dtype)]
 
 

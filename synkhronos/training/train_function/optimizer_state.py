@@ -10,7 +10,7 @@ import numpy as np
 from synkhronos import ranks
 from synkhronos.collectives.calls import broadcast, gather, scatter
 from synkhronos.graphs.mirror import Mirror
-from synkhronos.training.updates.flat_gradient import shape_of
+from synkhronos.training.updates.flat_gradient import get_shape
 from synkhronos.training.updates.sharded_updates import DividedVariable, get_part_bounds
 
 
@@ -99,7 +99,7 @@ class OptimizerState:
 
     def set_vector(self, shareds: Sequence[Any], vector: np.ndarray) -> None:
         """Set variables from a result of `get_vector`.  ``shareds`` has to include all divided variables."""
-        shapes = [shape_of(shared) for shared in shareds]
+        shapes = [get_shape(shared) for shared in shareds]
         pieces = np.split(vector, np.cumsum([int(np.prod(shape)) for shape in shapes])[:-1]) if shapes else []
         values = [
             piece.astype(shared.type.dtype).reshape(shape)

@@ -44,7 +44,7 @@ from synkhronos.training.train_function.training_graph import (
 )
 from synkhronos.training.train_function.weighted_mean import divide_by_weight
 from synkhronos.training.updates import RuleUpdates
-from synkhronos.training.updates.flat_gradient import shape_of
+from synkhronos.training.updates.flat_gradient import get_shape
 from synkhronos.training.updates.sharded_updates import ShardedUpdates
 from synkhronos.training.updates.transformations import UpdateRule
 
@@ -183,8 +183,8 @@ class TrainFunction:
         for shared, value in zip(shareds, values, strict=True):
             name, dtype, array = shared.name or "a variable", np.dtype(shared.type.dtype), np.asarray(value)
             check_cast(array, dtype, f"values: {name}")
-            if array.shape != shape_of(shared):
-                raise ValueError(f"values: {name} has shape {shape_of(shared)}, got {array.shape}")
+            if array.shape != get_shape(shared):
+                raise ValueError(f"values: {name} has shape {get_shape(shared)}, got {array.shape}")
             arrays.append(array.astype(dtype))
         self._optimizer.set(arrays)
 

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 from synkhronos.checks import is_number
 from synkhronos.graphs import library_of
 from synkhronos.training.updates.argument_checks import check_params, check_scalars
-from synkhronos.training.updates.flat_gradient import RuleUpdates, as_scalar, zeros_like
+from synkhronos.training.updates.flat_gradient import RuleUpdates, as_scalar, make_zero_state
 from synkhronos.training.updates.update_rule import Context, NewValues, document, format_hyperparameter, rule
 
 #: Updates of a rule, or its `param_updates`; functions return the type of their argument.
@@ -124,7 +124,7 @@ def _replace_steps(
     for p in params:
         if p not in changed:
             raise ValueError(f"params: expected variables that have an update, got {p!r}")
-        changed.update(velocity(p, changed[p], zeros_like(p, name), as_scalar(momentum, p)))
+        changed.update(velocity(p, changed[p], make_zero_state(p, name), as_scalar(momentum, p)))
     return changed
 
 

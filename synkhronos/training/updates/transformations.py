@@ -24,7 +24,7 @@ import numpy as np
 from synkhronos.checks import check_positive, is_number
 from synkhronos.graphs import library_of
 from synkhronos.training.updates.argument_checks import check_gradients, check_params, check_scalars
-from synkhronos.training.updates.flat_gradient import FlatGradient, RuleUpdates, as_scalar, shape_of, split_vector
+from synkhronos.training.updates.flat_gradient import FlatGradient, RuleUpdates, as_scalar, get_shape, split_vector
 
 #: Takes gradients, or steps, and parameters; returns new gradients or steps.
 Transformation = Callable[[list[Any], list[Any]], list[Any]]
@@ -383,8 +383,8 @@ def global_norm(variables: Sequence[Any]) -> Any:
 
 def _is_weighted(updates: RuleUpdates, params: list[Any]) -> bool:
     """Whether the vector ends with the gradients' weight."""
-    size = sum(int(np.prod(shape)) for shape in map(shape_of, params))
-    return shape_of(updates.grad_shared)[0] > size
+    size = sum(int(np.prod(shape)) for shape in map(get_shape, params))
+    return get_shape(updates.grad_shared)[0] > size
 
 
 def _replace_gradient(updates: RuleUpdates, params: list[Any], grads: list[Any]) -> RuleUpdates:
@@ -397,7 +397,7 @@ def _replace_gradient(updates: RuleUpdates, params: list[Any], grads: list[Any])
         parts.append(tensor.constant(np.ones(1, vector.dtype)))
     # Zeros, because a vector of one element would be broadcastable.
     new = tensor.concatenate(parts) if len(parts) > 1 else parts[0]
-    new = new + tensor.zeros_like(vector) if shape_of(vector) == (1,) else new
+    new = new + tensor.zeros_like(vector) if get_shape(vector) == (1,) else new
     new_values = library.clone(list(updates.param_updates.values()), {vector: library.convert_to_type_of(vector, new)})
     return updates._replace(param_updates=OrderedDict(zip(updates.param_updates, new_values, strict=True)))
 

@@ -15,7 +15,7 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from synkhronos.graphs import library_of
-from synkhronos.training.updates.flat_gradient import FlatGradient, RuleUpdates, as_scalar, zeros_like
+from synkhronos.training.updates.flat_gradient import FlatGradient, RuleUpdates, as_scalar, make_zero_state
 
 #: Result of a formula: new values by shared variable.
 NewValues: TypeAlias = Mapping[Any, Any]
@@ -62,7 +62,7 @@ class Context:
 
     def zeros(self, name: str) -> Any:
         """Make a shared variable of zeros, of the parameter's shape, for the state of the rule."""
-        return zeros_like(self._param, name)
+        return make_zero_state(self._param, name)
 
     @property
     def t(self) -> Any:
