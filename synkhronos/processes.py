@@ -1,7 +1,7 @@
 """Start and end of the ranks.
 
 ``fork`` chooses the number of ranks, their machines and their device.  It starts the session and runs its first
-command, which binds each rank to its device.  Workers are forks of this process, or new processes where a fork could
+command, which initializes each rank's device.  Workers are forks of this process, or new processes where a fork could
 not compute: after JAX has run here, and on other hosts.
 """
 
@@ -47,8 +47,8 @@ _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
 
 
 @dataclass(frozen=True, slots=True)
-class _Bind(Command):
-    """Bind each rank to its device, seed its global generators and set its cores.
+class _SetUpRank(Command):
+    """Initialize each rank's device, seed its global generators and set its cores.
 
     Attributes
     ----------
@@ -69,7 +69,7 @@ class _Bind(Command):
     cores: tuple[tuple[int, ...], ...] = ()
     gpu_numbers: tuple[int, ...] = ()
 
-    def without_rank(self, number: int) -> _Bind:
+    def without_rank(self, number: int) -> _SetUpRank:
         """Return a copy of the command without the GPU and cores of one rank."""
         gpus = self.gpus[:number] + self.gpus[number + 1 :]
         numbers = self.gpu_numbers[:number] + self.gpu_numbers[number + 1 :]
@@ -98,7 +98,7 @@ class _Bind(Command):
             ):  # else CUDA has numbered the GPUs anew, without a broken one
                 index = numbers[index]
             gpus = device.assign_gpus(index + 1, 0)
-        device.bind(rank, gpus[index])
+        device.initialize(gpus[index])
 
 
 def _keep_freed_memory() -> None:
@@ -122,7 +122,7 @@ def fork(
     hosts: Sequence[str] | str | None = None,
     host_timeout: float = HOST_TIMEOUT,
 ) -> int:
-    """Start the ranks: a worker for each rank but the master.  Each rank is bound to its device.
+    """Start the ranks: a worker for each rank but the master.  Each rank has a device of its own.
 
     Parameters
     ----------
@@ -287,8 +287,8 @@ def _fork(
     gpu_numbers = (
         () if link is None else tuple(i for ranks_there in link.ranks_by_host for i in range(len(ranks_there)))
     )
-    bind_command = _Bind(device.name, device.assign_gpus(n_local, master_rank), seeds, cores, gpu_numbers)
-    ranks.fork(size, master_rank, profile_workers, timeout, bind_command, is_fork_unsafe(), link)
+    setup_command = _SetUpRank(device.name, device.assign_gpus(n_local, master_rank), seeds, cores, gpu_numbers)
+    ranks.fork(size, master_rank, profile_workers, timeout, setup_command, is_fork_unsafe(), link)
     return size
 
 

@@ -1,7 +1,7 @@
 """Kinds of arrays, and the collectives on them.
 
-A `Device` is the adapter for one kind of array: it binds a rank to its hardware, copies arrays to and from host memory,
-and provides the communicator of these arrays.  All other packages handle arrays through their device
+A `Device` is the adapter for one kind of array: it starts the library that computes with these arrays, copies them to
+and from host memory, and provides their communicator.  All other packages handle arrays through their device
 (`get_array_device`).
 
 Devices are discovered: each module of this package that defines ``DEVICE`` adds one.  The module `device` describes how
@@ -50,7 +50,7 @@ __all__ = [
 
 #: NumPy arrays in host memory, which every rank has.
 HOST = host.DEVICE
-#: JAX arrays, on the GPU of a rank that is bound to one, else in host memory.
+#: JAX arrays, on the rank's GPU if it has one, else in host memory.
 JAX = jax.DEVICE
 #: GpuArrays, with which Theano computes on GPUs.
 PYGPU = pygpu.DEVICE

@@ -210,7 +210,7 @@ class Device(DeviceArithmetic, DeviceCollectives):
     def assign_gpus(self, n_local_ranks: int, local_master: int) -> list[str]:
         """Return the GPU of each rank of this host, as ``CUDA_VISIBLE_DEVICES`` names it; "" without GPUs.
 
-        Called before ranks are bound: in the master for its host, and on every rank of the other hosts.
+        Called before `initialize`: in the master for its host, and on every rank of the other hosts.
 
         Parameters
         ----------
@@ -221,8 +221,8 @@ class Device(DeviceArithmetic, DeviceCollectives):
         """
         return [""] * n_local_ranks
 
-    def bind(self, rank: Rank, gpu: str) -> None:  # noqa: B027 - most need no binding
-        """Bind this process to a GPU; called once on every rank, after the fork."""
+    def initialize(self, gpu: str) -> None:  # noqa: B027 - most need no initialization
+        """Start the device's library on a GPU; called once on every rank, after the fork."""
 
     def is_started(self) -> bool:
         """Whether this process has started a runtime that its forks can't use."""

@@ -28,7 +28,7 @@ _log = logging.getLogger("synkhronos")
 
 
 class PygpuDevice(CudaDevice):
-    """GpuArrays on the GPU to which the rank is bound."""
+    """GpuArrays on the rank's GPU."""
 
     name = "pygpu"
     must_move_shared_values = False
@@ -40,7 +40,7 @@ class PygpuDevice(CudaDevice):
         """Whether this process computes on a GPU."""
         return self.is_on_gpu
 
-    def start(self, gpu: str) -> None:
+    def open_gpu(self, gpu: str) -> None:
         """Make Theano open the GPU, for all variables and functions that are made from then on.
 
         Raises

@@ -13,7 +13,7 @@ class PygpuEngine(Engine):
     """Launches functions of GpuArrays, ordered after the copies of their inputs."""
 
     def can_run(self, library: GraphLibrary, mode: Any) -> bool:
-        """Whether the library is Theano, and this process is bound to a GPU."""
+        """Whether the library is Theano, and this process computes on a GPU."""
         return library.name == "theano" and PYGPU.is_on_gpu
 
     @property

@@ -140,78 +140,16 @@ class Call(_CallFields, Command):
                 yield RowAccess(selection)
 
     def run(self, rank: Rank) -> Any:
-        """Compute this rank's rows, and pass the outputs to the engine; see `execute`."""
-        return self.execute(rank, self.bind(rank))
+        """Run the computation on this rank; see `RankCall.run`."""
+        return self.prepare(rank).run()
 
-    def bind(self, rank: Rank) -> RankCall:
-        """Return the call bound to this rank's rows and to the compiled variant, which is compiled here if necessary.
+    def prepare(self, rank: Rank) -> RankCall:
+        """Select this rank's rows, and compile the variant if necessary.
 
         Compiling may need collectives, so all ranks call this at the same point of a command.
         """
         computation: Computation = get_object(rank, self.computation_key)
         return RankCall(self, computation, self._compile(computation, rank), rank)
-
-    def execute(self, rank: Rank, bound: RankCall) -> Any:
-        """Compute this rank's rows, and pass the outputs to the engine.
-
-        Returns
-        -------
-        object
-            In the master, the collected outputs as `Engine.collect` returns them; with ``reads_outputs`` a list of
-            reduced outputs.
-        """
-        computation = bound.computation
-        if bound.compiled.n_rank_means:
-            self._check_rank_means(rank, bound)
-        if bound.is_active or (self.n_rows == 0 and rank.is_master):
-            if self.needs_compile:
-                self._launch_first(rank, bound)
-            else:
-                bound.compute()
-            rank.commit()
-        elif bound.compiled.n_rank_means:
-            RankMeans(rank, bound.compiled.n_rank_means).contribute_no_rows()
-        elif self.needs_compile and self._writes_disk_cache(bound):
-            rank.barrier()
-        if self.needs_compile:
-            rank.thread_limit.apply()  # the compiled code may have loaded a BLAS
-        if not bound.compiled.spec.ops:
-            return []
-        if self.reads_outputs:
-            outputs = bound.get_outputs().freeze(rank)
-            return outputs.with_values(computation.engine.fetch(outputs.values)).reduce(rank)
-        return computation.engine.collect(rank, bound.get_outputs())
-
-    def _check_rank_means(self, rank: Rank, bound: RankCall) -> None:
-        if self.variant.returns_updates:
-            rank.raise_collectively(
-                ValueError(
-                    f"num_slices: expected 1, got {self.n_slices}: {bound.computation.name} has means over all ranks' "
-                    "rows (rank_mean, sync=True), and a slice has other means than the batch"
-                )
-            )
-        if self.n_rows == 0:
-            rank.raise_collectively(ValueError("batch: expected at least one row for a mean over ranks, got none"))
-
-    def _writes_disk_cache(self, bound: RankCall) -> bool:
-        """Whether the first launch compiles, and writes the compiled code to the cache on disk."""
-        if bound.compiled.n_rank_means:
-            return False  # all ranks have to compute at the same time
-        computation = bound.computation
-        return computation.compile_order == AT_FIRST_CALL and computation.library.has_disk_cache(
-            bound.compiled.function
-        )
-
-    def _launch_first(self, rank: Rank, bound: RankCall) -> None:
-        """Launch for the first time: the master before the workers if it writes the cache on disk."""
-        writes_disk_cache = self._writes_disk_cache(bound)
-        if writes_disk_cache and not rank.is_master:
-            rank.barrier()
-        is_slow = rank.is_master and bound.computation.compile_order == AT_FIRST_CALL
-        with warn_if_slow(f"compiling {bound.computation.name}") if is_slow else contextlib.nullcontext():
-            bound.compute()
-        if writes_disk_cache and rank.is_master:
-            rank.barrier()
 
     def _compile(self, computation: Computation, rank: Rank) -> CompiledVariant:
         if not self.needs_compile:
@@ -241,8 +179,8 @@ class RankCall:
         Launches the compiled function, or a fused launch that contains it.
     n_rows : int
         Number of rows to compute: the weight of the outputs in a mean.  1 if the function has no inputs with rows.
-    is_active : bool
-        Whether this rank computes: ``n_rows > 0``.
+    has_rows : bool
+        Whether this rank has rows to compute.
     values : list of array
         Outputs, reduced over slices; empty before `compute`.
     """
@@ -272,7 +210,71 @@ class RankCall:
             )
         else:
             self.n_rows = 1
-        self.is_active = self.n_rows > 0
+        self.has_rows = self.n_rows > 0
+
+    def run(self) -> Any:
+        """Compute this rank's rows, and pass the outputs to the engine.
+
+        Returns
+        -------
+        object
+            In the master, the collected outputs as `Engine.collect` returns them; with ``reads_outputs`` a list of
+            reduced outputs.
+        """
+        rank, call, n_rank_means = self._rank, self._call, self.compiled.n_rank_means
+        if n_rank_means:
+            self._check_rank_means()
+        if self.has_rows or (call.n_rows == 0 and rank.is_master):
+            if call.needs_compile:
+                self._compute_first()
+            else:
+                self.compute()
+            rank.commit()
+        elif n_rank_means:
+            RankMeans(rank, n_rank_means).contribute_no_rows()
+        elif call.needs_compile and self._writes_disk_cache():
+            rank.barrier()
+        if call.needs_compile:
+            rank.thread_limit.apply()  # the compiled code may have loaded a BLAS
+        if not self.compiled.spec.ops:
+            return []
+        outputs, engine = self.get_outputs(), self.computation.engine
+        if call.reads_outputs:
+            outputs = outputs.freeze(rank)
+            return outputs.with_values(engine.fetch(outputs.values)).reduce(rank)
+        return engine.collect(rank, outputs)
+
+    def _check_rank_means(self) -> None:
+        call = self._call
+        if call.variant.returns_updates:
+            self._rank.raise_collectively(
+                ValueError(
+                    f"num_slices: expected 1, got {call.n_slices}: {self.computation.name} has means over all ranks' "
+                    "rows (rank_mean, sync=True), and a slice has other means than the batch"
+                )
+            )
+        if call.n_rows == 0:
+            self._rank.raise_collectively(
+                ValueError("batch: expected at least one row for a mean over ranks, got none")
+            )
+
+    def _writes_disk_cache(self) -> bool:
+        """Whether the first launch compiles, and writes the compiled code to the cache on disk."""
+        if self.compiled.n_rank_means:
+            return False  # all ranks have to compute at the same time
+        computation = self.computation
+        return computation.compile_order == AT_FIRST_CALL and computation.library.has_disk_cache(self.compiled.function)
+
+    def _compute_first(self) -> None:
+        """Compute for the first time: the master before the workers if it writes the cache on disk."""
+        rank, writes_disk_cache = self._rank, self._writes_disk_cache()
+        if writes_disk_cache and not rank.is_master:
+            rank.barrier()
+        is_slow = rank.is_master and self.computation.compile_order == AT_FIRST_CALL
+        with warn_if_slow(f"compiling {self.computation.name}") if is_slow else contextlib.nullcontext():
+            self.compute()
+        if writes_disk_cache and rank.is_master:
+            rank.barrier()
 
     def get_outputs(self) -> RankOutputs:
         """Return the outputs with their weight and specification."""

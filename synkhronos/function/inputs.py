@@ -43,7 +43,7 @@ class CallInputs:
         shapes = [computation.library.get_static_shape(spec.variable) for spec in computation.inputs]
         self._static_shapes = [None if all(length is None for length in shape) else shape for shape in shapes]
 
-    def bind_arguments(self, args: Sequence[Any], named: dict[str, Any] | None) -> list[Any]:
+    def match_arguments(self, args: Sequence[Any], named: dict[str, Any] | None) -> list[Any]:
         """Return one value for each input, from positional and named arguments and defaults.
 
         Raises
@@ -90,7 +90,7 @@ class CallInputs:
         computation, n = self.computation, self.computation.n_scattered
         if not computation.inputs and not args and not named and batch is None:
             return (), None
-        values = self.bind_arguments(args, named)
+        values = self.match_arguments(args, named)
         checked = [self._to_checked_input(i, value, session) for i, value in enumerate(values)]
         if n == 0:
             if batch is not None:

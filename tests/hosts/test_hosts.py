@@ -233,13 +233,11 @@ def test_renewed_link_names_ranks_that_cannot_start(old_link, found, without, ho
 
 
 def test_rank_left_out_on_another_host_leaves_out_its_gpu(monkeypatch):
-    bound = []
-    device = SimpleNamespace(
-        assign_gpus=lambda size, root: ["x", "y", "z"][:size], bind=lambda rank, gpu: bound.append((rank.number, gpu))
-    )
+    opened = []
+    device = SimpleNamespace(assign_gpus=lambda size, root: ["x", "y", "z"][:size], initialize=opened.append)
     monkeypatch.setattr(processes, "get_device", lambda name: device)
     monkeypatch.setattr(processes, "_keep_freed_memory", lambda: None)
-    command = processes._Bind("jax", ["0", "1"], (b"", b""), gpu_numbers=(0, 1, 0, 1, 2)).without_rank(2)
+    command = processes._SetUpRank("jax", ["0", "1"], (b"", b""), gpu_numbers=(0, 1, 0, 1, 2)).without_rank(2)
     for n_gpus, gpus in (
         (3, ["0", "1", "y", "z"]),
         (2, ["0", "1", "x", "y"]),
@@ -248,8 +246,8 @@ def test_rank_left_out_on_another_host_leaves_out_its_gpu(monkeypatch):
         for number, local_ranks in enumerate([range(2), range(2), range(2, 4), range(2, 4)]):
             control = SimpleNamespace(local_ranks=local_ranks)
             command.run(SimpleNamespace(number=number, root=0, is_master=True, control=control))
-        assert bound == list(enumerate(gpus))
-        bound.clear()
+        assert opened == gpus
+        opened.clear()
 
 
 def test_fork_on_one_host_needs_no_mpirun(monkeypatch):

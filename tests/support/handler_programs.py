@@ -94,7 +94,7 @@ def launch(program, communicator, reduction, *arguments, shape=(3,), times=1):
     calls.clear()
     results, end = [], ""
     try:
-        with reduction.bind_native(communicator, shape, times):
+        with reduction.use_communicator(communicator, shape, times):
             results = jax.block_until_ready(program(*arguments))
     except (RuntimeError, ValueError) as error:
         end = f"{type(error).__name__}: {str(error).splitlines()[0]}; "

@@ -88,10 +88,10 @@ def install():
     sys.modules["nccl"], sys.modules["nccl.bindings"] = types.ModuleType("nccl"), types.ModuleType("nccl.bindings")
     sys.modules["nccl.bindings"].nccl = None
     nccl.check_result = lambda results: None
-    bind, launch = processes._Bind.run, Executable._launch
+    set_up, launch = processes._SetUpRank.run, Executable._launch
 
-    def bind_to_jax(self, rank):
-        bind(self, rank)
+    def set_up_jax(self, rank):
+        set_up(self, rank)
         rank.device = JAX
         JAX.get_communicator(rank)._nccl = _Nccl(rank)
 
@@ -99,7 +99,7 @@ def install():
         launch(self, arguments)
         JAX.wait([cell[0] for cell in self._updated])
 
-    processes._Bind.run = bind_to_jax
+    processes._SetUpRank.run = set_up_jax
     Executable._launch = launch_and_wait
     JaxDevice.can_communicate = lambda self, dtype: str(dtype) in nccl.NCCL_DTYPES
     JaxDevice.get_communicator = lambda self, rank: rank.registry.get(

@@ -225,19 +225,19 @@ def test_on_death_error_between_reports_can_be_caught(monkeypatch):
 
 def break_devices(monkeypatch, is_broken):
     """Let the start of a new worker fail if ``is_broken(rank, size)``, except in `fork`."""
-    is_recovery, bind, replace = [False], processes._Bind.run, ranks.Session.replace_workers
+    is_recovery, set_up, replace = [False], processes._SetUpRank.run, ranks.Session.replace_workers
 
     def replace_workers(session, *args):
         is_recovery[0] = True  # new workers are forks
         return replace(session, *args)
 
-    def fail_or_bind(command, rank):
+    def fail_or_set_up(command, rank):
         if is_recovery[0] and not rank.is_master and is_broken(rank.number, rank.size):
             raise OSError("the device has fallen off the bus")
-        bind(command, rank)
+        set_up(command, rank)
 
     monkeypatch.setattr(ranks.Session, "replace_workers", replace_workers)
-    monkeypatch.setattr(processes._Bind, "run", fail_or_bind)
+    monkeypatch.setattr(processes._SetUpRank, "run", fail_or_set_up)
 
 
 @pytest.mark.any_library
@@ -385,14 +385,14 @@ def test_on_death_without_a_device_for_the_master_ends_training(monkeypatch):
     model = Model("BSP")
     iterator = model.epochs(epochs=3, valid=(X, Y), on_death="continue")
     next(iterator)
-    bind = processes._Bind.run
+    set_up = processes._SetUpRank.run
 
-    def fail_or_bind(command, rank):
+    def fail_or_set_up(command, rank):
         if rank.is_master:
             raise OSError("the device has fallen off the bus")
-        bind(command, rank)
+        set_up(command, rank)
 
-    monkeypatch.setattr(processes._Bind, "run", fail_or_bind)
+    monkeypatch.setattr(processes._SetUpRank, "run", fail_or_set_up)
     os.kill(ranks.get_session().workers.pids[1], signal.SIGKILL)
     with pytest.raises(synk.WorkerError, match="rank 0 could not start: OSError: .*; no device is left for the master"):
         list(iterator)

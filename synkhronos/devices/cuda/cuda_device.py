@@ -25,7 +25,7 @@ class _NcclGroups(dict[frozenset[int], NcclGroup]):
 class CudaDevice(Device, GpuArrays):
     """Arrays of one library on the only GPU that is visible to this process.
 
-    A process that is not bound to a GPU uses the methods of `Device` in place of staging and NCCL.
+    A process without a GPU uses the methods of `Device` in place of staging and NCCL.
 
     Attributes
     ----------
@@ -49,7 +49,7 @@ class CudaDevice(Device, GpuArrays):
 
     @property
     def is_on_gpu(self) -> bool:
-        """Whether this process was bound to a GPU."""
+        """Whether this process computes on a GPU."""
         return self._gpu is not None
 
     def list_missing_requirements(self) -> list[str]:
@@ -60,14 +60,14 @@ class CudaDevice(Device, GpuArrays):
         """Return the GPU of each rank of this host, as ``CUDA_VISIBLE_DEVICES`` names it."""
         return cuda.assign_gpus(n_local_ranks, local_master, self._gpu)
 
-    def bind(self, rank: Rank, gpu: str) -> None:
+    def initialize(self, gpu: str) -> None:
         """Start the library on one GPU, and hide all others from this process."""
         if self._gpu is None:  # else CUDA was started after an earlier fork(), and can't change its GPU
             with cuda.restrict_visible_gpu(gpu):
-                self.start(gpu)
+                self.open_gpu(gpu)
             self._gpu = gpu
 
-    def start(self, gpu: str) -> None:
+    def open_gpu(self, gpu: str) -> None:
         """Start the library on the only GPU that is visible; ``gpu`` is its name in messages."""
         raise NotImplementedError
 

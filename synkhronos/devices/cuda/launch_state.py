@@ -16,13 +16,13 @@ class LaunchState(ctypes.Structure):
         for name in (
             *("comm", "valid_flag", "side_stream", "event"),
             *("all_reduce", "copy", "fill", "record", "wait"),
-            *("is_bound", "n_finished", "has_side_work", "failed_function", "error"),
+            *("is_active", "n_finished", "has_side_work", "failed_function", "error"),
         )
     ]
 
     def reset(self) -> None:
         """Reset counters and errors before a launch."""
-        self.is_bound = 1
+        self.is_active = 1
         self.n_finished = self.has_side_work = self.failed_function = self.error = 0
 
     def check(self) -> None:

@@ -180,8 +180,8 @@ class NcclCommunicator(Communicator):
     # -- all_reduce within a launch of XLA -------------------------------------------------------------------
 
     @contextlib.contextmanager
-    def bind_launch(self, is_recordable: bool) -> Iterator[LaunchState]:
-        """Bind the connection to a launch whose handlers call NCCL without Python.
+    def use_in_launch(self, is_recordable: bool) -> Iterator[LaunchState]:
+        """Let the handlers of the launch in the ``with`` block call NCCL without Python.
 
         Parameters
         ----------
@@ -212,7 +212,7 @@ class NcclCommunicator(Communicator):
             try:
                 yield state
             finally:
-                state.is_bound = 0
+                state.is_active = 0
         if state.failed_function or is_recordable:
             _ = connection.handle  # raises if the connection was aborted, which a recorded launch can't detect
         state.check()

@@ -21,7 +21,7 @@ from synkhronos.devices.reductions import Reduction
 
 
 class JaxDevice(CudaDevice):
-    """JAX arrays on the GPU to which the rank is bound, or on the CPU."""
+    """JAX arrays on the rank's GPU, or on the CPU."""
 
     name = "jax"
     requirements = {  # noqa: RUF012 - never modified
@@ -38,7 +38,7 @@ class JaxDevice(CudaDevice):
         bridge = sys.modules.get("jax._src.xla_bridge")
         return bridge is not None and bool(bridge.backends_are_initialized())
 
-    def start(self, gpu: str) -> None:
+    def open_gpu(self, gpu: str) -> None:
         """Start JAX on the only GPU that is visible.
 
         Raises

@@ -8,7 +8,7 @@ ordered between XLA's earlier and later work, and no thread waits.  The calls of
                         |                      |                      |
     launched      _start_callback        _start_callback        _finish_callback            called by XLA
                         |                      |                      |
-                  GradientReducer.start  GradientReducer.start  GradientReducer.finish      bound by `bind`
+                  GradientReducer.start  GradientReducer.start  GradientReducer.finish      given to `use_reducer`
                         |                      |                      |
     NCCL          start_in_launch        start_in_launch        finish_in_launch            `NcclCommunicator`
 
@@ -272,7 +272,7 @@ class Reducer(Protocol):
 
 
 class FfiReduction:
-    """The all-reduce of one XLA program, which is bound to a reducer for each launch.
+    """The all-reduce of one XLA program, which gets a reducer for each launch.
 
     ``trace_start``, ``trace_finish`` and ``trace_sum`` insert its calls into the program, while JAX traces it.
 
@@ -283,7 +283,7 @@ class FfiReduction:
         invalid, so that the program can return the old values of donated arrays.
     nccl_calls : {"python", "native", "graph"}
         Code by which XLA calls NCCL: "python" for a reducer in Python, "native" for handlers in C++, "graph" for
-        handlers in C++ that XLA may record in a CUDA graph.  The latter two need `bind_native`, and an error never
+        handlers in C++ that XLA may record in a CUDA graph.  The latter two need `use_communicator`, and an error never
         ends the launch.
     op : str
         Reduction, for handlers in C++.
@@ -292,7 +292,7 @@ class FfiReduction:
     --------
     >>> reduction = FfiReduction()
     >>> program = jax.jit(lambda gradient: reduction.trace_finish([gradient]))  # doctest: +SKIP
-    >>> with defer_signals(), reduction.bind(reducer):  # doctest: +SKIP
+    >>> with defer_signals(), reduction.use_reducer(reducer):  # doctest: +SKIP
     ...     (total,), is_valid = program(gradient)
     """
 
@@ -302,7 +302,7 @@ class FfiReduction:
     def __init__(self, aborts: bool = False, nccl_calls: str = "python", op: str = "sum") -> None:
         assert nccl_calls == "python" or not aborts
         self._aborts, self.nccl_calls, self.op = aborts, nccl_calls, op
-        #: Shape of the array that the bound launch reduces.
+        #: Shape of the array that the next launch reduces.
         self._expected_shape: tuple[int, ...] = ()
         #: Attribute of the program's calls.  It is a count and not an address, so that JAX's compilation cache finds
         #: the same program of another process.
@@ -314,8 +314,8 @@ class FfiReduction:
         self._n_started = self._n_finished = 0
 
     @contextlib.contextmanager
-    def bind(self, reducer: Reducer, n_reductions: int | None = 1) -> Iterator[None]:
-        """Bind a reducer to the launches of the ``with`` block, and raise its error at the end.
+    def use_reducer(self, reducer: Reducer, n_reductions: int | None = 1) -> Iterator[None]:
+        """Use a reducer for the launches in the ``with`` block, and raise its error at the end.
 
         Signals must be deferred meanwhile (`ranks.interrupts.defer_signals`): a signal handler could raise at the first
         instruction of a callback, where nothing can catch the exception.
@@ -346,8 +346,8 @@ class FfiReduction:
             self._reducer = self._error = None
 
     @contextlib.contextmanager
-    def bind_native(self, communicator: Any, shape: tuple[int, ...], n_reductions: int) -> Iterator[None]:
-        """Bind a communicator to the launch of the ``with`` block, for the handlers in C++.
+    def use_communicator(self, communicator: Any, shape: tuple[int, ...], n_reductions: int) -> Iterator[None]:
+        """Use a communicator for the launch in the ``with`` block, by the handlers in C++.
 
         Parameters
         ----------
@@ -366,7 +366,7 @@ class FfiReduction:
         """
         self._expected_shape = shape
         library, is_recordable = native.load_handlers(), self.nccl_calls == "graph"
-        with communicator.bind_launch(is_recordable) as state:
+        with communicator.use_in_launch(is_recordable) as state:
             library.synkhronos_set_launch_state(state)
             yield
         if not is_recordable and state.n_finished != n_reductions:

@@ -33,7 +33,7 @@ struct LaunchState {
   int64_t record;       // cuEventRecord
   int64_t wait;         // cuStreamWaitEvent
   // State of one launch, reset by Python.
-  int64_t is_bound;     // whether a launch is in progress
+  int64_t is_active;    // whether a launch is in progress
   int64_t n_finished;   // calls of `Finish`
   int64_t has_side_work;
   int64_t failed_function;  // kNccl or kCuda; 0: no error
@@ -132,7 +132,7 @@ void Reduce(ffi::RemainingArgs& args, ffi::RemainingRets& rets, size_t first, si
 
 // Checks what the program was traced with: one result for each argument to reduce, then `is_valid`.
 ffi::Error Check(ffi::RemainingArgs& args, ffi::RemainingRets& rets) {
-  if (state == nullptr || !state->is_bound)
+  if (state == nullptr || !state->is_active)
     return ffi::Error(ffi::ErrorCode::kFailedPrecondition, "an all-reduce was called outside of a launch");
   if (rets.size() < 1 || args.size() < rets.size())
     return ffi::Error::InvalidArgument("an all-reduce lacks arguments or results");

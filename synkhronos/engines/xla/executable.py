@@ -50,7 +50,7 @@ class Executable(Runner):
     Attributes
     ----------
     ffi_reduction : FfiReduction or None
-        All-reduce in the program, to be bound to a reducer for each call; None without ``reduction``.
+        All-reduce in the program, which needs a reducer in each call; None without ``reduction``.
     """
 
     def __init__(
@@ -184,7 +184,7 @@ class Executable(Runner):
         self._signatures.add(signature)
         return True
 
-    def bind_communicator(self, communicator_number: int) -> None:
+    def drop_outdated_recordings(self, communicator_number: int) -> None:
         """Drop the CUDA graphs that XLA has recorded with another NCCL communicator, if there is one."""
         if communicator_number != self._communicator_number:
             if self._communicator_number:

@@ -1,7 +1,7 @@
 """Launches of executables that contain an all-reduce.
 
-XLA calls the all-reduce during the launch (`devices.jax.ffi`).  `FusedRunner` binds a `GradientReducer`, or the NCCL
-communicator itself, to the program's `FfiReduction`.
+XLA calls the all-reduce during the launch (`devices.jax.ffi`).  `FusedRunner` passes a `GradientReducer`, or the
+NCCL communicator itself, to the program's `FfiReduction`.
 """
 
 from __future__ import annotations
@@ -51,13 +51,13 @@ class FusedRunner(Runner):
 
     def _launch(self, inputs: Sequence[Any], communicator: Any, shape: tuple[int, ...]) -> list[Any]:
         reducer = GradientReducer(self._rank, communicator, self._ffi_reduction.op, shape, self.n_repeats > 1)
-        with self._ffi_reduction.bind(reducer, self.n_repeats):
+        with self._ffi_reduction.use_reducer(reducer, self.n_repeats):
             return self._executable(*inputs)
 
     def _launch_native(self, inputs: Sequence[Any], communicator: Any, shape: tuple[int, ...]) -> list[Any]:
         if self._ffi_reduction.nccl_calls == "graph":
-            self._executable.bind_communicator(communicator.communicator_number)
-        with self._ffi_reduction.bind_native(communicator, shape, self.n_repeats):
+            self._executable.drop_outdated_recordings(communicator.communicator_number)
+        with self._ffi_reduction.use_communicator(communicator, shape, self.n_repeats):
             try:
                 return self._executable(*inputs)
             finally:

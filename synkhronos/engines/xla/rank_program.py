@@ -92,7 +92,7 @@ class RankProgram:
             reducer = _make_reducer(rank, poll)
             RankProgram.current = self
             try:
-                with self._reduction.bind(reducer, n_reductions=None):
+                with self._reduction.use_reducer(reducer, n_reductions=None):
                     results = function()
             finally:
                 RankProgram.current = None

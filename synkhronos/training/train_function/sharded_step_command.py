@@ -58,16 +58,16 @@ class ShardedStepCommand(_ShardedStepCommandFields, Command):
 
     def run(self, rank: Rank) -> tuple[Any, list[Any]]:
         """Take the step on this rank; return the outputs of the gradient's function, and none of the updates."""
-        gradient, local, whole = (call.bind(rank) for call in (self.gradient, self.local_update, self.whole_update))
+        gradient, local, whole = (call.prepare(rank) for call in (self.gradient, self.local_update, self.whole_update))
         self._set_number(rank)
         with rank.suspend_commits():
-            loss = self.gradient.execute(rank, gradient)
+            loss = gradient.run()
             self._reduce_scatter(rank)
             if self.gathers_gradient:
                 self._all_gather(rank)
-        self.local_update.execute(rank, local)
+        local.run()
         self._all_gather(rank)
-        self.whole_update.execute(rank, whole)
+        whole.run()
         return loss, []
 
     def _set_number(self, rank: Rank) -> None:

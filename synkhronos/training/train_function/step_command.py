@@ -77,22 +77,22 @@ class StepCommand(_StepCommandFields, Command):
         (outputs of gradient, outputs of update) or None
             None, without a step, if ``n_steps`` is above 1 and a rank cannot fuse the steps into one launch.
         """
-        gradient, update = self.gradient.bind(rank), self.update.bind(rank)
+        gradient, update = self.gradient.prepare(rank), self.update.prepare(rank)
         fused_step = self._fuse(rank, gradient, update)
         if self.n_steps > 1 and not all(rank.all_gather_cached(fused_step is not None)):
             return None
         if fused_step is not None:
             # This call's own object now launches gradient, all-reduce and update.  A copy would cost time at each step.
             gradient.runner = fused_step
-            return self.gradient.execute(rank, gradient), []
+            return gradient.run(), []
         is_second = rank.number == (rank.root + 1) % rank.size
         if self.update.needs_compile and is_second and update.computation.compile_order == AT_FIRST_CALL:
             # The master compiles the gradient meanwhile, so the two compilations run in parallel.
             update.computation.library.compile_now(update.compiled.function)
         with rank.suspend_commits():
-            loss = self.gradient.execute(rank, gradient)
+            loss = gradient.run()
             self.reduce.run(rank)
-        return loss, self.update.execute(rank, update)
+        return loss, update.run()
 
     @property
     def op(self) -> str:
@@ -114,7 +114,7 @@ class StepCommand(_StepCommandFields, Command):
         if gradient.compiled.n_rank_means:
             return None  # the host takes part within the launch, and has to wait for its end
         engine = gradient.computation.engine
-        if update.computation.engine is not engine or not gradient.is_active or self.gradient.variant.returns_updates:
+        if update.computation.engine is not engine or not gradient.has_rows or self.gradient.variant.returns_updates:
             return None
         if self.gradient.needs_compile and gradient.computation.compile_order == AT_FIRST_CALL:
             return None  # the master makes this call first, alone: in a fused launch it would wait for the others

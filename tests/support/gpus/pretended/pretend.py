@@ -78,13 +78,13 @@ def install():
     synkhronos.devices.cuda.is_started = lambda: cuda.core.Device.is_started
 
     PygpuDevice.requirements = {}
-    PygpuDevice.start = start_pygpu
+    PygpuDevice.open_gpu = start_pygpu
     PygpuDevice.stream = cuda.core.COMPUTE
 
     synkhronos.devices.cuda.nccl.find_function_addresses = find_function_addresses
 
     JaxDevice.requirements = {}
-    JaxDevice.start = start
+    JaxDevice.open_gpu = start
     JaxDevice.get_pointer = lambda self, array: int(array.block_until_ready().unsafe_buffer_pointer())
     JaxDevice._compute_stream = ComputeStream(cuda.core.COMPUTE, True)
     # Streams are synchronous here, but XLA is not, so its launches are waited for.
