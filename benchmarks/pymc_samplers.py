@@ -25,7 +25,7 @@ from typing import Any
 from benchmarks._measure import Failed, Table, duration, find_first_gpu, heading, read_alone
 from benchmarks.pymc_rows import logistic
 from synkhronos import get_n_gpu
-from synkhronos.devices.jax.program_sum import ProgramSum
+from synkhronos.devices.jax.program_reducer import ProgramReducer
 
 #: Depth of the tree, and leapfrog steps of a draw.
 _DEPTH = 5
@@ -47,12 +47,12 @@ def observe() -> None:
         if event.startswith("/jax/core/compile"):
             _compiling.append(seconds)
 
-    def begin_sum(self: ProgramSum) -> None:
+    def begin_sum(self: ProgramReducer) -> None:
         _reduces.append(perf_counter())
         original(self)
 
-    original = ProgramSum.begin_sum
-    ProgramSum.begin_sum = begin_sum  # type: ignore[method-assign]
+    original = ProgramReducer.begin_sum
+    ProgramReducer.begin_sum = begin_sum  # type: ignore[method-assign]
     jax.monitoring.register_event_duration_secs_listener(add)
 
 

@@ -17,7 +17,7 @@ from synkhronos.data import Data
 from synkhronos.data.rows import get_share
 from synkhronos.data.shared import check_session, copy_to_shared, to_shared_array
 from synkhronos.devices import Selection
-from synkhronos.devices.reductions import REDUCTIONS, list_collective_ops
+from synkhronos.devices.reduce_op import REDUCE_OPS, list_collective_ops
 from synkhronos.graphs import library_of
 from synkhronos.graphs.mirror import Mirror, is_registered
 from synkhronos.ranks import Session, SharedArray, WeakKeyDict
@@ -180,12 +180,12 @@ def check_op(op: Any, variables: Sequence[Any], nccl: bool) -> tuple[str, bool]:
     op = check_op_name(op)
     for variable in variables:
         check_op_dtype(op, np.dtype(variable.type.dtype), describe(variable))
-    return op, nccl and REDUCTIONS[op].nccl_op is not None
+    return op, nccl and REDUCE_OPS[op].nccl_op is not None
 
 
 def check_op_dtype(op: str, dtype: np.dtype, name: str) -> None:
     """Raise ValueError if a reduction is not defined for the dtype of an array; ``name`` is its name in errors."""
-    if not REDUCTIONS[op].can_reduce(dtype):
+    if not REDUCE_OPS[op].can_reduce(dtype):
         *others, last = map(repr, list_collective_ops(dtype))
         raise ValueError(f"op: {op!r} of {name} is not defined for dtype {dtype}; choose {', '.join(others)} or {last}")
 

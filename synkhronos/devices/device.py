@@ -19,7 +19,7 @@ import numpy as np
 from synkhronos.devices.communicator import Communicator
 from synkhronos.devices.host_communicator import HostCommunicator
 from synkhronos.devices.multi_host_communicator import MultiHostCommunicator
-from synkhronos.devices.reductions import Reduction
+from synkhronos.devices.reduce_op import ReduceOp
 from synkhronos.devices.selection import Selection, take_rows
 from synkhronos.ranks import Rank, SharedArray
 
@@ -112,7 +112,7 @@ class DeviceArithmetic(DeviceMemory):
 
     has_arithmetic = False
 
-    def reduce_pair(self, op: Reduction, left: Any, right: Any) -> Any:
+    def reduce_pair(self, op: ReduceOp, left: Any, right: Any) -> Any:
         """Return ``op`` applied to two arrays of one shape; the result may be written into the first."""
         assert op.ufunc is not None
         return self.from_host(op.ufunc(self.to_host(left), self.to_host(right)))

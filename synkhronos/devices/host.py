@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from synkhronos.devices.device import Device
-from synkhronos.devices.reductions import Reduction
+from synkhronos.devices.reduce_op import ReduceOp
 from synkhronos.devices.selection import Selection, take_rows
 from synkhronos.ranks import Rank, SharedArray
 
@@ -45,7 +45,7 @@ class HostDevice(Device):
         """Return the values unchanged, since arrays in host memory are fetched already."""
         return list(values)
 
-    def reduce_pair(self, op: Reduction, left: Any, right: Any) -> Any:
+    def reduce_pair(self, op: ReduceOp, left: Any, right: Any) -> Any:
         """Write ``op`` applied to two arrays into the first, and return it."""
         assert op.ufunc is not None
         return op.ufunc(left, right, out=left)

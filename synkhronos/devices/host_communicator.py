@@ -22,7 +22,7 @@ from itertools import pairwise
 import numpy as np
 
 from synkhronos.devices.communicator import ArrayLayout, Communicator
-from synkhronos.devices.reductions import REDUCTIONS, Reduction
+from synkhronos.devices.reduce_op import REDUCE_OPS, ReduceOp
 from synkhronos.ranks import Rank
 from synkhronos.ranks.control import SCRATCH_NBYTES
 
@@ -92,7 +92,7 @@ class HostCommunicator(Communicator):
 
     def reduce_scatter(self, array: np.ndarray, op: str, bounds: Sequence[int], out: np.ndarray) -> None:
         """Write this rank's items of the reduction over all ranks into ``out``."""
-        rank, reduction, source, target = self._rank, REDUCTIONS[op], array.reshape(-1), out.reshape(-1)
+        rank, reduce_op, source, target = self._rank, REDUCE_OPS[op], array.reshape(-1), out.reshape(-1)
         number, dtype = rank.number, array.dtype
         n_items = SCRATCH_NBYTES // dtype.itemsize // rank.size
         longest = max(stop - start for start, stop in pairwise(bounds))
@@ -108,7 +108,7 @@ class HostCommunicator(Communicator):
             inputs = [
                 own_chunk if r == number else shared[r][number * n_items :][: own_chunk.size] for r in range(rank.size)
             ]
-            reduce_share(inputs, reduction, target[offset : offset + n_items])
+            reduce_share(inputs, reduce_op, target[offset : offset + n_items])
 
     def gather(
         self,
@@ -167,7 +167,7 @@ class HostCommunicator(Communicator):
         before the first one, and each rank reduces its share after it.  Ranks copy all shares after the second one.  A
         rank does not publish the elements of its own share, as no other rank reads them.
         """
-        rank, reduction = self._rank, REDUCTIONS[op]
+        rank, reduce_op = self._rank, REDUCE_OPS[op]
         if len(contributors) == 1 and rank.size == 1:
             if target is not None and source is not None and target is not source:
                 target[:] = source
@@ -185,7 +185,7 @@ class HostCommunicator(Communicator):
             rank.barrier()
             if high > low:
                 inputs = [chunk[low:high] if r == number else shared[r][low:high] for r in contributors]
-                reduce_share(inputs, reduction, shared[number][low:high])
+                reduce_share(inputs, reduce_op, shared[number][low:high])
             rank.barrier()
             if target is not None:
                 chunk = target[offset : offset + count]
@@ -193,29 +193,29 @@ class HostCommunicator(Communicator):
                     chunk[bounds[r] : bounds[r + 1]] = shared[r][bounds[r] : bounds[r + 1]]
 
 
-def reduce_share(inputs: Sequence[np.ndarray], reduction: Reduction, out: np.ndarray) -> None:
+def reduce_share(inputs: Sequence[np.ndarray], reduce_op: ReduceOp, out: np.ndarray) -> None:
     """Write the complete reduction of the contributors' arrays into ``out``, which must not overlap them.
 
     In contrast to `reduce_arrays`, a mean ("avg") is divided by the number of contributors.
     """
-    accumulator = reduction.choose_accumulator_dtype(out.dtype)
+    accumulator = reduce_op.choose_accumulator_dtype(out.dtype)
     wide = out if accumulator == out.dtype else np.empty(out.size, accumulator)
-    reduce_arrays(inputs, reduction, wide)
-    if reduction.is_mean:
+    reduce_arrays(inputs, reduce_op, wide)
+    if reduce_op.is_mean:
         np.true_divide(wide, len(inputs), out=wide)
     if wide is not out:
         out[:] = wide
 
 
-def reduce_arrays(inputs: Sequence[np.ndarray], reduction: Reduction, out: np.ndarray) -> None:
+def reduce_arrays(inputs: Sequence[np.ndarray], reduce_op: ReduceOp, out: np.ndarray) -> None:
     """Reduce arrays in order into ``out``, in its dtype, without the division of a mean."""
-    assert reduction.ufunc is not None
+    assert reduce_op.ufunc is not None
     if len(inputs) == 1:
         out[:] = inputs[0]
     elif inputs:
-        reduction.ufunc(inputs[0], inputs[1], out=out, dtype=out.dtype.type)
+        reduce_op.ufunc(inputs[0], inputs[1], out=out, dtype=out.dtype.type)
         for values in inputs[2:]:
-            reduction.ufunc(out, values, out=out)
+            reduce_op.ufunc(out, values, out=out)
 
 
 def as_bytes(array: np.ndarray) -> np.ndarray:

@@ -23,7 +23,7 @@ import numpy as np
 
 from synkhronos.devices.communicator import ArrayLayout
 from synkhronos.devices.host_communicator import HostCommunicator, as_bytes, count_bytes, reduce_arrays
-from synkhronos.devices.reductions import REDUCTIONS
+from synkhronos.devices.reduce_op import REDUCE_OPS
 from synkhronos.hosts.pipes import (
     DOWN_IN,
     DOWN_OUT,
@@ -165,8 +165,8 @@ class MultiHostCommunicator(HostCommunicator):
         contributors : sequence of int
             Ranks whose arrays are reduced, in order.
         """
-        rank, local_ranks, reduction = self._rank, self._local_ranks, REDUCTIONS[op]
-        accumulator = reduction.choose_accumulator_dtype(dtype)
+        rank, local_ranks, reduce_op = self._rank, self._local_ranks, REDUCE_OPS[op]
+        accumulator = reduce_op.choose_accumulator_dtype(dtype)
         chunk_size = FRAME_NBYTES // accumulator.itemsize
         pending: list[tuple[int, int]] = []  # chunks whose results have not arrived: first element, number
         local_index = rank.number - local_ranks.start
@@ -194,8 +194,8 @@ class MultiHostCommunicator(HostCommunicator):
             result = out.wait_writable()[: count * accumulator.itemsize].view(accumulator)[low:high]
             if partial is not None and contributors[0] < local_ranks.start:
                 inputs.insert(0, partial)
-            reduce_arrays(inputs, reduction, result)
-            if self._is_last and reduction.is_mean:
+            reduce_arrays(inputs, reduce_op, result)
+            if self._is_last and reduce_op.is_mean:
                 np.true_divide(result, len(contributors), out=result)
             if not self._is_first:
                 self._up_in.advance()

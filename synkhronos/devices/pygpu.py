@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from synkhronos.devices.cuda.cuda_device import CudaDevice
-from synkhronos.devices.reductions import Reduction
+from synkhronos.devices.reduce_op import ReduceOp
 from synkhronos.devices.selection import Selection
 from synkhronos.ranks import Rank, SharedArray
 
@@ -134,7 +134,7 @@ class PygpuDevice(CudaDevice):
         """Wait until an array has been computed."""
         array.sync()
 
-    def reduce_pair(self, op: Reduction, left: Any, right: Any) -> Any:
+    def reduce_pair(self, op: ReduceOp, left: Any, right: Any) -> Any:
         """Return ``op`` applied to two arrays of one shape."""
         if op.gpuarray_expression is None:
             name = getattr(op.ufunc, "__name__", "")

@@ -3,7 +3,7 @@
 An `Engine` wraps each compiled function in a `Runner`, which commands call.  An engine may also fuse a training step
 into one launch::
 
-    Runner of the gradient ──> all-reduce of its vector (`StepReduction`) ──> Runner of the update
+    Runner of the gradient ──> all-reduce of its vector (`StepAllReduce`) ──> Runner of the update
     `────────────────────────────── Engine.fuse_step ──────────────────────────────────────────────´
 """
 
@@ -64,7 +64,7 @@ class Runner:
         return self if n_repeats == 1 else None
 
 
-class StepReduction(Protocol):
+class StepAllReduce(Protocol):
     """All-reduce of a shared variable between two functions of one launch, such as `StepCommand` of ``training/``."""
 
     @property
@@ -82,7 +82,7 @@ class StepReduction(Protocol):
     def get_shared(self, rank: Rank) -> Any:
         """Return this rank's copy of the variable."""
 
-    def prepare_reduction(self, rank: Rank) -> tuple[Any, tuple[int, ...]]:
+    def prepare_all_reduce(self, rank: Rank) -> tuple[Any, tuple[int, ...]]:
         """Compare the variable's shape with the other ranks; return the connected communicator, and the shape.
 
         This is a collective operation, right before the launch.
@@ -118,12 +118,12 @@ class Engine:
 
     Attributes
     ----------
-    fixed_lengths : bool
+    requires_static_shapes : bool
         Whether functions are compiled for arrays of fixed lengths.  If so, rows of shared variables are selected by a
         vector of indexes instead of two bounds.
     """
 
-    fixed_lengths = False
+    requires_static_shapes = False
 
     def can_run(self, library: GraphLibrary, mode: Any) -> bool:
         """Whether this engine launches a library's functions of this mode."""
@@ -150,7 +150,7 @@ class Engine:
         return Runner(function)
 
     def fuse_step(
-        self, rank: Rank, first: Runner, reduction: StepReduction, second: Runner, n_repeats: int
+        self, rank: Rank, first: Runner, all_reduce: StepAllReduce, second: Runner, n_repeats: int
     ) -> Runner | None:
         """Fuse two functions and the all-reduce between them into one launch.
 
@@ -159,7 +159,7 @@ class Engine:
         rank : Rank
         first, second : Runner
             Runners that this engine has made.
-        reduction : StepReduction
+        all_reduce : StepAllReduce
             Variable that the first function updates and the second one reads.
         n_repeats : int
             Number of steps in the launch, as in `Runner`.

@@ -12,9 +12,9 @@ import numpy as np
 
 from synkhronos.checks import check_distinct, check_name, describe
 from synkhronos.devices import Device
-from synkhronos.devices.reductions import list_ops
+from synkhronos.devices.reduce_op import list_ops
 from synkhronos.function.computation import Computation
-from synkhronos.function.reduction_op import ReductionOp
+from synkhronos.function.output_op import OutputOp
 from synkhronos.graphs import GraphLibrary, is_variable, library_of, list_loaded_libraries
 from synkhronos.graphs.library import InputSpec
 
@@ -113,14 +113,14 @@ def _parse_inputs(
 
 def _parse_updates(
     library: GraphLibrary, updates: list[tuple[Any, Any, Any]]
-) -> tuple[list[tuple[Any, Any]], list[ReductionOp]]:
+) -> tuple[list[tuple[Any, Any]], list[OutputOp]]:
     """Return pairs of shared variable and new value, and the op by which each new value is accumulated over slices."""
     pairs, ops = [], []
     for shared, expression, op in updates:
         if not library.is_shared(shared):
             raise TypeError(f"updates: expected a shared variable to update, got {shared!r}")
         pairs.append((shared, _convert(library, shared, expression, "updates")))
-        ops.append(ReductionOp.parse(op, f"updates: the op of {describe(shared)}"))
+        ops.append(OutputOp.parse(op, f"updates: the op of {describe(shared)}"))
     check_distinct([shared for shared, _ in pairs], "updates")
     return pairs, ops
 
@@ -273,15 +273,15 @@ def _parse_input(library: GraphLibrary, value: Any, name: str, downcast: bool | 
     return spec
 
 
-def _parse_output_op(library: GraphLibrary, output: Any, op: Any, position: int) -> ReductionOp:
-    parsed = ReductionOp.parse(op, f"outputs: the op of output {position}")
+def _parse_output_op(library: GraphLibrary, output: Any, op: Any, position: int) -> OutputOp:
+    parsed = OutputOp.parse(op, f"outputs: the op of output {position}")
     variable = library.get_output_variable(output)
     if parsed.name is None:
         return parsed
     if not library.is_array(variable):
         raise TypeError(f"outputs: output {position} of type {variable.type} can't be reduced; use op None")
     dtype = np.dtype(variable.type.dtype)
-    if not parsed.reduction.can_reduce(dtype):
+    if not parsed.reduce_op.can_reduce(dtype):
         is_bool = dtype.kind == "b"
         alternatives = "'max' (any), 'min' (all), 'gather'" if is_bool else ", ".join(map(repr, list_ops(dtype)))
         raise ValueError(

@@ -22,9 +22,9 @@ import numpy as np
 from synkhronos.data.rows import get_share, select_rows, split_selection
 from synkhronos.devices import HOST, Selection
 from synkhronos.function.computation import CompiledVariant, Computation, Variant
+from synkhronos.function.output_op import Accumulator
 from synkhronos.function.outputs import RankOutputs
-from synkhronos.function.rank_mean import RankMeans
-from synkhronos.function.reduction_op import Accumulator
+from synkhronos.function.rank_mean import RankMeanContext
 from synkhronos.function.slow_warning import warn_if_slow
 from synkhronos.graphs.library import AT_FIRST_CALL, MASTER_FIRST
 from synkhronos.graphs.mirror import get_object
@@ -231,7 +231,7 @@ class RankCall:
                 self.compute()
             rank.commit()
         elif n_rank_means:
-            RankMeans(rank, n_rank_means).contribute_no_rows()
+            RankMeanContext(rank, n_rank_means).contribute_no_rows()
         elif call.needs_compile and self._writes_disk_cache():
             rank.barrier()
         if call.needs_compile:
@@ -358,7 +358,7 @@ class RankCall:
         """Run the compiled function on the given rows of each input, and return its outputs.  None selects all rows."""
         inputs = self._stage_inputs(rows, sliceable_rows)
         if count := self.compiled.n_rank_means:
-            return RankMeans(self._rank, count).run_launch(lambda: self._launch_and_wait(inputs))
+            return RankMeanContext(self._rank, count).run_launch(lambda: self._launch_and_wait(inputs))
         if self._rank.is_master and self.runner.is_new_signature(inputs):
             shapes = [getattr(value, "shape", ()) for value in inputs]
             with warn_if_slow(f"compiling {self.computation.name} for inputs of shapes {shapes}"):

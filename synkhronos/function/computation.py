@@ -23,9 +23,9 @@ import numpy as np
 
 from synkhronos.devices import HOST, Device
 from synkhronos.engines import Engine, Runner, choose_engine
+from synkhronos.function.output_op import OutputOp
 from synkhronos.function.outputs import OutputSpec
 from synkhronos.function.rank_mean import count_rank_means
-from synkhronos.function.reduction_op import ReductionOp
 from synkhronos.graphs import GraphLibrary
 from synkhronos.graphs.library import InputSpec
 from synkhronos.graphs.user_code import UserCode
@@ -88,7 +88,7 @@ class Computation:
         Number of scattered inputs.
     outputs : list
         Variables, or instances of the library's ``Out``.
-    output_ops, update_ops : list of ReductionOp
+    output_ops, update_ops : list of OutputOp
     updates : list of (shared variable, variable)
     givens : list of (variable, variable)
         Substitutions in the graph.
@@ -109,9 +109,9 @@ class Computation:
     inputs: list[InputSpec]
     n_scattered: int
     outputs: list[Any]
-    output_ops: list[ReductionOp]
+    output_ops: list[OutputOp]
     updates: list[tuple[Any, Any]]
-    update_ops: list[ReductionOp]
+    update_ops: list[OutputOp]
     givens: list[tuple[Any, Any]]
     sliceable: list[Any]
     kwargs: dict[str, Any]
@@ -255,7 +255,7 @@ class Computation:
                 kwargs["no_default_updates"] = True
         return library.function(inputs, outputs, updates=pairs, givens=givens, **kwargs)
 
-    def list_accumulated_updates(self) -> list[tuple[Any, ReductionOp]]:
+    def list_accumulated_updates(self) -> list[tuple[Any, OutputOp]]:
         """Return the shared variables whose updates are accumulated over slices, with their ops."""
         ops = self.update_ops + [_choose_default_op(shared) for shared, _ in self.default_updates]
         return [
@@ -287,7 +287,7 @@ class Computation:
         return [index], lambda shared: shared[index]
 
 
-def _choose_default_op(shared: Any) -> ReductionOp:
+def _choose_default_op(shared: Any) -> OutputOp:
     """Return the op of a default update: "avg", or None for integers, whose average is no integer."""
     is_integer = getattr(shared.type, "dtype", "") and np.dtype(shared.type.dtype).kind in "biu"
-    return ReductionOp(None if is_integer else "avg")
+    return OutputOp(None if is_integer else "avg")

@@ -117,7 +117,7 @@ class Dispatcher:
                             f"num_slices={num_slices}: the update of {shared.name!r} of type {shared.type} can't be "
                             "accumulated; give it the op None, which keeps the value of the last slice"
                         )
-                elif op.name is not None and not op.reduction.can_reduce(np.dtype(shared.type.dtype)):
+                elif op.name is not None and not op.reduce_op.can_reduce(np.dtype(shared.type.dtype)):
                     raise ValueError(
                         f"num_slices={num_slices}: op {op.full_name!r} of the update of {shared.name!r} is not defined "
                         f"for dtype {shared.type.dtype}; give the update another op"
@@ -136,7 +136,7 @@ class Dispatcher:
                         "leave this one out of sliceable_shareds"
                     )
             is_contiguous = batch_s is None or has_only_contiguous_slices(batch_s)
-            row_inputs = "slice" if is_contiguous and not computation.engine.fixed_lengths else "index"
+            row_inputs = "slice" if is_contiguous and not computation.engine.requires_static_shapes else "index"
         return Variant(row_inputs, bool(num_slices > 1), self._parse_output_subset(output_subset))
 
     def _parse_output_subset(self, output_subset: Any) -> tuple[int, ...] | None:

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from synkhronos.devices import HOST, ArrayLayout
-from synkhronos.function.reduction_op import Accumulator, ReductionOp
+from synkhronos.function.output_op import Accumulator, OutputOp
 from synkhronos.ranks import MAX_SLOT_NBYTES, Rank
 
 #: Size in bytes up to which an array's contents are gathered together with its shape.
@@ -32,7 +32,7 @@ class OutputSpec(NamedTuple):
 
     Attributes
     ----------
-    ops : list of ReductionOp
+    ops : list of OutputOp
         One for each output.  An op without a name stands for the master's own value.
     has_reductions : bool
         Whether any output is reduced over ranks.
@@ -41,19 +41,19 @@ class OutputSpec(NamedTuple):
         record.  None if the outputs are reduced as arrays.
     """
 
-    ops: list[ReductionOp]
+    ops: list[OutputOp]
     has_reductions: bool
     scalar_dtypes: tuple[np.dtype | None, ...] | None
 
     @classmethod
-    def from_types(cls, types: Sequence[Any], ops: list[ReductionOp], is_sliced: bool) -> OutputSpec:
+    def from_types(cls, types: Sequence[Any], ops: list[OutputOp], is_sliced: bool) -> OutputSpec:
         """Return the specification of outputs of these types.
 
         Parameters
         ----------
         types : sequence of Type
             The graph library's types of the output variables.
-        ops : list of ReductionOp
+        ops : list of OutputOp
         is_sliced : bool
             Whether each rank computes its rows in slices: a scalar that is gathered over slices becomes a vector.
         """
@@ -335,7 +335,7 @@ def _unpack_array(shape: tuple[int, ...], dtype: str, content: bytes) -> np.ndar
     return np.array(np.frombuffer(content, dtype).reshape(shape))
 
 
-def _check_shapes(rank: Rank, position: int, op: ReductionOp, layouts: dict[int, ArrayLayout]) -> None:
+def _check_shapes(rank: Rank, position: int, op: OutputOp, layouts: dict[int, ArrayLayout]) -> None:
     """Raise ValueError on all ranks if an output's shapes can't be reduced."""
     shapes = {r: shape for r, (shape, _) in layouts.items()}
     compared = {shape if op.is_elementwise else shape[1:] for shape in shapes.values()}
@@ -366,25 +366,25 @@ def _gather_large(rank: Rank, value: np.ndarray | None, layouts: dict[int, Array
 
 
 def _reduce_large(
-    rank: Rank, op: ReductionOp, value: np.ndarray | None, layouts: dict[int, ArrayLayout], weights: dict[int, int]
+    rank: Rank, op: OutputOp, value: np.ndarray | None, layouts: dict[int, ArrayLayout], weights: dict[int, int]
 ) -> np.ndarray | None:
     """Reduce large arrays into the master; each rank reduces a share of the elements.
 
     Each rank multiplies its values by its weight.  The sum over ranks is then divided by the sum of the weights.
     """
     shape, dtype = next(iter(layouts.values()))
-    accumulator_dtype = op.reduction.choose_accumulator_dtype(dtype)
+    accumulator_dtype = op.reduce_op.choose_accumulator_dtype(dtype)
     own = None
     if value is not None:
         own = np.ascontiguousarray(value, accumulator_dtype)
-        if op.reduction.needs_row_counts:
+        if op.reduce_op.needs_row_counts:
             own = np.multiply(own, weights[rank.number], dtype=accumulator_dtype)
     out = np.empty(shape, accumulator_dtype) if rank.is_master else None
-    op_name = "sum" if op.reduction.is_mean else str(op.name)
+    op_name = "sum" if op.reduce_op.is_mean else str(op.name)
     HOST.get_communicator(rank).reduce(own, op_name, rank.root, out, (shape, accumulator_dtype), sorted(layouts))
     if out is None:
         return None
-    if op.reduction.is_mean:
-        total = sum(weights.values()) if op.reduction.needs_row_counts else len(weights)
+    if op.reduce_op.is_mean:
+        total = sum(weights.values()) if op.reduce_op.needs_row_counts else len(weights)
         np.true_divide(out, total, out=out)
     return out.astype(dtype, copy=False)

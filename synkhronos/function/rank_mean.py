@@ -4,7 +4,7 @@ A compiled function calls `average_over_ranks` where its graph has a `RankMeanOp
 
     rank 0   rows --> mean of its rows ----------------+                                     +--> next operation
     rank 1   rows --> mean of its rows ----------------+--> mean over ranks, by their rows --+--> next operation
-    rank 2   no rows: `RankMeans.contribute_no_rows` --+
+    rank 2   no rows: `RankMeanContext.contribute_no_rows` --+
 
 All ranks run the same function, so they compute the same means in the same order.  XLA calls `average_over_ranks` from
 a thread of its own, while the main thread waits for the launch.
@@ -22,7 +22,7 @@ from synkhronos.graphs import library_of
 from synkhronos.ranks import Rank
 
 
-class RankMeans:
+class RankMeanContext:
     """The means over ranks that one launch of a compiled function computes on this rank.
 
     Parameters
@@ -33,7 +33,7 @@ class RankMeans:
     """
 
     #: The launch in progress in this process.
-    current: ClassVar[RankMeans | None] = None
+    current: ClassVar[RankMeanContext | None] = None
     #: Whether means over ranks are refused, because ranks call functions at their own pace.
     is_forbidden: ClassVar[bool] = False
 
@@ -52,7 +52,7 @@ class RankMeans:
         Exception
             The error of ``run``, or the error of a mean within the launch, for which XLA raises one of its own.
         """
-        RankMeans.current = self
+        RankMeanContext.current = self
         try:
             results = run()
         except Exception:
@@ -60,7 +60,7 @@ class RankMeans:
                 raise self._error from None
             raise
         finally:
-            RankMeans.current = None
+            RankMeanContext.current = None
         if self._n_done != self._count:
             raise RuntimeError(f"this rank has computed {self._n_done} means over ranks, expected {self._count}")
         return results
@@ -101,7 +101,7 @@ def average_over_ranks(values: np.ndarray, weight: Any) -> np.ndarray:
     RuntimeError
         If ranks call functions at their own pace.
     """
-    launch = RankMeans.current
+    launch = RankMeanContext.current
     if launch is not None:
         return launch.average(np.asarray(values), float(weight))
     if RankMeans.is_forbidden:

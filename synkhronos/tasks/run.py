@@ -22,7 +22,7 @@ from synkhronos.data.shared import check_session, is_published, to_shared_array
 from synkhronos.devices import HOST
 from synkhronos.function import Function, get_dispatcher
 from synkhronos.function.computation import DEFAULT_VARIANT
-from synkhronos.function.rank_mean import RankMeans
+from synkhronos.function.rank_mean import RankMeanContext
 from synkhronos.function.slow_warning import warn_if_slow
 from synkhronos.graphs import list_loaded_libraries
 from synkhronos.graphs.mirror import get_object
@@ -131,7 +131,7 @@ class RunProgram(_RunProgramFields, Command):
                 "in the script, before synkhronos.fork(), is enough where JAX didn't run before that"
             ) from error
         task.progress()
-        with RankMeans.forbid():
+        with RankMeanContext.forbid():
             result = program(Worker(rank, task), *args, **kwargs)
         try:
             payload = pickle.dumps(result, pickle.HIGHEST_PROTOCOL)

@@ -30,7 +30,7 @@ from synkhronos.collectives.arguments import check_op_dtype, check_op_name
 from synkhronos.data.rows import get_share
 from synkhronos.devices import HOST, Device, get_array_device
 from synkhronos.devices.host_communicator import reduce_share
-from synkhronos.devices.reductions import REDUCTIONS
+from synkhronos.devices.reduce_op import REDUCE_OPS
 from synkhronos.ranks.rank import Rank
 from synkhronos.ranks.rank_task import Lock, RankTask
 
@@ -407,7 +407,7 @@ class Group:
                 self._task.receive(r, "a share", _as_bytes(values))
             contributions.append(values)
         total = np.empty(high - low, flat.dtype)
-        reduce_share(contributions, REDUCTIONS[op], total)
+        reduce_share(contributions, REDUCE_OPS[op], total)
         flat[low:high] = total
         for r in self._others:
             self._task.send(r, _as_bytes(flat[low:high]), "a result")
@@ -448,7 +448,7 @@ def _choose_transport(rank: Rank, value: Any, op: str = "sum") -> Device:
     device: Device = rank.device
     if device is HOST or not device.owns(value) or not device.can_communicate(value.dtype):
         return HOST
-    return HOST if REDUCTIONS[op].nccl_op is None else device
+    return HOST if REDUCE_OPS[op].nccl_op is None else device
 
 
 def _describe_reduction(array: Any, op: str, device: Device) -> tuple[Any, ...]:

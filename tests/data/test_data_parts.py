@@ -182,7 +182,7 @@ def test_data_parts_loads_each_hosts_rows(hosts):
 
 @pytest.mark.hosts
 @pytest.mark.any_library
-def test_data_parts_work_in_rank_programs(hosts):
+def test_data_parts_work_in_spmd_programs(hosts):
     assert run(hosts, "parts_tasks") == "right 4\n"
 
 

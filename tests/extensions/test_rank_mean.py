@@ -7,7 +7,7 @@ from library import XLA
 import synkhronos as synk
 from synkhronos import rules
 from synkhronos.extensions.rank_mean import rank_mean
-from synkhronos.function.rank_mean import RankMeans, average_over_ranks
+from synkhronos.function.rank_mean import RankMeanContext, average_over_ranks
 from synkhronos.training import make_train_function, make_train_function_serial, make_trainer
 from synkhronos.training.updates import adam
 
@@ -139,8 +139,8 @@ def test_rank_mean_error_of_one_rank_ends_the_call(n_ranks):
 
 def test_rank_mean_forbidden_twice_stays_forbidden():
     values = np.ones(2)
-    with RankMeans.forbid():
-        with RankMeans.forbid():
+    with RankMeanContext.forbid():
+        with RankMeanContext.forbid():
             pass
         with pytest.raises(RuntimeError, match="at their own pace"):
             average_over_ranks(values, 1)

@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 from messages import raises
 
-from synkhronos.devices.reductions import REDUCTIONS
-from synkhronos.function.reduction_op import Accumulator, ReductionOp
+from synkhronos.devices.reduce_op import REDUCE_OPS
+from synkhronos.function.output_op import Accumulator, OutputOp
 
 FLOATS = ["float16", "float32", "float64"]
 INTEGERS = ["int8", "uint8", "int32", "int64", "bool"]
@@ -16,7 +16,7 @@ TOLERANCE = {"float16": 2e-3, "float32": 1e-5, "float64": 1e-12}
 
 
 def reduced(op, values, weights=None):
-    total = Accumulator(ReductionOp.parse(op, "op"))
+    total = Accumulator(OutputOp.parse(op, "op"))
     for value, weight in zip(values, weights or [1] * len(values), strict=True):
         total.add(value, weight)
     return total.result()
@@ -94,7 +94,7 @@ def test_op_none_keeps_the_last_value():
     assert reduced(None, [object(), last]) is last
 
 
-@pytest.mark.parametrize("op", [name for name in REDUCTIONS if name != "gather"])
+@pytest.mark.parametrize("op", [name for name in REDUCE_OPS if name != "gather"])
 def test_reduction_neither_changes_nor_returns_its_inputs(op):
     first, second = np.full(3, 2.0), np.full(3, 5.0)
     result = reduced(op, [first, second], [1, 3])
@@ -125,31 +125,31 @@ def test_avg_accepts_complex_numbers():
     assert reduced("avg", [np.complex64(1 + 2j), np.complex64(3)]) == np.complex64(2 + 1j)
 
 
-@pytest.mark.parametrize("op", [name for name in REDUCTIONS if name != "gather"])
+@pytest.mark.parametrize("op", [name for name in REDUCE_OPS if name != "gather"])
 def test_reduction_refuses_different_shapes(op):
     with pytest.raises(ValueError, match=rf"'{op}'.*\(2,\).*\(3,\)"):
         reduced(op, [np.zeros(2), np.zeros(3)])
 
 
-@pytest.mark.parametrize("op", REDUCTIONS)
+@pytest.mark.parametrize("op", REDUCE_OPS)
 def test_op_keeps_the_users_spelling(op):
-    plain, host = ReductionOp.parse(op, "op"), ReductionOp.parse(f"c_{op}", "op")
+    plain, host = OutputOp.parse(op, "op"), OutputOp.parse(f"c_{op}", "op")
     assert (plain.full_name, host.full_name) == (op, f"c_{op}")
     assert (plain.on_host, host.on_host) == (False, True)
     assert host.name == op
 
 
 def test_op_may_be_none():
-    assert ReductionOp.parse(None, "op").full_name is None
+    assert OutputOp.parse(None, "op").full_name is None
 
 
 @pytest.mark.parametrize("op", ["average", "", "c_", "SUM", "c_c_sum", "None"])
 def test_op_error_lists_the_known_ops(op):
     with pytest.raises(ValueError, match=f"outputs: .*'gather'.*got {op!r}"):
-        ReductionOp.parse(op, "outputs: the op of output 0")
+        OutputOp.parse(op, "outputs: the op of output 0")
 
 
 @pytest.mark.parametrize("op", [1, np.add, ["sum"], True])
 def test_op_refuses_other_types(op):
     with raises(TypeError, "outputs"):
-        ReductionOp.parse(op, "outputs: the op of output 0")
+        OutputOp.parse(op, "outputs: the op of output 0")

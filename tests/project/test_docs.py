@@ -30,7 +30,7 @@ import pytest
 from library import DEVICE, tensor
 
 import synkhronos as synk
-from synkhronos.devices.reductions import REDUCTIONS, Reduction
+from synkhronos.devices.reduce_op import REDUCE_OPS, ReduceOp
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = sorted((ROOT / "docs").glob("*.rst"))
@@ -205,23 +205,23 @@ def test_model_of_the_launcher_page_is_complete(tmp_path):
 
 @pytest.mark.skipif(DEVICE != "host", reason="where XLA was used, workers start anew and lack the row")
 def test_contributing_first_change_works(fork, monkeypatch):
-    """The rows and the test work, and the test fails without the row of `REDUCTIONS`."""
+    """The rows and the test work, and the test fails without the row of `REDUCE_OPS`."""
     page = (ROOT / "docs" / "contributing.rst").read_text()
     row, test = (
         textwrap.dedent(block) for block in re.findall(r"code-block:: python3\n\n((?: +.*\n|\n)+?)(?=\d\. )", page)
     )
-    names = {"np": np, "synk": synk, "tensor": tensor, "Reduction": Reduction}
+    names = {"np": np, "synk": synk, "tensor": tensor, "ReduceOp": ReduceOp}
     exec(test, names)
-    monkeypatch.delitem(REDUCTIONS, "hypot", raising=False)  # who follows the page has added it
+    monkeypatch.delitem(REDUCE_OPS, "hypot", raising=False)  # who follows the page has added it
     with pytest.raises(ValueError, match="hypot"):
         names["test_hypot"](fork)
     synk.close()
     (added,) = eval(f"{{{row}}}", names).items()
-    monkeypatch.setitem(REDUCTIONS, *added)
+    monkeypatch.setitem(REDUCE_OPS, *added)
     names["test_hypot"](fork)
     (documented,) = re.findall(r'^ +(``"hypot"`` .*\n)', page, re.MULTILINE)
     before, gather, after = re.split(r'^(``"gather"``.*\n)', FUNCTIONS.read_text(), flags=re.MULTILINE)
-    assert list_documented_ops(before + gather + documented + after.replace(documented, "")) == list(REDUCTIONS)
+    assert list_documented_ops(before + gather + documented + after.replace(documented, "")) == list(REDUCE_OPS)
     columns, expected = ([match.end() for match in re.finditer(" {2,}", line)] for line in (documented, gather))
     assert columns == expected
 
@@ -327,11 +327,11 @@ def list_documented_ops(page):
 
 def test_ops_are_listed_in_one_table_and_documented_in_one():
     """A new op needs no edit in other files: their docstrings, pages and messages refer to the tables."""
-    assert list_documented_ops(FUNCTIONS.read_text()) == list(REDUCTIONS)
+    assert list_documented_ops(FUNCTIONS.read_text()) == list(REDUCE_OPS)
     files = [*(ROOT / "synkhronos").rglob("*.py"), *(ROOT / "docs").glob("*.rst"), ROOT / "tests" / "messages.txt"]
     naming = {str(path.relative_to(ROOT)) for path in files if re.search("""(["'])prod\\1""", path.read_text())}
     platoon = {f"synkhronos/compat/platoon/{name}.py" for name in ("ops", "channel/worker")}  # Platoon's own ops
-    assert naming - platoon == {"synkhronos/devices/reductions.py", "docs/functions.rst"}
+    assert naming - platoon == {"synkhronos/devices/reduce_op.py", "docs/functions.rst"}
 
 
 SPEED = ROOT / "docs" / "speed.csv"

@@ -6,7 +6,7 @@ import pytest
 from messages import check_golden, normalise, raises, read_golden, write_golden
 from paths import ROOT
 
-from synkhronos.devices.reductions import REDUCTIONS, Reduction, list_collective_ops, list_ops
+from synkhronos.devices.reduce_op import REDUCE_OPS, ReduceOp, list_collective_ops, list_ops
 
 pytestmark = pytest.mark.any_library
 FILE = "tests/project/test_messages_file.py"
@@ -84,7 +84,7 @@ def test_new_reduction_changes_no_message(monkeypatch, unsupported_kinds):
     normalised = [normalise(ValueError(message)) for message in old]
     assert normalised[0] == "ValueError: expected an op (OPS, or None)"
     assert normalise(ValueError("choose 'sum' or 'max'")) == "ValueError: choose 'sum' or 'max'"
-    monkeypatch.setitem(REDUCTIONS, "new", Reduction(np.hypot, unsupported_kinds=unsupported_kinds))
+    monkeypatch.setitem(REDUCE_OPS, "new", ReduceOp(np.hypot, unsupported_kinds=unsupported_kinds))
     assert collect_messages() != old
     assert [normalise(ValueError(message)) for message in collect_messages()] == normalised
 

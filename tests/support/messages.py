@@ -16,7 +16,7 @@ import pytest
 from library import DEVICE, HOSTS
 from paths import ROOT
 
-from synkhronos.devices.reductions import list_collective_ops, list_ops
+from synkhronos.devices.reduce_op import list_collective_ops, list_ops
 
 #: File with the messages of each test file, for both graph libraries.
 GOLDEN = ROOT / "tests" / "messages.txt"

@@ -6,7 +6,7 @@ import time
 
 import numpy as np
 
-from synkhronos.devices.reductions import list_collective_ops
+from synkhronos.devices.reduce_op import list_collective_ops
 
 
 def return_arguments(worker, *args, **kwargs):

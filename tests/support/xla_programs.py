@@ -1,4 +1,4 @@
-"""A program that XLA compiles and all ranks run, for test_rank_program.py; workers import it."""
+"""A program that XLA compiles and all ranks run, for test_spmd_program.py; workers import it."""
 
 import ctypes
 import os
@@ -8,8 +8,8 @@ from unittest import mock
 
 import numpy as np
 
-from synkhronos.devices.jax import program_sum
-from synkhronos.engines.xla.rank_program import RankProgram, get_settings
+from synkhronos.devices.jax import program_reducer
+from synkhronos.engines.xla.spmd_program import SpmdProgram, get_settings
 from synkhronos.ranks import Command
 
 #: Number of the all-reduce at which an event happens.
@@ -75,7 +75,7 @@ class Multiply(Command):
         import jax
         import jax.numpy as jnp
 
-        program = RankProgram(rank)
+        program = SpmdProgram(rank)
         row = (np.arange(rank.size) + rank.number + 1.0) / rank.size**2
         own = np.arange(rank.size) == rank.number
 
@@ -100,7 +100,7 @@ class Multiply(Command):
             return program.run(compute, self.settings)[0]
 
     def _prepare_event(self, rank):
-        kind = program_sum.GpuSum if rank.device.needs_gpu else program_sum.HostSum
+        kind = program_reducer.GpuReducer if rank.device.needs_gpu else program_reducer.HostReducer
 
         def finish(reducer, spans, is_valid, stream, original=kind.finish):
             original(reducer, spans, is_valid, stream)

@@ -13,7 +13,7 @@ from library import XLA, assert_same, shared, tensor
 
 import synkhronos as synk
 from synkhronos import ranks
-from synkhronos.devices.reductions import list_collective_ops
+from synkhronos.devices.reduce_op import list_collective_ops
 from synkhronos.hosts.task_agent import TaskBridge
 from synkhronos.ranks.rank_task import RankTask, find_span
 from synkhronos.ranks.task_memory import TaskMemory

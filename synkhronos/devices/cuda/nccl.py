@@ -31,7 +31,7 @@ from synkhronos.devices.cuda.connection import NCCL_UINT8, PEER_POLL_SECONDS, Co
 from synkhronos.devices.cuda.launch_state import LaunchState, find_function_addresses
 from synkhronos.devices.cuda.staging import ItemRange, Staging, check_result
 from synkhronos.devices.cuda.watchdog import GPU_POLL_SECONDS, CollectiveWatchdog
-from synkhronos.devices.reductions import REDUCTIONS
+from synkhronos.devices.reduce_op import REDUCE_OPS
 from synkhronos.ranks import Rank
 
 #: NCCL's numbers of dtypes (ncclDataType_t), by their names in NumPy and JAX.
@@ -48,7 +48,7 @@ NCCL_DTYPES = {
     "bfloat16": 9,
 }
 #: NCCL's numbers of reductions (ncclRedOp_t); other reductions use host memory.
-NCCL_OPS = {name: reduction.nccl_op for name, reduction in REDUCTIONS.items() if reduction.nccl_op is not None}
+NCCL_OPS = {name: op.nccl_op for name, op in REDUCE_OPS.items() if op.nccl_op is not None}
 #: Bytes up to which an all-reduce takes no longer than a launch, and maximal seconds to wait for it.
 _QUICK_BYTES, _QUICK_SECONDS = 1 << 16, 50e-6
 

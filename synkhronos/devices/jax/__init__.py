@@ -17,7 +17,7 @@ from synkhronos.devices.cuda.cuda_device import CudaDevice
 from synkhronos.devices.jax import native
 from synkhronos.devices.jax.ffi import ComputeStream, find_compute_stream
 from synkhronos.devices.jax.scalar_log import LogEntry
-from synkhronos.devices.reductions import Reduction
+from synkhronos.devices.reduce_op import ReduceOp
 
 
 class JaxDevice(CudaDevice):
@@ -88,7 +88,7 @@ class JaxDevice(CudaDevice):
 
     @cached_property
     def nccl_calls(self) -> str:
-        """Kind of NCCL calls within a launch: "python", "native" or "graph", as in `FfiReduction`."""
+        """Kind of NCCL calls within a launch: "python", "native" or "graph", as in `FfiAllReduce`."""
         calls = native.read_nccl_calls()
         if calls == "python" or native.load_handlers() is None:
             return "python"
@@ -147,7 +147,7 @@ class JaxDevice(CudaDevice):
         """Wait until an array has been computed."""
         array.block_until_ready()
 
-    def reduce_pair(self, op: Reduction, left: Any, right: Any) -> Any:
+    def reduce_pair(self, op: ReduceOp, left: Any, right: Any) -> Any:
         """Return ``op`` applied to two arrays of one shape."""
         name = getattr(op.ufunc, "__name__", "")
         function = getattr(self._numpy, name, None)

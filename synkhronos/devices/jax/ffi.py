@@ -4,7 +4,7 @@ XLA calls foreign functions (``xla/ffi/api/c_api.h``, part of jaxlib) while it l
 thread, and passes the stream and the addresses of the arrays.  Work that a foreign function launches on that stream is
 ordered between XLA's earlier and later work, and no thread waits.  The calls of an all-reduce in a program::
 
-    traced        trace_start(chunk 0)   trace_start(chunk 1)   trace_finish(rest)          `FfiReduction`
+    traced        trace_start(chunk 0)   trace_start(chunk 1)   trace_finish(rest)          `FfiAllReduce`
                         |                      |                      |
     launched      _start_callback        _start_callback        _finish_callback            called by XLA
                         |                      |                      |
@@ -12,7 +12,7 @@ ordered between XLA's earlier and later work, and no thread waits.  The calls of
                         |                      |                      |
     NCCL          start_in_launch        start_in_launch        finish_in_launch            `NcclCommunicator`
 
-Each call has an attribute, the number of its program's `FfiReduction`, by which the callbacks find the object.
+Each call has an attribute, the number of its program's `FfiAllReduce`, by which the callbacks find the object.
 """
 
 from __future__ import annotations
@@ -206,7 +206,7 @@ def _stream_callback(address: int) -> None:
             handle = _get_stream(frame)
             if handle is not None:
                 _found_streams.append(ComputeStream(handle, threading.current_thread() is _probing_thread[0]))
-    except BaseException as error:  # as in `FfiReduction.dispatch`
+    except BaseException as error:  # as in `FfiAllReduce.dispatch`
         _log.info("XLA's stream can't be found: %r", error)
 
 
@@ -271,7 +271,7 @@ class Reducer(Protocol):
         """Make the stream wait for the reductions that were started, after an error."""
 
 
-class FfiReduction:
+class FfiAllReduce:
     """The all-reduce of one XLA program, which gets a reducer for each launch.
 
     ``trace_start``, ``trace_finish`` and ``trace_sum`` insert its calls into the program, while JAX traces it.
@@ -286,18 +286,18 @@ class FfiReduction:
         handlers in C++ that XLA may record in a CUDA graph.  The latter two need `use_communicator`, and an error never
         ends the launch.
     op : str
-        Reduction, for handlers in C++.
+        Name of the reduction, for handlers in C++.
 
     Examples
     --------
-    >>> reduction = FfiReduction()
-    >>> program = jax.jit(lambda gradient: reduction.trace_finish([gradient]))  # doctest: +SKIP
-    >>> with defer_signals(), reduction.use_reducer(reducer):  # doctest: +SKIP
+    >>> all_reduce = FfiAllReduce()
+    >>> program = jax.jit(lambda gradient: all_reduce.trace_finish([gradient]))  # doctest: +SKIP
+    >>> with defer_signals(), all_reduce.use_reducer(reducer):  # doctest: +SKIP
     ...     (total,), is_valid = program(gradient)
     """
 
     _numbers = itertools.count()
-    _by_number: WeakValueDictionary[int, FfiReduction] = WeakValueDictionary()
+    _by_number: WeakValueDictionary[int, FfiAllReduce] = WeakValueDictionary()
 
     def __init__(self, aborts: bool = False, nccl_calls: str = "python", op: str = "sum") -> None:
         assert nccl_calls == "python" or not aborts
@@ -335,7 +335,7 @@ class FfiReduction:
         try:
             try:
                 yield
-            except Exception:  # possibly XLA's own, for a launch that this reduction's error has ended
+            except Exception:  # possibly XLA's own, for a launch that this all-reduce's error has ended
                 if self._aborts:
                     self._raise_error()
                 raise
@@ -398,7 +398,7 @@ class FfiReduction:
         """
         import jax
 
-        results = [_describe_array(array), jax.ShapeDtypeStruct((), np.int32)]
+        results = [_to_shape_struct(array), jax.ShapeDtypeStruct((), np.int32)]
         if self.nccl_calls == "python":
             _register_once(_START_TARGET, _start_callback)
             target, attributes = _START_TARGET, {"number": self._number}
@@ -445,7 +445,7 @@ class FfiReduction:
             # A CUDA graph can't wait for the side stream, on which chunks are reduced outside of the graph.
             target = native.RECORDABLE_FINISH if self.nccl_calls == "graph" and not started else native.FINISH
             attributes = {"op": np.int64(NCCL_OPS[self.op]), "n_started": np.int64(len(started))}
-        results = [*map(_describe_array, operands), jax.ShapeDtypeStruct((), np.int32)]
+        results = [*map(_to_shape_struct, operands), jax.ShapeDtypeStruct((), np.int32)]
         # The side effect is not declared, as JAX would then use a slower way to launch.  XLA still makes the call
         # exactly once, as its results are used.
         call = jax.ffi.ffi_call(target, results, input_output_aliases={i: i for i in range(len(results))})
@@ -484,27 +484,27 @@ class FfiReduction:
     # -- called by XLA ---------------------------------------------------------------------------------------
 
     @classmethod
-    def dispatch(cls, address: int, handle_call: Callable[[FfiReduction, Any, Reducer], None]) -> int | None:
-        """Pass a call by XLA to its program's reduction; return None, or the address of an error to end the launch."""
-        reduction = None
+    def dispatch(cls, address: int, handle_call: Callable[[FfiAllReduce, Any, Reducer], None]) -> int | None:
+        """Pass a call by XLA to its program's object; return None, or the address of an error to end the launch."""
+        all_reduce = None
         try:
             frame = _CallFrame.from_address(address)
             if not _is_execution(frame):
                 return None
-            reduction = cls._by_number[frame.attributes.numbers[0].contents.value[0]]
-            if reduction._reducer is None:
+            all_reduce = cls._by_number[frame.attributes.numbers[0].contents.value[0]]
+            if all_reduce._reducer is None:
                 _log.error("XLA called an all-reduce outside a launch; the call is ignored")
-            elif reduction._aborts and reduction._error is not None:
+            elif all_reduce._aborts and all_reduce._error is not None:
                 return _create_error(frame)
             else:
-                handle_call(reduction, frame, reduction._reducer)
+                handle_call(all_reduce, frame, all_reduce._reducer)
         # An exception can't pass through XLA.  Only the first error is stored, as it may be the cause of later ones.
         except BaseException as error:
-            if reduction is None:
+            if all_reduce is None:
                 _log.error("XLA's call of an all-reduce can't be read: %r", error)
             else:
-                reduction._error = reduction._error or error
-                if reduction._aborts:
+                all_reduce._error = all_reduce._error or error
+                if all_reduce._aborts:
                     return _create_error(frame)
         return None
 
@@ -531,12 +531,12 @@ class FfiReduction:
 
 @_Callback
 def _start_callback(address: int) -> int | None:
-    return FfiReduction.dispatch(address, FfiReduction.start)
+    return FfiAllReduce.dispatch(address, FfiAllReduce.start)
 
 
 @_Callback
 def _finish_callback(address: int) -> int | None:
-    return FfiReduction.dispatch(address, FfiReduction.finish)
+    return FfiAllReduce.dispatch(address, FfiAllReduce.finish)
 
 
 def _read_spans(frame: Any, start: int, stop: int) -> list[BufferSpan]:
@@ -551,7 +551,7 @@ def _read_spans(frame: Any, start: int, stop: int) -> list[BufferSpan]:
     return spans
 
 
-def _describe_array(array: Any) -> Any:
+def _to_shape_struct(array: Any) -> Any:
     import jax
 
     return jax.ShapeDtypeStruct(array.shape, array.dtype)

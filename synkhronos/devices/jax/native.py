@@ -32,7 +32,7 @@ _DEFAULT_CALLS = "python"
 
 
 def read_nccl_calls() -> str:
-    """Return the value of ``SYNKHRONOS_NCCL_CALLS``, as in `FfiReduction`: "python", "native" or "graph".
+    """Return the value of ``SYNKHRONOS_NCCL_CALLS``, as in `FfiAllReduce`: "python", "native" or "graph".
 
     Raises
     ------

@@ -4,11 +4,11 @@ An `Executable` is one XLA program of one or several PyTensor functions.  It tak
 shared variables, and returns the outputs and the variables' new values::
 
                       ┌────────────────────────── one launch ──────────────────────────┐
-    inputs ─────────> │ gradient function ──> all-reduce (`TracedReduction`) ──> update │ ──> outputs
+    inputs ─────────> │ gradient function ──> all-reduce (`AllReduceSpec`) ──> update │ ──> outputs
     shared variables  │                                                    function    │ ──> new values
     (donated) ──────> └────────────────────────────────────────────────────────────────┘
 
-A `FusedRunner` launches an executable with an all-reduce.  A `RankProgram` is a program of another library, such as a
+A `FusedRunner` launches an executable with an all-reduce.  A `SpmdProgram` is a program of another library, such as a
 sampler, that all ranks run at the same time.
 """
 
@@ -20,11 +20,11 @@ import numpy as np
 
 from synkhronos.devices import JAX, Device
 from synkhronos.devices.jax.scalar_log import LOG_CAPACITY
-from synkhronos.engines.engine import Runner, StepReduction
+from synkhronos.engines.engine import Runner, StepAllReduce
 from synkhronos.engines.lazy import LazyEngine
 from synkhronos.engines.xla.executable import Executable
 from synkhronos.engines.xla.fused_launch import FusedRunner
-from synkhronos.engines.xla.trace import TracedReduction
+from synkhronos.engines.xla.trace import AllReduceSpec
 from synkhronos.graphs import GraphLibrary
 from synkhronos.lowering.jax_function import JaxFunction
 from synkhronos.ranks import Rank
@@ -33,7 +33,7 @@ from synkhronos.ranks import Rank
 class XlaEngine(LazyEngine):
     """Launches PyTensor's functions in JAX mode."""
 
-    fixed_lengths = True
+    requires_static_shapes = True
 
     def can_run(self, library: GraphLibrary, mode: Any) -> bool:
         """Whether the mode is JAX mode."""
@@ -49,7 +49,7 @@ class XlaEngine(LazyEngine):
         return Executable([JaxFunction(function, n_inputs, JAX)], logs_scalars=allows_opaque_outputs)
 
     def fuse_step(
-        self, rank: Rank, first: Runner, reduction: StepReduction, second: Runner, n_repeats: int
+        self, rank: Rank, first: Runner, all_reduce: StepAllReduce, second: Runner, n_repeats: int
     ) -> Runner | None:
         """Fuse two executables and NCCL's all-reduce into one launch; return None if that is impossible.
 
@@ -58,18 +58,18 @@ class XlaEngine(LazyEngine):
         assert isinstance(first, Executable) and isinstance(second, Executable)
         if rank.size == 1:
             return first.fuse(second=second, n_repeats=n_repeats)
-        shared = reduction.get_shared(rank)
+        shared = all_reduce.get_shared(rank)
         value = shared.container.storage[0]
         # An unfused step moves and casts a value that the user has set.
         if not JAX.owns(value) or value.dtype != shared.type.dtype or not JAX.can_reduce_in_launch(value.dtype):
             return None
         # With a wire dtype, the program itself divides by the number of ranks.
-        op = "sum" if reduction.wire_dtype else reduction.op
-        fused_reduction = TracedReduction(
-            shared.container.storage, reduction.wire_dtype, rank.size, reduction.tail, JAX.nccl_calls, op
+        op = "sum" if all_reduce.wire_dtype else all_reduce.op
+        spec = AllReduceSpec(
+            shared.container.storage, all_reduce.wire_dtype, rank.size, all_reduce.tail, JAX.nccl_calls, op
         )
-        fused = first.fuse(fused_reduction, second, n_repeats=n_repeats)
-        return None if fused is None else FusedRunner(rank, fused, reduction)
+        fused = first.fuse(spec, second, n_repeats=n_repeats)
+        return None if fused is None else FusedRunner(rank, fused, all_reduce)
 
     def max_repeats(self, dtype: np.dtype | None = None) -> int:
         """Return the log's capacity; 1 on the CPU, where XLA computes convolutions in loops with a single thread."""

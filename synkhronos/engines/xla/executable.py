@@ -13,10 +13,10 @@ from typing import Any
 import numpy as np
 
 from synkhronos.devices import JAX
-from synkhronos.devices.jax.ffi import FfiReduction
+from synkhronos.devices.jax.ffi import FfiAllReduce
 from synkhronos.devices.jax.scalar_log import LOG_CAPACITY, ScalarLog
 from synkhronos.engines.engine import Runner
-from synkhronos.engines.xla.trace import TracedReduction, trace_functions, trace_loop, trace_with_lengths
+from synkhronos.engines.xla.trace import AllReduceSpec, trace_functions, trace_loop, trace_with_lengths
 from synkhronos.graphs.library import has_other_references
 from synkhronos.lowering.jax_function import JaxFunction
 from synkhronos.lowering.precision import COMPILER_OPTIONS, computes_in_bfloat16
@@ -40,7 +40,7 @@ class Executable(Runner):
     ----------
     functions : list of JaxFunction
         Computed in this order in one launch.
-    reduction : TracedReduction, optional
+    spec : AllReduceSpec, optional
         All-reduce of a variable that the first function updates.  The other functions read the reduced value.
     logs_scalars : bool
         Whether to return scalar outputs as `LogEntry` objects.
@@ -49,14 +49,14 @@ class Executable(Runner):
 
     Attributes
     ----------
-    ffi_reduction : FfiReduction or None
-        All-reduce in the program, which needs a reducer in each call; None without ``reduction``.
+    ffi_all_reduce : FfiAllReduce or None
+        All-reduce in the program, which needs a reducer in each call; None without ``spec``.
     """
 
     def __init__(
         self,
         functions: Sequence[JaxFunction],
-        reduction: TracedReduction | None = None,
+        spec: AllReduceSpec | None = None,
         logs_scalars: bool = False,
         n_repeats: int = 1,
     ):
@@ -70,9 +70,7 @@ class Executable(Runner):
         warnings.filterwarnings("ignore", "Some donated buffers were not usable")
         self._functions = list(functions)
         self._logs_scalars, self.n_repeats = logs_scalars, n_repeats
-        self.ffi_reduction = (
-            None if reduction is None else FfiReduction(nccl_calls=reduction.nccl_calls, op=reduction.op)
-        )
+        self.ffi_all_reduce = None if spec is None else FfiAllReduce(nccl_calls=spec.nccl_calls, op=spec.op)
         self._fused: dict[Any, Executable] = {}
         self._signatures: set[Any] = set()
         self._n_inputs = sum(function.n_inputs for function in functions)
@@ -100,10 +98,10 @@ class Executable(Runner):
         self._outputs = [cell for i, cell in enumerate(cells) if i not in self._logged]
         self._log = ScalarLog(self._dtypes) if self._logged or n_repeats > 1 else None
         self._is_interrupted = False
-        self._jit = self._prepare_jit(reduction)
+        self._jit = self._prepare_jit(spec)
         self._run, self._communicator_number = self._jit(), 0
 
-    def _prepare_jit(self, reduction: TracedReduction | None) -> Callable[[], Callable[..., Any]]:
+    def _prepare_jit(self, spec: AllReduceSpec | None) -> Callable[[], Callable[..., Any]]:
         """Return a function that makes the program: a jitted function of the result of `_get_arguments`."""
         import jax
 
@@ -116,8 +114,8 @@ class Executable(Runner):
         run = partial(
             trace_functions,
             self._functions,
-            reduction,
-            self.ffi_reduction,
+            spec,
+            self.ffi_all_reduce,
             self._storages,
             self._updated,
             self._logged,
@@ -140,9 +138,9 @@ class Executable(Runner):
         return lambda: jax.jit(partial(run), **options)
 
     def fuse(
-        self, reduction: TracedReduction | None = None, second: Executable | None = None, n_repeats: int = 1
+        self, spec: AllReduceSpec | None = None, second: Executable | None = None, n_repeats: int = 1
     ) -> Executable | None:
-        """Fuse this executable, a reduction and another executable into one launch, which computes ``n_repeats`` times.
+        """Fuse this executable, an all-reduce and another executable into one launch that computes ``n_repeats`` times.
 
         Returns
         -------
@@ -150,11 +148,11 @@ class Executable(Runner):
             The same object for the same arguments.  None if values of inputs determine lengths of arrays, if this
             executable does not update the reduced variable, or if ``n_repeats > 1`` and an output is no scalar.
         """
-        key = reduction and (id(reduction.storage), *reduction[1:]), second, n_repeats
+        key = spec and (id(spec.storage), *spec[1:]), second, n_repeats
         fused = self._fused.pop(key, None)
         if fused is None:
             executables = [self] if second is None else [self, second]
-            can_fuse = reduction is None or any(cell is reduction.storage for cell in self._functions[0].cells)
+            can_fuse = spec is None or any(cell is spec.storage for cell in self._functions[0].cells)
             can_fuse = can_fuse and not any(executable._has_lengths for executable in executables)
             if n_repeats > 1:
                 can_fuse = (
@@ -165,10 +163,10 @@ class Executable(Runner):
             if not can_fuse:
                 return None
             functions = [function for executable in executables for function in executable._functions]
-            assert len(functions) == len(executables)  # a fused executable would lose its reduction
+            assert len(functions) == len(executables)  # a fused executable would lose its all-reduce
             while len(self._fused) >= _MAX_FUSED:
                 del self._fused[next(iter(self._fused))]
-            fused = Executable(functions, reduction, self._logs_scalars, n_repeats)
+            fused = Executable(functions, spec, self._logs_scalars, n_repeats)
         self._fused[key] = fused  # the most recently used one is last
         return fused
 

@@ -1,7 +1,7 @@
 """Launches of executables that contain an all-reduce.
 
 XLA calls the all-reduce during the launch (`devices.jax.ffi`).  `FusedRunner` passes a `GradientReducer`, or the
-NCCL communicator itself, to the program's `FfiReduction`.
+NCCL communicator itself, to the program's `FfiAllReduce`.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from synkhronos.engines.engine import Runner, StepReduction
+from synkhronos.engines.engine import Runner, StepAllReduce
 from synkhronos.engines.xla.executable import Executable
 from synkhronos.ranks import Rank
 from synkhronos.ranks.interrupts import defer_signals
@@ -23,14 +23,14 @@ class FusedRunner(Runner):
     ----------
     rank : Rank
     executable : Executable
-    reduction : StepReduction
+    all_reduce : StepAllReduce
     """
 
-    def __init__(self, rank: Rank, executable: Executable, reduction: StepReduction):
-        self._rank, self._executable, self._reduction = rank, executable, reduction
+    def __init__(self, rank: Rank, executable: Executable, all_reduce: StepAllReduce):
+        self._rank, self._executable, self._all_reduce = rank, executable, all_reduce
         self.n_repeats = executable.n_repeats
-        assert executable.ffi_reduction is not None
-        self._ffi_reduction = executable.ffi_reduction
+        assert executable.ffi_all_reduce is not None
+        self._ffi_all_reduce = executable.ffi_all_reduce
 
     def is_new_signature(self, inputs: Sequence[Any]) -> bool:
         """Whether XLA compiles for these inputs: True at the first call with inputs of their shapes."""
@@ -38,11 +38,11 @@ class FusedRunner(Runner):
 
     def __call__(self, *inputs: Any) -> list[Any]:
         """Launch, and wait until all ranks have launched."""
-        communicator, shape = self._reduction.prepare_reduction(self._rank)
+        communicator, shape = self._all_reduce.prepare_all_reduce(self._rank)
         # No signal handler may raise within XLA's callbacks, nor before the other ranks have launched: the updates have
         # to be valid on all ranks, or, if one fails, on none.
         with defer_signals() as signals:
-            launch = self._launch if self._ffi_reduction.nccl_calls == "python" else self._launch_native
+            launch = self._launch if self._ffi_all_reduce.nccl_calls == "python" else self._launch_native
             results = launch(inputs, communicator, shape)
             signals.restart_time_limit()
             communicator.wait_started(signals.deliver_if_late)
@@ -50,14 +50,14 @@ class FusedRunner(Runner):
         return results
 
     def _launch(self, inputs: Sequence[Any], communicator: Any, shape: tuple[int, ...]) -> list[Any]:
-        reducer = GradientReducer(self._rank, communicator, self._ffi_reduction.op, shape, self.n_repeats > 1)
-        with self._ffi_reduction.use_reducer(reducer, self.n_repeats):
+        reducer = GradientReducer(self._rank, communicator, self._ffi_all_reduce.op, shape, self.n_repeats > 1)
+        with self._ffi_all_reduce.use_reducer(reducer, self.n_repeats):
             return self._executable(*inputs)
 
     def _launch_native(self, inputs: Sequence[Any], communicator: Any, shape: tuple[int, ...]) -> list[Any]:
-        if self._ffi_reduction.nccl_calls == "graph":
+        if self._ffi_all_reduce.nccl_calls == "graph":
             self._executable.drop_outdated_recordings(communicator.communicator_number)
-        with self._ffi_reduction.use_communicator(communicator, shape, self.n_repeats):
+        with self._ffi_all_reduce.use_communicator(communicator, shape, self.n_repeats):
             try:
                 return self._executable(*inputs)
             finally:

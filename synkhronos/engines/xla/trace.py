@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from synkhronos.devices.jax.ffi import FfiReduction
+from synkhronos.devices.jax.ffi import FfiAllReduce
 from synkhronos.devices.jax.scalar_log import ScalarLog
 from synkhronos.engines.xla.incremental_function import IncrementalFunction
 from synkhronos.lowering.jax_function import JaxFunction
@@ -20,7 +20,7 @@ from synkhronos.lowering.jax_function import JaxFunction
 MIN_CHUNK_BYTES = 25_000_000
 
 
-class TracedReduction(NamedTuple):
+class AllReduceSpec(NamedTuple):
     """All-reduce of a shared variable's new value within a launch.
 
     If the connection is aborted during the launch, all variables keep their old values.
@@ -36,7 +36,7 @@ class TracedReduction(NamedTuple):
     tail : int
         Number of items at the vector's end that are always sent in their own dtype.
     nccl_calls : {"python", "native", "graph"}
-        Code by which XLA calls NCCL, as in `FfiReduction`.
+        Code by which XLA calls NCCL, as in `FfiAllReduce`.
     op : str
         Name of the reduction.
     """
@@ -51,8 +51,8 @@ class TracedReduction(NamedTuple):
 
 def trace_functions(
     functions: Sequence[JaxFunction],
-    reduction: TracedReduction | None,
-    ffi_reduction: FfiReduction | None,
+    spec: AllReduceSpec | None,
+    ffi_all_reduce: FfiAllReduce | None,
     storages: Sequence[list[Any]],
     updated: Sequence[list[Any]],
     logged: Sequence[int],
@@ -60,11 +60,11 @@ def trace_functions(
     in_loop: bool = False,
     lengths: tuple[int, ...] = (),
 ) -> tuple[Any, ...]:
-    """Trace the functions and the reduction that follows the first one.
+    """Trace the functions and the all-reduce that follows the first one.
 
     Parameters
     ----------
-    functions, reduction, ffi_reduction
+    functions, spec, ffi_all_reduce
         As in `Executable`.
     storages, updated : list of storages
         Storages of all shared variables, and of the updated ones.
@@ -93,9 +93,9 @@ def trace_functions(
     for function in functions:
         operands = [*islice(inputs, function.n_inputs), *[current[id(s)] for s in function.storages], *lengths]
         try:
-            if reduction is not None and ffi_reduction is not None and function is functions[0]:
+            if spec is not None and ffi_all_reduce is not None and function is functions[0]:
                 iteration = logs[0] if in_loop else None
-                results, is_valid = _trace_reduction(function, operands, reduction, ffi_reduction, iteration)
+                results, is_valid = _trace_all_reduce(function, operands, spec, ffi_all_reduce, iteration)
             else:
                 results = function.run(*operands)
         except Exception:
@@ -104,8 +104,8 @@ def trace_functions(
         outputs += results[: function.n_outputs]
         for cell, result in zip(function.cells[function.n_outputs :], results[function.n_outputs :], strict=True):
             current[id(cell)] = result
-    if reduction is not None:
-        for key in old_values.keys() - {id(reduction.storage)}:
+    if spec is not None:
+        for key in old_values.keys() - {id(spec.storage)}:
             current[key] = _select(is_valid, current[key], old_values[key])
     # Logged outputs are not returned: each would be a new array at a new address.
     unlogged = [output for i, output in enumerate(outputs) if i not in logged]
@@ -120,11 +120,11 @@ def trace_with_lengths(
     return run(*arguments, lengths=lengths)
 
 
-def _trace_reduction(
+def _trace_all_reduce(
     function: JaxFunction,
     operands: Sequence[Any],
-    reduction: TracedReduction,
-    ffi_reduction: FfiReduction,
+    spec: AllReduceSpec,
+    ffi_all_reduce: FfiAllReduce,
     iteration: Any,
 ) -> tuple[list[Any], Any]:
     """Trace a function and the all-reduce of one of its results.
@@ -135,26 +135,26 @@ def _trace_reduction(
     ----------
     function : JaxFunction
     operands : list of jax.Array
-    reduction : TracedReduction
-    ffi_reduction : FfiReduction
+    spec : AllReduceSpec
+    ffi_all_reduce : FfiAllReduce
     iteration : jax.Array or None
-        As in `FfiReduction.trace_finish`.
+        As in `FfiAllReduce.trace_finish`.
 
     Returns
     -------
     results : list of jax.Array
-        The function's results, with the reduced value of ``reduction.storage``.
+        The function's results, with the reduced value of ``spec.storage``.
     is_valid : jax.Array of int32
-        As `FfiReduction.trace_finish` returns it.
+        As `FfiAllReduce.trace_finish` returns it.
     """
     import jax.numpy as jnp
 
-    position = next(i for i, cell in enumerate(function.cells) if cell is reduction.storage)
+    position = next(i for i, cell in enumerate(function.cells) if cell is spec.storage)
     incremental = IncrementalFunction(function.run, operands, function.n_outputs, position)
     parts = incremental.parts
     own_dtype = parts[0].aval.dtype
-    dtype = reduction.wire_dtype if parts[0].aval.ndim == 1 else None
-    tail_items = reduction.tail if dtype is not None else 0
+    dtype = spec.wire_dtype if parts[0].aval.ndim == 1 else None
+    tail_items = spec.tail if dtype is not None else 0
     chunks = [parts]
     if iteration is None:
         chunks = _group_parts(parts, jnp.dtype(dtype or own_dtype).itemsize, tail_items)
@@ -164,21 +164,21 @@ def _trace_reduction(
         values = incremental.compute(chunk)
         if dtype is not None:
             values = _split_tail(values, tail_items)[0] if chunk is chunks[0] else values
-            values = [(value / reduction.n_ranks).astype(dtype) for value in values]
+            values = [(value / spec.n_ranks).astype(dtype) for value in values]
         return values[0] if len(values) == 1 else jnp.concatenate(values)
 
     started_arrays: list[Any] = []
     token: Any = None
     for chunk in chunks[:-1]:
-        array, token = ffi_reduction.trace_start(compute_chunk(chunk), np.int32(0) if token is None else token)
+        array, token = ffi_all_reduce.trace_start(compute_chunk(chunk), np.int32(0) if token is None else token)
         token = incremental.delay_until(token)
         started_arrays.append(array)
     remaining_arrays = [compute_chunk(chunks[-1])]
     if dtype is not None:
         # The number of rows, and running averages, would lose too much precision in the wire dtype.
         tail_vectors = _split_tail(incremental.compute(chunks[0]), tail_items)[1]
-        remaining_arrays.append(jnp.concatenate(tail_vectors) / reduction.n_ranks)
-    arrays, is_valid = ffi_reduction.trace_finish(remaining_arrays, started_arrays, token, iteration)
+        remaining_arrays.append(jnp.concatenate(tail_vectors) / spec.n_ranks)
+    arrays, is_valid = ffi_all_reduce.trace_finish(remaining_arrays, started_arrays, token, iteration)
     tail = [arrays.pop()] if dtype is not None else []
     arrays = [*[array.astype(own_dtype) for array in reversed(arrays)], *tail]
     return incremental.finish(arrays[0] if len(arrays) == 1 else jnp.concatenate(arrays)), is_valid

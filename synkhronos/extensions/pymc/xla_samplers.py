@@ -6,7 +6,7 @@ all ranks, and each rank runs the same sampler from the same seed.  No rank wait
     pm.sample(nuts_sampler="numpyro")
       initial points                               in the master
       _sample_numpyro_nuts    ── RunSampler ──▶    on every rank: NUTS, of which each evaluation adds the rank's own
-                                                   rows and makes an all-reduce (`xla_sums`, `engines.xla.rank_program`)
+                                                   rows and makes an all-reduce (`xla_sums`, `engines.xla.spmd_program`)
       draws of the master's rank
       transformations, ArviZ                       in the master
 
@@ -30,7 +30,7 @@ import numpy as np
 
 from synkhronos import ranks
 from synkhronos.collectives.arguments import distribute_variables
-from synkhronos.engines.xla.rank_program import RankProgram, get_settings, map_sequentially
+from synkhronos.engines.xla.spmd_program import SpmdProgram, get_settings, map_sequentially
 from synkhronos.extensions.pymc.xla_sums import LocalGraph, register_conversions, replace_sums
 from synkhronos.extensions.rows_sum import RowsSum
 from synkhronos.graphs.mirror import Mirror
@@ -144,7 +144,7 @@ class RunSampler(Command):
             return [np.asarray(array) for array in (*draws, *stats.values())]
 
         is_vectorized = program.arguments["chain_method"] == "vectorized"
-        arrays = list(RankProgram(rank, is_vectorized).run(sample, program.settings))
+        arrays = list(SpmdProgram(rank, is_vectorized).run(sample, program.settings))
         count = len(program.inputs)
         return arrays[:count], dict(zip(names, arrays[count:], strict=True))
 

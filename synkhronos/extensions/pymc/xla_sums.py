@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from pytensor.graph.basic import Apply, Variable
 from pytensor.graph.op import Op
 
-from synkhronos.engines.xla.rank_program import RankProgram
+from synkhronos.engines.xla.spmd_program import SpmdProgram
 from synkhronos.extensions.rows_sum import RowsSum, SumOverRows, replace_variables
 from synkhronos.graphs import library_of
 from synkhronos.graphs.mirror import get_object
@@ -102,7 +102,7 @@ def register_conversions() -> None:
 
 def _convert_rank_sums(op: RankSums, **_: Any) -> Callable[..., Any]:
     """Return the sums as a function of JAX arrays."""
-    program = RankProgram.current
+    program = SpmdProgram.current
     if program is None:
         raise RuntimeError("RankSums can be converted to JAX only in a program of the ranks")
     functions = []

@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from synkhronos.devices.reductions import list_metric_ops
-from synkhronos.function.reduction_op import Accumulator, ReductionOp
+from synkhronos.devices.reduce_op import list_metric_ops
+from synkhronos.function.output_op import Accumulator, OutputOp
 from synkhronos.graphs import is_variable, library_of
 from synkhronos.training.train_function.weighted_mean import make_weighted_outputs, warn_of_varying_denominators
 
@@ -122,7 +122,7 @@ class MetricTotals:
 
     def __init__(self, metrics: Mapping[str, Metric]):
         self._metrics = metrics
-        self._totals = [Accumulator(ReductionOp(op)) for metric in metrics.values() for _, op in metric.outputs]
+        self._totals = [Accumulator(OutputOp(op)) for metric in metrics.values() for _, op in metric.outputs]
         self.rows = 0
 
     def update(self, values: Sequence[Any], rows: int) -> None:

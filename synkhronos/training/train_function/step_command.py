@@ -34,7 +34,7 @@ class _StepCommandFields(NamedTuple):
 class StepCommand(_StepCommandFields, Command):
     """Take a training step, or several in one launch, on all ranks.
 
-    Implements `synkhronos.engines.engine.StepReduction`, by which an engine fuses the step.
+    Implements `synkhronos.engines.engine.StepAllReduce`, by which an engine fuses the step.
 
     Attributes
     ----------
@@ -104,7 +104,7 @@ class StepCommand(_StepCommandFields, Command):
         (key,) = self.reduce.keys
         return get_object(rank, key)
 
-    def prepare_reduction(self, rank: Rank) -> tuple[Any, tuple[int, ...]]:
+    def prepare_all_reduce(self, rank: Rank) -> tuple[Any, tuple[int, ...]]:
         """Return the communicator of the all-reduce, and the gradient's shape, once all ranks have compared theirs."""
         (gradient,) = self.reduce.plan(rank).variables
         return gradient.transport.get_communicator(rank), gradient.layout[0]

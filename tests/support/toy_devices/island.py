@@ -8,7 +8,7 @@ import weakref
 import numpy as np
 
 from synkhronos.devices import Communicator, Device
-from synkhronos.devices.reductions import REDUCTIONS
+from synkhronos.devices.reduce_op import REDUCE_OPS
 
 #: The device's memory, by address: nothing but this module reads it.
 MEMORY = {}
@@ -163,8 +163,8 @@ class Bridge(Communicator):
 
 
 def _combine(op, arrays):
-    reduced = REDUCTIONS[op].ufunc.reduce(arrays)
-    return reduced / len(arrays) if REDUCTIONS[op].is_mean else reduced
+    reduced = REDUCE_OPS[op].ufunc.reduce(arrays)
+    return reduced / len(arrays) if REDUCE_OPS[op].is_mean else reduced
 
 
 DEVICE = Island()

@@ -27,7 +27,7 @@ def multiply(size, steps):
 
 
 @pytest.mark.parametrize("n", [1, 2, 3])
-def test_rank_program_all_reduces_in_a_loop(fork, n):
+def test_spmd_program_all_reduces_in_a_loop(fork, n):
     from xla_programs import Multiply
 
     fork(n)
@@ -36,7 +36,7 @@ def test_rank_program_all_reduces_in_a_loop(fork, n):
     np.testing.assert_allclose(vectors, [multiply(n, 30), 2 * multiply(n, 30)], rtol=1e-6)
 
 
-def test_rank_program_takes_jax_settings_of_the_master(fork):
+def test_spmd_program_takes_jax_settings_of_the_master(fork):
     import jax
     from xla_programs import Multiply
 
@@ -50,7 +50,7 @@ def test_rank_program_takes_jax_settings_of_the_master(fork):
         jax.config.update("jax_enable_x64", before)
 
 
-def test_interrupt_ends_a_rank_program(fork):
+def test_interrupt_ends_an_spmd_program(fork):
     from xla_programs import Add, Multiply
 
     fork(2)
@@ -59,7 +59,7 @@ def test_interrupt_ends_a_rank_program(fork):
     assert run(Add()) == 1
 
 
-def test_error_ends_a_rank_program(fork):
+def test_error_ends_an_spmd_program(fork):
     from xla_programs import Add, Multiply
 
     fork(2)
@@ -68,7 +68,7 @@ def test_error_ends_a_rank_program(fork):
     assert run(Add()) == 1
 
 
-def test_exit_of_a_rank_ends_a_rank_program(fork):
+def test_exit_of_a_rank_ends_an_spmd_program(fork):
     from xla_programs import Multiply
 
     fork(2, timeout=300)  # separate ranks
@@ -78,7 +78,7 @@ def test_exit_of_a_rank_ends_a_rank_program(fork):
 
 @pytest.mark.parametrize("victim", [0, 1])
 @pytest.mark.parametrize("event", ["change", "end"])
-def test_diverged_rank_program_raises(fork, event, victim):
+def test_diverged_spmd_program_raises(fork, event, victim):
     from xla_programs import Add, Multiply
 
     fork(2)

@@ -6,13 +6,13 @@ from library import ARRAYS, DEVICE, shared, tensor
 
 import synkhronos as synk
 from synkhronos.devices import HOST, JAX, PYGPU
-from synkhronos.devices.reductions import REDUCTIONS, Reduction, list_metric_ops
-from synkhronos.function.reduction_op import Accumulator, ReductionOp
+from synkhronos.devices.reduce_op import REDUCE_OPS, ReduceOp, list_metric_ops
+from synkhronos.function.output_op import Accumulator, OutputOp
 from synkhronos.training import make_trainer
 from synkhronos.training.updates import sgd
 
 # row begins
-ROW = {"logaddexp": Reduction(np.logaddexp, unsupported_kinds="biu")}
+ROW = {"logaddexp": ReduceOp(np.logaddexp, unsupported_kinds="biu")}
 # row ends
 
 on_host = pytest.mark.skipif(DEVICE != "host", reason="where XLA was used, workers start anew and lack the row")
@@ -24,7 +24,7 @@ LARGE = 3_000  # elements, which are streamed
 @pytest.fixture
 def row(monkeypatch):
     for name, made in ROW.items():
-        monkeypatch.setitem(REDUCTIONS, name, made)
+        monkeypatch.setitem(REDUCE_OPS, name, made)
 
 
 def combine(worker, group=False):
@@ -91,9 +91,9 @@ def reduce_batches(op, batches):
     return total.result()
 
 
-@pytest.mark.parametrize("name", [*REDUCTIONS, *ROW])
+@pytest.mark.parametrize("name", [*REDUCE_OPS, *ROW])
 def test_ops_of_metrics_do_not_depend_on_the_batches(row, name):
-    op = ReductionOp(name)
+    op = OutputOp(name)
     whole, batched = (reduce_batches(op, batches) for batches in ([[1, 2, 4, 8, 16]], [[1, 2], [4, 8], [16]]))
     assert (name in list_metric_ops()) == (np.ndim(whole) == 0 and np.isclose(whole, batched))
 
@@ -136,7 +136,7 @@ def test_reductions_exist_in_jax_numpy():
     x = JAX.as_array(np.ones(2))
     np.testing.assert_allclose(JAX.reduce_pair(ROW["logaddexp"], x, x), np.logaddexp(1, 1))
     with pytest.raises(NotImplementedError, match="jax.numpy has no 'ldexp_"):
-        JAX.reduce_pair(Reduction(np.frompyfunc(ldexp_, 2, 1)), x, x)
+        JAX.reduce_pair(ReduceOp(np.frompyfunc(ldexp_, 2, 1)), x, x)
 
 
 def ldexp_(x, y):

@@ -1,12 +1,12 @@
 """Sums over the ranks within XLA programs that all ranks run at the same time, such as a sampler.
 
 A program may compute millions of sums, in loops whose lengths depend on the sums.  All ranks run the same program and
-get the same bits, so that their loops have the same lengths.  An `FfiReduction` calls one of these reducers::
+get the same bits, so that their loops have the same lengths.  An `FfiAllReduce` calls one of these reducers::
 
     XLA program     local sum ──> foreign function ──> sum over all ranks ──> next evaluation
                                         |
-    on GPUs                       `GpuSum`: NCCL on XLA's stream; Python does not wait
-    on the CPU                    `HostSum`: through shared memory, in rank order
+    on GPUs                       `GpuReducer`: NCCL on XLA's stream; Python does not wait
+    on the CPU                    `HostReducer`: through shared memory, in rank order
 
 An error, or an interrupt in the master, ends the launch: the reducer raises it within the foreign function.
 """
@@ -78,7 +78,7 @@ class InterruptPoll:
             raise KeyboardInterrupt
 
 
-class ProgramSum:
+class ProgramReducer:
     """Base class of the reducers of one program (`synkhronos.devices.jax.ffi.Reducer`).
 
     Parameters
@@ -139,7 +139,7 @@ class ProgramSum:
         self._rank.wait(lambda: all(header[_N_FINAL] for header in self._headers[0]), check)
 
 
-class HostSum(ProgramSum):
+class HostReducer(ProgramReducer):
     """Sums of arrays in host memory, through the scratch areas of shared memory.
 
     Exchanges do not use the steps of a command, whose number is limited.  A rank writes its array, and then the number
@@ -192,7 +192,7 @@ class HostSum(ProgramSum):
                 np.add(result, array, out=result)
 
 
-class GpuSum(ProgramSum):
+class GpuReducer(ProgramReducer):
     """Sums of arrays on GPUs by NCCL, in XLA's stream.
 
     Parameters

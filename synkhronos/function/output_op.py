@@ -1,4 +1,4 @@
-"""Reduction ops of outputs and updates, and the accumulation of values by an op."""
+"""Ops by which outputs and updates are reduced, and the accumulation of values by an op."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ from typing import Any
 import numpy as np
 
 from synkhronos.devices import HOST, Device, get_array_device
-from synkhronos.devices.reductions import REDUCTIONS, Reduction
+from synkhronos.devices.reduce_op import REDUCE_OPS, ReduceOp
 
 
 @dataclass(frozen=True, slots=True)
-class ReductionOp:
+class OutputOp:
     """The op of an output or an update: the reduction, and where it is computed.
 
     Attributes
     ----------
     name : str or None
-        A key of `REDUCTIONS`.  None: no reduction, but the value of the last slice and of the master.
+        A key of `REDUCE_OPS`.  None: no reduction, but the value of the last slice and of the master.
     on_host : bool
         Whether values on GPUs, too, are reduced in host memory: the prefix ``c_``.
     """
@@ -27,7 +27,7 @@ class ReductionOp:
     on_host: bool = False
 
     @classmethod
-    def parse(cls, op: Any, argument: str) -> ReductionOp:
+    def parse(cls, op: Any, argument: str) -> OutputOp:
         """Return the op of a name such as "sum" or "c_sum", or of None.
 
         Parameters
@@ -46,7 +46,7 @@ class ReductionOp:
         if not isinstance(op, str):
             raise TypeError(f"{argument}: expected an op ({_list_ops()}), got {op!r}")
         name = op.removeprefix("c_")
-        if name not in REDUCTIONS:
+        if name not in REDUCE_OPS:
             raise ValueError(f"{argument}: expected an op ({_list_ops()}), got {op!r}")
         return cls(name, name != op)
 
@@ -56,18 +56,18 @@ class ReductionOp:
         return f"c_{self.name}" if self.on_host else self.name
 
     @property
-    def reduction(self) -> Reduction:
+    def reduce_op(self) -> ReduceOp:
         """Definition of the reduction.  The op must have a name."""
-        return REDUCTIONS[str(self.name)]
+        return REDUCE_OPS[str(self.name)]
 
     @property
     def is_elementwise(self) -> bool:
         """Whether the op reduces values element by element, so that they need equal shapes."""
-        return self.name is not None and self.reduction.ufunc is not None
+        return self.name is not None and self.reduce_op.ufunc is not None
 
 
 def _list_ops() -> str:
-    return ", ".join(map(repr, REDUCTIONS)) + ", each with 'c_' in front for host memory, or None"
+    return ", ".join(map(repr, REDUCE_OPS)) + ", each with 'c_' in front for host memory, or None"
 
 
 class Accumulator:
@@ -75,20 +75,20 @@ class Accumulator:
 
     Parameters
     ----------
-    op : ReductionOp
+    op : OutputOp
 
     Examples
     --------
-    >>> total = Accumulator(ReductionOp("mean"))
+    >>> total = Accumulator(OutputOp("mean"))
     >>> total.add(np.float64(1.0), 3)
     >>> total.add(np.float64(2.0), 1)
     >>> total.result()
     array(1.25)
     """
 
-    def __init__(self, op: ReductionOp):
+    def __init__(self, op: OutputOp):
         self.op = op
-        self._reduction = None if op.name is None else op.reduction
+        self._reduce_op = None if op.name is None else op.reduce_op
         self._device: Device = HOST  # of the values
         self._n_rows = 0
         self._n_values = 0
@@ -106,40 +106,40 @@ class Accumulator:
         """
         self._n_rows += n_rows
         self._n_values += 1
-        reduction = self._reduction
-        if reduction is None:
+        reduce_op = self._reduce_op
+        if reduce_op is None:
             self._value = value
             return
         if self._n_values == 1:
             self._device = get_array_device(value)
         value = self._device.as_array(value)
-        if reduction.ufunc is None:
+        if reduce_op.ufunc is None:
             self._arrays.append(value if value.ndim else value.reshape((1,)))
             return
-        weighted = self._to_summand(reduction, value, n_rows) if reduction.is_mean else value
+        weighted = self._to_summand(reduce_op, value, n_rows) if reduce_op.is_mean else value
         if self._value is None:
             # A copy, since later values are added in place.
             self._value = np.array(weighted) if weighted is value and self._device is HOST else weighted
         elif self._value.shape != value.shape:
             raise ValueError(f"op {self.op.full_name!r} needs equal shapes, got {self._value.shape} and {value.shape}")
         else:
-            self._value = self._device.reduce_pair(reduction, self._value, weighted)
+            self._value = self._device.reduce_pair(reduce_op, self._value, weighted)
 
-    def _to_summand(self, reduction: Reduction, value: Any, n_rows: int) -> Any:
+    def _to_summand(self, reduce_op: ReduceOp, value: Any, n_rows: int) -> Any:
         """Convert a value to its term in the sum of a mean: multiplied by its rows, if these are the weights."""
         self._dtype = value.dtype
         if value.dtype == np.float16:  # its range is too small for a sum over rows
             value = value.astype(np.float32)
-        return self._device.as_array(value * np.asarray(n_rows, value.dtype)) if reduction.needs_row_counts else value
+        return self._device.as_array(value * np.asarray(n_rows, value.dtype)) if reduce_op.needs_row_counts else value
 
     def result(self) -> Any:
         """Return the reduction of the values added so far.  At least one is needed."""
         if self._arrays:
             return self._arrays[0] if len(self._arrays) == 1 else self._device.concatenate(self._arrays)
-        reduction = self._reduction
-        if reduction is None or not reduction.is_mean:
+        reduce_op = self._reduce_op
+        if reduce_op is None or not reduce_op.is_mean:
             return self._value
-        total = self._n_rows if reduction.needs_row_counts else self._n_values
+        total = self._n_rows if reduce_op.needs_row_counts else self._n_values
         # The serial library's mean over zero rows, 0 / 0, is returned unchanged.
         value = self._value if total == 0 else self._value / np.asarray(total, self._value.dtype)
         return self._device.as_array(value).astype(self._dtype, copy=False)

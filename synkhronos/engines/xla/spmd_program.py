@@ -1,7 +1,7 @@
 """A program of another library, compiled by XLA, that all ranks run at the same time.
 
 All ranks run the same Python function with the same arguments.  Its computations in JAX may call
-`RankProgram.all_reduce` any number of times, also in loops.  All ranks must get bitwise equal results: otherwise their
+`SpmdProgram.all_reduce` any number of times, also in loops.  All ranks must get bitwise equal results: otherwise their
 loops could differ, and a rank would wait for an all-reduce that others don't make.
 """
 
@@ -17,8 +17,14 @@ from typing import Any
 import numpy as np
 
 from synkhronos.devices import HOST, JAX
-from synkhronos.devices.jax.ffi import FfiReduction
-from synkhronos.devices.jax.program_sum import DIVERGED_MESSAGE, GpuSum, HostSum, InterruptPoll, ProgramSum
+from synkhronos.devices.jax.ffi import FfiAllReduce
+from synkhronos.devices.jax.program_reducer import (
+    DIVERGED_MESSAGE,
+    GpuReducer,
+    HostReducer,
+    InterruptPoll,
+    ProgramReducer,
+)
 from synkhronos.lowering.jax_function import JaxFunction
 from synkhronos.ranks import Rank
 from synkhronos.ranks.interrupts import defer_signals
@@ -32,7 +38,7 @@ _SETTINGS = (
 )
 
 
-class RankProgram:
+class SpmdProgram:
     """One rank's part of a program.
 
     Parameters
@@ -43,20 +49,20 @@ class RankProgram:
 
     Attributes
     ----------
-    current : RankProgram or None
+    current : SpmdProgram or None
         The program that is running in this process.
     """
 
-    current: RankProgram | None = None
+    current: SpmdProgram | None = None
 
     def __init__(self, rank: Rank, is_vectorized: bool = True):
         self.rank = rank
         self._is_vectorized = is_vectorized
-        self._reduction = FfiReduction(aborts=True)
+        self._ffi_all_reduce = FfiAllReduce(aborts=True)
 
     def all_reduce(self, vector: Any) -> Any:
         """Return the sum of the ranks' vectors; traced by JAX."""
-        return vector if self.rank.size == 1 else self._reduction.trace_sum(vector)
+        return vector if self.rank.size == 1 else self._ffi_all_reduce.trace_sum(vector)
 
     def run(self, function: Callable[[], Sequence[np.ndarray]], settings: dict[str, Any]) -> Sequence[np.ndarray]:
         """Run a function on every rank.
@@ -90,12 +96,12 @@ class RankProgram:
             _discard_output(not rank.is_master),
         ):
             reducer = _make_reducer(rank, poll)
-            RankProgram.current = self
+            SpmdProgram.current = self
             try:
-                with self._reduction.use_reducer(reducer, n_reductions=None):
+                with self._ffi_all_reduce.use_reducer(reducer, n_reductions=None):
                     results = function()
             finally:
-                RankProgram.current = None
+                SpmdProgram.current = None
             reducer.complete()
         digest = hashlib.blake2b(reducer.count.to_bytes(8, "little"), digest_size=16)
         for array in results:
@@ -167,18 +173,18 @@ def map_sequentially(function: Callable[..., Any]) -> Callable[..., Any]:
     return run
 
 
-def _make_reducer(rank: Rank, poll: InterruptPoll) -> ProgramSum:
+def _make_reducer(rank: Rank, poll: InterruptPoll) -> ProgramReducer:
     if rank.device is HOST:
         if rank.spans_hosts:
             raise NotImplementedError(
                 "XLA's programs run on CPU ranks of one host, and these are on several: call fork() without hosts"
             )
-        return HostSum(rank, poll)
+        return HostReducer(rank, poll)
     if not JAX.can_reduce_in_launch(np.dtype(np.float64)):
         raise NotImplementedError("this JAX does not call foreign functions in the thread that launches")
     communicator = JAX.get_communicator(rank)
     communicator.connect(rank.all_gather(communicator.generation))
-    return GpuSum(rank, poll, communicator)
+    return GpuReducer(rank, poll, communicator)
 
 
 @contextlib.contextmanager

@@ -11,7 +11,7 @@ import numpy as np
 
 
 @dataclass(frozen=True, slots=True)
-class Reduction:
+class ReduceOp:
     """An entry of the table.
 
     Attributes
@@ -56,33 +56,33 @@ class Reduction:
 
 
 _ADD = "res = a + b"
-REDUCTIONS = {
+REDUCE_OPS = {
     # (v_1 + ... + v_k) / k
-    "avg": Reduction(np.add, 4, _ADD, is_mean=True, unsupported_kinds="biu"),
+    "avg": ReduceOp(np.add, 4, _ADD, is_mean=True, unsupported_kinds="biu"),
     # (w_1 v_1 + ... + w_k v_k) / (w_1 + ... + w_k), where v_i is computed from w_i rows
-    "mean": Reduction(np.add, None, _ADD, is_mean=True, needs_row_counts=True, unsupported_kinds="biu"),
+    "mean": ReduceOp(np.add, None, _ADD, is_mean=True, needs_row_counts=True, unsupported_kinds="biu"),
     # NumPy's sum of booleans is a logical or, where users expect a count.
-    "sum": Reduction(np.add, 0, _ADD, unsupported_kinds="b"),
-    "prod": Reduction(np.multiply, 1, "res = a * b"),
+    "sum": ReduceOp(np.add, 0, _ADD, unsupported_kinds="b"),
+    "prod": ReduceOp(np.multiply, 1, "res = a * b"),
     # The comparison with itself propagates a NaN.
-    "min": Reduction(np.minimum, 3, "res = (a <= b || a != a) ? a : b"),
-    "max": Reduction(np.maximum, 2, "res = (a >= b || a != a) ? a : b"),
+    "min": ReduceOp(np.minimum, 3, "res = (a <= b || a != a) ? a : b"),
+    "max": ReduceOp(np.maximum, 2, "res = (a >= b || a != a) ? a : b"),
     # Concatenated along axis 0; scalars become a vector.
-    "gather": Reduction(None),
+    "gather": ReduceOp(None),
 }
 
 
 def list_ops(dtype: np.dtype | None = None) -> tuple[str, ...]:
     """Return the names of the reductions; of those that are defined for a dtype, if one is given."""
-    return tuple(name for name, reduction in REDUCTIONS.items() if dtype is None or reduction.can_reduce(dtype))
+    return tuple(name for name, op in REDUCE_OPS.items() if dtype is None or op.can_reduce(dtype))
 
 
 def list_collective_ops(dtype: np.dtype | None = None) -> tuple[str, ...]:
     """Return the names from `list_ops` that collectives accept: elementwise reductions that need no row counts."""
-    rows = [(name, REDUCTIONS[name]) for name in list_ops(dtype)]
-    return tuple(name for name, reduction in rows if reduction.ufunc is not None and not reduction.needs_row_counts)
+    rows = [(name, REDUCE_OPS[name]) for name in list_ops(dtype)]
+    return tuple(name for name, op in rows if op.ufunc is not None and not op.needs_row_counts)
 
 
 def list_metric_ops() -> tuple[str, ...]:
     """Return the names of the reductions that metrics of trainers accept."""
-    return tuple(name for name, reduction in REDUCTIONS.items() if reduction.can_reduce_metrics)
+    return tuple(name for name, op in REDUCE_OPS.items() if op.can_reduce_metrics)
