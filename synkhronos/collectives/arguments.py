@@ -19,8 +19,8 @@ from synkhronos.data.shared import check_session, copy_to_shared, to_shared_arra
 from synkhronos.devices import Selection
 from synkhronos.devices.reduce_op import REDUCE_OPS, list_collective_ops
 from synkhronos.graphs import library_of
-from synkhronos.graphs.mirror import Mirror, is_registered
 from synkhronos.ranks import Session, SharedArray, WeakKeyDict
+from synkhronos.replication.replicator import Replicator, is_registered
 
 
 class _CheckedVariables(WeakKeyDict[Any, bool]):
@@ -52,7 +52,7 @@ def check_variables(session: Session, shared_vars: Any, allow_generators: bool =
     variables = [shared_vars] if is_single else list(shared_vars)
     if not variables:
         raise ValueError("shared_vars: expected at least one shared variable, got an empty list")
-    mirror = Mirror.get(session)
+    replicator = Replicator.from_session(session)
     checked = session.registry.get(_CheckedVariables)
     try:
         if is_single and shared_vars in checked:  # such as a training loop's gradients
@@ -60,7 +60,7 @@ def check_variables(session: Session, shared_vars: Any, allow_generators: bool =
     except TypeError:  # not a variable
         pass
     for variable in variables:
-        _check_variable(mirror, variable, allow_generators)
+        _check_variable(replicator, variable, allow_generators)
     check_distinct(variables, "shared_vars")
     for variable in variables:
         if not library_of(variable).is_generator(variable):
@@ -68,7 +68,7 @@ def check_variables(session: Session, shared_vars: Any, allow_generators: bool =
     return variables, is_single
 
 
-def _check_variable(mirror: Mirror, variable: Any, allow_generators: bool) -> None:
+def _check_variable(replicator: Replicator, variable: Any, allow_generators: bool) -> None:
     """Raise TypeError or ValueError if a collective can't use a variable."""
     try:
         library = library_of(variable)
@@ -84,7 +84,7 @@ def _check_variable(mirror: Mirror, variable: Any, allow_generators: bool) -> No
             )
     elif not library.is_array(variable):
         raise TypeError(f"shared_vars: expected variables whose values are arrays, got {variable!r} of {variable.type}")
-    if mirror.get_key(variable) is None and not is_registered(variable):
+    if replicator.get_key(variable) is None and not is_registered(variable):
         raise ValueError(
             f"shared_vars: no function uses {describe(variable)}: the workers have no copy of it; "
             "make a synkhronos.function() of it first"
@@ -96,11 +96,11 @@ def distribute_variables(session: Session, variables: Sequence[Any]) -> tuple[An
 
     It is called after all arguments have been checked, since a call that raises must not send copies to the workers.
     """
-    mirror = Mirror.get(session)
-    missing = [variable for variable in variables if mirror.get_key(variable) is None]
+    replicator = Replicator.from_session(session)
+    missing = [variable for variable in variables if replicator.get_key(variable) is None]
     if missing:
-        mirror.send([], missing)
-    return tuple(mirror.get_key(variable) for variable in variables)
+        replicator.send([], missing)
+    return tuple(replicator.get_key(variable) for variable in variables)
 
 
 def is_generator_object(variable: Any) -> bool:

@@ -40,8 +40,8 @@ from synkhronos.data import Data
 from synkhronos.data.rows import get_share, select_rows
 from synkhronos.data.shared import to_shared_array
 from synkhronos.graphs import library_of
-from synkhronos.graphs.mirror import restart_streams
 from synkhronos.ranks import Session, WeakKeyDict
+from synkhronos.replication.random_streams import reset_streams
 
 
 def broadcast(shared_vars: Any, values: Any = None, nccl: bool = True) -> None:
@@ -93,7 +93,7 @@ def broadcast(shared_vars: Any, values: Any = None, nccl: bool = True) -> None:
             check_generator_state(session, variable, state, jumps=True)
         if generators:
             keys = distribute_variables(session, generators)
-            restart_streams(session, generators)
+            reset_streams(session, generators)
             session.run(SetGenerators(keys, states))
         if not arrays:
             return

@@ -21,8 +21,8 @@ from synkhronos.checks import describe
 from synkhronos.data.rows import get_share
 from synkhronos.devices import HOST, ArrayLayout, Communicator, Device, get_array_device, get_device
 from synkhronos.graphs import GraphLibrary, library_of
-from synkhronos.graphs.mirror import get_object, jump_to_rank
 from synkhronos.ranks import BoundedCache, Command, Rank, RowAccess, SharedArray
+from synkhronos.replication.random_streams import jump_to_rank
 
 
 class _Transfer(NamedTuple):
@@ -61,7 +61,7 @@ def gather_layouts(rank: Rank, keys: Sequence[Any], nccl: bool = False, is_chang
     is_changed : bool
         Whether the layouts certainly differ from those of the last call, so that a cached gather would fail.
     """
-    shareds = [get_object(rank, key) for key in keys]
+    shareds = [rank.get_object(key) for key in keys]
     values = [library_of(shared).borrow_value(shared) for shared in shareds]
     own_layouts = tuple([(value.shape, value.dtype, get_array_device(value).name) for value in values])
     del values  # `get_writable` checks whether others refer to the arrays
@@ -215,7 +215,7 @@ class Assign(Command):
             selection = None
             if value.shape:
                 selection = rows if isinstance(rows, range) else rows.view(rank.segments)
-            shared = get_object(rank, key)
+            shared = rank.get_object(key)
             library = library_of(shared)
             library.store_value(shared, get_array_device(library.borrow_value(shared)).load(rank, value, selection))
 
@@ -405,7 +405,7 @@ class AllReducePlan(NamedTuple):
     def is_valid(self, rank: Rank) -> bool:
         """Whether the layouts of this rank's variables, and its connection, have not changed."""
         for key, library, (shape, dtype), device, _ in self.variables:
-            value = library.borrow_value(get_object(rank, key))
+            value = library.borrow_value(rank.get_object(key))
             if get_array_device(value) is not device or value.shape != shape or value.dtype != dtype:
                 return False
         return bool(rank.device.get_communicator(rank).generation == self.generation)
@@ -413,7 +413,7 @@ class AllReducePlan(NamedTuple):
     def all_reduce(self, rank: Rank, op: str) -> None:
         """Reduce into every rank's variables."""
         for key, library, _, device, transport in self.variables:
-            shared, communicator = get_object(rank, key), transport.get_communicator(rank)
+            shared, communicator = rank.get_object(key), transport.get_communicator(rank)
             if transport is not device:
                 array = np.array(device.to_host(library.borrow_value(shared)), order="C")
                 communicator.all_reduce(array, op)
@@ -474,7 +474,7 @@ class GetGenerators(Command):
 
     def run(self, rank: Rank) -> Any:
         """Return the state of each variable on each rank, by rank."""
-        shareds = [get_object(rank, key) for key in self.keys]
+        shareds = [rank.get_object(key) for key in self.keys]
         return rank.all_gather([library_of(shared).copy_generator(shared) for shared in shareds])
 
 
@@ -500,7 +500,7 @@ class SetGenerators(Command):
     def run(self, rank: Rank) -> None:
         """Set this rank's generators."""
         for key, state in zip(self.keys, self.states, strict=True):
-            shared = get_object(rank, key)
+            shared = rank.get_object(key)
             library = library_of(shared)
             if self.only_rank is None:
                 library.set_generator(shared, jump_to_rank(library, copy.deepcopy(state), rank))

@@ -22,9 +22,9 @@ from synkhronos.casts import as_numbers
 from synkhronos.checks import check_at_least
 from synkhronos.data.read_only import ReadOnlyData
 from synkhronos.data.rows import find_max_row, find_min_row, get_share, select_rows
-from synkhronos.graphs.mirror import Mirror, get_object
 from synkhronos.ranks import Command, Rank, Segment, Session, SharedArray
 from synkhronos.ranks.segments import create_unlinked_file
+from synkhronos.replication.replicator import Replicator
 
 
 class PartsData(ReadOnlyData):
@@ -223,7 +223,7 @@ def _load_rows(session: Session, load: Any, length: int) -> tuple[int, tuple[int
     key = session.memory.reserve_key()
     function = _LoadFunction(load)
     try:
-        Mirror.get(session).send([(("load", key), function)], [])
+        Replicator.from_session(session).send([(("load", key), function)], [])
         session.rank.objects["load", key] = lambda: function
         shape, dtype = session.run(_LoadRows(key, length))
     except BaseException:
@@ -235,7 +235,7 @@ def _load_rows(session: Session, load: Any, length: int) -> tuple[int, tuple[int
 
 
 class _LoadFunction:
-    """The user's function, with the interface of objects that `Mirror.send` sends."""
+    """The user's function, with the interface of objects that `Replicator.send` sends."""
 
     user_code: Any = None
 
@@ -286,7 +286,7 @@ class _LoadRows(Command):
 
     def _call_load(self, rank: Rank, start: int, stop: int) -> np.ndarray:
         try:
-            rows = as_numbers(get_object(rank, ("load", self.key)).load(start, stop), "load")
+            rows = as_numbers(rank.get_object(("load", self.key)).load(start, stop), "load")
             if not rows.ndim or len(rows) != stop - start:
                 raise ValueError(f"expected {stop - start:,} rows, got an array of shape {rows.shape}")
         except Exception as error:

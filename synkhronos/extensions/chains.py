@@ -32,7 +32,6 @@ from synkhronos.collectives.arguments import distribute_variables
 from synkhronos.data.rows import get_share
 from synkhronos.devices import HOST
 from synkhronos.graphs import library_of
-from synkhronos.graphs.mirror import get_object
 from synkhronos.processes import close, fork
 from synkhronos.ranks import Command, Rank, Session
 
@@ -183,6 +182,6 @@ class _InheritRows(Command):
     def run(self, rank: Rank) -> None:
         """Put views of this rank's rows into the variables' containers, or copies where rows are not contiguous."""
         for key, values in zip(self.keys, self.owner.inherited_rows, strict=True):
-            shared = get_object(rank, key)
+            shared = rank.get_object(key)
             rows = values[get_share(len(values), rank.size, rank.number)]
             library_of(shared).store_value(shared, np.ascontiguousarray(rows))

@@ -27,7 +27,6 @@ from synkhronos.function.outputs import RankOutputs
 from synkhronos.function.rank_mean import RankMeanContext
 from synkhronos.function.slow_warning import warn_if_slow
 from synkhronos.graphs.library import AT_FIRST_CALL, MASTER_FIRST
-from synkhronos.graphs.mirror import get_object
 from synkhronos.ranks import Command, Rank, RowAccess, SharedArray
 
 
@@ -148,7 +147,7 @@ class Call(_CallFields, Command):
 
         Compiling may need collectives, so all ranks call this at the same point of a command.
         """
-        computation: Computation = get_object(rank, self.computation_key)
+        computation: Computation = rank.get_object(self.computation_key)
         return RankCall(self, computation, self._compile(computation, rank), rank)
 
     def _compile(self, computation: Computation, rank: Rank) -> CompiledVariant:

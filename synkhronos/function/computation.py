@@ -28,7 +28,7 @@ from synkhronos.function.outputs import OutputSpec
 from synkhronos.function.rank_mean import count_rank_means
 from synkhronos.graphs import GraphLibrary
 from synkhronos.graphs.library import InputSpec
-from synkhronos.graphs.user_code import UserCode
+from synkhronos.replication.user_code import UserCode
 
 
 class Variant(NamedTuple):

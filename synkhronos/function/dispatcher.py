@@ -23,8 +23,8 @@ from synkhronos.checks import check_at_least, check_integer
 from synkhronos.function.call import Call
 from synkhronos.function.computation import DEFAULT_VARIANT, Computation, Variant
 from synkhronos.function.inputs import CallInputs, has_only_contiguous_slices
-from synkhronos.graphs.mirror import Mirror
 from synkhronos.ranks import Session, WeakKeyDict
+from synkhronos.replication.replicator import Replicator
 
 _keys = itertools.count()
 
@@ -207,7 +207,9 @@ def _distribute(session: Session, dispatchers: Sequence[Dispatcher]) -> None:
         computations = [dispatcher.computation for dispatcher in group]
         variables = [variable for computation in computations for variable in computation.list_variables()]
         try:
-            Mirror.get(session).send([(dispatcher.key, dispatcher.computation) for dispatcher in group], variables)
+            Replicator.from_session(session).send(
+                [(dispatcher.key, dispatcher.computation) for dispatcher in group], variables
+            )
         except TypeError as error:
             # Pickle's error does not name the cause, which may be a keyword argument.
             for computation in computations:

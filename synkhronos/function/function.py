@@ -16,7 +16,7 @@ from synkhronos.devices import find_device
 from synkhronos.function.build import build_computation, is_single_output
 from synkhronos.function.computation import DEFAULT_VARIANT, Computation
 from synkhronos.function.dispatcher import Dispatcher, distribute_scheduled, schedule_distribution
-from synkhronos.graphs.mirror import register_shareds
+from synkhronos.replication.replicator import register_shareds
 
 
 class Function:

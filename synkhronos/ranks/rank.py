@@ -102,7 +102,7 @@ class Rank:
     segments : SegmentTable
         Shared memory that this rank has mapped.
     objects : dict
-        This rank's copies of objects that the master has sent, by key.
+        References to this rank's copies of replicated objects, by key; see `get_object`.
     registry : Registry
         State of packages of higher layers.
     pending : list of PendingOperation
@@ -144,8 +144,18 @@ class Rank:
         self.pending: list[PendingOperation] = []
         self.has_peer_died: Callable[[], bool] = lambda: False
 
+    def get_object(self, key: Any) -> Any:
+        """Return this rank's copy of a replicated object: in the master, the object itself.
+
+        Raises
+        ------
+        KeyError
+            If the object was not sent, or has been released.
+        """
+        return self.objects[key]()
+
     def restart(self, number: int, control: Control, check_peers: Callable[[], None]) -> None:
-        """Continue as the master of new workers, with new counters; segments and mirrored objects stay."""
+        """Continue as the master of new workers, with new counters; segments and replicated objects stay."""
         self.number = self.root = number
         self.control, self.size, self.check_peers = control, control.size, check_peers
         self.spans_hosts = len(control.local_ranks) < control.size
@@ -153,7 +163,7 @@ class Rank:
         self._pickles.clear()
 
     def inherit_from(self, master: Rank) -> None:
-        """Take over the segments and mirrored objects of the master, which this process is a fork of.
+        """Take over the segments and replicated objects of the master, which this process is a fork of.
 
         Other objects of the master are not copied.
         """

@@ -606,7 +606,7 @@ class Session:
 
     @contextlib.contextmanager
     def keep_memory(self) -> Iterator[None]:
-        """Context in which a worker's death leaves Data and mirrored objects, so that workers can be replaced.
+        """Context in which a worker's death leaves Data and replicated objects, so that workers can be replaced.
 
         If the session is closed by a death at the end of the context, the memory is freed.
         """
@@ -624,14 +624,14 @@ class Session:
     def replace_workers(self, spawn: bool = False, without: Collection[int] = ()) -> bool:
         """Start new workers after a death within `keep_memory`.
 
-        They are copies of this process as it is now: they inherit its segments, and its mirrored objects with their
+        They are copies of this process as it is now: they inherit its segments, and its replicated objects with their
         present values and compiled functions.
 
         Parameters
         ----------
         spawn : bool
-            Start them as new processes instead, as on several hosts.  They get the segments, and mirrored objects when
-            these are used next.
+            Start them as new processes instead, as on several hosts.  They get the segments, and replicated objects
+            when these are used next.
         without : collection of int
             Ranks to leave out, with their devices; ranks above them move down.
 

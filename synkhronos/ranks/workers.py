@@ -55,7 +55,7 @@ class Workers:
         ----------
         profile : bool
         inherited : (Rank, int), optional
-            The master's rank, whose segments and mirrored objects forks inherit, and the key of its newest segment.
+            The master's rank, whose segments and replicated objects forks inherit, and the key of its newest segment.
         """
         if inherited is not None:
             self._control = inherited[0].control

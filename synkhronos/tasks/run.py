@@ -25,7 +25,6 @@ from synkhronos.function.computation import DEFAULT_VARIANT
 from synkhronos.function.rank_mean import RankMeanContext
 from synkhronos.function.slow_warning import warn_if_slow
 from synkhronos.graphs import list_loaded_libraries
-from synkhronos.graphs.mirror import get_object
 from synkhronos.ranks import Command, Rank, Session, SharedArray
 from synkhronos.ranks.rank_task import RankTask
 from synkhronos.ranks.task_memory import TaskMemory
@@ -154,11 +153,11 @@ class RunProgram(_RunProgramFields, Command):
             return
         if rank.is_master:
             for key in self.functions:
-                with warn_if_slow(f"compiling {get_object(rank, key).name}"):
-                    get_object(rank, key).compile(DEFAULT_VARIANT)
+                with warn_if_slow(f"compiling {rank.get_object(key).name}"):
+                    rank.get_object(key).compile(DEFAULT_VARIANT)
         rank.barrier()
         for key in self.functions:
-            get_object(rank, key).compile(DEFAULT_VARIANT)
+            rank.get_object(key).compile(DEFAULT_VARIANT)
         rank.thread_limit.apply()  # the compiled code may have loaded a BLAS
 
 
@@ -218,7 +217,7 @@ class _ProgramUnpickler(pickle.Unpickler):
     def persistent_load(self, reference: Any) -> Any:
         kind, key = reference
         if kind == "function":
-            return LocalFunction(self.rank, self.task, get_object(self.rank, key))
+            return LocalFunction(self.rank, self.task, self.rank.get_object(key))
         if kind == "data":
             return LocalRows(self.rank, key)
-        return get_object(self.rank, key)
+        return self.rank.get_object(key)

@@ -17,7 +17,6 @@ from synkhronos.devices import Communicator, Device
 from synkhronos.engines.engine import Engine, Runner
 from synkhronos.function.call import Call
 from synkhronos.function.computation import Computation
-from synkhronos.graphs.mirror import get_object
 from synkhronos.loading.loader import Feed
 from synkhronos.ranks import Command, Rank
 from synkhronos.ranks.control import AWAITS_COMMAND, AWAITS_COMPLETION, Control
@@ -46,7 +45,7 @@ class TracedMethod(NamedTuple):
 def _name_command(command: Command, rank: Rank) -> str:
     """Return the name of a command's span: the function's name if the command is a call."""
     if isinstance(command, Call):
-        computation: Computation = get_object(rank, command.computation_key)
+        computation: Computation = rank.get_object(command.computation_key)
         return f"run {computation.name}"
     return f"run {type(command).__name__}"
 

@@ -17,7 +17,6 @@ from library import tensor as T
 import synkhronos as synk
 from synkhronos import ranks
 from synkhronos.function import get_dispatcher
-from synkhronos.graphs.mirror import get_object
 from synkhronos.ranks import Command
 from synkhronos.training import make_train_function
 from synkhronos.training.updates import adam
@@ -226,7 +225,7 @@ class Compiled(Command):
         self.keys = keys
 
     def run(self, rank):
-        compiled = [c for key in self.keys for c in get_object(rank, key).compiled.values()]
+        compiled = [c for key in self.keys for c in rank.get_object(key).compiled.values()]
         stats = [c.function.vm.jit_fn.stats for c in compiled]
         return rank.all_gather([(sum(s.cache_hits.values()), sum(s.cache_misses.values())) for s in stats])
 

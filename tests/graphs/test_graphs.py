@@ -1,9 +1,7 @@
-"""Graph libraries of variables, traversal of graphs, and the workers' mirrors."""
+"""Graph libraries of variables, and traversal of graphs."""
 
-import gc
 import importlib
 import pickle
-import threading
 
 import numpy as np
 import pytest
@@ -12,10 +10,7 @@ from library import tensor as T
 from messages import raises
 
 import synkhronos as synk
-from synkhronos import ranks
 from synkhronos.graphs import library_of, list_loaded_libraries
-from synkhronos.graphs.mirror import Mirror, get_object
-from synkhronos.ranks import Command
 
 LIBRARY = library_of(T.dscalar())
 
@@ -268,141 +263,3 @@ def test_generators_are_distinguished_from_arrays():
         draw = MRG_RandomStreams(1).uniform(size=(2,))
         (state,) = LIBRARY.find_shareds([draw])
         assert LIBRARY.is_generator(state)
-
-
-# -- mirror ----------------------------------------------------------------------------------------------------
-
-
-class Keys(Command):
-    """Command that returns the keys of all shared variables on each rank."""
-
-    def run(self, rank):
-        return rank.all_gather(sorted(key for key in rank.objects if isinstance(key, tuple) and key[0] == "shared"))
-
-
-class Describe(Command):
-    """Command that returns the value of each key on each rank."""
-
-    def __init__(self, keys):
-        self.keys = keys
-
-    def run(self, rank):
-        shareds = [get_object(rank, key) for key in self.keys]
-        return rank.all_gather([(shared.name, library_of(shared).borrow_value(shared).tolist()) for shared in shareds])
-
-
-def mirror():
-    return Mirror.get(ranks.get_session())
-
-
-def test_mirror_is_unique_in_a_session(fork):
-    fork(2)
-    first = mirror()
-    assert mirror() is first
-    synk.close()
-    fork(2)
-    assert mirror() is not first
-
-
-@pytest.mark.parametrize("n", [1, 3])
-def test_mirror_gives_a_shared_variable_one_key(fork, n):
-    fork(n)
-    a, b = shared(np.arange(2.0), "a"), shared(np.arange(3.0), "b")
-    assert mirror().get_key(a) is None
-    mirror().send([], [a * b.sum()])
-    keys = [mirror().get_key(a), mirror().get_key(b)]
-    assert len(set(keys)) == 2
-    described = ranks.get_session().run(Describe(keys))
-    assert described == [[("a", [0.0, 1.0]), ("b", [0.0, 1.0, 2.0])]] * n
-    c = shared(1.0, "c")
-    mirror().send([], [a.sum() + c])
-    assert mirror().get_key(a) == keys[0]
-    assert ranks.get_session().run(Keys()) == [sorted([*keys, mirror().get_key(c)])] * n
-
-
-def test_mirror_shares_variables_between_graphs(fork):
-    fork(2)
-    w = shared(1.0, "w")
-    f = synk.function([], (w, "gather"), updates=[(w, w + 1)])
-    f()
-    synk.set_value(1, w, 10.0)
-    g = synk.function([], (w * 1, "gather"), updates=[(w, w * 2)])
-    np.testing.assert_array_equal(g(), [2, 10])
-    np.testing.assert_array_equal(f(), [4, 20])
-    assert len(ranks.get_session().run(Keys())[1]) == 1
-
-
-def test_mirror_drops_collected_shared_variables(fork):
-    fork(2)
-    w, v = shared(np.ones(1000), "w"), shared(1.0, "v")
-    f = synk.function([], ((w * v).sum(), "sum"))
-    f()
-    keep = mirror().get_key(v)
-    assert len(ranks.get_session().run(Keys())[1]) == 2
-    del f, w
-    gc.collect()
-    # The drop is sent with the next command, not from a finalizer.
-    assert ranks.get_session().run(Keys()) == [[keep], [keep]]
-    g = synk.function([], (v, "gather"))
-    np.testing.assert_array_equal(g(), [1, 1])
-
-
-def test_mirror_keeps_shared_variables_in_use(fork):
-    fork(2)
-    w = shared(2.0, "w")
-    f = synk.function([], (w * 2, "gather"))
-    del w
-    gc.collect()
-    np.testing.assert_array_equal(f(), [4, 4])
-    gc.collect()
-    np.testing.assert_array_equal(f(), [4, 4])
-
-
-def test_mirror_keeps_nothing_alive(fork):
-    import weakref
-
-    fork(2)
-    w = shared(np.ones(3), "w")
-    synk.function([], (w.sum(), "sum"))()
-    reference = weakref.ref(w)
-    del w
-    gc.collect()
-    assert reference() is None
-
-
-def test_mirror_sends_values_unchanged(fork):
-    fork(2)
-    values = [
-        np.arange(6.0).reshape(2, 3),
-        np.asfortranarray(np.arange(6.0).reshape(2, 3)),
-        np.arange(12.0).reshape(2, 6)[:, ::2],
-        np.zeros((0, 3)),
-        np.array(5, "int16"),
-        np.arange(4, dtype="float16"),
-        np.array([True, False]),
-        np.arange(2) * 1j,
-    ]
-    shareds = [shared(value, f"s{i}", borrow=True) for i, value in enumerate(values)]
-    mirror().send([], shareds)
-    described = ranks.get_session().run(Describe([mirror().get_key(s) for s in shareds]))
-    assert described[1] == described[0] == [(f"s{i}", value.tolist()) for i, value in enumerate(values)]
-
-
-def test_mirror_copies_are_independent(fork):
-    fork(2)
-    value = np.arange(3.0)
-    w = shared(value, "w", borrow=True)
-    f = synk.function([], (w, "gather"))
-    synk.distribute()
-    value[:] = 0
-    np.testing.assert_array_equal(f()[3:], [0, 1, 2])
-
-
-def test_mirror_forgets_failed_sends(fork):
-    fork(2)
-    w = shared(1.0, "w")
-    with raises(TypeError):
-        mirror().send([(("extra", 1), threading.Lock())], [w])
-    assert mirror().get_key(w) is None
-    mirror().send([], [w])
-    assert len(ranks.get_session().run(Keys())[1]) == 1

@@ -22,6 +22,7 @@ LAYERS = [
     {"devices"},
     {"lowering"},
     {"graphs"},
+    {"replication"},
     {"compat", "data", "engines"},
     {"collectives", "function", "loading", "processes"},
     {"tasks", "tracing"},

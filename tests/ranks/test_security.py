@@ -232,8 +232,8 @@ def test_unpickling_happens_only_in_known_places():
                 places.add((str(path.relative_to(PACKAGE)), name))
     assert places == {
         ("function/function.py", "loads"),  # a generator that the same line pickles: a deep copy
-        ("graphs/mirror.py", "Unpickler"),  # graphs, from a segment that the master filled
-        ("graphs/mirror.py", "load"),
+        ("replication/replicator.py", "Unpickler"),  # graphs, from a segment that the master filled
+        ("replication/replicator.py", "load"),
         ("hosts/agent.py", "loads"),  # the master's plan, from the mailbox
         ("hosts/messenger.py", "loads"),  # messages between agents, over MPI
         ("loading/process.py", "loads"),  # a loader's arguments, from memory that its owner filled

@@ -44,8 +44,8 @@ from system import is_alive, list_children
 
 import synkhronos as synk
 from synkhronos import ranks
-from synkhronos.graphs.mirror import Mirror
 from synkhronos.ranks import Command
+from synkhronos.replication.replicator import Replicator
 
 if NAME == "pytensor":
     from pytensor.graph.basic import Apply
@@ -1214,7 +1214,7 @@ class Soak:
             variable.sent |= error is None
         if outcome == "refused":  # by the ranks, perhaps, once they had seen each other's shapes
             for variable in self.variables:
-                variable.sent |= Mirror.get(ranks.get_session()).get_key(variable.shared) is not None
+                variable.sent |= Replicator.from_session(ranks.get_session()).get_key(variable.shared) is not None
         if died:
             self._recover(step)
             return

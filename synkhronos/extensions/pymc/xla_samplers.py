@@ -33,8 +33,8 @@ from synkhronos.collectives.arguments import distribute_variables
 from synkhronos.engines.xla.spmd_program import SpmdProgram, get_settings, map_sequentially
 from synkhronos.extensions.pymc.xla_sums import LocalGraph, register_conversions, replace_sums
 from synkhronos.extensions.rows_sum import RowsSum
-from synkhronos.graphs.mirror import Mirror
 from synkhronos.ranks import Command, Rank
+from synkhronos.replication.replicator import Replicator
 
 _MODULE = "pymc.sampling.jax"
 #: Samplers, and the sign of the log-density in the function that PyMC passes to each.
@@ -81,7 +81,7 @@ class SamplerProgram:
     settings : dict
         JAX's settings.
     code : UserCode
-        Set by `Mirror.send`.
+        Set by `Replicator.send`.
     """
 
     name: str
@@ -114,7 +114,7 @@ def _sample_on_ranks(name: str, arguments: dict[str, Any]) -> tuple[Any, Any, Mo
         session.wait_until_idle()
         try:
             session.rank.objects[key] = lambda: program
-            Mirror.get(session).send([(key, program)], [potential])
+            Replicator.from_session(session).send([(key, program)], [potential])
             draws, stats = session.run(RunSampler(key))
         finally:
             session.memory.release("object", key)

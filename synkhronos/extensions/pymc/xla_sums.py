@@ -17,7 +17,6 @@ from pytensor.graph.op import Op
 from synkhronos.engines.xla.spmd_program import SpmdProgram
 from synkhronos.extensions.rows_sum import RowsSum, SumOverRows, replace_variables
 from synkhronos.graphs import library_of
-from synkhronos.graphs.mirror import get_object
 from synkhronos.lowering.differentiable_sums import call_python, fuse_sums
 
 __all__ = ["LocalGraph", "RankSums", "register_conversions", "replace_sums"]
@@ -107,7 +106,7 @@ def _convert_rank_sums(op: RankSums, **_: Any) -> Callable[..., Any]:
         raise RuntimeError("RankSums can be converted to JAX only in a program of the ranks")
     functions = []
     for graph in op.graphs:
-        rows = [get_object(program.rank, key).container.storage[0] for key in graph.keys]
+        rows = [program.rank.get_object(key).container.storage[0] for key in graph.keys]
         compile_function = library_of(graph.total).function
         functions.append(program.compile_local(compile_function, graph.inputs, graph.total, rows))
     counts = [len(graph.inputs) - len(graph.keys) for graph in op.graphs]

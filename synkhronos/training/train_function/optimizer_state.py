@@ -113,7 +113,7 @@ class OptimizerState:
             if shared in self._parts:
                 value = self._gather(self._parts[shared])
                 shared.set_value(value)
-                if Mirror.get(ranks.get_session()).get_key(shared) is not None:
+                if Replicator.from_session(ranks.get_session()).get_key(shared) is not None:
                     broadcast(shared, value)
 
     def _gather(self, part: DividedVariable) -> np.ndarray:

@@ -10,7 +10,6 @@ from synkhronos.collectives.commands import VariableCopy, gather_layouts
 from synkhronos.devices import get_array_device
 from synkhronos.function.call import Call
 from synkhronos.graphs import library_of
-from synkhronos.graphs.mirror import get_object
 from synkhronos.ranks import Command, Rank
 
 
@@ -75,7 +74,7 @@ class ShardedStepCommand(_ShardedStepCommandFields, Command):
         numbered, key = rank.registry.get(_Numbered), self.keys[2]
         if key in numbered:
             return
-        shared = get_object(rank, key)
+        shared = rank.get_object(key)
         library = library_of(shared)
         library.store_value(shared, get_array_device(library.borrow_value(shared)).from_host(np.asarray(rank.number)))
         numbered.add(key)

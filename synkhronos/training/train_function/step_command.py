@@ -16,7 +16,6 @@ from synkhronos.collectives.commands import AllReduceValues
 from synkhronos.engines import Runner
 from synkhronos.function.call import Call, RankCall
 from synkhronos.graphs.library import AT_FIRST_CALL
-from synkhronos.graphs.mirror import get_object
 from synkhronos.ranks import Command, Rank
 
 
@@ -102,7 +101,7 @@ class StepCommand(_StepCommandFields, Command):
     def get_shared(self, rank: Rank) -> Any:
         """Return this rank's copy of the gradient's variable."""
         (key,) = self.reduce.keys
-        return get_object(rank, key)
+        return rank.get_object(key)
 
     def prepare_all_reduce(self, rank: Rank) -> tuple[Any, tuple[int, ...]]:
         """Return the communicator of the all-reduce, and the gradient's shape, once all ranks have compared theirs."""

@@ -255,17 +255,18 @@ def plant(point: str, action: str, on: Any, skip: int = 0) -> None:
 
 def instrument() -> None:
     """Insert points into the library: where collectives look up variables, and before each further chunk."""
-    real_get_object, real_halves = commands.get_object, HostCommunicator._next_halves
+    real_get_object, real_halves = ranks.Rank.get_object, HostCommunicator._next_halves
 
     def get_object(rank: ranks.Rank, key: Any) -> Any:
-        reach("object")
+        if sys._getframe(1).f_globals is vars(commands):
+            reach("object")
         return real_get_object(rank, key)
 
     def halves(self: HostCommunicator) -> Any:
         reach("chunk")
         return real_halves(self)
 
-    commands.get_object = get_object
+    ranks.Rank.get_object = get_object  # type: ignore[method-assign]
     HostCommunicator._next_halves = halves
 
 

@@ -52,7 +52,7 @@ class UserCode:
         self._by_name: dict[QualifiedName, Any] = {}
         self._by_value: list[Any] = []
         #: Namespace, name and value of each name that the code used at the last `update_digests`.
-        self._bindings: list[tuple[Mapping[str, Any], str, Any]] = []
+        self._used_names: list[tuple[Mapping[str, Any], str, Any]] = []
         self._digests: list[bytes] = []
 
     def add(self, value: Any, by_name: bool) -> None:
@@ -66,7 +66,7 @@ class UserCode:
         """Compute the digests of the current code."""
         values = [*self._by_name.values(), *self._by_value]
         self._digests = [compute_digest(value) for value in values]
-        self._bindings = [binding for value in values for binding in _iter_bindings(value, set())]
+        self._used_names = [used for value in values for used in _iter_all_used_names(value, set())]
 
     def list_digests(self) -> tuple[tuple[QualifiedName, bytes], ...]:
         """Return the digest of each class and function that was pickled by name.
@@ -78,7 +78,7 @@ class UserCode:
     def has_changed(self) -> bool:
         """Whether any code has changed since the last update of the digests; rebound names update them."""
         # Each call of a function calls this.  Comparing identities takes a microsecond, digests take much longer.
-        if all(names.get(name, _MISSING) is value for names, name, value in self._bindings):
+        if all(names.get(name, _MISSING) is value for names, name, value in self._used_names):
             return False
         before = self._digests
         self.update_digests()
@@ -227,18 +227,18 @@ def _iter_globals(code: types.CodeType, instruction: str) -> Iterator[str]:
         yield from (step.argval for step in dis.get_instructions(code) if step.opname == instruction)
 
 
-def _iter_bindings(value: Any, seen: set[int]) -> Iterator[tuple[Mapping[str, Any], str, Any]]:
+def _iter_all_used_names(value: Any, seen: set[int]) -> Iterator[tuple[Mapping[str, Any], str, Any]]:
     """Yield (namespace, name, value) of each name that a class or function uses, directly or through user code."""
     if isinstance(value, staticmethod | classmethod):
         value = value.__func__
     if isinstance(value, property):
         for part in (value.fget, value.fset, value.fdel):
-            yield from _iter_bindings(part, seen)
+            yield from _iter_all_used_names(part, seen)
     if not isinstance(value, type | types.FunctionType) or not is_user_module(value.__module__) or id(value) in seen:
         return
     seen.add(id(value))
     for names, name, used in _iter_used_names(value):
         yield names, name, used
-        yield from _iter_bindings(used, seen)
+        yield from _iter_all_used_names(used, seen)
     for base in getattr(value, "__bases__", ()):
-        yield from _iter_bindings(base, seen)
+        yield from _iter_all_used_names(base, seen)

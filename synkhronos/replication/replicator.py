@@ -1,14 +1,14 @@
-"""Copies of graphs on all ranks.  Each rank has one copy of each shared variable, which all its graphs use.
+"""The shared variables and other objects of which every rank has a copy.
 
 The master gives a shared variable a key when it first sends the variable.  Later pickles contain the key instead of the
 variable.  User classes and functions are pickled by name where the workers can import the same code, and by value
 otherwise (see `user_code`)::
 
     master                                            worker
-    Mirror.send(values, variables)
+    Replicator.send(values, variables)
       pickle  ------ in shared memory ------------->  ReceiveObjects.run
       keys    ------------------------------------->  rank.objects[key] = _StrongReference(object)
-    rank.objects[key] = weakref(object)               get_object(rank, key)
+    rank.objects[key] = weakref(object)               rank.get_object(key)
 
 The master holds weak references: a variable that the user has dropped is released on all ranks.
 """
@@ -23,7 +23,7 @@ import os
 import pickle
 import sys
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from types import FunctionType
 from typing import Any
@@ -32,18 +32,22 @@ import cloudpickle
 import numpy as np
 
 from synkhronos.devices import find_device
-from synkhronos.graphs import GraphLibrary, library_of
-from synkhronos.graphs.user_code import QualifiedName, UserCode, find_outdated_modules, is_importable, is_user_module
+from synkhronos.graphs import library_of
 from synkhronos.ranks import Command, Rank, Session, SharedArray, WeakKeyDict
 from synkhronos.ranks.pickle_parts import measure_parts, read_parts, write_parts
+from synkhronos.replication.random_streams import JumpStreams, jump_shared, reserve_streams
+from synkhronos.replication.user_code import (
+    QualifiedName,
+    UserCode,
+    find_outdated_modules,
+    is_importable,
+    is_user_module,
+)
 
 #: Shared variables that functions of any session use.
 _registered: WeakKeyDict[Any, bool] = WeakKeyDict()
 #: Numbers for the keys of shared variables.  None is reused, since an old key may be released late.
 _key_numbers = itertools.count(1)
-#: Largest number of jumps of any rank's stream from the master's, by random generator.  A later session's streams start
-#: after it, since workers may have drawn more numbers than the master.
-_max_jumps: WeakKeyDict[Any, int] = WeakKeyDict()
 
 
 def register_shareds(shareds: Iterable[Any]) -> None:
@@ -57,8 +61,8 @@ def is_registered(shared: Any) -> bool:
     return shared in _registered
 
 
-class Mirror:
-    """The master's record of the shared variables that the workers have.
+class Replicator:
+    """Sends objects to the workers, and records which shared variables they have.
 
     Parameters
     ----------
@@ -72,15 +76,15 @@ class Mirror:
         self._modules_by_value: set[str] = set()
 
     @classmethod
-    def get(cls, session: Session) -> Mirror:
-        """Return the session's mirror."""
+    def from_session(cls, session: Session) -> Replicator:
+        """Return the session's replicator."""
         return session.registry.get(cls, lambda: cls._create(session))
 
     @classmethod
-    def _create(cls, session: Session) -> Mirror:
-        mirror = cls(session)
-        session.add_replacement_callback(mirror, cls._separate_streams)
-        return mirror
+    def _create(cls, session: Session) -> Replicator:
+        replicator = cls(session)
+        session.add_replacement_callback(replicator, cls._separate_streams)
+        return replicator
 
     def _separate_streams(self) -> None:
         """Move the random generators of new workers to streams of their own.
@@ -91,7 +95,7 @@ class Mirror:
         assert session is not None
         generators = [shared for shared in self._keys if library_of(shared).is_generator(shared)]
         keys = [self._keys.get(shared) for shared in generators]
-        starts = [_reserve_jumps(session, shared) for shared in generators]
+        starts = [reserve_streams(session, shared) for shared in generators]
         if generators:
             session.run(JumpStreams(tuple(zip(keys, starts, strict=True))))
 
@@ -124,7 +128,7 @@ class Mirror:
             if self.get_key(shared) is None:
                 keyed.append((("shared", next(_key_numbers)), shared))
         if session.size > 1:
-            starts = [_reserve_jumps(session, shared) for _, shared in keyed]
+            starts = [reserve_streams(session, shared) for _, shared in keyed]
             # In topological order: pickle follows references, and would recurse through the depth of the graph.
             nodes = library.sort_nodes(variables) if library is not None else []
             code = self._send_objects(session, nodes, [*keyed, *values], starts)
@@ -175,7 +179,7 @@ class Mirror:
         stream, code = io.BytesIO(), UserCode()
         try:
             with _pickle_by_value(self._modules_by_value):
-                _MirrorPickler(stream, self._keys, buffers, self._modules_by_value, code).dump(value)
+                _Pickler(stream, self._keys, buffers, self._modules_by_value, code).dump(value)
         except (pickle.PicklingError, AttributeError, TypeError) as error:
             raise TypeError(
                 f"the graph can't be pickled, as it has to be for the workers: {error}{self._format_advice()}"
@@ -241,35 +245,17 @@ class ReceiveObjects(Command):
             return set()
         stream, *arrays = read_parts(self.pickled.view(rank.segments).data)
         # Copies, in this process's own memory: the segment is released.
-        unpickler = _MirrorUnpickler(io.BytesIO(stream), buffers=[np.array(array) for array in arrays])
+        unpickler = _Unpickler(io.BytesIO(stream), buffers=[np.array(array) for array in arrays])
         unpickler.rank = rank
         _, values, starts = unpickler.load()
         for key, value in values:
             rank.objects[key] = _StrongReference(value)
         for (_, shared), start in zip(values, starts, strict=False):
             if library_of(shared).is_generator(shared):
-                _jump_shared(shared, rank, start)
+                jump_shared(shared, rank, start)
         for _, value in values[len(starts) :]:
             value.move_to_device()
         return set()
-
-
-@dataclass(frozen=True, slots=True)
-class JumpStreams(Command):
-    """Let the workers' random generators jump to each rank's streams.
-
-    Attributes
-    ----------
-    starts : tuple of (key, int)
-        Key of each generator, and the number of jumps before the ranks' streams.
-    """
-
-    starts: tuple[tuple[Any, int], ...]
-
-    def run(self, rank: Rank) -> None:
-        """Jump on this rank.  The master's streams don't change."""
-        for key, start in self.starts:
-            _jump_shared(get_object(rank, key), rank, start)
 
 
 @contextlib.contextmanager
@@ -286,7 +272,7 @@ def _pickle_by_value(modules: Iterable[str]) -> Iterator[None]:
             cloudpickle.unregister_pickle_by_value(module)
 
 
-class _MirrorPickler(cloudpickle.Pickler):
+class _Pickler(cloudpickle.Pickler):
     """Pickler that replaces shared variables by keys, and pickles code that can't be imported by value.
 
     Parameters
@@ -333,7 +319,7 @@ class _MirrorPickler(cloudpickle.Pickler):
             return None
 
 
-class _MirrorUnpickler(pickle.Unpickler):
+class _Unpickler(pickle.Unpickler):
     rank: Rank
 
     def persistent_load(self, key: Any) -> Any:
@@ -348,64 +334,3 @@ class _StrongReference:
 
     def __call__(self) -> Any:
         return self.value
-
-
-def get_object(rank: Rank, key: Any) -> Any:
-    """Return this rank's copy of an object that `Mirror.send` has sent: in the master, the object itself.
-
-    Raises
-    ------
-    KeyError
-    If the object was not sent, or has been released.
-    """
-    reference: Callable[[], Any] = rank.objects[key]
-    return reference()
-
-
-def _reserve_jumps(session: Session, shared: Any) -> int:
-    """Reserve one stream of a random generator for each worker; return the number of jumps to the first, less 1.
-
-    For a shared variable that is no random generator, return 0 and reserve nothing.
-
-    Raises
-    ------
-    TypeError, ValueError
-        If the generator can't jump.
-    """
-    library = library_of(shared)
-    if not library.is_generator(shared):
-        return 0
-    library.check_generator(shared, library.copy_generator(shared), jumps=True)
-    start = _max_jumps.get(shared) or 0
-    _max_jumps[shared] = start + session.size - 1
-    return start
-
-
-def jump_to_rank(library: GraphLibrary, value: Any, rank: Rank, start: int = 0) -> Any:
-    """Return a random generator that has jumped to a rank's stream.
-
-    The master keeps the given generator, so it draws the numbers of a serial program.
-
-    Parameters
-    ----------
-    library : GraphLibrary
-    value : object
-        State of the generator.
-    rank : Rank
-    start : int
-        Number of jumps that earlier workers have used.
-    """
-    n_jumps = (rank.number - rank.root) % rank.size
-    return library.jump_generator(value, start + n_jumps) if n_jumps else value
-
-
-def _jump_shared(shared: Any, rank: Rank, start: int) -> None:
-    """Let the random generator of a shared variable jump to a rank's stream; see `jump_to_rank`."""
-    library = library_of(shared)
-    library.set_generator(shared, jump_to_rank(library, library.copy_generator(shared), rank, start))
-
-
-def restart_streams(session: Session, generators: Iterable[Any]) -> None:
-    """Record that the user has set the generators' states: only this session's workers have streams from them."""
-    for shared in generators:
-        _max_jumps[shared] = session.size - 1

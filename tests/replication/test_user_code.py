@@ -1,4 +1,4 @@
-"""`graphs.user_code`: operations that users edit while ranks run."""
+"""`replication.user_code`: operations that users edit while ranks run."""
 
 import importlib
 import sys
@@ -11,7 +11,7 @@ from library import DEVICE, NAME, tensor
 
 import synkhronos as synk
 from synkhronos.function.dispatcher import Dispatcher
-from synkhronos.graphs.user_code import UserCode, compute_digest, find_outdated_modules, is_user_module
+from synkhronos.replication.user_code import UserCode, compute_digest, find_outdated_modules, is_user_module
 
 if NAME == "pytensor":
     from pytensor.graph.basic import Apply
