@@ -257,16 +257,16 @@ def instrument() -> None:
     """Insert points into the library: where collectives look up variables, and before each further chunk."""
     real_get_object, real_halves = ranks.Rank.get_object, HostCommunicator._next_halves
 
-    def get_object(rank: ranks.Rank, key: Any) -> Any:
+    def get_object(self: ranks.Rank, key: Any) -> Any:
         if sys._getframe(1).f_globals is vars(commands):
             reach("object")
-        return real_get_object(rank, key)
+        return real_get_object(self, key)
 
     def halves(self: HostCommunicator) -> Any:
         reach("chunk")
         return real_halves(self)
 
-    ranks.Rank.get_object = get_object  # type: ignore[method-assign]
+    ranks.Rank.get_object = get_object
     HostCommunicator._next_halves = halves
 
 
