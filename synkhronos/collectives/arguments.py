@@ -109,16 +109,16 @@ def is_generator_object(variable: Any) -> bool:
     return library.is_generator(variable) and not library.is_array(variable)
 
 
-def check_generator_state(session: Session, variable: Any, value: Any, jumps: bool) -> None:
+def check_generator_state(session: Session, variable: Any, value: Any, must_jump: bool) -> None:
     """Raise TypeError or ValueError if a value is not a valid state of a random generator.
 
     Parameters
     ----------
-    jumps : bool
+    must_jump : bool
         Whether ranks will jump to different positions in the generator's stream.
     """
     try:
-        library_of(variable).check_generator(variable, value, jumps and session.size > 1)
+        library_of(variable).check_generator(variable, value, must_jump and session.size > 1)
     except (TypeError, ValueError) as error:
         raise type(error)(f"values: {describe(variable)}: {error}") from None
 
@@ -159,7 +159,7 @@ def _convert(variable: Any, value: Any) -> np.ndarray:
 
 def check_shape(variable: Any, shape: tuple[int, ...]) -> None:
     """Raise ValueError if the variable's type doesn't allow a shape."""
-    if not library_of(variable).can_hold(variable, shape):
+    if not library_of(variable).accepts_shape(variable, shape):
         raise ValueError(f"values: {describe(variable)} of type {variable.type} can't take shape {shape}")
 
 

@@ -90,7 +90,7 @@ def broadcast(shared_vars: Any, values: Any = None, nccl: bool = True) -> None:
             for variable, value in zip(arrays, shared_values, strict=True):
                 check_shape(variable, value.shape)
         for variable, state in zip(generators, states, strict=True):
-            check_generator_state(session, variable, state, jumps=True)
+            check_generator_state(session, variable, state, must_jump=True)
         if generators:
             keys = distribute_variables(session, generators)
             reset_streams(session, generators)
@@ -420,7 +420,7 @@ def set_value(rank: int, shared_vars: Any, values: Any, batch: Any = None) -> No
         pairs = list(zip(variables, match_values(values, variables, is_single), strict=True))
         states = [(variable, value) for variable, value in pairs if is_generator_object(variable)]
         for variable, value in states:
-            check_generator_state(session, variable, value, jumps=False)
+            check_generator_state(session, variable, value, must_jump=False)
         for variable in variables if batch is not None else ():
             if is_generator_object(variable) or variable.type.ndim == 0:
                 raise ValueError(f"batch: the value for {describe(variable)} has no rows to select")

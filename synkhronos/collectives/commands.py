@@ -150,7 +150,7 @@ class VariableCopy:
 
     def check_shape(self, shape: tuple[int, ...], collective: str) -> None:
         """Raise ValueError on all ranks if the variable's type doesn't allow a shape."""
-        if not self.library.can_hold(self.shared, shape):
+        if not self.library.accepts_shape(self.shared, shape):
             self.raise_on_all_ranks(
                 f"{collective}: {describe(self.shared)} of type {self.shared.type} can't take shape {shape}"
             )

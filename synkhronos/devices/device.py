@@ -24,11 +24,74 @@ from synkhronos.devices.selection import Selection, take_rows
 from synkhronos.ranks import Rank, SharedArray
 
 
-class DeviceMemory(ABC):
-    """Copies of arrays of one kind to and from host memory.
+class Device(ABC):
+    """Adapter for one kind of array, and for the hardware on which the arrays are.
 
     The arrays have the attributes ``shape`` and ``dtype``, as NumPy's do.
+
+    Attributes
+    ----------
+    name : str
+        Name of the device, also as the value of ``SYNKHRONOS_DEVICE``.
+    needs_gpu : bool
+        Whether each rank needs a GPU of its own.
+    must_move_shared_values : bool
+        Whether values of shared variables must be moved to the device before a function is called.  False if the engine
+        or the graph library does so.
+    has_arithmetic : bool
+        Whether the arrays have NumPy's operators, slices, ``astype`` and ``all``, with which exchange rules compute.
+        If not, rules compute in host memory.
+    default_mode : str or None
+        Mode in which functions of these arrays are compiled by default; None for the graph library's default.
     """
+
+    name: str
+    needs_gpu = False
+    must_move_shared_values = True
+    has_arithmetic = False
+    default_mode: str | None = None
+
+    # -- ranks -----------------------------------------------------------------------------------------------
+
+    def assign_gpus(self, n_local_ranks: int, local_master: int) -> list[str]:
+        """Return the GPU of each rank of this host, as ``CUDA_VISIBLE_DEVICES`` names it; "" without GPUs.
+
+        Called before `initialize`: in the master for its host, and on every rank of the other hosts.
+
+        Parameters
+        ----------
+        n_local_ranks : int
+            Number of ranks of this host.
+        local_master : int
+            Index of the master among them; 0 on other hosts.
+        """
+        return [""] * n_local_ranks
+
+    def initialize(self, gpu: str) -> None:  # noqa: B027 - most need no initialization
+        """Start the device's library on a GPU; called once on every rank, after the fork."""
+
+    def is_started(self) -> bool:
+        """Whether this process has started a runtime that its forks can't use."""
+        return False
+
+    # -- functions -------------------------------------------------------------------------------------------
+
+    def accepts_input(self, dtype: np.dtype, ndim: int) -> bool:
+        """Whether functions take inputs of this dtype and ndim as arrays of this kind; else they take NumPy arrays."""
+        return True
+
+    def make_input_variable(self, variable: Any) -> Any | None:
+        """Return a symbolic variable whose values are arrays of this kind, to replace an input variable of a function.
+
+        None, the default, keeps the variable: functions accept arrays of this kind for the graph library's types.
+        """
+        return None
+
+    def to_shared_value(self, value: Any) -> Any:
+        """Convert an array to the class that the graph library requires in a shared variable."""
+        return value
+
+    # -- arrays ----------------------------------------------------------------------------------------------
 
     @abstractmethod
     def owns(self, value: Any) -> bool:
@@ -99,18 +162,7 @@ class DeviceMemory(ABC):
         """
         return self.from_host(values)
 
-
-class DeviceArithmetic(DeviceMemory):
-    """Arithmetic with arrays of one kind, for reductions over slices and for exchange rules.
-
-    Attributes
-    ----------
-    has_arithmetic : bool
-        Whether the arrays have NumPy's operators, slices, ``astype`` and ``all``, with which exchange rules compute.
-        If not, rules compute in host memory.
-    """
-
-    has_arithmetic = False
+    # -- arithmetic, for reductions over slices and for exchange rules ---------------------------------------
 
     def reduce_pair(self, op: ReduceOp, left: Any, right: Any) -> Any:
         """Return ``op`` applied to two arrays of one shape; the result may be written into the first."""
@@ -134,9 +186,7 @@ class DeviceArithmetic(DeviceMemory):
             for start, end, shape, dtype in zip(starts, ends, shapes, dtypes, strict=True)
         ]
 
-
-class DeviceCollectives(DeviceMemory):
-    """Communicators for arrays of one kind, and preparation of arrays that they read or write in place."""
+    # -- collectives, and arrays that they read or write in place --------------------------------------------
 
     def get_communicator(self, rank: Rank) -> Communicator:
         """Return a rank's communicator for arrays of this kind, always the same object."""
@@ -182,65 +232,3 @@ class DeviceCollectives(DeviceMemory):
     def slice_items(self, array: Any, start: int, shape: tuple[int, ...]) -> Any:
         """Return consecutive items of an array, from flat index ``start``, for `Communicator.gather`."""
         return array.reshape(-1)[start : start + math.prod(shape)].reshape(shape)
-
-
-class Device(DeviceArithmetic, DeviceCollectives):
-    """Adapter for one kind of array, and for the hardware on which the arrays are.
-
-    Attributes
-    ----------
-    name : str
-        Name of the device, also as the value of ``SYNKHRONOS_DEVICE``.
-    needs_gpu : bool
-        Whether each rank needs a GPU of its own.
-    must_move_shared_values : bool
-        Whether values of shared variables must be moved to the device before a function is called.  False if the engine
-        or the graph library does so.
-    default_mode : str or None
-        Mode in which functions of these arrays are compiled by default; None for the graph library's default.
-    """
-
-    name: str
-    needs_gpu = False
-    must_move_shared_values = True
-    default_mode: str | None = None
-
-    # -- ranks -----------------------------------------------------------------------------------------------
-
-    def assign_gpus(self, n_local_ranks: int, local_master: int) -> list[str]:
-        """Return the GPU of each rank of this host, as ``CUDA_VISIBLE_DEVICES`` names it; "" without GPUs.
-
-        Called before `initialize`: in the master for its host, and on every rank of the other hosts.
-
-        Parameters
-        ----------
-        n_local_ranks : int
-            Number of ranks of this host.
-        local_master : int
-            Index of the master among them; 0 on other hosts.
-        """
-        return [""] * n_local_ranks
-
-    def initialize(self, gpu: str) -> None:  # noqa: B027 - most need no initialization
-        """Start the device's library on a GPU; called once on every rank, after the fork."""
-
-    def is_started(self) -> bool:
-        """Whether this process has started a runtime that its forks can't use."""
-        return False
-
-    # -- functions -------------------------------------------------------------------------------------------
-
-    def accepts_input(self, dtype: np.dtype, ndim: int) -> bool:
-        """Whether functions take inputs of this dtype and ndim as arrays of this kind; else they take NumPy arrays."""
-        return True
-
-    def make_input_variable(self, variable: Any) -> Any | None:
-        """Return a symbolic variable whose values are arrays of this kind, to replace an input variable of a function.
-
-        None, the default, keeps the variable: functions accept arrays of this kind for the graph library's types.
-        """
-        return None
-
-    def to_shared_value(self, value: Any) -> Any:
-        """Convert an array to the class that the graph library requires in a shared variable."""
-        return value

@@ -72,7 +72,7 @@ class StepAllReduce(Protocol):
         """Dtype in which the values without the tail are sent; None for their own dtype."""
 
     @property
-    def tail(self) -> int:
+    def n_tail(self) -> int:
         """Number of items at the vector's end that are always sent in their own dtype."""
 
     @property

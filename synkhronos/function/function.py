@@ -13,7 +13,7 @@ import numpy.typing as npt
 from synkhronos import ranks
 from synkhronos.data import Data, data
 from synkhronos.devices import find_device
-from synkhronos.function.build import build_computation, is_single_output
+from synkhronos.function.arguments import build_computation, is_single_output
 from synkhronos.function.computation import DEFAULT_VARIANT, Computation
 from synkhronos.function.dispatcher import Dispatcher, distribute_scheduled, schedule_distribution
 from synkhronos.replication.replicator import register_shareds

@@ -52,9 +52,9 @@ class InputSpec:
     wrapped: Any
 
 
-def has_other_references(cell: list[Any]) -> bool:
+def has_other_references(storage: list[Any]) -> bool:
     """Whether the object in a list of one item, such as a container's storage, has other references than the list's."""
-    return getrefcount(cell[0]) > 2  # the cell's reference, and the argument of getrefcount
+    return getrefcount(storage[0]) > 2  # the list's reference, and the argument of getrefcount
 
 
 def make_key_files_atomic(key_data: Any) -> None:
@@ -323,7 +323,7 @@ class GraphLibrary:
         else:  # the type's filter might copy an array of a device to host memory
             shared.container.storage[0] = value
 
-    def can_hold(self, shared: Any, shape: tuple[int, ...]) -> bool:
+    def accepts_shape(self, shared: Any, shape: tuple[int, ...]) -> bool:
         """Whether a shared variable's type allows values of this shape."""
         fixed = self.get_static_shape(shared)
         return len(fixed) == len(shape) and all(f is None or f == s for f, s in zip(fixed, shape, strict=True))
@@ -332,7 +332,7 @@ class GraphLibrary:
         """Return the static shape of a variable's type, with None for each unknown length."""
         return tuple(1 if b else None for b in variable.type.broadcastable)
 
-    def check_generator(self, shared: Any, value: Any, jumps: bool) -> None:
+    def check_generator(self, shared: Any, value: Any, must_jump: bool) -> None:
         """Check a new value of a random generator's variable.
 
         Parameters
@@ -340,7 +340,7 @@ class GraphLibrary:
         shared : shared variable
         value : object
             The new state.
-        jumps : bool
+        must_jump : bool
             Whether ranks will jump to different positions in its stream.
 
         Raises
@@ -368,7 +368,7 @@ class GraphLibrary:
         raise NotImplementedError
 
 
-def check_jumps(bit_generator: Any) -> None:
+def check_can_jump(bit_generator: Any) -> None:
     """Raise TypeError if a NumPy bit generator can't jump."""
     if not hasattr(bit_generator, "jumped"):
         raise TypeError(

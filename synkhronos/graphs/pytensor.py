@@ -26,7 +26,7 @@ from synkhronos.graphs.library import (
     IN_PARALLEL,
     MASTER_FIRST,
     GraphLibrary,
-    check_jumps,
+    check_can_jump,
     make_key_files_atomic,
 )
 from synkhronos.lowering import bounded_canonizer, random_keys  # noqa: F401 - the first changes a rewrite
@@ -47,12 +47,12 @@ class PyTensor(GraphLibrary):
         """Whether the variable holds a NumPy Generator."""
         return isinstance(self.borrow_value(shared), np.random.Generator)
 
-    def check_generator(self, shared: Any, value: Any, jumps: bool) -> None:
+    def check_generator(self, shared: Any, value: Any, must_jump: bool) -> None:
         """Raise TypeError if the value is not a Generator, or has to jump and can't."""
         if not isinstance(value, np.random.Generator):
             raise TypeError(f"expected a numpy.random.Generator, such as default_rng(seed), got {value!r}")
-        if jumps:
-            check_jumps(value.bit_generator)
+        if must_jump:
+            check_can_jump(value.bit_generator)
         random_keys.check_generator(shared.container, value)
 
     def copy_generator(self, shared: Any) -> Any:

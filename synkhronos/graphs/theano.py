@@ -44,7 +44,7 @@ class Theano(GraphLibrary):
         """Whether the variable holds a RandomState, or the state of an MRG stream."""
         return isinstance(self.borrow_value(shared), np.random.RandomState) or _is_mrg_state(shared)
 
-    def check_generator(self, shared: Any, value: Any, jumps: bool) -> None:
+    def check_generator(self, shared: Any, value: Any, must_jump: bool) -> None:
         """Raise an error unless the value is a RandomState, or the state of the same number of MRG streams."""
         current = self.borrow_value(shared)
         if isinstance(current, np.random.RandomState):

@@ -86,7 +86,7 @@ def fuse_sums(
     return lambda *params: compute(*map(jnp.asarray, params))
 
 
-def call_python(
+def make_numpy_sum(
     value: SumFunction, value_and_gradients: SumFunction, dtype: str, differentiable: Sequence[int]
 ) -> Callable[..., Any]:
     """Return a function of JAX arrays that calls functions of NumPy arrays to compute a sum.

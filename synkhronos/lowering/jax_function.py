@@ -36,7 +36,7 @@ class JaxFunction:
     ----------
     storages : list of list
         Storages of the shared variables, each a list with one item.  Functions that share a variable share the list.
-    cells : list of list
+    result_storages : list of list
         Storage of each result: a new list for an output, an item of `storages` for an update.
     n_outputs : int
         Number of outputs.  The remaining results are updates.
@@ -47,7 +47,7 @@ class JaxFunction:
     length_graph : StaticLengthGraph or None
         Computes the lengths that depend on the values of inputs.
     run : callable
-        Takes the inputs, the values in `storages` and the lengths, and returns a value for each of `cells`.
+        Takes the inputs, the values in `storages` and the lengths, and returns a value for each of `result_storages`.
     """
 
     def __init__(self, function: Any, n_inputs: int, device: Device):
@@ -58,12 +58,12 @@ class JaxFunction:
         inputs = [share_key_storage(spec.value, storage) for spec, storage in zip(specs, thunk.inputs, strict=True)]
         new_generators = {i for i, j in graph.update_mapping.items() if j in generators}
         self.storages: list[list[Any]] = inputs[n_inputs:]
-        self.cells: list[list[Any]] = [[None] for _ in graph.outputs]
+        self.result_storages: list[list[Any]] = [[None] for _ in graph.outputs]
         for position, j in graph.update_mapping.items():
-            self.cells[position] = inputs[j]
+            self.result_storages[position] = inputs[j]
         self.n_outputs = len(graph.outputs) - len(graph.update_mapping)
         self.types = [output.type for output in graph.outputs[: self.n_outputs]]
-        updated = {id(cell) for cell in self.cells[self.n_outputs :]}
+        updated = {id(storage) for storage in self.result_storages[self.n_outputs :]}
         self.donated = [
             storage
             for storage in self.storages

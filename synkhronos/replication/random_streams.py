@@ -49,7 +49,7 @@ def reserve_streams(session: Session, shared: Any) -> int:
     library = library_of(shared)
     if not library.is_generator(shared):
         return 0
-    library.check_generator(shared, library.copy_generator(shared), jumps=True)
+    library.check_generator(shared, library.copy_generator(shared), must_jump=True)
     start = _max_jumps.get(shared) or 0
     _max_jumps[shared] = start + session.size - 1
     return start

@@ -695,7 +695,7 @@ def staging(monkeypatch):
         "synkhronos.devices.cuda.staging.check_result", lambda results: pytest.fail() if results[0] else None
     )
     staging = object.__new__(Staging)
-    staging.driver, staging._locked, staging.set_current = Driver(), {}, lambda: None
+    staging.driver, staging._pinned, staging.set_current = Driver(), {}, lambda: None
     return staging
 
 
@@ -705,22 +705,22 @@ def test_pages_are_unlocked_before_they_are_unmapped(fork, staging):
     arrays = [synk.data(np.ones(n)) for n in (10, 5000, 3)]
     keys = [to_shared_array(array).key for array in arrays]
     for key in keys:
-        assert staging.lock_segment(rank, key) == staging.lock_segment(rank, key)
+        assert staging.pin_segment(rank, key) == staging.pin_segment(rank, key)
     assert len(staging.driver.locked) == len(rank.segments.on_drop) + 2 == 3
     del arrays[1]
     ranks.get_session().send_releases()
-    assert len(staging.driver.locked) == len(staging._locked) == 2
+    assert len(staging.driver.locked) == len(staging._pinned) == 2
     synk.close()
-    assert not staging.driver.locked and not staging._locked
+    assert not staging.driver.locked and not staging._pinned
 
 
 def test_pages_left_locked_by_an_interrupt_are_locked_again(staging):
     memory = np.zeros(10, np.uint8)
-    staging.lock_pages(memory.ctypes.data, 5)
-    staging.lock_pages(memory.ctypes.data, 10)
+    staging.pin_pages(memory.ctypes.data, 5)
+    staging.pin_pages(memory.ctypes.data, 10)
     assert staging.driver.locked == {memory.ctypes.data: 10}
-    staging.unlock_pages(memory.ctypes.data)
-    staging.unlock_pages(memory.ctypes.data)  # a repeated call does nothing
+    staging.unpin_pages(memory.ctypes.data)
+    staging.unpin_pages(memory.ctypes.data)  # a repeated call does nothing
     assert not staging.driver.locked
 
 
@@ -740,7 +740,7 @@ def test_vectors_in_transfer_are_not_moved(staging):
 @pytest.mark.parametrize("error", [MemoryError, KeyboardInterrupt])
 def test_unlockable_memory_is_not_used(staging, monkeypatch, error):
     pinned, vector = _PinnedMemory(staging), np.arange(1 << 17)
-    lock = staging.lock_pages
+    lock = staging.pin_pages
 
     def fails(address, nbytes):
         lock(address, nbytes)
@@ -748,10 +748,10 @@ def test_unlockable_memory_is_not_used(staging, monkeypatch, error):
 
     pinned.store(vector)
     for _ in range(3):
-        monkeypatch.setattr(staging, "lock_pages", fails)
+        monkeypatch.setattr(staging, "pin_pages", fails)
         with pytest.raises(error):
             pinned.store(np.arange(1 << 19))
-        monkeypatch.setattr(staging, "lock_pages", lock)
+        monkeypatch.setattr(staging, "pin_pages", lock)
         pinned.used = 0
         place = pinned.store(vector)
         assert list(staging.driver.locked) == [pinned._memory.ctypes.data] and place == pinned._memory.ctypes.data
@@ -760,13 +760,13 @@ def test_unlockable_memory_is_not_used(staging, monkeypatch, error):
 def test_unlockable_segment_is_forgotten(fork, staging, monkeypatch):
     fork(2)
     rank, array = ranks.get_session().rank, synk.data(np.ones(10))
-    lock = staging.lock_pages
+    lock = staging.pin_pages
 
     def interrupted(address, nbytes):
         lock(address, nbytes)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(staging, "lock_pages", interrupted)
+    monkeypatch.setattr(staging, "pin_pages", interrupted)
     with pytest.raises(KeyboardInterrupt):
-        staging.lock_segment(rank, to_shared_array(array).key)
-    assert not staging.driver.locked and not staging._locked
+        staging.pin_segment(rank, to_shared_array(array).key)
+    assert not staging.driver.locked and not staging._pinned

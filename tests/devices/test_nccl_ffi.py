@@ -69,7 +69,7 @@ def test_several_processes_compile_once(tmp_path):
     compiler, log = tmp_path / "compiler", tmp_path / "log"
     compiler.write_text(f'#!/bin/sh\necho "$0" >> {log}\nsleep 0.3\nfor last; do :; done\necho library > "$last"\n')
     compiler.chmod(0o755)
-    code = "from synkhronos.devices.jax import native; print(native.build_library().read_text().strip())"
+    code = "from synkhronos.devices.jax import nccl_handlers; print(nccl_handlers.build_library().read_text().strip())"
     environment = {"CXX": str(compiler), "XDG_CACHE_HOME": str(tmp_path / "cache")}
     processes = [
         subprocess.Popen([sys.executable, "-c", code], env={**os.environ, **environment}, stdout=subprocess.PIPE)
@@ -96,8 +96,8 @@ def test_without_a_compiler_xla_calls_through_python(tmp_path, compiler, words):
 
 
 def test_nccl_calls_refuses_unknown_values(monkeypatch):
-    from synkhronos.devices.jax import native
+    from synkhronos.devices.jax import nccl_handlers
 
     monkeypatch.setenv("SYNKHRONOS_NCCL_CALLS", "quickly")
     with pytest.raises(ValueError, match="SYNKHRONOS_NCCL_CALLS: expected one of python, native, graph, got 'quickly'"):
-        native.read_nccl_calls()
+        nccl_handlers.read_nccl_calls()

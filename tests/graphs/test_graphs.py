@@ -235,7 +235,7 @@ def test_static_lengths_are_read_from_a_type():
     assert LIBRARY.get_static_shape(T.row()) == (1, None)
     assert LIBRARY.get_static_shape(T.scalar()) == ()
     s = shared(np.zeros((2, 3)))
-    assert LIBRARY.can_hold(s, (5, 0)) and not LIBRARY.can_hold(s, (5,))
+    assert LIBRARY.accepts_shape(s, (5, 0)) and not LIBRARY.accepts_shape(s, (5,))
 
 
 def test_inputs_are_cast_like_the_library():

@@ -10,7 +10,7 @@ import types
 import numpy as np
 
 from synkhronos.devices.cuda import nccl
-from synkhronos.devices.jax import native
+from synkhronos.devices.jax import nccl_handlers
 from synkhronos.devices.jax.ffi import FfiAllReduce
 
 STREAM, SIDE, EVENT, COMM = None, 8, 9, 1234  # XLA has no stream on the CPU
@@ -174,8 +174,8 @@ def read_traits():
     """Print the handlers' declarations as XLA reads them."""
     from synkhronos.devices.jax.ffi import _METADATA, _Api, _CallFrame, _Extension, _Metadata
 
-    library = native.load_handlers()
-    for name in (native.START, native.FINISH, native.RECORDABLE_FINISH):
+    library = nccl_handlers.load_handlers()
+    for name in (nccl_handlers.START, nccl_handlers.FINISH, nccl_handlers.RECORDABLE_FINISH):
         metadata = _Metadata(struct_size=ctypes.sizeof(_Metadata))
         extension = _Extension(ctypes.sizeof(_Extension), _METADATA, None, ctypes.pointer(metadata))
         api = _Api(struct_size=ctypes.sizeof(_Api))

@@ -11,7 +11,7 @@ from trainer_model import ALL
 import synkhronos as synk
 from synkhronos import rules
 from synkhronos.graphs import library_of
-from synkhronos.graphs.dependence import Dependence
+from synkhronos.graphs.dependence_analysis import DependenceAnalysis
 from synkhronos.training import Checkpoint, make_train_function_serial, make_trainer
 from synkhronos.training.updates import nesterov_momentum, sgd
 
@@ -118,7 +118,7 @@ def expressions():
 
 def test_trainer_finds_value_dependent_denominators():
     inputs, depend, do_not = expressions()
-    found = Dependence(library_of(inputs[0]), [*depend, *do_not], inputs)
+    found = DependenceAnalysis(library_of(inputs[0]), [*depend, *do_not], inputs)
     assert [i for i, expression in enumerate(depend) if not found.find_denominators(expression)] == []
     assert [i for i, expression in enumerate(do_not) if found.find_denominators(expression)] == []
 

@@ -27,8 +27,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from synkhronos.devices.communicator import ArrayLayout, Communicator
-from synkhronos.devices.cuda.connection import NCCL_UINT8, PEER_POLL_SECONDS, Connection
 from synkhronos.devices.cuda.launch_state import LaunchState, find_function_addresses
+from synkhronos.devices.cuda.nccl_connection import NCCL_UINT8, PEER_POLL_SECONDS, NcclConnection
 from synkhronos.devices.cuda.staging import ItemRange, Staging, check_result
 from synkhronos.devices.cuda.watchdog import GPU_POLL_SECONDS, CollectiveWatchdog
 from synkhronos.devices.reduce_op import REDUCE_OPS
@@ -96,7 +96,7 @@ class NcclCommunicator(Communicator):
         self._arrays = staging.arrays
         self._stream = staging.stream_handle if staging.arrays.stream is None else staging.arrays.stream
         valid_flag = np.zeros(1, np.int32) if watchdog else staging.host_flags
-        self._connection = Connection(rank, staging, self._stream, valid_flag)
+        self._connection = NcclConnection(rank, staging, self._stream, valid_flag)
         self._nccl, self._call_lock = self._connection.nccl, self._connection.call_lock
         if watchdog is None:
             watchdog = CollectiveWatchdog(rank, staging, self._connection, self._stream)

@@ -42,7 +42,7 @@ class NcclGroup(NcclCommunicator):
         generations : sequence of int
             Each member's `generation`.
         exchange : callable
-            As in `Connection.connect`.
+            As in `NcclConnection.connect`.
         """
         self._wait_idle()
         self._connect_ranks(generations, members, exchange)

@@ -203,7 +203,7 @@ class Staging:
         self._kernels: dict[int, Any] = {}
         self._configs: dict[int, Any] = {}
         #: Locked segments: address of the mapping, and of its first locked page.
-        self._locked: dict[Segment, tuple[int, int]] = {}
+        self._pinned: dict[Segment, tuple[int, int]] = {}
         #: Buffers filled since the last launch.
         self._filled: list[_InputBuffer] = []
         self._has_pending_copies = False
@@ -212,7 +212,7 @@ class Staging:
         self._last_command = 0
         self._vector_memory, self._fetch_memory = _PinnedMemory(self), _PinnedMemory(self)
         self.host_flags = np.frombuffer(mmap.mmap(-1, mmap.PAGESIZE), np.int32)
-        self.lock_pages(self.host_flags.ctypes.data, self.host_flags.nbytes)
+        self.pin_pages(self.host_flags.ctypes.data, self.host_flags.nbytes)
         #: Last selection whose row numbers were copied to page-locked memory, and their address there.
         self._pinned_rows: tuple[Selection | None, int] = None, 0
 
@@ -277,7 +277,7 @@ class Staging:
         """Copy an array into a segment of shared memory, at a byte offset, and wait for the copy."""
         self.arrays.sync(array)
         self.set_current()
-        target = self.lock_segment(rank, key) + offset
+        target = self.pin_segment(rank, key) + offset
         nbytes = array.size * array.dtype.itemsize
         check_result(self.driver.cuMemcpyAsync(target, self.arrays.get_pointer(array), nbytes, self.stream_handle))
         self.stream.sync()
@@ -388,7 +388,7 @@ class Staging:
         row_bytes = math.prod(location.shape[1:]) * int(location.dtype[2:])
         if not n_rows * row_bytes:
             return
-        source = self.lock_segment(rank, location.key) + location.offset
+        source = self.pin_segment(rank, location.key) + location.offset
         self._mark_pending(rank)
         if rows is None or isinstance(rows, range) and (rows.step == 1 or len(rows) == 1):
             start = 0 if rows is None else rows[0] * row_bytes
@@ -424,40 +424,40 @@ class Staging:
 
     # -- page-locked memory ----------------------------------------------------------------------------------
 
-    def lock_segment(self, rank: Rank, key: int) -> int:
+    def pin_segment(self, rank: Rank, key: int) -> int:
         """Lock the pages of a segment unless they are locked; return its address, which is also valid on the GPU."""
         segment = rank.segments[key]
-        address, _ = self._locked.get(segment, (None, 0))
+        address, _ = self._pinned.get(segment, (None, 0))
         if address is None:
-            if self._unlock_segment not in rank.segments.on_drop:
-                rank.segments.on_drop.append(self._unlock_segment)
+            if self._unpin_segment not in rank.segments.on_drop:
+                rank.segments.on_drop.append(self._unpin_segment)
             address = segment.view_array((0,), np.uint8).ctypes.data
             first_page, end = segment.backed_bytes.start // mmap.PAGESIZE * mmap.PAGESIZE, segment.backed_bytes.stop
             try:
-                self._locked[segment] = address, address + first_page
-                self.lock_pages(address + first_page, end - first_page)
+                self._pinned[segment] = address, address + first_page
+                self.pin_pages(address + first_page, end - first_page)
             except BaseException:
-                self._unlock_segment(segment)
+                self._unpin_segment(segment)
                 raise
         return address
 
-    def _unlock_segment(self, segment: Segment) -> None:
+    def _unpin_segment(self, segment: Segment) -> None:
         """Unlock a segment that is about to be unmapped."""
-        if segment in self._locked:
-            self.unlock_pages(self._locked[segment][1])
-            del self._locked[segment]
+        if segment in self._pinned:
+            self.unpin_pages(self._pinned[segment][1])
+            del self._pinned[segment]
 
-    def lock_pages(self, address: int, nbytes: int) -> None:
+    def pin_pages(self, address: int, nbytes: int) -> None:
         """Lock the pages of a range of host memory, and map them on the GPU."""
         flags = self.driver.CU_MEMHOSTREGISTER_PORTABLE | self.driver.CU_MEMHOSTREGISTER_DEVICEMAP
         results = self.driver.cuMemHostRegister(address, nbytes, flags)
         if results[0] == self.driver.CUresult.CUDA_ERROR_HOST_MEMORY_ALREADY_REGISTERED:
             # An interrupt has ended an earlier call between the registration and its record.
-            self.unlock_pages(address)
+            self.unpin_pages(address)
             results = self.driver.cuMemHostRegister(address, nbytes, flags)
         check_result(results)
 
-    def unlock_pages(self, address: int) -> None:
+    def unpin_pages(self, address: int) -> None:
         """Unlock pages before they are unmapped.  Errors are only logged, as memory may be freed at any point."""
         try:
             self.set_current()
@@ -495,19 +495,19 @@ class _PinnedMemory:
         if self.used == 0:
             while self._outgrown:
                 if self._outgrown[-1].size and self._outgrown[-1] is not self._memory:
-                    self._staging.unlock_pages(self._outgrown[-1].ctypes.data)
+                    self._staging.unpin_pages(self._outgrown[-1].ctypes.data)
                 del self._outgrown[-1]
         if self.used + nbytes > self._memory.size:
             size = -(-max(1 << 20, 2 * (self.used + nbytes)) // mmap.PAGESIZE) * mmap.PAGESIZE
             memory = np.frombuffer(mmap.mmap(-1, size), np.uint8)
             try:
-                self._staging.lock_pages(memory.ctypes.data, size)
+                self._staging.pin_pages(memory.ctypes.data, size)
                 # Arrays in the old memory stay there until they are copied.
                 self._outgrown.append(self._memory)
                 self._memory, self.used = memory, 0
             except BaseException:
                 if self._memory is not memory:
-                    self._staging.unlock_pages(memory.ctypes.data)
+                    self._staging.unpin_pages(memory.ctypes.data)
                 raise
         target = self._memory[self.used : self.used + nbytes]
         self.used += -(-nbytes // 64) * 64

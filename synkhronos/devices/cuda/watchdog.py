@@ -13,7 +13,7 @@ them::
                              │                                         │
        a rank fails before   │                                         │  a peer exits
        all have started      v                                         v  (master's thread only)
-       (cancel)          aborted: `Connection.abort`; the GPU continues with undefined results
+       (cancel)          aborted: `NcclConnection.abort`; the GPU continues with undefined results
                          (also `CONNECT_TIMEOUT` after a failure, for any reason)
 
 The ranks agree on whether all have started (`synkhronos.ranks.agreement`), so either all abort a collective or none
@@ -34,7 +34,7 @@ import time
 from collections.abc import Callable
 from time import perf_counter
 
-from synkhronos.devices.cuda.connection import CONNECT_TIMEOUT, PEER_POLL_SECONDS, STUCK_TIMEOUT, Connection
+from synkhronos.devices.cuda.nccl_connection import CONNECT_TIMEOUT, PEER_POLL_SECONDS, STUCK_TIMEOUT, NcclConnection
 from synkhronos.devices.cuda.staging import Staging
 from synkhronos.ranks import Cancelled, PendingOperation, Rank
 from synkhronos.ranks.interrupts import defer_signals
@@ -52,24 +52,24 @@ class CollectiveWatchdog(PendingOperation):
     ----------
     rank : Rank
     staging : Staging
-    connection : Connection
+    connection : NcclConnection
         The connection of all ranks.
     stream : int
         Handle of the stream on which collectives are launched.
 
     Attributes
     ----------
-    connections : list of Connection
+    connections : list of NcclConnection
         This rank's connections; the first one is of all ranks, the others are of groups.
-    active_connection : Connection
-        Connection that has launched work on the stream last.
+    active_connection : NcclConnection
+        NcclConnection that has launched work on the stream last.
     has_lost_peer : bool
         Whether a collective was aborted because a peer has exited.
     writes_in_place : bool
         Whether pending collectives leave variables undefined if they are aborted.
     """
 
-    def __init__(self, rank: Rank, staging: Staging, connection: Connection, stream: int):
+    def __init__(self, rank: Rank, staging: Staging, connection: NcclConnection, stream: int):
         self.has_lost_peer = self.writes_in_place = False
         self._rank, self._staging, self._stream = rank, staging, stream
         self.connections = [connection]
@@ -88,7 +88,7 @@ class CollectiveWatchdog(PendingOperation):
         #: Step at which all ranks have started them; infinity until this rank arrives at that step.
         self._started_step: float = 0
 
-    def abort(self, connection: Connection | None = None) -> None:
+    def abort(self, connection: NcclConnection | None = None) -> None:
         """Abort a connection, by default the active one."""
         with defer_signals():
             self.clear()
@@ -96,7 +96,7 @@ class CollectiveWatchdog(PendingOperation):
 
     # -- calls from a command --------------------------------------------------------------------------------
 
-    def mark_started(self, connection: Connection) -> None:
+    def mark_started(self, connection: NcclConnection) -> None:
         """Record that a connection launches work on the stream now, and start the thread at the first call."""
         self.active_connection = connection
         self._pending_command = self._rank.command_number
@@ -105,7 +105,7 @@ class CollectiveWatchdog(PendingOperation):
             self._thread = threading.Thread(target=self._watch_peers, daemon=True)
             self._thread.start()
 
-    def mark_completed(self, connection: Connection) -> None:
+    def mark_completed(self, connection: NcclConnection) -> None:
         """Record that this rank's collectives have completed.
 
         NCCL buffers small messages, so a sender (such as the root of a broadcast) may complete before its receivers

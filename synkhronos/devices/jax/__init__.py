@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from synkhronos.devices.cuda.cuda_device import CudaDevice
-from synkhronos.devices.jax import native
+from synkhronos.devices.jax import nccl_handlers
 from synkhronos.devices.jax.ffi import ComputeStream, find_compute_stream
 from synkhronos.devices.jax.scalar_log import LogEntry
 from synkhronos.devices.reduce_op import ReduceOp
@@ -89,8 +89,8 @@ class JaxDevice(CudaDevice):
     @cached_property
     def nccl_calls(self) -> str:
         """Kind of NCCL calls within a launch: "python", "native" or "graph", as in `FfiAllReduce`."""
-        calls = native.read_nccl_calls()
-        if calls == "python" or native.load_handlers() is None:
+        calls = nccl_handlers.read_nccl_calls()
+        if calls == "python" or nccl_handlers.load_handlers() is None:
             return "python"
         if calls == "graph":
             # By default NCCL registers memory when an operation is recorded, which may be a collective.  But XLA

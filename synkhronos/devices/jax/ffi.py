@@ -30,7 +30,7 @@ from weakref import WeakValueDictionary
 import numpy as np
 
 from synkhronos.devices.cuda.nccl import NCCL_OPS, BufferSpan
-from synkhronos.devices.jax import native
+from synkhronos.devices.jax import nccl_handlers
 from synkhronos.ranks.interrupts import defer_signals
 
 _log = logging.getLogger("synkhronos")
@@ -365,7 +365,7 @@ class FfiAllReduce:
             If NCCL has failed, the connection was aborted, or the launch has made another number of all-reduces.
         """
         self._expected_shape = shape
-        library, is_recordable = native.load_handlers(), self.nccl_calls == "graph"
+        library, is_recordable = nccl_handlers.load_handlers(), self.nccl_calls == "graph"
         with communicator.use_in_launch(is_recordable) as state:
             library.synkhronos_set_launch_state(state)
             yield
@@ -403,7 +403,7 @@ class FfiAllReduce:
             _register_once(_START_TARGET, _start_callback)
             target, attributes = _START_TARGET, {"number": self._number}
         else:
-            target, attributes = native.START, {"op": np.int64(NCCL_OPS[self.op]), "n_started": np.int64(0)}
+            target, attributes = nccl_handlers.START, {"op": np.int64(NCCL_OPS[self.op]), "n_started": np.int64(0)}
         call = jax.ffi.ffi_call(target, results, input_output_aliases={0: 0, 1: 1})
         started, token = call(array, token, **attributes)
         return started, token
@@ -443,7 +443,9 @@ class FfiAllReduce:
                     f"all_reduce: expected shape {self._expected_shape}, as before the launch, got {n_items} items"
                 )
             # A CUDA graph can't wait for the side stream, on which chunks are reduced outside of the graph.
-            target = native.RECORDABLE_FINISH if self.nccl_calls == "graph" and not started else native.FINISH
+            target = (
+                nccl_handlers.RECORDABLE_FINISH if self.nccl_calls == "graph" and not started else nccl_handlers.FINISH
+            )
             attributes = {"op": np.int64(NCCL_OPS[self.op]), "n_started": np.int64(len(started))}
         results = [*map(_to_shape_struct, operands), jax.ShapeDtypeStruct((), np.int32)]
         # The side effect is not declared, as JAX would then use a slower way to launch.  XLA still makes the call
@@ -559,5 +561,5 @@ def _to_shape_struct(array: Any) -> Any:
 
 def _register_once(name: str, callback: Any) -> None:
     if name not in _registered:
-        _register(name, callback, native.get_platform())
+        _register(name, callback, nccl_handlers.get_platform())
         _registered.add(name)

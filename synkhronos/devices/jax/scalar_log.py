@@ -28,7 +28,7 @@ class ScalarLog:
 
     Attributes
     ----------
-    cells : list of lists of one array
+    storages : list of lists of one array
         The number of entries, then one vector of `LOG_CAPACITY` scalars per output.  A launch takes these arrays as
         arguments, and its caller replaces them by the arrays that it returns.
     """
@@ -38,7 +38,7 @@ class ScalarLog:
 
         with defer_signals():  # an exception raised within JAX's Python code leaves JAX unusable
             arrays = [jnp.zeros((), np.int32), *(jnp.zeros((LOG_CAPACITY,), dtype) for dtype in dtypes)]
-        self.cells: list[list[Any]] = [[array] for array in arrays]
+        self.storages: list[list[Any]] = [[array] for array in arrays]
         self._n_entries = 0
         #: Number of entries at the last read, and the vectors read.
         self._copies: tuple[int, list[np.ndarray]] = 0, []
@@ -49,7 +49,7 @@ class ScalarLog:
 
     @staticmethod
     def append(arrays: Sequence[Any], scalars: Sequence[Any]) -> list[Any]:
-        """Return the arrays of `cells` with a scalar of each output appended; traced by JAX."""
+        """Return the arrays of `storages` with a scalar of each output appended; traced by JAX."""
         from jax import lax
 
         count, *logs = arrays
@@ -65,15 +65,17 @@ class ScalarLog:
         """Return ``n_repeats`` new entries for each output; called once after each launch."""
         start = self._n_entries
         self._n_entries += n_repeats
-        return [[LogEntry(self, output, start + i) for i in range(n_repeats)] for output in range(len(self.cells) - 1)]
+        return [
+            [LogEntry(self, output, start + i) for i in range(n_repeats)] for output in range(len(self.storages) - 1)
+        ]
 
     def get_unread_arrays(self) -> list[Any]:
         """Return the arrays to copy before `LogEntry.read`; an empty list if the last copy is up to date."""
         if self._copies[0] == self._n_entries:
             return []
-        if any(array.is_deleted() for (array,) in self.cells):
+        if any(array.is_deleted() for (array,) in self.storages):
             raise RuntimeError("this output was lost when a later launch of its function failed")
-        return [array for (array,) in self.cells[1:]]
+        return [array for (array,) in self.storages[1:]]
 
     def set_copies(self, arrays: Sequence[np.ndarray]) -> None:
         """Store copies of the unread arrays."""

@@ -66,7 +66,7 @@ class XlaEngine(LazyEngine):
         # With a wire dtype, the program itself divides by the number of ranks.
         op = "sum" if all_reduce.wire_dtype else all_reduce.op
         spec = AllReduceSpec(
-            shared.container.storage, all_reduce.wire_dtype, rank.size, all_reduce.tail, JAX.nccl_calls, op
+            shared.container.storage, all_reduce.wire_dtype, rank.size, all_reduce.n_tail, JAX.nccl_calls, op
         )
         fused = first.fuse(spec, second, n_repeats=n_repeats)
         return None if fused is None else FusedRunner(rank, fused, all_reduce)

@@ -77,7 +77,7 @@ class Executable(Runner):
         self._storages = _remove_duplicates([storage for function in functions for storage in function.storages])
         # In the order of the storages, since JAX gives each new value the memory of the first donated array of its
         # shape.  In another order, XLA would copy arrays, and addresses would change from launch to launch.
-        updated = {id(cell) for function in functions for cell in function.cells}
+        updated = {id(storage) for function in functions for storage in function.result_storages}
         self._updated = [storage for storage in self._storages if id(storage) in updated]
         self._donated = _remove_duplicates([storage for function in functions for storage in function.donated])
         self._copy = jnp.copy
@@ -91,11 +91,13 @@ class Executable(Runner):
         self._has_lengths = any(function.length_graph is not None for function in functions)
         assert len(functions) == 1 or not self._has_lengths
         types = [kind for function in functions for kind in function.types]
-        #: Positions and dtypes of the outputs that are logged, and cells for the other outputs of a launch.
+        #: Positions and dtypes of the outputs that are logged, and storages of the other outputs of a launch.
         self._logged = [i for i, kind in enumerate(types) if logs_scalars and getattr(kind, "ndim", None) == 0]
         self._dtypes = [np.dtype(types[i].dtype) for i in self._logged]
-        cells = [cell for function in functions for cell in function.cells[: function.n_outputs]]
-        self._outputs = [cell for i, cell in enumerate(cells) if i not in self._logged]
+        result_storages = [
+            storage for function in functions for storage in function.result_storages[: function.n_outputs]
+        ]
+        self._outputs = [storage for i, storage in enumerate(result_storages) if i not in self._logged]
         self._log = ScalarLog(self._dtypes) if self._logged or n_repeats > 1 else None
         self._is_interrupted = False
         self._jit = self._prepare_jit(spec)
@@ -109,7 +111,7 @@ class Executable(Runner):
         positions = [self._n_inputs + i for i, storage in enumerate(self._storages) if id(storage) in donated]
         if self._log is not None:
             n_arguments = self._n_inputs + len(self._storages)
-            positions += range(n_arguments, n_arguments + len(self._log.cells))
+            positions += range(n_arguments, n_arguments + len(self._log.storages))
         # Without a reference to self, which would be a cycle and leave the memory to the garbage collector.
         run = partial(
             trace_functions,
@@ -123,7 +125,7 @@ class Executable(Runner):
         if self.n_repeats > 1:
             index = {id(storage): i for i, storage in enumerate(self._storages)}
             logs = range(len(index), len(index) + 1 + len(self._logged))
-            changed = [*(index[id(cell)] for cell in self._updated), *logs]
+            changed = [*(index[id(storage)] for storage in self._updated), *logs]
             run = partial(trace_loop, partial(run, in_loop=True), self.n_repeats, self._n_inputs, changed)
         options: dict[str, Any] = {}
         if self._has_lengths:
@@ -152,7 +154,7 @@ class Executable(Runner):
         fused = self._fused.pop(key, None)
         if fused is None:
             executables = [self] if second is None else [self, second]
-            can_fuse = spec is None or any(cell is spec.storage for cell in self._functions[0].cells)
+            can_fuse = spec is None or any(storage is spec.storage for storage in self._functions[0].result_storages)
             can_fuse = can_fuse and not any(executable._has_lengths for executable in executables)
             if n_repeats > 1:
                 can_fuse = (
@@ -217,41 +219,43 @@ class Executable(Runner):
         """Wait until the last launch has been computed."""
         import jax
 
-        logs = [] if self._log is None else self._log.cells
-        jax.block_until_ready([*(r for r in results if JAX.owns(r)), *(cell[0] for cell in (*self._updated, *logs))])
+        logs = [] if self._log is None else self._log.storages
+        jax.block_until_ready(
+            [*(r for r in results if JAX.owns(r)), *(storage[0] for storage in (*self._updated, *logs))]
+        )
 
     def _take_results(self) -> list[Any]:
-        """Return the outputs of the last launch, and clear their cells."""
+        """Return the outputs of the last launch, and clear their storages."""
         if self._n_inputs:
-            JAX.after_launch([cell[0] for cell in (*self._outputs, *self._updated)])
-        results = [cell[0] for cell in self._outputs]
-        for cell in self._outputs:
-            cell[0] = None  # frees the memory before the next call
+            JAX.after_launch([storage[0] for storage in (*self._outputs, *self._updated)])
+        results = [storage[0] for storage in self._outputs]
+        for storage in self._outputs:
+            storage[0] = None  # frees the memory before the next call
         if self._log is not None:
             for position, entries in zip(self._logged, self._log.add_entries(self.n_repeats), strict=True):
                 results[position * self.n_repeats : position * self.n_repeats] = entries
         return results
 
     def _launch(self, arguments: list[Any]) -> None:
-        """Launch, and store the results in their cells.
+        """Launch, and store the results in their storages.
 
         No Python instruction is executed in between, so that no interrupt is raised: after the launch the old values
         are deleted, and the new values have no other references.
         """
-        cells = [*self._outputs, *self._updated, *([] if self._log is None else self._log.cells)]
+        storages = [*self._outputs, *self._updated, *([] if self._log is None else self._log.storages)]
         results = chain.from_iterable(starmap(self._run, (arguments,)))
-        deque(map(setitem, cells, repeat(0), results), maxlen=0)
+        deque(map(setitem, storages, repeat(0), results), maxlen=0)
 
     def _get_arguments(self, inputs: Sequence[Any]) -> list[Any]:
         """Return the program's arguments: lengths, inputs, the storages' values, the arrays of the log."""
-        logs = [] if self._log is None else self._log.cells
+        logs = [] if self._log is None else self._log.storages
         lengths = []
         if self._has_lengths:
             (function,) = self._functions
             # Copied, as the user may overwrite an input before the launch has been computed.
             inputs = [np.array(v) if i in self.host_inputs else v for i, v in enumerate(inputs)]
             lengths = [function.compute_lengths(inputs)]
-        return [*lengths, *inputs, *[cell[0] for cell in (*self._storages, *logs)]]
+        return [*lengths, *inputs, *[storage[0] for storage in (*self._storages, *logs)]]
 
 
 def _remove_duplicates(lists: Sequence[list[Any]]) -> list[list[Any]]:

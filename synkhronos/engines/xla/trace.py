@@ -13,7 +13,7 @@ import numpy as np
 
 from synkhronos.devices.jax.ffi import FfiAllReduce
 from synkhronos.devices.jax.scalar_log import ScalarLog
-from synkhronos.engines.xla.incremental_function import IncrementalFunction
+from synkhronos.engines.xla.jaxpr_evaluator import JaxprEvaluator
 from synkhronos.lowering.jax_function import JaxFunction
 
 #: Minimal number of bytes of a chunk of the gradient, whose all-reduce overlaps the rest of the backward pass.
@@ -33,7 +33,7 @@ class AllReduceSpec(NamedTuple):
         Dtype in which the values without the tail are sent; None for their own dtype.
     n_ranks : int
         Divisor of the values if there is a wire dtype, in which their sum could overflow; otherwise NCCL divides.
-    tail : int
+    n_tail : int
         Number of items at the vector's end that are always sent in their own dtype.
     nccl_calls : {"python", "native", "graph"}
         Code by which XLA calls NCCL, as in `FfiAllReduce`.
@@ -44,7 +44,7 @@ class AllReduceSpec(NamedTuple):
     storage: list[Any]
     wire_dtype: str | None = None
     n_ranks: int = 1
-    tail: int = 1
+    n_tail: int = 1
     nccl_calls: str = "python"
     op: str = "sum"
 
@@ -102,8 +102,10 @@ def trace_functions(
             function.raise_with_graph_context()
             raise
         outputs += results[: function.n_outputs]
-        for cell, result in zip(function.cells[function.n_outputs :], results[function.n_outputs :], strict=True):
-            current[id(cell)] = result
+        for storage, result in zip(
+            function.result_storages[function.n_outputs :], results[function.n_outputs :], strict=True
+        ):
+            current[id(storage)] = result
     if spec is not None:
         for key in old_values.keys() - {id(spec.storage)}:
             current[key] = _select(is_valid, current[key], old_values[key])
@@ -149,21 +151,21 @@ def _trace_all_reduce(
     """
     import jax.numpy as jnp
 
-    position = next(i for i, cell in enumerate(function.cells) if cell is spec.storage)
-    incremental = IncrementalFunction(function.run, operands, function.n_outputs, position)
+    position = next(i for i, storage in enumerate(function.result_storages) if storage is spec.storage)
+    incremental = JaxprEvaluator(function.run, operands, function.n_outputs, position)
     parts = incremental.parts
     own_dtype = parts[0].aval.dtype
     dtype = spec.wire_dtype if parts[0].aval.ndim == 1 else None
-    tail_items = spec.tail if dtype is not None else 0
+    n_tail = spec.n_tail if dtype is not None else 0
     chunks = [parts]
     if iteration is None:
-        chunks = _group_parts(parts, jnp.dtype(dtype or own_dtype).itemsize, tail_items)
+        chunks = _group_parts(parts, jnp.dtype(dtype or own_dtype).itemsize, n_tail)
 
     def compute_chunk(chunk: list[Any]) -> Any:
         """Return the values of a chunk without the tail, as one vector in the dtype in which it is sent."""
         values = incremental.compute(chunk)
         if dtype is not None:
-            values = _split_tail(values, tail_items)[0] if chunk is chunks[0] else values
+            values = _split_tail(values, n_tail)[0] if chunk is chunks[0] else values
             values = [(value / spec.n_ranks).astype(dtype) for value in values]
         return values[0] if len(values) == 1 else jnp.concatenate(values)
 
@@ -176,7 +178,7 @@ def _trace_all_reduce(
     remaining_arrays = [compute_chunk(chunks[-1])]
     if dtype is not None:
         # The number of rows, and running averages, would lose too much precision in the wire dtype.
-        tail_vectors = _split_tail(incremental.compute(chunks[0]), tail_items)[1]
+        tail_vectors = _split_tail(incremental.compute(chunks[0]), n_tail)[1]
         remaining_arrays.append(jnp.concatenate(tail_vectors) / spec.n_ranks)
     arrays, is_valid = ffi_all_reduce.trace_finish(remaining_arrays, started_arrays, token, iteration)
     tail = [arrays.pop()] if dtype is not None else []
@@ -184,30 +186,30 @@ def _trace_all_reduce(
     return incremental.finish(arrays[0] if len(arrays) == 1 else jnp.concatenate(arrays)), is_valid
 
 
-def _group_parts(parts: Sequence[Any], itemsize: int, tail: int = 0) -> list[list[Any]]:
+def _group_parts(parts: Sequence[Any], itemsize: int, n_tail: int = 0) -> list[list[Any]]:
     """Group consecutive parts of a vector into chunks, from the end of the vector to its start.
 
-    Each chunk except the last has at least `MIN_CHUNK_BYTES`.  The first one has more than ``tail`` items.
+    Each chunk except the last has at least `MIN_CHUNK_BYTES`.  The first one has more than ``n_tail`` items.
     """
     chunks: list[list[Any]] = [[]]
     for part in reversed(parts):
         size = sum(member.aval.size for member in chunks[-1])
-        if size * itemsize >= MIN_CHUNK_BYTES and (len(chunks) > 1 or size > tail):
+        if size * itemsize >= MIN_CHUNK_BYTES and (len(chunks) > 1 or size > n_tail):
             chunks.append([])
         chunks[-1].insert(0, part)
     return chunks
 
 
-def _split_tail(vectors: Sequence[Any], tail: int) -> tuple[list[Any], list[Any]]:
-    """Split consecutive vectors before their last ``tail`` items; return the vectors of both parts."""
+def _split_tail(vectors: Sequence[Any], n_tail: int) -> tuple[list[Any], list[Any]]:
+    """Split consecutive vectors before their last ``n_tail`` items; return the vectors of both parts."""
     head = list(vectors)
     tail_vectors: list[Any] = []
-    while tail > 0:
+    while n_tail > 0:
         vector = head.pop()
-        tail_vectors.insert(0, vector[-tail:])
-        if len(vector) > tail:
-            head.append(vector[:-tail])
-        tail -= len(vector)
+        tail_vectors.insert(0, vector[-n_tail:])
+        if len(vector) > n_tail:
+            head.append(vector[:-n_tail])
+        n_tail -= len(vector)
     return head, tail_vectors
 
 

@@ -17,7 +17,7 @@ from pytensor.graph.op import Op
 from synkhronos.engines.xla.spmd_program import SpmdProgram
 from synkhronos.extensions.rows_sum import RowsSum, SumOverRows, replace_variables
 from synkhronos.graphs import library_of
-from synkhronos.lowering.differentiable_sums import call_python, fuse_sums
+from synkhronos.lowering.differentiable_sums import fuse_sums, make_numpy_sum
 
 __all__ = ["LocalGraph", "RankSums", "register_conversions", "replace_sums"]
 
@@ -116,4 +116,4 @@ def _convert_rank_sums(op: RankSums, **_: Any) -> Callable[..., Any]:
 def _convert_sum_over_rows(op: SumOverRows, **_: Any) -> Callable[..., Any]:
     """Return a sum as a function of JAX arrays that calls the ranks from this process."""
     rows = op.rows
-    return call_python(rows.value, rows.value_and_gradients, rows.total.type.dtype, rows.floats)
+    return make_numpy_sum(rows.value, rows.value_and_gradients, rows.total.type.dtype, rows.floats)

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from synkhronos.graphs import library_of
-from synkhronos.graphs.dependence import Dependence
+from synkhronos.graphs.dependence_analysis import DependenceAnalysis
 from synkhronos.training.updates import RuleUpdates
 from synkhronos.training.updates.flat_gradient import get_shape
 
@@ -104,7 +104,7 @@ def _choose_ops(entries: list[Any], sources: list[Any]) -> list[ExtraUpdate]:
     random = [shared for shared in library.find_shareds(expressions) if library.is_generator(shared)]
     differing = [*sources, *random]
     while True:
-        dependence = Dependence(library, expressions, differing)
+        dependence = DependenceAnalysis(library, expressions, differing)
         extra_updates = []
         for shared, expression, *op in entries:
             differs = bool(hasattr(expression, "owner") and dependence.list_sources(expression))
@@ -141,7 +141,7 @@ def append_averaged_updates(rule: RuleUpdates, extra_updates: Sequence[ExtraUpda
     -------
     rule : RuleUpdates
         Its `param_updates` include the averaged variables; other expressions of it read their new values.
-    tail : int
+    n_tail : int
         Number of items at the vector's end that are not gradients.
     """
     averaged = [u for u in extra_updates if u.op == "mean" and u.differs]

@@ -26,7 +26,7 @@ class _StepCommandFields(NamedTuple):
     reduce: AllReduceValues
     update: Call
     wire_dtype: str | None
-    tail: int = 1
+    n_tail: int = 1
     n_steps: int = 1
 
 
@@ -45,7 +45,7 @@ class StepCommand(_StepCommandFields, Command):
         Call of the function that updates the parameters from it; without inputs and outputs.
     wire_dtype : str or None
         Dtype in which a fused launch sends the gradients; None for their own.
-    tail : int
+    n_tail : int
         Number of items at the vector's end that are sent in their own dtype in any case: they are not gradients.
     n_steps : int
         Number of steps in one launch.  The rows of each rank are ordered by steps.

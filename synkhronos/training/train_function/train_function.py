@@ -82,7 +82,7 @@ class TrainFunction:
     """
 
     def __init__(self, graph: TrainingGraph, exchange: str | None = None):
-        rule, self._tail = append_averaged_updates(graph.rule, graph.extra_updates, graph.x[0])
+        rule, self._n_tail = append_averaged_updates(graph.rule, graph.extra_updates, graph.x[0])
         shards = None
         if graph.options.shard_optimizer and ranks.get_session().size > 1:
             shards = ShardedUpdates(
@@ -394,7 +394,7 @@ class TrainFunction:
             command: StepCommand | ShardedStepCommand
             if sharding is None:
                 reduce = get_all_reduce_command(session, self.grad_shared, "avg", nccl=True)
-                command = StepCommand(gradient, reduce, calls[0], self._exchange, self._tail, n_steps)
+                command = StepCommand(gradient, reduce, calls[0], self._exchange, self._n_tail, n_steps)
             else:
                 keys = distribute_variables(session, [self.grad_shared, sharding.row, sharding.rank])
                 command = ShardedStepCommand(gradient, calls[0], calls[1], keys, sharding.reads_whole_gradient)

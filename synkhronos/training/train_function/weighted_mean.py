@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from synkhronos.graphs import library_of
-from synkhronos.graphs.dependence import Dependence
+from synkhronos.graphs.dependence_analysis import DependenceAnalysis
 
 
 def make_weighted_outputs(expression: Any, weight: Any) -> list[tuple[Any, str]]:
@@ -58,7 +58,7 @@ def warn_of_varying_denominators(means: Mapping[str, Any], sources: Sequence[Any
         return
     library, expressions = library_of(*means.values()), list(means.values())
     random = [shared for shared in library.find_shareds(expressions) if library.is_generator(shared)]
-    dependence = Dependence(library, expressions, [*sources, *random])
+    dependence = DependenceAnalysis(library, expressions, [*sources, *random])
     for name, expression in means.items():
         for denominator in dependence.find_denominators(expression)[:1]:
             names = ", ".join(dependence.list_sources(denominator))

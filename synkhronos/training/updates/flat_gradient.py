@@ -13,7 +13,7 @@ import numpy as np
 
 from synkhronos.checks import is_number
 from synkhronos.graphs import GraphLibrary, library_of
-from synkhronos.graphs.dependence import Dependence
+from synkhronos.graphs.dependence_analysis import DependenceAnalysis
 from synkhronos.training.updates.argument_checks import check_gradients, check_params, check_scalars
 
 
@@ -123,7 +123,7 @@ def _depends_on_shapes_only(library: GraphLibrary, weight: Any) -> bool:
     nodes = library.sort_nodes([weight])
     leaves = [weight, *(operand for node in nodes for operand in node.inputs)]
     sources = [operand for operand in leaves if operand.owner is None and not library.is_constant(operand)]
-    return not Dependence(library, [weight], sources).depends_on_values(weight)
+    return not DependenceAnalysis(library, [weight], sources).depends_on_values(weight)
 
 
 def as_scalar(value: Any, like: Any) -> Any:

@@ -112,4 +112,4 @@ def test_ranks_can_move_the_generators():
     library = library_of(variable)
     (generator,) = library.find_shareds([variable])
     assert library.is_generator(generator)
-    library.check_generator(generator, library.copy_generator(generator), jumps=True)
+    library.check_generator(generator, library.copy_generator(generator), must_jump=True)

@@ -1,6 +1,6 @@
 """The NCCL connection between the ranks' GPUs: how it is made, and how it is aborted.
 
-States of a `Connection` on one rank::
+States of a `NcclConnection` on one rank::
 
     none ────────> exchanging id ────────> in NCCL's init ────────────> connected
       ^   connect    the first member        a thread blocks in it,        │  generation is not 0,
@@ -42,7 +42,7 @@ CONNECT_TIMEOUT = 40
 STUCK_TIMEOUT = 0.5
 
 
-class Connection:
+class NcclConnection:
     """NCCL communicator of all ranks, or of a group of ranks.
 
     Parameters

@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 
-class IncrementalFunction:
+class JaxprEvaluator:
     """A function of traced arrays, whose values are traced one after another, on request.
 
     Parameters

@@ -19,7 +19,7 @@ _SELECTIONS = ("Nonzero", "NonZero", "Unique", "AdvancedBooleanSubtensor")
 _LINEAR = ("Cast", "Neg", "Mul", "Add", "Sub", "Maximum", "ScalarMaximum", "Minimum", "ScalarMinimum", "Clip", "Switch")
 
 
-class Dependence:
+class DependenceAnalysis:
     """Dependence of expressions, and of the variables from which they are computed, on sources.
 
     Parameters
@@ -35,7 +35,7 @@ class Dependence:
     >>> from synkhronos.graphs import library_of
     >>> x, mask = pt.matrix("x"), pt.matrix("mask")
     >>> loss = (mask * x).sum() / mask.sum()
-    >>> found = Dependence(library_of(x), [loss, x.mean()], [x, mask])
+    >>> found = DependenceAnalysis(library_of(x), [loss, x.mean()], [x, mask])
     >>> [found.list_sources(denominator) for denominator in found.find_denominators(loss)]
     [['mask']]
     >>> found.find_denominators(x.mean())
