@@ -221,10 +221,9 @@ class _DistributedArray(SharedArray):
 def _load_rows(session: Session, load: Any, length: int) -> tuple[int, tuple[int, ...], str]:
     """Load all rows on the ranks; return the segment's key, the array's shape and its dtype."""
     key = session.memory.reserve_key()
-    function = _LoadFunction(load)
     try:
-        Replicator.from_session(session).send([(("load", key), function)], [])
-        session.rank.objects["load", key] = lambda: function
+        Replicator.from_session(session).send([(("load", key), load)], [])
+        session.rank.objects["load", key] = lambda: load
         shape, dtype = session.run(_LoadRows(key, length))
     except BaseException:
         session.memory.release("segment", key)
@@ -232,18 +231,6 @@ def _load_rows(session: Session, load: Any, length: int) -> tuple[int, tuple[int
     finally:
         session.memory.release("object", ("load", key))
     return key, (length, *shape), dtype
-
-
-class _LoadFunction:
-    """The user's function, with the interface of objects that `Replicator.send` sends."""
-
-    user_code: Any = None
-
-    def __init__(self, load: Callable[[int, int], npt.ArrayLike]):
-        self.load = load
-
-    def move_to_device(self) -> None:
-        """Do nothing: a function has no values on a device."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -286,7 +273,7 @@ class _LoadRows(Command):
 
     def _call_load(self, rank: Rank, start: int, stop: int) -> np.ndarray:
         try:
-            rows = as_numbers(rank.get_object(("load", self.key)).load(start, stop), "load")
+            rows = as_numbers(rank.get_object(("load", self.key))(start, stop), "load")
             if not rows.ndim or len(rows) != stop - start:
                 raise ValueError(f"expected {stop - start:,} rows, got an array of shape {rows.shape}")
         except Exception as error:

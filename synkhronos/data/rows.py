@@ -76,11 +76,12 @@ def select_rows(batch: Any, length: int, name: str = "batch") -> Selection:
     return np.where(index < 0, index + length, index)
 
 
-def select_rows_unbounded(batch: Any, name: str = "batch") -> Selection:
+def select_rows_unbounded(batch: Any) -> Selection:
     """Return the rows that ``batch`` selects from an unknown number of rows.
 
-    The parameters are those of `select_rows`, but indexes can't count from the end.
+    Indexes can't count from the end.
     """
+    name = "batch"
     if isinstance(batch, slice):
         select_rows(batch, 0, name)  # checks that the bounds are integers
         bound = batch.start if (batch.step or 1) < 0 else batch.stop

@@ -50,13 +50,7 @@ class Communicator(ABC):
 
     @abstractmethod
     def reduce(
-        self,
-        array: Any | None,
-        op: str,
-        root: int,
-        out: Any | None,
-        layout: ArrayLayout,
-        contributors: Sequence[int],
+        self, array: Any | None, op: str, root: int, out: Any | None, layout: ArrayLayout, contributors: Sequence[int]
     ) -> None:
         """Write the reduction of the contributors' arrays into the root's ``out``."""
 
@@ -76,11 +70,7 @@ class Communicator(ABC):
 
     @abstractmethod
     def gather(
-        self,
-        array: Any | None,
-        root: int,
-        layouts: Sequence[ArrayLayout | None],
-        out: Sequence[Any | None] | None,
+        self, array: Any | None, root: int, layouts: Sequence[ArrayLayout | None], out: Sequence[Any | None] | None
     ) -> None:
         """Copy rank r's array into the root's ``out[r]``.
 

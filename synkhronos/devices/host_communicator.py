@@ -28,12 +28,7 @@ from synkhronos.ranks.control import SCRATCH_NBYTES
 
 
 class HostCommunicator(Communicator):
-    """Collectives over NumPy arrays, through shared memory.
-
-    Parameters
-    ----------
-    rank : Rank
-    """
+    """Collectives over NumPy arrays, through shared memory."""
 
     generation = 0  # the fork connects the ranks
 

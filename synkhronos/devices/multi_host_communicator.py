@@ -43,12 +43,7 @@ _MAX_PENDING_ON_LAST = N_FRAMES - 2
 
 
 class MultiHostCommunicator(HostCommunicator):
-    """Collectives over NumPy arrays of ranks on several hosts, through shared memory and pipes between hosts.
-
-    Parameters
-    ----------
-    rank : Rank
-    """
+    """Collectives over NumPy arrays of ranks on several hosts, through shared memory and pipes between hosts."""
 
     def __init__(self, rank: Rank):
         super().__init__(rank)

@@ -104,11 +104,7 @@ class ReducibleOutputs(Protocol):
         """Reduce the outputs over all ranks; return a list of values in the master."""
 
     def freeze(self, rank: Rank) -> Self:
-        """Return a copy that can be reduced after shared variables have changed.
-
-        If the master has no rows, it computes the outputs of zero rows now; an error of this computation is raised by
-        `reduce`, if it needs the outputs.  Workers drop the values of outputs that are not reduced.
-        """
+        """Return a copy that can be reduced after shared variables have changed."""
 
 
 class Engine:
@@ -181,11 +177,6 @@ class Engine:
 
     def collect(self, rank: Rank, outputs: ReducibleOutputs) -> Any:
         """Reduce this rank's outputs of a call, or store them for a later `fetch`.
-
-        Parameters
-        ----------
-        rank : Rank
-        outputs : ReducibleOutputs
 
         Returns
         -------

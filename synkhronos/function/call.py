@@ -165,13 +165,6 @@ class Call(_CallFields, Command):
 class RankCall:
     """A call on one rank: its rows, its compiled variant, and the outputs.
 
-    Parameters
-    ----------
-    call : Call
-    computation : Computation
-    compiled : CompiledVariant
-    rank : Rank
-
     Attributes
     ----------
     runner : Runner

@@ -28,6 +28,7 @@ from synkhronos.function.outputs import OutputSpec
 from synkhronos.function.rank_mean import count_rank_means
 from synkhronos.graphs import GraphLibrary
 from synkhronos.graphs.library import InputSpec
+from synkhronos.replication.replicator import DeviceResident
 from synkhronos.replication.user_code import UserCode
 
 
@@ -77,7 +78,7 @@ class CompiledVariant(NamedTuple):
 
 
 @dataclass
-class Computation:
+class Computation(DeviceResident):
     """The graph of a function, with its reductions and compiled variants.
 
     Attributes

@@ -32,10 +32,6 @@ _keys = itertools.count()
 class Dispatcher:
     """Makes the command of each call of a function, and sends the function's computation to the workers.
 
-    Parameters
-    ----------
-    computation : Computation
-
     Attributes
     ----------
     key : tuple
@@ -207,9 +203,8 @@ def _distribute(session: Session, dispatchers: Sequence[Dispatcher]) -> None:
         computations = [dispatcher.computation for dispatcher in group]
         variables = [variable for computation in computations for variable in computation.list_variables()]
         try:
-            Replicator.from_session(session).send(
-                [(dispatcher.key, dispatcher.computation) for dispatcher in group], variables
-            )
+            objects = [(dispatcher.key, dispatcher.computation) for dispatcher in group]
+            code = Replicator.from_session(session).send(objects, variables)
         except TypeError as error:
             # Pickle's error does not name the cause, which may be a keyword argument.
             for computation in computations:
@@ -218,6 +213,8 @@ def _distribute(session: Session, dispatchers: Sequence[Dispatcher]) -> None:
                 except TypeError as own_error:
                     raise TypeError(f"{computation.name}: {own_error}") from own_error.__cause__
             raise TypeError(f"{', '.join(computation.name for computation in computations)}: {error}") from error
+        for computation in computations:
+            computation.user_code = code
     for dispatcher in dispatchers:
         dispatcher.mark_distributed(session)
         session.registry.get(_PendingDispatchers).discard(dispatcher)

@@ -24,12 +24,7 @@ _MISSING = object()
 
 
 class CallInputs:
-    """Checks the inputs of a function's calls and puts them into shared memory.
-
-    Parameters
-    ----------
-    computation : Computation
-    """
+    """Checks the inputs of a function's calls and puts them into shared memory."""
 
     def __init__(self, computation: Computation):
         self.computation = computation

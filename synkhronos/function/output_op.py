@@ -73,10 +73,6 @@ def _list_ops() -> str:
 class Accumulator:
     """Running reduction of values.
 
-    Parameters
-    ----------
-    op : OutputOp
-
     Examples
     --------
     >>> total = Accumulator(OutputOp("mean"))

@@ -112,13 +112,7 @@ class Theano(GraphLibrary):
                 continue
             default = spec.default[0] if spec.default else None
             placed.append(
-                In(
-                    variable,
-                    name=spec.name,
-                    value=default,
-                    mutable=spec.mutable,
-                    allow_downcast=spec.allow_downcast,
-                )
+                In(variable, name=spec.name, value=default, mutable=spec.mutable, allow_downcast=spec.allow_downcast)
             )
             replaced.append((spec.variable, variable.transfer("cpu")))
         return placed, replaced

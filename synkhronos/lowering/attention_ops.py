@@ -29,8 +29,6 @@ from pytensor.graph.rewriting.basic import in2out, node_rewriter
 from synkhronos.lowering.linker import DECOMPOSE_ATTENTION
 from synkhronos.lowering.numpy_op import register_lowering
 
-__all__ = ["Attention", "AttentionGradient"]
-
 
 class _AttentionOp(Op):
     """Base class of `Attention` and `AttentionGradient`.

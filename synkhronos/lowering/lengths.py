@@ -49,16 +49,6 @@ from pytensor.tensor.subtensor import (
 )
 from pytensor.tensor.type import lscalar
 
-__all__ = [
-    "FixedLengthSubtensor",
-    "KnownVariables",
-    "StaticLengthGraph",
-    "extract_lengths",
-    "select_shape_inputs",
-    "split_indexing",
-    "to_python_function",
-]
-
 #: Ops by which Python may compute lengths before a call.
 _LENGTH_OPS = (
     CAReduce,
@@ -245,10 +235,6 @@ class KnownVariables:
 
     Values that depend only on scalar integer inputs and on the inputs' shapes are known before a call.  Values that
     depend only on these and on the shapes of other variables are known while JAX traces the graph.
-
-    Parameters
-    ----------
-    graph : FunctionGraph
     """
 
     def __init__(self, graph: FunctionGraph):

@@ -15,8 +15,6 @@ import synkhronos.lowering.slices  # noqa: F401 - registers a rewrite
 from synkhronos.lowering.lengths import extract_lengths
 from synkhronos.lowering.shapes import register_lowerings
 
-__all__ = ["DECOMPOSE_ATTENTION", "LengthLinker", "to_strong_array", "use_length_linker"]
-
 #: Name of the rewrite that decomposes the Ops of attention, for all modes but JAX mode.
 DECOMPOSE_ATTENTION = "decompose_attention"
 

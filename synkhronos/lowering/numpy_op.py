@@ -20,8 +20,6 @@ from pytensor.graph.rewriting.basic import GraphRewriter
 
 from synkhronos.lowering import shapes
 
-__all__ = ["NumpyOp", "call_in_order", "register_lowering"]
-
 _lowerings: dict[type[Op], Callable[..., Any]] = {}
 #: Functions of `_Registration` that have been called in this process.
 _registered: set[Callable[[], None]] = set()

@@ -17,8 +17,6 @@ from pytensor.tensor.basic import ScalarFromTensor, TensorFromScalar
 from pytensor.tensor.elemwise import DimShuffle
 from pytensor.tensor.subtensor import Subtensor
 
-__all__ = ["Polynomial", "to_polynomial", "find_constant_length"]
-
 #: A polynomial in unknown integers: maps each product of unknowns to its coefficient, and () to the constant term.
 Polynomial = Counter[tuple[Any, ...]]
 

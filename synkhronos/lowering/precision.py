@@ -16,8 +16,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-__all__ = ["COMPILER_OPTIONS", "computes_in_bfloat16", "round_to_bfloat16"]
-
 #: Compiler options for graphs with rounded values.  Otherwise XLA would use the unrounded number where it is available,
 #: and write both to memory.
 COMPILER_OPTIONS = {"xla_allow_excess_precision": False}

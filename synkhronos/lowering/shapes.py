@@ -21,15 +21,7 @@ from typing import Any
 import numpy as np
 from pytensor.graph.basic import Apply, Constant
 from pytensor.printing import debugprint
-from pytensor.scalar.basic import (
-    AND,
-    OR,
-    Add,
-    Mul,
-    ScalarMaximum,
-    ScalarMinimum,
-    ScalarOp,
-)
+from pytensor.scalar.basic import AND, OR, Add, Mul, ScalarMaximum, ScalarMinimum, ScalarOp
 from pytensor.scan.op import Scan
 from pytensor.tensor.basic import (
     Alloc,
@@ -45,22 +37,10 @@ from pytensor.tensor.basic import (
 from pytensor.tensor.elemwise import CAReduce, DimShuffle, Elemwise
 from pytensor.tensor.random.op import RandomVariable
 from pytensor.tensor.shape import Reshape
-from pytensor.tensor.subtensor import (
-    AdvancedIncSubtensor,
-    AdvancedSubtensor,
-    IncSubtensor,
-    Subtensor,
-)
+from pytensor.tensor.subtensor import AdvancedIncSubtensor, AdvancedSubtensor, IncSubtensor, Subtensor
 
-from synkhronos.lowering.lengths import (
-    FixedLengthSubtensor,
-    select_shape_inputs,
-    split_indexing,
-    to_python_function,
-)
+from synkhronos.lowering.lengths import FixedLengthSubtensor, select_shape_inputs, split_indexing, to_python_function
 from synkhronos.lowering.polynomial import Polynomial, find_constant_length, to_polynomial
-
-__all__ = ["register_lowerings"]
 
 #: Maximal number of elements of a shape; larger arrays are data.
 _MAX_SHAPE_SIZE = 64
@@ -83,14 +63,15 @@ def register_lowerings() -> None:
     for base in (Subtensor, AdvancedSubtensor, IncSubtensor, AdvancedIncSubtensor):
         jax_funcify.register(base)(_allow_traced_bounds(jax_funcify.dispatch(base)))
     for base, to_numpy in (
-        (ScalarOp, _scalar_to_numpy),
+        # Elemwise requests its scalar Op's lowering with its own node.
+        (ScalarOp, lambda op, node: to_python_function(op) if node.op is op else None),
         (Elemwise, _elemwise_to_numpy),
         (CAReduce, _reduction_to_numpy),
-        (MakeVector, _make_vector_to_numpy),
-        (ScalarFromTensor, _conversion_to_numpy),
-        (TensorFromScalar, _conversion_to_numpy),
-        (DimShuffle, _dimshuffle_to_numpy),
-        (Subtensor, _subtensor_to_numpy),
+        (MakeVector, lambda op, node: lambda *x: np.array(x, op.dtype)),
+        (ScalarFromTensor, lambda op, node: lambda x: x),
+        (TensorFromScalar, lambda op, node: lambda x: x),
+        (DimShuffle, lambda op, node: lambda x: np.reshape(x, (-1,) if node.outputs[0].type.ndim else ())),
+        (Subtensor, lambda op, node: lambda *x: np.asarray(x[0])[split_indexing(op, x)[1]]),
         (Join, _join_to_numpy),
     ):
         # Subclasses may have lowerings of their own.
@@ -176,11 +157,6 @@ def _elemwise_to_numpy(op: Any, node: Any) -> ArrayFunction:
     return np.vectorize(to_python_function(op.scalar_op), otypes=[v.type.dtype for v in node.outputs])
 
 
-def _scalar_to_numpy(op: Any, node: Any) -> ArrayFunction | None:
-    # Elemwise requests its scalar Op's lowering with its own node.
-    return to_python_function(op) if node.op is op else None
-
-
 def _reduction_to_numpy(op: Any, node: Any) -> ArrayFunction | None:
     functions: dict[type, ArrayFunction] = {
         Add: np.sum,
@@ -191,22 +167,6 @@ def _reduction_to_numpy(op: Any, node: Any) -> ArrayFunction | None:
         OR: np.any,
     }
     return functions.get(type(op.scalar_op))
-
-
-def _make_vector_to_numpy(op: Any, node: Any) -> ArrayFunction:
-    return lambda *x: np.array(x, op.dtype)
-
-
-def _conversion_to_numpy(op: Any, node: Any) -> ArrayFunction:
-    return lambda x: x
-
-
-def _dimshuffle_to_numpy(op: Any, node: Any) -> ArrayFunction:
-    return lambda x: np.reshape(x, (-1,) if node.outputs[0].type.ndim else ())
-
-
-def _subtensor_to_numpy(op: Any, node: Any) -> ArrayFunction:
-    return lambda *inputs: np.asarray(inputs[0])[split_indexing(op, inputs)[1]]
 
 
 def _join_to_numpy(op: Any, node: Any) -> ArrayFunction:

@@ -18,8 +18,6 @@ from pytensor.tensor.subtensor import Subtensor
 from synkhronos.lowering.lengths import KnownVariables, split_indexing
 from synkhronos.lowering.polynomial import find_constant_length
 
-__all__ = ["SliceLengthRewriter"]
-
 
 class SliceLengthRewriter(GraphRewriter):
     """Rewrite that specifies the lengths of slices whose bounds are data and differ by a constant."""

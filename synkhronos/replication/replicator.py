@@ -7,7 +7,7 @@ otherwise (see `user_code`)::
     master                                            worker
     Replicator.send(values, variables)
       pickle  ------ in shared memory ------------->  ReceiveObjects.run
-      keys    ------------------------------------->  rank.objects[key] = _StrongReference(object)
+      keys    ------------------------------------->  rank.objects[key] = lambda: object
     rank.objects[key] = weakref(object)               rank.get_object(key)
 
 The master holds weak references: a variable that the user has dropped is released on all ranks.
@@ -23,6 +23,7 @@ import os
 import pickle
 import sys
 import weakref
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from types import FunctionType
@@ -61,30 +62,28 @@ def is_registered(shared: Any) -> bool:
     return shared in _registered
 
 
-class Replicator:
-    """Sends objects to the workers, and records which shared variables they have.
+class DeviceResident(ABC):
+    """Base class of objects with values that a worker moves to its device when it receives the object."""
 
-    Parameters
-    ----------
-    session : Session
-    """
+    @abstractmethod
+    def move_to_device(self) -> None:
+        """Move the values to the device, if the device requires it."""
+
+
+class Replicator:
+    """Sends objects to the workers, and records which shared variables they have."""
 
     def __init__(self, session: Session):
         self._session = weakref.ref(session)
         self._keys: WeakKeyDict[Any, tuple[str, int]] = WeakKeyDict()
         #: User modules whose code is pickled by value, because a worker has another version or none.
         self._modules_by_value: set[str] = set()
+        session.add_replacement_callback(self, Replicator._separate_streams)
 
     @classmethod
     def from_session(cls, session: Session) -> Replicator:
         """Return the session's replicator."""
-        return session.registry.get(cls, lambda: cls._create(session))
-
-    @classmethod
-    def _create(cls, session: Session) -> Replicator:
-        replicator = cls(session)
-        session.add_replacement_callback(replicator, cls._separate_streams)
-        return replicator
+        return session.registry.get(cls, lambda: cls(session))
 
     def _separate_streams(self) -> None:
         """Move the random generators of new workers to streams of their own.
@@ -103,16 +102,20 @@ class Replicator:
         """Return a shared variable's key; None if the workers don't have the variable."""
         return self._keys.get(shared)
 
-    def send(self, values: Sequence[tuple[Any, Any]], variables: Sequence[Any]) -> None:
+    def send(self, values: Sequence[tuple[Any, Any]], variables: Sequence[Any]) -> UserCode | None:
         """Copy objects to the workers, with the shared variables in them that the workers don't have.
 
         Parameters
         ----------
         values : list of (key, object)
-            Objects for the workers' `Rank.objects`; may be empty.  Workers call the method ``move_to_device`` of each.
-            The attribute ``user_code`` of each is set to the `UserCode` in the pickle.
+            Objects for the workers' `Rank.objects`; may be empty.
         variables : list of variables
             All variables in the objects.
+
+        Returns
+        -------
+        UserCode or None
+            User code in the pickle; None without workers.
 
         Raises
         ------
@@ -123,21 +126,18 @@ class Replicator:
         assert session is not None
         library = library_of(*variables[:1]) if variables else None
         shareds = library.find_shareds(variables) if library is not None else []
-        keyed = []
-        for shared in shareds:
-            if self.get_key(shared) is None:
-                keyed.append((("shared", next(_key_numbers)), shared))
+        keyed = [(("shared", next(_key_numbers)), shared) for shared in shareds if self.get_key(shared) is None]
+        code = None
         if session.size > 1:
             starts = [reserve_streams(session, shared) for _, shared in keyed]
             # In topological order: pickle follows references, and would recurse through the depth of the graph.
             nodes = library.sort_nodes(variables) if library is not None else []
             code = self._send_objects(session, nodes, [*keyed, *values], starts)
-            for _, value in values:
-                value.user_code = code
         for key, shared in keyed:
             self._keys[shared] = key
             session.rank.objects[key] = weakref.ref(shared)
             session.memory.release_with(shared, "object", key)
+        return code
 
     def _send_objects(
         self, session: Session, nodes: list[Any], objects: list[tuple[Any, Any]], starts: list[int]
@@ -249,12 +249,13 @@ class ReceiveObjects(Command):
         unpickler.rank = rank
         _, values, starts = unpickler.load()
         for key, value in values:
-            rank.objects[key] = _StrongReference(value)
+            rank.objects[key] = lambda value=value: value  # called like the master's weak references
         for (_, shared), start in zip(values, starts, strict=False):
             if library_of(shared).is_generator(shared):
                 jump_shared(shared, rank, start)
         for _, value in values[len(starts) :]:
-            value.move_to_device()
+            if isinstance(value, DeviceResident):
+                value.move_to_device()
         return set()
 
 
@@ -290,12 +291,7 @@ class _Pickler(cloudpickle.Pickler):
     """
 
     def __init__(
-        self,
-        stream: io.BytesIO,
-        keys: Any,
-        buffers: list[pickle.PickleBuffer],
-        by_value: set[str],
-        code: UserCode,
+        self, stream: io.BytesIO, keys: Any, buffers: list[pickle.PickleBuffer], by_value: set[str], code: UserCode
     ):
         super().__init__(stream, pickle.HIGHEST_PROTOCOL, buffer_callback=buffers.append)
         self._keys, self._modules_by_value, self._code = keys, by_value, code
@@ -324,13 +320,3 @@ class _Unpickler(pickle.Unpickler):
 
     def persistent_load(self, key: Any) -> Any:
         return self.rank.objects[key]()
-
-
-@dataclass(frozen=True, slots=True)
-class _StrongReference:
-    """Reference that is called like the master's weak references, but keeps the object alive."""
-
-    value: Any
-
-    def __call__(self) -> Any:
-        return self.value

@@ -42,7 +42,9 @@ def test_assign_gpus_gives_each_rank_a_gpu(monkeypatch, visible, size, root, min
         monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     else:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-    assert cuda.assign_gpus(size, root, mine) == expected
+    device = type(JAX)()
+    device._gpu = mine
+    assert device.assign_gpus(size, root) == expected
 
 
 @pytest.mark.parametrize("before", [None, "1,0"])

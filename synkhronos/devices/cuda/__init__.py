@@ -16,24 +16,6 @@ from importlib.util import find_spec
 GPU_REQUIREMENTS: dict[tuple[str, ...], str] = {("nccl.core",): "nccl4py", ("cuda.core",): "cuda-core"}
 
 
-def assign_gpus(n_local_ranks: int, local_master: int, started_gpu: str | None) -> list[str]:
-    """Return the GPU of each rank of this host, as `Device.assign_gpus` does.
-
-    Parameters
-    ----------
-    n_local_ranks, local_master : int
-        As in `Device.assign_gpus`.
-    started_gpu : str or None
-        GPU on which this process has started CUDA already, which it can't change; None if it has not.
-    """
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    names = [str(i) for i in range(n_local_ranks)] if visible is None else [name.strip() for name in visible.split(",")]
-    if started_gpu is not None and started_gpu in names:
-        names.remove(started_gpu)
-        names.insert(local_master, started_gpu)
-    return names[:n_local_ranks]
-
-
 @contextlib.contextmanager
 def restrict_visible_gpu(gpu: str) -> Iterator[None]:
     """Make one GPU the only visible one for CUDA, if CUDA is started within the ``with`` block."""

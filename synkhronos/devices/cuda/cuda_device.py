@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Iterable, Sequence
 from functools import cached_property
 from typing import Any
@@ -58,7 +59,12 @@ class CudaDevice(Device, GpuArrays):
 
     def assign_gpus(self, n_local_ranks: int, local_master: int) -> list[str]:
         """Return the GPU of each rank of this host, as ``CUDA_VISIBLE_DEVICES`` names it."""
-        return cuda.assign_gpus(n_local_ranks, local_master, self._gpu)
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+        names = [*map(str, range(n_local_ranks))] if visible is None else [name.strip() for name in visible.split(",")]
+        if self._gpu in names:  # CUDA can't change the GPU on which it was started
+            names.remove(self._gpu)
+            names.insert(local_master, self._gpu)
+        return names[:n_local_ranks]
 
     def initialize(self, gpu: str) -> None:
         """Start the library on one GPU, and hide all others from this process."""

@@ -210,18 +210,12 @@ def _stream_callback(address: int) -> None:
         _log.info("XLA's stream can't be found: %r", error)
 
 
-def find_compute_stream(platform: str = "CUDA") -> ComputeStream | None:
-    """Return the stream on which XLA computes; None if it can't be found.
-
-    Parameters
-    ----------
-    platform : str
-        XLA's name of the platform.
-    """
+def find_compute_stream() -> ComputeStream | None:
+    """Return the stream on which XLA computes on a GPU; None if it can't be found."""
     import jax
 
     try:
-        _register(_STREAM_TARGET, _stream_callback, platform)
+        _register(_STREAM_TARGET, _stream_callback, "CUDA")
         _found_streams.clear()
         _probing_thread[:] = [threading.current_thread()]
         result = jax.ShapeDtypeStruct((), np.int8)

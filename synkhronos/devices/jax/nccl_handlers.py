@@ -77,13 +77,8 @@ def load_handlers() -> Any:
     return library
 
 
-def build_library(folder: Path | None = None) -> Path:
+def build_library() -> Path:
     """Return the path of the compiled handlers; compile them unless another process has.
-
-    Parameters
-    ----------
-    folder : Path, optional
-        Folder of the cache.  Default: ``synkhronos`` in the user's cache directory.
 
     Raises
     ------
@@ -93,7 +88,7 @@ def build_library(folder: Path | None = None) -> Path:
     import jax
     import jaxlib
 
-    folder = folder or Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "synkhronos"
+    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "synkhronos"
     key = hashlib.blake2b(_SOURCE.read_bytes(), digest_size=12)
     key.update(f"{jaxlib.__version__} {' '.join(_OPTIONS)} {os.uname().machine}".encode())
     path = folder / f"nccl_ffi_{key.hexdigest()}.so"

@@ -81,11 +81,6 @@ class InterruptPoll:
 class ProgramReducer:
     """Base class of the reducers of one program (`synkhronos.devices.jax.ffi.Reducer`).
 
-    Parameters
-    ----------
-    rank : Rank
-    poll : InterruptPoll
-
     Attributes
     ----------
     count : int

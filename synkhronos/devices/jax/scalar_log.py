@@ -88,12 +88,7 @@ class ScalarLog:
 
 
 class LogEntry:
-    """A scalar output of one launch, which may not be computed yet.
-
-    Attributes
-    ----------
-    log : ScalarLog
-    """
+    """A scalar output of one launch, which may not be computed yet."""
 
     __slots__ = ("_index", "_output", "log")
 

@@ -114,13 +114,7 @@ class Executable(Runner):
             positions += range(n_arguments, n_arguments + len(self._log.storages))
         # Without a reference to self, which would be a cycle and leave the memory to the garbage collector.
         run = partial(
-            trace_functions,
-            self._functions,
-            spec,
-            self.ffi_all_reduce,
-            self._storages,
-            self._updated,
-            self._logged,
+            trace_functions, self._functions, spec, self.ffi_all_reduce, self._storages, self._updated, self._logged
         )
         if self.n_repeats > 1:
             index = {id(storage): i for i, storage in enumerate(self._storages)}

@@ -17,14 +17,7 @@ from synkhronos.ranks.interrupts import defer_signals
 
 
 class FusedRunner(Runner):
-    """An executable with an all-reduce, which all ranks launch at the same point of a command.
-
-    Parameters
-    ----------
-    rank : Rank
-    executable : Executable
-    all_reduce : StepAllReduce
-    """
+    """An executable with an all-reduce, which all ranks launch at the same point of a command."""
 
     def __init__(self, rank: Rank, executable: Executable, all_reduce: StepAllReduce):
         self._rank, self._executable, self._all_reduce = rank, executable, all_reduce

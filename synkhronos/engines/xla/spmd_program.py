@@ -30,12 +30,7 @@ from synkhronos.ranks import Rank
 from synkhronos.ranks.interrupts import defer_signals
 
 #: JAX's settings that change numbers, which all ranks take from the master.
-_SETTINGS = (
-    "jax_enable_x64",
-    "jax_default_matmul_precision",
-    "jax_default_prng_impl",
-    "jax_threefry_partitionable",
-)
+_SETTINGS = ("jax_enable_x64", "jax_default_matmul_precision", "jax_default_prng_impl", "jax_threefry_partitionable")
 
 
 class SpmdProgram:

@@ -123,11 +123,7 @@ def trace_with_lengths(
 
 
 def _trace_all_reduce(
-    function: JaxFunction,
-    operands: Sequence[Any],
-    spec: AllReduceSpec,
-    ffi_all_reduce: FfiAllReduce,
-    iteration: Any,
+    function: JaxFunction, operands: Sequence[Any], spec: AllReduceSpec, ffi_all_reduce: FfiAllReduce, iteration: Any
 ) -> tuple[list[Any], Any]:
     """Trace a function and the all-reduce of one of its results.
 

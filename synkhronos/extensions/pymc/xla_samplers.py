@@ -80,8 +80,6 @@ class SamplerProgram:
         Further arguments of PyMC's function.
     settings : dict
         JAX's settings.
-    code : UserCode
-        Set by `Replicator.send`.
     """
 
     name: str
@@ -89,10 +87,6 @@ class SamplerProgram:
     potential: Any
     arguments: dict[str, Any]
     settings: dict[str, Any]
-    code: Any = None
-
-    def move_to_device(self) -> None:
-        """Do nothing: the ranks have the rows."""
 
 
 def _sample_on_ranks(name: str, arguments: dict[str, Any]) -> tuple[Any, Any, ModuleType]:
