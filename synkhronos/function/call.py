@@ -350,17 +350,15 @@ class RankCall:
         """Run the compiled function on the given rows of each input, and return its outputs.  None selects all rows."""
         inputs = self._stage_inputs(rows, sliceable_rows)
         if count := self.compiled.n_rank_means:
-            return RankMeanContext(self._rank, count).run_launch(lambda: self._launch_and_wait(inputs))
+            with RankMeanContext(self._rank, count).activate():
+                results = self.runner(*inputs)
+                self.runner.wait(results)
+            return results
         if self._rank.is_master and self.runner.is_new_signature(inputs):
             shapes = [getattr(value, "shape", ()) for value in inputs]
             with warn_if_slow(f"compiling {self.computation.name} for inputs of shapes {shapes}"):
                 return self.runner(*inputs)
         return self.runner(*inputs)
-
-    def _launch_and_wait(self, inputs: Sequence[Any]) -> list[Any]:
-        results = self.runner(*inputs)
-        self.runner.wait(results)
-        return results
 
     def _stage_inputs(self, rows: Sequence[Selection | None], sliceable_rows: Selection | None) -> list[Any]:
         rank, computation, buffers = self._rank, self.computation, self.computation.buffers

@@ -114,7 +114,12 @@ class RankOutputs(NamedTuple):
         try:
             return self._replace(values=self.values or self.compute_zero_rows(), compute_zero_rows=list)
         except Exception as error:
-            return self._replace(compute_zero_rows=_RaisingCallable(error))
+            deferred = error
+
+            def fail() -> list[Any]:
+                raise deferred
+
+            return self._replace(compute_zero_rows=fail)
 
     def reduce(self, rank: Rank) -> Any:
         """Reduce the outputs over all ranks.
@@ -153,16 +158,6 @@ class RankOutputs(NamedTuple):
                 pending_calls.append(outputs)
                 nbytes += size
         return results + _reduce_many_scalars(rank, pending_calls) if pending_calls else results
-
-
-class _RaisingCallable:
-    """A callable that raises an error: the deferred failure to compute the outputs of zero rows."""
-
-    def __init__(self, error: Exception):
-        self.error = error
-
-    def __call__(self) -> list[Any]:
-        raise self.error
 
 
 # -- scalars -----------------------------------------------------------------------------------------------------

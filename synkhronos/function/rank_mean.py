@@ -13,7 +13,7 @@ a thread of its own, while the main thread waits for the launch.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any, ClassVar
 
 import numpy as np
@@ -42,28 +42,28 @@ class RankMeanContext:
         self._n_done = 0
         self._error: BaseException | None = None
 
-    def run_launch(self, run: Callable[[], list[Any]]) -> list[Any]:
-        """Call ``run``, which launches the compiled function and waits for it, and return its result.
+    @contextlib.contextmanager
+    def activate(self) -> Iterator[None]:
+        """Context in which the compiled function is launched and waited for.
 
         Raises
         ------
         RuntimeError
             If the launch has computed another number of means than the function has.
         Exception
-            The error of ``run``, or the error of a mean within the launch, for which XLA raises one of its own.
+            The error of a mean within the launch, for which XLA raises one of its own.
         """
         RankMeanContext.current = self
         try:
-            results = run()
+            yield
         except Exception:
-            if self._error is not None:  # XLA raises an error of its own
+            if self._error is not None:
                 raise self._error from None
             raise
         finally:
             RankMeanContext.current = None
         if self._n_done != self._count:
             raise RuntimeError(f"this rank has computed {self._n_done} means over ranks, expected {self._count}")
-        return results
 
     def contribute_no_rows(self) -> None:
         """Take part in the collectives of a launch on a rank without rows."""

@@ -26,17 +26,10 @@ import numpy as np
 _MISSING = object()
 _PACKAGE = Path(__file__).resolve().parent.parent
 #: Class attributes that Python sets.
-_GENERATED = {
-    "__abstractmethods__",
-    "__dict__",
-    "__doc__",
-    "__firstlineno__",
-    "__module__",
-    "__slotnames__",
-    "__static_attributes__",
-    "__weakref__",
-    "_abc_impl",
-}
+_GENERATED = frozenset(
+    "__abstractmethods__ __dict__ __doc__ __firstlineno__ __module__ __slotnames__ __static_attributes__ __weakref__ "
+    "_abc_impl".split()
+)
 
 #: Module and qualified name of a class or function.
 QualifiedName = tuple[str, str]

@@ -34,19 +34,9 @@ from synkhronos.devices.cuda.watchdog import GPU_POLL_SECONDS, CollectiveWatchdo
 from synkhronos.devices.reduce_op import REDUCE_OPS
 from synkhronos.ranks import Rank
 
-#: NCCL's numbers of dtypes (ncclDataType_t), by their names in NumPy and JAX.
-NCCL_DTYPES = {
-    "int8": 0,
-    "uint8": 1,
-    "int32": 2,
-    "uint32": 3,
-    "int64": 4,
-    "uint64": 5,
-    "float16": 6,
-    "float32": 7,
-    "float64": 8,
-    "bfloat16": 9,
-}
+#: NCCL's numbers of dtypes (ncclDataType_t, from 0), by their names in NumPy and JAX.
+_DTYPE_NAMES = "int8 uint8 int32 uint32 int64 uint64 float16 float32 float64 bfloat16"
+NCCL_DTYPES = {name: number for number, name in enumerate(_DTYPE_NAMES.split())}
 #: NCCL's numbers of reductions (ncclRedOp_t); other reductions use host memory.
 NCCL_OPS = {name: op.nccl_op for name, op in REDUCE_OPS.items() if op.nccl_op is not None}
 #: Bytes up to which an all-reduce takes no longer than a launch, and maximal seconds to wait for it.

@@ -16,7 +16,7 @@ from synkhronos.devices import JAX
 from synkhronos.devices.jax.ffi import FfiAllReduce
 from synkhronos.devices.jax.scalar_log import LOG_CAPACITY, ScalarLog
 from synkhronos.engines.engine import Runner
-from synkhronos.engines.xla.trace import AllReduceSpec, trace_functions, trace_loop, trace_with_lengths
+from synkhronos.engines.xla.trace import AllReduceSpec, trace_functions, trace_loop
 from synkhronos.graphs.library import has_other_references
 from synkhronos.lowering.jax_function import JaxFunction
 from synkhronos.lowering.precision import COMPILER_OPTIONS, computes_in_bfloat16
@@ -113,19 +113,20 @@ class Executable(Runner):
             n_arguments = self._n_inputs + len(self._storages)
             positions += range(n_arguments, n_arguments + len(self._log.storages))
         # Without a reference to self, which would be a cycle and leave the memory to the garbage collector.
-        run = partial(
-            trace_functions, self._functions, spec, self.ffi_all_reduce, self._storages, self._updated, self._logged
-        )
-        if self.n_repeats > 1:
-            index = {id(storage): i for i, storage in enumerate(self._storages)}
-            logs = range(len(index), len(index) + 1 + len(self._logged))
-            changed = [*(index[id(storage)] for storage in self._updated), *logs]
-            run = partial(trace_loop, partial(run, in_loop=True), self.n_repeats, self._n_inputs, changed)
+        in_loop = self.n_repeats > 1
+        tables = self._storages, self._updated, self._logged
+        run = partial(trace_functions, self._functions, spec, self.ffi_all_reduce, *tables, in_loop)
         options: dict[str, Any] = {}
         if self._has_lengths:
             # Lengths are the first argument, and static: XLA compiles anew for others.
-            run, positions = partial(trace_with_lengths, run), [position + 1 for position in positions]
-            options["static_argnums"] = 0
+            positions, options["static_argnums"] = [position + 1 for position in positions], 0
+        else:
+            run = partial(run, ())
+        if in_loop:
+            index = {id(storage): i for i, storage in enumerate(self._storages)}
+            logs = range(len(index), len(index) + 1 + len(self._logged))
+            changed = [*(index[id(storage)] for storage in self._updated), *logs]
+            run = partial(trace_loop, run, self.n_repeats, self._n_inputs, changed)
         options["compiler_options"] = COMPILER_OPTIONS if computes_in_bfloat16() else None
         # keep_unused: old values that no computation reads donate their memory, too, so that addresses stay the same
         # and XLA can replay recorded launches.

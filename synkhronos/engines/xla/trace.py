@@ -56,9 +56,9 @@ def trace_functions(
     storages: Sequence[list[Any]],
     updated: Sequence[list[Any]],
     logged: Sequence[int],
+    in_loop: bool,
+    lengths: tuple[int, ...],
     *arguments: Any,
-    in_loop: bool = False,
-    lengths: tuple[int, ...] = (),
 ) -> tuple[Any, ...]:
     """Trace the functions and the all-reduce that follows the first one.
 
@@ -70,12 +70,12 @@ def trace_functions(
         Storages of all shared variables, and of the updated ones.
     logged : list of int
         Positions of the outputs that are appended to the log instead of being returned.
-    *arguments : jax.Array
-        As `Executable._get_arguments` returns them, without lengths.
     in_loop : bool
         Whether this is the body of a loop.
     lengths : tuple of int
         Last arguments of the function, if there is a single one.
+    *arguments : jax.Array
+        As `Executable._get_arguments` returns them, after the lengths.
 
     Returns
     -------
@@ -113,13 +113,6 @@ def trace_functions(
     unlogged = [output for i, output in enumerate(outputs) if i not in logged]
     new_logs = ScalarLog.append(logs, [outputs[i] for i in logged]) if logs else []
     return (*unlogged, *(current[id(storage)] for storage in updated), *new_logs)
-
-
-def trace_with_lengths(
-    run: Callable[..., tuple[Any, ...]], lengths: tuple[int, ...], *arguments: Any
-) -> tuple[Any, ...]:
-    """Trace ``run``, a partial of `trace_functions`, with lengths, which JAX passes as the first argument."""
-    return run(*arguments, lengths=lengths)
 
 
 def _trace_all_reduce(
