@@ -17,7 +17,7 @@ import numpy as np
 import synkhronos as synk
 from benchmarks._measure import Table, bar, duration, gpus, graph_library, heading, interleaved, quartiles, size
 from synkhronos import ranks
-from synkhronos.data.shared import to_shared_array
+from synkhronos.data.shared_memory import to_shared_array
 from synkhronos.devices.cuda.staging import check_result
 from synkhronos.ranks import Command, Rank, SharedArray
 

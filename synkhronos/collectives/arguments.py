@@ -15,7 +15,7 @@ from synkhronos.casts import check_dense
 from synkhronos.checks import check_choice, check_distinct, check_list, describe
 from synkhronos.data import Data
 from synkhronos.data.rows import get_share
-from synkhronos.data.shared import check_session, copy_to_shared, to_shared_array
+from synkhronos.data.shared_memory import check_session, copy_to_shared, to_shared_array
 from synkhronos.devices import Selection
 from synkhronos.devices.reduce_op import REDUCE_OPS, list_collective_ops
 from synkhronos.graphs import library_of

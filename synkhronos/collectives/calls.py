@@ -38,7 +38,7 @@ from synkhronos.collectives.commands import (
 )
 from synkhronos.data import Data
 from synkhronos.data.rows import get_share, select_rows
-from synkhronos.data.shared import to_shared_array
+from synkhronos.data.shared_memory import to_shared_array
 from synkhronos.graphs import library_of
 from synkhronos.ranks import Session, WeakKeyDict
 from synkhronos.replication.random_streams import reset_streams

@@ -240,7 +240,7 @@ class Data:
         if memory is not None and memory() is not None:
             gc.collect()  # compilers leave reference cycles that refer to inputs
 
-    # -- internal: the call lock is held; other packages use the functions of `shared` --------------------------
+    # -- internal: the call lock is held; other packages use `shared_memory` -------------------------------------
 
     def _to_shared_array(self) -> SharedArray:
         """Return the description by which ranks find the array: segment, dtype and shape."""

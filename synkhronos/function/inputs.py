@@ -14,7 +14,7 @@ import numpy as np
 from synkhronos.casts import check_dense
 from synkhronos.data import Data
 from synkhronos.data.rows import as_index_array, find_max_row, find_min_row, select_rows, select_rows_unbounded
-from synkhronos.data.shared import SharedBuffers, check_session, to_shared_array
+from synkhronos.data.shared_memory import SharedBuffers, check_session, to_shared_array
 from synkhronos.devices import Selection
 from synkhronos.function.call import BroadcastInput, ScatteredInput
 from synkhronos.function.computation import Computation

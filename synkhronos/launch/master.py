@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from synkhronos.compat.startup import import_theano_before_fork
-from synkhronos.data.shared import create_unpublished
+from synkhronos.data.shared_memory import create_unpublished
 from synkhronos.launch import binding, rank_main
 from synkhronos.launch.memory_checkpoint import DeathLog
 from synkhronos.launch.settings import FAILURE, PROCESSES, SETTINGS, Settings

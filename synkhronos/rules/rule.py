@@ -10,7 +10,7 @@ import numpy as np
 
 from synkhronos.checks import check_at_least, check_number
 from synkhronos.data import Data
-from synkhronos.data.shared import create_unpublished
+from synkhronos.data.shared_memory import create_unpublished
 from synkhronos.devices import HOST, find_device
 from synkhronos.rules.state import State, concatenate
 from synkhronos.tasks import Worker

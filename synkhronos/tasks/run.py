@@ -18,7 +18,7 @@ import numpy as np
 from synkhronos import ranks
 from synkhronos.collectives.arguments import distribute_variables
 from synkhronos.data import Data
-from synkhronos.data.shared import check_session, is_published, to_shared_array
+from synkhronos.data.shared_memory import check_session, is_published, to_shared_array
 from synkhronos.devices import HOST
 from synkhronos.function import Function, get_dispatcher
 from synkhronos.function.computation import DEFAULT_VARIANT

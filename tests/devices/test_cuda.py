@@ -15,12 +15,12 @@ from system import LIMIT, run_code
 
 import synkhronos as synk
 from synkhronos import devices, ranks
-from synkhronos.data.shared import to_shared_array
+from synkhronos.data.shared_memory import to_shared_array
 from synkhronos.devices import JAX, PYGPU, cuda
 from synkhronos.devices.cuda.nccl import BufferSpan, NcclCommunicator
 from synkhronos.devices.cuda.nccl_group import NcclGroup
 from synkhronos.devices.cuda.staging import Staging, _PinnedMemory
-from synkhronos.engines.xla.fused_launch import GradientReducer
+from synkhronos.engines.xla.fused_runner import GradientReducer
 from synkhronos.ranks import Cancelled
 
 # -- GPUs by rank, and hints for installing --------------------------------------------------------------------

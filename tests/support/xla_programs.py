@@ -9,7 +9,7 @@ from unittest import mock
 import numpy as np
 
 from synkhronos.devices.jax import program_reducer
-from synkhronos.engines.xla.spmd_program import SpmdProgram, get_settings
+from synkhronos.engines.xla.spmd_program import SpmdProgram, get_jax_settings
 from synkhronos.ranks import Command
 
 #: Number of the all-reduce at which an event happens.
@@ -69,7 +69,7 @@ class Multiply(Command):
     vectorized: bool = False
     event: str = ""
     victim: int = 1
-    settings: dict = field(default_factory=get_settings)
+    settings: dict = field(default_factory=get_jax_settings)
 
     def run(self, rank):
         import jax

@@ -23,7 +23,7 @@ from synkhronos.devices.jax.scalar_log import LOG_CAPACITY
 from synkhronos.engines.engine import Runner, StepAllReduce
 from synkhronos.engines.lazy import LazyEngine
 from synkhronos.engines.xla.executable import Executable
-from synkhronos.engines.xla.fused_launch import FusedRunner
+from synkhronos.engines.xla.fused_runner import FusedRunner
 from synkhronos.engines.xla.trace import AllReduceSpec
 from synkhronos.graphs import GraphLibrary
 from synkhronos.lowering.jax_function import JaxFunction

@@ -67,7 +67,7 @@ class SpmdProgram:
         function : callable
             Returns a sequence of arrays.
         settings : dict
-            JAX's settings in the master, as `get_settings` returns them.
+            JAX's settings in the master, as `get_jax_settings` returns them.
 
         Returns
         -------
@@ -87,8 +87,8 @@ class SpmdProgram:
             defer_signals(),
             poll.watch(),
             _limit_xla_threads(rank),
-            _use_settings(settings),
-            _discard_output(not rank.is_master),
+            _use_jax_settings(settings),
+            contextlib.nullcontext() if rank.is_master else _discard_output(),
         ):
             reducer = _make_reducer(rank, poll)
             SpmdProgram.current = self
@@ -144,7 +144,7 @@ class SpmdProgram:
         return compute
 
 
-def get_settings() -> dict[str, Any]:
+def get_jax_settings() -> dict[str, Any]:
     """Return this process's settings of JAX that change numbers."""
     import jax
 
@@ -183,7 +183,7 @@ def _make_reducer(rank: Rank, poll: InterruptPoll) -> ProgramReducer:
 
 
 @contextlib.contextmanager
-def _use_settings(settings: dict[str, Any]) -> Iterator[None]:
+def _use_jax_settings(settings: dict[str, Any]) -> Iterator[None]:
     """Set JAX's settings within the ``with`` block."""
     import jax
 
@@ -207,10 +207,7 @@ def _limit_xla_threads(rank: Rank) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _discard_output(is_silent: bool) -> Iterator[None]:
+def _discard_output() -> Iterator[None]:
     """Discard output within the ``with`` block: workers run the program with the master's progress bars."""
-    if not is_silent:
-        yield
-        return
     with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
         yield

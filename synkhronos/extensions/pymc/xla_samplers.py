@@ -30,7 +30,7 @@ import numpy as np
 
 from synkhronos import ranks
 from synkhronos.collectives.arguments import distribute_variables
-from synkhronos.engines.xla.spmd_program import SpmdProgram, get_settings, map_sequentially
+from synkhronos.engines.xla.spmd_program import SpmdProgram, get_jax_settings, map_sequentially
 from synkhronos.extensions.pymc.xla_sums import LocalGraph, register_conversions, replace_sums
 from synkhronos.extensions.rows_sum import RowsSum
 from synkhronos.ranks import Command, Rank
@@ -102,7 +102,7 @@ def _sample_on_ranks(name: str, arguments: dict[str, Any]) -> tuple[Any, Any, Mo
     (logp,) = sys.modules[_MODULE]._replace_shared_variables([model.logp()])
     potential = replace_sums(_SIGNS[name] * logp, make_graph)
     other_arguments = {key: value for key, value in arguments.items() if key not in ("model", "logp_fn")}
-    program = SamplerProgram(name, list(model.value_vars), potential, other_arguments, get_settings())
+    program = SamplerProgram(name, list(model.value_vars), potential, other_arguments, get_jax_settings())
     key = "sampler", next(_numbers)
     with session.call_lock:
         session.wait_until_idle()

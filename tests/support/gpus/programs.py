@@ -15,7 +15,7 @@ from system import LIMIT
 
 import synkhronos as synk
 from synkhronos import ranks
-from synkhronos.data.shared import to_shared_array
+from synkhronos.data.shared_memory import to_shared_array
 
 HOSTS = os.environ["HOSTS"].split(",")
 

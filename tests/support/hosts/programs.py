@@ -25,7 +25,7 @@ from library import shared, tensor
 import synkhronos as synk
 from synkhronos import ranks
 from synkhronos.data.rows import get_share
-from synkhronos.data.shared import create_unpublished
+from synkhronos.data.shared_memory import create_unpublished
 from synkhronos.hosts import mpirun
 from synkhronos.training import make_train_function, updates
 from synkhronos.training.trainer.death_recovery import DeathRecovery
