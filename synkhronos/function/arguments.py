@@ -45,7 +45,12 @@ def build_computation(
     """
     scattered, broadcast = _as_list(inputs, "inputs"), _as_list(bcast_inputs, "bcast_inputs")
     raw_outputs, raw_ops = _split_outputs_from_ops(outputs)
-    raw_updates, raw_givens = _as_update_triples(updates), _as_pairs(givens, "givens")
+    updates_forms = (
+        "a dict, or a list of (shared, expression[, op])",
+        "(shared, expression) or (shared, expression, op)",
+    )
+    raw_updates = [(*update, "avg")[:3] for update in _as_tuples(updates, "updates", (2, 3), *updates_forms)]
+    raw_givens = _as_tuples(givens, "givens", (2,), "a dict, or a list of pairs", "pairs of variables")
     sliceable = _as_list(sliceable_shareds, "sliceable_shareds")
     library = _find_library(
         inputs=scattered,
@@ -142,18 +147,22 @@ def _as_list(values: Any, name: str) -> list[Any]:
     return list(values)
 
 
-def _as_pairs(values: Any, name: str) -> list[tuple[Any, Any]]:
+def _as_tuples(values: Any, name: str, lengths: tuple[int, ...], expected: str, expected_item: str) -> list[Any]:
+    """Return a dict, or a list of tuples of some lengths, as a list of tuples."""
     if values is None:
         return []
-    items = values.items() if isinstance(values, Mapping) else values
-    if not isinstance(items, Iterable) or isinstance(items, str) or is_variable(items):
-        raise TypeError(f"{name}: expected a dict, or a list of pairs, got {values!r}")
-    pairs = []
+    items = values
+    if isinstance(values, Mapping):
+        has_ops = 3 in lengths
+        items = [(key, *new) if has_ops and isinstance(new, tuple) else (key, new) for key, new in values.items()]
+    if isinstance(items, str) or not isinstance(items, Iterable) or is_variable(items):
+        raise TypeError(f"{name}: expected {expected}, got {values!r}")
+    tuples = []
     for item in items:
-        if not isinstance(item, list | tuple) or len(item) != 2:
-            raise TypeError(f"{name}: expected pairs of variables, got {item!r}")
-        pairs.append((item[0], item[1]))
-    return pairs
+        if not isinstance(item, list | tuple) or len(item) not in lengths:
+            raise TypeError(f"{name}: expected {expected_item}, got {item!r}")
+        tuples.append(tuple(item))
+    return tuples
 
 
 def _split_outputs_from_ops(outputs: Any) -> tuple[list[Any], list[Any]]:
@@ -182,23 +191,6 @@ def _is_pair(output: Any) -> bool:
 def is_single_output(outputs: Any) -> bool:
     """Whether the argument ``outputs`` is a single output rather than a list."""
     return outputs is not None and (not isinstance(outputs, list | tuple) or _is_pair(outputs))
-
-
-def _as_update_triples(updates: Any) -> list[tuple[Any, Any, Any]]:
-    """Return the argument ``updates`` as a list of (shared variable, new value, op)."""
-    if updates is None:
-        return []
-    items: Any = updates
-    if isinstance(updates, Mapping):
-        items = [(shared, *new) if isinstance(new, tuple) else (shared, new) for shared, new in updates.items()]
-    if isinstance(items, str) or not isinstance(items, Iterable) or is_variable(items):
-        raise TypeError(f"updates: expected a dict, or a list of (shared, expression[, op]), got {updates!r}")
-    triples = []
-    for item in items:
-        if not isinstance(item, list | tuple) or len(item) not in (2, 3):
-            raise TypeError(f"updates: expected (shared, expression) or (shared, expression, op), got {item!r}")
-        triples.append((item[0], item[1], item[2] if len(item) == 3 else "avg"))
-    return triples
 
 
 def _find_library(**arguments: list[Any]) -> GraphLibrary:

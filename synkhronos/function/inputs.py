@@ -93,18 +93,18 @@ class CallInputs:
             return tuple(self._put_broadcast_input(i, value) for i, value in enumerate(checked)), None
 
         rows, first_row = self._select_batch(checked[:n], batch)
-        located: list[ScatteredInput | BroadcastInput] = []
+        call_inputs: list[ScatteredInput | BroadcastInput] = []
         index: SharedArray | None = None
         for i, value in enumerate(checked):
             is_mutable = computation.inputs[i].mutable
             if i >= n:
-                located.append(self._put_broadcast_input(i, value))
+                call_inputs.append(self._put_broadcast_input(i, value))
             elif not isinstance(value, Data):
                 array = self._buffers.write(i, value, rows)
-                located.append(ScatteredInput(array, range(len(rows)), 0, is_mutable))
+                call_inputs.append(ScatteredInput(array, range(len(rows)), 0, is_mutable))
             elif value.minibatch and _is_list_or_mask(batch):
                 # A minibatch has its rows in the order of the list.
-                located.append(ScatteredInput(to_shared_array(value), range(len(rows)), 0, is_mutable))
+                call_inputs.append(ScatteredInput(to_shared_array(value), range(len(rows)), 0, is_mutable))
             else:
                 selected: range | SharedArray
                 if isinstance(rows, range):
@@ -112,8 +112,8 @@ class CallInputs:
                 else:
                     selected = index = self._buffers.write("batch", rows) if index is None else index
                 array_start = first_row if value.minibatch else 0
-                located.append(ScatteredInput(to_shared_array(value), selected, array_start, is_mutable))
-        return tuple(located), len(rows)
+                call_inputs.append(ScatteredInput(to_shared_array(value), selected, array_start, is_mutable))
+        return tuple(call_inputs), len(rows)
 
     def _to_checked_input(self, position: int, value: Any, session: Session) -> Data | np.ndarray:
         """Check an input's value, and convert it to an array of the input's dtype if it is not a Data object."""

@@ -141,8 +141,8 @@ def _trace_all_reduce(
     import jax.numpy as jnp
 
     position = next(i for i, storage in enumerate(function.result_storages) if storage is spec.storage)
-    incremental = JaxprEvaluator(function.run, operands, function.n_outputs, position)
-    parts = incremental.parts
+    evaluator = JaxprEvaluator(function.run, operands, function.n_outputs, position)
+    parts = evaluator.parts
     own_dtype = parts[0].aval.dtype
     dtype = spec.wire_dtype if parts[0].aval.ndim == 1 else None
     n_tail = spec.n_tail if dtype is not None else 0
@@ -152,7 +152,7 @@ def _trace_all_reduce(
 
     def compute_chunk(chunk: list[Any]) -> Any:
         """Return the values of a chunk without the tail, as one vector in the dtype in which it is sent."""
-        values = incremental.compute(chunk)
+        values = evaluator.compute(chunk)
         if dtype is not None:
             values = _split_tail(values, n_tail)[0] if chunk is chunks[0] else values
             values = [(value / spec.n_ranks).astype(dtype) for value in values]
@@ -162,17 +162,17 @@ def _trace_all_reduce(
     token: Any = None
     for chunk in chunks[:-1]:
         array, token = ffi_all_reduce.trace_start(compute_chunk(chunk), np.int32(0) if token is None else token)
-        token = incremental.delay_until(token)
+        token = evaluator.delay_until(token)
         started_arrays.append(array)
     remaining_arrays = [compute_chunk(chunks[-1])]
     if dtype is not None:
         # The number of rows, and running averages, would lose too much precision in the wire dtype.
-        tail_vectors = _split_tail(incremental.compute(chunks[0]), n_tail)[1]
+        tail_vectors = _split_tail(evaluator.compute(chunks[0]), n_tail)[1]
         remaining_arrays.append(jnp.concatenate(tail_vectors) / spec.n_ranks)
     arrays, is_valid = ffi_all_reduce.trace_finish(remaining_arrays, started_arrays, token, iteration)
     tail = [arrays.pop()] if dtype is not None else []
     arrays = [*[array.astype(own_dtype) for array in reversed(arrays)], *tail]
-    return incremental.finish(arrays[0] if len(arrays) == 1 else jnp.concatenate(arrays)), is_valid
+    return evaluator.finish(arrays[0] if len(arrays) == 1 else jnp.concatenate(arrays)), is_valid
 
 
 def _group_parts(parts: Sequence[Any], itemsize: int, n_tail: int = 0) -> list[list[Any]]:
