@@ -1,4 +1,4 @@
-"""Incremental tracing of a function, to overlap communication with the backward pass.
+"""Evaluation of a jaxpr in parts, to overlap communication with the backward pass.
 
 XLA orders computations so that they need little memory.  Only the update reads a large gradient, so XLA computes it
 last, even if it could be computed first, and its all-reduce then overlaps nothing.  This module makes the gradient that
@@ -15,7 +15,7 @@ from typing import Any
 
 
 class JaxprEvaluator:
-    """A function of traced arrays, whose values are traced one after another, on request.
+    """Evaluates the equations of a function's jaxpr on request.
 
     Parameters
     ----------
