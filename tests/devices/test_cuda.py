@@ -183,7 +183,7 @@ def connected(monkeypatch):
         made.append(communicator)
         return communicator, gpu
 
-    for module in ("nccl", "connection"):
+    for module in ("nccl", "nccl_connection"):
         monkeypatch.setattr(f"synkhronos.devices.cuda.{module}.check_result", lambda results: None)
     yield connect
     for communicator in made:
