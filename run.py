@@ -345,7 +345,7 @@ PARTS = {
     "ranks": ("ranks", "tasks", "hosts", "devices", "engines"),
 }
 #: Tests that `test` runs on JAX arrays.
-ON_JAX = list_test_files("fused_launch", "fused_steps", "jax", "lazy_results", "rank_program", "spawned_workers")
+ON_JAX = list_test_files("fused_launch", "fused_steps", "jax", "lazy_results", "spmd_program", "spawned_workers")
 #: Tests that `test --all` runs on JAX arrays.
 ON_JAX_ALL = [
     *ON_JAX,

@@ -104,7 +104,7 @@ def average_over_ranks(values: np.ndarray, weight: Any) -> np.ndarray:
     launch = RankMeanContext.current
     if launch is not None:
         return launch.average(np.asarray(values), float(weight))
-    if RankMeans.is_forbidden:
+    if RankMeanContext.is_forbidden:
         raise make_own_pace_error()
     return np.asarray(values)
 

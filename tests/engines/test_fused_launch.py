@@ -13,7 +13,7 @@ from xla_launches import Alarm, DoublingReducer, get_runner, on_host
 import synkhronos as synk
 from synkhronos.devices import JAX
 from synkhronos.devices.jax.scalar_log import ScalarLog
-from synkhronos.engines.xla.trace import TracedReduction
+from synkhronos.engines.xla.trace import AllReduceSpec
 from synkhronos.graphs import library_of
 from synkhronos.ranks.interrupts import defer_signals
 from synkhronos.training.updates import sgd
@@ -37,16 +37,16 @@ def pair(fork):
 def fuse_pair(pair):
     """Return a fused launch of a function, an all-reduce and another function, and its variables."""
     runs, (g, w, n) = pair
-    launch = runs[0].fuse(TracedReduction(g.container.storage), runs[1])
-    assert launch is runs[0].fuse(TracedReduction(g.container.storage), runs[1])
+    launch = runs[0].fuse(AllReduceSpec(g.container.storage), runs[1])
+    assert launch is runs[0].fuse(AllReduceSpec(g.container.storage), runs[1])
     # Only outputs of the first function can be reduced after it.
-    assert runs[0].fuse(TracedReduction(n.container.storage), runs[1]) is None
+    assert runs[0].fuse(AllReduceSpec(n.container.storage), runs[1]) is None
     return launch, (g, w, n)
 
 
 def launch_and_wait(launch, shareds, combine):
     """Launch, wait, and return the outputs."""
-    with defer_signals(), launch.ffi_reduction.bind(combine):
+    with defer_signals(), launch.ffi_all_reduce.use_reducer(combine):
         (total,) = launch(JAX.from_host(np.arange(3.0)))
         JAX.wait([library_of(s).borrow_value(s) for s in shareds])
     return [float(JAX.fetch([total])[0]), *(np.asarray(s.get_value()).tolist() for s in shareds)]
@@ -65,14 +65,14 @@ def test_fuse_runs_function_all_reduce_function_in_one_launch(fuse_pair):
 @pytest.mark.parametrize("counts", [1, 0])
 def test_fused_launch_advances_to_the_next_rows(pair, counts):
     runs, shareds = pair
-    launch = runs[0].fuse(TracedReduction(shareds[0].container.storage), runs[1], n_repeats=4)
+    launch = runs[0].fuse(AllReduceSpec(shareds[0].container.storage), runs[1], n_repeats=4)
     rows, calls = np.arange(12.0), []
     for _ in range(2):
         g, w, n = (np.asarray(s.get_value()) for s in shareds)
         for row in rows.reshape(4, 3) if counts else []:
             g = 2 * row * w
             w, n = w - g, n + 1
-        with defer_signals(), launch.ffi_reduction.bind(DoublingReducer(calls, counts), 4):
+        with defer_signals(), launch.ffi_all_reduce.use_reducer(DoublingReducer(calls, counts), 4):
             totals = launch(JAX.from_host(rows))
             JAX.wait([library_of(s).borrow_value(s) for s in shareds])
         assert [float(total) for total in JAX.fetch(totals)] == [3.0, 12.0, 21.0, 30.0]
@@ -84,7 +84,7 @@ def test_fused_launch_advances_to_the_next_rows(pair, counts):
 @on_host
 def test_fused_launch_reduces_nothing_after_an_error(pair):
     runs, shareds = pair
-    launch = runs[0].fuse(TracedReduction(shareds[0].container.storage), runs[1], n_repeats=4)
+    launch = runs[0].fuse(AllReduceSpec(shareds[0].container.storage), runs[1], n_repeats=4)
     calls = []
 
     class Fails(DoublingReducer):
@@ -96,7 +96,7 @@ def test_fused_launch_reduces_nothing_after_an_error(pair):
 
     fails = Fails()
     with pytest.raises(Alarm):
-        with defer_signals(), launch.ffi_reduction.bind(fails, 4):
+        with defer_signals(), launch.ffi_all_reduce.use_reducer(fails, 4):
             launch(JAX.from_host(np.arange(12.0)))
     assert len(calls) == fails.waits == 2
     np.testing.assert_array_equal(shareds[1].get_value(), [1.0, -1.0, -3.0])
@@ -106,9 +106,9 @@ def test_fused_launch_reduces_nothing_after_an_error(pair):
 @on_host
 def test_repeated_launch_all_reduces_each_time(pair):
     runs, shareds = pair
-    launch = runs[0].fuse(TracedReduction(shareds[0].container.storage), runs[1], n_repeats=2)
+    launch = runs[0].fuse(AllReduceSpec(shareds[0].container.storage), runs[1], n_repeats=2)
     with pytest.raises(RuntimeError, match="made 2 all-reduces, expected 1"):
-        with defer_signals(), launch.ffi_reduction.bind(DoublingReducer()):
+        with defer_signals(), launch.ffi_all_reduce.use_reducer(DoublingReducer()):
             launch(JAX.from_host(np.arange(6.0)))
 
 
@@ -120,8 +120,8 @@ def test_repeated_launch_all_reduces_constants_each_time(fork):
     second = synk.function([], updates=[(w, w - g)])
     synk.distribute()
     runs = [get_runner(first), get_runner(second)]
-    launch, calls = runs[0].fuse(TracedReduction(g.container.storage), runs[1], n_repeats=4), []
-    with defer_signals(), launch.ffi_reduction.bind(DoublingReducer(calls), 4):
+    launch, calls = runs[0].fuse(AllReduceSpec(g.container.storage), runs[1], n_repeats=4), []
+    with defer_signals(), launch.ffi_all_reduce.use_reducer(DoublingReducer(calls), 4):
         totals = launch()
         JAX.wait([library_of(w).borrow_value(w)])
     assert [float(total) for total in JAX.fetch(totals)] == [3.0, -3.0, -9.0, -15.0]
@@ -150,11 +150,11 @@ def test_fused_all_reduce_accepts_chunks_and_another_dtype(fork, monkeypatch, ta
     second = synk.function([], updates=[(w, w - g[:-1] / g[-1])])
     synk.distribute()
     runs = [get_runner(first), get_runner(second)]
-    launch = runs[0].fuse(TracedReduction(g.container.storage, dtype, 2, tail), runs[1], n_repeats=times)
+    launch = runs[0].fuse(AllReduceSpec(g.container.storage, dtype, 2, tail), runs[1], n_repeats=times)
     rows = rng.uniform(1, 2, (times, sum(SIZES))).astype("float32")
     rows[:, -1] = 67  # rounds to 66 with eight bits of mantissa after a division by 3
     standing_in = DoublingReducer()
-    with defer_signals(), launch.ffi_reduction.bind(standing_in, times):
+    with defer_signals(), launch.ffi_all_reduce.use_reducer(standing_in, times):
         launch(JAX.from_host(rows))
         JAX.wait([library_of(w).borrow_value(w)])
     expected, scale = np.ones(sum(SIZES) - 1), 2 if dtype is None else 1
@@ -198,7 +198,7 @@ def test_chunk_all_reduce_starts_during_the_backward_pass(fork, monkeypatch):
     first = synk.function([x], ((h**2).mean(), "mean"), updates=grad_updates)
     synk.distribute()
     run = get_runner(first)
-    chain = run.fuse(TracedReduction(g.container.storage))
+    chain = run.fuse(AllReduceSpec(g.container.storage))
     chain._log = ScalarLog(chain._dtypes)
     jaxpr = (
         jax.make_jaxpr(chain._run)(*chain._get_arguments([np.ones((5, 8), "float32")])).jaxpr.eqns[0].params["jaxpr"]
@@ -229,7 +229,7 @@ def test_error_after_a_started_chunk_waits_and_updates_nothing(fork, monkeypatch
     second = synk.function([], updates=[(w, w - g)])
     synk.distribute()
     runs = [get_runner(first), get_runner(second)]
-    launch = runs[0].fuse(TracedReduction(g.container.storage), runs[1])
+    launch = runs[0].fuse(AllReduceSpec(g.container.storage), runs[1])
 
     class Fails(DoublingReducer):
         def start(self, spans, stream):
@@ -237,11 +237,11 @@ def test_error_after_a_started_chunk_waits_and_updates_nothing(fork, monkeypatch
 
     fails = Fails()
     with pytest.raises(Alarm):
-        with defer_signals(), launch.ffi_reduction.bind(fails):
+        with defer_signals(), launch.ffi_all_reduce.use_reducer(fails):
             launch()
     assert fails.waits == 1 and fails.calls == []
     np.testing.assert_array_equal(w.get_value(), np.ones(60))
-    with defer_signals(), launch.ffi_reduction.bind(DoublingReducer()):
+    with defer_signals(), launch.ffi_all_reduce.use_reducer(DoublingReducer()):
         launch()
     np.testing.assert_array_equal(w.get_value(), [-3.0] * 30 + [-5.0] * 30)
 
@@ -313,7 +313,7 @@ def test_error_in_all_reduce_is_raised_after_the_launch(fuse_pair, by_signal):
 def test_fused_launch_all_reduces_once(fuse_pair):
     launch, shareds = fuse_pair
     with pytest.raises(RuntimeError, match="made 0 all-reduces, expected 1"):
-        with defer_signals(), launch.ffi_reduction.bind(DoublingReducer()):
+        with defer_signals(), launch.ffi_all_reduce.use_reducer(DoublingReducer()):
             pass
     # Launches outside of a block are not counted.
     launch(JAX.from_host(np.arange(3.0)))
@@ -326,10 +326,10 @@ def test_ffi_reduction_is_bound_to_its_reducer(fuse_pair, pair):
     """Another launch during the binding changes nothing: callbacks find the reducer by their argument."""
     runs, _ = pair
     launch, shareds = fuse_pair
-    other = runs[0].fuse(TracedReduction(shareds[0].container.storage), runs[1], n_repeats=2)
+    other = runs[0].fuse(AllReduceSpec(shareds[0].container.storage), runs[1], n_repeats=2)
     calls, other_calls = [], []
-    with defer_signals(), launch.ffi_reduction.bind(DoublingReducer(calls)):
-        with other.ffi_reduction.bind(DoublingReducer(other_calls), 2):
+    with defer_signals(), launch.ffi_all_reduce.use_reducer(DoublingReducer(calls)):
+        with other.ffi_all_reduce.use_reducer(DoublingReducer(other_calls), 2):
             other(JAX.from_host(np.arange(6.0)))
         launch(JAX.from_host(np.arange(3.0)))
         JAX.wait([library_of(s).borrow_value(s) for s in shareds])

@@ -9,7 +9,7 @@ import numpy as np
 
 from synkhronos import ranks
 from synkhronos.collectives.calls import broadcast, gather, scatter
-from synkhronos.graphs.mirror import Mirror
+from synkhronos.replication.replicator import Replicator
 from synkhronos.training.updates.flat_gradient import get_shape
 from synkhronos.training.updates.sharded_updates import DividedVariable, get_part_bounds
 
