@@ -2,8 +2,8 @@
 
 A compiled function calls `average_over_ranks` where its graph has a `RankMeanOp` (`synkhronos.extensions.rank_mean`)::
 
-    rank 0   rows --> mean of its rows ----------------+                                     +--> next operation
-    rank 1   rows --> mean of its rows ----------------+--> mean over ranks, by their rows --+--> next operation
+    rank 0   rows --> mean of its rows -----------------------+                                     +--> next operation
+    rank 1   rows --> mean of its rows -----------------------+--> mean over ranks, by their rows --+--> next operation
     rank 2   no rows: `RankMeanContext.contribute_no_rows` --+
 
 All ranks run the same function, so they compute the same means in the same order.  XLA calls `average_over_ranks` from
