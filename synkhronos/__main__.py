@@ -63,9 +63,9 @@ def main(arguments: list[str]) -> None:
 
         sys.exit(launcher.main(arguments[1:]))
     if arguments[:1] and arguments[0] in ("train", "check", "doctor"):
-        from synkhronos.launch import command
+        from synkhronos.launch import cli
 
-        sys.exit(command.main(arguments))
+        sys.exit(cli.main(arguments))
     parser = argparse.ArgumentParser(
         prog="python -m synkhronos",
         usage=_USAGE,

@@ -115,7 +115,7 @@ class TheanoMpiFinder(importlib.abc.MetaPathFinder):
         if fullname.startswith("theanompi.") and importlib.machinery.PathFinder.find_spec(fullname, path) is None:
             raise ModuleNotFoundError(
                 f"{fullname}: layers, models and data are those of your copy of Theano-MPI: put the folder in which "
-                f"its folder theanompi lies into PYTHONPATH, or give that folder as the setting root; searched in "
+                f"its folder theanompi lies into PYTHONPATH, or set pythonpath to that folder; searched in "
                 f"{', '.join(map(str, path or ()))}",
                 name=fullname,
             )

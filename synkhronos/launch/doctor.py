@@ -13,7 +13,7 @@ from typing import Any
 from synkhronos.checks import list_versions
 from synkhronos.devices import list_gpu_devices
 from synkhronos.gpus import get_n_gpu
-from synkhronos.launch import binding
+from synkhronos.launch import core_binding
 from synkhronos.ranks import count_available_cores
 
 #: Modules and the packages that provide them.
@@ -131,13 +131,13 @@ def _describe_gpus(count: int) -> list[str]:
     lines = []
     pynvml.nvmlInit()
     try:
-        near = binding.find_gpu_cores([f"cuda{i}" for i in range(count)])
-        handles = [binding.get_nvml_handle(i) for i in range(count)]
+        near = core_binding.find_gpu_cores([f"cuda{i}" for i in range(count)])
+        handles = [core_binding.get_nvml_handle(i) for i in range(count)]
         for i, handle in enumerate(handles):
             name: Any = pynvml.nvmlDeviceGetName(handle)
             name = name.decode() if isinstance(name, bytes) else name
             memory = pynvml.nvmlDeviceGetMemoryInfo(handle).total / 2**30
-            cores = binding.format_cores(near.get(f"cuda{i}", [])) or "unknown"
+            cores = core_binding.format_cores(near.get(f"cuda{i}", [])) or "unknown"
             linked = [str(j) for j, other in enumerate(handles) if j != i and _has_nvlink(pynvml, handle, other)]
             links = f", NVLink to {', '.join(linked)}" if linked else ""
             lines.append(f"  cuda{i}: {name}, {memory:.0f} GiB, next to cores {cores}{links}")

@@ -5,9 +5,12 @@ from __future__ import annotations
 import os
 import sys
 
-from synkhronos.launch import command, key_value
-from synkhronos.launch.settings import SettingsError, join_tables, read_environment, read_session, resolve
-from synkhronos.launch.supervisor import open_standard_streams
+from synkhronos.launch import cli
+from synkhronos.launch.configuration import theano_mpi_session
+from synkhronos.launch.configuration.resolve import resolve_settings
+from synkhronos.launch.configuration.settings import SettingsError
+from synkhronos.launch.configuration.sources import merge_tables, read_environment, read_session_file
+from synkhronos.launch.supervision.process_environment import open_standard_streams
 
 #: The options of tmlauncher, and the keys for which they stand.
 _OPTIONS = {
@@ -39,13 +42,12 @@ def main(arguments: list[str]) -> int:
         return 0 if arguments else 2
     try:
         options, config = parse_options(arguments)
-        file = read_session(config) if config is not None else {}
+        file = read_session_file(config) if config is not None else {}
         if "devices" not in file and os.environ.get("DEVICES"):
             options = {"DEVICES": os.environ["DEVICES"], **options}
-        sources = [read_environment(os.environ), join_tables([key_value.to_settings(options), file])]
-        return command.start(
-            resolve(sources, config), [sys.executable, "-m", "synkhronos.launch.tmlauncher", *arguments]
-        )
+        sources = [read_environment(os.environ), merge_tables([theano_mpi_session.to_settings(options), file])]
+        command = [sys.executable, "-m", "synkhronos.launch.tmlauncher", *arguments]
+        return cli.run_training(resolve_settings(sources, config), command)
     except (SettingsError, ValueError) as error:
         sys.stderr.write(f"tmlauncher: {error}\n")
         return 2

@@ -13,7 +13,7 @@ Each iteration trains on the next batches::
 - `JointLoop` runs in the master.  Each step is a command of all ranks, which exchanges gradients: BSP on gradients.
   Nothing is exchanged after a step, and on GPUs one command takes many steps.
 - `RankLoop` runs on every rank.  Each rank takes its own steps, and an `Exchanger` exchanges parameters by a rule.
-- `synkhronos.launch.model_loop.ModelLoop` does the same with a model class, which chooses the rows.
+- `synkhronos.launch.rank.model_batch_loop.ModelBatchLoop` does the same with a model class, which chooses the rows.
 """
 
 from __future__ import annotations

@@ -11,8 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from paths import ROOT, SUPPORT
 
-from synkhronos.launch import SettingsError, command, key_value, tmlauncher
-from synkhronos.launch.settings import read_session
+from synkhronos.launch import SettingsError, cli, tmlauncher
+from synkhronos.launch.configuration import theano_mpi_session
+from synkhronos.launch.configuration.sources import read_session_file
 
 pytestmark = pytest.mark.any_library
 
@@ -67,14 +68,14 @@ WRONG = {
 @pytest.mark.parametrize("text", FILES)
 def test_session_file_is_read_as_bash_reads_it(text, tmp_path):
     (tmp_path / "session.cfg").write_text(text)
-    assert read_session(tmp_path / "session.cfg") == FILES[text]
+    assert read_session_file(tmp_path / "session.cfg") == FILES[text]
 
 
 @pytest.mark.parametrize("text", WRONG)
 def test_wrong_session_file_names_the_line(text, tmp_path):
     (tmp_path / "session.cfg").write_text(text)
     with pytest.raises(SettingsError, match=f"session.cfg: {WRONG[text]}"):
-        read_session(tmp_path / "session.cfg")
+        read_session_file(tmp_path / "session.cfg")
 
 
 values = st.text(st.characters(codec="utf-8", exclude_characters="\0"), max_size=12)
@@ -90,13 +91,13 @@ def test_session_file_reads_quoted_values(assignments, end):
     for key, value in assignments.items():
         words = f"({' '.join(map(shlex.quote, value))})" if isinstance(value, list) else shlex.quote(value)
         text += f"{key}={words}{end}"
-    assert key_value.parse(text) == assignments
+    assert theano_mpi_session.parse_session(text) == assignments
 
 
 @given(st.text(st.sampled_from("AB='\"()#;\\ \n\t$`x,:")) | st.text())
 def test_session_file_reads_or_refuses_any_text(text):
     try:
-        found = key_value.parse(text)
+        found = theano_mpi_session.parse_session(text)
     except ValueError as error:
         assert str(error).startswith("line ")
     else:
@@ -106,7 +107,7 @@ def test_session_file_reads_or_refuses_any_text(text):
 def test_tmlauncher_accepts_theano_mpis_options():
     arguments = "-file=models.mlp --modelclass=MLP -r=BSP -s=2 -bsp_sync_type=avg -bsp_exch_strategy=nccl16 -b".split()
     found, config = tmlauncher.parse_options(arguments)
-    assert config is None and key_value.to_settings(found) == {
+    assert config is None and theano_mpi_session.to_settings(found) == {
         "modelfile": "models.mlp", "modelclass": "MLP", "rule": "BSP", "ranks": 2, "bind": "True",
         "rule_options": {"average": "params", "precision": "float16"},
     }  # fmt: skip
@@ -122,7 +123,7 @@ def test_tmlauncher_accepts_theano_mpis_options():
 
 def test_session_file_precedes_options(tmp_path, monkeypatch, capsys):
     started = []
-    monkeypatch.setattr(command, "start", lambda settings, words: started.append((settings, words)) or 7)
+    monkeypatch.setattr(cli, "run_training", lambda settings, words: started.append((settings, words)) or 7)
     monkeypatch.chdir(SUPPORT)
     session = tmp_path / "session.cfg"
     session.write_text("RULE=BSP\nBSP_SYNC_TYPE=avg\nMODELFILE=launch_models.mlp\nMODELCLASS=MLP\n")

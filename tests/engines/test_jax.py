@@ -36,7 +36,7 @@ from synkhronos.engines.xla.executable import Executable
 from synkhronos.engines.xla.trace import TracedReduction
 from synkhronos.function.computation import DEFAULT_VARIANT
 from synkhronos.graphs import library_of
-from synkhronos.launch.contract import group_variables
+from synkhronos.launch.model_class.model_variables import group_variables
 from synkhronos.ranks import Command
 from synkhronos.ranks.interrupts import defer_signals
 from synkhronos.training import make_train_function, make_train_function_serial

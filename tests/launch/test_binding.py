@@ -8,15 +8,15 @@ from types import SimpleNamespace
 import pytest
 from launch_runs import run
 
-from synkhronos.launch import binding, doctor
+from synkhronos.launch import core_binding, doctor
 from synkhronos.ranks import count_available_cores
 
 
 @pytest.mark.any_library
 def test_launch_shares_cores_among_ranks():
-    assert binding.assign_cores(["cpu"] * 2, range(5), {})[0] == [[0, 1], [2, 3, 4]]
-    assert binding.assign_cores(["cpu"] * 3, [4, 6, 9], {})[0] == [[4], [6], [9]]
-    assert binding.assign_cores(["cpu"] * 3, [0, 1], {}) == ([], "not bound: there are 2 cores for 3 ranks")
+    assert core_binding.assign_cores(["cpu"] * 2, range(5), {})[0] == [[0, 1], [2, 3, 4]]
+    assert core_binding.assign_cores(["cpu"] * 3, [4, 6, 9], {})[0] == [[4], [6], [9]]
+    assert core_binding.assign_cores(["cpu"] * 3, [0, 1], {}) == ([], "not bound: there are 2 cores for 3 ranks")
 
 
 @pytest.mark.any_library
@@ -25,17 +25,19 @@ def test_binding_places_ranks_near_their_gpus(tmp_path):
         (tmp_path / address).mkdir()
         (tmp_path / address / "local_cpulist").write_text(f"{cores}\n")
     near = {
-        f"cuda{i}": binding.find_device_cores(address, tmp_path)
+        f"cuda{i}": core_binding.find_pci_device_cores(address, tmp_path)
         for i, address in enumerate(("00000000:1B:00.0", "00000000:3C:00.0", "00000000:9D:00.0"))
     }
     devices = sorted(near)
-    found, why = binding.assign_cores(devices, range(12), near)
+    found, why = core_binding.assign_cores(devices, range(12), near)
     assert found == [[0, 1, 2, 3], [8, 9, 10, 11], [4, 5, 6, 7]] and why.endswith("next to its GPU")
-    assert binding.assign_cores(devices, [0, 1, 2, 5], near)[0] == [[0], [1, 2], [5]]
-    found, why = binding.assign_cores(devices, [0, 1, 2, 12], near)
+    assert core_binding.assign_cores(devices, [0, 1, 2, 5], near)[0] == [[0], [1, 2], [5]]
+    found, why = core_binding.assign_cores(devices, [0, 1, 2, 12], near)
     assert found[2] == [0, 1, 2, 12] and "next to cuda2 are not among those" in why
-    assert binding.assign_cores(devices, [0, 5, 6], near)[1] == "not bound: cores 0 are next to the GPUs of 2 ranks"
-    assert binding.find_device_cores("0000:ff:00.0", tmp_path) == []
+    assert (
+        core_binding.assign_cores(devices, [0, 5, 6], near)[1] == "not bound: cores 0 are next to the GPUs of 2 ranks"
+    )
+    assert core_binding.find_pci_device_cores("0000:ff:00.0", tmp_path) == []
 
 
 @pytest.mark.any_library
@@ -62,15 +64,15 @@ def test_binding_follows_cudas_gpu_order(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "pynvml", SimpleNamespace(**nvml))
     cuda = SimpleNamespace(Device=lambda number: SimpleNamespace(uuid=["fast", "slow"][number]))
     monkeypatch.setitem(sys.modules, "cuda.core", cuda)
-    monkeypatch.setattr(binding.find_gpu_cores, "__defaults__", (tmp_path,))
+    monkeypatch.setattr(core_binding.find_gpu_cores, "__defaults__", (tmp_path,))
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    assert binding.find_gpu_cores(["cuda0", "cuda1"]) == {"cuda0": [4, 5, 6, 7], "cuda1": [0, 1, 2, 3]}
+    assert core_binding.find_gpu_cores(["cuda0", "cuda1"]) == {"cuda0": [4, 5, 6, 7], "cuda1": [0, 1, 2, 3]}
     assert doctor._describe_gpus(2) == [
         "  cuda0: a GPU-fast, 80 GiB, next to cores 4-7, NVLink to 1",
         "  cuda1: a GPU-slow, 80 GiB, next to cores 0-3, NVLink to 0",
     ]
     del cuda.Device
-    assert binding.find_gpu_cores(["cuda0", "cuda1"]) == {}
+    assert core_binding.find_gpu_cores(["cuda0", "cuda1"]) == {}
 
 
 @pytest.mark.any_library

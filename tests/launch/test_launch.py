@@ -13,8 +13,8 @@ import pytest
 from launch_runs import ENVIRONMENT, lines, run, train
 from paths import ROOT, SUPPORT
 
-from synkhronos.launch import contract
-from synkhronos.launch.settings import find_module
+from synkhronos.launch.configuration.model_file import find_module
+from synkhronos.launch.model_class.model_interface import import_model_class
 
 
 def read_traces(folder):
@@ -188,7 +188,7 @@ def test_session_class_imports_neighbouring_modules(tmp_path, monkeypatch):
     (tmp_path / "nets" / "their_parts.py").write_text("rate = 3\n")
     (tmp_path / "nets" / "their_net.py").write_text("from their_parts import rate\nclass Net:\n    rate = rate\n")
     root, module = find_module("nets/their_net.py", "Net", [str(tmp_path)])
-    assert module == "nets.their_net" and contract.load_class(root, module, "Net").rate == 3
+    assert module == "nets.their_net" and import_model_class(root, module, "Net").rate == 3
 
 
 @pytest.mark.any_library

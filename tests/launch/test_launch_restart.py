@@ -12,7 +12,8 @@ import pytest
 from launch_interrupts import LIMIT, start_checkpointed_run, wait_until_training
 from launch_runs import ENVIRONMENT, lines, train
 
-from synkhronos.launch import memory_checkpoint
+from synkhronos.launch.rank import memory_checkpoint_writer
+from synkhronos.launch.supervision import memory_checkpoint_folder
 from synkhronos.training.checkpoint import list_checkpoints
 
 pytestmark = pytest.mark.any_library
@@ -143,15 +144,15 @@ def test_max_deaths_ends_a_run(tmp_path):
 #: Lets the ranks whose numbers are in the variable GONE fail to start in each recovery.
 BROKEN_DEVICES = """
 import json, os, sys
-if "synkhronos.launch.master" in sys.orig_argv:
-    from synkhronos.launch import rank_main
-    prepare_rank = rank_main.prepare_rank
+if "synkhronos.launch.rank.master_process" in sys.orig_argv:
+    from synkhronos.launch.rank import rank_tasks
+    prepare_rank = rank_tasks.prepare_rank
     recovers = json.loads(sys.orig_argv[-1])["recovers"]
     def start_or_fail(worker, consoles, masks, devices, by_host):
         if recovers and worker.size > int(os.environ["WORKING"]) and worker.number == int(os.environ["GONE"]):
             raise OSError(f"{devices[worker.number]} has fallen off the bus")
         return prepare_rank(worker, consoles, masks, devices, by_host)
-    rank_main.prepare_rank = start_or_fail
+    rank_tasks.prepare_rank = start_or_fail
 """
 
 
@@ -230,12 +231,12 @@ def test_signal_during_a_recovery_keeps_the_copy(tmp_path):
 
 
 def test_copy_folders_of_killed_runs_are_removed(tmp_path, monkeypatch):
-    monkeypatch.setattr(memory_checkpoint, "_SHM", tmp_path)
+    monkeypatch.setattr(memory_checkpoint_folder, "_SHM", tmp_path)
     (tmp_path / f"synkhronos-copy-{os.getuid()}-left").mkdir()
-    folders = [memory_checkpoint.CopyFolder()]  # the other folder's owner may be about to lock it
+    folders = [memory_checkpoint_folder.MemoryCheckpointFolder()]  # the other folder's owner may be about to lock it
     assert len(list(tmp_path.iterdir())) == 2
-    monkeypatch.setattr(memory_checkpoint, "_ABANDONED_SECONDS", -1)
-    folders.append(memory_checkpoint.CopyFolder())
+    monkeypatch.setattr(memory_checkpoint_folder, "_ABANDONED_SECONDS", -1)
+    folders.append(memory_checkpoint_folder.MemoryCheckpointFolder())
     assert sorted(tmp_path.iterdir()) == sorted(folder.path for folder in folders)
     for folder in folders:
         folder.remove()
@@ -244,9 +245,9 @@ def test_copy_folders_of_killed_runs_are_removed(tmp_path, monkeypatch):
 
 def test_on_death_copies_are_rarer_if_slow(monkeypatch):
     now = [0.0]
-    monkeypatch.setattr(memory_checkpoint.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(memory_checkpoint_writer.time, "monotonic", lambda: now[0])
     state = SimpleNamespace(worker=SimpleNamespace(broadcast=lambda number: number))
-    schedule = memory_checkpoint.RankCopies("folder", state)
+    schedule = memory_checkpoint_writer.MemoryCheckpointWriter("folder", state)
     batch, dues = 0, []
     for _ in range(12):
         dues.append(schedule.due)

@@ -10,9 +10,10 @@ import pytest
 from launch_runs import lines, train
 from library import package, shared, tensor
 
-from synkhronos.launch.contract import ContractError, group_variables
-from synkhronos.launch.model_recorder import ModelRecorder
-from synkhronos.launch.model_run import ModelRun
+from synkhronos.launch.model_class.model_interface import ModelInterfaceError
+from synkhronos.launch.model_class.model_recorder import ModelRecorder
+from synkhronos.launch.model_class.model_variables import group_variables
+from synkhronos.launch.rank.model_epoch_loop import ModelEpochLoop
 from synkhronos.rules import BSP
 from synkhronos.training import Checkpoint, CheckpointError, training_description
 from synkhronos.training.training_graph import apply_own_gradient
@@ -84,14 +85,14 @@ def test_metric_missing_in_the_class_is_named():
         (None, {}, "A lacks:\n  metric 'cost', got nothing$"),
     ]:
         settings = SimpleNamespace(keep_best=keep_best, patience=3, modelclass="A")
-        with pytest.raises(ContractError, match=words):
-            ModelRun.observe(SimpleNamespace(settings=settings), SimpleNamespace(metrics=metrics))
+        with pytest.raises(ModelInterfaceError, match=words):
+            ModelEpochLoop.observe(SimpleNamespace(settings=settings), SimpleNamespace(metrics=metrics))
 
 
 @pytest.mark.any_library
 def test_resume_with_fewer_epochs_trains_none():
-    run = SimpleNamespace(n_reports=3, n_epochs=2, class_stops=False)
-    assert ModelRun.has_trained_all_epochs(run)
+    run = SimpleNamespace(n_reports=3, n_epochs=2, is_stopped_by_model=False)
+    assert ModelEpochLoop.has_trained_all_epochs(run)
 
 
 def step(update_rule):

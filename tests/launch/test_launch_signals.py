@@ -16,8 +16,8 @@ from launch_runs import ENVIRONMENT, command
 from paths import SUPPORT
 from system import find_leaked_names, list_children, list_shared_names, lives
 
-from synkhronos.launch import supervisor
-from synkhronos.launch.settings import Settings
+from synkhronos.launch.configuration.settings import Settings
+from synkhronos.launch.supervision import supervisor
 
 pytestmark = pytest.mark.any_library
 

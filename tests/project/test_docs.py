@@ -245,9 +245,9 @@ def commands() -> list[str]:
 @pytest.mark.any_library
 @pytest.mark.parametrize("line", commands())
 def test_launcher_lines_are_parsed(line):
-    from synkhronos.launch import command
+    from synkhronos.launch import cli
 
-    command._make_parser().parse_args(shlex.split(line)[3:])
+    cli._make_parser().parse_args(shlex.split(line)[3:])
 
 
 def test_readme_has_a_complete_script():

@@ -149,10 +149,13 @@ def test_layers_come_from_the_users_copy_and_rules_from_here(tmp_path):
 def test_synkhronos_rules_honour_the_class_attributes(tmp_path, monkeypatch):
     from synkhronos import rules
     from synkhronos.compat.theanompi.rules import BSP
-    from synkhronos.launch import handle
 
     asked = []
-    monkeypatch.setattr(handle, "resolve", lambda sources, source_path: asked.append(sources[0]) or 1 / 0)
+    from synkhronos.launch import launched_run
+
+    monkeypatch.setattr(
+        launched_run, "resolve_settings", lambda sources, source_path: asked.append(sources[0]) or 1 / 0
+    )
     for made, options in (
         (BSP, {"rule": "BSP", "rule_options": {"average": "gradient"}}),
         (type("BSP", (BSP,), {"sync_type": "avg"}), {"rule": "BSP", "rule_options": {"average": "params"}}),

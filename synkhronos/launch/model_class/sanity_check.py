@@ -30,11 +30,11 @@ EQUAL_STEPS_MESSAGE = (
 )
 
 
-class TrainingError(RuntimeError):
+class IneffectiveTrainingError(RuntimeError):
     """A run trains nothing: no parameter changes, or two ranks compute equal steps."""
 
 
-class ChangeCheck:
+class SanityCheck:
     """Checks of a rank's first steps: they have to change parameters, and to differ from other ranks' steps.
 
     Parameters
@@ -64,7 +64,7 @@ class ChangeCheck:
         return not self._is_compared and len(self._steps) == _COMPARED_STEPS
 
     def check_change(self, learning_rate: float, epoch_ended: bool) -> None:
-        """Raise TrainingError if no parameter has changed since before the first step.
+        """Raise IneffectiveTrainingError if no parameter has changed since before the first step.
 
         The check is made after 50 steps, or at the end of an epoch after 2.  It is skipped at a learning rate of 0.
         """
@@ -72,30 +72,30 @@ class ChangeCheck:
             return
         self._has_changed = digest(self._params) != self._start
         if not self._has_changed:
-            raise TrainingError(
+            raise IneffectiveTrainingError(
                 f"no parameter has changed in {self._n_steps} steps: this run trains nothing. Does train_iter() call "
                 "the functions that compile_iter_fns() has compiled, and are updates of params among theirs?"
             )
 
     def compare(self, worker: Worker) -> None:
-        """Raise TrainingError if two ranks have computed equal first steps.  A collective; later calls do nothing.
+        """Raise IneffectiveTrainingError if two ranks have computed equal first steps.  A collective.
 
-        Ranks without steps, and ranks whose steps have changed nothing, are not compared.
+        Later calls do nothing.  Ranks without steps, and ranks whose steps have changed nothing, are not compared.
         """
         if self._is_compared:
             return
         self._is_compared = True
         has_stepped = bool(self._steps) and self._steps[-1] != self._before
-        if equal_ranks := find_equal_steps(worker.all_gather(self._steps if has_stepped else None)):
-            raise TrainingError(EQUAL_STEPS_MESSAGE.format(*equal_ranks))
+        if equal_ranks := find_ranks_with_equal_steps(worker.all_gather(self._steps if has_stepped else None)):
+            raise IneffectiveTrainingError(EQUAL_STEPS_MESSAGE.format(*equal_ranks))
 
 
-def find_equal_steps(by_rank: Sequence[list[str] | None]) -> tuple[int, int] | None:
+def find_ranks_with_equal_steps(by_rank: Sequence[list[str] | None]) -> tuple[int, int] | None:
     """Find the first two ranks with equal lists of digests; None if there are none.  Ranks without digests are skipped.
 
     Examples
     --------
-    >>> find_equal_steps([["a", "b"], ["a", "c"], ["a", "b"]])
+    >>> find_ranks_with_equal_steps([["a", "b"], ["a", "c"], ["a", "b"]])
     (0, 2)
     """
     first: dict[tuple[str, ...], int] = {}

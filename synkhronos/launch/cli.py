@@ -10,7 +10,7 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from synkhronos.launch.settings import Settings
+    from synkhronos.launch.configuration.settings import Settings
 
 
 def main(arguments: list[str]) -> int:
@@ -22,8 +22,8 @@ def main(arguments: list[str]) -> int:
         The exit status: 0, 2 if an argument or setting is wrong, or that of the run.
     """
     # Imported here, so that a command imports only the modules that it needs.
-    from synkhronos.launch.settings import SettingsError
-    from synkhronos.launch.supervisor import open_standard_streams
+    from synkhronos.launch.configuration.settings import SettingsError
+    from synkhronos.launch.supervision.process_environment import open_standard_streams
 
     open_standard_streams()
     options = _make_parser().parse_args(arguments)
@@ -31,9 +31,9 @@ def main(arguments: list[str]) -> int:
         if options.command == "train":
             return _train(options, arguments)
         if options.command == "check":
-            from synkhronos.launch.check import check_class
+            from synkhronos.launch.check_model import check_class
 
-            return check_class(options.model, _get_set_options(options))
+            return check_class(options.model, _parse_set_options(options))
         from synkhronos.launch.doctor import make_report
 
         sys.stdout.write(make_report())
@@ -114,35 +114,37 @@ def _make_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _get_set_options(options: argparse.Namespace) -> dict[str, Any]:
-    from synkhronos.launch.settings import join_tables, parse_set
+def _parse_set_options(options: argparse.Namespace) -> dict[str, Any]:
+    from synkhronos.launch.configuration.sources import merge_tables, parse_set_option
 
-    return join_tables(map(parse_set, options.set))
+    return merge_tables(map(parse_set_option, options.set))
 
 
 def _train(options: argparse.Namespace, arguments: list[str]) -> int:
-    from synkhronos.launch.settings import join_tables, read_environment, read_session, resolve
-    from synkhronos.launch.supervisor import find_versions
+    from synkhronos.launch.configuration.resolve import resolve_settings
+    from synkhronos.launch.configuration.sources import merge_tables, read_environment, read_session_file
+    from synkhronos.launch.supervision.run_folder import find_versions
 
     named = ("ranks", "devices", "hosts", "folder", "bind", "resume", "restarts", "on_death")
     options_given = {name: getattr(options, name) for name in named if getattr(options, name) is not None}
-    sources = [join_tables([_get_set_options(options), options_given]), read_environment(os.environ)]
+    sources = [merge_tables([_parse_set_options(options), options_given]), read_environment(os.environ)]
     if options.session is not None:
-        sources.append(read_session(options.session))
-    settings = resolve(sources, options.session)
+        sources.append(read_session_file(options.session))
+    settings = resolve_settings(sources, options.session)
     if options.dry_run:
-        printed = {**dataclasses.asdict(settings), **find_versions(settings.root)}
+        printed = {**dataclasses.asdict(settings), **find_versions(settings.pythonpath)}
         sys.stdout.write(json.dumps(printed, indent=1) + "\n")
         return 0
-    return start(settings, [sys.executable, "-m", "synkhronos", *arguments])
+    return run_training(settings, [sys.executable, "-m", "synkhronos", *arguments])
 
 
-def start(settings: Settings, command: list[str]) -> int:
+def run_training(settings: Settings, command: list[str]) -> int:
     """Run the training that the settings describe, and return its exit status.
 
     ``command`` is recorded in ``run.json``.
     """
-    from synkhronos.launch.supervisor import Supervisor, prepare
+    from synkhronos.launch.supervision.run_folder import create_run_folder
+    from synkhronos.launch.supervision.supervisor import Supervisor
 
-    with prepare(settings, command):
+    with create_run_folder(settings, command):
         return Supervisor(settings).run()

@@ -6,23 +6,23 @@ import sys
 import time
 from collections.abc import Iterator
 
-from synkhronos.launch import contract
-from synkhronos.launch.change_check import ChangeCheck
-from synkhronos.launch.memory_checkpoint import RankCopies
-from synkhronos.launch.model_state import ModelState
+from synkhronos.launch.model_class.model_interface import get_steps_per_batch, use_model_precision
+from synkhronos.launch.model_class.sanity_check import SanityCheck
+from synkhronos.launch.rank.memory_checkpoint_writer import MemoryCheckpointWriter
+from synkhronos.launch.rank.model_state import ModelState
 from synkhronos.tasks import LocalRows
 from synkhronos.training.loop import Exchanger, TrainingLoop
 from synkhronos.training.stop import StopAgreement, StopPoll, get_requested_stop
 
 
-class ModelLoop(TrainingLoop):
+class ModelBatchLoop(TrainingLoop):
     """Loop of one rank over the batches of a model class, which chooses the rows and takes the steps.
 
     Parameters
     ----------
     run_state : ModelState
-    change_check : ChangeCheck
-    copies : RankCopies or None
+    sanity_check : SanityCheck
+    copies : MemoryCheckpointWriter or None
         Writer of copies in memory, for ``on_death = "continue"``.
     flag : LocalRows
         Flag of `synkhronos.training.stop.StopPoll`.
@@ -35,8 +35,14 @@ class ModelLoop(TrainingLoop):
         Whether a signal has ended the training on this rank.
     """
 
-    def __init__(self, run_state: ModelState, change_check: ChangeCheck, copies: RankCopies | None, flag: LocalRows):
-        self.run_state, self.change_check, self.copies = run_state, change_check, copies
+    def __init__(
+        self,
+        run_state: ModelState,
+        sanity_check: SanityCheck,
+        copies: MemoryCheckpointWriter | None,
+        flag: LocalRows,
+    ):
+        self.run_state, self.sanity_check, self.copies = run_state, sanity_check, copies
         self.worker, self.rule = run_state.worker, run_state.rule
         self.model, self.recorder = run_state.model, run_state.recorder
         self._exchanger = Exchanger(self.worker, self.rule, run_state.rule_state, self.recorder.meter.seconds)
@@ -56,7 +62,7 @@ class ModelLoop(TrainingLoop):
 
     def iterate_batches(self) -> Iterator[tuple[int, bool]]:
         """Yield, for each step, the number of its batch, and whether it is the last step of the batch."""
-        batch, n_steps = self.run_state.position["batch"], contract.get_n_sub_batches(self.model)
+        batch, n_steps = self.run_state.position["batch"], get_steps_per_batch(self.model)
         # The number of batches is read after the first step, in which a class may divide its data.
         batches = self.agree_on_batches(int(self.model.data.n_batch_train)) if batch else None
         while batches is None or batch < batches:
@@ -75,7 +81,7 @@ class ModelLoop(TrainingLoop):
         recorder = self.recorder
         self.worker.progress()
         began, before = time.perf_counter(), dict(recorder.meter.seconds)
-        with contract.use_class_precision():
+        with use_model_precision():
             self.model.train_iter(batch, recorder)
         recorder.count_iteration(time.perf_counter() - began)
         self.record_compute_time(began, before)
@@ -88,10 +94,10 @@ class ModelLoop(TrainingLoop):
         """
         if not steps:
             return
-        self.change_check.record_step()
-        if self.change_check.is_due and not self.rule.asynchronous:
-            self.change_check.compare(self.worker)
-        self.change_check.check_change(self.recorder.learning_rate, epoch_ended=False)
+        self.sanity_check.record_step()
+        if self.sanity_check.is_due and not self.rule.asynchronous:
+            self.sanity_check.compare(self.worker)
+        self.sanity_check.check_change(self.recorder.learning_rate, epoch_ended=False)
         self._exchanger.count_steps_left()
         if self._exchanger.count_steps(steps):
             # If the model has a ``weight``, the exchange weights this rank's parameters by the weight of the last cost.
@@ -99,7 +105,7 @@ class ModelLoop(TrainingLoop):
             self._exchanger.state.count_items = self.recorder.get_last_weight if has_weight else None
             self._exchanger.exchange()
         if self.run_state.applies_gradients:
-            with contract.use_class_precision():
+            with use_model_precision():
                 self.model.apply_gradients()
 
     def record(self, batches: tuple[int, bool]) -> None:

@@ -11,13 +11,21 @@ import numpy as np
 
 from synkhronos.devices import get_array_device
 from synkhronos.graphs import library_of
-from synkhronos.launch import contract
-from synkhronos.launch.change_check import ChangeCheck
-from synkhronos.launch.gradients import SummedGradients
-from synkhronos.launch.memory_checkpoint import DeathLog, RankCopies
-from synkhronos.launch.model import Model
-from synkhronos.launch.model_loop import ModelLoop
-from synkhronos.launch.model_state import ModelState, get_global_generator_states
+from synkhronos.launch.model_class.model import Model
+from synkhronos.launch.model_class.model_interface import (
+    ModelInterfaceError,
+    call_by_signature,
+    get_learning_rate,
+    get_steps_per_batch,
+    parse_val_iter_result,
+    use_model_precision,
+)
+from synkhronos.launch.model_class.sanity_check import SanityCheck
+from synkhronos.launch.rank.memory_checkpoint_writer import MemoryCheckpointWriter
+from synkhronos.launch.rank.model_batch_loop import ModelBatchLoop
+from synkhronos.launch.rank.model_state import ModelState, get_global_generator_states
+from synkhronos.launch.rank.summed_gradients import SummedGradients
+from synkhronos.launch.supervision.death_log import DeathLog
 from synkhronos.rules import BSP, Swap
 from synkhronos.tasks import LocalRows
 from synkhronos.training.early_stop import EarlyStop
@@ -33,7 +41,7 @@ _WARMUP_EPOCHS = 5
 _SAVE_EPOCHS = 5
 
 
-class ModelRun(EpochLoop):
+class ModelEpochLoop(EpochLoop):
     """Loop of one rank over the epochs of an instance of a model class.
 
     Parameters
@@ -50,13 +58,13 @@ class ModelRun(EpochLoop):
     ----------
     n_epochs : int
         Number of epochs to train in total, of which `n_reports` are complete.
-    change_check : ChangeCheck
-    copies : RankCopies or None
-    loop : ModelLoop
+    sanity_check : SanityCheck
+    copies : MemoryCheckpointWriter or None
+    loop : ModelBatchLoop
         Loop over the batches of an epoch.
     totals : list of RankTotals
         Totals of each rank in the epoch.
-    class_stops : bool
+    is_stopped_by_model : bool
         Whether ``val_iter`` has returned ``"stop"`` on some rank.
     """
 
@@ -68,16 +76,16 @@ class ModelRun(EpochLoop):
         self.patience, self.saves_best = settings.patience, settings.keep_best is not None
         self.checkpoint_every = settings.checkpoint
         own = self.model.vels if isinstance(state.rule, SummedGradients) else state.groups.params
-        self.change_check = ChangeCheck(list(self.model.params), own)
+        self.sanity_check = SanityCheck(list(self.model.params), own)
         if checkpoint_path is None:
             state.rule.setup(state.worker, state.rule_state)
         else:
             state.resume(checkpoint_path)
         self.n_reports = state.epochs
-        self.copies = None if copies_folder is None else RankCopies(copies_folder, state)
-        self.loop = ModelLoop(state, self.change_check, self.copies, stop_flag)
+        self.copies = None if copies_folder is None else MemoryCheckpointWriter(copies_folder, state)
+        self.loop = ModelBatchLoop(state, self.sanity_check, self.copies, stop_flag)
         self.totals: list[RankTotals] = []
-        self.class_stops = False
+        self.is_stopped_by_model = False
         #: Recorder of reports, on rank 0.
         self._reports = Recorder(state.folder) if state.worker.number == 0 else None
         #: The argument ``count`` of ``val_iter``: number of this rank's batches in the epoch times the number of ranks.
@@ -102,7 +110,7 @@ class ModelRun(EpochLoop):
         for report in self.iterate_reports():
             if self.copies:
                 self.copies.write(report.metrics)
-            if self.class_stops and is_master:
+            if self.is_stopped_by_model and is_master:
                 sys.stdout.write(f"val_iter() has returned 'stop': the run ends after epoch {self.n_reports}\n")
             if self.is_patience_exhausted() and is_master:
                 best = self.early_stop
@@ -119,7 +127,7 @@ class ModelRun(EpochLoop):
 
     def has_trained_all_epochs(self) -> bool:
         """Whether all epochs are trained, or ``val_iter`` has ended the training."""
-        return self.n_reports >= self.n_epochs or self.class_stops
+        return self.n_reports >= self.n_epochs or self.is_stopped_by_model
 
     def _warm_up(self, epoch: int) -> None:
         """Multiply ``shared_lr`` by the fifth root of the number of ranks, in each of epochs 1 to 5 (the first is 0).
@@ -148,7 +156,7 @@ class ModelRun(EpochLoop):
 
         Raises
         ------
-        ContractError
+        ModelInterfaceError
             If the class does not report this metric.
         """
         if self.settings.patience is None and self.settings.keep_best is None:
@@ -157,7 +165,7 @@ class ModelRun(EpochLoop):
         name, mode = self.settings.keep_best or (next((n for n in metrics if n != "loss"), "cost"), "min")
         if name not in metrics:
             names = ", ".join(metrics) or "nothing"
-            raise contract.ContractError(
+            raise ModelInterfaceError(
                 f"keep_best, patience: {self.settings.modelclass} lacks:\n  metric {name!r}, got {names}"
             )
         self.metric = name, mode
@@ -171,7 +179,7 @@ class ModelRun(EpochLoop):
         self.model.epoch = epoch
         if not is_resumed:
             self._warm_up(epoch)
-        self.recorder.learning_rate = contract.get_learning_rate(self.model)
+        self.recorder.learning_rate = get_learning_rate(self.model)
         if not math.isnan(self.recorder.learning_rate):
             self.state.rule_state.learning_rate = self.recorder.learning_rate
         if is_resumed:
@@ -190,9 +198,9 @@ class ModelRun(EpochLoop):
         if not self.loop.has_ended:
             self.recorder.clear_train_info()
             self._reset_iterator("train")
-            self.change_check.check_change(self.recorder.learning_rate, epoch_ended=True)
+            self.sanity_check.check_change(self.recorder.learning_rate, epoch_ended=True)
             if self.state.rule.asynchronous:
-                self.change_check.compare(self.worker)
+                self.sanity_check.compare(self.worker)
         self.state.set_reported_params()
         return self.loop.has_ended
 
@@ -227,14 +235,14 @@ class ModelRun(EpochLoop):
         recorder = self.recorder
         generator_states = self.state.get_generator_states()
         batch, has_stopped, is_ended = 0, False, False
-        per_batch = contract.get_n_sub_batches(self.model)
+        per_batch = get_steps_per_batch(self.model)
         while batch < int(self.model.data.n_batch_val) and not has_stopped and not is_ended:
             next_batch = batch + 1
             for _ in range(per_batch):
                 self.worker.progress()
-                with contract.use_class_precision():
+                with use_model_precision():
                     returned = self.model.val_iter(self._count, recorder)
-                next_batch, has_stopped = contract.parse_next_batch(returned, batch, next_batch)
+                next_batch, has_stopped = parse_val_iter_result(returned, batch, next_batch)
                 if has_stopped:
                     break
             batch = next_batch
@@ -254,7 +262,7 @@ class ModelRun(EpochLoop):
         recorder.set_validation_means(self._count, means)
         if means:
             self.model.current_info = recorder.get_latest_val_info()
-        self.class_stops = any(stopped for _, _, stopped, _ in by_rank)
+        self.is_stopped_by_model = any(stopped for _, _, stopped, _ in by_rank)
         return False
 
     def save_at_signal(self) -> None:
@@ -265,9 +273,9 @@ class ModelRun(EpochLoop):
     def adapt_learning_rate(self, report: Report) -> None:
         """Call the class's ``save``, ``adjust_hyperp`` and ``print_info`` after an epoch."""
         self._save_snapshot(self.n_reports - 1, self.is_over())
-        contract.call_accepted(self.model.adjust_hyperp, self.n_reports - 1)
+        call_by_signature(self.model.adjust_hyperp, self.n_reports - 1)
         if callable(getattr(self.model, "print_info", None)):
-            contract.call_accepted(self.model.print_info, self.recorder, verbose=self.worker.number == 0)
+            call_by_signature(self.model.print_info, self.recorder, verbose=self.worker.number == 0)
 
     def finish_interval(self, report: Report) -> None:
         """Move to the next epoch; on rank 0, print and write the report."""
@@ -295,7 +303,7 @@ class ModelRun(EpochLoop):
         """Call ``reset_iter`` of the model, if it has this method, to restart its training or validation batches."""
         method = getattr(self.model, "reset_iter", None)
         if callable(method):
-            contract.call_accepted(method, mode)
+            call_by_signature(method, mode)
 
     def _save_snapshot(self, epoch: int, last: bool) -> None:
         """Call ``save(path)`` of the model, if it has this method, on rank 0 every five epochs and at the end."""
@@ -326,10 +334,10 @@ class ModelRun(EpochLoop):
 
 
 def _choose_n_epochs(state: ModelState) -> int:
-    """Return the number of epochs from the settings, or else from the model; raise ContractError without any."""
+    """Return the number of epochs from the settings, or else from the model; raise ModelInterfaceError without any."""
     epochs = state.settings.epochs if state.settings.epochs is not None else getattr(state.model, "n_epochs", None)
     if isinstance(epochs, bool) or not isinstance(epochs, int | np.integer) or epochs < 1:
-        raise contract.ContractError(
+        raise ModelInterfaceError(
             f"{state.settings.modelclass} lacks:\n  attribute n_epochs: expected a number of epochs, got "
             f"{epochs!r}; or give --set epochs=N"
         )

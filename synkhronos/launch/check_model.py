@@ -19,10 +19,21 @@ from typing import Any
 import numpy as np
 
 from synkhronos.compat.startup import import_theano_before_fork
-from synkhronos.launch import contract
-from synkhronos.launch.change_check import EQUAL_STEPS_MESSAGE, digest, find_equal_steps
-from synkhronos.launch.model_recorder import ModelRecorder
-from synkhronos.launch.settings import Settings, resolve
+from synkhronos.launch.configuration.resolve import resolve_settings
+from synkhronos.launch.configuration.settings import Settings
+from synkhronos.launch.model_class.model_compilation import compile_model, set_model_options
+from synkhronos.launch.model_class.model_interface import (
+    call_by_signature,
+    get_batch_size,
+    import_model_class,
+    list_missing_attributes,
+    make_config,
+    make_instance,
+    parse_val_iter_result,
+)
+from synkhronos.launch.model_class.model_recorder import ModelRecorder
+from synkhronos.launch.model_class.model_variables import group_variables
+from synkhronos.launch.model_class.sanity_check import EQUAL_STEPS_MESSAGE, digest, find_ranks_with_equal_steps
 from synkhronos.rules.state import Vector
 
 #: Number of iterations that the class runs.
@@ -39,10 +50,10 @@ def check_class(model: str, options: Mapping[str, Any] | None = None) -> int:
     options : dict, optional
         Further settings.
     """
-    settings = resolve([{"model": model, "devices": "cpu"}, options or {}])
+    settings = resolve_settings([{"model": model, "devices": "cpu"}, options or {}])
     import_theano_before_fork(on_gpu=False)
     with tempfile.TemporaryDirectory() as folder:
-        check = _Check(settings, Path(folder))
+        check = _ModelCheck(settings, Path(folder))
         try:
             check.run()
         except Exception as error:
@@ -56,7 +67,7 @@ def check_class(model: str, options: Mapping[str, Any] | None = None) -> int:
     return _print(f"{settings.modelclass}: no problem found, on one rank and on two\n", 0)
 
 
-class _Check:
+class _ModelCheck:
     """Check of one model class.
 
     Attributes
@@ -75,7 +86,7 @@ class _Check:
     def run(self) -> None:
         """Check the class as one rank, then as two."""
         settings = self.settings
-        self.model_class = contract.load_class(settings.root, settings.modelfile, settings.modelclass)
+        self.model_class = import_model_class(settings.pythonpath, settings.modelfile, settings.modelclass)
         if self.record_missing(self.model_class):
             return
         self.check_one_rank()
@@ -84,7 +95,7 @@ class _Check:
 
     def record_missing(self, model: Any) -> bool:
         """Record missing methods and attributes as a problem; return True if any are missing."""
-        if lines := contract.list_missing(model):
+        if lines := list_missing_attributes(model):
             self.problems.append(" lacks:\n" + "\n".join(f"  {line}" for line in lines))
         return bool(lines)
 
@@ -92,14 +103,14 @@ class _Check:
         """Make an instance for a rank."""
         np.random.seed(rank)
         random.seed(rank)
-        instance = contract.make_instance(self.model_class, contract.make_config(self.settings, rank, size))
+        instance = make_instance(self.model_class, make_config(self.settings, rank, size))
         instance.epoch = 0
         return instance
 
     def set_options(self, instance: Any) -> bool:
         """Set the options of a model's step; return True if they need the gradient of all ranks."""
         self.stage = "options of the model are set"
-        return contract.set_options(instance, self.settings.model_options, self.rule, self.settings.modelclass)
+        return set_model_options(instance, self.settings.model_options, self.rule, self.settings.modelclass)
 
     def check_one_rank(self) -> None:
         """Call every method of an instance as the only rank."""
@@ -107,12 +118,12 @@ class _Check:
         instance = self.make_instance(0, 1)
         needs_gradients = self.set_options(instance)
         self.stage = "compile_iter_fns() runs"
-        contract.compile_model(instance, self.settings, self.rule, 1, needs_gradients)
+        compile_model(instance, self.settings, self.rule, 1, needs_gradients)
         if self.record_missing(instance):
             return
         if self.settings.epochs is None and getattr(instance, "n_epochs", None) is None:
             self.problems.append(": it has no n_epochs: give --set epochs=N")
-        recorder = ModelRecorder(0, rows=contract.get_batch_size(instance), folder=self.folder)
+        recorder = ModelRecorder(0, rows=get_batch_size(instance), folder=self.folder)
         before = digest(Vector(list(instance.params)))
         self.stage = "train_iter() runs"
         for i in range(min(_ITERATIONS, int(instance.data.n_batch_train))):
@@ -134,7 +145,7 @@ class _Check:
         self.stage = "val_iter() runs"
         batch = 0
         while batch < min(_ITERATIONS, int(instance.data.n_batch_val)):
-            batch, has_stopped = contract.parse_next_batch(instance.val_iter(0, recorder), batch, batch + 1)
+            batch, has_stopped = parse_val_iter_result(instance.val_iter(0, recorder), batch, batch + 1)
             if has_stopped:
                 break
         rows, sums = recorder.take_validation_sums()
@@ -147,7 +158,7 @@ class _Check:
         self.call_optional(instance, "reset_iter", "val")
         self.call_optional(instance, "save", f"{self.folder}{os.sep}")
         self.stage = "adjust_hyperp(0) runs"
-        contract.call_accepted(instance.adjust_hyperp, 0)
+        call_by_signature(instance.adjust_hyperp, 0)
         self.call_optional(instance, "print_info", recorder, verbose=True)
         self.call_optional(instance, "scale_lr", 2)
         self.stage = "cleanup() runs"
@@ -158,7 +169,7 @@ class _Check:
         method = getattr(instance, name, None)
         if callable(method):
             self.stage = f"{name}() runs"
-            contract.call_accepted(method, *arguments, **named)
+            call_by_signature(method, *arguments, **named)
 
     def check_two_ranks(self) -> None:
         """Train two instances as ranks 0 and 1 of two, with an exchange after each step."""
@@ -167,10 +178,10 @@ class _Check:
         needs_gradients = [self.set_options(instance) for instance in ranks][0]
         self.stage = "compile_iter_fns() runs with size 2"
         for instance in ranks:
-            average = contract.compile_model(instance, self.settings, self.rule, 2, needs_gradients)
+            average = compile_model(instance, self.settings, self.rule, 2, needs_gradients)
         if any(map(self.record_missing, ranks)):
             return
-        params = [Vector(contract.group_variables(instance, average == "params").params) for instance in ranks]
+        params = [Vector(group_variables(instance, average == "params").params) for instance in ranks]
         if params[0].shapes != params[1].shapes:
             shapes = f"{[*map(list, params[0].shapes)]} on rank 0, and of {[*map(list, params[1].shapes)]} on rank 1"
             self.problems.append(f": with size 2 params are of shapes {shapes}")
@@ -180,7 +191,7 @@ class _Check:
         sources, targets = params, params
         if average == "gradient":
             sources, targets = ([Vector(getattr(r, name)) for r in ranks] for name in ("vels", "vels2"))
-        recorder = ModelRecorder(0, rows=contract.get_batch_size(ranks[0]))
+        recorder = ModelRecorder(0, rows=get_batch_size(ranks[0]))
         self.stage = "train_iter() runs with size 2"
         steps: list[list[str]] = [[], []]
         n_steps = min(_ITERATIONS, *(int(instance.data.n_batch_train) for instance in ranks))
@@ -199,7 +210,7 @@ class _Check:
             instance.cleanup()
         if n_steps > 1 and digest(params[0]) == before:
             self.problems.append(": with size 2 train_iter() changes none of params")
-        elif equal_ranks := find_equal_steps(steps):
+        elif equal_ranks := find_ranks_with_equal_steps(steps):
             self.problems.append(f": with size 2 {EQUAL_STEPS_MESSAGE.format(*equal_ranks)}")
 
 

@@ -1,10 +1,10 @@
 """The program of each rank: three functions, which the master runs on all ranks one after another.
 
-Each rank stores its instance of the model class between `build_instance` and `train_instance`::
+Each rank stores its instance of the model class between `build_model` and `train_model`::
 
     prepare_rank()    redirect output, print device and cores
-    build_instance()  make and check the instance, compile its functions, make parameters equal on all ranks
-    train_instance()  train the instance: a ModelRun loops over epochs, its ModelLoop over batches
+    build_model()  make and check the instance, compile its functions, make parameters equal on all ranks
+    train_model()  train the instance: a ModelEpochLoop loops over epochs, its ModelBatchLoop over batches
 """
 
 from __future__ import annotations
@@ -17,12 +17,23 @@ from pathlib import Path
 import numpy as np
 
 from synkhronos.graphs import library_of, list_loaded_libraries
-from synkhronos.launch import binding, contract, output
-from synkhronos.launch.gradients import SummedGradients
-from synkhronos.launch.model_recorder import ModelRecorder
-from synkhronos.launch.model_run import ModelRun
-from synkhronos.launch.model_state import STORAGE, ModelState
-from synkhronos.launch.settings import Settings
+from synkhronos.launch import core_binding
+from synkhronos.launch.configuration.settings import Settings
+from synkhronos.launch.model_class.model_compilation import compile_model, set_model_options
+from synkhronos.launch.model_class.model_interface import (
+    ModelInterfaceError,
+    check_attributes,
+    get_batch_size,
+    import_model_class,
+    make_config,
+    make_instance,
+)
+from synkhronos.launch.model_class.model_recorder import ModelRecorder
+from synkhronos.launch.model_class.model_variables import group_variables
+from synkhronos.launch.rank.model_epoch_loop import ModelEpochLoop
+from synkhronos.launch.rank.model_state import STORAGE, ModelState
+from synkhronos.launch.rank.remote_output import RemoteRecorder, redirect_output
+from synkhronos.launch.rank.summed_gradients import SummedGradients
 from synkhronos.rules import Rule
 from synkhronos.rules.state import Vector
 from synkhronos.tasks import LocalRows, Worker
@@ -36,15 +47,15 @@ _EXCHANGES = {
 
 
 def prepare_rank(
-    worker: Worker, consoles: list[int], masks: list[list[int]], devices: list[str], by_host: list[range]
+    worker: Worker, output_pipes: list[int], rank_cores: list[list[int]], devices: list[str], by_host: list[range]
 ) -> int:
     """Redirect this rank's output to its own pipe, print its device and cores, and return its process ID.
 
     Parameters
     ----------
     worker : Worker
-    consoles, masks, devices : list
-        File descriptors of pipes, cores, and devices, of each rank on the first host.  Without masks, ranks are not
+    output_pipes, rank_cores, devices : list
+        File descriptors of pipes, cores, and devices, of each rank on the first host.  Without cores, ranks are not
         bound.
     by_host : list of range
         Ranks of each host.
@@ -53,60 +64,61 @@ def prepare_rank(
 
     sys.stdout.flush()
     sys.stderr.flush()
-    if worker.number < len(consoles):
+    if worker.number < len(output_pipes):
         for file in (1, 2):
-            os.dup2(consoles[worker.number], file)
-        for console in consoles:
-            os.close(console)
-        where = f"on {devices[worker.number]}, {binding.describe_binding(masks[worker.number] if masks else None)}"
+            os.dup2(output_pipes[worker.number], file)
+        for pipe in output_pipes:
+            os.close(pipe)
+        cores = rank_cores[worker.number] if rank_cores else None
+        where = f"on {devices[worker.number]}, {core_binding.describe_binding(cores)}"
     else:
-        output.redirect_output(worker.number)
+        redirect_output(worker.number)
         host_ranks = next(ranks for ranks in by_host if worker.number in ranks)
         device = "cpu" if devices[0] == "cpu" else f"cuda{host_ranks.index(worker.number)}"
-        where = f"on {device} of host {platform.node()}, {binding.describe_binding(None)}"
+        where = f"on {device} of host {platform.node()}, {core_binding.describe_binding(None)}"
     for stream in (sys.stdout, sys.stderr):  # the supervisor reads UTF-8, whatever the locale
         stream.reconfigure(encoding="utf-8", errors="backslashreplace")  # type: ignore[union-attr]
     sys.stdout.write(f"process {os.getpid()} {where}\n")
     return os.getpid()
 
 
-def build_instance(worker: Worker, settings: Settings, rule: Rule) -> tuple[int, str]:
+def build_model(worker: Worker, settings: Settings, rule: Rule) -> tuple[int, str]:
     """Make, check and compile this rank's instance; return the size and dtype of the vector that ranks exchange.
 
     All ranks get the parameters of rank 0.  The rank stores the instance, its variables by role, and whether parameters
-    or gradients are exchanged, for `train_instance`.
+    or gradients are exchanged, for `train_model`.
 
     Raises
     ------
-    ContractError
+    ModelInterfaceError
         If the class or the instance lacks a method or an attribute, or the shapes of parameters differ between ranks.
     """
-    model_class = contract.load_class(settings.root, settings.modelfile, settings.modelclass)
+    model_class = import_model_class(settings.pythonpath, settings.modelfile, settings.modelclass)
     list_loaded_libraries()  # before the class compiles: all ranks compile at once
-    contract.check_complete(model_class, settings.modelclass)
-    config = contract.make_config(settings, worker.number, worker.size)
-    model = contract.make_instance(model_class, config)
+    check_attributes(model_class, settings.modelclass)
+    config = make_config(settings, worker.number, worker.size)
+    model = make_instance(model_class, config)
     for name in ("rank", "size", "verbose", "seed"):
         if not hasattr(model, name) and not hasattr(model_class, "__slots__"):
             setattr(model, name, config[name])
     worker.progress()
-    needs_gradients = contract.set_options(model, settings.model_options, rule, settings.modelclass)
-    average = contract.compile_model(model, settings, rule, worker.size, needs_gradients)
+    needs_gradients = set_model_options(model, settings.model_options, rule, settings.modelclass)
+    average = compile_model(model, settings, rule, worker.size, needs_gradients)
     if average is not None and worker.number == 0:
         sys.stdout.write(f"{_EXCHANGES[average]}\n")
-    contract.check_complete(model, settings.modelclass)
+    check_attributes(model, settings.modelclass)
     if settings.scale_lr:
         if not callable(getattr(model, "scale_lr", None)):
-            raise contract.ContractError(f"{settings.modelclass} lacks:\n  method scale_lr(size), for scale_lr = true")
+            raise ModelInterfaceError(f"{settings.modelclass} lacks:\n  method scale_lr(size), for scale_lr = true")
         model.scale_lr(worker.size)
     vector = Vector(list(model.params))
     shapes = [list(shape) for shape in vector.shapes]
     all_shapes = worker.all_gather(shapes)
     for r, other in enumerate(all_shapes):
         if other != all_shapes[0]:
-            raise contract.ContractError(f"params: of shapes {all_shapes[0]} on rank 0, and of {other} on rank {r}")
+            raise ModelInterfaceError(f"params: of shapes {all_shapes[0]} on rank 0, and of {other} on rank {r}")
     vector.set(worker.broadcast(np.asarray(vector.get()) if worker.number == 0 else None))
-    groups = contract.group_variables(model, exclude_normalization=average == "params")
+    groups = group_variables(model, exclude_normalization=average == "params")
     for shared in groups.generators:  # the class may seed all ranks equally, but their random numbers have to differ
         library = library_of(shared)
         generator = library.copy_generator(shared)
@@ -116,7 +128,7 @@ def build_instance(worker: Worker, settings: Settings, rule: Rule) -> tuple[int,
     return exchanged.size, exchanged.dtype.name
 
 
-def train_instance(
+def train_model(
     worker: Worker,
     settings: Settings,
     rule: Rule,
@@ -125,7 +137,7 @@ def train_instance(
     copies_folder: str | None,
     stop_flag: LocalRows,
 ) -> bool:
-    """Train the instance from `build_instance`, and call its ``cleanup``.
+    """Train the instance from `build_model`, and call its ``cleanup``.
 
     Parameters
     ----------
@@ -149,11 +161,11 @@ def train_instance(
     if stored["average"] == "gradient":
         rule = SummedGradients(model.vels, model.vels2, rule.precision)
     is_on_first_host = worker.number < len(settings.devices)
-    lines = Recorder(settings.folder) if is_on_first_host else output.RemoteRecords()
+    lines = Recorder(settings.folder) if is_on_first_host else RemoteRecorder()
     folder = Path(settings.folder) if is_on_first_host else None
-    recorder = ModelRecorder(worker.number, lines, settings.every, contract.get_batch_size(model), folder)
+    recorder = ModelRecorder(worker.number, lines, settings.every, get_batch_size(model), folder)
     state = ModelState(worker, settings, rule, model, stored["groups"], shared, recorder)
     try:
-        return ModelRun(state, checkpoint_path, copies_folder, stop_flag).train_all_epochs()
+        return ModelEpochLoop(state, checkpoint_path, copies_folder, stop_flag).train_all_epochs()
     finally:
         model.cleanup()

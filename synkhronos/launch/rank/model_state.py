@@ -16,10 +16,10 @@ from typing import Any
 
 import numpy as np
 
-from synkhronos.launch import contract
-from synkhronos.launch.gradients import SummedGradients
-from synkhronos.launch.model_recorder import ModelRecorder
-from synkhronos.launch.settings import Settings
+from synkhronos.launch.configuration.settings import Settings
+from synkhronos.launch.model_class.model_interface import call_by_signature, get_steps_per_batch, use_model_precision
+from synkhronos.launch.model_class.model_recorder import ModelRecorder
+from synkhronos.launch.rank.summed_gradients import SummedGradients
 from synkhronos.rules import Rule, State
 from synkhronos.tasks import LocalRows, Worker
 from synkhronos.training import generator_state, rank_state
@@ -174,7 +174,7 @@ class ModelState:
         if self.settings.keep_best:
             self.early_stop.set_metric(" ".join(self.settings.keep_best))
         for epoch in range(meta["epochs"]):  # repeats changes of learning rates that are not in shared variables
-            contract.call_accepted(self.model.adjust_hyperp, epoch)
+            call_by_signature(self.model.adjust_hyperp, epoch)
         if meta["within"]:
             self.skip_trained_batches(meta["epochs"], meta["within"])
         self.restore(path)
@@ -219,7 +219,7 @@ class ModelState:
         """
         number, size = self.worker.number, self.worker.size
         position = positions[number % len(positions)]
-        sub_batches = contract.get_n_sub_batches(self.model)
+        sub_batches = get_steps_per_batch(self.model)
         batches = round(position["batch"] * len(positions) / size)
         steps, loss, weight = position["record"]
         if size != len(positions):
@@ -234,7 +234,7 @@ class ModelState:
         for batch in range(batches):
             for _ in range(sub_batches):
                 self.worker.progress()
-                with contract.use_class_precision():
+                with use_model_precision():
                     self.model.train_iter(batch, recorder)
 
 

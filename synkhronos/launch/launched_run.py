@@ -12,35 +12,26 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from synkhronos.launch.key_value import parse_exchange
-from synkhronos.launch.settings import (
-    FAILURE,
-    Settings,
-    SettingsError,
-    get_rule_options,
-    join_tables,
-    read_environment,
-    resolve,
-)
-from synkhronos.launch.supervisor import make_python_path, open_standard_streams, prepare
+from synkhronos.launch.configuration.resolve import resolve_settings
+from synkhronos.launch.configuration.settings import Settings, convert_errors, get_rule_options
+from synkhronos.launch.configuration.sources import merge_tables, read_environment
+from synkhronos.launch.configuration.theano_mpi_session import parse_exchange_option
+from synkhronos.launch.supervision.process_environment import make_python_path, open_standard_streams
+from synkhronos.launch.supervision.run_folder import FAILURE_FILE, create_run_folder
 from synkhronos.rules import Rule
 from synkhronos.training.stop import STOP_SIGNALS
 
 
-def _read_exchange(rule: Rule) -> Iterator[dict[str, Any]]:
-    """Yield the settings for the attributes that Theano-MPI's rules have: ``sync_type`` and ``exch_strategy``."""
-    for name in ("sync_type", "exch_strategy"):
-        value = getattr(rule, name, None)
-        if value is not None:
-            try:
-                yield parse_exchange(name, value)
-            except ValueError as error:
-                raise SettingsError(str(error)) from None
+def _read_theano_mpi_attributes(rule: Rule) -> list[dict[str, Any]]:
+    """Return the settings for the attributes that Theano-MPI's rules have: ``sync_type`` and ``exch_strategy``."""
+    values = {name: getattr(rule, name, None) for name in ("sync_type", "exch_strategy")}
+    with convert_errors():
+        return [parse_exchange_option(name, value) for name, value in values.items() if value is not None]
 
 
 class LaunchedRun:
@@ -50,21 +41,20 @@ class LaunchedRun:
     """
 
     def __init__(self, rule: Rule, devices: Sequence[str] | str | None, modelfile: str, modelclass: str, **others: Any):
-        settings = join_tables(
-            [{"rule": type(rule).__name__, "rule_options": get_rule_options(rule)}, *_read_exchange(rule), others]
-        )
+        rule_settings = {"rule": type(rule).__name__, "rule_options": get_rule_options(rule)}
+        settings = merge_tables([rule_settings, *_read_theano_mpi_attributes(rule), others])
         for name, value in (("devices", devices), ("modelfile", modelfile), ("modelclass", modelclass)):
             if value not in (None, ""):  # else the environment may set it
                 settings[name] = value
         script = sys.argv[0] if sys.argv and os.path.exists(sys.argv[0]) else None
-        self.settings: Settings = resolve([settings, read_environment(os.environ)], source_path=script)
+        self.settings: Settings = resolve_settings([settings, read_environment(os.environ)], source_path=script)
         self.folder = Path(self.settings.folder)
         open_standard_streams()
-        lock = prepare(self.settings, [sys.executable, *sys.argv])
+        lock = create_run_folder(self.settings, [sys.executable, *sys.argv])
         with contextlib.suppress(OSError, ValueError):  # on a full disk, or closed
             sys.stdout.flush()
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "synkhronos.launch.supervisor", str(self.folder), str(os.getpid())],
+            [sys.executable, "-m", "synkhronos.launch.supervision.supervisor", str(self.folder), str(os.getpid())],
             env={**os.environ, "PYTHONPATH": make_python_path()},
             stdin=subprocess.DEVNULL,
             pass_fds=[lock.fileno()],  # the lock is held until the supervisor exits
@@ -106,7 +96,7 @@ class LaunchedRun:
         for caught in received:
             signal.raise_signal(caught)  # the default action: it ends this process
         if status:
-            failure = self.folder / FAILURE
+            failure = self.folder / FAILURE_FILE
             text = failure.read_text("utf-8", "backslashreplace") if failure.is_file() else ""
             raise RuntimeError(f"the run in {self.folder} has ended with status {status}\n{text}")
         return self.folder

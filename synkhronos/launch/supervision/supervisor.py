@@ -10,24 +10,20 @@
         workers: the other ranks
 
 After a failure the supervisor starts the ranks again from the newest checkpoint, at most ``restarts`` times.  With
-``on_death = "continue"`` it starts them after a death from the newest copy in memory (see `memory_checkpoint`).  A
+``on_death = "continue"`` it starts them after a death from the newest copy in memory (`memory_checkpoint_folder`).  A
 device whose rank fails in `MAX_FAILED_STARTS` such starts in a row is left out.
 
 When one of the processes is killed, the others exit: the kernel kills a child when its parent dies, the master watches
 its workers, and the supervisor waits for the master.
 
-Invariant: the exit status is recorded, even if the console or the logs can't be written (see `output`).
+Invariant: the exit status is recorded, even if the console or the logs can't be written (see `rank_output`).
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
-import errno
-import fcntl
-import json
 import os
-import platform
 import selectors
 import signal
 import subprocess
@@ -35,13 +31,16 @@ import sys
 import time
 from pathlib import Path
 from types import FrameType
-from typing import IO, Any
+from typing import Any
 
-from synkhronos import checks
-from synkhronos.launch import binding
-from synkhronos.launch.memory_checkpoint import DEATHS, CopyFolder, DeathLog
-from synkhronos.launch.output import Console, LineSplitter, RunOutput
-from synkhronos.launch.settings import FAILURE, PROCESSES, SETTINGS, Settings, SettingsError
+from synkhronos.launch import core_binding
+from synkhronos.launch.configuration.settings import Settings
+from synkhronos.launch.supervision.death_log import DeathLog
+from synkhronos.launch.supervision.master_arguments import MasterArguments
+from synkhronos.launch.supervision.memory_checkpoint_folder import MemoryCheckpointFolder
+from synkhronos.launch.supervision.process_environment import make_python_path, open_standard_streams
+from synkhronos.launch.supervision.rank_output import Console, LineSplitter, OutputWriter
+from synkhronos.launch.supervision.run_folder import FAILURE_FILE, PROCESSES_FILE, add_to_run_record
 from synkhronos.ranks.errors import FAILED_START_PREFIX, describe_exit
 from synkhronos.training.checkpoint import copy_checkpoint, list_checkpoints
 from synkhronos.training.death_recovery import MAX_FAILED_STARTS, MAX_REPEATED_DEATHS
@@ -49,84 +48,6 @@ from synkhronos.training.stop import ECHO_SECONDS, STOP_SIGNALS
 
 #: Seconds that ranks have to exit after Ctrl-C.
 _GRACE = 10.0
-#: Number of bytes of ``run.json`` reserved for the exit status: the disk may be full at the end of the run.
-_RESERVED_BYTES = 1024
-#: Packages whose versions are recorded.
-_PACKAGES = ("synkhronos", "numpy", "pytensor", "Theano", "jax", "Lasagne", "safetensors")
-
-
-def prepare(settings: Settings, command: list[str]) -> IO[str]:
-    """Make the folder of a run, write settings and versions into it, and lock it; return the open file with the lock.
-
-    Raises
-    ------
-    SettingsError
-        If the folder can't be made or written, or is locked by another run.
-    """
-    folder = Path(settings.folder)
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        lock = open(folder / "run.json", "a")  # noqa: SIM115 - open as long as the run lasts
-    except (OSError, ValueError) as error:
-        raise SettingsError(f"folder: {folder} can't be made or written: {error}") from None
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        for path in (*folder.glob(FAILURE.replace(".", "*.")), folder / PROCESSES, folder / DEATHS):
-            path.unlink(missing_ok=True)
-        settings.save(folder / SETTINGS)
-        _write_run_file(folder, {**find_versions(settings.root), "command": command, "began": _now()}, _RESERVED_BYTES)
-    except BlockingIOError:
-        lock.close()
-        raise SettingsError(f"folder: {folder} has a run that hasn't ended: wait for it, or name another") from None
-    except OSError as error:
-        lock.close()
-        raise SettingsError(f"folder: {folder} can't be written: {error}") from None
-    return lock
-
-
-def find_versions(root: str) -> dict[str, Any]:
-    """Find the versions of Python and of packages, and the commit of the model's folder."""
-    versions: dict[str, Any] = {"python": platform.python_version(), "host": platform.node()}
-    versions |= checks.list_versions(_PACKAGES)
-    with contextlib.suppress(OSError, subprocess.SubprocessError):
-        for name, arguments in (("commit", ["rev-parse", "HEAD"]), ("changed", ["status", "--porcelain", "-uno"])):
-            result = subprocess.run(["git", "-C", root, *arguments], capture_output=True, text=True, timeout=10)
-            if result.returncode == 0:
-                versions[name] = result.stdout.strip() if name == "commit" else bool(result.stdout.strip())
-    return versions
-
-
-def make_python_path() -> str:
-    """Make the PYTHONPATH with which a process imports this copy of the library, in any working directory."""
-    paths = [str(Path(__file__).resolve().parents[2]), os.environ.get("PYTHONPATH", "")]
-    return os.pathsep.join(path for path in paths if path)
-
-
-def open_standard_streams() -> None:
-    """Open ``/dev/null`` for closed standard streams, whose file descriptors pipes would get otherwise."""
-    for fd in range(3):
-        try:
-            os.fstat(fd)
-        except OSError:
-            os.open(os.devnull, os.O_RDWR)
-    for fd, name in ((1, "stdout"), (2, "stderr")):
-        if getattr(sys, name) is None:
-            setattr(sys, name, open(fd, "w", closefd=False))
-
-
-def _now() -> str:
-    return time.strftime("%Y-%m-%dT%H:%M:%S%z")
-
-
-def _write_run_file(folder: Path, entries: dict[str, Any], reserved: int = 0) -> None:
-    """Write ``run.json`` in place, since the lock is on its inode, and its blocks exist even if the disk is full."""
-    text = json.dumps(entries, indent=1)
-    with open(folder / "run.json", "r+b", buffering=0) as file:
-        size = len(text) + reserved if reserved else max(len(text), os.fstat(file.fileno()).st_size - 1)
-        data = f"{text.ljust(size)}\n".encode()
-        if file.write(data) < len(data):
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        file.truncate()
 
 
 class Supervisor:
@@ -152,7 +73,7 @@ class Supervisor:
         self._deadline = float("inf")
         self._master: subprocess.Popen[bytes] | None = None
         self._n_restarts = 0
-        self._copies: CopyFolder | None = None
+        self._copies: MemoryCheckpointFolder | None = None
         self._deaths = DeathLog(self.folder)
         #: Numbers of recoveries, of deaths in the log, and of recoveries from the same copy.
         self._n_deaths = self._n_logged_deaths = self._n_repeated = 0
@@ -177,7 +98,7 @@ class Supervisor:
         end: dict[str, Any] = {"status": 1}
         try:
             if self.settings.on_death == "continue":
-                self._copies = CopyFolder()
+                self._copies = MemoryCheckpointFolder()
             while True:
                 # A pipe for each rank of this machine, and one for all other hosts.
                 pipes = [os.pipe() for _ in range(len(self.settings.devices) + bool(self.settings.hosts))]
@@ -210,14 +131,16 @@ class Supervisor:
         status: int = end["status"]
         return status
 
-    def _start(self, consoles: list[int]) -> None:
+    def _start(self, pipes: list[int]) -> None:
         settings = self.settings
-        (self.folder / PROCESSES).unlink(missing_ok=True)  # the master writes it once all ranks have started
+        (self.folder / PROCESSES_FILE).unlink(missing_ok=True)  # the master writes it once all ranks have started
         allowed = sorted(os.sched_getaffinity(0))
-        masks: list[list[int]] = []
+        rank_cores: list[list[int]] = []
         why = "not bound, as asked"
         if settings.bind:
-            masks, why = binding.assign_cores(settings.devices, allowed, binding.find_gpu_cores(settings.devices))
+            rank_cores, why = core_binding.assign_cores(
+                settings.devices, allowed, core_binding.find_gpu_cores(settings.devices)
+            )
         n_here = len(settings.devices)
         where = f"{n_here} {'rank' if n_here == 1 else 'ranks'} on {', '.join(settings.devices)}"
         if settings.hosts:
@@ -230,31 +153,32 @@ class Supervisor:
             names = [str(n) for n in numbers] if visible is None else [visible.split(",")[n].strip() for n in numbers]
             environment["CUDA_VISIBLE_DEVICES"] = ",".join(names)
         environment["PYTHONPATH"] = make_python_path()
-        plan = {
-            "supervisor": os.getpid(),
-            "consoles": consoles[:n_here],
-            "hosts": consoles[n_here] if settings.hosts else None,
-            "checkpoint": self._checkpoint,
-            "copies": None if self._copies is None else str(self._copies.path),
-            "recovers": self._n_deaths > 0,
-            "masks": masks,
-            "allowed": allowed,
-        }
-        command = [sys.executable, "-m", "synkhronos.launch.master", str(self.folder), json.dumps(plan)]
+        arguments = MasterArguments(
+            supervisor_pid=os.getpid(),
+            output_pipes=pipes[:n_here],
+            hosts_pipe=pipes[n_here] if settings.hosts else None,
+            rank_cores=rank_cores,
+            allowed_cores=allowed,
+            checkpoint=self._checkpoint,
+            memory_checkpoints=None if self._copies is None else str(self._copies.path),
+            is_recovery=self._n_deaths > 0,
+        )
+        module = "synkhronos.launch.rank.master_process"
+        command = [sys.executable, "-m", module, settings.folder, arguments.to_json()]
         # The master inherits this binding: BLAS starts its threads at import, within rank 0's cores.
-        binding.bind(masks[0] if masks else [])
+        core_binding.bind_to_cores(rank_cores[0] if rank_cores else [])
         try:
             self._master = subprocess.Popen(
                 command,
                 env=environment,
                 stdin=subprocess.DEVNULL,
-                stdout=consoles[0],
-                stderr=consoles[0],
-                pass_fds=consoles,
+                stdout=pipes[0],
+                stderr=pipes[0],
+                pass_fds=pipes,
                 start_new_session=True,  # the terminal sends Ctrl-C to this process alone, which passes it on
             )
         finally:
-            binding.bind(allowed)
+            core_binding.bind_to_cores(allowed)
 
     # -- signals ---------------------------------------------------------------------------------------------
 
@@ -308,7 +232,7 @@ class Supervisor:
         assert self._master is not None
         with contextlib.ExitStack() as stack, selectors.DefaultSelector() as selector:
             is_continued = self.settings.resume is not None or self._n_restarts + self._n_deaths > 0
-            output = RunOutput(self.folder, is_continued, self._console, self._errors)
+            output = OutputWriter(self.folder, is_continued, self._console, self._errors)
             stack.callback(output.close)
             for rank, pipe in enumerate(pipes):
                 stack.callback(os.close, pipe)
@@ -365,7 +289,7 @@ class Supervisor:
             self._errors.write(f"on_death = 'continue' goes on after {limit}, and this is one more\n")
             return False
         self._checkpoint = copy
-        (self.folder / FAILURE).unlink(missing_ok=True)
+        (self.folder / FAILURE_FILE).unlink(missing_ok=True)
         self._remove_records_without_checkpoint()
         where = "the beginning, as there is no copy" if copy is None else f"the copy {Path(copy).name}"
         self._errors.write(f"death {self._n_deaths} of at most {self.settings.max_deaths}: from {where}\n")
@@ -388,7 +312,7 @@ class Supervisor:
             return False
         self._errors.write(f"{where}, which is left out: the run goes on with {', '.join(devices)}\n")
         self.settings = dataclasses.replace(settings, devices=devices)
-        self.settings.save(self.folder / SETTINGS)
+        self.settings.save()
         self._n_failed_starts = self._n_repeated = 0
         return True
 
@@ -399,7 +323,7 @@ class Supervisor:
         """
         self._n_restarts += 1
         with contextlib.suppress(FileNotFoundError):
-            os.rename(self.folder / FAILURE, self.folder / FAILURE.replace(".", f"-{self._n_restarts}."))
+            os.rename(self.folder / FAILURE_FILE, self.folder / FAILURE_FILE.replace(".", f"-{self._n_restarts}."))
         if self._copies is not None:  # later than the checkpoint
             self._copies.clear()
         written = {path for path, _ in self._list_checkpoints() - self._old_checkpoints}
@@ -439,7 +363,7 @@ class Supervisor:
         end: dict[str, Any] = {"status": code if code >= 0 else 128 - code}
         if self.signal_number and (code < 0 or not code and self.signal_number == signal.SIGINT):
             end["status"] = 128 + self.signal_number
-        failure = self.folder / FAILURE
+        failure = self.folder / FAILURE_FILE
         message = failure.read_text("utf-8", "backslashreplace") if failure.is_file() else ""
         number = end["status"] - 128
         checkpoints = list_checkpoints(self.folder / "checkpoints")
@@ -463,15 +387,9 @@ class Supervisor:
 
     def _record_end(self, end: dict[str, Any]) -> None:
         """Add the exit status and the time to ``run.json``."""
-        record: dict[str, Any] = {}
-        with contextlib.suppress(OSError, ValueError):
-            record = json.loads((self.folder / "run.json").read_text())
-        if self._n_restarts:
-            record["restarts"] = self._n_restarts
-        if self._n_deaths:
-            record["deaths"] = self._n_deaths
+        counts = {"restarts": self._n_restarts, "deaths": self._n_deaths}
         try:
-            _write_run_file(self.folder, {**record, "ended": _now(), **end})
+            add_to_run_record(self.folder, {name: count for name, count in counts.items() if count} | end)
         except OSError as error:
             self._errors.write(f"run.json lacks the exit status, {end['status']}: {error}\n")
 
@@ -479,7 +397,7 @@ class Supervisor:
 def main() -> int:
     """Supervise the run in the folder ``argv[1]`` until process ``argv[2]`` exits."""
     open_standard_streams()
-    return Supervisor(Settings.load(Path(sys.argv[1]) / SETTINGS), int(sys.argv[2])).run()
+    return Supervisor(Settings.load(sys.argv[1]), int(sys.argv[2])).run()
 
 
 if __name__ == "__main__":

@@ -1,14 +1,13 @@
 """Output of ranks: from their pipes to the logs in the run's folder and to the console.
 
 Ranks of this host write into pipes of the supervisor.  Another host may not see the run's folder, so the output and the
-records of its ranks pass through standard output.  There each line starts with the name of its file in the folder::
+records of its ranks pass through standard output (`remote_output`).  There each line starts with the name of its file
+in the folder::
 
-    rank 0: print(...) -----------------------------------> supervisor: LineSplitter --> RunOutput --> rank-0.log
-    rank 3: print(...)  --> pump ---------+                      ^                                     rank-3.log
-                                          +--> agent --> mpirun -+                                     rank-3.jsonl
-            RemoteRecords.write_rank() ---+
-
-The pump is a process that adds the file's name to the lines of a rank.
+    rank 0: print(...) -----------------------------------> supervisor: LineSplitter --> OutputWriter --> rank-0.log
+    rank 3: print(...)  --> forwarder ----+                      ^                                        rank-3.log
+                                          +--> agent --> mpirun -+                                        rank-3.jsonl
+            RemoteRecorder.write_rank() --+
 
 Invariant: no failed write of the supervisor ends a run.  A console that is closed, full or unread, and a log on a full
 disk, lose lines.
@@ -22,73 +21,19 @@ import errno
 import os
 import re
 import select
-import subprocess
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
-
-from synkhronos.ranks.child_process import JOB_SIGNALS
-from synkhronos.ranks.errors import describe_exit
-from synkhronos.training.recorder import RANK_FILE, format_line
 
 #: Maximal number of characters of a line; longer lines are split, which limits memory.
 _MAX_LINE = 1 << 20
 #: Delimiter before and after a file's name at the start of a line: ASCII's record separator.
-_MARK = "\x1e"
+MARK = "\x1e"
 #: Pattern of lines that start with a file's name; `mpirun` and other programs print lines without one.
-_NAMED_LINE = re.compile(rf"{_MARK}(rank-\d+\.(?:log|jsonl)){_MARK}(.*)", re.DOTALL)
-#: Maximal number of bytes of a line; longer lines are split.  Below PIPE_BUF, so writes of processes do not mix.
-_MAX_BYTES = 4000
-#: File descriptor of `RemoteRecords`: the standard output before `redirect_output`.
-_standard_output = -1
-#: Pump of this process.
-_pump: subprocess.Popen[bytes] | None = None
-
-#: Program of the pump: puts the file's name before each line of a rank.  It is a process, so that it also forwards the
-#: last lines of a killed rank.
-_PUMP_CODE = f"""
-import os, signal, sys
-for number in {sorted(map(int, JOB_SIGNALS))}:
-    signal.signal(number, signal.SIG_IGN)  # the rank handles signals of schedulers
-name = sys.argv[1].encode()
-for line in sys.stdin.buffer:
-    line = line.rstrip(b"\\n")
-    for start in range(0, len(line) or 1, {_MAX_BYTES}):
-        os.write(1, name + line[start : start + {_MAX_BYTES}] + b"\\n")
-"""
+_NAMED_LINE = re.compile(rf"{MARK}(rank-\d+\.(?:log|jsonl)){MARK}(.*)", re.DOTALL)
 
 
-def redirect_output(rank: int) -> None:
-    """Redirect this process's standard output and error through a pump to the supervisor."""
-    global _standard_output, _pump
-    _standard_output = os.dup(1)
-    command = [sys.executable, "-ISc", _PUMP_CODE, f"{_MARK}rank-{rank}.log{_MARK}"]
-    reading, writing = os.pipe()
-    _pump = subprocess.Popen(command, stdin=reading)
-    os.close(reading)
-    for file in (1, 2):
-        os.dup2(writing, file)
-    os.close(writing)
-
-
-class RemoteRecords:
-    """Recorder of a rank on another host: the supervisor writes its records into the run's folder."""
-
-    def write_rank(self, rank: int, record: Mapping[str, Any]) -> None:
-        """Send a record to the supervisor, for the file of a rank.
-
-        Raises
-        ------
-        RuntimeError
-            If the pump has exited: output of this rank would be lost.
-        """
-        if _pump is not None and _pump.poll() is not None:
-            raise RuntimeError(f"the process that passes on rank {rank}'s output {describe_exit(_pump.returncode)}")
-        os.write(_standard_output, f"{_MARK}{RANK_FILE.format(rank)}{_MARK}{format_line(record)}\n".encode())
-
-
-def split_name(line: str) -> tuple[str, str]:
+def split_file_name(line: str) -> tuple[str, str]:
     """Split a line into the name of its file and its text; the name is empty for lines of other programs."""
     match = _NAMED_LINE.fullmatch(line)
     return (match[1], match[2]) if match else ("", line)
@@ -121,10 +66,10 @@ class Console:
 class LineSplitter:
     """Splitter of a pipe's bytes into lines, in linear time.
 
-    The lines belong to the file ``name``.  If it is empty, each line names its file (see `split_name`).
+    The lines belong to the file ``name``.  If it is empty, each line names its file (see `split_file_name`).
     """
 
-    def __init__(self, name: str, output: RunOutput):
+    def __init__(self, name: str, output: OutputWriter):
         self._name, self._output = name, output
         self._decoder = codecs.getincrementaldecoder("utf-8")("backslashreplace")
         self._pieces: list[str] = []
@@ -150,10 +95,10 @@ class LineSplitter:
         self._pieces, self._length = [], 0
 
     def _write(self, text: str) -> None:
-        self._output.write(*((self._name, text) if self._name else split_name(text)))
+        self._output.write(*((self._name, text) if self._name else split_file_name(text)))
 
 
-class RunOutput:
+class OutputWriter:
     """Writer of lines to the logs in the run's folder, and to the console with the rank before each line."""
 
     def __init__(self, folder: Path, is_resumed: bool, console: Console, errors: Console):

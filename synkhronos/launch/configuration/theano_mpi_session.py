@@ -21,7 +21,7 @@ _STRATEGIES: dict[str, dict[str, Any]] = {
     **dict.fromkeys(("nccl16", "asa16", "copper16"), {"rule_options": {"precision": "float16"}}),
 }
 #: Names of these keys in all versions of Theano-MPI, in lower case and without "_".
-_EXCHANGE = {
+_EXCHANGE_KEYS = {
     **dict.fromkeys(("bspsynctype", "synctype", "syncrule"), _SYNC_TYPES),
     **dict.fromkeys(("bspexchstrategy", "exchstrategy", "exchstrat", "strategy"), _STRATEGIES),
 }
@@ -36,7 +36,7 @@ _TOKEN = re.compile(
 )
 
 
-def parse_exchange(key: str, value: str) -> dict[str, Any]:
+def parse_exchange_option(key: str, value: str) -> dict[str, Any]:
     """Return the settings for a value of Theano-MPI's ``sync_type`` or ``exch_strategy``.
 
     Parameters
@@ -52,16 +52,16 @@ def parse_exchange(key: str, value: str) -> dict[str, Any]:
 
     Examples
     --------
-    >>> parse_exchange("exch_strategy", "nccl16")
+    >>> parse_exchange_option("exch_strategy", "nccl16")
     {'rule_options': {'precision': 'float16'}}
     """
-    known = _EXCHANGE[_normalize_key(key)]
+    known = _EXCHANGE_KEYS[_normalize_key(key)]
     if value.lower() not in known:
         raise ValueError(f"{key}: expected one of {', '.join(known)}, got {value!r}")
     return known[value.lower()]
 
 
-def parse(text: str) -> dict[str, str | list[str]]:
+def parse_session(text: str) -> dict[str, str | list[str]]:
     r"""Return the assignments of a session file: a string per key, or a list for an array.
 
     Raises
@@ -71,7 +71,7 @@ def parse(text: str) -> dict[str, str | list[str]]:
 
     Examples
     --------
-    >>> parse("RULE='BSP' # this one\nDEVICES=(a:cuda0\n  b:cuda0,cuda1)")
+    >>> parse_session("RULE='BSP' # this one\nDEVICES=(a:cuda0\n  b:cuda0,cuda1)")
     {'RULE': 'BSP', 'DEVICES': ['a:cuda0', 'b:cuda0,cuda1']}
     """
     assignments: dict[str, str | list[str]] = {}
@@ -101,8 +101,8 @@ def to_settings(assignments: Mapping[str, str | list[str]]) -> dict[str, Any]:
             continue
         if not isinstance(value, str):
             raise ValueError(f"{key}: expected one value, got {' '.join(value)}")
-        if name in _EXCHANGE:
-            exchange.append(parse_exchange(key, value))
+        if name in _EXCHANGE_KEYS:
+            exchange.append(parse_exchange_option(key, value))
         elif name == "size":
             if "devices" not in values:  # else tmlauncher counts the devices
                 if not value.isdecimal():

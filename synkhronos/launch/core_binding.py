@@ -67,7 +67,7 @@ def find_gpu_cores(devices: Sequence[str], pci: Path = _PCI) -> dict[str, list[i
         cores_by_device = {}
         for device in {name for name in devices if name != "cpu"}:
             address = pynvml.nvmlDeviceGetPciInfo(get_nvml_handle(int(device.removeprefix("cuda")))).busId
-            cores_by_device[device] = find_device_cores(
+            cores_by_device[device] = find_pci_device_cores(
                 address.decode() if isinstance(address, bytes) else address, pci
             )
     except Exception:  # a package, a library or the driver is missing
@@ -83,7 +83,7 @@ def get_nvml_handle(number: int) -> Any:
     return pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{Device(number).uuid}".encode())
 
 
-def find_device_cores(address: str, pci: Path = _PCI) -> list[int]:
+def find_pci_device_cores(address: str, pci: Path = _PCI) -> list[int]:
     """Find the cores next to a PCI device; none if Linux does not list them."""
     domain, _, rest = address.lower().partition(":")
     try:
@@ -108,7 +108,7 @@ def parse_cores(text: str) -> list[int]:
     return cores
 
 
-def bind(cores: Sequence[int]) -> None:
+def bind_to_cores(cores: Sequence[int]) -> None:
     """Bind this thread, and threads that it will start, to some cores; with none, leave the binding unchanged."""
     if cores:
         os.sched_setaffinity(0, cores)

@@ -19,16 +19,21 @@ import time
 from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
-from synkhronos.launch.output import RemoteRecords
 from synkhronos.training.meter import Meter, RankTotals
-from synkhronos.training.recorder import Recorder
 
 #: Names of activities in this library's records, by Theano-MPI's names.
 _ACTIVITIES = {"calc": "compute", "comm": "exchange", "sync": "wait", "wait": "load", "load": "load"}
+
+
+class RecordWriter(Protocol):
+    """Recorder of `synkhronos.training`, or that of a rank on another host."""
+
+    def write_rank(self, rank: int, record: dict[str, Any]) -> None:
+        """Write a line of a rank."""
 
 
 class ModelRecorder:
@@ -37,7 +42,7 @@ class ModelRecorder:
     Parameters
     ----------
     rank : int
-    recorder : Recorder or RemoteRecords, optional
+    recorder : RecordWriter, optional
         Recorder to which lines are written; default: lines are only printed.
     every : int
         Number of steps between two lines.
@@ -73,7 +78,7 @@ class ModelRecorder:
     def __init__(
         self,
         rank: int,
-        recorder: Recorder | RemoteRecords | None = None,
+        recorder: RecordWriter | None = None,
         every: int = 40,
         rows: int = 1,
         folder: Path | None = None,
