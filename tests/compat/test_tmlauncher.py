@@ -46,15 +46,15 @@ FILES = {
 }  # fmt: skip
 
 WRONG = {
-    "RULE=BSP\nsource other.cfg": r"line 2: expected KEY=VALUE, or a .toml file, got 'source other.cfg'",
-    "RULE=BSP 3": r"line 1: expected one value, in quotation marks if it has spaces, got 'RULE=BSP 3'",
+    "RULE=BSP\nsource other.cfg": r"line 2: expected KEY=VALUE or KEY=\(VALUE ...\), with quotation marks around a value that has spaces, or a .toml file, got 'source other.cfg'",
+    "RULE=BSP 3": r"line 1: expected KEY=VALUE .* got 'RULE=BSP 3'",
     "\nMODELFILE=$HOME/x": r"line 2: \$HOME/x: only values are read, nothing is expanded or run",
     'MODELFILE="`pwd`"': r"line 1: .*only values are read",
     "RULE=BSP & rm": r"line 1: ",
-    "DEVICES=(cuda0\nRULE=BSP": r"line 1: a bracket is not closed",
-    "DEVICES=(a (b))": r"line 1: expected KEY=\(VALUE ...\)",
-    "RULE=BSP)": r"line 1: expected one value",
-    "RULE='BSP": r"line 1: a quotation mark is not closed",
+    "DEVICES=(cuda0\nRULE=BSP": r"line 1: expected KEY=VALUE .* got 'DEVICES=\(cuda0'",
+    "DEVICES=(a (b))": r"line 1: expected KEY=VALUE .* got 'DEVICES=\(a \(b\)\)'",
+    "RULE=BSP)": r"line 1: expected KEY=VALUE .* got 'RULE=BSP\)'",
+    "RULE='BSP": r"line 1: expected KEY=VALUE .* got \"RULE='BSP\"",
     "RULE=(BSP EASGD)": r"RULE: expected one value, got BSP EASGD",
     "SIZE=many": r"SIZE: expected a number of ranks, got 'many'",
     "BSP_SYNC_TYPE=max": r"BSP_SYNC_TYPE: expected one of avg, cdd, swap, got 'max'",

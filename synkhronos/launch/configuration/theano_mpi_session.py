@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import platform
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 #: Values of the two keys for BSP's exchange, and the settings that they stand for.
@@ -27,11 +27,17 @@ _EXCHANGE_KEYS = {
 }
 #: Other keys, and their settings.
 _KEYS = {"rule": "rule", "modelfile": "modelfile", "modelclass": "modelclass", "bind": "bind", "session": "folder"}
-#: A quoted string, an escape, or a character of a word; "#" within a word is added where this is used.
-_WORD_PART = r"""'[^']*'|"(?:[^"\\]|\\.)*"|\\.|[^\s'"\\();\#]"""
-_TOKEN = re.compile(
-    r"(?P<space>[ \t\r\f\v]+|\\\n)|(?P<end>[\n;])|(?P<comment>\#[^\n]*)|(?P<bracket>[()])"
-    rf"|(?P<word>(?:{_WORD_PART})(?:{_WORD_PART}|\#)*)",
+#: A quoted string, an escape, or a character of a word.
+_WORD_PART = r"""'[^']*'|"(?:[^"\\]|\\.)*+"|\\.|[^\s'"\\();\#]"""
+_WORD = rf"(?:{_WORD_PART})(?:{_WORD_PART}|\#)*+"
+_SPACE = r"(?:[ \t\r\f\v]|\\\n)*+"
+_COMMENT = r"\#[^\n]*"
+#: Bash takes a "#" for the beginning of a comment, except within a word, such as just after "=".
+_VALUE = rf"(?P<word>(?:(?<==)\#)?{_WORD}|(?<==)\#)?|\((?P<words>(?:\s|\\\n|{_COMMENT}|{_WORD})*+)\)"
+#: An assignment with its end, or what may stand between assignments, or a line that is neither.
+_STATEMENT = re.compile(
+    rf"(?:export[ \t]{_SPACE})?(?P<key>[A-Za-z_]\w*+){_SPACE}={_SPACE}(?:{_VALUE}){_SPACE}"
+    rf"(?:(?<!=){_COMMENT})?(?:[;\n]|\Z)|[\s;]|\\\n|{_COMMENT}|(?P<wrong>[^\n]+)",
     re.DOTALL,
 )
 
@@ -75,12 +81,22 @@ def parse_session(text: str) -> dict[str, str | list[str]]:
     {'RULE': 'BSP', 'DEVICES': ['a:cuda0', 'b:cuda0,cuda1']}
     """
     assignments: dict[str, str | list[str]] = {}
-    for number, words in _split_statements(text):
+    for match in _STATEMENT.finditer(text):
+        key, word, words, wrong = match.groups()
         try:
-            key, value = _parse_assignment(words)
+            if wrong:
+                raise ValueError(
+                    "expected KEY=VALUE or KEY=(VALUE ...), with quotation marks around a value that has spaces, or a "
+                    f".toml file, got {wrong!r}"
+                )
+            if words is not None:
+                found = re.finditer(rf"{_COMMENT}|({_WORD})", words, re.DOTALL)
+                assignments[key] = [_unquote(item[1]) for item in found if item[1]]
+            elif key:
+                assignments[key] = _unquote(word or "")
         except ValueError as error:
+            number = text.count("\n", 0, match.start()) + 1
             raise ValueError(f"line {number}: {error}") from None
-        assignments[key] = value
     return assignments
 
 
@@ -158,56 +174,8 @@ def parse_devices(values: list[str]) -> dict[str, Any]:
     return {"hosts": [f"{host}:{len(host_devices)}" for host, host_devices in by_host], "devices": names}
 
 
-# -- reading -------------------------------------------------------------------------------------------------
-
-
 def _normalize_key(key: str) -> str:
     return key.lower().replace("_", "")
-
-
-def _split_statements(text: str) -> Iterator[tuple[int, list[str]]]:
-    """Yield each statement: the number of its first line, and its words and brackets."""
-    at, first, is_open = 0, 1, False
-    words: list[str] = []
-    while at < len(text):
-        number = text.count("\n", 0, at) + 1
-        match = _TOKEN.match(text, at)
-        if match is None:
-            raise ValueError(f"line {number}: a quotation mark is not closed")
-        at = match.end()
-        kind, token = match.lastgroup, match[0]
-        if kind == "end" and not is_open:
-            if words:
-                yield first, words
-            words = []
-        elif kind in ("word", "bracket"):
-            first = first if words else number
-            is_open = token == "(" if kind == "bracket" else is_open
-            words.append(token)
-    if is_open:
-        raise ValueError(f"line {first}: a bracket is not closed")
-    if words:
-        yield first, words
-
-
-def _parse_assignment(words: list[str]) -> tuple[str, str | list[str]]:
-    """Parse a statement into its key and value."""
-    statement = " ".join(words)
-    if words[0] == "export" and len(words) > 1:
-        words = words[1:]
-    match = re.fullmatch(r"([A-Za-z_]\w*)(=?)(.*)", words[0], re.DOTALL)
-    key, rest = (match[1], [match[2] + match[3], *words[1:]]) if match else ("", [])
-    rest = [word for word in rest if word]
-    if not match or (not match[2] and match[3]) or not rest or not rest[0].startswith("="):
-        raise ValueError(f"expected KEY=VALUE, or a .toml file, got {statement!r}")
-    values = [rest[0][1:], *rest[1:]] if rest[0] != "=" else rest[1:]
-    if values and values[0] == "(":
-        if values[-1] != ")" or "(" in values[1:] or ")" in values[1:-1]:
-            raise ValueError(f"expected KEY=(VALUE ...), got {statement!r}")
-        return key, [_unquote(word) for word in values[1:-1]]
-    if len(values) > 1 or set(values) & {"(", ")"}:
-        raise ValueError(f"expected one value, in quotation marks if it has spaces, got {statement!r}")
-    return key, _unquote(values[0]) if values else ""
 
 
 def _unquote(word: str) -> str:

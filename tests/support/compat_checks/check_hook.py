@@ -20,7 +20,7 @@ import synkhronos as synk
 import synkhronos.compat
 from synkhronos.compat import startup
 from synkhronos.compat.flags import Config, to_pytensor_flags
-from synkhronos.compat.hook import TreeFinder
+from synkhronos.compat.import_hooks import TheanoFinder
 from synkhronos.graphs import library_of, list_loaded_libraries
 
 NEEDS_JAX = pytest.mark.skipif(importlib.util.find_spec("jax") is None, reason="needs JAX")
@@ -112,7 +112,7 @@ def test_linkers_have_a_fast_run():
 
 def test_importing_twice_installs_once():
     assert synkhronos.compat.install() == "pytensor"
-    assert sum(isinstance(finder, TreeFinder) for finder in sys.meta_path) == 1
+    assert sum(isinstance(finder, TheanoFinder) for finder in sys.meta_path) == 1
 
 
 def test_hook_imports_only_with_theano():
@@ -158,7 +158,7 @@ def test_missing_name_is_named():
         theano.config.nothing  # noqa: B018
 
 
-def test_tree_modules_can_be_imported_first():
+def test_list_theano_modules_can_be_imported_first():
     """In any order: each in turn, in a process that has imported no other."""
     code = """
     import importlib, json, sys
@@ -176,15 +176,16 @@ def test_tree_modules_can_be_imported_first():
             failed[name] = repr(error)
     print(json.dumps(failed))
     """
-    assert json.loads(run(code, json.dumps(tree_modules()))) == {}
+    assert json.loads(run(code, json.dumps(list_theano_modules()))) == {}
 
 
-def tree_modules():
-    from synkhronos.compat.hook import _TREE
+def list_theano_modules():
+    from synkhronos.compat.import_hooks import _THEANO
+    from synkhronos.compat.re_exports import RE_EXPORTS
 
-    files = sorted(_TREE.rglob("*.py"))
-    names = [".".join(["theano", *file.relative_to(_TREE).with_suffix("").parts]) for file in files]
-    return [name.removesuffix(".__init__") for name in names]
+    files = sorted(_THEANO.rglob("*.py"))
+    names = [".".join(["theano", *file.relative_to(_THEANO).with_suffix("").parts]) for file in files]
+    return [*(name.removesuffix(".__init__") for name in names), *RE_EXPORTS]
 
 
 def test_graphs_are_pytensors_for_the_library():

@@ -14,7 +14,7 @@ from multiprocessing import reduction
 from typing import Any
 
 from synkhronos.compat.platoon.channel import sockets
-from synkhronos.compat.platoon.channel.sockets import POLL
+from synkhronos.compat.platoon.channel.sockets import POLL_SECONDS
 from synkhronos.compat.platoon.channel.worker_group import Failure
 from synkhronos.compat.platoon.util import PlatoonError
 from synkhronos.tasks import Worker as RankWorker
@@ -24,7 +24,7 @@ from synkhronos.tasks.worker import get_rank
 _CONNECT_SECONDS = 60.0
 
 
-class ControllerLink:
+class ControllerConnection:
     """Connection of a worker to the controller of its host.
 
     Parameters
@@ -83,7 +83,7 @@ class ControllerLink:
         """
         deadline = time.monotonic() + seconds
         try:
-            while not connection.poll(POLL):
+            while not connection.poll(POLL_SECONDS):
                 self.worker.progress()
                 if time.monotonic() > deadline:
                     raise PlatoonError(f"timeout: no {description} in {seconds:g} seconds")
@@ -115,5 +115,5 @@ class ControllerLink:
             self._send({"end": True})
 
 
-#: Link of this process; None before it is a worker of an experiment.
-current: ControllerLink | None = None
+#: Connection of this process; None before it is a worker of an experiment.
+current: ControllerConnection | None = None

@@ -1,4 +1,4 @@
-"""Stand-in for the part of setuptools' ``pkg_resources`` by which packages find their own version."""
+"""Shim of the part of setuptools' ``pkg_resources`` by which packages find their own version."""
 
 import importlib.metadata
 

@@ -1,10 +1,10 @@
 """Import hooks that provide modules under the names of other libraries.
 
-- `TreeFinder`: ``theano`` on PyTensor.  The modules in `tree` are ordinary modules under other names: ``theano.a.b`` is
-  the file ``tree/a/b.py``.  Modules and names that are missing there raise errors that say so.
+- `TheanoFinder`: ``theano`` on PyTensor.  ``theano.a.b`` is the file ``theano/a/b.py`` of this package, or an entry of
+  `RE_EXPORTS`.  Modules and names that are missing there raise errors that say so.
 - `AliasFinder`: ``platoon``, the package `synkhronos.compat.platoon`.
 - `TheanoMpiFinder`: ``theanompi``, with this library's rules, and the user's copy of Theano-MPI for all else.
-- `StandInFinder`: modules that programs of Theano's time import, and that are missing today.
+- `ShimFinder`: modules that programs of Theano's time import, and that are missing today.
 """
 
 from __future__ import annotations
@@ -21,34 +21,35 @@ from types import ModuleType
 from typing import Any
 
 from synkhronos.compat.flags import explain_unsupported, to_pytensor_flags
+from synkhronos.compat.re_exports import RE_EXPORTS
 
 _FOLDER = Path(__file__).parent
-_TREE = _FOLDER / "tree"
+_THEANO = _FOLDER / "theano"
 #: Theano 1.0 lacks two modules of its earlier versions, setuptools 82 lacks pkg_resources, and hickle is rarely
 #: installed; Lasagne 0.1 and Theano-MPI's models import them.
-_STAND_INS = {
-    "hickle": _FOLDER / "stand_ins" / "hickle.py",
-    "pkg_resources": _FOLDER / "stand_ins" / "pkg_resources.py",
-    "theano.compat.python2x": _TREE / "compat" / "python2x.py",
-    "theano.tensor.signal.downsample": _TREE / "tensor" / "signal" / "downsample.py",
+_SHIMS = {
+    "hickle": _FOLDER / "shims" / "hickle.py",
+    "pkg_resources": _FOLDER / "shims" / "pkg_resources.py",
+    "theano.compat.python2x": _THEANO / "compat" / "python2x.py",
+    "theano.tensor.signal.downsample": _THEANO / "tensor" / "signal" / "downsample.py",
 }
 _IMPORT_FROM = dis.opmap["IMPORT_FROM"]
 
 
-def is_installed() -> bool:
-    """Whether ``import theano`` imports the modules in `tree`."""
-    return any(isinstance(finder, TreeFinder) for finder in sys.meta_path)
+def is_theano_replaced() -> bool:
+    """Whether ``import theano`` imports this package's modules."""
+    return any(isinstance(finder, TheanoFinder) for finder in sys.meta_path)
 
 
-def install() -> None:
-    """Provide ``theano`` from `tree` from now on."""
-    if not is_installed():
+def install_theano() -> None:
+    """Provide ``theano`` on PyTensor from now on."""
+    if not is_theano_replaced():
         # First, to precede the finder of an installed Theano.
-        sys.meta_path.insert(0, TreeFinder())
+        sys.meta_path.insert(0, TheanoFinder())
 
 
-class TreeFinder(importlib.abc.MetaPathFinder):
-    """Finds the modules of `tree` under the name ``theano``."""
+class TheanoFinder(importlib.abc.MetaPathFinder):
+    """Finds this package's modules under the name ``theano``."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
@@ -59,42 +60,62 @@ class TreeFinder(importlib.abc.MetaPathFinder):
             return None
         if not parts:
             _require_pytensor()
-        location = _TREE.joinpath(*parts)
+        location = _THEANO.joinpath(*parts)
         file = location / "__init__.py" if location.is_dir() else location.with_suffix(".py")
+        if fullname in RE_EXPORTS:
+            return importlib.machinery.ModuleSpec(fullname, _ReExportLoader(), is_package=True)
         if not file.exists():
             # Without `name` set, since `from package import module` would swallow it.
             raise ModuleNotFoundError(explain_unsupported(fullname))
         # Every module is a package, so that Python asks this finder for modules that it lacks.
         locations = [str(location)] if location.is_dir() else []
         return importlib.util.spec_from_file_location(
-            fullname, file, loader=_NamespaceLoader(fullname, str(file)), submodule_search_locations=locations
+            fullname, file, loader=_FileLoader(fullname, str(file)), submodule_search_locations=locations
         )
 
 
-class _NamespaceLoader(importlib.machinery.SourceFileLoader):
-    """Loader that adds a ``__getattr__`` to a module, which raises an error for names that it lacks."""
+class _FileLoader(importlib.machinery.SourceFileLoader):
+    """Loader of the modules that are files."""
 
     def exec_module(self, module: ModuleType) -> None:
         """Run the module's code."""
         super().exec_module(module)
-        own_getattr: Callable[[str], Any] | None = module.__dict__.get("__getattr__")
+        _explain_missing_names(module)
 
-        def getattr_(name: str) -> Any:
-            if own_getattr is not None:
-                try:
-                    return own_getattr(name)
-                except AttributeError:
-                    pass
-            text = explain_unsupported(f"{module.__name__}.{name}")
-            if name.startswith("__"):
-                raise AttributeError(text)
-            # In `from module import name`, Python replaces the message of an AttributeError.
-            caller = sys._getframe(1)
-            if caller.f_code.co_code[caller.f_lasti] == _IMPORT_FROM:
-                raise ImportError(text, name=module.__name__)
-            raise AttributeError(text, name=name, obj=module)
 
-        module.__getattr__ = getattr_  # type: ignore[method-assign]
+class _ReExportLoader(importlib.abc.InspectLoader):
+    """Loader of the modules in `RE_EXPORTS`."""
+
+    def get_source(self, fullname: str) -> str:
+        """Return the module's statements."""
+        return "\n".join(RE_EXPORTS[fullname])
+
+    def exec_module(self, module: ModuleType) -> None:
+        """Run the module's statements."""
+        super().exec_module(module)
+        _explain_missing_names(module)
+
+
+def _explain_missing_names(module: ModuleType) -> None:
+    """Add a ``__getattr__`` to a module, which raises an error for names that it lacks."""
+    own_getattr: Callable[[str], Any] | None = module.__dict__.get("__getattr__")
+
+    def getattr_(name: str) -> Any:
+        if own_getattr is not None:
+            try:
+                return own_getattr(name)
+            except AttributeError:
+                pass
+        text = explain_unsupported(f"{module.__name__}.{name}")
+        if name.startswith("__"):
+            raise AttributeError(text)
+        # In `from module import name`, Python replaces the message of an AttributeError.
+        caller = sys._getframe(1)
+        if caller.f_code.co_code[caller.f_lasti] == _IMPORT_FROM:
+            raise ImportError(text, name=module.__name__)
+        raise AttributeError(text, name=name, obj=module)
+
+    module.__getattr__ = getattr_  # type: ignore[method-assign]
 
 
 def install_theanompi() -> None:
@@ -122,46 +143,46 @@ class TheanoMpiFinder(importlib.abc.MetaPathFinder):
         return None
 
 
-def install_stand_ins() -> None:
-    """Provide the modules of `_STAND_INS` from now on, where they are missing."""
-    if not any(isinstance(finder, StandInFinder) for finder in sys.meta_path):
-        sys.meta_path.append(StandInFinder())  # the last: asked only for modules that no other finder has
+def install_shims() -> None:
+    """Provide the modules of `_SHIMS` from now on, where they are missing."""
+    if not any(isinstance(finder, ShimFinder) for finder in sys.meta_path):
+        sys.meta_path.append(ShimFinder())  # the last: asked only for modules that no other finder has
 
 
-class StandInFinder(importlib.abc.MetaPathFinder):
-    """Finds the modules of `_STAND_INS`."""
+class ShimFinder(importlib.abc.MetaPathFinder):
+    """Finds the modules of `_SHIMS`."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
         """Return the spec of a module, or None."""
-        file = _STAND_INS.get(fullname)
+        file = _SHIMS.get(fullname)
         return None if file is None else importlib.util.spec_from_file_location(fullname, file)
 
 
-def serve_alias(name: str, always: bool = False) -> None:
+def install_alias(name: str, overrides: bool = False) -> None:
     """Provide ``synkhronos.compat.<name>`` as ``<name>`` from now on.
 
     Parameters
     ----------
     name : str
         Name of the package.
-    always : bool
+    overrides : bool
         Whether it takes precedence over an installed library of this name.
     """
     for finder in sys.meta_path:
         if isinstance(finder, AliasFinder) and finder.name == name:
-            finder.always |= always
+            finder.overrides |= overrides
             return
     # First, or the next finder would load the package's modules again under their other names.
-    sys.meta_path.insert(0, AliasFinder(name, always))
+    sys.meta_path.insert(0, AliasFinder(name, overrides))
 
 
 class AliasFinder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Finds a package of `synkhronos.compat`, and its modules, under another name; see `serve_alias`."""
+    """Finds a package of `synkhronos.compat`, and its modules, under another name; see `install_alias`."""
 
-    def __init__(self, name: str, always: bool):
-        self.name, self.always = name, always
+    def __init__(self, name: str, overrides: bool):
+        self.name, self.overrides = name, overrides
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
@@ -171,7 +192,7 @@ class AliasFinder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         if head != self.name:
             return None
         if fullname == head:
-            installed = None if self.always else importlib.machinery.PathFinder.find_spec(fullname)
+            installed = None if self.overrides else importlib.machinery.PathFinder.find_spec(fullname)
             if installed is not None and installed.origin is not None:  # a folder of this name has no origin
                 return None
         elif sys.modules[head] is not sys.modules.get(f"synkhronos.compat.{head}"):

@@ -1,6 +1,7 @@
 """The module ``theano``, on PyTensor.
 
-The modules of this tree re-export PyTensor's names, and define functions whose name or arguments differ from Theano's.
+Its modules re-export PyTensor's names, and define functions whose names or arguments differ from Theano's.  Those that
+only re-export names have no file here: they are in `synkhronos.compat.re_exports`.
 """
 
 import pytensor

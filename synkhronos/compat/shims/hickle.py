@@ -1,4 +1,4 @@
-"""Stand-in for ``hickle``, which Theano-MPI's model files import without always using it."""
+"""Shim of ``hickle``, which Theano-MPI's model files import without always using it."""
 
 from typing import Any, NoReturn
 
