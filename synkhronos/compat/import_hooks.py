@@ -87,8 +87,8 @@ class _ReExportLoader(importlib.abc.InspectLoader):
     """Loader of the modules in `RE_EXPORTS`."""
 
     def get_source(self, fullname: str) -> str:
-        """Return the module's statements."""
-        return "\n".join(RE_EXPORTS[fullname])
+        """Return the module's docstring and statements."""
+        return "\n".join([f'"""The module ``{fullname}``, on PyTensor."""', *RE_EXPORTS[fullname]])
 
     def exec_module(self, module: ModuleType) -> None:
         """Run the module's statements."""

@@ -7,6 +7,7 @@ The class runs three iterations in this process, first as the only rank, then as
 
 from __future__ import annotations
 
+import argparse
 import os
 import random
 import sys
@@ -20,13 +21,15 @@ import numpy as np
 
 from synkhronos.compat.startup import import_theano_before_fork
 from synkhronos.launch.configuration.resolve import resolve_settings
-from synkhronos.launch.configuration.settings import Settings
+from synkhronos.launch.configuration.settings import Settings, SettingsError
+from synkhronos.launch.configuration.sources import parse_set_options
 from synkhronos.launch.model_class.model_compilation import compile_model, set_model_options
 from synkhronos.launch.model_class.model_interface import (
+    ModelInterfaceError,
     call_by_signature,
+    check_attributes,
     get_batch_size,
     import_model_class,
-    list_missing_attributes,
     make_config,
     make_instance,
     parse_val_iter_result,
@@ -34,10 +37,31 @@ from synkhronos.launch.model_class.model_interface import (
 from synkhronos.launch.model_class.model_recorder import ModelRecorder
 from synkhronos.launch.model_class.model_variables import group_variables
 from synkhronos.launch.model_class.sanity_check import EQUAL_STEPS_MESSAGE, digest, find_ranks_with_equal_steps
+from synkhronos.launch.supervision.process_environment import open_standard_streams
+from synkhronos.launch.train import add_set_option
 from synkhronos.rules.state import Vector
 
 #: Number of iterations that the class runs.
 _ITERATIONS = 3
+
+
+def main(arguments: list[str]) -> int:
+    """Run the command, and return its exit status: 1 if the class has a problem, 2 if a setting is wrong."""
+    open_standard_streams()
+    parser = argparse.ArgumentParser(
+        prog="python -m synkhronos check",
+        description="List the methods and attributes that a class lacks for `train`. If it has all of them, run three "
+        "iterations as one rank, then as two, in this process, and report problems.",
+        epilog="Example: python -m synkhronos check models/mlp.py:MLP",
+    )
+    add_set_option(parser)
+    parser.add_argument("model", metavar="MODEL:CLASS", help="a file or a module, and a class in it")
+    options = parser.parse_args(arguments)
+    try:
+        return check_class(options.model, parse_set_options(options.set))
+    except SettingsError as error:
+        sys.stderr.write(f"synkhronos check: {error}\n")
+        return 2
 
 
 def check_class(model: str, options: Mapping[str, Any] | None = None) -> int:
@@ -53,18 +77,17 @@ def check_class(model: str, options: Mapping[str, Any] | None = None) -> int:
     settings = resolve_settings([{"model": model, "devices": "cpu"}, options or {}])
     import_theano_before_fork(on_gpu=False)
     with tempfile.TemporaryDirectory() as folder:
-        check = _ModelCheck(settings, Path(folder))
+        check, name = _ModelCheck(settings, Path(folder)), settings.modelclass
         try:
             check.run()
+            problems = [f"{name}: {problem}" for problem in check.problems]
+        except ModelInterfaceError as error:
+            problems = [str(error)]
         except Exception as error:
             sys.stdout.write("".join(traceback.format_exception(error)))
-            name = settings.modelclass
-            return _print(f"{name} fails when {check.stage}: {type(error).__name__}: {error}\n", 1)
-    for line in check.problems:
-        sys.stdout.write(f"{settings.modelclass}{line}\n")
-    if check.problems:
-        return 1
-    return _print(f"{settings.modelclass}: no problem found, on one rank and on two\n", 0)
+            problems = [f"{name} fails when {check.stage}: {type(error).__name__}: {error}"]
+    sys.stdout.write("\n".join(problems or [f"{name}: no problem found, on one rank and on two"]) + "\n")
+    return int(bool(problems))
 
 
 class _ModelCheck:
@@ -87,17 +110,10 @@ class _ModelCheck:
         """Check the class as one rank, then as two."""
         settings = self.settings
         self.model_class = import_model_class(settings.pythonpath, settings.modelfile, settings.modelclass)
-        if self.record_missing(self.model_class):
-            return
+        check_attributes(self.model_class, settings.modelclass)
         self.check_one_rank()
         if not self.problems:
             self.check_two_ranks()
-
-    def record_missing(self, model: Any) -> bool:
-        """Record missing methods and attributes as a problem; return True if any are missing."""
-        if lines := list_missing_attributes(model):
-            self.problems.append(" lacks:\n" + "\n".join(f"  {line}" for line in lines))
-        return bool(lines)
 
     def make_instance(self, rank: int, size: int) -> Any:
         """Make an instance for a rank."""
@@ -119,10 +135,9 @@ class _ModelCheck:
         needs_gradients = self.set_options(instance)
         self.stage = "compile_iter_fns() runs"
         compile_model(instance, self.settings, self.rule, 1, needs_gradients)
-        if self.record_missing(instance):
-            return
+        check_attributes(instance, self.settings.modelclass)
         if self.settings.epochs is None and getattr(instance, "n_epochs", None) is None:
-            self.problems.append(": it has no n_epochs: give --set epochs=N")
+            self.problems.append("it has no n_epochs: give --set epochs=N")
         recorder = ModelRecorder(0, rows=get_batch_size(instance), folder=self.folder)
         before = digest(Vector(list(instance.params)))
         self.stage = "train_iter() runs"
@@ -135,12 +150,12 @@ class _ModelCheck:
         meter = recorder.meter
         if not meter.weight:
             self.problems.append(
-                ": train_iter() has not called recorder.train_error(count, cost, error): no cost will be recorded"
+                "train_iter() has not called recorder.train_error(count, cost, error): no cost will be recorded"
             )
         elif not np.isfinite(loss := meter.loss / meter.weight):
-            self.problems.append(f": the cost is {loss} after {meter.step} iterations")
+            self.problems.append(f"the cost is {loss} after {meter.step} iterations")
         if digest(Vector(list(instance.params))) == before:
-            self.problems.append(": train_iter() changes none of params")
+            self.problems.append("train_iter() changes none of params")
         self.call_optional(instance, "reset_iter", "train")
         self.stage = "val_iter() runs"
         batch = 0
@@ -151,7 +166,7 @@ class _ModelCheck:
         rows, sums = recorder.take_validation_sums()
         if instance.data.n_batch_val and not rows:
             self.problems.append(
-                ": val_iter() has not called recorder.val_error(count, cost, error): nothing will be validated"
+                "val_iter() has not called recorder.val_error(count, cost, error): nothing will be validated"
             )
         recorder.set_validation_means(0, {name: value / rows for name, value in sums.items()})
         instance.current_info = recorder.get_latest_val_info()
@@ -179,12 +194,11 @@ class _ModelCheck:
         self.stage = "compile_iter_fns() runs with size 2"
         for instance in ranks:
             average = compile_model(instance, self.settings, self.rule, 2, needs_gradients)
-        if any(map(self.record_missing, ranks)):
-            return
+            check_attributes(instance, self.settings.modelclass)
         params = [Vector(group_variables(instance, average == "params").params) for instance in ranks]
         if params[0].shapes != params[1].shapes:
             shapes = f"{[*map(list, params[0].shapes)]} on rank 0, and of {[*map(list, params[1].shapes)]} on rank 1"
-            self.problems.append(f": with size 2 params are of shapes {shapes}")
+            self.problems.append(f"with size 2 params are of shapes {shapes}")
             return
         params[1].set(params[0].get())
         before = digest(params[0])
@@ -209,11 +223,6 @@ class _ModelCheck:
         for instance in ranks:
             instance.cleanup()
         if n_steps > 1 and digest(params[0]) == before:
-            self.problems.append(": with size 2 train_iter() changes none of params")
+            self.problems.append("with size 2 train_iter() changes none of params")
         elif equal_ranks := find_ranks_with_equal_steps(steps):
-            self.problems.append(f": with size 2 {EQUAL_STEPS_MESSAGE.format(*equal_ranks)}")
-
-
-def _print(text: str, status: int) -> int:
-    sys.stdout.write(text)
-    return status
+            self.problems.append(f"with size 2 {EQUAL_STEPS_MESSAGE.format(*equal_ranks)}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import os
 import platform
@@ -36,6 +37,16 @@ _OPTIONAL = {
 }
 #: Free bytes in /dev/shm below which data and parameters hardly fit.
 _SMALL_SHARED_MEMORY = 1 << 30
+
+
+def main(arguments: list[str]) -> int:
+    """Run the command, and return its exit status."""
+    argparse.ArgumentParser(
+        prog="python -m synkhronos doctor",
+        description="List what this machine has, and how to install what is missing.",
+    ).parse_args(arguments)
+    sys.stdout.write(make_report())
+    return 0
 
 
 def make_report() -> str:

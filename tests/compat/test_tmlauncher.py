@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from paths import ROOT, SUPPORT
 
-from synkhronos.launch import SettingsError, cli, tmlauncher
+from synkhronos.launch import SettingsError, tmlauncher
 from synkhronos.launch.configuration import theano_mpi_session
 from synkhronos.launch.configuration.sources import read_session_file
 
@@ -104,26 +104,31 @@ def test_session_file_reads_or_refuses_any_text(text):
         assert all(isinstance(value, str | list) for value in found.values())
 
 
-def test_tmlauncher_accepts_theano_mpis_options():
-    arguments = "-file=models.mlp --modelclass=MLP -r=BSP -s=2 -bsp_sync_type=avg -bsp_exch_strategy=nccl16 -b".split()
-    found, config = tmlauncher.parse_options(arguments)
-    assert config is None and theano_mpi_session.to_settings(found) == {
+def read_options(text):
+    return vars(tmlauncher._make_parser().parse_args(text.split()))
+
+
+def test_tmlauncher_accepts_theano_mpis_options(capsys):
+    found = read_options(
+        "-file=models.mlp --modelclass=MLP -r=BSP -s=2 -bsp_sync_type=avg -bsp_exch_strategy=nccl16 -b"
+    )
+    assert theano_mpi_session.to_settings(found) == {
         "modelfile": "models.mlp", "modelclass": "MLP", "rule": "BSP", "ranks": 2, "bind": "True",
         "rule_options": {"average": "params", "precision": "float16"},
     }  # fmt: skip
-    words = "--modelfile=models.mlp -class=MLP --rule=BSP --size=2 --config=a.cfg -bind".split()
-    found, config = tmlauncher.parse_options(words)
-    assert config == "a.cfg" and found == {
-        "MODELFILE": "models.mlp", "MODELCLASS": "MLP", "RULE": "BSP", "SIZE": "2", "BIND": "True",
+    found = read_options("--modelfile=models.mlp -class=MLP --rule=BSP --size=2 --config=a.cfg -bind")
+    assert found == {
+        "config": "a.cfg", "MODELFILE": "models.mlp", "MODELCLASS": "MLP", "RULE": "BSP", "SIZE": "2", "BIND": "True",
     }  # fmt: skip
     for wrong in ("-x", "-cfg", "session.cfg", "-b=1"):
-        with pytest.raises(ValueError, match=f"unknown option {wrong}\nusage: tmlauncher"):
-            tmlauncher.parse_options([wrong])
+        with pytest.raises(SystemExit, match="2"):
+            read_options(wrong)
+        assert "usage: tmlauncher" in capsys.readouterr().err
 
 
 def test_session_file_precedes_options(tmp_path, monkeypatch, capsys):
     started = []
-    monkeypatch.setattr(cli, "run_training", lambda settings, words: started.append((settings, words)) or 7)
+    monkeypatch.setattr(tmlauncher, "run_training", lambda settings, words: started.append((settings, words)) or 7)
     monkeypatch.chdir(SUPPORT)
     session = tmp_path / "session.cfg"
     session.write_text("RULE=BSP\nBSP_SYNC_TYPE=avg\nMODELFILE=launch_models.mlp\nMODELCLASS=MLP\n")
@@ -136,9 +141,12 @@ def test_session_file_precedes_options(tmp_path, monkeypatch, capsys):
     assert words[1:3] == ["-m", "synkhronos.launch.tmlauncher"]
     assert tmlauncher.main(["-file=launch_models.mlp", "-class=Nobody", "-r=BSP"]) == 2
     assert "tmlauncher: modelclass: " in capsys.readouterr().err
-    assert tmlauncher.main(["-r=BSP", "-bsp_sync_type=max"]) == 2 and tmlauncher.main([]) == 2
+    assert tmlauncher.main(["-r=BSP", "-bsp_sync_type=max"]) == 2
     assert "expected one of avg, cdd, swap" in capsys.readouterr().err
-    assert tmlauncher.main(["--help"]) == 0 and "usage: tmlauncher" in capsys.readouterr().out
+    for arguments, status in ((["--help"], 0), ([], 2)):
+        with pytest.raises(SystemExit, match=str(status)):
+            tmlauncher.main(arguments)
+        assert "usage: tmlauncher" in capsys.readouterr()[status > 0]
     assert not started
 
 

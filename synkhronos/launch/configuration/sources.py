@@ -57,6 +57,11 @@ def _check_keys(settings: Mapping[str, Any], source: str) -> None:
             )
 
 
+def parse_set_options(texts: Iterable[str]) -> dict[str, Any]:
+    """Parse the values of all options ``--set`` of a command line."""
+    return merge_tables(map(parse_set_option, texts))
+
+
 def parse_set_option(text: str) -> dict[str, Any]:
     """Parse ``key=value``, or ``key.name=value`` for one entry of a table.
 

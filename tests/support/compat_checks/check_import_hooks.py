@@ -158,7 +158,7 @@ def test_missing_name_is_named():
         theano.config.nothing  # noqa: B018
 
 
-def test_list_theano_modules_can_be_imported_first():
+def test_theano_modules_can_be_imported_first():
     """In any order: each in turn, in a process that has imported no other."""
     code = """
     import importlib, json, sys
