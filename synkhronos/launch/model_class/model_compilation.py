@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Mapping
 from typing import Any
 
@@ -10,7 +9,7 @@ import numpy as np
 
 from synkhronos.launch.configuration.settings import Settings
 from synkhronos.launch.model_class.model import Model
-from synkhronos.launch.model_class.model_interface import ModelInterfaceError, shorten
+from synkhronos.launch.model_class.model_interface import ModelInterfaceError, call_by_signature, shorten
 from synkhronos.rules import BSP, Rule
 
 
@@ -20,17 +19,11 @@ def _compile_functions(model: Any, sync_type: str) -> None:
     Theano-MPI calls the exchange of gradients "cdd", and that of parameters "avg".  If ``size > 1``, its models compile
     a function for gradients and one for updates, which only "cdd" can use.  So for "avg" ``size`` is 1 during the call.
     """
-    parameters = inspect.signature(model.compile_iter_fns).parameters.values()
     size = getattr(model, "size", 1)
     if sync_type != "cdd" and size != 1:
         model.size = 1
     try:
-        if any(p.name == "sync_type" or p.kind is p.VAR_KEYWORD for p in parameters):
-            model.compile_iter_fns(sync_type=sync_type)
-        elif any(p.default is p.empty and p.kind is p.POSITIONAL_OR_KEYWORD for p in parameters):
-            model.compile_iter_fns(sync_type)
-        else:
-            model.compile_iter_fns()
+        call_by_signature(model.compile_iter_fns, sync_type=sync_type)
     finally:
         if sync_type != "cdd" and size != 1:
             model.size = size

@@ -122,7 +122,7 @@ def start_loader(
     settings = [number, list(layout), config[1], files, os.getpid(), in_main_thread]
     # One thread per process, since the user chooses the number of processes.  No GPU, even if the source imports CUDA.
     environment = {**os.environ, **ONE_THREAD, "CUDA_VISIBLE_DEVICES": ""}
-    return spawn("synkhronos.loading.process", "main", settings, files, in_main_thread, environment)
+    return spawn("synkhronos.loading.loader_process", "main", settings, files, in_main_thread, environment)
 
 
 def main() -> NoReturn:
