@@ -26,7 +26,7 @@ import synkhronos as synk
 from benchmarks._measure import Table, bar, duration, graph_library, heading, interleaved, ranks
 from synkhronos.loading import CropMirror, Images, Loader, npy
 from synkhronos.loading.augment import make_generator
-from synkhronos.training.train_function import make_train_function
+from synkhronos.training import make_train_function
 from synkhronos.training.updates import sgd
 
 

@@ -16,7 +16,7 @@ import sys
 _COMMANDS = {
     "train": (" SESSION", "train a class on all ranks, with the settings of a session file", "launch.train"),
     "check": (" MODEL:CLASS", "list missing methods of a class, and train it for three steps", "launch.check_model"),
-    "show": (" RUN...", "draw the curves of recorded runs, or a timeline", "training.show"),
+    "show": (" RUN...", "draw the curves of recorded runs, or a timeline", "training.monitoring.show_command"),
     "doctor": ("", "list cores, GPUs and packages, and how to install missing ones", "launch.doctor"),
     "platoon": (" NAME", "run a controller and workers written for Platoon", "compat.platoon.launcher"),
 }

@@ -65,7 +65,7 @@ class Runner:
 
 
 class StepReduction(Protocol):
-    """All-reduce of a shared variable between two functions of one launch; `synkhronos.training.step.Step` is one."""
+    """All-reduce of a shared variable between two functions of one launch, such as `StepCommand` of ``training/``."""
 
     @property
     def wire_dtype(self) -> str | None:

@@ -39,7 +39,7 @@ from synkhronos.launch.model_class.model_variables import group_variables
 from synkhronos.launch.model_class.sanity_check import EQUAL_STEPS_MESSAGE, digest, find_ranks_with_equal_steps
 from synkhronos.launch.supervision.process_environment import open_standard_streams
 from synkhronos.launch.train import add_set_option
-from synkhronos.rules.state import Vector
+from synkhronos.rules.state import FlatVariables
 
 #: Number of iterations that the class runs.
 _ITERATIONS = 3
@@ -139,7 +139,7 @@ class _ModelCheck:
         if self.settings.epochs is None and getattr(instance, "n_epochs", None) is None:
             self.problems.append("it has no n_epochs: give --set epochs=N")
         recorder = ModelRecorder(0, rows=get_batch_size(instance), folder=self.folder)
-        before = digest(Vector(list(instance.params)))
+        before = digest(FlatVariables(list(instance.params)))
         self.stage = "train_iter() runs"
         for i in range(min(_ITERATIONS, int(instance.data.n_batch_train))):
             instance.train_iter(i, recorder)
@@ -154,7 +154,7 @@ class _ModelCheck:
             )
         elif not np.isfinite(loss := meter.loss / meter.weight):
             self.problems.append(f"the cost is {loss} after {meter.step} iterations")
-        if digest(Vector(list(instance.params))) == before:
+        if digest(FlatVariables(list(instance.params))) == before:
             self.problems.append("train_iter() changes none of params")
         self.call_optional(instance, "reset_iter", "train")
         self.stage = "val_iter() runs"
@@ -195,7 +195,7 @@ class _ModelCheck:
         for instance in ranks:
             average = compile_model(instance, self.settings, self.rule, 2, needs_gradients)
             check_attributes(instance, self.settings.modelclass)
-        params = [Vector(group_variables(instance, average == "params").params) for instance in ranks]
+        params = [FlatVariables(group_variables(instance, average == "params").params) for instance in ranks]
         if params[0].shapes != params[1].shapes:
             shapes = f"{[*map(list, params[0].shapes)]} on rank 0, and of {[*map(list, params[1].shapes)]} on rank 1"
             self.problems.append(f"with size 2 params are of shapes {shapes}")
@@ -204,7 +204,7 @@ class _ModelCheck:
         before = digest(params[0])
         sources, targets = params, params
         if average == "gradient":
-            sources, targets = ([Vector(getattr(r, name)) for r in ranks] for name in ("vels", "vels2"))
+            sources, targets = ([FlatVariables(getattr(r, name)) for r in ranks] for name in ("vels", "vels2"))
         recorder = ModelRecorder(0, rows=get_batch_size(ranks[0]))
         self.stage = "train_iter() runs with size 2"
         steps: list[list[str]] = [[], []]

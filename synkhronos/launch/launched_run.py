@@ -24,7 +24,7 @@ from synkhronos.launch.configuration.theano_mpi_session import parse_exchange_op
 from synkhronos.launch.supervision.process_environment import make_python_path, open_standard_streams
 from synkhronos.launch.supervision.run_folder import FAILURE_FILE, create_run_folder
 from synkhronos.rules import Rule
-from synkhronos.training.stop import STOP_SIGNALS
+from synkhronos.training.loops.stop_signals import STOP_SIGNALS
 
 
 def _read_theano_mpi_attributes(rule: Rule) -> list[dict[str, Any]]:

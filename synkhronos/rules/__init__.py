@@ -9,11 +9,11 @@ With a synchronous rule, all ranks exchange at the same step: `BSP`, `LocalSGD`,
 Theano-MPI's name of `GoSGD`.
 """
 
+from synkhronos.rules.averaging import BSP, LocalSGD, PostLocal
 from synkhronos.rules.downpour import ASGD, Downpour
 from synkhronos.rules.elastic import EAMSGD, EASGD
 from synkhronos.rules.gossip import GoSGD
-from synkhronos.rules.local import BSP, LocalSGD, PostLocal
-from synkhronos.rules.outer import DiLoCo, SlowMo
+from synkhronos.rules.outer_optimizer import DiLoCo, SlowMo
 from synkhronos.rules.rule import Rule, shared_memory
 from synkhronos.rules.state import State
 from synkhronos.rules.swap import Swap

@@ -140,7 +140,7 @@ class Downpour(Rule):
         own["base"] = x if pushes else new_centre - steps
         return x
 
-    def report(self, worker: Worker, state: State) -> Any:
+    def compute_consensus(self, worker: Worker, state: State) -> Any:
         """Push the remaining steps, and return the centre."""
         if not self.asynchronous:
             return state.own["base"]
@@ -149,7 +149,7 @@ class Downpour(Rule):
         worker.barrier("all have pushed")
         return read_centre(worker, state)
 
-    def resized(self, ranks: list[dict[str, Any]], size: int) -> list[dict[str, Any]]:
+    def resize_states(self, ranks: list[dict[str, Any]], size: int) -> list[dict[str, Any]]:
         """Start all ranks at the centre.  No steps are lost: a report, which pushes them, precedes a checkpoint."""
         first = ranks[0]
         centre = first["shared"]["centre"] if self.asynchronous else first["own"]["base"]

@@ -117,14 +117,14 @@ class EASGD(Rule):
         """Subtract a vector from this rank's parameters."""
         state.vector = state.vector - distance
 
-    def report(self, worker: Worker, state: State) -> Any:
+    def compute_consensus(self, worker: Worker, state: State) -> Any:
         """Return the centre."""
         if not self.asynchronous:
             return state.own["centre"]
         worker.barrier("all have exchanged")
         return read_centre(worker, state)
 
-    def resized(self, ranks: list[dict[str, Any]], size: int) -> list[dict[str, Any]]:
+    def resize_states(self, ranks: list[dict[str, Any]], size: int) -> list[dict[str, Any]]:
         """Keep the centre and the first ranks; additional ones start at the centre, with zero optimizer variables."""
         first = ranks[0]
         centre = first["own"]["centre"] if "centre" in first["own"] else first["shared"]["centre"]
@@ -191,7 +191,7 @@ def exchange_blocks(
     Parameters
     ----------
     blocks : iterable of (ndarray, slice)
-        Blocks of the vector and their ranges, from `Vector.iterate_blocks`.
+        Blocks of the vector and their ranges, from `FlatVariables.iterate_blocks`.
     centre : ndarray
     alpha : float
     scratch : ndarray

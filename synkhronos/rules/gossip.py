@@ -108,7 +108,7 @@ class GoSGD(Rule):
         if vector is not None:
             state.vector = vector
 
-    def report(self, worker: Worker, state: State) -> Any:
+    def compute_consensus(self, worker: Worker, state: State) -> Any:
         """Empty the mailboxes, and return the weighted mean of all ranks' parameters."""
         worker.barrier("all messages are sent")
         self._receive(worker, state)
@@ -116,7 +116,7 @@ class GoSGD(Rule):
         share = state.own["weight"] / sum(worker.all_gather(state.own["weight"]))
         return worker.all_reduce(share * state.vector, "sum")
 
-    def resized(self, ranks: list[dict[str, Any]], size: int) -> list[dict[str, Any]]:
+    def resize_states(self, ranks: list[dict[str, Any]], size: int) -> list[dict[str, Any]]:
         """Merge surplus ranks into others, or split the weights of ranks with new ones.  The mean is unchanged."""
         states = [
             {**saved, "own": {"weight": float(saved["own"]["weight"])}, "params": saved["params"].copy()}

@@ -123,14 +123,14 @@ class Rule:
     def exchange(self, worker: Worker, state: State) -> Any:
         """Exchange parameters; called on each rank after every `period` steps."""
 
-    def report(self, worker: Worker, state: State) -> Any:
+    def compute_consensus(self, worker: Worker, state: State) -> Any:
         """Return the parameters to validate, save and use after training, as a vector; by default the mean over ranks.
 
         A collective: all ranks call this after the same exchange.
         """
         return reduce_by_rows(state, state.vector, worker.all_reduce)
 
-    def resized(self, ranks: list[dict[str, Any]], size: int) -> list[dict[str, Any]]:
+    def resize_states(self, ranks: list[dict[str, Any]], size: int) -> list[dict[str, Any]]:
         """Convert the states of a checkpoint to another number of ranks.
 
         By default all ranks start from the means of the parameters and of the optimizer's variables.

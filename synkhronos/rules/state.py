@@ -20,7 +20,7 @@ from synkhronos.tasks import LocalRows
 BLOCK = 1 << 20
 
 
-class Vector:
+class FlatVariables:
     """Access to shared variables of floats as one flat vector, their concatenation.
 
     Parameters
@@ -178,10 +178,10 @@ class State:
         shared: Mapping[str, LocalRows] | None = None,
         n_averages: int = 0,
     ):
-        self.params = Vector(params)
+        self.params = FlatVariables(params)
         shapes = self.params.shapes[len(self.params.shapes) - n_averages :]
         self.average_size = sum(int(np.prod(shape)) for shape in shapes)
-        self.optimizer = Vector([s for s in optimizer if np.dtype(s.type.dtype).kind == "f"])
+        self.optimizer = FlatVariables([s for s in optimizer if np.dtype(s.type.dtype).kind == "f"])
         self.rows = dict(shared or {})
         self.shared = {name: rows.array for name, rows in self.rows.items()}
         self.step = self.since = 0

@@ -75,10 +75,10 @@ class Swap(Rule):
                 sources[first] = second
         return sources
 
-    def report(self, worker: Worker, state: State) -> Any:
+    def compute_consensus(self, worker: Worker, state: State) -> Any:
         """Return the parameters of rank 0; a mean of different models would be meaningless."""
         return worker.broadcast(state.params.get_on_host())
 
-    def resized(self, ranks: list[dict[str, Any]], size: int) -> list[dict[str, Any]]:
+    def resize_states(self, ranks: list[dict[str, Any]], size: int) -> list[dict[str, Any]]:
         """Keep the models of the first ranks; additional ranks get copies of them."""
         return [ranks[r % len(ranks)] for r in range(size)]

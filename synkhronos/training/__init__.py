@@ -1,25 +1,22 @@
 """Training on all ranks: update rules, training functions, and a trainer with reports, validation and checkpoints.
 
-::
+Each package imports only from those below it::
 
-    Trainer            epochs under an exchange rule
-        │
-    epoch_loop         from report to report: train, validate, save; also for the launcher's runs
-        │
-    loop               batches and steps until the next report, on every rank, counted by a `meter`
-        │
-    train_function     one or several steps; `step` is its command, `serial` its equivalent in one process
-        │
-    updates            rules that compute new parameters from a gradient
+    trainer           Trainer: epochs under an exchange rule, and recovery from deaths of workers
+    loops             loops over epochs and batches that trainers and the launcher share; signals that stop them
+    checkpoints       folders of checkpoints, and the state of every rank in them
+    monitoring        validation metrics, reports and records
+    train_function    one or several steps as a callable, on all ranks or in one process
+    updates           update rules, such as Adam: new parameters from a gradient
 
-Users import the lower two as `synkhronos.training` and `synkhronos.training.updates`.  ``import synkhronos``
-does not import this package.
+``schedules`` has learning rates.  Users import names from `synkhronos.training`, `synkhronos.training.updates` and
+`synkhronos.training.schedules`.  ``import synkhronos`` does not import this package.
 """
 
 from synkhronos.training import schedules, updates
-from synkhronos.training.checkpoint import Checkpoint, CheckpointError
-from synkhronos.training.recorder import Recorder, TensorBoard
-from synkhronos.training.report import Report
+from synkhronos.training.checkpoints.checkpoint import Checkpoint, CheckpointError
+from synkhronos.training.monitoring.recorder import Recorder, TensorBoard
+from synkhronos.training.monitoring.report import Report
 from synkhronos.training.train_function import (
     SerialTrainFunction,
     TrainFunction,

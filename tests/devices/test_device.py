@@ -248,7 +248,7 @@ def train_by_rule(worker, rule, w, v, average, memory, on_device):
                 if rule.asynchronous:
                     worker.barrier("the next rank's exchange")
             state.since = 0
-    on_host = [find_device(value).to_host(value) for value in (state.vector, rule.report(worker, state))]
+    on_host = [find_device(value).to_host(value) for value in (state.vector, rule.compute_consensus(worker, state))]
     return on_host, state.params.device is device
 
 

@@ -844,11 +844,11 @@ def test_steps_of_one_rank_are_one_launch(fork, monkeypatch, many_steps_a_launch
     some = {**arguments, argument: [*batches[:2], [1], *batches[2:]]}
     losses.append(train.steps(**some))
     assert launches == [1, 1, 1]
-    monkeypatch.setattr("synkhronos.training.train_function._MAX_LAUNCH_NBYTES", 2 * 2 * 4 * 8)
+    monkeypatch.setattr("synkhronos.training.train_function.train_function._MAX_LAUNCH_NBYTES", 2 * 2 * 4 * 8)
     losses.append(train.steps(**arguments))
     assert launches == [1] * (4 if held else 5)  # an array on the device needs no copy
     # A step on many bytes is a separate launch.
-    monkeypatch.setattr("synkhronos.training.train_function._LONG_STEP_NBYTES", 2 * 4 * 8)
+    monkeypatch.setattr("synkhronos.training.train_function.train_function._LONG_STEP_NBYTES", 2 * 4 * 8)
     launches.clear()
     losses.append(train.steps(**arguments))
     assert launches == [1] * (1 if held else 4)

@@ -112,11 +112,11 @@ def test_launch_reports_once_an_epoch(tmp_path):
         from launch_models.mlp import MLP
         from synkhronos.rules import LocalSGD
 
-        def report(self, worker, state, report=LocalSGD.report):
+        def compute_consensus(self, worker, state, report=LocalSGD.compute_consensus):
             print("a report")
             return report(self, worker, state)
 
-        LocalSGD.report = report
+        LocalSGD.compute_consensus = report
         """)
     )
     sets = ["--set=model='counted.py:MLP'", "--set=rule=LocalSGD", "--set=epochs=2"]

@@ -14,7 +14,7 @@ from launch_runs import ENVIRONMENT, lines, train
 
 from synkhronos.launch.rank import memory_checkpoint_writer
 from synkhronos.launch.supervision import memory_checkpoint_folder
-from synkhronos.training.checkpoint import list_checkpoints
+from synkhronos.training.checkpoints.checkpoint import list_checkpoints
 
 pytestmark = pytest.mark.any_library
 
@@ -137,7 +137,7 @@ def test_on_death_continue_takes_each_step_once_under_other_rules(tmp_path, rule
 @pytest.mark.faults
 def test_max_deaths_ends_a_run(tmp_path):
     done = train_with_deaths(tmp_path, 1, [0, 1, 2], "--on-death=continue", checkpoint=0, max_deaths=1, status=1)
-    assert done.stderr.endswith("on_death = 'continue' goes on after max_deaths = 1 of them, and this is one more\n")
+    assert done.stderr.endswith("on_death='continue': 2 deaths exceed max_deaths=1\n")
     assert "SIGKILL" in (tmp_path / "run" / "failure.txt").read_text()
 
 

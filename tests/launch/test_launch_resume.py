@@ -15,8 +15,9 @@ from synkhronos.launch.model_class.model_recorder import ModelRecorder
 from synkhronos.launch.model_class.model_variables import group_variables
 from synkhronos.launch.rank.model_epoch_loop import ModelEpochLoop
 from synkhronos.rules import BSP
-from synkhronos.training import Checkpoint, CheckpointError, training_description
-from synkhronos.training.training_graph import apply_own_gradient
+from synkhronos.training import Checkpoint, CheckpointError
+from synkhronos.training.checkpoints import compatibility
+from synkhronos.training.train_function.training_graph import build_local_updates
 from synkhronos.training.updates import (
     adadelta,
     adagrad,
@@ -98,7 +99,7 @@ def test_resume_with_fewer_epochs_trains_none():
 def step(update_rule):
     """Return a stand-in for a launcher's model, whose compiled step has the variables of an update rule."""
     x, w = tensor.dvector("x"), shared(np.zeros(3), "w")
-    updates = apply_own_gradient(update_rule((tensor.dot(x, w) - 1) ** 2, [w], 0.1))
+    updates = build_local_updates(update_rule((tensor.dot(x, w) - 1) ** 2, [w], 0.1))
     return SimpleNamespace(params=[w], train_fn=package.function([x], [], updates=list(updates.items())))
 
 
@@ -107,21 +108,19 @@ def test_checkpoint_names_update_rule_variables():
     rules_of = {rule.__name__: rule for rule in (sgd, momentum, nesterov_momentum, adagrad, rmsprop, adadelta)}
     rules_of |= {rule.__name__: rule for rule in (adam, adamax, amsgrad)}
     found = {
-        name: training_description.describe_training("run", BSP("params"), group_variables(step(rule)), None)
+        name: compatibility.describe_training("run", BSP("params"), group_variables(step(rule)), None)
         for name, rule in rules_of.items()
     }
     for before, after in itertools.product(found, repeat=2):
         if before == after:
-            training_description.check_description(
+            compatibility.check_description(
                 "rows",
                 found[before],
-                training_description.describe_training(
-                    "run", BSP("params"), group_variables(step(rules_of[after])), None
-                ),
+                compatibility.describe_training("run", BSP("params"), group_variables(step(rules_of[after])), None),
             )
         else:
             with pytest.raises(CheckpointError, match="is of another model: its variables of the update rule are"):
-                training_description.check_description("rows", found[before], found[after])
+                compatibility.check_description("rows", found[before], found[after])
 
 
 @pytest.fixture(scope="module")

@@ -12,7 +12,7 @@ import synkhronos as synk
 from synkhronos import rules
 from synkhronos.loading import Loader, LoadError
 from synkhronos.training import Checkpoint, Recorder, make_trainer
-from synkhronos.training.recorder import read
+from synkhronos.training.monitoring.recorder import read_records
 from synkhronos.training.updates import sgd
 
 
@@ -115,7 +115,7 @@ def test_recorder_has_loader_waiting_time(fork, load, tmp_path):
         _, reports = train(rule, (loader, None), epochs=1, every=None, recorder=Recorder(folder, every=2))
         seconds = reports[-1].seconds
         assert seconds["load"] > 0.1  # 40 rows of 10 ms, except those read during steps
-        lines = read(folder)
+        lines = read_records(folder)
         for rank in range(ranks):
             assert sum(line["load"] for line in lines[f"rank-{rank}"]) > 0.1
 

@@ -14,7 +14,7 @@ import synkhronos as synk
 from synkhronos import rules
 from synkhronos.rules import elastic as elastic_rule
 from synkhronos.rules.rule import as_bfloat16
-from synkhronos.rules.state import Vector
+from synkhronos.rules.state import FlatVariables
 
 # With XLA, as in conftest.py: 3 ranks cover all cases of 2.
 SIZES = [1, 3] if DEVICE == "jax" else [1, 2, 3, 4]
@@ -447,7 +447,7 @@ def test_rule_repr_makes_an_equal_rule():
 @pytest.mark.skipif(not XLA, reason="variables that can hold a device's arrays")
 def test_unflatten_moves_variables_to_the_device(n):
     # Theano-MPI's classes create vels2 from NumPy arrays; on a GPU each step would write them through host memory.
-    vector, values = Vector(shareds := variables()), np.arange(float(D))
+    vector, values = FlatVariables(shareds := variables()), np.arange(float(D))
     vector.set(ARRAYS.from_host(values))
     assert all(ARRAYS.owns(variable.container.storage[0]) for variable in shareds)
     np.testing.assert_array_equal(vector.get_on_host(), values)

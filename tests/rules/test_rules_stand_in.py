@@ -17,12 +17,13 @@ def test_local_sgd_on_stand_in_nccl_launches_steps_at_once():
         from synkhronos import rules
         from synkhronos.training.updates import momentum
         from synkhronos.engines.xla.executable import Executable
-        from synkhronos.training import loop, make_trainer
+        from synkhronos.training import make_trainer
+        from synkhronos.training.trainer.local_step_loop import LocalStepLoop
         pytensor.config.mode, pytensor.config.floatX = "JAX", "float32"
         launches = []
         repeated = Executable.repeat
         Executable.repeat = lambda self, times: launches.append(times) or repeated(self, times)
-        loop.RankLoop.max_repeats = property(lambda self: 64, lambda self, value: None)
+        LocalStepLoop.max_repeats = property(lambda self: 64, lambda self, value: None)
         synk.fork(2, use_gpu=False)
         rng = np.random.default_rng(0)
         x_data = rng.normal(size=(120, 30)).astype("float32")

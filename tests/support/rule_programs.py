@@ -56,7 +56,7 @@ def train(worker, rule, w, v, shared, problem, kind, eta, steps, on_device=False
             numbers.append((rule.exchange(worker, state), step))
             state.since = 0
         trace.append(np.asarray(state.vector))
-    report = np.asarray(rule.report(worker, state))
+    report = np.asarray(rule.compute_consensus(worker, state))
     own = {name: np.asarray(value) for name, value in state.own.items()}
     return np.array(trace), report, own, numbers
 
@@ -89,7 +89,7 @@ def count(worker, rule, w, shared, pushes, on_device=False):
         state.vector = state.vector + 1
         state.step += 1
         rule.exchange(worker, state)
-    return np.asarray(rule.report(worker, state))
+    return np.asarray(rule.compute_consensus(worker, state))
 
 
 def gossip(worker, rule, w, shared, vectors, sends, on_device=False):
@@ -108,7 +108,7 @@ def gossip(worker, rule, w, shared, vectors, sends, on_device=False):
         mine = state.shared["weights"][worker.number], state.shared["mail"][worker.number].copy()
         seen.append((state.own["weight"], np.array(state.vector), *mine))
         worker.barrier("seen")
-    return seen, np.asarray(rule.report(worker, state)), state.own["weight"]
+    return seen, np.asarray(rule.compute_consensus(worker, state)), state.own["weight"]
 
 
 def elastic_once(worker, rule, w, shared, vectors, centre):

@@ -32,7 +32,8 @@ from trainer_model import SYNCHRONOUS, Model, X, Y
 
 import synkhronos as synk
 from synkhronos import ranks
-from synkhronos.training import Trainer, death_recovery
+from synkhronos.training import Trainer
+from synkhronos.training.loops import death_limit
 from synkhronos.training.updates import adam
 
 #: Seconds without a report after which the stacks are printed.
@@ -113,7 +114,7 @@ def main() -> int:
     parser.add_argument("--random", action="store_true", help="random times between two deaths, some in recoveries")
     options = parser.parse_args()
     if options.random:
-        death_recovery.MAX_REPEATED_DEATHS = 10**6
+        death_limit.MAX_REPEATED_DEATHS = 10**6
     values, used, reports, n_killed = train(options, 10**9, True)
     n_files = len(os.listdir("/proc/self/fd"))
     memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> 10

@@ -18,7 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from synkhronos.training import Checkpoint, CheckpointError
-from synkhronos.training.checkpoint import load_meta
+from synkhronos.training.checkpoints.checkpoint import read_metadata
 
 FILES = ["state.safetensors", "meta.json", "SHA256SUMS"]
 ARRAYS = {"w": np.arange(1000.0), "n": np.array(3), "t": np.arange(6, dtype="float32").reshape(2, 3).T}
@@ -220,7 +220,7 @@ def test_checkpoint_load_refuses_other_headers(tmp_path, header):
     path = Checkpoint(tmp_path).save(1, ARRAYS, {})
     (path / "meta.json").write_text(json.dumps(header))
     with_right_digests(path)
-    for read in (Checkpoint(tmp_path).load, lambda: load_meta(path)):
+    for read in (Checkpoint(tmp_path).load, lambda: read_metadata(path)):
         with pytest.raises(CheckpointError, match="is damaged: meta.json: expected a table with meta and metrics"):
             read()
 
@@ -241,11 +241,11 @@ def test_checkpoint_load_refuses_earlier_versions(tmp_path):
     (path / "meta.json").write_text(json.dumps({"format": 1}))
     (path / "SHA256SUMS").unlink()
     with pytest.raises(CheckpointError, match="it has no SHA256SUMS if an earlier version wrote it"):
-        load_meta(path)
+        read_metadata(path)
     (path / "meta.json").write_text(json.dumps({"format": 3, "meta": {}, "metrics": {}}))
     with_right_digests(path)
     with pytest.raises(CheckpointError, match="has format 3: this version reads format 2"):
-        load_meta(path)
+        read_metadata(path)
 
 
 SMALL = {"w": np.linspace(1, 2, 40), "n": np.array([3], "int8")}

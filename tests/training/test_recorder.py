@@ -10,8 +10,9 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from synkhronos.training import Recorder, TensorBoard, schedules, show
-from synkhronos.training.recorder import read
+from synkhronos.training import Recorder, TensorBoard, schedules
+from synkhronos.training.monitoring import show_command
+from synkhronos.training.monitoring.recorder import read_records
 from synkhronos.training.schedules import get_state, reset_best, set_state
 
 pytestmark = pytest.mark.any_library
@@ -39,14 +40,14 @@ def write(folder, n=4):
 def test_recorder_appends_and_truncates_lines(tmp_path):
     write(tmp_path)
     recorder = write(tmp_path)
-    files = read(tmp_path)
+    files = read_records(tmp_path)
     assert sorted(files) == ["rank-0", "rank-1", "reports"]
     assert [line["seen"] for line in files["rank-1"]] == [10, 20, 30, 40] * 2
     with open(tmp_path / "reports.jsonl", "a") as file:
         file.write('{"time": 3, "se')  # killed in the middle of a line
-    assert len(read(tmp_path)["reports"]) == 8
-    recorder.cut(20)
-    files = read(tmp_path)
+    assert len(read_records(tmp_path)["reports"]) == 8
+    recorder.truncate(20)
+    files = read_records(tmp_path)
     assert {name: [line["seen"] for line in lines] for name, lines in files.items()} == {
         "rank-0": [10, 20, 10, 20], "rank-1": [10, 20, 10, 20], "reports": [10, 20, 10, 20],
     }  # fmt: skip
@@ -59,12 +60,12 @@ def test_recorder_loses_only_a_torn_line(tmp_path):
         file.write('{"seen": 2, "lo')  # as after a kill
     for seen in (3, 4):
         recorder.write({"seen": seen})
-    assert [line["seen"] for line in read(tmp_path)["reports"]] == [1, 3, 4]
+    assert [line["seen"] for line in read_records(tmp_path)["reports"]] == [1, 3, 4]
 
 
 def test_recorder_writes_nan_as_null(tmp_path):
     Recorder(tmp_path).write({"loss": math.nan, "validation": {"x": np.float64(math.inf)}, "seen": np.int64(3)})
-    line = read(tmp_path)["reports"][0]
+    line = read_records(tmp_path)["reports"][0]
     assert (line["loss"], line["validation"]["x"], line["seen"]) == (None, None, 3)
 
 
@@ -94,7 +95,7 @@ def test_show_draws_runs_and_writes_a_table(tmp_path):
 
 def test_show_prints_only_the_table(tmp_path, capfd):
     write(tmp_path)
-    show.main([str(tmp_path), "--csv", "-"])
+    show_command.main([str(tmp_path), "--csv", "-"])
     shown = capfd.readouterr()
     assert len(list(csv.DictReader(shown.out.splitlines()))) == 3 * 4
     assert shown.out.startswith("run,file,time") and "4 reports" in shown.err
@@ -104,7 +105,7 @@ def test_show_reads_own_records(tmp_path, capsys):
     pytest.importorskip("matplotlib")
     for record in ({"epoch": 1, "loss": 0.5}, {"epoch": 2, "loss": None, "rows_per_second": math.inf}):
         Recorder(tmp_path).write(record)
-    show.main([str(tmp_path)])
+    show_command.main([str(tmp_path)])
     assert capsys.readouterr().out.splitlines()[0] == f"{tmp_path}: 2 reports, epoch 2, 0 rows/s, batch ?"
     assert (tmp_path / "show.png").exists()
 
@@ -116,7 +117,7 @@ def test_show_distinguishes_runs(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for name in ("a/logs", "b/logs", "."):
         write(tmp_path / name)
-    show.main(["a/logs", "b/logs", "."])
+    show_command.main(["a/logs", "b/logs", "."])
     texts = [text.get_text() for text in figures[0].legends[0].get_texts()]
     assert texts == ["a/logs", "b/logs", "."]
 
@@ -129,7 +130,7 @@ def test_show_picture_has_no_overlaps(tmp_path, monkeypatch):
         {"time": i, "loss": 1 / i, "seen": 20_000 * i, "rows_per_second": 1e5 + i, "validation": {"error": 0.1 / i}}
         for i in range(1, 9)
     ]
-    show.draw({"run": {"reports": records}, "other": {"reports": records}}, tmp_path / "p.png")
+    show_command.draw({"run": {"reports": records}, "other": {"reports": records}}, tmp_path / "p.png")
     (figure,) = figures
     assert len({round(axis.get_position().x0, 1) for axis in figure.axes}) == 3  # more panels: further rows
     assert [axis.get_ylabel() for axis in figure.axes] == ["loss", "loss", "validation error", "rows per second"]
@@ -159,7 +160,7 @@ def test_show_labels_losses(tmp_path, monkeypatch, losses, labels):
     figures = []
     monkeypatch.setattr(pyplot, "close", figures.append)
     records = [{"time": i, "loss": loss, "seen": i, "rows_per_second": 1} for i, loss in enumerate(losses)]
-    show.draw({"run": {"reports": records}}, tmp_path / "p.png")
+    show_command.draw({"run": {"reports": records}}, tmp_path / "p.png")
     axis = figures[0].axes[0].yaxis
     low, high = axis.get_view_interval()
     shown = {}

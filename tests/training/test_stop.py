@@ -17,8 +17,10 @@ from paths import SUPPORT
 from trainer_model import ROWS, Model, X, Y
 
 import synkhronos as synk
-from synkhronos.training import Checkpoint, Recorder, stop, trainer_loop
-from synkhronos.training.recorder import read
+from synkhronos.training import Checkpoint, Recorder
+from synkhronos.training.loops import stop_signals
+from synkhronos.training.monitoring.recorder import read_records
+from synkhronos.training.trainer import trainer_epoch_loop
 
 pytestmark = [
     pytest.mark.any_library,
@@ -44,7 +46,7 @@ class SignalAt:
 def at_once(monkeypatch):
     """Let synchronous ranks check after each step whether to stop."""
     pytest.importorskip("safetensors")
-    monkeypatch.setattr(stop, "_INTERVAL", 0.0)
+    monkeypatch.setattr(stop_signals, "_INTERVAL", 0.0)
 
 
 def run_until_exit(reports):
@@ -117,7 +119,7 @@ def test_signal_within_validation_defers_the_report(fork, tmp_path, at_once, mon
     assert status == 128 + signal.SIGUSR1 and losses == [whole[0]["loss"]] and len(calls) == 5
     (report,) = Model("LocalSGD").epochs(5, 2, valid=valid, checkpoint=checkpoint, recorder=recorder, resume="latest")
     assert report.loss == whole[1]["loss"] and report.validation == whole[1]["validation"]
-    assert [line["seen"] for line in read(tmp_path / "records")["reports"]] == [60, 120]
+    assert [line["seen"] for line in read_records(tmp_path / "records")["reports"]] == [60, 120]
 
 
 @pytest.mark.parametrize("name", ["BSP", "LocalSGD"])
@@ -125,14 +127,14 @@ def test_signal_within_validation_keeps_random_streams(fork, tmp_path, at_once, 
     fork(2)
     whole = Model(name, noise=True)
     expected = [report.loss for report in whole.epochs(5, 3, valid=(X, Y))]
-    add, calls = trainer_loop.MetricTotals.add, []
+    add, calls = trainer_epoch_loop.MetricTotals.add, []
 
     def add_and_signal(totals, *args):
         calls.append(add(totals, *args))
         if len(calls) == 8:  # in the second validation
             signal.raise_signal(signal.SIGTERM)
 
-    monkeypatch.setattr(trainer_loop.MetricTotals, "add", add_and_signal)
+    monkeypatch.setattr(trainer_epoch_loop.MetricTotals, "add", add_and_signal)
     options = {"valid": (X, Y), "checkpoint": Checkpoint(tmp_path)}
     _, losses = run_until_exit(Model(name, noise=True).epochs(5, 3, **options))
     resumed = Model(name, noise=True)
@@ -166,7 +168,7 @@ def test_signal_handler_of_the_user_is_kept(fork, tmp_path, at_once):
     fork(2)
     requests = []
     before = signal.signal(signal.SIGUSR1, lambda *_: requests.append(requested()))
-    requested = stop.get_requested_stop
+    requested = stop_signals.get_requested_stop
     try:
         model = Model("LocalSGD", rate=SignalAt(0.3, signal.SIGUSR1))
         (report,) = model.epochs(5, 1, checkpoint=Checkpoint(tmp_path))
@@ -194,7 +196,7 @@ def test_signal_after_the_training_loop_ends_the_process(tmp_path):
     code = f"""
         import signal, sys
         sys.path.insert(0, {str(SUPPORT)!r})
-        from synkhronos.training.stop import StopSignals
+        from synkhronos.training.loops.stop_signals import StopSignals
 
         def reports():
             with StopSignals(30.0):
@@ -216,14 +218,14 @@ def test_signal_after_the_training_loop_ends_the_process(tmp_path):
 @pytest.mark.parametrize("every", [1, 3])
 def test_signal_check_costs_no_collective_per_step(monkeypatch, every):
     now, asked = [0.0], []
-    monkeypatch.setattr(stop, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr(stop_signals, "time", SimpleNamespace(monotonic=lambda: now[0]))
 
     class Alone:
         def all_gather(self, value):
             asked.append(now[0])
             return [value, (0, 2 * value[1])]
 
-    agreement = stop.StopAgreement(Alone())
+    agreement = stop_signals.StopAgreement(Alone())
     for _ in range(10_000):
         now[0] += 0.001 * every
         assert not agreement.is_stop_due()
@@ -270,7 +272,7 @@ def test_signal_of_a_scheduler_ends_a_program(tmp_path, how):
         os.killpg(process.pid, signal.SIGTERM)  # the workers, too
         if how == "twice":
             with pytest.raises(subprocess.TimeoutExpired):
-                process.wait(stop.ECHO_SECONDS + 0.5)
+                process.wait(stop_signals.ECHO_SECONDS + 0.5)
             os.killpg(process.pid, signal.SIGTERM)
         _, errors = process.communicate(timeout=60)
         if how == "all at once":
@@ -287,24 +289,24 @@ def test_signal_of_a_scheduler_ends_a_program(tmp_path, how):
 
 def test_signal_stops_all_ranks_after_the_same_round():
     """Two hosts' pools of ranks count their batches separately."""
-    from synkhronos.training.loop import RankLoop
+    from synkhronos.training.trainer.local_step_loop import LocalStepLoop
 
     plan = SimpleNamespace(pools=[range(2), range(2, 3)], batch_size=10, start=30, stop=1000, can_stop=True)
     taken = SimpleNamespace(array=np.array([7, 0, 2, 0]))
     lock = SimpleNamespace(read=lambda *_: None, write=lambda *_: None)
-    loop = RankLoop.__new__(RankLoop)
+    loop = LocalStepLoop.__new__(LocalStepLoop)
     loop.plan, loop._batches_taken, loop.max_repeats = plan, taken, 2
     loop.exchanger = SimpleNamespace(count_steps_left=lambda: 64)
     loop.meter = SimpleNamespace(time=lambda _: threading.Lock())
     seen = {0: [], 2: []}
     try:
-        stop._requested = signal.SIGTERM
+        stop_signals._requested = signal.SIGTERM
         for rank in (2, 0):
             loop.worker = SimpleNamespace(number=rank, size=3, lock=lambda _: Manager(lock))
             seen[rank] = [start for batches in loop._take_batches() for start in batches.starts]
             assert loop.end == 30 + 4 * 3 * 10  # seven batches of two ranks are four rounds
     finally:
-        stop._requested = 0
+        stop_signals._requested = 0
     assert seen == {2: [30 + 8 * 10, 30 + 11 * 10], 0: [30 + 10 * 10]}
 
 

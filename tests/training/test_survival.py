@@ -16,8 +16,11 @@ from synkhronos import processes, ranks
 from synkhronos.devices import HOST, JAX
 from synkhronos.loading import Loader
 from synkhronos.ranks.errors import FAILED_START_PREFIX, Death
-from synkhronos.training import Checkpoint, Recorder, death_recovery, make_trainer, recorder, trainer_loop
-from synkhronos.training.death_recovery import MAX_REPEATED_DEATHS, DeathRecovery
+from synkhronos.training import Checkpoint, Recorder, make_trainer
+from synkhronos.training.loops.death_limit import MAX_REPEATED_DEATHS
+from synkhronos.training.monitoring import recorder
+from synkhronos.training.trainer import death_recovery, trainer_epoch_loop
+from synkhronos.training.trainer.death_recovery import DeathRecovery
 from synkhronos.training.updates import adam, momentum
 
 pytestmark = [
@@ -345,7 +348,7 @@ def test_host_gets_two_tries_and_the_ranks_of_a_lost_one_none(monkeypatch):
     assert tried == [[4, 5], [4, 5]] and session.size == 4
     tried.clear()
     session.size, session.death, deaths[:] = 6, lost, [unreachable, unreachable, None]
-    recovery._n_failed_starts = recovery._n_repeated = 0
+    recovery._limit.reset_repeats()
     recovery._recover(RuntimeError(), 0.0)
     assert tried == [[4, 5], [4, 5], [2, 3, 4, 5]] and session.size == 2
 
@@ -365,7 +368,7 @@ def test_stopped_validation_restores_generators_of_the_ranks_that_are_left(monke
         restored.clear()
         return operation()
 
-    monkeypatch.setattr(trainer_loop, "run", run_as_ranks)
+    monkeypatch.setattr(trainer_epoch_loop, "run", run_as_ranks)
     groups = SimpleNamespace(generators=["generator"])
     loop = SimpleNamespace(
         model=SimpleNamespace(state=SimpleNamespace(training=SimpleNamespace(groups=groups))),
@@ -373,7 +376,7 @@ def test_stopped_validation_restores_generators_of_the_ranks_that_are_left(monke
         death_handler=SimpleNamespace(run=lambda operation: operation(), run_update=run_twice),
         _validate=lambda report: True,
     )
-    assert trainer_loop.TrainerLoop.validate(loop, None) and restored == [[["state"]] * 2]
+    assert trainer_epoch_loop.TrainerEpochLoop.validate(loop, None) and restored == [[["state"]] * 2]
 
 
 @pytest.mark.any_library
@@ -409,7 +412,7 @@ def test_on_death_with_a_sharded_optimizer_needs_all_ranks(monkeypatch):
 def test_on_death_is_recorded_and_each_step_once(monkeypatch, tmp_path):
     killer = Killer(monkeypatch, {1: (1, True), 9: (2, False)})
     train("LocalSGD", recorder=Recorder(tmp_path, every=1))
-    found = recorder.read(tmp_path)
+    found = recorder.read_records(tmp_path)
     assert killer.killed == sum(len(record.get("deaths", ())) for record in found["reports"]) == 2
     for rank in range(RANKS):
         assert [record["step"] for record in found[f"rank-{rank}"]] == list(range(1, 9))
@@ -426,13 +429,13 @@ def test_on_death_in_the_same_step_ends_training(monkeypatch):
     run = ranks.Session.run
 
     def kill_and_run(session, command):
-        if type(command).__name__ == "Step":
+        if type(command).__name__ == "StepCommand":
             os.kill(session.workers.pids[1], signal.SIGKILL)
         return run(session, command)
 
     monkeypatch.setattr(ranks.Session, "run", kill_and_run)
     with pytest.raises(
-        synk.WorkerError, match=rf"goes on after {MAX_REPEATED_DEATHS} of them in the same step"
+        synk.WorkerError, match=rf"4 deaths since the last copy of the state exceed the limit of {MAX_REPEATED_DEATHS}"
     ) as caught:
         next(iterator)
     assert caught.value.rank == 1
@@ -445,7 +448,7 @@ def test_max_deaths_limits_deaths(monkeypatch):
     fork_ranks(RANKS)
     model = Model("BSP")
     Killer(monkeypatch, dict.fromkeys((40, 80, 120), (1, True)))
-    with pytest.raises(synk.WorkerError, match="goes on after max_deaths=2 of them, and this is one more"):
+    with pytest.raises(synk.WorkerError, match="3 deaths exceed max_deaths=2"):
         list(model.epochs(epochs=10, on_death="continue", max_deaths=2))
 
 

@@ -13,9 +13,9 @@ from trainer_model import ALL, ROWS, Model, X, Y
 import synkhronos as synk
 from synkhronos import rules
 from synkhronos.training import Checkpoint, CheckpointError, Recorder, make_trainer, schedules
-from synkhronos.training.meter import RankTotals
-from synkhronos.training.recorder import read
-from synkhronos.training.report import make_report
+from synkhronos.training.monitoring.meter import RankTotals
+from synkhronos.training.monitoring.recorder import read_records
+from synkhronos.training.monitoring.report import make_report
 from synkhronos.training.updates import nesterov_momentum, sgd
 
 pytestmark = pytest.mark.any_library  # the trainer's internal variables
@@ -54,18 +54,18 @@ def test_remaining_rows_after_changes_of_ranks():
         for r in range(3)
     ]  # fmt: skip
     for size in (1, 2, 3, 5):
-        local = rules.LocalSGD().resized(ranks, size)
+        local = rules.LocalSGD().resize_states(ranks, size)
         assert [state["params"].tolist() for state in local] == [[1.0] * 3] * size
         assert [state["optimizer"].tolist() for state in local] == [[10.0] * 3] * size
-        gossip = rules.GoSGD().resized(ranks, size)
+        gossip = rules.GoSGD().resize_states(ranks, size)
         assert sum(state["own"]["weight"] for state in gossip) == 1
         mean = sum(state["own"]["weight"] * state["params"] for state in gossip)
         np.testing.assert_allclose(mean, [0.25 + 0.5] * 3)
-        elastic = rules.EASGD().resized(ranks, size)
+        elastic = rules.EASGD().resize_states(ranks, size)
         assert [state["params"][0] for state in elastic] == [0.0, 1.0, 2.0, 9.0, 9.0][:size]
         assert [state["optimizer"][0] for state in elastic] == [0.0, 10.0, 20.0, 0.0, 0.0][:size]
-        assert len(rules.Swap().resized(ranks, size)) == size
-    assert [state["params"][0] for state in rules.ASGD().resized(ranks, 2)] == [9.0, 9.0]
+        assert len(rules.Swap().resize_states(ranks, size)) == size
+    assert [state["params"][0] for state in rules.ASGD().resize_states(ranks, 2)] == [9.0, 9.0]
 
 
 def test_resume_without_a_checkpoint_starts_anew(fork, tmp_path):
@@ -301,7 +301,7 @@ def test_learning_rates_follow_the_schedule(fork, tmp_path, name):
     recorder = Recorder(tmp_path, every=1)
     reports = list(Model(name, rate=schedule).epochs(5, 2, recorder=recorder))
     assert [report.learning_rate for report in reports] == pytest.approx([0.1, 0.01])
-    lines = read(tmp_path)["rank-0"]
+    lines = read_records(tmp_path)["rank-0"]
     assert {round(line["learning_rate"], 9) for line in lines if line["epoch"] == 1} == {0.01}
 
 
@@ -360,7 +360,7 @@ def test_recorder_has_lines_of_each_rank(fork, tmp_path, name):
 
     model = Model(name)
     list(model.epochs(5, 2, recorder=[Recorder(tmp_path, every=2), Mine()]))
-    files = read(tmp_path)
+    files = read_records(tmp_path)
     assert [record["seen"] for record in files["reports"]] == seen == [ROWS, 2 * ROWS]
     of_ranks = [line for file, lines in files.items() if file != "reports" for line in lines]
     assert sum(line["rows"] for line in of_ranks) == 2 * ROWS
@@ -379,7 +379,7 @@ def test_losses_are_summed_in_step_order(fork, tmp_path, name):
     assert losses[0] == losses[1] == losses[2]
     if name == "BSP":
         return  # one command takes many steps, and has one line
-    often, rarely = (read(tmp_path / name)["rank-0"] for name in ("often", "rarely"))
+    often, rarely = (read_records(tmp_path / name)["rank-0"] for name in ("often", "rarely"))
     for i, line in enumerate(rarely):
         steps = [record["loss"] for record in often[3 * i : 3 * i + 3]]
         assert line["loss"] == sum(steps) / 3
@@ -392,7 +392,7 @@ def test_resume_truncates_records(fork, tmp_path):
     paths = checkpoint.paths()
     assert [checkpoint.load(path).meta["seen"] for path in paths] == [2 * ROWS, 3 * ROWS]
     list(Model("LocalSGD").epochs(5, 3, checkpoint=checkpoint, recorder=recorder, resume=paths[0]))
-    files = read(tmp_path / "r")
+    files = read_records(tmp_path / "r")
     assert [record["seen"] for record in files["reports"]] == [ROWS, 2 * ROWS, 3 * ROWS]
     assert sum(line["rows"] for name, lines in files.items() if name != "reports" for line in lines) == 3 * ROWS
 
@@ -501,7 +501,7 @@ def test_data_may_have_other_lengths_in_each_epoch(fork, tmp_path, name):
         data = X[:n], [Y[:n], np.arange(n)]
         seen += [report.seen for report in model.trainer.epochs(*data, 5, epoch, recorder=Recorder(tmp_path))]
     assert seen == np.cumsum(lengths).tolist() and model.used().sum() == sum(lengths)
-    assert [report["seen"] for report in read(tmp_path)["reports"]] == seen
+    assert [report["seen"] for report in read_records(tmp_path)["reports"]] == seen
 
 
 @pytest.mark.parametrize("name", ["BSP", "EASGD"] if not XLA else ["LocalSGD"])

@@ -26,8 +26,8 @@ from synkhronos.launch.configuration.settings import (
 )
 from synkhronos.launch.configuration.sources import merge_sources
 from synkhronos.launch.model_class.model import check_model_options
-from synkhronos.training.checkpoint import list_checkpoints
-from synkhronos.training.early_stop import as_metric
+from synkhronos.training.checkpoints.checkpoint import list_checkpoints
+from synkhronos.training.monitoring.early_stopping import parse_monitored_metric
 
 _TRUE, _FALSE = {"true", "yes", "on", "1"}, {"false", "no", "off", "0"}
 #: Entries of a model class's config that the run sets, and a hint for the error if the user sets them.
@@ -147,7 +147,7 @@ def _check_metric(value: Any) -> list[str] | None:
     if value is None:
         return None
     with convert_errors():
-        name, mode = as_metric(value, "keep_best")
+        name, mode = parse_monitored_metric(value, "keep_best")
     if name not in _METRICS:
         raise SettingsError(f"keep_best: expected one of {', '.join(_METRICS)}, got {name!r}")
     return [name, mode]

@@ -16,14 +16,14 @@ from synkhronos.devices import get_array_device
 from synkhronos.graphs import library_of
 from synkhronos.loading import Loader
 from synkhronos.training import updates
-from synkhronos.training.step_options import StepOptions, check_values
-from synkhronos.training.train_function import append_averages
-from synkhronos.training.training_graph import (
+from synkhronos.training.train_function.extra_updates import append_averaged_updates
+from synkhronos.training.train_function.step_options import StepOptions, check_step_options
+from synkhronos.training.train_function.training_graph import (
     TrainingGraph,
-    apply_own_gradient,
+    build_local_updates,
     replace_params,
-    warn_of_denominators,
 )
+from synkhronos.training.train_function.weighted_mean import warn_of_varying_denominators
 from synkhronos.training.updates.flat_gradient import FlatGradient, RuleUpdates
 
 #: Names of the options of a model's step: attributes of its class, which the setting ``model_options`` overrides.
@@ -35,7 +35,7 @@ def check_model_options(options: Mapping[str, Any]) -> None:
     for name in options:
         if name not in MODEL_OPTIONS:
             raise ValueError(f"{name}: unknown option, expected one of {', '.join(MODEL_OPTIONS)}")
-    check_values(options)
+    check_step_options(options)
 
 
 def _count_rows(data: Any) -> int:
@@ -50,7 +50,7 @@ def _copy_batches(batches: Iterator[tuple[np.ndarray, ...]]) -> Iterator[tuple[n
 
 def _as_dict(updates: Any) -> dict[Any, Any]:
     """Return the updates of Lasagne's or this library's rules as a dict."""
-    return apply_own_gradient(updates) if isinstance(updates, RuleUpdates) else dict(updates)
+    return build_local_updates(updates) if isinstance(updates, RuleUpdates) else dict(updates)
 
 
 def _copy_value(shared: Any) -> Any:
@@ -184,7 +184,7 @@ class Model:
         If BSP reduces gradients, ``loss`` is a list of the reduced gradients, and `weight` is None during this call.
         """
         rule = updates.nesterov_momentum(loss, params, learning_rate=learning_rate, weight=self.weight)
-        return apply_own_gradient(rule)
+        return build_local_updates(rule)
 
     def set_options(self, options: Mapping[str, Any]) -> None:
         """Set options of the step, before `compile_iter_fns`; raise TypeError or ValueError for a wrong one."""
@@ -219,7 +219,7 @@ class Model:
         elif not self.rank:
             means = dict(zip(("loss", "error"), outputs, strict=False))
             means |= {f"tested[{i}]": output for i, output in enumerate(self.tested or ())}
-            warn_of_denominators(means, self.inputs, 1)
+            warn_of_varying_denominators(means, self.inputs, 1)
         # Variables, not outputs: PyTensor waits for the outputs of a JAX function, so batches would not overlap.
         self.shown = [library.shared(np.zeros((), output.dtype)) for output in outputs]
         if sync_type == "cdd" or self.step_options:
@@ -254,7 +254,7 @@ class Model:
             StepOptions(**self._read_options()),
             is_serial=True,
         )
-        rule, _ = append_averages(training)
+        rule, _ = append_averaged_updates(training.rule, training.extra_updates, training.x[0])
         equal = {u.shared: u.expression for u in training.extra_updates if not u.differs}
         self.ema_params, vector = training.ema, rule.grad_shared
         self.vels = self.vels2 = [vector]

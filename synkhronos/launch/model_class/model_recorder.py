@@ -23,7 +23,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from synkhronos.training.meter import Meter, RankTotals
+from synkhronos.training.monitoring.meter import Meter, RankTotals
 
 #: Names of activities in this library's records, by Theano-MPI's names.
 _ACTIVITIES = {"calc": "compute", "comm": "exchange", "sync": "wait", "wait": "load", "load": "load"}

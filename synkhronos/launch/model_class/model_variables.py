@@ -9,10 +9,10 @@ import numpy as np
 
 from synkhronos.graphs import library_of
 from synkhronos.launch.model_class.model_interface import ModelInterfaceError
-from synkhronos.training.variable_groups import VariableGroups
+from synkhronos.training.checkpoints.variables_by_role import VariablesByRole
 
 
-def group_variables(model: Any, exclude_normalization: bool = False) -> VariableGroups:
+def group_variables(model: Any, exclude_normalization: bool = False) -> VariablesByRole:
     """Group the shared variables of a model's compiled functions by role, for checkpoints.
 
     The functions are attributes of the model, or elements of lists that are attributes.  They are visited in the
@@ -38,7 +38,7 @@ def group_variables(model: Any, exclude_normalization: bool = False) -> Variable
     """
     excluded = [p for p in model.params if exclude_normalization and p.name in ("gamma", "beta")]
     excluded_ids = {id(p) for p in excluded}
-    groups = VariableGroups([p for p in model.params if id(p) not in excluded_ids], [], excluded, [], [])
+    groups = VariablesByRole([p for p in model.params if id(p) not in excluded_ids], [], excluded, [], [])
     averages = getattr(model, "averages", None)
     if isinstance(averages, Mapping):  # a `Model`, whose params end with the averages
         groups.n_averages = sum(any(p is average for average in averages) for p in groups.params)
@@ -55,7 +55,7 @@ def group_variables(model: Any, exclude_normalization: bool = False) -> Variable
     return groups
 
 
-def _group_function(function: Any, groups: VariableGroups, seen: set[int]) -> None:
+def _group_function(function: Any, groups: VariablesByRole, seen: set[int]) -> None:
     """Add the shared variables of a compiled function to ``groups``; do nothing for other objects.
 
     ``seen`` has the ids of variables that are already grouped, or belong to no group.  It is extended.

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from synkhronos.devices import get_array_device
-from synkhronos.rules.state import Vector
+from synkhronos.rules.state import FlatVariables
 from synkhronos.tasks import Worker
 
 #: Number of steps after which a parameter must have changed.
@@ -46,7 +46,7 @@ class SanityCheck:
     """
 
     def __init__(self, params: list[Any], step_variables: list[Any]):
-        self._params, self._step_values = Vector(params), Vector(step_variables)
+        self._params, self._step_values = FlatVariables(params), FlatVariables(step_variables)
         self._start, self._before = digest(self._params), digest(self._step_values)
         self._steps: list[str] = []
         self._n_steps = 0
@@ -105,7 +105,7 @@ def find_ranks_with_equal_steps(by_rank: Sequence[list[str] | None]) -> tuple[in
     return None
 
 
-def digest(vector: Vector) -> str:
+def digest(vector: FlatVariables) -> str:
     """Return a hash of the vector's elements."""
     value = vector.get()
     array = np.ascontiguousarray(get_array_device(value).to_host(value))

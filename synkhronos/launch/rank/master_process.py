@@ -31,7 +31,7 @@ from synkhronos.ranks.errors import FAILED_START_PREFIX
 from synkhronos.rules import shared_memory
 from synkhronos.tasks import run
 from synkhronos.tracing import timeline
-from synkhronos.training.stop import StopSignals, get_requested_stop
+from synkhronos.training.loops.stop_signals import StopSignals, get_requested_stop
 
 
 def main(folder: str, arguments: MasterArguments) -> int:

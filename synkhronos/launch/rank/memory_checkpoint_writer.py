@@ -6,8 +6,8 @@ import time
 from collections.abc import Mapping
 
 from synkhronos.launch.rank.model_state import ModelState
-from synkhronos.training.checkpoint import Checkpoint
-from synkhronos.training.step_interval import adapt_steps
+from synkhronos.training.checkpoints.checkpoint import Checkpoint
+from synkhronos.training.loops.batch_loop import choose_interval_steps
 
 #: Approximate number of seconds between two copies, and its minimum in units of the duration of a copy.
 _INTERVAL, _RATIO = 1.0, 10.0
@@ -52,7 +52,7 @@ class MemoryCheckpointWriter:
             self._checkpoint = Checkpoint(self._folder, keep=1)
         if metrics is None:
             state.recorder.write()  # after a death, the next line starts from the copy
-            state.set_reported_params()
+            state.use_consensus_params()
         try:
             state.save(metrics, self._checkpoint)
         except OSError as error:
@@ -66,7 +66,7 @@ class MemoryCheckpointWriter:
         """Schedule the next copy, after one at batch ``batch`` that began at time ``began``.  A collective."""
         now = time.monotonic()
         interval = max(_INTERVAL, _RATIO * (now - began))
-        steps = adapt_steps(self._every, began - self._ended_at, interval)
+        steps = choose_interval_steps(self._every, began - self._ended_at, interval)
         self._every = self._state.worker.broadcast(steps)
         self.set_due(batch)
         self._ended_at = time.monotonic()

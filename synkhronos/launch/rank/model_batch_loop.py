@@ -11,11 +11,11 @@ from synkhronos.launch.model_class.sanity_check import SanityCheck
 from synkhronos.launch.rank.memory_checkpoint_writer import MemoryCheckpointWriter
 from synkhronos.launch.rank.model_state import ModelState
 from synkhronos.tasks import LocalRows
-from synkhronos.training.loop import Exchanger, TrainingLoop
-from synkhronos.training.stop import StopAgreement, StopPoll, get_requested_stop
+from synkhronos.training.loops.batch_loop import BatchLoop, Exchanger
+from synkhronos.training.loops.stop_signals import StopAgreement, StopPoll, get_requested_stop
 
 
-class ModelBatchLoop(TrainingLoop):
+class ModelBatchLoop(BatchLoop):
     """Loop of one rank over the batches of a model class, which chooses the rows and takes the steps.
 
     Parameters
@@ -25,7 +25,7 @@ class ModelBatchLoop(TrainingLoop):
     copies : MemoryCheckpointWriter or None
         Writer of copies in memory, for ``on_death = "continue"``.
     flag : LocalRows
-        Flag of `synkhronos.training.stop.StopPoll`.
+        Flag of `synkhronos.training.loops.stop_signals.StopPoll`.
 
     Attributes
     ----------

@@ -28,12 +28,12 @@ from synkhronos.launch.rank.summed_gradients import SummedGradients
 from synkhronos.launch.supervision.death_log import DeathLog
 from synkhronos.rules import BSP, Swap
 from synkhronos.tasks import LocalRows
-from synkhronos.training.early_stop import EarlyStop
-from synkhronos.training.epoch_loop import EpochLoop
-from synkhronos.training.meter import RankTotals
-from synkhronos.training.nonfinite import describe_nonfinite
-from synkhronos.training.recorder import Recorder
-from synkhronos.training.report import Report, make_report
+from synkhronos.training.loops.epoch_loop import EpochLoop
+from synkhronos.training.monitoring.early_stopping import EarlyStopping
+from synkhronos.training.monitoring.meter import RankTotals
+from synkhronos.training.monitoring.nonfinite import describe_nonfinite
+from synkhronos.training.monitoring.recorder import Recorder
+from synkhronos.training.monitoring.report import Report, make_report
 
 #: Number of epochs over which the learning rate rises to its value times the number of ranks, as in Theano-MPI.
 _WARMUP_EPOCHS = 5
@@ -52,7 +52,7 @@ class ModelEpochLoop(EpochLoop):
     copies_folder : str or None
         Folder of copies in memory, for ``on_death = "continue"``.
     stop_flag : LocalRows
-        Flag of `synkhronos.training.stop.StopPoll`.
+        Flag of `synkhronos.training.loops.stop_signals.StopPoll`.
 
     Attributes
     ----------
@@ -94,9 +94,9 @@ class ModelEpochLoop(EpochLoop):
         self._ended_at = 0.0
 
     @property
-    def early_stop(self) -> EarlyStop:
+    def early_stopping(self) -> EarlyStopping:
         """Best value of the metric so far."""
-        return self.state.early_stop
+        return self.state.early_stopping
 
     def train_all_epochs(self) -> bool:
         """Train all epochs and write the parameters; return True if a signal stopped the training earlier."""
@@ -113,13 +113,13 @@ class ModelEpochLoop(EpochLoop):
             if self.is_stopped_by_model and is_master:
                 sys.stdout.write(f"val_iter() has returned 'stop': the run ends after epoch {self.n_reports}\n")
             if self.is_patience_exhausted() and is_master:
-                best = self.early_stop
+                best = self.early_stopping
                 worse = f"{best.metric}: no better for {best.n_reports_since_best} epochs"
                 sys.stdout.write(f"{worse}; the run ends after {self.n_reports}\n")
         if self.loop.has_ended:
             return True
         if self.n_reports == n_before:  # the run had ended between its last checkpoint and the following lines
-            self.state.set_reported_params()
+            self.state.use_consensus_params()
         self._save_params("params.npz")
         if self.settings.keep_best:
             self._save_best()
@@ -169,7 +169,7 @@ class ModelEpochLoop(EpochLoop):
                 f"keep_best, patience: {self.settings.modelclass} lacks:\n  metric {name!r}, got {names}"
             )
         self.metric = name, mode
-        self.early_stop.set_metric(f"{name} {mode}")
+        self.early_stopping.set_metric(f"{name} {mode}")
         return super().observe(report)
 
     def train(self) -> bool:
@@ -201,7 +201,7 @@ class ModelEpochLoop(EpochLoop):
             self.sanity_check.check_change(self.recorder.learning_rate, epoch_ended=True)
             if self.state.rule.asynchronous:
                 self.sanity_check.compare(self.worker)
-        self.state.set_reported_params()
+        self.state.use_consensus_params()
         return self.loop.has_ended
 
     def make_report(self) -> Report:
@@ -225,7 +225,7 @@ class ModelEpochLoop(EpochLoop):
         return report
 
     def validate(self, report: Report) -> bool:
-        """Validate the parameters that the rule reports.
+        """Validate the rule's consensus parameters.
 
         Returns
         -------
@@ -329,7 +329,7 @@ class ModelEpochLoop(EpochLoop):
         best = self.worker.broadcast(self.state.open_checkpoints().best() if self.worker.number == 0 else None)
         if best is not None:
             self.state.restore(str(best))
-            self.state.set_reported_params()
+            self.state.use_consensus_params()
             self._save_params("best.npz")
 
 

@@ -22,12 +22,12 @@ from synkhronos.launch.model_class.model_recorder import ModelRecorder
 from synkhronos.launch.rank.summed_gradients import SummedGradients
 from synkhronos.rules import Rule, State
 from synkhronos.tasks import LocalRows, Worker
-from synkhronos.training import generator_state, rank_state
-from synkhronos.training.checkpoint import Checkpoint, load_meta
-from synkhronos.training.early_stop import EarlyStop
-from synkhronos.training.recorder import cut
-from synkhronos.training.training_description import check_same_training, describe_training
-from synkhronos.training.variable_groups import VariableGroups
+from synkhronos.training.checkpoints import generator_state, rank_state
+from synkhronos.training.checkpoints.checkpoint import Checkpoint, read_metadata
+from synkhronos.training.checkpoints.compatibility import check_same_training, describe_training
+from synkhronos.training.checkpoints.variables_by_role import VariablesByRole
+from synkhronos.training.monitoring.early_stopping import EarlyStopping
+from synkhronos.training.monitoring.recorder import remove_lines
 
 #: Key under which a rank stores its instance, and the `State` of the rule, between tasks.
 STORAGE = "launch"
@@ -42,7 +42,7 @@ class ModelState:
     ----------
     worker, settings, rule
     model : instance of the model class
-    groups : VariableGroups
+    groups : VariablesByRole
         Shared variables of the instance, by role.
     shared : dict of str to LocalRows
         Shared memory of the rule.
@@ -60,7 +60,7 @@ class ModelState:
     position : dict
         Position in the epoch: ``batch``, the number of batches trained on; ``generators``, their states at the start of
         the epoch; and after a resumption ``record``, the number of steps and the sums of costs and weights.
-    early_stop : EarlyStop
+    early_stopping : EarlyStopping
         Best value of the metric so far.
     """
 
@@ -70,18 +70,18 @@ class ModelState:
         settings: Settings,
         rule: Rule,
         model: Any,
-        groups: VariableGroups,
+        groups: VariablesByRole,
         shared: dict[str, LocalRows],
         recorder: ModelRecorder,
     ):
         self.worker, self.settings, self.rule, self.model, self.groups = worker, settings, rule, model, groups
         self.recorder = recorder
-        self._training = rank_state.RankTraining(STORAGE, groups, rule, shared, is_joint=False)
+        self._training = rank_state.RankStateSpec(STORAGE, groups, rule, shared, is_joint=False)
         self.folder = Path(settings.folder)
         self.applies_gradients = isinstance(rule, SummedGradients) and callable(getattr(model, "apply_gradients", None))
         self.epochs = 0
         self.position: dict[str, Any] = {"batch": 0}
-        self.early_stop = EarlyStop()
+        self.early_stopping = EarlyStopping()
         self._checkpoint: Checkpoint | None = None
         worker.get_storage(STORAGE)["state"] = State(groups.params, groups.optimizer, shared, groups.n_averages)
 
@@ -126,7 +126,7 @@ class ModelState:
             meta = {
                 "epochs": self.epochs,
                 "model": f"{self.settings.modelfile}:{self.settings.modelclass}",
-                "stop": self.early_stop.to_json(),
+                "stop": self.early_stopping.to_json(),
                 "host_generators": [generators for _, generators, *_ in entries],
                 "totals": [steps for _, _, steps, _ in entries],
                 "within": [position for *_, position in entries] if is_within else None,
@@ -157,22 +157,22 @@ class ModelState:
             generator_state.set_state(shared, state)
         set_global_generator_states(global_states)
 
-    def set_reported_params(self) -> None:
-        """Set the parameters to those that the rule reports."""
-        rank_state.set_reported_params(self.worker, STORAGE, self.rule)
+    def use_consensus_params(self) -> None:
+        """Set the parameters to the rule's consensus."""
+        rank_state.use_consensus_params(self.worker, STORAGE, self.rule)
 
     def restore_own_params(self) -> None:
-        """Set the parameters back to this rank's own, after `set_reported_params`."""
+        """Set the parameters back to this rank's own, after `use_consensus_params`."""
         rank_state.restore_own_params(self.worker, STORAGE)
 
     def resume(self, path: str) -> None:
         """Resume from a checkpoint, which rank 0 reads for all ranks, and remove later records."""
         worker = self.worker
-        meta = worker.broadcast(load_meta(path) if worker.number == 0 else None)
+        meta = worker.broadcast(read_metadata(path) if worker.number == 0 else None)
         check_same_training(path, meta, self.describe(), _TYPES)
-        self.early_stop = EarlyStop.from_json(meta["stop"])
+        self.early_stopping = EarlyStopping.from_json(meta["stop"])
         if self.settings.keep_best:
-            self.early_stop.set_metric(" ".join(self.settings.keep_best))
+            self.early_stopping.set_metric(" ".join(self.settings.keep_best))
         for epoch in range(meta["epochs"]):  # repeats changes of learning rates that are not in shared variables
             call_by_signature(self.model.adjust_hyperp, epoch)
         if meta["within"]:
@@ -201,7 +201,7 @@ class ModelState:
             def is_kept(line: dict[str, Any], first_removed: int = first_removed, n_steps: int = n_steps) -> bool:
                 return line.get("epoch", first_removed) < first_removed or line.get("step", math.inf) <= n_steps
 
-            cut(file, is_kept)
+            remove_lines(file, is_kept)
 
     def skip_trained_batches(self, epoch: int, positions: list[dict[str, Any]]) -> None:
         """Advance the instance past the batches of an epoch that were trained on before the checkpoint.

@@ -35,9 +35,9 @@ from synkhronos.launch.rank.model_state import STORAGE, ModelState
 from synkhronos.launch.rank.remote_output import RemoteRecorder, redirect_output
 from synkhronos.launch.rank.summed_gradients import SummedGradients
 from synkhronos.rules import Rule
-from synkhronos.rules.state import Vector
+from synkhronos.rules.state import FlatVariables
 from synkhronos.tasks import LocalRows, Worker
-from synkhronos.training.recorder import Recorder
+from synkhronos.training.monitoring.recorder import Recorder
 
 #: Descriptions of the exchange under BSP, by the values that ranks exchange.
 _EXCHANGES = {
@@ -111,7 +111,7 @@ def build_model(worker: Worker, settings: Settings, rule: Rule) -> tuple[int, st
         if not callable(getattr(model, "scale_lr", None)):
             raise ModelInterfaceError(f"{settings.modelclass} lacks:\n  method scale_lr(size), for scale_lr = true")
         model.scale_lr(worker.size)
-    vector = Vector(list(model.params))
+    vector = FlatVariables(list(model.params))
     shapes = [list(shape) for shape in vector.shapes]
     all_shapes = worker.all_gather(shapes)
     for r, other in enumerate(all_shapes):
@@ -124,7 +124,7 @@ def build_model(worker: Worker, settings: Settings, rule: Rule) -> tuple[int, st
         generator = library.copy_generator(shared)
         library.set_generator(shared, library.jump_generator(generator, worker.number) if worker.number else generator)
     worker.get_storage(STORAGE).update(model=model, groups=groups, average=average)
-    exchanged = Vector(groups.params)
+    exchanged = FlatVariables(groups.params)
     return exchanged.size, exchanged.dtype.name
 
 
@@ -149,7 +149,7 @@ def train_model(
     copies_folder : str or None
         Folder of copies in memory, for ``on_death = "continue"``.
     stop_flag : LocalRows
-        Flag of `synkhronos.training.stop.StopPoll`.
+        Flag of `synkhronos.training.loops.stop_signals.StopPoll`.
 
     Returns
     -------

@@ -14,7 +14,7 @@ from typing import Any
 from synkhronos.launch.supervision.rank_output import MARK
 from synkhronos.ranks.child_process import JOB_SIGNALS
 from synkhronos.ranks.errors import describe_exit
-from synkhronos.training.recorder import RANK_FILE, format_line
+from synkhronos.training.monitoring.recorder import RANK_FILE, format_record
 
 #: Maximal number of bytes of a line; longer lines are split.  Below PIPE_BUF, so writes of processes do not mix.
 _MAX_BYTES = 4000
@@ -63,4 +63,4 @@ class RemoteRecorder:
         """
         if _pump is not None and _pump.poll() is not None:
             raise RuntimeError(f"the process that passes on rank {rank}'s output {describe_exit(_pump.returncode)}")
-        os.write(_standard_output, f"{MARK}{RANK_FILE.format(rank)}{MARK}{format_line(record)}\n".encode())
+        os.write(_standard_output, f"{MARK}{RANK_FILE.format(rank)}{MARK}{format_record(record)}\n".encode())

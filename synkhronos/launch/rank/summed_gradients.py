@@ -9,7 +9,7 @@ import numpy as np
 
 from synkhronos.rules import Rule, State
 from synkhronos.rules.rule import average
-from synkhronos.rules.state import Vector
+from synkhronos.rules.state import FlatVariables
 from synkhronos.tasks import Worker
 
 #: Key, in a checkpoint, of the sum of gradients that the next step will apply.
@@ -33,7 +33,7 @@ class SummedGradients(Rule):
 
     def __init__(self, vels: Sequence[Any], vels2: Sequence[Any], precision: str | None = None):
         super().__init__(1, precision=precision)
-        self.vels, self.vels2 = Vector(vels), Vector(vels2)
+        self.vels, self.vels2 = FlatVariables(vels), FlatVariables(vels2)
 
     def setup(self, worker: Worker, state: State) -> None:
         """Leave ``vels2`` at the values that the class has set."""
@@ -47,7 +47,7 @@ class SummedGradients(Rule):
             total = average(worker, vector, self.precision) * vector.dtype.type(worker.size)
         self.vels2.set(total)
 
-    def report(self, worker: Worker, state: State) -> Any:
+    def compute_consensus(self, worker: Worker, state: State) -> Any:
         """Return this rank's parameters, which are equal on all ranks unless they are excluded."""
         return state.vector
 
@@ -61,9 +61,9 @@ class SummedGradients(Rule):
         if pending is not None and np.size(pending) == self.vels2.size:
             self.vels2.set(np.asarray(pending))
 
-    def resized(self, ranks: list[dict[str, Any]], size: int) -> list[dict[str, Any]]:
+    def resize_states(self, ranks: list[dict[str, Any]], size: int) -> list[dict[str, Any]]:
         """Scale the pending sum to the new number of ranks, by which the class divides it."""
-        states = super().resized(ranks, size)
+        states = super().resize_states(ranks, size)
         if _PENDING not in ranks[0]["own"]:
             return states
         pending = ranks[0]["own"][_PENDING] * (size / len(ranks))

@@ -11,7 +11,7 @@
 
 After a failure the supervisor starts the ranks again from the newest checkpoint, at most ``restarts`` times.  With
 ``on_death = "continue"`` it starts them after a death from the newest copy in memory (`memory_checkpoint_folder`).  A
-device whose rank fails in `MAX_FAILED_STARTS` such starts in a row is left out.
+device whose rank can't start is left out (see `DeathLimit`).
 
 When one of the processes is killed, the others exit: the kernel kills a child when its parent dies, the master watches
 its workers, and the supervisor waits for the master.
@@ -41,10 +41,10 @@ from synkhronos.launch.supervision.memory_checkpoint_folder import MemoryCheckpo
 from synkhronos.launch.supervision.process_environment import make_python_path, open_standard_streams
 from synkhronos.launch.supervision.rank_output import Console, LineSplitter, OutputWriter
 from synkhronos.launch.supervision.run_folder import FAILURE_FILE, PROCESSES_FILE, add_to_run_record
-from synkhronos.ranks.errors import FAILED_START_PREFIX, describe_exit
-from synkhronos.training.checkpoint import copy_checkpoint, list_checkpoints
-from synkhronos.training.death_recovery import MAX_FAILED_STARTS, MAX_REPEATED_DEATHS
-from synkhronos.training.stop import ECHO_SECONDS, STOP_SIGNALS
+from synkhronos.ranks.errors import describe_exit
+from synkhronos.training.checkpoints.checkpoint import copy_checkpoint, list_checkpoints
+from synkhronos.training.loops.death_limit import DeathLimit
+from synkhronos.training.loops.stop_signals import ECHO_SECONDS, STOP_SIGNALS
 
 #: Seconds that ranks have to exit after Ctrl-C.
 _GRACE = 10.0
@@ -75,10 +75,9 @@ class Supervisor:
         self._n_restarts = 0
         self._copies: MemoryCheckpointFolder | None = None
         self._deaths = DeathLog(self.folder)
-        #: Numbers of recoveries, of deaths in the log, and of recoveries from the same copy.
-        self._n_deaths = self._n_logged_deaths = self._n_repeated = 0
-        #: Number of failed starts in a row, and the rank that failed to start.
-        self._n_failed_starts, self._failed_rank = 0, -1
+        self._death_limit = DeathLimit(settings.max_deaths)
+        #: Number of deaths in the log.
+        self._n_logged_deaths = 0
         self._old_checkpoints = self._list_checkpoints()
         #: Checkpoint or copy that the ranks resume from.
         self._checkpoint = settings.resume
@@ -161,7 +160,7 @@ class Supervisor:
             allowed_cores=allowed,
             checkpoint=self._checkpoint,
             memory_checkpoints=None if self._copies is None else str(self._copies.path),
-            is_recovery=self._n_deaths > 0,
+            is_recovery=self._death_limit.n_deaths > 0,
         )
         module = "synkhronos.launch.rank.master_process"
         command = [sys.executable, "-m", module, settings.folder, arguments.to_json()]
@@ -231,7 +230,7 @@ class Supervisor:
         """Copy the output of the ranks from their pipes into logs and to the console, until the master exits."""
         assert self._master is not None
         with contextlib.ExitStack() as stack, selectors.DefaultSelector() as selector:
-            is_continued = self.settings.resume is not None or self._n_restarts + self._n_deaths > 0
+            is_continued = self.settings.resume is not None or self._n_restarts + self._death_limit.n_deaths > 0
             output = OutputWriter(self.folder, is_continued, self._console, self._errors)
             stack.callback(output.close)
             for rank, pipe in enumerate(pipes):
@@ -274,37 +273,28 @@ class Supervisor:
             deaths = self._deaths.read()
         if len(deaths) == self._n_logged_deaths:
             return False  # the ranks have raised an error, and would raise it again
-        if not self._leave_out_device(deaths[-1]):
-            return False
-        copy = next((str(path) for path in reversed(list_checkpoints(self._copies.path))), self._checkpoint)
-        self._n_repeated = 1 if copy != self._checkpoint else self._n_repeated + 1
-        self._n_deaths += 1
         self._n_logged_deaths = len(deaths)  # perhaps two more: the master may die after it has recorded a death
-        limit = ""
-        if self._n_deaths > self.settings.max_deaths:
-            limit = f"max_deaths = {self.settings.max_deaths} of them"
-        elif self._n_repeated > MAX_REPEATED_DEATHS:
-            limit = f"{MAX_REPEATED_DEATHS} of them without a new copy"
-        if limit:
-            self._errors.write(f"on_death = 'continue' goes on after {limit}, and this is one more\n")
+        copy = next((str(path) for path in reversed(list_checkpoints(self._copies.path))), self._checkpoint)
+        limit, rank = self._death_limit, deaths[-1]["rank"]
+        if copy != self._checkpoint:
+            limit.reset_repeats()
+        if excess := limit.count_death(rank, deaths[-1]["cause"]):
+            self._errors.write(f"{excess}\n")
             return False
+        if limit.is_rank_unusable and not self.settings.hosts:  # each host chooses among its own devices
+            limit.reset_repeats()
+            if not self._leave_out_device(rank):
+                return False
         self._checkpoint = copy
         (self.folder / FAILURE_FILE).unlink(missing_ok=True)
         self._remove_records_without_checkpoint()
         where = "the beginning, as there is no copy" if copy is None else f"the copy {Path(copy).name}"
-        self._errors.write(f"death {self._n_deaths} of at most {self.settings.max_deaths}: from {where}\n")
+        self._errors.write(f"death {limit.n_deaths} of at most {limit.max_deaths}: from {where}\n")
         return True
 
-    def _leave_out_device(self, death: dict[str, Any]) -> bool:
-        """Leave out the device of a rank that fails to start for the second time; return False if none is left."""
-        settings, rank = self.settings, death["rank"]
-        if settings.hosts or not death["cause"].startswith(FAILED_START_PREFIX):
-            self._n_failed_starts = 0
-            return True
-        self._n_failed_starts = self._n_failed_starts + 1 if rank == self._failed_rank else 1
-        self._failed_rank = rank
-        if self._n_failed_starts < MAX_FAILED_STARTS:
-            return True
+    def _leave_out_device(self, rank: int) -> bool:
+        """Leave out the device of a rank that can't start; return False if none is left."""
+        settings = self.settings
         devices = tuple(device for r, device in enumerate(settings.devices) if r != rank)
         where = f"rank {rank} can't start on {settings.devices[rank]}"
         if not devices:
@@ -313,7 +303,6 @@ class Supervisor:
         self._errors.write(f"{where}, which is left out: the run goes on with {', '.join(devices)}\n")
         self.settings = dataclasses.replace(settings, devices=devices)
         self.settings.save()
-        self._n_failed_starts = self._n_repeated = 0
         return True
 
     def _prepare_restart(self) -> None:
@@ -387,7 +376,7 @@ class Supervisor:
 
     def _record_end(self, end: dict[str, Any]) -> None:
         """Add the exit status and the time to ``run.json``."""
-        counts = {"restarts": self._n_restarts, "deaths": self._n_deaths}
+        counts = {"restarts": self._n_restarts, "deaths": self._death_limit.n_deaths}
         try:
             add_to_run_record(self.folder, {name: count for name, count in counts.items() if count} | end)
         except OSError as error:

@@ -28,7 +28,7 @@ from synkhronos.data.rows import get_share
 from synkhronos.data.shared import create_unpublished
 from synkhronos.hosts import mpirun
 from synkhronos.training import make_train_function, updates
-from synkhronos.training.death_recovery import DeathRecovery
+from synkhronos.training.trainer.death_recovery import DeathRecovery
 
 HOSTS = os.environ.get("HOSTS", "").split(",")  # Open MPI's mpirun does not pass it on to ranks on other hosts
 

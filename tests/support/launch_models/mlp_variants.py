@@ -12,7 +12,7 @@ import theano
 from theano.sandbox.rng_mrg import MRG_RandomStreams
 
 from launch_models.mlp import MLP
-from synkhronos.training import stop
+from synkhronos.training.loops import stop_signals
 
 
 class Traced(MLP):
@@ -231,7 +231,7 @@ class Signalled(Shaky):
 
     def __init__(self, config):
         super().__init__(config)
-        stop._INTERVAL = 0.0  # ranks that step together ask after each step
+        stop_signals._INTERVAL = 0.0  # ranks that step together ask after each step
         self.at = config.get("at", [])
 
     def train_iter(self, count, recorder):

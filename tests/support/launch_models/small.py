@@ -6,7 +6,7 @@ import theano.tensor as T
 from masks import rows
 
 from synkhronos.launch import Model
-from synkhronos.training.training_graph import apply_own_gradient
+from synkhronos.training.train_function.training_graph import build_local_updates
 from synkhronos.training.updates import sgd
 
 
@@ -30,7 +30,7 @@ class Frozen(Line):
     """Learns nothing after its first epoch."""
 
     def updates(self, loss, params, learning_rate):
-        return apply_own_gradient(sgd(loss, params, learning_rate=learning_rate))
+        return build_local_updates(sgd(loss, params, learning_rate=learning_rate))
 
     def adjust_hyperp(self, epoch):
         self.shared_lr.set_value(0.0)
@@ -60,7 +60,7 @@ class Stepping(Masked):
     rate = 0.1
 
     def updates(self, loss, params, learning_rate):
-        return apply_own_gradient(sgd(loss, params, learning_rate=learning_rate, weight=self.weight))
+        return build_local_updates(sgd(loss, params, learning_rate=learning_rate, weight=self.weight))
 
 
 class Unweighted(Masked):

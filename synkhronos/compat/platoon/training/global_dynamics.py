@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from synkhronos.compat.platoon.channel.worker import Worker, restore_precision
-from synkhronos.rules.state import Vector
+from synkhronos.rules.state import FlatVariables
 
 
 class GlobalDynamics:
@@ -198,7 +198,7 @@ def get_worker() -> Worker:
     return worker
 
 
-def _to_vectors(*groups: Any) -> list[list[Vector]]:
+def _to_vectors(*groups: Any) -> list[list[FlatVariables]]:
     """Return the groups of variables as vectors: for each dtype, a vector of each group.
 
     Raises
@@ -213,4 +213,4 @@ def _to_vectors(*groups: Any) -> list[list[Vector]]:
         if len(kinds) > 1:
             raise TypeError(f"make_rule: expected variables of one dtype and shape at each position, got {kinds}")
         positions.setdefault(variables[0].dtype, []).append(variables)
-    return [[Vector(column) for column in zip(*rows, strict=True)] for rows in positions.values()]
+    return [[FlatVariables(column) for column in zip(*rows, strict=True)] for rows in positions.values()]

@@ -1,0 +1,136 @@
+"""Synchronous rules with an outer optimizer, for which the change of the average is a gradient."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from synkhronos.checks import check_flag, check_positive
+from synkhronos.rules.rule import Rule, check_momentum
+from synkhronos.rules.state import State
+from synkhronos.tasks import Worker
+
+
+class _OuterRule(Rule):
+    """Base class: all ranks start from an anchor; the anchor minus the ranks' average is the outer gradient."""
+
+    def setup(self, worker: Worker, state: State) -> None:
+        """Set the anchor to the parameters, and the outer velocity to zero."""
+        state.own["anchor"] = state.vector
+        state.own["velocity"] = 0 * state.vector
+
+    def exchange(self, worker: Worker, state: State) -> None:
+        """Average parameters, and take an outer step from the anchor."""
+        anchor, mean = state.own["anchor"], self.mean(worker, state)
+        velocity, new_anchor = self._step_outer(anchor, anchor - mean, state.own["velocity"], state.learning_rate)
+        # Not extrapolated: momentum could make running variances negative.
+        new_anchor = state.with_averages(new_anchor, mean)
+        state.own["velocity"], state.own["anchor"] = velocity, new_anchor
+        state.vector = new_anchor
+
+    def _step_outer(self, anchor: Any, gradient: Any, velocity: Any, learning_rate: float) -> tuple[Any, Any]:
+        """Take an outer step; return the new velocity and the new anchor.
+
+        Parameters
+        ----------
+        anchor : array
+        gradient : array
+            The anchor minus the average of the ranks.
+        velocity : array
+        learning_rate : float
+            Learning rate of the inner steps.
+        """
+        raise NotImplementedError
+
+    def compute_consensus(self, worker: Worker, state: State) -> Any:
+        """Return the anchor right after an exchange, else the mean of the parameters."""
+        return super().compute_consensus(worker, state) if state.since else state.own["anchor"]
+
+
+class SlowMo(_OuterRule):
+    """Slow momentum: local SGD whose averages are the gradients of an outer momentum.
+
+    After ``period`` steps from x_{t,0}, with their average x̄, and at the learning rate γ_t:
+    u_{t+1} = β u_t + (x_{t,0} − x̄)/γ_t (eq. 2), x_{t+1,0} = x_{t,0} − α γ_t u_{t+1} (eq. 3): Wang et al., "SlowMo",
+    arXiv:1910.00643, algorithm 1.  α = 1 and β = 0 is local SGD; with one rank it is Lookahead.
+
+    Parameters
+    ----------
+    period : int or callable
+        Number of steps between two averages.
+    lr : float
+        α, the slow learning rate, above 0.
+    momentum : float
+        β, in [0, 1).
+    exclude, precision
+        See `Rule`.
+
+    Examples
+    --------
+    >>> SlowMo(period=12, momentum=0.7)
+    SlowMo(period=12, lr=1.0, momentum=0.7)
+    """
+
+    def __init__(
+        self,
+        period: int | Callable[[int], int] = 12,
+        lr: float = 1.0,
+        momentum: float = 0.5,
+        exclude: Callable[[Any], bool] | None = None,
+        precision: str | None = None,
+    ):
+        super().__init__(period, exclude, precision)
+        self.lr = check_positive(lr, "lr")
+        self.momentum = check_momentum(momentum)
+
+    def _step_outer(self, anchor: Any, gradient: Any, velocity: Any, learning_rate: float) -> tuple[Any, Any]:
+        """Compute eqs. 2 and 3."""
+        decayed = self.momentum * velocity
+        step = learning_rate * decayed + gradient
+        return step / learning_rate if learning_rate else decayed, anchor - self.lr * step
+
+
+class DiLoCo(_OuterRule):
+    """Distributed low-communication training: an outer optimizer with momentum over averages of many local steps.
+
+    Δ_t = (1/p) Σ_i (θ_{t−1} − θ^i), θ_t = OuterOpt(θ_{t−1}, Δ_t): Douillard et al., "DiLoCo", arXiv:2311.08105,
+    algorithm 1.  The outer optimizer is momentum, v ← µ v + Δ: θ ← θ − lr (Δ + µ v) with Nesterov's, else θ − lr v.
+    The variables of the inner optimizer are not exchanged.  In the paper it is AdamW, with a period of 500.
+
+    Parameters
+    ----------
+    period : int or callable
+        Number of steps between two averages.
+    lr : float
+        Outer learning rate, above 0.
+    momentum : float
+        Outer momentum µ, in [0, 1).
+    nesterov : bool
+        Whether the momentum is Nesterov's.
+    exclude, precision
+        See `Rule`.
+
+    Examples
+    --------
+    >>> DiLoCo(period=100)
+    DiLoCo(period=100, lr=0.7, momentum=0.9, nesterov=True)
+    """
+
+    def __init__(
+        self,
+        period: int | Callable[[int], int] = 500,
+        lr: float = 0.7,
+        momentum: float = 0.9,
+        nesterov: bool = True,
+        exclude: Callable[[Any], bool] | None = None,
+        precision: str | None = None,
+    ):
+        super().__init__(period, exclude, precision)
+        self.lr = check_positive(lr, "lr")
+        self.momentum = check_momentum(momentum)
+        self.nesterov = check_flag(nesterov, "nesterov")
+
+    def _step_outer(self, anchor: Any, gradient: Any, velocity: Any, learning_rate: float) -> tuple[Any, Any]:
+        """Take a step of momentum, or of Nesterov's."""
+        velocity = self.momentum * velocity + gradient
+        return velocity, anchor - self.lr * (gradient + self.momentum * velocity if self.nesterov else velocity)

@@ -1,0 +1,1 @@
+"""Folders of checkpoints, and the state of every rank in them."""

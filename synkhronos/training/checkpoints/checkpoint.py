@@ -1,0 +1,449 @@
+"""Folders of checkpoints, from which interrupted trainings resume.
+
+A checkpoint is a folder of three files::
+
+    rows-000000001000/
+        state.safetensors   arrays
+        meta.json           {"format": 2, "metrics": {...}, "meta": {...}}
+        SHA256SUMS          digests of both, as sha256sum writes them
+
+It is written under a unique name, synchronised with the disk and renamed, and it is renamed before it is removed: a
+checkpoint under its final name is complete.  Its digests are compared whenever it is read.  Nothing in it is a pickle.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import re
+import secrets
+import shutil
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from synkhronos.checks import check_at_least, import_package
+from synkhronos.training.checkpoints.folder_lock import FolderLock
+from synkhronos.training.monitoring.early_stopping import parse_monitored_metric, to_cost
+
+#: A checkpoint that is about to be replaced by another one of as many rows has the suffix ``.old``.
+_NAME, _OLD = re.compile(r"rows-(\d{12,})(\.old)?"), ".old"
+_UNFINISHED = "unfinished-"
+_STATE, _META, _SUMS = "state.safetensors", "meta.json", "SHA256SUMS"
+_FORMAT = 2
+
+
+class CheckpointError(ValueError):
+    """A checkpoint is damaged or of another training, or its folder is in use by another writer."""
+
+
+class _CheckedDict(dict[str, Any]):
+    """A dict of a checkpoint's content, in which a missing key is an error of the checkpoint."""
+
+    def __init__(self, path: Path, kind: str, items: Mapping[str, Any]):
+        super().__init__(items)
+        self._path, self._kind = path, kind
+
+    def __missing__(self, key: str) -> Any:
+        raise CheckpointError(f"{self._path} has no {self._kind} {key!r}: it has {', '.join(sorted(self)) or 'none'}")
+
+
+class CheckpointContent(NamedTuple):
+    """Content of a checkpoint.
+
+    Attributes
+    ----------
+    path : Path
+    arrays : dict of str to ndarray
+    meta : dict
+        Anything that JSON can represent.
+    metrics : dict of str to float
+        Loss and validation at the time of the checkpoint.
+    """
+
+    path: Path
+    arrays: dict[str, np.ndarray]
+    meta: dict[str, Any]
+    metrics: dict[str, float]
+
+
+class Checkpoint:
+    """A folder of checkpoints.
+
+    Many processes may read from a folder while one writes there.  A Checkpoint locks its folder when it first writes,
+    and a trainer does so when it begins.  The lock ends with `unlock`, with the trainer's last report, or with the
+    process.
+
+    Parameters
+    ----------
+    folder : path
+        Made if it does not exist.
+    keep : int
+        Number of checkpoints to keep: the newest.
+    every : int
+        Number of reports between two checkpoints.
+    keep_best : str or (str, {"min", "max"}), optional
+        Metric whose best checkpoint is kept besides the newest: ``"loss"``, or a name of `validate`.  The lowest value
+        is the best, or the highest with ``("accuracy", "max")``.  A trainer saves at each report that is the best so
+        far, and ``patience`` counts the reports since then.
+
+    Examples
+    --------
+    >>> import tempfile
+    >>> import numpy as np
+    >>> checkpoint = Checkpoint(tempfile.mkdtemp(), keep=1, keep_best="mse")
+    >>> for seen, mse in (1000, 0.5), (2000, 0.2), (3000, 0.3):
+    ...     path = checkpoint.save(seen, {"w": np.full(2, mse)}, {"epoch": 1}, {"mse": mse})
+    >>> [path.name for path in checkpoint.paths()]
+    ['rows-000000002000', 'rows-000000003000']
+    >>> checkpoint.load().arrays["w"], checkpoint.load(checkpoint.best()).arrays["w"]
+    (array([0.3, 0.3]), array([0.2, 0.2]))
+    """
+
+    def __init__(
+        self,
+        folder: str | os.PathLike[str],
+        keep: int = 3,
+        every: int = 1,
+        keep_best: str | Sequence[str] | None = None,
+    ):
+        for name, value in (("keep", keep), ("every", every)):
+            check_at_least(value, name, 1)
+        self.keep_best = None if keep_best is None else parse_monitored_metric(keep_best, "keep_best")
+        _import_safetensors()
+        self.folder, self.keep, self.every = Path(folder), keep, every
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self._lock = FolderLock(self.folder)
+
+    # -- writing ---------------------------------------------------------------------------------------------------
+
+    def save(
+        self,
+        seen: int,
+        arrays: Mapping[str, np.ndarray],
+        meta: Mapping[str, Any],
+        metrics: Mapping[str, float] | None = None,
+    ) -> Path:
+        """Write a checkpoint; then remove checkpoints of more rows, and the oldest ones beyond `keep`.
+
+        Parameters
+        ----------
+        seen : int
+            Number of rows trained on so far: the order of checkpoints.
+        arrays : dict of str to array
+            Booleans, integers, floats, or complex64.
+        meta : dict
+            Anything that JSON can represent.
+        metrics : dict of str to float, optional
+            Loss and validation; `keep_best` names one of them.
+
+        Returns
+        -------
+        Path
+
+        Raises
+        ------
+        TypeError, ValueError
+            If an argument is wrong, such as an array of objects.
+        CheckpointError
+            If another training writes into the folder.
+        OSError
+            For example if the disk is full; earlier checkpoints are unchanged.
+        """
+        path = self.path(check_at_least(seen, "seen", 0))
+        content = _serialize(arrays)
+        header = {"format": _FORMAT, "metrics": dict(metrics or {}), "meta": dict(meta)}
+        files = {_STATE: content, _META: json.dumps(header).encode()}
+        files[_SUMS] = "".join(f"{_compute_digest(data)}  {name}\n" for name, data in files.items()).encode()
+        self.lock()
+        temporary = _make_temporary_path(self.folder)
+        os.mkdir(temporary)
+        try:
+            _write_files(temporary, files)
+            # Checkpoints of more rows are of an abandoned training: this one resumed from an earlier checkpoint.  They
+            # are removed first: after a kill in between, none of them can be mistaken for a later one of this training.
+            for later in reversed(self.paths()):
+                if _sort_key(later) > _sort_key(path):
+                    self._remove(later)
+            if path.exists():
+                self._remove(Path(f"{path}{_OLD}"))
+                os.rename(path, f"{path}{_OLD}")
+            os.rename(temporary, path)
+        except BaseException:
+            shutil.rmtree(temporary, ignore_errors=True)
+            raise
+        _sync_folder(self.folder)
+        self._remove(Path(f"{path}{_OLD}"))
+        best = self.best()
+        for other in self.paths()[: -self.keep]:
+            if other != best:
+                self._remove(other)
+        return path
+
+    def lock(self) -> None:
+        """Lock the folder for this object, and remove unfinished checkpoints of killed writers.
+
+        `save` calls this.
+
+        Raises
+        ------
+        CheckpointError
+            If another Checkpoint writes into the folder, in this process or another.
+        """
+        if self._lock.is_held:
+            return
+        try:
+            self._lock.acquire()
+        except BlockingIOError as error:
+            raise CheckpointError(
+                f"checkpoint: {self.folder} is the folder of a training that {error.strerror} is running: wait for "
+                "its end, or name another folder"
+            ) from None
+        if not self._lock.is_exclusive:
+            return
+        for left in self.folder.glob(f"{_UNFINISHED}*"):
+            shutil.rmtree(left, ignore_errors=True)
+        for path in self.paths():
+            if path.name.endswith(_OLD) and path.with_suffix("").exists():
+                self._remove(path)
+
+    def unlock(self) -> None:
+        """Unlock the folder, so that another Checkpoint may write into it."""
+        self._lock.release()
+
+    def path(self, seen: int) -> Path:
+        """Return the path of the checkpoint after ``seen`` rows, whether or not it exists."""
+        return self.folder / f"rows-{seen:012d}"
+
+    def _remove(self, path: Path) -> None:
+        """Rename a checkpoint, then remove it: a kill in between must not leave half of it under its name."""
+        temporary = _make_temporary_path(self.folder)
+        with contextlib.suppress(OSError):
+            os.rename(path, temporary)
+            shutil.rmtree(temporary, ignore_errors=True)
+
+    # -- reading ---------------------------------------------------------------------------------------------------
+
+    def paths(self) -> list[Path]:
+        """Return the checkpoints in the folder, the oldest first."""
+        return list_checkpoints(self.folder)
+
+    def best(self) -> Path | None:
+        """Return the checkpoint with the best value of `keep_best`; None if there is none.
+
+        Of equally good checkpoints, it is the one of fewest rows.
+        """
+        if self.keep_best is None:
+            return None
+        costs: dict[Path, float] = {}
+        for path in self.paths():
+            with contextlib.suppress(CheckpointError):  # a damaged one is not the best
+                costs[path] = to_cost(_load_header(path)["metrics"], self.keep_best)
+        best = min(costs, key=lambda path: costs[path], default=None)
+        return None if best is None or costs[best] == np.inf else best
+
+    def check_no_later(self, seen: int) -> None:
+        """Raise if the folder has checkpoints of more than ``seen`` rows: they are of another training.
+
+        Raises
+        ------
+        CheckpointError
+        """
+        for later in self.paths()[-1:]:
+            if _sort_key(later)[0] > seen:
+                raise CheckpointError(
+                    f"checkpoint: {later} is of another training: go on from there with resume='latest', or name "
+                    "another folder"
+                )
+
+    def load(self, path: str | os.PathLike[str] | None = None) -> CheckpointContent:
+        """Read a checkpoint: the newest one, or the one at ``path``.
+
+        Raises
+        ------
+        FileNotFoundError
+            If the folder has no checkpoint.
+        CheckpointError
+            If the checkpoint is damaged.
+        """
+        if path is not None:
+            return read_checkpoint(path)
+        failed = None
+        while known := self.paths():
+            try:
+                return read_checkpoint(known[-1])
+            except CheckpointError:
+                if known[-1] == failed:
+                    raise
+                failed = known[-1]  # a writer may just have replaced it
+        raise FileNotFoundError(f"{self.folder}: expected a checkpoint, found none")
+
+
+def list_checkpoints(folder: Path) -> list[Path]:
+    """Return the checkpoints in a folder, the oldest first; none if there is no such folder."""
+    return sorted((path for path in folder.glob("rows-*") if _NAME.fullmatch(path.name)), key=_sort_key)
+
+
+def copy_checkpoint(path: Path, folder: Path) -> Path:
+    """Copy a checkpoint into another folder, unless that has it; return its path there.
+
+    Raises
+    ------
+    OSError
+        For example if the disk is full; the folder is unchanged then.
+    """
+    copy = folder / path.name
+    if copy.exists():
+        return copy
+    temporary = _make_temporary_path(folder)
+    os.makedirs(temporary)
+    try:
+        _write_files(temporary, {file.name: file.read_bytes() for file in path.iterdir()})
+        os.rename(temporary, copy)
+    except BaseException:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise
+    _sync_folder(folder)
+    return copy
+
+
+def _make_temporary_path(folder: Path) -> Path:
+    """Return a path that no other process uses, on this machine or another."""
+    return folder / f"{_UNFINISHED}{secrets.token_hex(8)}"
+
+
+def _sort_key(path: Path) -> tuple[int, bool]:
+    """Return the sort key of a checkpoint: by rows; a replaced one sorts before its replacement."""
+    match = _NAME.fullmatch(path.name)
+    assert match is not None
+    return int(match[1]), match[2] is None
+
+
+def read_checkpoint(path: str | os.PathLike[str]) -> CheckpointContent:
+    """Read a checkpoint; raise CheckpointError if it is damaged."""
+    path = Path(path)
+    files = _read(path, _STATE, _META)
+    header = _parse_header(path, files[_META])
+    arrays = _parse(path, _STATE, files[_STATE], _import_safetensors().load)
+    return CheckpointContent(path, _CheckedDict(path, "array", arrays), header["meta"], header["metrics"])
+
+
+def read_metadata(path: str | os.PathLike[str]) -> dict[str, Any]:
+    """Read a checkpoint's metadata without its arrays; raise CheckpointError if it is damaged."""
+    meta: dict[str, Any] = _load_header(Path(path))["meta"]
+    return meta
+
+
+def check_entry_types(path: str | os.PathLike[str], meta: Mapping[str, Any], types: Mapping[str, Any]) -> None:
+    """Raise CheckpointError if an entry is missing, or of another type."""
+    for name, kind in types.items():
+        if not isinstance(meta[name], kind):
+            raise CheckpointError(f"{path} has {name} = {meta[name]!r}, which is no {kind}")
+
+
+def _load_header(path: Path) -> dict[str, Any]:
+    return _parse_header(path, _read(path, _META)[_META])
+
+
+def _parse_header(path: Path, content: bytes) -> dict[str, Any]:
+    def parse(text: bytes) -> Any:
+        return json.loads(text, object_hook=lambda items: _CheckedDict(path, "entry", items))
+
+    header = _parse(path, _META, content, parse)
+    tables = [header, header.get("meta"), header.get("metrics")] if isinstance(header, dict) else [header]
+    if not all(isinstance(table, dict) for table in tables):
+        raise _make_damage_error(path, f"{_META}: expected a table with meta and metrics in it")
+    if header.get("format") != _FORMAT:
+        raise CheckpointError(f"{path} has format {header.get('format')!r}: this version reads format {_FORMAT}")
+    return dict(header)
+
+
+def _parse(path: Path, name: str, content: bytes, parse: Callable[[bytes], Any]) -> Any:
+    try:
+        return parse(content)
+    except Exception as error:  # safetensors has an exception of its own
+        raise _make_damage_error(path, f"{name}: {error}") from error
+
+
+def _read(path: Path, *names: str) -> dict[str, bytes]:
+    """Read files of a checkpoint, and compare their digests."""
+    try:
+        # The folder is opened once: a writer may replace it in the meantime.
+        folder = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            contents = {name: _read_file(name, folder) for name in (*names, _SUMS)}
+        finally:
+            os.close(folder)
+    except FileNotFoundError as error:
+        old = f"; it has no {_SUMS} if an earlier version wrote it" if error.filename == _SUMS else ""
+        expected = f"{path}: expected a checkpoint, with {_STATE}, {_META} and {_SUMS} in it"
+        raise CheckpointError(f"{expected}: {error}{old}") from error
+    except OSError as error:
+        raise CheckpointError(f"{path}: expected a checkpoint that can be read: {error}") from error
+    sums = contents.pop(_SUMS).decode(errors="replace").splitlines()
+    for name, content in contents.items():
+        if f"{_compute_digest(content)}  {name}" not in sums:
+            raise _make_damage_error(path, f"{name} has another digest than {_SUMS} says")
+    return contents
+
+
+def _read_file(name: str, folder: int) -> bytes:
+    with open(name, "rb", opener=lambda path, flags: os.open(path, flags, dir_fd=folder)) as file:
+        return file.read()
+
+
+def _make_damage_error(path: Path, reason: str) -> CheckpointError:
+    return CheckpointError(f"{path} is damaged: {reason}; take an older one, resume='{path.parent}/rows-...'")
+
+
+def _compute_digest(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()
+
+
+def _serialize(arrays: Mapping[str, np.ndarray]) -> bytes:
+    plain = {}
+    for name, array in arrays.items():
+        is_masked, array = isinstance(array, np.ma.MaskedArray), np.asarray(array, order="C")
+        is_number = array.dtype.kind in "biuf" and array.dtype.itemsize <= 8
+        if is_masked or not is_number and array.dtype.name not in ("bfloat16", "complex64"):
+            got = "a masked array" if is_masked else str(array.dtype)
+            raise TypeError(f"arrays: expected booleans, integers, floats or complex64, got {got} for {name!r}")
+        plain[name] = array
+    content: bytes = _import_safetensors().save(plain)
+    return content
+
+
+def _import_safetensors() -> Any:
+    return import_package("safetensors.numpy", "checkpoints need safetensors", "training")
+
+
+def _write_files(folder: Path, files: Mapping[str, bytes]) -> None:
+    """Write files into a folder, and wait until all of it is on the disk."""
+    for name, content in files.items():
+        _write(folder / name, content)
+    _sync_folder(folder)
+
+
+def _write(path: Path, content: bytes) -> None:
+    """Write a file, and wait until it is on the disk."""
+    file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
+    try:
+        view = memoryview(content)
+        while view:
+            view = view[os.write(file, view[: 1 << 24]) :]
+        os.fsync(file)
+    finally:
+        os.close(file)
+
+
+def _sync_folder(folder: Path) -> None:
+    """Wait until a folder's entries are on the disk."""
+    file = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(file)
+    finally:
+        os.close(file)

@@ -1,0 +1,164 @@
+"""Description of a training in its checkpoints, by which a training checks that it can resume from one."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from synkhronos.checks import is_number
+from synkhronos.graphs import library_of
+from synkhronos.rules import Rule
+from synkhronos.training.checkpoints.checkpoint import CheckpointError, check_entry_types
+from synkhronos.training.checkpoints.variables_by_role import VariablesByRole
+from synkhronos.training.updates.flat_gradient import shape_of
+
+#: Options that may change when a training is resumed: learning rates, and periods of exchanges.
+CHANGEABLE = frozenset({"learning_rate", "lr", "period", "push", "fetch", "start", "probability"})
+#: Placeholder of options that are not numbers, booleans or strings, such as shared variables; it equals any value.
+_SYMBOLIC = "symbolic"
+#: Types of the entries of ``meta`` that `describe_training` and `write_states` make.
+_TYPES: dict[str, Any] = {
+    "kind": str,
+    "rule": str,
+    "asynchronous": bool,
+    "rule_options": dict,
+    "update_rule": str | None,
+    "update_rule_options": dict,
+    "variables": dict,
+    "generators": list,
+    "ranks": int,
+    "alike": bool,
+    "streams": list,
+}
+#: Names of the roles of variables in error messages.
+_ROLES = {
+    "params": "exchanged parameters",
+    "averages": "averaged extra updates",
+    "optimizer": "variables of the update rule",
+    "excluded": "parameters that are not exchanged",
+    "others": "other updated variables",
+}
+
+
+def describe_training(
+    kind: str, rule: Rule, groups: VariablesByRole, update_rule: tuple[str, dict[str, Any]] | None
+) -> dict[str, Any]:
+    """Describe the model, the rules and their options, for a checkpoint's ``meta``.
+
+    Parameters
+    ----------
+    kind : str
+        The program that trains, such as ``"trainer"``.
+    rule : Rule
+        The exchange rule.
+    groups : VariablesByRole
+    update_rule : (str, dict), optional
+        Name and options of the update rule; None if they are unknown.
+
+    Returns
+    -------
+    dict
+        A training can resume from a checkpoint if both descriptions are equal, except for `CHANGEABLE` options.
+    """
+    name, options = update_rule or (None, {})
+    return {
+        "kind": kind,
+        "rule": type(rule).__name__,
+        "asynchronous": rule.asynchronous,
+        "rule_options": _to_json_options(rule.options()),
+        "update_rule": name,
+        "update_rule_options": _to_json_options(options),
+        "variables": {
+            role: [_describe_variable(s, role) for s in shareds] for role, shareds in groups.group_by_role().items()
+        },
+        "generators": [_describe_generator(shared) for shared in groups.generators],
+    }
+
+
+def check_same_training(path: Any, meta: Mapping[str, Any], now: Mapping[str, Any], types: Mapping[str, Any]) -> None:
+    """Check that a checkpoint is of the same training.
+
+    Parameters
+    ----------
+    path : str or Path
+        The checkpoint, for errors.
+    meta : dict
+        Its ``meta``.
+    now : dict
+        Result of `describe_training`.
+    types : dict of str to type
+        Types of the caller's own entries of ``meta``.
+
+    Raises
+    ------
+    CheckpointError
+        If an entry is missing or has another type, or the training is another; the message names the difference.
+    """
+    check_entry_types(path, meta, {**_TYPES, **types})
+    check_description(path, meta, now)
+
+
+def check_description(path: Any, meta: Mapping[str, Any], now: Mapping[str, Any]) -> None:
+    """Raise CheckpointError if a checkpoint's description differs from ``now``."""
+    if meta["kind"] != now["kind"]:
+        raise CheckpointError(f"{path} is a checkpoint of a {meta['kind']}, got a {now['kind']}")
+    _check_variables(path, "params", meta, now)  # first: with another model, everything else may differ too
+    if meta["rule"] != now["rule"]:
+        raise CheckpointError(f"{path} is of the rule {meta['rule']}, got {now['rule']}")
+    if meta["asynchronous"] != now["asynchronous"]:
+        raise CheckpointError(
+            f"{path} is of {now['rule']} with asynchronous={meta['asynchronous']}, got asynchronous="
+            f"{now['asynchronous']}: asynchronous and synchronous ranks store different state"
+        )
+    _check_options(path, now["rule"], meta["rule_options"], now["rule_options"])
+    if meta["update_rule"] != now["update_rule"]:
+        raise CheckpointError(f"{path} is of the update rule {meta['update_rule']}, got {now['update_rule']}")
+    _check_options(path, now["update_rule"], meta["update_rule_options"], now["update_rule_options"])
+    for role in _ROLES:
+        _check_variables(path, role, meta, now)
+    if meta["generators"] != now["generators"]:
+        raise CheckpointError(f"{path} has the random streams {meta['generators']}, expected {now['generators']}")
+
+
+def _check_variables(path: Any, role: str, meta: Mapping[str, Any], now: Mapping[str, Any]) -> None:
+    before, expected = meta["variables"][role], now["variables"][role]
+    if before != expected:
+        raise CheckpointError(
+            f"{path} is of another model: its {_ROLES[role]} are {_format_variables(before)}, expected "
+            f"{_format_variables(expected)}"
+        )
+
+
+def _check_options(path: Any, name: str | None, before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
+    for option in sorted({*before, *now} - CHANGEABLE):
+        old, new = before.get(option), now.get(option)
+        if old != new and _SYMBOLIC not in (old, new):
+            raise CheckpointError(f"{path} is of {name} with {option}={old!r}, got {option}={new!r}")
+
+
+def _to_json_options(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return options in types that JSON can represent; other values become `_SYMBOLIC`."""
+    plain = {name: np.asarray(value).item() if is_number(value) else value for name, value in options.items()}
+    return {name: v if isinstance(v, str | int | float | bool | None) else _SYMBOLIC for name, v in plain.items()}
+
+
+def _describe_variable(shared: Any, role: str) -> list[Any]:
+    """Return the name, shape and dtype of a shared variable.
+
+    For ``others`` the shape is replaced by the number of dimensions: an extra update may change the shape.
+    """
+    shape = list(shape_of(shared))
+    return [shared.name or "", f"{len(shape)}-d" if role == "others" else shape, str(shared.type.dtype)]
+
+
+def _describe_generator(shared: Any) -> list[Any]:
+    """Return the type of a generator, and the shape of its state if that is an array."""
+    value = library_of(shared).copy_generator(shared)
+    state = value.bit_generator if isinstance(value, np.random.Generator) else value
+    return [type(state).__name__, list(np.shape(value))]
+
+
+def _format_variables(variables: list[list[Any]]) -> str:
+    return ", ".join(f"{name or 'unnamed'} {shape} {dtype}" for name, shape, dtype in variables) or "none"

@@ -1,0 +1,263 @@
+"""Collect the state of every rank for a checkpoint, and restore it.
+
+Trainers and the launcher save and resume::
+
+    all ranks: collect_state --> one rank: write_states        --> Checkpoint
+    all ranks: restore_state <-- one rank: check_same_training <-- Checkpoint
+
+While a report is made, all ranks have the rule's consensus parameters (`use_consensus_params`).  Each rank stores its
+own parameters under ``"own"`` until the next step.  A checkpoint has each rank's own parameters.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from synkhronos.devices import get_array_device
+from synkhronos.graphs import library_of
+from synkhronos.rules import Rule, State
+from synkhronos.rules.state import FlatVariables
+from synkhronos.tasks import Worker
+from synkhronos.training.checkpoints import generator_state
+from synkhronos.training.checkpoints.checkpoint import Checkpoint, CheckpointContent, CheckpointError, read_checkpoint
+from synkhronos.training.checkpoints.variables_by_role import VariablesByRole
+
+
+@dataclass
+class RankStateSpec:
+    """Variables and exchange rule of a training, which determine the state of a rank.
+
+    Attributes
+    ----------
+    name : str
+        Key under which a rank stores the state.
+    groups : VariablesByRole
+    rule : Rule
+    memory : dict of str to Data, or in a task to LocalRows
+        Shared memory of the rule.
+    is_joint : bool
+        Whether each step is one command of all ranks.  Then their parameters are equal, and only rank 0's are saved.
+    """
+
+    name: str
+    groups: VariablesByRole
+    rule: Rule
+    memory: dict[str, Any]
+    is_joint: bool
+
+
+def collect_state(worker: Worker, training: RankStateSpec) -> dict[str, Any]:
+    """Return the state of this rank; for joint steps, ranks other than 0 return only entries that may differ.
+
+    Returns
+    -------
+    dict
+        ``others``, ``params``, ``optimizer`` and ``excluded`` are values of the variables in `VariablesByRole`,
+        ``streams`` those of its generators.  ``own``, ``step`` and ``since`` are attributes of `State`.
+    """
+    groups, stored = training.groups, worker.get_storage(training.name)
+    state: State | None = stored.get("state")
+    entries: dict[str, Any] = {
+        "streams": [generator_state.get_state(shared) for shared in groups.generators],
+        "others": [np.array(get_value(shared)) for shared in groups.others],
+    }
+    if training.is_joint and worker.number:
+        return entries
+    entries["params"] = np.array(stored["own"] if state is not None else FlatVariables(groups.params).get())
+    if groups.optimizer is not None:
+        entries["optimizer"] = np.array(FlatVariables(groups.optimizer).get())
+    entries["excluded"] = np.array(FlatVariables(groups.excluded).get())
+    entries["own"] = {} if state is None else {key: np.array(value) for key, value in state.own.items()}
+    entries["step"] = 0 if state is None else state.step
+    entries["since"] = 0 if state is None else state.since
+    return entries
+
+
+def _pack_states(by_rank: Sequence[dict[str, Any]]) -> dict[str, np.ndarray]:
+    """Return the arrays of all ranks by their names in a checkpoint, such as ``"0.params"``."""
+    arrays: dict[str, np.ndarray] = {}
+    for r, state in enumerate(by_rank):
+        for key, value in state.items():
+            if key == "own":
+                arrays |= {f"{r}.own.{name}": array for name, array in value.items()}
+            elif key == "others":
+                arrays |= {f"{r}.others.{i}": array for i, array in enumerate(value)}
+            elif key != "streams":
+                arrays[f"{r}.{key}"] = np.asarray(value)
+    return arrays
+
+
+def _unpack_states(stored: CheckpointContent) -> list[dict[str, Any]]:
+    """Return the state of each rank from a checkpoint.
+
+    Raises
+    ------
+    CheckpointError
+        If an array is missing, or its size differs from the description in the checkpoint.
+    """
+    meta, arrays = stored.meta, stored.arrays
+    shared = {name.removeprefix("shared."): array for name, array in arrays.items() if name.startswith("shared.")}
+    by_rank: list[dict[str, Any]] = []
+    for r in range(meta["ranks"]):
+        others = [arrays[f"{r}.others.{i}"] for i in range(len(meta["variables"]["others"]))]
+        state: dict[str, Any] = {"own": {}, "others": others, "shared": shared}
+        by_rank.append(state)
+        if meta["alike"] and r:
+            continue
+        for role in ("params", "optimizer", "excluded"):
+            state[role] = array = arrays[f"{r}.{role}"]
+            described = meta["variables"][role] + (meta["variables"]["averages"] if role == "params" else [])
+            size = sum(math.prod(shape) for _, shape, _ in described)
+            if array.shape != (size,):
+                raise CheckpointError(f"{stored.path}: expected {size} elements of {r}.{role}, got {array.shape}")
+        state |= {name: int(arrays[f"{r}.{name}"]) for name in ("step", "since")}
+        prefix = f"{r}.own."
+        state["own"] = {n.removeprefix(prefix): array for n, array in arrays.items() if n.startswith(prefix)}
+    return by_rank
+
+
+def write_states(
+    checkpoint: Checkpoint,
+    seen: int,
+    description: Mapping[str, Any],
+    by_rank: Sequence[dict[str, Any]],
+    memory: Mapping[str, np.ndarray],
+    is_joint: bool,
+    meta: Mapping[str, Any],
+    metrics: Mapping[str, float],
+) -> None:
+    """Write a checkpoint of all ranks.
+
+    Parameters
+    ----------
+    checkpoint : Checkpoint
+    seen : int
+        Number of rows trained on so far; the launcher passes a number of steps.
+    description : dict
+        Result of `describe_training`.
+    by_rank : list of dict
+        Result of `collect_state` on each rank.
+    memory : dict of str to array
+        Shared memory of the rule.
+    is_joint : bool
+        As in `RankStateSpec`.
+    meta : dict
+        Further entries of the checkpoint's ``meta``.
+    metrics : dict of str to float
+        Metrics of the last report.
+    """
+    arrays = _pack_states(by_rank) | {f"shared.{name}": np.array(array) for name, array in memory.items()}
+    own = {"ranks": len(by_rank), "alike": is_joint, "streams": [state["streams"] for state in by_rank]}
+    checkpoint.save(seen, arrays, {**description, **own, **meta}, metrics)
+
+
+def use_consensus_params(worker: Worker, name: str, rule: Rule) -> None:
+    """Set the parameters to the rule's consensus; store this rank's own parameters under ``"own"``."""
+    stored = worker.get_storage(name)
+    state: State = stored["state"]
+    consensus = rule.compute_consensus(worker, state)
+    stored["own"] = state.vector  # after the consensus, which may receive messages that change it
+    state.vector = consensus
+
+
+def restore_own_params(worker: Worker, name: str) -> None:
+    """Set the parameters back to this rank's own, after `use_consensus_params`; else do nothing."""
+    stored = worker.get_storage(name)
+    if "own" in stored:
+        stored["state"].vector = stored["own"]
+        del stored["own"]  # not before: an interrupt between the two must not lose it
+
+
+def restore_state(worker: Worker, training: RankStateSpec, path: str, root: int) -> None:
+    """Restore this rank from a checkpoint; the rule converts a checkpoint with another number of ranks.
+
+    Rank ``root`` reads the file and sends each rank its state: other hosts may not see the file.
+    """
+    if worker.number == root:
+        stored = read_checkpoint(path)
+        by_rank = _assign_states(stored, training, worker.size)
+        for r, state in enumerate(by_rank):
+            if r != root:
+                worker.send(state, r)
+        for key, rows in training.memory.items():
+            array = stored.arrays[f"shared.{key}"]
+            rows.array[...] = array if array.shape == rows.shape else 0  # an array per rank is empty at a report
+        state = by_rank[root]
+    else:
+        state = worker.receive(root)
+    set_state(worker, training, state)
+
+
+def set_state(worker: Worker, training: RankStateSpec, saved: dict[str, Any]) -> None:
+    """Set this rank's state to a result of `collect_state`; generators are unchanged if ``streams`` is None."""
+    groups = training.groups
+    FlatVariables(groups.params).set(saved["params"])
+    if groups.optimizer is not None:
+        FlatVariables(groups.optimizer).set(saved["optimizer"])
+    FlatVariables(groups.excluded).set(saved["excluded"])
+    for shared, value in zip(groups.others, saved["others"], strict=True):
+        put_value(shared, value)
+    if saved["streams"] is not None:
+        for shared, value in zip(groups.generators, saved["streams"], strict=True):
+            generator_state.set_state(shared, value)
+    if training.is_joint:
+        return
+    stored = worker.get_storage(training.name)
+    state = stored["state"] = State(groups.params, groups.optimizer, training.memory, groups.n_averages)
+    state.step, state.since = saved["step"], saved["since"]
+    state.own = {key: value if np.ndim(value) else np.asarray(value).item() for key, value in saved["own"].items()}
+    stored["own"] = saved["params"]
+
+
+def _assign_states(stored: CheckpointContent, training: RankStateSpec, size: int) -> list[dict[str, Any]]:
+    """Return the states of ``size`` ranks from a checkpoint."""
+    saved, streams = _unpack_states(stored), stored.meta["streams"]
+    by_rank = resize_states([{**state, "streams": streams[r]} for r, state in enumerate(saved)], training, size)
+    if training.groups.optimizer is None:
+        by_rank = [{**state, "optimizer": None} for state in by_rank]
+    return by_rank
+
+
+def resize_states(saved: list[dict[str, Any]], training: RankStateSpec, size: int) -> list[dict[str, Any]]:
+    """Convert the states of ranks to ``size`` ranks.
+
+    Parameters
+    ----------
+    saved : list of dict
+        Results of `collect_state`, each with the rule's memory under ``shared``.
+    training : RankStateSpec
+    size : int
+
+    Returns
+    -------
+    list of dict
+        States without ``shared``.  ``streams`` is None for ranks that ``saved`` does not have.
+    """
+    if training.is_joint:
+        by_rank = saved[:1] * size
+    else:
+        by_rank = saved if len(saved) == size else training.rule.resize_states(saved, size)
+    by_rank = [
+        {**state, "others": saved[r % len(saved)]["others"], "streams": saved[r]["streams"] if r < len(saved) else None}
+        for r, state in enumerate(by_rank)
+    ]
+    for state in by_rank:
+        del state["shared"]  # not sent to ranks: they map the rule's memory
+    return by_rank
+
+
+def get_value(shared: Any) -> np.ndarray:
+    """Return the value of a shared variable as an array in host memory."""
+    value = library_of(shared).borrow_value(shared)
+    return get_array_device(value).to_host(value)
+
+
+def put_value(shared: Any, array: np.ndarray) -> None:
+    """Copy an array in host memory into a shared variable, on the variable's device."""
+    library = library_of(shared)
+    library.store_value(shared, get_array_device(library.borrow_value(shared)).from_host(array))

@@ -1,0 +1,118 @@
+"""The loop over batches of all trainings.
+
+Each iteration trains on the next batches::
+
+    iterate_batches --> step --> exchange --> record --> is_stopped
+         ^                                                   |
+         +---------------------------------------------------+
+
+`iterate_batches` ends at the next report; the owner of the loop then validates, reports and saves.
+
+Subclasses of `BatchLoop` differ in who takes a step:
+
+- `synkhronos.training.trainer.joint_step_loop.JointStepLoop` runs in the master.  Each step is a command of all ranks,
+  which exchanges gradients: BSP on gradients.
+- `synkhronos.training.trainer.local_step_loop.LocalStepLoop` runs on every rank.  Each rank takes its own steps, and an
+  `Exchanger` exchanges parameters by a rule.
+- `synkhronos.launch.rank.model_batch_loop.ModelBatchLoop` does the same with a model class, which chooses the rows.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from typing import Any
+
+from synkhronos.rules import Rule, State
+from synkhronos.tasks import Worker
+from synkhronos.tracing.spans import TRACED, TracedMethod
+from synkhronos.training.monitoring.meter import ActivityTimer
+
+
+class BatchLoop(ABC):
+    """Base class of loops over the batches until the next report."""
+
+    def run(self) -> None:
+        """Train on all batches, or until a signal."""
+        for batches in self.iterate_batches():
+            self.exchange(self.step(batches))
+            self.record(batches)
+            if self.is_stopped():
+                break
+
+    @abstractmethod
+    def iterate_batches(self) -> Iterator[Any]:
+        """Yield the batches of each call of `step`."""
+
+    @abstractmethod
+    def step(self, batches: Any) -> int:
+        """Train on the batches; return the number of steps."""
+
+    @abstractmethod
+    def exchange(self, steps: int) -> None:
+        """Count ``steps`` steps, and exchange with other ranks if an exchange is due."""
+
+    @abstractmethod
+    def record(self, batches: Any) -> None:
+        """Write the records that are due."""
+
+    @abstractmethod
+    def is_stopped(self) -> bool:
+        """Return True if the training stops after these batches."""
+
+
+TRACED.extend(TracedMethod(BatchLoop, name, name, name) for name in ("step", "exchange", "record"))
+
+
+class Exchanger:
+    """Counter of a rank's steps, which calls the exchange rule when an exchange is due.
+
+    Parameters
+    ----------
+    worker : Worker
+    rule : Rule
+    state : State
+    seconds : dict of str to float
+        Time by activity; the time of exchanges is added to ``exchange``.
+    """
+
+    def __init__(self, worker: Worker, rule: Rule, state: State, seconds: dict[str, float]):
+        self._worker, self.rule, self.state, self._seconds = worker, rule, state, seconds
+        self._steps_left = 1
+
+    def count_steps_left(self) -> int:
+        """Ask the rule for the number of steps until the next exchange; return it, and store it for `count_steps`."""
+        self._steps_left = self.rule.count_steps_left(self.state)
+        return self._steps_left
+
+    def count_steps(self, steps: int) -> bool:
+        """Count ``steps`` steps; return True if an exchange is due after them."""
+        self.state.step += steps
+        self.state.since += steps
+        return steps >= self._steps_left
+
+    def exchange(self) -> None:
+        """Exchange, and restart the count of steps."""
+        with ActivityTimer(self._seconds, "exchange", lambda: self._worker.wait_seconds):
+            self.rule.exchange(self._worker, self.state)
+            self.state.since = 0
+
+
+def choose_interval_steps(steps: int, seconds: float, interval: float) -> int:
+    """Return the number of steps until the next action, at most twice as many as before.
+
+    Parameters
+    ----------
+    steps : int
+        Present number of steps between two actions.
+    seconds : float
+        Duration of these steps.
+    interval : float
+        Seconds that should lie between two actions.
+
+    Examples
+    --------
+    >>> choose_interval_steps(10, 2.0, 1.0), choose_interval_steps(10, 0.1, 1.0)
+    (5, 20)
+    """
+    return max(1, min(2 * steps, int(steps * interval / max(seconds, 1e-9))))

@@ -1,0 +1,109 @@
+"""The loop over epochs that trainers and the launcher share.
+
+Epochs are divided into intervals, each of which ends with a report::
+
+    train --> make_report --> validate --> finish_interval --> observe --> adapt_learning_rate --> save
+      ^                                                                                             |
+      +---------------------------------------------------------------------------------------------+
+
+`observe` compares the report with the best one so far, and `save` is called only for some reports.
+A signal may stop `train` or `validate`.  Then `save_at_signal` saves the position within the interval, and there is no
+report.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+
+from synkhronos.training.monitoring.early_stopping import EarlyStopping, to_cost
+from synkhronos.training.monitoring.report import Report
+
+
+class EpochLoop(ABC):
+    """Base class of loops over intervals; subclasses define how to train, validate and save.
+
+    Attributes
+    ----------
+    metric : (str, {"min", "max"})
+        Name of the metric that `early_stopping` observes, and whether its lowest or highest value is the best.
+    patience : int or None
+        Number of reports without an improvement after which the loop ends; None: no limit.
+    saves_best : bool
+        Whether to write a checkpoint at each new best report.
+    checkpoint_every : int
+        Number of reports between two checkpoints; 0: no checkpoints.  One is also written at the end.
+    n_reports : int
+        Number of reports so far.
+    """
+
+    metric: tuple[str, str]
+    patience: int | None
+    saves_best: bool
+    checkpoint_every: int
+    n_reports = 0
+
+    def iterate_reports(self) -> Iterator[Report]:
+        """Yield the report of each interval, until the last epoch or a signal."""
+        while not self.is_over():
+            report = None if self.train() else self.make_report()
+            if report is None or self.validate(report):
+                self.save_at_signal()
+                return
+            self.finish_interval(report)
+            self.n_reports += 1
+            is_best = self.observe(report)
+            self.adapt_learning_rate(report)
+            is_due = self.checkpoint_every and (self.n_reports % self.checkpoint_every == 0 or self.is_over())
+            if is_due or is_best and self.saves_best:
+                self.save(report)
+            yield report
+
+    def is_over(self) -> bool:
+        """Whether all epochs are trained, or the metric has not improved for ``patience`` reports."""
+        return self.has_trained_all_epochs() or self.is_patience_exhausted()
+
+    def is_patience_exhausted(self) -> bool:
+        """Whether the metric has not improved for ``patience`` reports."""
+        return self.patience is not None and self.early_stopping.n_reports_since_best >= self.patience
+
+    def observe(self, report: Report) -> bool:
+        """Compare a report with the best one so far; return True if it is better."""
+        return self.early_stopping.observe(to_cost(report.metrics, self.metric))
+
+    @property
+    @abstractmethod
+    def early_stopping(self) -> EarlyStopping:
+        """Best value of the metric so far."""
+
+    @abstractmethod
+    def has_trained_all_epochs(self) -> bool:
+        """Whether all epochs are trained."""
+
+    @abstractmethod
+    def train(self) -> bool:
+        """Train to the end of the interval; return True if a signal stopped the training earlier."""
+
+    @abstractmethod
+    def make_report(self) -> Report:
+        """Return the report of the interval, without validation."""
+
+    @abstractmethod
+    def validate(self, report: Report) -> bool:
+        """Compute the validation of a report; return True if a signal stopped it."""
+
+    @abstractmethod
+    def save_at_signal(self) -> None:
+        """Write a checkpoint within the interval, after a signal."""
+
+    @abstractmethod
+    def finish_interval(self, report: Report) -> None:
+        """Move to the next interval, and pass the report to the recorders."""
+
+    @abstractmethod
+    def adapt_learning_rate(self, report: Report) -> None:
+        """Set the learning rate of the next interval from a report."""
+
+    @abstractmethod
+    def save(self, report: Report) -> None:
+        """Write a checkpoint after a report."""

@@ -1,0 +1,147 @@
+"""Stop of a training at a scheduler's signal: the master records the signal, and the ranks agree on the last step.
+
+Workers and agents ignore signals that the master handles.  Synchronous ranks have to stop after the same step.  They
+exchange the request about twice a second rather than at each step, which would be slower.
+"""
+
+from __future__ import annotations
+
+import _thread
+import ctypes
+import os
+import signal
+import threading
+import time
+from types import FrameType
+from typing import Any, Self
+
+import numpy as np
+
+from synkhronos.ranks.interrupts import get_handler, restore_handler, set_handler
+from synkhronos.tasks import LocalRows, Worker
+from synkhronos.training.loops.batch_loop import choose_interval_steps
+
+#: Signals of schedulers, and of a closed terminal, at which a training saves and exits.
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+#: Seconds within which a second signal is taken for a copy of the first, sent to all processes of a job.
+ECHO_SECONDS = 1.0
+#: Approximate number of seconds between two exchanges of the request.
+_INTERVAL = 0.5
+
+_requested = 0
+
+
+def get_requested_stop() -> int:
+    """Return the number of the signal that requests a stop, or 0."""
+    return _requested
+
+
+class StopSignals:
+    """Context manager that records `STOP_SIGNALS`, except for signals with a handler of the user.
+
+    Parameters
+    ----------
+    grace : float or None
+        Seconds between the signal and its default action, which kills this process.  A second signal, more than
+        `ECHO_SECONDS` after the first, kills it at once.  None: another process does both.
+    flag : ndarray, optional
+        Array of one integer, which is set to the signal's number; read by `StopPoll`.
+    """
+
+    def __init__(self, grace: float | None, flag: np.ndarray | None = None):
+        self._grace, self._flag = grace, flag
+        self._signalled_at = 0.0
+        self._is_over = False
+        self._before: dict[int, Any] = {}
+
+    def __enter__(self) -> Self:
+        if threading.current_thread() is threading.main_thread():
+            for number in STOP_SIGNALS:
+                if get_handler(number) == signal.SIG_DFL:
+                    self._before[number] = signal.SIG_DFL
+                    set_handler(number, self._receive)
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        global _requested
+        for number, before in self._before.items():
+            restore_handler(number, self._receive, before)
+        if self._signalled_at:
+            number, _requested = _requested, 0
+            if self._grace is not None and kind in (
+                None,
+                GeneratorExit,
+            ):  # the loop was left before it could end by the signal
+                exit_by_signal(number)
+            self._is_over = kind is SystemExit
+
+    def _receive(self, number: int, frame: FrameType | None) -> None:
+        global _requested
+        now = time.monotonic()
+        if not self._signalled_at:
+            _requested, self._signalled_at = number, now
+            if self._flag is not None:
+                self._flag[0] = number
+            if self._grace is not None:
+                # Not `threading`: the signal may have interrupted it while it held a lock.
+                _thread.start_new_thread(self._exit_after, (number, self._grace))
+        elif self._grace is not None and now > self._signalled_at + ECHO_SECONDS:
+            exit_by_signal(number)
+
+    def _exit_after(self, number: int, grace: float) -> None:
+        time.sleep(grace)
+        if not self._is_over:
+            exit_by_signal(number)
+
+
+def exit_by_signal(number: int) -> None:
+    """Kill this process by a signal's default action; from any thread."""
+    libc = ctypes.CDLL(None)  # Python sets handlers only in the main thread
+    libc.signal.argtypes = [ctypes.c_int, ctypes.c_void_p]
+    libc.signal(number, None)
+    os.kill(os.getpid(), number)
+
+
+class StopAgreement:
+    """Agreement of synchronous ranks on the step after which they stop."""
+
+    def __init__(self, worker: Worker):
+        self._worker = worker
+        self._interval_steps = self._steps_left = 1
+        self._exchanged_at = time.monotonic()
+
+    def is_stop_due(self) -> bool:
+        """Return True if all ranks stop after this step.  A collective: every rank calls this after every step."""
+        self._steps_left -= 1
+        if self._steps_left:
+            return False
+        proposed = choose_interval_steps(self._interval_steps, time.monotonic() - self._exchanged_at, _INTERVAL)
+        requests = self._worker.all_gather((get_requested_stop(), proposed))
+        self._interval_steps = self._steps_left = min(steps for _, steps in requests)
+        self._exchanged_at = time.monotonic()
+        return any(number for number, _ in requests)
+
+
+class StopPoll:
+    """Poll of the master's request to stop, for asynchronous ranks.
+
+    Parameters
+    ----------
+    worker : Worker
+    flag : LocalRows
+        The flag of `StopSignals`; 0 before a signal.
+    """
+
+    def __init__(self, worker: Worker, flag: LocalRows):
+        self._worker, self._flag = worker, flag
+        self._next_read_at = 0.0
+
+    def is_stop_due(self) -> bool:
+        """Return True if the master has requested a stop; reads the flag about twice a second, under a lock."""
+        now = time.monotonic()
+        if now < self._next_read_at:
+            return bool(self._flag.array[0])
+        self._next_read_at = now + _INTERVAL
+        with self._worker.lock(self._worker.size + 7) as lock:  # the flag is in the first host's memory
+            lock.read(self._flag)
+        return bool(self._flag.array[0])

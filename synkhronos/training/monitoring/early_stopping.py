@@ -1,0 +1,85 @@
+"""Best value of a metric so far, for early stopping and for the best checkpoint."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+#: Sign that turns a metric into a cost, by its mode.
+_SIGNS = {"min": 1.0, "max": -1.0}
+
+
+def parse_monitored_metric(value: Any, name: str) -> tuple[str, str]:
+    """Check an argument that names a metric; return the name, and "min" or "max" for the best value.
+
+    Parameters
+    ----------
+    value : str or (str, {"min", "max"})
+    name : str
+        The argument's name, for the error.
+
+    Raises
+    ------
+    TypeError
+        If ``value`` is anything else.
+
+    Examples
+    --------
+    >>> parse_monitored_metric("mse", "keep_best"), parse_monitored_metric(["accuracy", "max"], "keep_best")
+    (('mse', 'min'), ('accuracy', 'max'))
+    """
+    pair = (value, "min") if isinstance(value, str) else value
+    if not isinstance(pair, list | tuple) or len(pair) != 2 or not isinstance(pair[0], str) or pair[1] not in _SIGNS:
+        raise TypeError(f"{name}: expected a metric's name, or a pair such as ('accuracy', 'max'), got {value!r}")
+    return pair[0], pair[1]
+
+
+def to_cost(metrics: Mapping[str, float], metric: tuple[str, str]) -> float:
+    """Return the value of a metric as a cost, of which lower is better; infinity if it is missing or NaN."""
+    value = _SIGNS[metric[1]] * float(metrics.get(metric[0], math.nan))
+    return math.inf if math.isnan(value) else value
+
+
+@dataclass
+class EarlyStopping:
+    """Best value of a metric so far, as a cost: lower is better.
+
+    Attributes
+    ----------
+    metric : str
+        Description of the metric; "" before the first value.
+    best : float
+    n_reports_since_best : int
+        0 if the last report was the best.
+    """
+
+    metric: str = ""
+    best: float = math.inf
+    n_reports_since_best: int = 0
+
+    def set_metric(self, metric: str) -> bool:
+        """Set the metric that `observe` compares; return True if this discards the best value of another metric."""
+        is_other = self.metric not in ("", metric)
+        if is_other:
+            self.best, self.n_reports_since_best = math.inf, 0
+        self.metric = metric
+        return is_other
+
+    def observe(self, value: float) -> bool:
+        """Compare the value of a report with the best one; return True if it is better."""
+        is_best = value < self.best
+        self.n_reports_since_best = 0 if is_best else self.n_reports_since_best + 1
+        self.best = min(self.best, value)
+        return is_best
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the state for a checkpoint."""
+        best = None if math.isinf(self.best) else self.best
+        return {"measure": self.metric, "best": best, "since": self.n_reports_since_best}
+
+    @classmethod
+    def from_json(cls, state: Mapping[str, Any]) -> EarlyStopping:
+        """Restore the state from `to_json`."""
+        return cls(state["measure"], math.inf if state["best"] is None else state["best"], state["since"])

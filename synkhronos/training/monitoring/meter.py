@@ -1,0 +1,319 @@
+"""Measurement of a rank's training between two reports: time by activity, rows, steps and losses.
+
+Reading a loss waits for the step that computes it.  So losses stay on the device until their values are needed, and on
+GPUs Python launches the next steps in the meantime::
+
+    add_loss(loss, weight) --> unread losses --> read_losses() --> sums since the report --> get_totals() --> Report
+                                                             |
+                                                             +---> sums since the line ----> write_lines()
+
+Losses are added in the order of the steps, so the sums do not depend on when losses are read.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+
+#: Takes losses and weights on the device; returns pairs of numbers, each a loss times its weight, and the weight.
+LossReader = Callable[[Sequence[Any], Sequence[Any]], Iterable[tuple[float, float]]]
+
+
+class RankTotals(NamedTuple):
+    """Totals of one rank's training since the last report.
+
+    Attributes
+    ----------
+    loss : float
+        Sum of the steps' losses, each times its weight.
+    weight : float
+        Sum of the weights: values of the model's weight, or numbers of rows.
+    rows, steps : int
+    seconds : dict of str to float
+        Time by activity: compute, exchange, wait, load.
+    learning_rate : float
+        Learning rate of the last step; NaN if it is unknown.
+    first_launches : (int, float)
+        Rows and seconds of the first launch of each kind, which may have compiled functions.
+    """
+
+    loss: float
+    weight: float
+    rows: int
+    steps: int
+    seconds: dict[str, float]
+    learning_rate: float
+    first_launches: tuple[int, float]
+
+
+def resize_totals(totals: Sequence[RankTotals], size: int) -> list[RankTotals]:
+    """Convert totals to another number of ranks; sums over ranks, and means of seconds, are unchanged.
+
+    The first of the new totals has the sums.  Totals of the same number of ranks are returned as they are.
+
+    Parameters
+    ----------
+    totals : sequence of RankTotals
+        Totals of each rank; may be empty.
+    size : int
+        New number of ranks.
+
+    Examples
+    --------
+    >>> first = RankTotals(1.0, 10.0, 10, 2, {"wait": 1.0}, 0.1, (0, 0.0))
+    >>> second = RankTotals(2.0, 5.0, 5, 1, {"wait": 2.0}, 0.1, (0, 0.0))
+    >>> [joined] = resize_totals([first, second], 1)
+    >>> joined.loss, joined.rows, joined.seconds
+    (3.0, 15, {'wait': 1.5})
+    """
+    if not totals or len(totals) == size:
+        return list(totals)
+    seconds = {name: float(np.mean([total.seconds[name] for total in totals])) for name in totals[0].seconds}
+    first = totals[0]._replace(
+        loss=sum(total.loss for total in totals),
+        weight=sum(total.weight for total in totals),
+        rows=sum(total.rows for total in totals),
+        steps=sum(total.steps for total in totals),
+        seconds=seconds,
+        first_launches=(
+            sum(total.first_launches[0] for total in totals),
+            sum(total.first_launches[1] for total in totals),
+        ),
+    )
+    others = first._replace(loss=0.0, weight=0.0, rows=0, steps=0, first_launches=(0, 0.0))
+    return [first, *([others] * (size - 1))]
+
+
+class ActivityTimer:
+    """Context manager that adds the duration of a block to the time of an activity.
+
+    The time for which the block waits for other ranks is added to ``wait`` instead.  A block that raises an exception
+    adds nothing.
+
+    Parameters
+    ----------
+    seconds : dict of str to float
+        Time by activity, with an entry ``wait``.
+    name : str
+        Activity of the block.
+    get_wait_seconds : callable
+        Returns the seconds for which this rank has waited for others so far.
+
+    Attributes
+    ----------
+    spent : float
+        Seconds of the block without waiting; 0 before its end.
+    """
+
+    def __init__(self, seconds: dict[str, float], name: str, get_wait_seconds: Callable[[], float]):
+        self._seconds, self._name, self._get_wait_seconds = seconds, name, get_wait_seconds
+        self.spent = 0.0
+
+    def __enter__(self) -> ActivityTimer:
+        self._began, self._waited_before = time.perf_counter(), self._get_wait_seconds()
+        return self
+
+    def __exit__(self, error: Any, *_: object) -> None:
+        if error is None:
+            wait = self._get_wait_seconds() - self._waited_before
+            self.spent = time.perf_counter() - self._began - wait
+            self._seconds["wait"] += wait
+            self._seconds[self._name] += self.spent
+
+
+class RankRecorder(Protocol):
+    """Interface of recorders of a rank's lines: `Recorder`, and the launcher's `ModelRecorder`.
+
+    Attributes
+    ----------
+    every : int
+        Number of steps between two lines.
+    """
+
+    every: int
+
+    def write_rank(self, rank: int, record: dict[str, Any]) -> None:
+        """Write a line of a rank."""
+
+
+class _LineTotals:
+    """Counters at a recorder's last line, and sums of losses since then."""
+
+    def __init__(self, recorder: RankRecorder):
+        self.recorder = recorder
+
+    def begin(self, meter: Meter) -> None:
+        """Start a new line from the present counters."""
+        self.steps, self.rows, self.first_launches, self.seconds = (
+            meter.steps,
+            meter.rows,
+            meter.first_launches,
+            dict(meter.seconds),
+        )
+        self.loss = self.weight = 0.0
+        self.began = time.perf_counter()
+
+
+class Meter:
+    """Counters of a rank's time, rows, steps and losses since the last report; also writes lines to recorders.
+
+    Parameters
+    ----------
+    rank : int
+    recorders : sequence of RankRecorder
+    read : callable
+        A `LossReader`.
+    launch_kinds : set of (int, int), optional
+        Kinds of launches so far: number of steps, and of rows per step.  The meter adds new kinds.
+    step : int
+        Number of steps that the rank has taken so far.
+    get_wait_seconds : callable
+        Returns the seconds for which this rank has waited for others so far.
+
+    Attributes
+    ----------
+    seconds : dict of str to float
+        Time by activity since the meter was made: compute, exchange, wait, load.
+    rows, steps : int
+    loss, weight, first_launches
+        As in `RankTotals`, without unread losses.
+    step : int
+        Number of steps that the rank has taken since the training began.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        recorders: Sequence[RankRecorder],
+        read: LossReader,
+        launch_kinds: set[Any] | None = None,
+        step: int = 0,
+        get_wait_seconds: Callable[[], float] = float,
+    ):
+        self._rank, self._read, self._get_wait_seconds, self.step = rank, read, get_wait_seconds, step
+        self._launch_kinds = set() if launch_kinds is None else launch_kinds
+        self.seconds = dict.fromkeys(("compute", "exchange", "wait", "load"), 0.0)
+        self._lines = [_LineTotals(recorder) for recorder in recorders]
+        self.begin_interval()
+
+    def begin_interval(self, earlier: RankTotals | None = None) -> None:
+        """Start an interval between two reports; ``earlier`` has totals of its first part, from a checkpoint."""
+        self.loss = self.weight = 0.0
+        self.rows = self.steps = 0
+        self.first_launches = 0, 0.0
+        if earlier is not None:
+            self.loss, self.weight, self.rows, self.steps, seconds, _, self.first_launches = earlier
+            self.seconds.update(seconds)
+        self.discard_losses()
+        for line in self._lines:
+            line.begin(self)
+
+    def time(self, name: str) -> ActivityTimer:
+        """Return a context manager that adds a block's duration to an activity's time."""
+        return ActivityTimer(self.seconds, name, self._get_wait_seconds)
+
+    def count_step(self, rows: int) -> None:
+        """Count one step of ``rows`` rows."""
+        self.rows += rows
+        self.steps += 1
+        self.step += 1
+
+    def record_launch(self, steps: int, rows: int, seconds: float) -> None:
+        """Add a launch to ``first_launches`` if it is the first of its kind.
+
+        Parameters
+        ----------
+        steps : int
+            Number of steps in the launch.
+        rows : int
+            Number of rows per step.
+        seconds : float
+            Duration without waiting.
+        """
+        if (steps, rows) not in self._launch_kinds:
+            self._launch_kinds.add((steps, rows))
+            self.first_launches = self.first_launches[0] + steps * rows, self.first_launches[1] + seconds
+
+    def add_loss(self, loss: Any, weight: Any) -> None:
+        """Append a loss and its weight, which may be on the device, to the unread losses."""
+        self._losses.append(loss)
+        self._weights.append(weight)
+
+    def discard_losses(self) -> None:
+        """Discard the unread losses."""
+        self._losses: list[Any] = []
+        self._weights: list[Any] = []
+
+    def read_losses(self, n_pending: int = 0) -> None:
+        """Wait for the unread losses, except for the last ``n_pending``, and add them to the sums."""
+        n_ready = len(self._losses) - n_pending
+        if n_ready > 0:
+            for loss, weight in self._read(self._losses[:n_ready], self._weights[:n_ready]):
+                self.loss += loss
+                self.weight += weight
+                for line in self._lines:
+                    line.loss += loss
+                    line.weight += weight
+            del self._losses[:n_ready], self._weights[:n_ready]
+
+    def get_totals(self, rate: float) -> RankTotals:
+        """Return the totals, without unread losses; ``rate`` is the learning rate of the last step."""
+        return RankTotals(self.loss, self.weight, self.rows, self.steps, self.seconds, rate, self.first_launches)
+
+    def write_lines(self, epoch: int, seen: int, rate: float, last: bool = False) -> None:
+        """Write a line to each recorder whose last line is ``every`` steps ago.
+
+        Parameters
+        ----------
+        epoch : int
+            Number of complete epochs.
+        seen : int
+            Number of rows trained on so far.
+        rate : float
+            Learning rate of the last step; NaN if it is unknown.
+        last : bool
+            Write a line to each recorder with any steps since its last line.
+        """
+        for line in self._lines:
+            if self.steps - line.steps < (1 if last else line.recorder.every):
+                continue
+            self.read_losses()
+            rows, first_rows = self.rows - line.rows, self.first_launches[0] - line.first_launches[0]
+            first_launches = first_rows, self.first_launches[1] - line.first_launches[1]
+            record = {
+                "epoch": epoch,
+                "step": self.step,
+                "seen": seen,
+                "rows": rows,
+                "loss": line.loss / line.weight if line.weight else None,
+                "learning_rate": rate,
+                "rows_per_second": compute_rows_per_second(rows, time.perf_counter() - line.began, first_launches),
+                **{name: value - line.seconds.get(name, 0.0) for name, value in self.seconds.items()},
+            }
+            line.begin(self)
+            line.recorder.write_rank(self._rank, record)
+
+
+def compute_rows_per_second(rows: int, seconds: float, first_launches: tuple[int, float]) -> float:
+    """Compute the rows per second, without first launches, which may have compiled functions, if there were others.
+
+    Parameters
+    ----------
+    rows : int
+    seconds : float
+        Duration of the training on these rows.
+    first_launches : (int, float)
+        As in `RankTotals`.
+
+    Examples
+    --------
+    >>> compute_rows_per_second(60, 4.0, (20, 2.0)), compute_rows_per_second(20, 2.0, (20, 2.0))
+    (20.0, 10.0)
+    """
+    first_rows, first_seconds = first_launches
+    if first_rows == rows and first_seconds:
+        first_rows, first_seconds = 0, 0.0
+    return (rows - first_rows) / (seconds - first_seconds)

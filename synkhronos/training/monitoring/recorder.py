@@ -1,0 +1,203 @@
+"""Records of a training: dicts of figures, as lines of JSON in a folder or as events for TensorBoard.
+
+A recorder is any object with ``write(record)``, which takes a dict.  `Recorder` writes a file per rank, so that ranks
+need not wait for each other::
+
+    folder/
+        rank-0.jsonl      lines of rank 0, one per `every` of its steps
+        rank-1.jsonl
+        reports.jsonl     a line per report, written by the master
+
+A process may be killed in the middle of a line.  So each line is appended by one write to a file opened for it, a
+writer ends an incomplete line before its own, and readers skip lines that are no JSON.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from synkhronos.checks import check_at_least, import_package
+
+#: Names of the files in a recorder's folder; a rank's has its number.
+RANK_FILE, REPORT_FILE = "rank-{}.jsonl", "reports.jsonl"
+
+
+class Recorder:
+    """Recorder that appends lines of JSON to files in a folder.
+
+    Each rank writes its own file, ``rank-0.jsonl`` and so on, during the training: epoch, step, rows, loss, learning
+    rate, rows per second, and the seconds since its last line spent on computing, exchanging, waiting for other ranks
+    and loading rows.  The master writes the reports of `Trainer.epochs` to ``reports.jsonl``.  When a training is
+    resumed from a checkpoint, later lines are removed.
+
+    Parameters
+    ----------
+    folder : path
+        Created if it does not exist.
+    every : int
+        Number of a rank's steps between two lines.
+
+    Examples
+    --------
+    >>> import tempfile
+    >>> folder = tempfile.mkdtemp()
+    >>> recorder = Recorder(folder)
+    >>> recorder.write({"epoch": 1, "loss": 0.5})
+    >>> [line["loss"] for line in read_records(folder)["reports"]]
+    [0.5]
+    """
+
+    def __init__(self, folder: str | os.PathLike[str], every: int = 40):
+        self.folder, self.every = Path(folder), check_at_least(every, "every", 1, "a number of steps")
+        self.folder.mkdir(parents=True, exist_ok=True)
+
+    def write(self, record: Mapping[str, Any]) -> None:
+        """Append a record to the master's file of reports."""
+        self._append(REPORT_FILE, record)
+
+    def write_rank(self, rank: int, record: Mapping[str, Any]) -> None:
+        """Append a record to the file of a rank."""
+        self._append(RANK_FILE.format(rank), record)
+
+    def _append(self, name: str, record: Mapping[str, Any]) -> None:
+        """Append a record to a file of the folder, as a new line."""
+        line = format_record(record)
+        # Opened for each line, which are few: no rank has unwritten lines when it is killed.
+        with open(self.folder / name, "ab+") as file:
+            if file.tell():
+                file.seek(-1, os.SEEK_END)
+                if file.read(1) != b"\n":  # an incomplete line of a killed process, which would spoil this one
+                    line = "\n" + line
+            file.write(f"{line}\n".encode())
+
+    def truncate(self, seen: int) -> None:
+        """Remove all lines that were written after ``seen`` rows of training, which resumes there."""
+        for path in [self.folder / REPORT_FILE, *self.folder.glob(RANK_FILE.format("*"))]:
+            if path.exists():
+                remove_lines(path, lambda record: record.get("seen", math.inf) <= seen)
+
+
+def remove_lines(path: Path, is_kept: Callable[[dict[str, Any]], bool]) -> None:
+    """Remove lines from a file.
+
+    The new file replaces the old one in one step, so that a killed process leaves one of them.
+
+    Parameters
+    ----------
+    path : Path
+    is_kept : callable
+        Takes a line's record, and returns whether the line stays.  The record of an incomplete line is empty.
+    """
+    lines = [line for line in path.read_text().splitlines() if is_kept(_parse_line(line))]
+    temporary = path.with_suffix(".cut")
+    temporary.write_text("".join(line + "\n" for line in lines))
+    os.replace(temporary, path)
+
+
+def format_record(record: Mapping[str, Any]) -> str:
+    """Return a record as a line of JSON, with the present time as ``time``, in seconds since 1970."""
+    return json.dumps({"time": round(time.time(), 3), **_to_plain(record)})
+
+
+class TensorBoard:
+    """Recorder that writes the numbers of records as events for TensorBoard; needs the package tensorboardX.
+
+    Parameters
+    ----------
+    folder : path
+        Created if it does not exist.
+    purge : int, optional
+        Number of rows at which a training is resumed: TensorBoard drops earlier events from there on.
+
+    Raises
+    ------
+    ImportError
+        If tensorboardX is not installed.
+    """
+
+    def __init__(self, folder: str | os.PathLike[str], purge: int | None = None):
+        import_package("tensorboardX", "TensorBoard needs tensorboardX", "tensorboard")
+        from tensorboardX import event_file_writer, summary
+        from tensorboardX.proto import event_pb2
+
+        self._scalar, self._proto = summary.scalar, event_pb2
+        os.makedirs(folder, exist_ok=True)
+        # A SummaryWriter would write from a thread, at some later time: a killed process would lose events.
+        self._file = event_file_writer.EventsWriter(os.path.join(folder, "events"))
+        if purge is not None:
+            log = event_pb2.SessionLog
+            self._file.write_event(event_pb2.Event(step=purge, session_log=log(status=log.START)))
+
+    def write(self, record: Mapping[str, Any]) -> None:
+        """Write an event for each number of a record; the step is the number of rows seen so far."""
+        step = int(record.get("seen", 0))
+        for name, value in _flatten(_to_plain(record)):
+            event = self._proto.Event(wall_time=time.time(), step=step, summary=self._scalar(name, value))
+            self._file.write_event(event)
+        self._file.flush()
+
+
+def read_records(folder: str | os.PathLike[str]) -> dict[str, list[dict[str, Any]]]:
+    """Return the records in a recorder's folder.
+
+    Lines that a killed process left incomplete are skipped.
+
+    Returns
+    -------
+    dict of str to list of dict
+        Records by the file's name without its suffix: ``rank-0`` and so on, and ``reports``.
+
+    Raises
+    ------
+    FileNotFoundError
+        If the folder has no such file.
+    """
+    folder = Path(folder)
+    paths = sorted(folder.glob(RANK_FILE.format("*"))) + [folder / REPORT_FILE]
+    files = {path.stem: path for path in paths if path.exists()}
+    if not files:
+        raise FileNotFoundError(f"{folder}: expected a recorder's folder, with {REPORT_FILE} or rank-0.jsonl in it")
+    return {
+        name: [record for line in path.read_text().splitlines() if (record := _parse_line(line))]
+        for name, path in files.items()
+    }
+
+
+def _parse_line(line: str) -> dict[str, Any]:
+    """Return the record of a line; an empty one if the line is not a JSON object."""
+    try:
+        record = json.loads(line)
+    except ValueError:
+        return {}
+    return record if isinstance(record, dict) else {}
+
+
+def _to_plain(record: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a record that JSON can represent: scalar arrays become floats, and NaN and infinity become None."""
+    plain: dict[str, Any] = {}
+    for name, value in record.items():
+        if isinstance(value, Mapping):
+            plain[name] = _to_plain(value)
+        elif isinstance(value, str | bool | int | list) or value is None:
+            plain[name] = value
+        else:
+            number = float(value)
+            plain[name] = number if math.isfinite(number) else None
+    return plain
+
+
+def _flatten(record: Mapping[str, Any], prefix: str = "") -> list[tuple[str, float]]:
+    """Return the names and values of a record's numbers; names in nested records are joined by ``/``."""
+    pairs = []
+    for name, value in record.items():
+        if isinstance(value, Mapping):
+            pairs += _flatten(value, f"{prefix}{name}/")
+        elif isinstance(value, int | float) and not isinstance(value, bool):
+            pairs.append((prefix + name, float(value)))
+    return pairs

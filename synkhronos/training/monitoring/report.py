@@ -1,0 +1,114 @@
+"""Report of a trainer: figures of the steps since the last report, over all ranks.
+
+It is made from the `RankTotals` of the ranks.  Losses and rows are summed over ranks, times are averaged.  The speed
+excludes launches that may have compiled functions.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from synkhronos.ranks.errors import describe_rank
+from synkhronos.training.monitoring.meter import RankTotals, compute_rows_per_second
+
+
+@dataclass
+class Report:
+    """Report of a trainer; ``str()`` gives one line.
+
+    Attributes
+    ----------
+    epoch : float
+        Number of epochs trained so far.
+    seen : int
+        Number of rows trained on so far.
+    steps : int
+        Number of steps since the last report, summed over ranks.  Under BSP on gradients all ranks take a step
+        together, which counts once.
+    loss : float
+        Mean loss of the rows since the last report, each before the step that used it; weighted by the trainer's
+        weight, if it has one.  NaN if the weights are all 0.
+    validation : dict of str to float
+        Metrics over all rows of the validation data.
+    metrics : dict of str to float
+        Loss and validation by name; without the loss if it is NaN.
+    learning_rate : float
+        Last learning rate; NaN if it is unknown.
+    rows_per_second : float
+        Rows of all ranks per second since the last report, without launches that may have compiled functions.
+    seconds : dict of str to float
+        Mean time of a rank by activity: compute, exchange, wait, load.
+    batch : str
+        Rows of a step as a text: number of ranks times rows per rank, such as ``"4 x 100 = 400"``.
+    deaths : list of dict
+        Deaths of workers since the last report after which the training continued: ``rank``, ``host``, ``cause``,
+        ``step`` from which it continued, and ``seconds`` lost.
+    """
+
+    epoch: float
+    seen: int
+    steps: int
+    loss: float
+    validation: dict[str, float]
+    learning_rate: float
+    rows_per_second: float
+    seconds: dict[str, float]
+    batch: str
+    deaths: list[dict[str, Any]] = field(default_factory=list)
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """Loss and validation by name; without the loss if it is NaN."""
+        return self.validation if math.isnan(self.loss) else {"loss": self.loss, **self.validation}
+
+    def record(self) -> dict[str, Any]:
+        """Return the attributes as a dict, for a recorder; without ``deaths`` if there were none."""
+        return {name: value for name, value in vars(self).items() if value or name != "deaths"}
+
+    def __str__(self) -> str:
+        valid = "".join(f", {name} {value:.4g}" for name, value in self.validation.items())
+        total = sum(self.seconds.values()) or 1.0
+        shares = " ".join(f"{name} {value / total:.0%}" for name, value in self.seconds.items() if value)
+        return (
+            f"epoch {self.epoch:g}: loss {self.loss:.4g}{valid}; batch {self.batch}, "
+            f"learning rate {self.learning_rate:.3g}, {self.rows_per_second:,.0f} rows/s ({shares})"
+            + "".join(f"; {describe_rank(death['rank'], death['host'])} {death['cause']}" for death in self.deaths)
+        )
+
+
+def make_report(
+    totals: Sequence[RankTotals], epoch: float, seen: int, batch: str, elapsed: float | None = None
+) -> Report:
+    """Make the report of an interval from the ranks' totals.
+
+    Parameters
+    ----------
+    totals : sequence of RankTotals
+        Totals of each rank; of joint steps, those of the master.
+    epoch, seen, batch
+        Attributes of the report.
+    elapsed : float, optional
+        Duration of the interval in seconds; default: the sum of the ranks' mean time by activity.
+    """
+    rows = sum(total.rows for total in totals)
+    weight = sum(total.weight for total in totals)
+    seconds = {name: float(np.mean([total.seconds.get(name, 0.0) for total in totals])) for name in totals[0].seconds}
+    first_rows = sum(total.first_launches[0] for total in totals)
+    first_seconds = float(np.mean([total.first_launches[1] for total in totals]))
+    elapsed = sum(seconds.values()) if elapsed is None else elapsed
+    return Report(
+        epoch=epoch,
+        seen=seen,
+        steps=sum(total.steps for total in totals),
+        loss=sum(total.loss for total in totals) / weight if weight else math.nan,
+        validation={},
+        learning_rate=next(total.learning_rate for total in totals if total.rows),
+        rows_per_second=compute_rows_per_second(rows, elapsed, (first_rows, first_seconds)),
+        seconds=seconds,
+        batch=batch,
+    )

@@ -1,0 +1,152 @@
+"""Metrics of validation, and the reduction of their values over batches.
+
+A metric over all rows is computed batch by batch.  A mean over rows is reduced by the batches' numbers of rows.  A mean
+over other items has a weight, and two outputs that add up over batches and ranks::
+
+    (error, "mean", n_items)  -->  [n_items x error, n_items]  -->  sums  -->  first / second
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from synkhronos.devices.reductions import list_metric_ops
+from synkhronos.function.reduction_op import Accumulator, ReductionOp
+from synkhronos.graphs import is_variable, library_of
+from synkhronos.training.train_function.weighted_mean import make_weighted_outputs, warn_of_varying_denominators
+
+
+class Metric(NamedTuple):
+    """Scalar expression with the reduction of its values over batches and ranks.
+
+    Attributes
+    ----------
+    expression : scalar variable
+    op : str
+        Reduction of the values: one of `list_metric_ops`.
+    weight : scalar variable, optional
+        Number of items that the expression is a mean over; None for the rows.
+    """
+
+    expression: Any
+    op: str = "mean"
+    weight: Any = None
+
+    @property
+    def outputs(self) -> list[tuple[Any, str]]:
+        """Outputs of a function that computes the metric, with their ops: one, or two for a metric with a weight."""
+        if self.weight is None:
+            return [(self.expression, self.op)]
+        return make_weighted_outputs(self.expression, self.weight)
+
+
+def parse_metrics(validate: Any, inputs: Sequence[Any]) -> dict[str, Metric]:
+    """Return the metrics by name, from the argument `validate` of `make_trainer`.
+
+    Parameters
+    ----------
+    validate : None, entry, list of entries, or dict of str to entry
+        An entry is a scalar variable, ``(variable, op)`` or ``(variable, "mean", weight)``.  Entries without a name are
+        called ``valid_0``, ``valid_1`` and so on.
+    inputs : list of variable
+        Inputs of the model.
+
+    Raises
+    ------
+    TypeError, ValueError
+        If an entry is not valid; the message names it.
+
+    Warns
+    -----
+    UserWarning
+        If a mean over rows has a denominator that depends on the values of inputs.
+    """
+    if validate is None:
+        return {}
+    if isinstance(validate, Mapping):
+        named = dict(validate)
+    else:
+        is_list = isinstance(validate, list) or isinstance(validate, tuple) and not _has_op(validate)
+        named = {f"valid_{i}": entry for i, entry in enumerate(validate if is_list else [validate])}
+    metrics = {name: _parse_metric(name, entry) for name, entry in named.items()}
+    warn_of_varying_denominators(
+        {f"validate: {name}": m.expression for name, m in metrics.items() if m.op == "mean" and m.weight is None},
+        inputs,
+        3,
+    )
+    return metrics
+
+
+def _has_op(entry: tuple[Any, ...]) -> bool:
+    """Whether a tuple is one entry, a variable with its op, rather than several entries."""
+    return len(entry) in (2, 3) and not is_variable(entry[1])
+
+
+def _parse_metric(name: str, entry: Any) -> Metric:
+    """Return the metric of an entry; raise TypeError or ValueError if it is not valid."""
+    expected = f"validate: {name}: expected a scalar variable, or (variable, op), or (variable, 'mean', weight)"
+    parts = entry if isinstance(entry, list | tuple) else (entry,)
+    if not 1 <= len(parts) <= 3:
+        raise TypeError(f"{expected}, got {entry!r}")
+    metric = Metric(*parts)
+    if metric.op not in list_metric_ops():
+        raise ValueError(f"{expected} with an op of {', '.join(list_metric_ops())}, got {metric.op!r}")
+    if metric.weight is not None and metric.op != "mean":
+        raise ValueError(f"{expected}; an op {metric.op!r} has no weight")
+    variables = [metric.expression] if metric.weight is None else [metric.expression, metric.weight]
+    try:
+        library_of(*variables)
+    except TypeError as error:
+        raise TypeError(f"{expected}; {error}") from None
+    for variable in variables:
+        if getattr(variable, "ndim", None) != 0:
+            raise ValueError(f"{expected}, got {variable!r} of {variable.type}")
+    return metric
+
+
+class MetricTotals:
+    """Reductions of metrics over batches.
+
+    Parameters
+    ----------
+    metrics : dict of str to Metric
+
+    Attributes
+    ----------
+    rows : int
+        Number of rows of all batches so far.
+    """
+
+    def __init__(self, metrics: Mapping[str, Metric]):
+        self._metrics = metrics
+        self._totals = [Accumulator(ReductionOp(op)) for metric in metrics.values() for _, op in metric.outputs]
+        self.rows = 0
+
+    def add(self, values: Sequence[Any], rows: int) -> None:
+        """Add a batch to the reductions.
+
+        Parameters
+        ----------
+        values : sequence of float
+            Values of all metrics' `Metric.outputs`, in order.
+        rows : int
+            Number of rows of the batch: the weight of its means.
+        """
+        for total, value in zip(self._totals, values, strict=True):
+            total.add(np.float64(value), rows)
+        self.rows += rows
+
+    def results(self) -> dict[str, float]:
+        """Return each metric's value over all batches, by name; NaN for a mean whose weights are all 0."""
+        values = iter(float(total.result()) for total in self._totals)
+        results = {}
+        for name, metric in self._metrics.items():
+            value = next(values)
+            if metric.weight is not None:
+                weight = next(values)
+                value = value / weight if weight else np.nan
+            results[name] = value
+        return results

@@ -1,0 +1,177 @@
+"""Extra updates: those of a training step that are not the update rule's, such as running averages.
+
+They are averaged over ranks ("mean"), or each rank keeps its own value (None).  Without an op, an analysis of the graph
+decides whether ranks may compute different values.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from synkhronos.graphs import library_of
+from synkhronos.graphs.dependence import Dependence
+from synkhronos.training.updates import RuleUpdates
+from synkhronos.training.updates.flat_gradient import shape_of
+
+#: Argument for extra updates: shared variables and their new values, each with or without an op.
+UpdatesArgument = Mapping[Any, Any] | Sequence[tuple[Any, Any] | tuple[Any, Any, str | None]]
+
+
+class ExtraUpdate(NamedTuple):
+    """Update in a training step that is not one of the rule's.
+
+    Attributes
+    ----------
+    shared : shared variable
+    expression : variable
+        New value of ``shared``.
+    op : {"mean", None}
+        With "mean", ranks average the new values by rows.  With None, each rank has its own value.
+    differs : bool
+        Whether ranks may compute different new values in one step, even if their variables are equal before it.
+    """
+
+    shared: Any
+    expression: Any
+    op: str | None
+    differs: bool
+
+    @property
+    def slice_op(self) -> str | None:
+        """Reduction of the new values over slices: "mean" for floats and complex numbers, else None."""
+        return (
+            "mean"
+            if hasattr(self.shared.type, "dtype") and np.dtype(self.shared.type.dtype).kind not in "biu"
+            else None
+        )
+
+
+def parse_extra_updates(updates: UpdatesArgument | None, rule: RuleUpdates, sources: list[Any]) -> list[ExtraUpdate]:
+    """Check extra updates, and choose the ops that are not given.
+
+    Parameters
+    ----------
+    updates : dict or list of tuples, optional
+        The argument `extra_updates`.
+    rule : RuleUpdates
+        Its variables may have no extra update.
+    sources : list of variable
+        Inputs, whose rows differ between ranks.
+    """
+    if updates is None:
+        return []
+    if not isinstance(updates, Mapping | list | tuple):
+        raise TypeError(f"extra_updates: expected a dict or a list of pairs, got {updates!r}")
+    entries = list(updates.items() if isinstance(updates, Mapping) else updates)
+    rule_ids = {id(shared) for shared in (*dict(rule.grad_updates), *dict(rule.param_updates))}
+    seen: set[int] = set()
+    for entry in entries:
+        if not isinstance(entry, list | tuple) or len(entry) not in (2, 3):
+            raise TypeError(
+                f"extra_updates: expected pairs of a shared variable and an expression, or with an op, got {entry!r}"
+            )
+        shared = entry[0]
+        if not hasattr(shared, "get_value"):
+            raise TypeError(f"extra_updates: expected shared variables, got {shared!r}")
+        if id(shared) in rule_ids:
+            raise ValueError(f"extra_updates: the update rule has an update of {shared.name!r} already")
+        if id(shared) in seen:
+            raise ValueError(f"extra_updates: there are two for {shared.name!r}")
+        seen.add(id(shared))
+        if len(entry) == 3 and entry[2] not in ("mean", None):
+            raise ValueError(f"extra_updates: {shared.name!r}: expected the op 'mean' or None, got {entry[2]!r}")
+        if entry[2:] == ("mean",) and not _is_float(shared):
+            raise TypeError(f"extra_updates: {shared.name!r}: op 'mean' needs a variable of floats, got {shared.type}")
+    return _choose_ops(entries, sources)
+
+
+def _choose_ops(entries: list[Any], sources: list[Any]) -> list[ExtraUpdate]:
+    """Return extra updates with ops.
+
+    The default op is "mean" for floats, and None for random streams and all other variables.
+
+    Raises
+    ------
+    TypeError
+        If an update needs an op: ranks may compute different values, which are neither floats nor random streams.
+
+    Notes
+    -----
+    The values of a variable with the op None may diverge between ranks.  Then expressions that read it may also differ.
+    So the analysis is repeated with these variables as sources, until it finds no more of them.
+    """
+    expressions = [entry[1] for entry in entries if hasattr(entry[1], "owner")]
+    if not expressions:
+        return [ExtraUpdate(entry[0], entry[1], entry[2] if len(entry) == 3 else None, False) for entry in entries]
+    library = library_of(*expressions)
+    random = [shared for shared in library.find_shareds(expressions) if library.is_generator(shared)]
+    differing = [*sources, *random]
+    while True:
+        dependence = Dependence(library, expressions, differing)
+        extra_updates = []
+        for shared, expression, *op in entries:
+            differs = bool(hasattr(expression, "owner") and dependence.list_sources(expression))
+            if not op:
+                if differs and not _is_float(shared) and not library.is_generator(shared):
+                    raise TypeError(
+                        f"extra_updates: {shared.name!r} of {shared.type} has no mean, and ranks compute different "
+                        "values: give (variable, expression, None) to let each rank keep its own"
+                    )
+                op = ["mean" if _is_float(shared) else None]
+            extra_updates.append(ExtraUpdate(shared, expression, op[0], differs))
+        # Expressions that read these variables may differ between ranks as well.
+        own = [
+            u.shared for u in extra_updates if u.differs and u.op is None and not any(u.shared is d for d in differing)
+        ]
+        if not own:
+            return extra_updates
+        differing += own
+
+
+def _is_float(shared: Any) -> bool:
+    """Whether a variable is an array of real floats."""
+    return hasattr(shared.type, "dtype") and np.dtype(shared.type.dtype).kind == "f"
+
+
+def append_averaged_updates(rule: RuleUpdates, extra_updates: Sequence[ExtraUpdate], x: Any) -> tuple[RuleUpdates, int]:
+    """Append the averaged extra updates to the vector of gradients, so that one all-reduce suffices.
+
+    The vector is then::
+
+        [weight x gradients | weight | rows x new values | rows]
+
+    Returns
+    -------
+    rule : RuleUpdates
+        Its `param_updates` include the averaged variables; other expressions of it read their new values.
+    tail : int
+        Number of items at the vector's end that are not gradients.
+    """
+    averaged = [u for u in extra_updates if u.op == "mean" and u.differs]
+    if not averaged:
+        return rule, 1
+    library, gradients = library_of(rule.grad_shared), rule.grad_shared
+    tensor = library.tensor
+    (size,) = shape_of(gradients)
+    dtype = str(np.result_type(gradients.dtype, *(u.shared.dtype for u in averaged)))
+    rows = tensor.cast(x.shape[0], dtype)
+    parts, new_values, end = [tensor.cast(rule.grad_updates[gradients], dtype)], {}, size
+    shapes = [shape_of(u.shared) for u in averaged]
+    total = size + sum(int(np.prod(shape)) for shape in shapes) + 1
+    vector = library.shared(np.zeros(total, dtype), name="grad_shared")
+    for u, shape in zip(averaged, shapes, strict=True):
+        start, end = end, end + int(np.prod(shape))
+        parts.append(rows * tensor.cast(u.expression, dtype).reshape((end - start,)))
+        # Adding zeros gives the variable's own type, in which a length of 1 need not be a static (broadcastable) one.
+        new = (vector[start:end] / vector[-1]).reshape(shape) + tensor.zeros_like(u.shared)
+        new_values[u.shared] = library.convert_to_type_of(u.shared, tensor.cast(new, u.shared.dtype))
+    parts.append(rows.reshape((1,)))
+    first = library.convert_to_type_of(gradients, tensor.cast(vector[:size], gradients.dtype))
+    values = library.clone(list(rule.param_updates.values()), {gradients: first, **new_values})
+    updates = OrderedDict(zip(rule.param_updates, values, strict=True))
+    updates.update(new_values)
+    return RuleUpdates(OrderedDict({vector: tensor.concatenate(parts)}), updates, vector), total - size + 1

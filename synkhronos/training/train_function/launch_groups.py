@@ -1,0 +1,134 @@
+"""Partition of successive steps into launches.
+
+A launch of several steps is compiled for a fixed number of rows, so each rank needs equally many rows in all of its
+steps.  First the rows of each step are assigned to ranks, then steps with equal numbers of rows are grouped::
+
+    batches            [0..4)   [4..8)   [7]      [0..4)
+    rows of 2 ranks    2, 2     2, 2     None     2, 2
+    launches           ---------------   ------   ------
+
+If the rows of a step cannot be assigned in advance, or not evenly, None replaces them, and the step is a launch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any, TypeAlias
+
+import numpy as np
+
+from synkhronos.data.rows import select_rows
+from synkhronos.function.inputs import parse_selections_by_rank, to_index_array
+
+#: DataArgument of one step: an array of indexes per rank; None for a step that cannot share a launch.
+StepRows: TypeAlias = list[np.ndarray] | None
+
+
+def assign_rows(batches: Sequence[Any], length: int, size: int) -> list[StepRows]:
+    """Return the row indexes of each step on each rank, for data that are scattered.
+
+    Parameters
+    ----------
+    batches : sequence
+        One argument ``batch`` per step.
+    length : int
+        Number of rows of the data.
+    size : int
+        Number of ranks.
+
+    Returns
+    -------
+    list of StepRows
+        None for a step whose number of rows is not a multiple of the number of ranks.
+
+    Raises
+    ------
+    TypeError, ValueError, IndexError
+        If a batch is not a valid selection, or selects no row; the message names it, as in ``batches[3]``.
+
+    Examples
+    --------
+    >>> assign_rows([slice(0, 4), [7]], 8, 2)
+    [[array([0, 1]), array([2, 3])], None]
+    """
+    steps: list[StepRows] = []
+    for i, batch in enumerate(batches):
+        rows = np.asarray(select_rows(batch, length, f"batches[{i}]"), np.int64)
+        if not len(rows):
+            raise ValueError(f"batches[{i}]: expected at least one row, got {batch!r}")
+        steps.append(None if len(rows) % size else list(rows.reshape(size, -1)))
+    return steps
+
+
+def collect_sliceable_rows(batches_s: Sequence[Any], size: int) -> list[StepRows]:
+    """Return the row indexes of each step on each rank, for data in shared variables of the ranks.
+
+    Only a rank knows the length of its data: the number of rows in a slice is unknown here, and so is the range of
+    indexes.
+
+    Parameters
+    ----------
+    batches_s : sequence
+        One argument ``batch_s`` per step.
+    size : int
+        Number of ranks.
+
+    Returns
+    -------
+    list of StepRows
+        None for a step in which some rank takes a slice, all of its rows, or no row.
+
+    Raises
+    ------
+    TypeError, ValueError, IndexError
+        If a selection is not valid; the message names it, as in ``batches_s[3]``.
+
+    Examples
+    --------
+    >>> collect_sliceable_rows([[[0, 1], [5]], slice(0, 2)], 2)
+    [[array([0, 1]), array([5])], None]
+    """
+    steps: list[StepRows] = []
+    for i, batch_s in enumerate(batches_s):
+        name = f"batches_s[{i}]"
+        by_rank = parse_selections_by_rank(batch_s, size, name) or [batch_s] * size
+        rows = [
+            None if selection is None or isinstance(selection, slice) else to_index_array(selection, name)
+            for selection in by_rank
+        ]
+        known = [selection for selection in rows if selection is not None and len(selection)]
+        steps.append(known if len(known) == size else None)
+    return steps
+
+
+def group_steps(steps: Sequence[StepRows], max_repeats: int) -> Iterator[tuple[int, int]]:
+    """Group successive steps with equally many rows on each rank, for one launch per group.
+
+    Parameters
+    ----------
+    steps : sequence of StepRows
+        A step whose rows are None is a separate group.
+    max_repeats : int
+        Maximal number of steps in a group.
+
+    Yields
+    ------
+    start, stop : int
+        Range of the steps in a group.
+
+    Examples
+    --------
+    >>> a, b = [np.arange(2)], [np.arange(3)]
+    >>> list(group_steps([a, a, a, b, None, None, a], max_repeats=2))
+    [(0, 2), (2, 3), (3, 4), (4, 5), (5, 6), (6, 7)]
+    """
+    start = 0
+    for stop in range(1, len(steps) + 1):
+        if stop == len(steps) or stop - start == max_repeats or not _can_share_launch(steps[start], steps[stop]):
+            yield start, stop
+            start = stop
+
+
+def _can_share_launch(first: StepRows, second: StepRows) -> bool:
+    """Whether two steps can share a launch: each rank has equally many rows in both."""
+    return first is not None and second is not None and list(map(len, first)) == list(map(len, second))

@@ -1,0 +1,111 @@
+"""The command of a training step with a sharded optimizer; see `synkhronos.training.updates.sharded_updates`."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from synkhronos.collectives.commands import VariableCopy, gather_layouts
+from synkhronos.devices import get_array_device
+from synkhronos.function.call import Call
+from synkhronos.graphs import library_of
+from synkhronos.graphs.mirror import get_object
+from synkhronos.ranks import Command, Rank
+
+
+class _ShardedStepCommandFields(NamedTuple):
+    """Fields of `ShardedStepCommand`; a named tuple cannot have a second base class."""
+
+    gradient: Call
+    local_update: Call
+    whole_update: Call
+    keys: tuple[Any, ...]
+    gathers_gradient: bool
+
+
+class ShardedStepCommand(_ShardedStepCommandFields, Command):
+    """Take a training step on all ranks; each rank updates its part of the parameters.
+
+    Attributes
+    ----------
+    gradient : Call
+        Call of the function that writes the gradients of all ranks' parts into a matrix.
+    local_update : Call
+        Call of the function that replaces the gradient in this rank's row by new parameters.
+    whole_update : Call
+        Call of the function that sets the parameters to those in the matrix.
+    keys : tuple
+        Keys of the matrix, of this rank's row of it, and of this rank's number.
+    gathers_gradient : bool
+        Whether ``local_update`` reads the reduced gradient of all rows from the matrix.
+    """
+
+    __slots__ = ()
+
+    @property
+    def effect(self) -> str | None:
+        """Effect of the command in an error's message."""
+        return "The step was taken"
+
+    @property
+    def partial_effect(self) -> str | None:
+        """Effect in the message of an error after the update of some rank's part."""
+        return (
+            "Some ranks may have updated their parts of the parameters or of the optimizer's state, and others not: "
+            "broadcast() and set_optimizer_state() make them consistent again."
+        )
+
+    def run(self, rank: Rank) -> tuple[Any, list[Any]]:
+        """Take the step on this rank; return the outputs of the gradient's function, and none of the updates."""
+        gradient, local, whole = (call.bind(rank) for call in (self.gradient, self.local_update, self.whole_update))
+        self._set_number(rank)
+        with rank.suspend_commits():
+            loss = self.gradient.execute(rank, gradient)
+            self._reduce_scatter(rank)
+            if self.gathers_gradient:
+                self._all_gather(rank)
+        self.local_update.execute(rank, local)
+        self._all_gather(rank)
+        self.whole_update.execute(rank, whole)
+        return loss, []
+
+    def _set_number(self, rank: Rank) -> None:
+        """Set the variable of the rank's number at the first step on these ranks."""
+        numbered, key = rank.registry.get(_Numbered), self.keys[2]
+        if key in numbered:
+            return
+        shared = get_object(rank, key)
+        library = library_of(shared)
+        library.store_value(shared, get_array_device(library.borrow_value(shared)).from_host(np.asarray(rank.number)))
+        numbered.add(key)
+
+    def _copies(self, rank: Rank) -> tuple[VariableCopy, VariableCopy]:
+        """Return this rank's copies of the matrix and of the row; a collective operation."""
+        matrix, row = gather_layouts(rank, self.keys[:2], nccl=True)
+        for copy in (matrix, row):
+            copy.check_equal_shapes("shard_optimizer")
+        if matrix.device is not row.device:
+            matrix.raise_on_all_ranks("shard_optimizer: the gradient and its reduction are on different devices")
+        return matrix, row
+
+    def _reduce_scatter(self, rank: Rank) -> None:
+        """Reduce the matrix of all ranks, and set this rank's row."""
+        matrix, row = self._copies(rank)
+        width = matrix.layouts[0][0][1]
+        out = row.get_writable()
+        bounds = [r * width for r in range(rank.size + 1)]
+        matrix.communicator.reduce_scatter(matrix.get_contiguous(), "avg", bounds, out)
+        row.store(out)
+
+    def _all_gather(self, rank: Rank) -> None:
+        """Set the matrix on every rank to all ranks' rows."""
+        matrix, row = self._copies(rank)
+        rows = matrix.get_writable()
+        out = [matrix.transport.slice_items(rows, r * shape[0], shape) for r, (shape, _) in enumerate(row.layouts)]
+        matrix.communicator.all_gather(row.get_contiguous(), row.layouts, out)
+        matrix.store(rows)
+
+
+class _Numbered(set[Any]):
+    """Keys of variables that hold the number of this rank."""

@@ -1,0 +1,121 @@
+"""The command of a training step.
+
+A step is two compiled functions with an all-reduce between them::
+
+    gradient(rows) --> all-reduce of grad_shared --> update()
+
+Three commands would return to the master in between.  One command runs all of it on each rank, and an engine that can
+fuse the three parts runs it in one launch, several times over if asked to.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from synkhronos.collectives.commands import AllReduceValues
+from synkhronos.engines import Runner
+from synkhronos.function.call import Call, RankCall
+from synkhronos.graphs.library import AT_FIRST_CALL
+from synkhronos.graphs.mirror import get_object
+from synkhronos.ranks import Command, Rank
+
+
+class _StepCommandFields(NamedTuple):
+    """Fields of `StepCommand`; a named tuple cannot have a second base class."""
+
+    gradient: Call
+    reduce: AllReduceValues
+    update: Call
+    wire_dtype: str | None
+    tail: int = 1
+    n_steps: int = 1
+
+
+class StepCommand(_StepCommandFields, Command):
+    """Take a training step, or several in one launch, on all ranks.
+
+    Implements `synkhronos.engines.engine.StepReduction`, by which an engine fuses the step.
+
+    Attributes
+    ----------
+    gradient : Call
+        Call of the function that writes this rank's gradient into a shared variable.
+    reduce : AllReduceValues
+        All-reduce of that variable, and of no other.
+    update : Call
+        Call of the function that updates the parameters from it; without inputs and outputs.
+    wire_dtype : str or None
+        Dtype in which a fused launch sends the gradients; None for their own.
+    tail : int
+        Number of items at the vector's end that are sent in their own dtype in any case: they are not gradients.
+    n_steps : int
+        Number of steps in one launch.  The rows of each rank are ordered by steps.
+    """
+
+    __slots__ = ()
+
+    @property
+    def effect(self) -> str | None:
+        """Effect of the command in an error's message.
+
+        It is that of the update: a gradient alone changes no parameter.
+        """
+        return self.update.effect if self.n_steps == 1 else "Steps were taken"
+
+    @property
+    def partial_effect(self) -> str | None:
+        """Effect in the message of an error in the middle of a launch of several steps; None for a single step."""
+        if self.n_steps == 1:
+            return None
+        return "Some steps may have been taken, on some ranks more than on others: broadcast() makes them equal again."
+
+    def run(self, rank: Rank) -> tuple[Any, Any] | None:
+        """Take the steps on this rank.
+
+        Returns
+        -------
+        (outputs of gradient, outputs of update) or None
+            None, without a step, if ``n_steps`` is above 1 and a rank cannot fuse the steps into one launch.
+        """
+        gradient, update = self.gradient.bind(rank), self.update.bind(rank)
+        fused_step = self._fuse(rank, gradient, update)
+        if self.n_steps > 1 and not all(rank.all_gather_cached(fused_step is not None)):
+            return None
+        if fused_step is not None:
+            # This call's own object now launches gradient, all-reduce and update.  A copy would cost time at each step.
+            gradient.runner = fused_step
+            return self.gradient.execute(rank, gradient), []
+        is_second = rank.number == (rank.root + 1) % rank.size
+        if self.update.needs_compile and is_second and update.computation.compile_order == AT_FIRST_CALL:
+            # The master compiles the gradient meanwhile, so the two compilations run in parallel.
+            update.computation.library.compile_now(update.compiled.function)
+        with rank.suspend_commits():
+            loss = self.gradient.execute(rank, gradient)
+            self.reduce.run(rank)
+        return loss, self.update.execute(rank, update)
+
+    @property
+    def op(self) -> str:
+        """Name of the reduction of the gradient."""
+        return self.reduce.op
+
+    def get_shared(self, rank: Rank) -> Any:
+        """Return this rank's copy of the gradient's variable."""
+        (key,) = self.reduce.keys
+        return get_object(rank, key)
+
+    def prepare_reduction(self, rank: Rank) -> tuple[Any, tuple[int, ...]]:
+        """Return the communicator of the all-reduce, and the gradient's shape, once all ranks have compared theirs."""
+        (gradient,) = self.reduce.plan(rank).variables
+        return gradient.transport.get_communicator(rank), gradient.layout[0]
+
+    def _fuse(self, rank: Rank, gradient: RankCall, update: RankCall) -> Runner | None:
+        """Return the fused launch of gradient, all-reduce and update, or None if it cannot be fused on this rank."""
+        if gradient.compiled.n_rank_means:
+            return None  # the host takes part within the launch, and has to wait for its end
+        engine = gradient.computation.engine
+        if update.computation.engine is not engine or not gradient.is_active or self.gradient.variant.returns_updates:
+            return None
+        if self.gradient.needs_compile and gradient.computation.compile_order == AT_FIRST_CALL:
+            return None  # the master makes this call first, alone: in a fused launch it would wait for the others
+        return engine.fuse_step(rank, gradient.runner, self, update.runner, self.n_steps)

@@ -1,0 +1,581 @@
+"""Data-parallel training step: one callable that trains all ranks on a batch.
+
+The rows of a batch are scattered over the ranks, and the result is that of one process with all rows::
+
+    rank 0   rows --> gradient --> [n x gradients | n] --+                +--> divide by n, apply the rule
+    rank 1   rows --> gradient --> [n x gradients | n] --+-> all-reduce --+--> divide by n, apply the rule
+    ...
+
+A rank's n is its number of rows, or the value of ``weight``.  It is part of the vector, so one all-reduce gives the
+exact mean for any numbers of rows per rank.  New values of extra updates are part of the vector, too, and averaged by
+rows.
+
+Several steps can be one launch.  `TrainFunction.weighted_steps` groups them (see `launch_groups`), and takes a single
+step per launch where that is impossible.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from synkhronos import ranks
+from synkhronos.casts import check_cast
+from synkhronos.checks import check_list
+from synkhronos.collectives.arguments import distribute_variables
+from synkhronos.collectives.calls import get_all_reduce_command
+from synkhronos.collectives.commands import GetShapes
+from synkhronos.function import function, get_dispatcher
+from synkhronos.function.call import Call
+from synkhronos.graphs import library_of
+from synkhronos.training.train_function.extra_updates import UpdatesArgument, append_averaged_updates
+from synkhronos.training.train_function.launch_groups import StepRows, assign_rows, collect_sliceable_rows, group_steps
+from synkhronos.training.train_function.optimizer_state import OptimizerState
+from synkhronos.training.train_function.sharded_step_command import ShardedStepCommand
+from synkhronos.training.train_function.step_command import StepCommand
+from synkhronos.training.train_function.step_options import StepOptions
+from synkhronos.training.train_function.training_graph import (
+    BatchArgument,
+    DataArgument,
+    TrainingGraph,
+    get_update_rule_name,
+)
+from synkhronos.training.train_function.weighted_mean import divide_by_weight
+from synkhronos.training.updates import RuleUpdates
+from synkhronos.training.updates.flat_gradient import shape_of
+from synkhronos.training.updates.sharded_updates import ShardedUpdates
+from synkhronos.training.updates.transformations import UpdateRule
+
+#: Maximal number of bytes of scattered rows on a rank in one launch of several steps.
+_MAX_LAUNCH_NBYTES = 1 << 30
+#: Number of bytes of scattered rows per step from which each step is a launch.  Such steps take long enough for Python
+#: to copy the next rows and launch the next step: ResNet-50 is slower with many steps in a launch.
+_LONG_STEP_NBYTES = 4 << 20
+
+
+class _Sharding(NamedTuple):
+    """Variables of a step with a sharded optimizer; see `ShardedUpdates`."""
+
+    row: Any
+    rank: Any
+    reads_whole_gradient: bool
+
+
+class TrainFunction:
+    """Training step on all ranks; made by `make_train_function`.
+
+    Attributes
+    ----------
+    gradient : synkhronos.Function
+        Computes the loss, and writes each rank's gradient into `grad_shared`.
+    update : synkhronos.Function
+        Updates the parameters from `grad_shared`.
+    grad_shared : shared variable
+        Vector of the gradients of all parameters, with the number of their rows or the sum of weights; after these,
+        new values of `extra_updates` that are averaged, and their number of rows.  After a step it holds the reduction
+        over ranks.
+    optimizer_state : list of shared variables
+        State variables of the rule, such as velocities and counters, to save and load with the parameters.  Their order
+        depends only on the rule and the parameters.  Their values are equal on all ranks.
+    """
+
+    def __init__(self, graph: TrainingGraph, exchange: str | None = None):
+        rule, self._tail = append_averaged_updates(graph.rule, graph.extra_updates, graph.x[0])
+        shards = None
+        if graph.options.shard_optimizer and ranks.get_session().size > 1:
+            shards = ShardedUpdates(
+                rule, graph.params, ranks.get_session().size, get_update_rule_name(graph.update_rule)
+            )
+            rule = RuleUpdates(shards.grad_updates, shards.local_updates, shards.grad_shared)
+        grad_shared = rule.grad_shared
+        inputs = [*graph.x, *graph.y]
+        self.gradient = function(
+            [] if graph.sliceable else inputs,
+            graph.outputs[0] if graph.weight is None else graph.outputs,
+            # Slices may have different numbers of rows.  Each gradient is multiplied by its rows, so that they add up.
+            updates=[
+                (grad_shared, rule.grad_updates[grad_shared], "sum"),
+                *(
+                    (u.shared, u.expression, u.slice_op)
+                    for u in graph.extra_updates
+                    if u.shared not in rule.param_updates
+                ),
+            ],
+            givens=list(zip(inputs, graph.sliceable, strict=False)),
+            sliceable_shareds=graph.sliceable,
+            name="train_gradient",
+        )
+        self.update = function([], updates=rule.param_updates, name="train_update")
+        self._updates = [self.update]
+        if shards is not None:
+            self._updates.append(function([], updates=shards.whole_updates, name="train_gather"))
+        zeros = library_of(grad_shared).tensor.zeros_like(grad_shared)
+        self._clear = function([], updates=[(grad_shared, zeros)], name="train_clear")
+        # Assigned after the functions: deepcopy copies attributes in order, and functions have to copy the variables.
+        self.grad_shared = grad_shared
+        parts, size = ({}, None) if shards is None else (shards.parts, shards.size)
+        self._optimizer = OptimizerState(graph.optimizer_state, parts, size)
+        self.optimizer_state = self._optimizer.variables
+        self._sharding = None if shards is None else _Sharding(shards.row, shards.rank, shards.reads_whole_gradient)
+        self._graph = graph
+        self._exchange = exchange
+
+    @property
+    def _sharded_state(self) -> OptimizerState | None:
+        """The optimizer's state, if it is sharded."""
+        return None if self._sharding is None else self._optimizer
+
+    @property
+    def ema(self) -> list[Any] | None:
+        """Moving averages of the parameters, in their order; None without the option `ema`.
+
+        With `shard_optimizer` each rank has a part of them.  Reading this attribute gathers the averages of that moment
+        into the variables, on all ranks.
+        """
+        self._optimizer.gather_into(self._graph.ema or ())
+        return self._graph.ema
+
+    def get_optimizer_state(self) -> list[np.ndarray]:
+        """Return the values of the rule's variables, whole also with `shard_optimizer`.
+
+        Returns
+        -------
+        list of ndarray
+            One for each variable of `optimizer_state`, with the shapes and in the order of a function without
+            `shard_optimizer`.
+
+        Examples
+        --------
+        >>> import numpy as np
+        >>> import pytensor, pytensor.tensor as pt
+        >>> import synkhronos as synk
+        >>> from synkhronos.training.updates import momentum
+        >>> x, w = pt.matrix("x"), pytensor.shared(np.zeros(3), name="w")
+        >>> n = synk.fork(2, use_gpu=False)
+        >>> train = make_train_function((x @ w).mean(), [w], x, [], momentum, learning_rate=1.0, shard_optimizer=True)
+        >>> _ = train(np.eye(3), [])
+        >>> synk.gather(train.optimizer_state[0]).shape
+        (2, 2)
+        >>> train.get_optimizer_state()
+        [array([-0.33333333, -0.33333333, -0.33333333])]
+        >>> synk.close()
+        """
+        return self._optimizer.get()
+
+    def set_optimizer_state(self, values: Sequence[Any]) -> None:
+        """Set the rule's variables on all ranks.
+
+        Parameters
+        ----------
+        values : list of array_like
+            As from `get_optimizer_state`, of a function with any number of ranks, with `shard_optimizer` or without.
+
+        Raises
+        ------
+        TypeError, ValueError
+            If the values do not fit the variables.  No variable is changed.
+        """
+        shareds = self._graph.optimizer_state
+        values = check_list(values, "values", len(shareds), "arrays, one for each variable of optimizer_state")
+        arrays = []
+        for shared, value in zip(shareds, values, strict=True):
+            name, dtype, array = shared.name or "a variable", np.dtype(shared.type.dtype), np.asarray(value)
+            check_cast(array, dtype, f"values: {name}")
+            if array.shape != shape_of(shared):
+                raise ValueError(f"values: {name} has shape {shape_of(shared)}, got {array.shape}")
+            arrays.append(array.astype(dtype))
+        self._optimizer.set(arrays)
+
+    def __call__(
+        self,
+        x_data: DataArgument | None = None,
+        y_data: DataArgument | None = None,
+        batch: BatchArgument = None,
+        num_slices: int | None = None,
+        batch_s: Any = None,
+    ) -> Any:
+        """Take one step.
+
+        Parameters
+        ----------
+        x_data, y_data : Data or array_like, or list of these
+            Rows of the inputs and of the targets.  A list has one entry per variable, if `x` or `y` was a list.  Data
+            objects are not copied.  Omit both if the data are in `sliceable_shareds`.
+        batch : int, slice, list of int, or array of int or bool, optional
+            Selection of rows: the number of first rows, a slice, indexes, or a mask.  Default: all rows.
+        num_slices : int, optional
+            Number of slices in which each rank computes its rows, to save memory.  Default: that of
+            `make_train_function`.
+        batch_s : slice or list of int, or a list of these, one for each rank, optional
+            Selection of each rank's rows of `sliceable_shareds`.  Default: all rows.
+
+        Returns
+        -------
+        ndarray
+            Loss before the step: its mean over all rows of the batch, or by `weight`.
+
+        Raises
+        ------
+        TypeError, ValueError, IndexError
+            If an argument is wrong; the message names it.
+        WorkerError
+            If a worker raised an exception, or died.
+
+        Notes
+        -----
+        The result depends on the numbers of ranks, rows per rank and slices only by rounding.
+        """
+        num_slices = self._graph.options.num_slices if num_slices is None else num_slices
+        arrays = self._graph.check_data(x_data, y_data, batch, batch_s)
+        return self._to_loss(*self._run_steps(arrays, batch, batch_s, num_slices)[0])
+
+    def _to_loss(self, value: Any, weight: Any) -> Any:
+        """Return the loss of a step as an array, from a pair of `weighted_steps`."""
+        return value if weight is None else divide_by_weight(value, weight, self._graph.loss)
+
+    def steps(
+        self,
+        x_data: DataArgument | None = None,
+        y_data: DataArgument | None = None,
+        batches: Sequence[BatchArgument] | None = None,
+        num_slices: int | None = None,
+        batches_s: Sequence[Any] | None = None,
+    ) -> list[Any]:
+        """Take several steps, in one launch if possible.
+
+        A GPU finishes a step of a small network before Python has launched the next one.  This method launches many
+        steps at once: XLA runs them one after another, with an all-reduce of the gradients in each.
+
+        Parameters
+        ----------
+        x_data, y_data
+            As for a single step: all the data.  Each step takes a batch of them.
+        batches : sequence
+            The argument `batch` of each step.
+        num_slices : int, optional
+            As for a single step.
+        batches_s : sequence, optional
+            The argument `batch_s` of each step, if the data are in `sliceable_shareds`.
+
+        Returns
+        -------
+        list of ndarray
+            Loss before each step.
+
+        Raises
+        ------
+        TypeError, ValueError, IndexError
+            If an argument is wrong; the message names it.
+        WorkerError
+            If a worker raised an exception, or died.
+
+        Notes
+        -----
+        The results are equal to those of single steps.
+
+        In JAX mode on GPUs, successive steps share a launch if each rank has equally many rows in all of them.  Of
+        scattered data, all ranks also need equally many rows.  Other steps are taken one by one: with `num_slices`,
+        with ``batch_s`` by slices or of all rows, on minibatches, on data of different lengths, on 4 MiB of scattered
+        rows or more per rank, on CPU cores, with Theano.
+
+        A launch has at most 256 steps.  The scattered rows of all its steps are on the GPU at once: at most 1 GiB per
+        rank, and as much again if the next launch's rows are copied while this one computes.  The next call reuses the
+        memory.
+
+        XLA compiles once for each number of steps in a launch, and for each number of rows, and caches the 16 programs
+        used last.  So take the same number of steps in each call, ten or twenty for instance.  The shapes of variables
+        cannot change within a launch.
+
+        The rows of all steps are checked before the first step, except the range of indexes in ``batches_s``, which
+        only the ranks know.  A later error has a note with the number of steps taken; their losses are lost.  If a rank
+        fails in the middle of a launch, some ranks may have taken more of its steps than others: `synkhronos.broadcast`
+        makes the parameters equal again.
+
+        Examples
+        --------
+        >>> import numpy as np
+        >>> import pytensor, pytensor.tensor as pt
+        >>> import synkhronos as synk
+        >>> from synkhronos.training.updates import sgd
+        >>> x, y = pt.matrix("x"), pt.vector("y")
+        >>> w = pytensor.shared(np.zeros(2), name="w")
+        >>> n = synk.fork(2, use_gpu=False)
+        >>> train = make_train_function(((x @ w - y) ** 2).mean(), [w], x, y, sgd, learning_rate=0.5)
+        >>> losses = train.steps(np.eye(2), np.ones(2), batches=[[0, 1], [1, 0], [0, 1]])
+        >>> print(*losses)
+        1.0 0.25 0.0625
+        >>> synk.close()
+        """
+        return [self._to_loss(*step) for step in self.weighted_steps(x_data, y_data, batches, num_slices, batches_s)]
+
+    def weighted_steps(
+        self, x_data: Any, y_data: Any, batches: Any, num_slices: int | None = None, batches_s: Any = None
+    ) -> list[tuple[Any, Any]]:
+        """Take several steps, and return their losses as terms of a weighted mean.
+
+        The arguments are those of `steps`.
+
+        Returns
+        -------
+        list of (value, weight)
+            The loss before each step, and None.  If the model has a weight: the loss times the weight, and the weight.
+        """
+        num_slices = self._graph.options.num_slices if num_slices is None else num_slices
+        arrays, steps = self._graph.check_steps(x_data, y_data, batches, batches_s)
+        session, length = ranks.get_session(), _find_common_length(arrays)
+        rows: Sequence[StepRows] = [None] * len(steps)
+        if self._graph.sliceable:
+            rows = collect_sliceable_rows([batch_s for _, batch_s in steps], session.size)
+        elif length is not None:
+            rows = assign_rows([batch for batch, _ in steps], length, session.size)
+        losses: list[tuple[Any, Any]] = []
+        try:
+            for start, stop in group_steps(rows, self._find_max_repeats(arrays, rows, num_slices)):
+                at_once = self._launch_steps(arrays, rows[start:stop])
+                if at_once is not None:
+                    losses += at_once
+                    continue
+                for batch, batch_s in steps[start:stop]:
+                    losses += self._run_steps(arrays, batch, batch_s, num_slices)
+        except BaseException as error:
+            if losses:
+                error.add_note(f"{len(losses)} of the {len(steps)} steps had been taken before.")
+            raise
+        return losses
+
+    def _launch_steps(self, arrays: list[Any], rows: Sequence[StepRows]) -> list[tuple[Any, Any]] | None:
+        """Take steps in one launch; return their losses, or None if they have to be taken one by one."""
+        if len(rows) == 1:
+            return None
+        by_rank = [np.concatenate(parts) for parts in zip(*filter(None, rows), strict=True)]
+        batch, batch_s = (None, by_rank) if self._graph.sliceable else (np.concatenate(by_rank), None)
+        losses: list[tuple[Any, Any]] | None = self._run_steps(arrays, batch, batch_s, 1, len(rows))
+        return losses
+
+    def _find_max_repeats(self, arrays: list[Any], rows: Sequence[StepRows], num_slices: int) -> int:
+        """Return the maximal number of steps in a launch; 1 if steps cannot share a launch."""
+        if self._sharding is not None:
+            return 1
+        if isinstance(num_slices, bool) or not isinstance(num_slices, int | np.integer) or num_slices != 1:
+            return 1  # a single step also raises the error for an invalid number
+        longest = max((len(indexes) for step in rows if step is not None for indexes in step), default=0)
+        if not longest:
+            return 1  # no step can share a launch; the data may not even have shapes
+        max_repeats = get_dispatcher(self.gradient).computation.engine.max_repeats(
+            np.dtype(self.grad_shared.type.dtype)
+        )
+        # Without arrays (the data are in shared variables) a row has no bytes: each step takes its rows on the device.
+        row = sum(int(np.prod(np.shape(a)[1:])) * np.dtype(getattr(a, "dtype", float)).itemsize for a in arrays)
+        nbytes = row * longest
+        return 1 if nbytes >= _LONG_STEP_NBYTES else max(1, min(max_repeats, _MAX_LAUNCH_NBYTES // max(1, nbytes)))
+
+    def _run_steps(self, arrays: list[Any], batch: Any, batch_s: Any, num_slices: int, n_steps: int = 1) -> Any:
+        """Take a step, or several in one launch.
+
+        Parameters
+        ----------
+        arrays : list
+            Data of `x` and `y`; empty if they are in shared variables.
+        batch, batch_s
+            Selection of rows.  With several steps, the rows of each rank are ordered by steps.
+        num_slices : int
+        n_steps : int
+            Number of steps, with equally many of the rows each.
+
+        Returns
+        -------
+        list of (value, weight) or None
+            As from `weighted_steps`.  None if some rank cannot take the steps in one launch: then none has been taken.
+        """
+        session, sharding = ranks.get_session(), self._sharding
+        self._optimizer.divide_initial_values()
+        with session.call_lock:
+            session.wait_until_idle()
+            dispatcher, updates = get_dispatcher(self.gradient), [get_dispatcher(update) for update in self._updates]
+            gradient = dispatcher.make_call(session, arrays, batch=batch, batch_s=batch_s, num_slices=num_slices)
+            if self._has_rank_without_rows(session, gradient, batch):
+                # A rank without rows does not write its vector, which would still hold an earlier step's values.
+                clear = get_dispatcher(self._clear)
+                call = clear.make_call(session)
+                clear.read_result(session, call, session.run(call))
+            calls = [update.make_call(session) for update in updates]
+            command: StepCommand | ShardedStepCommand
+            if sharding is None:
+                reduce = get_all_reduce_command(session, self.grad_shared, "avg", nccl=True)
+                command = StepCommand(gradient, reduce, calls[0], self._exchange, self._tail, n_steps)
+            else:
+                keys = distribute_variables(session, [self.grad_shared, sharding.row, sharding.rank])
+                command = ShardedStepCommand(gradient, calls[0], calls[1], keys, sharding.reads_whole_gradient)
+            returned = session.run(command)
+            if returned is None:
+                return None
+            loss, updated = returned
+            for update, call in zip(updates, calls, strict=True):
+                update.read_result(session, call, updated)
+            outputs = dispatcher.read_result(session, gradient, loss)
+        weights = outputs[n_steps:] or [None] * n_steps
+        return list(zip(outputs[:n_steps], weights, strict=True))
+
+    def _has_rank_without_rows(self, session: ranks.Session, gradient: Call, batch: Any) -> bool:
+        """Whether some rank has no rows to compute.
+
+        Raises
+        ------
+        ValueError
+            If no rank has any.
+        """
+        n_ranks = session.size
+        if gradient.n_rows is not None:
+            if not gradient.n_rows:
+                raise ValueError(f"batch: expected at least one row, got {batch!r}")
+            return gradient.n_rows < n_ranks
+        chosen = gradient.batch_s or (slice(None),) * n_ranks
+        lengths = [0] * n_ranks
+        if any(isinstance(selection, slice) for selection in chosen):  # only the ranks know the lengths of their data
+            layouts = session.run(GetShapes(distribute_variables(session, self._graph.sliceable)))
+            lengths = [min(shape[0] for shape, _ in shapes) for shapes in zip(*layouts, strict=True)]
+        counts = [
+            len(range(length)[selection]) if isinstance(selection, slice) else selection.shape[0]
+            for selection, length in zip(chosen, lengths, strict=True)
+        ]
+        if not any(counts):
+            raise ValueError("batch_s: expected at least one row on some rank, got none")
+        return not all(counts)
+
+
+def make_train_function(
+    loss: Any,
+    params: Sequence[Any],
+    x: Any,
+    y: Any,
+    update_rule: UpdateRule,
+    sliceable_shareds: Sequence[Any] | None = None,
+    extra_updates: UpdatesArgument | None = None,
+    exchange: str | None = None,
+    weight: Any = None,
+    clip_norm: float | None = None,
+    num_slices: int = 1,
+    ema: float | None = None,
+    loss_scale: str | None = None,
+    shard_optimizer: bool = False,
+    **rule_kwargs: Any,
+) -> TrainFunction:
+    """Make a function that takes a training step on all ranks.
+
+    Call `synkhronos.fork` first.
+
+    Parameters
+    ----------
+    loss : scalar variable
+        Loss to minimize: a mean over the rows of `x`, plus terms that do not depend on the rows, if any.
+    params : list of shared variables
+        Parameters to train.
+    x, y : variable or list of variables
+        Inputs and targets, whose rows are scattered over the ranks.  A list of targets may be empty.
+    update_rule : callable
+        A rule of `synkhronos.training.updates`, or a function with its arguments and results.
+    sliceable_shareds : list of shared variables, optional
+        Data that the ranks hold already, each its own rows, by `synkhronos.scatter`: one shared variable for each
+        of `x` and `y`, of its type.  On a rank, all of these have equally many rows.
+    extra_updates : dict, or list of (shared variable, expression) or (shared variable, expression, op), optional
+        Further updates of a step, such as those of running averages, each computed from the rows of `x` and `y`.
+
+        - "mean": the new values are averaged over ranks and slices by rows, in the all-reduce of the gradient.  The
+          expression has to be a mean over rows, as the loss is.
+        - None: each rank keeps its own value, as of its last step.  Over slices, floats are averaged; of others, the
+          last slice's value is kept.
+
+        The default op is "mean" for floats, and None for random streams.  Another variable needs an op, unless its new
+        value is equal on all ranks.  Parameters are updated after these.
+    exchange : str, optional
+        With ``"bfloat16"``, GPUs send gradients in half the bytes: each rank's gradient is divided by the number of
+        ranks, rounded to eight bits of mantissa, and summed in that precision.  The update computes in the parameters'
+        precision.  Gradients are sent in their own precision by default, and wherever a step is not one launch on
+        GPUs: on CPU cores, in slices, with ranks that have no rows, with Theano.
+    weight : scalar variable, optional
+        Number of items that the loss is a mean over, if they are not the rows of `x`: ``mask.sum()`` for the loss
+        ``(mask * errors).sum() / mask.sum()``.  It must not depend on `params`.  Gradients and losses are averaged by
+        this weight over ranks and slices.  A loss of weight 0 is ignored, even if it is NaN.
+    clip_norm : float, optional
+        Maximal norm of the gradient: of all elements of all parameters, after the all-reduce.  A longer gradient is
+        scaled to it.
+    num_slices : int, optional
+        Default number of slices of a step.  Gradients are accumulated over slices, so that a step needs less memory.
+    ema : float, optional
+        Decay of a moving average of the parameters, such as 0.999.  The averages are in ``train.ema``, at least
+        float32, and in ``train.optimizer_state``.
+    loss_scale : {"dynamic"}, optional
+        Multiply the loss by a scale before the backward pass, and divide the gradient by it in float32: small gradients
+        in float16 would be 0 otherwise.  If the reduced gradient is infinite or NaN, the parameters, the rule's
+        variables and the averages stay unchanged on all ranks, and the scale is halved.  It is doubled after 2,000
+        other steps.  `extra_updates` are not skipped.
+    shard_optimizer : bool, optional
+        Divide the optimizer's state among the ranks (ZeRO-1), so that each needs memory for one n-th of it.  Gradients
+        are reduced by a reduce-scatter, each rank updates its part of the parameters, and an all-gather distributes
+        them.  State that the rule reads as a whole, such as the momentum of `muon`'s matrices, stays whole on every
+        rank.  `lamb`, which reads all of its state so, is refused.  See `TrainFunction.get_optimizer_state`.
+    **rule_kwargs
+        Options of the rule, such as ``learning_rate=0.1``.
+
+    Returns
+    -------
+    TrainFunction
+        Callable as ``train(x_data, y_data, batch=None, num_slices=1)``, or with `sliceable_shareds` as
+        ``train(batch_s=None, num_slices=1)``; returns the loss.
+
+    Raises
+    ------
+    TypeError, ValueError
+        If an argument is wrong; the message names it.
+
+    Warns
+    -----
+    UserWarning
+        If the loss, without a `weight`, or an averaged expression has a denominator that depends on the values of
+        inputs.
+
+    Notes
+    -----
+    Each step computes gradients on all ranks, reduces them by one all-reduce, and updates the parameters on all ranks.
+    Each rank's gradient is weighted by the rank's number of rows, or by `weight`.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> import pytensor, pytensor.tensor as pt
+    >>> import synkhronos as synk
+    >>> from synkhronos.training.updates import adam
+    >>> x, y = pt.matrix("x"), pt.vector("y")
+    >>> w = pytensor.shared(np.zeros(3), name="w")
+    >>> loss = ((x @ w - y) ** 2).mean()
+    >>> n = synk.fork(2, use_gpu=False)
+    >>> train = make_train_function(loss, [w], x, y, adam, learning_rate=0.1)
+    >>> x_data, y_data = synk.data(np.eye(3)), synk.data(np.array([1.0, 2.0, 3.0]))
+    >>> for step in range(500):
+    ...     value = train(x_data, y_data)
+    >>> print(w.get_value().round(3))
+    [1. 2. 3.]
+    >>> synk.close()
+    """
+    if exchange not in (None, "bfloat16"):
+        raise ValueError(f"exchange: expected None or 'bfloat16', got {exchange!r}")
+    options = StepOptions(clip_norm, num_slices, ema, loss_scale=loss_scale, shard_optimizer=shard_optimizer)
+    return TrainFunction(
+        TrainingGraph.build(
+            *(loss, params, x, y, update_rule, sliceable_shareds, extra_updates, rule_kwargs, weight, options)
+        ),
+        exchange,
+    )
+
+
+def _find_common_length(arrays: list[Any]) -> int | None:
+    """Return the number of rows of the data; None if their lengths differ, or some are minibatches of more rows."""
+    try:
+        if any(np.ndim(array) == 0 or getattr(array, "minibatch", False) for array in arrays):
+            return None
+    except ValueError:
+        return None  # lists that form no array: a single step raises the error that names them
+    lengths = {len(array) for array in arrays}
+    return lengths.pop() if len(lengths) == 1 else None

@@ -1,0 +1,316 @@
+"""Symbolic description of a training: a loss with its inputs, an update rule, and extra updates.
+
+`TrainingGraph.build` checks the user's arguments once, for training functions and trainers alike.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from synkhronos.checks import check_list
+from synkhronos.data import Data
+from synkhronos.function.rank_mean import RankMeanOp
+from synkhronos.graphs import library_of
+from synkhronos.training.train_function.extra_updates import ExtraUpdate, UpdatesArgument, parse_extra_updates
+from synkhronos.training.train_function.step_options import StepOptions
+from synkhronos.training.train_function.weighted_mean import (
+    check_weight,
+    make_weighted_outputs,
+    warn_of_varying_denominators,
+)
+from synkhronos.training.updates import RuleUpdates, chain, clip_by_global_norm
+from synkhronos.training.updates.loss_scale import scale_gradients, skip_overflows
+from synkhronos.training.updates.moving_average import add_average
+from synkhronos.training.updates.transformations import UpdateRule
+
+#: Argument for data: an array or Data object for one variable, a list of them for a list of variables.
+DataArgument = npt.ArrayLike | Data | Sequence[npt.ArrayLike | Data]
+
+#: Argument that selects the rows of a step.
+BatchArgument = int | slice | Sequence[int] | npt.NDArray[Any] | None
+
+
+@dataclass(frozen=True)
+class TrainingGraph:
+    """Loss, inputs and updates of a training, checked.
+
+    Attributes
+    ----------
+    loss : scalar variable
+    x, y : list of variable
+        Inputs and targets.
+    x_is_list, y_is_list : bool
+        Whether the user passed a list, and so has to pass lists of data.
+    sliceable : list of shared variable
+        Variables that hold the data, one for each of `x` and `y`; empty if the data are arguments of the calls.
+    rule : RuleUpdates
+    optimizer_state : list of shared variable
+        Variables that the rule updates besides the parameters.
+    extra_updates : list of ExtraUpdate
+    weight : scalar variable, optional
+        Number of items that the loss is a mean over; None for the rows.
+    ema : list of shared variable, optional
+        Moving averages of the parameters, in their order; None without the option `ema`.
+    params : list of shared variable
+    update_rule : callable
+        The update rule that made `rule`, with clipping if the options have it.
+    rule_kwargs : dict
+        Its options.
+    options : StepOptions
+    """
+
+    loss: Any
+    x: list[Any]
+    y: list[Any]
+    x_is_list: bool
+    y_is_list: bool
+    sliceable: list[Any]
+    rule: RuleUpdates
+    optimizer_state: list[Any]
+    extra_updates: list[ExtraUpdate]
+    weight: Any
+    ema: list[Any] | None
+    params: list[Any]
+    update_rule: UpdateRule
+    rule_kwargs: Mapping[str, Any]
+    options: StepOptions
+
+    @classmethod
+    def build(
+        cls,
+        loss: Any,
+        params: Sequence[Any],
+        x: Any,
+        y: Any,
+        update_rule: UpdateRule,
+        sliceable_shareds: Sequence[Any] | None,
+        extra_updates: UpdatesArgument | None,
+        rule_kwargs: dict[str, Any],
+        weight: Any,
+        options: StepOptions,
+        is_serial: bool = False,
+    ) -> TrainingGraph:
+        """Check the arguments of `make_train_function`, and apply the rule.
+
+        Parameters
+        ----------
+        loss, params, x, y, update_rule, sliceable_shareds, extra_updates, weight
+            As in `make_train_function`.
+        rule_kwargs : dict
+            Options of the rule.
+        options : StepOptions
+        is_serial : bool
+            Whether one process computes all rows: then no mean depends on the number of ranks, and none is warned of.
+
+        Raises
+        ------
+        TypeError, ValueError
+            If an argument is wrong; the message names it.
+        """
+        if isinstance(loss, list | tuple):
+            raise TypeError("loss: expected a symbolic scalar, got a list")
+        if not callable(update_rule):
+            raise TypeError(
+                "update_rule: expected a rule of synkhronos.training.updates, "
+                f"got {update_rule!r} of type {type(update_rule).__name__}"
+            )
+        if options.clip_norm is not None:
+            update_rule = chain(clip_by_global_norm(options.clip_norm), update_rule)
+        xs, ys = _check_variables("x", x), _check_variables("y", y)
+        if not xs:
+            raise ValueError("x: expected at least one variable, got none")
+        sliceable = _check_sliceable(sliceable_shareds, [*xs, *ys])
+        if weight is not None:
+            check_weight(weight, loss, params)
+            if any(isinstance(node.op, RankMeanOp) for node in library_of(loss).sort_nodes([loss])):
+                raise ValueError("weight: expected None for a loss with means over ranks (rank_mean, sync=True)")
+        loss_or_grads, scale = loss, None
+        if options.loss_scale is not None:
+            scale, loss_or_grads = scale_gradients(loss, params)
+        rule = update_rule(loss_or_grads, params, weight=xs[0].shape[0] if weight is None else weight, **rule_kwargs)
+        if not isinstance(rule, tuple) or len(rule) != 3:
+            raise TypeError(
+                "update_rule: expected it to return (grad_updates, param_updates, grad_shared), "
+                f"got {rule!r} of type {type(rule).__name__}"
+            )
+        rule, averages = RuleUpdates(*rule), None
+        if options.ema is not None:
+            rule, averages = add_average(rule, list(params), options.ema)
+        if scale is not None:
+            rule = skip_overflows(rule, scale)
+        lists = isinstance(x, list | tuple), isinstance(y, list | tuple)
+        state = [shared for shared in rule.param_updates if not any(shared is p for p in params)]
+        extra = parse_extra_updates(extra_updates, rule, [*xs, *ys, *sliceable])
+        if not is_serial:
+            means = {f"extra_updates: {u.shared.name}": u.expression for u in extra if u.op == "mean" and u.differs}
+            warn_of_varying_denominators(
+                means if weight is not None else {"loss": loss, **means}, [*xs, *ys, *sliceable]
+            )
+        return cls(
+            *(loss, xs, ys, *lists, sliceable, rule, state, extra, weight, averages, list(params)),
+            *(update_rule, rule_kwargs, options),
+        )
+
+    @property
+    def outputs(self) -> list[tuple[Any, str]]:
+        """Outputs of the gradient's function, with their ops.
+
+        They are the loss, a mean over rows; or with a `weight` the weighted loss and the weight, both to be summed.
+        """
+        return [(self.loss, "mean")] if self.weight is None else make_weighted_outputs(self.loss, self.weight)
+
+    def check_data(
+        self,
+        x_data: DataArgument | None,
+        y_data: DataArgument | None,
+        batch: Any,
+        batch_s: Any,
+        names: tuple[str, str] = ("batch", "batch_s"),
+    ) -> list[Any]:
+        """Check the data of a call, and return one array or Data object for each variable.
+
+        Parameters
+        ----------
+        x_data, y_data, batch, batch_s
+            Arguments of the call.
+        names : (str, str)
+            Names of ``batch`` and ``batch_s`` in errors.
+
+        Returns
+        -------
+        list
+            Empty if the data are in shared variables.
+
+        Raises
+        ------
+        TypeError
+            If data are missing, or given although they are in shared variables; likewise for the selection of rows.
+        ValueError
+            If a list has the wrong length.
+        """
+        if self.sliceable:
+            if x_data is not None or y_data is not None or batch is not None:
+                raise TypeError(f"the data are in sliceable_shareds: expected {names[1]} alone to say which rows")
+            return []
+        if batch_s is not None:
+            raise TypeError(
+                f"{names[1]}: this function was made without sliceable_shareds; rows are chosen by {names[0]}"
+            )
+        if x_data is None or y_data is None:
+            raise TypeError(f"{'x_data' if x_data is None else 'y_data'}: expected rows, got None")
+        return [
+            *_to_list("x_data", x_data, self.x, self.x_is_list),
+            *_to_list("y_data", y_data, self.y, self.y_is_list),
+        ]
+
+    def check_steps(
+        self, x_data: DataArgument | None, y_data: DataArgument | None, batches: Any, batches_s: Any
+    ) -> tuple[list[Any], list[tuple[Any, Any]]]:
+        """Check the data of several steps.
+
+        Returns
+        -------
+        arrays : list
+            As from `check_data`.
+        steps : list of (batch, batch_s)
+            Selection of rows of each step: the first is None if the data are in shared variables, else the second.
+        """
+        arrays = self.check_data(x_data, y_data, batches, batches_s, ("batches", "batches_s"))
+        name, selections = ("batches_s", batches_s) if self.sliceable else ("batches", batches)
+        is_sequence = isinstance(selections, np.ndarray) and selections.ndim or isinstance(selections, Sequence)
+        if not is_sequence or isinstance(selections, str | bytes):
+            raise TypeError(f"{name}: expected a sequence with the rows of each step, got {selections!r}")
+        return arrays, [(None, selection) if self.sliceable else (selection, None) for selection in selections]
+
+
+def _check_variables(argument: str, value: Any) -> list[Any]:
+    """Check a variable or a list of variables with rows, and return a list."""
+    variables = list(value) if isinstance(value, list | tuple) else [value]
+    for i, variable in enumerate(variables):
+        expected = f"{argument}: expected a variable or a list of variables"
+        try:
+            library_of(variable)
+        except TypeError as error:
+            raise TypeError(f"{expected}; {error}") from None
+        if not getattr(variable, "ndim", 0):
+            raise ValueError(f"{expected} with rows to scatter, got {variable!r} of {variable.type} at index {i}")
+    return variables
+
+
+def _check_sliceable(shareds: Sequence[Any] | None, variables: list[Any]) -> list[Any]:
+    """Check that each input has one shared variable, of its dtype and number of dimensions; return them as a list."""
+    if shareds is None:
+        return []
+    if not isinstance(shareds, list | tuple):
+        raise TypeError(f"sliceable_shareds: expected a list of shared variables, got {shareds!r}")
+    data = list(shareds)
+    if len(data) != len(variables):
+        raise ValueError(
+            f"sliceable_shareds: expected {len(variables)} shared variables, one for each of x and y, got {len(data)}"
+        )
+    for shared, variable in zip(data, variables, strict=True):
+        if not hasattr(shared, "get_value"):
+            raise TypeError(f"sliceable_shareds: expected shared variables, got {shared!r}")
+        kinds = [(getattr(v.type, "dtype", None), getattr(v.type, "ndim", None)) for v in (shared, variable)]
+        if kinds[0] != kinds[1]:
+            raise TypeError(
+                f"sliceable_shareds: {shared.name!r} of {shared.type} can't stand for {variable!r} of {variable.type}"
+            )
+    return data
+
+
+def build_local_updates(rule: RuleUpdates) -> dict[Any, Any]:
+    """Return the updates of a step by the rank's own gradient, without an all-reduce: new values by shared variable."""
+    expression = rule.grad_updates[rule.grad_shared]
+    library = library_of(expression)
+    new_values = library.clone(list(rule.param_updates.values()), {rule.grad_shared: expression})
+    return {
+        shared: library.convert_to_type_of(shared, new)
+        for shared, new in zip(rule.param_updates, new_values, strict=True)
+    }
+
+
+def replace_params(expressions: Sequence[Any], params: Sequence[Any], averages: Any) -> list[Any]:
+    """Return expressions that read moving averages instead of parameters."""
+    library = library_of(*params)
+    replacements = {
+        p: library.convert_to_type_of(p, library.tensor.cast(average, p.dtype))
+        for p, average in zip(params, averages, strict=True)
+    }
+    return list(library.clone(list(expressions), replacements))
+
+
+def describe_update_rule(update_rule: UpdateRule, rule_kwargs: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
+    """Return the name of an update rule and all of its options, including defaults.
+
+    Checkpoints have both, so that a training is not resumed with another rule.
+
+    Examples
+    --------
+    >>> from synkhronos.training.updates import momentum
+    >>> describe_update_rule(momentum, {"learning_rate": 0.1})
+    ('momentum', {'momentum': 0.9, 'learning_rate': 0.1})
+    """
+    parameters = inspect.signature(update_rule).parameters.values()
+    defaults = {p.name: p.default for p in parameters if p.default is not p.empty and p.name != "weight"}
+    return get_update_rule_name(update_rule), {**defaults, **rule_kwargs}
+
+
+def get_update_rule_name(update_rule: UpdateRule) -> str:
+    """Return the name of an update rule, that of the function in a `functools.partial`."""
+    function: Any = update_rule
+    while isinstance(function, functools.partial):
+        function = function.func
+    return str(getattr(function, "__name__", type(function).__name__))
+
+
+def _to_list(argument: str, value: Any, variables: list[Any], is_list: bool) -> list[Any]:
+    """Return data as a list with one entry per variable."""
+    return check_list(value, argument, len(variables), "arrays") if is_list else [value]

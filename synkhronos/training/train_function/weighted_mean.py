@@ -1,0 +1,93 @@
+"""Means over the rows, or other items, of all ranks.
+
+A mean over rows is averaged by the ranks' numbers of rows.  A mean over other items needs a weight, such as the sum of
+a mask.  Otherwise its denominator may differ between ranks, and the result would depend on their number:
+`warn_of_varying_denominators`.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from synkhronos.graphs import library_of
+from synkhronos.graphs.dependence import Dependence
+
+
+def make_weighted_outputs(expression: Any, weight: Any) -> list[tuple[Any, str]]:
+    """Return two outputs whose sums over ranks give a weighted mean: the mean times its weight, and the weight.
+
+    A mean of weight 0 counts as 0, even if it is NaN.  Both outputs have the dtype of the mean, at least float32.
+    """
+    tensor = library_of(expression).tensor
+    dtype = str(np.result_type(expression.dtype, np.float32))
+    weight = tensor.cast(weight, dtype)
+    product = tensor.switch(tensor.eq(weight, 0), np.asarray(0, dtype), weight * expression)
+    return [(product, "sum"), (weight, "sum")]
+
+
+def divide_by_weight(total: Any, weight: Any, like: Any) -> np.ndarray:
+    """Return a sum divided by a weight in the dtype of `like`; NaN where the weight is 0."""
+    total, weight = np.float64(total), np.float64(weight)
+    return np.asarray(total / weight if weight else np.nan, like.dtype)
+
+
+def warn_of_varying_denominators(means: Mapping[str, Any], sources: Sequence[Any], stacklevel: int = 3) -> None:
+    """Warn of means whose denominators depend on the values of inputs, or on random numbers.
+
+    Ranks average them by rows, although their denominators are not proportional to rows.
+
+    Parameters
+    ----------
+    means : dict of str to variable
+        Expressions that ranks average by rows, by their name in the warning.
+    sources : list of variable
+        Inputs whose rows differ between ranks.
+    stacklevel : int
+        As for `warnings.warn`; 1 is the function that calls this one.
+
+    Warns
+    -----
+    UserWarning
+        Once for each such mean.
+    """
+    if not means:
+        return
+    library, expressions = library_of(*means.values()), list(means.values())
+    random = [shared for shared in library.find_shareds(expressions) if library.is_generator(shared)]
+    dependence = Dependence(library, expressions, [*sources, *random])
+    for name, expression in means.items():
+        for denominator in dependence.find_denominators(expression)[:1]:
+            names = ", ".join(dependence.list_sources(denominator))
+            warnings.warn(
+                f"{name}: the denominator of a mean depends on the values of {names}, but ranks average by rows, so "
+                "that the result depends on the number of ranks. Give the denominator as the mean's weight: weight=... "
+                "for a loss, (expression, 'mean', weight) for validate. A running average needs one of the numerator "
+                "and one of the denominator",
+                stacklevel=stacklevel + 1,
+            )
+
+
+def check_weight(weight: Any, loss: Any, params: Sequence[Any]) -> None:
+    """Check that a weight is a real scalar variable that does not depend on parameters.
+
+    The gradient of a weighted mean is the weighted mean of gradients only if the weights do not depend on parameters.
+
+    Raises
+    ------
+    TypeError, ValueError
+        If it is not.
+    """
+    expected = "weight: expected a symbolic scalar, the number of items that the loss is a mean over"
+    try:
+        library = library_of(weight, loss)
+    except TypeError as error:
+        raise TypeError(f"{expected}; {error}") from None
+    if getattr(weight, "ndim", None) != 0 or np.dtype(weight.dtype).kind not in "biuf":
+        raise TypeError(f"{expected}, got {weight!r} of {weight.type}")
+    for shared in library.find_shareds([weight]):
+        if any(shared is param for param in params):
+            raise ValueError(f"{expected}; it depends on the parameter {shared.name!r}")

@@ -1,0 +1,5 @@
+"""Trainers: epochs over data on all ranks, by an exchange rule."""
+
+from synkhronos.training.trainer.trainer import Trainer, make_trainer
+
+__all__ = ["Trainer", "make_trainer"]

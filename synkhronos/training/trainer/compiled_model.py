@@ -1,0 +1,114 @@
+"""Compiled functions of a trainer's model, and the model's state on the ranks."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+from synkhronos.function import Function, function, get_dispatcher
+from synkhronos.rules import BSP, Rule
+from synkhronos.training.checkpoints.rank_state import RankStateSpec
+from synkhronos.training.checkpoints.variables_by_role import VariablesByRole
+from synkhronos.training.monitoring.validation_metrics import Metric
+from synkhronos.training.schedules import Schedule
+from synkhronos.training.train_function.train_function import TrainFunction
+from synkhronos.training.train_function.training_graph import (
+    TrainingGraph,
+    build_local_updates,
+    describe_update_rule,
+    replace_params,
+)
+from synkhronos.training.trainer.death_recovery import DeathRecovery
+from synkhronos.training.trainer.trainer_state import TrainerState
+
+_names = itertools.count()
+
+
+class CompiledModel:
+    """Compiled functions that take steps and validate, and the state that they change.
+
+    A *joint step* is one command of all ranks, which exchanges gradients.  A *local step* is taken by one rank alone.
+
+    Parameters
+    ----------
+    graph : TrainingGraph
+    rule : Rule
+    learning_rate : shared variable
+    schedule : Schedule
+    metrics : dict of str to Metric
+        Metrics of the validation.
+
+    Attributes
+    ----------
+    joint_step : TrainFunction or None
+        The joint step, under BSP on gradients.
+    local_step : Function or None
+        The local step, under other rules.
+    validation : Function or None
+        Computes the metrics, if there are any.
+    optimizer : list of shared variables
+        Variables of the update rule.
+    state : TrainerState
+    launch_kinds : set
+        Kinds of joint launches so far; see `Meter`.
+    """
+
+    def __init__(
+        self, graph: TrainingGraph, rule: Rule, learning_rate: Any, schedule: Schedule, metrics: dict[str, Metric]
+    ):
+        self.graph, self.rule, self.learning_rate, self.schedule = graph, rule, learning_rate, schedule
+        self.metrics = metrics
+        groups = VariablesByRole.from_graph(graph, graph.params, rule)
+        self.validation = _compile_validation(graph, metrics) if metrics else None
+        self.joint_step: TrainFunction | None = None
+        self.local_step: Function | None = None
+        if isinstance(rule, BSP) and rule.average == "gradient":
+            self.joint_step = TrainFunction(graph, rule.precision)
+            self.optimizer = self.joint_step.optimizer_state
+        else:
+            self.local_step = _compile_local_step(graph)
+            self.optimizer = graph.optimizer_state
+        update_rule, rule_options = describe_update_rule(graph.update_rule, graph.rule_kwargs)
+        if graph.options.ema is not None:
+            rule_options["ema"] = graph.options.ema
+        is_joint = self.joint_step is not None
+        sharded = None if self.joint_step is None else self.joint_step._sharded_state
+        name = f"trainer {next(_names)}"
+        training = RankStateSpec(name, groups, rule, {}, is_joint=is_joint)
+        self.state = TrainerState(training, (update_rule, rule_options), sharded)
+        self.launch_kinds: set[Any] = set()
+
+    @property
+    def ema(self) -> list[Any] | None:
+        """Moving averages of the parameters, gathered on all ranks; None without the option `ema`."""
+        return None if self.joint_step is None else self.joint_step.ema
+
+    def make_death_recovery(self, max_deaths: int, has_loader: bool, has_parts: bool) -> DeathRecovery:
+        """Make the handler of deaths for ``on_death="continue"``."""
+        ranks_differ = bool(self.state.groups.generators) or any(
+            update.differs and update.op != "mean" for update in self.graph.extra_updates
+        )
+        step = self.local_step if self.joint_step is None else self.joint_step.gradient
+        assert step is not None
+        device = get_dispatcher(step).computation.device
+        return DeathRecovery(self.state, device, ranks_differ, max_deaths, has_loader, has_parts)
+
+
+def _compile_local_step(graph: TrainingGraph) -> Function:
+    """Compile the local step: gradient and update in one function, without an all-reduce."""
+    updates = [*build_local_updates(graph.rule).items(), *((u.shared, u.expression) for u in graph.extra_updates)]
+    return function(
+        [*graph.x, *graph.y],
+        graph.outputs,
+        updates=[(shared, new, None) for shared, new in updates],
+        name="train_step",
+    )
+
+
+def _compile_validation(graph: TrainingGraph, metrics: dict[str, Metric]) -> Function:
+    """Compile the metrics; with ``validate_ema``, of the moving averages instead of the parameters."""
+    outputs = [output for metric in metrics.values() for output in metric.outputs]
+    if graph.options.validate_ema:
+        new_values = replace_params([expression for expression, _ in outputs], graph.params, graph.ema)
+        outputs = [(new, op) for new, (_, op) in zip(new_values, outputs, strict=True)]
+    return function([*graph.x, *graph.y], outputs, name="validation")

@@ -1,0 +1,376 @@
+"""Continuation of a training after the death of a worker.
+
+The master keeps a copy of the state of all ranks in memory, made after the last complete operation::
+
+    copy ────> operation ────> copy ────> operation ────> ...
+                   │ a worker dies
+                   v
+               replace the workers, restore the copy on all ranks, and repeat the operation
+                   │ a rank fails to start, twice
+                   v
+               leave the rank out: convert the copy to fewer ranks, as `Rule.resize_states` converts a checkpoint
+
+An operation is atomic: the copy overwrites all changes of a failed operation, on every rank.  So no row is skipped or
+used twice.  New workers are forks of the master, which inherit the copy (see `synkhronos.ranks.session`).  Once JAX or
+CUDA has started in the master, a fork could not compute: then new workers are new processes, receive the copy from the
+master, and compile functions again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from copy import deepcopy
+from dataclasses import asdict, dataclass
+from typing import Any, TypeVar
+
+import numpy as np
+
+from synkhronos import ranks
+from synkhronos.devices import HOST, Device, is_fork_unsafe
+from synkhronos.function import distribute
+from synkhronos.ranks import WorkerError
+from synkhronos.ranks.errors import FAILED_START_PREFIX, Death, describe_rank
+from synkhronos.rules.state import FlatVariables
+from synkhronos.tasks import Worker, run
+from synkhronos.training.checkpoints import rank_state
+from synkhronos.training.checkpoints.variables_by_role import VariablesByRole
+from synkhronos.training.loops.batch_loop import choose_interval_steps
+from synkhronos.training.loops.death_limit import DeathLimit
+from synkhronos.training.trainer.trainer_state import TrainerState
+
+_log = logging.getLogger("synkhronos")
+T = TypeVar("T")
+
+#: Number of seconds before a host that could not be reached gets its second try.
+_RETRY_SECONDS = 1.0
+#: Approximate number of seconds between two copies, where ranks take their own steps.
+_INTERVAL = 1.0
+#: Copies: the states of all ranks by the trainer's name.  Forked workers inherit them.
+_states: dict[str, list[dict[str, Any]]] = {}
+
+
+@dataclass(frozen=True)
+class RecoveredDeath:
+    """Death of a worker after which a training continued.
+
+    Attributes
+    ----------
+    rank : int
+    host : str
+        Name of the rank's machine; "" if there is only one.
+    cause : str
+        Description of the worker's exit, such as "was killed by SIGKILL".
+    step : int
+        Number of steps taken before the copy from which the training continued: joint steps, or steps of the master.
+    seconds : float
+        Time lost: from the start of the failed operation until the copy was restored.
+    """
+
+    rank: int
+    host: str
+    cause: str
+    step: int
+    seconds: float
+
+
+class DeathHandler:
+    """Caller of a training's operations, for ``on_death="stop"``: the death of a worker ends the training.
+
+    Attributes
+    ----------
+    steps_until_copy : int or None
+        Number of steps per rank until the next copy, where ranks take their own steps; None without copies.
+    max_repeats : int
+        Maximal number of joint steps in a launch.
+    """
+
+    steps_until_copy: int | None = None
+    max_repeats = sys.maxsize
+
+    def keep_copies(self) -> contextlib.AbstractContextManager[None]:
+        """Return a context manager within which copies are kept."""
+        return contextlib.nullcontext()
+
+    def copy_state(self) -> None:
+        """Copy the state anew: the user may have changed it."""
+
+    def adapt_steps_until_copy(self, seconds: float) -> None:
+        """Adapt `steps_until_copy` to the duration of its steps."""
+
+    def run(self, operation: Callable[[], T]) -> T:
+        """Call an operation that does not change the state of ranks."""
+        return operation()
+
+    def run_update(self, operation: Callable[[], T], steps: int = 0) -> T:
+        """Call an operation that changes the state of ranks.
+
+        Parameters
+        ----------
+        operation : callable
+        steps : int
+            Number of joint steps in the operation.
+        """
+        return operation()
+
+    def take_deaths(self) -> list[dict[str, Any]]:
+        """Return the deaths since the last call, for a report."""
+        return []
+
+
+class DeathRecovery(DeathHandler):
+    """Handler for ``on_death="continue"``: copies the state of a trainer, and replaces workers that die.
+
+    Parameters
+    ----------
+    state : TrainerState
+    device : Device
+        Device of the trainer's functions.
+    ranks_differ : bool
+        Whether ranks with equal parameters have other state that differs, such as random generators.
+    max_deaths : int
+        Number of deaths after which a further one ends the training.
+    has_loader : bool
+        Whether rows come from a `Loader`.
+    has_parts : bool
+        Whether rows come from `data_parts`.
+
+    Attributes
+    ----------
+    max_repeats : int
+        1: after a death the whole launch is repeated.
+    deaths : list of RecoveredDeath
+        Deaths since `take_deaths` was last called.
+    step : int
+        Number of steps taken before the present copy.
+    """
+
+    steps_until_copy: int
+    max_repeats = 1
+
+    def __init__(
+        self,
+        state: TrainerState,
+        device: Device,
+        ranks_differ: bool,
+        max_deaths: int,
+        has_loader: bool,
+        has_parts: bool,
+    ):
+        self._session = ranks.get_session()
+        if not self._session.can_replace_workers:
+            raise ValueError(
+                "on_death: 'continue' can't start ranks again where mpirun or srun has started this script on all "
+                "hosts: start it once, with fork(hosts=...) or SYNKHRONOS_HOSTS, or use the launcher's on_death"
+            )
+        if has_loader and (device is not HOST or is_fork_unsafe() or self._session.rank.spans_hosts):
+            raise ValueError(
+                "on_death: 'continue' needs Data or arrays instead of a Loader where JAX has started, and on several "
+                "hosts: a loader's processes would keep the memory of the workers that died"
+            )
+        if has_parts and self._session.rank.spans_hosts:
+            raise ValueError(
+                "on_death: 'continue' needs Data or arrays instead of data_parts on several hosts: the rows that a "
+                "host has loaded are lost with its ranks; data_file has all rows on each host"
+            )
+        self._state, self._ranks_differ, self._limit = state, ranks_differ, DeathLimit(max_deaths)
+        self.deaths: list[RecoveredDeath] = []
+        self.step = 0
+        self.steps_until_copy = 1
+        self._variables: dict[str, Any] = {}
+        self._rule_memory: dict[str, np.ndarray] = {}
+        #: The sharded optimizer's variables, of all ranks together.
+        self._sharded_optimizer: np.ndarray | None = None
+        self._has_trained = self._has_copy = False
+        #: Number of ranks for which the exchange rule's memory was made.
+        self._n_ranks = self._session.size
+
+    # -- operations ------------------------------------------------------------------------------------------
+
+    def run(self, operation: Callable[[], T]) -> T:
+        """Call an operation that does not change the state of ranks; repeat it after a death."""
+        while True:
+            began = time.perf_counter()
+            try:
+                return operation()
+            except Exception as error:
+                self._recover(error, began)
+
+    def run_update(self, operation: Callable[[], T], steps: int = 0) -> T:
+        """Call an operation that changes the state of ranks, then copy the state; repeat both after a death."""
+
+        def call() -> T:
+            result = operation()
+            self._copy_state()
+            return result
+
+        result = self.run(call)
+        self.step += steps
+        self._limit.reset_repeats()
+        return result
+
+    def copy_state(self) -> None:
+        """Copy the state anew: the user may have changed it."""
+        if self._session.has_kept_memory:  # the user's code has caught the error of a death
+            self._recover(RuntimeError(self._session.close_reason), time.perf_counter())
+        self.run(self._copy_state)
+
+    def take_deaths(self) -> list[dict[str, Any]]:
+        """Return the deaths since the last call, for a report."""
+        deaths, self.deaths = self.deaths, []
+        return [asdict(death) for death in deaths]
+
+    def adapt_steps_until_copy(self, seconds: float) -> None:
+        """Set `steps_until_copy` such that its steps take about a second; ``seconds`` is their last duration."""
+        self.steps_until_copy = choose_interval_steps(self.steps_until_copy, seconds, _INTERVAL)
+
+    @contextlib.contextmanager
+    def keep_copies(self) -> Iterator[None]:
+        """Return a context manager within which copies are kept, and the memory that new workers need."""
+        try:
+            with self._session.keep_memory():
+                yield
+        finally:
+            _states.pop(self._state.training.name, None)
+            self._variables, self._rule_memory, self._sharded_optimizer, self._has_copy = {}, {}, None, False
+
+    # -- copies ----------------------------------------------------------------------------------------------
+
+    def _copy_state(self) -> None:
+        state, training = self._state, self._state.training
+        optimizer = state.get_sharded_optimizer()
+        if training.is_joint and not self._ranks_differ:
+            self._variables, self._sharded_optimizer, self._has_copy = _read_variables(training.groups), optimizer, True
+            return  # equal on all ranks
+        by_rank = run(rank_state.collect_state, training)
+        shared = {name: np.array(data.data) for name, data in training.memory.items()}
+        stored = self._session.rank.objects.get(("storage", training.name), {})
+        # No worker takes part in these assignments, so an interrupt cannot separate them.
+        _states[training.name], self._rule_memory, self._has_trained = by_rank, shared, "state" in stored
+        self._sharded_optimizer, self._has_copy = optimizer, True
+        if not training.is_joint:
+            self.step = by_rank[self._session.rank.number]["step"]
+
+    def _recover(self, error: Exception, began: float) -> None:
+        """Replace the workers and restore the copy; raise the error if no worker has died, or too many have."""
+        session, deaths = self._session, []
+        left_out: Sequence[int] = ()
+        while session.has_kept_memory and self._has_copy:
+            death = session.death
+            assert death is not None
+            who = describe_rank(death.rank, death.host)
+            if excess := self._limit.count_death(death.rank, death.cause):
+                raise WorkerError(f"{who} {death.cause}; {excess}", death.rank) from error
+            deaths.append(death)
+            left_out, size = self._choose_ranks_to_leave_out(death, left_out, error), session.size
+            if death.lost_ranks and not left_out:  # a host that could not be reached
+                time.sleep(_RETRY_SECONDS)
+            try:
+                self._restore(left_out)
+            except Exception as failure:
+                error = failure
+                if session.size < size:  # they have been removed, and `death` has the new numbers
+                    left_out = ()
+                continue
+            seconds = time.perf_counter() - began
+            for survived in deaths:
+                self.deaths.append(
+                    RecoveredDeath(survived.rank, survived.host, survived.cause, self.step, round(seconds, 3))
+                )
+            _log.warning("%s %s; the training went on from step %d, %.1f s later", who, death.cause, self.step, seconds)
+            return
+        raise error
+
+    def _choose_ranks_to_leave_out(self, death: Death, pending: Sequence[int], cause: Exception) -> Sequence[int]:
+        """Return the ranks whose device or host can't be used any more; all others start again.
+
+        Parameters
+        ----------
+        death : Death
+        pending : sequence of int
+            Ranks that were chosen before, and have not been removed, as a host could not be reached.
+        cause : Exception
+            Error that the death has caused.
+
+        Raises
+        ------
+        WorkerError
+            If the training cannot continue without these ranks.
+        """
+        is_lost = bool(death.lost_ranks) and not death.cause.startswith(FAILED_START_PREFIX)
+        if not self._limit.is_rank_unusable and not is_lost:
+            return pending
+        who = describe_rank(death.rank, death.host)
+        failure = f"on_death='continue': {who} {death.cause}"
+        left_out = sorted({*pending, *(death.lost_ranks or (death.rank,))})
+        if self._session.rank.root in left_out:
+            raise WorkerError(f"{failure}; no device is left for the master", death.rank) from cause
+        if self._sharded_optimizer is not None:
+            reason = "with shard_optimizer=True the training needs all ranks: resume from a checkpoint"
+            raise WorkerError(f"{failure}; {reason}", death.rank) from cause
+        _log.warning("%s %s; the training goes on without ranks %s", who, death.cause, left_out)
+        self._limit.reset_repeats()
+        return left_out
+
+    def _restore(self, left_out: Sequence[int]) -> None:
+        """Start new workers, without the ranks ``left_out``, and restore the copy."""
+        state, training = self._state, self._state.training
+        if training.is_joint and not self._ranks_differ:
+            _write_variables(training.groups, self._variables)
+            self._session.replace_workers(is_fork_unsafe(), left_out)
+            state.set_sharded_optimizer(self._sharded_optimizer)
+            return
+        size, by_rank = self._session.size - len(left_out), _states[training.name]
+        if not training.is_joint and len(by_rank) != size:
+            saved = [{**own, "shared": self._rule_memory} for own in by_rank]
+            _states[training.name] = rank_state.resize_states(saved, training, size)
+        is_fresh = self._session.replace_workers(is_fork_unsafe(), left_out)
+        if is_fresh:
+            distribute()  # functions move their variables to the device, where a task would leave them on the host
+        if self._n_ranks != size:
+            state.allocate_memory()
+            self._n_ranks = size
+        for name, data in training.memory.items():
+            before = self._rule_memory[name]
+            data[...] = before if before.shape == data.shape else 0  # as after a resumption on other ranks
+        run(restore_copy, training, self._has_trained, _states[training.name] if is_fresh else None)
+        state.set_sharded_optimizer(self._sharded_optimizer)
+        if not training.is_joint and self._has_trained:
+            run(rank_state.use_consensus_params, training.name, training.rule)
+
+
+def _list_vectors(groups: VariablesByRole) -> list[tuple[str, list[Any]]]:
+    """Return the roles whose variables are copied as one vector, with the variables; without a sharded optimizer."""
+    vectors = [("params", groups.params), ("optimizer", groups.optimizer), ("excluded", groups.excluded)]
+    return [(role, variables) for role, variables in vectors if variables is not None]
+
+
+def _read_variables(groups: VariablesByRole) -> dict[str, Any]:
+    """Return copies of this process's values of all variables, by role."""
+    values = {role: np.array(FlatVariables(variables).get()) for role, variables in _list_vectors(groups)}
+    return {**values, "others": [np.array(rank_state.get_value(shared)) for shared in groups.others]}
+
+
+def _write_variables(groups: VariablesByRole, values: dict[str, Any]) -> None:
+    """Set this process's variables to copies of the values from `_read_variables`."""
+    for role, variables in _list_vectors(groups):
+        FlatVariables(variables).set(np.array(values[role]))
+    for shared, value in zip(groups.others, values["others"], strict=True):
+        rank_state.put_value(shared, np.array(value))
+
+
+def restore_copy(
+    worker: Worker, training: rank_state.RankStateSpec, has_trained: bool, sent: list[dict[str, Any]] | None
+) -> None:
+    """Restore this rank from a copy: the one that the master sent, or else the one in this process's memory."""
+    by_rank = _states[training.name] if sent is None else sent
+    own = by_rank[worker.number]
+    # Copied: the master restores it again if a worker dies before the next copy.
+    rank_state.set_state(worker, training, deepcopy({**by_rank[0], **own} if training.is_joint else own))
+    if not has_trained:
+        worker.get_storage(training.name).clear()
+    if not worker.is_master and sent is None:
+        del _states[training.name]  # the next copy, in the master, would not free this memory

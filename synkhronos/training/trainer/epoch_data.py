@@ -1,0 +1,163 @@
+"""Data of a trainer: the order of rows in each epoch, and the range of rows that ranks train on until a report."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from synkhronos import ranks
+from synkhronos.data import Data
+from synkhronos.data import data as make_data
+from synkhronos.data.parts import PartsData, iterate_shuffled_batches
+from synkhronos.loading import Loader
+from synkhronos.loading.loader import Feed, open_feed
+from synkhronos.training.monitoring.recorder import Recorder
+from synkhronos.training.schedules import Schedule, compute_rate
+
+#: Maximal number of steps in one launch; each number is compiled separately.
+_MAX_REPEATS = 64
+
+
+@dataclass
+class IntervalPlan:
+    """Interval between two reports: its range of positions in an epoch, and how to train on it.
+
+    A position is an index into the epoch's order of rows.
+    """
+
+    #: Name of the trainer: the key under which ranks store its state.
+    name: str
+    #: Range of positions: ``start`` inclusive, ``stop`` exclusive.
+    start: int
+    stop: int
+    #: Number of rows of a rank in a step.
+    batch_size: int
+    epoch: int
+    #: Number of rows of this epoch, and of all previous epochs.
+    n_rows: int
+    rows_before: int
+    schedule: Schedule
+    recorders: list[Recorder]
+    #: Whether the master shows a progress bar.
+    shows_progress_bar: bool
+    #: Groups of ranks that share rows: one group of all ranks, or one per host if the hosts have different rows.
+    pools: list[range]
+    #: Whether a signal may end the training before `stop`.
+    can_stop: bool = False
+    #: Totals between the last report and `start`: one per rank, or a single one for joint steps; empty at a report.
+    earlier_totals: Sequence[Any] = ()
+    #: Whether the loss is a weighted mean instead of a mean over rows.
+    has_weight: bool = False
+
+    def get_rate(self, position: int) -> float:
+        """Return the learning rate at a position in the epoch."""
+        return compute_rate(self.schedule, self.epoch + position / self.n_rows)
+
+
+class InMemoryRows:
+    """RowSource of rows from data in memory; the source of a loader's rows is a `Feed`.
+
+    Parameters
+    ----------
+    data : list of Data, or on a rank of LocalRows
+    order : sequence of int
+        Indexes of the rows, in the epoch's order.
+    """
+
+    max_repeats = _MAX_REPEATS
+
+    def __init__(self, data: list[Any], order: Any):
+        self.data, self._order = data, order
+
+    def wait_rows(self, start: int, stop: int, on_poll: Any = None) -> np.ndarray:
+        """Return the row indexes at positions ``start`` to ``stop``."""
+        return np.asarray(self._order)[start:stop]
+
+    def free(self, start: int, stop: int) -> None:
+        """Do nothing: the rows are not in a loader's ring."""
+
+
+#: Provider of row indexes for ranges of positions, and of the arrays that they index.
+RowSource = InMemoryRows | Feed
+
+
+@dataclass
+class EpochData:
+    """Data of a trainer, and the order of their rows in each epoch."""
+
+    data: list[Data]
+    #: Number of rows of the data.
+    n_rows: int
+    #: Number of rows of a rank in a step.
+    batch_size: int
+    seed: int
+    loader: Loader | None
+    #: Ranks of each host if ranks use only rows of their own host; else None.
+    pools: list[range] | None = field(init=False)
+    #: Number of rows of an epoch.
+    n_epoch_rows: int = field(init=False)
+    order: Data = field(init=False)
+    _ordered_epoch: int = field(default=-1, init=False)
+
+    def __post_init__(self) -> None:
+        self.pools = get_rank_pools(self.data)
+        self.n_epoch_rows = self.n_rows if self.pools is None else sum(map(len, self._iterate_part_rows(0)))
+
+    def count_rows(self) -> int:
+        """Count the rows that the data have now; the number may change between epochs.
+
+        Raises
+        ------
+        ValueError
+            If the arrays have different numbers of rows.
+        """
+        lengths = {self.n_rows} if self.loader is not None else {len(array) for array in self.data}
+        if len(lengths) > 1:
+            raise ValueError(f"x_data, y_data: expected equally many rows of each, got {[len(d) for d in self.data]}")
+        return lengths.pop()
+
+    def allocate_order(self) -> None:
+        """Allocate the shared array with the order of rows."""
+        if self.loader is None:
+            self.order = make_data(shape=(self.n_epoch_rows,), dtype="int64")
+        self._ordered_epoch = -1
+
+    def make_source(self, epoch: int, start: int, is_joint: bool) -> RowSource:
+        """Return the source of an epoch's rows: for joint steps, or for each rank's own steps."""
+        if self.loader is not None:
+            size = ranks.get_session().size
+            unit_rows, consumers = (self.batch_size * size, 1) if is_joint else (self.batch_size, size)
+            return open_feed(self.loader, epoch, start, unit_rows, self.seed, consumers)
+        if epoch != self._ordered_epoch:
+            if self.pools is None:
+                self.order[...] = np.random.default_rng((self.seed, epoch)).permutation(self.n_epoch_rows)
+            else:
+                self.order[...] = np.concatenate(list(self._iterate_part_rows(epoch)))
+            self._ordered_epoch = epoch
+        return InMemoryRows(self.data, self.order)
+
+    def _iterate_part_rows(self, epoch: int) -> Iterator[np.ndarray]:
+        """Yield the row indexes of each step of an epoch, where ranks use only rows of their own host."""
+        assert self.pools is not None
+        return iterate_shuffled_batches(
+            self.n_rows, self.batch_size * self.pools[-1].stop, self.pools, (self.seed, epoch)
+        )
+
+    def describe_parts(self) -> list[int] | None:
+        """Describe the division of rows among hosts, for checkpoints: rows per step, then ranks per host; else None."""
+        return None if self.pools is None else [self.batch_size, *map(len, self.pools)]
+
+
+def check_rows(count: int, batch_size: int) -> None:
+    """Raise ValueError if the data have too few rows for one step of all ranks."""
+    size = ranks.get_session().size
+    if batch_size * size > count:
+        raise ValueError(f"batch_size: {size} ranks times {batch_size} rows are more than the {count} rows of the data")
+
+
+def get_rank_pools(data: list[Data]) -> list[range] | None:
+    """Return the ranks of each host if some array is made by `synkhronos.data_parts`, else None."""
+    return ranks.get_session().link.ranks_by_host if any(isinstance(array, PartsData) for array in data) else None

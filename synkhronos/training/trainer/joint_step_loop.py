@@ -1,0 +1,87 @@
+"""The master's loop over batches under BSP on gradients: each step is one command of all ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+
+from synkhronos import ranks
+from synkhronos.collectives.calls import broadcast
+from synkhronos.training.loops.stop_signals import get_requested_stop
+from synkhronos.training.monitoring.meter import Meter
+from synkhronos.training.train_function.train_function import TrainFunction
+from synkhronos.training.train_function.training_graph import TrainingGraph
+from synkhronos.training.trainer.death_recovery import DeathHandler
+from synkhronos.training.trainer.epoch_data import IntervalPlan, RowSource
+from synkhronos.training.trainer.launch_loop import LaunchBatches, LaunchLoop
+
+
+class JointStepLoop(LaunchLoop):
+    """Loop of the master whose steps are commands of all ranks.
+
+    Parameters
+    ----------
+    rows : int
+        Number of rows per step, of all ranks together.
+    step : TrainFunction
+    learning_rate : shared variable
+    rate : float
+        Present value of ``learning_rate`` on all ranks.
+    death_handler : DeathHandler
+    """
+
+    def __init__(
+        self,
+        plan: IntervalPlan,
+        source: RowSource,
+        meter: Meter,
+        rows: int,
+        graph: TrainingGraph,
+        step: TrainFunction,
+        learning_rate: Any,
+        rate: float,
+        death_handler: DeathHandler,
+    ):
+        super().__init__(plan, source, meter, rows, True, rate)
+        self._step, self._learning_rate, self._death_handler = step, learning_rate, death_handler
+        self._max_repeats = min(source.max_repeats, death_handler.max_repeats)
+        data = source.data
+        self._x = data[: len(graph.x)] if graph.x_is_list else data[0]
+        self._y = data[len(graph.x) :] if graph.y_is_list else data[-1]
+
+    def iterate_batches(self) -> Iterator[LaunchBatches]:
+        """Yield the batches of each launch; their learning rates are equal."""
+        position, plan = self.plan.start, self.plan
+        while position < plan.stop:
+            rate, starts = plan.get_rate(position), [position]
+            while len(starts) < self._max_repeats and starts[-1] + 2 * self.rows_per_step <= plan.stop:
+                if plan.get_rate(starts[-1] + self.rows_per_step) != rate:
+                    break
+                starts.append(starts[-1] + self.rows_per_step)
+            end = min(starts[-1] + self.rows_per_step, plan.stop)
+            yield LaunchBatches(position, starts, end)
+            position = end
+
+    def set_rate(self, rate: float) -> None:
+        """Set the learning rate's variable on all ranks."""
+        value = np.asarray(rate, self._learning_rate.type.dtype)
+        self._death_handler.run(lambda: broadcast(self._learning_rate, value))
+
+    def launch(self, rows: list[Any]) -> list[tuple[Any, Any]]:
+        """Take one step per batch, in one launch if possible."""
+        return self._death_handler.run_update(lambda: self._step.weighted_steps(self._x, self._y, rows), len(rows))
+
+    def free_after_launch(self, spans: list[tuple[int, int]], steps: int) -> None:
+        """Wait for the steps, and free their rows."""
+        self.meter.read_losses()
+        self.free(spans)
+
+    def exchange(self, steps: int) -> None:
+        """Do nothing: steps exchange gradients."""
+
+    def is_stopped(self) -> bool:
+        """Return True after a signal, or if a rank was left out, which changes the number of rows per step."""
+        is_resized = self.rows_per_step != self.plan.batch_size * ranks.get_session().size
+        return is_resized or self.plan.can_stop and bool(get_requested_stop())

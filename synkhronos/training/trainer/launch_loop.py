@@ -1,0 +1,166 @@
+"""Base class of a trainer's loops over batches: each iteration launches one step per batch."""
+
+from __future__ import annotations
+
+import math
+from abc import abstractmethod
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+from synkhronos.loading.loader import Feed
+from synkhronos.training.loops.batch_loop import BatchLoop
+from synkhronos.training.monitoring.meter import LossReader, Meter
+from synkhronos.training.trainer.epoch_data import IntervalPlan, RowSource
+
+
+class LaunchBatches(NamedTuple):
+    """Successive batches of one launch, with one step per batch.
+
+    Attributes
+    ----------
+    rate_position : int
+        Position in the epoch for which the schedule computes the learning rate.
+    starts : list of int
+        Position of each batch's first row.
+    end : int
+        Position after the rows of these batches, on all ranks.
+    """
+
+    rate_position: int
+    starts: list[int]
+    end: int
+
+
+class LaunchLoop(BatchLoop):
+    """Base class of loops over the rows of a `RowSource`.
+
+    Parameters
+    ----------
+    plan : IntervalPlan
+    source : RowSource
+    meter : Meter
+    rows : int
+        Number of rows per step.
+    is_master : bool
+        Whether this process may show the progress bar.
+    rate : float
+        Present value of the learning rate's variable; NaN if it is unknown.
+    """
+
+    on_poll: Any = None  # called repeatedly while this rank waits for a loader
+
+    def __init__(
+        self, plan: IntervalPlan, source: RowSource, meter: Meter, rows: int, is_master: bool, rate: float = math.nan
+    ):
+        self.plan, self.source, self.meter, self.rows_per_step, self.rate = plan, source, meter, rows, rate
+        #: Position up to which rows have been trained on.
+        self.end = plan.start
+        #: Ranges of positions whose rows unfinished steps may still read.
+        self.spans_in_use: list[tuple[int, int]] = []
+        self._bar: Any = None
+        if plan.shows_progress_bar and is_master:
+            from tqdm import tqdm
+
+            self._bar = tqdm(
+                total=plan.n_rows, initial=plan.start, unit=" rows", desc=f"epoch {plan.epoch}", leave=False
+            )
+
+    def run(self) -> None:
+        """Train on all batches, or until a signal; then close the progress bar."""
+        try:
+            super().run()
+        finally:
+            if self._bar is not None:
+                self._bar.close()
+
+    def record(self, batches: LaunchBatches) -> None:
+        """Write the lines that are due, and move the progress bar."""
+        self.end = batches.end
+        self.write_lines()
+        if self._bar is not None:
+            self._bar.update(self.end - self._bar.n)
+
+    def write_lines(self, last: bool = False) -> None:
+        """Write the recorders' lines that are due; with ``last``, also lines of fewer steps than ``every``."""
+        plan = self.plan
+        self.meter.write_lines(plan.epoch, plan.rows_before + self.end, self.rate, last)
+
+    @abstractmethod
+    def set_rate(self, rate: float) -> None:
+        """Set the learning rate's variable."""
+
+    @abstractmethod
+    def launch(self, rows: list[Any]) -> list[tuple[Any, Any]]:
+        """Launch one step per batch.
+
+        Parameters
+        ----------
+        rows : list of ndarray of int
+            Row indexes of each batch.
+
+        Returns
+        -------
+        list of (value, weight)
+            Loss and weight of each step, as from `TrainFunction.weighted_steps`; reading them waits for the step.
+        """
+
+    @abstractmethod
+    def free_after_launch(self, spans: list[tuple[int, int]], steps: int) -> None:
+        """Free rows that finished steps have read, after a launch of ``steps`` steps on the rows of ``spans``."""
+
+    def step(self, batches: LaunchBatches) -> int:
+        """Launch a step per batch, and pass the losses to the meter."""
+        last = self.plan.stop
+        spans = [(start, min(start + self.rows_per_step, last)) for start in batches.starts if start < last]
+        rate = self.plan.get_rate(batches.rate_position)
+        if rate != self.rate:
+            self.set_rate(rate)
+            self.rate = rate
+        rows = [indexes for indexes in self.wait_for_rows(spans) if len(indexes)]
+        if not rows:  # no batch is left for this rank, or no row could be read
+            self.free(spans)
+            return len(batches.starts)
+        with self.meter.time("compute") as launch:
+            losses = self.launch(rows)
+            for (loss, weight), indexes in zip(losses, rows, strict=True):
+                self.meter.add_loss(loss, len(indexes) if weight is None else weight)
+                self.meter.count_step(len(indexes))
+            self.free_after_launch(spans, len(losses))
+        self.meter.record_launch(len(rows), len(rows[0]), launch.spent)
+        return len(batches.starts)
+
+    def wait_for_rows(self, spans: list[tuple[int, int]]) -> list[Any]:
+        """Wait until the rows at some ranges of positions are loaded, and return their row indexes."""
+        source = self.source
+        if isinstance(source, Feed) and not all(source.is_ready(*span) for span in spans):
+            # The loader processes may need the slots of this rank's rows to read rows for other ranks.
+            self.finish_steps()
+        with self.meter.time("load"):
+            return [source.wait_rows(*span, self.on_poll) for span in spans]
+
+    def finish_steps(self) -> None:
+        """Wait for the launched steps, and free their rows."""
+        with self.meter.time("compute"):
+            self.meter.read_losses()
+            self.free(self.spans_in_use)
+            self.spans_in_use = []
+
+    def free(self, spans: list[tuple[int, int]]) -> None:
+        """Allow the loader processes to overwrite the rows at some ranges of positions."""
+        for span in spans:
+            self.source.free(*span)
+
+
+def make_loss_reader(fetch: Callable[[Sequence[Any]], Sequence[Any]], has_weight: bool) -> LossReader:
+    """Return the reader of a `Meter` for the losses of `TrainFunction.weighted_steps`.
+
+    Parameters
+    ----------
+    fetch : callable
+        Copies arrays to host memory.
+    has_weight : bool
+        Whether losses are already multiplied by their weights.  Else the weights are numbers of rows.
+    """
+    if has_weight:
+        return lambda losses, weights: zip(map(float, fetch(losses)), map(float, fetch(weights)), strict=True)
+    return lambda losses, rows: [(float(loss) * n, n) for loss, n in zip(fetch(losses), rows, strict=True)]

@@ -1,0 +1,224 @@
+"""A rank's loop over batches under an exchange rule: each rank takes its own steps."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+
+from synkhronos.loading.loader import Feed
+from synkhronos.rules import Rule, State
+from synkhronos.tasks import LocalFunction, LocalRows, Worker
+from synkhronos.training.checkpoints.rank_state import restore_own_params, use_consensus_params
+from synkhronos.training.loops.batch_loop import Exchanger
+from synkhronos.training.loops.stop_signals import StopAgreement, get_requested_stop
+from synkhronos.training.monitoring.meter import Meter, RankTotals
+from synkhronos.training.trainer.epoch_data import IntervalPlan, RowSource
+from synkhronos.training.trainer.launch_loop import LaunchBatches, LaunchLoop, make_loss_reader
+
+#: Maximal number of bytes of a launch's rows.
+_MAX_LAUNCH_NBYTES = 1 << 30
+
+
+class LocalStepLoop(LaunchLoop):
+    """Loop of one rank that takes its own steps by a compiled function.
+
+    Parameters
+    ----------
+    worker : Worker
+    plan : IntervalPlan
+    rule : Rule
+    state : State
+    step : LocalFunction
+        Takes a step, and returns the loss, followed by the weight if there is one.
+    rate : shared variable
+        Learning rate's variable of this rank.
+    source : RowSource
+    batches_taken : LocalRows
+        Number of batches that each pool's ranks have taken, under asynchronous rules.  The last element is the number
+        of rounds of one batch per rank after which a signal stops the training; 0 without a signal.
+    """
+
+    def __init__(
+        self,
+        worker: Worker,
+        plan: IntervalPlan,
+        rule: Rule,
+        state: State,
+        step: LocalFunction,
+        rate: Any,
+        source: RowSource,
+        batches_taken: LocalRows,
+    ):
+        launch_kinds = worker.get_storage(plan.name).setdefault("launch_kinds", set())
+        read = make_loss_reader(step.read, plan.has_weight)
+        meter = Meter(worker.number, plan.recorders, read, launch_kinds, state.step, lambda: worker.wait_seconds)
+        if plan.earlier_totals:
+            meter.begin_interval(plan.earlier_totals[worker.number])
+        super().__init__(plan, source, meter, plan.batch_size, worker.is_master)
+        self.worker, self.rule, self.state, self.on_poll = worker, rule, state, worker.progress
+        self._step, self._rate, self._batches_taken = step, rate, batches_taken
+        self.exchanger = Exchanger(worker, rule, state, meter.seconds)
+        #: Weights of the steps since the last exchange.
+        self._unexchanged_weights: list[Any] = []
+        state.count_items = self._sum_weights if plan.has_weight else None
+        self._agreement = StopAgreement(worker)
+        row = sum(math.prod(array.shape[1:]) * array.dtype.itemsize for array in source.data)
+        self.max_repeats = max(
+            1, min(source.max_repeats, step.max_repeats, _MAX_LAUNCH_NBYTES // max(1, row * plan.batch_size))
+        )
+        if isinstance(source, Feed):
+            source.open(worker.number)
+
+    def iterate_batches(self) -> Iterator[LaunchBatches]:
+        """Yield the batches of each launch of this rank; an exchange is due only after the last batch of a launch."""
+        return self._take_batches() if self.rule.asynchronous else self._assign_batches()
+
+    def _assign_batches(self) -> Iterator[LaunchBatches]:
+        """Assign batches in rounds of one batch per rank; in the last round ranks may get fewer rows, or none."""
+        plan, n, me = self.plan, self.worker.size, self.worker.number
+        position = plan.start
+        while position < plan.stop:
+            n_full = (plan.stop - position) // (plan.batch_size * n)
+            rounds = max(1, min(self.exchanger.count_steps_left(), self.max_repeats, n_full))
+            end = min(plan.stop, position + rounds * n * plan.batch_size)
+            yield LaunchBatches(position, [position + (k * n + me) * plan.batch_size for k in range(rounds)], end)
+            position = end
+
+    def _take_batches(self) -> Iterator[LaunchBatches]:
+        """Take the next batches from a counter that the ranks share."""
+        plan, n, shared_counts = self.plan, self.worker.size, self._batches_taken
+        pool = next(pool for pool in plan.pools if self.worker.number in pool)
+        while True:
+            n_batches = min(self.exchanger.count_steps_left(), self.max_repeats)
+            with self.meter.time("load"), self.worker.lock(n + 1) as lock:
+                lock.read(shared_counts)
+                first = int(shared_counts.array[pool.start])
+                if plan.can_stop and get_requested_stop() and not shared_counts.array[-1]:
+                    begun = (-(-int(shared_counts.array[peers.start]) // len(peers)) for peers in plan.pools)
+                    shared_counts.array[-1] = max(1, *begun)
+                rounds = int(shared_counts.array[-1])
+                if rounds:  # all pools stop after the same round, so that the rows trained on are one range
+                    n_batches = min(n_batches, rounds * len(pool) - first)
+                # Of every n successive batches a pool takes those numbered as its ranks; a single pool takes all.
+                starts = [
+                    plan.start + (k // len(pool) * n + pool[k % len(pool)]) * plan.batch_size
+                    for k in range(first, first + n_batches)
+                ]
+                starts = [start for start in starts if start + plan.batch_size <= plan.stop] or starts[:1]
+                shared_counts.array[pool.start] += len(starts)
+                lock.write(shared_counts)
+            if not starts or starts[0] >= plan.stop:
+                self.end = min(plan.stop, plan.start + rounds * n * plan.batch_size) if rounds else plan.stop
+                return
+            yield LaunchBatches(starts[0], starts, min(plan.stop, starts[-1] + plan.batch_size))
+
+    def is_stopped(self) -> bool:
+        """Return True if all ranks agree to stop; asynchronous ranks stop in `_take_batches` instead."""
+        return self.plan.can_stop and not self.rule.asynchronous and self._agreement.is_stop_due()
+
+    def set_rate(self, rate: float) -> None:
+        """Set the learning rate's variable on this rank."""
+        self._rate.set_value(np.asarray(rate, self._rate.type.dtype))
+
+    def _sum_weights(self) -> float:
+        """Return the sum of the weights of this rank's steps since the last exchange."""
+        return (
+            float(np.sum(self._step.read(self._unexchanged_weights), dtype=np.float64))
+            if self._unexchanged_weights
+            else 0.0
+        )
+
+    def launch(self, rows: list[Any]) -> list[tuple[Any, Any]]:
+        """Launch one step per batch, in one launch if possible."""
+        steps = self._launch_steps(rows)
+        self._unexchanged_weights += [weight for _, weight in steps if weight is not None]
+        return steps
+
+    def _launch_steps(self, rows: list[Any]) -> list[tuple[Any, Any]]:
+        data, state = self.source.data, self.state
+        if state.average_size:
+            state.own["batches"] = state.own.get("batches", 0.0) + sum(map(len, rows)) / self.plan.batch_size
+        if len(rows) > 1 and len({len(array) for array in rows}) == 1:
+            all_rows = np.concatenate(rows)
+            outputs = self._step.launch_many(len(rows), *(array[all_rows] for array in data))
+            if outputs is not None:
+                weights = outputs[len(rows) :] or [None] * len(rows)
+                return list(zip(outputs[: len(rows)], weights, strict=True))
+        steps = [self._step.launch(*(array[indexes] for array in data)) for indexes in rows]
+        return [(loss, weight[0] if weight else None) for loss, *weight in steps]
+
+    def free_after_launch(self, spans: list[tuple[int, int]], steps: int) -> None:
+        """Wait for the previous launch, and free its rows."""
+        if isinstance(self.source, Feed):
+            self.meter.read_losses(n_pending=steps)
+            self.free(self.spans_in_use)
+            self.spans_in_use = spans
+
+    def exchange(self, steps: int) -> None:
+        """Count ``steps`` steps, and exchange if an exchange is due."""
+        if not self.exchanger.count_steps(steps):
+            return
+        # Launched steps are finished if the exchange waits for them: other ranks may need the memory of their rows.
+        if isinstance(self.source, Feed) or self.rule.asynchronous and self.state.since > 1:
+            self.finish_steps()
+        self.state.learning_rate = self.rate
+        self.exchanger.exchange()
+        self._unexchanged_weights = []
+        if self.state.average_size:
+            self.state.own["batches"] = 0.0
+
+
+def train_interval(
+    worker: Worker,
+    plan: IntervalPlan,
+    rule: Rule,
+    step: LocalFunction,
+    rate: Any,
+    variables: tuple[list[Any], list[Any], int],
+    source: RowSource,
+    batches_taken: LocalRows,
+    shared: dict[str, LocalRows],
+) -> tuple[int, RankTotals]:
+    """Train this rank on its rows of an interval, then set the parameters to the rule's consensus.
+
+    Parameters
+    ----------
+    worker, plan, rule, step, rate, source, batches_taken
+        As in `LocalStepLoop`.
+    variables : (list of shared variable, list of shared variable, int)
+        Parameters that are exchanged; variables of the optimizer; number of running averages among the former.
+    shared : dict of str to LocalRows
+        Shared memory of the rule.
+
+    Returns
+    -------
+    end : int
+        Position up to which the ranks have trained: before ``plan.stop`` if a signal has stopped them.
+    totals : RankTotals
+    """
+    stored = worker.get_storage(plan.name)
+    state: State | None = stored.get("state")
+    restore_own_params(
+        worker, plan.name
+    )  # after an interrupt there are none: the present parameters are this rank's own
+    by_rank = worker.all_gather(None if state is None else (state.step, state.since))
+    counts = [pair for pair in by_rank if pair is not None]
+    if state is None or len(counts) < len(by_rank) or not rule.asynchronous and len(set(by_rank)) > 1:
+        # At the first interval, or after an interrupt that stopped ranks at different steps: all ranks start anew.
+        params, optimizer, n_averages = variables
+        state = State(params, optimizer, shared, n_averages)
+        state.step = max([step for step, _ in counts], default=0)
+        if counts:
+            state.vector = worker.all_reduce(state.vector)
+        rule.setup(worker, state)
+        stored["state"] = state
+    loop = LocalStepLoop(worker, plan, rule, state, step, rate, source, batches_taken)
+    loop.run()
+    loop.finish_steps()
+    with loop.meter.time("exchange"):
+        use_consensus_params(worker, plan.name, rule)
+    loop.write_lines(last=True)
+    return loop.end, loop.meter.get_totals(loop.rate)

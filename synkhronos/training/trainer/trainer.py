@@ -1,0 +1,459 @@
+"""Trainers: epochs over data on all ranks, by an exchange rule.
+
+`make_trainer` checks the model and compiles the functions of a step; `Trainer.epochs` checks the data, and trains by a
+`TrainerEpochLoop`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from synkhronos import ranks
+from synkhronos.casts import as_numbers, check_cast
+from synkhronos.checks import check_at_least, check_flag, check_number, describe
+from synkhronos.data import Data
+from synkhronos.data import data as make_data
+from synkhronos.data.parts import PartsData
+from synkhronos.graphs import library_of
+from synkhronos.loading import Loader
+from synkhronos.loading.loader import cast_rows
+from synkhronos.rules import BSP, EAMSGD, Rule
+from synkhronos.training.checkpoints.checkpoint import Checkpoint, CheckpointError
+from synkhronos.training.loops.stop_signals import StopSignals, get_requested_stop
+from synkhronos.training.monitoring.report import Report
+from synkhronos.training.monitoring.validation_metrics import Metric, parse_metrics
+from synkhronos.training.schedules import Schedule, as_schedule, compute_rate
+from synkhronos.training.train_function.extra_updates import UpdatesArgument
+from synkhronos.training.train_function.step_options import StepOptions
+from synkhronos.training.train_function.training_graph import (
+    DataArgument,
+    TrainingGraph,
+)
+from synkhronos.training.trainer.compiled_model import CompiledModel
+from synkhronos.training.trainer.death_recovery import DeathHandler
+from synkhronos.training.trainer.epoch_data import EpochData, check_rows
+from synkhronos.training.trainer.trainer_epoch_loop import TrainerEpochLoop
+from synkhronos.training.updates import nesterov_momentum
+from synkhronos.training.updates.transformations import UpdateRule
+
+
+class Trainer:
+    """Trains on all ranks by an exchange rule; made by `make_trainer`.
+
+    Attributes
+    ----------
+    params : list of shared variables
+        After each report the master has their values for all ranks: the centre, or the mean.  The same applies to
+        `extra_updates` with the op "mean".
+    optimizer : list of shared variables
+        Variables of the update rule, such as velocities.
+    learning_rate : shared variable
+    rule : Rule
+    schedule : callable
+        Schedule of the learning rate; another one may be set between two reports.
+    """
+
+    def __init__(
+        self,
+        graph: TrainingGraph,
+        rule: Rule,
+        learning_rate: Any,
+        schedule: Schedule,
+        validate: dict[str, Metric],
+    ):
+        self.params, self.rule, self.learning_rate = graph.params, rule, learning_rate
+        self._model = CompiledModel(graph, rule, learning_rate, schedule, validate)
+        self.optimizer = self._model.optimizer
+        #: Loop of the last call of `epochs`.
+        self._loop: TrainerEpochLoop | None = None
+
+    @property
+    def schedule(self) -> Schedule:
+        """Schedule of the learning rate."""
+        return self._model.schedule
+
+    @schedule.setter
+    def schedule(self, schedule: Schedule | float) -> None:
+        """Set the schedule, or a constant rate."""
+        self._model.schedule = as_schedule(schedule)
+
+    @property
+    def ema(self) -> list[Any] | None:
+        """Moving averages of the parameters, in their order; None without the option `ema`.
+
+        With `shard_optimizer` each rank has a part of them.  Reading this attribute gathers the averages of that moment
+        into the variables, on all ranks.
+        """
+        return self._model.ema
+
+    # -- epochs --------------------------------------------------------------------------------
+
+    def epochs(
+        self,
+        x_data: DataArgument | Loader,
+        y_data: DataArgument | None,
+        batch_size: int,
+        epochs: int,
+        *,
+        seed: int = 0,
+        valid: tuple[DataArgument, DataArgument] | Loader | None = None,
+        every: int | None = None,
+        patience: int | None = None,
+        recorder: Any = None,
+        checkpoint: Checkpoint | None = None,
+        resume: Any = None,
+        progress: bool = False,
+        grace: float = 30.0,
+        on_death: str = "stop",
+        max_deaths: int = 100,
+    ) -> Iterator[Report]:
+        """Train, and report after each epoch.
+
+        Parameters
+        ----------
+        x_data, y_data : Data or array_like, or list of these
+            Data for each variable of `x` and of `y`.  Values are cast to the variables' dtypes if no number changes;
+            only float64 is rounded, to float32.  Data objects may grow or shrink between two epochs.
+            Alternatively, ``x_data`` is a `synkhronos.loading.Loader` whose rows have an array for each of these
+            variables, and ``y_data`` is None.
+            On `synkhronos.data_parts` each rank trains on rows of its own host, in the order of `PartsData.batches`;
+            an epoch leaves out remaining rows that do not fill a step of all ranks.
+        batch_size : int
+            Number of rows of one rank in a step.  A step of n ranks has n times as many rows.
+        epochs : int
+            Total number of epochs, including those before `resume`.
+        seed : int
+            Seed of the shuffle.  The order of rows differs between epochs, and does not depend on the number of ranks,
+            except for `synkhronos.data_parts`, where it depends on the number of ranks of each host.
+        valid : pair, or Loader, optional
+            Inputs and targets for which `validate` is computed at each report.
+        every : int, optional
+            Number of steps of each rank between two reports.  Default: an epoch.
+        patience : int, optional
+            Number of reports without an improvement of a metric after which training stops.  The metric is that of
+            ``checkpoint.keep_best``, or else the first value of `validate`; lower is better.  After `resume`, another
+            metric starts a new comparison.
+        recorder : Recorder, or object with ``write(dict)``, or a list of these, optional
+            Objects that get each report as a dict.
+        checkpoint : Checkpoint, optional
+            Folder in which checkpoints are saved.  It is locked until the last report.
+        resume : "latest" or path, optional
+            Checkpoint from which the training continues: the newest one in the folder of `checkpoint`, if there is one,
+            or the checkpoint at a path.
+        progress : bool
+            Whether to show a progress bar, which needs tqdm.
+        grace : float
+            Maximal number of seconds for writing a checkpoint after SIGTERM, SIGHUP, SIGUSR1 or SIGUSR2.  It needs
+            `checkpoint`, and a signal for which you have not installed a handler.
+        on_death : {"stop", "continue"}
+            Effect of the death of a worker, such as by SIGKILL when memory runs out: "stop" raises WorkerError;
+            "continue" replaces the workers and repeats the last step, see the notes.
+        max_deaths : int
+            Maximal number of deaths for "continue".  A fourth death in the same step also ends the training.
+
+        Yields
+        ------
+        Report
+
+        Raises
+        ------
+        TypeError, ValueError
+            For wrong arguments, before the first step.
+        FloatingPointError
+            If the loss is NaN or infinite; no checkpoint is written then.
+        CheckpointError
+            If the checkpoint is damaged or of another model, update rule or exchange rule, or if another training
+            writes into the folder.
+        LoadError, WorkerError
+            If a loader can't read a row, or a loader or worker has died.
+        SystemExit
+            After one of the signals of `grace`, when a checkpoint of the last step has been written.  The status is 128
+            plus the signal's number.
+
+        Notes
+        -----
+        With ``on_death="continue"`` the master copies the state of all ranks in memory: parameters, the variables of
+        the update rule and of the exchange rule, random streams and counters.  Under BSP on gradients it copies after
+        each step, and after a death the results are bit for bit those of a training without deaths.  Under other rules
+        it copies about every second, or at each report if the loss has a weight.  After a death all ranks return to the
+        copy, so each row is used exactly once.  ``report.deaths`` describes the deaths.
+
+        If a new worker fails to start twice in a row, its device is left out, and so is a host that is lost: the
+        training continues with fewer ranks, as after a resumption on fewer ranks.  With a sharded optimizer it ends
+        instead.
+
+        New workers are forks of the master, so nothing is compiled again.  Once JAX or CUDA has started they are new
+        processes, which compile again, and rows may not come from a `Loader`; so it is on several hosts, too.
+        Variables that the trainer does not use get the master's values on all ranks.  The death of the master ends the
+        training, as does a death while your code between two reports calls the ranks.
+        """
+        loader = self._find_loader(x_data, y_data)
+        data, count = ([], len(loader)) if loader else self._make_data(x_data, y_data, "x_data, y_data")
+        batch_size, epochs = check_at_least(batch_size, "batch_size", 1), check_at_least(epochs, "epochs", 1)
+        seed = check_at_least(seed, "seed", 0)
+        if not 0 < check_number(grace, "grace", "a number of seconds") <= threading.TIMEOUT_MAX:
+            raise ValueError(f"grace: expected a positive number of seconds, got {grace!r}")
+        for name, value in (("every", every), ("patience", patience)):
+            if value is not None:
+                check_at_least(value, name, 1)
+        check_rows(count, batch_size)
+        valid_data = self._make_validation_data(valid)
+        self._check_metric(valid is not None, patience, checkpoint)
+        recorders = list(recorder) if isinstance(recorder, list | tuple) else [] if recorder is None else [recorder]
+        for candidate in recorders:
+            if not hasattr(candidate, "write"):
+                raise TypeError(
+                    f"recorder: expected something with a method write(dict), such as a Recorder, got {candidate!r}"
+                )
+        if checkpoint is not None and not isinstance(checkpoint, Checkpoint):
+            raise TypeError(f"checkpoint: expected a Checkpoint, got {checkpoint!r}")
+        if resume is not None and not isinstance(resume, str | os.PathLike):
+            raise TypeError(f"resume: expected 'latest' or a path, got {resume!r}")
+        if resume == "latest" and checkpoint is None:
+            raise ValueError("resume: expected a path, or checkpoint=..., in which to look for the latest")
+        if on_death not in ("stop", "continue"):
+            raise ValueError(f"on_death: expected 'stop' or 'continue', got {on_death!r}")
+        max_deaths, death_handler = check_at_least(max_deaths, "max_deaths", 1), DeathHandler()
+        if on_death == "continue":
+            arrays = [*data, *(valid_data[0] if isinstance(valid_data, tuple) else ())]
+            has_parts = any(isinstance(array, PartsData) for array in arrays)
+            has_loader = loader is not None or isinstance(valid, Loader)
+            death_handler = self._model.make_death_recovery(max_deaths, has_loader, has_parts)
+        loop = TrainerEpochLoop(
+            model=self._model,
+            data=EpochData(data, count, batch_size, seed, loader),
+            n_epochs=epochs,
+            every=every,
+            valid=valid_data,
+            patience=patience,
+            recorders=recorders,
+            checkpoint=checkpoint,
+            shows_progress_bar=check_flag(progress, "progress"),
+            death_handler=death_handler,
+        )
+        return self._iterate_reports(loop, resume, grace)
+
+    def _make_validation_data(self, valid: Any) -> tuple[list[Data], int] | Loader | None:
+        """Return the validation data and their number of rows, or their loader."""
+        if valid is None:
+            return None
+        if not isinstance(valid, Loader) and not (isinstance(valid, list | tuple) and len(valid) == 2):
+            raise TypeError(f"valid: expected inputs and targets in a pair, or a Loader, got {type(valid).__name__}")
+        if not self._model.metrics:
+            raise ValueError("valid: make_trainer needs validate=..., the expressions to compute on validation data")
+        if isinstance(valid, Loader):
+            cast_rows(valid, [*self._model.graph.x, *self._model.graph.y])
+            return valid
+        return self._make_data(valid[0], valid[1], "valid")
+
+    def _check_metric(self, has_validation: bool, patience: int | None, checkpoint: Checkpoint | None) -> None:
+        """Check that reports will have the metric of ``keep_best`` and of ``patience``."""
+        keep_best = checkpoint.keep_best if isinstance(checkpoint, Checkpoint) else None
+        if patience is not None and not has_validation and keep_best is None:
+            raise ValueError("patience: expected validation data, valid=..., to compare")
+        names = ["loss", *(self._model.metrics if has_validation else ())]
+        if keep_best is not None and keep_best[0] not in names:
+            raise ValueError(f"checkpoint: keep_best expects one of {', '.join(names)}, got {keep_best[0]!r}")
+
+    def _iterate_reports(self, loop: TrainerEpochLoop, resume: Any, grace: float) -> Iterator[Report]:
+        checkpoint = loop.checkpoint
+        with contextlib.ExitStack() as stack:
+            if checkpoint is not None:
+                checkpoint.lock()
+                stack.callback(checkpoint.unlock)
+                stack.enter_context(StopSignals(grace))
+            self._loop = loop
+            loop.begin(resume)
+            stack.enter_context(loop.death_handler.keep_copies())
+            yield from loop.iterate_reports()
+            if checkpoint is not None and get_requested_stop():
+                raise SystemExit(128 + get_requested_stop())
+
+    def restore_best(self) -> Path:
+        """Restore all ranks from the best checkpoint of the last call of `epochs`.
+
+        Parameters, the update rule's variables, random streams and the position in the data are then those of the best
+        report.  To train on from there, call `epochs` with the path as ``resume``.
+
+        Returns
+        -------
+        Path
+            The checkpoint, as `Checkpoint.best` finds it.
+
+        Raises
+        ------
+        RuntimeError
+            If `epochs` was not called on these ranks with a checkpoint that has `keep_best`.
+        CheckpointError
+            If there is none, or it is damaged.
+        """
+        loop = self._loop
+        checkpoint = None if loop is None or loop.session is not ranks.get_session() else loop.checkpoint
+        if loop is None or checkpoint is None or checkpoint.keep_best is None:
+            raise RuntimeError(
+                "restore_best(): expected a call of epochs(..., checkpoint=Checkpoint(folder, keep_best=...)) before it"
+            )
+        path = checkpoint.best()
+        if path is None:
+            raise CheckpointError(
+                f"{checkpoint.folder}: expected a checkpoint with {checkpoint.keep_best[0]}, found none"
+            )
+        self._model.state.restore(path, loop.data, self.schedule)
+        return path
+
+    # -- data ------------------------------------------------------------------------------------------------
+
+    def _find_loader(self, x_data: Any, y_data: Any) -> Loader | None:
+        """Return the loader that the data are from; None if they are arrays."""
+        if not isinstance(x_data, Loader):
+            if isinstance(y_data, Loader):
+                raise TypeError("y_data: expected arrays, or None and one loader of all inputs as x_data, got a loader")
+            return None
+        if y_data is not None:
+            raise TypeError(f"y_data: expected None, as the loader has all inputs, got {type(y_data).__name__}")
+        cast_rows(x_data, [*self._model.graph.x, *self._model.graph.y])
+        return x_data
+
+    def _make_data(self, x_data: Any, y_data: Any, name: str) -> tuple[list[Data], int]:
+        """Return a Data object for each input, and their number of rows."""
+        arrays = self._model.graph.check_data(x_data, y_data, None, None)
+        variables = [*self._model.graph.x, *self._model.graph.y]
+        data = []
+        for array, variable in zip(arrays, variables, strict=True):
+            if not isinstance(array, Data):
+                array = as_numbers(array, f"{name}: {describe(variable)}")
+                check_cast(array, variable.type.dtype, f"{name}: {describe(variable)}")
+                array = make_data(array, var=variable, force_cast=True)
+            data.append(array)
+        lengths = {len(array) for array in data}
+        if len(lengths) != 1 or not min(lengths):
+            raise ValueError(f"{name}: expected equally many rows of each, at least one, got {[*map(len, data)]}")
+        return data, lengths.pop()
+
+
+def make_trainer(
+    loss: Any,
+    params: Sequence[Any],
+    x: Any,
+    y: Any,
+    update_rule: UpdateRule,
+    rule: Rule | None = None,
+    learning_rate: Schedule | float = 0.01,
+    validate: Mapping[str, Any] | Sequence[Any] | Any = None,
+    extra_updates: UpdatesArgument | None = None,
+    weight: Any = None,
+    clip_norm: float | None = None,
+    num_slices: int = 1,
+    ema: float | None = None,
+    validate_ema: bool = False,
+    loss_scale: str | None = None,
+    shard_optimizer: bool = False,
+    **rule_kwargs: Any,
+) -> Trainer:
+    """Make a trainer: epochs over data, on all ranks, by an exchange rule.
+
+    Call `synkhronos.fork` first.
+
+    Parameters
+    ----------
+    loss : scalar variable
+        Loss to minimize: a mean over the rows of `x`.
+    params : list of shared variables
+        Parameters to train.
+    x, y : variable or list of variables
+        Inputs and targets.  A list of targets may be empty.
+    update_rule : callable
+        A rule of `synkhronos.training.updates`, or a function with its arguments and results.
+    rule : Rule, optional
+        Exchange rule of `synkhronos.rules`.  Default: `BSP`.
+    learning_rate : float or callable
+        A number, or a schedule: see `synkhronos.training.schedules`.
+    validate : dict of str to metric, or list of metrics, or metric, optional
+        Values to compute on validation data.  `patience` and `schedules.plateau` use the first.  A metric is a scalar
+        variable that is a mean over rows; or ``(variable, op)``, whose values are reduced over batches and ranks by the
+        op, such as "mean" (weighted by rows), "sum" or "max" (see :ref:`ops`); or ``(variable, "mean", weight)``, whose
+        weight is a scalar variable, such as the sum of a mask.
+    extra_updates : dict, or list of (shared variable, expression) or (shared variable, expression, op), optional
+        As for `synkhronos.training.make_train_function`.  Those with the op "mean" are exchanged with the
+        parameters: averaging rules weight them by the number of rows of each rank since the last exchange, other rules
+        treat them as parameters.  At a report the master has the values of all ranks.
+    weight : scalar variable, optional
+        As for `synkhronos.training.make_train_function`: number of items that the loss is a mean over, if they are not
+        the rows of `x`.  Losses in reports and records are means with this weight, under all rules.
+    clip_norm, num_slices, ema, loss_scale
+        As for `synkhronos.training.make_train_function`.  They need a `rule` that averages gradients, which
+        is the default.  The averages are in ``trainer.ema`` and in checkpoints.
+    validate_ema : bool, optional
+        Whether `validate` is computed with the averages of `ema` instead of the parameters.
+    shard_optimizer : bool, optional
+        As for `synkhronos.training.make_train_function`, with such a `rule`.  Checkpoints hold the whole state, so that
+        trainers resume on any number of ranks, with this option or without.
+    **rule_kwargs
+        Options of the update rule, such as ``momentum=0.9``.
+
+    Returns
+    -------
+    Trainer
+
+    Raises
+    ------
+    TypeError, ValueError
+        If an argument is wrong; the message names it.
+
+    Warns
+    -----
+    UserWarning
+        If a mean of `loss`, `validate` or `extra_updates` has a denominator that depends on the values of inputs, and
+        no weight was given.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> import pytensor, pytensor.tensor as pt
+    >>> import synkhronos as synk
+    >>> from synkhronos import rules
+    >>> from synkhronos.training.updates import sgd
+    >>> x, y = pt.matrix("x"), pt.vector("y")
+    >>> w = pytensor.shared(np.zeros(3), name="w")
+    >>> loss = ((x @ w - y) ** 2).mean()
+    >>> n = synk.fork(2, use_gpu=False)
+    >>> trainer = make_trainer(loss, [w], x, y, sgd, rules.LocalSGD(5), learning_rate=0.1)
+    >>> rows = np.random.default_rng(0).normal(size=(200, 3))
+    >>> for report in trainer.epochs(rows, rows @ [1.0, 2.0, 3.0], batch_size=5, epochs=10):
+    ...     pass
+    >>> print(w.get_value().round(2), report.batch)
+    [1. 2. 3.] 2 x 5 = 10
+    >>> synk.close()
+    """
+    rule = BSP() if rule is None else rule
+    if not isinstance(rule, Rule):
+        raise TypeError(f"rule: expected one of synkhronos.rules, such as rules.EASGD(), got {rule!r}")
+    if isinstance(rule, EAMSGD):
+        if update_rule is not nesterov_momentum:
+            raise ValueError(f"update_rule: EAMSGD needs nesterov_momentum, got {update_rule!r}")
+        if rule_kwargs.setdefault("momentum", rule.momentum) != rule.momentum:
+            raise ValueError(f"momentum: EAMSGD has {rule.momentum}, got {rule_kwargs['momentum']!r}")
+    options = StepOptions(clip_norm, num_slices, ema, validate_ema, loss_scale, shard_optimizer)
+    if not (isinstance(rule, BSP) and rule.average == "gradient"):
+        for name in options.changed:
+            raise ValueError(f"{name}: needs the exchange rule BSP() on gradients, got {rule!r}")
+    schedule = as_schedule(learning_rate)
+    try:
+        library = library_of(loss)
+    except TypeError as error:
+        raise TypeError(f"loss: {error}") from None
+    first = params[0] if isinstance(params, list | tuple) and params else None
+    dtype = getattr(getattr(first, "type", None), "dtype", library.floatX)
+    # At least float32: a rate of 1e-5 has few digits in float16.  Rules cast it to the dtype in which they compute.
+    dtype = np.result_type(dtype, np.float32)
+    rate = library.shared(np.asarray(compute_rate(schedule, 0.0), dtype), name="learning_rate")
+    rule_kwargs = {"learning_rate": rate, **rule_kwargs}
+    graph = TrainingGraph.build(*(loss, params, x, y, update_rule, None, extra_updates, rule_kwargs, weight, options))
+    return Trainer(graph, rule, rate, schedule, parse_metrics(validate, [*graph.x, *graph.y]))

@@ -1,0 +1,378 @@
+"""The loop over the epochs of a trainer, in the master.
+
+Epochs are divided into intervals between reports.  In an interval either the master takes joint steps, or every rank
+runs a loop of its own::
+
+    TrainerEpochLoop.train() --> BSP on gradients: JointStepLoop in the master
+                        --> other rules:      LocalStepLoop on every rank
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+from synkhronos import ranks
+from synkhronos.checks import describe
+from synkhronos.data import Data
+from synkhronos.data import data as make_data
+from synkhronos.data.parts import iterate_ordered_batches
+from synkhronos.loading import Loader, LoadError
+from synkhronos.loading.loader import Feed, record_position
+from synkhronos.ranks import WorkerError
+from synkhronos.tasks import run
+from synkhronos.training import schedules
+from synkhronos.training.checkpoints import generator_state
+from synkhronos.training.checkpoints.checkpoint import Checkpoint
+from synkhronos.training.loops.epoch_loop import EpochLoop
+from synkhronos.training.loops.stop_signals import get_requested_stop
+from synkhronos.training.monitoring.early_stopping import EarlyStopping
+from synkhronos.training.monitoring.meter import Meter, RankTotals, resize_totals
+from synkhronos.training.monitoring.nonfinite import describe_nonfinite
+from synkhronos.training.monitoring.recorder import Recorder
+from synkhronos.training.monitoring.report import Report, make_report
+from synkhronos.training.monitoring.validation_metrics import MetricTotals
+from synkhronos.training.trainer.compiled_model import CompiledModel
+from synkhronos.training.trainer.death_recovery import DeathHandler
+from synkhronos.training.trainer.epoch_data import EpochData, IntervalPlan, RowSource, check_rows, get_rank_pools
+from synkhronos.training.trainer.joint_step_loop import JointStepLoop
+from synkhronos.training.trainer.launch_loop import make_loss_reader
+from synkhronos.training.trainer.local_step_loop import train_interval
+from synkhronos.training.trainer.trainer_state import TrainerProgress
+
+
+@dataclass(eq=False)
+class TrainerEpochLoop(EpochLoop):
+    """Loop over the epochs of one call of `Trainer.epochs`, in the master."""
+
+    model: CompiledModel
+    data: EpochData
+    n_epochs: int
+    #: Number of steps per rank in an interval; None: an interval is an epoch.
+    every: int | None
+    #: Validation data and their number of rows.
+    valid: tuple[list[Data], int] | Loader | None
+    patience: int | None
+    #: Objects with a method ``write(record)``.
+    recorders: list[Any]
+    checkpoint: Checkpoint | None
+    #: Whether to show a progress bar.
+    shows_progress_bar: bool
+    #: Handler of the deaths of workers.
+    death_handler: DeathHandler
+
+    def __post_init__(self) -> None:
+        self.first_metric = "loss" if self.valid is None else next(iter(self.model.metrics))
+        keep_best = None if self.checkpoint is None else self.checkpoint.keep_best
+        self.metric = keep_best or (self.first_metric, "min")
+        self.saves_best = keep_best is not None
+        self.checkpoint_every = 0 if self.checkpoint is None else self.checkpoint.every
+
+    @property
+    def progress(self) -> TrainerProgress:
+        """Position of the trainer; `Trainer.restore_best` may replace it between two reports."""
+        return self.model.state.progress
+
+    @property
+    def early_stopping(self) -> EarlyStopping:
+        """Best value of the metric so far."""
+        return self.progress.early_stopping
+
+    def begin(self, resume: Any) -> None:
+        """Allocate shared memory, and restore the checkpoint that ``resume`` names, if any."""
+        model, checkpoint, state = self.model, self.checkpoint, self.model.state
+        self.session = ranks.get_session()
+        state.start_session(self.session, model)
+        self.batches_taken = make_data(shape=(self.session.size + 1,), dtype="int64")
+        self.data.allocate_order()
+        if resume == "latest":
+            assert checkpoint is not None
+            resume = next(reversed(checkpoint.paths()), None)
+        if resume is not None:
+            seen = state.restore(resume, self.data, model.schedule)
+            self._cut_records(seen)
+        elif self.progress.row and self.progress.order != (self.data.n_epoch_rows, self.data.seed):
+            count, seed = self.progress.order
+            raise ValueError(
+                f"x_data, seed: expected {count:,} rows and seed {seed}, since the last call ended within an epoch of "
+                f"these, got {self.data.n_epoch_rows:,} and {self.data.seed}"
+            )
+        elif checkpoint is not None:
+            checkpoint.check_no_later(self.progress.seen)
+        metric = "loss" if self.valid is None else f"validation {self.first_metric}"
+        if self.metric != (self.first_metric, "min"):
+            metric += f", {' '.join(self.metric)}"
+        if self.early_stopping.set_metric(metric):
+            schedules.reset_best(model.schedule)
+
+    def _cut_records(self, seen: int) -> None:
+        """Remove the records after ``seen`` rows, since those steps are repeated."""
+        for recorder in self.recorders:
+            if isinstance(recorder, Recorder):
+                recorder.truncate(seen)
+
+    def has_trained_all_epochs(self) -> bool:
+        """Whether all epochs are trained."""
+        return self.progress.epoch >= self.n_epochs
+
+    def is_signalled(self) -> bool:
+        """Whether a signal has requested a stop."""
+        return self.checkpoint is not None and bool(get_requested_stop())
+
+    # -- an interval -----------------------------------------------------------------------------------------
+
+    def train(self) -> bool:
+        """Train to the next report; return True if a signal stopped the training earlier."""
+        self.death_handler.copy_state()
+        progress = self.progress
+        if not progress.row:
+            self._begin_epoch()
+        self.interval_stop = self._find_interval_stop(progress.interval_start)
+        if self.interval_stop < progress.row:  # after a checkpoint of more ranks
+            self.interval_stop = self._find_interval_stop(progress.row)
+        if self.model.joint_step is not None:
+            while progress.row < self.interval_stop and not self.is_signalled():  # repeats if a rank was left out
+                progress.row, progress.totals = self._train_interval(self.interval_stop)
+            return self.is_signalled()
+        while progress.row < self.interval_stop and not self.is_signalled():
+            began = time.perf_counter()
+            progress.row, progress.totals = self.death_handler.run_update(self._make_interval_operation())
+            self.death_handler.adapt_steps_until_copy(time.perf_counter() - began)
+        return self.is_signalled()
+
+    def _begin_epoch(self) -> None:
+        """Start an epoch of all rows that the data have now."""
+        data = self.data
+        n_rows = data.count_rows()
+        if n_rows != data.n_rows or get_rank_pools(data.data) != data.pools:  # or a rank was left out
+            check_rows(n_rows, data.batch_size)
+            self.data = EpochData(data.data, n_rows, data.batch_size, data.seed, data.loader)
+            self.data.allocate_order()
+        self.progress.order = self.data.n_epoch_rows, data.seed
+
+    def _make_interval_operation(self) -> Callable[[], tuple[int, list[RankTotals]]]:
+        """Return a function that trains until the next copy of the ranks' state, and may be called again."""
+        progress, attempts = self.progress, itertools.count()
+        stop = min(self.interval_stop, progress.row + self._count_rows_until_copy())
+
+        def attempt() -> tuple[int, list[RankTotals]]:
+            if next(attempts):
+                self._cut_records(progress.seen)
+            return self._train_interval(stop)
+
+        return attempt
+
+    def _count_rows_until_copy(self) -> int:
+        """Count the rows until the next copy of the ranks' state."""
+        steps = self.death_handler.steps_until_copy
+        if steps is None or self.model.graph.weight is not None:  # rules sum the weights of an interval
+            return self.data.n_epoch_rows
+        return steps * self.data.batch_size * ranks.get_session().size
+
+    def _find_interval_stop(self, row: int) -> int:
+        """Return the position of the next report after position ``row``."""
+        if self.every is None:
+            return self.data.n_epoch_rows
+        return min(self.data.n_epoch_rows, row + self.every * self.data.batch_size * ranks.get_session().size)
+
+    def _make_plan(self, stop: int) -> IntervalPlan:
+        """Make the plan of an interval from the present position to ``stop``."""
+        model, data, progress = self.model, self.data, self.progress
+        return IntervalPlan(
+            name=model.state.training.name,
+            start=progress.row,
+            stop=stop,
+            batch_size=data.batch_size,
+            epoch=progress.epoch,
+            n_rows=data.n_epoch_rows,
+            rows_before=progress.rows_before,
+            schedule=model.schedule,
+            recorders=[recorder for recorder in self.recorders if isinstance(recorder, Recorder)],
+            shows_progress_bar=self.shows_progress_bar,
+            pools=get_rank_pools(data.data) or [range(ranks.get_session().size)],
+            can_stop=self.checkpoint is not None,
+            earlier_totals=resize_totals(
+                progress.totals, 1 if model.joint_step is not None else ranks.get_session().size
+            ),
+            has_weight=model.graph.weight is not None,
+        )
+
+    def _train_interval(self, stop: int) -> tuple[int, list[RankTotals]]:
+        """Train up to position ``stop``, or until a signal; return the position reached, and the ranks' totals."""
+        plan, loader = self._make_plan(stop), self.data.loader
+        is_joint = self.model.joint_step is not None
+        try:
+            source = self.data.make_source(plan.epoch, plan.start, is_joint)
+            ended = [self._take_joint_steps(plan, source)] if is_joint else self._run_rank_loops(plan, source)
+            end, totals = min(end for end, _ in ended), [total for _, total in ended]
+            if loader is not None and isinstance(source, Feed):
+                record_position(loader, source, end)
+            if end == plan.stop and not any(total.rows for total in totals):
+                raise LoadError(
+                    f"none of the rows from {plan.start:,} to {end:,} of epoch {plan.epoch} could be read",
+                    plan.epoch,
+                    end,
+                )
+        except (LoadError, WorkerError):
+            if loader is not None:
+                loader.close()  # a loader process may have died
+            raise
+        return end, totals
+
+    def _run_rank_loops(self, plan: IntervalPlan, source: RowSource) -> list[tuple[int, RankTotals]]:
+        """Run a `LocalStepLoop` on every rank; return the position reached and the totals of each."""
+        model, state = self.model, self.model.state
+        if len(self.batches_taken) != ranks.get_session().size + 1:  # a rank was left out
+            self.batches_taken = make_data(shape=(ranks.get_session().size + 1,), dtype="int64")
+        self.batches_taken[...] = 0
+        variables = state.groups.params, state.groups.optimizer, state.groups.n_averages
+        ended: list[tuple[int, RankTotals]] = run(
+            train_interval,
+            plan,
+            model.rule,
+            model.local_step,
+            model.learning_rate,
+            variables,
+            source,
+            self.batches_taken,
+            state.training.memory,
+        )
+        return ended
+
+    def _take_joint_steps(self, plan: IntervalPlan, source: RowSource) -> tuple[int, RankTotals]:
+        """Run a `JointStepLoop`; return the position reached and the totals."""
+        model, progress = self.model, self.progress
+        assert model.joint_step is not None
+        meter = Meter(0, plan.recorders, make_loss_reader(list, plan.has_weight), model.launch_kinds, progress.steps)
+        if plan.earlier_totals:
+            meter.begin_interval(plan.earlier_totals[0])
+        rows = plan.batch_size * ranks.get_session().size
+        loop = JointStepLoop(
+            plan, source, meter, rows, model.graph, model.joint_step, model.learning_rate, model.state.rate,
+            self.death_handler,
+        )  # fmt: skip
+        try:
+            loop.run()
+        finally:
+            model.state.rate = loop.rate
+        loop.write_lines(last=True)
+        progress.steps = meter.step
+        return loop.end, meter.get_totals(loop.rate)
+
+    def make_report(self) -> Report:
+        """Make the report of the interval, without validation."""
+        progress, data, n_ranks = self.progress, self.data, ranks.get_session().size
+        return make_report(
+            progress.totals,
+            progress.epoch + self.interval_stop / data.n_epoch_rows,
+            progress.rows_before + self.interval_stop,
+            f"{n_ranks} x {data.batch_size} = {n_ranks * data.batch_size}",
+        )
+
+    def validate(self, report: Report) -> bool:
+        """Compute the metrics over all validation rows; return True if a signal stopped the validation."""
+        generators = self.model.state.training.groups.generators if self.checkpoint is not None else []
+
+        def validate_or_undo() -> bool:
+            # Repeated as a whole after a death: there may be fewer ranks then.
+            states = run(generator_state.collect_states, generators) if generators else []
+            is_stopped = self._validate(report)  # the metrics may draw random numbers
+            if is_stopped and generators:  # a resumed training repeats the validation
+                run(generator_state.restore_states, generators, states)
+            return is_stopped
+
+        return self.death_handler.run_update(validate_or_undo)
+
+    def _validate(self, report: Report) -> bool:
+        model, valid = self.model, self.valid
+        if valid is None:
+            return False
+        assert model.validation is not None
+        if model.graph.options.validate_ema:
+            _ = model.ema  # gathers the averages
+        totals, step = MetricTotals(model.metrics), self.data.batch_size * ranks.get_session().size
+        batches: Iterable[Any]
+        if isinstance(valid, Loader):
+            batches = valid.epoch(0, step)
+        elif get_rank_pools(valid[0]):
+            batches = iterate_ordered_batches(valid[1], step, ranks.get_session().size)
+        else:
+            batches = (slice(start, min(valid[1], start + step)) for start in range(0, valid[1], step))
+        for rows in batches:
+            if totals.rows and self.is_signalled():
+                break
+            data = valid.data if isinstance(valid, Loader) else valid[0]  # a loader has data only after its first batch
+            values = model.validation(*data, batch=rows)
+            totals.add(values, rows.stop - rows.start if isinstance(rows, slice) else len(rows))
+        if not totals.rows:
+            raise LoadError("none of the rows of the validation data could be read")
+        report.validation = totals.results()
+        return self.is_signalled()
+
+    def finish_interval(self, report: Report) -> None:
+        """Move to the next interval, and pass the report to the recorders.
+
+        Raises
+        ------
+        FloatingPointError
+            If the loss or a metric is infinite or NaN.
+        """
+        if not all(map(math.isfinite, [report.loss, *report.validation.values()])):
+            raise FloatingPointError(
+                f"the loss is {report.loss} after {report.seen:,} rows, validation {report.validation}: "
+                f"{self._explain_nonfinite(report)}; nothing was saved since"
+            )
+        progress, is_epoch_over = self.progress, self.interval_stop == self.data.n_epoch_rows
+        progress.totals, progress.metrics = [], report.metrics
+        progress.row = progress.interval_start = 0 if is_epoch_over else self.interval_stop
+        progress.epoch += is_epoch_over
+        progress.rows_before += self.data.n_epoch_rows if is_epoch_over else 0
+        report.deaths = self.death_handler.take_deaths()
+        for recorder in self.recorders:
+            recorder.write(report.record())
+
+    def _explain_nonfinite(self, report: Report) -> str:
+        """Name a likely cause of a NaN or infinite loss: a row of the data, or else the learning rate."""
+        graph, data, valid = self.model.graph, self.data, self.valid
+        x, y = ([describe(v) for v in variables] for variables in (graph.x, graph.y))
+        message = ""
+        if data.loader is None:
+            names = [*(f"x_data, {name}," for name in x), *(f"y_data, {name}," for name in y)]
+            rows = data.order.data[self.progress.interval_start : self.interval_stop]
+            message = describe_nonfinite(dict(zip(names, data.data, strict=True)), rows)
+        if not message and isinstance(valid, tuple):
+            names = [f"valid, {name}," for name in (*x, *y)]
+            message = describe_nonfinite(dict(zip(names, valid[0], strict=True)))
+        return message or f"the learning rate of {report.learning_rate:g} may be too high"
+
+    def adapt_learning_rate(self, report: Report) -> None:
+        """Pass the first metric of the validation, or the loss, to the schedule's ``observe``, if it has one."""
+        observe: Callable[[float], None] | None = getattr(self.model.schedule, "observe", None)
+        if observe is not None:
+            observe(next(iter(report.validation.values()), report.loss))
+
+    def save(self, report: Report) -> None:
+        """Write a checkpoint after a report."""
+        self._save(report.seen)
+
+    def _save(self, seen: int) -> None:
+        checkpoint, model = self.checkpoint, self.model
+        assert checkpoint is not None
+        self.death_handler.run(lambda: model.state.save(checkpoint, self.data, model.schedule, seen))
+
+    def save_at_signal(self) -> NoReturn:
+        """Write a checkpoint between two reports, and exit with the status of the signal."""
+        number = get_requested_stop()
+        message, progress, checkpoint = f"{signal.Signals(number).name}: training ends", self.progress, self.checkpoint
+        assert checkpoint is not None
+        if all(math.isfinite(total.loss) for total in progress.totals):
+            self._save(progress.seen)
+            message += f"; go on with resume={str(checkpoint.path(progress.seen))!r}"
+        sys.stderr.write(f"{message}\n")
+        raise SystemExit(128 + number)

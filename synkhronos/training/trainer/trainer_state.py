@@ -1,0 +1,208 @@
+"""The position of a trainer in its epochs, and its checkpoints."""
+
+from __future__ import annotations
+
+import math
+import os
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+
+from synkhronos import ranks
+from synkhronos.rules import shared_memory
+from synkhronos.rules.state import FlatVariables
+from synkhronos.tasks import run
+from synkhronos.training import schedules
+from synkhronos.training.checkpoints import rank_state
+from synkhronos.training.checkpoints.checkpoint import Checkpoint, CheckpointError, read_checkpoint, read_metadata
+from synkhronos.training.checkpoints.compatibility import check_same_training, describe_training
+from synkhronos.training.monitoring.early_stopping import EarlyStopping
+from synkhronos.training.monitoring.meter import RankTotals, resize_totals
+from synkhronos.training.schedules import Schedule
+from synkhronos.training.train_function.optimizer_state import OptimizerState
+from synkhronos.training.trainer.epoch_data import EpochData
+
+#: Entries of a trainer's checkpoint, besides those of `describe_training`.
+_TYPES: dict[str, Any] = {
+    **dict.fromkeys(("seen", "epoch", "row", "start", "seed", "count", "steps_taken"), int),
+    "outcomes": list,
+    **dict.fromkeys(("stop", "schedule", "metrics"), dict),
+    "parts": list | None,
+}
+
+
+@dataclass
+class TrainerProgress:
+    """Position of a trainer in its epochs.
+
+    Attributes
+    ----------
+    epoch, row : int
+        Epoch of the next row, and position of that row in the epoch's order of rows.
+    interval_start : int
+        Position of the last report in the epoch.
+    totals : list of RankTotals
+        The ranks' totals between ``interval_start`` and ``row``, after a stop between two reports.
+    metrics : dict of str to float
+        Loss and validation of the last report.
+    early_stopping : EarlyStopping
+        Best value of the metric so far.
+    steps : int
+        Number of joint steps; ranks that take their own steps count them in their `State`.
+    rows_before : int
+        Number of rows of all epochs before ``epoch``.
+    order : (int, int)
+        Number of rows of ``epoch``, and the seed of their order.
+    """
+
+    epoch: int = 0
+    row: int = 0
+    interval_start: int = 0
+    totals: list[RankTotals] = field(default_factory=list)
+    metrics: dict[str, float] = field(default_factory=dict)
+    early_stopping: EarlyStopping = field(default_factory=EarlyStopping)
+    steps: int = 0
+    rows_before: int = 0
+    order: tuple[int, int] = (0, 0)
+
+    @property
+    def seen(self) -> int:
+        """Number of rows trained on."""
+        return self.rows_before + self.row
+
+
+class TrainerState:
+    """State of a trainer on the ranks, and its checkpoints.
+
+    Parameters
+    ----------
+    training : RankStateSpec
+        Has all variables, those of a sharded optimizer included.
+    update_rule : (str, dict)
+        Name and options of the update rule.
+    sharded : OptimizerState, optional
+        State of a sharded optimizer.
+
+    Attributes
+    ----------
+    training : RankStateSpec
+        Variables that each rank saves and restores; without those of a sharded optimizer.
+    groups : VariablesByRole
+        All variables.
+    progress : TrainerProgress
+    rate : float
+        Value of the learning rate's variable on all ranks; NaN if it is unknown.
+    """
+
+    def __init__(
+        self,
+        training: rank_state.RankStateSpec,
+        update_rule: tuple[str, dict[str, Any]],
+        sharded: OptimizerState | None = None,
+    ):
+        self.training, self.groups, self._sharded = training, training.groups, sharded
+        if sharded is not None:
+            self.training = replace(training, groups=replace(training.groups, optimizer=None))
+        self._update_rule = update_rule
+        self._session: Any = None
+        self.progress, self.rate = TrainerProgress(), math.nan
+
+    def start_session(self, session: ranks.Session, trainer: Any) -> None:
+        """Reset the state if the session is new; the ranks release theirs when ``trainer`` is garbage-collected."""
+        if self._session is session:
+            return
+        self.progress, self.rate = TrainerProgress(), math.nan
+        self.allocate_memory()
+        if not self.training.is_joint:
+            session.memory.release_with(trainer, "object", ("storage", self.training.name))
+        self._session = session
+
+    def allocate_memory(self) -> None:
+        """Allocate the rule's shared memory for the present number of ranks; joint steps need none."""
+        training = self.training
+        training.memory = {}
+        if not training.is_joint:
+            vector = FlatVariables(training.groups.params)
+            training.memory = shared_memory(training.rule, ranks.get_session().size, vector.size, vector.dtype)
+
+    def _describe(self) -> dict[str, Any]:
+        return describe_training("trainer", self.training.rule, self.groups, self._update_rule)
+
+    def get_sharded_optimizer(self) -> np.ndarray | None:
+        """Gather the variables of a sharded optimizer from all ranks into one vector; None if it is not sharded."""
+        return None if self._sharded is None else self._sharded.get_vector(self.groups.optimizer)
+
+    def set_sharded_optimizer(self, vector: np.ndarray | None) -> None:
+        """Divide the vector from `get_sharded_optimizer` among the ranks; do nothing if it is None."""
+        if self._sharded is not None and vector is not None:
+            self._sharded.set_vector(self.groups.optimizer, vector)
+
+    def save(self, checkpoint: Checkpoint, data: EpochData, schedule: Schedule, seen: int) -> None:
+        """Write a checkpoint of all ranks; its metrics are those of a report, if it follows one directly."""
+        progress = self.progress
+        by_rank = run(rank_state.collect_state, self.training)
+        if self._sharded is not None:
+            by_rank[0]["optimizer"] = self.get_sharded_optimizer()
+        meta = {
+            "seen": seen,
+            "epoch": progress.epoch,
+            "row": progress.row,
+            "start": progress.interval_start,
+            "outcomes": [list(total) for total in progress.totals],
+            "metrics": progress.metrics,
+            "stop": progress.early_stopping.to_json(),
+            "seed": data.seed,
+            "count": data.n_rows,
+            "parts": data.describe_parts(),
+            "batch_size": data.batch_size,
+            "schedule": schedules.get_state(schedule),
+            "steps_taken": progress.steps,
+        }
+        memory = {name: array.data for name, array in self.training.memory.items()}
+        metrics = {} if progress.totals else progress.metrics
+        is_joint = self.training.is_joint
+        rank_state.write_states(checkpoint, seen, self._describe(), by_rank, memory, is_joint, meta, metrics)
+
+    def restore(self, path: str | os.PathLike[str], data: EpochData, schedule: Schedule) -> int:
+        """Restore all ranks and the progress from a checkpoint; return the number of rows trained on so far."""
+        meta = read_metadata(path)
+        check_same_training(path, meta, self._describe(), _TYPES)
+        is_grown = not meta["row"] and meta["count"] < data.n_rows  # rows were appended after an epoch
+        if meta["count"] != data.n_rows and not is_grown or meta["seed"] != data.seed:
+            raise CheckpointError(
+                f"{path} is of {meta['count']} rows and seed {meta['seed']}, got {data.n_rows} and "
+                f"{data.seed}: the order of rows would be another"
+            )
+        if meta["row"] and meta["parts"] != data.describe_parts():
+            raise CheckpointError(
+                f"{path} was written within an epoch over data_parts, of {_format_parts(meta['parts'])}, got "
+                f"{_format_parts(data.describe_parts())}: the order of rows would be another; use a "
+                "checkpoint from the end of an epoch"
+            )
+        n_outcomes = 1 if self.training.is_joint else ranks.get_session().size
+        progress = TrainerProgress(
+            epoch=meta["epoch"],
+            row=meta["row"],
+            interval_start=meta["start"],
+            totals=resize_totals([RankTotals(*entry) for entry in meta["outcomes"]], n_outcomes),
+            metrics=meta["metrics"],
+            early_stopping=EarlyStopping.from_json(meta["stop"]),
+            steps=meta["steps_taken"],
+            rows_before=meta["seen"] - meta["row"],
+            order=(data.n_epoch_rows, data.seed),
+        )
+        if self.training.memory:
+            self.allocate_memory()  # zeros on every host
+        run(rank_state.restore_state, self.training, str(path), ranks.get_session().rank.number)
+        if self._sharded is not None:
+            self.set_sharded_optimizer(read_checkpoint(path).arrays["0.optimizer"])
+        if not self.training.is_joint:
+            run(rank_state.use_consensus_params, self.training.name, self.training.rule)
+        schedules.set_state(schedule, meta["schedule"])
+        self.progress = progress
+        return int(meta["seen"])
+
+
+def _format_parts(parts: list[int] | None) -> str:
+    return "other data" if parts is None else f"{parts[1:]} ranks on the hosts and {parts[0]} rows in a step of each"

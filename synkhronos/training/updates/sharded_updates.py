@@ -1,0 +1,579 @@
+"""Sharded updates (ZeRO-1): each rank has a part of the optimizer's state, and updates that part of the parameters.
+
+`ShardedUpdates` rewrites the updates of a rule for whole parameters.  It divides every parameter into one part per
+rank, of equal lengths; the last parts overlap if the size is not a multiple of the number of ranks.  The gradients of
+the parts are the rows of a matrix, `grad_shared`::
+
+    rank 0   part 0 of w | part 0 of b | tail         The tail, such as the weight of the gradient,
+    rank 1   part 1 of w | part 1 of b | tail         is in every row, since every rank needs it.
+
+A step is three functions with two collectives between them::
+
+    gradient of own rows --> grad_shared --> reduce-scatter --> row of reduced gradients
+                                                                 |  local_updates
+       params <-- whole_updates <-- grad_shared <-- all-gather <-- row of new parameters
+
+An elementwise operation on a parameter becomes an operation on its part, with the same result for each element.  An
+operation that reads several elements, such as a norm, is computed from whole arrays on every rank: from parameters and,
+after one more all-gather, from the gradient.  State variables that such an operation reads stay whole on every rank,
+such as the momentum of `muon`'s matrices.  A rule whose operations read all of its state whole, such as `lamb`, cannot
+be sharded.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from synkhronos.graphs import GraphLibrary, library_of
+from synkhronos.training.updates.flat_gradient import RuleUpdates, shape_of
+
+#: Operations that change shapes or types, but neither the elements nor their order.
+_RESHAPING_OPS = frozenset({"Reshape", "Flatten", "Rebroadcast", "SpecifyShape", "Unbroadcast"})
+
+
+class DividedVariable(NamedTuple):
+    """Variable of an update rule that is divided among the ranks.
+
+    Attributes
+    ----------
+    shared : shared variable
+        Vector with this rank's elements.
+    whole : shared variable
+        The variable of the unsharded optimizer, which functions do not update.
+    shape : tuple of int
+        Shape of the whole variable.
+    initial_value : ndarray
+        Initial value of the whole variable, or one of its elements if all are equal.
+    """
+
+    shared: Any
+    whole: Any
+    shape: tuple[int, ...]
+    initial_value: np.ndarray
+
+    @property
+    def size(self) -> int:
+        """Number of elements of the whole variable."""
+        return int(np.prod(self.shape))
+
+
+@dataclass(eq=False)
+class _ShardedValue:
+    """Value of a variable of the rule's graph, in the rewritten graph of one rank.
+
+    Attributes
+    ----------
+    variable : variable
+        The original variable.
+    part : variable or None
+        Vector with this rank's elements of `variable`; None if these do not correspond to elements of a parameter.
+    param_index : int or None
+        Index of the parameter whose elements correspond to those of `variable`.
+    make_whole : callable
+        Returns the whole value; raises `_NotWholeError` if it depends on a divided variable.
+    pieces : list of (int, _ShardedValue)
+        For a concatenation of several vectors, their lengths and values; else empty.
+    is_unchanged : bool
+        Whether the original variable depends on no divided variable.
+    """
+
+    variable: Any
+    make_whole: Callable[[], Any]
+    part: Any = None
+    param_index: int | None = None
+    pieces: list[tuple[int, _ShardedValue]] = field(default_factory=list)
+    is_unchanged: bool = False
+    _whole: Any = None
+
+    @classmethod
+    def from_whole(cls, variable: Any, whole: Any, is_unchanged: bool = False) -> _ShardedValue:
+        """Make the value of a variable whose whole value is known."""
+        return cls(variable, lambda: whole, is_unchanged=is_unchanged)
+
+    @property
+    def whole(self) -> Any:
+        if self._whole is None:
+            self._whole = self.make_whole()
+        return self._whole
+
+    @property
+    def is_replicated(self) -> bool:
+        """Whether every rank computes the whole value."""
+        return self.param_index is None and not self.pieces
+
+
+class _NotWholeError(Exception):
+    """The whole value of a divided variable is needed."""
+
+
+class ShardedUpdates:
+    """Updates of a rule, divided among the ranks.
+
+    Parameters
+    ----------
+    updates : RuleUpdates
+        Updates of whole parameters from a vector: their gradients in the order of `params`, followed by a tail.
+    params : list of shared variables
+    size : int
+        Number of ranks.
+    rule_name : str
+        Name of the update rule in errors.
+
+    Attributes
+    ----------
+    grad_shared : shared variable
+        Matrix with a row for each rank; see the module's docstring.
+    row : shared variable
+        This rank's row.
+    rank : shared variable
+        Number of this rank.
+    grad_updates, local_updates, whole_updates : OrderedDict
+        New values of shared variables: from the rank's rows of the batch, from the reduced row, and from the new
+        parameters of all ranks.
+    size : int
+    parts : dict
+        Part of each divided variable of the rule, by the whole variable.
+    reads_whole_gradient : bool
+        Whether `local_updates` reads the reduced gradient of all ranks' parts from `grad_shared`.
+
+    Raises
+    ------
+    ValueError
+        If operations of the rule read all of its state whole; the message names a variable.
+    """
+
+    def __init__(self, updates: RuleUpdates, params: Sequence[Any], size: int, rule_name: str):
+        self._library = library_of(*params)
+        self._tensor = self._library.tensor
+        self._params, self._size, self._rule_name = list(params), size, rule_name
+        self._shapes = [shape_of(p) for p in params]
+        self._is_divided = [_can_divide(p, shape) for p, shape in zip(params, self._shapes, strict=True)]
+        self._lengths = [
+            _compute_part_length(n, size) if divided else n
+            for n, divided in zip(map(_size_of, self._shapes), self._is_divided, strict=True)
+        ]
+        self._columns = np.cumsum([0, *self._lengths]).tolist()
+        self._vector = updates.grad_shared
+        (total,) = shape_of(self._vector)
+        self._n_gradients = sum(map(_size_of, self._shapes))
+        self._n_tail = total - self._n_gradients
+        # At least one element more: a vector of a single element would be broadcastable.
+        dtype, width = self._vector.type.dtype, self._columns[-1] + max(1, self._n_tail)
+        self.grad_shared = self._library.shared(np.zeros((size, width), dtype), name="grad_shared")
+        self.row = self._library.shared(np.zeros(width, dtype), name="grad_row")
+        self.rank = self._library.shared(np.asarray(0, "int64"), name="rank")
+        # Lengths are numbers instead of symbols, so that XLA knows the shapes.
+        self._starts = [
+            self._tensor.minimum(self.rank * length, n - length)
+            for n, length in zip(map(_size_of, self._shapes), self._lengths, strict=True)
+        ]
+        self._parts: dict[Any, tuple[int, DividedVariable]] = {}
+        self._divide_state(updates.param_updates)
+        self.grad_updates = OrderedDict({self.grad_shared: self._stack_parts(updates.grad_updates[self._vector])})
+        self.local_updates: OrderedDict[Any, Any] = OrderedDict()
+        self.whole_updates: OrderedDict[Any, Any] = OrderedDict()
+        self._rewrite(updates.param_updates)
+        self.size = size
+        self.parts = {s: part for s, (_, part) in self._parts.items()}
+        used = self._library.find_shareds(list(self.local_updates.values()))
+        self.reads_whole_gradient = any(shared is self.grad_shared for shared in used)
+
+    # -- layout ----------------------------------------------------------------------------------------------
+
+    def _stack_parts(self, vector: Any) -> Any:
+        """Return the matrix with a row for each rank: its parts of a vector of gradients, and the tail."""
+        columns, start = [], 0
+        for shape, length, divided in zip(self._shapes, self._lengths, self._is_divided, strict=True):
+            size = _size_of(shape)
+            columns.append(self._to_rows(vector[start : start + size], size, length, divided))
+            start += size
+        columns.append(self._repeat_rows(vector[start:] if self._n_tail else self._tensor.zeros((1,), vector.dtype)))
+        return self._library.convert_to_type_of(self.grad_shared, self._tensor.concatenate(columns, axis=1))
+
+    def _to_rows(self, flat: Any, size: int, length: int, divided: bool) -> Any:
+        """Return a matrix whose rows are the ranks' parts of a vector."""
+        if not divided:
+            return self._repeat_rows(flat)
+        n_full = size // length
+        if n_full == self._size:
+            return flat.reshape((self._size, length))
+        last = self._tensor.zeros((self._size - n_full, 1), flat.dtype) + flat[size - length :].dimshuffle("x", 0)
+        return self._tensor.concatenate([flat[: n_full * length].reshape((n_full, length)), last], axis=0)
+
+    def _repeat_rows(self, flat: Any) -> Any:
+        return self._tensor.zeros((self._size, 1), flat.dtype) + flat.dimshuffle("x", 0)
+
+    def _join_rows(self, i: int) -> Any:
+        """Join the parts of one parameter in the rows of `grad_shared` into a vector."""
+        size, length = _size_of(self._shapes[i]), self._lengths[i]
+        rows = self.grad_shared[:, self._columns[i] : self._columns[i + 1]]
+        if not self._is_divided[i]:
+            return rows[0]
+        n_full = size // length
+        vector = rows[:n_full].reshape((n_full * length,))
+        rest = size - n_full * length
+        return self._tensor.concatenate([vector, rows[n_full, length - rest :]]) if rest else vector
+
+    def _take_part(self, i: int, variable: Any) -> Any:
+        """Return this rank's elements of an array with as many elements as parameter ``i``."""
+        start, length = self._starts[i], self._lengths[i]
+        return variable.flatten()[start : start + length]
+
+    # -- state -----------------------------------------------------------------------------------------------
+
+    def _divide_state(self, updates: OrderedDict[Any, Any]) -> None:
+        """Make this rank's parts of the state variables that elementwise operations relate to a parameter."""
+        states = [s for s in updates if not any(s is p for p in self._params) and np.dtype(s.type.dtype).kind == "f"]
+        read_whole, undivided = _find_whole_leaves(list(updates.values())), []
+        for i, p in enumerate(self._params):
+            if not self._is_divided[i]:
+                continue
+            elementwise = {id(v) for v in _iterate_elementwise_leaves([updates[p]])}
+            for s in states:
+                if shape_of(s) != self._shapes[i] or s in self._parts:
+                    continue
+                if id(s) in read_whole:
+                    undivided.append(s)
+                elif id(s) in elementwise or any(v is p for v in _iterate_elementwise_leaves([updates[s]])):
+                    self._parts[s] = i, self._make_part(s, self._lengths[i])
+        if undivided and not self._parts:
+            raise ValueError(
+                f"shard_optimizer: {self._rule_name} reads the whole of {undivided[0].name or 'its variables'}, so "
+                "that no part of its state can be divided among the ranks"
+            )
+
+    def _make_part(self, state: Any, length: int) -> DividedVariable:
+        value = np.asarray(state.get_value())
+        is_uniform = bool((value == value.flat[0]).all())
+        first = value.flat[:1].copy() if is_uniform else value
+        part = np.full(length, value.flat[0], value.dtype)
+        return DividedVariable(self._library.shared(part, name=state.name), state, value.shape, first)
+
+    # -- graphs ----------------------------------------------------------------------------------------------
+
+    def _rewrite(self, updates: OrderedDict[Any, Any]) -> None:
+        """Rewrite the new values of all variables for this rank's parts."""
+        values = self._find_values(list(updates.values()))
+        row = []
+        for i, p in enumerate(self._params):
+            new = self._get_value(values, updates[p])
+            with self._explain_errors(p):
+                if not self._is_divided[i]:
+                    self.local_updates[p] = self._library.convert_to_type_of(p, new.whole)
+                    row.append(self.row[self._columns[i] : self._columns[i + 1]])
+                    continue
+                row.append(self._tensor.cast(self._get_part(i, new), self.row.dtype))
+                whole = self._tensor.cast(self._join_rows(i).reshape(self._shapes[i]), p.dtype)
+                if any(n == 1 and not b for n, b in zip(self._shapes[i], p.type.broadcastable, strict=True)):
+                    # An axis of length 1 is broadcastable here, but not in the parameter's type.
+                    whole = self._tensor.set_subtensor(p[:], whole)
+                self.whole_updates[p] = self._library.convert_to_type_of(p, whole)
+        row.append(self.row[self._columns[-1] :])
+        self.local_updates[self.row] = self._library.convert_to_type_of(self.row, self._tensor.concatenate(row))
+        for s, new in updates.items():
+            if any(s is p for p in self._params):
+                continue
+            value = self._get_value(values, new)
+            with self._explain_errors(s):
+                if s in self._parts:
+                    i, part = self._parts[s]
+                    self.local_updates[part.shared] = self._library.convert_to_type_of(
+                        part.shared, self._get_part(i, value)
+                    )
+                else:
+                    self.local_updates[s] = self._library.convert_to_type_of(s, value.whole)
+
+    @contextmanager
+    def _explain_errors(self, shared: Any) -> Iterator[None]:
+        """Convert `_NotWholeError` to a ValueError that names the rule and the variable."""
+        try:
+            yield
+        except _NotWholeError as error:
+            raise ValueError(
+                f"shard_optimizer: {self._rule_name} cannot be sharded: its update of {shared.name or shared!r} reads "
+                f"{error}, of which each rank has a part"
+            ) from None
+
+    def _get_value(self, values: dict[Any, _ShardedValue], variable: Any) -> _ShardedValue:
+        return values[variable] if variable in values else self._make_leaf_value(variable)
+
+    def _make_leaf_value(self, variable: Any) -> _ShardedValue:
+        """Make the value of a variable that no node computes."""
+        for i, p in enumerate(self._params):
+            if variable is p and self._is_divided[i]:
+                return _ShardedValue(variable, lambda: variable, self._take_part(i, p), i)
+        if variable in self._parts:
+            i, part = self._parts[variable]
+
+            def refuse() -> Any:
+                raise _NotWholeError(f"the whole of {part.whole.name or 'a variable of the rule'}")
+
+            return _ShardedValue(variable, refuse, part.shared, i)
+        if variable is self._vector:
+            return self._make_vector_value()
+        return _ShardedValue.from_whole(variable, variable, is_unchanged=True)
+
+    def _make_vector_value(self) -> _ShardedValue:
+        """Make the value of the rule's vector of reduced gradients."""
+        pieces: list[tuple[int, _ShardedValue]] = []
+        for i, shape in enumerate(self._shapes):
+            columns = self.row[self._columns[i] : self._columns[i + 1]]
+            if self._is_divided[i]:
+                piece = _ShardedValue(columns, partial(self._join_rows, i), columns, i)
+            else:
+                piece = _ShardedValue.from_whole(columns, columns)
+            pieces.append((_size_of(shape), piece))
+        if self._n_tail:
+            tail = self.row[self._columns[-1] :]
+            pieces.append((self._n_tail, _ShardedValue.from_whole(tail, tail)))
+        return self._join(self._vector, pieces)
+
+    def _join(self, variable: Any, pieces: list[tuple[int, _ShardedValue]]) -> _ShardedValue:
+        if len(pieces) == 1:
+            return pieces[0][1]
+        return _ShardedValue(variable, lambda: self._tensor.concatenate([v.whole for _, v in pieces]), pieces=pieces)
+
+    def _concatenate(self, variable: Any, pieces: list[tuple[int, _ShardedValue]]) -> _ShardedValue:
+        """Make the value of a vector that the rule's graph concatenates.
+
+        The parts are concatenated, and then sliced again.  A graph library simplifies arithmetic up to a concatenation,
+        so without this one, results would be rounded differently than in the rule's graph.
+        """
+        vector = self._join(variable, pieces)
+        parts = [self._tensor.flatten(v.whole if v.is_replicated else v.part) for _, v in pieces]
+        row = self._tensor.concatenate(parts)
+        new: list[tuple[int, _ShardedValue]] = []
+        start = column = 0
+        for length, piece in pieces:
+            width = length if piece.param_index is None else self._lengths[piece.param_index]
+            part, whole = row[column : column + width], partial(_slice_whole, vector, start, start + length)
+            if piece.is_replicated:
+                new.append((length, _ShardedValue.from_whole(part, part)))
+            else:
+                new.append((length, _ShardedValue(part, whole, part, piece.param_index)))
+            start, column = start + length, column + width
+        return self._join(variable, new)
+
+    def _find_values(self, variables: list[Any]) -> dict[Any, _ShardedValue]:
+        """Make the value of each variable that a node computes."""
+        values: dict[Any, _ShardedValue] = {}
+        for node in self._library.sort_nodes(variables):
+            inputs = [self._get_value(values, v) for v in node.inputs]
+            if all(value.is_unchanged for value in inputs):
+                for out in node.outputs:
+                    values[out] = _ShardedValue.from_whole(out, out, is_unchanged=True)
+                continue
+            for i, out in enumerate(node.outputs):
+                try:
+                    values[out] = self._rewrite_node(node, i, inputs)
+                except _NotWholeError as error:
+                    values[out] = _ShardedValue(out, _make_raiser(error))
+        return values
+
+    def _rewrite_node(self, node: Any, number: int, inputs: list[_ShardedValue]) -> _ShardedValue:
+        """Make the value of output ``number`` of a node."""
+        kind, out = type(node.op).__name__, node.outputs[number]
+
+        def make_whole() -> Any:
+            return node.clone_with_new_inputs([value.whole for value in inputs], strict=False).outputs[number]
+
+        if kind == "Subtensor" and inputs[0].pieces:
+            return self._slice_pieces(node, inputs[0]) or _ShardedValue(out, make_whole)
+        if kind == "Join" and out.ndim == 1:
+            pieces: list[tuple[int, _ShardedValue]] = []
+            for value in inputs[1:]:
+                length = self._count_elements(value)
+                if not value.pieces and length is None:
+                    return _ShardedValue(out, make_whole)
+                pieces += value.pieces or [(length or 0, value)]
+            return self._concatenate(out, pieces)
+        is_reshaping = kind in _RESHAPING_OPS or kind == "DimShuffle" and _keeps_order(node.op.new_order)
+        if is_reshaping and inputs[0].param_index is not None:
+            return _ShardedValue(out, make_whole, inputs[0].part, inputs[0].param_index)
+        if kind == "Elemwise":
+            return self._rewrite_elementwise(node, inputs, make_whole)
+        return _ShardedValue(out, make_whole)
+
+    def _rewrite_elementwise(
+        self, node: Any, inputs: list[_ShardedValue], make_whole: Callable[[], Any]
+    ) -> _ShardedValue:
+        (out,) = node.outputs
+        arrays = [value for value in inputs if not all(value.variable.type.broadcastable) or not value.is_replicated]
+        scalars_only = [value for value in inputs if value not in arrays]
+        param_indexes = {value.param_index for value in arrays if value.param_index is not None}
+        if len(param_indexes) == 1 and not any(value.pieces for value in arrays):
+            (i,) = param_indexes
+            if self._have_param_shape(i, [value.variable for value in arrays]):
+                parts = [_as_number(value) if value in scalars_only else self._get_part(i, value) for value in inputs]
+                return _ShardedValue(out, make_whole, node.op(*parts), i)
+            # Some operand is broadcast along an axis: compute the whole if possible, and take this rank's elements.
+            whole = make_whole()
+            return _ShardedValue.from_whole(out, whole)
+        vectors = [value for value in arrays if value.pieces]
+        if len(vectors) == 1 and len(arrays) == 1:
+            (vector,) = vectors
+            pieces = []
+            for length, piece in vector.pieces:
+                operands = [piece if value is vector else value for value in inputs]
+                pieces.append((length, self._rewrite_piece(node, operands, piece)))
+            return _ShardedValue(out, make_whole, pieces=pieces)
+        return _ShardedValue(out, make_whole)
+
+    def _have_param_shape(self, i: int, variables: list[Any]) -> bool:
+        """Whether all variables have the shape of parameter ``i``, or are flat, according to their types."""
+        ndim, shape = variables[0].ndim, self._shapes[i]
+        if ndim != len(shape):
+            shape = (_size_of(shape),) if ndim == 1 else ()
+        return all(
+            v.ndim == len(shape) and not any(b and n != 1 for b, n in zip(v.type.broadcastable, shape, strict=True))
+            for v in variables
+        )
+
+    def _rewrite_piece(self, node: Any, inputs: list[_ShardedValue], piece: _ShardedValue) -> _ShardedValue:
+        """Make the value of an elementwise operation on a piece of a vector, and scalars."""
+        if piece.param_index is None:
+            new = node.op(*[value.whole if value is piece else _as_number(value) for value in inputs])
+            return _ShardedValue.from_whole(new, new)
+        part = node.op(*[piece.part if value is piece else _as_number(value) for value in inputs])
+        return _ShardedValue(
+            part,
+            lambda: node.op(*[piece.whole if value is piece else _as_number(value) for value in inputs]),
+            part,
+            piece.param_index,
+        )
+
+    def _get_part(self, i: int, value: _ShardedValue) -> Any:
+        """Return this rank's elements of a value with as many elements as parameter ``i``."""
+        return value.part if value.param_index == i else self._take_part(i, value.whole)
+
+    def _slice_pieces(self, node: Any, vector: _ShardedValue) -> _ShardedValue | None:
+        """Make the value of a slice of whole pieces, or of elements of a replicated piece; None for other slices."""
+        total = sum(length for length, _ in vector.pieces)
+        bounds = _find_constant_bounds(self._library, node, total)
+        if bounds is None:
+            return None
+        start, stop = bounds
+        ends = np.cumsum([0, *(length for length, _ in vector.pieces)]).tolist()
+        inside = [
+            j for j in range(len(vector.pieces)) if start <= ends[j] and ends[j + 1] <= stop and ends[j] < ends[j + 1]
+        ]
+        out = node.outputs[0]
+        if out.ndim and inside and ends[inside[0]] == start and ends[inside[-1] + 1] == stop:
+            return self._join(out, [vector.pieces[j] for j in inside])
+        for j, (_, piece) in enumerate(vector.pieces):
+            if ends[j] <= start and stop <= ends[j + 1] and piece.is_replicated:
+                new = piece.whole[start - ends[j] : stop - ends[j]] if out.ndim else piece.whole[start - ends[j]]
+                return _ShardedValue.from_whole(out, new)
+        return None
+
+    def _count_elements(self, value: _ShardedValue) -> int | None:
+        """Return the length of a vector; None if it is unknown."""
+        if value.param_index is not None:
+            return _size_of(self._shapes[value.param_index])
+        if self._library.is_constant(value.variable):
+            return int(np.size(value.variable.data))
+        return 1 if all(value.variable.type.broadcastable) else None
+
+
+def get_bounds(size: int, n_parts: int) -> list[tuple[int, int]]:
+    """Return the start and stop of each part of an array; parts have equal lengths, and the last ones overlap."""
+    length = _compute_part_length(size, n_parts)
+    starts = [min(r * length, size - length) for r in range(n_parts)]
+    return [(start, start + length) for start in starts]
+
+
+def _compute_part_length(size: int, n_parts: int) -> int:
+    """Compute the length of each part, at least 2 if possible: libraries simplify arithmetic with single elements."""
+    return min(size, max(2, -(-size // n_parts)))
+
+
+def _slice_whole(vector: _ShardedValue, start: int, stop: int) -> Any:
+    return vector.whole[start:stop]
+
+
+def _make_raiser(error: Exception) -> Callable[[], Any]:
+    def raise_again() -> Any:
+        raise error
+
+    return raise_again
+
+
+def _size_of(shape: Sequence[int]) -> int:
+    return int(np.prod(shape))
+
+
+def _can_divide(param: Any, shape: tuple[int, ...]) -> bool:
+    """Whether a parameter is divided: it is no scalar, and has elements and an axis that is not broadcastable."""
+    return bool(_size_of(shape)) and not all(param.type.broadcastable)
+
+
+def _keeps_order(new_order: Sequence[Any]) -> bool:
+    axes = [axis for axis in new_order if axis != "x"]
+    return axes == sorted(axes)
+
+
+def _as_number(value: _ShardedValue) -> Any:
+    """Return a value of one element as a variable without axes."""
+    whole = value.whole
+    return whole.dimshuffle() if whole.ndim else whole
+
+
+def _iterate_elementwise_leaves(variables: Sequence[Any]) -> Iterator[Any]:
+    """Yield the leaves of a graph that are connected to its outputs by elementwise operations only."""
+    stack, seen = list(variables), set()
+    while stack:
+        variable = stack.pop()
+        if id(variable) in seen:
+            continue
+        seen.add(id(variable))
+        node = variable.owner
+        if node is None:
+            yield variable
+        elif type(node.op).__name__ in ("Elemwise", *_RESHAPING_OPS):
+            stack.extend(node.inputs)
+
+
+def _find_whole_leaves(variables: Sequence[Any]) -> set[int]:
+    """Return the ids of the leaves of a graph that some operation other than an elementwise one reads."""
+    stack, seen, leaves = [(variable, False) for variable in variables], set(), set()
+    while stack:
+        variable, is_whole = stack.pop()
+        if (id(variable), is_whole) in seen:
+            continue
+        seen.add((id(variable), is_whole))
+        node = variable.owner
+        if node is not None:
+            is_whole = is_whole or type(node.op).__name__ not in ("Elemwise", *_RESHAPING_OPS)
+            stack.extend((operand, is_whole) for operand in node.inputs)
+        elif is_whole:
+            leaves.add(id(variable))
+    return leaves
+
+
+def _find_constant_bounds(library: GraphLibrary, node: Any, total: int) -> tuple[int, int] | None:
+    """Find the bounds of a slice or an index of a vector of ``total`` elements; None if they are not constant."""
+    if len(node.op.idx_list) != 1:
+        return None
+    (index,), inputs = node.op.idx_list, iter(node.inputs[1:])
+
+    def read(entry: Any) -> Any:
+        if entry is None:
+            return None
+        variable = node.inputs[1 + entry] if isinstance(entry, int) else next(inputs)
+        return int(variable.data) if library.is_constant(variable) else variable
+
+    if not isinstance(index, slice):
+        number = read(index)
+        return (number % total, number % total + 1) if isinstance(number, int) else None
+    bounds = [read(entry) for entry in (index.start, index.stop, index.step)]
+    if not all(entry is None or isinstance(entry, int) for entry in bounds):
+        return None
+    start, stop, step = slice(*bounds).indices(total)
+    return (start, max(start, stop)) if step == 1 else None
