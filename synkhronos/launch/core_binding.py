@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Any
 
 #: Folder in which Linux describes PCI devices.
-_PCI = Path("/sys/bus/pci/devices")
+_PCI_FOLDER = Path("/sys/bus/pci/devices")
 
 
 def assign_cores(
-    devices: Sequence[str], allowed: Sequence[int], near: dict[str, list[int]]
+    devices: Sequence[str], allowed_cores: Sequence[int], gpu_cores: dict[str, list[int]]
 ) -> tuple[list[list[int]], str]:
     """Assign cores to each rank.
 
@@ -20,9 +20,9 @@ def assign_cores(
     ----------
     devices : sequence of str
         Device of each rank: ``"cpu"``, ``"cuda0"`` and so on.
-    allowed : sequence of int
+    allowed_cores : sequence of int
         Cores that this process may use.
-    near : dict of str to list of int
+    gpu_cores : dict of str to list of int
         Cores next to each GPU, by its name.
 
     Returns
@@ -37,12 +37,14 @@ def assign_cores(
     >>> assign_cores(["cpu", "cpu"], [0, 1, 2, 3], {})
     ([[0, 1], [2, 3]], 'each rank has a share of the 4 cores')
     """
-    allowed = sorted(allowed)
-    if len(devices) > len(allowed):
-        return [], f"not bound: there are {len(allowed)} cores for {len(devices)} ranks"
-    near_cores = [tuple(core for core in near.get(device, ()) if core in set(allowed)) for device in devices]
-    unreachable = [device for device, local in zip(devices, near_cores, strict=True) if device in near and not local]
-    near_cores = [local or tuple(allowed) for local in near_cores]
+    allowed_cores = sorted(allowed_cores)
+    if len(devices) > len(allowed_cores):
+        return [], f"not bound: there are {len(allowed_cores)} cores for {len(devices)} ranks"
+    near_cores = [tuple(core for core in gpu_cores.get(device, ()) if core in set(allowed_cores)) for device in devices]
+    unreachable = [
+        device for device, local in zip(devices, near_cores, strict=True) if device in gpu_cores and not local
+    ]
+    near_cores = [local or tuple(allowed_cores) for local in near_cores]
     cores: list[list[int]] = [[] for _ in devices]
     for local in set(near_cores):  # divided among the ranks with GPUs next to them
         ranks = [r for r, candidate in enumerate(near_cores) if candidate == local]
@@ -53,12 +55,12 @@ def assign_cores(
             cores[r] = list(local[bounds[i] : bounds[i + 1]])
     if unreachable:
         return cores, f"the cores next to {', '.join(unreachable)} are not among those that this process may use"
-    if any(device in near for device in devices):
+    if any(device in gpu_cores for device in devices):
         return cores, "each rank has a share of the cores next to its GPU"
-    return cores, f"each rank has a share of the {len(allowed)} cores"
+    return cores, f"each rank has a share of the {len(allowed_cores)} cores"
 
 
-def find_gpu_cores(devices: Sequence[str], pci: Path = _PCI) -> dict[str, list[int]]:
+def find_gpu_cores(devices: Sequence[str], pci: Path = _PCI_FOLDER) -> dict[str, list[int]]:
     """Find the cores next to each GPU, by its name; GPUs whose cores are unknown have no entry."""
     try:
         import pynvml
@@ -83,7 +85,7 @@ def get_nvml_handle(number: int) -> Any:
     return pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{Device(number).uuid}".encode())
 
 
-def find_pci_device_cores(address: str, pci: Path = _PCI) -> list[int]:
+def find_pci_device_cores(address: str, pci: Path = _PCI_FOLDER) -> list[int]:
     """Find the cores next to a PCI device; none if Linux does not list them."""
     domain, _, rest = address.lower().partition(":")
     try:
@@ -114,11 +116,11 @@ def bind_to_cores(cores: Sequence[int]) -> None:
         os.sched_setaffinity(0, cores)
 
 
-def describe_binding(mask: Sequence[int] | None) -> str:
+def describe_binding(cores: Sequence[int] | None) -> str:
     """Describe the binding of a rank, for its first line of output."""
-    if not mask:
+    if not cores:
         return "not bound"
-    return f"bound to {'core' if len(mask) == 1 else 'cores'} {format_cores(mask)}"
+    return f"bound to {'core' if len(cores) == 1 else 'cores'} {format_cores(cores)}"
 
 
 def format_cores(cores: Sequence[int]) -> str:

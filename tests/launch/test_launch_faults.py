@@ -128,7 +128,7 @@ def test_supervisor_error_is_recorded(tmp_path, monkeypatch):
 
 
 def test_other_hosts_may_print_anything():
-    mark = rank_output.MARK
+    mark = rank_output.FILE_NAME_MARK
     assert rank_output.split_file_name(f"{mark}rank-3.log{mark}a {mark}b") == ("rank-3.log", f"a {mark}b")
     for line in ("plain", mark, f"{mark}rank-1.log", f"{mark}../../rank-1.log{mark}text", ""):
         assert rank_output.split_file_name(line) == ("", line)

@@ -250,9 +250,9 @@ def test_on_death_copies_are_rarer_if_slow(monkeypatch):
     schedule = memory_checkpoint_writer.MemoryCheckpointWriter("folder", state)
     batch, dues = 0, []
     for _ in range(12):
-        dues.append(schedule.due)
-        now[0] += (schedule.due - batch) * 0.01  # seconds of the batches
-        batch, began = schedule.due, now[0]
+        dues.append(schedule.due_batch)
+        now[0] += (schedule.due_batch - batch) * 0.01  # seconds of the batches
+        batch, began = schedule.due_batch, now[0]
         now[0] += 0.5
         schedule._schedule_next(began, batch)
     assert dues[:4] == [1, 3, 7, 15] and dues[-1] - dues[-2] == 500  # ten times as long as a copy

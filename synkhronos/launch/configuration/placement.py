@@ -23,7 +23,7 @@ def choose_placement(devices: Any, hosts: Any, n_ranks: int | None) -> tuple[tup
     """
     machines = _parse_hosts(hosts, n_ranks)
     if machines:
-        chosen = _choose_first_hosts_devices(machines[0], devices)
+        chosen = _choose_devices_of_first_host(machines[0], devices)
         machines[0] = Host(machines[0].name, len(chosen))
     else:
         chosen = _choose_devices(devices, n_ranks)
@@ -93,7 +93,7 @@ def _parse_hosts(hosts: Any, n_ranks: int | None) -> list[Host]:
     return [Host(host.name, host.n_ranks or n_ranks) for host in parsed]
 
 
-def _choose_first_hosts_devices(first: Host, devices: Any) -> tuple[str, ...]:
+def _choose_devices_of_first_host(first: Host, devices: Any) -> tuple[str, ...]:
     """Choose the device of each rank on the first of several hosts; other hosts use devices of the same kind."""
     if devices is not None and split_devices(devices) == ["cpu"]:
         return ("cpu",) * (first.n_ranks or count_available_cores())

@@ -16,7 +16,7 @@ from synkhronos import rules
 #: File in a run's folder to which `Settings.save` writes.
 SETTINGS_FILE = "settings.json"
 #: Exchange rules by their names in lower case.
-RULES: dict[str, type[rules.Rule]] = {
+RULE_CLASSES: dict[str, type[rules.Rule]] = {
     name.lower(): kind
     for name, kind in vars(rules).items()
     if isinstance(kind, type) and issubclass(kind, rules.Rule) and kind is not rules.Rule
@@ -99,7 +99,7 @@ class Settings:
         SettingsError
             If the rule has no such option, or a value is wrong.
         """
-        rule_class, options = RULES[self.rule.lower()], self.rule_options
+        rule_class, options = RULE_CLASSES[self.rule.lower()], self.rule_options
         if rule_class is rules.EAMSGD:
             raise SettingsError("rule: EAMSGD needs the velocities, and a class doesn't name them: take EASGD")
         names = [name for name in inspect.signature(rule_class).parameters if name != "exclude"]
@@ -139,15 +139,15 @@ class Settings:
 
 
 #: Keys of session files, the environment and ``--set``; ``model`` sets both ``modelfile`` and ``modelclass``.
-KEYS = ("model", "ranks", *(setting.name for setting in dataclasses.fields(Settings)))
+SETTING_KEYS = ("model", "ranks", *(setting.name for setting in dataclasses.fields(Settings)))
 
 
 def find_rule_name(text: str) -> str:
     """Return the name of a rule's class, for its name in upper or lower case."""
-    if text.lower() not in RULES:
-        names = ", ".join(sorted(kind.__name__ for kind in RULES.values()))
+    if text.lower() not in RULE_CLASSES:
+        names = ", ".join(sorted(kind.__name__ for kind in RULE_CLASSES.values()))
         raise SettingsError(f"rule: expected one of {names}, got {text!r}")
-    return RULES[text.lower()].__name__
+    return RULE_CLASSES[text.lower()].__name__
 
 
 def get_rule_options(rule: rules.Rule) -> dict[str, Any]:

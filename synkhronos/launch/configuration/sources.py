@@ -12,7 +12,7 @@ from typing import Any
 
 from synkhronos.launch.configuration import theano_mpi_session
 from synkhronos.launch.configuration.placement import split_devices
-from synkhronos.launch.configuration.settings import KEYS, SettingsError
+from synkhronos.launch.configuration.settings import SETTING_KEYS, SettingsError
 
 #: Prefix of environment variables that are settings.
 ENVIRONMENT_PREFIX = "SYNKHRONOS_"
@@ -48,12 +48,12 @@ def read_session_file(path: str | os.PathLike[str]) -> dict[str, Any]:
 
 def _check_keys(settings: Mapping[str, Any], source: str) -> None:
     for key in settings:
-        if key not in KEYS:
-            similar = difflib.get_close_matches(key, KEYS)
+        if key not in SETTING_KEYS:
+            similar = difflib.get_close_matches(key, SETTING_KEYS)
             raise SettingsError(
                 f"{source}: {key!r} is not a setting"
                 + (f"; similar: {', '.join(similar)}" if similar else "")
-                + f"; for an argument of the class, config.{key}. Settings are {', '.join(sorted(KEYS))}"
+                + f"; for an argument of the class, config.{key}. Settings are {', '.join(sorted(SETTING_KEYS))}"
             )
 
 
@@ -93,7 +93,7 @@ def read_environment(environment: Mapping[str, str]) -> dict[str, Any]:
     settings = {}
     for name, value in environment.items():
         key = name.removeprefix(ENVIRONMENT_PREFIX).lower()
-        if name.startswith(ENVIRONMENT_PREFIX) and key in KEYS:  # other packages read other variables
+        if name.startswith(ENVIRONMENT_PREFIX) and key in SETTING_KEYS:  # other packages read other variables
             settings[key] = _parse_value(value)
     return settings
 

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from synkhronos.launch.configuration.settings import Settings
 
 #: Required methods, and the purpose of each in error messages.
-METHODS = {
+REQUIRED_METHODS = {
     "compile_iter_fns": "compiles its functions",
     "train_iter": "takes a step; arguments (count, recorder)",
     "val_iter": "validates a batch; arguments (count, recorder)",
@@ -41,9 +41,8 @@ def list_missing_attributes(model: Any) -> list[str]:
 
     For a class only methods are checked: its constructor and ``compile_iter_fns`` set the attributes.
     """
-    problems = [
-        f"method {name}(): {purpose}" for name, purpose in METHODS.items() if not callable(getattr(model, name, None))
-    ]
+    missing = [name for name in REQUIRED_METHODS if not callable(getattr(model, name, None))]
+    problems = [f"method {name}(): {REQUIRED_METHODS[name]}" for name in missing]
     if isinstance(model, type):
         return problems
     params = getattr(model, "params", None)

@@ -23,7 +23,7 @@ from synkhronos.tasks import Worker
 #: Number of steps after which a parameter must have changed.
 _MAX_UNCHANGED_STEPS = 50
 #: Number of first steps whose digests ranks compare.
-_COMPARED_STEPS = 3
+_N_COMPARED_STEPS = 3
 EQUAL_STEPS_MESSAGE = (
     "ranks {} and {} have taken the same steps: they train on the same rows in the same order; the class has to choose "
     "its rows by config['rank'] and config['size']"
@@ -47,7 +47,7 @@ class SanityCheck:
 
     def __init__(self, params: list[Any], step_variables: list[Any]):
         self._params, self._step_values = FlatVariables(params), FlatVariables(step_variables)
-        self._start, self._before = digest(self._params), digest(self._step_values)
+        self._first_params_digest, self._first_step_digest = digest(self._params), digest(self._step_values)
         self._steps: list[str] = []
         self._n_steps = 0
         self._has_changed = self._is_compared = False
@@ -55,29 +55,29 @@ class SanityCheck:
     def record_step(self) -> None:
         """Record a step of this rank.  Call this before the exchange, which makes ranks equal."""
         self._n_steps += 1
-        if len(self._steps) < _COMPARED_STEPS:
+        if len(self._steps) < _N_COMPARED_STEPS:
             self._steps.append(digest(self._step_values))
 
     @property
-    def is_due(self) -> bool:
-        """Whether synchronous ranks should call `compare` now."""
-        return not self._is_compared and len(self._steps) == _COMPARED_STEPS
+    def is_comparison_due(self) -> bool:
+        """Whether synchronous ranks should call `compare_ranks` now."""
+        return not self._is_compared and len(self._steps) == _N_COMPARED_STEPS
 
-    def check_change(self, learning_rate: float, epoch_ended: bool) -> None:
+    def check_params_change(self, learning_rate: float, epoch_ended: bool) -> None:
         """Raise IneffectiveTrainingError if no parameter has changed since before the first step.
 
         The check is made after 50 steps, or at the end of an epoch after 2.  It is skipped at a learning rate of 0.
         """
         if self._has_changed or self._n_steps < (2 if epoch_ended else _MAX_UNCHANGED_STEPS) or learning_rate == 0:
             return
-        self._has_changed = digest(self._params) != self._start
+        self._has_changed = digest(self._params) != self._first_params_digest
         if not self._has_changed:
             raise IneffectiveTrainingError(
                 f"no parameter has changed in {self._n_steps} steps: this run trains nothing. Does train_iter() call "
                 "the functions that compile_iter_fns() has compiled, and are updates of params among theirs?"
             )
 
-    def compare(self, worker: Worker) -> None:
+    def compare_ranks(self, worker: Worker) -> None:
         """Raise IneffectiveTrainingError if two ranks have computed equal first steps.  A collective.
 
         Later calls do nothing.  Ranks without steps, and ranks whose steps have changed nothing, are not compared.
@@ -85,7 +85,7 @@ class SanityCheck:
         if self._is_compared:
             return
         self._is_compared = True
-        has_stepped = bool(self._steps) and self._steps[-1] != self._before
+        has_stepped = bool(self._steps) and self._steps[-1] != self._first_step_digest
         if equal_ranks := find_ranks_with_equal_steps(worker.all_gather(self._steps if has_stepped else None)):
             raise IneffectiveTrainingError(EQUAL_STEPS_MESSAGE.format(*equal_ranks))
 

@@ -43,7 +43,7 @@ def main(folder: str, arguments: MasterArguments) -> int:
     try:
         return _run(settings, arguments)
     except BaseException as error:
-        if arguments.memory_checkpoints:
+        if arguments.memory_checkpoint_folder:
             _log_death(folder, error, arguments.is_recovery and not (Path(folder) / PROCESSES_FILE).exists())
         if isinstance(error, WorkerError):
             name = error.failures[error.rank].partition(":")[0] if error.worker_traceback else f"rank {error.rank}"
@@ -102,7 +102,7 @@ def _run(settings: Settings, arguments: MasterArguments) -> int:
     recording = timeline(path) if settings.timeline else contextlib.nullcontext()
     # Before this point there is nothing to save, and signals end the run.  The supervisor limits the time to save.
     with recording, StopSignals(None, flag.data) if settings.saves_on_signal else contextlib.nullcontext():
-        starts = arguments.checkpoint, arguments.memory_checkpoints
+        starts = arguments.checkpoint_path, arguments.memory_checkpoint_folder
         is_stopped = run(rank_tasks.train_model, settings, rule, memory, *starts, flag)[0]
         return 128 + get_requested_stop() if is_stopped else 0
 

@@ -10,7 +10,7 @@ from synkhronos.training.checkpoints.checkpoint import Checkpoint
 from synkhronos.training.loops.batch_loop import choose_interval_steps
 
 #: Approximate number of seconds between two copies, and its minimum in units of the duration of a copy.
-_INTERVAL, _RATIO = 1.0, 10.0
+_INTERVAL_SECONDS, _MIN_INTERVAL_RATIO = 1.0, 10.0
 
 
 class MemoryCheckpointWriter:
@@ -23,18 +23,18 @@ class MemoryCheckpointWriter:
 
     Attributes
     ----------
-    due : int
+    due_batch : int
         Number of batches in the epoch after which the next copy is due.
     """
 
     def __init__(self, folder: str, state: ModelState):
         self._folder, self._state, self._checkpoint = folder, state, None  # type: str, ModelState, Checkpoint | None
-        self._every = self.due = 1
+        self._every = self.due_batch = 1
         self._ended_at = time.monotonic()
 
-    def set_due(self, batch: int) -> None:
+    def schedule_after(self, batch: int) -> None:
         """Schedule the next copy; ``batch`` batches of the epoch are trained on."""
-        self.due = batch + self._every
+        self.due_batch = batch + self._every
 
     def write(self, metrics: Mapping[str, float] | None) -> None:
         """Copy the state of all ranks.  A collective.
@@ -65,8 +65,8 @@ class MemoryCheckpointWriter:
     def _schedule_next(self, began: float, batch: int) -> None:
         """Schedule the next copy, after one at batch ``batch`` that began at time ``began``.  A collective."""
         now = time.monotonic()
-        interval = max(_INTERVAL, _RATIO * (now - began))
+        interval = max(_INTERVAL_SECONDS, _MIN_INTERVAL_RATIO * (now - began))
         steps = choose_interval_steps(self._every, began - self._ended_at, interval)
         self._every = self._state.worker.broadcast(steps)
-        self.set_due(batch)
+        self.schedule_after(batch)
         self._ended_at = time.monotonic()

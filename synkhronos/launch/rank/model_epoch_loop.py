@@ -49,8 +49,8 @@ class ModelEpochLoop(EpochLoop):
     state : ModelState
     checkpoint_path : str or None
         Checkpoint or copy to resume from; None to train from the beginning.
-    copies_folder : str or None
-        Folder of copies in memory, for ``on_death = "continue"``.
+    memory_checkpoint_folder : str or None
+        Folder of checkpoints in memory, for ``on_death = "continue"``.
     stop_flag : LocalRows
         Flag of `synkhronos.training.loops.stop_signals.StopPoll`.
 
@@ -59,8 +59,8 @@ class ModelEpochLoop(EpochLoop):
     n_epochs : int
         Number of epochs to train in total, of which `n_reports` are complete.
     sanity_check : SanityCheck
-    copies : MemoryCheckpointWriter or None
-    loop : ModelBatchLoop
+    memory_checkpoints : MemoryCheckpointWriter or None
+    batch_loop : ModelBatchLoop
         Loop over the batches of an epoch.
     totals : list of RankTotals
         Totals of each rank in the epoch.
@@ -68,7 +68,13 @@ class ModelEpochLoop(EpochLoop):
         Whether ``val_iter`` has returned ``"stop"`` on some rank.
     """
 
-    def __init__(self, state: ModelState, checkpoint_path: str | None, copies_folder: str | None, stop_flag: LocalRows):
+    def __init__(
+        self,
+        state: ModelState,
+        checkpoint_path: str | None,
+        memory_checkpoint_folder: str | None,
+        stop_flag: LocalRows,
+    ):
         settings = state.settings
         self.state, self.recorder = state, state.recorder
         self.worker, self.settings, self.model = state.worker, settings, state.model
@@ -82,16 +88,18 @@ class ModelEpochLoop(EpochLoop):
         else:
             state.resume(checkpoint_path)
         self.n_reports = state.epochs
-        self.copies = None if copies_folder is None else MemoryCheckpointWriter(copies_folder, state)
-        self.loop = ModelBatchLoop(state, self.sanity_check, self.copies, stop_flag)
+        self.memory_checkpoints = None
+        if memory_checkpoint_folder is not None:
+            self.memory_checkpoints = MemoryCheckpointWriter(memory_checkpoint_folder, state)
+        self.batch_loop = ModelBatchLoop(state, self.sanity_check, self.memory_checkpoints, stop_flag)
         self.totals: list[RankTotals] = []
         self.is_stopped_by_model = False
         #: Recorder of reports, on rank 0.
         self._reports = Recorder(state.folder) if state.worker.number == 0 else None
         #: The argument ``count`` of ``val_iter``: number of this rank's batches in the epoch times the number of ranks.
-        self._count = 0
+        self._n_trained_batches = 0
         #: Time at which the training of the epoch ended, by `time.perf_counter`.
-        self._ended_at = 0.0
+        self._training_ended_at = 0.0
 
     @property
     def early_stopping(self) -> EarlyStopping:
@@ -101,22 +109,22 @@ class ModelEpochLoop(EpochLoop):
     def train_all_epochs(self) -> bool:
         """Train all epochs and write the parameters; return True if a signal stopped the training earlier."""
         is_master, n_before = self.worker.number == 0, self.n_reports
-        if is_master and self.copies:
+        if is_master and self.memory_checkpoints:
             for death in DeathLog(self.state.folder).record_recovery(self.recorder.meter.step):
                 sys.stdout.write(
                     f"rank {death['rank']} {death['cause']}; the training goes on from step {death['step']}, "
                     f"{death['seconds']:.1f} s later\n"
                 )
         for report in self.iterate_reports():
-            if self.copies:
-                self.copies.write(report.metrics)
+            if self.memory_checkpoints:
+                self.memory_checkpoints.write(report.metrics)
             if self.is_stopped_by_model and is_master:
                 sys.stdout.write(f"val_iter() has returned 'stop': the run ends after epoch {self.n_reports}\n")
             if self.is_patience_exhausted() and is_master:
                 best = self.early_stopping
                 worse = f"{best.metric}: no better for {best.n_reports_since_best} epochs"
                 sys.stdout.write(f"{worse}; the run ends after {self.n_reports}\n")
-        if self.loop.has_ended:
+        if self.batch_loop.is_stopped_by_signal:
             return True
         if self.n_reports == n_before:  # the run had ended between its last checkpoint and the following lines
             self.state.use_consensus_params()
@@ -129,7 +137,7 @@ class ModelEpochLoop(EpochLoop):
         """Whether all epochs are trained, or ``val_iter`` has ended the training."""
         return self.n_reports >= self.n_epochs or self.is_stopped_by_model
 
-    def _warm_up(self, epoch: int) -> None:
+    def _warm_up_learning_rate(self, epoch: int) -> None:
         """Multiply ``shared_lr`` by the fifth root of the number of ranks, in each of epochs 1 to 5 (the first is 0).
 
         By default this applies under BSP and Swap, unless the model's ``warmup`` is false or ``scale_lr`` is called.
@@ -178,7 +186,7 @@ class ModelEpochLoop(EpochLoop):
         self.state.restore_own_params()
         self.model.epoch = epoch
         if not is_resumed:
-            self._warm_up(epoch)
+            self._warm_up_learning_rate(epoch)
         self.recorder.learning_rate = get_learning_rate(self.model)
         if not math.isnan(self.recorder.learning_rate):
             self.state.rule_state.learning_rate = self.recorder.learning_rate
@@ -187,22 +195,22 @@ class ModelEpochLoop(EpochLoop):
         else:
             self.recorder.begin_epoch(epoch)
             self.state.position = {"batch": 0, "generators": get_global_generator_states()}
-        self.loop.run()
-        self._count = self.state.position["batch"] * self.worker.size
+        self.batch_loop.run()
+        self._n_trained_batches = self.state.position["batch"] * self.worker.size
         self.recorder.write()
         total = self.recorder.meter.get_totals(self.recorder.learning_rate)
-        ended = self.worker.all_gather((total, self.loop.has_ended))
+        ended = self.worker.all_gather((total, self.batch_loop.is_stopped_by_signal))
         self.totals = [total for total, _ in ended]
-        self._ended_at = time.perf_counter()
-        self.loop.has_ended = any(has_ended for _, has_ended in ended)
-        if not self.loop.has_ended:
+        self._training_ended_at = time.perf_counter()
+        self.batch_loop.is_stopped_by_signal = any(is_stopped for _, is_stopped in ended)
+        if not self.batch_loop.is_stopped_by_signal:
             self.recorder.clear_train_info()
             self._reset_iterator("train")
-            self.sanity_check.check_change(self.recorder.learning_rate, epoch_ended=True)
+            self.sanity_check.check_params_change(self.recorder.learning_rate, epoch_ended=True)
             if self.state.rule.asynchronous:
-                self.sanity_check.compare(self.worker)
+                self.sanity_check.compare_ranks(self.worker)
         self.state.use_consensus_params()
-        return self.loop.has_ended
+        return self.batch_loop.is_stopped_by_signal
 
     def make_report(self) -> Report:
         """Make the report of the epoch; its loss is NaN if the class recorded no cost.
@@ -214,7 +222,7 @@ class ModelEpochLoop(EpochLoop):
         """
         n_ranks, epoch = self.worker.size, self.n_reports + 1
         seen = self.recorder.meter.step * self.recorder.rows * n_ranks
-        elapsed = self._ended_at - self.recorder.epoch_began
+        elapsed = self._training_ended_at - self.recorder.epoch_began
         report = make_report(self.totals, epoch, seen, f"{n_ranks} x {self.recorder.rows}", elapsed)
         if any(total.weight for total in self.totals) and not math.isfinite(report.loss):
             data = getattr(self.model, "train_data", None)  # an attribute of `Model`
@@ -241,16 +249,16 @@ class ModelEpochLoop(EpochLoop):
             for _ in range(per_batch):
                 self.worker.progress()
                 with use_model_precision():
-                    returned = self.model.val_iter(self._count, recorder)
+                    returned = self.model.val_iter(self._n_trained_batches, recorder)
                 next_batch, has_stopped = parse_val_iter_result(returned, batch, next_batch)
                 if has_stopped:
                     break
             batch = next_batch
-            is_ended = self.loop.is_stop_requested(is_collective=False)
+            is_ended = self.batch_loop.is_stop_requested(is_collective=False)
         self._reset_iterator("val")
         by_rank = self.worker.all_gather((*recorder.take_validation_sums(), has_stopped, is_ended))
-        self.loop.has_ended = any(ended for *_, ended in by_rank)
-        if self.loop.has_ended:
+        self.batch_loop.is_stopped_by_signal = any(ended for *_, ended in by_rank)
+        if self.batch_loop.is_stopped_by_signal:
             self.state.set_generator_states(*generator_states)  # a resumed run repeats the validation
             return True
         sums: dict[str, float] = {}
@@ -259,7 +267,7 @@ class ModelEpochLoop(EpochLoop):
             for name, value in own.items():
                 sums[name] = sums.get(name, 0.0) + value
         report.validation = means = {name: value / total for name, value in sums.items()}  # no sums without weight
-        recorder.set_validation_means(self._count, means)
+        recorder.set_validation_means(self._n_trained_batches, means)
         if means:
             self.model.current_info = recorder.get_latest_val_info()
         self.is_stopped_by_model = any(stopped for _, _, stopped, _ in by_rank)
@@ -283,7 +291,7 @@ class ModelEpochLoop(EpochLoop):
         self.state.epochs = self.n_reports + 1
         if self._reports is None:
             return
-        if self.copies:
+        if self.memory_checkpoints:
             first = self.recorder.meter.step - self.recorder.meter.steps
             report.deaths = [death for death in DeathLog(self.state.folder).read() if death["step"] >= first]
         self._reports.write(report.record())

@@ -30,9 +30,15 @@ from synkhronos.training.monitoring.early_stopping import EarlyStopping
 from synkhronos.training.monitoring.recorder import remove_lines
 
 #: Key under which a rank stores its instance, and the `State` of the rule, between tasks.
-STORAGE = "launch"
+STORAGE_KEY = "launch"
 #: Types of the entries of a run's checkpoint, besides those of `describe_training`.
-_TYPES: dict[str, Any] = {"epochs": int, "stop": dict, "host_generators": list, "totals": list, "within": list | None}
+_METADATA_TYPES: dict[str, Any] = {
+    "epochs": int,
+    "stop": dict,
+    "host_generators": list,
+    "totals": list,
+    "within": list | None,
+}
 
 
 class ModelState:
@@ -76,19 +82,19 @@ class ModelState:
     ):
         self.worker, self.settings, self.rule, self.model, self.groups = worker, settings, rule, model, groups
         self.recorder = recorder
-        self._training = rank_state.RankStateSpec(STORAGE, groups, rule, shared, is_joint=False)
+        self._training = rank_state.RankStateSpec(STORAGE_KEY, groups, rule, shared, is_joint=False)
         self.folder = Path(settings.folder)
         self.applies_gradients = isinstance(rule, SummedGradients) and callable(getattr(model, "apply_gradients", None))
         self.epochs = 0
         self.position: dict[str, Any] = {"batch": 0}
         self.early_stopping = EarlyStopping()
         self._checkpoint: Checkpoint | None = None
-        worker.get_storage(STORAGE)["state"] = State(groups.params, groups.optimizer, shared, groups.n_averages)
+        worker.get_storage(STORAGE_KEY)["state"] = State(groups.params, groups.optimizer, shared, groups.n_averages)
 
     @property
     def rule_state(self) -> State:
         """State on which the exchange rule operates; `restore` replaces it."""
-        state: State = self.worker.get_storage(STORAGE)["state"]
+        state: State = self.worker.get_storage(STORAGE_KEY)["state"]
         return state
 
     def describe(self) -> dict[str, Any]:
@@ -114,7 +120,7 @@ class ModelState:
         """
         is_within = metrics is None
         if isinstance(self.rule, SummedGradients) and not self.applies_gradients:
-            self.rule.store(self.rule_state)
+            self.rule.save_pending(self.rule_state)
         state = rank_state.collect_state(self.worker, self._training)
         meter = self.recorder.meter
         position = {**self.position, "record": [meter.steps, meter.loss, meter.weight]} if is_within else None
@@ -159,17 +165,17 @@ class ModelState:
 
     def use_consensus_params(self) -> None:
         """Set the parameters to the rule's consensus."""
-        rank_state.use_consensus_params(self.worker, STORAGE, self.rule)
+        rank_state.use_consensus_params(self.worker, STORAGE_KEY, self.rule)
 
     def restore_own_params(self) -> None:
         """Set the parameters back to this rank's own, after `use_consensus_params`."""
-        rank_state.restore_own_params(self.worker, STORAGE)
+        rank_state.restore_own_params(self.worker, STORAGE_KEY)
 
     def resume(self, path: str) -> None:
         """Resume from a checkpoint, which rank 0 reads for all ranks, and remove later records."""
         worker = self.worker
         meta = worker.broadcast(read_metadata(path) if worker.number == 0 else None)
-        check_same_training(path, meta, self.describe(), _TYPES)
+        check_same_training(path, meta, self.describe(), _METADATA_TYPES)
         self.early_stopping = EarlyStopping.from_json(meta["stop"])
         if self.settings.keep_best:
             self.early_stopping.set_metric(" ".join(self.settings.keep_best))
@@ -179,7 +185,7 @@ class ModelState:
             self.skip_trained_batches(meta["epochs"], meta["within"])
         self.restore(path)
         if isinstance(self.rule, SummedGradients):
-            self.rule.restore(self.rule_state)
+            self.rule.restore_pending(self.rule_state)
         self.recorder.meter.step = meta["totals"][worker.number % len(meta["totals"])]
         if worker.number < len(meta["host_generators"]):
             set_global_generator_states(meta["host_generators"][worker.number])

@@ -31,7 +31,7 @@ from synkhronos.launch.model_class.model_interface import (
 from synkhronos.launch.model_class.model_recorder import ModelRecorder
 from synkhronos.launch.model_class.model_variables import group_variables
 from synkhronos.launch.rank.model_epoch_loop import ModelEpochLoop
-from synkhronos.launch.rank.model_state import STORAGE, ModelState
+from synkhronos.launch.rank.model_state import STORAGE_KEY, ModelState
 from synkhronos.launch.rank.remote_output import RemoteRecorder, redirect_output
 from synkhronos.launch.rank.summed_gradients import SummedGradients
 from synkhronos.rules import Rule
@@ -40,14 +40,14 @@ from synkhronos.tasks import LocalRows, Worker
 from synkhronos.training.monitoring.recorder import Recorder
 
 #: Descriptions of the exchange under BSP, by the values that ranks exchange.
-_EXCHANGES = {
+_EXCHANGE_DESCRIPTIONS = {
     "gradient": "after each step vels2 is set to the sum of vels over all ranks (cdd)",
     "params": "after each step parameters are averaged over all ranks (avg)",
 }
 
 
 def prepare_rank(
-    worker: Worker, output_pipes: list[int], rank_cores: list[list[int]], devices: list[str], by_host: list[range]
+    worker: Worker, output_pipes: list[int], rank_cores: list[list[int]], devices: list[str], ranks_by_host: list[range]
 ) -> int:
     """Redirect this rank's output to its own pipe, print its device and cores, and return its process ID.
 
@@ -57,7 +57,7 @@ def prepare_rank(
     output_pipes, rank_cores, devices : list
         File descriptors of pipes, cores, and devices, of each rank on the first host.  Without cores, ranks are not
         bound.
-    by_host : list of range
+    ranks_by_host : list of range
         Ranks of each host.
     """
     import synkhronos.compat  # noqa: F401 - model classes import theano; ranks of other hosts are not forks
@@ -73,7 +73,7 @@ def prepare_rank(
         where = f"on {devices[worker.number]}, {core_binding.describe_binding(cores)}"
     else:
         redirect_output(worker.number)
-        host_ranks = next(ranks for ranks in by_host if worker.number in ranks)
+        host_ranks = next(ranks for ranks in ranks_by_host if worker.number in ranks)
         device = "cpu" if devices[0] == "cpu" else f"cuda{host_ranks.index(worker.number)}"
         where = f"on {device} of host {platform.node()}, {core_binding.describe_binding(None)}"
     for stream in (sys.stdout, sys.stderr):  # the supervisor reads UTF-8, whatever the locale
@@ -105,7 +105,7 @@ def build_model(worker: Worker, settings: Settings, rule: Rule) -> tuple[int, st
     needs_gradients = set_model_options(model, settings.model_options, rule, settings.modelclass)
     average = compile_model(model, settings, rule, worker.size, needs_gradients)
     if average is not None and worker.number == 0:
-        sys.stdout.write(f"{_EXCHANGES[average]}\n")
+        sys.stdout.write(f"{_EXCHANGE_DESCRIPTIONS[average]}\n")
     check_attributes(model, settings.modelclass)
     if settings.scale_lr:
         if not callable(getattr(model, "scale_lr", None)):
@@ -123,7 +123,7 @@ def build_model(worker: Worker, settings: Settings, rule: Rule) -> tuple[int, st
         library = library_of(shared)
         generator = library.copy_generator(shared)
         library.set_generator(shared, library.jump_generator(generator, worker.number) if worker.number else generator)
-    worker.get_storage(STORAGE).update(model=model, groups=groups, average=average)
+    worker.get_storage(STORAGE_KEY).update(model=model, groups=groups, average=average)
     exchanged = FlatVariables(groups.params)
     return exchanged.size, exchanged.dtype.name
 
@@ -134,7 +134,7 @@ def train_model(
     rule: Rule,
     shared: dict[str, LocalRows],
     checkpoint_path: str | None,
-    copies_folder: str | None,
+    memory_checkpoint_folder: str | None,
     stop_flag: LocalRows,
 ) -> bool:
     """Train the instance from `build_model`, and call its ``cleanup``.
@@ -146,8 +146,8 @@ def train_model(
         Shared memory of the rule.
     checkpoint_path : str or None
         Checkpoint or copy to resume from; None to train from the beginning.
-    copies_folder : str or None
-        Folder of copies in memory, for ``on_death = "continue"``.
+    memory_checkpoint_folder : str or None
+        Folder of checkpoints in memory, for ``on_death = "continue"``.
     stop_flag : LocalRows
         Flag of `synkhronos.training.loops.stop_signals.StopPoll`.
 
@@ -156,7 +156,7 @@ def train_model(
     bool
         Whether a signal has ended the training; a checkpoint is then written.
     """
-    stored = worker.get_storage(STORAGE)
+    stored = worker.get_storage(STORAGE_KEY)
     model = stored["model"]
     if stored["average"] == "gradient":
         rule = SummedGradients(model.vels, model.vels2, rule.precision)
@@ -166,6 +166,6 @@ def train_model(
     recorder = ModelRecorder(worker.number, lines, settings.every, get_batch_size(model), folder)
     state = ModelState(worker, settings, rule, model, stored["groups"], shared, recorder)
     try:
-        return ModelEpochLoop(state, checkpoint_path, copies_folder, stop_flag).train_all_epochs()
+        return ModelEpochLoop(state, checkpoint_path, memory_checkpoint_folder, stop_flag).train_all_epochs()
     finally:
         model.cleanup()

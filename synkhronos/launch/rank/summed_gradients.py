@@ -51,11 +51,11 @@ class SummedGradients(Rule):
         """Return this rank's parameters, which are equal on all ranks unless they are excluded."""
         return state.vector
 
-    def store(self, state: State) -> None:
+    def save_pending(self, state: State) -> None:
         """Save the pending sum in the state, for a checkpoint."""
         state.own[_PENDING] = np.asarray(self.vels2.get())
 
-    def restore(self, state: State) -> None:
+    def restore_pending(self, state: State) -> None:
         """Set ``vels2`` to the pending sum of a checkpoint, if it has one of this size."""
         pending = state.own.pop(_PENDING, None)
         if pending is not None and np.size(pending) == self.vels2.size:

@@ -22,9 +22,9 @@ class MasterArguments:
     #: Cores that the run may use.
     allowed_cores: list[int]
     #: Checkpoint to resume from, on disk or in memory; None to train from the beginning.
-    checkpoint: str | None
+    checkpoint_path: str | None
     #: Folder for checkpoints in memory, for ``on_death = "continue"``; None without them.
-    memory_checkpoints: str | None
+    memory_checkpoint_folder: str | None
     #: Whether the ranks start again after a death.
     is_recovery: bool
 

@@ -26,11 +26,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 #: Maximal number of characters of a line; longer lines are split, which limits memory.
-_MAX_LINE = 1 << 20
+_MAX_LINE_LENGTH = 1 << 20
 #: Delimiter before and after a file's name at the start of a line: ASCII's record separator.
-MARK = "\x1e"
+FILE_NAME_MARK = "\x1e"
 #: Pattern of lines that start with a file's name; `mpirun` and other programs print lines without one.
-_NAMED_LINE = re.compile(rf"{MARK}(rank-\d+\.(?:log|jsonl)){MARK}(.*)", re.DOTALL)
+_NAMED_LINE = re.compile(rf"{FILE_NAME_MARK}(rank-\d+\.(?:log|jsonl)){FILE_NAME_MARK}(.*)", re.DOTALL)
 
 
 def split_file_name(line: str) -> tuple[str, str]:
@@ -86,7 +86,7 @@ class LineSplitter:
             for line in complete:
                 self._write(line)
             self._pieces, self._length = [rest], len(rest)
-        if self._length > (_MAX_LINE if data else 0):
+        if self._length > (_MAX_LINE_LENGTH if data else 0):
             self._flush()
         return bool(data)
 
@@ -106,8 +106,8 @@ class OutputWriter:
         self._mode = os.O_WRONLY | os.O_CREAT | os.O_APPEND | (0 if is_resumed else os.O_TRUNC)
         self._logs: dict[str, int] = {}
         #: Names of files that lack lines, and of files that end within a line.
-        self._incomplete: set[str] = set()
-        self._torn: set[str] = set()
+        self._files_with_lost_lines: set[str] = set()
+        self._files_with_partial_line: set[str] = set()
 
     def write(self, name: str, text: str) -> None:
         """Write a line to the file ``name``, and to the console unless it is a record."""
@@ -121,20 +121,20 @@ class OutputWriter:
                 self._logs[name] = os.open(self._folder / name, self._mode, 0o666)
             self._append(name, self._logs[name], text)
         except OSError as error:
-            if name not in self._incomplete:
-                self._incomplete.add(name)
+            if name not in self._files_with_lost_lines:
+                self._files_with_lost_lines.add(name)
                 self._errors.write(f"{self._folder / name} lacks lines: {error}\n")
         if not name.endswith(".jsonl"):
             self._console.write(f"[{Path(name).stem.replace('-', ' ')}] {text}\n")
 
     def _append(self, name: str, file: int, text: str) -> None:
         data = f"{text}\n".encode(errors="backslashreplace")
-        if name in self._torn:
+        if name in self._files_with_partial_line:
             data = b"\n" + data
         n_written = os.write(file, data)
-        self._torn.discard(name)
+        self._files_with_partial_line.discard(name)
         if n_written < len(data):
-            self._torn.add(name)
+            self._files_with_partial_line.add(name)
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     def close(self) -> None:

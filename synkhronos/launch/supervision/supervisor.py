@@ -47,7 +47,7 @@ from synkhronos.training.loops.death_limit import DeathLimit
 from synkhronos.training.loops.stop_signals import ECHO_SECONDS, STOP_SIGNALS
 
 #: Seconds that ranks have to exit after Ctrl-C.
-_GRACE = 10.0
+_EXIT_SECONDS = 10.0
 
 
 class Supervisor:
@@ -56,7 +56,7 @@ class Supervisor:
     Parameters
     ----------
     settings : Settings
-    parent : int, optional
+    parent_pid : int, optional
         ID of a process; the run is stopped when this process exits.
 
     Attributes
@@ -65,15 +65,15 @@ class Supervisor:
         Number of the first signal received; 0 before it.
     """
 
-    def __init__(self, settings: Settings, parent: int | None = None):
-        self.settings, self.parent = settings, parent
+    def __init__(self, settings: Settings, parent_pid: int | None = None):
+        self.settings, self.parent_pid = settings, parent_pid
         self.folder = Path(settings.folder)
         self.signal_number = 0
         self._signalled_at = 0.0
         self._deadline = float("inf")
         self._master: subprocess.Popen[bytes] | None = None
         self._n_restarts = 0
-        self._copies: MemoryCheckpointFolder | None = None
+        self._memory_checkpoints: MemoryCheckpointFolder | None = None
         self._deaths = DeathLog(self.folder)
         self._death_limit = DeathLimit(settings.max_deaths)
         #: Number of deaths in the log.
@@ -84,7 +84,7 @@ class Supervisor:
         if settings.resume == "latest":
             self._checkpoint = str(list_checkpoints(self.folder / "checkpoints")[-1])
         self._console = Console(1, self._check_deadline)
-        self._errors = Console(2, self._check_deadline)
+        self._error_console = Console(2, self._check_deadline)
 
     def run(self) -> int:
         """Start the ranks, wait for their end, and return the exit status."""
@@ -97,7 +97,7 @@ class Supervisor:
         end: dict[str, Any] = {"status": 1}
         try:
             if self.settings.on_death == "continue":
-                self._copies = MemoryCheckpointFolder()
+                self._memory_checkpoints = MemoryCheckpointFolder()
             while True:
                 # A pipe for each rank of this machine, and one for all other hosts.
                 pipes = [os.pipe() for _ in range(len(self.settings.devices) + bool(self.settings.hosts))]
@@ -121,9 +121,9 @@ class Supervisor:
             self._kill()
             if self._master is not None:
                 self._master.wait()
-            if self._copies is not None:
+            if self._memory_checkpoints is not None:
                 self._save_newest_copy(end)
-                self._copies.remove()
+                self._memory_checkpoints.remove()
             self._record_end(end)
             for number, handler in before.items():
                 signal.signal(number, handler)
@@ -158,8 +158,8 @@ class Supervisor:
             hosts_pipe=pipes[n_here] if settings.hosts else None,
             rank_cores=rank_cores,
             allowed_cores=allowed,
-            checkpoint=self._checkpoint,
-            memory_checkpoints=None if self._copies is None else str(self._copies.path),
+            checkpoint_path=self._checkpoint,
+            memory_checkpoint_folder=None if self._memory_checkpoints is None else str(self._memory_checkpoints.path),
             is_recovery=self._death_limit.n_deaths > 0,
         )
         module = "synkhronos.launch.rank.master_process"
@@ -197,7 +197,7 @@ class Supervisor:
         if self._master is None or self._master.poll() is not None:
             return
         if number == signal.SIGINT:
-            self._deadline += _GRACE
+            self._deadline += _EXIT_SECONDS
             message = "the ranks are asked to stop; Ctrl-C once more ends them at once\n"
         elif self.settings.saves_on_signal:
             self._deadline += self.settings.grace
@@ -211,7 +211,7 @@ class Supervisor:
 
     def _check_deadline(self) -> bool:
         """Kill the ranks if their deadline has passed; return True if it has."""
-        if self.parent is not None and os.getppid() != self.parent and not self.signal_number:
+        if self.parent_pid is not None and os.getppid() != self.parent_pid and not self.signal_number:
             self._handle_signal(signal.SIGTERM, None)
         if time.monotonic() <= self._deadline:
             return False
@@ -231,7 +231,7 @@ class Supervisor:
         assert self._master is not None
         with contextlib.ExitStack() as stack, selectors.DefaultSelector() as selector:
             is_continued = self.settings.resume is not None or self._n_restarts + self._death_limit.n_deaths > 0
-            output = OutputWriter(self.folder, is_continued, self._console, self._errors)
+            output = OutputWriter(self.folder, is_continued, self._console, self._error_console)
             stack.callback(output.close)
             for rank, pipe in enumerate(pipes):
                 stack.callback(os.close, pipe)
@@ -247,8 +247,8 @@ class Supervisor:
                     # Processes that a rank has started may keep its pipe open.  A killed rank releases its device
                     # before its pipe is closed, and a restart needs the device.
                     self._kill()
-                    end_of_wait = min(end_of_wait, time.monotonic() + _GRACE)
-                    starts_again = self._copies is not None or self._n_restarts < self.settings.restarts
+                    end_of_wait = min(end_of_wait, time.monotonic() + _EXIT_SECONDS)
+                    starts_again = self._memory_checkpoints is not None or self._n_restarts < self.settings.restarts
                     is_last = not self._master.poll() or not starts_again
                     if is_last or time.monotonic() > end_of_wait:
                         break
@@ -264,7 +264,7 @@ class Supervisor:
 
     def _prepare_recovery(self) -> bool:
         """Prepare a start from the newest copy after a death; return False without a death, or after too many."""
-        if self._copies is None:
+        if self._memory_checkpoints is None:
             return False
         deaths = self._deaths.read()
         assert self._master is not None
@@ -274,12 +274,12 @@ class Supervisor:
         if len(deaths) == self._n_logged_deaths:
             return False  # the ranks have raised an error, and would raise it again
         self._n_logged_deaths = len(deaths)  # perhaps two more: the master may die after it has recorded a death
-        copy = next((str(path) for path in reversed(list_checkpoints(self._copies.path))), self._checkpoint)
+        copy = next((str(path) for path in reversed(list_checkpoints(self._memory_checkpoints.path))), self._checkpoint)
         limit, rank = self._death_limit, deaths[-1]["rank"]
         if copy != self._checkpoint:
             limit.reset_repeats()
         if excess := limit.count_death(rank, deaths[-1]["cause"]):
-            self._errors.write(f"{excess}\n")
+            self._error_console.write(f"{excess}\n")
             return False
         if limit.is_rank_unusable and not self.settings.hosts:  # each host chooses among its own devices
             limit.reset_repeats()
@@ -289,7 +289,7 @@ class Supervisor:
         (self.folder / FAILURE_FILE).unlink(missing_ok=True)
         self._remove_records_without_checkpoint()
         where = "the beginning, as there is no copy" if copy is None else f"the copy {Path(copy).name}"
-        self._errors.write(f"death {limit.n_deaths} of at most {limit.max_deaths}: from {where}\n")
+        self._error_console.write(f"death {limit.n_deaths} of at most {limit.max_deaths}: from {where}\n")
         return True
 
     def _leave_out_device(self, rank: int) -> bool:
@@ -298,9 +298,9 @@ class Supervisor:
         devices = tuple(device for r, device in enumerate(settings.devices) if r != rank)
         where = f"rank {rank} can't start on {settings.devices[rank]}"
         if not devices:
-            self._errors.write(f"{where}: on_death = 'continue' has no device left\n")
+            self._error_console.write(f"{where}: on_death = 'continue' has no device left\n")
             return False
-        self._errors.write(f"{where}, which is left out: the run goes on with {', '.join(devices)}\n")
+        self._error_console.write(f"{where}, which is left out: the run goes on with {', '.join(devices)}\n")
         self.settings = dataclasses.replace(settings, devices=devices)
         self.settings.save()
         return True
@@ -313,14 +313,14 @@ class Supervisor:
         self._n_restarts += 1
         with contextlib.suppress(FileNotFoundError):
             os.rename(self.folder / FAILURE_FILE, self.folder / FAILURE_FILE.replace(".", f"-{self._n_restarts}."))
-        if self._copies is not None:  # later than the checkpoint
-            self._copies.clear()
+        if self._memory_checkpoints is not None:  # later than the checkpoint
+            self._memory_checkpoints.clear()
         written = {path for path, _ in self._list_checkpoints() - self._old_checkpoints}
         if new := [path for path in list_checkpoints(self.folder / "checkpoints") if path in written]:
             self._checkpoint = str(new[-1])
         self._remove_records_without_checkpoint()
         where = self._checkpoint or "the beginning, as it has no checkpoint"
-        self._errors.write(f"restart {self._n_restarts} of {self.settings.restarts} from {where}\n")
+        self._error_console.write(f"restart {self._n_restarts} of {self.settings.restarts} from {where}\n")
 
     def _remove_records_without_checkpoint(self) -> None:
         """Remove the records if the run starts from its beginning."""
@@ -330,18 +330,18 @@ class Supervisor:
 
     def _save_newest_copy(self, end: dict[str, Any]) -> None:
         """Save the newest copy as a checkpoint, if a signal has ended the run before the ranks could write one."""
-        assert self._copies is not None
-        copies = list_checkpoints(self._copies.path)
+        assert self._memory_checkpoints is not None
+        copies = list_checkpoints(self._memory_checkpoints.path)
         if not (copies and self.signal_number and self.settings.saves_on_signal) or end.get("checkpoint"):
             return
         folder = self.folder / "checkpoints"
         try:
             path = copy_checkpoint(copies[-1], folder)
         except OSError as error:
-            self._errors.write(f"{folder / copies[-1].name} can't be written: {error}\n")
+            self._error_console.write(f"{folder / copies[-1].name} can't be written: {error}\n")
             return
         end["checkpoint"] = str(path)
-        self._errors.write(f"--resume goes on from {path}, the last copy\n")
+        self._error_console.write(f"--resume goes on from {path}, the last copy\n")
 
     # -- the end ---------------------------------------------------------------------------------------------
 
@@ -371,7 +371,7 @@ class Supervisor:
             message = f"rank 0 (process {self._master.pid}) {describe_exit(code)}\n"
             with contextlib.suppress(OSError):  # if the disk is full, only the console gets it
                 failure.write_text(message, "utf-8")
-        self._errors.write(message)
+        self._error_console.write(message)
         return end
 
     def _record_end(self, end: dict[str, Any]) -> None:
@@ -380,7 +380,7 @@ class Supervisor:
         try:
             add_to_run_record(self.folder, {name: count for name, count in counts.items() if count} | end)
         except OSError as error:
-            self._errors.write(f"run.json lacks the exit status, {end['status']}: {error}\n")
+            self._error_console.write(f"run.json lacks the exit status, {end['status']}: {error}\n")
 
 
 def main() -> int:

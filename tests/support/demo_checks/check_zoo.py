@@ -116,7 +116,7 @@ def test_zoo_networks_have_sessions(session, tmp_path):
         [{"devices": "cpu", "folder": str(tmp_path)}, read_session_file(session)], source_path=session
     )
     assert found.modelclass in NETWORKS
-    assert found.modelfile == NETWORKS[found.modelclass][0] and Path(found.root) == DEMOS / "zoo"
+    assert found.modelfile == NETWORKS[found.modelclass][0] and Path(found.pythonpath) == DEMOS / "zoo"
 
 
 def test_sessions_name_every_network():
