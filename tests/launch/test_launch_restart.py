@@ -147,11 +147,11 @@ import json, os, sys
 if "synkhronos.launch.rank.master_process" in sys.orig_argv:
     from synkhronos.launch.rank import rank_tasks
     prepare_rank = rank_tasks.prepare_rank
-    recovers = json.loads(sys.orig_argv[-1])["recovers"]
-    def start_or_fail(worker, consoles, masks, devices, by_host):
-        if recovers and worker.size > int(os.environ["WORKING"]) and worker.number == int(os.environ["GONE"]):
+    def start_or_fail(worker, arguments, devices, ranks_by_host):
+        is_too_many = worker.size > int(os.environ["WORKING"])
+        if arguments.is_recovery and is_too_many and worker.number == int(os.environ["GONE"]):
             raise OSError(f"{devices[worker.number]} has fallen off the bus")
-        return prepare_rank(worker, consoles, masks, devices, by_host)
+        return prepare_rank(worker, arguments, devices, ranks_by_host)
     rank_tasks.prepare_rank = start_or_fail
 """
 

@@ -201,7 +201,7 @@ class Model:
     def _read_options(self) -> dict[str, Any]:
         return {name: getattr(self, name) for name in MODEL_OPTIONS}
 
-    # -- the contract ----------------------------------------------------------------------------------------
+    # -- interface of model classes --------------------------------------------------------------------------
 
     def compile_iter_fns(self, sync_type: str = "avg") -> None:
         """Compile the training step and the validation function.

@@ -21,9 +21,8 @@ from synkhronos.data.shared import create_unpublished
 from synkhronos.launch import core_binding
 from synkhronos.launch.configuration.settings import Settings
 from synkhronos.launch.rank import rank_tasks
-from synkhronos.launch.supervision.death_log import DeathLog
 from synkhronos.launch.supervision.master_arguments import MasterArguments
-from synkhronos.launch.supervision.run_folder import FAILURE_FILE, PROCESSES_FILE
+from synkhronos.launch.supervision.run_folder import FAILURE_FILE, PROCESSES_FILE, DeathLog
 from synkhronos.processes import fork_bound
 from synkhronos.ranks import WorkerError, get_session, last_death
 from synkhronos.ranks.child_process import exit_with_parent
@@ -92,7 +91,7 @@ def _run(settings: Settings, arguments: MasterArguments) -> int:
     devices, cores = list(settings.devices), arguments.rank_cores
     fork_bound(len(devices), settings.on_gpu, cores, settings.hosts, hosts_output)
     ranks_by_host = get_session().link.ranks_by_host
-    processes = run(rank_tasks.prepare_rank, arguments.output_pipes, cores, devices, ranks_by_host)
+    processes = run(rank_tasks.prepare_rank, arguments, devices, ranks_by_host)
     (Path(settings.folder) / PROCESSES_FILE).write_text(json.dumps(processes))
     rule = settings.make_rule()
     size, dtype = run(rank_tasks.build_model, settings, rule)[0]
@@ -102,8 +101,7 @@ def _run(settings: Settings, arguments: MasterArguments) -> int:
     recording = timeline(path) if settings.timeline else contextlib.nullcontext()
     # Before this point there is nothing to save, and signals end the run.  The supervisor limits the time to save.
     with recording, StopSignals(None, flag.data) if settings.saves_on_signal else contextlib.nullcontext():
-        starts = arguments.checkpoint_path, arguments.memory_checkpoint_folder
-        is_stopped = run(rank_tasks.train_model, settings, rule, memory, *starts, flag)[0]
+        is_stopped = run(rank_tasks.train_model, settings, rule, memory, arguments, flag)[0]
         return 128 + get_requested_stop() if is_stopped else 0
 
 

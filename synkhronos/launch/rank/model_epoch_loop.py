@@ -25,7 +25,8 @@ from synkhronos.launch.rank.memory_checkpoint_writer import MemoryCheckpointWrit
 from synkhronos.launch.rank.model_batch_loop import ModelBatchLoop
 from synkhronos.launch.rank.model_state import ModelState, get_global_generator_states
 from synkhronos.launch.rank.summed_gradients import SummedGradients
-from synkhronos.launch.supervision.death_log import DeathLog
+from synkhronos.launch.supervision.master_arguments import MasterArguments
+from synkhronos.launch.supervision.run_folder import DeathLog
 from synkhronos.rules import BSP, Swap
 from synkhronos.tasks import LocalRows
 from synkhronos.training.loops.epoch_loop import EpochLoop
@@ -47,10 +48,7 @@ class ModelEpochLoop(EpochLoop):
     Parameters
     ----------
     state : ModelState
-    checkpoint_path : str or None
-        Checkpoint or copy to resume from; None to train from the beginning.
-    memory_checkpoint_folder : str or None
-        Folder of checkpoints in memory, for ``on_death = "continue"``.
+    arguments : MasterArguments
     stop_flag : LocalRows
         Flag of `synkhronos.training.loops.stop_signals.StopPoll`.
 
@@ -68,13 +66,7 @@ class ModelEpochLoop(EpochLoop):
         Whether ``val_iter`` has returned ``"stop"`` on some rank.
     """
 
-    def __init__(
-        self,
-        state: ModelState,
-        checkpoint_path: str | None,
-        memory_checkpoint_folder: str | None,
-        stop_flag: LocalRows,
-    ):
+    def __init__(self, state: ModelState, arguments: MasterArguments, stop_flag: LocalRows):
         settings = state.settings
         self.state, self.recorder = state, state.recorder
         self.worker, self.settings, self.model = state.worker, settings, state.model
@@ -83,14 +75,14 @@ class ModelEpochLoop(EpochLoop):
         self.checkpoint_every = settings.checkpoint
         own = self.model.vels if isinstance(state.rule, SummedGradients) else state.groups.params
         self.sanity_check = SanityCheck(list(self.model.params), own)
-        if checkpoint_path is None:
+        if arguments.checkpoint_path is None:
             state.rule.setup(state.worker, state.rule_state)
         else:
-            state.resume(checkpoint_path)
+            state.resume(arguments.checkpoint_path)
         self.n_reports = state.epochs
         self.memory_checkpoints = None
-        if memory_checkpoint_folder is not None:
-            self.memory_checkpoints = MemoryCheckpointWriter(memory_checkpoint_folder, state)
+        if arguments.memory_checkpoint_folder is not None:
+            self.memory_checkpoints = MemoryCheckpointWriter(arguments.memory_checkpoint_folder, state)
         self.batch_loop = ModelBatchLoop(state, self.sanity_check, self.memory_checkpoints, stop_flag)
         self.totals: list[RankTotals] = []
         self.is_stopped_by_model = False

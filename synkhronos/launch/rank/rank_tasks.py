@@ -34,6 +34,7 @@ from synkhronos.launch.rank.model_epoch_loop import ModelEpochLoop
 from synkhronos.launch.rank.model_state import STORAGE_KEY, ModelState
 from synkhronos.launch.rank.remote_output import RemoteRecorder, redirect_output
 from synkhronos.launch.rank.summed_gradients import SummedGradients
+from synkhronos.launch.supervision.master_arguments import MasterArguments
 from synkhronos.rules import Rule
 from synkhronos.rules.state import FlatVariables
 from synkhronos.tasks import LocalRows, Worker
@@ -46,17 +47,15 @@ _EXCHANGE_DESCRIPTIONS = {
 }
 
 
-def prepare_rank(
-    worker: Worker, output_pipes: list[int], rank_cores: list[list[int]], devices: list[str], ranks_by_host: list[range]
-) -> int:
+def prepare_rank(worker: Worker, arguments: MasterArguments, devices: list[str], ranks_by_host: list[range]) -> int:
     """Redirect this rank's output to its own pipe, print its device and cores, and return its process ID.
 
     Parameters
     ----------
     worker : Worker
-    output_pipes, rank_cores, devices : list
-        File descriptors of pipes, cores, and devices, of each rank on the first host.  Without cores, ranks are not
-        bound.
+    arguments : MasterArguments
+    devices : list of str
+        Device of each rank on the first host.
     ranks_by_host : list of range
         Ranks of each host.
     """
@@ -64,12 +63,12 @@ def prepare_rank(
 
     sys.stdout.flush()
     sys.stderr.flush()
-    if worker.number < len(output_pipes):
+    if worker.number < len(arguments.output_pipes):
         for file in (1, 2):
-            os.dup2(output_pipes[worker.number], file)
-        for pipe in output_pipes:
+            os.dup2(arguments.output_pipes[worker.number], file)
+        for pipe in arguments.output_pipes:
             os.close(pipe)
-        cores = rank_cores[worker.number] if rank_cores else None
+        cores = arguments.rank_cores[worker.number] if arguments.rank_cores else None
         where = f"on {devices[worker.number]}, {core_binding.describe_binding(cores)}"
     else:
         redirect_output(worker.number)
@@ -133,21 +132,16 @@ def train_model(
     settings: Settings,
     rule: Rule,
     shared: dict[str, LocalRows],
-    checkpoint_path: str | None,
-    memory_checkpoint_folder: str | None,
+    arguments: MasterArguments,
     stop_flag: LocalRows,
 ) -> bool:
     """Train the instance from `build_model`, and call its ``cleanup``.
 
     Parameters
     ----------
-    worker, settings, rule
+    worker, settings, rule, arguments
     shared : dict of str to LocalRows
         Shared memory of the rule.
-    checkpoint_path : str or None
-        Checkpoint or copy to resume from; None to train from the beginning.
-    memory_checkpoint_folder : str or None
-        Folder of checkpoints in memory, for ``on_death = "continue"``.
     stop_flag : LocalRows
         Flag of `synkhronos.training.loops.stop_signals.StopPoll`.
 
@@ -166,6 +160,6 @@ def train_model(
     recorder = ModelRecorder(worker.number, lines, settings.every, get_batch_size(model), folder)
     state = ModelState(worker, settings, rule, model, stored["groups"], shared, recorder)
     try:
-        return ModelEpochLoop(state, checkpoint_path, memory_checkpoint_folder, stop_flag).train_all_epochs()
+        return ModelEpochLoop(state, arguments, stop_flag).train_all_epochs()
     finally:
         model.cleanup()

@@ -35,12 +35,11 @@ from typing import Any
 
 from synkhronos.launch import core_binding
 from synkhronos.launch.configuration.settings import Settings
-from synkhronos.launch.supervision.death_log import DeathLog
 from synkhronos.launch.supervision.master_arguments import MasterArguments
 from synkhronos.launch.supervision.memory_checkpoint_folder import MemoryCheckpointFolder
 from synkhronos.launch.supervision.process_environment import make_python_path, open_standard_streams
 from synkhronos.launch.supervision.rank_output import Console, LineSplitter, OutputWriter
-from synkhronos.launch.supervision.run_folder import FAILURE_FILE, PROCESSES_FILE, add_to_run_record
+from synkhronos.launch.supervision.run_folder import FAILURE_FILE, PROCESSES_FILE, DeathLog, add_to_run_record
 from synkhronos.ranks.errors import describe_exit
 from synkhronos.training.checkpoints.checkpoint import copy_checkpoint, list_checkpoints
 from synkhronos.training.loops.death_limit import DeathLimit
