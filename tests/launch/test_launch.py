@@ -148,7 +148,9 @@ def test_run_folder_is_locked(tmp_path):
     )
     done = subprocess.run([sys.executable, script], cwd=SUPPORT, env=ENVIRONMENT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    assert f"folder: {tmp_path} has a run that hasn't ended: wait for it, or name another" in done.stdout
+    assert (
+        f"folder: {tmp_path} is in use by a run that hasn't ended: wait for it, or choose another folder" in done.stdout
+    )
     assert [report["epoch"] for report in lines(tmp_path, "reports")] == list(range(1, 22))
 
 
@@ -156,7 +158,7 @@ def test_run_folder_is_locked(tmp_path):
 @pytest.mark.slow
 def test_ranks_with_fewer_batches_do_not_block(tmp_path):
     done = train(tmp_path, "Uneven", epochs=1)
-    assert "ranks have [9, 4] batches: each takes 4, since all exchange at once" in done.stdout
+    assert "ranks have [9, 4] batches: each trains on 4, since all exchange together" in done.stdout
     train(tmp_path / "other", "Uneven", epochs=1, rule="EASGD")
     assert [lines(tmp_path / "other", f"rank-{r}")[-1]["step"] for r in range(2)] == [9, 4]
 

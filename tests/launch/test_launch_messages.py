@@ -121,7 +121,7 @@ CLASSES = {
     "NoCount": r"NoCount lacks:\n  attribute data.n_batch_val: expected a number of batches, at least 0, got 'many'",
     "TwoArguments": r"TwoArguments fails when an instance is made: ModelInterfaceError: TwoArguments\(\): expected a class that takes one config, got one that takes \['config', 'more'\]",
     "Raises": r"Raises fails when train_iter\(\) runs: KeyError: 'images'",
-    "StrangeCall": r"the recorder has no 'celebrate': it answers .*train_error",
+    "StrangeCall": r"the recorder has no 'celebrate'; it has .*train_error",
     "Silent": r"Silent: train_iter\(\) has not called recorder.train_error\(count, cost, error\).*\nSilent: train_iter\(\) changes none of params\nSilent: val_iter\(\) has not called recorder.val_error",
     "Diverges": r"Diverges: the cost is nan after 3 iterations",
     "NoEpochs": r"NoEpochs: it has no n_epochs: give --set epochs=N",
@@ -397,7 +397,7 @@ def test_device_names_of_gpus(monkeypatch):
     assert resolve_settings([model, {"devices": ["cpu"], "ranks": 2}]).devices == ("cpu", "cpu")
     for given, words in (
         ({"devices": "gpu1,cuda1"}, "devices: expected each GPU once, got gpu1, cuda1"),
-        ({"devices": "cuda4"}, "cuda4 is not there: this machine shows cuda0 to cuda3"),
+        ({"devices": "cuda4"}, "cuda4 is not available: this machine has cuda0 to cuda3"),
         ({"ranks": 5}, "ranks: expected at most 4, one for each GPU, got 5; or devices = 'cpu'"),
     ):
         with pytest.raises(SettingsError, match=words):

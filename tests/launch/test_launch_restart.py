@@ -170,7 +170,7 @@ def train_with_a_broken_device(folder, n_working, gone, **arguments):
 @pytest.mark.parametrize("gone", [0, 2])
 def test_on_death_continue_leaves_out_a_broken_device(tmp_path, gone):
     done = train_with_a_broken_device(tmp_path / "a", 2, gone)
-    words = f"rank {gone} can't start on cpu, which is left out: the run goes on with cpu, cpu\n"
+    words = f"rank {gone} can't start on cpu, which is left out: the run continues with cpu, cpu\n"
     assert done.stderr.count(words) == 1
     run = tmp_path / "a" / "run"
     assert [report["epoch"] for report in lines(run, "reports")] == [1, 2, 3]
@@ -206,7 +206,7 @@ def test_signal_ends_a_run_with_on_death_continue(tmp_path):
         wait_until_training(tmp_path, process)
         process.send_signal(signal.SIGTERM)
         _, errors = process.communicate(timeout=LIMIT)
-        assert process.returncode == 143 and "--resume goes on from" in errors
+        assert process.returncode == 143 and "--resume continues from" in errors
 
 
 @pytest.mark.faults
@@ -226,7 +226,7 @@ def test_signal_during_a_recovery_keeps_the_copy(tmp_path):
                 break
         process.send_signal(signal.SIGTERM)
         _, errors = process.communicate(timeout=LIMIT)
-        assert process.returncode == 143 and "--resume goes on from" in errors
+        assert process.returncode == 143 and "--resume continues from" in errors
         assert len(list((tmp_path / "checkpoints").iterdir())) == 1 and list_copies() == before
 
 

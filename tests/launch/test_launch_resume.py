@@ -146,7 +146,7 @@ def test_resume_after_a_signal_equals_an_undisturbed_run(tmp_path, signalled_run
     record = json.loads((tmp_path / "parts" / "run.json").read_text())
     newest = max((tmp_path / "parts" / "checkpoints").iterdir())
     assert (record["status"], record["signal"], record["checkpoint"]) == (143, "SIGTERM", str(newest))
-    assert f"the run was ended by SIGTERM; --resume goes on from {newest}" in done.stderr
+    assert f"the run was ended by SIGTERM; --resume continues from {newest}" in done.stderr
     assert not (tmp_path / "parts" / "params.npz").exists()
     n_steps = int(newest.name.removeprefix("rows-"))
     assert n_steps == 18 if mode == "val" else 9 < n_steps < 18

@@ -41,7 +41,7 @@ def find_module(name: str, class_name: str, folders: Sequence[str]) -> tuple[str
     if any("." in part for part in parts[:-1]):  # such a folder can't be a package: import the file alone
         folder, parts = path.parent, parts[-1:]
     if "." in parts[-1]:
-        raise SettingsError(f"modelfile: {path}: a module's name has no dot: rename the file")
+        raise SettingsError(f"modelfile: {path}: a module's name can't contain a dot: rename the file")
     if parts[0] in sys.modules and parts[0] in {*sys.stdlib_module_names, "numpy", "synkhronos"}:
         raise SettingsError(f"modelfile: {path}: {parts[0]!r} is a module that every run imports: rename the file")
     module = ".".join(parts[:-1] if parts[-1] == "__init__" else parts)

@@ -62,8 +62,8 @@ def _choose_devices(devices: Any, count: int | None) -> tuple[str, ...]:
         match = re.fullmatch(r"(?:cuda|gpu)(\d+)", name)
         if ":" in name:
             raise SettingsError(
-                f"devices: {name!r} is on another host: these are devices of this machine; hosts = ['a', 'b:3'] names "
-                "machines, and how many of its GPUs or cores each is to use"
+                f"devices: {name!r} is on another host: devices are those of this machine; hosts = ['a', 'b:3'] names "
+                "machines, with their numbers of ranks"
             )
         if match is None:
             also = "; cpu can't be mixed with GPUs" if name == "cpu" else ""
@@ -71,7 +71,7 @@ def _choose_devices(devices: Any, count: int | None) -> tuple[str, ...]:
         if int(match[1]) >= n_gpu:
             present = f"cuda0 to cuda{n_gpu - 1}" if n_gpu else "no GPU"
             raise SettingsError(
-                f"devices: {name} is not there: this machine shows {present}; cpu,cpu computes on two of its cores"
+                f"devices: {name} is not available: this machine has {present}; cpu,cpu computes on two of its cores"
             )
         chosen.append(f"cuda{int(match[1])}")
     if len(set(chosen)) != len(chosen):
@@ -101,6 +101,6 @@ def _choose_devices_of_first_host(first: Host, devices: Any) -> tuple[str, ...]:
     if set(chosen) != {"cpu"} and chosen != tuple(f"cuda{i}" for i in range(len(chosen))):
         raise SettingsError(
             f"devices: expected cpu, or cuda0 to cuda{len(chosen) - 1} in this order, for several hosts, got "
-            f"{', '.join(chosen)}: each host's CUDA_VISIBLE_DEVICES says which GPUs are meant"
+            f"{', '.join(chosen)}: each host's CUDA_VISIBLE_DEVICES selects its GPUs"
         )
     return chosen

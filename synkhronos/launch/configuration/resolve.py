@@ -108,12 +108,15 @@ def _check_folder(settings: Settings) -> Settings:
         raise SettingsError(f"folder: {folder / 'checkpoints'} has to be a folder, or nothing yet")
     if settings.resume is None:
         if (folder / SETTINGS_FILE).exists() and any(any(folder.glob(pattern)) for pattern in _RESULT_FILES):
-            raise SettingsError(f"folder: {folder} has a run already: name another, or go on with --resume")
+            raise SettingsError(
+                f"folder: {folder} has a run already: choose another folder, or continue the run with --resume"
+            )
         return settings
     if settings.resume == "latest":
         if not list_checkpoints(folder / "checkpoints"):
+            where = folder / "checkpoints"
             raise SettingsError(
-                f"resume: expected a checkpoint in {folder / 'checkpoints'}, found none: folder says which run goes on"
+                f"resume: expected a checkpoint in {where}, found none; folder has to be that of the run to resume"
             )
         return settings
     path = Path(settings.resume).absolute()
@@ -126,7 +129,7 @@ def _get_text(settings: Mapping[str, Any], key: str) -> str | None:
     value = settings.get(key)
     if value is None or isinstance(value, str):
         return value or None
-    raise SettingsError(f"{key}: expected a text, got {value!r}")
+    raise SettingsError(f"{key}: expected a string, got {value!r}")
 
 
 def _get_path(settings: Mapping[str, Any], key: str) -> str | None:
@@ -138,7 +141,7 @@ def _check_table(settings: Mapping[str, Any], key: str) -> dict[str, Any]:
     value = settings.get(key, {})
     if not isinstance(value, Mapping):
         raise SettingsError(f"{key}: expected a table of names and values, got {value!r}")
-    with convert_errors(f"{key}: expected numbers, texts, lists and tables: "):
+    with convert_errors(f"{key}: expected numbers, strings, lists and tables: "):
         json.dumps(value)  # `Settings.save` writes them
     return dict(value)
 
@@ -157,7 +160,7 @@ def _check_config(settings: Mapping[str, Any]) -> dict[str, Any]:
     config = _check_table(settings, "config")
     for key, hint in _RESERVED_CONFIG.items():
         if key in config:
-            raise SettingsError(f"config: {key!r} is given by the run: {hint}")
+            raise SettingsError(f"config: {key!r} is set by the run: {hint}")
     return config
 
 

@@ -158,6 +158,6 @@ def get_rule_options(rule: rules.Rule) -> dict[str, Any]:
         if value == parameter.default:
             continue
         if callable(value):
-            raise SettingsError(f"{name}: a rule that is started with init() takes numbers and words, got {value!r}")
+            raise SettingsError(f"{name}: a rule that is started with init() takes numbers and strings, got {value!r}")
         options[name] = value
     return options

@@ -102,7 +102,7 @@ class ModelRecorder:
         if name.startswith("__"):
             raise AttributeError(name)
         calls = sorted(method for method in vars(type(self)) if not method.startswith("_"))
-        raise AttributeError(f"the recorder has no {name!r}: it answers {', '.join(calls)}")
+        raise AttributeError(f"the recorder has no {name!r}; it has {', '.join(calls)}")
 
     # -- interface of classes --------------------------------------------------------------------------------
 
@@ -183,7 +183,7 @@ class ModelRecorder:
     def plot_init(self, name: str, fig_specs: Any = None, save: bool = False) -> None:
         """Declare the name of a picture for `plot`.  The other arguments, of Theano-MPI, have no effect."""
         if not isinstance(name, str):
-            raise TypeError(f"plot_init(): expected a text as name, got {name!r}")
+            raise TypeError(f"plot_init(): expected a string as name, got {name!r}")
         self._plots.setdefault(name, 0)
 
     def plot(self, name: str, lines: Any = None, image: Any = None, save: bool = False, **style: Any) -> None:

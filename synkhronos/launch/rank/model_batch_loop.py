@@ -150,7 +150,9 @@ class ModelBatchLoop(BatchLoop):
         if self.rule.asynchronous:
             return batches
         if min(by_rank) != max(by_rank) and self.worker.number == 0 and self.recorder.epoch == 0:
-            sys.stdout.write(f"ranks have {by_rank} batches: each takes {min(by_rank)}, since all exchange at once\n")
+            sys.stdout.write(
+                f"ranks have {by_rank} batches: each trains on {min(by_rank)}, since all exchange together\n"
+            )
         return min(by_rank)
 
     def record_compute_time(self, began: float, before: dict[str, float]) -> None:

@@ -104,7 +104,7 @@ class ModelEpochLoop(EpochLoop):
         if is_master and self.memory_checkpoints:
             for death in DeathLog(self.state.folder).record_recovery(self.recorder.meter.step):
                 sys.stdout.write(
-                    f"rank {death['rank']} {death['cause']}; the training goes on from step {death['step']}, "
+                    f"rank {death['rank']} {death['cause']}; the training continues from step {death['step']}, "
                     f"{death['seconds']:.1f} s later\n"
                 )
         for report in self.iterate_reports():

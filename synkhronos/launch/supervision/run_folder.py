@@ -48,7 +48,9 @@ def create_run_folder(settings: Settings, command: list[str]) -> IO[str]:
         _write_run_record(folder, {**versions, "command": command, "began": _now()}, _RESERVED_BYTES)
     except BlockingIOError:
         lock.close()
-        raise SettingsError(f"folder: {folder} has a run that hasn't ended: wait for it, or name another") from None
+        raise SettingsError(
+            f"folder: {folder} is in use by a run that hasn't ended: wait for it, or choose another folder"
+        ) from None
     except OSError as error:
         lock.close()
         raise SettingsError(f"folder: {folder} can't be written: {error}") from None

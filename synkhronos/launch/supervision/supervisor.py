@@ -299,7 +299,7 @@ class Supervisor:
         if not devices:
             self._error_console.write(f"{where}: on_death = 'continue' has no device left\n")
             return False
-        self._error_console.write(f"{where}, which is left out: the run goes on with {', '.join(devices)}\n")
+        self._error_console.write(f"{where}, which is left out: the run continues with {', '.join(devices)}\n")
         self.settings = dataclasses.replace(settings, devices=devices)
         self.settings.save()
         return True
@@ -340,7 +340,7 @@ class Supervisor:
             self._error_console.write(f"{folder / copies[-1].name} can't be written: {error}\n")
             return
         end["checkpoint"] = str(path)
-        self._error_console.write(f"--resume goes on from {path}, the last copy\n")
+        self._error_console.write(f"--resume continues from {path}, the last copy\n")
 
     # -- the end ---------------------------------------------------------------------------------------------
 
@@ -362,7 +362,7 @@ class Supervisor:
             end["checkpoint"] = str(checkpoints[-1]) if is_saved else None
             message = f"the run was ended by {end['signal']}"
             if is_saved:
-                message += f"; --resume goes on from {end['checkpoint']}"
+                message += f"; --resume continues from {end['checkpoint']}"
             elif self.settings.saves_on_signal and self.signal_number != signal.SIGINT:
                 message += ", before it had written a checkpoint"
             message += "\n"
