@@ -116,7 +116,7 @@ def test_launch_reports_once_an_epoch(tmp_path):
             print("a report")
             return report(self, worker, state)
 
-        LocalSGD.compute_consensus = report
+        LocalSGD.compute_consensus = compute_consensus
         """)
     )
     sets = ["--set=model='counted.py:MLP'", "--set=rule=LocalSGD", "--set=epochs=2"]
