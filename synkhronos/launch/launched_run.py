@@ -18,8 +18,8 @@ from types import FrameType
 from typing import Any
 
 from synkhronos.launch.configuration.resolve import resolve_settings
-from synkhronos.launch.configuration.settings import Settings, convert_errors, get_rule_options
-from synkhronos.launch.configuration.sources import merge_tables, read_environment
+from synkhronos.launch.configuration.settings import Settings, convert_errors, get_rule_options, merge_tables
+from synkhronos.launch.configuration.sources import read_environment
 from synkhronos.launch.configuration.theano_mpi_session import parse_exchange_option
 from synkhronos.launch.supervision.process_environment import make_python_path, open_standard_streams
 from synkhronos.launch.supervision.run_folder import FAILURE_FILE, create_run_folder

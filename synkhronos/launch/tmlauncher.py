@@ -8,8 +8,8 @@ import sys
 
 from synkhronos.launch.configuration import theano_mpi_session
 from synkhronos.launch.configuration.resolve import resolve_settings
-from synkhronos.launch.configuration.settings import SettingsError
-from synkhronos.launch.configuration.sources import merge_tables, read_environment, read_session_file
+from synkhronos.launch.configuration.settings import SettingsError, merge_tables
+from synkhronos.launch.configuration.sources import read_environment, read_session_file
 from synkhronos.launch.supervision.process_environment import open_standard_streams
 from synkhronos.launch.train import run_training
 

@@ -12,13 +12,8 @@ import os
 import sys
 
 from synkhronos.launch.configuration.resolve import resolve_settings
-from synkhronos.launch.configuration.settings import Settings, SettingsError
-from synkhronos.launch.configuration.sources import (
-    merge_tables,
-    parse_set_options,
-    read_environment,
-    read_session_file,
-)
+from synkhronos.launch.configuration.settings import Settings, SettingsError, merge_tables
+from synkhronos.launch.configuration.sources import parse_set_options, read_environment, read_session_file
 from synkhronos.launch.supervision.process_environment import open_standard_streams
 from synkhronos.launch.supervision.run_folder import create_run_folder, find_versions
 from synkhronos.launch.supervision.supervisor import Supervisor

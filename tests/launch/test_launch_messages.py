@@ -19,8 +19,8 @@ from synkhronos import rules
 from synkhronos.gpus import get_n_gpu
 from synkhronos.launch import SettingsError
 from synkhronos.launch.configuration.resolve import resolve_settings
-from synkhronos.launch.configuration.settings import Settings
-from synkhronos.launch.configuration.sources import merge_tables, parse_set_option, read_environment, read_session_file
+from synkhronos.launch.configuration.settings import Settings, merge_tables
+from synkhronos.launch.configuration.sources import parse_set_option, read_environment, read_session_file
 from synkhronos.launch.model_class.model_interface import import_model_class
 from synkhronos.launch.model_class.model_recorder import ModelRecorder
 from synkhronos.launch.supervision.run_folder import create_run_folder

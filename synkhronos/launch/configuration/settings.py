@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -161,3 +161,14 @@ def get_rule_options(rule: rules.Rule) -> dict[str, Any]:
             raise SettingsError(f"{name}: a rule that is started with init() takes numbers and strings, got {value!r}")
         options[name] = value
     return options
+
+
+def merge_tables(pieces: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
+    """Merge settings of one source; later ones override earlier ones, and tables are merged entry by entry."""
+    joined: dict[str, Any] = {}
+    for piece in pieces:
+        for key, value in piece.items():
+            if isinstance(value, Mapping) and isinstance(joined.get(key), Mapping):
+                value = {**joined[key], **value}
+            joined[key] = value
+    return joined

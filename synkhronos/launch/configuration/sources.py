@@ -12,7 +12,7 @@ from typing import Any
 
 from synkhronos.launch.configuration import theano_mpi_session
 from synkhronos.launch.configuration.placement import split_devices
-from synkhronos.launch.configuration.settings import SETTING_KEYS, SettingsError
+from synkhronos.launch.configuration.settings import SETTING_KEYS, SettingsError, merge_tables
 
 #: Prefix of environment variables that are settings.
 ENVIRONMENT_PREFIX = "SYNKHRONOS_"
@@ -96,17 +96,6 @@ def read_environment(environment: Mapping[str, str]) -> dict[str, Any]:
         if name.startswith(ENVIRONMENT_PREFIX) and key in SETTING_KEYS:  # other packages read other variables
             settings[key] = _parse_value(value)
     return settings
-
-
-def merge_tables(pieces: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
-    """Merge settings of one source; later ones override earlier ones, and tables are merged entry by entry."""
-    joined: dict[str, Any] = {}
-    for piece in pieces:
-        for key, value in piece.items():
-            if isinstance(value, Mapping) and isinstance(joined.get(key), Mapping):
-                value = {**joined[key], **value}
-            joined[key] = value
-    return joined
 
 
 def merge_sources(sources: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

@@ -10,6 +10,8 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
+from synkhronos.launch.configuration.settings import merge_tables
+
 #: Values of the two keys for BSP's exchange, and the settings that they stand for.
 _SYNC_TYPES: dict[str, dict[str, Any]] = {
     "avg": {"rule_options": {"average": "params"}},
@@ -131,11 +133,8 @@ def to_settings(assignments: Mapping[str, str | list[str]]) -> dict[str, Any]:
                 f"{key!r} is not a setting: expected RULE, MODELFILE, MODELCLASS, DEVICES, SIZE, BIND, SESSION, "
                 "BSP_SYNC_TYPE or BSP_EXCH_STRATEGY; take a .toml file for others"
             )
-    if str(settings.get("rule", "BSP")).upper() == "BSP":
-        for part in exchange:
-            options = {**settings.get("rule_options", {}), **part.get("rule_options", {})}
-            settings |= part | ({"rule_options": options} if options else {})
-    return settings
+    is_bsp = str(settings.get("rule", "BSP")).upper() == "BSP"
+    return merge_tables([settings, *exchange]) if is_bsp else settings
 
 
 def parse_devices(values: list[str]) -> dict[str, Any]:
