@@ -93,6 +93,8 @@ def python_name() -> str:
 def child_variables() -> dict[str, str]:
     """Return the environment variables of the commands."""
     variables = dict(os.environ)
+    # Containers often disable Python's cache of compiled modules, and each command would compile them again.
+    variables.pop("PYTHONDONTWRITEBYTECODE", None)
     flags = variables.get("THEANO_FLAGS", "")
     if "blas.ldflags" not in flags:
         # Without it `import theano` asks numpy.distutils for a BLAS, which fails on NumPy 1.23.
@@ -179,29 +181,33 @@ class Environment:
 
     def prepare(self, *extras: str) -> None:
         """Make the environment, or bring it up to date, with these extras of pyproject.toml."""
+        if self._make_stamp(extras) == self._installed():
+            return
         with locked(ENVIRONMENTS / "lock"):
-            installed = self._installed()
-            wanted = sorted({self.name, *extras, *installed.get("extras", [])})
-            stamp = {
-                "root": str(ROOT),
-                "python": sys.version,
-                "pyproject": hashlib.sha256((ROOT / "pyproject.toml").read_bytes()).hexdigest(),
-                "extras": wanted,
-            }
-            if stamp == installed:
+            installed, stamp = self._installed(), self._make_stamp(extras)
+            if stamp == installed:  # by another run.py
                 return
             if not installed:
                 self._create()
             # Removed meanwhile: an install that is cut short starts from nothing the next time.
             self.stamp.unlink(missing_ok=True)
             try:
-                self._install(wanted)
+                self._install(stamp["extras"])
             except SystemExit:
                 if installed:
                     # pip failed before it changed anything, so what worked before works on without a network.
                     self._write(installed)
                 raise
             self._write(stamp)
+
+    def _make_stamp(self, extras: Sequence[str]) -> dict:
+        """Return the stamp of the environment with these extras, and with the installed ones."""
+        return {
+            "root": str(ROOT),
+            "python": sys.version,
+            "pyproject": hashlib.sha256((ROOT / "pyproject.toml").read_bytes()).hexdigest(),
+            "extras": sorted({self.name, *extras, *self._installed().get("extras", [])}),
+        }
 
     def _write(self, stamp: dict) -> None:
         self.stamp.write_text(json.dumps(stamp, indent=2) + "\n")
@@ -226,7 +232,8 @@ class Environment:
         say(f"installing synkhronos[{','.join(extras)}]; the first time takes a few minutes")
         pip = [self.python, "-m", "pip", "--disable-pip-version-check"]
         package = f"{ROOT}[{','.join(extras)}]"
-        call_installer([*pip, "install", "--quiet", "--editable", package])
+        # Modules are compiled when they are first imported: pip would take half of its time to compile all of them.
+        call_installer([*pip, "install", "--quiet", "--no-compile", "--editable", package])
 
 
 @contextlib.contextmanager
@@ -331,9 +338,15 @@ def list_test_files(*names: str) -> list[str]:
     return [str(path.relative_to(ROOT)) for name in names for path in ROOT.glob(f"tests/*/test_{name}.py")]
 
 
-#: Tests that `test` runs on JAX arrays: a minute.
-ON_JAX = list_test_files("jax", "rank_program")
-#: Tests that `test --all` runs on JAX arrays: two minutes.
+#: Parts of the tests of packages, by folders of tests/.  Each is a job; the other folders are one more job.
+PARTS = {
+    "training": ("training", "rules", "tracing"),
+    "launch": ("launch", "loading", "compat"),
+    "ranks": ("ranks", "tasks", "hosts", "devices", "engines"),
+}
+#: Tests that `test` runs on JAX arrays.
+ON_JAX = list_test_files("fused_launch", "fused_steps", "jax", "lazy_results", "rank_program", "spawned_workers")
+#: Tests that `test --all` runs on JAX arrays.
 ON_JAX_ALL = [
     *ON_JAX,
     *list_test_files("attention", "collectives", "lowering", "modes", "rank_mean", "rules", "timeline", "updates"),
@@ -353,6 +366,10 @@ LASAGNE_DEMOS = "tests/support/demo_checks"
 MOST_RETRIED = 5
 #: Markers of tests that only `--all` runs; pyproject.toml describes them.
 MARKERS = ("lasagne", "hosts", "faults")
+#: Names of jobs, the longest first.
+LONGEST = [
+    "pytensor, training",
+]
 #: Tests of the environment `pymc`.
 WITH_PYMC = [
     *list_test_files("by_rows", "posterior", "pymc", "pymc_chains", "pymc_demos", "rows_sum", "xla_samplers"),
@@ -405,21 +422,28 @@ def test(options: argparse.Namespace, rest: list[str]) -> int:
     }
     if options.device == "gpu":
         extras[PYTENSOR.name].append("gpu")
-    environments = [prepare(name, *extras[name]) for name in names]
-
-    jobs = list_jobs(environments, options, rest)
+    jobs = list_jobs([BY_NAME[name] for name in names], options, rest)
     reports = [job.environment.directory / f"tests-{i}.xml" for i, job in enumerate(jobs)]
     for report in reports:
         report.unlink(missing_ok=True)
         shutil.rmtree(report.with_suffix(".cache"), ignore_errors=True)
     # The main thread waits for Ctrl-C, and the others for the jobs: one more at once than there are cores, since jobs
-    # wait for processes and time limits.
+    # wait for processes and time limits.  Tests run in the first environment while the others are installed.
+    installer = ThreadPoolExecutor(1)
+    installs = {name: installer.submit(prepare, name, *extras[name]) for name in names}
     pool = ThreadPoolExecutor(1 + len(os.sched_getaffinity(0)))
+
+    def run(job: Job, report: Path) -> int:
+        installs[job.environment.name].result()
+        return job.run(report, alone=len(jobs) == 1)
+
     try:
-        statuses = list(pool.map(Job.run, jobs, reports, [len(jobs) == 1] * len(jobs)))
-    except KeyboardInterrupt:
-        pool.shutdown(cancel_futures=True)
-        raise SystemExit(130) from None
+        installs[names[0]].result()
+        statuses = list(pool.map(run, jobs, reports))
+    except (KeyboardInterrupt, SystemExit) as error:
+        for executor in (installer, pool):
+            executor.shutdown(cancel_futures=True)
+        raise (SystemExit(130) if isinstance(error, KeyboardInterrupt) else error) from None
     ended = zip(jobs, reports, statuses, strict=True)
     summaries = [f"{job.name}: {describe_counts(report, status)}" for job, report, status in ended]
     if len(jobs) > 1:
@@ -443,42 +467,38 @@ def list_jobs(environments: Sequence[Environment], options: argparse.Namespace, 
         what = "--quick" if options.quick else shlex.join(rest)
         part = ", ".join(filter(None, ["" if options.device == "host" else options.device, what]))
         return [Job(environment, part, rest, options.device) for environment in environments]
-    # What no graph library has a part in is tested with one of them.
-    own = {THEANO: " and not any_library"} if PYTENSOR in environments else {}
-    both = [environment for environment in environments if environment is not PYMC]
-
-    def marked(name: str, expression: str) -> list[Job]:
-        if not options.all:
-            return []
-        return [Job(environment, name, ["-m", f"{expression}{own.get(environment, '')}"]) for environment in both]
-
     jobs = []
-    markers = MARKERS if options.all else (*MARKERS, "slow")
-    for environment in both:
-        # Docs and demos run with one library, unless with --all.
-        is_brief = environment is THEANO and PYTENSOR in environments and not options.all
-        usual = ["-m", " and ".join(f"not {marker}" for marker in markers) + own.get(environment, "")]
-        jobs.append(Job(environment, "", [*usual, *(f"--ignore={path}" for path in PROGRAMS)]))
-        for name, folder, without in [
-            ("compat", COMPAT, ["lasagne", "programs"]),
-            ("lasagne demos", LASAGNE_DEMOS, ["zoo"]),
-        ]:
-            if folder == LASAGNE_DEMOS and is_brief:
-                continue
-            ignored = [f"--ignore={folder}/check_{module}.py" for module in without]
-            jobs.append(Job(environment, name, [*usual, "--timeout=1200", *ignored, folder]))
-        if not is_brief:
-            jobs.append(Job(environment, "programs", [*usual, *PROGRAMS]))
-    if options.all:
-        jobs += [job for environment in both for job in list_lasagne_jobs(environment, own.get(environment, ""))]
-    faults, hosts = marked("faults", "faults"), marked("hosts", "hosts and not faults")
-    jobs += [*faults[:1], *hosts[:1]]
-    if PYMC in environments:
-        jobs.append(Job(PYMC, "", WITH_PYMC))
+    for environment in environments:
+        if environment is PYMC:
+            jobs.append(Job(environment, "", WITH_PYMC))
+            continue
+        # Tests without a graph library run with PyTensor alone.  So do docs and demos, unless with --all.
+        is_second = environment is THEANO and PYTENSOR in environments
+        jobs += list_library_jobs(environment, options.all, is_second)
     if PYTENSOR in environments:
         jobs.append(Job(PYTENSOR, "jax", ON_JAX_ALL if options.all else ON_JAX, "jax"))
-    # Theano's, the shortest: what no other runs beside at the end is short.
-    return [*jobs, *faults[1:], *hosts[1:]]
+    return sorted(jobs, key=lambda job: LONGEST.index(job.name) if job.name in LONGEST else len(LONGEST))
+
+
+def list_library_jobs(environment: Environment, with_all: bool, is_second: bool) -> list[Job]:
+    """Return the jobs of a graph library; the second library leaves out tests that are independent of it."""
+    without = " and not any_library" if is_second else ""
+    usual = ["-m", " and ".join(f"not {marker}" for marker in (MARKERS if with_all else (*MARKERS, "slow"))) + without]
+    folders = {part: [f"tests/{name}" for name in names] for part, names in PARTS.items()}
+    jobs = [Job(environment, part, [*usual, *paths]) for part, paths in folders.items()]
+    others = [*PROGRAMS, *(path for paths in folders.values() for path in paths)]
+    jobs.append(Job(environment, "", [*usual, *(f"--ignore={path}" for path in others)]))
+    ignored = [f"--ignore={COMPAT}/check_{name}.py" for name in ("lasagne", "programs")]
+    jobs.append(Job(environment, "compat", [*usual, "--timeout=1200", *ignored, COMPAT]))
+    if with_all or not is_second:
+        ignored = [f"--ignore={LASAGNE_DEMOS}/check_zoo.py"]
+        jobs.append(Job(environment, "lasagne demos", [*usual, "--timeout=1200", *ignored, LASAGNE_DEMOS]))
+        jobs.append(Job(environment, "programs", [*usual, *PROGRAMS]))
+    if with_all:
+        jobs += list_lasagne_jobs(environment, without)
+        jobs.append(Job(environment, "faults", ["-m", f"faults{without}"]))
+        jobs.append(Job(environment, "hosts", ["-m", f"hosts and not faults{without}"]))
+    return jobs
 
 
 def list_lasagne_jobs(environment: Environment, without: str) -> list[Job]:

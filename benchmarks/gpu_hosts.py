@@ -7,7 +7,7 @@ may.  Beside them the same GPUs as one host, with ranks that are forked.  On eac
 - a small network trained for 15 steps, and all collectives, whose digests have to be equal;
 - failures in the middle of collectives, and a rank that is killed there;
 - a ResNet-50, images a second and the loss at the end (each run chooses its convolutions anew, so losses differ);
-- ``tests/devices/test_gpu.py``.
+- ``tests/devices/test_gpu*.py``.
 
 Needs mpi4py and MPICH.  Every program runs for a limited time; what it said is printed if it failed.
 """
@@ -131,8 +131,9 @@ def resnet(options: argparse.Namespace, environment: dict[str, str]) -> tuple[st
 
 
 def tests(options: argparse.Namespace, environment: dict[str, str]) -> tuple[str, str]:
-    """Run tests/devices/test_gpu.py; return the number of passed tests."""
-    command = [sys.executable, "-m", "pytest", "-q", str(ROOT / "tests" / "devices" / "test_gpu.py")]
+    """Run tests/devices/test_gpu*.py; return the number of passed tests."""
+    files = sorted((ROOT / "tests" / "devices").glob("test_gpu*.py"))
+    command = [sys.executable, "-m", "pytest", "-q", *map(str, files)]
     environment = {**environment, "SYNKHRONOS_TEST_DEVICE": "gpu"}
     environment.pop("PYTENSOR_FLAGS", None)
     if "," in environment["HOSTS"]:

@@ -56,14 +56,14 @@ def observe() -> None:
     jax.monitoring.register_event_duration_secs_listener(add)
 
 
-def sample(model: Any, draws: int, method: str, chains: int) -> tuple[float, float, int]:
+def sample(model: Any, rows: int, draws: int, method: str, chains: int) -> tuple[float, float, int]:
     """Sample; return the sampler's time with and without compiling in seconds, and the number of evaluations."""
     import pymc as pm
 
     _compiling.clear()
     _reduces.clear()
     kernel = {
-        "step_size": 1e-5,
+        "step_size": 1e-3 / math.sqrt(rows),  # the posterior narrows with the rows
         "adapt_step_size": False,
         "adapt_mass_matrix": False,
         "max_tree_depth": _DEPTH,
@@ -104,10 +104,10 @@ def measure(options: argparse.Namespace) -> None:
         if options.side:
             model = data_parallel(model)
         draws = options.draws or max(_FEW + 1, min(_MOST_DRAWS, _ROWS_OF_DRAWS // rows))
-        compiling, short, few = sample(model, _FEW, options.method, options.chains)
+        compiling, short, few = sample(model, rows, _FEW, options.method, options.chains)
         rates: list[float] = []
         while len(rates) < options.rounds and not (rates and perf_counter() - start > options.limit / 2):
-            _, time, steps = sample(model, draws, options.method, options.chains)
+            _, time, steps = sample(model, rows, draws, options.method, options.chains)
             if _reduces:
                 later = _reduces[len(_reduces) // 4 :]
                 rates.append((len(later) - 1) / (later[-1] - later[0]))

@@ -107,8 +107,9 @@ def load_c_code_once(op, files, load=COp.load_c_code, loaded={}):  # noqa: B006 
 
 COp.load_c_code = load_c_code_once
 
-# Shells ignore SIGINT in background jobs, and programs inherit that.
+# Shells ignore SIGINT in background jobs, and nohup ignores SIGHUP; programs inherit that.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 if DEVICE != "host":
     # These tests start programs, which choose their device themselves.
@@ -283,8 +284,9 @@ def two_ranks(no_ranks):
 def end_template():
     """End the template process of a module's programs: tests of other modules list all child processes."""
     yield
-    if "faults.harness" in sys.modules:
-        sys.modules["faults.harness"].Template.end()
+    if harness := sys.modules.get("faults.harness"):
+        harness.Template.end()
+        harness.check_delays()
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -105,11 +105,16 @@ def average_over_ranks(values: np.ndarray, weight: Any) -> np.ndarray:
     if launch is not None:
         return launch.average(np.asarray(values), float(weight))
     if RankMeans.is_forbidden:
-        raise RuntimeError(
-            "rank_mean, sync=True: ranks call this function at their own pace (exchange rules other than BSP() on "
-            "gradients, the launcher, tasks); use make_train_function, make_trainer with BSP(), or synkhronos.function"
-        )
+        raise make_own_pace_error()
     return np.asarray(values)
+
+
+def make_own_pace_error() -> RuntimeError:
+    """Return the error of a mean over ranks that call functions at their own pace."""
+    return RuntimeError(
+        "rank_mean, sync=True: ranks call this function at their own pace (exchange rules other than BSP() on "
+        "gradients, the launcher, tasks); use make_train_function, make_trainer with BSP(), or synkhronos.function"
+    )
 
 
 class RankMeanOp:

@@ -15,6 +15,7 @@ from synkhronos.data.rows import find_max_row, find_min_row, select_rows
 from synkhronos.devices import HOST, Device, Selection, find_device, take_rows
 from synkhronos.engines import Runner
 from synkhronos.function.computation import DEFAULT_VARIANT, Computation
+from synkhronos.function.rank_mean import make_own_pace_error
 from synkhronos.ranks import Rank, SharedArray
 from synkhronos.ranks.rank_task import RankTask, Span, find_span
 
@@ -171,7 +172,7 @@ class LocalFunction:
     def launch(self, *inputs: Any) -> list[Any]:
         """Launch the function on this rank and return pending outputs; `read` waits for them."""
         self._task.progress()
-        return self._launch(self._computation.compile(DEFAULT_VARIANT).runner, inputs)
+        return self._launch(self._compile(), inputs)
 
     def launch_many(self, n_repeats: int, *inputs: Any) -> list[Any] | None:
         """Run the function ``n_repeats`` times in one launch, each time on another of equal blocks of the inputs' rows.
@@ -183,7 +184,7 @@ class LocalFunction:
             if the function is not compiled by XLA, or if an output is not a scalar.
         """
         self._task.progress()
-        repeated = self._computation.compile(DEFAULT_VARIANT).runner.repeat(n_repeats)
+        repeated = self._compile().repeat(n_repeats)
         return None if repeated is None else self._launch(repeated, inputs)
 
     @property
@@ -194,6 +195,14 @@ class LocalFunction:
     def read(self, values: Sequence[Any]) -> list[np.ndarray]:
         """Wait for outputs of `launch` or `launch_many` and return them as NumPy arrays."""
         return [np.asarray(value) for value in self._computation.engine.fetch(values)]
+
+    def _compile(self) -> Runner:
+        """Compile the function at the first call; return its runner."""
+        compiled = self._computation.compile(DEFAULT_VARIANT)
+        if compiled.n_rank_means:
+            # Raised before the launch: after an error in a callback, JAX on a GPU fails in all later launches.
+            raise make_own_pace_error()
+        return compiled.runner
 
     def _launch(self, runner: Runner, inputs: Sequence[Any]) -> list[Any]:
         computation = self._computation

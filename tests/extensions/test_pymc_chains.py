@@ -20,6 +20,7 @@ with warnings.catch_warnings():
     pm = pytest.importorskip("pymc", reason="the extra `pymc` is not installed")
 from library import HOSTS, INTERPRETED, XLA  # noqa: E402
 from pymc.sampling import mcmc  # noqa: E402
+from system import LIMIT  # noqa: E402
 
 import synkhronos as synk  # noqa: E402
 from synkhronos.extensions import chains as chains_module  # noqa: E402
@@ -85,7 +86,7 @@ def started(monkeypatch):
 
 
 def has_exited(pid):
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + LIMIT
     while time.monotonic() < deadline:
         try:
             if Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z":

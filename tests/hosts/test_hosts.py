@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from launch_runs import list_marked_processes
 from library import NAME
-from system import list_children
+from system import list_children, time_limit
 
 import synkhronos as synk
 from synkhronos import processes
@@ -276,12 +276,10 @@ def test_fork_refuses_processes_without_mpi(monkeypatch):
 
 
 def test_leftovers_of_mpirun_do_not_block(monkeypatch):
-    leaves = ["sh", "-c", "sleep 20 & echo no route to host b >&2; exit 255"]
+    leaves = ["sh", "-c", "sleep 60 & echo no route to host b >&2; exit 255"]
     monkeypatch.setattr(mpirun, "make_mpirun_command", lambda names, address: leaves)
-    began = time.monotonic()
-    with pytest.raises(RuntimeError, match="hosts a, b could not be reached: no route to host b$"):
+    with time_limit(), pytest.raises(RuntimeError, match="hosts a, b could not be reached: no route to host b$"):
         synk.fork(hosts=["a", "b"], use_gpu=False)
-    assert time.monotonic() - began < 10
 
 
 def test_agent_messages_are_separated_from_mpirun_output(monkeypatch):
@@ -391,10 +389,11 @@ def test_remote_ranks_take_little_control_memory():
 
 
 def test_fork_refuses_unknown_hosts(monkeypatch, tmp_path):
-    began = time.monotonic()
-    with pytest.raises(RuntimeError, match=r"localhost, nowhere\.invalid could not .* no address of nowhere\.invalid$"):
+    with (
+        time_limit(),
+        pytest.raises(RuntimeError, match=r"localhost, nowhere\.invalid could not .* no address of nowhere\.invalid$"),
+    ):
         _check_names(["localhost", "nowhere.invalid"])
-    assert time.monotonic() - began < 8
     (tmp_path / "ssh").write_text("#!/bin/sh\necho user me\necho hostname localhost\n")  # named in ~/.ssh/config
     (tmp_path / "ssh").chmod(0o700)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)

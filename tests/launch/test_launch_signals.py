@@ -14,7 +14,7 @@ import pytest
 from launch_interrupts import LIMIT, ShellSupervisor, start_checkpointed_run, wait_until_training
 from launch_runs import ENVIRONMENT, command
 from paths import SUPPORT
-from system import find_leaked_names, list_children, list_shared_names, lives
+from system import find_leaked_names, is_alive, list_children, list_shared_names
 
 from synkhronos.launch.configuration.settings import Settings
 from synkhronos.launch.supervision import supervisor
@@ -182,8 +182,8 @@ def test_kill_of_any_process_leaves_nothing(tmp_path, target, script):
         if target == "rank 0":
             assert process.returncode == 137 and "rank 0" in errors and "was killed by SIGKILL" in errors
         deadline = time.monotonic() + LIMIT
-        while any(lives(pid) for pid in everyone):
-            assert time.monotonic() < deadline, [pid for pid in everyone if lives(pid)]
+        while any(is_alive(pid) for pid in everyone):
+            assert time.monotonic() < deadline, [pid for pid in everyone if is_alive(pid)]
             time.sleep(0.05)
         assert not find_leaked_names(before)
     finally:
@@ -206,7 +206,7 @@ def test_signal_to_all_processes_still_writes_a_checkpoint(tmp_path, script):
         assert record["status"] == 128 + signal.SIGUSR1 and record["signal"] == "SIGUSR1"
         assert (Path(record["checkpoint"]) / "meta.json").exists()
         deadline = time.monotonic() + LIMIT
-        while any(lives(pid) for pid in everyone):
+        while any(is_alive(pid) for pid in everyone):
             assert time.monotonic() < deadline
             time.sleep(0.05)
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from library import assert_same, shared, tensor
 from loading_sources import BAD, ROWS, TARGETS, Numbers, OnlyHere, Rows, SlowRows, SomeBad, SomeGood, picture
-from system import list_children, lives
+from system import is_alive, list_children
 
 import synkhronos as synk
 from synkhronos import rules
@@ -51,7 +51,7 @@ def test_loader_processes_end_with_the_ranks(fork):
     pids = list(loader._pool.pids)
     assert len(pids) == 2 and set(pids) <= set(list_children(os.getpid()))
     synk.close()
-    assert not any(lives(pid) for pid in pids)
+    assert not any(is_alive(pid) for pid in pids)
     with pytest.raises(RuntimeError, match="can't continue: .* the loader or the ranks were closed"):
         next(batches)
     fork(3)

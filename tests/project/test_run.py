@@ -150,7 +150,9 @@ def test_run_py_jobs_run_each_file_once(module, capfd, all_of_them):
     environments = [module.PYTENSOR, module.THEANO, module.PYMC]
     jobs = module.list_jobs(environments, options(all=all_of_them), [])
     slow = "" if all_of_them else " and not slow"
-    assert len({job.name for job in jobs}) == len(jobs)
+    names = [job.name for job in jobs]
+    assert len(set(names)) == len(names)
+    assert not all_of_them or set(module.LONGEST) <= set(names)
     named = {path for job in jobs for word in job.arguments for path in [word.removeprefix("--ignore=").split("::")[0]]}
     for path in (path for path in named if path.startswith("tests/")):
         assert (ROOT / path).exists(), path
@@ -158,11 +160,14 @@ def test_run_py_jobs_run_each_file_once(module, capfd, all_of_them):
         usual = f"not lasagne and not hosts and not faults{slow}{else_}"
         own = {job.part: job.arguments for job in jobs if job.environment is environment and "-m" in job.arguments}
         parts = {part for part, arguments in own.items() if arguments[1] == usual}
-        brief = {"", "compat"}
+        brief = {"", "compat", *module.PARTS}
         assert parts == (
             brief if environment is module.THEANO and not all_of_them else {*brief, "programs", "lasagne demos"}
         )
-        assert own[""][2:] == [f"--ignore={path}" for path in module.PROGRAMS]
+        # The files that the job without a name ignores have jobs of their own.
+        folders = [path for part in module.PARTS for path in own[part][2:]]
+        assert len(set(folders)) == len(folders)
+        assert own[""][2:] == [f"--ignore={path}" for path in [*module.PROGRAMS, *folders]]
         marked = {arguments[1] for part, arguments in own.items() if part in ("faults", "hosts")}
         assert marked == ({f"faults{else_}", f"hosts and not faults{else_}"} if all_of_them else set())
         # Files in folders of support/ that the job of their folder leaves out have jobs of their own.

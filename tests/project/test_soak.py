@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from library import shared, tensor
 from paths import SUPPORT
-from system import lives
+from system import is_alive
 
 import synkhronos as synk
 from synkhronos import ranks
@@ -44,7 +44,7 @@ def test_death_before_a_segment_is_sent_is_named(fork):
     fork(3)
     pid = ranks.get_session().workers.pids[1]
     os.kill(pid, signal.SIGKILL)
-    while lives(pid):
+    while is_alive(pid):
         pass
     x = tensor.dvector("x")
     with pytest.raises(synk.WorkerError, match="rank 1 .* was killed by SIGKILL"):

@@ -11,7 +11,7 @@ import subprocess
 import time
 
 import pytest
-from faults.harness import PROMPT, Program
+from faults.harness import Program, check_delay
 from library import NAME
 from system import wait_for_state
 
@@ -58,7 +58,7 @@ def check_next_calls(program, survived):
     works = program.wait("works")
     assert works.get("value") == works["right"], works
     check_footprint(program.wait("closed"))
-    assert program.end() == 0, program.printed()
+    assert program.end() == 0, program.read_output()
     program.check_no_leaks()
     return event
 
@@ -70,7 +70,7 @@ def check_error(outcome, fault_time, error="WorkerError", words=(), worker=None)
         assert word in outcome["message"], outcome["message"]
     if worker is not None:
         assert outcome["worker"] == worker
-    assert outcome["ended"] - fault_time < PROMPT
+    check_delay(outcome["ended"] - fault_time)
 
 
 # -- signals -------------------------------------------------------------------------------------------------
@@ -140,7 +140,7 @@ def test_master_death_ends_all_processes(name, place, target):
     with start_held_program(place, on) as program:
         wait_until_inside(program, place, len(on))
         program.send_signal(program.pid if target == "master" else None, signal.Signals[name])
-        program.check_no_leaks(limit=1)
+        program.check_no_leaks()
         assert program.end() == -signal.Signals[name]
 
 
@@ -185,10 +185,10 @@ def test_faults_of_spawned_workers_are_reported(action):
         pids = wait_until_inside(program, "call", 1)
         if action == "hold:python":
             program.send_signal(program.pid, signal.SIGKILL)
-            program.check_no_leaks(limit=1)
+            program.check_no_leaks()
             return
         outcome = program.wait("outcome")
-        check_error(outcome, program.fault(), words=["rank 2", action.partition(":")[2]], worker=2)
+        check_error(outcome, program.get_fault_time(), words=["rank 2", action.partition(":")[2]], worker=2)
         if "SIGKILL" in action:
             assert str(pids[2]) in outcome["message"]
         check_next_calls(program, survived="raise" in action)
@@ -202,7 +202,7 @@ def test_stopped_worker_ends_with_the_master(place):
         program.send_signal(pids[2], signal.SIGSTOP)
         wait_for_state(pids[2], "T")
         program.send_signal(program.pid, signal.SIGKILL)
-        program.check_no_leaks(limit=1)
+        program.check_no_leaks()
 
 
 # -- while forking -------------------------------------------------------------------------------------------
@@ -240,7 +240,7 @@ def test_master_death_during_fork_ends_all_processes(name, target, spawn):
     with Program("at_fork", how="master", spawn=spawn) as program:
         program.wait("inside")
         program.send_signal(program.pid if target == "master" else None, signal.Signals[name])
-        program.check_no_leaks(limit=1)
+        program.check_no_leaks()
 
 
 @pytest.mark.any_library
@@ -250,7 +250,7 @@ def test_worker_ends_if_the_master_died_before_it_started():
         program.send_signal(program.pid, signal.SIGKILL)
         program.process.wait()
         program.release()
-        program.check_no_leaks(limit=1)
+        program.check_no_leaks()
 
 
 @pytest.mark.parametrize(("how", "spawn"), [("raise", False), ("limit", False), ("raise", True)])
@@ -279,7 +279,7 @@ def run(where, action, on=(2,), **kwargs):
 def test_worker_that_exits_is_named_with_its_status(place, code):
     with run(place, f"_exit:{code}") as program:
         outcome = program.wait("outcome")
-        check_error(outcome, program.fault(), words=["rank 2", f"exited with code {code}"], worker=2)
+        check_error(outcome, program.get_fault_time(), words=["rank 2", f"exited with code {code}"], worker=2)
         check_next_calls(program, survived=False)
 
 
@@ -296,7 +296,7 @@ def test_worker_that_exits_is_named_with_its_status(place, code):
 def test_exception_in_a_worker_leaves_ranks_usable(place, action, kind):
     with run(place, action) as program:
         outcome = program.wait("outcome")
-        check_error(outcome, program.fault(), words=["rank 2", kind], worker=2)
+        check_error(outcome, program.get_fault_time(), words=["rank 2", kind], worker=2)
         assert list(outcome["failures"]) == ["2"]
         assert outcome["traceback"].startswith("Traceback")
         assert kind in outcome["failures"]["2"]
@@ -311,7 +311,7 @@ def test_exceptions_of_several_workers_are_reported(place):
         assert set(outcome["failures"]) <= {"1", "2"}
         for r, line in outcome["failures"].items():
             assert line.startswith(f"rank {r}: ValueError: ") and line.split()[-1] in (r, f"on {r}", "None"), line
-        check_error(outcome, program.fault(), words=["ValueError"], worker=int(min(outcome["failures"])))
+        check_error(outcome, program.get_fault_time(), words=["ValueError"], worker=int(min(outcome["failures"])))
         check_next_calls(program, survived=True)
 
 
@@ -321,9 +321,9 @@ def test_exception_of_the_master_is_raised_unchanged(place, on):
     with run(place, "raise:ValueError", on=on) as program:
         outcome = program.wait("outcome")
         if place == "call" or on == [0]:
-            check_error(outcome, program.fault(), "ValueError", words=["on 0"])
+            check_error(outcome, program.get_fault_time(), "ValueError", words=["on 0"])
         else:  # it may be cancelled by a worker's failure first
-            check_error(outcome, program.fault(), outcome["error"], words=[" on "])
+            check_error(outcome, program.get_fault_time(), outcome["error"], words=[" on "])
             assert outcome["error"] in ("ValueError", "WorkerError")
         if place == "call" and len(on) > 1:  # there is no barrier before it
             assert [note.split(":")[0] for note in outcome["notes"] if note.startswith("rank")] == ["rank 1", "rank 2"]
@@ -346,7 +346,7 @@ def test_error_lists_ranks_with_applied_updates(on, skip):
 def test_worker_raises_memory_error():
     with run("call", "memory") as program:
         outcome = program.wait("outcome")
-        check_error(outcome, program.fault(), words=["rank 2", "MemoryError"], worker=2)
+        check_error(outcome, program.get_fault_time(), words=["rank 2", "MemoryError"], worker=2)
         assert outcome["traceback"].startswith("Traceback")
         check_next_calls(program, survived=True)
 
@@ -357,7 +357,10 @@ def test_collective_raises_memory_errors_of_a_rank(name, on):
     with run("collective", "raise:MemoryError", on=on, name=name, point="object") as program:
         outcome = program.wait("outcome")
         check_error(
-            outcome, program.fault(), "MemoryError" if on == [0] else "WorkerError", worker=None if on == [0] else 1
+            outcome,
+            program.get_fault_time(),
+            "MemoryError" if on == [0] else "WorkerError",
+            worker=None if on == [0] else 1,
         )
         check_next_calls(program, survived=True)
 
@@ -368,7 +371,10 @@ def test_collective_raises_failures_between_chunks(name, on):
     with run("collective", "raise:OSError", on=on, name=name, skip=1) as program:
         outcome = program.wait("outcome")
         check_error(
-            outcome, program.fault(), "OSError" if on == [0] else "WorkerError", worker=None if on == [0] else 1
+            outcome,
+            program.get_fault_time(),
+            "OSError" if on == [0] else "WorkerError",
+            worker=None if on == [0] else 1,
         )
         check_next_calls(program, survived=True)
 
@@ -378,7 +384,7 @@ def test_collective_raises_failures_between_chunks(name, on):
 def test_collective_reports_deaths_between_chunks(name):
     with run("collective", "kill:SIGKILL", on=[1], name=name, skip=1) as program:
         outcome = program.wait("outcome")
-        check_error(outcome, program.fault(), words=["rank 1", "SIGKILL"], worker=1)
+        check_error(outcome, program.get_fault_time(), words=["rank 1", "SIGKILL"], worker=1)
         check_next_calls(program, survived=False)
 
 
@@ -429,7 +435,7 @@ def test_full_dev_shm_raises_memory_error():
         works = program.wait("works")
         assert works.get("value") == works["right"], works
         check_footprint(program.wait("closed"))
-        assert program.end() == 0, program.printed()
+        assert program.end() == 0, program.read_output()
 
 
 @pytest.mark.any_library
@@ -506,14 +512,14 @@ def test_ranks_forked_in_a_thread_do_not_outlive_the_master():
         program.wait("inside")
         program.wait("inside")
         program.send_signal(program.pid, signal.SIGKILL)
-        program.check_no_leaks(limit=1)
+        program.check_no_leaks()
 
 
 @pytest.mark.any_library
 def test_failure_in_the_first_command_is_reported():
     with Program("first_command") as program:
         outcome = program.wait("outcome")
-        check_error(outcome, program.fault(), words=["ValueError"], worker=1)
+        check_error(outcome, program.get_fault_time(), words=["ValueError"], worker=1)
         works = program.wait("works")
         assert works.get("value") == works["right"], works
         check_footprint(program.wait("closed"))
@@ -550,5 +556,5 @@ def test_close_ends_stopped_workers():
             program.send_signal(pids[r], signal.SIGSTOP)
             wait_for_state(pids[r], "T")
         program.send_signal(program.pid, signal.SIGINT)  # the program ends and closes the ranks
-        program.check_no_leaks(limit=5)  # workers get two seconds to exit
+        program.check_no_leaks()  # workers get two seconds to exit
         assert program.end() == -signal.SIGINT

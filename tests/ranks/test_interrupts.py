@@ -7,7 +7,7 @@ import weakref
 
 import numpy as np
 import pytest
-from faults.harness import PROMPT, Program, code_run_by
+from faults.harness import Program, check_delay, list_called_functions
 from library import NAME, shared, tensor
 
 import synkhronos as synk
@@ -28,7 +28,7 @@ def check_next_calls(program):
     assert works.get("value") == works["right"], works
     closed = program.wait("closed")
     assert closed["after"] == closed["before"]
-    assert program.end() == 0, program.printed()
+    assert program.end() == 0, program.read_output()
     program.check_no_leaks()
 
 
@@ -48,7 +48,7 @@ def test_interrupt_is_raised_and_the_next_call_works(where, on, how, times):
             signal_time = program.send_signal(None, signal.SIGINT)
         outcome = program.wait("outcome")
         assert outcome.get("error") == "KeyboardInterrupt", outcome
-        assert outcome["ended"] - signal_time < PROMPT
+        check_delay(outcome["ended"] - signal_time)
         program.release()  # a busy worker finishes, and then runs the next call
         check_next_calls(program)
 
@@ -85,9 +85,9 @@ def test_interrupted_program_ends_its_workers(where):
     with Program("at_a_place", where=where, on=[2], how="compiled", unhandled=True) as program:
         program.wait("inside")
         program.send_signal(None, signal.SIGINT)
-        program.check_no_leaks(limit=10)  # the worker gets two seconds, on a machine that may be busy
+        program.check_no_leaks()
         assert program.end() == -signal.SIGINT
-        assert "KeyboardInterrupt" in program.printed()
+        assert "KeyboardInterrupt" in program.read_output()
 
 
 @pytest.mark.any_library
@@ -100,7 +100,7 @@ def test_interrupt_during_fork_leaves_no_worker(where):
             program.release()
         outcome = program.wait("outcome")
         assert outcome.get("error") == "KeyboardInterrupt", outcome
-        assert outcome["ended"] - signal_time < PROMPT
+        check_delay(outcome["ended"] - signal_time)
         outcome = program.wait("dead")
         assert outcome["after"] == outcome["before"]
         check_next_calls(program)
@@ -118,7 +118,7 @@ def test_interrupt_during_close_ends_workers(where):
         signal_time = program.send_signal(None, signal.SIGINT)
         outcome = program.wait("outcome")
         assert outcome.get("error") == "KeyboardInterrupt", outcome
-        assert outcome["ended"] - signal_time < PROMPT / 2  # rather than after the time limit for their exit
+        check_delay(outcome["ended"] - signal_time)  # the limit for the exit of workers is longer
         outcome = program.wait("dead")
         assert outcome["after"] == outcome["before"]
         check_next_calls(program)
@@ -152,7 +152,7 @@ def test_interrupt_at_any_line_leaves_ranks_usable(operation, limit):
     step = 1 if os.environ.get("FAULTS") == "all" else (LIMITED if limit else ACTIONS)[operation]
     with Program("at_every_moment", operation=operation, first=step // 2, step=step, limit=limit) as program:
         outcome = program.wait("outcome", 600)
-        assert not outcome["lost"] and not outcome["wrong"], program.printed()
+        assert not outcome["lost"] and not outcome["wrong"], program.read_output()
         assert outcome["presses"] > 4  # at least twice as many, depending on how long ranks wait
         closed = program.wait("closed")
         # Python 3.11 leaks some exceptions that a trace function raises inside an `except`, with the objects of
@@ -160,7 +160,7 @@ def test_interrupt_at_any_line_leaves_ranks_usable(operation, limit):
         for footprint in closed["before"], closed["after"]:
             del footprint["maps"]
         assert closed["after"] == closed["before"]
-        assert program.end() == 0, program.printed()
+        assert program.end() == 0, program.read_output()
         program.check_no_leaks()
 
 
@@ -178,7 +178,7 @@ def test_finalizers_swallow_no_interrupt(fork):
         things.clear()
         gc.collect()
 
-    assert code_run_by(forget) == []
+    assert list_called_functions(forget) == []
     assert [reference() for reference in watched] == [None] * 4
 
 

@@ -9,7 +9,7 @@ import textwrap
 import time
 
 import pytest
-from system import LIMIT, find_leaked_names, list_children, list_shared_names, lives
+from system import LIMIT, find_leaked_names, is_alive, list_children, list_shared_names
 
 import synkhronos as synk
 from synkhronos.ranks import count_available_cores
@@ -93,7 +93,7 @@ def test_workers_end_at_exit_without_close():
         print(open(f"/proc/{os.getpid()}/task/{os.getpid()}/children").read())
     """)
     assert len(pids.split()) == 2
-    assert not any(lives(int(pid)) for pid in pids.split())
+    assert not any(is_alive(int(pid)) for pid in pids.split())
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGSEGV])
@@ -115,9 +115,9 @@ def test_killing_the_master_leaves_nothing(number):
     program.send_signal(number)
     program.wait()
     deadline = time.monotonic() + LIMIT
-    while any(map(lives, pids)) and time.monotonic() < deadline:
+    while any(map(is_alive, pids)) and time.monotonic() < deadline:
         time.sleep(0.01)
-    assert not any(map(lives, pids))
+    assert not any(map(is_alive, pids))
     program.stdout.close()
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from library import UNCOMPILED
 from paths import ROOT, SUPPORT
-from system import lives
+from system import is_alive
 
 ENVIRONMENT = {
     **{name: value for name, value in os.environ.items() if not name.startswith("SYNKHRONOS_")},
@@ -71,7 +71,7 @@ def list_marked_processes(mark):
     for name in filter(str.isdecimal, os.listdir("/proc")):
         with contextlib.suppress(OSError):
             folder = Path("/proc", name)
-            if mark in (folder / "environ").read_bytes() and lives(int(name)):
+            if mark in (folder / "environ").read_bytes() and is_alive(int(name)):
                 line = (folder / "cmdline").read_bytes().replace(b"\0", b" ").replace(b"\n", b" ").decode()
                 found[int(name)] = os.readlink(folder / "ns" / "pid"), line
     return found

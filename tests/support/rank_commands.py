@@ -1,5 +1,6 @@
 """Commands that tests of ranks send."""
 
+import mmap
 import os
 import time
 from dataclasses import dataclass
@@ -42,6 +43,30 @@ class Sleep(Command):
             while time.monotonic() < deadline:
                 time.sleep(0.01)
         return "slept"
+
+
+#: Memory of the master and of its forked workers: its first byte ends all `Hold` commands.
+_RELEASED = mmap.mmap(-1, mmap.PAGESIZE)
+
+
+@dataclass(frozen=True)
+class Hold(Command):
+    """Command that ends on the held ranks, "master", "workers" or "all", once the master calls `release`."""
+
+    held_ranks: str
+
+    def run(self, rank):
+        if self.held_ranks == "all" or (self.held_ranks == "master") == rank.is_master:
+            while not _RELEASED[0]:
+                time.sleep(0.01)
+
+    @staticmethod
+    def prepare():
+        _RELEASED[0] = 0
+
+    @staticmethod
+    def release():
+        _RELEASED[0] = 1
 
 
 @dataclass(frozen=True)

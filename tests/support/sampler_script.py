@@ -47,10 +47,10 @@ def sample(model, sampler, method, progressbar=False):
         )
 
 
-def check_equal(ours, theirs):
-    for name, values in theirs.posterior.data_vars.items():
-        np.testing.assert_allclose(ours.posterior[name], values, rtol=1e-6, atol=1e-8)
-    np.testing.assert_array_equal(ours.sample_stats.n_steps, theirs.sample_stats.n_steps)
+def check_equal(parallel, serial):
+    for name, values in serial.posterior.data_vars.items():
+        np.testing.assert_allclose(parallel.posterior[name], values, rtol=1e-6, atol=1e-8)
+    np.testing.assert_array_equal(parallel.sample_stats.n_steps, serial.sample_stats.n_steps)
 
 
 def compare_samplers(sampler, method, method_for_new_data=None):
@@ -79,8 +79,8 @@ def compare_functions():
     parallel = data_parallel(model)
     point = [jax.numpy.asarray(value) for value in model.initial_point().values()]
     for transform in (lambda f: f, jax.jit, jax.grad):
-        ours, theirs = (transform(pymc_jax.get_jaxified_logp(each))(point) for each in (parallel, model))
-        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-9), ours, theirs)
+        actual, expected = (transform(pymc_jax.get_jaxified_logp(m))(point) for m in (parallel, model))
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-9), actual, expected)
 
 
 if __name__ == "__main__":

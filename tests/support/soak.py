@@ -40,7 +40,7 @@ sys.path[:0] = [str(pathlib.Path(__file__).resolve().parents[2]), str(pathlib.Pa
 
 import numpy as np
 from library import NAME, shared, tensor
-from system import list_children, lives
+from system import is_alive, list_children
 
 import synkhronos as synk
 from synkhronos import ranks
@@ -1239,7 +1239,7 @@ class Soak:
 
     def _expect_death(self, r: int, pid: int) -> None:
         """Run a command after a worker was killed, once the kernel has ended it."""
-        while lives(pid):
+        while is_alive(pid):
             time.sleep(0.001)
         start = time.monotonic()
         try:

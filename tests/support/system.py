@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import subprocess
 import sys
 import textwrap
 import time
+from collections.abc import Iterator
 
 from paths import ROOT, SUPPORT
 
@@ -21,9 +23,9 @@ def list_shared_names() -> set[str]:
     return {name for name in os.listdir("/dev/shm") if "synkhronos" in name and "synkhronos-copy-" not in name}
 
 
-def find_leaked_names(before: set[str], limit: float = 2) -> set[str]:
-    """Return names in /dev/shm that were created since ``before`` and still exist after ``limit`` seconds."""
-    deadline = time.monotonic() + limit
+def find_leaked_names(before: set[str]) -> set[str]:
+    """Return names in /dev/shm that were created since ``before`` and still exist after `LIMIT` seconds."""
+    deadline = time.monotonic() + LIMIT
     left = list_shared_names() - before
     while left and time.monotonic() < deadline:
         time.sleep(0.005)
@@ -43,10 +45,10 @@ def list_children(pid: int) -> list[int]:
                 found += [int(child) for child in listed.read().split()]
         except (FileNotFoundError, ProcessLookupError):
             return list_children(pid)  # the thread has ended, and another thread has its children
-    return [child for child in found if state(child) not in ("X", "")]
+    return [child for child in found if read_process_state(child) not in ("X", "")]
 
 
-def state(pid: int) -> str:
+def read_process_state(pid: int) -> str:
     """Return a process's state as the kernel writes it.
 
     R, S, D, T for stopped, Z for a zombie, X for a process that is being removed; "" if it does not exist.
@@ -54,20 +56,20 @@ def state(pid: int) -> str:
     return (_status(pid) or [""])[0]
 
 
-def lives(pid: int) -> bool:
+def is_alive(pid: int) -> bool:
     """Return whether a process is alive; a zombie is not."""
-    return state(pid) not in _ENDED
+    return read_process_state(pid) not in _ENDED
 
 
 def wait_for_state(pid: int, wanted: str) -> None:
     """Wait until a process is in a state."""
     deadline = time.monotonic() + LIMIT
-    while state(pid) != wanted:
-        assert time.monotonic() < deadline, f"{pid} is {state(pid)!r}, not {wanted!r}"
+    while read_process_state(pid) != wanted:
+        assert time.monotonic() < deadline, f"{pid} is {read_process_state(pid)!r}, not {wanted!r}"
         time.sleep(0.001)
 
 
-def members(session: int) -> dict[int, str]:
+def list_session_members(session: int) -> dict[int, str]:
     """Return the states of a session's live processes by process ID, without zombies."""
     everyone = {int(name): _status(int(name)) for name in os.listdir("/proc") if name.isdecimal()}
     return {pid: s[0] for pid, s in everyone.items() if s and int(s[3]) == session and s[0] not in _ENDED}
@@ -82,11 +84,20 @@ def _status(pid: int) -> list[str]:
         return []
 
 
+@contextlib.contextmanager
+def time_limit(seconds: float = LIMIT) -> Iterator[None]:
+    """Fail if the block takes longer than this."""
+    start = time.monotonic()
+    yield
+    passed = time.monotonic() - start
+    assert passed < seconds, f"{passed:.2f} s"
+
+
 def run_code(code: str, timeout: float, **environment: str) -> str:
     """Run code in a new process, with tests/support on its path; return its output."""
     done = subprocess.run(
         [sys.executable, "-c", textwrap.dedent(code)],
-        env={**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{SUPPORT}", **environment},
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(SUPPORT), *sys.path]), **environment},
         capture_output=True,
         text=True,
         timeout=timeout,

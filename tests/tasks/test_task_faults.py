@@ -3,7 +3,6 @@
 import _thread
 import contextlib
 import threading
-import time
 from collections import Counter, defaultdict, deque
 
 import pytest
@@ -11,10 +10,11 @@ import task_programs as programs
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from library import DEVICE
-from system import LIMIT
+from system import LIMIT, time_limit
 from test_tasks import programs_of_groups
 
 import synkhronos as synk
+from synkhronos import ranks
 
 pytestmark = pytest.mark.any_library
 
@@ -47,7 +47,7 @@ def test_deadlock_of_messages_is_detected(fork):
 
 
 def test_deadlock_of_groups_is_detected(fork):
-    fork(3, timeout=5)
+    fork(3)
     places = r"rank 1 is at barrier 'north' of group \(0, 1, 2\), rank 2 is at barrier 'south' of group \(1, 2\)"
     with pytest.raises((RuntimeError, synk.WorkerError), match=places):
         synk.run(programs.wait_in_different_groups)
@@ -62,7 +62,7 @@ def test_deadlock_of_message_and_barrier_is_detected(two):
 
 
 def test_random_task_steps_end_or_raise(fork):
-    fork(3, timeout=5)
+    fork(3, timeout=LIMIT)
 
     @settings(max_examples=20)
     @given(st.data())
@@ -103,7 +103,7 @@ def can_complete(of_ranks, capacity):
 
 def test_send_blocks_only_beyond_the_buffer(fork):
     """In any order of sends and receives, programs whose messages fit end, and deadlocks raise errors."""
-    fork(3, timeout=20)
+    fork(3, timeout=LIMIT)
     pairs = st.sampled_from([(source, to) for source in range(3) for to in range(3) if source != to])
     sizes = st.sampled_from([0, 10, 1000, 30_000, 60_000, 100_000, 300_000])
 
@@ -156,10 +156,11 @@ HOWS = ["computes", "waits in a barrier", "receives", "sends", "waits for a lock
 @pytest.mark.parametrize("how", HOWS)
 def test_error_of_one_rank_ends_run(fork, failing_rank, how):
     fork(3)
-    began = time.monotonic()
-    with pytest.raises(ValueError if failing_rank == 0 else synk.WorkerError, match="this rank's own") as caught:
+    with (
+        time_limit(),
+        pytest.raises(ValueError if failing_rank == 0 else synk.WorkerError, match="this rank's own") as caught,
+    ):
         synk.run(programs.fail_on_one_rank, failing_rank, how, 0.1)
-    assert time.monotonic() - began < LIMIT
     if failing_rank:
         assert "raise ValueError" in caught.value.worker_traceback
     assert len(synk.run(programs.return_arguments)) == 3
@@ -170,10 +171,8 @@ def test_interrupt_ends_run(fork, how):
     fork(2)
     timer = threading.Timer(0.3, _thread.interrupt_main)
     timer.start()
-    began = time.monotonic()
-    with pytest.raises(KeyboardInterrupt):
+    with time_limit(), pytest.raises(KeyboardInterrupt):
         synk.run(programs.work_forever, how)
-    assert time.monotonic() - began < LIMIT
     assert len(synk.run(programs.return_arguments)) == 2
 
 
@@ -181,24 +180,23 @@ def test_interrupt_ends_run(fork, how):
 @pytest.mark.new_ranks
 def test_death_of_a_rank_ends_run(fork, how):
     fork(3)
-    began = time.monotonic()
-    with pytest.raises(synk.WorkerError, match="rank 2 .* was killed by SIGKILL"):
+    with time_limit(), pytest.raises(synk.WorkerError, match="rank 2 .* was killed by SIGKILL"):
         synk.run(programs.kill_one_rank, 2, how)
-    assert time.monotonic() - began < LIMIT
 
 
 @pytest.mark.skipif(DEVICE != "host", reason="other devices take longer to start")
 @pytest.mark.new_ranks
 @pytest.mark.slow
 def test_timeout_counts_from_the_last_progress(fork):
-    fork(2, timeout=1.5)
-    assert synk.run(programs.work_slowly, 0.1, 20, [0, 1]) == ["done", "done"]
+    fork(2, timeout=2)
+    assert synk.run(programs.work_slowly, 0.1, 25, [0, 1]) == ["done", "done"]
 
 
 @pytest.mark.skipif(DEVICE != "host", reason="other devices take longer to start")
 @pytest.mark.new_ranks
 def test_timeout_names_a_rank_without_progress(fork):
-    fork(2, timeout=0.4)
+    fork(2)
+    ranks.get_session().timeout = 0.4  # on a busy machine, a fork may take longer
     with pytest.raises(synk.WorkerError, match="rank 1 did not finish within the 0.4 seconds"):
         synk.run(programs.work_slowly, 0.05, 100, [0])
 

@@ -48,7 +48,7 @@ def test_small_steps_add_up(n_ranks):
 def test_assigned_values_are_where_the_next_step_starts(n_ranks, shards):
     train, (w, b) = make(make_train_function, u.master_weights(u.sgd), learning_rate=0.25, shard_optimizer=shards)
     train(X, Y)
-    start = w.get_value()
+    start = np.array(w.get_value())
     start[0] = [2, 3, 4]
     synk.broadcast(w, start)
     bias = b.get_value().astype("float32")

@@ -388,7 +388,8 @@ class ShardedUpdates:
             return self._slice_pieces(node, inputs[0]) or _ShardedValue(out, make_whole)
         if kind == "Join" and out.ndim == 1:
             pieces: list[tuple[int, _ShardedValue]] = []
-            for value in inputs[1:]:
+            # The first input is the axis; in PyTensor 3.3 it is an attribute.
+            for value in inputs if hasattr(node.op, "axis") else inputs[1:]:
                 length = self._count_elements(value)
                 if not value.pieces and length is None:
                     return _ShardedValue(out, make_whole)

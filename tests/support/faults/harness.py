@@ -26,12 +26,27 @@ from collections.abc import Callable
 from typing import Any
 
 from paths import ROOT, SUPPORT
-from system import LIMIT, list_shared_names, members
+from system import LIMIT, list_session_members, list_shared_names
 
-#: Maximal seconds from a fault to its error.
+#: Maximal median of the seconds from a fault to its error; on a busy machine, single errors are late.
 PROMPT = 2
+#: Seconds from each fault of a test file to its error.
+_delays: list[float] = []
 _HERE = pathlib.Path(__file__).parent
 _SCENARIOS = [sys.executable, str(_HERE / "scenarios.py")]
+
+
+def check_delay(seconds: float) -> None:
+    """Check the seconds from a fault to its error, and store them for `check_delays`."""
+    assert seconds < LIMIT
+    _delays.append(seconds)
+
+
+def check_delays() -> None:
+    """Check that the errors of a test file were prompt: the median of their delays."""
+    delays = sorted(_delays)
+    _delays.clear()
+    assert not delays or delays[len(delays) // 2] < PROMPT, delays
 
 
 def _start(words: list[str], events: int, release: int, **settings: Any) -> subprocess.Popen[bytes]:
@@ -68,17 +83,17 @@ class Program:
         self.events: list[dict[str, Any]] = []
         self.output = tempfile.TemporaryFile("w+")
         self._names = list_shared_names()
-        asked = [scenario, json.dumps(arguments)]
+        scenario_arguments = [scenario, json.dumps(arguments)]
         self.process: subprocess.Popen[bytes] | Copy
         if command or pass_on or os.environ.get("FAULTS") == "all":
             self.process = _start(
-                [*command, *_SCENARIOS, *asked],
+                [*command, *_SCENARIOS, *scenario_arguments],
                 events,
                 release,
                 **{"stdin": subprocess.DEVNULL, "stdout": self.output, "stderr": self.output, **(pass_on or {})},
             )
         else:
-            self.process = Template.only().copy(asked, [self.output.fileno(), events, release])
+            self.process = Template.only().copy(scenario_arguments, [self.output.fileno(), events, release])
         os.close(events)
         os.close(release)
 
@@ -100,7 +115,7 @@ class Program:
 
     # -- events ----------------------------------------------------------------------------------------------
 
-    def printed(self) -> str:
+    def read_output(self) -> str:
         """Return the program's output."""
         self.output.seek(0)
         return self.output.read()
@@ -111,17 +126,17 @@ class Program:
             os.close(self._release)  # each read then returns the end of file
             self._release = None
 
-    def next(self, limit: float = LIMIT) -> dict[str, Any] | None:
+    def read_event(self, limit: float = LIMIT) -> dict[str, Any] | None:
         """Return the next event, or None if all processes have ended; fail after `limit` seconds of silence."""
         deadline = time.monotonic() + limit
         while b"\n" not in self._text:
             left = deadline - time.monotonic()
             if left <= 0 or not select.select([self._read], [], [], left)[0]:
-                raise AssertionError(f"silent for {limit} s after {self.events}\n{self.printed()}")
-            more = os.read(self._read, 1 << 16)
-            if not more:
+                raise AssertionError(f"silent for {limit} s after {self.events}\n{self.read_output()}")
+            chunk = os.read(self._read, 1 << 16)
+            if not chunk:
                 return None
-            self._text += more
+            self._text += chunk
         line, self._text = self._text.split(b"\n", 1)
         self.events.append(json.loads(line))
         return self.events[-1]
@@ -130,8 +145,8 @@ class Program:
         """Return the next event of this name."""
         deadline = time.monotonic() + limit
         while True:
-            message = self.next(deadline - time.monotonic())
-            assert message is not None, f"it ended before {event!r}, after {self.events}\n{self.printed()}"
+            message = self.read_event(deadline - time.monotonic())
+            assert message is not None, f"it ended before {event!r}, after {self.events}\n{self.read_output()}"
             if message["event"] == event:
                 return message
 
@@ -139,7 +154,7 @@ class Program:
         """Return whether the program reports no event for this time."""
         return not self._text and not select.select([self._read], [], [], seconds)[0]
 
-    def fault(self) -> float:
+    def get_fault_time(self) -> float:
         """Return the time at which the last rank reached the point of the fault."""
         return max(message["time"] for message in self.events if message["event"] == "inside")
 
@@ -161,22 +176,22 @@ class Program:
         try:
             return self.process.wait(limit)
         except subprocess.TimeoutExpired:
-            raise AssertionError(f"still there after {limit} s; events {self.events}\n{self.printed()}") from None
+            raise AssertionError(f"still there after {limit} s; events {self.events}\n{self.read_output()}") from None
 
-    def check_no_leaks(self, limit: float = 1) -> None:
+    def check_no_leaks(self) -> None:
         """Check that all processes have exited and that no name is left in /dev/shm."""
-        deadline = time.monotonic() + limit
+        deadline = time.monotonic() + LIMIT
         try:
-            while self.next(max(0.001, deadline - time.monotonic())) is not None:
+            while self.read_event(max(0.001, deadline - time.monotonic())) is not None:
                 pass
         except AssertionError:
-            raise AssertionError(f"{members(self.pid)} are left\n{self.printed()}") from None
-        while members(self.pid):  # the pipe is closed shortly before the process ends
-            assert time.monotonic() < deadline, f"{members(self.pid)} are left"
+            raise AssertionError(f"{list_session_members(self.pid)} are left\n{self.read_output()}") from None
+        while list_session_members(self.pid):  # the pipe is closed shortly before the process ends
+            assert time.monotonic() < deadline, f"{list_session_members(self.pid)} are left"
             time.sleep(0.005)
         # Names of other programs that use the library exist for a moment only.
         while left := list_shared_names() - self._names:
-            assert time.monotonic() < deadline + 0.5, f"{left} are left in /dev/shm"
+            assert time.monotonic() < deadline, f"{left} are left in /dev/shm"
             time.sleep(0.005)
 
 
@@ -211,7 +226,7 @@ class Template:
     def copy(self, words: list[str], files: list[int]) -> Copy:
         """Start a copy with these arguments; `files` are its output and the pipes of its events and of its release."""
         socket.send_fds(self.channel, [json.dumps(words).encode()], files)
-        return Copy(self.channel, int(_received(self.channel, LIMIT)))
+        return Copy(self.channel, int(_receive(self.channel, LIMIT)))
 
 
 class Copy:
@@ -225,11 +240,11 @@ class Copy:
     def wait(self, timeout: float = LIMIT) -> int:
         """Return the exit code; a signal's number is negative."""
         if self.returncode is None:
-            self.returncode = int(_received(self._channel, timeout))
+            self.returncode = int(_receive(self._channel, timeout))
         return self.returncode
 
 
-def _received(channel: socket.socket, limit: float) -> bytes:
+def _receive(channel: socket.socket, limit: float) -> bytes:
     if not select.select([channel], [], [], limit)[0]:
         raise subprocess.TimeoutExpired("a template's copy", limit)
     message = channel.recv(64)
@@ -237,18 +252,18 @@ def _received(channel: socket.socket, limit: float) -> bytes:
     return message
 
 
-def code_run_by(call: Callable[[], object]) -> list[str]:
+def list_called_functions(call: Callable[[], object]) -> list[str]:
     """Return the names of functions of the library, and of Python's weak references, that a call runs."""
-    places = [str(ROOT / "synkhronos"), weakref.__file__, _weakrefset.__file__]
-    ran = []
+    files = [str(ROOT / "synkhronos"), weakref.__file__, _weakrefset.__file__]
+    names = []
 
-    def note(frame: Any, event: str, _: Any) -> None:
-        if event == "call" and frame.f_code.co_filename.startswith(tuple(places)):
-            ran.append(frame.f_code.co_qualname)
+    def record_call(frame: Any, event: str, _: Any) -> None:
+        if event == "call" and frame.f_code.co_filename.startswith(tuple(files)):
+            names.append(frame.f_code.co_qualname)
 
-    sys.setprofile(note)
+    sys.setprofile(record_call)
     try:
         call()
     finally:
         sys.setprofile(None)
-    return ran
+    return names

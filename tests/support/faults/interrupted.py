@@ -13,7 +13,7 @@ import time
 from typing import Any
 
 import numpy as np
-from system import list_children
+from system import LIMIT, list_children
 
 import synkhronos as synk
 from faults import probes
@@ -98,6 +98,7 @@ def while_forking(where: str) -> None:
 def while_closing(where: str) -> None:
     """Block in the master while it waits for workers to end, or close with a busy worker."""
     signal.signal(signal.SIGINT, _interrupt_the_library)
+    grace_seconds, ranks.session.GRACE_SECONDS = ranks.session.GRACE_SECONDS, 10 * LIMIT
     before = start()
     exit_code = workers._get_exit_code
     synk.fork(N, use_gpu=False)
@@ -126,7 +127,7 @@ def while_closing(where: str) -> None:
 
         ranks.Session._wait_until_done = joined  # type: ignore[method-assign]
     report_event("outcome", **attempt(synk.close))
-    workers._get_exit_code = exit_code
+    workers._get_exit_code, ranks.session.GRACE_SECONDS = exit_code, grace_seconds
     vars(work).clear()
     report_event("dead", before=before, after=footprint())
     synk.fork(N, use_gpu=False)

@@ -235,9 +235,9 @@ def _become_nobody() -> None:
 def never_returns(timeout: float) -> None:
     """Wait for a rank that never reaches the barrier, until the timeout."""
     before = start()
-    synk.fork(N, use_gpu=False, timeout=timeout)
+    synk.fork(N, use_gpu=False, timeout=1e6)
     session = ranks.get_session()
-    session.timeout = None  # compilation may take longer
+    assert session.timeout == 1e6
     gather_pids()
     work = Work()
     assert work.call() == 15.0

@@ -1,16 +1,4 @@
-"""Commands and programs for `programs`, which workers of other hosts can import.
-
-`InCollective`
-    Something goes wrong in a collective on GPUs, or just behind it.
-`Reduced`
-    An all_reduce of arrays on GPUs, of whatever kind.
-`in_groups`
-    Combines arrays of some ranks, and sends them between two.
-`digest`
-    Of arrays.
-`between`
-    Sends arrays of Theano's between two ranks, and adds them.
-"""
+"""Commands and programs for `programs`, which workers of other hosts can import."""
 
 import hashlib
 import os
@@ -23,7 +11,7 @@ import numpy as np
 from synkhronos.ranks import Command, SharedArray
 
 
-class InCollective(Command):
+class FailInAllReduce(Command):
     """Command of an all_reduce that one rank never starts."""
 
     def __init__(self, action, failing_rank, waits_started):
@@ -49,7 +37,7 @@ class InCollective(Command):
 
 
 @dataclass(frozen=True)
-class Reduced(Command):
+class AllReduceRows(Command):
     """Command that all-reduces rows times the rank's number plus 1, and returns the ends of each rank's result."""
 
     op: str
@@ -63,12 +51,12 @@ class Reduced(Command):
         array = device.from_host(rows * (rank.number + 1))
         communicator.all_reduce(array, self.op)
         communicator.wait_started()
-        found = device.to_host(array)
-        return rank.all_gather((float(found[1]), float(found[-1])))
+        result = device.to_host(array)
+        return rank.all_gather((float(result[1]), float(result[-1])))
 
 
-def in_groups(worker):
-    """Run collectives in a group, and send between two ranks; return digests of the results."""
+def run_in_groups(worker):
+    """Run collectives in a group, and send exchange_arrays two ranks; return digests of the results."""
     device, n = worker._rank.device, worker.size
     array = device.from_host(np.random.default_rng(worker.number).integers(-9, 9, 50_000).astype("float32"))
     results = []
@@ -76,31 +64,31 @@ def in_groups(worker):
         if worker.number in members:
             result = worker.group(members).all_reduce(array, "sum")
             assert device.owns(result)
-            results.append(digest(result))
+            results.append(compute_digest(result))
     for source, to in ((0, n - 1), (n - 1, 0)):
         if worker.number == source:
             worker.send(array, to)
         elif worker.number == to:
             result = worker.receive(source)
             assert device.owns(result)
-            results.append(digest(result))
+            results.append(compute_digest(result))
     return results
 
 
-def digest(*arrays):
-    """Return a digest of arrays."""
+def compute_digest(*arrays):
+    """Return a compute_digest of arrays."""
     return hashlib.blake2b(b"".join(np.asarray(a).tobytes() for a in arrays), digest_size=8).hexdigest()
 
 
-def between(worker):
+def exchange_arrays(worker):
     """Exchange an array on the GPU with the other rank, and all-reduce it; return an element of each result."""
     from synkhronos.devices import PYGPU
 
-    mine = PYGPU.from_host(np.arange(30_000, dtype="float32") + worker.number)
+    array = PYGPU.from_host(np.arange(30_000, dtype="float32") + worker.number)
     if worker.number == 0:
-        worker.send(mine, 1)
-    its = worker.receive(1 - worker.number)
+        worker.send(array, 1)
+    received = worker.receive(1 - worker.number)
     if worker.number == 1:
-        worker.send(mine, 0)
-    both = worker.group([0, 1]).all_reduce(mine, "sum")
-    return [float(PYGPU.to_host(array)[7]) for array in (mine, its, both) if PYGPU.owns(array)]
+        worker.send(array, 0)
+    total = worker.group([0, 1]).all_reduce(array, "sum")
+    return [float(PYGPU.to_host(array)[7]) for array in (array, received, total) if PYGPU.owns(array)]

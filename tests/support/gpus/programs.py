@@ -10,7 +10,8 @@ import time
 from unittest import mock
 
 import numpy as np
-from commands import InCollective, Reduced, between, digest, in_groups
+from commands import AllReduceRows, FailInAllReduce, compute_digest, exchange_arrays, run_in_groups
+from system import LIMIT
 
 import synkhronos as synk
 from synkhronos import ranks
@@ -31,7 +32,7 @@ def fork():
 
 
 def train():
-    """Train a small network by steps of one launch with an all-reduce; print a digest."""
+    """Train a small network by steps of one launch with an all-reduce; print a compute_digest."""
     import pytensor
     import pytensor.tensor as T
 
@@ -51,7 +52,7 @@ def train():
     step.steps(x_data, y_data, batches=[rng.permutation(301)[:40] for _ in range(5)])
     copies = [np.asarray(synk.get_value(r, w)) for r in range(n)]
     assert all(np.array_equal(copy, copies[0]) for copy in copies)
-    print(digest(w.get_value(), v.get_value(), np.array(losses)))
+    print(compute_digest(w.get_value(), v.get_value(), np.array(losses)))
 
 
 def collectives():
@@ -71,7 +72,7 @@ def collectives():
             np.testing.assert_array_equal(synk.reduce(s, op, in_place=False), _reduced(values, op))
             synk.all_reduce(s, op)
             np.testing.assert_array_equal(synk.gather(s), [_reduced(values, op)] * n)
-            print(dtype, op, digest(s.get_value()))
+            print(dtype, op, compute_digest(s.get_value()))
         synk.set_value(0, s, values[-1])
         synk.broadcast(s)
         np.testing.assert_array_equal(synk.gather(s), [values[-1]] * n)
@@ -80,9 +81,9 @@ def collectives():
 
 
 def groups():
-    """Run collectives in groups, and send arrays between two ranks; print digests of the results."""
+    """Run collectives in groups, and send arrays exchange_arrays two ranks; print digests of the results."""
     fork()
-    for results in synk.run(in_groups):
+    for results in synk.run(run_in_groups):
         print(*results)
 
 
@@ -101,9 +102,9 @@ def faults():
     for failing_rank in range(n):
         for action in ("raise", "late"):
             for waits_started in (True, False):
-                begin = time.monotonic()
+                start = time.monotonic()
                 try:
-                    ranks.get_session().run(InCollective(action, failing_rank, waits_started))
+                    ranks.get_session().run(FailInAllReduce(action, failing_rank, waits_started))
                     print("nothing was raised")
                 except (ArithmeticError, synk.WorkerError) as error:
                     assert "the sum is odd" in str(error), error
@@ -111,12 +112,12 @@ def faults():
                 synk.all_reduce(s, "sum")
                 assert synk.get_value(n - 1, s)[0] == n
                 s.set_value(np.ones(5, "float32"))
-                assert time.monotonic() - begin < 10, (failing_rank, action, waits_started)
-    begin = time.monotonic()
+                assert time.monotonic() - start < LIMIT, (failing_rank, action, waits_started)
+    start = time.monotonic()
     try:
-        ranks.get_session().run(InCollective("kill", n - 1, True))
+        ranks.get_session().run(FailInAllReduce("kill", n - 1, True))
     except synk.WorkerError as error:
-        print(str(error).partition(" (process")[0], "was heard of", time.monotonic() - begin < 5)
+        print(str(error).partition(" (process")[0], "was reported", time.monotonic() - start < LIMIT)
     print(fork())
 
 
@@ -170,10 +171,10 @@ def theano():
     data = synk.data(np.arange(1000, dtype="float32"))
     with ranks.get_session().call_lock:
         for op in ("sum", "max"):
-            results = ranks.get_session().run(Reduced(op, to_shared_array(data)))
+            results = ranks.get_session().run(AllReduceRows(op, to_shared_array(data)))
             assert results == results[:1] * n
             print(op, results[0])
-    print(*synk.run(between))
+    print(*synk.run(exchange_arrays))
 
 
 def serve():

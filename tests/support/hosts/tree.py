@@ -20,7 +20,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from system import LIMIT, lives
+from system import LIMIT, is_alive
 
 from hosts import HERE, are_simulated, simulated, words
 
@@ -110,13 +110,13 @@ class Tree:
         deadline = time.monotonic() + limit
         while b"\n" not in self._text:
             if not select.select([self._events], [], [], 0.05)[0]:
-                assert time.monotonic() < deadline, f"silent for {limit} s\n{self.printed()}"
-                assert self.program.poll() is None, f"the hosts are gone\n{self.printed()}"
+                assert time.monotonic() < deadline, f"silent for {limit} s\n{self.read_output()}"
+                assert self.program.poll() is None, f"the hosts are gone\n{self.read_output()}"
                 continue
             self._text += os.read(self._events, 1 << 16)
         line, self._text = self._text.split(b"\n", 1)
         message: dict[str, Any] = json.loads(line)
-        assert message["event"] == event, f"{message}\n{self.printed()}"
+        assert message["event"] == event, f"{message}\n{self.read_output()}"
         return message
 
     def fork(self, hosts: list[str], environment: dict[str, str] | None = None, **settings: Any) -> dict[str, Any]:
@@ -146,7 +146,7 @@ class Tree:
         with contextlib.suppress(OSError):
             os.close(os.open(self.folder / "release", os.O_WRONLY | os.O_NONBLOCK))
 
-    def printed(self) -> str:
+    def read_output(self) -> str:
         """Return the program's output."""
         self.output.seek(0)
         return self.output.read()
@@ -196,7 +196,7 @@ class Tree:
             if not name.isdecimal():
                 continue
             try:
-                if mark in Path(f"/proc/{name}/environ").read_bytes() and lives(int(name)):
+                if mark in Path(f"/proc/{name}/environ").read_bytes() and is_alive(int(name)):
                     line = Path(f"/proc/{name}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
                     found[int(name)] = os.readlink(f"/proc/{name}/ns/pid"), line
             except OSError:
@@ -214,14 +214,14 @@ class Tree:
                 found[host] = (of.f_blocks - of.f_bfree) * of.f_frsize
         return found
 
-    def check_no_leaks(self, limit: float = 10, is_fresh: bool = False, but: str = "-") -> None:
+    def check_no_leaks(self, is_fresh: bool = False, but: str = "-") -> None:
         """Check that only the master runs, and no shared memory is in use, except the master's if it has forked before.
 
         Names in /dev/shm that begin with ``but`` are allowed, and removed.
         """
-        deadline = time.monotonic() + limit
+        deadline = time.monotonic() + LIMIT
         while left := [*self._left(is_fresh, but)]:
-            assert time.monotonic() < deadline, f"{left} are left\n{self.printed()}"
+            assert time.monotonic() < deadline, f"{left} are left\n{self.read_output()}"
             time.sleep(0.01)
         shared_memory = self._shared_memory(self.hosts[0]) if are_simulated() else Path("/dev/shm")
         for path in shared_memory.glob(f"{but}*"):

@@ -1,9 +1,9 @@
 """Python runs this in every process that has the folder on its path: two ranks share the only GPU of the machine.
 
 NCCL takes them for two machines, as it refuses two ranks of one machine on one GPU.  On such a machine most of
-test_gpu.py runs so::
+test_gpu*.py runs so::
 
-    SYNKHRONOS_TEST_DEVICE=gpu PYTHONPATH=$PWD:tests/support/gpus/two_ranks_on_one python -m pytest tests/devices/test_gpu.py
+    SYNKHRONOS_TEST_DEVICE=gpu PYTHONPATH=$PWD:tests/support/gpus/two_ranks_on_one python -m pytest tests/devices/test_gpu*.py
 
 The tests that fail then check the GPU of each rank.
 """

@@ -1,0 +1,174 @@
+"""Collectives of arrays on GPUs, over NCCL and through host memory."""
+
+import numpy as np
+import pytest
+from gpu_commands import ON_GPUS, RNG, make_filled_variable, of_jax
+from library import ARRAYS, INTERPRETED, NAME, function, shared
+from library import tensor as T
+
+import synkhronos as synk
+
+pytestmark = ON_GPUS
+
+DTYPES = ["int8", "uint8", "int32", "uint32", "int64", "uint64", "float16", "float32", "float64"]
+LACKING = ["bool", "int16", "uint16", "complex64", "complex128"]
+OPS = {"sum": np.add, "prod": np.multiply, "max": np.maximum, "min": np.minimum}
+
+
+def check_values(w, expected):
+    for rank in range(2):
+        held = synk.get_value(rank, w)
+        np.testing.assert_array_equal(held, expected[rank])
+        assert held.dtype == expected[rank].dtype
+
+
+@pytest.mark.parametrize("nccl", [True, False])
+@pytest.mark.parametrize("dtype", DTYPES + LACKING)
+def test_gpu_collectives_accept_every_dtype(fork, dtype, nccl):
+    fork(2)
+    w, values = make_filled_variable(dtype)
+    kind = np.dtype(dtype)
+    for op, ufunc in OPS.items():
+        if kind.kind == "c" and op in ("max", "min") or kind.kind == "b" and op == "sum":
+            continue
+        expected = ufunc(*values).astype(dtype)
+        for rank, value in enumerate(values):
+            synk.set_value(rank, w, value)
+        np.testing.assert_array_equal(synk.reduce(w, op, in_place=False, nccl=nccl), expected)
+        check_values(w, values)
+        synk.all_reduce(w, op, nccl=nccl)
+        check_values(w, [expected, expected])
+    for rank, value in enumerate(values):
+        synk.set_value(rank, w, value)
+    if kind.kind in "fc":
+        synk.reduce(w, "avg", nccl=nccl)
+        np.testing.assert_allclose(np.asarray(w.get_value()), (values[0] + values[1]) / 2)
+        synk.set_value(0, w, values[0])
+    np.testing.assert_array_equal(synk.gather(w, nccl=nccl), np.stack(values))
+    np.testing.assert_array_equal(synk.gather(w, nd_up=0, nccl=nccl), np.concatenate(values))
+    synk.broadcast(w, nccl=nccl)
+    check_values(w, [values[0]] * 2)
+    synk.all_gather(w, nccl=nccl)
+    check_values(w, [np.concatenate([values[0]] * 2)] * 2)
+    if kind.kind not in "b":
+        for rank, value in enumerate(values):
+            synk.set_value(rank, w, value)
+        synk.reduce_scatter(w, "sum", nccl=nccl)
+        half = (len(values[0]) + 1) // 2
+        total = values[0] + values[1]
+        for rank, rows in enumerate((total[:half], total[half:])):
+            np.testing.assert_allclose(synk.get_value(rank, w), rows)
+    # Theano keeps complex numbers on the host.
+    assert ARRAYS.owns(w.container.storage[0]) or NAME == "theano" and kind.kind == "c"
+
+
+@pytest.mark.parametrize("shape", [(), (1,), (0,), (3, 0), (1 << 22,)])
+def test_gpu_collectives_accept_any_size(fork, shape):
+    fork(2)
+    w, values = make_filled_variable("float32", shape)
+    np.testing.assert_array_equal(synk.gather(w), np.stack(values))
+    synk.all_reduce(w, "sum")
+    check_values(w, [values[0] + values[1]] * 2)
+    synk.broadcast(w)
+
+
+@pytest.mark.parametrize("n_rows", [0, 1, 4, 1 << 20, (1 << 20) + 1])
+def test_gpu_reduce_scatter_accepts_any_size(fork, n_rows):
+    fork(2)
+    w, values = make_filled_variable("float32", (n_rows,))
+    total, half = values[0] + values[1], (n_rows + 1) // 2
+    synk.reduce_scatter(w, "sum")
+    for rank, rows in enumerate((total[:half], total[half:])):
+        np.testing.assert_array_equal(synk.get_value(rank, w), rows)
+    synk.all_gather(w)
+    check_values(w, [total] * 2)
+
+
+def test_gpu_gather_accepts_different_shapes(fork):
+    fork(2)
+    w, _ = make_filled_variable("float32")
+    parts = [np.arange(6, dtype="float32").reshape(2, 3), np.arange(12, dtype="float32").reshape(4, 3)]
+    for rank, part in enumerate(parts):
+        synk.set_value(rank, w, part)
+    for part, expected in zip(synk.gather(w), parts, strict=True):
+        np.testing.assert_array_equal(part, expected)
+    np.testing.assert_array_equal(synk.gather(w, nd_up=0), np.concatenate(parts))
+    with pytest.raises(ValueError, match="same shape on all ranks"):
+        synk.all_reduce(w)
+    synk.all_gather(w)
+    check_values(w, [np.concatenate(parts)] * 2)
+
+
+def test_collectives_leave_results_on_the_gpu(fork):
+    fork(2)
+    w, _ = make_filled_variable("float32")
+    for value in (synk.gather(w), synk.gather(w, nd_up=0), synk.reduce(w, "sum", in_place=False)):
+        assert ARRAYS.owns(value) and ARRAYS.is_on_gpu
+
+
+def test_collectives_mix_host_and_gpu_variables(fork):
+    fork(2)
+    x = T.dvector("x")
+    on_host = {"target": "cpu"} if NAME == "theano" else {}
+    host_variable, gpu_variable = shared(np.zeros(2), "here", **on_host), shared(np.zeros(2), "there")
+    f = synk.function([x], updates=[(host_variable, host_variable + x.sum())], mode=INTERPRETED)
+    g = synk.function([x], updates=[(gpu_variable, gpu_variable + x.sum())])
+    value = np.array([1.0, 2.0])
+    f(value), g(value)
+    assert isinstance(host_variable.container.storage[0], np.ndarray) and ARRAYS.owns(gpu_variable.container.storage[0])
+    for gathered in synk.gather([host_variable, gpu_variable]):
+        np.testing.assert_array_equal(gathered, [[1, 1], [2, 2]])
+    synk.all_reduce([gpu_variable, host_variable], "sum")
+    f(value), g(value)
+    for gathered in synk.gather([host_variable, gpu_variable], nd_up=0):
+        np.testing.assert_array_equal(gathered, [4, 4, 5, 5])
+    gpu_variable.set_value(np.full(2, 9.0))  # on the host, in the master alone
+    synk.broadcast([host_variable, gpu_variable])
+    np.testing.assert_array_equal(synk.get_value(1, gpu_variable), [9, 9])
+    np.testing.assert_array_equal(synk.get_value(1, host_variable), [4, 4])
+
+
+def test_collectives_wait_for_preceding_updates(fork):
+    fork(2)
+    start = RNG.normal(size=(1024, 1024))
+    w, v = shared(start, "w"), shared(start, "v")
+
+    def step(w):
+        new = w
+        for _ in range(6):
+            new = T.tanh(T.dot(new, new) / 32)
+        return new
+
+    f = synk.function([], updates=[(w, step(w))])
+    serial = function([], updates=[(v, step(v))])
+    for _ in range(3):
+        f()
+        synk.all_reduce(w, "avg")
+        serial()
+    for rank in range(2):
+        np.testing.assert_allclose(synk.get_value(rank, w), v.get_value(), rtol=1e-6, atol=1e-9)
+
+
+def test_get_value_is_fresh_after_a_collective(fork):
+    # JAX caches host copies of arrays, and NCCL writes into their memory without its knowledge.
+    fork(2)
+    w, values = make_filled_variable("float32")
+    np.testing.assert_array_equal(np.asarray(w.get_value(borrow=True)), values[0])
+    synk.all_reduce(w, "sum")
+    np.testing.assert_array_equal(np.asarray(w.get_value(borrow=True)), values[0] + values[1])
+    synk.reduce(w, "sum")
+    np.testing.assert_array_equal(np.asarray(w.get_value(borrow=True)), 2 * (values[0] + values[1]))
+
+
+@of_jax
+def test_collectives_reuse_gpu_memory_safely(fork):
+    fork(2)
+    w, values = make_filled_variable("float32")
+    storage = w.container.storage
+    for collective in (synk.all_reduce, synk.broadcast, synk.reduce):
+        before = storage[0].unsafe_buffer_pointer()
+        collective(w)
+        assert storage[0].unsafe_buffer_pointer() == before
+    held = w.get_value(borrow=True)
+    synk.all_reduce(w, "sum")
+    assert np.asarray(held).shape == (3, 5)

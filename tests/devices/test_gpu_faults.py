@@ -1,0 +1,189 @@
+"""Failures, deaths and interrupts of ranks in collectives of arrays on GPUs."""
+
+import signal
+import threading
+import time
+
+import numpy as np
+import pytest
+from gpu_commands import (
+    FAULTS,
+    ON_GPUS,
+    PROMPT,
+    FailBeforeCollectives,
+    SkipAllReduce,
+    check_works,
+    make_filled_variable,
+    of_real_gpus,
+)
+from library import ARRAYS, shared
+from system import time_limit
+
+import synkhronos as synk
+from synkhronos import ranks
+
+pytestmark = ON_GPUS
+
+
+class ExitWithPending(SkipAllReduce):
+    """Command whose all_reduce is still pending at its end, as one rank exits instead of starting it."""
+
+    def run(self, rank):
+        communicator = ARRAYS.get_communicator(rank)
+        communicator.connect(rank.all_gather(communicator.generation))
+        array = ARRAYS.from_host(np.ones(1 << 20, "float32"))
+        if rank.number == self.failing_rank:
+            threading.Timer(0.5, FAULTS[self.action]).start()
+            return None
+        communicator.all_reduce(array, "sum")
+        return ARRAYS.rewrap(array)
+
+
+class FailInBlocking(SkipAllReduce):
+    """Command of a blocking collective that one rank never starts, as it fails or waits.
+
+    The other rank can't finish without it; except with "sent" and "given", where the other sends, and may finish.
+    """
+
+    def __init__(self, collective, action):
+        super().__init__(action, 1)
+        self.collective = collective
+
+    def run(self, rank):
+        communicator, layout = ARRAYS.get_communicator(rank), ((1 << 20,), np.dtype(np.float32))
+        communicator.connect(rank.all_gather(communicator.generation))
+        array, output = ARRAYS.from_host(np.ones(*layout)), ARRAYS.empty(*layout)
+        if rank.number == self.failing_rank:
+            time.sleep(0.1)  # the other rank has started it
+            while self.action == "wait":
+                rank.check_cancelled()
+                time.sleep(0.01)
+            FAULTS[self.action]()
+        elif self.action == "wait":
+            threading.Timer(0.5, signal.pthread_kill, (threading.main_thread().ident, signal.SIGINT)).start()
+        if self.collective in ("broadcast", "sent"):
+            communicator.broadcast(
+                array, self.failing_rank if self.collective == "broadcast" else 1 - self.failing_rank
+            )
+        elif self.collective == "given":
+            out = output if rank.number == self.failing_rank else None
+            communicator.reduce(array, "sum", self.failing_rank, out, layout, range(rank.size))
+        elif self.collective == "reduce":
+            communicator.reduce(array, "sum", rank.root, output if rank.is_master else None, layout, range(rank.size))
+        else:
+            communicator.all_gather(array, [layout] * rank.size, [ARRAYS.slice_items(output, 0, layout[0])] * rank.size)
+
+
+@pytest.mark.new_ranks
+@pytest.mark.parametrize(
+    ("action", "words"), [("SIGKILL", "killed by SIGKILL"), ("SIGSEGV", "SIGSEGV"), ("exit", "code 3")]
+)
+def test_death_inside_a_collective_is_noticed(fork, action, words):
+    fork(2)
+    check_works()
+    with time_limit(PROMPT), pytest.raises(synk.WorkerError, match=words):
+        ranks.get_session().run(SkipAllReduce(action, 1))
+    with pytest.raises(RuntimeError, match="fork"):
+        synk.distribute()
+    fork(2)
+    check_works()
+
+
+@of_real_gpus  # pretended GPUs have no pending collectives at the end of a command
+@pytest.mark.new_ranks
+def test_death_is_noticed_while_the_master_waits_for_its_gpu(fork):
+    fork(2)
+    check_works()
+    array = ranks.get_session().run(ExitWithPending("SIGKILL", 1))
+    with time_limit(PROMPT), pytest.raises(synk.WorkerError, match="killed by SIGKILL"):
+        np.asarray(array)
+    del array
+    fork(2)
+    check_works()
+
+
+@of_real_gpus
+@pytest.mark.new_ranks
+def test_close_completes_pending_collectives(fork):
+    fork(2)
+    w = shared(np.ones(1 << 25, "float32"), "w")
+    synk.function([], updates=[(w, w * np.float32(2))])()
+    for _ in range(10):
+        synk.all_reduce(w, "sum")
+    synk.close()
+    np.testing.assert_array_equal(np.asarray(w.get_value()), np.float32(2048))
+
+
+@pytest.mark.parametrize("failing_rank", [0, 1])
+def test_collectives_reconnect_after_an_exception(fork, failing_rank):
+    fork(2)
+    check_works()
+    for _ in range(2):
+        with time_limit(PROMPT), pytest.raises((synk.WorkerError, ArithmeticError), match="the sum is odd"):
+            ranks.get_session().run(SkipAllReduce("raise", failing_rank))
+        check_works()
+
+
+@pytest.mark.parametrize("action", ["raise", "wait"])
+@pytest.mark.parametrize("collective", ["broadcast", "reduce", "gather"])
+def test_exception_aborts_a_pending_collective(fork, collective, action):
+    fork(2)
+    check_works()
+    with time_limit(PROMPT), pytest.raises(KeyboardInterrupt if action == "wait" else synk.WorkerError):
+        ranks.get_session().run(FailInBlocking(collective, action))
+    check_works()
+
+
+@pytest.mark.parametrize("collective", ["sent", "given"])
+def test_failed_collective_leaves_no_messages_for_later_ones(fork, collective):
+    fork(2)
+    check_works()
+    with pytest.raises(synk.WorkerError):
+        ranks.get_session().run(FailInBlocking(collective, "raise"))
+    check_works()
+
+
+@pytest.mark.new_ranks
+@pytest.mark.parametrize("collective", ["broadcast", "reduce", "gather", "sent", "given"])
+def test_death_in_a_pending_collective_is_noticed(fork, collective):
+    fork(2)
+    check_works()
+    with time_limit(PROMPT), pytest.raises(synk.WorkerError, match="killed by SIGKILL"):
+        ranks.get_session().run(FailInBlocking(collective, "SIGKILL"))
+
+
+def test_exception_before_a_collective_keeps_connections(fork):
+    fork(2)
+    check_works()
+    with pytest.raises(synk.WorkerError, match="the sum is odd"):
+        ranks.get_session().run(FailBeforeCollectives())
+    check_works()
+    with pytest.raises(ValueError, match="same shape on all ranks"):
+        w, _ = make_filled_variable("float32")
+        synk.set_value(1, w, np.ones((1, 5), "float32"))
+        synk.all_reduce(w)
+    check_works()
+
+
+@pytest.mark.new_ranks
+def test_fork_timeout_ends_a_hanging_rank(fork):
+    fork(2, timeout=60.0)
+    check_works()
+    session = ranks.get_session()
+    session.timeout = 1.0
+    with time_limit(PROMPT), pytest.raises(synk.WorkerError, match="did not finish within the 1 seconds"):
+        session.run(StartLate())
+    fork(2)
+    check_works()
+
+
+class StartLate(SkipAllReduce):
+    """Command in which rank 1 starts a minute late."""
+
+    def __init__(self):
+        super().__init__("raise", 1)
+
+    def run(self, rank):
+        if rank.number == 1:
+            time.sleep(60)
+        super().run(rank)

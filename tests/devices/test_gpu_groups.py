@@ -1,0 +1,219 @@
+"""Collectives of some ranks, and messages between two, on GPUs."""
+
+import signal
+import threading
+import time
+
+import numpy as np
+import pytest
+from gpu_commands import FAULTS, ON_GPUS, PROMPT, FailBeforeCollectives, check_works, is_on_gpu, of_jax
+from library import ARRAYS
+from system import time_limit
+
+import synkhronos as synk
+from synkhronos import ranks
+
+pytestmark = ON_GPUS
+
+
+def all_reduce_in_groups(worker, members, dtype):
+    """All-reduce arrays in a group, and in a group of one on each other rank; return the names of those with wrong results."""
+    mine = members if worker.number in members else [worker.number]
+    group = worker.group(mine)
+    values = {r: (np.arange(1000) % 5 + r).astype(dtype) for r in mine}
+    array, errors = ARRAYS.from_host(values[worker.number]), []
+    for op, combine in (("sum", np.add), ("max", np.maximum), ("prod", np.multiply)):
+        result, expected = group.all_reduce(array, op), combine.reduce(list(values.values()), dtype=dtype)
+        if dtype == "int16":  # NCCL lacks this dtype: through host memory
+            errors += [] if isinstance(result, np.ndarray) and np.array_equal(result, expected) else [op]
+        elif not is_on_gpu(result, expected):
+            errors.append(op)
+    if not is_on_gpu(array, values[worker.number]):
+        errors.append("the argument has changed")
+    return errors
+
+
+@pytest.mark.parametrize("dtype", ["float32", "int64", "int16"])
+@pytest.mark.parametrize("members", [[0, 1], [1, 0], [1], [2, 0], [3, 1, 0]])
+def test_groups_all_reduce_on_gpus(fork, members, dtype):
+    n = max(2, max(members) + 1)
+    fork(n)
+    assert synk.run(all_reduce_in_groups, members, dtype) == [[]] * n
+
+
+def send_around(worker, n, dtype):
+    """Send arrays from rank to rank, with other messages and collectives between them; return the errors found."""
+    to, source = (worker.number + 1) % worker.size, (worker.number - 1) % worker.size
+    mine, its = ((np.arange(n) % 100 + r).astype(dtype) for r in (worker.number, source))
+    array, errors = ARRAYS.from_host(mine), []
+    for turn in range(2):
+        worker.send(turn, to)
+        if worker.number == 0:
+            worker.send(array, to)
+        if worker.receive(source) != turn or not is_on_gpu(worker.receive(source), its):
+            errors.append(turn)
+        if worker.number:
+            worker.send(array, to)
+        worker.all_reduce(array, "sum")
+    if not is_on_gpu(array, mine):
+        errors.append("the sent array has changed")
+    return errors
+
+
+@pytest.mark.parametrize("n_ranks", [2, 3])
+@pytest.mark.parametrize(
+    ("n", "dtype"), [pytest.param(10, "float32", marks=of_jax), (100_000, "float32"), (1 << 22, "float64")]
+)
+def test_send_and_receive_keep_order_between_gpus(fork, n_ranks, n, dtype):
+    fork(n_ranks)
+    assert synk.run(send_around, n, dtype) == [[]] * n_ranks
+
+
+def send_every_dtype(worker):
+    """Send an array of each dtype to the other rank, and back; return the arrays received on rank 0."""
+    received = []
+    for dtype in ("int8", "uint32", "int64", "float16", "float32", "bfloat16"):
+        array = worker.receive(0) if worker.number else ARRAYS.as_array(np.arange(200_000) % 100).astype(dtype)
+        worker.send(array, 1 - worker.number)
+        if worker.number == 0:
+            back = worker.receive(1)
+            received.append((str(back.dtype), back.shape, is_on_gpu(back, np.asarray(array))))
+    return received
+
+
+@of_jax
+def test_send_and_receive_accept_every_dtype_between_gpus(fork):
+    fork(2)
+    received = synk.run(send_every_dtype)[0]
+    assert [dtype for dtype, *_ in received] == ["int8", "uint32", "int64", "float16", "float32", "bfloat16"]
+    assert all(message[1:] == ((200_000,), True) for message in received)
+
+
+def send_to_each_other(worker):
+    worker.send(ARRAYS.from_host(np.ones(1 << 20, "float32")), 1 - worker.number)
+    return worker.receive(1 - worker.number)
+
+
+def test_send_deadlock_is_detected(fork):
+    fork(2)
+    with pytest.raises(
+        (RuntimeError, synk.WorkerError),
+        match="rank 0 waits until rank 1 receives a message, rank 1 waits until rank 0 receives a message",
+    ):
+        synk.run(send_to_each_other)
+    assert synk.run(send_around, 100_000, "float32") == [[]] * 2
+
+
+def fail_in_group_or_pair(worker, action, place, failing_rank):
+    """Use a group and a pair of ranks twice; the second time, one rank fails instead of calling NCCL."""
+    group, array = worker.group([0, 1]), ARRAYS.from_host(np.ones(1 << 20, "float32"))
+
+    def communicate(where):
+        if where == "group":
+            group.all_reduce(array, "sum")
+        elif (where == "send") == (worker.number == failing_rank):
+            worker.send(array, 1 - worker.number)
+        else:
+            worker.receive(1 - worker.number)
+
+    def leave(*_):
+        time.sleep(0.2)  # the other rank has started it
+        while action == "wait":
+            worker.progress()
+        FAULTS[action]()
+
+    for where in ("group", "send", "receive"):
+        communicate(where)
+    if worker.number == failing_rank:
+        over_nccl = ARRAYS.get_group(worker._rank, (0, 1))
+        over_nccl.all_reduce = over_nccl.send = over_nccl.receive = leave
+    elif action == "wait":
+        threading.Timer(0.5, signal.pthread_kill, (threading.main_thread().ident, signal.SIGINT)).start()
+    try:
+        communicate(place)
+    finally:
+        if worker.number == failing_rank:
+            del over_nccl.all_reduce, over_nccl.send, over_nccl.receive
+
+
+def check_groups_work():
+    check_works()
+    assert synk.run(all_reduce_in_groups, [0, 1], "float32") == [[]] * 2
+    assert synk.run(send_around, 100_000, "float32") == [[]] * 2
+
+
+PLACES = ["group", "send", "receive"]
+
+
+@pytest.mark.parametrize("failing_rank", [0, 1])
+@pytest.mark.parametrize("place", PLACES)
+def test_groups_reconnect_after_an_exception(fork, place, failing_rank):
+    fork(2)
+    check_groups_work()
+    with time_limit(PROMPT), pytest.raises((synk.WorkerError, ArithmeticError), match="the sum is odd"):
+        synk.run(fail_in_group_or_pair, "raise", place, failing_rank)
+    check_groups_work()
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_interrupt_ends_group_collectives(fork, place):
+    fork(2)
+    check_groups_work()
+    with time_limit(PROMPT), pytest.raises(KeyboardInterrupt):
+        synk.run(fail_in_group_or_pair, "wait", place, 1)
+    check_groups_work()
+
+
+@pytest.mark.new_ranks
+@pytest.mark.parametrize("place", PLACES)
+def test_death_in_a_group_is_noticed(fork, place):
+    fork(2)
+    check_groups_work()
+    with time_limit(PROMPT), pytest.raises(synk.WorkerError, match="killed by SIGKILL"):
+        synk.run(fail_in_group_or_pair, "SIGKILL", place, 1)
+    fork(2)
+    check_groups_work()
+
+
+def all_reduce_in_a_group(worker, action):
+    """All-reduce in a group without end, while a rank outside of the group runs an action."""
+    if worker.number == 2:
+        time.sleep(0.5)
+        FAULTS[action]()
+    group, array = worker.group([0, 1]), ARRAYS.from_host(np.ones(1 << 20, "float32"))
+    while True:
+        group.all_reduce(array)
+
+
+@pytest.mark.new_ranks
+@pytest.mark.parametrize("action", ["raise", "SIGKILL"])
+def test_group_notices_failures_of_other_ranks(fork, action):
+    fork(3)
+    assert synk.run(all_reduce_in_groups, [0, 1], "float32") == [[]] * 3
+    with time_limit(PROMPT), pytest.raises(synk.WorkerError, match="the sum is odd|killed by SIGKILL"):
+        synk.run(all_reduce_in_a_group, action)
+    if action == "raise":
+        assert synk.run(all_reduce_in_groups, [0, 1], "float32") == [[]] * 3
+
+
+def abort_pair(worker, aborting_rank):
+    """Abort the pair's connection on one rank; then rank 0 sends."""
+    if worker.number == aborting_rank:
+        ARRAYS.get_group(worker._rank, (0, 1))._connection.abort()
+    array = ARRAYS.from_host(np.ones(1 << 20, "float32"))
+    if worker.number == 0:
+        worker.send(array, 1)
+    else:
+        return is_on_gpu(worker.receive(0), np.ones(1 << 20))
+
+
+def test_pair_reconnects_after_one_rank_failed(fork):
+    fork(2)
+    assert synk.run(send_around, 100_000, "float32") == [[]] * 2
+    assert synk.run(abort_pair, 0) == [None, True]
+    with pytest.raises(synk.WorkerError, match="rank 1 has closed the connection of its GPU with that of rank 0"):
+        synk.run(abort_pair, 1)
+    assert synk.run(abort_pair, None) == [None, True]
+    with pytest.raises(synk.WorkerError, match="the sum is odd"):  # any failure aborts the connections of all groups
+        ranks.get_session().run(FailBeforeCollectives())
+    assert synk.run(abort_pair, None) == [None, True]

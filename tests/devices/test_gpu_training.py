@@ -1,0 +1,277 @@
+"""Training steps on GPUs, of one launch each, and failures in them."""
+
+import ctypes
+import os
+import signal
+import threading
+import time
+from functools import partial
+
+import numpy as np
+import pytest
+from gpu_commands import FAULTS, ON_GPUS, PROMPT, RNG, of_jax
+from library import shared
+from library import tensor as T
+from system import time_limit
+
+import synkhronos as synk
+from synkhronos import ranks
+from synkhronos.devices import JAX
+from synkhronos.devices.cuda.nccl import NcclCommunicator
+from synkhronos.engines.xla import trace
+from synkhronos.engines.xla.executable import Executable
+from synkhronos.ranks import Command
+from synkhronos.training import make_train_function, make_train_function_serial, updates
+
+pytestmark = ON_GPUS
+
+
+class FailNextLaunch(Command):
+    """Command after which the next launch on one rank runs an action."""
+
+    def __init__(self, action, failing_rank):
+        self.action, self.failing_rank = action, failing_rank
+
+    def run(self, rank):
+        if rank.number != self.failing_rank:
+            return
+        launch = Executable._launch
+
+        def once(executable, arguments):
+            Executable._launch = launch
+            time.sleep(0.1)  # the other ranks have started it
+            FAULTS[self.action]()
+
+        Executable._launch = once
+
+
+def make_training_steps(times=1):
+    """Return a training step on the ranks, a serial one, and the parameters of both.
+
+    With ``times``, a call takes several steps and returns the last loss.
+    """
+    x, y = T.dmatrix("x"), T.dvector("y")
+    data = RNG.normal(size=(10, 3)), RNG.normal(size=10)
+    batches = [RNG.permutation(10)[:8] for _ in range(times)]
+    made = []
+    for make in (make_train_function, make_train_function_serial):
+        w = shared(np.zeros(3), "w")
+        made += [make(((x.dot(w) - y) ** 2).mean(), [w], x, y, updates.momentum, learning_rate=0.1), w]
+    train, w, alone, w_alone = made
+    if times == 1:
+        return lambda: (train(*data), alone(*data)), w, w_alone
+    return lambda: tuple(f.steps(*data, batches=batches)[-1] for f in (train, alone)), w, w_alone
+
+
+@of_jax
+@pytest.mark.parametrize("times", [1, 10])
+def test_training_steps_are_one_launch(fork, monkeypatch, times):
+    fork(2)
+    step, w, alone = make_training_steps(times)
+    launches = []
+    launch = Executable._launch
+    monkeypatch.setattr(Executable, "_launch", lambda self, arguments: launches.append(1) or launch(self, arguments))
+    for _ in range(5):
+        launches.clear()
+        loss, loss_alone = step()
+        assert launches == [1]
+        np.testing.assert_allclose(loss, loss_alone)
+        np.testing.assert_allclose(synk.gather(w), [alone.get_value()] * 2)
+
+
+class SetChunkSize(Command):
+    """Command that sets the chunk size of vectors, in bytes."""
+
+    def __init__(self, piece):
+        self.piece = piece
+
+    def run(self, rank):
+        trace.MIN_CHUNK_BYTES = self.piece
+
+
+@pytest.fixture
+def set_chunk_size():
+    """Set the chunk size of vectors, in bytes, until the end of the test."""
+    before = trace.MIN_CHUNK_BYTES
+    yield lambda piece: ranks.get_session().run(SetChunkSize(piece))
+    ranks.get_session().run(SetChunkSize(before))
+
+
+@of_jax
+@pytest.mark.parametrize("times", [1, 5])
+@pytest.mark.parametrize("exchange", [None, "bfloat16"])
+def test_gradients_are_reduced_in_chunks_and_in_bfloat16(fork, set_chunk_size, exchange, times):
+    n = fork(min(4, synk.get_n_gpu()))
+    set_chunk_size(1000)
+    x, y = T.fmatrix("x"), T.fvector("y")
+    data = RNG.normal(size=(200, 30)).astype("float32"), RNG.normal(size=200).astype("float32")
+    batches = [RNG.permutation(200)[: 67 * n] for _ in range(times)]
+    made = []
+    for make in (make_train_function, make_train_function_serial):
+        rng = np.random.default_rng(0)
+        ws = [shared(rng.normal(size=s).astype("float32") / 6, "w") for s in ((30, 40), (40, 40), (40,))]
+        loss = ((T.tanh(T.tanh(x.dot(ws[0])).dot(ws[1])).dot(ws[2]) - y) ** 2).mean()
+        kwargs = {"exchange": exchange} if make is make_train_function else {}
+        made += [make(loss, ws, x, y, updates.sgd, learning_rate=np.float32(0.1), **kwargs), ws]
+    train, ws, alone, ws_alone = made
+    for _ in range(3):
+        losses = [train(*data, batches[0])] if times == 1 else train.steps(*data, batches=batches)
+        expected = [alone(*data, batches[0])] if times == 1 else alone.steps(*data, batches=batches)
+        np.testing.assert_allclose(np.array(losses, float), np.array(expected, float), rtol=1e-2 if exchange else 1e-4)
+    for w, w_alone in zip(ws, ws_alone, strict=True):
+        everywhere = np.asarray(synk.gather(w))
+        np.testing.assert_array_equal(everywhere, np.broadcast_to(everywhere[0], everywhere.shape))
+        np.testing.assert_allclose(everywhere[0], w_alone.get_value(), atol=2e-2 if exchange else 1e-4)
+
+
+@of_jax
+@pytest.mark.parametrize("failing_rank", [0, 1])
+def test_failed_chunked_step_updates_nothing(fork, set_chunk_size, failing_rank):
+    fork(2)
+    set_chunk_size(4)
+    step, w, alone = make_training_steps()
+    step()
+    np.testing.assert_allclose(synk.gather(w), [alone.get_value()] * 2)
+    for _ in range(2):
+        before = np.asarray(w.get_value()).copy()
+        ranks.get_session().run(FailNextLaunch("raise", failing_rank))
+        with pytest.raises((synk.WorkerError, ArithmeticError), match="the sum is odd"):
+            step()
+        np.testing.assert_array_equal(synk.gather(w), [before] * 2)
+        loss, loss_alone = step()
+        np.testing.assert_allclose(loss, loss_alone)
+        np.testing.assert_allclose(synk.gather(w), [alone.get_value()] * 2)
+
+
+@of_jax
+@pytest.mark.parametrize("times", [1, 10, 200])  # the launches of 200 exceed the capacity of a stream
+@pytest.mark.parametrize("failing_rank", [0, 1])
+def test_failed_training_step_updates_nothing(fork, failing_rank, times):
+    fork(2)
+    step, w, alone = make_training_steps(times)
+    step()
+    for _ in range(2):
+        before = np.asarray(w.get_value()).copy()
+        ranks.get_session().run(FailNextLaunch("raise", failing_rank))
+        with time_limit(PROMPT), pytest.raises((synk.WorkerError, ArithmeticError), match="the sum is odd"):
+            step()
+        np.testing.assert_array_equal(synk.gather(w), [before] * 2)
+        loss, loss_alone = step()
+        np.testing.assert_allclose(loss, loss_alone)
+        np.testing.assert_allclose(synk.gather(w), [alone.get_value()] * 2)
+
+
+class FailNthAllReduce(Command):
+    """Command after which the n-th all-reduce fails on one rank."""
+
+    def __init__(self, count, failing_rank):
+        self.count, self.failing_rank = count, failing_rank
+
+    def run(self, rank):
+        if rank.number != self.failing_rank:
+            return
+        if JAX.nccl_calls != "python":
+            self.replace_nccl(rank)
+            return
+        reduce, left = NcclCommunicator.finish_in_launch, [self.count]
+
+        def fail_nth(*arguments):
+            left[0] -= 1
+            if left[0]:
+                return reduce(*arguments)
+            NcclCommunicator.finish_in_launch = reduce
+            raise ArithmeticError("the sum is odd")
+
+        NcclCommunicator.finish_in_launch = fail_nth
+
+    def replace_nccl(self, rank):
+        state, left = JAX.get_communicator(rank)._connection.launch_state, [self.count]
+        p, i = ctypes.c_void_p, ctypes.c_int
+        signature = ctypes.CFUNCTYPE(i, p, p, ctypes.c_size_t, i, i, p, p)
+        address = state.all_reduce
+        reduce = signature(address)
+
+        def fail_nth(*arguments):
+            left[0] -= 1
+            if left[0]:
+                return reduce(*arguments)
+            state.all_reduce = address
+            return 3  # ncclInternalError
+
+        FAILING_FUNCTIONS.append(signature(fail_nth))
+        state.all_reduce = ctypes.cast(FAILING_FUNCTIONS[-1], p).value
+
+
+#: References to C functions, which must live as long as the process.
+FAILING_FUNCTIONS = []
+
+
+@of_jax
+@pytest.mark.parametrize("failing_rank", [0, 1])
+def test_failed_steps_report_how_many_were_taken(fork, failing_rank):
+    fork(2)
+    if JAX.nccl_calls == "graph":
+        pytest.skip("NCCL is not called where a CUDA graph is replayed")
+    step, w, _ = make_training_steps(200)
+    step()
+    for count in (1, 50):
+        before = np.asarray(w.get_value()).copy()
+        ranks.get_session().run(FailNthAllReduce(count, failing_rank))
+        with (
+            time_limit(PROMPT),
+            pytest.raises(
+                (synk.WorkerError, ArithmeticError, RuntimeError), match="the sum is odd|ncclResult_t 3"
+            ) as caught,
+        ):
+            step()
+        text = "".join([str(caught.value), *getattr(caught.value, "__notes__", [])])
+        assert "Some steps may have been taken, on some ranks more than on others" in text
+        if count == 1:
+            np.testing.assert_array_equal(synk.gather(w), [before] * 2)
+        else:
+            assert not np.array_equal(w.get_value(), before)
+        synk.broadcast(w)
+        assert np.isfinite(float(step()[0]))
+
+
+@of_jax
+@pytest.mark.parametrize("times", [1, 10])
+def test_interrupted_step_is_all_or_nothing(fork, times):
+    n = fork(min(4, synk.get_n_gpu()))
+    x, y, w = T.dmatrix("x"), T.dvector("y"), shared(np.zeros(3), "w")
+    train = make_train_function(((x.dot(w) - y) ** 2).mean(), [w], x, y, updates.sgd, learning_rate=0.1)
+    data = synk.data(RNG.normal(size=(16, 3))), synk.data(RNG.normal(size=16))
+    step = partial(train, *data) if times == 1 else partial(train.steps, *data, batches=[range(8), range(8, 16)] * 5)
+    for _ in range(3):
+        step()
+    interrupts = 0
+    for delay in RNG.uniform(0.0005, 0.003, 40):
+        timer = threading.Timer(delay, lambda: os.kill(os.getpid(), signal.SIGINT))
+        try:
+            timer.start()
+            for _ in range(100_000):
+                step()
+        except KeyboardInterrupt:
+            interrupts += 1
+        timer.join()
+        value = np.asarray(w.get_value())  # waits for the GPU
+        np.testing.assert_array_equal(synk.gather(w), [value] * n)
+    assert interrupts == 40
+
+
+@of_jax
+@pytest.mark.new_ranks
+@pytest.mark.parametrize("times", [1, 10, 200])
+def test_death_in_a_training_step_keeps_parameters(fork, times):
+    fork(2)
+    step, w, alone = make_training_steps(times)
+    step()
+    before = np.asarray(w.get_value()).copy()
+    ranks.get_session().run(FailNextLaunch("SIGKILL", 1))
+    with time_limit(PROMPT), pytest.raises(synk.WorkerError, match="killed by SIGKILL"):
+        step()
+    np.testing.assert_array_equal(w.get_value(), before)
+    fork(2)
+    loss, loss_alone = step()
+    np.testing.assert_allclose(loss, loss_alone)
+    np.testing.assert_allclose(synk.gather(w), [alone.get_value()] * 2)

@@ -1,0 +1,360 @@
+"""Launches in which XLA runs a function, an all-reduce and another function."""
+
+import gc
+import signal
+import weakref
+
+import numpy as np
+import pytest
+from library import XLA, shared
+from library import tensor as T
+from xla_launches import Alarm, DoublingReducer, get_runner, on_host
+
+import synkhronos as synk
+from synkhronos.devices import JAX
+from synkhronos.devices.jax.scalar_log import ScalarLog
+from synkhronos.engines.xla.trace import TracedReduction
+from synkhronos.graphs import library_of
+from synkhronos.ranks.interrupts import defer_signals
+from synkhronos.training.updates import sgd
+
+pytestmark = pytest.mark.skipif(not XLA, reason="about JAX arrays")
+
+
+@pytest.fixture
+def pair(fork):
+    """Make two functions; return their runners, and their variables."""
+    fork(1)
+    x = T.dvector("x")
+    g, w, n = shared(np.zeros(3), "g"), shared(np.ones(3), "w"), shared(np.zeros((), "int64"), "n")
+    first = synk.function([x], (x.sum(), "sum"), updates=[(g, x * w)])
+    second = synk.function([], updates=[(w, w - g), (n, n + 1)])
+    synk.distribute()
+    return [get_runner(first), get_runner(second)], (g, w, n)
+
+
+@pytest.fixture
+def fuse_pair(pair):
+    """Return a fused launch of a function, an all-reduce and another function, and its variables."""
+    runs, (g, w, n) = pair
+    launch = runs[0].fuse(TracedReduction(g.container.storage), runs[1])
+    assert launch is runs[0].fuse(TracedReduction(g.container.storage), runs[1])
+    # Only outputs of the first function can be reduced after it.
+    assert runs[0].fuse(TracedReduction(n.container.storage), runs[1]) is None
+    return launch, (g, w, n)
+
+
+def launch_and_wait(launch, shareds, combine):
+    """Launch, wait, and return the outputs."""
+    with defer_signals(), launch.ffi_reduction.bind(combine):
+        (total,) = launch(JAX.from_host(np.arange(3.0)))
+        JAX.wait([library_of(s).borrow_value(s) for s in shareds])
+    return [float(JAX.fetch([total])[0]), *(np.asarray(s.get_value()).tolist() for s in shareds)]
+
+
+@on_host
+def test_fuse_runs_function_all_reduce_function_in_one_launch(fuse_pair):
+    launch, shareds = fuse_pair
+    calls = []
+    assert launch_and_wait(launch, shareds, DoublingReducer(calls)) == [3.0, [0.0, 2.0, 4.0], [1.0, -1.0, -3.0], 1]
+    assert launch_and_wait(launch, shareds, DoublingReducer(calls)) == [3.0, [0.0, -2.0, -12.0], [1.0, 1.0, 9.0], 2]
+    assert calls == [3, 3]
+
+
+@on_host
+@pytest.mark.parametrize("counts", [1, 0])
+def test_fused_launch_advances_to_the_next_rows(pair, counts):
+    runs, shareds = pair
+    launch = runs[0].fuse(TracedReduction(shareds[0].container.storage), runs[1], n_repeats=4)
+    rows, calls = np.arange(12.0), []
+    for _ in range(2):
+        g, w, n = (np.asarray(s.get_value()) for s in shareds)
+        for row in rows.reshape(4, 3) if counts else []:
+            g = 2 * row * w
+            w, n = w - g, n + 1
+        with defer_signals(), launch.ffi_reduction.bind(DoublingReducer(calls, counts), 4):
+            totals = launch(JAX.from_host(rows))
+            JAX.wait([library_of(s).borrow_value(s) for s in shareds])
+        assert [float(total) for total in JAX.fetch(totals)] == [3.0, 12.0, 21.0, 30.0]
+        for shared_, expected in zip(shareds[not counts :], [g, w, n][not counts :], strict=True):
+            np.testing.assert_array_equal(shared_.get_value(), expected)
+    assert calls == [3] * 8
+
+
+@on_host
+def test_fused_launch_reduces_nothing_after_an_error(pair):
+    runs, shareds = pair
+    launch = runs[0].fuse(TracedReduction(shareds[0].container.storage), runs[1], n_repeats=4)
+    calls = []
+
+    class Fails(DoublingReducer):
+        def finish(self, *arguments):
+            calls.append(arguments)
+            if len(calls) == 2:
+                raise Alarm
+            super().finish(*arguments)
+
+    fails = Fails()
+    with pytest.raises(Alarm):
+        with defer_signals(), launch.ffi_reduction.bind(fails, 4):
+            launch(JAX.from_host(np.arange(12.0)))
+    assert len(calls) == fails.waits == 2
+    np.testing.assert_array_equal(shareds[1].get_value(), [1.0, -1.0, -3.0])
+    assert int(shareds[2].get_value()) == 1
+
+
+@on_host
+def test_repeated_launch_all_reduces_each_time(pair):
+    runs, shareds = pair
+    launch = runs[0].fuse(TracedReduction(shareds[0].container.storage), runs[1], n_repeats=2)
+    with pytest.raises(RuntimeError, match="made 2 all-reduces, expected 1"):
+        with defer_signals(), launch.ffi_reduction.bind(DoublingReducer()):
+            launch(JAX.from_host(np.arange(6.0)))
+
+
+@on_host
+def test_repeated_launch_all_reduces_constants_each_time(fork):
+    fork(1)
+    g, w, s = shared(np.zeros(3), "g"), shared(np.ones(3), "w"), shared(np.arange(3.0), "s")
+    first = synk.function([], (w.sum(), "sum"), updates=[(g, s * 1)])
+    second = synk.function([], updates=[(w, w - g)])
+    synk.distribute()
+    runs = [get_runner(first), get_runner(second)]
+    launch, calls = runs[0].fuse(TracedReduction(g.container.storage), runs[1], n_repeats=4), []
+    with defer_signals(), launch.ffi_reduction.bind(DoublingReducer(calls), 4):
+        totals = launch()
+        JAX.wait([library_of(w).borrow_value(w)])
+    assert [float(total) for total in JAX.fetch(totals)] == [3.0, -3.0, -9.0, -15.0]
+    np.testing.assert_array_equal(w.get_value(), [1.0, -7.0, -15.0])
+    assert calls == [3] * 4
+
+
+#: Lengths of three parameters' gradients, and of the number of rows that follows them.
+SIZES = (5, 300, 700, 1)
+
+
+@on_host
+@pytest.mark.parametrize("times", [1, 3])
+@pytest.mark.parametrize("dtype", [None, "bfloat16"])
+@pytest.mark.parametrize("piece", [100, 2000, 10**6])
+@pytest.mark.parametrize("tail", [1, 451])
+def test_fused_all_reduce_accepts_chunks_and_another_dtype(fork, monkeypatch, tail, piece, dtype, times):
+    monkeypatch.setattr("synkhronos.engines.xla.trace.MIN_CHUNK_BYTES", piece)
+    fork(1)
+    rng = np.random.default_rng(0)
+    x = T.fmatrix("x")
+    g, w = shared(np.zeros(sum(SIZES), "float32"), "g"), shared(np.ones(sum(SIZES) - 1, "float32"), "w")
+    bounds = np.cumsum((0, *SIZES[:-1]))
+    parts = [x[0, a:b] * w[a:b] for a, b in zip(bounds, bounds[1:], strict=False)]
+    first = synk.function([x], (x.sum(), "sum"), updates=[(g, T.join(0, *parts, x[0, -1:]))])
+    second = synk.function([], updates=[(w, w - g[:-1] / g[-1])])
+    synk.distribute()
+    runs = [get_runner(first), get_runner(second)]
+    launch = runs[0].fuse(TracedReduction(g.container.storage, dtype, 2, tail), runs[1], n_repeats=times)
+    rows = rng.uniform(1, 2, (times, sum(SIZES))).astype("float32")
+    rows[:, -1] = 67  # rounds to 66 with eight bits of mantissa after a division by 3
+    standing_in = DoublingReducer()
+    with defer_signals(), launch.ffi_reduction.bind(standing_in, times):
+        launch(JAX.from_host(rows))
+        JAX.wait([library_of(w).borrow_value(w)])
+    expected, scale = np.ones(sum(SIZES) - 1), 2 if dtype is None else 1
+    for row in rows:
+        combined = scale * np.append(row[:-1] * expected, row[-1])
+        expected = expected - combined[:-1] / combined[-1]
+    np.testing.assert_allclose(g.get_value(), combined, rtol=0.01 if dtype else 1e-5)
+    np.testing.assert_allclose(w.get_value(), expected, rtol=1e-3 if dtype else 1e-5)
+    np.testing.assert_allclose(np.asarray(g.get_value())[-tail:], combined[-tail:], rtol=1e-6 if times == 1 else 1e-3)
+    assert abs(float(np.asarray(g.get_value())[-1]) / combined[-1] - 1) < 1e-6
+    if times == 1 and dtype is None:
+        # The last chunk comes first, as it is computed last and waited for at once.
+        assert standing_in.calls == {100: [[5]], 2000: [[305]], 10**6: [1006]}[piece]
+
+
+def needs(jaxpr, variables):
+    """Return the equations that variables are computed from."""
+    source = {id(v): i for i, equation in enumerate(jaxpr.eqns) for v in equation.outvars}
+    found, left = set(), [*variables]
+    while left:
+        i = source.get(id(left.pop()))
+        if i is not None and i not in found:
+            found.add(i)
+            left += jaxpr.eqns[i].invars
+    return [jaxpr.eqns[i] for i in sorted(found)]
+
+
+@on_host
+def test_chunk_all_reduce_starts_during_the_backward_pass(fork, monkeypatch):
+    import jax
+
+    monkeypatch.setattr("synkhronos.engines.xla.trace.MIN_CHUNK_BYTES", 100)
+    fork(1)
+    x = T.fmatrix("x")
+    rng = np.random.default_rng(0)
+    ws = [shared(rng.normal(size=(8, 8)).astype("float32"), f"w{i}") for i in range(3)]
+    h = x
+    for w in ws:
+        h = T.tanh(h.dot(w))
+    grad_updates, _, g = sgd((h**2).mean(), ws, learning_rate=0.1, weight=x.shape[0])
+    first = synk.function([x], ((h**2).mean(), "mean"), updates=grad_updates)
+    synk.distribute()
+    run = get_runner(first)
+    chain = run.fuse(TracedReduction(g.container.storage))
+    chain._log = ScalarLog(chain._dtypes)
+    jaxpr = (
+        jax.make_jaxpr(chain._run)(*chain._get_arguments([np.ones((5, 8), "float32")])).jaxpr.eqns[0].params["jaxpr"]
+    )
+    jaxpr = getattr(jaxpr, "jaxpr", jaxpr)
+    calls = [equation for equation in jaxpr.eqns if equation.primitive.name == "ffi_call"]
+    assert [call.params["target_name"] for call in calls] == ["synkhronos_start"] * 2 + ["synkhronos_all_reduce"]
+    products = [
+        [equation for equation in needs(jaxpr, call.invars) if equation.primitive.name == "dot_general"]
+        for call in calls
+    ]
+    # Three products of the forward pass, then the gradients by each layer's weights and by its input.
+    assert [len(equations) for equations in products] == [4, 6, 8]
+    for call, before, behind in zip(calls, products, products[1:], strict=False):
+        for product in behind[len(before) :]:
+            assert call in needs(jaxpr, product.invars)
+    # The forward pass precedes all chunks.
+    (loss,) = [equation for equation in jaxpr.eqns if equation.primitive.name == "reduce_sum"][:1]
+    assert not any(call in needs(jaxpr, loss.invars) for call in calls)
+
+
+@on_host
+def test_error_after_a_started_chunk_waits_and_updates_nothing(fork, monkeypatch):
+    monkeypatch.setattr("synkhronos.engines.xla.trace.MIN_CHUNK_BYTES", 100)
+    fork(1)
+    g, w = shared(np.zeros(60, "float32"), "g"), shared(np.ones(60, "float32"), "w")
+    first = synk.function([], (w.sum(), "sum"), updates=[(g, T.join(0, w[:30] * 2, w[30:] * 3))])
+    second = synk.function([], updates=[(w, w - g)])
+    synk.distribute()
+    runs = [get_runner(first), get_runner(second)]
+    launch = runs[0].fuse(TracedReduction(g.container.storage), runs[1])
+
+    class Fails(DoublingReducer):
+        def start(self, spans, stream):
+            raise Alarm
+
+    fails = Fails()
+    with pytest.raises(Alarm):
+        with defer_signals(), launch.ffi_reduction.bind(fails):
+            launch()
+    assert fails.waits == 1 and fails.calls == []
+    np.testing.assert_array_equal(w.get_value(), np.ones(60))
+    with defer_signals(), launch.ffi_reduction.bind(DoublingReducer()):
+        launch()
+    np.testing.assert_array_equal(w.get_value(), [-3.0] * 30 + [-5.0] * 30)
+
+
+def test_recently_used_launches_are_cached(fork):
+    fork(1)
+    x, w = T.dvector("x"), shared(np.zeros(3), "w")
+    f, g = synk.function([x], (x.sum(), "sum")), synk.function([], updates=[(w, w + 1)])
+    runs = [get_runner(f), get_runner(g)]
+    made = {times: runs[0].fuse(second=runs[1], n_repeats=times) for times in range(1, 17)}
+    assert made[1] is runs[0].fuse(second=runs[1], n_repeats=1)
+    runs[0].fuse(second=runs[1], n_repeats=17)
+    assert made[1] is runs[0].fuse(second=runs[1], n_repeats=1)
+    assert made[2] is not runs[0].fuse(second=runs[1], n_repeats=2)
+
+
+def test_repeated_launch_returns_only_scalars(fork):
+    fork(1)
+    x, w = T.dvector("x"), shared(np.zeros(3), "w")
+    f, g = synk.function([x], (x * 2, "gather")), synk.function([], updates=[(w, w + 1)])
+    runs = [get_runner(f), get_runner(g)]
+    assert runs[0].fuse(second=runs[1], n_repeats=2) is None
+
+
+def test_repeated_launch_keeps_many_results(fork):
+    fork(1)
+    x, w = T.dvector("x"), shared(np.zeros(()), "w")
+    f, g = synk.function([x], (x.sum(), "sum")), synk.function([], updates=[(w, w + 1)])
+    runs = [get_runner(f), get_runner(g)]
+    launch = runs[0].fuse(second=runs[1], n_repeats=100)
+    rows = JAX.from_host(np.arange(200.0))
+    expected = np.arange(200.0).reshape(100, 2).sum(axis=1)
+    launches = [launch(rows) for _ in range(5)]
+    for numbers in launches:
+        np.testing.assert_array_equal(JAX.fetch(numbers), expected)
+    assert float(w.get_value()) == 500
+
+
+@on_host
+def test_invalid_all_reduce_updates_nothing(fuse_pair):
+    launch, shareds = fuse_pair
+    assert launch_and_wait(launch, shareds, DoublingReducer(counts=0))[2:] == [[1.0, 1.0, 1.0], 0]
+    assert launch_and_wait(launch, shareds, DoublingReducer())[2:] == [[1.0, -1.0, -3.0], 1]
+
+
+@on_host
+@pytest.mark.usefixtures("alarm_handler")
+@pytest.mark.parametrize("by_signal", [False, True])
+def test_error_in_all_reduce_is_raised_after_the_launch(fuse_pair, by_signal):
+    launch, shareds = fuse_pair
+
+    class Fails(DoublingReducer):
+        def finish(self, *arguments):
+            if not by_signal:
+                raise Alarm
+            signal.raise_signal(signal.SIGALRM)  # a real timer could fire before the `with` block
+            super().finish(*arguments)
+
+    handler = signal.getsignal(signal.SIGALRM)
+    for _ in range(2):
+        with pytest.raises(Alarm):
+            launch_and_wait(launch, shareds, Fails(counts=0))
+        assert np.asarray(shareds[1].get_value()).tolist() == [1.0, 1.0, 1.0]
+        assert signal.getsignal(signal.SIGALRM) is handler
+    assert launch_and_wait(launch, shareds, DoublingReducer())[2:] == [[1.0, -1.0, -3.0], 1]
+
+
+@on_host
+def test_fused_launch_all_reduces_once(fuse_pair):
+    launch, shareds = fuse_pair
+    with pytest.raises(RuntimeError, match="made 0 all-reduces, expected 1"):
+        with defer_signals(), launch.ffi_reduction.bind(DoublingReducer()):
+            pass
+    # Launches outside of a block are not counted.
+    launch(JAX.from_host(np.arange(3.0)))
+    assert np.asarray(shareds[1].get_value()).tolist() == [1.0, 1.0, 1.0]
+    assert launch_and_wait(launch, shareds, DoublingReducer())[2:] == [[1.0, -1.0, -3.0], 1]
+
+
+@on_host
+def test_ffi_reduction_is_bound_to_its_reducer(fuse_pair, pair):
+    """Another launch during the binding changes nothing: callbacks find the reducer by their argument."""
+    runs, _ = pair
+    launch, shareds = fuse_pair
+    other = runs[0].fuse(TracedReduction(shareds[0].container.storage), runs[1], n_repeats=2)
+    calls, other_calls = [], []
+    with defer_signals(), launch.ffi_reduction.bind(DoublingReducer(calls)):
+        with other.ffi_reduction.bind(DoublingReducer(other_calls), 2):
+            other(JAX.from_host(np.arange(6.0)))
+        launch(JAX.from_host(np.arange(3.0)))
+        JAX.wait([library_of(s).borrow_value(s) for s in shareds])
+    assert len(other_calls) == 2 and len(calls) == 1
+    g, w = np.zeros(3), np.ones(3)
+    for row in (np.arange(3.0), np.arange(3.0, 6.0), np.arange(3.0)):
+        g = 2 * row * w
+        w = w - g
+    np.testing.assert_array_equal(shareds[1].get_value(), w)
+
+
+def test_launches_are_freed_with_their_function(fork):
+    fork(1)
+    x, w = T.dvector("x"), shared(np.zeros(3), "w")
+    f, g = synk.function([x], (x.sum(), "sum"), updates=[(w, w + x)]), synk.function([], updates=[(w, 2 * w)])
+    f(np.ones(3)), g()
+    runs = [get_runner(f), get_runner(g)]
+    runs.append(runs[0].fuse(second=runs[1]))
+    runs[-1](JAX.from_host(np.ones(3)))
+    references = [weakref.ref(run) for run in runs]
+    gc.collect()
+    gc.disable()
+    try:
+        del f, g
+        runs.clear()
+        assert [reference() for reference in references] == [None] * 3
+    finally:
+        gc.enable()
