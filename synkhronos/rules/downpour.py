@@ -12,7 +12,7 @@ from synkhronos.checks import check_flag
 from synkhronos.devices import get_array_device
 from synkhronos.rules.elastic import CENTRE_LOCK, read_centre
 from synkhronos.rules.rule import Rule, check_period, reduce_by_rows
-from synkhronos.rules.state import BLOCK, State
+from synkhronos.rules.state import BLOCK_NBYTES, State
 from synkhronos.tasks import Worker
 
 
@@ -59,7 +59,7 @@ class Downpour(Rule):
     def count_steps_left(self, state: State) -> int:
         """Return the number of steps until the next exchange.
 
-        It depends on ``state.step`` and not on ``state.since``, so an interrupted exchange does not shift later ones.
+        It depends on ``state.step``, so that an interrupted exchange does not shift later ones.
         """
         period = math.gcd(self.push, self.fetch)
         return period - state.step % period
@@ -111,7 +111,7 @@ class Downpour(Rule):
         self, state: State, runs: list[np.ndarray], pushes: bool, fetches: bool, is_unchanged: bool
     ) -> None:
         """Push, fetch, or both, in place in host memory."""
-        centre, base, d = state.shared["centre"], state.own["base"], state.get_scratch("steps", BLOCK)
+        centre, base, d = state.shared["centre"], state.own["base"], state.get_scratch("steps", BLOCK_NBYTES)
         for x, bounds in state.params.iterate_blocks(runs):
             c, b, steps = centre[bounds], base[bounds], d[: x.size]
             np.subtract(x, b, out=steps)

@@ -10,7 +10,7 @@ import numpy as np
 from synkhronos.checks import check_flag
 from synkhronos.devices import HOST, get_array_device
 from synkhronos.rules.rule import Rule, check_fraction, check_momentum
-from synkhronos.rules.state import BLOCK, State
+from synkhronos.rules.state import BLOCK_NBYTES, State
 from synkhronos.tasks import Worker
 
 #: Number of the lock of the centre.
@@ -104,7 +104,10 @@ class EASGD(Rule):
             state.rows["centre"].write(centre + distance)
         else:
             exchange_blocks(
-                state.params.iterate_blocks(runs), state.shared["centre"], alpha, state.get_scratch("distance", BLOCK)
+                state.params.iterate_blocks(runs),
+                state.shared["centre"],
+                alpha,
+                state.get_scratch("distance", BLOCK_NBYTES),
             )
         if vector is not None:
             state.vector = vector
@@ -186,16 +189,9 @@ def read_centre(worker: Worker, state: State) -> Any:
 def exchange_blocks(
     blocks: Iterable[tuple[np.ndarray, slice]], centre: np.ndarray, alpha: float, scratch: np.ndarray
 ) -> None:
-    """Move a vector and the centre towards each other, block by block, in place.
+    """Move a vector and the centre towards each other, in place, by blocks from `FlatVariables.iterate_blocks`.
 
-    Parameters
-    ----------
-    blocks : iterable of (ndarray, slice)
-        Blocks of the vector and their ranges, from `FlatVariables.iterate_blocks`.
-    centre : ndarray
-    alpha : float
-    scratch : ndarray
-        Array of at least the size of a block, for intermediate results.
+    ``scratch`` has at least the size of a block.
     """
     for x, bounds in blocks:
         c, d = centre[bounds], scratch[: x.size]

@@ -10,7 +10,7 @@ import numpy as np
 from synkhronos.checks import check_at_least
 from synkhronos.devices import get_array_device
 from synkhronos.rules.rule import Rule, check_fraction
-from synkhronos.rules.state import BLOCK, State
+from synkhronos.rules.state import BLOCK_NBYTES, State
 from synkhronos.tasks import Worker
 
 
@@ -83,7 +83,7 @@ class GoSGD(Rule):
                 target_mail.write(vector)
             else:
                 for x, bounds in state.params.iterate_blocks(runs):
-                    _interpolate_in_place(mail[bounds], x, share, state.get_scratch("distance", BLOCK))
+                    _interpolate_in_place(mail[bounds], x, share, state.get_scratch("distance", BLOCK_NBYTES))
             state.own["weight"] = weight
             weights[target] += weight
             lock.write(target_mail, target_weight)
@@ -103,7 +103,7 @@ class GoSGD(Rule):
                 vector = _interpolate(vector, state.rows["mail"][me : me + 1].to_device(device)[0], share)
             else:
                 for x, bounds in state.params.iterate_blocks(runs):
-                    _interpolate_in_place(x, mail[bounds], share, state.get_scratch("distance", BLOCK))
+                    _interpolate_in_place(x, mail[bounds], share, state.get_scratch("distance", BLOCK_NBYTES))
             weights[me] = 0
         if vector is not None:
             state.vector = vector

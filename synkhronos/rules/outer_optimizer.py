@@ -31,20 +31,13 @@ class _OuterRule(Rule):
     def _step_outer(self, anchor: Any, gradient: Any, velocity: Any, learning_rate: float) -> tuple[Any, Any]:
         """Take an outer step; return the new velocity and the new anchor.
 
-        Parameters
-        ----------
-        anchor : array
-        gradient : array
-            The anchor minus the average of the ranks.
-        velocity : array
-        learning_rate : float
-            Learning rate of the inner steps.
+        ``gradient`` is the anchor minus the average of the ranks, ``learning_rate`` that of the inner steps.
         """
         raise NotImplementedError
 
     def compute_consensus(self, worker: Worker, state: State) -> Any:
         """Return the anchor right after an exchange, else the mean of the parameters."""
-        return super().compute_consensus(worker, state) if state.since else state.own["anchor"]
+        return super().compute_consensus(worker, state) if state.steps_since_exchange else state.own["anchor"]
 
 
 class SlowMo(_OuterRule):

@@ -50,11 +50,6 @@ class Rule:
     ----------
     asynchronous : bool
         Whether each rank takes batches and exchanges at its own pace, without waiting for others.
-
-    Raises
-    ------
-    TypeError, ValueError
-        For wrong arguments.
     """
 
     asynchronous: bool = False
@@ -211,7 +206,7 @@ class Rule:
     def count_steps_left(self, state: State) -> int:
         """Return the number of steps until the next exchange, at least 1."""
         period = self.period(state.step) if callable(self.period) else self.period
-        return max(1, period - state.since)
+        return max(1, period - state.steps_since_exchange)
 
     def mean(self, worker: Worker, state: State, factor: float = 1.0) -> Any:
         """Return the mean of the parameters over all ranks.  A collective.
@@ -292,21 +287,9 @@ def shared_memory(rule: Rule, n_ranks: int, size: int, dtype: np.dtype) -> dict[
 def reduce_by_rows(state: State, vector: Any, reduce: Callable[[Any], Any], precision: str | None = None) -> Any:
     """Reduce vectors over ranks in one collective, with running averages weighted by rows.
 
-    Parameters
-    ----------
-    state : State
-    vector : array
-        This rank's vector.  Its last ``state.average_size`` elements are running averages, or changes of them.
-    reduce : callable
-        Takes a vector, and returns the mean or the sum over ranks.
-    precision : str, optional
-        Dtype in which ``reduce`` exchanges vectors.
-
-    Returns
-    -------
-    array
-        The reduced parameters, followed by the means of the running averages.  These are weighted by the rows since the
-        last exchange, or equally if no rank has had rows.
+    The running averages, or changes of them, are the last ``state.average_size`` elements.  Their weights are the rows
+    since the last exchange, or equal if no rank has had rows.  ``reduce`` takes a vector, and returns the mean or the
+    sum over ranks, exchanged in ``precision``.
     """
     n = state.average_size
     if not n:
@@ -314,30 +297,17 @@ def reduce_by_rows(state: State, vector: Any, reduce: Callable[[Any], Any], prec
     # Weight of a rank without rows: negligible beside any number of rows.  A power of two, so products are exact.
     min_weight = 2.0**-14 if "float16" in (precision, vector.dtype.name) else 2.0**-64
     # At most 1, since the range of float16 is narrow.
-    weight = max(state.own.get("batches", 0.0) / max(1, state.since), min_weight)
+    weight = max(state.own.get("batches", 0.0) / max(1, state.steps_since_exchange), min_weight)
     weighted = concatenate(vector[:-n], vector[-n:] * weight, np.full(1, weight, vector.dtype))
     reduced = reduce(weighted.astype(vector.dtype))
     return concatenate(reduced[: -n - 1], reduced[-n - 1 : -1] / reduced[-1])
 
 
 def average(worker: Worker, vector: Any, precision: str | None) -> Any:
-    """Return the mean of a vector over all ranks.  A collective.
+    """Return the mean of a vector over all ranks, in the vector's dtype.  A collective, which may overwrite the vector.
 
-    Sums cannot overflow: vectors are divided before they are added, or are added in a wider dtype.
-
-    Parameters
-    ----------
-    worker : Worker
-    vector : array
-        This rank's vector; it may be overwritten.
-    precision : str or None
-        Dtype in which ranks exchange values; None: the vector's.  For "bfloat16", ranks in host memory exchange float32
-        values rounded to bfloat16, and GPUs exchange 16 bits.
-
-    Returns
-    -------
-    array
-        Mean, in the vector's dtype.
+    Sums cannot overflow: vectors are divided before they are added, or are added in a wider dtype.  With ``precision``
+    "bfloat16", ranks in host memory exchange float32 values rounded to bfloat16, and GPUs exchange 16 bits.
     """
     dtype = vector.dtype
     if precision is None or np.dtype(dtype).name == precision:

@@ -17,7 +17,7 @@ from synkhronos.graphs import library_of
 from synkhronos.tasks import LocalRows
 
 #: Size of a block in bytes; a few blocks fit into the processor's caches.
-BLOCK = 1 << 20
+BLOCK_NBYTES = 1 << 20
 
 
 class FlatVariables:
@@ -107,14 +107,14 @@ class FlatVariables:
         return pieces
 
     def iterate_blocks(self, runs: Sequence[np.ndarray]) -> Iterator[tuple[np.ndarray, slice]]:
-        """Yield blocks of at most `BLOCK` bytes of the vector, and the range of each block in it.
+        """Yield blocks of at most `BLOCK_NBYTES` bytes of the vector, and the range of each block in it.
 
         Parameters
         ----------
         runs : sequence of ndarray
             Consecutive parts of the vector, as from `State.open_memory`.
         """
-        step = max(1, BLOCK // self.dtype.itemsize)
+        step = max(1, BLOCK_NBYTES // self.dtype.itemsize)
         offset = 0
         for run in runs:
             for start in range(0, run.size, step):
@@ -154,7 +154,7 @@ class State:
     ----------
     step : int
         Number of steps of this rank.
-    since : int
+    steps_since_exchange : int
         Number of steps since the last exchange.
     learning_rate : float
         Learning rate of the last step.
@@ -184,7 +184,7 @@ class State:
         self.optimizer = FlatVariables([s for s in optimizer if np.dtype(s.type.dtype).kind == "f"])
         self.rows = dict(shared or {})
         self.shared = {name: rows.array for name, rows in self.rows.items()}
-        self.step = self.since = 0
+        self.step = self.steps_since_exchange = 0
         self.learning_rate = 1.0
         self.count_items: Callable[[], float] | None = None
         self.own: dict[str, Any] = {}

@@ -240,14 +240,14 @@ def train_by_rule(worker, rule, w, v, average, memory, on_device):
     for step in range(4):
         state.vector = state.vector * 0.5 + (worker.number + step)
         state.step += 1
-        state.since += 1
+        state.steps_since_exchange += 1
         if state.step % 2 == 0:
             for r in range(worker.size) if rule.asynchronous else [worker.number]:  # in a fixed order
                 if r == worker.number:
                     rule.exchange(worker, state)
                 if rule.asynchronous:
                     worker.barrier("the next rank's exchange")
-            state.since = 0
+            state.steps_since_exchange = 0
     on_host = [find_device(value).to_host(value) for value in (state.vector, rule.compute_consensus(worker, state))]
     return on_host, state.params.device is device
 

@@ -286,7 +286,7 @@ def public_names(kind):
 
 #: Internal attributes with public names, as the packages training and launch share the training loop.
 UNDOCUMENTED = {
-    "Checkpoint": {"check_no_later"},
+    "Checkpoint": {"check_no_newer"},
     "Model": {"next_batch", "prepare", "train_data", "train_fn", "val_data", "val_fn"},
     "Recorder": {"write_rank"},
     "Report": {"record"},

@@ -82,6 +82,18 @@ def test_imports_go_to_lower_layers(package):
                 assert LAYER[other] < LAYER[package], f"{path} imports {other}, which is not below {package}"
 
 
+#: Folders of ``training/``, the lowest first.
+TRAINING = ["updates", "train_function", "monitoring", "checkpoints", "loops", "trainer"]
+
+
+def test_training_imports_go_to_lower_folders():
+    assert {path.name for path in (PACKAGE / "training").iterdir() if path.is_dir()} - {"__pycache__"} == set(TRAINING)
+    for number, folder in enumerate(TRAINING):
+        for path in (PACKAGE / "training" / folder).glob("*.py"):
+            imported = [name.split(".")[1] for name in list_imported_modules(path) if name.startswith("training.")]
+            assert not set(imported) & set(TRAINING[number + 1 :]), path
+
+
 def is_private(name):
     return name.startswith("_") and not name.endswith("__")
 

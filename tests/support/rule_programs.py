@@ -51,10 +51,10 @@ def train(worker, rule, w, v, shared, problem, kind, eta, steps, on_device=False
         state.optimizer.set(velocity)
         due = rule.count_steps_left(state) == 1
         state.step += 1
-        state.since += 1
+        state.steps_since_exchange += 1
         if due:
             numbers.append((rule.exchange(worker, state), step))
-            state.since = 0
+            state.steps_since_exchange = 0
         trace.append(np.asarray(state.vector))
     report = np.asarray(rule.compute_consensus(worker, state))
     own = {name: np.asarray(value) for name, value in state.own.items()}

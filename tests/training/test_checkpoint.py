@@ -62,8 +62,8 @@ def test_checkpoints_sort_by_any_number_of_rows(tmp_path):
         checkpoint.save(seen, ARRAYS, {"seen": seen})
     assert [checkpoint.load(path).meta["seen"] for path in checkpoint.paths()] == [10**12 - 1, 10**12, 10**15]
     with pytest.raises(CheckpointError, match="another training"):
-        checkpoint.check_no_later(10**12)
-    checkpoint.check_no_later(10**15)
+        checkpoint.check_no_newer(10**12)
+    checkpoint.check_no_newer(10**15)
     for wrong, error in [(-1, ValueError), (1.5, TypeError), ("1", TypeError)]:
         with pytest.raises(error, match="seen: expected"):
             checkpoint.save(wrong, ARRAYS, {})
@@ -201,9 +201,9 @@ def test_checkpoint_of_equal_rows_is_not_later(tmp_path):
     path = checkpoint.save(1000, {"w": np.ones(1)}, {})
     checkpoint.unlock()
     os.rename(path, f"{path}.old")  # as after a kill between two renames
-    checkpoint.check_no_later(1000)
+    checkpoint.check_no_newer(1000)
     with pytest.raises(CheckpointError, match="another training"):
-        checkpoint.check_no_later(999)
+        checkpoint.check_no_newer(999)
 
 
 # -- damage ----------------------------------------------------------------------------------------------------

@@ -130,7 +130,7 @@ def test_show_picture_has_no_overlaps(tmp_path, monkeypatch):
         {"time": i, "loss": 1 / i, "seen": 20_000 * i, "rows_per_second": 1e5 + i, "validation": {"error": 0.1 / i}}
         for i in range(1, 9)
     ]
-    show_command.draw({"run": {"reports": records}, "other": {"reports": records}}, tmp_path / "p.png")
+    show_command.draw_picture({"run": {"reports": records}, "other": {"reports": records}}, tmp_path / "p.png")
     (figure,) = figures
     assert len({round(axis.get_position().x0, 1) for axis in figure.axes}) == 3  # more panels: further rows
     assert [axis.get_ylabel() for axis in figure.axes] == ["loss", "loss", "validation error", "rows per second"]
@@ -160,7 +160,7 @@ def test_show_labels_losses(tmp_path, monkeypatch, losses, labels):
     figures = []
     monkeypatch.setattr(pyplot, "close", figures.append)
     records = [{"time": i, "loss": loss, "seen": i, "rows_per_second": 1} for i, loss in enumerate(losses)]
-    show_command.draw({"run": {"reports": records}}, tmp_path / "p.png")
+    show_command.draw_picture({"run": {"reports": records}}, tmp_path / "p.png")
     axis = figures[0].axes[0].yaxis
     low, high = axis.get_view_interval()
     shown = {}

@@ -63,7 +63,9 @@ def test_resume_after_a_signal_is_bitwise_equal(fork, tmp_path, at_once, name):
     fork(2)
     options = {"every": 3, "valid": (X[:7], Y[:7])}
     whole = Model(name, noise=True)
-    expected = [report.record() for report in whole.epochs(5, 2, **options, checkpoint=Checkpoint(tmp_path / "whole"))]
+    expected = [
+        report.to_record() for report in whole.epochs(5, 2, **options, checkpoint=Checkpoint(tmp_path / "whole"))
+    ]
     part = Model(name, rate=SignalAt(4 / 6), noise=True)
     checkpoint = Checkpoint(tmp_path / "part")
     status, losses = run_until_exit(part.epochs(5, 2, **options, checkpoint=checkpoint))
@@ -73,7 +75,7 @@ def test_resume_after_a_signal_is_bitwise_equal(fork, tmp_path, at_once, name):
     synk.close()
     fork(2)
     rest = Model(name, noise=True)
-    reports = [report.record() for report in rest.epochs(5, 2, **options, checkpoint=checkpoint, resume="latest")]
+    reports = [report.to_record() for report in rest.epochs(5, 2, **options, checkpoint=checkpoint, resume="latest")]
     for report, expected_report in zip(reports, expected[1:], strict=True):
         assert all(report[key] == expected_report[key] for key in ("epoch", "seen", "steps", "loss", "validation"))
     assert rest.values().tolist() == whole.values().tolist()
@@ -103,7 +105,7 @@ def test_resume_of_asynchronous_rules_uses_each_row_once(fork, tmp_path, at_once
 def test_signal_within_validation_defers_the_report(fork, tmp_path, at_once, monkeypatch):
     fork(2)
     checkpoint, valid = Checkpoint(tmp_path / "part"), (X[:30], Y[:30])
-    whole = [report.record() for report in Model("LocalSGD").epochs(5, 2, valid=valid)]
+    whole = [report.to_record() for report in Model("LocalSGD").epochs(5, 2, valid=valid)]
     part = Model("LocalSGD")
     validate, calls = part.trainer._model.validation, []
 
@@ -127,14 +129,14 @@ def test_signal_within_validation_keeps_random_streams(fork, tmp_path, at_once, 
     fork(2)
     whole = Model(name, noise=True)
     expected = [report.loss for report in whole.epochs(5, 3, valid=(X, Y))]
-    add, calls = trainer_epoch_loop.MetricTotals.add, []
+    add, calls = trainer_epoch_loop.MetricTotals.update, []
 
     def add_and_signal(totals, *args):
         calls.append(add(totals, *args))
         if len(calls) == 8:  # in the second validation
             signal.raise_signal(signal.SIGTERM)
 
-    monkeypatch.setattr(trainer_epoch_loop.MetricTotals, "add", add_and_signal)
+    monkeypatch.setattr(trainer_epoch_loop.MetricTotals, "update", add_and_signal)
     options = {"valid": (X, Y), "checkpoint": Checkpoint(tmp_path)}
     _, losses = run_until_exit(Model(name, noise=True).epochs(5, 3, **options))
     resumed = Model(name, noise=True)

@@ -369,9 +369,9 @@ def test_stopped_validation_restores_generators_of_the_ranks_that_are_left(monke
         return operation()
 
     monkeypatch.setattr(trainer_epoch_loop, "run", run_as_ranks)
-    groups = SimpleNamespace(generators=["generator"])
+    variables = SimpleNamespace(generators=["generator"])
     loop = SimpleNamespace(
-        model=SimpleNamespace(state=SimpleNamespace(training=SimpleNamespace(groups=groups))),
+        model=SimpleNamespace(state=SimpleNamespace(spec=SimpleNamespace(variables=variables))),
         checkpoint=True,
         death_handler=SimpleNamespace(run=lambda operation: operation(), run_update=run_twice),
         _validate=lambda report: True,

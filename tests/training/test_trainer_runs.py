@@ -107,7 +107,7 @@ def test_report_includes_gosgd_messages_in_transit(fork):
     x, w = tensor.dmatrix("x"), shared(np.zeros(4), "w")
     trainer = make_trainer(((tensor.dot(x, w) - 1) ** 2).mean(), [w], x, [], sgd, rules.GoSGD(1.0), 0.1)
     for _ in trainer.epochs(X, [], 5, 3):  # the last sender's weight is in a mailbox
-        ranks = synk.run(weight_and_own, trainer._model.state.training.name)
+        ranks = synk.run(weight_and_own, trainer._model.state.spec.name)
         assert math.isclose(sum(weight for weight, _ in ranks), 1.0)
         np.testing.assert_allclose(sum(weight * own for weight, own in ranks), w.get_value(), rtol=1e-12)
 
@@ -140,13 +140,13 @@ def test_trainer_continues_after_an_error(fork):
 def come_to_different_steps(worker, name):
     storage = worker.get_storage(name)
     storage["state"].step += worker.number
-    storage["state"].since = worker.number
+    storage["state"].steps_since_exchange = worker.number
     del storage["own"]
 
 
 def where(worker, name):
     state = worker.get_storage(name)["state"]
-    return state.step, state.since
+    return state.step, state.steps_since_exchange
 
 
 @pytest.mark.skipif(XLA, reason="the trainer's own bookkeeping, and XLA takes seconds to compile")
@@ -157,10 +157,10 @@ def test_trainer_interrupt_at_different_steps_restarts_the_epoch(fork, rule):
     trainer = make_trainer(((tensor.dot(x, w) - 1) ** 2).mean(), [w], x, [], sgd, rule, 0.1)
     reports = trainer.epochs(X, [], 5, 3)
     next(reports)
-    before = synk.run(where, trainer._model.state.training.name)[0][0]
-    synk.run(come_to_different_steps, trainer._model.state.training.name)
+    before = synk.run(where, trainer._model.state.spec.name)[0][0]
+    synk.run(come_to_different_steps, trainer._model.state.spec.name)
     next(reports)  # once SlowMo's exchanges were unpaired, and LocalSGD's were those of different steps
-    places = synk.run(where, trainer._model.state.training.name)
+    places = synk.run(where, trainer._model.state.spec.name)
     assert places[0] == places[1] and places[0][0] == 2 * before + 1
 
 

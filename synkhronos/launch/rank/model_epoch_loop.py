@@ -286,7 +286,7 @@ class ModelEpochLoop(EpochLoop):
         if self.memory_checkpoints:
             first = self.recorder.meter.step - self.recorder.meter.steps
             report.deaths = [death for death in DeathLog(self.state.folder).read() if death["step"] >= first]
-        self._reports.write(report.record())
+        self._reports.write(report.to_record())
         values = {} if math.isnan(report.loss) else {"cost": report.loss}
         values |= {f"validation {name}": value for name, value in report.validation.items()}
         line = ", ".join(f"{name} {value:.4g}" for name, value in values.items())

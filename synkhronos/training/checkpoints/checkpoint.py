@@ -246,7 +246,7 @@ class Checkpoint:
         best = min(costs, key=lambda path: costs[path], default=None)
         return None if best is None or costs[best] == np.inf else best
 
-    def check_no_later(self, seen: int) -> None:
+    def check_no_newer(self, seen: int) -> None:
         """Raise if the folder has checkpoints of more than ``seen`` rows: they are of another training.
 
         Raises

@@ -12,7 +12,7 @@ from synkhronos.graphs import library_of
 from synkhronos.rules import Rule
 from synkhronos.training.checkpoints.checkpoint import CheckpointError, check_entry_types
 from synkhronos.training.checkpoints.variables_by_role import VariablesByRole
-from synkhronos.training.updates.flat_gradient import shape_of
+from synkhronos.training.updates.flat_gradient import get_shape
 
 #: Options that may change when a training is resumed: learning rates, and periods of exchanges.
 CHANGEABLE = frozenset({"learning_rate", "lr", "period", "push", "fetch", "start", "probability"})
@@ -43,24 +43,13 @@ _ROLES = {
 
 
 def describe_training(
-    kind: str, rule: Rule, groups: VariablesByRole, update_rule: tuple[str, dict[str, Any]] | None
+    kind: str, rule: Rule, variables: VariablesByRole, update_rule: tuple[str, dict[str, Any]] | None
 ) -> dict[str, Any]:
     """Describe the model, the rules and their options, for a checkpoint's ``meta``.
 
-    Parameters
-    ----------
-    kind : str
-        The program that trains, such as ``"trainer"``.
-    rule : Rule
-        The exchange rule.
-    groups : VariablesByRole
-    update_rule : (str, dict), optional
-        Name and options of the update rule; None if they are unknown.
-
-    Returns
-    -------
-    dict
-        A training can resume from a checkpoint if both descriptions are equal, except for `CHANGEABLE` options.
+    ``kind`` is the program that trains, such as ``"trainer"``; ``update_rule`` is the name and the options, or None if
+    they are unknown.  A training can resume from a checkpoint if both descriptions are equal, except for `CHANGEABLE`
+    options.
     """
     name, options = update_rule or (None, {})
     return {
@@ -71,25 +60,16 @@ def describe_training(
         "update_rule": name,
         "update_rule_options": _to_json_options(options),
         "variables": {
-            role: [_describe_variable(s, role) for s in shareds] for role, shareds in groups.group_by_role().items()
+            role: [_describe_variable(s, role) for s in shareds] for role, shareds in variables.as_dict().items()
         },
-        "generators": [_describe_generator(shared) for shared in groups.generators],
+        "generators": [_describe_generator(shared) for shared in variables.generators],
     }
 
 
 def check_same_training(path: Any, meta: Mapping[str, Any], now: Mapping[str, Any], types: Mapping[str, Any]) -> None:
-    """Check that a checkpoint is of the same training.
+    """Check that a checkpoint is of the same training: its ``meta`` is compared with ``now``, from `describe_training`.
 
-    Parameters
-    ----------
-    path : str or Path
-        The checkpoint, for errors.
-    meta : dict
-        Its ``meta``.
-    now : dict
-        Result of `describe_training`.
-    types : dict of str to type
-        Types of the caller's own entries of ``meta``.
+    ``types`` are those of the caller's own entries of ``meta``.
 
     Raises
     ------
@@ -149,7 +129,7 @@ def _describe_variable(shared: Any, role: str) -> list[Any]:
 
     For ``others`` the shape is replaced by the number of dimensions: an extra update may change the shape.
     """
-    shape = list(shape_of(shared))
+    shape = list(get_shape(shared))
     return [shared.name or "", f"{len(shape)}-d" if role == "others" else shape, str(shared.type.dtype)]
 
 

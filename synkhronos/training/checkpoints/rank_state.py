@@ -18,10 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from synkhronos.devices import get_array_device
-from synkhronos.graphs import library_of
 from synkhronos.rules import Rule, State
-from synkhronos.rules.state import FlatVariables
 from synkhronos.tasks import Worker
 from synkhronos.training.checkpoints import generator_state
 from synkhronos.training.checkpoints.checkpoint import Checkpoint, CheckpointContent, CheckpointError, read_checkpoint
@@ -36,7 +33,7 @@ class RankStateSpec:
     ----------
     name : str
         Key under which a rank stores the state.
-    groups : VariablesByRole
+    variables : VariablesByRole
     rule : Rule
     memory : dict of str to Data, or in a task to LocalRows
         Shared memory of the rule.
@@ -45,13 +42,18 @@ class RankStateSpec:
     """
 
     name: str
-    groups: VariablesByRole
+    variables: VariablesByRole
     rule: Rule
     memory: dict[str, Any]
     is_joint: bool
 
+    def make_state(self) -> State:
+        """Make the state on which the rule operates, at the first step."""
+        variables = self.variables
+        return State(variables.params, variables.optimizer, self.memory, variables.n_averages)
 
-def collect_state(worker: Worker, training: RankStateSpec) -> dict[str, Any]:
+
+def collect_state(worker: Worker, spec: RankStateSpec) -> dict[str, Any]:
     """Return the state of this rank; for joint steps, ranks other than 0 return only entries that may differ.
 
     Returns
@@ -60,22 +62,18 @@ def collect_state(worker: Worker, training: RankStateSpec) -> dict[str, Any]:
         ``others``, ``params``, ``optimizer`` and ``excluded`` are values of the variables in `VariablesByRole`,
         ``streams`` those of its generators.  ``own``, ``step`` and ``since`` are attributes of `State`.
     """
-    groups, stored = training.groups, worker.get_storage(training.name)
+    variables, stored = spec.variables, worker.get_storage(spec.name)
     state: State | None = stored.get("state")
-    entries: dict[str, Any] = {
-        "streams": [generator_state.get_state(shared) for shared in groups.generators],
-        "others": [np.array(get_value(shared)) for shared in groups.others],
+    streams = [generator_state.get_state(shared) for shared in variables.generators]
+    if spec.is_joint and worker.number:
+        return {"streams": streams, "others": variables.read_others()}
+    return {
+        "streams": streams,
+        **variables.read_values(None if state is None else stored["own"]),
+        "own": {} if state is None else {key: np.array(value) for key, value in state.own.items()},
+        "step": 0 if state is None else state.step,
+        "since": 0 if state is None else state.steps_since_exchange,
     }
-    if training.is_joint and worker.number:
-        return entries
-    entries["params"] = np.array(stored["own"] if state is not None else FlatVariables(groups.params).get())
-    if groups.optimizer is not None:
-        entries["optimizer"] = np.array(FlatVariables(groups.optimizer).get())
-    entries["excluded"] = np.array(FlatVariables(groups.excluded).get())
-    entries["own"] = {} if state is None else {key: np.array(value) for key, value in state.own.items()}
-    entries["step"] = 0 if state is None else state.step
-    entries["since"] = 0 if state is None else state.since
-    return entries
 
 
 def _pack_states(by_rank: Sequence[dict[str, Any]]) -> dict[str, np.ndarray]:
@@ -149,7 +147,6 @@ def write_states(
     meta : dict
         Further entries of the checkpoint's ``meta``.
     metrics : dict of str to float
-        Metrics of the last report.
     """
     arrays = _pack_states(by_rank) | {f"shared.{name}": np.array(array) for name, array in memory.items()}
     own = {"ranks": len(by_rank), "alike": is_joint, "streams": [state["streams"] for state in by_rank]}
@@ -173,75 +170,60 @@ def restore_own_params(worker: Worker, name: str) -> None:
         del stored["own"]  # not before: an interrupt between the two must not lose it
 
 
-def restore_state(worker: Worker, training: RankStateSpec, path: str, root: int) -> None:
+def restore_state(worker: Worker, spec: RankStateSpec, path: str, root: int) -> None:
     """Restore this rank from a checkpoint; the rule converts a checkpoint with another number of ranks.
 
     Rank ``root`` reads the file and sends each rank its state: other hosts may not see the file.
     """
     if worker.number == root:
         stored = read_checkpoint(path)
-        by_rank = _assign_states(stored, training, worker.size)
+        by_rank = _assign_states(stored, spec, worker.size)
         for r, state in enumerate(by_rank):
             if r != root:
                 worker.send(state, r)
-        for key, rows in training.memory.items():
+        for key, rows in spec.memory.items():
             array = stored.arrays[f"shared.{key}"]
             rows.array[...] = array if array.shape == rows.shape else 0  # an array per rank is empty at a report
         state = by_rank[root]
     else:
         state = worker.receive(root)
-    set_state(worker, training, state)
+    set_state(worker, spec, state)
 
 
-def set_state(worker: Worker, training: RankStateSpec, saved: dict[str, Any]) -> None:
+def set_state(worker: Worker, spec: RankStateSpec, saved: dict[str, Any]) -> None:
     """Set this rank's state to a result of `collect_state`; generators are unchanged if ``streams`` is None."""
-    groups = training.groups
-    FlatVariables(groups.params).set(saved["params"])
-    if groups.optimizer is not None:
-        FlatVariables(groups.optimizer).set(saved["optimizer"])
-    FlatVariables(groups.excluded).set(saved["excluded"])
-    for shared, value in zip(groups.others, saved["others"], strict=True):
-        put_value(shared, value)
+    spec.variables.write_values(saved)
     if saved["streams"] is not None:
-        for shared, value in zip(groups.generators, saved["streams"], strict=True):
+        for shared, value in zip(spec.variables.generators, saved["streams"], strict=True):
             generator_state.set_state(shared, value)
-    if training.is_joint:
+    if spec.is_joint:
         return
-    stored = worker.get_storage(training.name)
-    state = stored["state"] = State(groups.params, groups.optimizer, training.memory, groups.n_averages)
-    state.step, state.since = saved["step"], saved["since"]
+    stored = worker.get_storage(spec.name)
+    state = stored["state"] = spec.make_state()
+    state.step, state.steps_since_exchange = saved["step"], saved["since"]
     state.own = {key: value if np.ndim(value) else np.asarray(value).item() for key, value in saved["own"].items()}
     stored["own"] = saved["params"]
 
 
-def _assign_states(stored: CheckpointContent, training: RankStateSpec, size: int) -> list[dict[str, Any]]:
+def _assign_states(stored: CheckpointContent, spec: RankStateSpec, size: int) -> list[dict[str, Any]]:
     """Return the states of ``size`` ranks from a checkpoint."""
     saved, streams = _unpack_states(stored), stored.meta["streams"]
-    by_rank = resize_states([{**state, "streams": streams[r]} for r, state in enumerate(saved)], training, size)
-    if training.groups.optimizer is None:
+    by_rank = resize_states([{**state, "streams": streams[r]} for r, state in enumerate(saved)], spec, size)
+    if spec.variables.optimizer is None:
         by_rank = [{**state, "optimizer": None} for state in by_rank]
     return by_rank
 
 
-def resize_states(saved: list[dict[str, Any]], training: RankStateSpec, size: int) -> list[dict[str, Any]]:
+def resize_states(saved: list[dict[str, Any]], spec: RankStateSpec, size: int) -> list[dict[str, Any]]:
     """Convert the states of ranks to ``size`` ranks.
 
-    Parameters
-    ----------
-    saved : list of dict
-        Results of `collect_state`, each with the rule's memory under ``shared``.
-    training : RankStateSpec
-    size : int
-
-    Returns
-    -------
-    list of dict
-        States without ``shared``.  ``streams`` is None for ranks that ``saved`` does not have.
+    ``saved`` has results of `collect_state`, each with the rule's memory under ``shared``.  The new states have no
+    ``shared``, and their ``streams`` are None for ranks that ``saved`` does not have.
     """
-    if training.is_joint:
+    if spec.is_joint:
         by_rank = saved[:1] * size
     else:
-        by_rank = saved if len(saved) == size else training.rule.resize_states(saved, size)
+        by_rank = saved if len(saved) == size else spec.rule.resize_states(saved, size)
     by_rank = [
         {**state, "others": saved[r % len(saved)]["others"], "streams": saved[r]["streams"] if r < len(saved) else None}
         for r, state in enumerate(by_rank)
@@ -249,15 +231,3 @@ def resize_states(saved: list[dict[str, Any]], training: RankStateSpec, size: in
     for state in by_rank:
         del state["shared"]  # not sent to ranks: they map the rule's memory
     return by_rank
-
-
-def get_value(shared: Any) -> np.ndarray:
-    """Return the value of a shared variable as an array in host memory."""
-    value = library_of(shared).borrow_value(shared)
-    return get_array_device(value).to_host(value)
-
-
-def put_value(shared: Any, array: np.ndarray) -> None:
-    """Copy an array in host memory into a shared variable, on the variable's device."""
-    library = library_of(shared)
-    library.store_value(shared, get_array_device(library.borrow_value(shared)).from_host(array))

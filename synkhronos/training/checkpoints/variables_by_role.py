@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
+from synkhronos.devices import get_array_device
 from synkhronos.graphs import library_of
 from synkhronos.rules import Rule
+from synkhronos.rules.state import FlatVariables
 from synkhronos.training.train_function.training_graph import TrainingGraph
 
 
@@ -61,7 +63,7 @@ class VariablesByRole:
         generators = [s for s in library.find_shareds(variables) if library.is_generator(s)]
         return cls([*exchanged, *averages], optimizer, excluded, others, generators, len(averages))
 
-    def group_by_role(self) -> dict[str, list[Any]]:
+    def as_dict(self) -> dict[str, list[Any]]:
         """Return the variables of each role; generators have no role."""
         n_params = len(self.params) - self.n_averages
         return {
@@ -71,3 +73,33 @@ class VariablesByRole:
             "excluded": self.excluded,
             "others": self.others,
         }
+
+    def read_others(self) -> list[np.ndarray]:
+        """Return copies of this process's values of the other variables."""
+        return [np.array(get_array_device(value).to_host(value)) for value in map(_borrow_value, self.others)]
+
+    def read_values(self, params: Any = None) -> dict[str, Any]:
+        """Return copies of this process's values by role, without generators; ``params`` takes the place of theirs."""
+        values = {
+            "params": np.array(FlatVariables(self.params).get() if params is None else params),
+            "excluded": np.array(FlatVariables(self.excluded).get()),
+            "others": self.read_others(),
+        }
+        if self.optimizer is not None:
+            values["optimizer"] = np.array(FlatVariables(self.optimizer).get())
+        return values
+
+    def write_values(self, values: Mapping[str, Any]) -> None:
+        """Set this process's variables to copies of the values from `read_values`."""
+        FlatVariables(self.params).set(values["params"])
+        FlatVariables(self.excluded).set(values["excluded"])
+        if self.optimizer is not None:
+            FlatVariables(self.optimizer).set(values["optimizer"])
+        for shared, value in zip(self.others, values["others"], strict=True):
+            device = get_array_device(_borrow_value(shared))
+            library_of(shared).store_value(shared, device.from_host(np.array(value)))
+
+
+def _borrow_value(shared: Any) -> Any:
+    """Return the value of a shared variable, an array of any device, without a copy."""
+    return library_of(shared).borrow_value(shared)

@@ -67,13 +67,7 @@ TRACED.extend(TracedMethod(BatchLoop, name, name, name) for name in ("step", "ex
 class Exchanger:
     """Counter of a rank's steps, which calls the exchange rule when an exchange is due.
 
-    Parameters
-    ----------
-    worker : Worker
-    rule : Rule
-    state : State
-    seconds : dict of str to float
-        Time by activity; the time of exchanges is added to ``exchange``.
+    The time of exchanges is added to ``exchange`` in ``seconds``, the time by activity.
     """
 
     def __init__(self, worker: Worker, rule: Rule, state: State, seconds: dict[str, float]):
@@ -88,27 +82,18 @@ class Exchanger:
     def count_steps(self, steps: int) -> bool:
         """Count ``steps`` steps; return True if an exchange is due after them."""
         self.state.step += steps
-        self.state.since += steps
+        self.state.steps_since_exchange += steps
         return steps >= self._steps_left
 
     def exchange(self) -> None:
         """Exchange, and restart the count of steps."""
         with ActivityTimer(self._seconds, "exchange", lambda: self._worker.wait_seconds):
             self.rule.exchange(self._worker, self.state)
-            self.state.since = 0
+            self.state.steps_since_exchange = 0
 
 
 def choose_interval_steps(steps: int, seconds: float, interval: float) -> int:
-    """Return the number of steps until the next action, at most twice as many as before.
-
-    Parameters
-    ----------
-    steps : int
-        Present number of steps between two actions.
-    seconds : float
-        Duration of these steps.
-    interval : float
-        Seconds that should lie between two actions.
+    """Return the number of steps that take about ``interval`` seconds, at most twice ``steps``, which took ``seconds``.
 
     Examples
     --------

@@ -50,16 +50,9 @@ class RankTotals(NamedTuple):
 
 
 def resize_totals(totals: Sequence[RankTotals], size: int) -> list[RankTotals]:
-    """Convert totals to another number of ranks; sums over ranks, and means of seconds, are unchanged.
+    """Convert totals to another number of ranks, ``size``; sums over ranks, and means of seconds, are unchanged.
 
-    The first of the new totals has the sums.  Totals of the same number of ranks are returned as they are.
-
-    Parameters
-    ----------
-    totals : sequence of RankTotals
-        Totals of each rank; may be empty.
-    size : int
-        New number of ranks.
+    The first of the new totals has the sums.
 
     Examples
     --------
@@ -92,15 +85,6 @@ class ActivityTimer:
 
     The time for which the block waits for other ranks is added to ``wait`` instead.  A block that raises an exception
     adds nothing.
-
-    Parameters
-    ----------
-    seconds : dict of str to float
-        Time by activity, with an entry ``wait``.
-    name : str
-        Activity of the block.
-    get_wait_seconds : callable
-        Returns the seconds for which this rank has waited for others so far.
 
     Attributes
     ----------
@@ -182,6 +166,7 @@ class Meter:
         As in `RankTotals`, without unread losses.
     step : int
         Number of steps that the rank has taken since the training began.
+    rank : int
     """
 
     def __init__(
@@ -193,7 +178,7 @@ class Meter:
         step: int = 0,
         get_wait_seconds: Callable[[], float] = float,
     ):
-        self._rank, self._read, self._get_wait_seconds, self.step = rank, read, get_wait_seconds, step
+        self.rank, self._read, self._get_wait_seconds, self.step = rank, read, get_wait_seconds, step
         self._launch_kinds = set() if launch_kinds is None else launch_kinds
         self.seconds = dict.fromkeys(("compute", "exchange", "wait", "load"), 0.0)
         self._lines = [_LineTotals(recorder) for recorder in recorders]
@@ -222,16 +207,9 @@ class Meter:
         self.step += 1
 
     def record_launch(self, steps: int, rows: int, seconds: float) -> None:
-        """Add a launch to ``first_launches`` if it is the first of its kind.
+        """Add a launch of ``steps`` steps of ``rows`` rows to ``first_launches`` if it is the first of its kind.
 
-        Parameters
-        ----------
-        steps : int
-            Number of steps in the launch.
-        rows : int
-            Number of rows per step.
-        seconds : float
-            Duration without waiting.
+        ``seconds`` is its duration without waiting.
         """
         if (steps, rows) not in self._launch_kinds:
             self._launch_kinds.add((steps, rows))
@@ -266,16 +244,8 @@ class Meter:
     def write_lines(self, epoch: int, seen: int, rate: float, last: bool = False) -> None:
         """Write a line to each recorder whose last line is ``every`` steps ago.
 
-        Parameters
-        ----------
-        epoch : int
-            Number of complete epochs.
-        seen : int
-            Number of rows trained on so far.
-        rate : float
-            Learning rate of the last step; NaN if it is unknown.
-        last : bool
-            Write a line to each recorder with any steps since its last line.
+        With ``last``, lines are also written after fewer steps.  ``epoch`` is the number of complete epochs, ``seen``
+        that of rows trained on so far, and ``rate`` the learning rate of the last step.
         """
         for line in self._lines:
             if self.steps - line.steps < (1 if last else line.recorder.every):
@@ -294,19 +264,11 @@ class Meter:
                 **{name: value - line.seconds.get(name, 0.0) for name, value in self.seconds.items()},
             }
             line.begin(self)
-            line.recorder.write_rank(self._rank, record)
+            line.recorder.write_rank(self.rank, record)
 
 
 def compute_rows_per_second(rows: int, seconds: float, first_launches: tuple[int, float]) -> float:
     """Compute the rows per second, without first launches, which may have compiled functions, if there were others.
-
-    Parameters
-    ----------
-    rows : int
-    seconds : float
-        Duration of the training on these rows.
-    first_launches : (int, float)
-        As in `RankTotals`.
 
     Examples
     --------

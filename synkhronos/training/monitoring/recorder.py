@@ -84,15 +84,9 @@ class Recorder:
 
 
 def remove_lines(path: Path, is_kept: Callable[[dict[str, Any]], bool]) -> None:
-    """Remove lines from a file.
+    """Remove lines from a file; ``is_kept`` takes a line's record, an empty one of an incomplete line.
 
     The new file replaces the old one in one step, so that a killed process leaves one of them.
-
-    Parameters
-    ----------
-    path : Path
-    is_kept : callable
-        Takes a line's record, and returns whether the line stays.  The record of an incomplete line is empty.
     """
     lines = [line for line in path.read_text().splitlines() if is_kept(_parse_line(line))]
     temporary = path.with_suffix(".cut")

@@ -66,7 +66,7 @@ class Report:
         """Loss and validation by name; without the loss if it is NaN."""
         return self.validation if math.isnan(self.loss) else {"loss": self.loss, **self.validation}
 
-    def record(self) -> dict[str, Any]:
+    def to_record(self) -> dict[str, Any]:
         """Return the attributes as a dict, for a recorder; without ``deaths`` if there were none."""
         return {name: value for name, value in vars(self).items() if value or name != "deaths"}
 
@@ -84,16 +84,9 @@ class Report:
 def make_report(
     totals: Sequence[RankTotals], epoch: float, seen: int, batch: str, elapsed: float | None = None
 ) -> Report:
-    """Make the report of an interval from the ranks' totals.
+    """Make the report of an interval from the ranks' totals; of joint steps, from those of the master.
 
-    Parameters
-    ----------
-    totals : sequence of RankTotals
-        Totals of each rank; of joint steps, those of the master.
-    epoch, seen, batch
-        Attributes of the report.
-    elapsed : float, optional
-        Duration of the interval in seconds; default: the sum of the ranks' mean time by activity.
+    ``elapsed`` is the duration of the interval in seconds; default: the sum of the ranks' mean time by activity.
     """
     rows = sum(total.rows for total in totals)
     weight = sum(total.weight for total in totals)

@@ -52,15 +52,15 @@ def main(arguments: list[str]) -> None:
     except OSError as error:
         parser.exit(2, f"{error}\n")
     for name, files in runs.items():
-        (sys.stderr if options.csv == "-" else sys.stdout).write(summary(name, files))
+        (sys.stderr if options.csv == "-" else sys.stdout).write(format_summary(name, files))
     if options.csv:
         with open(os.dup(1) if options.csv == "-" else options.csv, "w", newline="") as file:
             writer = csv.DictWriter(file, _COLUMNS, extrasaction="ignore", restval="")
             writer.writeheader()
-            writer.writerows(rows(runs))
+            writer.writerows(build_table(runs))
     if options.picture or not options.csv:
         picture = Path(options.picture or Path(options.runs[0]) / "show.png")
-        draw(runs, picture)
+        draw_picture(runs, picture)
         sys.stdout.write(f"picture: {picture}\n")
 
 
@@ -74,7 +74,7 @@ def _show_timeline(name: str, picture: str | None) -> None:
     sys.stdout.write(f"picture: {picture}; the file can be opened at https://ui.perfetto.dev\n")
 
 
-def rows(runs: dict[str, dict[str, list[dict[str, Any]]]]) -> list[dict[str, Any]]:
+def build_table(runs: dict[str, dict[str, list[dict[str, Any]]]]) -> list[dict[str, Any]]:
     """Return the records of all runs, with the run, the file, and the seconds since the run's first record."""
     table = []
     for run, files in runs.items():
@@ -86,7 +86,7 @@ def rows(runs: dict[str, dict[str, list[dict[str, Any]]]]) -> list[dict[str, Any
     return table
 
 
-def summary(name: str, files: dict[str, list[dict[str, Any]]]) -> str:
+def format_summary(name: str, files: dict[str, list[dict[str, Any]]]) -> str:
     """Return a line that summarizes a run: its last report."""
     reports = files.get("reports", [])
     if not reports:
@@ -100,7 +100,7 @@ def summary(name: str, files: dict[str, list[dict[str, Any]]]) -> str:
     return f"{name}: {', '.join(parts)}, batch {last.get('batch', '?')}\n"
 
 
-def draw(runs: dict[str, dict[str, list[dict[str, Any]]]], picture: Path) -> None:
+def draw_picture(runs: dict[str, dict[str, list[dict[str, Any]]]], picture: Path) -> None:
     """Draw the loss over seconds and over rows, each validation quantity, and the rows per second, into a file."""
     try:
         import matplotlib

@@ -125,21 +125,13 @@ class MetricTotals:
         self._totals = [Accumulator(ReductionOp(op)) for metric in metrics.values() for _, op in metric.outputs]
         self.rows = 0
 
-    def add(self, values: Sequence[Any], rows: int) -> None:
-        """Add a batch to the reductions.
-
-        Parameters
-        ----------
-        values : sequence of float
-            Values of all metrics' `Metric.outputs`, in order.
-        rows : int
-            Number of rows of the batch: the weight of its means.
-        """
+    def update(self, values: Sequence[Any], rows: int) -> None:
+        """Add the values of all metrics' `Metric.outputs` on a batch; ``rows`` is the weight of its means."""
         for total, value in zip(self._totals, values, strict=True):
             total.add(np.float64(value), rows)
         self.rows += rows
 
-    def results(self) -> dict[str, float]:
+    def compute(self) -> dict[str, float]:
         """Return each metric's value over all batches, by name; NaN for a mean whose weights are all 0."""
         values = iter(float(total.result()) for total in self._totals)
         results = {}

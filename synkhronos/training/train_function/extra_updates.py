@@ -15,7 +15,7 @@ import numpy as np
 from synkhronos.graphs import library_of
 from synkhronos.graphs.dependence import Dependence
 from synkhronos.training.updates import RuleUpdates
-from synkhronos.training.updates.flat_gradient import shape_of
+from synkhronos.training.updates.flat_gradient import get_shape
 
 #: Argument for extra updates: shared variables and their new values, each with or without an op.
 UpdatesArgument = Mapping[Any, Any] | Sequence[tuple[Any, Any] | tuple[Any, Any, str | None]]
@@ -53,14 +53,7 @@ class ExtraUpdate(NamedTuple):
 def parse_extra_updates(updates: UpdatesArgument | None, rule: RuleUpdates, sources: list[Any]) -> list[ExtraUpdate]:
     """Check extra updates, and choose the ops that are not given.
 
-    Parameters
-    ----------
-    updates : dict or list of tuples, optional
-        The argument `extra_updates`.
-    rule : RuleUpdates
-        Its variables may have no extra update.
-    sources : list of variable
-        Inputs, whose rows differ between ranks.
+    ``sources`` are the inputs, whose rows differ between ranks.
     """
     if updates is None:
         return []
@@ -156,11 +149,11 @@ def append_averaged_updates(rule: RuleUpdates, extra_updates: Sequence[ExtraUpda
         return rule, 1
     library, gradients = library_of(rule.grad_shared), rule.grad_shared
     tensor = library.tensor
-    (size,) = shape_of(gradients)
+    (size,) = get_shape(gradients)
     dtype = str(np.result_type(gradients.dtype, *(u.shared.dtype for u in averaged)))
     rows = tensor.cast(x.shape[0], dtype)
     parts, new_values, end = [tensor.cast(rule.grad_updates[gradients], dtype)], {}, size
-    shapes = [shape_of(u.shared) for u in averaged]
+    shapes = [get_shape(u.shared) for u in averaged]
     total = size + sum(int(np.prod(shape)) for shape in shapes) + 1
     vector = library.shared(np.zeros(total, dtype), name="grad_shared")
     for u, shape in zip(averaged, shapes, strict=True):

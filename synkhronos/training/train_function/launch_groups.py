@@ -27,19 +27,7 @@ StepRows: TypeAlias = list[np.ndarray] | None
 def assign_rows(batches: Sequence[Any], length: int, size: int) -> list[StepRows]:
     """Return the row indexes of each step on each rank, for data that are scattered.
 
-    Parameters
-    ----------
-    batches : sequence
-        One argument ``batch`` per step.
-    length : int
-        Number of rows of the data.
-    size : int
-        Number of ranks.
-
-    Returns
-    -------
-    list of StepRows
-        None for a step whose number of rows is not a multiple of the number of ranks.
+    The result is None for a step whose number of rows is not a multiple of the number of ranks, ``size``.
 
     Raises
     ------
@@ -48,7 +36,7 @@ def assign_rows(batches: Sequence[Any], length: int, size: int) -> list[StepRows
 
     Examples
     --------
-    >>> assign_rows([slice(0, 4), [7]], 8, 2)
+    >>> assign_rows([slice(0, 4), [7]], length=8, size=2)
     [[array([0, 1]), array([2, 3])], None]
     """
     steps: list[StepRows] = []
@@ -63,20 +51,8 @@ def assign_rows(batches: Sequence[Any], length: int, size: int) -> list[StepRows
 def collect_sliceable_rows(batches_s: Sequence[Any], size: int) -> list[StepRows]:
     """Return the row indexes of each step on each rank, for data in shared variables of the ranks.
 
-    Only a rank knows the length of its data: the number of rows in a slice is unknown here, and so is the range of
-    indexes.
-
-    Parameters
-    ----------
-    batches_s : sequence
-        One argument ``batch_s`` per step.
-    size : int
-        Number of ranks.
-
-    Returns
-    -------
-    list of StepRows
-        None for a step in which some rank takes a slice, all of its rows, or no row.
+    Only a rank knows the length of its data.  So the result is None for a step in which some rank takes a slice, all of
+    its rows, or no row; and the range of indexes is not checked.
 
     Raises
     ------
@@ -85,7 +61,7 @@ def collect_sliceable_rows(batches_s: Sequence[Any], size: int) -> list[StepRows
 
     Examples
     --------
-    >>> collect_sliceable_rows([[[0, 1], [5]], slice(0, 2)], 2)
+    >>> collect_sliceable_rows([[[0, 1], [5]], slice(0, 2)], size=2)
     [[array([0, 1]), array([5])], None]
     """
     steps: list[StepRows] = []
@@ -102,19 +78,9 @@ def collect_sliceable_rows(batches_s: Sequence[Any], size: int) -> list[StepRows
 
 
 def group_steps(steps: Sequence[StepRows], max_repeats: int) -> Iterator[tuple[int, int]]:
-    """Group successive steps with equally many rows on each rank, for one launch per group.
+    """Yield the range of each group of successive steps with equally many rows on each rank, for one launch per group.
 
-    Parameters
-    ----------
-    steps : sequence of StepRows
-        A step whose rows are None is a separate group.
-    max_repeats : int
-        Maximal number of steps in a group.
-
-    Yields
-    ------
-    start, stop : int
-        Range of the steps in a group.
+    A step whose rows are None is a separate group.
 
     Examples
     --------

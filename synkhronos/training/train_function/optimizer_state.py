@@ -10,8 +10,8 @@ import numpy as np
 from synkhronos import ranks
 from synkhronos.collectives.calls import broadcast, gather, scatter
 from synkhronos.graphs.mirror import Mirror
-from synkhronos.training.updates.flat_gradient import shape_of
-from synkhronos.training.updates.sharded_updates import DividedVariable, get_bounds
+from synkhronos.training.updates.flat_gradient import get_shape
+from synkhronos.training.updates.sharded_updates import DividedVariable, get_part_bounds
 
 
 class OptimizerState:
@@ -37,13 +37,10 @@ class OptimizerState:
         self.variables = [parts[shared].shared if shared in parts else shared for shared in shareds]
         self._session: ranks.Session | None = None
 
-    def divide_initial_values(self, is_overwritten: bool = False) -> None:
+    def scatter_initial_values(self, is_overwritten: bool = False) -> None:
         """Divide the initial values among the ranks of a new session; does nothing at later calls.
 
-        Parameters
-        ----------
-        is_overwritten : bool
-            Whether the caller is about to set all values.
+        ``is_overwritten`` tells that the caller is about to set all values.
 
         Raises
         ------
@@ -67,7 +64,7 @@ class OptimizerState:
         self._session = session
         for part in self._parts.values():
             if part.initial_value.size > 1 and not is_overwritten:
-                self._divide(part, part.initial_value)
+                self._scatter(part, part.initial_value)
 
     def __getstate__(self) -> dict[str, Any]:
         if self._session is not None:  # copies of the parts would have the master's values on all ranks
@@ -79,7 +76,7 @@ class OptimizerState:
 
     def get(self, shareds: Sequence[Any] | None = None) -> list[np.ndarray]:
         """Return the whole values of variables of the unsharded optimizer; default: of all."""
-        self.divide_initial_values()
+        self.scatter_initial_values()
         return [
             self._gather(self._parts[shared]) if shared in self._parts else np.array(shared.get_value())
             for shared in (self._shareds if shareds is None else shareds)
@@ -87,10 +84,10 @@ class OptimizerState:
 
     def set(self, values: Sequence[np.ndarray], shareds: Sequence[Any] | None = None) -> None:
         """Set variables of the unsharded optimizer; default: all.  ``shareds`` has to include all divided variables."""
-        self.divide_initial_values(is_overwritten=True)
+        self.scatter_initial_values(is_overwritten=True)
         for shared, value in zip(self._shareds if shareds is None else shareds, values, strict=True):
             if shared in self._parts:
-                self._divide(self._parts[shared], value)
+                self._scatter(self._parts[shared], value)
             else:
                 broadcast(shared, value)
 
@@ -102,7 +99,7 @@ class OptimizerState:
 
     def set_vector(self, shareds: Sequence[Any], vector: np.ndarray) -> None:
         """Set variables from a result of `get_vector`.  ``shareds`` has to include all divided variables."""
-        shapes = [shape_of(shared) for shared in shareds]
+        shapes = [get_shape(shared) for shared in shareds]
         pieces = np.split(vector, np.cumsum([int(np.prod(shape)) for shape in shapes])[:-1]) if shapes else []
         values = [
             piece.astype(shared.type.dtype).reshape(shape)
@@ -121,13 +118,13 @@ class OptimizerState:
 
     def _gather(self, part: DividedVariable) -> np.ndarray:
         """Return the whole value of a divided variable."""
-        self.divide_initial_values()
+        self.scatter_initial_values()
         return join_parts(gather(part.shared, nd_up=1), part.shape)
 
-    def _divide(self, part: DividedVariable, value: np.ndarray) -> None:
+    def _scatter(self, part: DividedVariable, value: np.ndarray) -> None:
         assert self._size is not None
         flat = value.reshape(-1)
-        parts = [flat[start:stop] for start, stop in get_bounds(flat.size, self._size)]
+        parts = [flat[start:stop] for start, stop in get_part_bounds(flat.size, self._size)]
         scatter(part.shared, np.concatenate(parts))
 
 
@@ -135,7 +132,7 @@ def join_parts(parts: Sequence[np.ndarray], shape: tuple[int, ...]) -> np.ndarra
     """Join the ranks' parts of an array; overlapping elements are taken from the first part."""
     array = np.empty(shape, parts[0].dtype)
     flat = array.reshape(-1)
-    bounds = get_bounds(flat.size, len(parts))
+    bounds = get_part_bounds(flat.size, len(parts))
     for part, (start, stop) in zip(reversed(parts), reversed(bounds), strict=True):
         flat[start:stop] = part
     return array

@@ -73,11 +73,6 @@ class SerialTrainFunction:
         -------
         ndarray
             The loss before the step: the mean over all rows of the batch.
-
-        Raises
-        ------
-        TypeError, ValueError, IndexError
-            If an argument is wrong; the message names it.
         """
         num_slices = self._graph.options.num_slices if num_slices is None else num_slices
         num_slices = check_at_least(num_slices, "num_slices", 1)
@@ -180,11 +175,6 @@ def make_train_function_serial(
     SerialTrainFunction
         To be called as ``train(x_data, y_data, batch=None, num_slices=1)``, or with `sliceable_shareds` as
         ``train(batch_s=None, num_slices=1)``; returns the loss.
-
-    Raises
-    ------
-    TypeError, ValueError
-        If an argument is wrong; the message names it.
 
     Examples
     --------

@@ -23,11 +23,6 @@ class StepOptions:
     loss_scale : {"dynamic"}, optional
     shard_optimizer : bool
 
-    Raises
-    ------
-    TypeError, ValueError
-        If an option is wrong; the message begins with its name.
-
     Examples
     --------
     >>> StepOptions(clip_norm=1.0).changed
@@ -59,13 +54,7 @@ _DEFAULTS = {option.name: option.default for option in fields(StepOptions)}
 
 
 def check_step_options(options: Mapping[str, Any]) -> None:
-    """Check the type and the range of each option.
-
-    Raises
-    ------
-    TypeError, ValueError
-        If an option is wrong; the message begins with its name.
-    """
+    """Check the type and the range of each option."""
     values = {**_DEFAULTS, **options}
     if values["clip_norm"] is not None:
         check_positive(values["clip_norm"], "clip_norm")

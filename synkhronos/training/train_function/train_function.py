@@ -44,7 +44,7 @@ from synkhronos.training.train_function.training_graph import (
 )
 from synkhronos.training.train_function.weighted_mean import divide_by_weight
 from synkhronos.training.updates import RuleUpdates
-from synkhronos.training.updates.flat_gradient import shape_of
+from synkhronos.training.updates.flat_gradient import get_shape
 from synkhronos.training.updates.sharded_updates import ShardedUpdates
 from synkhronos.training.updates.transformations import UpdateRule
 
@@ -123,7 +123,7 @@ class TrainFunction:
         self._exchange = exchange
 
     @property
-    def _sharded_state(self) -> OptimizerState | None:
+    def sharded_state(self) -> OptimizerState | None:
         """The optimizer's state, if it is sharded."""
         return None if self._sharding is None else self._optimizer
 
@@ -183,8 +183,8 @@ class TrainFunction:
         for shared, value in zip(shareds, values, strict=True):
             name, dtype, array = shared.name or "a variable", np.dtype(shared.type.dtype), np.asarray(value)
             check_cast(array, dtype, f"values: {name}")
-            if array.shape != shape_of(shared):
-                raise ValueError(f"values: {name} has shape {shape_of(shared)}, got {array.shape}")
+            if array.shape != get_shape(shared):
+                raise ValueError(f"values: {name} has shape {get_shape(shared)}, got {array.shape}")
             arrays.append(array.astype(dtype))
         self._optimizer.set(arrays)
 
@@ -229,7 +229,7 @@ class TrainFunction:
         """
         num_slices = self._graph.options.num_slices if num_slices is None else num_slices
         arrays = self._graph.check_data(x_data, y_data, batch, batch_s)
-        return self._to_loss(*self._run_steps(arrays, batch, batch_s, num_slices)[0])
+        return self._to_loss(*self._run_launch(arrays, batch, batch_s, num_slices)[0])
 
     def _to_loss(self, value: Any, weight: Any) -> Any:
         """Return the loss of a step as an array, from a pair of `weighted_steps`."""
@@ -333,25 +333,25 @@ class TrainFunction:
         losses: list[tuple[Any, Any]] = []
         try:
             for start, stop in group_steps(rows, self._find_max_repeats(arrays, rows, num_slices)):
-                at_once = self._launch_steps(arrays, rows[start:stop])
+                at_once = self._take_in_one_launch(arrays, rows[start:stop])
                 if at_once is not None:
                     losses += at_once
                     continue
                 for batch, batch_s in steps[start:stop]:
-                    losses += self._run_steps(arrays, batch, batch_s, num_slices)
+                    losses += self._run_launch(arrays, batch, batch_s, num_slices)
         except BaseException as error:
             if losses:
                 error.add_note(f"{len(losses)} of the {len(steps)} steps had been taken before.")
             raise
         return losses
 
-    def _launch_steps(self, arrays: list[Any], rows: Sequence[StepRows]) -> list[tuple[Any, Any]] | None:
+    def _take_in_one_launch(self, arrays: list[Any], rows: Sequence[StepRows]) -> list[tuple[Any, Any]] | None:
         """Take steps in one launch; return their losses, or None if they have to be taken one by one."""
         if len(rows) == 1:
             return None
         by_rank = [np.concatenate(parts) for parts in zip(*filter(None, rows), strict=True)]
         batch, batch_s = (None, by_rank) if self._graph.sliceable else (np.concatenate(by_rank), None)
-        losses: list[tuple[Any, Any]] | None = self._run_steps(arrays, batch, batch_s, 1, len(rows))
+        losses: list[tuple[Any, Any]] | None = self._run_launch(arrays, batch, batch_s, 1, len(rows))
         return losses
 
     def _find_max_repeats(self, arrays: list[Any], rows: Sequence[StepRows], num_slices: int) -> int:
@@ -371,18 +371,8 @@ class TrainFunction:
         nbytes = row * longest
         return 1 if nbytes >= _LONG_STEP_NBYTES else max(1, min(max_repeats, _MAX_LAUNCH_NBYTES // max(1, nbytes)))
 
-    def _run_steps(self, arrays: list[Any], batch: Any, batch_s: Any, num_slices: int, n_steps: int = 1) -> Any:
-        """Take a step, or several in one launch.
-
-        Parameters
-        ----------
-        arrays : list
-            Data of `x` and `y`; empty if they are in shared variables.
-        batch, batch_s
-            Selection of rows.  With several steps, the rows of each rank are ordered by steps.
-        num_slices : int
-        n_steps : int
-            Number of steps, with equally many of the rows each.
+    def _run_launch(self, arrays: list[Any], batch: Any, batch_s: Any, num_slices: int, n_steps: int = 1) -> Any:
+        """Take a step, or ``n_steps`` steps in one launch, with the rows of each rank ordered by steps.
 
         Returns
         -------
@@ -390,7 +380,7 @@ class TrainFunction:
             As from `weighted_steps`.  None if some rank cannot take the steps in one launch: then none has been taken.
         """
         session, sharding = ranks.get_session(), self._sharding
-        self._optimizer.divide_initial_values()
+        self._optimizer.scatter_initial_values()
         with session.call_lock:
             session.wait_until_idle()
             dispatcher, updates = get_dispatcher(self.gradient), [get_dispatcher(update) for update in self._updates]
@@ -524,11 +514,6 @@ def make_train_function(
     TrainFunction
         Callable as ``train(x_data, y_data, batch=None, num_slices=1)``, or with `sliceable_shareds` as
         ``train(batch_s=None, num_slices=1)``; returns the loss.
-
-    Raises
-    ------
-    TypeError, ValueError
-        If an argument is wrong; the message names it.
 
     Warns
     -----

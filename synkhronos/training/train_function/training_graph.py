@@ -97,22 +97,9 @@ class TrainingGraph:
         options: StepOptions,
         is_serial: bool = False,
     ) -> TrainingGraph:
-        """Check the arguments of `make_train_function`, and apply the rule.
+        """Check the arguments of `make_train_function`, and apply the rule with its options, ``rule_kwargs``.
 
-        Parameters
-        ----------
-        loss, params, x, y, update_rule, sliceable_shareds, extra_updates, weight
-            As in `make_train_function`.
-        rule_kwargs : dict
-            Options of the rule.
-        options : StepOptions
-        is_serial : bool
-            Whether one process computes all rows: then no mean depends on the number of ranks, and none is warned of.
-
-        Raises
-        ------
-        TypeError, ValueError
-            If an argument is wrong; the message names it.
+        If one process computes all rows (``is_serial``), no mean depends on the number of ranks, and none is warned of.
         """
         if isinstance(loss, list | tuple):
             raise TypeError("loss: expected a symbolic scalar, got a list")
@@ -174,19 +161,9 @@ class TrainingGraph:
         batch_s: Any,
         names: tuple[str, str] = ("batch", "batch_s"),
     ) -> list[Any]:
-        """Check the data of a call, and return one array or Data object for each variable.
+        """Check the data of a call; return an array or Data object per variable; none if they are in shared variables.
 
-        Parameters
-        ----------
-        x_data, y_data, batch, batch_s
-            Arguments of the call.
-        names : (str, str)
-            Names of ``batch`` and ``batch_s`` in errors.
-
-        Returns
-        -------
-        list
-            Empty if the data are in shared variables.
+        ``names`` are those of ``batch`` and ``batch_s`` in errors.
 
         Raises
         ------

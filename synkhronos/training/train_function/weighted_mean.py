@@ -75,11 +75,6 @@ def check_weight(weight: Any, loss: Any, params: Sequence[Any]) -> None:
     """Check that a weight is a real scalar variable that does not depend on parameters.
 
     The gradient of a weighted mean is the weighted mean of gradients only if the weights do not depend on parameters.
-
-    Raises
-    ------
-    TypeError, ValueError
-        If it is not.
     """
     expected = "weight: expected a symbolic scalar, the number of items that the loss is a mean over"
     try:

@@ -29,15 +29,6 @@ class CompiledModel:
 
     A *joint step* is one command of all ranks, which exchanges gradients.  A *local step* is taken by one rank alone.
 
-    Parameters
-    ----------
-    graph : TrainingGraph
-    rule : Rule
-    learning_rate : shared variable
-    schedule : Schedule
-    metrics : dict of str to Metric
-        Metrics of the validation.
-
     Attributes
     ----------
     joint_step : TrainFunction or None
@@ -48,7 +39,6 @@ class CompiledModel:
         Computes the metrics, if there are any.
     optimizer : list of shared variables
         Variables of the update rule.
-    state : TrainerState
     launch_kinds : set
         Kinds of joint launches so far; see `Meter`.
     """
@@ -58,7 +48,7 @@ class CompiledModel:
     ):
         self.graph, self.rule, self.learning_rate, self.schedule = graph, rule, learning_rate, schedule
         self.metrics = metrics
-        groups = VariablesByRole.from_graph(graph, graph.params, rule)
+        variables = VariablesByRole.from_graph(graph, graph.params, rule)
         self.validation = _compile_validation(graph, metrics) if metrics else None
         self.joint_step: TrainFunction | None = None
         self.local_step: Function | None = None
@@ -72,10 +62,10 @@ class CompiledModel:
         if graph.options.ema is not None:
             rule_options["ema"] = graph.options.ema
         is_joint = self.joint_step is not None
-        sharded = None if self.joint_step is None else self.joint_step._sharded_state
+        sharded = None if self.joint_step is None else self.joint_step.sharded_state
         name = f"trainer {next(_names)}"
-        training = RankStateSpec(name, groups, rule, {}, is_joint=is_joint)
-        self.state = TrainerState(training, (update_rule, rule_options), sharded)
+        spec = RankStateSpec(name, variables, rule, {}, is_joint=is_joint)
+        self.state = TrainerState(spec, (update_rule, rule_options), sharded)
         self.launch_kinds: set[Any] = set()
 
     @property
@@ -85,7 +75,7 @@ class CompiledModel:
 
     def make_death_recovery(self, max_deaths: int, has_loader: bool, has_parts: bool) -> DeathRecovery:
         """Make the handler of deaths for ``on_death="continue"``."""
-        ranks_differ = bool(self.state.groups.generators) or any(
+        ranks_differ = bool(self.state.variables.generators) or any(
             update.differs and update.op != "mean" for update in self.graph.extra_updates
         )
         step = self.local_step if self.joint_step is None else self.joint_step.gradient

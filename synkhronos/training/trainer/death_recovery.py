@@ -34,10 +34,8 @@ from synkhronos.devices import HOST, Device, is_fork_unsafe
 from synkhronos.function import distribute
 from synkhronos.ranks import WorkerError
 from synkhronos.ranks.errors import FAILED_START_PREFIX, Death, describe_rank
-from synkhronos.rules.state import FlatVariables
 from synkhronos.tasks import Worker, run
 from synkhronos.training.checkpoints import rank_state
-from synkhronos.training.checkpoints.variables_by_role import VariablesByRole
 from synkhronos.training.loops.batch_loop import choose_interval_steps
 from synkhronos.training.loops.death_limit import DeathLimit
 from synkhronos.training.trainer.trainer_state import TrainerState
@@ -180,7 +178,7 @@ class DeathRecovery(DeathHandler):
         self.deaths: list[RecoveredDeath] = []
         self.step = 0
         self.steps_until_copy = 1
-        self._variables: dict[str, Any] = {}
+        self._values: dict[str, Any] = {}
         self._rule_memory: dict[str, np.ndarray] = {}
         #: The sharded optimizer's variables, of all ranks together.
         self._sharded_optimizer: np.ndarray | None = None
@@ -234,24 +232,24 @@ class DeathRecovery(DeathHandler):
             with self._session.keep_memory():
                 yield
         finally:
-            _states.pop(self._state.training.name, None)
-            self._variables, self._rule_memory, self._sharded_optimizer, self._has_copy = {}, {}, None, False
+            _states.pop(self._state.spec.name, None)
+            self._values, self._rule_memory, self._sharded_optimizer, self._has_copy = {}, {}, None, False
 
     # -- copies ----------------------------------------------------------------------------------------------
 
     def _copy_state(self) -> None:
-        state, training = self._state, self._state.training
+        state, spec = self._state, self._state.spec
         optimizer = state.get_sharded_optimizer()
-        if training.is_joint and not self._ranks_differ:
-            self._variables, self._sharded_optimizer, self._has_copy = _read_variables(training.groups), optimizer, True
+        if spec.is_joint and not self._ranks_differ:
+            self._values, self._sharded_optimizer, self._has_copy = spec.variables.read_values(), optimizer, True
             return  # equal on all ranks
-        by_rank = run(rank_state.collect_state, training)
-        shared = {name: np.array(data.data) for name, data in training.memory.items()}
-        stored = self._session.rank.objects.get(("storage", training.name), {})
+        by_rank = run(rank_state.collect_state, spec)
+        shared = {name: np.array(data.data) for name, data in spec.memory.items()}
+        stored = self._session.rank.objects.get(("storage", spec.name), {})
         # No worker takes part in these assignments, so an interrupt cannot separate them.
-        _states[training.name], self._rule_memory, self._has_trained = by_rank, shared, "state" in stored
+        _states[spec.name], self._rule_memory, self._has_trained = by_rank, shared, "state" in stored
         self._sharded_optimizer, self._has_copy = optimizer, True
-        if not training.is_joint:
+        if not spec.is_joint:
             self.step = by_rank[self._session.rank.number]["step"]
 
     def _recover(self, error: Exception, began: float) -> None:
@@ -287,13 +285,7 @@ class DeathRecovery(DeathHandler):
     def _choose_ranks_to_leave_out(self, death: Death, pending: Sequence[int], cause: Exception) -> Sequence[int]:
         """Return the ranks whose device or host can't be used any more; all others start again.
 
-        Parameters
-        ----------
-        death : Death
-        pending : sequence of int
-            Ranks that were chosen before, and have not been removed, as a host could not be reached.
-        cause : Exception
-            Error that the death has caused.
+        Those in ``pending`` were chosen before, and have not been removed, as a host could not be reached.
 
         Raises
         ------
@@ -317,60 +309,40 @@ class DeathRecovery(DeathHandler):
 
     def _restore(self, left_out: Sequence[int]) -> None:
         """Start new workers, without the ranks ``left_out``, and restore the copy."""
-        state, training = self._state, self._state.training
-        if training.is_joint and not self._ranks_differ:
-            _write_variables(training.groups, self._variables)
+        state, spec = self._state, self._state.spec
+        if spec.is_joint and not self._ranks_differ:
+            spec.variables.write_values(self._values)
             self._session.replace_workers(is_fork_unsafe(), left_out)
             state.set_sharded_optimizer(self._sharded_optimizer)
             return
-        size, by_rank = self._session.size - len(left_out), _states[training.name]
-        if not training.is_joint and len(by_rank) != size:
+        size, by_rank = self._session.size - len(left_out), _states[spec.name]
+        if not spec.is_joint and len(by_rank) != size:
             saved = [{**own, "shared": self._rule_memory} for own in by_rank]
-            _states[training.name] = rank_state.resize_states(saved, training, size)
+            _states[spec.name] = rank_state.resize_states(saved, spec, size)
         is_fresh = self._session.replace_workers(is_fork_unsafe(), left_out)
         if is_fresh:
             distribute()  # functions move their variables to the device, where a task would leave them on the host
         if self._n_ranks != size:
             state.allocate_memory()
             self._n_ranks = size
-        for name, data in training.memory.items():
+        for name, data in spec.memory.items():
             before = self._rule_memory[name]
             data[...] = before if before.shape == data.shape else 0  # as after a resumption on other ranks
-        run(restore_copy, training, self._has_trained, _states[training.name] if is_fresh else None)
+        run(restore_copy, spec, self._has_trained, _states[spec.name] if is_fresh else None)
         state.set_sharded_optimizer(self._sharded_optimizer)
-        if not training.is_joint and self._has_trained:
-            run(rank_state.use_consensus_params, training.name, training.rule)
-
-
-def _list_vectors(groups: VariablesByRole) -> list[tuple[str, list[Any]]]:
-    """Return the roles whose variables are copied as one vector, with the variables; without a sharded optimizer."""
-    vectors = [("params", groups.params), ("optimizer", groups.optimizer), ("excluded", groups.excluded)]
-    return [(role, variables) for role, variables in vectors if variables is not None]
-
-
-def _read_variables(groups: VariablesByRole) -> dict[str, Any]:
-    """Return copies of this process's values of all variables, by role."""
-    values = {role: np.array(FlatVariables(variables).get()) for role, variables in _list_vectors(groups)}
-    return {**values, "others": [np.array(rank_state.get_value(shared)) for shared in groups.others]}
-
-
-def _write_variables(groups: VariablesByRole, values: dict[str, Any]) -> None:
-    """Set this process's variables to copies of the values from `_read_variables`."""
-    for role, variables in _list_vectors(groups):
-        FlatVariables(variables).set(np.array(values[role]))
-    for shared, value in zip(groups.others, values["others"], strict=True):
-        rank_state.put_value(shared, np.array(value))
+        if not spec.is_joint and self._has_trained:
+            run(rank_state.use_consensus_params, spec.name, spec.rule)
 
 
 def restore_copy(
-    worker: Worker, training: rank_state.RankStateSpec, has_trained: bool, sent: list[dict[str, Any]] | None
+    worker: Worker, spec: rank_state.RankStateSpec, has_trained: bool, sent: list[dict[str, Any]] | None
 ) -> None:
     """Restore this rank from a copy: the one that the master sent, or else the one in this process's memory."""
-    by_rank = _states[training.name] if sent is None else sent
+    by_rank = _states[spec.name] if sent is None else sent
     own = by_rank[worker.number]
     # Copied: the master restores it again if a worker dies before the next copy.
-    rank_state.set_state(worker, training, deepcopy({**by_rank[0], **own} if training.is_joint else own))
+    rank_state.set_state(worker, spec, deepcopy({**by_rank[0], **own} if spec.is_joint else own))
     if not has_trained:
-        worker.get_storage(training.name).clear()
+        worker.get_storage(spec.name).clear()
     if not worker.is_master and sent is None:
-        del _states[training.name]  # the next copy, in the master, would not free this memory
+        del _states[spec.name]  # the next copy, in the master, would not free this memory

@@ -28,8 +28,6 @@ class IntervalPlan:
     A position is an index into the epoch's order of rows.
     """
 
-    #: Name of the trainer: the key under which ranks store its state.
-    name: str
     #: Range of positions: ``start`` inclusive, ``stop`` exclusive.
     start: int
     stop: int

@@ -10,42 +10,23 @@ import numpy as np
 from synkhronos import ranks
 from synkhronos.collectives.calls import broadcast
 from synkhronos.training.loops.stop_signals import get_requested_stop
-from synkhronos.training.monitoring.meter import Meter
-from synkhronos.training.train_function.train_function import TrainFunction
-from synkhronos.training.train_function.training_graph import TrainingGraph
+from synkhronos.training.monitoring.meter import Meter, RankTotals
+from synkhronos.training.trainer.compiled_model import CompiledModel
 from synkhronos.training.trainer.death_recovery import DeathHandler
 from synkhronos.training.trainer.epoch_data import IntervalPlan, RowSource
-from synkhronos.training.trainer.launch_loop import LaunchBatches, LaunchLoop
+from synkhronos.training.trainer.launch_loop import LaunchBatches, LaunchLoop, make_loss_reader
 
 
 class JointStepLoop(LaunchLoop):
-    """Loop of the master whose steps are commands of all ranks.
+    """Loop of the master whose steps are commands of all ranks."""
 
-    Parameters
-    ----------
-    rows : int
-        Number of rows per step, of all ranks together.
-    step : TrainFunction
-    learning_rate : shared variable
-    rate : float
-        Present value of ``learning_rate`` on all ranks.
-    death_handler : DeathHandler
-    """
-
-    def __init__(
-        self,
-        plan: IntervalPlan,
-        source: RowSource,
-        meter: Meter,
-        rows: int,
-        graph: TrainingGraph,
-        step: TrainFunction,
-        learning_rate: Any,
-        rate: float,
-        death_handler: DeathHandler,
-    ):
-        super().__init__(plan, source, meter, rows, True, rate)
-        self._step, self._learning_rate, self._death_handler = step, learning_rate, death_handler
+    def __init__(self, plan: IntervalPlan, source: RowSource, model: CompiledModel, death_handler: DeathHandler):
+        state, graph = model.state, model.graph
+        read = make_loss_reader(list, plan.has_weight)
+        meter = Meter(0, plan.recorders, read, model.launch_kinds, state.progress.steps)
+        super().__init__(plan, source, meter, plan.batch_size * ranks.get_session().size, True, state.rate)
+        assert model.joint_step is not None
+        self._step, self._learning_rate, self._death_handler = model.joint_step, model.learning_rate, death_handler
         self._max_repeats = min(source.max_repeats, death_handler.max_repeats)
         data = source.data
         self._x = data[: len(graph.x)] if graph.x_is_list else data[0]
@@ -85,3 +66,17 @@ class JointStepLoop(LaunchLoop):
         """Return True after a signal, or if a rank was left out, which changes the number of rows per step."""
         is_resized = self.rows_per_step != self.plan.batch_size * ranks.get_session().size
         return is_resized or self.plan.can_stop and bool(get_requested_stop())
+
+
+def take_joint_steps(
+    plan: IntervalPlan, source: RowSource, model: CompiledModel, death_handler: DeathHandler
+) -> tuple[int, RankTotals]:
+    """Train all ranks on the rows of an interval; return the position reached, and the totals."""
+    loop, state = JointStepLoop(plan, source, model, death_handler), model.state
+    try:
+        loop.run()
+    finally:
+        state.rate = loop.rate
+    loop.write_lines(last=True)
+    state.progress.steps = loop.meter.step
+    return loop.end, loop.meter.get_totals(loop.rate)

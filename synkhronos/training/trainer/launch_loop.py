@@ -53,6 +53,8 @@ class LaunchLoop(BatchLoop):
         self, plan: IntervalPlan, source: RowSource, meter: Meter, rows: int, is_master: bool, rate: float = math.nan
     ):
         self.plan, self.source, self.meter, self.rows_per_step, self.rate = plan, source, meter, rows, rate
+        if plan.earlier_totals:
+            meter.begin_interval(plan.earlier_totals[meter.rank])
         #: Position up to which rows have been trained on.
         self.end = plan.start
         #: Ranges of positions whose rows unfinished steps may still read.
@@ -91,12 +93,7 @@ class LaunchLoop(BatchLoop):
 
     @abstractmethod
     def launch(self, rows: list[Any]) -> list[tuple[Any, Any]]:
-        """Launch one step per batch.
-
-        Parameters
-        ----------
-        rows : list of ndarray of int
-            Row indexes of each batch.
+        """Launch one step per batch, whose row indexes are ``rows``.
 
         Returns
         -------
@@ -154,12 +151,8 @@ class LaunchLoop(BatchLoop):
 def make_loss_reader(fetch: Callable[[Sequence[Any]], Sequence[Any]], has_weight: bool) -> LossReader:
     """Return the reader of a `Meter` for the losses of `TrainFunction.weighted_steps`.
 
-    Parameters
-    ----------
-    fetch : callable
-        Copies arrays to host memory.
-    has_weight : bool
-        Whether losses are already multiplied by their weights.  Else the weights are numbers of rows.
+    ``fetch`` copies arrays to host memory.  Without ``has_weight`` the weights are numbers of rows, by which losses are
+    not multiplied yet.
     """
     if has_weight:
         return lambda losses, weights: zip(map(float, fetch(losses)), map(float, fetch(weights)), strict=True)

@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 
 from synkhronos.loading.loader import Feed
-from synkhronos.rules import Rule, State
+from synkhronos.rules import State
 from synkhronos.tasks import LocalFunction, LocalRows, Worker
-from synkhronos.training.checkpoints.rank_state import restore_own_params, use_consensus_params
+from synkhronos.training.checkpoints.rank_state import RankStateSpec, restore_own_params, use_consensus_params
 from synkhronos.training.loops.batch_loop import Exchanger
 from synkhronos.training.loops.stop_signals import StopAgreement, get_requested_stop
 from synkhronos.training.monitoring.meter import Meter, RankTotals
@@ -29,12 +29,11 @@ class LocalStepLoop(LaunchLoop):
     ----------
     worker : Worker
     plan : IntervalPlan
-    rule : Rule
-    state : State
     step : LocalFunction
         Takes a step, and returns the loss, followed by the weight if there is one.
     rate : shared variable
         Learning rate's variable of this rank.
+    spec : RankStateSpec
     source : RowSource
     batches_taken : LocalRows
         Number of batches that each pool's ranks have taken, under asynchronous rules.  The last element is the number
@@ -45,22 +44,21 @@ class LocalStepLoop(LaunchLoop):
         self,
         worker: Worker,
         plan: IntervalPlan,
-        rule: Rule,
-        state: State,
         step: LocalFunction,
         rate: Any,
+        spec: RankStateSpec,
         source: RowSource,
         batches_taken: LocalRows,
     ):
-        launch_kinds = worker.get_storage(plan.name).setdefault("launch_kinds", set())
+        storage = worker.get_storage(spec.name)
+        state: State = storage["state"]
+        launch_kinds = storage.setdefault("launch_kinds", set())
         read = make_loss_reader(step.read, plan.has_weight)
         meter = Meter(worker.number, plan.recorders, read, launch_kinds, state.step, lambda: worker.wait_seconds)
-        if plan.earlier_totals:
-            meter.begin_interval(plan.earlier_totals[worker.number])
         super().__init__(plan, source, meter, plan.batch_size, worker.is_master)
-        self.worker, self.rule, self.state, self.on_poll = worker, rule, state, worker.progress
+        self.worker, self.rule, self.state, self.on_poll = worker, spec.rule, state, worker.progress
         self._step, self._rate, self._batches_taken = step, rate, batches_taken
-        self.exchanger = Exchanger(worker, rule, state, meter.seconds)
+        self.exchanger = Exchanger(worker, spec.rule, state, meter.seconds)
         #: Weights of the steps since the last exchange.
         self._unexchanged_weights: list[Any] = []
         state.count_items = self._sum_weights if plan.has_weight else None
@@ -162,7 +160,7 @@ class LocalStepLoop(LaunchLoop):
         if not self.exchanger.count_steps(steps):
             return
         # Launched steps are finished if the exchange waits for them: other ranks may need the memory of their rows.
-        if isinstance(self.source, Feed) or self.rule.asynchronous and self.state.since > 1:
+        if isinstance(self.source, Feed) or self.rule.asynchronous and self.state.steps_since_exchange > 1:
             self.finish_steps()
         self.state.learning_rate = self.rate
         self.exchanger.exchange()
@@ -171,27 +169,18 @@ class LocalStepLoop(LaunchLoop):
             self.state.own["batches"] = 0.0
 
 
-def train_interval(
+def take_local_steps(
     worker: Worker,
     plan: IntervalPlan,
-    rule: Rule,
     step: LocalFunction,
     rate: Any,
-    variables: tuple[list[Any], list[Any], int],
+    spec: RankStateSpec,
     source: RowSource,
     batches_taken: LocalRows,
-    shared: dict[str, LocalRows],
 ) -> tuple[int, RankTotals]:
     """Train this rank on its rows of an interval, then set the parameters to the rule's consensus.
 
-    Parameters
-    ----------
-    worker, plan, rule, step, rate, source, batches_taken
-        As in `LocalStepLoop`.
-    variables : (list of shared variable, list of shared variable, int)
-        Parameters that are exchanged; variables of the optimizer; number of running averages among the former.
-    shared : dict of str to LocalRows
-        Shared memory of the rule.
+    The parameters are those of `LocalStepLoop`.
 
     Returns
     -------
@@ -199,26 +188,23 @@ def train_interval(
         Position up to which the ranks have trained: before ``plan.stop`` if a signal has stopped them.
     totals : RankTotals
     """
-    stored = worker.get_storage(plan.name)
-    state: State | None = stored.get("state")
-    restore_own_params(
-        worker, plan.name
-    )  # after an interrupt there are none: the present parameters are this rank's own
-    by_rank = worker.all_gather(None if state is None else (state.step, state.since))
+    storage, rule = worker.get_storage(spec.name), spec.rule
+    state: State | None = storage.get("state")
+    restore_own_params(worker, spec.name)  # after an interrupt there are none: the present ones are this rank's own
+    by_rank = worker.all_gather(None if state is None else (state.step, state.steps_since_exchange))
     counts = [pair for pair in by_rank if pair is not None]
     if state is None or len(counts) < len(by_rank) or not rule.asynchronous and len(set(by_rank)) > 1:
         # At the first interval, or after an interrupt that stopped ranks at different steps: all ranks start anew.
-        params, optimizer, n_averages = variables
-        state = State(params, optimizer, shared, n_averages)
+        state = spec.make_state()
         state.step = max([step for step, _ in counts], default=0)
         if counts:
             state.vector = worker.all_reduce(state.vector)
         rule.setup(worker, state)
-        stored["state"] = state
-    loop = LocalStepLoop(worker, plan, rule, state, step, rate, source, batches_taken)
+        storage["state"] = state
+    loop = LocalStepLoop(worker, plan, step, rate, spec, source, batches_taken)
     loop.run()
     loop.finish_steps()
     with loop.meter.time("exchange"):
-        use_consensus_params(worker, plan.name, rule)
+        use_consensus_params(worker, spec.name, rule)
     loop.write_lines(last=True)
     return loop.end, loop.meter.get_totals(loop.rate)

@@ -28,7 +28,7 @@ from synkhronos.rules import BSP, EAMSGD, Rule
 from synkhronos.training.checkpoints.checkpoint import Checkpoint, CheckpointError
 from synkhronos.training.loops.stop_signals import StopSignals, get_requested_stop
 from synkhronos.training.monitoring.report import Report
-from synkhronos.training.monitoring.validation_metrics import Metric, parse_metrics
+from synkhronos.training.monitoring.validation_metrics import parse_metrics
 from synkhronos.training.schedules import Schedule, as_schedule, compute_rate
 from synkhronos.training.train_function.extra_updates import UpdatesArgument
 from synkhronos.training.train_function.step_options import StepOptions
@@ -60,17 +60,10 @@ class Trainer:
         Schedule of the learning rate; another one may be set between two reports.
     """
 
-    def __init__(
-        self,
-        graph: TrainingGraph,
-        rule: Rule,
-        learning_rate: Any,
-        schedule: Schedule,
-        validate: dict[str, Metric],
-    ):
-        self.params, self.rule, self.learning_rate = graph.params, rule, learning_rate
-        self._model = CompiledModel(graph, rule, learning_rate, schedule, validate)
-        self.optimizer = self._model.optimizer
+    def __init__(self, model: CompiledModel):
+        self._model = model
+        self.params, self.optimizer = model.graph.params, model.optimizer
+        self.rule, self.learning_rate = model.rule, model.learning_rate
         #: Loop of the last call of `epochs`.
         self._loop: TrainerEpochLoop | None = None
 
@@ -402,11 +395,6 @@ def make_trainer(
     -------
     Trainer
 
-    Raises
-    ------
-    TypeError, ValueError
-        If an argument is wrong; the message names it.
-
     Warns
     -----
     UserWarning
@@ -456,4 +444,5 @@ def make_trainer(
     rate = library.shared(np.asarray(compute_rate(schedule, 0.0), dtype), name="learning_rate")
     rule_kwargs = {"learning_rate": rate, **rule_kwargs}
     graph = TrainingGraph.build(*(loss, params, x, y, update_rule, None, extra_updates, rule_kwargs, weight, options))
-    return Trainer(graph, rule, rate, schedule, parse_metrics(validate, [*graph.x, *graph.y]))
+    metrics = parse_metrics(validate, [*graph.x, *graph.y])
+    return Trainer(CompiledModel(graph, rule, rate, schedule, metrics))

@@ -4,7 +4,7 @@ Epochs are divided into intervals between reports.  In an interval either the ma
 runs a loop of its own::
 
     TrainerEpochLoop.train() --> BSP on gradients: JointStepLoop in the master
-                        --> other rules:      LocalStepLoop on every rank
+                             --> other rules:      LocalStepLoop on every rank
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from synkhronos.training.checkpoints.checkpoint import Checkpoint
 from synkhronos.training.loops.epoch_loop import EpochLoop
 from synkhronos.training.loops.stop_signals import get_requested_stop
 from synkhronos.training.monitoring.early_stopping import EarlyStopping
-from synkhronos.training.monitoring.meter import Meter, RankTotals, resize_totals
+from synkhronos.training.monitoring.meter import RankTotals, resize_totals
 from synkhronos.training.monitoring.nonfinite import describe_nonfinite
 from synkhronos.training.monitoring.recorder import Recorder
 from synkhronos.training.monitoring.report import Report, make_report
@@ -41,9 +41,8 @@ from synkhronos.training.monitoring.validation_metrics import MetricTotals
 from synkhronos.training.trainer.compiled_model import CompiledModel
 from synkhronos.training.trainer.death_recovery import DeathHandler
 from synkhronos.training.trainer.epoch_data import EpochData, IntervalPlan, RowSource, check_rows, get_rank_pools
-from synkhronos.training.trainer.joint_step_loop import JointStepLoop
-from synkhronos.training.trainer.launch_loop import make_loss_reader
-from synkhronos.training.trainer.local_step_loop import train_interval
+from synkhronos.training.trainer.joint_step_loop import take_joint_steps
+from synkhronos.training.trainer.local_step_loop import take_local_steps
 from synkhronos.training.trainer.trainer_state import TrainerProgress
 
 
@@ -104,7 +103,7 @@ class TrainerEpochLoop(EpochLoop):
                 f"these, got {self.data.n_epoch_rows:,} and {self.data.seed}"
             )
         elif checkpoint is not None:
-            checkpoint.check_no_later(self.progress.seen)
+            checkpoint.check_no_newer(self.progress.seen)
         metric = "loss" if self.valid is None else f"validation {self.first_metric}"
         if self.metric != (self.first_metric, "min"):
             metric += f", {' '.join(self.metric)}"
@@ -185,7 +184,6 @@ class TrainerEpochLoop(EpochLoop):
         """Make the plan of an interval from the present position to ``stop``."""
         model, data, progress = self.model, self.data, self.progress
         return IntervalPlan(
-            name=model.state.training.name,
             start=progress.row,
             stop=stop,
             batch_size=data.batch_size,
@@ -209,7 +207,10 @@ class TrainerEpochLoop(EpochLoop):
         is_joint = self.model.joint_step is not None
         try:
             source = self.data.make_source(plan.epoch, plan.start, is_joint)
-            ended = [self._take_joint_steps(plan, source)] if is_joint else self._run_rank_loops(plan, source)
+            if is_joint:
+                ended = [take_joint_steps(plan, source, self.model, self.death_handler)]
+            else:
+                ended = self._run_local_loops(plan, source)
             end, totals = min(end for end, _ in ended), [total for _, total in ended]
             if loader is not None and isinstance(source, Feed):
                 record_position(loader, source, end)
@@ -225,45 +226,16 @@ class TrainerEpochLoop(EpochLoop):
             raise
         return end, totals
 
-    def _run_rank_loops(self, plan: IntervalPlan, source: RowSource) -> list[tuple[int, RankTotals]]:
-        """Run a `LocalStepLoop` on every rank; return the position reached and the totals of each."""
-        model, state = self.model, self.model.state
-        if len(self.batches_taken) != ranks.get_session().size + 1:  # a rank was left out
-            self.batches_taken = make_data(shape=(ranks.get_session().size + 1,), dtype="int64")
+    def _run_local_loops(self, plan: IntervalPlan, source: RowSource) -> list[tuple[int, RankTotals]]:
+        """Take local steps on every rank; return the position reached and the totals of each."""
+        model, n_counts = self.model, ranks.get_session().size + 1
+        if len(self.batches_taken) != n_counts:  # a rank was left out
+            self.batches_taken = make_data(shape=(n_counts,), dtype="int64")
         self.batches_taken[...] = 0
-        variables = state.groups.params, state.groups.optimizer, state.groups.n_averages
         ended: list[tuple[int, RankTotals]] = run(
-            train_interval,
-            plan,
-            model.rule,
-            model.local_step,
-            model.learning_rate,
-            variables,
-            source,
-            self.batches_taken,
-            state.training.memory,
+            take_local_steps, plan, model.local_step, model.learning_rate, model.state.spec, source, self.batches_taken
         )
         return ended
-
-    def _take_joint_steps(self, plan: IntervalPlan, source: RowSource) -> tuple[int, RankTotals]:
-        """Run a `JointStepLoop`; return the position reached and the totals."""
-        model, progress = self.model, self.progress
-        assert model.joint_step is not None
-        meter = Meter(0, plan.recorders, make_loss_reader(list, plan.has_weight), model.launch_kinds, progress.steps)
-        if plan.earlier_totals:
-            meter.begin_interval(plan.earlier_totals[0])
-        rows = plan.batch_size * ranks.get_session().size
-        loop = JointStepLoop(
-            plan, source, meter, rows, model.graph, model.joint_step, model.learning_rate, model.state.rate,
-            self.death_handler,
-        )  # fmt: skip
-        try:
-            loop.run()
-        finally:
-            model.state.rate = loop.rate
-        loop.write_lines(last=True)
-        progress.steps = meter.step
-        return loop.end, meter.get_totals(loop.rate)
 
     def make_report(self) -> Report:
         """Make the report of the interval, without validation."""
@@ -277,7 +249,7 @@ class TrainerEpochLoop(EpochLoop):
 
     def validate(self, report: Report) -> bool:
         """Compute the metrics over all validation rows; return True if a signal stopped the validation."""
-        generators = self.model.state.training.groups.generators if self.checkpoint is not None else []
+        generators = self.model.state.spec.variables.generators if self.checkpoint is not None else []
 
         def validate_or_undo() -> bool:
             # Repeated as a whole after a death: there may be fewer ranks then.
@@ -309,10 +281,10 @@ class TrainerEpochLoop(EpochLoop):
                 break
             data = valid.data if isinstance(valid, Loader) else valid[0]  # a loader has data only after its first batch
             values = model.validation(*data, batch=rows)
-            totals.add(values, rows.stop - rows.start if isinstance(rows, slice) else len(rows))
+            totals.update(values, rows.stop - rows.start if isinstance(rows, slice) else len(rows))
         if not totals.rows:
             raise LoadError("none of the rows of the validation data could be read")
-        report.validation = totals.results()
+        report.validation = totals.compute()
         return self.is_signalled()
 
     def finish_interval(self, report: Report) -> None:
@@ -335,7 +307,7 @@ class TrainerEpochLoop(EpochLoop):
         progress.rows_before += self.data.n_epoch_rows if is_epoch_over else 0
         report.deaths = self.death_handler.take_deaths()
         for recorder in self.recorders:
-            recorder.write(report.record())
+            recorder.write(report.to_record())
 
     def _explain_nonfinite(self, report: Report) -> str:
         """Name a likely cause of a NaN or infinite loss: a row of the data, or else the learning rate."""

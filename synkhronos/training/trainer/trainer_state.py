@@ -77,7 +77,7 @@ class TrainerState:
 
     Parameters
     ----------
-    training : RankStateSpec
+    spec : RankStateSpec
         Has all variables, those of a sharded optimizer included.
     update_rule : (str, dict)
         Name and options of the update rule.
@@ -86,9 +86,9 @@ class TrainerState:
 
     Attributes
     ----------
-    training : RankStateSpec
+    spec : RankStateSpec
         Variables that each rank saves and restores; without those of a sharded optimizer.
-    groups : VariablesByRole
+    variables : VariablesByRole
         All variables.
     progress : TrainerProgress
     rate : float
@@ -97,13 +97,13 @@ class TrainerState:
 
     def __init__(
         self,
-        training: rank_state.RankStateSpec,
+        spec: rank_state.RankStateSpec,
         update_rule: tuple[str, dict[str, Any]],
         sharded: OptimizerState | None = None,
     ):
-        self.training, self.groups, self._sharded = training, training.groups, sharded
+        self.spec, self.variables, self._sharded = spec, spec.variables, sharded
         if sharded is not None:
-            self.training = replace(training, groups=replace(training.groups, optimizer=None))
+            self.spec = replace(spec, variables=replace(spec.variables, optimizer=None))
         self._update_rule = update_rule
         self._session: Any = None
         self.progress, self.rate = TrainerProgress(), math.nan
@@ -114,34 +114,34 @@ class TrainerState:
             return
         self.progress, self.rate = TrainerProgress(), math.nan
         self.allocate_memory()
-        if not self.training.is_joint:
-            session.memory.release_with(trainer, "object", ("storage", self.training.name))
+        if not self.spec.is_joint:
+            session.memory.release_with(trainer, "object", ("storage", self.spec.name))
         self._session = session
 
     def allocate_memory(self) -> None:
         """Allocate the rule's shared memory for the present number of ranks; joint steps need none."""
-        training = self.training
-        training.memory = {}
-        if not training.is_joint:
-            vector = FlatVariables(training.groups.params)
-            training.memory = shared_memory(training.rule, ranks.get_session().size, vector.size, vector.dtype)
+        spec = self.spec
+        spec.memory = {}
+        if not spec.is_joint:
+            vector = FlatVariables(spec.variables.params)
+            spec.memory = shared_memory(spec.rule, ranks.get_session().size, vector.size, vector.dtype)
 
     def _describe(self) -> dict[str, Any]:
-        return describe_training("trainer", self.training.rule, self.groups, self._update_rule)
+        return describe_training("trainer", self.spec.rule, self.variables, self._update_rule)
 
     def get_sharded_optimizer(self) -> np.ndarray | None:
         """Gather the variables of a sharded optimizer from all ranks into one vector; None if it is not sharded."""
-        return None if self._sharded is None else self._sharded.get_vector(self.groups.optimizer)
+        return None if self._sharded is None else self._sharded.get_vector(self.variables.optimizer)
 
     def set_sharded_optimizer(self, vector: np.ndarray | None) -> None:
         """Divide the vector from `get_sharded_optimizer` among the ranks; do nothing if it is None."""
         if self._sharded is not None and vector is not None:
-            self._sharded.set_vector(self.groups.optimizer, vector)
+            self._sharded.set_vector(self.variables.optimizer, vector)
 
     def save(self, checkpoint: Checkpoint, data: EpochData, schedule: Schedule, seen: int) -> None:
         """Write a checkpoint of all ranks; its metrics are those of a report, if it follows one directly."""
         progress = self.progress
-        by_rank = run(rank_state.collect_state, self.training)
+        by_rank = run(rank_state.collect_state, self.spec)
         if self._sharded is not None:
             by_rank[0]["optimizer"] = self.get_sharded_optimizer()
         meta = {
@@ -159,9 +159,9 @@ class TrainerState:
             "schedule": schedules.get_state(schedule),
             "steps_taken": progress.steps,
         }
-        memory = {name: array.data for name, array in self.training.memory.items()}
+        memory = {name: array.data for name, array in self.spec.memory.items()}
         metrics = {} if progress.totals else progress.metrics
-        is_joint = self.training.is_joint
+        is_joint = self.spec.is_joint
         rank_state.write_states(checkpoint, seen, self._describe(), by_rank, memory, is_joint, meta, metrics)
 
     def restore(self, path: str | os.PathLike[str], data: EpochData, schedule: Schedule) -> int:
@@ -180,7 +180,7 @@ class TrainerState:
                 f"{_format_parts(data.describe_parts())}: the order of rows would be another; use a "
                 "checkpoint from the end of an epoch"
             )
-        n_outcomes = 1 if self.training.is_joint else ranks.get_session().size
+        n_outcomes = 1 if self.spec.is_joint else ranks.get_session().size
         progress = TrainerProgress(
             epoch=meta["epoch"],
             row=meta["row"],
@@ -192,13 +192,13 @@ class TrainerState:
             rows_before=meta["seen"] - meta["row"],
             order=(data.n_epoch_rows, data.seed),
         )
-        if self.training.memory:
+        if self.spec.memory:
             self.allocate_memory()  # zeros on every host
-        run(rank_state.restore_state, self.training, str(path), ranks.get_session().rank.number)
+        run(rank_state.restore_state, self.spec, str(path), ranks.get_session().rank.number)
         if self._sharded is not None:
             self.set_sharded_optimizer(read_checkpoint(path).arrays["0.optimizer"])
-        if not self.training.is_joint:
-            run(rank_state.use_consensus_params, self.training.name, self.training.rule)
+        if not self.spec.is_joint:
+            run(rank_state.use_consensus_params, self.spec.name, self.spec.rule)
         schedules.set_state(schedule, meta["schedule"])
         self.progress = progress
         return int(meta["seen"])

@@ -54,20 +54,10 @@ Examples
 >>> synk.close()
 """
 
-from synkhronos.training.updates.decoupled import adamw, lamb, lion, muon
+from synkhronos.training.updates.decoupled_optimizers import adamw, lamb, lion, muon
 from synkhronos.training.updates.flat_gradient import RuleUpdates
 from synkhronos.training.updates.master_weights import master_weights
-from synkhronos.training.updates.transformations import (
-    add_decayed_weights,
-    chain,
-    clip,
-    clip_by_global_norm,
-    norm_constraint,
-    partition,
-    scale,
-    total_norm_constraint,
-)
-from synkhronos.training.updates.update_rule import (
+from synkhronos.training.updates.optimizers import (
     adadelta,
     adagrad,
     adam,
@@ -79,6 +69,16 @@ from synkhronos.training.updates.update_rule import (
     nesterov_momentum,
     rmsprop,
     sgd,
+)
+from synkhronos.training.updates.transformations import (
+    add_decayed_weights,
+    chain,
+    clip,
+    clip_by_global_norm,
+    norm_constraint,
+    partition,
+    scale,
+    total_norm_constraint,
 )
 
 __all__ = [

@@ -10,13 +10,7 @@ from synkhronos.graphs import GraphLibrary, is_variable, library_of
 
 
 def check_params(params: Iterable[Any]) -> list[Any]:
-    """Check parameters and return them as a list: distinct shared variables of floats, of one graph library.
-
-    Raises
-    ------
-    TypeError, ValueError
-        If they are anything else.
-    """
+    """Check parameters and return them as a list: distinct shared variables of floats, of one graph library."""
     expected = "params: expected a list of shared variables of floats"
     # A variable could be iterated over too, and would give its rows.
     if not isinstance(params, Iterable) or isinstance(params, str) or is_variable(params):
@@ -35,13 +29,7 @@ def check_params(params: Iterable[Any]) -> list[Any]:
 
 
 def check_scalars(params: Sequence[Any], **scalars: Any) -> None:
-    """Check that each hyperparameter is a number, or a symbolic scalar of the parameters' graph library.
-
-    Raises
-    ------
-    TypeError, ValueError
-        If one is anything else.
-    """
+    """Check that each hyperparameter is a number, or a symbolic scalar of the parameters' graph library."""
     for argument, value in scalars.items():
         if is_number(value):
             continue

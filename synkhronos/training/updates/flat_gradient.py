@@ -73,7 +73,7 @@ class FlatGradient:
         self.tensor = library.tensor
         # At least float32: float16 can't count above 2048 rows, and would round sums over many ranks.
         dtype = str(np.result_type(*(p.dtype for p in self.params), np.float32))
-        size = sum(int(np.prod(shape_of(p))) for p in self.params) + self._is_weighted
+        size = sum(int(np.prod(get_shape(p))) for p in self.params) + self._is_weighted
         self.shared = library.shared(np.zeros(size, dtype), name="grad_shared")
         parts = [self.tensor.cast(g, dtype).flatten() for g in grads]
         if self._is_weighted:
@@ -100,16 +100,11 @@ class FlatGradient:
 def split_vector(vector: Any, params: Sequence[Any], may_be_zero: bool = True) -> Iterator[Any]:
     """Yield the reduced gradient of each parameter, in the vector's dtype.
 
-    Parameters
-    ----------
-    vector : shared variable
-        Gradients; or their products with weights, followed by the sum of the weights.
-    params : list of shared variables
-    may_be_zero : bool
-        Whether the sum of the weights may be 0, in which case the gradients are 0.
+    The vector has gradients; or their products with weights, followed by the sum of the weights.  If this sum
+    ``may_be_zero``, the gradients are 0 where it is.
     """
-    sizes = [int(np.prod(shape_of(p))) for p in params]
-    is_weighted = shape_of(vector)[0] > sum(sizes)
+    sizes = [int(np.prod(get_shape(p))) for p in params]
+    is_weighted = get_shape(vector)[0] > sum(sizes)
     total = vector[-1]
     if is_weighted and may_be_zero:
         tensor = library_of(vector).tensor
@@ -117,7 +112,7 @@ def split_vector(vector: Any, params: Sequence[Any], may_be_zero: bool = True) -
     start = 0
     for p, size in zip(params, sizes, strict=True):
         # Lengths are numbers instead of symbols, so the gradient is broadcastable along the same axes as p.
-        g = vector[start : start + size].reshape(shape_of(p))
+        g = vector[start : start + size].reshape(get_shape(p))
         # Divided here, so that the division fuses with the arithmetic of the rule.
         yield g / total if is_weighted else g
         start += size
@@ -140,14 +135,14 @@ def as_scalar(value: Any, like: Any) -> Any:
     return tensor.cast(value, like.dtype)
 
 
-def zeros_like(param: Any, name: str) -> Any:
+def make_zero_state(param: Any, name: str) -> Any:
     """Make a shared variable of zeros, with the dtype, shape, broadcast pattern and device of `param`."""
-    zeros = np.zeros(shape_of(param), param.dtype)
+    zeros = np.zeros(get_shape(param), param.dtype)
     # By the class and the type, since `shared` names the broadcast pattern differently in each library.
     return type(param)(type=param.type, value=zeros, strict=False, name=f"{param.name or 'param'}_{name}")
 
 
-def shape_of(param: Any) -> tuple[int, ...]:
+def get_shape(param: Any) -> tuple[int, ...]:
     """Return the shape of a shared variable's value."""
     # The internal type: otherwise a whole array would be copied from a GPU.
     return tuple(int(length) for length in param.get_value(borrow=True, return_internal_type=True).shape)

@@ -28,11 +28,6 @@ _MAX_SCALE = 2.0**24
 def scale_gradients(loss: Any, params: Any) -> tuple[Any, list[Any]]:
     """Compute the gradients of a scaled loss.
 
-    Parameters
-    ----------
-    loss : scalar variable
-    params : list of shared variables
-
     Returns
     -------
     scale : shared variable
@@ -51,12 +46,7 @@ def scale_gradients(loss: Any, params: Any) -> tuple[Any, list[Any]]:
 def skip_overflows(updates: RuleUpdates, scale: Any) -> RuleUpdates:
     """Return updates that change nothing but the scale, unless the reduced gradient is finite.
 
-    Parameters
-    ----------
-    updates : RuleUpdates
-        Updates from the gradients of `scale_gradients`.
-    scale : shared variable
-        Scale of the loss: halved after a skipped step, and doubled after 2,000 successive other steps.
+    The scale is halved after a skipped step, and doubled after 2,000 successive other steps.
     """
     library, vector = library_of(scale), updates.grad_shared
     tensor = library.tensor

@@ -11,7 +11,7 @@ import numpy as np
 
 from synkhronos.graphs import library_of
 from synkhronos.training.updates.argument_checks import check_gradients, check_params
-from synkhronos.training.updates.flat_gradient import RuleUpdates, zeros_like
+from synkhronos.training.updates.flat_gradient import RuleUpdates, make_zero_state
 
 
 def master_weights(rule: Any) -> Any:
@@ -71,7 +71,7 @@ def master_weights(rule: Any) -> Any:
         pairs = {m: p for p, m in zip(params, masters, strict=True) if m is not p}
         if not pairs:
             return updates
-        last_values = {m: zeros_like(p, "last") for m, p in pairs.items()}
+        last_values = {m: make_zero_state(p, "last") for m, p in pairs.items()}
         for m, p in pairs.items():
             last_values[m].set_value(p.get_value())
         old_values = {

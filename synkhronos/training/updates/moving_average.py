@@ -13,13 +13,6 @@ from synkhronos.training.updates.flat_gradient import RuleUpdates, as_scalar
 def add_average(updates: RuleUpdates, params: list[Any], decay: float) -> tuple[RuleUpdates, list[Any]]:
     r"""Add updates that compute moving averages of the parameters over steps.
 
-    Parameters
-    ----------
-    updates : RuleUpdates
-    params : list of shared variables
-    decay : float
-        Decay per step, between 0 and 1.
-
     Returns
     -------
     updates : RuleUpdates

@@ -32,7 +32,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from synkhronos.graphs import GraphLibrary, library_of
-from synkhronos.training.updates.flat_gradient import RuleUpdates, shape_of
+from synkhronos.training.updates.flat_gradient import RuleUpdates, get_shape
 
 #: Operations that change shapes or types, but neither the elements nor their order.
 _RESHAPING_OPS = frozenset({"Reshape", "Flatten", "Rebroadcast", "SpecifyShape", "Unbroadcast"})
@@ -153,16 +153,16 @@ class ShardedUpdates:
         self._library = library_of(*params)
         self._tensor = self._library.tensor
         self._params, self._size, self._rule_name = list(params), size, rule_name
-        self._shapes = [shape_of(p) for p in params]
+        self._shapes = [get_shape(p) for p in params]
         self._is_divided = [_can_divide(p, shape) for p, shape in zip(params, self._shapes, strict=True)]
         self._lengths = [
             _compute_part_length(n, size) if divided else n
-            for n, divided in zip(map(_size_of, self._shapes), self._is_divided, strict=True)
+            for n, divided in zip(map(_get_size, self._shapes), self._is_divided, strict=True)
         ]
         self._columns = np.cumsum([0, *self._lengths]).tolist()
         self._vector = updates.grad_shared
-        (total,) = shape_of(self._vector)
-        self._n_gradients = sum(map(_size_of, self._shapes))
+        (total,) = get_shape(self._vector)
+        self._n_gradients = sum(map(_get_size, self._shapes))
         self._n_tail = total - self._n_gradients
         # At least one element more: a vector of a single element would be broadcastable.
         dtype, width = self._vector.type.dtype, self._columns[-1] + max(1, self._n_tail)
@@ -172,7 +172,7 @@ class ShardedUpdates:
         # Lengths are numbers instead of symbols, so that XLA knows the shapes.
         self._starts = [
             self._tensor.minimum(self.rank * length, n - length)
-            for n, length in zip(map(_size_of, self._shapes), self._lengths, strict=True)
+            for n, length in zip(map(_get_size, self._shapes), self._lengths, strict=True)
         ]
         self._parts: dict[Any, tuple[int, DividedVariable]] = {}
         self._divide_state(updates.param_updates)
@@ -191,7 +191,7 @@ class ShardedUpdates:
         """Return the matrix with a row for each rank: its parts of a vector of gradients, and the tail."""
         columns, start = [], 0
         for shape, length, divided in zip(self._shapes, self._lengths, self._is_divided, strict=True):
-            size = _size_of(shape)
+            size = _get_size(shape)
             columns.append(self._to_rows(vector[start : start + size], size, length, divided))
             start += size
         columns.append(self._repeat_rows(vector[start:] if self._n_tail else self._tensor.zeros((1,), vector.dtype)))
@@ -212,7 +212,7 @@ class ShardedUpdates:
 
     def _join_rows(self, i: int) -> Any:
         """Join the parts of one parameter in the rows of `grad_shared` into a vector."""
-        size, length = _size_of(self._shapes[i]), self._lengths[i]
+        size, length = _get_size(self._shapes[i]), self._lengths[i]
         rows = self.grad_shared[:, self._columns[i] : self._columns[i + 1]]
         if not self._is_divided[i]:
             return rows[0]
@@ -237,7 +237,7 @@ class ShardedUpdates:
                 continue
             elementwise = {id(v) for v in _iterate_elementwise_leaves([updates[p]])}
             for s in states:
-                if shape_of(s) != self._shapes[i] or s in self._parts:
+                if get_shape(s) != self._shapes[i] or s in self._parts:
                     continue
                 if id(s) in read_whole:
                     undivided.append(s)
@@ -329,7 +329,7 @@ class ShardedUpdates:
                 piece = _ShardedValue(columns, partial(self._join_rows, i), columns, i)
             else:
                 piece = _ShardedValue.from_whole(columns, columns)
-            pieces.append((_size_of(shape), piece))
+            pieces.append((_get_size(shape), piece))
         if self._n_tail:
             tail = self.row[self._columns[-1] :]
             pieces.append((self._n_tail, _ShardedValue.from_whole(tail, tail)))
@@ -431,7 +431,7 @@ class ShardedUpdates:
         """Whether all variables have the shape of parameter ``i``, or are flat, according to their types."""
         ndim, shape = variables[0].ndim, self._shapes[i]
         if ndim != len(shape):
-            shape = (_size_of(shape),) if ndim == 1 else ()
+            shape = (_get_size(shape),) if ndim == 1 else ()
         return all(
             v.ndim == len(shape) and not any(b and n != 1 for b, n in zip(v.type.broadcastable, shape, strict=True))
             for v in variables
@@ -477,13 +477,13 @@ class ShardedUpdates:
     def _count_elements(self, value: _ShardedValue) -> int | None:
         """Return the length of a vector; None if it is unknown."""
         if value.param_index is not None:
-            return _size_of(self._shapes[value.param_index])
+            return _get_size(self._shapes[value.param_index])
         if self._library.is_constant(value.variable):
             return int(np.size(value.variable.data))
         return 1 if all(value.variable.type.broadcastable) else None
 
 
-def get_bounds(size: int, n_parts: int) -> list[tuple[int, int]]:
+def get_part_bounds(size: int, n_parts: int) -> list[tuple[int, int]]:
     """Return the start and stop of each part of an array; parts have equal lengths, and the last ones overlap."""
     length = _compute_part_length(size, n_parts)
     starts = [min(r * length, size - length) for r in range(n_parts)]
@@ -506,13 +506,13 @@ def _make_raiser(error: Exception) -> Callable[[], Any]:
     return raise_again
 
 
-def _size_of(shape: Sequence[int]) -> int:
+def _get_size(shape: Sequence[int]) -> int:
     return int(np.prod(shape))
 
 
 def _can_divide(param: Any, shape: tuple[int, ...]) -> bool:
     """Whether a parameter is divided: it is no scalar, and has elements and an axis that is not broadcastable."""
-    return bool(_size_of(shape)) and not all(param.type.broadcastable)
+    return bool(_get_size(shape)) and not all(param.type.broadcastable)
 
 
 def _keeps_order(new_order: Sequence[Any]) -> bool:

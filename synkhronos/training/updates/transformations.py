@@ -24,7 +24,7 @@ import numpy as np
 from synkhronos.checks import check_positive, is_number
 from synkhronos.graphs import library_of
 from synkhronos.training.updates.argument_checks import check_gradients, check_params, check_scalars
-from synkhronos.training.updates.flat_gradient import FlatGradient, RuleUpdates, as_scalar, shape_of, split_vector
+from synkhronos.training.updates.flat_gradient import FlatGradient, RuleUpdates, as_scalar, get_shape, split_vector
 
 #: Takes gradients, or steps, and parameters; returns new gradients or steps.
 Transformation = Callable[[list[Any], list[Any]], list[Any]]
@@ -182,11 +182,6 @@ def clip_by_global_norm(max_norm: Any) -> Transformation:
     -------
     transformation
 
-    Raises
-    ------
-    TypeError, ValueError
-        If `max_norm` is anything else.
-
     Notes
     -----
     With the norm :math:`n = \sqrt{\sum_p \sum_i g_{p,i}^2}` over all elements of all parameters, each gradient is
@@ -230,11 +225,6 @@ def clip(max_delta: Any) -> Transformation:
     Returns
     -------
     transformation
-
-    Raises
-    ------
-    TypeError, ValueError
-        If `max_delta` is anything else.
     """
     _check_limit("max_delta", max_delta)
 
@@ -261,11 +251,6 @@ def add_decayed_weights(weight_decay: Any, mask: Callable[[Any], bool] | None = 
     Returns
     -------
     transformation
-
-    Raises
-    ------
-    TypeError, ValueError
-        If an argument is wrong.
     """
     if is_number(weight_decay) and not 0 <= weight_decay < math.inf:
         raise ValueError(f"weight_decay: expected a number of at least 0, got {weight_decay!r}")
@@ -296,11 +281,6 @@ def scale(factor: Any) -> Transformation:
     Returns
     -------
     transformation
-
-    Raises
-    ------
-    TypeError, ValueError
-        If `factor` is anything else.
     """
     if is_number(factor) and not math.isfinite(factor):
         raise ValueError(f"factor: expected a finite number, got {factor!r}")
@@ -339,11 +319,6 @@ def total_norm_constraint(
     -------
     list of variables, or (list of variables, scalar variable)
 
-    Raises
-    ------
-    TypeError, ValueError
-        If `max_norm` is wrong.
-
     Notes
     -----
     With the norm n of all elements, each variable is multiplied by
@@ -377,11 +352,6 @@ def norm_constraint(tensor_var: Any, max_norm: Any, norm_axes: Sequence[int] | N
     -------
     variable
 
-    Raises
-    ------
-    TypeError, ValueError
-        If an argument is wrong, or `norm_axes` is needed.
-
     Notes
     -----
     Each part is multiplied by :math:`\min(n, c) / (n + \epsilon)`, where n is its norm.
@@ -402,16 +372,7 @@ def norm_constraint(tensor_var: Any, max_norm: Any, norm_axes: Sequence[int] | N
 
 
 def global_norm(variables: Sequence[Any]) -> Any:
-    """Return the Euclidean norm of all elements of all variables, in the widest of their dtypes.
-
-    Parameters
-    ----------
-    variables : list of variables
-
-    Returns
-    -------
-    scalar variable
-    """
+    """Return the Euclidean norm of all elements of all variables, in the widest of their dtypes."""
     tensor = library_of(*variables).tensor
     dtype = str(np.result_type(*(v.dtype for v in variables), np.float32))
     return tensor.sqrt(functools.reduce(lambda a, b: a + b, [(tensor.cast(v, dtype) ** 2).sum() for v in variables]))
@@ -422,8 +383,8 @@ def global_norm(variables: Sequence[Any]) -> Any:
 
 def _is_weighted(updates: RuleUpdates, params: list[Any]) -> bool:
     """Whether the vector ends with the gradients' weight."""
-    size = sum(int(np.prod(shape)) for shape in map(shape_of, params))
-    return shape_of(updates.grad_shared)[0] > size
+    size = sum(int(np.prod(shape)) for shape in map(get_shape, params))
+    return get_shape(updates.grad_shared)[0] > size
 
 
 def _replace_gradient(updates: RuleUpdates, params: list[Any], grads: list[Any]) -> RuleUpdates:
@@ -436,7 +397,7 @@ def _replace_gradient(updates: RuleUpdates, params: list[Any], grads: list[Any])
         parts.append(tensor.constant(np.ones(1, vector.dtype)))
     # Zeros, because a vector of one element would be broadcastable.
     new = tensor.concatenate(parts) if len(parts) > 1 else parts[0]
-    new = new + tensor.zeros_like(vector) if shape_of(vector) == (1,) else new
+    new = new + tensor.zeros_like(vector) if get_shape(vector) == (1,) else new
     new_values = library.clone(list(updates.param_updates.values()), {vector: library.convert_to_type_of(vector, new)})
     return updates._replace(param_updates=OrderedDict(zip(updates.param_updates, new_values, strict=True)))
 

@@ -1,29 +1,21 @@
-"""Update rules such as SGD and Adam, each written as a formula for one parameter.
+"""The decorator `rule`, which turns the formula of an optimizer for one parameter into an update rule for all.
 
-The decorator `rule` turns a formula into an update rule for all parameters: it adds the checks, the flat gradient and
-the sections of the docstring.  `Context` has the operations that formulas share.
+It adds the checks, the flat gradient and the sections of the docstring.  `Context` has the operations that formulas
+share.
 """
 
 from __future__ import annotations
 
 import functools
 import inspect
-import math
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, TypeAlias
 
 import numpy as np
 
-from synkhronos.checks import is_number
 from synkhronos.graphs import library_of
-from synkhronos.training.updates.argument_checks import check_params, check_scalars
-from synkhronos.training.updates.flat_gradient import FlatGradient, RuleUpdates, as_scalar, zeros_like
-
-#: Updates of a rule, or its `param_updates`; functions return the type of their argument.
-Updates = TypeVar("Updates", RuleUpdates, "OrderedDict[Any, Any]")
-
-Function = TypeVar("Function", bound=Callable[..., Any])
+from synkhronos.training.updates.flat_gradient import FlatGradient, RuleUpdates, as_scalar, make_zero_state
 
 #: Result of a formula: new values by shared variable.
 NewValues: TypeAlias = Mapping[Any, Any]
@@ -48,14 +40,6 @@ _WEIGHT_DOC = """weight : number or symbolic scalar, optional
 _RULE_RETURNS_DOC = """RuleUpdates
     ``(grad_updates, param_updates, grad_shared)``; see `synkhronos.training.updates`."""
 
-_UPDATES_DOC = """updates : RuleUpdates or OrderedDict
-    Result of a rule, or its `param_updates`.  It is not modified.
-params : list of shared variables, optional
-    Variables that get a velocity.  Default: all variables of `updates`, as in Lasagne.  These include the state of a
-    rule such as `adagrad`, so list the parameters after any rule but `sgd`."""
-_UPDATES_RETURNS_DOC = """RuleUpdates or OrderedDict
-    As `updates`, with the velocities in `param_updates`."""
-
 
 class Context:
     """Operations that a formula uses for one parameter; ``c(value)`` is a number or scalar in the parameter's dtype.
@@ -78,7 +62,7 @@ class Context:
 
     def zeros(self, name: str) -> Any:
         """Make a shared variable of zeros, of the parameter's shape, for the state of the rule."""
-        return zeros_like(self._param, name)
+        return make_zero_state(self._param, name)
 
     @property
     def t(self) -> Any:
@@ -140,8 +124,8 @@ def rule(
                 updates.update(formula(p, g, Context(flat, p, common_updates), **scalars))
             return RuleUpdates(OrderedDict([(flat.shared, flat.expression)]), common_updates | updates, flat.shared)
 
-        lines = [_GRADIENTS_DOC, *(_format_hyperparameter(p, descriptions) for p in hyperparameters), _WEIGHT_DOC]
-        _document(update_rule, lines, _RULE_RETURNS_DOC, f"{formula.__name__}(w**2, [w], {example})", result)
+        lines = [_GRADIENTS_DOC, *(format_hyperparameter(p, descriptions) for p in hyperparameters), _WEIGHT_DOC]
+        document(update_rule, lines, _RULE_RETURNS_DOC, f"{formula.__name__}(w**2, [w], {example})", result)
         update_rule.__signature__ = signature  # type: ignore[attr-defined]
         return update_rule
 
@@ -153,56 +137,14 @@ def _arguments(loss_or_grads: Any, params: Iterable[Any], *, weight: Any = None)
     raise NotImplementedError
 
 
-def _replace_steps(
-    updates: Updates,
-    params: Iterable[Any] | None,
-    momentum: Any,
-    velocity: Callable[[Any, Any, Any, Any], NewValues],
-    name: str = "velocity",
-) -> Updates:
-    """Add a velocity to the steps of `updates`.
-
-    ``velocity(p, target, v, m)`` returns the new values of the parameter and of its velocity; ``target`` is the new
-    value of the parameter in `updates`.
-    """
-    if isinstance(updates, tuple) and len(updates) == 3:
-        grad_updates, param_updates, grad_shared = updates
-        changed = _replace_steps(param_updates, params, momentum, velocity, name)
-        return RuleUpdates(grad_updates, changed, grad_shared)
-    if not isinstance(updates, Mapping):
-        raise TypeError(
-            "updates: expected the result of a rule, or its param_updates, "
-            f"got {updates!r} of type {type(updates).__name__}"
-        )
-    params = check_params(updates if params is None else params)
-    check_scalars(params, momentum=momentum)
-    changed = OrderedDict(updates)
-    for p in params:
-        if p not in changed:
-            raise ValueError(f"params: expected variables that have an update, got {p!r}")
-        changed.update(velocity(p, changed[p], zeros_like(p, name), as_scalar(momentum, p)))
-    return changed
-
-
-def _document_velocity(example: str, result: float) -> Callable[[Function], Function]:
-    """Return a decorator that adds the sections shared by `apply_momentum` and `apply_nesterov_momentum`."""
-
-    def decorate(function: Function) -> Function:
-        lines = [_UPDATES_DOC, _format_hyperparameter(inspect.signature(function).parameters["momentum"], {})]
-        call = f"{function.__name__}(sgd(w**2, [w], learning_rate=0.25), {example})"
-        _document(function, lines, _UPDATES_RETURNS_DOC, call, result)
-        return function
-
-    return decorate
-
-
-def _format_hyperparameter(p: inspect.Parameter, descriptions: Mapping[str, str]) -> str:
+def format_hyperparameter(p: inspect.Parameter, descriptions: Mapping[str, str]) -> str:
+    """Return the entry of a hyperparameter in the section of parameters."""
     optional = "" if p.default is p.empty else ", optional"
     kind = "callable" if p.name == "mask" else "number or symbolic scalar"
     return f"{p.name} : {kind}{optional}\n    {({**DESCRIPTIONS, **descriptions})[p.name]}"
 
 
-def _document(function: Any, parameters: list[str], returns: str, call: str, result: float) -> None:
+def document(function: Any, parameters: list[str], returns: str, call: str, result: float) -> None:
     """Add the sections that the docstrings of all rules share."""
     summary, _, own = inspect.cleandoc(function.__doc__).partition("\n\n")
     function.__doc__ = "\n\n".join(
@@ -223,278 +165,3 @@ def _document(function: Any, parameters: list[str], returns: str, call: str, res
             f"{result}",
         ]
     )
-
-
-# -- formulas --------------------------------------------------------------------------------------------------
-
-
-@rule("learning_rate=0.25", 1.5)
-def sgd(p: Any, g: Any, c: Context, learning_rate: Any) -> NewValues:
-    r"""Gradient descent.
-
-    Notes
-    -----
-    .. math:: p_t = p_{t-1} - \eta\, g_t
-
-    References
-    ----------
-    .. [1] Robbins, H. and Monro, S. (1951): A stochastic approximation method.
-       The Annals of Mathematical Statistics 22(3), 400-407.
-    """
-    return {p: p - c(learning_rate) * g}
-
-
-def _add_polyak_velocity(p: Any, target: Any, v: Any, m: Any) -> NewValues:
-    new = m * v + target
-    return {p: new, v: new - p}
-
-
-def _add_nesterov_velocity(p: Any, target: Any, v: Any, m: Any) -> NewValues:
-    new = m * v + target - p
-    return {p: target + m * new, v: new}
-
-
-@rule("learning_rate=0.25", 1.5)
-def momentum(p: Any, g: Any, c: Context, learning_rate: Any, momentum: Any = 0.9) -> NewValues:
-    r"""Gradient descent with a velocity.
-
-    Notes
-    -----
-    .. math::
-       v_t &= \mu v_{t-1} - \eta\, g_t \\
-       p_t &= p_{t-1} + v_t
-
-    Steps grow by up to :math:`1 / (1 - \mu)` over those of `sgd`.
-
-    References
-    ----------
-    .. [1] Polyak, B. T. (1964): Some methods of speeding up the convergence of iteration methods.
-       USSR Computational Mathematics and Mathematical Physics 4(5), 1-17.
-    """
-    return _add_polyak_velocity(p, p - c(learning_rate) * g, c.zeros("velocity"), c(momentum))
-
-
-@rule("learning_rate=0.25", 0.15)
-def nesterov_momentum(p: Any, g: Any, c: Context, learning_rate: Any, momentum: Any = 0.9) -> NewValues:
-    r"""Gradient descent with Nesterov's velocity.
-
-    Notes
-    -----
-    .. math::
-       v_t &= \mu v_{t-1} - \eta\, g_t \\
-       p_t &= p_{t-1} + \mu v_t - \eta\, g_t
-
-    The method in [1]_ and [2]_ takes the gradient at the point :math:`p + \mu v`.  Here the shared variable
-    holds that point, so that the gradient is the one at the parameters.
-
-    References
-    ----------
-    .. [1] Nesterov, Y. (1983): A method of solving a convex programming problem with convergence rate
-       O(1/k^2). Soviet Mathematics Doklady 27, 372-376.
-    .. [2] Sutskever, I., Martens, J., Dahl, G. and Hinton, G. (2013): On the importance of initialization and
-       momentum in deep learning. ICML, 1139-1147.
-    """
-    return _add_nesterov_velocity(p, p - c(learning_rate) * g, c.zeros("nesterov_velocity"), c(momentum))
-
-
-@_document_velocity("[w], momentum=0.5", 1.5)
-def apply_momentum(updates: Updates, params: Iterable[Any] | None = None, momentum: Any = 0.9) -> Updates:
-    r"""Add the velocity of `momentum` to the steps of a rule.
-
-    Notes
-    -----
-    With :math:`\hat p_t` for the rule's new value of the parameter:
-
-    .. math::
-       v_t &= \mu v_{t-1} + \hat p_t - p_{t-1} \\
-       p_t &= p_{t-1} + v_t
-    """
-    return _replace_steps(updates, params, momentum, _add_polyak_velocity)
-
-
-@_document_velocity("[w], momentum=0.5", 0.75)
-def apply_nesterov_momentum(updates: Updates, params: Iterable[Any] | None = None, momentum: Any = 0.9) -> Updates:
-    r"""Add the velocity of `nesterov_momentum` to the steps of a rule.
-
-    Notes
-    -----
-    With :math:`\hat p_t` for the rule's new value of the parameter:
-
-    .. math::
-       v_t &= \mu v_{t-1} + \hat p_t - p_{t-1} \\
-       p_t &= \hat p_t + \mu v_t
-    """
-    return _replace_steps(updates, params, momentum, _add_nesterov_velocity, "nesterov_velocity")
-
-
-@rule("learning_rate=0.25", 2.75)
-def adagrad(p: Any, g: Any, c: Context, learning_rate: Any = 1.0, epsilon: Any = 1e-6) -> NewValues:
-    r"""Adagrad: steps shrink with the sum of squared gradients.
-
-    Notes
-    -----
-    .. math::
-       a_t &= a_{t-1} + g_t^2 \\
-       p_t &= p_{t-1} - \eta\, g_t / \sqrt{a_t + \epsilon}
-
-    References
-    ----------
-    .. [1] Duchi, J., Hazan, E. and Singer, Y. (2011): Adaptive subgradient methods for online learning and
-       stochastic optimization. JMLR 12, 2121-2159.
-    """
-    a = c.zeros("accu")
-    a_new = a + g**2
-    return {a: a_new, p: p - c(learning_rate) * g / c.tensor.sqrt(a_new + c(epsilon))}
-
-
-@rule("learning_rate=0.25", 2.2094)
-def rmsprop(p: Any, g: Any, c: Context, learning_rate: Any = 1.0, rho: Any = 0.9, epsilon: Any = 1e-6) -> NewValues:
-    r"""RMSProp: steps scaled by the root of the mean squared gradient.
-
-    Notes
-    -----
-    .. math::
-       a_t &= \rho\, a_{t-1} + (1 - \rho)\, g_t^2 \\
-       p_t &= p_{t-1} - \eta\, g_t / \sqrt{a_t + \epsilon}
-
-    References
-    ----------
-    .. [1] Tieleman, T. and Hinton, G. (2012): Lecture 6.5: rmsprop. Neural networks for machine
-       learning, Coursera.
-    """
-    a = c.zeros("mean_square")
-    a_new = c(rho) * a + c(1 - rho) * g**2
-    return {a: a_new, p: p - c(learning_rate) * g / c.tensor.sqrt(a_new + c(epsilon))}
-
-
-@rule(
-    "learning_rate=1.0",
-    2.9955,
-    learning_rate="Scale of the steps; 1 in the paper.",
-    rho="Decay of both running means of squares, per step.",
-    epsilon="Term that keeps the divisor positive, and makes the first step nonzero.",
-)
-def adadelta(p: Any, g: Any, c: Context, learning_rate: Any = 1.0, rho: Any = 0.95, epsilon: Any = 1e-6) -> NewValues:
-    r"""Adadelta: steps in the units of the parameter.
-
-    Notes
-    -----
-    .. math::
-       a_t &= \rho\, a_{t-1} + (1 - \rho)\, g_t^2 \\
-       d_t &= g_t \sqrt{b_{t-1} + \epsilon} / \sqrt{a_t + \epsilon} \\
-       b_t &= \rho\, b_{t-1} + (1 - \rho)\, d_t^2 \\
-       p_t &= p_{t-1} - \eta\, d_t
-
-    References
-    ----------
-    .. [1] Zeiler, M. D. (2012): ADADELTA: An adaptive learning rate method. arXiv:1212.5701.
-    """
-    a, b, sqrt = c.zeros("accu"), c.zeros("delta_accu"), c.tensor.sqrt
-    a_new = c(rho) * a + c(1 - rho) * g**2
-    d = g * sqrt(b + c(epsilon)) / sqrt(a_new + c(epsilon))
-    b_new = c(rho) * b + c(1 - rho) * d**2
-    return {a: a_new, b: b_new, p: p - c(learning_rate) * d}
-
-
-@rule("learning_rate=0.25", 2.75)
-def adam(
-    p: Any, g: Any, c: Context, learning_rate: Any = 0.001, beta1: Any = 0.9, beta2: Any = 0.999, epsilon: Any = 1e-8
-) -> NewValues:
-    r"""Adam: the mean gradient over the root of the mean square.
-
-    Notes
-    -----
-    .. math::
-       m_t &= \beta_1 m_{t-1} + (1 - \beta_1)\, g_t \\
-       v_t &= \beta_2 v_{t-1} + (1 - \beta_2)\, g_t^2 \\
-       r_t &= \eta\, \sqrt{1 - \beta_2^t} / (1 - \beta_1^t) \\
-       p_t &= p_{t-1} - r_t\, m_t / (\sqrt{v_t} + \epsilon)
-
-    This is the shorter form at the end of the paper's section 2, where :math:`\epsilon` stands beside the
-    uncorrected root.
-
-    References
-    ----------
-    .. [1] Kingma, D. P. and Ba, J. (2015): Adam: A method for stochastic optimization. ICLR, arXiv:1412.6980.
-    """
-    m, v = c.zeros("m"), c.zeros("v")
-    m_new = c(beta1) * m + c(1 - beta1) * g
-    v_new = c(beta2) * v + c(1 - beta2) * g**2
-    rate = _correct_bias(c, learning_rate, beta1, beta2)
-    return {m: m_new, v: v_new, p: p - rate * m_new / (c.tensor.sqrt(v_new) + c(epsilon))}
-
-
-@rule("learning_rate=0.25", 2.75, beta2="The same for the largest size.")
-def adamax(
-    p: Any, g: Any, c: Context, learning_rate: Any = 0.002, beta1: Any = 0.9, beta2: Any = 0.999, epsilon: Any = 1e-8
-) -> NewValues:
-    r"""Adamax: the mean gradient over a decaying maximum of its magnitude.
-
-    Notes
-    -----
-    .. math::
-       m_t &= \beta_1 m_{t-1} + (1 - \beta_1)\, g_t \\
-       u_t &= \max(\beta_2 u_{t-1}, |g_t|) \\
-       p_t &= p_{t-1} - \frac{\eta}{1 - \beta_1^t}\, \frac{m_t}{u_t + \epsilon}
-
-    References
-    ----------
-    .. [1] Kingma, D. P. and Ba, J. (2015): Adam: A method for stochastic optimization. ICLR, arXiv:1412.6980.
-    """
-    m, u = c.zeros("m"), c.zeros("u")
-    m_new = c(beta1) * m + c(1 - beta1) * g
-    u_new = c.tensor.maximum(c(beta2) * u, abs(g))
-    return {m: m_new, u: u_new, p: p - _correct_bias(c, learning_rate, beta1) * m_new / (u_new + c(epsilon))}
-
-
-@rule("learning_rate=0.25", 2.75)
-def amsgrad(
-    p: Any, g: Any, c: Context, learning_rate: Any = 0.001, beta1: Any = 0.9, beta2: Any = 0.999, epsilon: Any = 1e-8
-) -> NewValues:
-    r"""AMSGrad: Adam with a mean square that never decreases.
-
-    Notes
-    -----
-    .. math::
-       m_t &= \beta_1 m_{t-1} + (1 - \beta_1)\, g_t \\
-       v_t &= \beta_2 v_{t-1} + (1 - \beta_2)\, g_t^2 \\
-       \hat v_t &= \max(\hat v_{t-1}, v_t) \\
-       r_t &= \eta\, \sqrt{1 - \beta_2^t} / (1 - \beta_1^t) \\
-       p_t &= p_{t-1} - r_t\, m_t / (\sqrt{\hat v_t} + \epsilon)
-
-    The paper leaves out the corrections by :math:`1 - \beta^t`; Lasagne has those of `adam`.
-
-    References
-    ----------
-    .. [1] Reddi, S. J., Kale, S. and Kumar, S. (2018): On the convergence of Adam and beyond. ICLR,
-       arXiv:1904.09237.
-    """
-    m, v, v_hat = c.zeros("m"), c.zeros("v"), c.zeros("v_hat")
-    m_new = c(beta1) * m + c(1 - beta1) * g
-    v_new = c(beta2) * v + c(1 - beta2) * g**2
-    v_hat_new = c.tensor.maximum(v_hat, v_new)
-    rate = _correct_bias(c, learning_rate, beta1, beta2)
-    return {m: m_new, v: v_new, v_hat: v_hat_new, p: p - rate * m_new / (c.tensor.sqrt(v_hat_new) + c(epsilon))}
-
-
-def _correct_bias(c: Context, learning_rate: Any, beta1: Any, beta2: Any = None) -> Any:
-    """Return the learning rate, corrected for moving averages that start at zero."""
-    rate = as_scalar(learning_rate, c.t)
-    if beta2 is not None:
-        rate = rate * c.tensor.sqrt(one_minus_power(beta2, c.t))
-    return c(rate / one_minus_power(beta1, c.t))
-
-
-def one_minus_power(beta: Any, t: Any, name: str = "beta1 and beta2") -> Any:
-    """Return ``1 - beta**t``, to the last digits of the dtype of `t`; `name` is that of `beta` in errors.
-
-    Written out, it would lose four digits of float32 to cancellation at beta = 0.999 and t = 1.
-    """
-    tensor = library_of(t).tensor
-    if is_number(beta):
-        if not 0 <= beta < 1:
-            raise ValueError(f"{name}: expected from 0 up to but not including 1, got {beta!r}")
-        log = as_scalar(math.log(beta) if beta else -math.inf, t)
-    else:
-        log = as_scalar(tensor.log(beta), t)
-    return -tensor.expm1(t * log)

@@ -12,8 +12,9 @@ from typing import Any
 
 import numpy as np
 
-from synkhronos.training.updates.flat_gradient import shape_of
-from synkhronos.training.updates.update_rule import Context, NewValues, one_minus_power, rule
+from synkhronos.training.updates.flat_gradient import get_shape
+from synkhronos.training.updates.optimizers import one_minus_power
+from synkhronos.training.updates.update_rule import Context, NewValues, rule
 
 Mask = Callable[[Any], bool] | None
 
@@ -167,7 +168,7 @@ def muon(
     new_m = c(momentum) * m + c(1 - momentum) * g
     mean = c(momentum) * new_m / c(one_minus_power(momentum, c.t + 1, "momentum"))
     mean += c(1 - momentum) * g / c(one_minus_power(momentum, c.t, "momentum"))
-    n_rows, n_columns = shape_of(p)
+    n_rows, n_columns = get_shape(p)
     step = c(math.sqrt(max(1, n_columns / max(1, n_rows)))) * _orthogonalize(mean, n_rows > n_columns, c, epsilon)
     return {m: new_m, p: p - c(learning_rate) * _add_decay(p, step, c, weight_decay, None)}
 
