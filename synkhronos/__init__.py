@@ -76,7 +76,7 @@ __all__ = [
 
 def _launch(rule: _Rule, *arguments: _Any, **settings: _Any) -> _Any:
     """Start the run of `synkhronos.rules.Rule.init`; most programs do not use the launcher, so it is imported here."""
-    from synkhronos.launch.handle import LaunchedRun
+    from synkhronos.launch.launched_run import LaunchedRun
 
     return LaunchedRun(rule, *arguments, **settings)
 

@@ -1,43 +1,26 @@
 """The command line ``python -m synkhronos``, also installed as ``synkhronos``.
 
-Commands:
-
-    python -m synkhronos train SESSION        train a class on all ranks
-    python -m synkhronos check MODEL:CLASS    check a class, and run three iterations of it
-    python -m synkhronos show RUN...          draw recorded runs and timelines
-    python -m synkhronos doctor               list cores, GPUs and packages, and how to install missing ones
-    python -m synkhronos platoon NAME         run a controller and workers written for Platoon
-
-A program written for Theano runs on Theano or PyTensor:
-
-    python -m synkhronos script.py arguments...
-    python -m synkhronos -m module arguments...
-
-It runs as by ``python``, with ``import synkhronos.compat`` before its first line.
+Besides its commands it runs a program written for Theano, on Theano or PyTensor: as ``python`` would, with
+``import synkhronos.compat`` before the first line.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib
 import os
 import runpy
 import sys
 
-_USAGE = """python -m synkhronos train SESSION
-       python -m synkhronos check MODEL:CLASS
-       python -m synkhronos show RUN...
-       python -m synkhronos doctor
-       python -m synkhronos platoon NAME
-       python -m synkhronos [--theano LIBRARY] [-m] PROGRAM [ARGUMENT...]"""
-_DESCRIPTION = """Commands, each with its own --help:
-  train     train a class on all ranks, with the settings of a session file
-  check     list missing methods of a class, and train it for three steps
-  show      draw the curves of recorded runs, or a timeline
-  doctor    list cores, GPUs and packages, and how to install missing ones
-  platoon   run a controller and workers written for Platoon
-
-PROGRAM is a program written for Theano. It runs on PyTensor if Theano is not
-installed."""
+#: Commands: their argument, their description, and the module whose ``main(arguments)`` runs them.
+_COMMANDS = {
+    "train": (" SESSION", "train a class on all ranks, with the settings of a session file", "launch.train"),
+    "check": (" MODEL:CLASS", "list missing methods of a class, and train it for three steps", "launch.check_model"),
+    "show": (" RUN...", "draw the curves of recorded runs, or a timeline", "training.monitoring.show_command"),
+    "doctor": ("", "list cores, GPUs and packages, and how to install missing ones", "launch.doctor"),
+    "platoon": (" NAME", "run a controller and workers written for Platoon", "compat.platoon.launcher"),
+}
+_PROGRAM = "python -m synkhronos"
 
 
 def script() -> None:
@@ -53,34 +36,10 @@ def main(arguments: list[str]) -> None:
     arguments : list of str
         Arguments of the command line, without the program's name.
     """
-    if arguments[:1] == ["show"]:
-        from synkhronos.training.monitoring import show_command
-
-        show_command.main(arguments[1:])
-        return
-    if arguments[:1] == ["platoon"]:
-        from synkhronos.compat.platoon import launcher
-
-        sys.exit(launcher.main(arguments[1:]))
-    if arguments[:1] and arguments[0] in ("train", "check", "doctor"):
-        from synkhronos.launch import command
-
-        sys.exit(command.main(arguments))
-    parser = argparse.ArgumentParser(
-        prog="python -m synkhronos",
-        usage=_USAGE,
-        description=_DESCRIPTION,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument(
-        "--theano",
-        choices=("theano", "pytensor"),
-        metavar="LIBRARY",
-        help="theano or pytensor: the library that `import theano` imports; overrides SYNKHRONOS_THEANO",
-    )
-    parser.add_argument("-m", dest="module", action="store_true", help="PROGRAM is the name of a module")
-    parser.add_argument("program", metavar="PROGRAM", help="a script, or with -m a module")
-    parser.add_argument("arguments", metavar="ARGUMENT", nargs=argparse.REMAINDER, help="arguments of PROGRAM")
+    if arguments and arguments[0] in _COMMANDS:
+        *_, module = _COMMANDS[arguments[0]]
+        sys.exit(importlib.import_module(f"synkhronos.{module}").main(arguments[1:]))
+    parser = _make_parser()
     if not arguments:
         parser.error("expected a command or a program; see --help")
     options = parser.parse_args(arguments)
@@ -98,6 +57,35 @@ def main(arguments: list[str]) -> None:
     # Like Python, find modules in the script's folder first.
     sys.path[0] = os.path.dirname(os.path.abspath(options.program))
     runpy.run_path(options.program, run_name="__main__")
+
+
+def _make_parser() -> argparse.ArgumentParser:
+    """Make the parser of the arguments of a program written for Theano, with the help on all commands."""
+    usages = [f"{_PROGRAM} {name}{argument}" for name, (argument, *_) in _COMMANDS.items()]
+    commands = [f"  {name:9} {description}" for name, (_, description, _) in _COMMANDS.items()]
+    parser = argparse.ArgumentParser(
+        prog=_PROGRAM,
+        usage="\n       ".join([*usages, f"{_PROGRAM} [--theano LIBRARY] [-m] PROGRAM [ARGUMENT...]"]),
+        description="\n".join(
+            [
+                "Commands, each with its own --help:",
+                *commands,
+                "",
+                "PROGRAM is a program written for Theano. It runs on PyTensor if Theano is not installed.",
+            ]
+        ),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument(
+        "--theano",
+        choices=("theano", "pytensor"),
+        metavar="LIBRARY",
+        help="theano or pytensor: the library that `import theano` imports; overrides SYNKHRONOS_THEANO",
+    )
+    parser.add_argument("-m", dest="module", action="store_true", help="PROGRAM is the name of a module")
+    parser.add_argument("program", metavar="PROGRAM", help="a script, or with -m a module")
+    parser.add_argument("arguments", metavar="ARGUMENT", nargs=argparse.REMAINDER, help="arguments of PROGRAM")
+    return parser
 
 
 if __name__ == "__main__":

@@ -3,8 +3,8 @@
     >>> import synkhronos.compat  # the program's first line
 
 Where Theano 1.0.5 is installed, ``import theano`` imports it; this package then patches it (`theano_patches`) and
-provides modules that programs of its time import.  Where it is not installed, an import hook (`hook`) provides
-``theano``, ``theano.tensor``, ... from the modules in `tree`, which are built on PyTensor.  The environment variable
+provides modules that programs of its time import.  Where it is not installed, an import hook (`import_hooks`)
+provides ``theano``, ``theano.tensor``, ... from modules that are built on PyTensor.  The environment variable
 ``SYNKHRONOS_THEANO`` selects one of the two: ``theano`` or ``pytensor``.
 
 The package could be a distribution of its own.  Its interface with the rest of Synkhronos:
@@ -26,12 +26,12 @@ import importlib.util
 import os
 import sys
 
-from synkhronos.compat import hook, theano_patches
+from synkhronos.compat import import_hooks, theano_patches
 
 __all__ = ["install", "library"]
 
 #: Environment variable that selects the library.
-VARIABLE = "SYNKHRONOS_THEANO"
+LIBRARY_VARIABLE = "SYNKHRONOS_THEANO"
 
 
 def install() -> str:
@@ -56,23 +56,23 @@ def install() -> str:
     >>> install()
     'pytensor'
     """
-    hook.install_stand_ins()
-    hook.serve_alias("platoon")
-    hook.install_theanompi()
-    if hook.is_installed():
+    import_hooks.install_shims()
+    import_hooks.install_alias("platoon")
+    import_hooks.install_theanompi()
+    if import_hooks.is_theano_replaced():
         return "pytensor"
-    selected = os.environ.get(VARIABLE, "")
+    selected = os.environ.get(LIBRARY_VARIABLE, "")
     if selected not in ("", "theano", "pytensor"):
-        raise ValueError(f"{VARIABLE} has to be 'theano' or 'pytensor', not {selected!r}")
+        raise ValueError(f"{LIBRARY_VARIABLE} has to be 'theano' or 'pytensor', not {selected!r}")
     if selected == "theano" or (selected == "" and _has_theano()):
         theano_patches.install()
         return "theano"
     if "theano" in sys.modules:
         raise ImportError(
-            f"{VARIABLE}=pytensor, but Theano is imported already: import synkhronos.compat before theano, "
+            f"{LIBRARY_VARIABLE}=pytensor, but Theano is imported already: import synkhronos.compat before theano, "
             "or start the program with `python -m synkhronos script.py`"
         )
-    hook.install()
+    import_hooks.install_theano()
     return "pytensor"
 
 

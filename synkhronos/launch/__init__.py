@@ -3,19 +3,19 @@
 ::
 
     command line, environment, session file
-        │ settings.resolve
+        │ configuration: resolve_settings
     Settings, saved as settings.json in the run's folder
         │
-    supervisor       copies the output of the ranks, records the exit status
+    supervision: the supervisor     copies the output of the ranks, records the exit status
         │ starts
-    master           rank 0: forks the other ranks
-        │ rank_main.prepare_rank, build_instance, train_instance
-    rank 0 ... n-1   each trains an instance of the user's class
+    rank: the master, rank 0        forks the other ranks
+        │ rank_tasks: prepare_rank, build_model, train_model
+    rank 0 ... n-1                  each trains an instance of the user's model class (`model_class`)
 
 ``import synkhronos`` does not import this package.
 """
 
-from synkhronos.launch.model import Model
-from synkhronos.launch.settings import SettingsError
+from synkhronos.launch.configuration.settings import SettingsError
+from synkhronos.launch.model_class.model import Model
 
 __all__ = ["Model", "SettingsError"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import os
 import platform
@@ -13,7 +14,7 @@ from typing import Any
 from synkhronos.checks import list_versions
 from synkhronos.devices import list_gpu_devices
 from synkhronos.gpus import get_n_gpu
-from synkhronos.launch import binding
+from synkhronos.launch import core_binding
 from synkhronos.ranks import count_available_cores
 
 #: Modules and the packages that provide them.
@@ -27,7 +28,7 @@ _PACKAGES = {
     "matplotlib": "matplotlib",
 }
 #: Optional modules: the feature that needs each, and the extra of this package that installs it.
-_OPTIONAL = {
+_OPTIONAL_PACKAGES = {
     "jax": ("PyTensor's JAX mode", "jax"),
     "lasagne": ("Lasagne's layers, and the model zoo", "lasagne"),
     "safetensors": ("checkpoints, and train --resume", "training"),
@@ -35,7 +36,17 @@ _OPTIONAL = {
     "matplotlib": ("pictures of runs (python -m synkhronos show)", "demos"),
 }
 #: Free bytes in /dev/shm below which data and parameters hardly fit.
-_SMALL_SHARED_MEMORY = 1 << 30
+_MIN_SHARED_MEMORY = 1 << 30
+
+
+def main(arguments: list[str]) -> int:
+    """Run the command, and return its exit status."""
+    argparse.ArgumentParser(
+        prog="python -m synkhronos doctor",
+        description="List what this machine has, and how to install what is missing.",
+    ).parse_args(arguments)
+    sys.stdout.write(make_report())
+    return 0
 
 
 def make_report() -> str:
@@ -63,7 +74,7 @@ def make_report() -> str:
     if gpus:
         with contextlib.suppress(Exception):  # NVML's functions fail on some drivers
             lines += _describe_gpus(gpus)
-    steps = _list_first_steps(installed, gpus)
+    steps = _list_required_steps(installed, gpus)
     lines += ["", "Do first"] if steps else ["", f"Ready: {_describe_ranks(installed, gpus)}"]
     lines += [f"  {i}. {step}" for i, step in enumerate(steps, 1)]
     if optional := _list_optional_steps(installed):
@@ -90,14 +101,14 @@ def _describe_ranks(installed: set[str], gpus: int) -> str:
     return f"{library}'s functions run on the {devices}; synkhronos.fork() starts {ranks}"
 
 
-def _list_first_steps(installed: set[str], gpus: int) -> list[str]:
+def _list_required_steps(installed: set[str], gpus: int) -> list[str]:
     """Return the steps that ranks need, the most important first."""
     steps = []
     libraries = installed & {"pytensor", "theano"}
     if not libraries:
         steps.append("install a graph library; without one nothing runs: pip install 'synkhronos[pytensor]'")
     try:
-        if (free := _measure_shared_memory()) < _SMALL_SHARED_MEMORY:
+        if (free := _measure_shared_memory()) < _MIN_SHARED_MEMORY:
             steps.append(
                 f"enlarge /dev/shm, which holds the data and has {free / 2**20:.0f} MiB: "
                 "mount -o remount,size=8G /dev/shm, or docker run --shm-size=8g"
@@ -115,7 +126,7 @@ def _list_first_steps(installed: set[str], gpus: int) -> list[str]:
 def _list_optional_steps(installed: set[str]) -> list[str]:
     """Return the steps that optional features need."""
     steps = []
-    for module, (use, extra) in _OPTIONAL.items():
+    for module, (use, extra) in _OPTIONAL_PACKAGES.items():
         # JAX comes with a NumPy that Theano can't use.
         if module not in installed and not (module == "jax" and "theano" in installed):
             steps.append(f"{use}: pip install 'synkhronos[{extra}]'")
@@ -131,13 +142,13 @@ def _describe_gpus(count: int) -> list[str]:
     lines = []
     pynvml.nvmlInit()
     try:
-        near = binding.find_gpu_cores([f"cuda{i}" for i in range(count)])
-        handles = [binding.get_nvml_handle(i) for i in range(count)]
+        near = core_binding.find_gpu_cores([f"cuda{i}" for i in range(count)])
+        handles = [core_binding.get_nvml_handle(i) for i in range(count)]
         for i, handle in enumerate(handles):
             name: Any = pynvml.nvmlDeviceGetName(handle)
             name = name.decode() if isinstance(name, bytes) else name
             memory = pynvml.nvmlDeviceGetMemoryInfo(handle).total / 2**30
-            cores = binding.format_cores(near.get(f"cuda{i}", [])) or "unknown"
+            cores = core_binding.format_cores(near.get(f"cuda{i}", [])) or "unknown"
             linked = [str(j) for j, other in enumerate(handles) if j != i and _has_nvlink(pynvml, handle, other)]
             links = f", NVLink to {', '.join(linked)}" if linked else ""
             lines.append(f"  cuda{i}: {name}, {memory:.0f} GiB, next to cores {cores}{links}")

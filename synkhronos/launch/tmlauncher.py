@@ -2,28 +2,26 @@
 
 from __future__ import annotations
 
+import argparse
 import os
 import sys
 
-from synkhronos.launch import command, key_value
-from synkhronos.launch.settings import SettingsError, join_tables, read_environment, read_session, resolve
-from synkhronos.launch.supervisor import open_standard_streams
+from synkhronos.launch.configuration import theano_mpi_session
+from synkhronos.launch.configuration.resolve import resolve_settings
+from synkhronos.launch.configuration.settings import SettingsError, merge_tables
+from synkhronos.launch.configuration.sources import read_environment, read_session_file
+from synkhronos.launch.supervision.process_environment import open_standard_streams
+from synkhronos.launch.train import run_training
 
-#: The options of tmlauncher, and the keys for which they stand.
+#: The options of tmlauncher: the key of a session file for which each stands, and its values.
 _OPTIONS = {
-    **dict.fromkeys(("-cfg", "--config"), "config"),
-    **dict.fromkeys(("-file", "--modelfile"), "MODELFILE"),
-    **dict.fromkeys(("-class", "--modelclass"), "MODELCLASS"),
-    **dict.fromkeys(("-r", "--rule"), "RULE"),
-    **dict.fromkeys(("-s", "--size"), "SIZE"),
-    "-bsp_sync_type": "BSP_SYNC_TYPE",
-    "-bsp_exch_strategy": "BSP_EXCH_STRATEGY",
+    ("-file", "--modelfile"): ("MODELFILE", "a file or a module"),
+    ("-class", "--modelclass"): ("MODELCLASS", "a class in it"),
+    ("-r", "--rule"): ("RULE", "an exchange rule, such as BSP, EASGD or GOSGD"),
+    ("-s", "--size"): ("SIZE", "the number of ranks, without devices"),
+    ("-bsp_sync_type",): ("BSP_SYNC_TYPE", "cdd, avg or swap"),
+    ("-bsp_exch_strategy",): ("BSP_EXCH_STRATEGY", "nccl32, nccl16 or ar"),
 }
-_USAGE = """usage: tmlauncher [-cfg=FILE] [-file=MODELFILE] [-class=MODELCLASS] [-r=RULE] [-s=SIZE]
-                  [-bsp_sync_type=cdd|avg|swap] [-bsp_exch_strategy=nccl32|nccl16|ar] [-b]
-
-Runs a session file of Theano-MPI; settings in the file override these options.
-"""
 
 
 def script() -> None:
@@ -32,44 +30,38 @@ def script() -> None:
 
 
 def main(arguments: list[str]) -> int:
-    """Start a run as tmlauncher does; return the exit status: that of the run, or 2 if an option is wrong."""
+    """Start a run as tmlauncher does; return the exit status: that of the run, or 2 if a setting is wrong."""
     open_standard_streams()
-    if not arguments or set(arguments) & {"-h", "--help"}:
-        (sys.stdout if arguments else sys.stderr).write(_USAGE)
-        return 0 if arguments else 2
+    parser = _make_parser()
+    if not arguments:
+        parser.error("expected an option; see --help")
+    options = vars(parser.parse_args(arguments))
+    config = options.pop("config", None)
     try:
-        options, config = parse_options(arguments)
-        file = read_session(config) if config is not None else {}
+        file = read_session_file(config) if config is not None else {}
         if "devices" not in file and os.environ.get("DEVICES"):
             options = {"DEVICES": os.environ["DEVICES"], **options}
-        sources = [read_environment(os.environ), join_tables([key_value.to_settings(options), file])]
-        return command.start(
-            resolve(sources, config), [sys.executable, "-m", "synkhronos.launch.tmlauncher", *arguments]
-        )
+        settings = merge_tables([theano_mpi_session.to_settings(options), file])
+        command = [sys.executable, "-m", "synkhronos.launch.tmlauncher", *arguments]
+        return run_training(resolve_settings([read_environment(os.environ), settings], config), command)
     except (SettingsError, ValueError) as error:
         sys.stderr.write(f"tmlauncher: {error}\n")
         return 2
 
 
-def parse_options(arguments: list[str]) -> tuple[dict[str, str | list[str]], str | None]:
-    """Return the assignments for which options of the command line stand, and the session file's path.
-
-    Raises
-    ------
-    ValueError
-        If an option is unknown, or has no value.
-    """
-    assignments: dict[str, str | list[str]] = {}
-    for argument in arguments:
-        name, equals, value = argument.partition("=")
-        if argument in ("-b", "-bind"):
-            assignments["BIND"] = "True"
-        elif name not in _OPTIONS or not equals:
-            raise ValueError(f"unknown option {argument}\n{_USAGE}")
-        else:
-            assignments[_OPTIONS[name]] = value
-    config = assignments.pop("config", None)
-    return assignments, None if config is None else str(config)
+def _make_parser() -> argparse.ArgumentParser:
+    """Make a parser of the options, whose result has only those that are given."""
+    parser = argparse.ArgumentParser(
+        prog="tmlauncher",
+        description="Run a session file of Theano-MPI. Settings in the file override these options.",
+        argument_default=argparse.SUPPRESS,
+        allow_abbrev=False,
+    )
+    parser.add_argument("-cfg", "--config", metavar="FILE", help="a session file")
+    for flags, (key, description) in _OPTIONS.items():
+        parser.add_argument(*flags, dest=key, metavar=key, help=description)
+    parser.add_argument("-b", "-bind", dest="BIND", action="store_const", const="True", help="bind ranks to cores")
+    return parser
 
 
 if __name__ == "__main__":

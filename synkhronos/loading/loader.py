@@ -32,7 +32,7 @@ from synkhronos.data.shared_memory import create_with_file
 from synkhronos.devices import Selection
 from synkhronos.graphs import library_of
 from synkhronos.loading.augment import make_generator
-from synkhronos.loading.process import LoaderConfig, pack_config, start_loader
+from synkhronos.loading.loader_process import LoaderConfig, pack_config, start_loader
 from synkhronos.loading.ring import RESUME_HINT, LoadError, ReadPlan, Ring, RingLayout
 from synkhronos.loading.sources import IterableSource, as_source, describe_row
 from synkhronos.ranks.interrupts import defer_signals

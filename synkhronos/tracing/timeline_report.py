@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from synkhronos.tracing.chrome import read_trace
+from synkhronos.tracing.chrome_trace import read_trace
 from synkhronos.tracing.spans import CALL, IDLE, WAIT
 
 #: Name of the master's activity between its calls.

@@ -11,8 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from paths import ROOT, SUPPORT
 
-from synkhronos.launch import SettingsError, command, key_value, tmlauncher
-from synkhronos.launch.settings import read_session
+from synkhronos.launch import SettingsError, tmlauncher
+from synkhronos.launch.configuration import theano_mpi_session
+from synkhronos.launch.configuration.sources import read_session_file
 
 pytestmark = pytest.mark.any_library
 
@@ -45,15 +46,15 @@ FILES = {
 }  # fmt: skip
 
 WRONG = {
-    "RULE=BSP\nsource other.cfg": r"line 2: expected KEY=VALUE, or a .toml file, got 'source other.cfg'",
-    "RULE=BSP 3": r"line 1: expected one value, in quotation marks if it has spaces, got 'RULE=BSP 3'",
+    "RULE=BSP\nsource other.cfg": r"line 2: expected KEY=VALUE or KEY=\(VALUE ...\), with quotation marks around a value that has spaces, or a .toml file, got 'source other.cfg'",
+    "RULE=BSP 3": r"line 1: expected KEY=VALUE .* got 'RULE=BSP 3'",
     "\nMODELFILE=$HOME/x": r"line 2: \$HOME/x: only values are read, nothing is expanded or run",
     'MODELFILE="`pwd`"': r"line 1: .*only values are read",
     "RULE=BSP & rm": r"line 1: ",
-    "DEVICES=(cuda0\nRULE=BSP": r"line 1: a bracket is not closed",
-    "DEVICES=(a (b))": r"line 1: expected KEY=\(VALUE ...\)",
-    "RULE=BSP)": r"line 1: expected one value",
-    "RULE='BSP": r"line 1: a quotation mark is not closed",
+    "DEVICES=(cuda0\nRULE=BSP": r"line 1: expected KEY=VALUE .* got 'DEVICES=\(cuda0'",
+    "DEVICES=(a (b))": r"line 1: expected KEY=VALUE .* got 'DEVICES=\(a \(b\)\)'",
+    "RULE=BSP)": r"line 1: expected KEY=VALUE .* got 'RULE=BSP\)'",
+    "RULE='BSP": r"line 1: expected KEY=VALUE .* got \"RULE='BSP\"",
     "RULE=(BSP EASGD)": r"RULE: expected one value, got BSP EASGD",
     "SIZE=many": r"SIZE: expected a number of ranks, got 'many'",
     "BSP_SYNC_TYPE=max": r"BSP_SYNC_TYPE: expected one of avg, cdd, swap, got 'max'",
@@ -67,14 +68,14 @@ WRONG = {
 @pytest.mark.parametrize("text", FILES)
 def test_session_file_is_read_as_bash_reads_it(text, tmp_path):
     (tmp_path / "session.cfg").write_text(text)
-    assert read_session(tmp_path / "session.cfg") == FILES[text]
+    assert read_session_file(tmp_path / "session.cfg") == FILES[text]
 
 
 @pytest.mark.parametrize("text", WRONG)
 def test_wrong_session_file_names_the_line(text, tmp_path):
     (tmp_path / "session.cfg").write_text(text)
     with pytest.raises(SettingsError, match=f"session.cfg: {WRONG[text]}"):
-        read_session(tmp_path / "session.cfg")
+        read_session_file(tmp_path / "session.cfg")
 
 
 values = st.text(st.characters(codec="utf-8", exclude_characters="\0"), max_size=12)
@@ -90,39 +91,44 @@ def test_session_file_reads_quoted_values(assignments, end):
     for key, value in assignments.items():
         words = f"({' '.join(map(shlex.quote, value))})" if isinstance(value, list) else shlex.quote(value)
         text += f"{key}={words}{end}"
-    assert key_value.parse(text) == assignments
+    assert theano_mpi_session.parse_session(text) == assignments
 
 
 @given(st.text(st.sampled_from("AB='\"()#;\\ \n\t$`x,:")) | st.text())
 def test_session_file_reads_or_refuses_any_text(text):
     try:
-        found = key_value.parse(text)
+        found = theano_mpi_session.parse_session(text)
     except ValueError as error:
         assert str(error).startswith("line ")
     else:
         assert all(isinstance(value, str | list) for value in found.values())
 
 
-def test_tmlauncher_accepts_theano_mpis_options():
-    arguments = "-file=models.mlp --modelclass=MLP -r=BSP -s=2 -bsp_sync_type=avg -bsp_exch_strategy=nccl16 -b".split()
-    found, config = tmlauncher.parse_options(arguments)
-    assert config is None and key_value.to_settings(found) == {
+def read_options(text):
+    return vars(tmlauncher._make_parser().parse_args(text.split()))
+
+
+def test_tmlauncher_accepts_theano_mpis_options(capsys):
+    found = read_options(
+        "-file=models.mlp --modelclass=MLP -r=BSP -s=2 -bsp_sync_type=avg -bsp_exch_strategy=nccl16 -b"
+    )
+    assert theano_mpi_session.to_settings(found) == {
         "modelfile": "models.mlp", "modelclass": "MLP", "rule": "BSP", "ranks": 2, "bind": "True",
         "rule_options": {"average": "params", "precision": "float16"},
     }  # fmt: skip
-    words = "--modelfile=models.mlp -class=MLP --rule=BSP --size=2 --config=a.cfg -bind".split()
-    found, config = tmlauncher.parse_options(words)
-    assert config == "a.cfg" and found == {
-        "MODELFILE": "models.mlp", "MODELCLASS": "MLP", "RULE": "BSP", "SIZE": "2", "BIND": "True",
+    found = read_options("--modelfile=models.mlp -class=MLP --rule=BSP --size=2 --config=a.cfg -bind")
+    assert found == {
+        "config": "a.cfg", "MODELFILE": "models.mlp", "MODELCLASS": "MLP", "RULE": "BSP", "SIZE": "2", "BIND": "True",
     }  # fmt: skip
     for wrong in ("-x", "-cfg", "session.cfg", "-b=1"):
-        with pytest.raises(ValueError, match=f"unknown option {wrong}\nusage: tmlauncher"):
-            tmlauncher.parse_options([wrong])
+        with pytest.raises(SystemExit, match="2"):
+            read_options(wrong)
+        assert "usage: tmlauncher" in capsys.readouterr().err
 
 
 def test_session_file_precedes_options(tmp_path, monkeypatch, capsys):
     started = []
-    monkeypatch.setattr(command, "start", lambda settings, words: started.append((settings, words)) or 7)
+    monkeypatch.setattr(tmlauncher, "run_training", lambda settings, words: started.append((settings, words)) or 7)
     monkeypatch.chdir(SUPPORT)
     session = tmp_path / "session.cfg"
     session.write_text("RULE=BSP\nBSP_SYNC_TYPE=avg\nMODELFILE=launch_models.mlp\nMODELCLASS=MLP\n")
@@ -135,9 +141,12 @@ def test_session_file_precedes_options(tmp_path, monkeypatch, capsys):
     assert words[1:3] == ["-m", "synkhronos.launch.tmlauncher"]
     assert tmlauncher.main(["-file=launch_models.mlp", "-class=Nobody", "-r=BSP"]) == 2
     assert "tmlauncher: modelclass: " in capsys.readouterr().err
-    assert tmlauncher.main(["-r=BSP", "-bsp_sync_type=max"]) == 2 and tmlauncher.main([]) == 2
+    assert tmlauncher.main(["-r=BSP", "-bsp_sync_type=max"]) == 2
     assert "expected one of avg, cdd, swap" in capsys.readouterr().err
-    assert tmlauncher.main(["--help"]) == 0 and "usage: tmlauncher" in capsys.readouterr().out
+    for arguments, status in ((["--help"], 0), ([], 2)):
+        with pytest.raises(SystemExit, match=str(status)):
+            tmlauncher.main(arguments)
+        assert "usage: tmlauncher" in capsys.readouterr()[status > 0]
     assert not started
 
 

@@ -17,7 +17,7 @@ import synkhronos as synk
 from synkhronos.devices import JAX
 from synkhronos.devices.jax.scalar_log import ScalarLog
 from synkhronos.graphs import library_of
-from synkhronos.launch.contract import group_variables
+from synkhronos.launch.model_class.model_variables import group_variables
 
 pytestmark = pytest.mark.skipif(not XLA, reason="about JAX arrays")
 

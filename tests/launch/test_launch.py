@@ -13,8 +13,8 @@ import pytest
 from launch_runs import ENVIRONMENT, lines, run, train
 from paths import ROOT, SUPPORT
 
-from synkhronos.launch import contract
-from synkhronos.launch.settings import find_module
+from synkhronos.launch.configuration.model_file import find_module
+from synkhronos.launch.model_class.model_interface import import_model_class
 
 
 def read_traces(folder):
@@ -116,7 +116,7 @@ def test_launch_reports_once_an_epoch(tmp_path):
             print("a report")
             return report(self, worker, state)
 
-        LocalSGD.compute_consensus = report
+        LocalSGD.compute_consensus = compute_consensus
         """)
     )
     sets = ["--set=model='counted.py:MLP'", "--set=rule=LocalSGD", "--set=epochs=2"]
@@ -148,7 +148,9 @@ def test_run_folder_is_locked(tmp_path):
     )
     done = subprocess.run([sys.executable, script], cwd=SUPPORT, env=ENVIRONMENT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    assert f"folder: {tmp_path} has a run that hasn't ended: wait for it, or name another" in done.stdout
+    assert (
+        f"folder: {tmp_path} is in use by a run that hasn't ended: wait for it, or choose another folder" in done.stdout
+    )
     assert [report["epoch"] for report in lines(tmp_path, "reports")] == list(range(1, 22))
 
 
@@ -156,7 +158,7 @@ def test_run_folder_is_locked(tmp_path):
 @pytest.mark.slow
 def test_ranks_with_fewer_batches_do_not_block(tmp_path):
     done = train(tmp_path, "Uneven", epochs=1)
-    assert "ranks have [9, 4] batches: each takes 4, since all exchange at once" in done.stdout
+    assert "ranks have [9, 4] batches: each trains on 4, since all exchange together" in done.stdout
     train(tmp_path / "other", "Uneven", epochs=1, rule="EASGD")
     assert [lines(tmp_path / "other", f"rank-{r}")[-1]["step"] for r in range(2)] == [9, 4]
 
@@ -188,7 +190,7 @@ def test_session_class_imports_neighbouring_modules(tmp_path, monkeypatch):
     (tmp_path / "nets" / "their_parts.py").write_text("rate = 3\n")
     (tmp_path / "nets" / "their_net.py").write_text("from their_parts import rate\nclass Net:\n    rate = rate\n")
     root, module = find_module("nets/their_net.py", "Net", [str(tmp_path)])
-    assert module == "nets.their_net" and contract.load_class(root, module, "Net").rate == 3
+    assert module == "nets.their_net" and import_model_class(root, module, "Net").rate == 3
 
 
 @pytest.mark.any_library

@@ -13,8 +13,8 @@ from launch_interrupts import LIMIT, ShellSupervisor
 from launch_runs import ENVIRONMENT, command, train
 from paths import SUPPORT
 
-from synkhronos.launch import output, supervisor
-from synkhronos.launch.settings import Settings
+from synkhronos.launch.configuration.settings import Settings
+from synkhronos.launch.supervision import rank_output, run_folder, supervisor
 
 pytestmark = pytest.mark.any_library
 
@@ -41,7 +41,7 @@ def test_nan_cost_is_not_saved(tmp_path):
 
 def test_full_disk_still_reports_failure_and_status(tmp_path, capfd):
     settings = Settings("module", "Class", ".", ("cpu",), folder=str(tmp_path))
-    with supervisor.prepare(settings, ["command"]):
+    with run_folder.create_run_folder(settings, ["command"]):
         (tmp_path / "failure.txt").symlink_to("/dev/full")
         run = supervisor.Supervisor(settings)
         run._master = SimpleNamespace(pid=1234, wait=lambda: -9)
@@ -102,8 +102,8 @@ def test_full_disk_log_does_not_stop_a_run(tmp_path, capfd):
 
 
 def test_full_disk_log_loses_only_its_torn_line(tmp_path, capfd):
-    console = output.Console(1, bool)
-    logs = output.RunOutput(tmp_path, False, console, output.Console(2, bool))
+    console = rank_output.Console(1, bool)
+    logs = rank_output.OutputWriter(tmp_path, False, console, rank_output.Console(2, bool))
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     try:
         resource.setrlimit(resource.RLIMIT_FSIZE, (7, before[1]))
@@ -128,15 +128,15 @@ def test_supervisor_error_is_recorded(tmp_path, monkeypatch):
 
 
 def test_other_hosts_may_print_anything():
-    mark = output._MARK
-    assert output.split_name(f"{mark}rank-3.log{mark}a {mark}b") == ("rank-3.log", f"a {mark}b")
+    mark = rank_output.FILE_NAME_MARK
+    assert rank_output.split_file_name(f"{mark}rank-3.log{mark}a {mark}b") == ("rank-3.log", f"a {mark}b")
     for line in ("plain", mark, f"{mark}rank-1.log", f"{mark}../../rank-1.log{mark}text", ""):
-        assert output.split_name(line) == ("", line)
+        assert rank_output.split_file_name(line) == ("", line)
 
 
 def test_console_copies_long_lines_in_linear_time():
     taken, piece = [], b"x" * (1 << 16)
-    lines = output.LineSplitter("rank-0.log", SimpleNamespace(write=lambda name, text: taken.append(len(text))))
+    lines = rank_output.LineSplitter("rank-0.log", SimpleNamespace(write=lambda name, text: taken.append(len(text))))
 
     def measure_seconds(end, pieces):
         began = time.process_time()
@@ -153,7 +153,7 @@ def test_console_copies_long_lines_in_linear_time():
 
 def test_console_keeps_multibyte_characters():
     taken = []
-    lines = output.LineSplitter("", SimpleNamespace(write=lambda name, text: taken.append(text)))
+    lines = rank_output.LineSplitter("", SimpleNamespace(write=lambda name, text: taken.append(text)))
     for byte in "größer → 日本\n".encode() + b"\xff\n":
         assert lines.feed(bytes([byte]))
     assert not lines.feed(b"")

@@ -17,7 +17,9 @@ from hosts import are_simulated, words
 from launch_runs import HOST, lines, list_marked_processes, train
 from paths import SUPPORT
 
-from synkhronos.launch.settings import SettingsError, read_environment, resolve
+from synkhronos.launch.configuration.resolve import resolve_settings
+from synkhronos.launch.configuration.settings import SettingsError
+from synkhronos.launch.configuration.sources import read_environment
 from synkhronos.ranks import count_available_cores
 
 MODEL = {"model": f"{SUPPORT}/launch_models/mlp.py:MLP", "devices": "cpu"}
@@ -235,10 +237,11 @@ def test_kill_of_any_process_on_hosts_leaves_nothing(tmp_path, target):
     ],
 )
 def test_hosts_are_read_from_settings_and_environment(tmp_path, asked, hosts, n_here):
-    settings = resolve([{**MODEL, "folder": str(tmp_path / "run"), **asked}])
+    settings = resolve_settings([{**MODEL, "folder": str(tmp_path / "run"), **asked}])
     assert settings.hosts == hosts and settings.devices == ("cpu",) * n_here
-    settings.save(tmp_path / "settings.json")
-    assert type(settings).load(tmp_path / "settings.json") == settings
+    (tmp_path / "run").mkdir()
+    settings.save()
+    assert type(settings).load(settings.folder) == settings
 
 
 @pytest.mark.any_library
@@ -249,7 +252,7 @@ def test_launch_refuses_several_srun_tasks(tmp_path, monkeypatch):
     monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "2")
     asked = {**MODEL, "folder": str(tmp_path / "run")}
     with pytest.raises(SettingsError, match="2 of these commands were started.*srun --nodes=1 --ntasks=1"):
-        resolve([{**asked, "hosts": "a,b"}])
-    assert resolve([asked]).hosts == ()  # independent runs
+        resolve_settings([{**asked, "hosts": "a,b"}])
+    assert resolve_settings([asked]).hosts == ()  # independent runs
     monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "1")
-    assert resolve([{**asked, "hosts": "a:1,b"}]).hosts == ("a:1", "b")
+    assert resolve_settings([{**asked, "hosts": "a:1,b"}]).hosts == ("a:1", "b")

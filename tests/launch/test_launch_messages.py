@@ -17,10 +17,13 @@ from paths import SUPPORT
 
 from synkhronos import rules
 from synkhronos.gpus import get_n_gpu
-from synkhronos.launch import SettingsError, contract
-from synkhronos.launch.model_recorder import ModelRecorder
-from synkhronos.launch.settings import Settings, join_tables, parse_set, read_environment, read_session, resolve
-from synkhronos.launch.supervisor import prepare
+from synkhronos.launch import SettingsError
+from synkhronos.launch.configuration.resolve import resolve_settings
+from synkhronos.launch.configuration.settings import Settings, merge_tables
+from synkhronos.launch.configuration.sources import parse_set_option, read_environment, read_session_file
+from synkhronos.launch.model_class.model_interface import import_model_class
+from synkhronos.launch.model_class.model_recorder import ModelRecorder
+from synkhronos.launch.supervision.run_folder import create_run_folder
 
 pytestmark = pytest.mark.any_library
 
@@ -51,7 +54,7 @@ SETTINGS = {
     "ranks and devices": ({"devices": "cpu,cpu", "ranks": 3}, "ranks"),
     "ranks, none": ({"ranks": 0}, "ranks"),
     "ranks, too many": ({"ranks": 10**30}, "ranks"),
-    "root, a number": ({"root": 3}, "root"),
+    "pythonpath, a number": ({"pythonpath": 3}, "pythonpath"),
     "ranks, a word": ({"ranks": "all"}, "ranks"),
     "a rule": ({"rule": "SSP"}, "rule"),
     "a rule, a number": ({"rule": 3}, "rule"),
@@ -116,13 +119,13 @@ CLASSES = {
     "StrangeParams": r"StrangeParams lacks:\n  attribute params\[1\]: expected a shared variable, got 3",
     "NoData": r"NoData lacks:\n  attribute data: expected an object with n_batch_train and n_batch_val, got None",
     "NoCount": r"NoCount lacks:\n  attribute data.n_batch_val: expected a number of batches, at least 0, got 'many'",
-    "TwoArguments": r"TwoArguments fails when an instance is made: ContractError: TwoArguments\(\): expected a class that takes one config, got one that takes \['config', 'more'\]",
+    "TwoArguments": r"TwoArguments\(\): expected a class that takes one config, got one that takes \['config', 'more'\]",
     "Raises": r"Raises fails when train_iter\(\) runs: KeyError: 'images'",
-    "StrangeCall": r"the recorder has no 'celebrate': it answers .*train_error",
+    "StrangeCall": r"the recorder has no 'celebrate'; it has .*train_error",
     "Silent": r"Silent: train_iter\(\) has not called recorder.train_error\(count, cost, error\).*\nSilent: train_iter\(\) changes none of params\nSilent: val_iter\(\) has not called recorder.val_error",
     "Diverges": r"Diverges: the cost is nan after 3 iterations",
     "NoEpochs": r"NoEpochs: it has no n_epochs: give --set epochs=N",
-    "a_number": r"a_number fails when its module is imported: ContractError: modelclass: 'a_number' of launch_models.mlp_variants: expected a class, got 3",
+    "a_number": r"modelclass: 'a_number' of launch_models.mlp_variants: expected a class, got 3",
 }  # fmt: skip
 #: Classes that are also run: one of each kind, and errors that occur only on several ranks.
 RUN = {
@@ -161,7 +164,7 @@ def test_launch_refuses_wrong_settings(name, places, monkeypatch):
         if value is not None
     }
     with raises(SettingsError, fault):
-        resolve([asked])
+        resolve_settings([asked])
     assert not places["new"].exists()
 
 
@@ -173,16 +176,16 @@ def test_launch_refuses_unimportable_file_names(monkeypatch, tmp_path):
     asked = {"modelclass": "Net", "devices": "cpu", "folder": "run"}
     for name in ("net.v2.py", "random.py", "numpy.py"):
         with raises(SettingsError, "modelfile", name):
-            resolve([{**asked, "modelfile": name}])
-    found = resolve([{**asked, "modelfile": "v1.2/my_net.py"}])
+            resolve_settings([{**asked, "modelfile": name}])
+    found = resolve_settings([{**asked, "modelfile": "v1.2/my_net.py"}])
     monkeypatch.setattr(sys, "path", list(sys.path))
-    assert contract.load_class(found.root, found.modelfile, "Net").__module__ == "my_net"
+    assert import_model_class(found.pythonpath, found.modelfile, "Net").__module__ == "my_net"
 
 
 def test_run_folder_that_cannot_be_made_is_named(tmp_path):
     settings = Settings("module", "Class", ".", ("cpu",), folder="/proc/no/folder")
     with pytest.raises(SettingsError, match="folder: /proc/no/folder can't be made or written: .*No such file"):
-        prepare(settings, [])
+        create_run_folder(settings, [])
     (tmp_path / "file").touch()
     for folder, words in (
         ("file", "File exists"),
@@ -191,27 +194,27 @@ def test_run_folder_that_cannot_be_made_is_named(tmp_path):
         ("\0", "embedded null byte"),
     ):
         with pytest.raises(SettingsError, match=f"folder: .* can't be made or written: .*{words}"):
-            prepare(dataclasses.replace(settings, folder=str(tmp_path / folder)), [])
+            create_run_folder(dataclasses.replace(settings, folder=str(tmp_path / folder)), [])
     (tmp_path / "settings.json").mkdir()
     with pytest.raises(SettingsError, match="folder: .* can't be written: .*Is a directory"):
-        prepare(dataclasses.replace(settings, folder=str(tmp_path)), [])
+        create_run_folder(dataclasses.replace(settings, folder=str(tmp_path)), [])
 
 
 def test_run_folder_without_results_is_reused(monkeypatch, tmp_path):
     monkeypatch.chdir(SUPPORT)
     asked = [{**MODEL, "folder": str(tmp_path)}]
-    settings = resolve(asked)
-    with prepare(settings, []):
+    settings = resolve_settings(asked)
+    with create_run_folder(settings, []):
         with raises(SettingsError, "folder"):
-            prepare(settings, [])
+            create_run_folder(settings, [])
     for name in ("failure.txt", "rank-0.log", "processes.json"):
         (tmp_path / name).touch()
-    with prepare(resolve(asked), []):
+    with create_run_folder(resolve_settings(asked), []):
         assert not (tmp_path / "failure.txt").exists()
     for name in ("rank-1.jsonl", "reports.jsonl", "params.npz"):
         (tmp_path / name).touch()
         with raises(SettingsError, "folder"):
-            resolve(asked)
+            resolve_settings(asked)
         (tmp_path / name).unlink()
 
 
@@ -222,7 +225,7 @@ def test_session_file_expands_tilde(monkeypatch, tmp_path):
     stored.mkdir(parents=True)
     (stored / "meta.json").touch()
     pytest.importorskip("safetensors")
-    found = resolve([{**MODEL, "folder": "~/new", "resume": "~/old/checkpoints/rows-000000000001"}])
+    found = resolve_settings([{**MODEL, "folder": "~/new", "resume": "~/old/checkpoints/rows-000000000001"}])
     assert found.folder == str(tmp_path / "new") and found.resume == str(stored)
 
 
@@ -232,7 +235,7 @@ def test_launch_refuses_wrong_session_files(name, tmp_path):
     if text is not None:
         (tmp_path / file).write_text(text)
     with raises(SettingsError, file) as caught:
-        read_session(tmp_path / file)
+        read_session_file(tmp_path / file)
     assert text is None or str(caught.value).count(file) == 1  # the error of a missing file has its name already
 
 
@@ -257,7 +260,7 @@ def test_command_line_errors_are_one_line(tmp_path):
 def checked():
     """Check all classes in one process, so that the graph library is imported once; give the outputs by name."""
     code = f"""
-from synkhronos.launch.check import check_class
+from synkhronos.launch.check_model import check_class
 for name in {list(CLASSES)}:
     print("-- case", name)
     print("-- status", check_class(f"launch_models/mlp_variants.py:{{name}}"))
@@ -336,21 +339,25 @@ def test_command_line_precedes_environment_and_file(tmp_path, monkeypatch):
         depth = 3
         """)
     )
-    file = read_session(tmp_path / "session.toml")
+    file = read_session_file(tmp_path / "session.toml")
     environment = read_environment(
         {"SYNKHRONOS_EPOCHS": "8", "SYNKHRONOS_SEED": "6", "SYNKHRONOS_THEANO": "pytensor", "HOME": "x"}
     )
     assert environment == {"epochs": 8, "seed": 6}
-    given = [parse_set("epochs=9"), parse_set("rule_options.period=2"), parse_set("config.name=a b")]
-    found = resolve([*given, environment, file])
+    given = [
+        parse_set_option("epochs=9"),
+        parse_set_option("rule_options.period=2"),
+        parse_set_option("config.name=a b"),
+    ]
+    found = resolve_settings([*given, environment, file])
     assert (found.epochs, found.seed, found.modelclass, found.devices) == (9, 6, "Other", ("cpu",) * 3)
     assert found.rule_options == {"period": 2, "beta": 0.5} and found.config == {"depth": 3, "name": "a b"}
     assert vars(found.make_rule())["period"] == 2
-    assert resolve([{"ranks": 2}, file]).devices == ("cpu", "cpu")
-    assert resolve([{"devices": "cpu"}, {"ranks": 4}, file]).devices == ("cpu",)
-    assert resolve([{"modelfile": "launch_models.mlp", "modelclass": "MLP"}, file]).modelclass == "MLP"
+    assert resolve_settings([{"ranks": 2}, file]).devices == ("cpu", "cpu")
+    assert resolve_settings([{"devices": "cpu"}, {"ranks": 4}, file]).devices == ("cpu",)
+    assert resolve_settings([{"modelfile": "launch_models.mlp", "modelclass": "MLP"}, file]).modelclass == "MLP"
     with raises(SettingsError, "modelclass"):  # the file's class stays
-        resolve([{"modelfile": "launch_models.mlp"}, file])
+        resolve_settings([{"modelfile": "launch_models.mlp"}, file])
 
 
 def test_command_line_order_does_not_matter():
@@ -368,42 +375,42 @@ def test_theano_mpi_session_files_are_read(tmp_path):
     (tmp_path / "session.cfg").write_text(
         "# a comment\nRULE=EASGD\nMODELFILE = 'models.mlp'\nMODELCLASS=MLP # this one\n\nDEVICES=cuda0,cuda1\nBIND=true\n"
     )
-    assert read_session(tmp_path / "session.cfg") == {
+    assert read_session_file(tmp_path / "session.cfg") == {
         "rule": "EASGD", "modelfile": "models.mlp", "modelclass": "MLP", "devices": "cuda0,cuda1", "bind": "true",
     }  # fmt: skip
     (tmp_path / "session.cfg").write_text("RULE=BSP\nSYNC_TYPE=swap\nEXCH_STRATEGY=ar\n")
-    assert read_session(tmp_path / "session.cfg") == {"rule": "Swap"}
+    assert read_session_file(tmp_path / "session.cfg") == {"rule": "Swap"}
     (tmp_path / "session.cfg").write_text("SYNC_TYPE=cdd\nRULE=BSP\nEXCH_STRATEGY=nccl16\n")
-    assert read_session(tmp_path / "session.cfg") == {
+    assert read_session_file(tmp_path / "session.cfg") == {
         "rule": "BSP",
         "rule_options": {"average": "gradient", "precision": "float16"},
     }
 
 
 def test_device_names_of_gpus(monkeypatch):
-    monkeypatch.setattr("synkhronos.launch.settings.get_n_gpu", lambda: 4)
+    monkeypatch.setattr("synkhronos.launch.configuration.placement.get_n_gpu", lambda: 4)
     monkeypatch.chdir(SUPPORT)
     model = {"model": "launch_models/mlp.py:MLP"}
-    assert resolve([model]).devices == ("cuda0", "cuda1", "cuda2", "cuda3")
-    assert resolve([model, {"ranks": 2}]).devices == ("cuda0", "cuda1")
-    assert resolve([model, {"devices": "gpu2, cuda0"}]).devices == ("cuda2", "cuda0")
-    assert resolve([model, {"devices": ["cpu"], "ranks": 2}]).devices == ("cpu", "cpu")
+    assert resolve_settings([model]).devices == ("cuda0", "cuda1", "cuda2", "cuda3")
+    assert resolve_settings([model, {"ranks": 2}]).devices == ("cuda0", "cuda1")
+    assert resolve_settings([model, {"devices": "gpu2, cuda0"}]).devices == ("cuda2", "cuda0")
+    assert resolve_settings([model, {"devices": ["cpu"], "ranks": 2}]).devices == ("cpu", "cpu")
     for given, words in (
         ({"devices": "gpu1,cuda1"}, "devices: expected each GPU once, got gpu1, cuda1"),
-        ({"devices": "cuda4"}, "cuda4 is not there: this machine shows cuda0 to cuda3"),
+        ({"devices": "cuda4"}, "cuda4 is not available: this machine has cuda0 to cuda3"),
         ({"ranks": 5}, "ranks: expected at most 4, one for each GPU, got 5; or devices = 'cpu'"),
     ):
         with pytest.raises(SettingsError, match=words):
-            resolve([model, given])
+            resolve_settings([model, given])
 
 
 def test_checkpoint_requirements_are_checked_at_start(monkeypatch):
     monkeypatch.chdir(SUPPORT)
-    monkeypatch.setattr("synkhronos.launch.settings.find_spec", lambda name: None)
+    monkeypatch.setattr("synkhronos.launch.configuration.resolve.find_spec", lambda name: None)
     with raises(SettingsError, "checkpoint"):
-        resolve([{**MODEL, "checkpoint": 2}])
+        resolve_settings([{**MODEL, "checkpoint": 2}])
     with raises(SettingsError, "resume"):
-        resolve([{**MODEL, "resume": "latest"}])
+        resolve_settings([{**MODEL, "resume": "latest"}])
 
 
 # -- doctor --------------------------------------------------------------------------------------------------
@@ -484,6 +491,6 @@ def test_options_are_checked_with_their_rule(tmp_path, monkeypatch):
         (["rule=easgd"], {"period": 10, "beta": 0.5}),
         (["rule_options.period=3"], {"period": 3, "beta": 0.5}),
     ):
-        assert resolve([join_tables(map(parse_set, sets)), file]).rule_options == options
+        assert resolve_settings([merge_tables(map(parse_set_option, sets)), file]).rule_options == options
     without = {**MODEL, "folder": str(tmp_path), "rule_options": {"period": 4}}
-    assert resolve([parse_set("rule=LocalSGD"), without]).rule_options == {"period": 4}
+    assert resolve_settings([parse_set_option("rule=LocalSGD"), without]).rule_options == {"period": 4}

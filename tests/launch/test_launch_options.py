@@ -112,8 +112,8 @@ WRONG = {
 def checked():
     """Check sessions and classes with wrong options in one process; give the outputs by name."""
     code = f"""
-from synkhronos.launch.check import check_class
-from synkhronos.launch.settings import SettingsError
+from synkhronos.launch.check_model import check_class
+from synkhronos.launch.configuration.settings import SettingsError
 
 def report(name, model, asked):
     print("-- case", name)

@@ -12,7 +12,8 @@ import pytest
 from launch_interrupts import LIMIT, start_checkpointed_run, wait_until_training
 from launch_runs import ENVIRONMENT, lines, train
 
-from synkhronos.launch import memory_checkpoint
+from synkhronos.launch.rank import memory_checkpoint_writer
+from synkhronos.launch.supervision import memory_checkpoint_folder
 from synkhronos.training.checkpoints.checkpoint import list_checkpoints
 
 pytestmark = pytest.mark.any_library
@@ -143,15 +144,15 @@ def test_max_deaths_ends_a_run(tmp_path):
 #: Lets the ranks whose numbers are in the variable GONE fail to start in each recovery.
 BROKEN_DEVICES = """
 import json, os, sys
-if "synkhronos.launch.master" in sys.orig_argv:
-    from synkhronos.launch import rank_main
-    prepare_rank = rank_main.prepare_rank
-    recovers = json.loads(sys.orig_argv[-1])["recovers"]
-    def start_or_fail(worker, consoles, masks, devices, by_host):
-        if recovers and worker.size > int(os.environ["WORKING"]) and worker.number == int(os.environ["GONE"]):
+if "synkhronos.launch.rank.master_process" in sys.orig_argv:
+    from synkhronos.launch.rank import rank_tasks
+    prepare_rank = rank_tasks.prepare_rank
+    def start_or_fail(worker, arguments, devices, ranks_by_host):
+        is_too_many = worker.size > int(os.environ["WORKING"])
+        if arguments.is_recovery and is_too_many and worker.number == int(os.environ["GONE"]):
             raise OSError(f"{devices[worker.number]} has fallen off the bus")
-        return prepare_rank(worker, consoles, masks, devices, by_host)
-    rank_main.prepare_rank = start_or_fail
+        return prepare_rank(worker, arguments, devices, ranks_by_host)
+    rank_tasks.prepare_rank = start_or_fail
 """
 
 
@@ -169,7 +170,7 @@ def train_with_a_broken_device(folder, n_working, gone, **arguments):
 @pytest.mark.parametrize("gone", [0, 2])
 def test_on_death_continue_leaves_out_a_broken_device(tmp_path, gone):
     done = train_with_a_broken_device(tmp_path / "a", 2, gone)
-    words = f"rank {gone} can't start on cpu, which is left out: the run goes on with cpu, cpu\n"
+    words = f"rank {gone} can't start on cpu, which is left out: the run continues with cpu, cpu\n"
     assert done.stderr.count(words) == 1
     run = tmp_path / "a" / "run"
     assert [report["epoch"] for report in lines(run, "reports")] == [1, 2, 3]
@@ -205,7 +206,7 @@ def test_signal_ends_a_run_with_on_death_continue(tmp_path):
         wait_until_training(tmp_path, process)
         process.send_signal(signal.SIGTERM)
         _, errors = process.communicate(timeout=LIMIT)
-        assert process.returncode == 143 and "--resume goes on from" in errors
+        assert process.returncode == 143 and "--resume continues from" in errors
 
 
 @pytest.mark.faults
@@ -225,17 +226,17 @@ def test_signal_during_a_recovery_keeps_the_copy(tmp_path):
                 break
         process.send_signal(signal.SIGTERM)
         _, errors = process.communicate(timeout=LIMIT)
-        assert process.returncode == 143 and "--resume goes on from" in errors
+        assert process.returncode == 143 and "--resume continues from" in errors
         assert len(list((tmp_path / "checkpoints").iterdir())) == 1 and list_copies() == before
 
 
 def test_copy_folders_of_killed_runs_are_removed(tmp_path, monkeypatch):
-    monkeypatch.setattr(memory_checkpoint, "_SHM", tmp_path)
+    monkeypatch.setattr(memory_checkpoint_folder, "_SHM", tmp_path)
     (tmp_path / f"synkhronos-copy-{os.getuid()}-left").mkdir()
-    folders = [memory_checkpoint.CopyFolder()]  # the other folder's owner may be about to lock it
+    folders = [memory_checkpoint_folder.MemoryCheckpointFolder()]  # the other folder's owner may be about to lock it
     assert len(list(tmp_path.iterdir())) == 2
-    monkeypatch.setattr(memory_checkpoint, "_ABANDONED_SECONDS", -1)
-    folders.append(memory_checkpoint.CopyFolder())
+    monkeypatch.setattr(memory_checkpoint_folder, "_ABANDONED_SECONDS", -1)
+    folders.append(memory_checkpoint_folder.MemoryCheckpointFolder())
     assert sorted(tmp_path.iterdir()) == sorted(folder.path for folder in folders)
     for folder in folders:
         folder.remove()
@@ -244,14 +245,14 @@ def test_copy_folders_of_killed_runs_are_removed(tmp_path, monkeypatch):
 
 def test_on_death_copies_are_rarer_if_slow(monkeypatch):
     now = [0.0]
-    monkeypatch.setattr(memory_checkpoint.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(memory_checkpoint_writer.time, "monotonic", lambda: now[0])
     state = SimpleNamespace(worker=SimpleNamespace(broadcast=lambda number: number))
-    schedule = memory_checkpoint.RankCopies("folder", state)
+    schedule = memory_checkpoint_writer.MemoryCheckpointWriter("folder", state)
     batch, dues = 0, []
     for _ in range(12):
-        dues.append(schedule.due)
-        now[0] += (schedule.due - batch) * 0.01  # seconds of the batches
-        batch, began = schedule.due, now[0]
+        dues.append(schedule.due_batch)
+        now[0] += (schedule.due_batch - batch) * 0.01  # seconds of the batches
+        batch, began = schedule.due_batch, now[0]
         now[0] += 0.5
         schedule._schedule_next(began, batch)
     assert dues[:4] == [1, 3, 7, 15] and dues[-1] - dues[-2] == 500  # ten times as long as a copy

@@ -10,9 +10,10 @@ import pytest
 from launch_runs import lines, train
 from library import package, shared, tensor
 
-from synkhronos.launch.contract import ContractError, group_variables
-from synkhronos.launch.model_recorder import ModelRecorder
-from synkhronos.launch.model_run import ModelRun
+from synkhronos.launch.model_class.model_interface import ModelInterfaceError
+from synkhronos.launch.model_class.model_recorder import ModelRecorder
+from synkhronos.launch.model_class.model_variables import group_variables
+from synkhronos.launch.rank.model_epoch_loop import ModelEpochLoop
 from synkhronos.rules import BSP
 from synkhronos.training import Checkpoint, CheckpointError
 from synkhronos.training.checkpoints import compatibility
@@ -85,14 +86,14 @@ def test_metric_missing_in_the_class_is_named():
         (None, {}, "A lacks:\n  metric 'cost', got nothing$"),
     ]:
         settings = SimpleNamespace(keep_best=keep_best, patience=3, modelclass="A")
-        with pytest.raises(ContractError, match=words):
-            ModelRun.observe(SimpleNamespace(settings=settings), SimpleNamespace(metrics=metrics))
+        with pytest.raises(ModelInterfaceError, match=words):
+            ModelEpochLoop.observe(SimpleNamespace(settings=settings), SimpleNamespace(metrics=metrics))
 
 
 @pytest.mark.any_library
 def test_resume_with_fewer_epochs_trains_none():
-    run = SimpleNamespace(n_reports=3, n_epochs=2, class_stops=False)
-    assert ModelRun.has_trained_all_epochs(run)
+    run = SimpleNamespace(n_reports=3, n_epochs=2, is_stopped_by_model=False)
+    assert ModelEpochLoop.has_trained_all_epochs(run)
 
 
 def step(update_rule):
@@ -145,7 +146,7 @@ def test_resume_after_a_signal_equals_an_undisturbed_run(tmp_path, signalled_run
     record = json.loads((tmp_path / "parts" / "run.json").read_text())
     newest = max((tmp_path / "parts" / "checkpoints").iterdir())
     assert (record["status"], record["signal"], record["checkpoint"]) == (143, "SIGTERM", str(newest))
-    assert f"the run was ended by SIGTERM; --resume goes on from {newest}" in done.stderr
+    assert f"the run was ended by SIGTERM; --resume continues from {newest}" in done.stderr
     assert not (tmp_path / "parts" / "params.npz").exists()
     n_steps = int(newest.name.removeprefix("rows-"))
     assert n_steps == 18 if mode == "val" else 9 < n_steps < 18

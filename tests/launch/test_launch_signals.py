@@ -16,8 +16,8 @@ from launch_runs import ENVIRONMENT, command
 from paths import SUPPORT
 from system import find_leaked_names, is_alive, list_children, list_shared_names
 
-from synkhronos.launch import supervisor
-from synkhronos.launch.settings import Settings
+from synkhronos.launch.configuration.settings import Settings
+from synkhronos.launch.supervision import supervisor
 
 pytestmark = pytest.mark.any_library
 
@@ -54,7 +54,7 @@ def test_signal_lets_ranks_write_a_checkpoint(tmp_path, capfd):
     assert run.run() == 143
     record, path = run.read_record(), str(tmp_path / "checkpoints" / "rows-000000000007")
     assert (record["status"], record["signal"], record["checkpoint"]) == (143, "SIGTERM", path)
-    assert f"the run was ended by SIGTERM; --resume goes on from {path}" in capfd.readouterr().err
+    assert f"the run was ended by SIGTERM; --resume continues from {path}" in capfd.readouterr().err
 
 
 def test_signal_ends_slow_ranks_after_the_grace_period(tmp_path, capfd):

@@ -12,8 +12,8 @@ from launch_models.data.regression import BATCHES, MOMENTUM, RATE, ROWS, rows
 from launch_runs import ENVIRONMENT, lines, run
 from paths import SUPPORT
 
-from synkhronos.launch.contract import ContractError, parse_next_batch
-from synkhronos.launch.model_recorder import ModelRecorder
+from synkhronos.launch.model_class.model_interface import ModelInterfaceError, parse_val_iter_result
+from synkhronos.launch.model_class.model_recorder import ModelRecorder
 
 
 def train(folder, name, *arguments, status=0, ranks=2, **settings):
@@ -206,8 +206,8 @@ def test_val_iter_can_return_the_next_batch_or_stop(tmp_path):
 @pytest.mark.any_library
 @pytest.mark.parametrize("answer", [2, 3, "halt", True, 0.5, (1, 2)])
 def test_val_iter_refuses_other_return_values(answer):
-    with pytest.raises(ContractError, match=r"None, 'stop', or the number of the next batch, above 3, got "):
-        parse_next_batch(answer, 3, 4)
+    with pytest.raises(ModelInterfaceError, match=r"None, 'stop', or the number of the next batch, above 3, got "):
+        parse_val_iter_result(answer, 3, 4)
 
 
 @pytest.mark.any_library
@@ -221,7 +221,7 @@ def test_cdd_resumes_from_a_checkpoint(tmp_path):
 
 
 def test_cdd_pending_gradients_survive_another_number_of_ranks():
-    from synkhronos.launch.gradients import SummedGradients
+    from synkhronos.launch.rank.summed_gradients import SummedGradients
 
     zeros = np.zeros(2)
     ranks = [{"params": zeros, "optimizer": zeros, "excluded": zeros, "own": {"pending": np.array([2.0, 4.0])}}] * 2
@@ -246,7 +246,7 @@ def test_cdd_pending_gradients_survive_another_number_of_ranks():
 @pytest.mark.slow
 def test_launch_refuses_a_run_that_trains_nothing(tmp_path, name, settings, words):
     done = train(tmp_path, name, status=1, **settings)
-    assert f"TrainingError: {words}" in done.stderr
+    assert f"IneffectiveTrainingError: {words}" in done.stderr
     assert not (tmp_path / "params.npz").exists()
 
 
@@ -261,7 +261,7 @@ def test_cdd_needs_vels2(tmp_path):
 
 def test_check_runs_a_theano_mpi_class(tmp_path):
     code = f"""
-from synkhronos.launch.check import check_class
+from synkhronos.launch.check_model import check_class
 for name in ("Regression", "Whole", "Called", "Idle", "Alike", "AlikeInParts", "OneList"):
     print("-- class", name)
     print("-- status", check_class(f"launch_models/theano_mpi.py:{{name}}", {{"config": {{"trace": {str(tmp_path)!r}}}}}))
@@ -276,7 +276,7 @@ print("-- status", check_class("launch_models/theano_mpi.py:Regression", {{"rule
     assert "Idle: train_iter() changes none of params\n-- status 1" in found["Idle"]
     message = "with size 2 ranks 0 and 1 have taken the same steps: they train on the same rows"
     assert f"Alike: {message}" in found["Alike"] and f"AlikeInParts: {message}" in found["AlikeInParts"]
-    assert "OneList fails when compile_iter_fns() runs with size 2: ContractError: OneList lacks" in found["OneList"]
+    assert "OneList lacks:\n  attributes vels and vels2" in found["OneList"]
     assert found["Called"].endswith("-- status 0\n"), found["Called"]
     calls = [call[0] for call in json.loads((tmp_path / "calls-0.json").read_text())]
     assert calls.count("train_iter") == 3  # as rank 0 of two: the last but one to be cleaned up
@@ -302,7 +302,7 @@ def test_recorder_draws_pictures(tmp_path):
     ):
         with pytest.raises(ValueError, match=words):
             recorder.plot(**arguments)
-    with pytest.raises(TypeError, match=r"plot_init\(\): expected a text as name, got 3"):
+    with pytest.raises(TypeError, match=r"plot_init\(\): expected a string as name, got 3"):
         recorder.plot_init(3)
     nowhere = ModelRecorder(0)  # a record of a rank on another host
     nowhere.plot_init("scores")

@@ -9,7 +9,7 @@ from launch_runs import lines, run
 from loading_sources import Damaged
 from paths import SUPPORT
 
-from synkhronos.launch.model_recorder import ModelRecorder
+from synkhronos.launch.model_class.model_recorder import ModelRecorder
 
 
 @pytest.mark.parametrize("rule", ["BSP", "GOSGD"])
@@ -121,7 +121,7 @@ def test_model_base_class_refuses_wrong_arrays():
 
 @pytest.mark.any_library
 def test_model_names_a_nan_row():
-    from synkhronos.launch.model_run import ModelRun
+    from synkhronos.launch.rank.model_epoch_loop import ModelEpochLoop
 
     rows = np.zeros((5, 2))
     rows[3, 1] = np.inf
@@ -136,10 +136,10 @@ def test_model_names_a_nan_row():
     with pytest.raises(
         FloatingPointError, match=r"the cost is nan in epoch 2: row 3 of load\(\)'s training array 1 has inf"
     ):
-        ModelRun.make_report(run)
+        ModelEpochLoop.make_report(run)
     run.model = SimpleNamespace(train_data="a class of somebody's")
     with pytest.raises(FloatingPointError, match="the cost is nan in epoch 2: nothing of it was saved"):
-        ModelRun.make_report(run)
+        ModelEpochLoop.make_report(run)
 
 
 @pytest.mark.any_library

@@ -236,7 +236,7 @@ def test_unpickling_happens_only_in_known_places():
         ("replication/replicator.py", "load"),
         ("hosts/agent.py", "loads"),  # the master's plan, from the mailbox
         ("hosts/messenger.py", "loads"),  # messages between agents, over MPI
-        ("loading/process.py", "loads"),  # a loader's arguments, from memory that its owner filled
+        ("loading/loader_process.py", "loads"),  # a loader's arguments, from memory that its owner filled
         ("ranks/rank.py", "loads"),  # objects of ranks, from the slots
         ("ranks/session.py", "loads"),  # a worker's report of a failure, from its slot
         ("hosts/task_agent.py", "loads"),  # requests of a rank to its agent, from a channel

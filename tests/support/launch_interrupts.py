@@ -9,8 +9,8 @@ import time
 from launch_runs import ENVIRONMENT, command
 from paths import SUPPORT
 
-from synkhronos.launch import supervisor
-from synkhronos.launch.settings import Settings
+from synkhronos.launch.configuration.settings import Settings
+from synkhronos.launch.supervision import run_folder, supervisor
 
 LIMIT = 60
 
@@ -21,7 +21,7 @@ class ShellSupervisor(supervisor.Supervisor):
     def __init__(self, folder, script, **settings):
         super().__init__(Settings("module", "Class", ".", ("cpu",), folder=str(folder), **settings))
         self.script = script
-        supervisor.prepare(self.settings, []).close()
+        run_folder.create_run_folder(self.settings, []).close()
 
     def _start(self, consoles):
         # Signals are sent once the supervisor knows the processes to forward them to.

@@ -27,7 +27,7 @@ VOLATILE = {
     re.escape(str(ROOT)): "ROOT",
     r"\bprocess \d+": "process N",
     r"\b0x[0-9a-f]+": "0xN",
-    r"this machine shows (?:no GPU|cuda0(?: to cuda\d+)?)": "this machine shows N GPUs",
+    r"this machine has (?:no GPU|cuda0(?: to cuda\d+)?)": "this machine has N GPUs",
     r"\bsynk_function_\d+": "synk_function_N",
     r"\bhas [\d,]+ bytes left, and memory [\d,]+": "has N bytes left, and memory N",
     # Tests add classes to this module.

@@ -12,7 +12,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from synkhronos.compat import hook
+from synkhronos.compat import import_hooks
 
 #: Environment variable with the arguments of `Controller` as JSON, for programs that parse no command line.
 LAUNCH = "SYNKHRONOS_PLATOON"
@@ -95,7 +95,7 @@ def start_controller(
 
 def run_file(file: str, arguments: Sequence[str]) -> None:
     """Run a file as the main program, with its folder first in ``sys.path``, and this package as ``platoon``."""
-    hook.serve_alias("platoon", always=True)
+    import_hooks.install_alias("platoon", overrides=True)
     path = os.path.abspath(file)
     sys.argv = [file, *arguments]
     sys.path.insert(0, os.path.dirname(path))

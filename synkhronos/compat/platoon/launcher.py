@@ -128,10 +128,14 @@ def _read_hosts() -> list[str]:
 
 def _make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="synkhronos platoon",
+        prog="python -m synkhronos platoon",
         description="Run NAME_controller.py, and NAME_worker.py on each device: programs written for Platoon.",
     )
-    parser.add_argument("experiment_name", metavar="NAME", help="of the files; the controller's is optional")
+    parser.add_argument(
+        "experiment_name",
+        metavar="NAME",
+        help="name of the experiment: NAME_worker.py has to exist, NAME_controller.py may",
+    )
     placement = parser.add_mutually_exclusive_group()
     placement.add_argument(
         "-D", "--devices", nargs="+", metavar="DEVICE", help="a device for each worker: cuda0 cuda1, or cpu cpu"

@@ -14,7 +14,7 @@ Subclasses of `BatchLoop` differ in who takes a step:
   which exchanges gradients: BSP on gradients.
 - `synkhronos.training.trainer.local_step_loop.LocalStepLoop` runs on every rank.  Each rank takes its own steps, and an
   `Exchanger` exchanges parameters by a rule.
-- `synkhronos.launch.model_loop.ModelLoop` does the same with a model class, which chooses the rows.
+- `synkhronos.launch.rank.model_batch_loop.ModelBatchLoop` does the same with a model class, which chooses the rows.
 """
 
 from __future__ import annotations

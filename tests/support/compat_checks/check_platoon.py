@@ -202,7 +202,7 @@ class Queue:
         connection = sockets.connect(self.address, lambda: None, LIMIT)
         while True:
             connection.send_bytes(b"")
-            batch = batch_queue.read(connection.recv_bytes)
+            batch = batch_queue.receive_arrays(connection.recv_bytes)
             if batch is None:
                 return
             received.append(batch)

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import synkhronos.compat
-from synkhronos.compat import hook, theano_patches
+from synkhronos.compat import import_hooks, theano_patches
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -68,17 +68,17 @@ def test_without_a_compiler_no_has_blas_flag(monkeypatch):
     assert theano_patches.find_blas_flags() == ""
 
 
-def test_stand_ins_are_found_last_and_once():
-    hook.install_stand_ins()
-    hook.install_stand_ins()
-    assert sum(isinstance(finder, hook.StandInFinder) for finder in sys.meta_path) == 1
-    finder = hook.StandInFinder()
+def test_shims_are_found_last_and_once():
+    import_hooks.install_shims()
+    import_hooks.install_shims()
+    assert sum(isinstance(finder, import_hooks.ShimFinder) for finder in sys.meta_path) == 1
+    finder = import_hooks.ShimFinder()
     assert finder.find_spec("theano.tensor.signal.other", None) is None
-    assert finder.find_spec("pkg_resources", None).origin.endswith("stand_ins/pkg_resources.py")
+    assert finder.find_spec("pkg_resources", None).origin.endswith("shims/pkg_resources.py")
 
 
 def test_package_versions():
-    from synkhronos.compat.stand_ins import pkg_resources
+    from synkhronos.compat.shims import pkg_resources
 
     assert pkg_resources.get_distribution("pytest").version == pytest.__version__
     with pytest.raises(pkg_resources.DistributionNotFound):

@@ -18,7 +18,7 @@ from theano.tensor.nnet import conv2d
 from theano.tensor.signal.pool import pool_2d
 
 import synkhronos.compat
-from synkhronos.compat import hook
+from synkhronos.compat import import_hooks
 
 ROOT = Path(__file__).resolve().parents[3]
 RNG = np.random.RandomState(0)
@@ -143,16 +143,19 @@ def test_layers_come_from_the_users_copy_and_rules_from_here(tmp_path):
     assert done.stdout == "True cdd nccl32 GoSGD\n3 4\n", done.stderr
     done = run(tmp_path)
     assert "theanompi.models: layers, models and data are those of your copy of Theano-MPI" in done.stdout, done.stderr
-    assert sum(isinstance(finder, hook.TheanoMpiFinder) for finder in sys.meta_path) == 1
+    assert sum(isinstance(finder, import_hooks.TheanoMpiFinder) for finder in sys.meta_path) == 1
 
 
 def test_synkhronos_rules_honour_the_class_attributes(tmp_path, monkeypatch):
     from synkhronos import rules
     from synkhronos.compat.theanompi.rules import BSP
-    from synkhronos.launch import handle
 
     asked = []
-    monkeypatch.setattr(handle, "resolve", lambda sources, source_path: asked.append(sources[0]) or 1 / 0)
+    from synkhronos.launch import launched_run
+
+    monkeypatch.setattr(
+        launched_run, "resolve_settings", lambda sources, source_path: asked.append(sources[0]) or 1 / 0
+    )
     for made, options in (
         (BSP, {"rule": "BSP", "rule_options": {"average": "gradient"}}),
         (type("BSP", (BSP,), {"sync_type": "avg"}), {"rule": "BSP", "rule_options": {"average": "params"}}),

@@ -14,7 +14,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 #: Modules that are about one library.
 NEEDS = {
-    "pytensor": ["check_cases", "check_examples", "check_hook"],
+    "pytensor": ["check_cases", "check_examples", "check_import_hooks"],
     "jax": ["check_lengths", "check_ops", "check_precision", "check_streams"],
 }
 collect_ignore = [

@@ -13,7 +13,9 @@ from zoo_cases import DEMOS, NETWORKS, WHOLE, Plain, Recorder, make, make_for_ta
 from zoo_cases import run as run_steps
 
 import synkhronos.compat
-from synkhronos.launch import check, settings
+from synkhronos.launch import check_model
+from synkhronos.launch.configuration.resolve import resolve_settings
+from synkhronos.launch.configuration.sources import read_session_file
 
 HERE = Path(__file__).resolve().parent
 TABLE = json.loads((HERE / "zoo_losses.json").read_text())
@@ -100,7 +102,7 @@ def test_zoo_network_trains_all_parameters(jax, name, side):
 def train(session, folder, *sets, **environment):
     file = DEMOS / "zoo" / f"{session}.toml"
     if ON_THEANO:  # its convolutions have no Python version
-        sets += (f"model='{HERE / 'zoo_models.py'}:{settings.read_session(file)['model'].split(':')[1]}'",)
+        sets += (f"model='{HERE / 'zoo_models.py'}:{read_session_file(file)['model'].split(':')[1]}'",)
         environment["PYTHONPATH"] = os.pathsep.join([ENVIRONMENT["PYTHONPATH"], str(DEMOS / "zoo")])
         environment["THEANO_FLAGS"] = os.environ["THEANO_FLAGS"]
     sets = [f"--set={each}" for each in ("epochs=1", "config.batch_size=4", *sets)]
@@ -110,15 +112,15 @@ def train(session, folder, *sets, **environment):
 
 @pytest.mark.parametrize("session", SESSIONS, ids=lambda path: path.stem)
 def test_zoo_networks_have_sessions(session, tmp_path):
-    found = settings.resolve(
-        [{"devices": "cpu", "folder": str(tmp_path)}, settings.read_session(session)], source_path=session
+    found = resolve_settings(
+        [{"devices": "cpu", "folder": str(tmp_path)}, read_session_file(session)], source_path=session
     )
     assert found.modelclass in NETWORKS
-    assert found.modelfile == NETWORKS[found.modelclass][0] and Path(found.root) == DEMOS / "zoo"
+    assert found.modelfile == NETWORKS[found.modelclass][0] and Path(found.pythonpath) == DEMOS / "zoo"
 
 
 def test_sessions_name_every_network():
-    assert {settings.read_session(session)["model"].split(":")[1] for session in SESSIONS} == set(NETWORKS)
+    assert {read_session_file(session)["model"].split(":")[1] for session in SESSIONS} == set(NETWORKS)
 
 
 def test_zoo_cifar10_trains_on_two_ranks(tmp_path):
@@ -152,7 +154,7 @@ def test_zoo_refuses_wrong_settings():
 
 def test_lstm_fulfils_the_contract(capsys, monkeypatch):
     monkeypatch.setattr(sys, "path", list(sys.path))
-    assert check.check_class(f"{DEMOS / 'zoo' / 'imdb.py'}:LSTM", {"config": NETWORKS["LSTM"][2]}) == 0, (
+    assert check_model.check_class(f"{DEMOS / 'zoo' / 'imdb.py'}:LSTM", {"config": NETWORKS["LSTM"][2]}) == 0, (
         capsys.readouterr().out
     )
 

@@ -20,7 +20,7 @@ import numpy as np
 
 from synkhronos.casts import check_dense
 from synkhronos.compat.platoon.channel import sockets
-from synkhronos.compat.platoon.channel.sockets import POLL
+from synkhronos.compat.platoon.channel.sockets import POLL_SECONDS
 from synkhronos.compat.platoon.util import PlatoonError
 
 #: Header that ends the stream.
@@ -81,7 +81,7 @@ class BatchSender:
     def _wait(self, ready: Callable[[], bool]) -> None:
         """Wait, with the lock held, until ``ready()``, or until the workers have ended."""
         while not (ready() or self._is_over()):
-            self._changed.wait(POLL)
+            self._changed.wait(POLL_SECONDS)
 
     def _linger(self) -> None:
         """Keep the process alive after the end of its main thread until the queue is empty."""
@@ -114,7 +114,7 @@ class BatchSender:
                     connection.send_bytes(_END)
                     continue
                 try:
-                    write(connection, batch)
+                    send_arrays(connection, batch)
                 finally:
                     with self._changed:
                         self._sending -= 1
@@ -124,15 +124,15 @@ class BatchSender:
             connection.close()
 
 
-def write(connection: Connection, arrays: Sequence[np.ndarray]) -> None:
+def send_arrays(connection: Connection, arrays: Sequence[np.ndarray]) -> None:
     """Send arrays: a header with their dtypes and shapes, then the bytes of each."""
     connection.send_bytes(json.dumps([(array.dtype.str, array.shape) for array in arrays]).encode())
     for array in arrays:
         connection.send_bytes(array.reshape(-1).view(np.uint8).data if array.size else b"")
 
 
-def read(receive: Callable[[], bytes]) -> list[np.ndarray] | None:
-    """Return arrays sent by `write`, from successive messages of ``receive()``; None at the end of the stream."""
+def receive_arrays(receive: Callable[[], bytes]) -> list[np.ndarray] | None:
+    """Return arrays sent by `send_arrays`, from successive messages of ``receive()``; None at the end of the stream."""
     headers = json.loads(receive())
     if headers is None:
         return None

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from multiprocessing.connection import Connection
 
 #: Seconds after which a waiting process checks its peers.
-POLL = 0.05
+POLL_SECONDS = 0.05
 _CREDENTIALS = struct.Struct("3i")
 
 
@@ -53,7 +53,7 @@ def connect(address: str, progress: Callable[[], None], seconds: float) -> Conne
             progress()
             if time.monotonic() > deadline:
                 return None
-            time.sleep(POLL / 5)
+            time.sleep(POLL_SECONDS / 5)
 
 
 def _check_user(end: socket.socket) -> Connection | None:

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import posix_ipc
 
-from synkhronos.compat.platoon.channel import batch_queue, controller_link, sockets
+from synkhronos.compat.platoon.channel import batch_queue, controller_connection, sockets
 from synkhronos.compat.platoon.channel.controller import add_ports
 from synkhronos.compat.platoon.param_sync import ParamSyncRule
 from synkhronos.compat.platoon.util import EndOfBatches, PlatoonError, SingletonType
@@ -76,11 +76,11 @@ class Worker(metaclass=SingletonType):
     ):
         if port is not None:
             raise RuntimeError("port: this parameter is called data_port, as in the Controller")
-        if controller_link.current is None:
+        if controller_connection.current is None:
             raise PlatoonError("this process has no controller: start NAME_worker.py with `synkhronos platoon NAME`")
-        self._link = controller_link.current
+        self._controller = controller_connection.current
         self._seconds = socket_timeout / 1000
-        self._lock = self._link.worker.lock(1 + self.global_rank - self.local_rank)  # of this host's first worker
+        self._lock = self._controller.worker.lock(1 + self.global_rank - self.local_rank)  # of this host's first worker
         self._is_holder = False
         self._multinode = self.local_size < self.global_size
         self._batches: Connection | None = None
@@ -112,7 +112,7 @@ class Worker(metaclass=SingletonType):
         """
         self._is_idle = True
         query = {"worker_id": os.getpid(), "req": req, "req_info": info}
-        return self._link.request(query, self._seconds)
+        return self._controller.request(query, self._seconds)
 
     def lock(self, timeout: float | None = None) -> None:
         """Take the lock of this host's workers.
@@ -151,22 +151,22 @@ class Worker(metaclass=SingletonType):
     @property
     def local_size(self) -> int:
         """Number of workers on this host."""
-        return self._link.local_size
+        return self._controller.local_size
 
     @property
     def local_rank(self) -> int:
         """Rank of this worker on its host: the position of its device in the host's list."""
-        return self._link.local_rank
+        return self._controller.local_rank
 
     @property
     def global_size(self) -> int:
         """Number of the workers of all hosts."""
-        return self._link.worker.size
+        return self._controller.worker.size
 
     @property
     def global_rank(self) -> int:
         """Rank of this worker among all."""
-        return self._link.worker.number
+        return self._controller.worker.number
 
     def close(self) -> None:
         """Close the connection to the queue of mini-batches."""
@@ -202,7 +202,7 @@ class Worker(metaclass=SingletonType):
                 f"dest: expected {src.dtype} of shape {src.shape}, as src, got {dest.dtype} of shape {dest.shape}"
             )
         with restore_precision():
-            result = self._link.worker.all_reduce(src, name)
+            result = self._controller.worker.all_reduce(src, name)
         if dest is None:
             return result
         dest[...] = result
@@ -223,7 +223,7 @@ class Worker(metaclass=SingletonType):
         """
         nbytes = int(np.dtype(array.dtype).itemsize * np.prod(array.shape, dtype=int))
         if nbytes not in self.shared_arrays:
-            memory, _ = self._link.map_memory(f"shared arrays of {nbytes:,} bytes", nbytes, self._seconds)
+            memory, _ = self._controller.map_memory(f"shared arrays of {nbytes:,} bytes", nbytes, self._seconds)
             self.shared_arrays[nbytes] = np.ndarray(array.shape, array.dtype, memory)
         return self.shared_arrays[nbytes]
 
@@ -252,7 +252,7 @@ class Worker(metaclass=SingletonType):
         starts = np.cumsum([0, *(-(-size // 16) * 16 for size in sizes)]).tolist()
         self.lock()
         try:
-            memory, is_first = self._link.map_memory("the shared parameters", starts[-1], self._seconds)
+            memory, is_first = self._controller.map_memory("the shared parameters", starts[-1], self._seconds)
             self.shared_params = [
                 np.ndarray(shape, dtype, memory, start)
                 for (dtype, shape), start in zip(kinds, starts[:-1], strict=True)
@@ -314,7 +314,9 @@ class Worker(metaclass=SingletonType):
         data_hwm : int
             Ignored: the controller bounds the queue.
         """
-        self._batches = sockets.connect(f"{self._link.address}-{port}", self._link.worker.progress, self._seconds)
+        self._batches = sockets.connect(
+            f"{self._controller.address}-{port}", self._controller.worker.progress, self._seconds
+        )
         if self._batches is None:
             raise PlatoonError(f"port: the controller has opened no queue {port}")
 
@@ -339,7 +341,7 @@ class Worker(metaclass=SingletonType):
         with contextlib.suppress(OSError):  # the sender has ended; its last messages can be read
             self._batches.send_bytes(b"")
         connection = self._batches
-        arrays = batch_queue.read(lambda: self._link.receive(connection, self._seconds, "mini-batch"))
+        arrays = batch_queue.receive_arrays(lambda: self._controller.receive(connection, self._seconds, "mini-batch"))
         if arrays is None:
             raise EndOfBatches(self._is_idle)
         self._is_idle = False

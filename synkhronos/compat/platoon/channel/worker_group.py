@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from synkhronos.compat.platoon.channel import sockets
-from synkhronos.compat.platoon.channel.sockets import POLL
+from synkhronos.compat.platoon.channel.sockets import POLL_SECONDS
 from synkhronos.compat.platoon.controller_process import Hosts
 from synkhronos.ranks.errors import describe_exit
 from synkhronos.ranks.segments import create_unlinked_file
@@ -33,7 +33,7 @@ GRACE = 10.0
 
 
 @dataclasses.dataclass(frozen=True)
-class WorkersPlan:
+class WorkerSettings:
     """Settings of the workers' processes, sent as JSON."""
 
     controller: int
@@ -110,7 +110,7 @@ class WorkerGroup:
         ]
         words = [word for text in arguments for word in shlex.split(text)]
         host_fields = None if hosts is None else dataclasses.asdict(hosts)
-        self._plan = WorkersPlan(
+        self._settings = WorkerSettings(
             os.getpid(), address, f"{experiment_name}_worker.py", words, list(devices), logs, host_fields
         )
         self._processes = [0] * n_local
@@ -130,7 +130,7 @@ class WorkerGroup:
         while not all(self._processes):
             ready = wait([self._listener, *self._exit_fds])
             if self._listener not in ready:
-                log = Path(f"{self._plan.logs[0]}.err").read_text()
+                log = Path(f"{self._settings.logs[0]}.err").read_text()
                 sys.stderr.write(f"ERROR! the workers did not start:\n{log}")
                 sys.exit(3)
             connection = sockets.accept(self._listener)
@@ -140,10 +140,10 @@ class WorkerGroup:
         return self._processes
 
     def _start_master(self) -> None:
-        plan = self._plan
-        code = "from synkhronos.compat.platoon import ranks; ranks.main()"
-        command = [sys.executable, "-u", "-c", code, json.dumps(dataclasses.asdict(plan))]
-        with open(f"{plan.logs[0]}.out", "wb") as out, open(f"{plan.logs[0]}.err", "wb") as err:
+        settings = self._settings
+        code = "from synkhronos.compat.platoon import worker_process; worker_process.main()"
+        command = [sys.executable, "-u", "-c", code, json.dumps(dataclasses.asdict(settings))]
+        with open(f"{settings.logs[0]}.out", "wb") as out, open(f"{settings.logs[0]}.err", "wb") as err:
             # A session of its own: a terminal's Ctrl-C reaches the launcher alone.
             self._master = subprocess.Popen(
                 command, stdin=subprocess.DEVNULL, stdout=out, stderr=err, start_new_session=True
@@ -153,7 +153,7 @@ class WorkerGroup:
     def serve(self, answer: Callable[[Any, int, Any], Any]) -> Failure | None:
         """Answer requests by ``answer(request, process, info)`` until all workers end; return the first failure."""
         while self._is_first or self._connections:
-            ready = wait([*self._connections, *self._exit_fds], max(POLL, self._get_seconds_left()))
+            ready = wait([*self._connections, *self._exit_fds], max(POLL_SECONDS, self._get_seconds_left()))
             if set(self._exit_fds) & set(ready):
                 break
             if self._get_seconds_left() == 0:
@@ -222,7 +222,7 @@ class WorkerGroup:
             return self._failures[-1]
         if self._master is None or status == 0:
             return None
-        log = self._plan.logs[0]
+        log = self._settings.logs[0]
         return Failure(0, 2, f"worker 0 (process {self._master.pid}) {describe_exit(status)}; see {log}.err", False)
 
     def end(self) -> None:

@@ -1,0 +1,224 @@
+"""Import hooks that provide modules under the names of other libraries.
+
+- `TheanoFinder`: ``theano`` on PyTensor.  ``theano.a.b`` is the file ``theano/a/b.py`` of this package, or an entry of
+  `RE_EXPORTS`.  Modules and names that are missing there raise errors that say so.
+- `AliasFinder`: ``platoon``, the package `synkhronos.compat.platoon`.
+- `TheanoMpiFinder`: ``theanompi``, with this library's rules, and the user's copy of Theano-MPI for all else.
+- `ShimFinder`: modules that programs of Theano's time import, and that are missing today.
+"""
+
+from __future__ import annotations
+
+import dis
+import importlib.abc
+import importlib.machinery
+import importlib.util
+import os
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from synkhronos.compat.flags import explain_unsupported, to_pytensor_flags
+from synkhronos.compat.re_exports import RE_EXPORTS
+
+_FOLDER = Path(__file__).parent
+_THEANO = _FOLDER / "theano"
+#: Theano 1.0 lacks two modules of its earlier versions, setuptools 82 lacks pkg_resources, and hickle is rarely
+#: installed; Lasagne 0.1 and Theano-MPI's models import them.
+_SHIMS = {
+    "hickle": _FOLDER / "shims" / "hickle.py",
+    "pkg_resources": _FOLDER / "shims" / "pkg_resources.py",
+    "theano.compat.python2x": _THEANO / "compat" / "python2x.py",
+    "theano.tensor.signal.downsample": _THEANO / "tensor" / "signal" / "downsample.py",
+}
+_IMPORT_FROM = dis.opmap["IMPORT_FROM"]
+
+
+def is_theano_replaced() -> bool:
+    """Whether ``import theano`` imports this package's modules."""
+    return any(isinstance(finder, TheanoFinder) for finder in sys.meta_path)
+
+
+def install_theano() -> None:
+    """Provide ``theano`` on PyTensor from now on."""
+    if not is_theano_replaced():
+        # First, to precede the finder of an installed Theano.
+        sys.meta_path.insert(0, TheanoFinder())
+
+
+class TheanoFinder(importlib.abc.MetaPathFinder):
+    """Finds this package's modules under the name ``theano``."""
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        """Return the spec of ``theano`` or of a module below it."""
+        head, *parts = fullname.split(".")
+        if head != "theano":
+            return None
+        if not parts:
+            _require_pytensor()
+        location = _THEANO.joinpath(*parts)
+        file = location / "__init__.py" if location.is_dir() else location.with_suffix(".py")
+        if fullname in RE_EXPORTS:
+            return importlib.machinery.ModuleSpec(fullname, _ReExportLoader(), is_package=True)
+        if not file.exists():
+            # Without `name` set, since `from package import module` would swallow it.
+            raise ModuleNotFoundError(explain_unsupported(fullname))
+        # Every module is a package, so that Python asks this finder for modules that it lacks.
+        locations = [str(location)] if location.is_dir() else []
+        return importlib.util.spec_from_file_location(
+            fullname, file, loader=_FileLoader(fullname, str(file)), submodule_search_locations=locations
+        )
+
+
+class _FileLoader(importlib.machinery.SourceFileLoader):
+    """Loader of the modules that are files."""
+
+    def exec_module(self, module: ModuleType) -> None:
+        """Run the module's code."""
+        super().exec_module(module)
+        _explain_missing_names(module)
+
+
+class _ReExportLoader(importlib.abc.InspectLoader):
+    """Loader of the modules in `RE_EXPORTS`."""
+
+    def get_source(self, fullname: str) -> str:
+        """Return the module's docstring and statements."""
+        return "\n".join([f'"""The module ``{fullname}``, on PyTensor."""', *RE_EXPORTS[fullname]])
+
+    def exec_module(self, module: ModuleType) -> None:
+        """Run the module's statements."""
+        super().exec_module(module)
+        _explain_missing_names(module)
+
+
+def _explain_missing_names(module: ModuleType) -> None:
+    """Add a ``__getattr__`` to a module, which raises an error for names that it lacks."""
+    own_getattr: Callable[[str], Any] | None = module.__dict__.get("__getattr__")
+
+    def getattr_(name: str) -> Any:
+        if own_getattr is not None:
+            try:
+                return own_getattr(name)
+            except AttributeError:
+                pass
+        text = explain_unsupported(f"{module.__name__}.{name}")
+        if name.startswith("__"):
+            raise AttributeError(text)
+        # In `from module import name`, Python replaces the message of an AttributeError.
+        caller = sys._getframe(1)
+        if caller.f_code.co_code[caller.f_lasti] == _IMPORT_FROM:
+            raise ImportError(text, name=module.__name__)
+        raise AttributeError(text, name=name, obj=module)
+
+    module.__getattr__ = getattr_  # type: ignore[method-assign]
+
+
+def install_theanompi() -> None:
+    """Provide ``theanompi`` from now on, with precedence over an installed Theano-MPI."""
+    if not any(isinstance(finder, TheanoMpiFinder) for finder in sys.meta_path):
+        sys.meta_path.insert(0, TheanoMpiFinder())
+
+
+class TheanoMpiFinder(importlib.abc.MetaPathFinder):
+    """Finds ``theanompi`` here; its other modules are in the user's copy."""
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        """Return the spec of the package; raise ModuleNotFoundError for modules that the user's copy lacks."""
+        if fullname == "theanompi":
+            return importlib.util.spec_from_file_location(fullname, _FOLDER / "theanompi" / "__init__.py")
+        if fullname.startswith("theanompi.") and importlib.machinery.PathFinder.find_spec(fullname, path) is None:
+            raise ModuleNotFoundError(
+                f"{fullname}: layers, models and data are those of your copy of Theano-MPI: put the folder in which "
+                f"its folder theanompi lies into PYTHONPATH, or set pythonpath to that folder; searched in "
+                f"{', '.join(map(str, path or ()))}",
+                name=fullname,
+            )
+        return None
+
+
+def install_shims() -> None:
+    """Provide the modules of `_SHIMS` from now on, where they are missing."""
+    if not any(isinstance(finder, ShimFinder) for finder in sys.meta_path):
+        sys.meta_path.append(ShimFinder())  # the last: asked only for modules that no other finder has
+
+
+class ShimFinder(importlib.abc.MetaPathFinder):
+    """Finds the modules of `_SHIMS`."""
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        """Return the spec of a module, or None."""
+        file = _SHIMS.get(fullname)
+        return None if file is None else importlib.util.spec_from_file_location(fullname, file)
+
+
+def install_alias(name: str, overrides: bool = False) -> None:
+    """Provide ``synkhronos.compat.<name>`` as ``<name>`` from now on.
+
+    Parameters
+    ----------
+    name : str
+        Name of the package.
+    overrides : bool
+        Whether it takes precedence over an installed library of this name.
+    """
+    for finder in sys.meta_path:
+        if isinstance(finder, AliasFinder) and finder.name == name:
+            finder.overrides |= overrides
+            return
+    # First, or the next finder would load the package's modules again under their other names.
+    sys.meta_path.insert(0, AliasFinder(name, overrides))
+
+
+class AliasFinder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    """Finds a package of `synkhronos.compat`, and its modules, under another name; see `install_alias`."""
+
+    def __init__(self, name: str, overrides: bool):
+        self.name, self.overrides = name, overrides
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        """Return the spec of the package or of a module in it."""
+        head = fullname.partition(".")[0]
+        if head != self.name:
+            return None
+        if fullname == head:
+            installed = None if self.overrides else importlib.machinery.PathFinder.find_spec(fullname)
+            if installed is not None and installed.origin is not None:  # a folder of this name has no origin
+                return None
+        elif sys.modules[head] is not sys.modules.get(f"synkhronos.compat.{head}"):
+            return None
+        target_spec = importlib.util.find_spec(f"synkhronos.compat.{fullname}")
+        if target_spec is None:
+            raise ModuleNotFoundError(f"synkhronos.compat has no module {fullname}", name=fullname)
+        is_package = target_spec.submodule_search_locations is not None
+        return importlib.machinery.ModuleSpec(fullname, self, is_package=is_package)
+
+    def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType:
+        """Return the one module that both names refer to."""
+        return importlib.import_module(f"synkhronos.compat.{spec.name}")
+
+    def exec_module(self, module: ModuleType) -> None:
+        """Do nothing: `create_module` has run the module's code."""
+
+
+def _require_pytensor() -> None:
+    """Raise ImportError without PyTensor; pass THEANO_FLAGS on to a PyTensor that is not imported yet."""
+    if importlib.util.find_spec("pytensor") is None:
+        raise ModuleNotFoundError(
+            "neither Theano nor PyTensor is installed; PyTensor takes Theano's place with "
+            "`pip install synkhronos[pytensor]`",
+            name="theano",
+        )
+    if "pytensor" not in sys.modules and "THEANO_FLAGS" in os.environ:
+        flags = to_pytensor_flags(os.environ["THEANO_FLAGS"], os.environ.get("PYTENSOR_FLAGS", ""))
+        os.environ["PYTENSOR_FLAGS"] = flags

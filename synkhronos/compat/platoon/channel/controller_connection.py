@@ -1,0 +1,119 @@
+"""A worker's connection to its controller."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import mmap
+import os
+import threading
+import time
+from collections.abc import Callable
+from multiprocessing import reduction
+from typing import Any
+
+from synkhronos.compat.platoon.channel import sockets
+from synkhronos.compat.platoon.channel.sockets import POLL_SECONDS
+from synkhronos.compat.platoon.channel.worker_group import Failure
+from synkhronos.compat.platoon.util import PlatoonError
+from synkhronos.tasks import Worker as RankWorker
+from synkhronos.tasks.worker import get_rank
+
+#: Maximal seconds to connect to the controller.
+_CONNECT_SECONDS = 60.0
+
+
+class ControllerConnection:
+    """Connection of a worker to the controller of its host.
+
+    Parameters
+    ----------
+    worker : synkhronos.Worker
+        The rank of this process.
+    address : str
+        Address of the controller.
+    log : str
+        Path of the controller's standard error, for messages.
+    progress : callable
+        Called while this process waits for the controller; may raise.
+
+    Attributes
+    ----------
+    worker : synkhronos.Worker
+    address : str
+    local_rank, local_size : int
+        Rank of this process among the workers of its host, and their number.
+    """
+
+    def __init__(self, worker: RankWorker, address: str, log: str, progress: Callable[[], None]):
+        self.worker, self.address, self._log = worker, address, log
+        local_ranks = get_rank(worker).control.local_ranks
+        self.local_rank, self.local_size = worker.number - local_ranks.start, len(local_ranks)
+        self._sending = threading.Lock()
+        connection = sockets.connect(address, progress, _CONNECT_SECONDS)
+        if connection is None:
+            raise PlatoonError("the controller can't be reached")
+        self._connection = connection
+        self._send([self.local_rank, os.getpid()])
+
+    def _send(self, message: Any) -> None:
+        text = json.dumps(message)
+        try:
+            with self._sending:
+                self._connection.send_bytes(text.encode())
+        except OSError as error:
+            raise PlatoonError(f"the controller has ended; see {self._log}", error) from error
+
+    def request(self, query: dict[str, Any], seconds: float) -> Any:
+        """Send a query to the controller, and return its answer.
+
+        Raises
+        ------
+        PlatoonError
+            If there is no answer in time, or the controller has ended.
+        """
+        self._send(query)
+        return json.loads(self.receive(self._connection, seconds, "answer of the controller"))
+
+    def receive(self, connection: Any, seconds: float, description: str) -> bytes:
+        """Wait for a message and return it; raise if another worker fails meanwhile.
+
+        ``description`` names the message in the error after ``seconds``.
+        """
+        deadline = time.monotonic() + seconds
+        try:
+            while not connection.poll(POLL_SECONDS):
+                self.worker.progress()
+                if time.monotonic() > deadline:
+                    raise PlatoonError(f"timeout: no {description} in {seconds:g} seconds")
+            message: bytes = connection.recv_bytes()
+        except (EOFError, OSError) as error:
+            raise PlatoonError(f"no {description}: its process has ended; see {self._log}", error) from error
+        self.worker.progress()
+        return message
+
+    def map_memory(self, name: str, nbytes: int, seconds: float) -> tuple[mmap.mmap, bool]:
+        """Map the shared memory of a name and size; return it, and whether this worker was the first to ask for it."""
+        answer = self.request({"memory": {"name": name, "nbytes": nbytes}}, seconds)
+        if "error" in answer:
+            raise PlatoonError(answer["error"])
+        file = reduction.recv_handle(self._connection)
+        try:
+            return mmap.mmap(file, max(1, nbytes)), answer["is_new"]
+        finally:
+            os.close(file)
+
+    def report(self, failure: Failure) -> None:
+        """Send a failure to the controller, if that has not ended."""
+        with contextlib.suppress(PlatoonError):
+            self._send({"failure": dataclasses.asdict(failure)})
+
+    def end(self) -> None:
+        """Send the end of this worker to the controller."""
+        with contextlib.suppress(PlatoonError):
+            self._send({"end": True})
+
+
+#: Connection of this process; None before it is a worker of an experiment.
+current: ControllerConnection | None = None

@@ -1,0 +1,188 @@
+"""The process of worker 0, the master of the ranks, and the task of each rank."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Iterator
+from dataclasses import replace
+
+from synkhronos.compat.platoon.channel import controller_connection
+from synkhronos.compat.platoon.channel.sockets import POLL_SECONDS
+from synkhronos.compat.platoon.channel.worker_group import Failure, WorkerSettings
+from synkhronos.compat.platoon.controller_process import Hosts, run_file, start_controller
+from synkhronos.compat.platoon.util import EndOfBatches
+from synkhronos.compat.startup import import_theano_before_fork
+from synkhronos.processes import close, fork
+from synkhronos.ranks import WorkerError
+from synkhronos.ranks.child_process import exit_with_parent
+from synkhronos.ranks.errors import Cancelled, describe_exit
+from synkhronos.tasks import Worker, run
+from synkhronos.tasks.worker import get_rank
+
+
+class ScriptError(Exception):
+    """A worker's file has failed; the worker itself has reported the reason."""
+
+
+def main() -> None:
+    """Fork the ranks of a `WorkerSettings`, as the process of worker 0, and run the worker's file on each."""
+    settings = WorkerSettings(**json.loads(sys.argv[1]))
+    exit_with_parent(settings.controller, in_main_thread=True)
+    on_gpu = settings.devices[0] != "cpu"
+    hosts = (
+        []
+        if settings.hosts is None
+        else [f"{name}:{len(devices)}" for name, devices in settings.hosts["devices"].items()]
+    )
+    if on_gpu and not hosts:
+        os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(_to_visible_device(device) for device in settings.devices)
+    import_theano_before_fork(on_gpu)
+    fork(None if hosts else len(settings.devices), use_gpu=on_gpu, hosts=hosts)
+    try:
+        with _watch_other_hosts() if hosts else contextlib.nullcontext():
+            run(run_script, settings)
+    except ScriptError:
+        sys.exit(1)
+    except WorkerError as error:
+        sys.stderr.write(f"{error}\n")
+        text, _, _ = str(error).splitlines()[0].partition("; the other workers")
+        # A worker of another host has reported to its own controller alone.
+        _, is_own, message = text.partition(f" raised {ScriptError.__name__}: ")
+        message = message or text.replace(f"rank {error.rank}", f"worker {error.rank}", 1)
+        _report(error.rank, message, bool(is_own))
+        sys.exit(1)
+    except RuntimeError as error:  # a worker has ended for which others wait
+        _report(0, str(error))
+        raise
+    finally:
+        close()
+
+
+@contextlib.contextmanager
+def _watch_other_hosts() -> Iterator[None]:
+    """Report a failure on any host to the first controller, which then limits its wait for the other workers.
+
+    Workers of other hosts report to their own controllers.  The exception reaches worker 0 when all workers have ended.
+    """
+    has_ended = threading.Event()
+
+    def watch() -> None:
+        while not has_ended.wait(POLL_SECONDS * 4):
+            rank = None if controller_connection.current is None else get_rank(controller_connection.current.worker)
+            if rank is not None and rank.has_failed(rank.command_number):
+                _report(0, "a worker of another host has failed; see the logs of all workers")
+                return
+
+    thread = threading.Thread(target=watch, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        has_ended.set()
+        thread.join()
+
+
+def _report(rank: int, message: str, is_own: bool = False) -> None:
+    """Report a failure to the first controller."""
+    if controller_connection.current is not None:
+        controller_connection.current.report(Failure(rank, 2, message, is_own))
+
+
+def _to_visible_device(device: str) -> str:
+    """Convert a name such as ``cuda1`` to an entry of CUDA_VISIBLE_DEVICES."""
+    number = device.removeprefix("cuda").removeprefix("gpu") or "0"
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return number if visible is None else visible.split(",")[int(number)].strip()
+
+
+def run_script(worker: Worker, settings: WorkerSettings) -> None:
+    """Run the worker's file on one rank; raise ScriptError if it fails, or exits with a status other than 0."""
+    os.makedirs(os.path.dirname(settings.logs[0]), exist_ok=True)  # hosts may share no folder
+    if worker.number:  # worker 0 was started with files of its own
+        sys.stdout.flush()
+        sys.stderr.flush()
+        for file, kind in ((1, "out"), (2, "err")):
+            log = os.open(f"{settings.logs[worker.number]}.{kind}", os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
+            os.dup2(log, file)
+            os.close(log)
+    with _connect_to_controller(worker, settings):
+        _run_file(worker, settings)
+
+
+@contextlib.contextmanager
+def _connect_to_controller(worker: Worker, settings: WorkerSettings) -> Iterator[None]:
+    """Connect a worker with its host's controller; the first worker of another host starts that.
+
+    Raises
+    ------
+    ScriptError
+        If that controller has failed.
+    """
+    folder, first_rank = os.path.dirname(settings.logs[0]), get_rank(worker).control.local_ranks.start
+    if settings.hosts is None or not first_rank:
+        controller_connection.current = controller_connection.ControllerConnection(
+            worker, settings.address, f"{folder}/controller_cpu.err", worker.progress
+        )
+        yield
+        return
+    hosts, address, controller = Hosts(**settings.hosts), f"{settings.address}-{first_rank}", None
+    index = hosts.find_host(first_rank)
+    name = list(hosts.devices)[index]
+    log = f"{folder}/controller_{name}"
+    if worker.number == first_rank:
+        controller = start_controller(hosts.controller, log, None, replace(hosts, index=index, address=address))
+
+    def progress() -> None:
+        worker.progress()
+        if controller is not None and controller.poll() is not None:
+            raise ScriptError(f"the controller of host {name} ended before its workers began; see {log}.err")
+
+    controller_connection.current = controller_connection.ControllerConnection(worker, address, f"{log}.err", progress)
+    try:
+        yield
+    finally:
+        controller_connection.current.end()
+    if controller is not None:
+        while controller.poll() is None:
+            worker.progress()
+            time.sleep(POLL_SECONDS)
+        if controller.returncode:
+            raise ScriptError(f"the controller of host {name} {describe_exit(controller.returncode)}; see {log}.err")
+
+
+def _run_file(worker: Worker, settings: WorkerSettings) -> None:
+    assert controller_connection.current is not None
+    # Every worker is connected before one of them may end.
+    worker.barrier("the workers are connected")
+    try:
+        run_file(settings.script, settings.arguments)
+        return
+    except SystemExit as error:
+        status = error.code if isinstance(error.code, int) else int(error.code is not None)
+        if not status:
+            return
+        outcome = f"exited with status {status}"
+        if not isinstance(error.code, int):
+            sys.stderr.write(f"{error.code}\n")
+            outcome = f"exited with {error.code!r}"
+    except Cancelled:  # worker 0 reports the reason
+        raise
+    except BaseException as error:
+        if isinstance(error, EndOfBatches) and error.is_idle:
+            sys.stderr.write("this worker has ended: there are no more mini-batches\n")
+            return
+        get_rank(worker).check_cancelled()  # raises if a peer has failed before: this error may be a consequence
+        traceback.print_exc()
+        status, outcome = 1, f"raised {type(error).__name__}: {error}"
+    description = f"worker {worker.number} ({settings.devices[worker.number]}, process {os.getpid()})"
+    log = f"{settings.logs[worker.number]}.err"
+    controller_connection.current.report(
+        Failure(worker.number, status, f"{description} {outcome}; see {log}", is_own=True)
+    )
+    raise ScriptError(f"{description} {outcome.splitlines()[0]}; see {log}")

@@ -1,1 +1,0 @@
-"""Modules that `synkhronos.compat.hook.StandInFinder` provides under their own names."""

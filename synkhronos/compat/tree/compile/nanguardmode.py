@@ -1,3 +1,0 @@
-"""The module ``theano.compile.nanguardmode``, on PyTensor."""
-
-from pytensor.compile.debug.nanguardmode import *

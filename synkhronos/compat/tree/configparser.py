@@ -1,3 +1,0 @@
-"""The module ``theano.configparser``, on PyTensor."""
-
-from theano import change_flags, config

@@ -1,3 +1,0 @@
-"""The module ``theano.ifelse``, on PyTensor."""
-
-from pytensor.ifelse import IfElse, ifelse

@@ -1,1 +1,0 @@
-"""The module ``theano.misc``, on PyTensor."""

@@ -1,3 +1,0 @@
-"""The module ``theano.printing``, on PyTensor."""
-
-from pytensor.printing import *

@@ -1,4 +1,0 @@
-"""The module ``theano.scalar``, on PyTensor."""
-
-from pytensor.scalar import *
-from pytensor.scalar.basic import *

@@ -1,3 +1,0 @@
-"""The module ``theano.tensor.elemwise``, on PyTensor."""
-
-from pytensor.tensor.elemwise import *

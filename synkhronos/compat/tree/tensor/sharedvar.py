@@ -1,3 +1,0 @@
-"""The module ``theano.tensor.sharedvar``, on PyTensor."""
-
-from pytensor.tensor.sharedvar import *

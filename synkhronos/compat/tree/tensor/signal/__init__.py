@@ -1,3 +1,0 @@
-"""The module ``theano.tensor.signal``, on PyTensor."""
-
-from theano.tensor.signal import pool

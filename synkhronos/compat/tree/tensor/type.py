@@ -1,3 +1,0 @@
-"""The module ``theano.tensor.type``, on PyTensor."""
-
-from pytensor.tensor.type import *

@@ -1,0 +1,84 @@
+"""Location of the user's model class: its file is found and parsed without being imported."""
+
+from __future__ import annotations
+
+import ast
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from synkhronos.launch.configuration.settings import SettingsError
+
+
+def find_module(name: str, class_name: str, folders: Sequence[str]) -> tuple[str, str]:
+    """Find the file of the model class, without importing it; return a folder for `sys.path`, and the module's name.
+
+    Parameters
+    ----------
+    name : str
+        A path such as ``models/mlp.py``, or a module such as ``models.mlp``.
+    class_name : str
+        Name of the model class.
+    folders : list of str
+        Folders in which the file is searched; for a module, before those in `sys.path`.
+
+    Raises
+    ------
+    SettingsError
+        If the file does not exist, has a syntax error, or does not define the class.
+    """
+    path, folder = _find_file(name, folders)
+    try:
+        tree = ast.parse(path.read_bytes(), str(path))
+    except SyntaxError as error:
+        raise SettingsError(f"modelfile: {path}, line {error.lineno}: {error.msg}") from None
+    names = _find_names(tree)
+    if class_name not in names and "*" not in names:
+        classes = [node.name for node in tree.body if isinstance(node, ast.ClassDef)]
+        raise SettingsError(f"modelclass: {path} has no {class_name!r}: it has {', '.join(classes) or 'no class'}")
+    parts = path.relative_to(folder).with_suffix("").parts
+    if any("." in part for part in parts[:-1]):  # such a folder can't be a package: import the file alone
+        folder, parts = path.parent, parts[-1:]
+    if "." in parts[-1]:
+        raise SettingsError(f"modelfile: {path}: a module's name can't contain a dot: rename the file")
+    if parts[0] in sys.modules and parts[0] in {*sys.stdlib_module_names, "numpy", "synkhronos"}:
+        raise SettingsError(f"modelfile: {path}: {parts[0]!r} is a module that every run imports: rename the file")
+    module = ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+    return str(folder), module
+
+
+def _find_file(name: str, folders: Sequence[str]) -> tuple[Path, Path]:
+    """Find the file, and the folder to which the module's name is relative."""
+    if name.endswith(".py"):
+        for folder in folders:
+            path = Path(folder, name)
+            if path.is_file():
+                is_inside = not os.path.isabs(name) and ".." not in Path(name).parts
+                return path.absolute(), Path(folder).absolute() if is_inside else path.absolute().parent
+        raise SettingsError(f"modelfile: there is no file {name} in {' or '.join(dict.fromkeys(folders))}")
+    relative = name.replace(".", "/")
+    for folder in [*folders, *sys.path]:
+        for path in (Path(folder, f"{relative}.py"), Path(folder, relative, "__init__.py")):
+            if path.is_file():
+                return path.absolute(), Path(folder).absolute()
+    raise SettingsError(
+        f"modelfile: expected a file or a module, got {name!r}: there is no {relative}.py in "
+        f"{' or '.join(dict.fromkeys(folders))}, nor where Python looks for modules"
+    )
+
+
+def _find_names(tree: ast.Module) -> set[str]:
+    """Find the names that a module binds at its top level, also within ``if`` or ``try``."""
+    names: set[str] = set()
+    stack: list[ast.AST] = list(tree.body)
+    while stack:
+        node = stack.pop()
+        if isinstance(node, ast.ClassDef | ast.FunctionDef):
+            names.add(node.name)
+        elif isinstance(node, ast.Import | ast.ImportFrom):
+            names |= {(alias.asname or alias.name).split(".")[0] for alias in node.names}
+        else:
+            names |= {node.id} if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store) else set()
+            stack += ast.iter_child_nodes(node)
+    return names

@@ -1,0 +1,174 @@
+"""The settings of a run, as `resolve_settings` makes them and as its ranks read them from ``settings.json``."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import json
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from synkhronos import rules
+
+#: File in a run's folder to which `Settings.save` writes.
+SETTINGS_FILE = "settings.json"
+#: Exchange rules by their names in lower case.
+RULE_CLASSES: dict[str, type[rules.Rule]] = {
+    name.lower(): kind
+    for name, kind in vars(rules).items()
+    if isinstance(kind, type) and issubclass(kind, rules.Rule) and kind is not rules.Rule
+}
+
+
+class SettingsError(ValueError):
+    """A setting is wrong; the message begins with its name."""
+
+
+@contextmanager
+def convert_errors(prefix: str = "") -> Iterator[None]:
+    """Convert errors of a check of arguments to SettingsError, with a prefix of the message."""
+    try:
+        yield
+    except (TypeError, ValueError, OSError) as error:
+        raise SettingsError(f"{prefix}{error}") from None
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Checked settings of a run; docs/launcher.rst describes those that users set."""
+
+    #: Name under which Python imports the module, and name of the model class in it.
+    modelfile: str
+    modelclass: str
+    #: Folder to which the module's name is relative; ranks put it first in `sys.path`.
+    pythonpath: str
+    #: Device of each rank of this machine: ``"cpu"``, or ``"cuda0"`` and so on.
+    devices: tuple[str, ...]
+    #: Names of the machines with ranks, this one first, with optional numbers of ranks: ``"b:3"``.  Empty for one
+    #: machine.
+    hosts: tuple[str, ...] = ()
+    rule: str = "BSP"
+    rule_options: dict[str, Any] = field(default_factory=dict)
+    #: The run's folder.
+    folder: str = ""
+    #: Number of epochs; None: ``n_epochs`` of the model.
+    epochs: int | None = None
+    #: Seed from which each rank derives its own.
+    seed: int = 0
+    #: Whether ranks are bound to cores.
+    bind: bool = True
+    #: Further entries of the config that the constructor of the model class gets.
+    config: dict[str, Any] = field(default_factory=dict)
+    #: Options of a `Model`'s step.
+    model_options: dict[str, Any] = field(default_factory=dict)
+    #: Number of steps of a rank between two lines of its record.
+    every: int = 40
+    #: Number of epochs between two checkpoints; 0: no checkpoints.
+    checkpoint: int = 0
+    #: Number of newest checkpoints that are not deleted.
+    keep: int = 3
+    #: Time in seconds to write a checkpoint and exit after a scheduler's signal; 0: ranks are killed at once.
+    grace: float = 30.0
+    #: Maximal number of restarts from the newest checkpoint after a failure.
+    restarts: int = 0
+    #: After the death of a process: "continue" starts the ranks again from a copy in memory, "stop" ends the run.
+    on_death: str = "stop"
+    #: Maximal number of deaths for "continue".
+    max_deaths: int = 100
+    #: Number of epochs without an improvement after which the run stops; None: no limit.
+    patience: int | None = None
+    #: Metric whose best checkpoint is not deleted, and "min" or "max".
+    keep_best: list[str] | None = None
+    #: Whether the class's ``scale_lr(size)`` is called.
+    scale_lr: bool = False
+    #: Whether ``shared_lr`` rises over five epochs to its value times the number of ranks; None: under BSP and Swap.
+    warmup: bool | None = None
+    #: Whether a timeline of the ranks is recorded, in ``timeline.json``.
+    timeline: bool = False
+    #: ``"latest"``, or a checkpoint's path.
+    resume: str | None = None
+
+    def make_rule(self) -> rules.Rule:
+        """Make the exchange rule.  BSP averages parameters, since a model class compiles its own steps.
+
+        Raises
+        ------
+        SettingsError
+            If the rule has no such option, or a value is wrong.
+        """
+        rule_class, options = RULE_CLASSES[self.rule.lower()], self.rule_options
+        if rule_class is rules.EAMSGD:
+            raise SettingsError("rule: EAMSGD needs the velocities, and a class doesn't name them: take EASGD")
+        names = [name for name in inspect.signature(rule_class).parameters if name != "exclude"]
+        for option in options:
+            if option not in names:
+                expected = ", ".join(names) or "none"
+                raise SettingsError(f"rule_options: {self.rule} has no {option!r}: expected one of {expected}")
+        if rule_class is rules.BSP:
+            # The instance on each rank determines whether gradients can be exchanged: `compile_model`.
+            if options.get("average") not in (None, "gradient", "params"):
+                raise SettingsError(
+                    f"rule_options.average: expected 'gradient' or 'params', got {options['average']!r}"
+                )
+            options = {**options, "average": "params"}
+        with convert_errors("rule_options: "):
+            return rule_class(**options)
+
+    @property
+    def saves_on_signal(self) -> bool:
+        """Whether ranks write a checkpoint at a scheduler's signal."""
+        return bool(self.checkpoint and self.grace)
+
+    @property
+    def on_gpu(self) -> bool:
+        """Whether ranks compute on GPUs."""
+        return self.devices[0] != "cpu"
+
+    def save(self) -> None:
+        """Write the settings into the run's folder, as a session file in JSON."""
+        Path(self.folder, SETTINGS_FILE).write_text(json.dumps(dataclasses.asdict(self), indent=1) + "\n")
+
+    @classmethod
+    def load(cls, folder: str) -> Settings:
+        """Read the settings that `save` has written into a run's folder."""
+        settings = json.loads(Path(folder, SETTINGS_FILE).read_text())
+        return cls(**{**settings, "devices": tuple(settings["devices"]), "hosts": tuple(settings["hosts"])})
+
+
+#: Keys of session files, the environment and ``--set``; ``model`` sets both ``modelfile`` and ``modelclass``.
+SETTING_KEYS = ("model", "ranks", *(setting.name for setting in dataclasses.fields(Settings)))
+
+
+def find_rule_name(text: str) -> str:
+    """Return the name of a rule's class, for its name in upper or lower case."""
+    if text.lower() not in RULE_CLASSES:
+        names = ", ".join(sorted(kind.__name__ for kind in RULE_CLASSES.values()))
+        raise SettingsError(f"rule: expected one of {names}, got {text!r}")
+    return RULE_CLASSES[text.lower()].__name__
+
+
+def get_rule_options(rule: rules.Rule) -> dict[str, Any]:
+    """Return the options of a rule that differ from their defaults, by name."""
+    options = {}
+    for name, parameter in inspect.signature(type(rule)).parameters.items():
+        value = getattr(rule, name, parameter.default)
+        if value == parameter.default:
+            continue
+        if callable(value):
+            raise SettingsError(f"{name}: a rule that is started with init() takes numbers and strings, got {value!r}")
+        options[name] = value
+    return options
+
+
+def merge_tables(pieces: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
+    """Merge settings of one source; later ones override earlier ones, and tables are merged entry by entry."""
+    joined: dict[str, Any] = {}
+    for piece in pieces:
+        for key, value in piece.items():
+            if isinstance(value, Mapping) and isinstance(joined.get(key), Mapping):
+                value = {**joined[key], **value}
+            joined[key] = value
+    return joined

@@ -1,0 +1,322 @@
+"""Recorder for model classes, with the interface of Theano-MPI's recorder and the records of this library.
+
+It is an argument of ``train_iter``, ``val_iter`` and ``print_info``.  The class reports costs and times, and the run
+counts the steps::
+
+    train_iter: start(), end("calc"), train_error(...)   --+
+    run:        begin_epoch(), count_iteration()         --+--> Meter --> write_rank(): a line, printed and recorded
+    val_iter:   val_error(...)                           ----> take_validation_sums(): the epoch's report of all ranks
+
+Methods of Theano-MPI's recorder that the run does not need do nothing.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import sys
+import time
+from collections.abc import Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+
+from synkhronos.training.monitoring.meter import Meter, RankTotals
+
+#: Names of activities in this library's records, by Theano-MPI's names.
+_ACTIVITIES = {"calc": "compute", "comm": "exchange", "sync": "wait", "wait": "load", "load": "load"}
+
+
+class RecordWriter(Protocol):
+    """Recorder of `synkhronos.training`, or that of a rank on another host."""
+
+    def write_rank(self, rank: int, record: dict[str, Any]) -> None:
+        """Write a line of a rank."""
+
+
+class ModelRecorder:
+    """Recorder with the methods of Theano-MPI's recorder: collects costs, errors and times, and writes lines.
+
+    Parameters
+    ----------
+    rank : int
+    recorder : RecordWriter, optional
+        Recorder to which lines are written; default: lines are only printed.
+    every : int
+        Number of steps between two lines.
+    rows : int
+        Number of rows per step.
+    folder : path, optional
+        Folder of the run; `plot` saves pictures in its subfolder ``plots``.  Default: pictures are not drawn.
+
+    Attributes
+    ----------
+    verbose : bool
+        Whether this is rank 0's recorder.
+    meter : Meter
+        Counters of the epoch, and times since the start of the run.
+    learning_rate : float
+        Learning rate to write into lines; the run sets it.  NaN if it is unknown.
+    epoch : int
+        Number of the epoch, from 0.
+    epoch_began : float
+        Time at which the epoch, or its resumption, began, by `time.perf_counter`.
+
+    Examples
+    --------
+    >>> recorder = ModelRecorder(0)
+    >>> recorder.start()
+    >>> recorder.end("calc")
+    >>> recorder.train_error(1, 0.5, 0.1)
+    >>> recorder.val_error(1, 0.25, 0.5, 0.125)
+    >>> recorder.take_validation_sums()
+    (1, {'cost': 0.25, 'error': 0.5, 'top5': 0.125})
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        recorder: RecordWriter | None = None,
+        every: int = 40,
+        rows: int = 1,
+        folder: Path | None = None,
+    ):
+        self.rank, self.every, self.rows = rank, every, rows
+        self.verbose = rank == 0
+        self._folder = folder
+        self._plots: dict[str, int] = {}
+        self._latest: list[Any] | None = None
+        self.unit = "rows" if rows > 1 else "batches"
+        self._recorder = recorder
+        self.meter = Meter(rank, [self], _read_costs)
+        self._began: float | None = None
+        self._last_weight: Any = 0
+        self.learning_rate = math.nan
+        self.clear_train_info()
+        self._reset_validation()
+        self.begin_epoch(0)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        calls = sorted(method for method in vars(type(self)) if not method.startswith("_"))
+        raise AttributeError(f"the recorder has no {name!r}; it has {', '.join(calls)}")
+
+    # -- interface of classes --------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        """Start the clock, which `end` stops."""
+        self._began = time.perf_counter()
+
+    def end(self, mode: str) -> None:
+        """Add the time since `start` to an activity.
+
+        Parameters
+        ----------
+        mode : str
+            Theano-MPI's ``calc``, ``comm``, ``sync``, ``wait`` (for data) or ``load``, or any other name.
+
+        Raises
+        ------
+        RuntimeError
+            If `start` was not called.
+        """
+        if self._began is None:
+            raise RuntimeError(f"recorder.end({mode!r}): expected recorder.start() before it")
+        activity = _ACTIVITIES.get(mode, mode)
+        seconds = self.meter.seconds
+        seconds[activity] = seconds.get(activity, 0.0) + time.perf_counter() - self._began
+        self._began = None
+
+    def train_error(self, count: int, cost: Any, error: Any = None, weight: Any = 1) -> None:
+        """Record the cost of an iteration.
+
+        Parameters
+        ----------
+        count : int
+            Theano-MPI's; changes nothing.
+        cost : scalar
+        error : scalar, optional
+        weight : scalar
+            Number of items over which cost and error are means.  A cost of weight 0 is ignored.
+        """
+        self.meter.add_loss(cost, weight)
+        self._last_weight = weight
+        if error is not None:
+            self._errors.append((error, weight))
+
+    def print_train_info(self, count: int) -> None:
+        """Write and print a line if ``every`` steps have been taken since the last line."""
+        self.write(last=False)
+
+    def clear_train_info(self) -> None:
+        """Discard the costs and errors since the last line."""
+        self.meter.discard_losses()
+        self._errors: list[tuple[Any, Any]] = []
+        self._last_weight = 0
+
+    def val_error(self, count: int, cost: Any, error: Any = None, error_top_5: Any = None, rows: float = 1) -> None:
+        """Add a batch to the sums of the validation.
+
+        Parameters
+        ----------
+        count : int
+            Theano-MPI's; changes nothing.
+        cost, error, error_top_5 : scalar, optional
+            Means over the batch.
+        rows : float
+            Weight of the batch.  A batch of weight 0 is ignored.
+        """
+        self._val_rows += rows
+        if not rows:
+            return
+        for name, value in (("cost", cost), ("error", error), ("top5", error_top_5)):
+            if value is not None:
+                self._val[name] = self._val.get(name, 0.0) + rows * _to_float(value)
+
+    def get_latest_val_info(self) -> list[Any] | None:
+        """Return ``[count, cost, error, top5]`` of the last validation over all ranks; None before the first one."""
+        return self._latest
+
+    def plot_init(self, name: str, fig_specs: Any = None, save: bool = False) -> None:
+        """Declare the name of a picture for `plot`.  The other arguments, of Theano-MPI, have no effect."""
+        if not isinstance(name, str):
+            raise TypeError(f"plot_init(): expected a string as name, got {name!r}")
+        self._plots.setdefault(name, 0)
+
+    def plot(self, name: str, lines: Any = None, image: Any = None, save: bool = False, **style: Any) -> None:
+        """Draw lines or an image, and save a new picture in the run's folder.
+
+        Without a folder or matplotlib nothing is drawn.  If matplotlib is missing, the first call prints a message.
+
+        Parameters
+        ----------
+        name : str
+            Name given to `plot_init`.
+        lines : list of lists of numbers, optional
+        image : ndarray, optional
+            Array of two dimensions, or of three with red, green and blue last.
+        save
+            Theano-MPI's; changes nothing.
+        **style
+            ``lw``, the width of lines; ``cmap``, the colours of images.
+
+        Raises
+        ------
+        ValueError
+            If both or neither of ``lines`` and ``image`` are given, or `plot_init` was not called with this name.
+        """
+        if name not in self._plots:
+            raise ValueError(f"plot(): expected a name given to plot_init(), got {name!r}")
+        if (lines is None) == (image is None):
+            raise ValueError("plot(): expected either lines or an image")
+        self._plots[name] += 1
+        if self._folder is None:
+            return
+        if find_spec("matplotlib") is None:
+            if sum(self._plots.values()) == 1:
+                sys.stdout.write("plot() draws nothing: matplotlib is not installed\n")
+            return
+        from matplotlib.figure import Figure
+
+        figure = Figure(figsize=(5, 4))
+        axes = figure.subplots()
+        axes.set_title(name)
+        for line in lines if lines is not None else ():
+            axes.plot(np.asarray(line, np.float64), lw=style.get("lw", 2))
+        if image is not None:
+            axes.imshow(np.asarray(image), cmap=style.get("cmap"))
+        folder = self._folder / "plots"
+        folder.mkdir(parents=True, exist_ok=True)
+        safe = re.sub(r"[^\w-]", "_", name)
+        figure.savefig(folder / f"{safe}-rank-{self.rank}-{self._plots[name]}.png")
+
+    def save(self, *_: Any, **__: Any) -> None:
+        """Do nothing: the run does this itself.
+
+        It gathers and prints the validation, times epochs, writes lines at once, and removes later lines after a
+        resumption.
+        """
+
+    gather_val_info = print_val_info = start_epoch = end_epoch = load = cut = show = save
+
+    # -- interface of the run --------------------------------------------------------------------------------
+
+    def set_validation_means(self, count: int, means: dict[str, float]) -> None:
+        """Set the result of `get_latest_val_info`: means of a validation over all ranks."""
+        if means:
+            self._latest = [count, *(means.get(name) for name in ("cost", "error", "top5"))]
+
+    def begin_epoch(self, epoch: int, steps: int = 0, loss: float = 0.0, weight: float = 0.0) -> None:
+        """Begin an epoch, or continue it from a checkpoint.
+
+        Parameters
+        ----------
+        epoch : int
+            Number of the epoch, from 0.
+        steps : int
+            Number of steps of the epoch before the checkpoint.
+        loss : float
+            Sum of the costs of these steps, each times its weight.
+        weight : float
+            Sum of the weights of these steps.
+        """
+        self.epoch, self.epoch_began = epoch, time.perf_counter()
+        rows = steps * self.rows
+        self.meter.begin_interval(RankTotals(loss, weight, rows, steps, {}, math.nan, (rows, 0.0)))
+
+    def count_iteration(self, seconds: float = 0.0) -> None:
+        """Count an iteration of ``seconds`` seconds; the speed excludes the first iteration."""
+        self.meter.count_step(self.rows)
+        self.meter.record_launch(1, self.rows, seconds)
+
+    def write(self, last: bool = True) -> None:
+        """Write and print a line for the iterations since the last line; without ``last``, only if a line is due."""
+        self.meter.write_lines(self.epoch, self.meter.step * self.rows, self.learning_rate, last)
+
+    def write_rank(self, rank: int, record: dict[str, Any]) -> None:
+        """Write and print a line; called by `Meter`."""
+        if self._recorder is not None:
+            self._recorder.write_rank(rank, record)
+        parts = [f"epoch {self.epoch + 1}, iteration {record['step']}"]
+        if record["loss"] is not None:
+            parts += [f"cost {record['loss']:.4g}"]
+            errors = _read_costs([error for error, _ in self._errors], [weight for _, weight in self._errors])
+            if total := sum(weight for _, weight in errors):
+                parts += [f"error {sum(error for error, _ in errors) / total:.4g}"]
+        sys.stdout.write(f"{', '.join(parts)}; {record['rows_per_second']:,.0f} {self.unit}/s\n")
+        self.clear_train_info()
+
+    def get_last_weight(self) -> float:
+        """Return the weight of the last cost; 0 if there was none since the last line."""
+        return _to_float(self._last_weight)
+
+    def take_validation_sums(self) -> tuple[float, dict[str, float]]:
+        """Return the sums of a validation, and reset them.
+
+        Returns
+        -------
+        rows : float
+            Sum of the batches' weights.
+        sums : dict of str to float
+            Sums of ``cost``, ``error`` and ``top5``, each times the batch's weight.
+        """
+        sums = self._val_rows, self._val
+        self._reset_validation()
+        return sums
+
+    def _reset_validation(self) -> None:
+        self._val: dict[str, float] = {}
+        self._val_rows: float = 0
+
+
+def _read_costs(costs: Sequence[Any], weights: Sequence[Any]) -> list[tuple[float, float]]:
+    """Return pairs of cost times weight, and weight; costs of weight 0 are ignored, even NaN."""
+    return [(w * _to_float(cost) if w else 0.0, w) for cost, w in zip(costs, map(_to_float, weights), strict=True)]
+
+
+def _to_float(value: Any) -> float:
+    """Convert a scalar of any array type to a float; for an array, its mean."""
+    return float(value) if isinstance(value, int | float) else float(np.mean(np.asarray(value, np.float64)))

@@ -1,0 +1,80 @@
+"""Shared variables of a model's compiled functions, by role."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from synkhronos.graphs import library_of
+from synkhronos.launch.model_class.model_interface import ModelInterfaceError
+from synkhronos.training.checkpoints.variables_by_role import VariablesByRole
+
+
+def group_variables(model: Any, exclude_normalization: bool = False) -> VariablesByRole:
+    """Group the shared variables of a model's compiled functions by role, for checkpoints.
+
+    The functions are attributes of the model, or elements of lists that are attributes.  They are visited in the
+    alphabetical order of the attributes, so the order is equal on all ranks and in all runs.
+
+    - `params` and `excluded`: the model's ``params``.
+    - `optimizer`: floats that a function updates, such as velocities and running averages.
+    - `generators`: random generators of a function.
+    - `others`: integers that a function updates, and scalars that it reads, such as a learning rate.
+
+    Variables in `Model.shown` and in ``vels2`` are in no group: they are results, and memory of the exchange.
+
+    Parameters
+    ----------
+    model : instance
+    exclude_normalization : bool
+        Whether parameters named ``gamma`` or ``beta``, those of batch normalisation, are not exchanged.
+
+    Raises
+    ------
+    ModelInterfaceError
+        If no parameter remains to be exchanged.
+    """
+    excluded = [p for p in model.params if exclude_normalization and p.name in ("gamma", "beta")]
+    excluded_ids = {id(p) for p in excluded}
+    groups = VariablesByRole([p for p in model.params if id(p) not in excluded_ids], [], excluded, [], [])
+    averages = getattr(model, "averages", None)
+    if isinstance(averages, Mapping):  # a `Model`, whose params end with the averages
+        groups.n_averages = sum(any(p is average for average in averages) for p in groups.params)
+    if not groups.params:
+        raise ModelInterfaceError(
+            "params: expected some that are not named gamma or beta, which each rank keeps for itself"
+        )
+    seen = {
+        id(param) for param in (*model.params, *(getattr(model, "vels2", None) or ()), *getattr(model, "shown", ()))
+    }
+    for _, value in sorted(vars(model).items()):
+        for function in value if isinstance(value, list | tuple) else [value]:
+            _group_function(function, groups, seen)
+    return groups
+
+
+def _group_function(function: Any, groups: VariablesByRole, seen: set[int]) -> None:
+    """Add the shared variables of a compiled function to ``groups``; do nothing for other objects.
+
+    ``seen`` has the ids of variables that are already grouped, or belong to no group.  It is extended.
+    """
+    for entry in getattr(getattr(function, "maker", None), "inputs", ()):
+        shared = entry.variable
+        if not getattr(entry, "implicit", False):
+            continue
+        library = library_of(shared)
+        if library.is_generator(shared):
+            library.track_generators(function)
+        if id(shared) in seen:
+            continue
+        seen.add(id(shared))
+        if library.is_generator(shared):
+            groups.generators.append(shared)
+        elif not library.is_array(shared):
+            continue
+        elif entry.update is not None and np.dtype(shared.type.dtype).kind == "f":
+            groups.optimizer.append(shared)
+        elif entry.update is not None or shared.type.ndim == 0:
+            groups.others.append(shared)

@@ -1,0 +1,260 @@
+"""State of the training of a model class on one rank, and its checkpoints.
+
+A signal may end an epoch after any batch.  The checkpoint then has the number of batches, and the states of random
+generators at the start of the epoch.  The class alone knows which rows it has used, so after a resumption it has to
+skip or repeat these batches.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from synkhronos.launch.configuration.settings import Settings
+from synkhronos.launch.model_class.model_interface import call_by_signature, get_steps_per_batch, use_model_precision
+from synkhronos.launch.model_class.model_recorder import ModelRecorder
+from synkhronos.launch.rank.summed_gradients import SummedGradients
+from synkhronos.rules import Rule, State
+from synkhronos.tasks import LocalRows, Worker
+from synkhronos.training.checkpoints import generator_state, rank_state
+from synkhronos.training.checkpoints.checkpoint import Checkpoint, read_metadata
+from synkhronos.training.checkpoints.compatibility import check_same_training, describe_training
+from synkhronos.training.checkpoints.variables_by_role import VariablesByRole
+from synkhronos.training.monitoring.early_stopping import EarlyStopping
+from synkhronos.training.monitoring.recorder import remove_lines
+
+#: Key under which a rank stores its instance, and the `State` of the rule, between tasks.
+STORAGE_KEY = "launch"
+#: Types of the entries of a run's checkpoint, besides those of `describe_training`.
+_METADATA_TYPES: dict[str, Any] = {
+    "epochs": int,
+    "stop": dict,
+    "host_generators": list,
+    "totals": list,
+    "within": list | None,
+}
+
+
+class ModelState:
+    """Instance of a model class on one rank, its position in the training, and its checkpoints.
+
+    Parameters
+    ----------
+    worker, settings, rule
+    model : instance of the model class
+    groups : VariablesByRole
+        Shared variables of the instance, by role.
+    shared : dict of str to LocalRows
+        Shared memory of the rule.
+    recorder : ModelRecorder
+        Recorder that the methods of the instance get.
+
+    Attributes
+    ----------
+    folder : Path
+        The run's folder.
+    applies_gradients : bool
+        Whether ``apply_gradients()`` of the instance updates the parameters after an exchange of gradients.
+    epochs : int
+        Number of complete epochs.
+    position : dict
+        Position in the epoch: ``batch``, the number of batches trained on; ``generators``, their states at the start of
+        the epoch; and after a resumption ``record``, the number of steps and the sums of costs and weights.
+    early_stopping : EarlyStopping
+        Best value of the metric so far.
+    """
+
+    def __init__(
+        self,
+        worker: Worker,
+        settings: Settings,
+        rule: Rule,
+        model: Any,
+        groups: VariablesByRole,
+        shared: dict[str, LocalRows],
+        recorder: ModelRecorder,
+    ):
+        self.worker, self.settings, self.rule, self.model, self.groups = worker, settings, rule, model, groups
+        self.recorder = recorder
+        self._training = rank_state.RankStateSpec(STORAGE_KEY, groups, rule, shared, is_joint=False)
+        self.folder = Path(settings.folder)
+        self.applies_gradients = isinstance(rule, SummedGradients) and callable(getattr(model, "apply_gradients", None))
+        self.epochs = 0
+        self.position: dict[str, Any] = {"batch": 0}
+        self.early_stopping = EarlyStopping()
+        self._checkpoint: Checkpoint | None = None
+        worker.get_storage(STORAGE_KEY)["state"] = State(groups.params, groups.optimizer, shared, groups.n_averages)
+
+    @property
+    def rule_state(self) -> State:
+        """State on which the exchange rule operates; `restore` replaces it."""
+        state: State = self.worker.get_storage(STORAGE_KEY)["state"]
+        return state
+
+    def describe(self) -> dict[str, Any]:
+        """Describe this run; a run can resume from a checkpoint if their descriptions match."""
+        return describe_training("run", self.rule, self.groups, None)
+
+    def open_checkpoints(self) -> Checkpoint:
+        """Open the run's folder of checkpoints.  Only rank 0 may call this."""
+        if self._checkpoint is None:
+            folder, settings = self.folder / "checkpoints", self.settings
+            self._checkpoint = Checkpoint(folder, settings.keep, keep_best=settings.keep_best)
+        return self._checkpoint
+
+    def save(self, metrics: Mapping[str, float] | None, checkpoint: Checkpoint | None = None) -> None:
+        """Write a checkpoint of all ranks.  A collective.
+
+        Parameters
+        ----------
+        metrics : dict or None
+            Metrics of the epoch that has just ended; None within an epoch.
+        checkpoint : Checkpoint, optional
+            Folder of checkpoints that rank 0 writes to; default: that of the run.
+        """
+        is_within = metrics is None
+        if isinstance(self.rule, SummedGradients) and not self.applies_gradients:
+            self.rule.save_pending(self.rule_state)
+        state = rank_state.collect_state(self.worker, self._training)
+        meter = self.recorder.meter
+        position = {**self.position, "record": [meter.steps, meter.loss, meter.weight]} if is_within else None
+        entry = state, get_global_generator_states(), meter.step, position
+        if self.worker.number:
+            self.worker.send(entry, 0)
+        else:
+            entries = [entry, *map(self.worker.receive, range(1, self.worker.size))]
+            meta = {
+                "epochs": self.epochs,
+                "model": f"{self.settings.modelfile}:{self.settings.modelclass}",
+                "stop": self.early_stopping.to_json(),
+                "host_generators": [generators for _, generators, *_ in entries],
+                "totals": [steps for _, _, steps, _ in entries],
+                "within": [position for *_, position in entries] if is_within else None,
+            }
+            rank_state.write_states(
+                checkpoint or self.open_checkpoints(),
+                meter.step,
+                self.describe(),
+                [state for state, *_ in entries],
+                self.rule_state.shared,
+                False,
+                meta,
+                metrics or {},
+            )
+        self.worker.barrier("the checkpoint is written")
+
+    def restore(self, path: str) -> None:
+        """Restore variables, rule state and random generators from a checkpoint, which rank 0 reads for all ranks."""
+        rank_state.restore_state(self.worker, self._training, path, 0)
+
+    def get_generator_states(self) -> tuple[list[Any], dict[str, Any]]:
+        """Return the states of this rank's random generators, and of its global ones."""
+        return generator_state.collect_states(self.worker, self.groups.generators), get_global_generator_states()
+
+    def set_generator_states(self, states: list[Any], global_states: dict[str, Any]) -> None:
+        """Set this rank's random generators to states from `get_generator_states`."""
+        for shared, state in zip(self.groups.generators, states, strict=True):
+            generator_state.set_state(shared, state)
+        set_global_generator_states(global_states)
+
+    def use_consensus_params(self) -> None:
+        """Set the parameters to the rule's consensus."""
+        rank_state.use_consensus_params(self.worker, STORAGE_KEY, self.rule)
+
+    def restore_own_params(self) -> None:
+        """Set the parameters back to this rank's own, after `use_consensus_params`."""
+        rank_state.restore_own_params(self.worker, STORAGE_KEY)
+
+    def resume(self, path: str) -> None:
+        """Resume from a checkpoint, which rank 0 reads for all ranks, and remove later records."""
+        worker = self.worker
+        meta = worker.broadcast(read_metadata(path) if worker.number == 0 else None)
+        check_same_training(path, meta, self.describe(), _METADATA_TYPES)
+        self.early_stopping = EarlyStopping.from_json(meta["stop"])
+        if self.settings.keep_best:
+            self.early_stopping.set_metric(" ".join(self.settings.keep_best))
+        for epoch in range(meta["epochs"]):  # repeats changes of learning rates that are not in shared variables
+            call_by_signature(self.model.adjust_hyperp, epoch)
+        if meta["within"]:
+            self.skip_trained_batches(meta["epochs"], meta["within"])
+        self.restore(path)
+        if isinstance(self.rule, SummedGradients):
+            self.rule.restore_pending(self.rule_state)
+        self.recorder.meter.step = meta["totals"][worker.number % len(meta["totals"])]
+        if worker.number < len(meta["host_generators"]):
+            set_global_generator_states(meta["host_generators"][worker.number])
+        if worker.number == 0:
+            self._cut_records(meta)
+        worker.barrier("all go on from the checkpoint")
+        self.epochs = int(meta["epochs"])
+
+    def _cut_records(self, meta: Mapping[str, Any]) -> None:
+        """Remove the records of steps and reports after a checkpoint."""
+        for file in self.folder.glob("*.jsonl"):
+            # Lines of steps number epochs from 0, reports from 1.
+            first_removed = meta["epochs"] + (file.stem == "reports")
+            rank = file.stem.removeprefix("rank-")
+            n_steps = -1  # number of steps up to a checkpoint within an epoch
+            if meta["within"] and rank.isdecimal() and int(rank) < len(meta["totals"]):
+                n_steps = meta["totals"][int(rank)]
+
+            def is_kept(line: dict[str, Any], first_removed: int = first_removed, n_steps: int = n_steps) -> bool:
+                return line.get("epoch", first_removed) < first_removed or line.get("step", math.inf) <= n_steps
+
+            remove_lines(file, is_kept)
+
+    def skip_trained_batches(self, epoch: int, positions: list[dict[str, Any]]) -> None:
+        """Advance the instance past the batches of an epoch that were trained on before the checkpoint.
+
+        An instance without ``skip_iter`` repeats these steps, which sets its attributes.  Afterwards the checkpoint
+        overwrites the parameters.
+
+        Parameters
+        ----------
+        epoch : int
+            Number of the epoch, from 0.
+        positions : list of dict
+            `position` of each rank at the checkpoint.  If the number of ranks has changed, ranks skip a proportional
+            number of batches.
+        """
+        number, size = self.worker.number, self.worker.size
+        position = positions[number % len(positions)]
+        sub_batches = get_steps_per_batch(self.model)
+        batches = round(position["batch"] * len(positions) / size)
+        steps, loss, weight = position["record"]
+        if size != len(positions):
+            steps = batches * sub_batches
+        self.position = {**position, "batch": batches, "record": [steps, loss, weight]}
+        self.model.epoch = epoch
+        set_global_generator_states(position["generators"])
+        if callable(getattr(self.model, "skip_iter", None)):
+            self.model.skip_iter(batches)
+            return
+        recorder = ModelRecorder(number, every=sys.maxsize, rows=self.recorder.rows)
+        for batch in range(batches):
+            for _ in range(sub_batches):
+                self.worker.progress()
+                with use_model_precision():
+                    self.model.train_iter(batch, recorder)
+
+
+def get_global_generator_states() -> dict[str, Any]:
+    """Return the states of NumPy's and Python's global random generators, in types that JSON can represent."""
+    version, numbers, gauss = random.getstate()
+    return {
+        "numpy": generator_state.to_json(np.random.get_state(legacy=False)),
+        "python": [version, list(numbers), gauss],
+    }
+
+
+def set_global_generator_states(states: dict[str, Any]) -> None:
+    """Set the states of NumPy's and Python's global random generators, as from `get_global_generator_states`."""
+    np.random.set_state(generator_state.from_json(states["numpy"]))
+    version, numbers, gauss = states["python"]
+    random.setstate((version, tuple(numbers), gauss))

@@ -1,0 +1,70 @@
+"""The exchange of gradients for model classes that compile a step in two parts: Theano-MPI's ``cdd``."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from synkhronos.rules import Rule, State
+from synkhronos.rules.rule import average
+from synkhronos.rules.state import FlatVariables
+from synkhronos.tasks import Worker
+
+#: Key, in a checkpoint, of the sum of gradients that the next step will apply.
+_PENDING = "pending"
+
+
+class SummedGradients(Rule):
+    """Write the sum of all ranks' ``vels`` into ``vels2``, as one vector.
+
+    Theano-MPI's models compile two functions.  One writes the gradient, or the momentum, into `vels`.  The other
+    divides `vels2` by the number of ranks, and updates the parameters from it.  A step calls the second function first,
+    so a sum is applied one step later.
+
+    Parameters
+    ----------
+    vels, vels2 : list of shared variables
+        Lists of equal length, with equal shapes and dtypes.
+    precision : {None, "float32", "float16", "bfloat16"}
+        Dtype in which ranks exchange; None: the variables'.
+    """
+
+    def __init__(self, vels: Sequence[Any], vels2: Sequence[Any], precision: str | None = None):
+        super().__init__(1, precision=precision)
+        self.vels, self.vels2 = FlatVariables(vels), FlatVariables(vels2)
+
+    def setup(self, worker: Worker, state: State) -> None:
+        """Leave ``vels2`` at the values that the class has set."""
+
+    def exchange(self, worker: Worker, state: State) -> None:
+        """All-reduce ``vels`` into ``vels2``."""
+        vector = self.vels.get()
+        if self.precision is None or np.dtype(vector.dtype).name == self.precision:
+            total = worker.all_reduce(vector, "sum", overwrite=True)
+        else:
+            total = average(worker, vector, self.precision) * vector.dtype.type(worker.size)
+        self.vels2.set(total)
+
+    def compute_consensus(self, worker: Worker, state: State) -> Any:
+        """Return this rank's parameters, which are equal on all ranks unless they are excluded."""
+        return state.vector
+
+    def save_pending(self, state: State) -> None:
+        """Save the pending sum in the state, for a checkpoint."""
+        state.own[_PENDING] = np.asarray(self.vels2.get())
+
+    def restore_pending(self, state: State) -> None:
+        """Set ``vels2`` to the pending sum of a checkpoint, if it has one of this size."""
+        pending = state.own.pop(_PENDING, None)
+        if pending is not None and np.size(pending) == self.vels2.size:
+            self.vels2.set(np.asarray(pending))
+
+    def resize_states(self, ranks: list[dict[str, Any]], size: int) -> list[dict[str, Any]]:
+        """Scale the pending sum to the new number of ranks, by which the class divides it."""
+        states = super().resize_states(ranks, size)
+        if _PENDING not in ranks[0]["own"]:
+            return states
+        pending = ranks[0]["own"][_PENDING] * (size / len(ranks))
+        return [{**state, "own": {**state["own"], _PENDING: pending.astype(state["params"].dtype)}} for state in states]

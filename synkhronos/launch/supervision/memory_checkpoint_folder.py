@@ -1,0 +1,65 @@
+"""Folder in /dev/shm for copies of a run's state, from which the supervisor starts the ranks again after a death.
+
+::
+
+    ranks ── copy, about once a second ──> /dev/shm/synkhronos-copy-...   (the supervisor's folder)
+      │ a process dies, all ranks exit                  │
+      v                                                 v
+    DeathLog: rank, cause, time  ──> supervisor ── starts the ranks ──> ranks resume from the copy
+
+The folder outlives all ranks.  The supervisor removes it at the end of the run.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import shutil
+import tempfile
+import time
+from pathlib import Path
+
+#: Parent folder of the copies, and prefix of their folders' names.
+_SHM, _PREFIX = Path("/dev/shm"), "synkhronos-copy-"
+#: Age in seconds from which an unlocked folder belongs to a killed run; a new folder is locked just after its creation.
+_ABANDONED_SECONDS = 60.0
+
+
+class MemoryCheckpointFolder:
+    """Folder in memory that this process locks; the kernel releases the lock if the process is killed.
+
+    Attributes
+    ----------
+    path : Path
+    """
+
+    def __init__(self) -> None:
+        _remove_abandoned()
+        self.path = Path(tempfile.mkdtemp(prefix=f"{_PREFIX}{os.getuid()}-", dir=_SHM))
+        self._file = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY)
+        fcntl.flock(self._file, fcntl.LOCK_EX)
+
+    def clear(self) -> None:
+        """Remove all copies."""
+        for path in self.path.glob("rows-*"):
+            shutil.rmtree(path, ignore_errors=True)
+
+    def remove(self) -> None:
+        """Remove the folder."""
+        shutil.rmtree(self.path, ignore_errors=True)
+        os.close(self._file)
+
+
+def _remove_abandoned() -> None:
+    """Remove the folders of runs of this user whose supervisors were killed."""
+    for path in _SHM.glob(f"{_PREFIX}{os.getuid()}-*"):
+        with contextlib.suppress(OSError):
+            if time.time() - path.stat().st_ctime < _ABANDONED_SECONDS:
+                continue
+            file = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                shutil.rmtree(path, ignore_errors=True)
+            finally:
+                os.close(file)

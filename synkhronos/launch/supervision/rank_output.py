@@ -1,0 +1,143 @@
+"""Output of ranks: from their pipes to the logs in the run's folder and to the console.
+
+Ranks of this host write into pipes of the supervisor.  Another host may not see the run's folder, so the output and the
+records of its ranks pass through standard output (`remote_output`).  There each line starts with the name of its file
+in the folder::
+
+    rank 0: print(...) -----------------------------------> supervisor: LineSplitter --> OutputWriter --> rank-0.log
+    rank 3: print(...)  --> forwarder ----+                      ^                                        rank-3.log
+                                          +--> agent --> mpirun -+                                        rank-3.jsonl
+            RemoteRecorder.write_rank() --+
+
+Invariant: no failed write of the supervisor ends a run.  A console that is closed, full or unread, and a log on a full
+disk, lose lines.
+"""
+
+from __future__ import annotations
+
+import codecs
+import contextlib
+import errno
+import os
+import re
+import select
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+#: Maximal number of characters of a line; longer lines are split, which limits memory.
+_MAX_LINE_LENGTH = 1 << 20
+#: Delimiter before and after a file's name at the start of a line: ASCII's record separator.
+FILE_NAME_MARK = "\x1e"
+#: Pattern of lines that start with a file's name; `mpirun` and other programs print lines without one.
+_NAMED_LINE = re.compile(rf"{FILE_NAME_MARK}(rank-\d+\.(?:log|jsonl)){FILE_NAME_MARK}(.*)", re.DOTALL)
+
+
+def split_file_name(line: str) -> tuple[str, str]:
+    """Split a line into the name of its file and its text; the name is empty for lines of other programs."""
+    match = _NAMED_LINE.fullmatch(line)
+    return (match[1], match[2]) if match else ("", line)
+
+
+class Console:
+    """A standard stream of any encoding, which may be closed, full or unread.
+
+    A full pipe, such as that of a stopped terminal, blocks `write`, and thus the ranks, until ``is_over()`` is true.
+    """
+
+    def __init__(self, fd: int, is_over: Callable[[], bool]):
+        stream = sys.stdout if fd == 1 else sys.stderr
+        self._fd, self._is_over = fd, is_over
+        self._encoding = getattr(stream, "encoding", None) or "utf-8"
+
+    def write(self, text: str) -> None:
+        """Write a text; drop it if the stream is closed or the run is over."""
+        view = memoryview(text.encode(self._encoding, "backslashreplace"))
+        poll = select.poll()
+        poll.register(self._fd, select.POLLOUT)
+        with contextlib.suppress(OSError):
+            while view:
+                if poll.poll(200):  # a ready pipe accepts this many bytes without blocking
+                    view = view[os.write(self._fd, view[: select.PIPE_BUF]) :]
+                elif self._is_over():
+                    return
+
+
+class LineSplitter:
+    """Splitter of a pipe's bytes into lines, in linear time.
+
+    The lines belong to the file ``name``.  If it is empty, each line names its file (see `split_file_name`).
+    """
+
+    def __init__(self, name: str, output: OutputWriter):
+        self._name, self._output = name, output
+        self._decoder = codecs.getincrementaldecoder("utf-8")("backslashreplace")
+        self._pieces: list[str] = []
+        self._length = 0
+
+    def feed(self, data: bytes) -> bool:
+        """Write the complete lines, and at the end of the pipe the rest; return False at the end."""
+        first, *others = self._decoder.decode(data, not data).split("\n")
+        self._pieces.append(first)
+        self._length += len(first)
+        if others:
+            self._flush()
+            *complete, rest = others
+            for line in complete:
+                self._write(line)
+            self._pieces, self._length = [rest], len(rest)
+        if self._length > (_MAX_LINE_LENGTH if data else 0):
+            self._flush()
+        return bool(data)
+
+    def _flush(self) -> None:
+        self._write("".join(self._pieces))
+        self._pieces, self._length = [], 0
+
+    def _write(self, text: str) -> None:
+        self._output.write(*((self._name, text) if self._name else split_file_name(text)))
+
+
+class OutputWriter:
+    """Writer of lines to the logs in the run's folder, and to the console with the rank before each line."""
+
+    def __init__(self, folder: Path, is_resumed: bool, console: Console, errors: Console):
+        self._folder, self._console, self._errors = folder, console, errors
+        self._mode = os.O_WRONLY | os.O_CREAT | os.O_APPEND | (0 if is_resumed else os.O_TRUNC)
+        self._logs: dict[str, int] = {}
+        #: Names of files that lack lines, and of files that end within a line.
+        self._files_with_lost_lines: set[str] = set()
+        self._files_with_partial_line: set[str] = set()
+
+    def write(self, name: str, text: str) -> None:
+        """Write a line to the file ``name``, and to the console unless it is a record."""
+        name = name or "hosts.log"
+        try:
+            if name.endswith(".jsonl"):  # of another host: ranks of this machine write their own records
+                with open(self._folder / name, "ab", buffering=0) as file:
+                    self._append(name, file.fileno(), text)
+                return
+            if name not in self._logs:
+                self._logs[name] = os.open(self._folder / name, self._mode, 0o666)
+            self._append(name, self._logs[name], text)
+        except OSError as error:
+            if name not in self._files_with_lost_lines:
+                self._files_with_lost_lines.add(name)
+                self._errors.write(f"{self._folder / name} lacks lines: {error}\n")
+        if not name.endswith(".jsonl"):
+            self._console.write(f"[{Path(name).stem.replace('-', ' ')}] {text}\n")
+
+    def _append(self, name: str, file: int, text: str) -> None:
+        data = f"{text}\n".encode(errors="backslashreplace")
+        if name in self._files_with_partial_line:
+            data = b"\n" + data
+        n_written = os.write(file, data)
+        self._files_with_partial_line.discard(name)
+        if n_written < len(data):
+            self._files_with_partial_line.add(name)
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    def close(self) -> None:
+        """Close the files."""
+        for file in self._logs.values():
+            os.close(file)
