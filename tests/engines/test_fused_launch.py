@@ -322,8 +322,8 @@ def test_fused_launch_all_reduces_once(fuse_pair):
 
 
 @on_host
-def test_ffi_reduction_is_bound_to_its_reducer(fuse_pair, pair):
-    """Another launch during the binding changes nothing: callbacks find the reducer by their argument."""
+def test_callbacks_find_their_reducer(fuse_pair, pair):
+    """Another launch meanwhile changes nothing: callbacks find the reducer by their argument."""
     runs, _ = pair
     launch, shareds = fuse_pair
     other = runs[0].fuse(AllReduceSpec(shareds[0].container.storage), runs[1], n_repeats=2)
