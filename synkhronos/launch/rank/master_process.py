@@ -59,12 +59,7 @@ def main(folder: str, arguments: MasterArguments) -> int:
 def _log_death(folder: str, error: BaseException, is_failed_start: bool) -> None:
     """Log the cause of an error: a death, the loss of a host, or a rank that can't start.
 
-    Parameters
-    ----------
-    folder : str
-    error : BaseException
-    is_failed_start : bool
-        Whether this is a recovery in which not all ranks have started; then any exception means an unusable device.
+    With ``is_failed_start`` not all ranks have started in a recovery; then any exception means an unusable device.
     """
     death = last_death()
     if death is not None:
