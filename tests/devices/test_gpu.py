@@ -105,7 +105,7 @@ def test_fork_refuses_cuda_in_use():
         synk.fork(2, use_gpu=False)
         synk.close()
     """)
-    assert "has started CUDA already" in printed
+    assert "has already started CUDA" in printed
 
 
 def test_fork_refuses_more_ranks_than_gpus():

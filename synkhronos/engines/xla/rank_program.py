@@ -87,6 +87,7 @@ class RankProgram:
             poll.watch(),
             _limit_xla_threads(rank),
             _use_settings(settings),
+            _compile_without_autotuning(),
             _discard_output(not rank.is_master),
         ):
             reducer = _make_reducer(rank, poll)
@@ -194,6 +195,27 @@ def _use_settings(settings: dict[str, Any]) -> Iterator[None]:
     finally:
         for name, value in old_values.items():
             jax.config.update(name, value)
+
+
+@contextlib.contextmanager
+def _compile_without_autotuning() -> Iterator[None]:
+    """Compile without XLA's autotuning within the ``with`` block.
+
+    Autotuning measures kernels and takes the fastest.  Each rank could take another one, whose sums are rounded in
+    another way.  JAX has no public option for programs that another library compiles.
+    """
+    from unittest import mock
+
+    from jax._src import compiler
+
+    original = compiler.get_compile_options
+
+    def get_compile_options(*args: Any, env_options_overrides: dict[str, Any] | None = None, **kwargs: Any) -> Any:
+        overrides = {**(env_options_overrides or {}), "xla_gpu_autotune_level": 0}
+        return original(*args, env_options_overrides=overrides, **kwargs)
+
+    with mock.patch.object(compiler, "get_compile_options", get_compile_options):
+        yield
 
 
 @contextlib.contextmanager

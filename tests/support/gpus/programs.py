@@ -112,7 +112,7 @@ def faults():
                 synk.all_reduce(s, "sum")
                 assert synk.get_value(n - 1, s)[0] == n
                 s.set_value(np.ones(5, "float32"))
-                assert time.monotonic() - start < LIMIT, (failing_rank, action, waits_started)
+                assert time.monotonic() - start < 3 * LIMIT, (failing_rank, action, waits_started)
     start = time.monotonic()
     try:
         ranks.get_session().run(FailInAllReduce("kill", n - 1, True))
