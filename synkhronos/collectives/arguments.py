@@ -15,12 +15,12 @@ from synkhronos.casts import check_dense
 from synkhronos.checks import check_choice, check_distinct, check_list, describe
 from synkhronos.data import Data
 from synkhronos.data.rows import get_share
-from synkhronos.data.shared import check_session, copy_to_shared, to_shared_array
+from synkhronos.data.shared import check_session, copy_to_shared, get_array_location
 from synkhronos.devices import Selection
 from synkhronos.devices.reductions import REDUCTIONS, list_collective_ops
 from synkhronos.graphs import library_of
 from synkhronos.graphs.mirror import Mirror, is_registered
-from synkhronos.ranks import Session, SharedArray, WeakKeyDict
+from synkhronos.ranks import ArrayLocation, Session, WeakKeyDict
 
 
 class _CheckedVariables(WeakKeyDict[Any, bool]):
@@ -200,7 +200,7 @@ def select_all_rows(value: Data) -> range:
     return range(len(value)) if value.ndim else range(1)
 
 
-def put_selection(selection: Selection, buffers: list[Data]) -> range | SharedArray:
+def put_selection(selection: Selection, buffers: list[Data]) -> range | ArrayLocation:
     """Return the description of a selection for a command.  Indexes are put into shared memory.
 
     Their Data object is appended to ``buffers``, which the caller keeps until the command has run.
@@ -209,10 +209,10 @@ def put_selection(selection: Selection, buffers: list[Data]) -> range | SharedAr
         return selection
     index = copy_to_shared(selection)
     buffers.append(index)
-    return to_shared_array(index)
+    return get_array_location(index)
 
 
-def put_rank_selections(selection: Selection, size: int, buffers: list[Data]) -> list[range | SharedArray]:
+def put_rank_selections(selection: Selection, size: int, buffers: list[Data]) -> list[range | ArrayLocation]:
     """Return the descriptions of each rank's share of a selection; see `put_selection`."""
     rows, bounds = put_selection(selection, buffers), [get_share(len(selection), size, r) for r in range(size)]
     if isinstance(rows, range):

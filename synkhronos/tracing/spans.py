@@ -20,7 +20,7 @@ from synkhronos.function.computation import Computation
 from synkhronos.graphs.mirror import get_object
 from synkhronos.loading.loader import Feed
 from synkhronos.ranks import Command, Rank
-from synkhronos.ranks.control import AWAITS_COMMAND, AWAITS_COMPLETION, Control
+from synkhronos.ranks.control_memory import AWAITS_COMMAND, AWAITS_COMPLETION, ControlMemory
 from synkhronos.ranks.session import Session
 
 #: Name, category, start, end, thread.
@@ -51,7 +51,7 @@ def _name_command(command: Command, rank: Rank) -> str:
     return f"run {type(command).__name__}"
 
 
-def _name_wait(control: Control, rank: int, is_ready: Any, reason: int, *_: Any) -> str:
+def _name_wait(control: ControlMemory, rank: int, is_ready: Any, reason: int, *_: Any) -> str:
     return {AWAITS_COMMAND: IDLE, AWAITS_COMPLETION: JOIN}.get(reason, "wait for a peer")
 
 
@@ -59,7 +59,7 @@ def _name_wait(control: Control, rank: int, is_ready: Any, reason: int, *_: Any)
 TRACED = [
     TracedMethod(Session, "_run", "call", CALL),
     TracedMethod(Session, "_post", "post", "post"),
-    TracedMethod(Control, "wait", WAIT, _name_wait),
+    TracedMethod(ControlMemory, "wait", WAIT, _name_wait),
     TracedMethod(Command, "run", "command", _name_command),
     TracedMethod(Computation, "_compile", "compile", "compile"),
     TracedMethod(Device, "stage_input", "copy", "copy rows"),

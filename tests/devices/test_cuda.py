@@ -15,7 +15,7 @@ from system import LIMIT, run_code
 
 import synkhronos as synk
 from synkhronos import devices, ranks
-from synkhronos.data.shared import to_shared_array
+from synkhronos.data.shared import get_array_location
 from synkhronos.devices import JAX, PYGPU, cuda
 from synkhronos.devices.cuda.nccl import BufferSpan, NcclCommunicator
 from synkhronos.devices.cuda.nccl_group import NcclGroup
@@ -135,11 +135,11 @@ class Gpu:
             look()
         self.arrived = self.next_step
 
-    def last_common_step(self, command):
+    def read_common_step(self, command):
         assert command == 5
         return self.arrived
 
-    def was_reached_by_all(self, step):
+    def have_all_reached(self, step):
         assert step == 3
         return self.arrived >= step
 
@@ -185,7 +185,7 @@ def connected(monkeypatch):
         monkeypatch.setattr(f"synkhronos.devices.cuda.{module}.check_result", lambda results: None)
     yield connect
     for communicator in made:
-        communicator._watchdog.end()
+        communicator._watchdog.close()
 
 
 def start(communicator, gpu, command=5):
@@ -635,7 +635,7 @@ def test_abort_begins_with_blocked_connections(connected):
     communicator, gpu = connected()
     group, events = connect_group(communicator, gpu)
     start(communicator, gpu)
-    communicator._watchdog.end()
+    communicator._watchdog.close()
     assert events == ["all", "group"]
     group, events = connect_group(communicator, gpu)
     gpu.is_dead = True
@@ -644,7 +644,7 @@ def test_abort_begins_with_blocked_connections(connected):
     assert events == ["group"] and communicator.generation == 1
     group, events = connect_group(communicator, gpu)
     communicator._watchdog.mark_started(group._connection)  # the ranks are ended before this rank polls
-    communicator._watchdog.end()
+    communicator._watchdog.close()
     assert events == ["group", "all"]
 
 
@@ -703,10 +703,10 @@ def test_pages_are_unlocked_before_they_are_unmapped(fork, staging):
     fork(2)
     rank = ranks.get_session().rank
     arrays = [synk.data(np.ones(n)) for n in (10, 5000, 3)]
-    keys = [to_shared_array(array).key for array in arrays]
+    keys = [get_array_location(array).key for array in arrays]
     for key in keys:
         assert staging.lock_segment(rank, key) == staging.lock_segment(rank, key)
-    assert len(staging.driver.locked) == len(rank.segments.on_drop) + 2 == 3
+    assert len(staging.driver.locked) == len(rank.segments.drop_callbacks) + 2 == 3
     del arrays[1]
     ranks.get_session().send_releases()
     assert len(staging.driver.locked) == len(staging._locked) == 2
@@ -768,5 +768,5 @@ def test_unlockable_segment_is_forgotten(fork, staging, monkeypatch):
 
     monkeypatch.setattr(staging, "lock_pages", interrupted)
     with pytest.raises(KeyboardInterrupt):
-        staging.lock_segment(rank, to_shared_array(array).key)
+        staging.lock_segment(rank, get_array_location(array).key)
     assert not staging.driver.locked and not staging._locked

@@ -88,7 +88,7 @@ def install():
     sys.modules["nccl"], sys.modules["nccl.bindings"] = types.ModuleType("nccl"), types.ModuleType("nccl.bindings")
     sys.modules["nccl.bindings"].nccl = None
     nccl.check_result = lambda results: None
-    bind, launch = processes._Bind.run, Executable._launch
+    bind, launch = processes._SetUpRank.run, Executable._launch
 
     def bind_to_jax(self, rank):
         bind(self, rank)
@@ -99,7 +99,7 @@ def install():
         launch(self, arguments)
         JAX.wait([cell[0] for cell in self._updated])
 
-    processes._Bind.run = bind_to_jax
+    processes._SetUpRank.run = bind_to_jax
     Executable._launch = launch_and_wait
     JaxDevice.can_communicate = lambda self, dtype: str(dtype) in nccl.NCCL_DTYPES
     JaxDevice.get_communicator = lambda self, rank: rank.registry.get(

@@ -61,7 +61,7 @@ def _log_death(folder: str, error: BaseException, is_failed_start: bool) -> None
 
     With ``is_failed_start`` not all ranks have started in a recovery; then any exception means an unusable device.
     """
-    death = last_death()
+    death = get_last_death()
     if death is not None:
         DeathLog(folder).add(death.rank, death.host, death.cause)
     elif isinstance(error, WorkerError) and not error.worker_traceback:

@@ -85,7 +85,7 @@ class StepCommand(_StepCommandFields, Command):
             # This call's own object now launches gradient, all-reduce and update.  A copy would cost time at each step.
             gradient.runner = fused_step
             return self.gradient.execute(rank, gradient), []
-        is_second = rank.number == (rank.root + 1) % rank.size
+        is_second = rank.number == (rank.master_rank + 1) % rank.size
         if self.update.needs_compile and is_second and update.computation.compile_order == AT_FIRST_CALL:
             # The master compiles the gradient meanwhile, so the two compilations run in parallel.
             update.computation.library.compile_now(update.compiled.function)

@@ -15,7 +15,7 @@ from system import LIMIT
 
 import synkhronos as synk
 from synkhronos import ranks
-from synkhronos.data.shared import to_shared_array
+from synkhronos.data.shared import get_array_location
 
 HOSTS = os.environ["HOSTS"].split(",")
 

@@ -27,7 +27,7 @@ from synkhronos.data.shared import create_unpublished
 from synkhronos.devices import HOST
 from synkhronos.hosts.pipes import Pipe
 from synkhronos.ranks import Command
-from synkhronos.ranks.segments import SharedArray
+from synkhronos.ranks.segments import ArrayLocation
 
 #: Length of a float64 array of several chunks.
 LARGE = 1_000_000
@@ -144,7 +144,7 @@ class Know(Command):
 class Read(Command):
     """Command that reads memory that all ranks share."""
 
-    location: SharedArray
+    location: ArrayLocation
 
     def run(self, rank: ranks.Rank) -> int:
         """Return the sum of all bytes, on all ranks."""
@@ -172,7 +172,7 @@ class Orders:
     def know(self) -> Any:
         """Return each rank's namespace and process ID, and mpirun's process ID."""
         session = ranks.get_session()
-        return {"ranks": session.run(Know()), "mpirun": session.link._mpirun.pid}
+        return {"ranks": session.run(Know()), "mpirun": session._group.link._mpirun.pid}
 
     def part(self, place: str, on: list[int], action: str) -> bool:
         """Run a command; for "idle" block before it, outside of the library."""
@@ -191,9 +191,9 @@ class Orders:
         session = ranks.get_session()
         with session.call_lock:
             session.wait_until_idle()
-            key = session.memory.create(nbytes).key
+            key = session.memory.create_segment(nbytes).key
             try:
-                return session.run(Read(SharedArray(key, "u1", (nbytes,))))
+                return session.run(Read(ArrayLocation(key, "u1", (nbytes,))))
             finally:
                 if session.close_reason is None:
                     session.memory.release("segment", key)
