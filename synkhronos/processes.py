@@ -69,11 +69,11 @@ class _SetUpRank(Command):
     cores: tuple[tuple[int, ...], ...] = ()
     gpu_numbers: tuple[int, ...] = ()
 
-    def without_rank(self, number: int) -> _SetUpRank:
+    def without_rank(self, rank: int) -> _SetUpRank:
         """Return a copy of the command without the GPU and cores of one rank."""
-        gpus = self.gpus[:number] + self.gpus[number + 1 :]
-        numbers = self.gpu_numbers[:number] + self.gpu_numbers[number + 1 :]
-        return replace(self, gpus=gpus, cores=self.cores[:number] + self.cores[number + 1 :], gpu_numbers=numbers)
+        gpus = self.gpus[:rank] + self.gpus[rank + 1 :]
+        numbers = self.gpu_numbers[:rank] + self.gpu_numbers[rank + 1 :]
+        return replace(self, gpus=gpus, cores=self.cores[:rank] + self.cores[rank + 1 :], gpu_numbers=numbers)
 
     def run(self, rank: Rank) -> None:
         if rank.number < len(self.cores):  # before any library starts threads

@@ -153,8 +153,8 @@ def _convert(variable: Any, value: Any) -> np.ndarray:
     try:
         return library_of(variable).filter(any_shape, value, allow_downcast=variable.container.allow_downcast)
     except (TypeError, ValueError, AttributeError) as error:
-        wrong = ValueError if isinstance(error, ValueError) else TypeError
-        raise wrong(f"values: {describe(variable)} can't take {type(value).__name__}: {error}") from None
+        error_class = ValueError if isinstance(error, ValueError) else TypeError
+        raise error_class(f"values: {describe(variable)} can't take {type(value).__name__}: {error}") from None
 
 
 def check_shape(variable: Any, shape: tuple[int, ...]) -> None:
@@ -214,7 +214,7 @@ def put_selection(selection: Selection, buffers: list[Data]) -> range | ArrayLoc
 
 def put_rank_selections(selection: Selection, size: int, buffers: list[Data]) -> list[range | ArrayLocation]:
     """Return the descriptions of each rank's share of a selection; see `put_selection`."""
-    rows, bounds = put_selection(selection, buffers), [get_share(len(selection), size, r) for r in range(size)]
+    rows, shares = put_selection(selection, buffers), [get_share(len(selection), size, r) for r in range(size)]
     if isinstance(rows, range):
-        return [rows[share] for share in bounds]
-    return [rows.slice_items(share.start, share.stop) for share in bounds]
+        return [rows[share] for share in shares]
+    return [rows.slice_items(share.start, share.stop) for share in shares]

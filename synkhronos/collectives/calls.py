@@ -149,8 +149,8 @@ def scatter(shared_vars: Any, values: Any, batch: Any = None) -> None:
         selections = [select_rows(batch, len(value)) for value in shared_values]
         for variable, value, selection in zip(variables, shared_values, selections, strict=True):
             for r in range(session.size):
-                bounds = get_share(len(selection), session.size, r)
-                check_shape(variable, (bounds.stop - bounds.start, *value.shape[1:]))
+                share = get_share(len(selection), session.size, r)
+                check_shape(variable, (share.stop - share.start, *value.shape[1:]))
         descriptions = tuple(get_array_location(value) for value in shared_values)
         buffers: list[Data] = []
         by_variable = [put_rank_selections(selection, session.size, buffers) for selection in selections]

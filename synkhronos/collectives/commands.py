@@ -1,8 +1,8 @@
 """The commands that the collectives send to the ranks.
 
-A command that transfers arrays of several ranks begins with `prepare_copies`.  Then all ranks derive from the same data
-whether the collective is possible, and which communicator transfers the arrays: that of their device, or that of the
-host.  So nothing is changed before all checks have passed on every rank.
+A command that transfers arrays of several ranks begins with `prepare_copies`, an all-gather of layouts.  Then all
+ranks derive from the same data whether the collective is possible, and which communicator transfers the arrays: that of
+their device, or that of the host.  So nothing is changed before all checks have passed on every rank.
 
 A repeated `all_reduce`, as in a training loop, only compares a digest while the layouts don't change (`AllReducePlan`).
 """
@@ -33,11 +33,11 @@ class _Transfer(NamedTuple):
     transport: Device
 
 
-class _TransferPlans(BoundedCache[Any, list[_Transfer]]):
-    """A rank's plans of transfers, by the layouts of all ranks."""
+class _TransferCache(BoundedCache[Any, list[_Transfer]]):
+    """A rank's transfers, by the layouts of all ranks."""
 
 
-def _plan_transfers(by_rank: Sequence[Any], nccl: bool) -> list[_Transfer]:
+def _choose_transfers(by_rank: Sequence[Any], nccl: bool) -> list[_Transfer]:
     """Return the transfer of each variable, from each rank's (shape, dtype, device name) of all variables."""
     transfers = []
     for layouts in zip(*by_rank, strict=True):
@@ -49,7 +49,9 @@ def _plan_transfers(by_rank: Sequence[Any], nccl: bool) -> list[_Transfer]:
 
 
 def prepare_copies(rank: Rank, keys: Sequence[Any], nccl: bool = False, is_changed: bool = False) -> list[VariableCopy]:
-    """All-gather the layouts of variables, and connect the ranks; a collective operation.
+    """Return this rank's copies of variables, with the layouts of all ranks' copies; a collective operation.
+
+    The ranks are connected if their devices transfer arrays directly.
 
     Parameters
     ----------
@@ -68,10 +70,10 @@ def prepare_copies(rank: Rank, keys: Sequence[Any], nccl: bool = False, is_chang
     communicator = rank.device.get_communicator(rank)
     all_gather = rank.all_gather if is_changed else rank.all_gather_cached
     by_rank, generations = zip(*all_gather((own_layouts, communicator.generation)), strict=True)
-    plans = rank.registry.get(_TransferPlans)
-    transfers = plans.get((by_rank, nccl))
+    cache = rank.registry.get(_TransferCache)
+    transfers = cache.get((by_rank, nccl))
     if transfers is None:
-        transfers = plans[by_rank, nccl] = _plan_transfers(by_rank, nccl)
+        transfers = cache[by_rank, nccl] = _choose_transfers(by_rank, nccl)
     copies = [VariableCopy(rank, shared, transfer) for shared, transfer in zip(shareds, transfers, strict=True)]
     if any(transfer.transport is rank.device for transfer in transfers):
         communicator.connect(generations)
@@ -346,9 +348,9 @@ class AllReduceValues(Command):
     def run(self, rank: Rank) -> None:
         """Check that shapes are equal, then reduce."""
         if rank.size > 1:
-            self.plan(rank).all_reduce(rank, self.op)
+            self.get_plan(rank).all_reduce(rank, self.op)
 
-    def plan(self, rank: Rank) -> AllReducePlan:
+    def get_plan(self, rank: Rank) -> AllReducePlan:
         """Return the plan, after a check that all ranks have the same plan; a collective operation."""
         plans = rank.registry.get(_AllReducePlans)
         last, is_changed = plans.get(self), False

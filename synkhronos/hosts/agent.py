@@ -538,7 +538,7 @@ def _set_environment(config: dict[str, Any]) -> None:
 def _create_control_memory(mpi: Any, config: dict[str, Any], local_ranks: range, link_nbytes: int) -> io.FileIO:
     """Create this host's control memory.  If that fails, report it, wait for END, and raise MemoryError."""
     try:
-        return ControlMemory.create(config["size"], len(local_ranks), link_nbytes)
+        return ControlMemory.create_file(config["size"], len(local_ranks), link_nbytes)
     except MemoryError as error:
         messenger = Messenger(mpi, mpi.COMM_WORLD)
         messenger.send(

@@ -97,7 +97,7 @@ class MpiLink(Link):
         self._layout: PipeLayout | None = None
         self._uses_gpus = False
         #: Bytes that earlier links of the session have sent.
-        self._n_bytes_before = 0
+        self._earlier_bytes_sent = 0
 
     def start_agents(self) -> None:
         """Start an agent on each host, by ``mpirun``.
@@ -295,7 +295,8 @@ class MpiLink(Link):
     @property
     def bytes_sent(self) -> int:
         """Number of bytes of shared memory that were sent to other hosts."""
-        return self._n_bytes_before + (0 if self._control is None else self._control.words[ControlMemory.BYTES_SENT])
+        sent = 0 if self._control is None else self._control.words[ControlMemory.BYTES_SENT]
+        return self._earlier_bytes_sent + sent
 
     def get_host_name(self, rank: int) -> str:
         """Return the name of a rank's host."""
@@ -367,7 +368,7 @@ class MpiLink(Link):
             output_seconds = _OUTPUT_SECONDS
         for reader in self._readers:
             reader.join(output_seconds)
-        self._n_bytes_before = self.bytes_sent
+        self._earlier_bytes_sent = self.bytes_sent
         self._control = self._layout = None
 
     @property
@@ -401,7 +402,7 @@ class MpiLink(Link):
         except BaseException:
             link.kill()
             raise
-        link._n_bytes_before = self.bytes_sent
+        link._earlier_bytes_sent = self.bytes_sent
         return link
 
     def _connect_again(self, hosts: Sequence[Host]) -> MpiLink:

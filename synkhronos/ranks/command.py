@@ -76,7 +76,7 @@ class Command(ABC):
         """
         return find_row_accesses(_list_parts(self), size, ranks)
 
-    def without_rank(self, number: int) -> Command:
+    def without_rank(self, rank: int) -> Command:
         """Return the command for all ranks but one, if it has entries by rank."""
         return self
 

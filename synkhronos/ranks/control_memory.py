@@ -158,7 +158,7 @@ class ControlMemory:
         ]
 
     @staticmethod
-    def create(size: int, n_local: int, link_nbytes: int = 0) -> io.FileIO:
+    def create_file(size: int, n_local: int, link_nbytes: int = 0) -> io.FileIO:
         """Create the memory as an open file, for ``n_local`` of ``size`` ranks on this machine.
 
         Of each slot of a rank on another machine only one page is allocated: published values are rarely longer.

@@ -47,7 +47,7 @@ class ProcessGroup:
         local_ranks, link_nbytes = link.local_ranks, link.control_nbytes
         # Forks of this process inherit its memory; spawned workers and an agent get the memory as an open file.
         as_file = size > 1 and (spawn or link.needs_control_file)
-        self._control_file = ControlMemory.create(size, len(local_ranks), link_nbytes) if as_file else None
+        self._control_file = ControlMemory.create_file(size, len(local_ranks), link_nbytes) if as_file else None
         fd = -1 if self._control_file is None else self._control_file.fileno()
         spin = SPIN_SECONDS if len(local_ranks) <= count_available_cores() else 0.0
         self.control = ControlMemory(size, spin, fd, local_ranks=local_ranks, link_nbytes=link_nbytes)

@@ -84,11 +84,6 @@ class WorkerProcesses:
         """Return the first rank of this machine whose worker was not started; None if all were."""
         return next((r for r in self._control.local_ranks if r not in (*self.pids, self._master_rank)), None)
 
-    @property
-    def are_forks(self) -> bool:
-        """Whether workers are forks of this process, which inherit its memory."""
-        return self._file is None
-
     def has_any_exited(self) -> bool:
         """Whether a worker has exited; its exit status is not collected."""
         return any(_has_exited(pid) for pid in list(self.pids.values()))

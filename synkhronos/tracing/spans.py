@@ -20,8 +20,9 @@ from synkhronos.function.computation import Computation
 from synkhronos.graphs.mirror import get_object
 from synkhronos.loading.loader import Feed
 from synkhronos.ranks import Command, Rank
+from synkhronos.ranks.command_runner import CommandRunner
 from synkhronos.ranks.control_memory import AWAITS_COMMAND, AWAITS_COMPLETION, ControlMemory
-from synkhronos.ranks.session import Session
+from synkhronos.ranks.mailbox import Mailbox
 
 #: Name, category, start, end, thread.
 Span = tuple[str, str, int, int, int]
@@ -57,8 +58,8 @@ def _name_wait(control: ControlMemory, rank: int, is_ready: Any, reason: int, *_
 
 #: The traced methods.  Packages of higher layers append to this list.
 TRACED = [
-    TracedMethod(Session, "_run", "call", CALL),
-    TracedMethod(Session, "_post", "post", "post"),
+    TracedMethod(CommandRunner, "_run", "call", CALL),
+    TracedMethod(Mailbox, "post", "post", "post"),
     TracedMethod(ControlMemory, "wait", WAIT, _name_wait),
     TracedMethod(Command, "run", "command", _name_command),
     TracedMethod(Computation, "_compile", "compile", "compile"),

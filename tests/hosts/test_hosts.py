@@ -190,7 +190,7 @@ def test_silent_host_is_lost_with_all_its_ranks():
 
 def test_link_to_the_host_that_is_left_counts_the_bytes_sent_before():
     link = MpiLink([Host("a", 2), Host("b", 2)], 1.0)
-    link.ranks_by_host, link._n_bytes_before = [range(2), range(2, 4)], 123
+    link.ranks_by_host, link._earlier_bytes_sent = [range(2), range(2, 4)], 123
     assert link.reconnect((2, 3)).bytes_sent == 123 and link.reconnect((2, 3)).reconnect((1,)).bytes_sent == 123
 
 
@@ -379,7 +379,7 @@ def test_frames_allocate_no_extra_memory():
 
 
 def test_remote_ranks_take_little_control_memory():
-    few, many = (ControlMemory.create(size, 2) for size in (3, 103))
+    few, many = (ControlMemory.create_file(size, 2) for size in (3, 103))
     with few, many:
         few_bytes, many_bytes = (512 * os.fstat(file.fileno()).st_blocks for file in (few, many))
         assert 0 < many_bytes - few_bytes <= 100 * 13_000

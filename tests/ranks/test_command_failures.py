@@ -13,6 +13,7 @@ from system import time_limit
 
 from synkhronos import ranks
 from synkhronos.ranks import Command
+from synkhronos.ranks.command_runner import CommandRunner
 from synkhronos.ranks.control_memory import SLOT_NBYTES, ControlMemory
 from synkhronos.ranks.errors import Cancelled, describe_exit
 from synkhronos.ranks.rank import Rank
@@ -150,7 +151,7 @@ def test_death_noticed_while_the_master_fails_is_named(two):
     events = []
 
     def trace(frame, event, arg):
-        if frame.f_code is ranks.Session._run.__code__:
+        if frame.f_code is CommandRunner._run.__code__:
             return trace_lines
         return None
 
