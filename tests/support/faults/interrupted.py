@@ -20,6 +20,7 @@ from faults import probes
 from faults.probes import Work, attempt, block, footprint, gather_pids, make_expected, plant, report_event, start
 from synkhronos import ranks
 from synkhronos.ranks import worker_main, worker_processes
+from synkhronos.ranks.command_runner import CommandRunner
 
 N = 3
 
@@ -118,14 +119,14 @@ def while_closing(where: str) -> None:
     else:
         plant("perform", "hold:compiled", (2,))
         report_event("first", **attempt(work.call))
-        join = ranks.Session._wait_until_done
+        join = CommandRunner._wait_until_done
 
-        def joined(self: ranks.Session, limit: float | None = None) -> None:
+        def joined(self: CommandRunner, limit: float | None = None) -> None:
             if limit is not None:
                 report_event("inside")  # in the library, not before it
             join(self, limit)
 
-        ranks.Session._wait_until_done = joined  # type: ignore[method-assign]
+        CommandRunner._wait_until_done = joined  # type: ignore[method-assign]
     report_event("outcome", **attempt(synk.close))
     workers._get_exit_code, ranks.session.GRACE_SECONDS = exit_code, grace_seconds
     vars(work).clear()
