@@ -160,7 +160,7 @@ class TaskAgent:
         self._schedule(source, command, lambda bridge: self._wake(bridge.update_channel(*update)))
 
     def _on_stop(self, source: int, command: int) -> None:
-        self._schedule(source, command, TaskBridge.stop)
+        self._schedule(source, command, TaskBridge.deliver_stop_request)
 
     # -- ranks of this host that use locks of another -------------------------------------------------
 
@@ -312,7 +312,7 @@ class TaskBridge:
             return True
         return False
 
-    def stop(self) -> None:
+    def deliver_stop_request(self) -> None:
         """Pass a stop request of another host to the ranks of this host."""
         self._stop[0], self._has_sent_stop = 1, True
 

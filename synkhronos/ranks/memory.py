@@ -219,8 +219,8 @@ class MemoryTable:
                 self.send_releases(force=True)
         self.send_releases(force=True)
 
-    def replace_workers(self, channels: Mapping[int, socket], is_inherited: bool) -> None:
-        """Discard the state of the old workers; new ones inherit all present segments and objects, or have none."""
+    def connect_workers(self, channels: Mapping[int, socket], is_inherited: bool) -> None:
+        """Use new workers' channels: they inherit all present segments and objects, or have none."""
         self._channels = channels
         self.last_sent_key = self.last_key if is_inherited else 0
         self._discard_unsent_segments()

@@ -86,7 +86,7 @@ class Rank:
 
     Parameters
     ----------
-    number, root : int
+    number, master_rank : int
         Rank of this process, and rank of the master.
     control : ControlMemory
         Counters and memory that the ranks share.
@@ -94,15 +94,6 @@ class Rank:
         Raises, or ends this process, when a peer has died.
     thread_limit : ThreadLimit
         Limit of this process's threads.
-
-    Parameters
-    ----------
-    number, master_rank : int
-        This rank, and the master's rank.
-    control : ControlMemory
-    check_peers : callable
-        Raises, or ends this process, if a peer process has exited.
-    thread_limit : ThreadLimit
     has_peer_died : callable, optional
         Returns True once a peer process has exited.  Only the master's rank is informed.
 
@@ -139,7 +130,6 @@ class Rank:
     ):
         self.is_master = number == master_rank
         self.thread_limit = thread_limit
-        self._connect(number, master_rank, control, check_peers, has_peer_died)
         self.segments = SegmentTable()
         self.objects: dict[Any, Any] = {}
         self.registry = Registry()
@@ -150,8 +140,9 @@ class Rank:
         self._commits = True
         self.finish_callbacks: list[Callable[[], None]] = []
         self.pending: list[PendingOperation] = []
+        self.attach(number, master_rank, control, check_peers, has_peer_died)
 
-    def _connect(
+    def attach(
         self,
         number: int,
         master_rank: int,
@@ -159,20 +150,15 @@ class Rank:
         check_peers: Callable[[], None],
         has_peer_died: Callable[[], bool],
     ) -> None:
+        """Use another group's counters, as after a replacement of the workers; segments and mirrored objects stay."""
         self.number, self.master_rank, self.control = number, master_rank, control
         self.size, self.local_ranks = control.size, control.local_ranks
         self.spans_hosts = len(self.local_ranks) < self.size
         self.check_peers, self.has_peer_died = check_peers, has_peer_died
-
-    def reconnect(
-        self, number: int, control: ControlMemory, check_peers: Callable[[], None], has_peer_died: Callable[[], bool]
-    ) -> None:
-        """Continue as the master of new workers, with new counters; segments and mirrored objects stay."""
-        self._connect(number, number, control, check_peers, has_peer_died)
         self.registry.clear()
         self._pickles.clear()
 
-    def disconnect(self) -> None:
+    def detach(self) -> None:
         """End all waits of this process for the other ranks, which have exited."""
         self.control.release_waits()
         self.spans_hosts = False  # the agents have exited

@@ -194,7 +194,7 @@ class Session(CommandRunner):
             self._group.shut_down(kill, should_kill)
             self._watch.stop()
             # A call of another thread, or one that a signal handler has interrupted, may be waiting for the workers.
-            self.rank.disconnect()
+            self.rank.detach()
             self._group.close()
             if not self.has_kept_memory:
                 self._free_memory()
@@ -283,14 +283,14 @@ class Session(CommandRunner):
 
     def _open(self, link: Link, spawn: bool, excluded_ranks: Collection[int]) -> None:
         """Open the session again, with new workers."""
-        old_rank, size = self.rank.number, self.size - len(excluded_ranks)
-        assert old_rank not in excluded_ranks
+        assert self.rank.number not in excluded_ranks
+        master_rank = self.rank.number - sum(r < self.rank.number for r in excluded_ranks)
         # The counters and semaphores of the old group are in an undefined state.
-        group = ProcessGroup(size, old_rank - sum(r < old_rank for r in excluded_ranks), link, spawn)
+        group = ProcessGroup(self.size - len(excluded_ranks), master_rank, link, spawn)
         for r in sorted(excluded_ranks, reverse=True):
             self._first_command = self._first_command and self._first_command.without_rank(r)
-        self.rank.reconnect(group.master_rank, group.control, self._check_peers, group.has_any_died)
-        self.memory.replace_workers(group.channels, is_inherited=not spawn)
+        self.rank.attach(master_rank, master_rank, group.control, self._check_peers, group.has_any_died)
+        self.memory.connect_workers(group.channels, is_inherited=not spawn)
         self._set_group(group)
         self.has_forked_workers = not spawn
         self._is_running, self._is_idle = False, True
