@@ -69,7 +69,7 @@ class LocalRows:
     def __getitem__(self, selection: Any) -> LocalRows:
         rows, selected = select_rows(selection, len(self), "rows"), self._selection
         if isinstance(selected, range) and isinstance(rows, range):
-            start, stop = (selected.start + selected.step * bound for bound in (rows.start, rows.stop))
+            start, stop = (selected.start + selected.step * index for index in (rows.start, rows.stop))
             rows = range(start, stop, selected.step * rows.step)
         elif selected is not None:
             rows = np.asarray(selected)[np.asarray(rows)]
