@@ -254,7 +254,7 @@ class CommandRunner(ABC):
     def _check_peers(self) -> None:
         """End the session and raise WorkerError if a peer has died, or exceeds the time limit."""
         if self.timeout is not None and time.monotonic() - self._command_began > self.timeout:
-            late = self._group.find_late_rank(self._command_began, self.timeout)
+            late = self._group.find_timeout(self._command_began, self.timeout)
             if late is not None:
                 self._close_after_failure(late)
         self._raise_if_peer_died()

@@ -100,7 +100,7 @@ class ProcessGroup:
         failure = self.link.find_failure()
         return failure and failure._replace(message=f"{failure.message}; the workers were ended.")
 
-    def find_late_rank(self, began: float, timeout: float) -> PeerFailure | None:
+    def find_timeout(self, began: float, timeout: float) -> PeerFailure | None:
         """Return the failure of a rank that exceeds the time limit; None if there is none.
 
         Parameters
