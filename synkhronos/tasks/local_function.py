@@ -16,8 +16,8 @@ from synkhronos.devices import HOST, Device, Selection, find_device, take_rows
 from synkhronos.engines import Runner
 from synkhronos.function.computation import DEFAULT_VARIANT, Computation
 from synkhronos.function.rank_mean import make_own_pace_error
-from synkhronos.ranks import Rank, SharedArray
-from synkhronos.ranks.rank_task import RankTask, Span, find_span
+from synkhronos.ranks import ArrayLocation, Rank
+from synkhronos.ranks.rank_task import ByteRange, RankTask, find_byte_range
 
 
 class LocalRows:
@@ -171,7 +171,7 @@ class LocalFunction:
 
     def launch(self, *inputs: Any) -> list[Any]:
         """Launch the function on this rank and return pending outputs; `read` waits for them."""
-        self._task.progress()
+        self._task.report_progress()
         return self._launch(self._compile(), inputs)
 
     def launch_many(self, n_repeats: int, *inputs: Any) -> list[Any] | None:
@@ -183,7 +183,7 @@ class LocalFunction:
             Pending values of the first output in all runs, then of the second, and so on; `read` waits for them.  None
             if the function is not compiled by XLA, or if an output is not a scalar.
         """
-        self._task.progress()
+        self._task.report_progress()
         repeated = self._compile().repeat(n_repeats)
         return None if repeated is None else self._launch(repeated, inputs)
 

@@ -150,9 +150,11 @@ def test_killed_process_on_a_host_is_named(hosts, target, place):
         fault_time = time.monotonic()
         os.kill(pids if number is None else pids[number], signal.SIGKILL)
         tree.release() if place == "idle" else None
-        outcome = tree.wait("outcome")
+        outcome = tree.wait_event("outcome")
         while place == "idle" and outcome.get("value") and time.monotonic() < fault_time + LIMIT:
-            outcome = tree.do("part", place="step", on=[], action="")  # it finished before the loss was noticed
+            outcome = tree.run_order(
+                "run_faulty_command", place="step", on=[], action=""
+            )  # it finished before the loss was noticed
         words = [word.replace("HOST", hosts.other) for word in [*words, "synkhronos.fork()"]]
         check_error(outcome, fault_time, rank=rank, words=words)
         tree.check_no_leaks()
@@ -186,8 +188,8 @@ def test_lost_host_is_named(hosts, fault, place):
         fault_time = tree.inject_fault(fault, hosts.other)
         tree.release() if place == "idle" else None
         words = [f"host {hosts.other} (rank 2)", "lost" if fault == "kill" else "has arrived for 1 seconds"]
-        check_error(tree.wait("outcome"), fault_time, rank=2, words=words)
-        assert tree.do("fork", hosts=2, environment={}, settings={})["value"] == 2
+        check_error(tree.wait_event("outcome"), fault_time, rank=2, words=words)
+        assert tree.run_order("fork", hosts=2, environment={}, settings={})["value"] == 2
         check_works(tree)
         tree.run_order("close")
         if fault == "kill":
@@ -295,7 +297,7 @@ def test_exit_of_the_master_ends_hosts(hosts):
         fault_time = time.monotonic()
         os.kill(tree.pid, signal.SIGUSR1)
         tree.release()
-        check_error(tree.wait("outcome"), fault_time, "RuntimeError", words=["closed"])
+        check_error(tree.wait_event("outcome"), fault_time, "RuntimeError", words=["closed"])
         tree.check_no_leaks()
 
 

@@ -57,8 +57,8 @@ def check_next_calls(program, survived):
         check_footprint(event)
     works = program.wait_for_event("works")
     assert works.get("value") == works["right"], works
-    check_footprint(program.wait("closed"))
-    assert program.end() == 0, program.read_output()
+    check_footprint(program.wait_for_event("closed"))
+    assert program.wait_for_exit() == 0, program.read_output()
     program.check_no_leaks()
     return event
 
@@ -141,7 +141,7 @@ def test_master_death_ends_all_processes(name, place, target):
         wait_until_inside(program, place, len(on))
         program.send_signal(program.pid if target == "master" else None, signal.Signals[name])
         program.check_no_leaks()
-        assert program.end() == -signal.Signals[name]
+        assert program.wait_for_exit() == -signal.Signals[name]
 
 
 @pytest.mark.any_library
@@ -187,7 +187,7 @@ def test_faults_of_spawned_workers_are_reported(action):
             program.send_signal(program.pid, signal.SIGKILL)
             program.check_no_leaks()
             return
-        outcome = program.wait("outcome")
+        outcome = program.wait_for_event("outcome")
         check_error(outcome, program.get_fault_time(), words=["rank 2", action.partition(":")[2]], worker=2)
         if "SIGKILL" in action:
             assert str(pids[2]) in outcome["message"]
@@ -278,7 +278,7 @@ def run(where, action, on=(2,), **kwargs):
 )
 def test_worker_that_exits_is_named_with_its_status(place, code):
     with run(place, f"_exit:{code}") as program:
-        outcome = program.wait("outcome")
+        outcome = program.wait_for_event("outcome")
         check_error(outcome, program.get_fault_time(), words=["rank 2", f"exited with code {code}"], worker=2)
         check_next_calls(program, survived=False)
 
@@ -295,7 +295,7 @@ def test_worker_that_exits_is_named_with_its_status(place, code):
 )
 def test_exception_in_a_worker_leaves_ranks_usable(place, action, kind):
     with run(place, action) as program:
-        outcome = program.wait("outcome")
+        outcome = program.wait_for_event("outcome")
         check_error(outcome, program.get_fault_time(), words=["rank 2", kind], worker=2)
         assert list(outcome["failures"]) == ["2"]
         assert outcome["traceback"].startswith("Traceback")
@@ -345,7 +345,7 @@ def test_error_lists_ranks_with_applied_updates(on, skip):
 
 def test_worker_raises_memory_error():
     with run("call", "memory") as program:
-        outcome = program.wait("outcome")
+        outcome = program.wait_for_event("outcome")
         check_error(outcome, program.get_fault_time(), words=["rank 2", "MemoryError"], worker=2)
         assert outcome["traceback"].startswith("Traceback")
         check_next_calls(program, survived=True)
@@ -383,7 +383,7 @@ def test_collective_raises_failures_between_chunks(name, on):
 @pytest.mark.parametrize("name", STREAMED)
 def test_collective_reports_deaths_between_chunks(name):
     with run("collective", "kill:SIGKILL", on=[1], name=name, skip=1) as program:
-        outcome = program.wait("outcome")
+        outcome = program.wait_for_event("outcome")
         check_error(outcome, program.get_fault_time(), words=["rank 1", "SIGKILL"], worker=1)
         check_next_calls(program, survived=False)
 
@@ -434,8 +434,8 @@ def test_full_dev_shm_raises_memory_error():
         assert program.wait_for_event("fork").get("value") == 3  # forking uses no space there
         works = program.wait_for_event("works")
         assert works.get("value") == works["right"], works
-        check_footprint(program.wait("closed"))
-        assert program.end() == 0, program.read_output()
+        check_footprint(program.wait_for_event("closed"))
+        assert program.wait_for_exit() == 0, program.read_output()
 
 
 @pytest.mark.any_library
@@ -520,9 +520,9 @@ def test_ranks_forked_in_a_thread_do_not_outlive_the_master():
 @pytest.mark.any_library
 def test_failure_in_the_first_command_is_reported():
     with Program("first_command") as program:
-        outcome = program.wait("outcome")
+        outcome = program.wait_for_event("outcome")
         check_error(outcome, program.get_fault_time(), words=["ValueError"], worker=1)
-        works = program.wait("works")
+        works = program.wait_for_event("works")
         assert works.get("value") == works["right"], works
         check_footprint(program.wait_for_event("closed"))
         assert program.wait_for_exit() == 0
@@ -559,4 +559,4 @@ def test_close_ends_stopped_workers():
             wait_for_state(pids[r], "T")
         program.send_signal(program.pid, signal.SIGINT)  # the program ends and closes the ranks
         program.check_no_leaks()  # workers get two seconds to exit
-        assert program.end() == -signal.SIGINT
+        assert program.wait_for_exit() == -signal.SIGINT

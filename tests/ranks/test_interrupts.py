@@ -28,7 +28,7 @@ def check_next_calls(program):
     assert works.get("value") == works["right"], works
     closed = program.wait_for_event("closed")
     assert closed["after"] == closed["before"]
-    assert program.end() == 0, program.read_output()
+    assert program.wait_for_exit() == 0, program.read_output()
     program.check_no_leaks()
 
 
@@ -86,7 +86,7 @@ def test_interrupted_program_ends_its_workers(where):
         program.wait_for_event("inside")
         program.send_signal(None, signal.SIGINT)
         program.check_no_leaks()
-        assert program.end() == -signal.SIGINT
+        assert program.wait_for_exit() == -signal.SIGINT
         assert "KeyboardInterrupt" in program.read_output()
 
 
@@ -101,7 +101,7 @@ def test_interrupt_during_fork_leaves_no_worker(where):
         outcome = program.wait_for_event("outcome")
         assert outcome.get("error") == "KeyboardInterrupt", outcome
         check_delay(outcome["ended"] - signal_time)
-        outcome = program.wait("dead")
+        outcome = program.wait_for_event("dead")
         assert outcome["after"] == outcome["before"]
         check_next_calls(program)
 
@@ -119,7 +119,7 @@ def test_interrupt_during_close_ends_workers(where):
         outcome = program.wait_for_event("outcome")
         assert outcome.get("error") == "KeyboardInterrupt", outcome
         check_delay(outcome["ended"] - signal_time)  # the limit for the exit of workers is longer
-        outcome = program.wait("dead")
+        outcome = program.wait_for_event("dead")
         assert outcome["after"] == outcome["before"]
         check_next_calls(program)
 
@@ -151,7 +151,7 @@ WITHOUT_LIBRARY = ("collective", "collective again", "data", "fork", "close")
 def test_interrupt_at_any_line_leaves_ranks_usable(operation, limit):
     step = 1 if os.environ.get("FAULTS") == "all" else (LIMITED if limit else ACTIONS)[operation]
     with Program("at_every_moment", operation=operation, first=step // 2, step=step, limit=limit) as program:
-        outcome = program.wait("outcome", 600)
+        outcome = program.wait_for_event("outcome", 600)
         assert not outcome["lost"] and not outcome["wrong"], program.read_output()
         assert outcome["presses"] > 4  # at least twice as many, depending on how long ranks wait
         closed = program.wait_for_event("closed")
@@ -160,7 +160,7 @@ def test_interrupt_at_any_line_leaves_ranks_usable(operation, limit):
         for footprint in closed["before"], closed["after"]:
             del footprint["maps"]
         assert closed["after"] == closed["before"]
-        assert program.end() == 0, program.read_output()
+        assert program.wait_for_exit() == 0, program.read_output()
         program.check_no_leaks()
 
 

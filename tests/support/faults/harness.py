@@ -93,7 +93,7 @@ class Program:
                 **{"stdin": subprocess.DEVNULL, "stdout": self.output, "stderr": self.output, **(pass_on or {})},
             )
         else:
-            self.process = Template.only().copy(scenario_arguments, [self.output.fileno(), events, release])
+            self.process = Template.get().copy(scenario_arguments, [self.output.fileno(), events, release])
         os.close(events)
         os.close(release)
 

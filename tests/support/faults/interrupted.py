@@ -128,7 +128,7 @@ def while_closing(where: str) -> None:
 
         CommandRunner._wait_until_done = joined  # type: ignore[method-assign]
     report_event("outcome", **attempt(synk.close))
-    workers._get_exit_code, ranks.session.GRACE_SECONDS = exit_code, grace_seconds
+    worker_processes._get_exit_code, ranks.session.GRACE_SECONDS = exit_code, grace_seconds
     vars(work).clear()
     report_event("dead", before=before, after=footprint())
     synk.fork(N, use_gpu=False)

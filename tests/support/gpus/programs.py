@@ -171,7 +171,7 @@ def theano():
     data = synk.data(np.arange(1000, dtype="float32"))
     with ranks.get_session().call_lock:
         for op in ("sum", "max"):
-            results = ranks.get_session().run(AllReduceRows(op, to_shared_array(data)))
+            results = ranks.get_session().run(AllReduceRows(op, get_array_location(data)))
             assert results == results[:1] * n
             print(op, results[0])
     print(*synk.run(exchange_arrays))

@@ -220,7 +220,7 @@ class Tree:
         Names in /dev/shm that begin with ``but`` are allowed, and removed.
         """
         deadline = time.monotonic() + LIMIT
-        while left := [*self._left(is_fresh, but)]:
+        while left := [*self._find_leaks(is_fresh, but)]:
             assert time.monotonic() < deadline, f"{left} are left\n{self.read_output()}"
             time.sleep(0.01)
         shared_memory = self._shared_memory(self.hosts[0]) if are_simulated() else Path("/dev/shm")
