@@ -20,7 +20,7 @@ pytestmark = [
 
 
 def kill_worker():
-    (pid,) = ranks.get_session().workers.pids.values()
+    (pid,) = ranks.get_session().worker_pids.values()
     os.kill(pid, signal.SIGKILL)
     os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
 
